@@ -1,14 +1,19 @@
-"""The `andon` command in processes of its own."""
+"""The `andon` command, in the process of the test and in processes of its own."""
 
 from __future__ import annotations
 
-import os
+import contextlib
 import resource
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
+
+from typer.testing import CliRunner
+
+from andon.cli.app import _run, guarded
 
 PATIENCE_S = 240
 
@@ -22,17 +27,39 @@ class Ended:
     said: list[str]
 
 
-def andon(
+def cli(
     *arguments: str | Path, folder: Path | None = None, stdin: bytes = b"", largest_file: int | None = None
 ) -> Ended:
-    """Run `python -m andon` in `folder`; it and its ranks may write no file above `largest_file` bytes."""
-    limit: Callable[[], None] | None = None
-    if largest_file is not None:
-        size = largest_file
+    """Run `andon` in `folder` in this process, by the code that turns errors into messages and exit codes.
 
-        def limit() -> None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+    largest_file: the most bytes that a file may have meanwhile.
+    """
+    with (
+        patch.object(sys, "argv", ["andon", *map(str, arguments)]),
+        contextlib.chdir(folder) if folder else contextlib.nullcontext(),
+        CliRunner().isolation(input=stdin) as (out, said, _),
+        _files_up_to(largest_file),
+    ):
+        code = guarded(_run)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        return Ended(code, *(stream.getvalue().decode().splitlines() for stream in (out, said)))
 
+
+@contextlib.contextmanager
+def _files_up_to(size: int | None) -> Iterator[None]:
+    """Inside, no file of this process grows beyond `size` bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if size is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def andon(*arguments: str | Path, folder: Path | None = None, stdin: bytes = b"") -> Ended:
+    """Run `python -m andon` in `folder`, as a process."""
     done = subprocess.run(
         [sys.executable, "-m", "andon", *map(str, arguments)],
         cwd=folder,
@@ -40,15 +67,8 @@ def andon(
         capture_output=True,
         timeout=PATIENCE_S,
         check=False,
-        preexec_fn=limit,
-        env=_unmeasured() if largest_file is not None else None,
     )
     return Ended(done.returncode, done.stdout.decode().splitlines(), done.stderr.decode().splitlines())
-
-
-def _unmeasured() -> dict[str, str]:
-    """The environment without what makes coverage start in a child: its data file would meet the limit, too."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(("COVERAGE_", "COV_"))}
 
 
 def tree(folder: Path) -> set[str]:

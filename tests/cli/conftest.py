@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.folders import runs
 from tests.training.runs import Runs, write_jsonl
+
+__all__ = ["runs"]
 
 
 @pytest.fixture(scope="session")

@@ -6,13 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.training.runs import Runs, write_jsonl
+from tests.support.folders import runs
+from tests.training.runs import Runs
 
-
-@pytest.fixture(scope="session")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Starts runs."""
-    return Runs(write_jsonl(tmp_path_factory.mktemp("data") / "train.jsonl"))
+__all__ = ["runs"]
 
 
 @pytest.fixture(scope="session")

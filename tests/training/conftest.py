@@ -1,23 +1,20 @@
-"""One data set and one uninterrupted run, with which the others are compared."""
+"""Finished and interrupted runs on one data set, and a process with stock transformers."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.training.runs import Runs, write_jsonl
+from tests.support.folders import copy, interrupted, runs, whole
+from tests.support.stock import Stock
+
+__all__ = ["copy", "interrupted", "runs", "whole"]
 
 
 @pytest.fixture(scope="session")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Starts runs."""
-    return Runs(write_jsonl(tmp_path_factory.mktemp("data") / "train.jsonl"))
-
-
-@pytest.fixture(scope="session")
-def whole(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run of one worker that nothing interrupted."""
-    folder = tmp_path_factory.mktemp("whole") / "run"
-    assert runs.train(folder) == 0
-    return folder
+def stock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stock]:
+    """Runs programs in a process with stock transformers and without Andon."""
+    with Stock(Path(tmp_path_factory.mktemp("stock"))) as started:
+        yield started

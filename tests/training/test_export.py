@@ -1,15 +1,17 @@
-"""What `andon export` writes is read by transformers and peft alone, in processes that know nothing of Andon."""
+"""What `andon export` writes of every task gives the run's own numbers and answers, by transformers and peft alone.
+
+The stock libraries run in one process, in which Andon cannot be imported (`stock`).
+"""
 
 from __future__ import annotations
 
 import ast
 import json
-import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +20,61 @@ import torch
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from torch import nn
+from transformers import BertConfig, BertForSequenceClassification, Qwen3Config, Qwen3ForCausalLM
 from typer.testing import CliRunner
 
 from andon.cli.commands import app
 from andon.config.schema import Config
 from andon.console.problems import InputError
+from andon.data.tokens import byte_tokenizer
 from andon.metrics.confusion import Confusion, read_confusion
 from andon.model import adapter
+from andon.model.build import seeded
 from andon.run.folder import RunFolder
 from andon.run.provenance import Provenance
 from andon.training import export
 from andon.training.card import Form, Result, card
 from andon.training.inference import load_run, predict
-from tests.cli.command import PATIENCE_S, andon, tree
+from tests.cli.command import cli, tree
+from tests.data.test_chat import CHATML, tokenizer
+from tests.support.stock import Stock
+from tests.training.kinds import IDS, KINDS, Kind, started, written
 from tests.training.runs import Runs, outcome, row, summary, write_csv, write_jsonl
+
+pytestmark = pytest.mark.xdist_group("test_export")
 
 TEXTS = [*(row(number)[0] for number in range(6)), "größe ☃ " * 40, "two\nlines"]
 """The seventh is longer than the 128 tokens at which a run cuts."""
 COLUMNS = ("data.text_column=sentence", "data.label_column=colour")
-KINDS = ("embedded", "pretrained", "whole")
+MERGE = ("--merge",)
+PROMPTS = ("red?", "say it: green?", "größe ☃?")
+
+
+def exported(run: Path, target: Path, *options: str | Path) -> list[str]:
+    """What `andon export` prints. Raises what it ends with."""
+    ended = CliRunner().invoke(app, ["export", *map(str, (run, target, *options))], catch_exceptions=False)
+    assert ended.exit_code == 0, ended.output
+    return ended.stdout.splitlines()
+
+
+def code_of(folder: Path) -> str:
+    """The program in the card of a folder, for that folder."""
+    found = re.search(r"## Use\n\n((?:    .*\n|\n)+)", (folder / "README.md").read_text())
+    assert found is not None
+    return re.sub("^    ", "", found[1], flags=re.MULTILINE).replace("THIS FOLDER", str(folder))
+
+
+def repeated(run: Path, card: str, folder: Path, *needed: Path) -> None:
+    """The card's command gives the weights of `run` in another folder that has the files `needed`."""
+    command = next(line.strip() for line in card.splitlines() if line.startswith("    andon train "))
+    for each in needed:
+        shutil.copytree(each, folder / each.name) if each.is_dir() else shutil.copy(each, folder)
+    ended = cli(*shlex.split(command)[1:], "--run-dir", "again", folder=folder)
+    assert ended.code == 0, ended.said
+    assert outcome(folder / "again") == outcome(run)
+
+
+# Texts of classes
 
 
 @pytest.fixture(scope="module")
@@ -53,37 +91,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def exported(run: Path, target: Path, *options: str | Path) -> list[str]:
-    """What `andon export` prints. Raises what it ends with."""
-    ended = CliRunner().invoke(app, ["export", *map(str, (run, target, *options))], catch_exceptions=False)
-    assert ended.exit_code == 0, ended.output
-    return ended.stdout.splitlines()
-
-
-def used(folder: Path, elsewhere: Path, texts: list[str] = TEXTS) -> list[dict[str, float]]:
-    """Probabilities by class of each text, by the code that the card in `folder` shows, in a process of its own."""
-    found = re.search(r"## Use\n\n((?:    .*\n|\n)+)", (folder / "README.md").read_text())
-    assert found is not None
-    code = re.sub("^    ", "", found[1], flags=re.MULTILINE)
-    program = code.replace("THIS FOLDER", str(folder)).replace('["a text"]', repr(texts))
-    return [{one["label"]: one["score"] for one in each} for each in ast.literal_eval(alone(program, elsewhere))]
-
-
-def alone(program: str, elsewhere: Path) -> str:
-    """What a program prints last, run offline in the folder `elsewhere` where Andon is not to be found."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    hidden = "import sys; sys.modules['andon'] = None\n"
-    done = subprocess.run(
-        [sys.executable, "-c", hidden + program],
-        cwd=elsewhere,
-        env={**environment, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()[-1]
+def used(stock: Stock, folder: Path, texts: Sequence[str] = TEXTS) -> list[dict[str, float]]:
+    """Probabilities by class of each text, by the program in the card."""
+    program = code_of(folder).replace('["a text"]', repr(texts))
+    return [{one["label"]: one["score"] for one in each} for each in ast.literal_eval(stock.run(program))]
 
 
 def ours(run: Path) -> list[dict[str, float]]:
@@ -92,31 +103,30 @@ def ours(run: Path) -> list[dict[str, float]]:
     return [dict(zip(trained.labels, one.probabilities, strict=True)) for one in predict(trained, TEXTS)]
 
 
-def same(found: list[dict[str, float]], wanted: list[dict[str, float]], within: float = 1e-6) -> None:
+def same(found: list[dict[str, float]], wanted: list[dict[str, float]]) -> None:
     """One class's probability may differ by rounding alone."""
-    for one, other in zip(found, wanted, strict=True):
-        assert one == pytest.approx(other, abs=within)
+    assert found == [pytest.approx(other, abs=1e-6) for other in wanted]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_stock_transformers_gives_the_runs_probabilities(made: Path, tmp_path: Path, kind: str) -> None:
-    """One folder and the code of its card: names of classes, cuts of long texts and probabilities are the run's."""
-    said = exported(made / kind, tmp_path / "out", "--merge")
-    assert said[0] == f"wrote {tmp_path / 'out'}: a model of transformers in float32"
-    assert "and 0 rows get another label" in said[1]
-    assert not (tmp_path / "out" / "adapter_config.json").exists()
-    same(used(tmp_path / "out", tmp_path), ours(made / kind))
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("embedded", MERGE), ("embedded", ()), ("pretrained", MERGE), ("pretrained", ()), ("whole", MERGE)],
+)
+def test_stock_transformers_gives_the_runs_probabilities(
+    made: Path, tmp_path: Path, stock: Stock, kind: str, options: tuple[str, ...]
+) -> None:
+    """Names of classes, cuts of long texts and probabilities are the run's; so they are of the run's own folder."""
+    said = exported(made / kind, tmp_path / "out", *options)
+    same(used(stock, tmp_path / "out"), ours(made / kind))
+    if options:
+        assert said[0] == f"wrote {tmp_path / 'out'}: a model of transformers in float32"
+        assert "and 0 rows get another label" in said[1]
+        assert not (tmp_path / "out" / "adapter_config.json").exists()
+    else:
+        same(used(stock, made / kind / "adapter"), ours(made / kind))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_unmerged_export_gives_them_too(made: Path, tmp_path: Path, kind: str) -> None:
-    """By the code of its card: on the embedded base from the folder alone, on another with the classes' names."""
-    exported(made / kind, tmp_path / "out")
-    same(used(tmp_path / "out", tmp_path), ours(made / kind))
-    same(used(made / kind / "adapter", tmp_path), ours(made / kind))
-
-
-def test_a_run_folder_may_be_moved(made: Path, tmp_path: Path) -> None:
+def test_a_run_folder_may_be_moved(made: Path, tmp_path: Path, stock: Stock) -> None:
     """With its embedded base: for us, for transformers, and for peft, which is given the base's folder beside it; no
     path in the adapter's configuration says where it was."""
     before = ours(made / "embedded")
@@ -124,20 +134,20 @@ def test_a_run_folder_may_be_moved(made: Path, tmp_path: Path) -> None:
     shutil.copytree(made / "embedded", moved)
     (made / "embedded").rename(made / "gone")
     try:
-        same(ours(moved), before, within=0)
-        same(used(moved / "adapter", tmp_path), before)
+        assert ours(moved) == before
+        same(used(stock, moved / "adapter"), before)
         for base, folder in ((moved / "base", moved / "adapter"), (tmp_path / "out" / "base", tmp_path / "out")):
             if not folder.exists():
                 exported(moved, folder)
             reference = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
             assert (folder / reference).resolve() == base
             assert not Path(reference).is_absolute()
-            same(with_peft(base, folder, tmp_path), before)
+            same(with_peft(stock, base, folder), before)
     finally:
         (made / "gone").rename(made / "embedded")
 
 
-def with_peft(base: Path, folder: Path, elsewhere: Path) -> list[dict[str, float]]:
+def with_peft(stock: Stock, base: Path, folder: Path) -> list[dict[str, float]]:
     """Probabilities by peft's own loader, one text at a time."""
     program = f"""
 import torch
@@ -153,24 +163,23 @@ for text in {TEXTS!r}:
     found.append({{model.config.id2label[place]: value for place, value in enumerate(logits.softmax(0).tolist())}})
 print(found)
 """
-    found: list[dict[str, float]] = ast.literal_eval(alone(program, elsewhere))
+    found: list[dict[str, float]] = ast.literal_eval(stock.run(program))
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_is_lost_in_bfloat16_is_said(made: Path, tmp_path: Path, kind: str) -> None:
+def test_what_is_lost_in_bfloat16_is_said(made: Path, tmp_path: Path, stock: Stock) -> None:
     """Every weight is in it, and the drift that is printed, and stands in the card, is the one that others see."""
-    _, said = exported(made / kind, tmp_path / "out", "--merge", "--dtype", "bfloat16")
     out = tmp_path / "out"
+    _, said = exported(made / "pretrained", out, "--merge", "--dtype", "bfloat16")
     assert {each.dtype for each in load_file(out / "model.safetensors").values()} == {torch.bfloat16}
     assert said in " ".join((out / "README.md").read_text().split())
-    trained = load_run(RunFolder(made / kind))
+    trained = load_run(RunFolder(made / "pretrained"))
     rows = export.rows_of(trained)
     assert rows is not None
     texts = list(rows.evaluated_on.texts())
     wanted = [one.probabilities for one in predict(trained, texts)]
-    stock = [tuple(one[name] for name in trained.labels) for one in used(out, tmp_path, texts)]
-    largest = max(abs(a - b) for one, other in zip(wanted, stock, strict=True) for a, b in zip(one, other, strict=True))
+    seen = [tuple(one[name] for name in trained.labels) for one in used(stock, out, texts)]
+    largest = max(abs(a - b) for one, other in zip(wanted, seen, strict=True) for a, b in zip(one, other, strict=True))
     told = re.search(
         r"on (\d+) evaluation rows the largest difference from a probability of the run is (\S+), and (\d+) rows", said
     )
@@ -179,23 +188,24 @@ def test_what_is_lost_in_bfloat16_is_said(made: Path, tmp_path: Path, kind: str)
     assert float(told[2]) > 1e-5
 
 
+def halved_merge(model: nn.Module) -> nn.Module:
+    """Merge an adapter at half its scale."""
+    for module in model.modules():
+        if isinstance(getattr(module, "scaling", None), dict):
+            module.scaling = {name: value / 2 for name, value in module.scaling.items()}  # type: ignore[union-attr]
+    return adapter.merged(model)
+
+
 def test_a_wrong_merge_does_not_go_out(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An adapter that is merged at half its scale gives other probabilities: refused, and nothing is left."""
-
-    def halved(model: nn.Module) -> nn.Module:
-        for module in model.modules():
-            if isinstance(getattr(module, "scaling", None), dict):
-                module.scaling = {name: value / 2 for name, value in module.scaling.items()}  # type: ignore[union-attr]
-        return adapter.merged(model)
-
-    monkeypatch.setattr(export, "merged", halved)
+    monkeypatch.setattr(export, "merged", halved_merge)
     with pytest.raises(RuntimeError, match="the written model is not the run's: on 12 evaluation rows"):
         exported(made / "embedded", tmp_path / "out", "--merge")
     assert tree(tmp_path) == set()
 
 
+@pytest.mark.parametrize("kind", ["embedded", "pretrained"])
 def test_an_adapter_that_stock_peft_reads_otherwise_does_not_go_out(
-    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """The folder says half of its scale: refused, and nothing is left."""
     written = adapter._adapter_config
@@ -205,29 +215,25 @@ def test_an_adapter_that_stock_peft_reads_otherwise_does_not_go_out(
         return config | {"lora_alpha": config["lora_alpha"] / 2}
 
     monkeypatch.setattr(adapter, "_adapter_config", halved)
-    for kind in ("embedded", "pretrained"):
-        with pytest.raises(RuntimeError, match="the written model is not the run's: on "):
-            exported(made / kind, tmp_path / "out")
-        assert tree(tmp_path) == set()
+    with pytest.raises(RuntimeError, match="the written model is not the run's: on "):
+        exported(made / kind, tmp_path / "out")
+    assert tree(tmp_path) == set()
 
 
-def test_a_base_that_has_moved_is_named(made: Path, tmp_path: Path) -> None:
-    """Without it nothing is written; with it the model is, and an adapter says where its base is now."""
+def test_a_base_that_has_moved_is_named(made: Path, tmp_path: Path, stock: Stock) -> None:
+    """Without it nothing is written; with it an adapter says where its base is now."""
     before, there = ours(made / "pretrained"), made / "there"
     (made / "base").rename(there)
     try:
         with pytest.raises(InputError, match="if it has moved, name its place: --model PATH"):
             exported(made / "pretrained", tmp_path / "out", "--merge")
-        exported(made / "pretrained", tmp_path / "out", "--merge", "--model", there)
         exported(made / "pretrained", tmp_path / "adapter", "--model", there)
-        for name in ("out", "adapter"):
-            same(used(tmp_path / name, tmp_path), before)
+        same(used(stock, tmp_path / "adapter"), before)
     finally:
         there.rename(made / "base")
 
 
 def test_an_export_whose_rows_are_gone_says_what_it_did_not_measure(made: Path, tmp_path: Path) -> None:
-    """It is written all the same; the run's own record has what the card tells."""
     copy = tmp_path / "run"
     shutil.copytree(made / "embedded", copy)
     config = copy / "config.yaml"
@@ -237,12 +243,11 @@ def test_an_export_whose_rows_are_gone_says_what_it_did_not_measure(made: Path, 
 
 
 def test_what_cannot_be_exported_is_refused_and_leaves_nothing(made: Path, tmp_path: Path) -> None:
-    """A place that is taken, none to make it in, a type that is none or is for whole models, a run that goes on."""
     taken = tmp_path / "taken"
     taken.mkdir()
     for target, options, what in (
         (taken, (), "is there already"),
-        (tmp_path / "no" / "out", ("--merge",), "there is no folder"),
+        (tmp_path / "no" / "out", MERGE, "there is no folder"),
         (tmp_path / "out", ("--dtype", "bfloat16"), "is for --merge"),
         (tmp_path / "out", ("--merge", "--dtype", "float8"), "is not one of float32, bfloat16"),
     ):
@@ -256,14 +261,13 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(made: Path, tmp_p
 
 
 def test_a_disk_that_refuses_leaves_nothing(made: Path, tmp_path: Path) -> None:
-    """One line and 2, and no part of a folder."""
-    ended = andon("export", made / "embedded", tmp_path / "out", "--merge", largest_file=8000)
+    ended = cli("export", made / "embedded", tmp_path / "out", "--merge", largest_file=8000)
     assert (ended.code, ended.out) == (2, [])
     assert "the file would be larger than the limit" in ended.said[-1]
     assert tree(tmp_path) == set()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["embedded", "pretrained"])
 def test_the_card_tells_the_runs_record(made: Path, tmp_path: Path, kind: str) -> None:
     """The hub's own reader takes its header, with the summary's scores; no path of this machine stands in it."""
     exported(made / kind, tmp_path / "out", "--merge")
@@ -279,20 +283,13 @@ def test_the_card_tells_the_runs_record(made: Path, tmp_path: Path, kind: str) -
     right = sum(line[place] for place, line in enumerate(matrix))
     assert f"| {right} of {found['eval']['rows']} rows |" in text
     assert f"`{found['weights_digest']}`, on 1 inline workers" in text
-    assert str(made) not in text
-    assert str(tmp_path) not in text
-    assert str(made) not in (made / kind / "adapter" / "README.md").read_text()
+    own = (made / kind / "adapter" / "README.md").read_text()
+    assert not any(str(place) in each for place in (made, tmp_path) for each in (text, own))
 
 
 def test_the_cards_command_gives_the_same_weights(made: Path, tmp_path: Path) -> None:
-    """Typed as it stands, in a folder with the rows and the base."""
     text = (made / "pretrained" / "adapter" / "README.md").read_text()
-    command = next(line.strip() for line in text.splitlines() if line.startswith("    andon train "))
-    shutil.copy(made / "two.csv", tmp_path)
-    shutil.copytree(made / "base", tmp_path / "base")
-    ended = andon(*shlex.split(command)[1:], "--run-dir", "again", folder=tmp_path)
-    assert ended.code == 0, ended.said
-    assert outcome(tmp_path / "again") == outcome(made / "pretrained")
+    repeated(made / "pretrained", text, tmp_path, made / "two.csv", made / "base")
 
 
 def test_names_of_others_are_but_names_in_a_card() -> None:
@@ -313,3 +310,328 @@ def test_names_of_others_are_but_names_in_a_card() -> None:
     rows = [line.replace("\\|", "") for line in lines if line.startswith("| `") and "held" not in line]
     assert {row.count("|") for row in rows if row.count("|") > 3} == {len(names) + 2}
     assert "# \\# \\<b\\>\\\\nlicense: x" in text
+
+
+# Texts that get a number, several labels, a tag for each word; pairs of texts
+
+
+def base_of(kind: Kind, folder: Path) -> Path:
+    """An encoder with a head of its own for another problem and of another size."""
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    others = {"num_labels": 5, "problem_type": "regression"}
+    with seeded(3):
+        BertForSequenceClassification(BertConfig(**small, **others, vocab_size=260)).save_pretrained(folder)
+    byte_tokenizer(pairs=kind.name == "pairs").save(folder)
+    return folder
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=IDS)
+def of_kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Kind, Path]:
+    """A task, and runs of it on the embedded decoder and on an encoder, both learned far enough to matter."""
+    kind = request.param
+    folder = tmp_path_factory.mktemp(kind.name or kind.task)
+    data = written(folder, kind)
+    base = base_of(kind, folder / "base")
+    for name, more in (("embedded", ()), ("pretrained", (f"model.base={base}",))):
+        learned = Kind(kind.task, kind.rows, "", settings=(*kind.settings, "optimizer.lr=0.05", *more))
+        assert started(learned, data, folder / name, "inline", 1) == 0
+    return kind, folder
+
+
+def asked_rows(folder: Path) -> list[dict[str, Any]]:
+    """Eight rows as they are asked; the last is longer than the 128 tokens at which a run cuts."""
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()[:8]]
+    rows[-1]["tokens" if "tokens" in rows[-1] else "text"] *= 30 if "tokens" in rows[-1] else 8
+    return [{key: row[key] for key in ("text", "about", "tokens") if key in row} for row in rows]
+
+
+def told_by_run(run: Path, rows: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    """What `andon predict --all-scores` writes."""
+    (folder / "asked.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    ended = cli("predict", run, folder / "asked.jsonl", "--all-scores", "--output", folder / "told.jsonl")
+    assert ended.code == 0, ended.said
+    return [json.loads(line) for line in (folder / "told.jsonl").read_text().splitlines()]
+
+
+def told_by_stock(stock: Stock, folder: Path, rows: list[dict[str, Any]]) -> Any:
+    """By the program of the card: of each row its scores by label, or the tag of each of its words."""
+    code = code_of(folder)
+    if "tokens" in rows[0]:
+        texts = [" ".join(row["tokens"]) for row in rows]
+        code = code.replace("print(word[0], ", "found.append(").replace("found.append", "found[-1].append")
+        code = code.replace('in ["a text"]:', f"in {texts!r}:\n    found.append([])")
+        return ast.literal_eval(stock.run(f"found = []\n{code}\nprint(found)"))
+    given = [{"text": row["text"], "text_pair": row["about"]} if "about" in row else row["text"] for row in rows]
+    code = re.sub(r"use\(\[.*\], top_k", lambda _: f"use({given!r}, top_k", code)
+    return [{one["label"]: one["score"] for one in each} for each in ast.literal_eval(stock.run(code))]
+
+
+@pytest.mark.parametrize(("run", "options"), [("embedded", ()), ("pretrained", ()), ("pretrained", MERGE)])
+def test_stock_transformers_says_what_the_run_says(
+    of_kind: tuple[Kind, Path], tmp_path: Path, stock: Stock, run: str, options: tuple[str, ...]
+) -> None:
+    """Numbers as they are, a probability for each label, a tag for each word; a base that was trained on another
+    problem does not decide how they are read."""
+    kind, folder = of_kind
+    rows = asked_rows(folder)
+    said = exported(folder / run, tmp_path / "out", *options)
+    own, theirs = told_by_run(folder / run, rows, tmp_path), told_by_stock(stock, tmp_path / "out", rows)
+    if kind.task == "token-classification":
+        assert theirs == [row["tags"] for row in own]
+        assert None in own[-1]["tags"]
+    elif kind.task == "regression":
+        assert [row["value"] for row in theirs] == pytest.approx([row["value"] for row in own], abs=1e-5)
+    else:
+        assert theirs == [pytest.approx(row["scores"], abs=1e-6) for row in own]
+    if options:
+        whats = {"regression": "from a number of the run", "token-classification": "0 words get another tag"}
+        assert whats.get(kind.task, "0 rows get ") in said[1]
+
+
+SCORES = {
+    "regression": {"RMSE": "rmse", "MAE": "mae", "Pearson": "pearson", "Spearman": "spearman"},
+    "multi-label": {"all labels right": "subset_accuracy", "micro-F1": "micro_f1", "macro-F1": "macro_f1"},
+    "token-classification": {"F1": "f1", "precision": "precision", "recall": "recall", "word accuracy": "accuracy"},
+    "classification": {"accuracy": "accuracy", "macro-F1": "macro_f1", "MCC": "mcc", "AUROC": "auroc"},
+}
+
+
+def test_the_card_has_the_scores_and_a_command_that_repeats_the_run(of_kind: tuple[Kind, Path], tmp_path: Path) -> None:
+    kind, folder = of_kind
+    exported(folder / "embedded", tmp_path / "out")
+    text, found = (tmp_path / "out" / "README.md").read_text(), summary(folder / "embedded")["eval"]
+    data = ModelCard(text).data
+    tag = "token-classification" if kind.task == "token-classification" else "text-classification"
+    assert data.to_dict()["pipeline_tag"] == tag
+    told = {each.metric_name: each.metric_value for each in data.eval_results or ()}
+    assert told == {name: found[key] for name, key in SCORES[kind.task].items() if found[key] is not None}
+    share = {"multi-label": "subset_accuracy", "regression": "rmse"}.get(kind.task, "accuracy")
+    count = found.get("words", found["rows"])
+    unit = "words" if "words" in found else "rows"
+    of = f"{count} {unit}" if kind.task == "regression" else f"{found[share] * count:.0f} of {count} {unit}"
+    assert f"| {found[share]:.4f} | {of} |" in text
+    repeated(folder / "embedded", text, tmp_path, folder / "rows.jsonl")
+
+
+def test_a_base_in_another_unit_is_held_to_its_own_size(tmp_path: Path) -> None:
+    """Numbers around a million differ by more than a thousandth in fp32, which is rounding and nothing else."""
+    kind = KINDS[0]
+    large = Kind(kind.task, lambda place: kind.rows(place) | {"label": 1e6 + place}, "")
+    assert started(large, written(tmp_path, large), tmp_path / "run", "inline", 1) == 0
+    run = load_run(RunFolder(tmp_path / "run"))
+    for name, parameter in run.model.named_parameters():
+        if "modules_to_save" in name:
+            parameter.data *= 1e6
+    (said,) = export.export_merged(run, tmp_path / "out")
+    assert "from a number of the run" in said
+
+
+# Conversations
+
+ROWS: dict[str, Callable[[str, str], dict[str, object]]] = {
+    "messages": lambda prompt, answer: {"messages": turns(prompt, answer), "source": f"of {len(prompt)} letters"},
+    "chat": lambda prompt, answer: {"messages": turns(prompt, answer)},
+    "text": lambda prompt, answer: {"text": prompt + answer},
+    "prompts": lambda prompt, answer: {"prompt": prompt, "completion": answer},
+    "whole": lambda prompt, answer: {"prompt": prompt, "completion": answer},
+}
+
+
+def turns(prompt: str, answer: str) -> list[dict[str, str]]:
+    """A prompt and its answer as messages."""
+    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+
+
+def conversations(folder: Path, form: str) -> Path:
+    """Rows of which the answer is the first letter of the word that is asked for."""
+    path = folder / "talk.jsonl"
+    words = [("red", "green", "blue")[number % 3] for number in range(45)]
+    asked = [f"{'say it: ' * (number % 2)}{word}?" for number, word in enumerate(words)]
+    rows = [ROWS[form](prompt, word[:1]) for prompt, word in zip(asked, words, strict=True)]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+def chat_base(folder: Path) -> None:
+    """A decoder with a chat template, whose own end of an answer is another than the one that is trained."""
+    words = tokenizer(CHATML, eos="</s>")
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    with seeded(4):
+        Qwen3ForCausalLM(
+            Qwen3Config(**small, **heads, vocab_size=words.vocab_size, eos_token_id=2, tie_word_embeddings=False)
+        ).save_pretrained(folder)
+    words.save(folder)
+
+
+@pytest.fixture(scope="module")
+def answering(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Gives the run on conversations of a form: on the embedded decoder with an adapter or `whole`, or on `chat_base`."""
+
+    @cache
+    def run(form: str) -> Path:
+        folder = tmp_path_factory.mktemp(form)
+        more = ["optimizer.lr=0.02", "adapter.r=8", *(["adapter.kind=none"] if form == "whole" else [])]
+        if form == "chat":
+            chat_base(folder / "base")
+            more.append(f"model.base={folder / 'base'}")
+        runs = Runs(conversations(folder, form))
+        assert runs.train(folder / "run", *more, "task=sft", "training.epochs=8") == 0
+        return folder / "run"
+
+    return run
+
+
+def answers_of_run(run: Path, most: int = 12) -> list[str]:
+    """What `andon generate` prints."""
+    ended = [cli("generate", run, prompt, "--max-new-tokens", str(most)) for prompt in PROMPTS]
+    return [json.loads("\n".join(each.out))["answer"] for each in ended]
+
+
+def answers_of_stock(stock: Stock, folder: Path, most: int = 12) -> list[str]:
+    """What the program of the card prints for each prompt."""
+    head, _, last = code_of(folder).partition("asked = ")
+    asked, _, printed = last.partition("\n")
+    printed = printed.strip().removeprefix("print(").removesuffix(")").replace("256", str(most))
+    lines = [f"asked = {asked.replace('a prompt', prompt)}\nfound.append({printed})" for prompt in PROMPTS]
+    answers: list[str] = ast.literal_eval(stock.run("\n".join([head, "found = []", *lines, "print(found)"])))
+    return answers
+
+
+# The other forms: the same code from the run on, so that the rows of `messages` and `chat` by default show it.
+@pytest.mark.parametrize(
+    ("form", "options"),
+    [
+        *(("messages", MERGE), ("messages", ()), ("chat", ())),
+        *(pytest.param(form, (), marks=pytest.mark.deep) for form in ("prompts", "text", "whole")),
+        *(pytest.param(form, MERGE, marks=pytest.mark.deep) for form in ("prompts", "chat")),
+    ],
+)
+def test_stock_transformers_answers_as_the_run_does(
+    answering: Callable[[str], Path], tmp_path: Path, stock: Stock, form: str, options: tuple[str, ...]
+) -> None:
+    """Greedy text to the letter, by the code of the card: the tokenizer begins and ends an answer as in training."""
+    run = answering(form)
+    said = exported(run, tmp_path / "out", *options)
+    own = answers_of_run(run)
+    assert answers_of_stock(stock, tmp_path / "out") == own
+    ends = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    wanted = {"chat": (5, 0)}.get(form, (2, 0))
+    assert (ends["eos_token_id"], ends["pad_token_id"], ends["do_sample"]) == ([wanted[0]], wanted[1], False)
+    assert form == "text" or any(len(answer) < 12 for answer in own), own
+    prompts = summary(run)["eval"]["rows"]
+    if not options and form != "whole" and prompts > export.ADAPTER_PROMPTS:
+        prompts = f"{export.ADAPTER_PROMPTS} of {prompts}"
+    assert said[1].startswith(
+        f"on {prompts} evaluation prompts, answered with 32 tokens at most, the largest difference from a logit"
+    )
+    assert said[1].endswith("and 0 greedy answers change")
+    assert len(said) == 2
+    if form == "messages" and not options:
+        assert answers_of_stock(stock, run / "adapter") == own
+
+
+@pytest.mark.parametrize("form", ["messages", "chat"])
+def test_peft_by_itself_answers_as_the_run_does(
+    answering: Callable[[str], Path], tmp_path: Path, stock: Stock, form: str
+) -> None:
+    """An adapter on its base, given to the loader of peft; the ids of the prompts are the tokenizer's own."""
+    run = answering(form)
+    exported(run, tmp_path / "out")
+    base = run.parent / "base" if form == "chat" else tmp_path / "out" / "base"
+    frame = {"messages": "user: {}\nassistant: ", "chat": "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"}
+    program = f"""
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+base = AutoModelForCausalLM.from_pretrained({str(base)!r})
+model = PeftModel.from_pretrained(base, {str(tmp_path / "out")!r}).eval()
+tokenizer = AutoTokenizer.from_pretrained({str(tmp_path / "out")!r})
+ends = GenerationConfig.from_pretrained({str(tmp_path / "out")!r}, max_new_tokens=12)
+found = []
+for prompt in {[frame[form].format(prompt) for prompt in PROMPTS]!r}:
+    given = tokenizer(prompt, return_tensors="pt")
+    ids = model.generate(input_ids=given["input_ids"], attention_mask=given["attention_mask"], generation_config=ends)
+    found.append(tokenizer.decode(ids[0, given["input_ids"].shape[1]:], skip_special_tokens=True))
+print(found)
+"""
+    assert ast.literal_eval(stock.run(program)) == answers_of_run(run)
+
+
+@pytest.mark.parametrize("form", ["messages", "chat"])
+def test_the_card_of_one_that_answers_tells_its_record(
+    answering: Callable[[str], Path], tmp_path: Path, form: str
+) -> None:
+    """Scores with their counts, by source too, and a command that gives the same weights again."""
+    run = answering(form)
+    text, found = (run / "adapter" / "README.md").read_text(), summary(run)["eval"]
+    data = ModelCard(text).data
+    assert data.to_dict()["pipeline_tag"] == "text-generation"
+    told = {each.metric_name: each.metric_value for each in data.eval_results or ()}
+    assert told == {"exact match": found["exact_match"], "perplexity": found["perplexity"]}
+    rows, tokens = found["rows"], found["tokens"]
+    assert f"| exact match | {found['exact_match']:.4f} | {found['exact_match'] * rows:.0f} of {rows} rows |" in text
+    right = found["token_accuracy"] * tokens
+    assert f"| {found['token_accuracy']:.4f} | {right:.0f} of {tokens} trained tokens |" in text
+    for name, one in found["sources"].items():
+        assert f"| `{name}` | {one['rows']} | {one['tokens']} | {one['loss']:.4f} |" in text
+    assert bool(found["sources"]) == (form == "messages")
+    repeated(run, text, tmp_path, run.parent / "talk.jsonl", *([run.parent / "base"] if form == "chat" else []))
+
+
+# `test_what_is_lost_in_bfloat16_is_said` shows by default that the drift that is printed is the one that others see.
+@pytest.mark.deep
+def test_what_bfloat16_changes_of_answers_is_said(
+    answering: Callable[[str], Path], tmp_path: Path, stock: Stock
+) -> None:
+    """Between the merge in fp32 and the one in bfloat16, along the greedy answers to the validation prompts."""
+    run = answering("prompts")
+    exported(run, tmp_path / "fp32", "--merge")
+    _, said = exported(run, tmp_path / "bf16", "--merge", "--dtype", "bfloat16")
+    assert said in " ".join((tmp_path / "bf16" / "README.md").read_text().split())
+    rows = export.rows_of(load_run(RunFolder(run)))
+    assert rows is not None
+    prompts = [each.messages[0].content for each in rows.evaluated_on.rows]  # type: ignore[attr-defined]
+    program = f"""
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+tokenizer = AutoTokenizer.from_pretrained({str(tmp_path / "fp32")!r})
+whole, half = (AutoModelForCausalLM.from_pretrained({str(tmp_path)!r} + name).eval() for name in ("/fp32", "/bf16"))
+largest, changed = 0.0, 0
+for prompt in {prompts!r}:
+    given = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    mask = torch.ones_like(given)
+    one, other = (each.generate(given, attention_mask=mask, max_new_tokens=32) for each in (whole, half))
+    changed += one.tolist() != other.tolist()
+    with torch.no_grad():
+        a, b = (each(one[:, :-1]).logits[0, given.shape[1] - 1 :].float() for each in (whole, half))
+    largest = max(largest, float((a - b).abs().max()))
+print((largest, changed, str(half.dtype)))
+"""
+    largest, changed, dtype = ast.literal_eval(stock.run(program))
+    assert dtype == "torch.bfloat16"
+    told = re.search(
+        r"on (\d+) evaluation prompts, .* logit of the run is (\S+), and (\d+) greedy answers change", said
+    )
+    assert told is not None
+    assert (int(told[1]), float(told[2]), int(told[3])) == (len(prompts), pytest.approx(largest, rel=0.1), changed)
+    assert largest > 1e-4
+
+
+def test_a_wrong_merge_of_one_that_answers_does_not_go_out(
+    answering: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = answering("messages")
+    monkeypatch.setattr(export, "merged", halved_merge)
+    with pytest.raises(RuntimeError, match="the written model is not the run's: on 4 evaluation prompts"):
+        exported(run, tmp_path / "out", "--merge")
+    assert tree(tmp_path) == set()
+
+
+def test_what_transformers_cannot_ask_as_in_training_is_said(answering: Callable[[str], Path], tmp_path: Path) -> None:
+    """Of a tokenizer that does not begin a text, as the embedded one once did not: printed, and in the card."""
+    copy = shutil.copytree(answering("messages"), tmp_path / "run")
+    byte_tokenizer().save(copy / "adapter")
+    told = "its tokenizer puts other special tokens around a text than it was trained with: answers may be others"
+    assert exported(copy, tmp_path / "out")[-1] == told
+    assert told in (tmp_path / "out" / "README.md").read_text()

@@ -1,0 +1,68 @@
+"""Run folders that are made once in a test process; a test copies the one that it changes.
+
+The conftest of a folder of tests imports the fixtures that it needs.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from andon.config.load import load_config
+from andon.console.exits import Exit
+from andon.run.folder import RunFolder
+from andon.training.run import train
+from tests.training.runs import Runs, write_jsonl
+
+
+def stopped(overrides: list[str], folder: Path, step: int) -> Path:
+    """Train on one worker of this process until the end of `step`, with a checkpoint there; returns `folder`."""
+    asked = iter([False] * (step - 1) + [True])
+    config = load_config(None, overrides, {"run.dir": str(folder), "run.backend": "inline"})
+    assert train(config, RunFolder(folder), lambda: next(asked)) == Exit.PREEMPTED
+    return folder
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """Gives copies of runs that were asked to end in a step."""
+
+    runs: Runs
+    place: Path
+    made: dict[tuple[int, tuple[str, ...]], Path] = field(default_factory=dict)
+
+    def __call__(self, folder: Path, step: int, *more: str) -> Path:
+        """A run that ended after `step`, at `folder`; `more`: settings beside those of `runs`."""
+        if (step, more) not in self.made:
+            target = self.place / str(len(self.made))
+            self.made[step, more] = stopped(self.runs.overrides(*more), target, step)
+        return Path(shutil.copytree(self.made[step, more], folder))
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Starts runs on one file of 45 rows."""
+    return Runs(write_jsonl(tmp_path_factory.mktemp("data") / "train.jsonl"))
+
+
+@pytest.fixture(scope="session")
+def whole(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of one worker. Read it; copy it to change it."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    assert runs.train(folder) == Exit.OK
+    return folder
+
+
+@pytest.fixture
+def copy(whole: Path, tmp_path: Path) -> Path:
+    """A copy of the finished run, to be changed."""
+    return Path(shutil.copytree(whole, tmp_path / "run"))
+
+
+@pytest.fixture(scope="session")
+def interrupted(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Interrupted:
+    """Gives copies of runs that were asked to end in a step."""
+    return Interrupted(runs, tmp_path_factory.mktemp("interrupted"))
