@@ -38,7 +38,7 @@ def cli(
         patch.object(sys, "argv", ["andon", *map(str, arguments)]),
         contextlib.chdir(folder) if folder else contextlib.nullcontext(),
         CliRunner().isolation(input=stdin) as (out, said, _),
-        _files_up_to(largest_file),
+        files_up_to(largest_file),
     ):
         code = guarded(_run)
         sys.stdout.flush()
@@ -47,7 +47,7 @@ def cli(
 
 
 @contextlib.contextmanager
-def _files_up_to(size: int | None) -> Iterator[None]:
+def files_up_to(size: int | None) -> Iterator[None]:
     """Inside, no file of this process grows beyond `size` bytes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     if size is not None:

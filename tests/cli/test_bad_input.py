@@ -20,7 +20,7 @@ from andon.console.problems import InputError
 from andon.launch import preemption
 from andon_contracts.record import Broken
 from andon_falsify.report.document import write_json
-from tests.cli.command import PATIENCE_S, Ended, andon, tree
+from tests.cli.command import PATIENCE_S, Ended, cli, tree
 from tests.falsify.reports import campaign
 from tests.inspection.ledgers import whole_run, write
 from tests.training.runs import SMALL, STEPS, Runs, records, write_jsonl
@@ -39,12 +39,11 @@ def refused(ended: Ended, *expected: str) -> None:
 
 
 def test_a_configuration_with_many_faults(tmp_path: Path) -> None:
-    """All faults of a file, `--set` and flags at once, each with its place, its value and what was meant."""
     config = tmp_path / "config.yaml"
     config.write_text(
         "optimizer:\n  clip_nrom: 1\n  lr: 0\ntraining:\n  batch_size: 0\n  epochs: two\nrun:\n  devices: [0, 0]\n"
     )
-    ended = andon(
+    ended = cli(
         "train",
         config,
         "--workers",
@@ -85,8 +84,7 @@ def test_a_configuration_with_many_faults(tmp_path: Path) -> None:
     ],
 )
 def test_one_wrong_setting(tmp_path: Path, setting: str, part: str) -> None:
-    """It is refused before any folder is made."""
-    refused(andon("train", "--run-dir", tmp_path / "run", "--set", setting), part)
+    refused(cli("train", "--run-dir", tmp_path / "run", "--set", setting), part)
     assert tree(tmp_path) == set()
 
 
@@ -96,7 +94,7 @@ def test_data_with_many_faults(tmp_path: Path) -> None:
     data.write_bytes(
         b'{"text": "a", "label": "x"}\n{"text": "", "label": "x"}\nnot json\n{"text": "b"}\n{"text": "c", "label": 3}\n'
     )
-    ended = andon("train", "--data", data, "--run-dir", tmp_path / "run")
+    ended = cli("train", "--data", data, "--run-dir", tmp_path / "run")
     refused(
         ended,
         f"{data}:2: text is empty",
@@ -119,36 +117,33 @@ def test_data_with_many_faults(tmp_path: Path) -> None:
     ],
 )
 def test_a_file_that_cannot_be_trained_on(tmp_path: Path, name: str, content: bytes | None, part: str) -> None:
-    """One line with the file and the fault."""
     data = tmp_path / name
     if name.endswith("/"):
         data.mkdir()
     elif content is not None:
         data.write_bytes(content)
-    ended = andon("train", "--data", data, "--run-dir", tmp_path / "run")
+    ended = cli("train", "--data", data, "--run-dir", tmp_path / "run")
     refused(ended, part)
     assert str(data) in ended.said[0]
     assert not (tmp_path / "run").exists()
 
 
 def test_places_where_no_run_can_be(tmp_path: Path) -> None:
-    """A file in the folder's place or on the way to it, and a folder that holds something else, stay as they are."""
     (tmp_path / "file").write_text("mine")
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "thesis.doc").write_text("mine")
     before = tree(tmp_path)
     for path, part in (("file", "is a file"), ("file/run", "a part of the path is a file"), ("thesis", "no run")):
-        refused(andon("train", "--run-dir", tmp_path / path), part)
+        refused(cli("train", "--run-dir", tmp_path / path), part)
     assert tree(tmp_path) == before
 
 
 @pytest.mark.parametrize("command", ["eval", "predict"])
 def test_a_run_that_does_not_exist(tmp_path: Path, command: str) -> None:
-    """It is said before data or standard input is read, whatever these hold; so it is for a folder with no run."""
     (tmp_path / "empty").mkdir()
     data = [tmp_path / "none.csv"] if command == "eval" else []
-    refused(andon(command, tmp_path / "no", *data, stdin=b"\xff\n"), f"{tmp_path / 'no'}: there is no such run")
-    refused(andon(command, tmp_path / "empty", *data, stdin=b"\xff\n"), "holds no run of andon")
+    refused(cli(command, tmp_path / "no", *data, stdin=b"\xff\n"), f"{tmp_path / 'no'}: there is no such run")
+    refused(cli(command, tmp_path / "empty", *data, stdin=b"\xff\n"), "holds no run of andon")
 
 
 @pytest.mark.parametrize("command", ["eval", "predict", "show", "explain", "diff", "replay", "init", "check"])
@@ -156,14 +151,13 @@ def test_a_path_that_is_too_long(tmp_path: Path, command: str) -> None:
     """No file system has names of 300 letters: one line that names the path and says so, wherever one is given."""
     long = "a" * 300
     more = {"eval": ["none.csv"], "diff": [long], "replay": ["--steps", "1"]}
-    refused(andon(command, long, *more.get(command, []), folder=tmp_path), "cannot be read: File name too long")
+    refused(cli(command, long, *more.get(command, []), folder=tmp_path), "cannot be read: File name too long")
 
 
 def test_a_run_with_a_path_that_is_too_long(tmp_path: Path) -> None:
-    """The folder of a run, or of its model: the same line, and nothing is left."""
     long = "a" * 300
     for flag in ("--run-dir", "--model"):
-        ended = andon("train", flag, long, "--backend", "inline", folder=tmp_path)
+        ended = cli("train", flag, long, "--backend", "inline", folder=tmp_path)
         refused(ended, f"{long}: cannot be read: File name too long")
     assert tree(tmp_path) <= {"runs"}
 
@@ -179,7 +173,6 @@ def _panicking() -> int:
 
 
 def test_a_panic_of_native_code_is_one_line_and_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
-    """It is no `Exception`; what ends a process on purpose is none either, and goes on as it is."""
     assert guarded(_panicking) == 2
     assert capsys.readouterr().err == "andon: PanicException: index out of bounds\n"
     said = r"^model\.base: cannot load 'FOLDER': index out of bounds$"
@@ -200,18 +193,16 @@ def test_a_panic_of_native_code_is_one_line_and_no_traceback(capsys: pytest.Capt
 
 
 def test_init_writes_over_nothing(tmp_path: Path) -> None:
-    """A configuration that is there stays; a file in the folder's place is named."""
     (tmp_path / "config.yaml").write_text("mine")
-    refused(andon("init", tmp_path), "config.yaml: is there already")
-    refused(andon("init", tmp_path / "config.yaml"), "config.yaml")
+    refused(cli("init", tmp_path), "config.yaml: is there already")
+    refused(cli("init", tmp_path / "config.yaml"), "config.yaml")
     assert (tmp_path / "config.yaml").read_text() == "mine"
 
 
 def test_a_target_that_matches_nothing(tmp_path: Path) -> None:
-    """Found only once the model is built, in the ranks: still one message with each name, and no folder is left."""
     data = write_jsonl(tmp_path / "train.jsonl")
     targets = ("--set", "adapter.targets=[q_proj, v_prj, nothing]", "--backend", "gloo", "--workers", "2")
-    ended = andon("train", *SETS, "--data", data, "--run-dir", tmp_path / "run", *targets)
+    ended = cli("train", *SETS, "--data", data, "--run-dir", tmp_path / "run", *targets)
     refused(ended, "adapter.targets: 'v_prj' matches no Linear module; did you mean 'v_proj'?", "'nothing' matches no")
     assert tree(tmp_path) == {"train.jsonl"}
 
@@ -225,7 +216,6 @@ def test_a_target_that_matches_nothing(tmp_path: Path) -> None:
     ],
 )
 def test_what_only_a_run_finds_out(tmp_path: Path, setting: str, message: str) -> None:
-    """A folder of the user's own that was empty stays, and stays empty; a new one does not stay."""
     runs = Runs(write_jsonl(tmp_path / "train.jsonl"))
     (tmp_path / "own").mkdir()
     for name in ("own", "new"):
@@ -240,34 +230,21 @@ def test_a_full_disk(tmp_path: Path) -> None:
     data = write_jsonl(tmp_path / "train.jsonl")
     runs = Runs(data)
     sets = [part for each in runs.overrides("run.backend=inline") for part in ("--set", each)]
-    ended = andon("train", *sets, "--run-dir", tmp_path / "run", largest_file=6000)
+    ended = cli("train", *sets, "--run-dir", tmp_path / "run", largest_file=6000)
     assert ended.code == 2
     assert "Traceback" not in "\n".join(ended.said)
     assert any("cannot be written: the file would be larger than the limit" in line for line in ended.said)
     assert 0 < len(records(tmp_path / "run", "step")) < STEPS
+    none = cli("train", *sets, "--run-dir", tmp_path / "none", largest_file=10)
+    refused(none, f"{tmp_path / 'none' / '.lock'}: cannot be written: the file would be larger than the limit")
+    assert not (tmp_path / "none").exists()  # though its lock was cut in the middle
     assert runs.train(tmp_path / "run", resume="auto") == 0
     assert not [name for name in tree(tmp_path) if "andon-tmp" in name]
 
 
-def test_no_room_at_all(tmp_path: Path) -> None:
-    """A disk on which nothing can be written: no folder is left, though its lock was cut in the middle."""
-    data = write_jsonl(tmp_path / "train.jsonl")
-    ended = andon("train", "--backend", "gloo", "--data", data, "--run-dir", tmp_path / "run", largest_file=10)
-    refused(ended, f"{tmp_path / 'run' / '.lock'}: cannot be written: the file would be larger than the limit")
-    assert tree(tmp_path) == {"train.jsonl"}
-
-
-@pytest.mark.parametrize("closed", ["2>&-", "<&-", "<&- >&- 2>&-"])
-def test_a_closed_standard_stream_changes_no_exit_code(tmp_path: Path, closed: str) -> None:
-    """A message that nobody can read is no error of ours, and an input that is closed is one without texts."""
-    command = f'exec "$0" -m andon check missing.yaml {closed}'
-    ended = subprocess.run(["sh", "-c", command, sys.executable], cwd=tmp_path, timeout=PATIENCE_S, check=False)
-    assert ended.returncode == 2
-
-
-def test_a_message_that_cannot_be_written_changes_no_exit_code(tmp_path: Path) -> None:
-    """On a full device the command ends as it would have."""
-    command = 'exec "$0" -m andon check missing.yaml 2>/dev/full'
+@pytest.mark.parametrize("streams", ["<&- >&- 2>&-", "2>/dev/full"])
+def test_a_message_that_cannot_be_written_changes_no_exit_code(tmp_path: Path, streams: str) -> None:
+    command = f'exec "$0" -m andon check missing.yaml {streams}'
     ended = subprocess.run(["sh", "-c", command, sys.executable], cwd=tmp_path, timeout=PATIENCE_S, check=False)
     assert ended.returncode == 2
 

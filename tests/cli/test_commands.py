@@ -1,4 +1,4 @@
-"""What the commands do when all is well, in processes of their own."""
+"""What the commands do when all is well: in this process, and in a process where that is what is tested."""
 
 from __future__ import annotations
 
@@ -19,24 +19,55 @@ from andon.config.load import load_config
 from andon.console.problems import InputError
 from andon.metrics.confusion import read_confusion
 from andon.training.preview import describe
-from tests.cli.command import PATIENCE_S, andon, tree
-from tests.training.runs import SMALL, Runs, outcome, write_csv
+from tests.cli.command import PATIENCE_S, andon, cli, tree
+from tests.training.runs import SMALL, Runs, outcome, summary, write_csv
 
 SETS = [part for each in SMALL for part in ("--set", each)]
 
 
 def test_train_as_a_user_does(tmp_path: Path) -> None:
     """Flags of the command line, a CSV with columns of its own, two rank processes: every line on standard error is
-    one of ours, and the bits are those of one worker in this process."""
+    one of ours, standard output is the metrics as JSON and then how it ended, and the bits are those of one worker.
+    Neither the command nor its ranks import a module of the current folder, as somebody else's `torch.py`."""
+    beside, ran = tmp_path / "beside", tmp_path / "ran"
+    beside.mkdir()
+    for name in ("torch", "signal", "transformers"):
+        (beside / f"{name}.py").write_text(f"open({str(ran)!r}, 'w').write('run')\n")
     data, held = write_csv(tmp_path / "train.csv", range(30)), write_csv(tmp_path / "test.csv", range(30, 43))
     flags = ("--data", data, "--eval-data", held, "--text-column", "sentence", "--label-column", "colour")
-    ended = andon("train", *SETS, *flags, "--run-dir", tmp_path / "run", "--workers", "2", "--backend", "gloo")
-    assert (ended.code, ended.out) == (0, []), ended.said
-    known = ("andon: ", "validation after step ", "held-out after step ", "step ")
-    assert [line for line in ended.said if not line.startswith(known)] == []
+    flags += ("--json", "--set", "run.log_every=2")
+    folder = tmp_path / "run"
+    ended = andon("train", *SETS, *flags, "--run-dir", folder, "--workers", "2", "--backend", "gloo", folder=beside)
+    assert ended.code == 0, ended.said
+    assert not ran.exists()
+    assert [line for line in ended.said if not line.startswith("andon: ")] == []
     columns = ("data.text_column=sentence", "data.label_column=colour", f"data.eval={held}")
     assert Runs(data).train(tmp_path / "here", *columns) == 0
-    assert outcome(tmp_path / "run") == outcome(tmp_path / "here")
+    assert outcome(folder) == outcome(tmp_path / "here")
+    told = [json.loads(line) for line in ended.out]
+    written = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert told[-1] == {"what": "end", "exit": 0, "run": str(folder)}
+    last = summary(folder)["steps"]
+    assert told[:-1] == [line for line in written if "what" in line or line["step"] % 2 == 0 or line["step"] == last]
+
+
+@pytest.mark.parametrize(("flag", "lines"), [("--quiet", 0), ("--json", 3)])
+def test_a_quiet_run_says_no_progress(runs: Runs, tmp_path: Path, flag: str, lines: int) -> None:
+    sets = [part for each in runs.overrides("training.max_steps=3", "run.log_every=1") for part in ("--set", each)]
+    ended = cli("train", "--run-dir", tmp_path / "run", flag, "--backend", "inline", *sets)
+    assert ended.code == 0, ended.said
+    assert sum(line.startswith('{"step"') for line in ended.out) >= lines
+    assert bool(ended.out) == bool(lines)
+    assert not any("steps/s" in line for line in ended.said)
+    assert not any("accuracy" in line for line in ended.said if not line.startswith("andon: "))
+    assert any("andon: done: 3 steps" in line for line in ended.said)
+
+
+def test_no_progress_and_progress_as_json_are_not_both(tmp_path: Path) -> None:
+    ended = cli("train", "--quiet", "--json", "--run-dir", tmp_path / "run")
+    assert ended.code == 2
+    assert "--quiet: says nothing, and --json" in ended.said[0]
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("library", ["typer", "pydantic"])
@@ -50,7 +81,6 @@ def test_without_its_extra_a_command_says_what_to_install(library: str) -> None:
 
 
 def test_help_loads_no_heavy_library() -> None:
-    """`andon --help` names every command, and what none but a command needs is not loaded for it."""
     heavy = {"torch", "pydantic", "yaml", "andon.cli.results", "andon_falsify.claims"}
     program = f"import sys; from andon.cli.app import main\ntry: main()\nfinally: assert not {heavy} & {{*sys.modules}}"
     done = subprocess.run([sys.executable, "-c", program, "--help"], capture_output=True, text=True, check=False)
@@ -61,14 +91,12 @@ def test_help_loads_no_heavy_library() -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_list_of_commands_says_what_each_says_of_itself(name: str) -> None:
-    """Its line is the first sentence of what its own help begins with; so the list can be made without it."""
     module, _, function = COMMANDS[name][0].partition(":")
     said = getattr(importlib.import_module(module), function).__doc__
     assert f"{said.strip().partition('. ')[0].rstrip('.')}." == COMMANDS[name][1]
 
 
 def test_help_is_asked_for_by_h_too_and_cuts_no_sentence() -> None:
-    """`-h` says what `--help` does, for `andon` and each of its commands; the list of them ends no line in "..."."""
     runner = CliRunner(env={"COLUMNS": "80"})
     listed = runner.invoke(app, ["--help"]).output.partition("Commands:\n")[2]
     assert "..." not in listed
@@ -80,17 +108,16 @@ def test_help_is_asked_for_by_h_too_and_cuts_no_sentence() -> None:
 
 
 def test_version_is_that_of_the_installed_package(tmp_path: Path) -> None:
-    """`andon --version`, for a report of a fault: what pip says it installed, and nothing else."""
-    ended = andon("--version", folder=tmp_path)
+    ended = cli("--version", folder=tmp_path)
     assert (ended.code, ended.out, ended.said) == (0, [importlib.metadata.version("andon")], [])
 
 
 def test_init_writes_what_train_would_do_anyway(tmp_path: Path) -> None:
     """The written file holds the defaults; `check` says what a run of it would do, and writes nothing."""
-    assert andon("init", tmp_path / "new").code == 0
+    assert cli("init", tmp_path / "new").code == 0
     config = tmp_path / "new" / "config.yaml"
     assert load_config(config) == load_config(None)
-    ended = andon("check", config, "--set", "run.workers=3", folder=tmp_path)
+    ended = cli("check", config, "--set", "run.workers=3", folder=tmp_path)
     assert (ended.code, ended.said) == (0, [])
     said = "\n".join(ended.out)
     for part in (
@@ -100,25 +127,19 @@ def test_init_writes_what_train_would_do_anyway(tmp_path: Path) -> None:
     ):
         assert part in said
     assert tree(tmp_path) == {"new", "new/config.yaml"}
+    many = cli("check", config, "--set", "run.workers=20", folder=tmp_path).out
+    assert any(line.startswith("workers: 20 (gloo: cpu, ") and ", cpu and 12 more)" in line for line in many)
 
 
 def test_check_and_plan_take_what_train_takes(tmp_path: Path) -> None:
-    """Data, columns and a base on the command line, with no configuration at all."""
     rows = write_csv(tmp_path / "rows.csv", range(30))
     given = ("--data", rows, "--text-column", "sentence", "--label-column", "colour", "--backend", "inline")
-    checked = andon("check", *given, "--workers", "3")
+    checked = cli("check", *given, "--workers", "3")
     assert (checked.code, checked.out[0].split(";")[0][:6]) == (0, "data: "), checked.said
     assert any(line.startswith("workers: 3 (inline: ") for line in checked.out)
-    assert andon("plan", *given).code == 0
-    refused = andon("check", *given, "--model", "./nothing-here")
+    assert cli("plan", *given).code == 0
+    refused = cli("check", *given, "--model", "./nothing-here")
     assert refused.said == ["andon: model.base: there is no folder './nothing-here'"]
-
-
-def test_check_of_many_workers_is_still_read(tmp_path: Path) -> None:
-    """Not a word for each of their devices."""
-    assert andon("init", tmp_path / "new").code == 0
-    ended = andon("check", tmp_path / "new" / "config.yaml", "--set", "run.workers=20", folder=tmp_path)
-    assert any(line.startswith("workers: 20 (gloo: cpu, ") and ", cpu and 12 more)" in line for line in ended.out)
 
 
 def test_texts_that_are_trained_and_evaluated_on_are_counted(tmp_path: Path) -> None:
@@ -135,7 +156,7 @@ def test_texts_that_are_trained_and_evaluated_on_are_counted(tmp_path: Path) -> 
     for name, file in (("held", held), ("apart", apart)):
         more = (*columns, f"data.eval={file}", "training.max_steps=1", "run.backend=inline")
         sets = [part for each in runs.overrides(*more) for part in ("--set", each)]
-        ended = andon("train", *sets, "--run-dir", tmp_path / name)
+        ended = cli("train", *sets, "--run-dir", tmp_path / name)
         assert ended.code == 0, ended.said
         said.append([line for line in ended.said if "warning" in line])
     assert [line for line in said[0] if seen in line] == [f"andon: warning: {seen}; their scores flatter"]
@@ -143,8 +164,7 @@ def test_texts_that_are_trained_and_evaluated_on_are_counted(tmp_path: Path) -> 
 
 
 def test_eval_gives_the_runs_own_scores(run: Path) -> None:
-    """On the file that the run was evaluated on, the same confusion matrix, as JSON on standard output."""
-    ended = andon("eval", run, run.parent / "test.jsonl")
+    ended = cli("eval", run, run.parent / "test.jsonl")
     assert (ended.code, ended.said) == (0, [])
     scores = json.loads("\n".join(ended.out))
     matrix = read_confusion(run / "confusion", outcome(run)["eval"]["confusion"])
@@ -169,18 +189,16 @@ def test_eval_of_a_file_with_other_columns_than_the_run(run: Path, tmp_path: Pat
 
 
 def test_eval_refuses_labels_that_the_run_does_not_know(run: Path, tmp_path: Path) -> None:
-    """By line, with the label and those that there are."""
     data = tmp_path / "other.csv"
     data.write_text("text,label\na,red\nb,grey\n")
-    ended = andon("eval", run, data)
+    ended = cli("eval", run, data)
     assert ended.code == 2
     assert ended.said[0].startswith(f"andon: {data}:3: label 'grey' is unknown; there are 'blue', 'green', 'red'")
 
 
 def test_predict_labels_each_line(run: Path) -> None:
-    """One JSON object a line, in order; texts of any script pass unchanged."""
     texts = ["red thing", "größe ☃", "a\tb"]
-    ended = andon("predict", run, stdin="\n".join(texts).encode() + b"\n")
+    ended = cli("predict", run, stdin="\n".join(texts).encode() + b"\n")
     assert (ended.code, ended.said) == (0, [])
     found = [json.loads(line) for line in ended.out]
     assert [one["text"] for one in found] == texts
@@ -223,18 +241,30 @@ def test_an_interrupt_while_the_command_is_imported(module: str) -> None:
 
 def test_predict_names_every_bad_line(run: Path) -> None:
     """Bytes that are not UTF-8 and empty lines, by line; nothing is predicted then."""
-    ended = andon("predict", run, stdin=b"good\n\xff\n\ngood\n")
+    ended = cli("predict", run, stdin=b"good\n\xff\n\ngood\n")
     assert (ended.code, ended.out) == (2, [])
     assert ended.said == ["andon: stdin:2: is not UTF-8: byte 0xff at column 1", "andon: stdin:3: the text is empty"]
 
 
 def test_torchrun_gives_the_same_bits(run: Path, tmp_path: Path) -> None:
-    """Under a user's own torchrun the same configuration ends with the same weights, loss and scores."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", "-m", "andon"]
-    command += ["train", str(run / "config.yaml"), "--backend", "gloo", "--run-dir", str(tmp_path / "run")]
+    """A user's own torchrun starts two of the three workers that the configuration names: it says so, trains to the
+    same weights, loss and scores, and refuses a number on the command line that is another."""
+    config = tmp_path / "config.yaml"
+    config.write_text((run / "config.yaml").read_text().replace("workers: 1", "workers: 3"))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "andon"]
+    command += ["train", str(config), "--backend", "gloo", "--run-dir", str(tmp_path / "run")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=PATIENCE_S, check=False, env=environment, cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
+    assert "run.workers is 3, torchrun started 2; 1 are missing (--workers 3 refuses that)" in done.stderr
     assert outcome(tmp_path / "run") == outcome(run)
+
+
+def test_a_rank_of_torchrun_refuses_another_number_of_workers(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "x"}
+    for name, value in (ranks | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}).items():
+        monkeypatch.setenv(name, value)
+    ended = cli("train", run / "config.yaml", "--backend", "gloo", "--workers", "2")
+    assert (ended.code, ended.said) == (2, ["andon: --workers: 2 were asked for, torchrun started 1"])

@@ -95,7 +95,6 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
 @pytest.mark.parametrize("put", [_pipe, _link_to_pipe, _elsewhere, _holes], ids=lambda put: put.__name__.strip("_"))
 @pytest.mark.parametrize("reader", READERS)
 def test_what_is_no_plain_file_is_refused_at_once(run: Path, reader: str, put: Callable[[Path], None]) -> None:
-    """A pipe, a link to one, a link out of the folder, four terabytes of holes: refused with the file's name."""
     name, read = READERS[reader]
     (run / name).unlink()
     put(run / name)
@@ -105,7 +104,6 @@ def test_what_is_no_plain_file_is_refused_at_once(run: Path, reader: str, put: C
 
 @pytest.mark.parametrize("put", [_pipe, _link_to_pipe, _holes], ids=lambda put: put.__name__.strip("_"))
 def test_what_only_says_where_a_run_is_waits_for_nothing(run: Path, put: Callable[[Path], None]) -> None:
-    """`how_far` and the state of a folder are asked for in messages about other things."""
     folder = RunFolder(run)
     folder.ledger.unlink()
     put(folder.ledger)
@@ -131,7 +129,6 @@ def test_a_link_in_the_place_of_the_configuration_is_followed_by_no_reader(run: 
 
 
 def test_a_line_without_end_ends_what_a_checker_reads(tmp_path: Path) -> None:
-    """A ledger of holes is terabytes of one line."""
     ledger = tmp_path / "ledger.jsonl"
     _holes(ledger)
     (line,) = read_history(ledger).lines()
@@ -139,7 +136,6 @@ def test_a_line_without_end_ends_what_a_checker_reads(tmp_path: Path) -> None:
 
 
 def test_metrics_that_are_none_are_dropped_by_a_resume(tmp_path: Path) -> None:
-    """Holes, a number of no size, nesting without end: what belongs to the run before them stays."""
     metrics, line = tmp_path / "metrics.jsonl", b'{"step": 1}\n'
     nested = b"[" * 100_000 + b"\n"
     metrics.write_bytes(line + b'{"step": Infinity}\n' + nested + b'{"step": 3}\n')
@@ -181,7 +177,6 @@ def _bundle(folder: Path) -> Path:
 
 
 def test_a_bundle_reads_no_tensors_outside(tmp_path: Path) -> None:
-    """What a part says of its rank is no path: copies of a tensor are those that lie beside the parts."""
     place = _bundle(tmp_path / "bundles")
     assert any("differs  w: 2 of 2 elements" in line for line in explain(place))
     for rank, said in (("0", "/../../../stolen-0"), ("1", "/../../../stolen-1")):
@@ -205,7 +200,6 @@ ODD: dict[str, object] = {
 
 @pytest.mark.parametrize("field", ODD)
 def test_a_bundle_of_odd_values_is_shown_as_far_as_it_goes(tmp_path: Path, field: str) -> None:
-    """Whatever stands in a part, the account of the violation is shown, and no error of Python's."""
     place = _bundle(tmp_path / "bundles")
     part = place / "replicas-agree" / "rank-1.json"
     part.write_text(json.dumps(json.loads(part.read_text()) | {field: ODD[field]}))
@@ -224,7 +218,6 @@ def test_parts_that_are_pipes_are_not_waited_for(tmp_path: Path) -> None:
 
 
 def test_nothing_is_fetched_for_a_folder(run: Path) -> None:
-    """The base that a run folder names is one of this machine; a user who wants it fetches it."""
     config = RunFolder(run).config
     config.write_text(config.read_text().replace("base: null", "base: nobody/has-this"))
     with pytest.raises(InputError, match=r"no folder here and not in the hub's cache; fetch it first: hf download"):
@@ -241,13 +234,11 @@ def test_nothing_is_fetched_for_a_folder(run: Path) -> None:
     ],
 )
 def test_numbers_that_nobody_means_are_refused(setting: str) -> None:
-    """Before anything is allocated or started for them."""
     with pytest.raises(InputError, match=rf"{setting.partition('=')[0]}: must be at most"):
         load_config(None, ["training.batch_size=1000000000000", setting])
 
 
 def test_an_embedded_model_larger_than_the_machine_is_refused() -> None:
-    """Each size may be one that a model has; all of them together are not. Its shape alone needs no memory."""
     spec = ModelSpec(2, ("a", "b"), 300, 0, hidden_size=1 << 15, num_hidden_layers=900, intermediate_size=1 << 17)
     with pytest.raises(InputError, match=r"its sizes ask for [0-9.]+ GiB of weights"):
         build_base(spec)
@@ -275,7 +266,6 @@ def _resealed(run: Path, **state: object) -> None:
 def test_a_checkpoint_sealed_anew_is_refused_in_words(
     runs: Runs, run: Path, state: dict[str, object], said: str
 ) -> None:
-    """Seals prove that a checkpoint is the one that somebody wrote, and not that we did."""
     _resealed(run, **state)
     with pytest.raises(InputError, match=said):
         runs.train(run, "training.max_steps=3", "training.checkpoint_every=1", resume="auto")
@@ -283,7 +273,6 @@ def test_a_checkpoint_sealed_anew_is_refused_in_words(
 
 @pytest.mark.parametrize("lacking", ["optimizer/exp_avg_sq", "optimizer/step", "weights"])
 def test_a_checkpoint_without_a_part_of_the_state_is_refused(runs: Runs, run: Path, lacking: str) -> None:
-    """Moments, their count, weights: a state that lacks one is no state of this run."""
     last = load_checkpoint(run / "checkpoints" / "step-00000003")
     kept = {name: tensor for name, tensor in last.tensors.items() if not name.startswith(lacking)}
     assert len(kept) < len(last.tensors)
@@ -294,7 +283,6 @@ def test_a_checkpoint_without_a_part_of_the_state_is_refused(runs: Runs, run: Pa
 
 
 def test_names_of_checkpoints_are_plain_digits(run: Path) -> None:
-    """A superscript two is a digit to Python, and no number."""
     for name in ("step-²", "step-0000000²", "step-٠٠٠٠٠٠٠٤", f"step-{'9' * 4000}"[:200]):
         shutil.copytree(run / "checkpoints" / "step-00000003", run / "checkpoints" / name)
     found, rejected = newest_valid(run / "checkpoints")
@@ -303,7 +291,6 @@ def test_names_of_checkpoints_are_plain_digits(run: Path) -> None:
 
 
 def test_a_step_beyond_the_plan_is_not_replayed(run: Path) -> None:
-    """A ledger may claim a step of any number; the run's plan has three."""
     ledger = RunFolder(run).ledger
     records = list(read_ledger(ledger))
     last = next(record for record in reversed(records) if isinstance(record, Step))
@@ -316,7 +303,6 @@ def test_a_step_beyond_the_plan_is_not_replayed(run: Path) -> None:
 
 
 def test_a_key_twice_is_no_line(tmp_path: Path) -> None:
-    """Two readers may take two values from it: what the accused reads, the witness must read too."""
     ledger = write(tmp_path / "ledger.jsonl", whole_run())
     lines = ledger.read_bytes().splitlines(keepends=True)
     lines[1] = lines[1].replace(b'{"', b'{"world":9,"', 1)

@@ -1,6 +1,6 @@
 """What somebody else made is data: a run folder, a model's folder, a ledger and a configuration run and hide nothing.
 
-Each test is an attack of SECURITY.md's list; the commands run in processes of their own, as a user starts them.
+Each test is an attack of SECURITY.md's list.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from andon.cli.plugins import said_by
 from andon.config.source import require_model_folder
 from andon.console.problems import InputError
 from andon_contracts.record import SCHEMA_VERSION
-from tests.cli.command import andon
+from tests.cli.command import cli
 from tests.training.runs import Runs, write_jsonl
 
 EVIL = "open({!r}, 'w').write('run')\n"
@@ -52,7 +52,7 @@ def test_a_run_folder_runs_no_code(run: Path, tmp_path: Path) -> None:
     (run / "adapter" / "evil.py").write_text(EVIL.format(str(ran)))
     named = {"AutoConfig": "evil.Config", "AutoModelForSequenceClassification": "evil.Model"}
     change(run / "adapter" / "config.json", auto_map=named, model_type="of_nobody")
-    ended = andon("eval", run, tmp_path / "train.jsonl", stdin=b"y\n" * 20)
+    ended = cli("eval", run, tmp_path / "train.jsonl", stdin=b"y\n" * 20)
     assert (ended.code, ended.out) == (2, [])
     assert not ran.exists()
 
@@ -99,14 +99,13 @@ def test_what_is_no_data_is_refused_in_words(run: Path, attack: str) -> None:
     """No command waits for a pipe, follows a link out, or ends in a traceback: 2, and which file it is."""
     name, do, said = ATTACKS[attack]
     do(run / "adapter" / name)
-    ended = andon("eval", run, run.parent / "train.jsonl")
+    ended = cli("eval", run, run.parent / "train.jsonl")
     assert (ended.code, ended.out) == (2, []), ended.said
     assert said in "\n".join(ended.said)
     assert not any("Traceback" in line for line in ended.said)
 
 
 def test_an_index_names_no_file_outside(tmp_path: Path) -> None:
-    """The names of weights in an index are plain names of the folder's files."""
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "../../other.safetensors"}}))
     with pytest.raises(InputError, match=r"names weights outside of the folder: '../../other\.safetensors'"):
@@ -114,7 +113,6 @@ def test_an_index_names_no_file_outside(tmp_path: Path) -> None:
 
 
 def test_a_cache_of_the_hub_is_a_model_folder(tmp_path: Path) -> None:
-    """Its files are links into the store beside it; those are the model's own."""
     blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "abc"
     blobs.mkdir()
     snapshot.mkdir(parents=True)
@@ -124,20 +122,7 @@ def test_a_cache_of_the_hub_is_a_model_folder(tmp_path: Path) -> None:
     require_model_folder(snapshot, "model.base")
 
 
-def test_modules_beside_the_user_are_not_imported(tmp_path: Path) -> None:
-    """In a folder with a `torch.py`, neither the command nor what it starts runs that."""
-    ran = tmp_path / "ran"
-    for name in ("torch", "signal", "transformers"):
-        (tmp_path / f"{name}.py").write_text(EVIL.format(str(ran)))
-    data = write_jsonl(tmp_path / "train.jsonl")
-    sets = Runs(data).overrides("training.max_steps=1", "run.backend=gloo", "run.workers=2")
-    ended = andon("train", *(part for each in sets for part in ("--set", each)), folder=tmp_path)
-    assert ended.code == 0, ended.said
-    assert not ran.exists()
-
-
 def test_a_report_asks_no_module_beside_the_user(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`andon report .` has the run verified by Andon, and not by an `andon.py` of the run folder."""
     ran = tmp_path / "ran"
     for name in ("andon", "contextlib", "warnings"):
         (run / f"{name}.py").write_text(EVIL.format(str(ran)) + "print('checked 14 of 14 claims')\n")
@@ -149,7 +134,6 @@ def test_a_report_asks_no_module_beside_the_user(run: Path, tmp_path: Path, monk
 
 
 def test_a_process_of_ours_keeps_the_flags_and_the_path_of_its_parent(tmp_path: Path) -> None:
-    """-O, -W and -X are passed on, PYTHONPATH is searched, the current folder is not."""
     (tmp_path / "named.py").write_text("import sys; print(sys.flags.optimize, sys.flags.utf8_mode, sys.path[0])")
     asking = (
         "from andon.launch.interpreter import module_command as made; import subprocess; subprocess.run(made('named'))"
@@ -166,13 +150,12 @@ ESCAPES = "\x1b]0;title\x07\u202e"
 
 
 def test_foreign_text_does_not_act_on_a_terminal(run: Path, tmp_path: Path) -> None:
-    """Control characters and marks of direction of a ledger and of a configuration are written out."""
     ledger = run / "ledger.jsonl"
     first = json.loads(ledger.read_text().splitlines()[0]) | {"run": f"r{ESCAPES}", "v": SCHEMA_VERSION}
     ledger.write_text(json.dumps(first, sort_keys=True, separators=(",", ":")) + "\n")
     config = tmp_path / "config.yaml"
     config.write_text('"a\\e]0;title\\a\\u202e": 1\n')
-    shown, checked = andon("show", run), andon("check", config)
+    shown, checked = cli("show", run), cli("check", config)
     assert (shown.code, checked.code) == (0, 2)
     for lines in (shown.out, checked.said):
         text = "\n".join(lines)
@@ -182,11 +165,10 @@ def test_foreign_text_does_not_act_on_a_terminal(run: Path, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(("command", "code"), [("show", 2), ("explain", 2), ("verify", 64)])
 def test_a_pipe_in_the_place_of_a_ledger_is_not_waited_for(tmp_path: Path, command: str, code: int) -> None:
-    """Whoever opens one waits for somebody to write; and what the folder is called does not act on a terminal."""
     folder = tmp_path / f"run{ESCAPES}".replace("/", "")
     folder.mkdir()
     os.mkfifo(folder / "ledger.jsonl")
-    ended = andon(command, folder)
+    ended = cli(command, folder)
     assert ended.code == code
     said = "\n".join(ended.said)
     assert ("a pipe or a device" if command == "verify" else "it is not a regular file") in said
@@ -194,10 +176,9 @@ def test_a_pipe_in_the_place_of_a_ledger_is_not_waited_for(tmp_path: Path, comma
 
 
 def test_a_ledger_of_a_thousand_million_ranks_is_read_at_once(tmp_path: Path) -> None:
-    """What a line says of its world costs no work: the ranks that are missing are counted and not listed."""
     from tests.inspection.ledgers import start, step, write
 
     records = [start(world=10**9), step(1, (2, 0), world=10**9)]
-    ended = andon("verify", write(tmp_path / "ledger.jsonl", records))
+    ended = cli("verify", write(tmp_path / "ledger.jsonl", records))
     assert ended.code in (1, 2)
     assert any("999999982 more" in line for line in ended.out), ended.out

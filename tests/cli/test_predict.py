@@ -43,7 +43,6 @@ def texts(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("ending", [".csv", ".tsv", ".jsonl", ".json", ".parquet"])
 def test_every_kind_of_file_gives_the_same(run: Path, texts: Path, tmp_path: Path, ending: str) -> None:
-    """Texts come back as they are, line ends included, in order and by their ids; so they do from a written file."""
     told = records(run, texts)
     assert [(one["id"], one["text"]) for one in told] == [(f"n{place}", text) for place, text in enumerate(TEXTS)]
     other = tmp_path / f"other{ending}"
@@ -52,7 +51,6 @@ def test_every_kind_of_file_gives_the_same(run: Path, texts: Path, tmp_path: Pat
 
 
 def test_a_column_of_another_name(run: Path, tmp_path: Path) -> None:
-    """A file without the usual column is refused with the flag that names it, and read with that."""
     file = tmp_path / "texts.csv"
     file.write_text("what\nred thing\n")
     with pytest.raises(InputError, match=r"texts\.csv:1: has no column 'input' or 'text'.*--text-column"):
@@ -61,7 +59,6 @@ def test_a_column_of_another_name(run: Path, tmp_path: Path) -> None:
 
 
 def test_all_scores_are_probabilities_of_every_label(run: Path, texts: Path) -> None:
-    """They sum to one, the likeliest is the label, and its score is the probability."""
     for one in records(run, texts, "--all-scores"):
         assert list(one["scores"]) == ["blue", "green", "red"]
         assert sum(one["scores"].values()) == pytest.approx(1, abs=2e-6)  # each is rounded to six places
@@ -70,7 +67,6 @@ def test_all_scores_are_probabilities_of_every_label(run: Path, texts: Path) -> 
 
 @pytest.mark.parametrize("ending", [".csv", ".tsv", ".jsonl", ".parquet"])
 def test_output_is_what_is_printed(run: Path, texts: Path, tmp_path: Path, ending: str) -> None:
-    """The same rows in the same order, with more digits; in a table a column for each label. Nothing beside it."""
     told = records(run, texts, "--all-scores")
     output = tmp_path / f"out{ending}"
     assert predicted(run, texts, "--all-scores", "--output", output) == f"wrote {output}: {len(TEXTS)} rows\n"
@@ -100,7 +96,6 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 
 def test_an_output_is_whole_or_not_there(run: Path, texts: Path, tmp_path: Path) -> None:
-    """A fault in a text leaves the file of before as it was; so does the file of texts, given as the output too."""
     output = tmp_path / "out.csv"
     output.write_text("mine")
     with texts.open("a", encoding="utf-8") as file:
@@ -115,7 +110,6 @@ def test_an_output_is_whole_or_not_there(run: Path, texts: Path, tmp_path: Path)
 
 
 def test_an_output_that_cannot_be_is_refused_before_anything_is_read(run: Path, tmp_path: Path) -> None:
-    """Another kind of file, a folder, a folder that is not there; and two files of texts."""
     for output, what in (
         (tmp_path / "out.xlsx", "unknown kind of file"),
         (tmp_path / "no" / "out.csv", "there is no folder"),
@@ -148,7 +142,6 @@ def test_a_table_on_standard_input_is_not_guessed_but_told(run: Path, first: str
 
 
 def test_a_column_of_standard_input_is_refused(run: Path) -> None:
-    """It has none: whoever names one has a table, and reads how that is given."""
     with pytest.raises(
         InputError, match=r"--text-column: names a column of a file.* --data FILE\.csv --text-column what"
     ):
@@ -172,7 +165,6 @@ def moved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_base_that_has_moved_is_named(moved: Path) -> None:
-    """Without it the way out is said; with it `predict` gives what it gave, and `eval` scores."""
     rows = moved / "train.csv"
     with pytest.raises(InputError, match=r"base'? is no folder here; if it has moved, name its place: --model PATH"):
         predicted(moved / "run", rows)
@@ -182,7 +174,6 @@ def test_a_base_that_has_moved_is_named(moved: Path) -> None:
 
 
 def test_another_base_is_refused(moved: Path, run: Path) -> None:
-    """By the digest of its weights; and a run that needs none takes none."""
     with pytest.raises(InputError, match=r"the base model has digest \w{16}, the adapter was trained on \w{16}"):
         predicted(moved / "run", moved / "train.csv", "--model", moved / "other")
     for folder, why in ((run, "embedded model"), (moved / "run-base", "whole model lies in its folder")):

@@ -18,7 +18,6 @@ EVERY_STEP = ("contracts.audit_every=1", "contracts.audit_coverage=all")
 
 
 def test_an_audited_run_is_the_run(runs: Runs, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Twelve audits of everything leave every bit as it is, and are counted and announced."""
     assert runs.train(tmp_path / "r", *EVERY_STEP, workers=2) == 0
     assert outcome(tmp_path / "r") == outcome(run)
     assert summary(tmp_path / "r")["contracts"]["audit"] == 12
@@ -29,7 +28,6 @@ def test_an_audited_run_is_the_run(runs: Runs, run: Path, tmp_path: Path, capsys
 def test_a_run_that_is_too_short_for_its_audit_is_told(
     runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every third of two steps is none; of three it is the last, and nothing is said."""
     for steps, told in ((2, True), (3, False)):
         assert runs.train(tmp_path / str(steps), "contracts.audit_every=3", f"training.max_steps={steps}") == 0
         said = capsys.readouterr().err
@@ -39,7 +37,6 @@ def test_a_run_that_is_too_short_for_its_audit_is_told(
 
 
 def test_one_worker_is_told_what_it_cannot_see(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line at the start."""
     assert runs.train(tmp_path / "r", "training.max_steps=1", workers=1) == 0
     assert "one rank cannot see a persistent fault of its device" in capsys.readouterr().err
 

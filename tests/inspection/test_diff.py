@@ -17,10 +17,9 @@ from andon.console.problems import InputError
 from andon.inspection.difference import Comparison, Differences, compare, read_side
 from andon.inspection.tensors import tensors_apart
 from andon.run.checkpoint import save_checkpoint
-from andon.run.repeats import differing
 from andon_contracts.fields import Real
 from andon_contracts.record import Record, Start, Step
-from tests.inspection.ledgers import FINGERPRINT, digest, resumed_run, start, step, whole_run, write
+from tests.inspection.ledgers import FINGERPRINT, resumed_run, start, step, whole_run, write
 from tests.training.runs import Runs
 
 SAME, DIFFERENT, INCOMPARABLE = Comparison.SAME, Comparison.DIFFERENT, Comparison.INCOMPARABLE
@@ -32,7 +31,6 @@ def of(tmp_path: Path, one: Sequence[Record], other: Sequence[Record]) -> Differ
 
 
 def test_equal_runs_are_the_same_wherever_they_ran(tmp_path: Path) -> None:
-    """Number of workers, backend and a resume are no part of the result."""
     assert of(tmp_path, whole_run(), resumed_run()).result is SAME
     elsewhere = [replace(each, world=9, backend="nccl") if isinstance(each, Start) else each for each in whole_run()]
     for name in ("a.jsonl", "b.jsonl"):
@@ -55,15 +53,7 @@ def test_the_first_step_that_differs_is_named_with_its_field(tmp_path: Path, fie
     assert f"2: {field} differs first" in text
 
 
-def test_causes_come_before_effects() -> None:
-    """Other weights follow from another gradient, which follows from other rows."""
-    one, other = step(1, (2, 0)), step(1, (0, 2), weights=9)
-    other = replace(other, digests=replace(other.digests, gradient=digest(8)))
-    assert [each.name for each in differing(one, other)] == ["ids", "gradient", "weights"]
-
-
 def test_other_versions_are_not_comparable_and_not_wrong(tmp_path: Path) -> None:
-    """Other bits under another fingerprint are no fault; equal bits are equal wherever."""
     other = whole_run()
     other[0] = start(fingerprint={**FINGERPRINT, "torch": "2.11.0", "cpu": "b"})
     report = of(tmp_path, whole_run(), other)
@@ -81,14 +71,12 @@ def test_other_versions_are_not_comparable_and_not_wrong(tmp_path: Path) -> None
 
 
 def test_a_longer_run_is_not_the_same(tmp_path: Path) -> None:
-    """What both have may be the same; that one went on is a difference."""
     report = of(tmp_path, whole_run(), whole_run()[:2])
     assert report.result is DIFFERENT
     assert "the 1 that both have are the same to the bit; 2 | 1 in all" in "\n".join(report.lines)
 
 
 def test_what_one_watch_was_not_told_is_no_difference(tmp_path: Path) -> None:
-    """Without rows and losses on one side the rest is compared, and what is missing is named with its side."""
     quiet = [
         replace(each, ids=(), count=None, loss=None, epoch=None, position=None) if isinstance(each, Step) else each
         for each in whole_run()
@@ -120,7 +108,6 @@ def _configs(tmp_path: Path, **changes: str) -> list[Path]:
 
 
 def test_configurations_are_compared_before_a_run_starts(tmp_path: Path) -> None:
-    """A key that defines the run makes another run of it; one that only places it does not."""
     one, other = _configs(tmp_path, **{"seed: 42": "seed: 43", "workers: 2": "workers: 3"})
     report = compare(read_side(one), read_side(other))
     assert report.result is DIFFERENT
@@ -152,7 +139,6 @@ def test_names_of_configurations_stand_for_other_things(changes: dict[str, str],
 
 
 def test_a_run_and_a_ledger_are_compared_with_a_configuration(run: Path, tmp_path: Path) -> None:
-    """A run by its settings, a ledger by the identity of those that it had; one without a first line by nothing."""
     same, other = tmp_path / "same.yaml", tmp_path / "other.yaml"
     same.write_text((run / "config.yaml").read_text())
     other.write_text(re.sub(r"(?m)^  base: .*", "  base: ./b", re.sub(r"(?m)^seed: .*", "seed: 7", same.read_text())))
@@ -165,12 +151,10 @@ def test_a_run_and_a_ledger_are_compared_with_a_configuration(run: Path, tmp_pat
 
 
 def test_a_run_is_the_same_as_its_ledger(run: Path) -> None:
-    """The ledger's short digests are not held to the long ones of the folder."""
     assert compare(read_side(run), read_side(run / "ledger.jsonl")).result is SAME
 
 
 def test_a_name_counts_where_a_digest_is_missing(run: Path, tmp_path: Path) -> None:
-    """With digests of both, data of another name may be the same; without one it is not called so."""
     other = tmp_path / "other"
     shutil.copytree(run, other)
     settings = re.sub(r"(?m)^  train: .*", "  train: a.csv", (run / "config.yaml").read_text())
@@ -200,7 +184,6 @@ def _checkpoint(folder: Path, weight: torch.Tensor, moment: torch.Tensor) -> Pat
 
 
 def test_the_first_tensor_and_element_are_named(tmp_path: Path) -> None:
-    """Weights before moments; the place by index, both values to the bit."""
     weight, moment = torch.arange(12.0).view(3, 4), torch.zeros(5)
     changed = weight.clone()
     changed[1, 2], changed[2, 3] = 6.5, 0.0
@@ -236,7 +219,6 @@ def test_two_real_runs_part_where_their_learning_rates_do(runs: Runs, run: Path,
 
 
 def test_other_data_to_evaluate_on_is_named(run: Path, tmp_path: Path) -> None:
-    """Digests of both stand in one row: what is shown is what differs."""
     folder = tmp_path / "other"
     shutil.copytree(run, folder)
     said = json.loads((folder / "provenance.json").read_text())

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from andon.console.problems import install_hint
+from andon.inspection import probes
 from andon.inspection.doctor import EXTRAS
 from tests.repository.sources import ROOT
 
@@ -66,8 +67,11 @@ def hiding(folder: Path, *names: str) -> str:
     return os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
 
 
+# Deep: the command starts six processes, most of which import torch. `test_each_probe_finds_what_is_there` makes the
+# same probes in this process.
+@pytest.mark.deep
 def test_all_is_well(tmp_path: Path) -> None:
-    """0 where a run can be, though an extra is missing that it does not need: that one is named with its line."""
+    """0 if a run can train here. An extra that is missing and not needed is named with the line that installs it."""
     told = doctor(tmp_path / "runs" / "new", temporary=tmp_path / "t", PYTHONPATH=hiding(tmp_path / "h", "pyarrow"))
     assert (told.code, told.can_train, told.problems) == (0, True, set())
     for backend in ("inline", "threads", "gloo"):
@@ -78,39 +82,43 @@ def test_all_is_well(tmp_path: Path) -> None:
     assert str(tmp_path) in told.checks["folder"]["found"]
 
 
-def test_an_interface_and_folders_that_cannot_be_used(tmp_path: Path) -> None:
-    """1, with what is wrong with each, and nothing else called wrong. A socket's path has at most 107 bytes."""
-    told = doctor("/proc/runs", temporary=tmp_path / ("n" * 107), GLOO_SOCKET_IFNAME="nowhere0")
+@pytest.mark.parametrize("probe", ["libraries", "network", "folder", "inline", "threads", "gloo"])
+def test_each_probe_finds_what_is_there(probe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [probe, *([str(tmp_path)] if probe == "folder" else [])]
+    assert probes.main(arguments) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    expected = {"libraries": ("broken", {}), "network": ("named", ""), "folder": ("locks", True)}
+    name, value = expected.get(probe, ("ranks", 2))
+    assert found[name] == value, found
+
+
+def test_what_keeps_a_run_from_this_machine_is_found(tmp_path: Path) -> None:
+    """1, with what is wrong with each and nothing else called wrong: no torch, an interface that is not there, folders
+    that take no file. A socket's path has at most 107 bytes."""
+    path = hiding(tmp_path / "h", "torch")
+    told = doctor("/proc/runs", temporary=tmp_path / ("n" * 107), GLOO_SOCKET_IFNAME="nowhere0", PYTHONPATH=path)
     assert (told.code, told.can_train) == (1, False)
-    assert told.problems == {"network", "backend gloo", "temporary files", "folder"}
+    needs_torch = {"library torch", "library transformers", "library peft", "library safetensors"}
+    backends = {"backend inline", "backend threads", "backend gloo"}
+    assert told.problems - needs_torch == {"network", "temporary files", "folder", *backends}
+    assert "No module named 'torch'" in told.checks["library torch"]["found"]
+    assert told.checks["library torch"]["todo"] == install_hint("train")
     assert "TMPDIR: no socket can be made" in told.checks["temporary files"]["found"]
     assert "GLOO_SOCKET_IFNAME" in told.checks["network"]["todo"]
-    for name in ("network", "backend gloo"):
-        assert "nowhere0: no such interface" in told.checks[name]["found"]
+    assert "nowhere0: no such interface" in told.checks["network"]["found"]
     assert "/proc" in told.checks["folder"]["found"]
     assert "--run-dir" in told.checks["folder"]["todo"]
 
 
-def test_a_library_that_is_not_there(tmp_path: Path) -> None:
-    """1, with the library and the line that installs it; backends need torch alone."""
-    told = doctor(tmp_path, temporary=tmp_path / "t", PYTHONPATH=hiding(tmp_path / "h", "transformers"))
-    assert told.code == 1
-    # peft imports transformers itself.
-    assert told.problems == {"library transformers", "library peft", "extra train"}
-    assert "No module named 'transformers'" in told.checks["library transformers"]["found"]
-    assert told.checks["library transformers"]["todo"] == install_hint("train")
-
-
 def test_a_check_that_never_ends_is_ended(tmp_path: Path) -> None:
-    """An import that waits for ever costs its time, is a problem, and its process is gone with the command."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    (tmp_path / "m" / "peft").mkdir(parents=True)
-    (tmp_path / "m" / "peft" / "__init__.py").write_text(f"import os\nos.read(os.open({str(pipe)!r}, os.O_RDWR), 1)\n")
+    (tmp_path / "m" / "torch").mkdir(parents=True)
+    (tmp_path / "m" / "torch" / "__init__.py").write_text(f"import os\nos.read(os.open({str(pipe)!r}, os.O_RDWR), 1)\n")
     path = os.pathsep.join([str(tmp_path / "m"), os.environ.get("PYTHONPATH", "")])
-    told = doctor("--timeout", "3", tmp_path, temporary=tmp_path / "t", PYTHONPATH=path)
+    told = doctor("--timeout", "1", tmp_path, temporary=tmp_path / "t", PYTHONPATH=path)
     assert told.code == 1
-    assert "no answer within 3 s" in told.checks["libraries"]["found"]
+    assert "no answer within 1 s" in told.checks["libraries"]["found"]
     with pytest.raises(OSError, match=os.strerror(errno.ENXIO)):  # nobody has it open any more
         os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
 

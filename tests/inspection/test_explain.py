@@ -28,7 +28,6 @@ def _left_by(folder: Path, rank: int, tensors: dict[str, torch.Tensor], batch: l
 
 
 def test_a_bundle_is_explained(tmp_path: Path) -> None:
-    """What `watch` wrote comes back: the clause with its promise, and of each rank its batch, stack and tensors."""
     one, other = torch.zeros(2, 3), torch.zeros(2, 3)
     other[0, 1], other[1, 2] = 0.25, -0.5
     place = _left_by(tmp_path, 1, {"weights lora_A.q_proj": other, "weights same": one}, [7])
@@ -56,7 +55,6 @@ def test_a_bundle_is_explained(tmp_path: Path) -> None:
 
 
 def test_a_damaged_part_hides_no_other(tmp_path: Path) -> None:
-    """A rank's file that was torn is named, and so is all that the others left."""
     place = Path(_left_by(tmp_path, 0, {"weights lora_A.q_proj": torch.ones(2)}, [5]))
     (place / "replicas-agree" / "rank-1.json").write_text('{"rank": 1')
     (place / "replicas-agree" / "rank-0.safetensors").write_bytes(b"\xff" * 20)
@@ -66,7 +64,6 @@ def test_a_damaged_part_hides_no_other(tmp_path: Path) -> None:
 
 
 def test_a_run_is_explained_by_its_ledger(tmp_path: Path) -> None:
-    """The violation record, and the commands that look further."""
     run = tmp_path / "run"
     run.mkdir()
     broken = Broken("finite", 3, (), "loss", "the loss is not finite", {"rank 0": "nan"})
@@ -80,7 +77,6 @@ def test_a_run_is_explained_by_its_ledger(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "writer"), [("l.jsonl", None), ("l.jsonl", "watch"), ("ledger.jsonl", "watch")])
 def test_no_replay_is_offered_where_none_can_be(tmp_path: Path, name: str, writer: str | None) -> None:
-    """A ledger alone has no state to begin from, and a watch's run is not the trainer's: `andon replay` refuses."""
     broken = Broken("finite", 3, (), "loss", "the loss is not finite", {})
     ledger = write(tmp_path / name, [start(writer=writer), *whole_run()[1:4], broken])
     path = tmp_path if name == "ledger.jsonl" else ledger
@@ -88,7 +84,6 @@ def test_no_replay_is_offered_where_none_can_be(tmp_path: Path, name: str, write
 
 
 def test_what_explains_nothing_is_refused(tmp_path: Path) -> None:
-    """A clean run, a file that is no bundle, a path that is not there."""
     with pytest.raises(InputError, match="no violation to explain"):
         list(explain(write(tmp_path / "l.jsonl", whole_run())))
     other = tmp_path / "other.json"

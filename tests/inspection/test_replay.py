@@ -36,7 +36,6 @@ def content(folder: Path) -> dict[str, object]:
 
 @pytest.mark.parametrize(("steps", "workers", "backend"), [("1:2", 3, "inline"), ("8", 1, "threads")])
 def test_steps_done_again_are_the_ledgers_bits(run: Path, steps: str, workers: int, backend: str) -> None:
-    """From the initial weights or a checkpoint, on any number of workers; nothing is written into the run."""
     before = content(run)
     report = replay_run(run, steps, workers, backend)
     assert report.result is Comparison.SAME, report.lines
@@ -52,7 +51,6 @@ def test_the_nearest_checkpoint_is_taken(run: Path) -> None:
 
 
 def test_ranks_of_a_group_do_steps_again(run: Path) -> None:
-    """Two processes compare with the ledger as one does."""
     before = content(run)
     report = replay_run(run, "7:8", 2, "gloo")
     assert report.result is Comparison.SAME, report.lines
@@ -76,7 +74,6 @@ def test_the_folder_alone_does_not_say_how_many_processes_start(
 def test_a_run_whose_bits_depend_on_its_workers_is_not_replayed_on_fewer(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who wants that many says so."""
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
     text = (run / "config.yaml").read_text()
     (tmp_path / "config.yaml").write_text(
@@ -119,7 +116,6 @@ def test_what_differs_first_is_said(run: Path, tmp_path: Path) -> None:
 
 
 def test_reals_are_compared_to_the_bit(run: Path, tmp_path: Path) -> None:
-    """A loss that is off by its last bit."""
     record = _step(run, 1)
 
     odd = replace(record, loss=Real.of(math.nextafter(record.loss.value, math.inf)))
@@ -129,7 +125,6 @@ def test_reals_are_compared_to_the_bit(run: Path, tmp_path: Path) -> None:
 
 
 def test_another_machine_is_not_comparable(run: Path, tmp_path: Path) -> None:
-    """The same difference in a run of other versions is no verdict; equal bits are equal all the same."""
     start = open_recorded(run).start
     assert start is not None
     elsewhere = replace(start, fingerprint={**start.fingerprint, "torch": "0.1"})
@@ -179,7 +174,6 @@ def test_ranks_that_cannot_replay_say_all_that_is_wrong(runs: Runs, run: Path, t
 
 @pytest.mark.parametrize("text", ["", ":x", "1-2", "0:1", "2:1", "1:13", "a"])
 def test_steps_that_are_none_are_refused(run: Path, text: str) -> None:
-    """The message says what there is, or how a range is written."""
     with pytest.raises(InputError, match=r"--steps: .*(within 1:12|write A:B)"):
         read_range(text, open_recorded(run))
 
@@ -188,18 +182,15 @@ def test_steps_that_are_none_are_refused(run: Path, text: str) -> None:
     ("text", "range_"), [("2", (2, 2)), ("2:3", (2, 3)), ("11:", (11, 12)), (":2", (1, 2)), (":", (1, 12))]
 )
 def test_ranges(run: Path, text: str, range_: tuple[int, int]) -> None:
-    """One step, a range, and ranges that are open on one side."""
     assert read_range(text, open_recorded(run)) == range_
 
 
 def test_a_ledger_alone_cannot_be_replayed(tmp_path: Path) -> None:
-    """Without configuration there is nothing to do again."""
     with pytest.raises(InputError, match="is a ledger alone"):
         replay_run(write(tmp_path / "l.jsonl", whole_run()), "1", None, None)
 
 
 def test_the_last_record_of_a_step_counts(tmp_path: Path) -> None:
-    """A resumed ledger has a step twice; the later record is the one to repeat, with its own fingerprint."""
     found = open_recorded(write(tmp_path / "l.jsonl", resumed_run()))
     assert sorted(found.trajectory) == [1, 2]
     assert json.dumps(found.fingerprints[2]) == json.dumps(found.fingerprints[0])

@@ -27,14 +27,15 @@ from andon.run.ledger import head_at
 from andon.run.summary import Head, Summary, write_summary
 from andon_contracts.fields import Real
 from andon_contracts.record import Broken, End, Evaluation, Plan, Record, Resume, Step
-from tests.cli.command import andon, tree
+from tests.cli.command import cli, tree
 from tests.inspection.ledgers import FINGERPRINT, digest, resumed_run, retracted_run, start, step, whole_run, write
+from tests.support.folders import stopped
 from tests.support.pages import Shown, Tables
 from tests.training.runs import Runs, records, summary
 
 HOSTILE = "</style></title><script>alert(1)</script><img src=x onerror=alert(2)>\"'{{ 1913 * 4547 }}\u202eevil\x1b[2J"
 SEEN = HOSTILE.replace("\u202e", "\\u202e").replace("\x1b", "\\x1b")
-LONG = 10_000
+LONG = 2_500
 
 
 def page_of(*paths: Path, verdicts: Sequence[Verdict | None] | None = None) -> Tables:
@@ -64,7 +65,6 @@ def reals(found: list[Step], name: str) -> dict[int, float]:
 
 
 def test_every_number_of_a_run_is_that_of_its_files(run: Path) -> None:
-    """Curves are the ledger's numbers to the last digit, step times those of metrics, scores those of the summary."""
     page, steps, found = page_of(run), records(run, "step"), summary(run)
     for title, field in (("Loss", "loss"), ("Learning rate", "lr"), ("Gradient norm", "grad_norm")):
         assert curve(page, title) == reals(steps, field)
@@ -97,7 +97,6 @@ def test_every_number_of_a_run_is_that_of_its_files(run: Path) -> None:
 
 
 def test_settings_machine_and_digests_are_those_of_the_run(run: Path) -> None:
-    """What was changed comes first, beside the default; versions and weights are there."""
     page, found = page_of(run), summary(run)
     assert page.named("At a glance").by_name()["weights after the last step"] == [found["weights_digest"]]
     settings = page.named("Settings")
@@ -110,11 +109,10 @@ def test_settings_machine_and_digests_are_those_of_the_run(run: Path) -> None:
 
 
 def test_the_command_repeats_the_run(run: Path, tmp_path: Path) -> None:
-    """What is to be copied gives the same weights in another folder, from anywhere."""
     code = page_of(run).page.split("Repeat the run:</p>")[1].split("<code>")[1].split("</code>")[0]
     command = [str(tmp_path / "again") if word == "ANOTHER_FOLDER" else word for word in shlex.split(code)]
     assert command[0] == "andon"
-    assert andon(*command[1:], folder=tmp_path).code == 0
+    assert cli(*command[1:], folder=tmp_path).code == 0
     assert summary(tmp_path / "again")["weights_digest"] == summary(run)["weights_digest"]
 
 
@@ -135,7 +133,6 @@ def test_settings_of_the_embedded_model_are_told_of_it_alone(tmp_path: Path, mon
 
 
 def test_packs_are_not_called_rows(tmp_path: Path) -> None:
-    """Of a run that packs, the plan counts packs."""
     for name, unit in (("true", "packs"), ("false", "rows")):
         (tmp_path / name).mkdir()
         write(tmp_path / name / "ledger.jsonl", whole_run())
@@ -145,32 +142,31 @@ def test_packs_are_not_called_rows(tmp_path: Path) -> None:
 
 
 def test_the_page_of_two_runs_is_not_written_over_that_of_one(tmp_path: Path) -> None:
-    """Each has a place of its own, beside the first run."""
     one, other = tmp_path / "one", tmp_path / "other"
     for folder in (one, other):
         folder.mkdir()
         write(folder / "ledger.jsonl", whole_run())
-    assert andon("report", one).out == [f"wrote {one / 'report.html'}"]
+    assert cli("report", one).out == [f"wrote {one / 'report.html'}"]
     alone = (one / "report.html").read_text()
-    assert andon("report", one, other).out == [f"wrote {one / 'report-other.html'}"]
+    assert cli("report", one, other).out == [f"wrote {one / 'report-other.html'}"]
     assert (one / "report.html").read_text() == alone
     ledger = one / "ledger.jsonl"
-    assert andon("report", ledger, other / "ledger.jsonl").out == [f"wrote {one / 'ledger-ledger.html'}"]
+    assert cli("report", ledger, other / "ledger.jsonl").out == [f"wrote {one / 'ledger-ledger.html'}"]
 
 
 def test_the_command_writes_the_page_and_says_where(run: Path, tmp_path: Path) -> None:
     """RUN/report.html where nothing else is said, and nothing else of the run changes; the verdict is `verify`'s."""
     before = tree(run)
-    done = andon("report", run)
+    done = cli("report", run)
     assert (done.code, done.out) == (0, [f"wrote {run / 'report.html'}"])
     assert tree(run) - before == {"report.html"}
-    judged = andon("verify", run)
+    judged = cli("verify", run)
     assert judged.out[-1].startswith("checked ")
     page = Tables((run / "report.html").read_text(encoding="utf-8"))
     assert [line for line in judged.out if line not in map(str.strip, page.text)] == []
     (run / "report.html").unlink()
 
-    done = andon("report", write(tmp_path / "l.jsonl", whole_run()))
+    done = cli("report", write(tmp_path / "l.jsonl", whole_run()))
     assert (done.code, done.out) == (0, [f"wrote {tmp_path / 'l.html'}"])
 
 
@@ -182,7 +178,7 @@ def test_what_is_no_run_or_no_page_is_refused(run: Path, tmp_path: Path) -> None
         ((run, "--html", run / "ledger.jsonl"), "must end in .html"),
         ((run, "--html", tmp_path / "no" / "folder.html"), "cannot be written"),
     ):
-        done = andon("report", *arguments)
+        done = cli("report", *arguments)
         assert done.code == 2
         assert said in " ".join(done.said)
     assert not (run / "config.html").exists()
@@ -212,7 +208,6 @@ def test_a_run_that_was_killed_and_goes_on_says_both(runs: Runs, tmp_path: Path)
 
 
 def test_a_run_that_ended_in_a_violation_shows_it_first(tmp_path: Path) -> None:
-    """The clause, the step and what was seen stand above everything; what was taken back is told."""
     page = page_of(write(tmp_path / "l.jsonl", retracted_run()))
     assert any(each.get("class") == "alert" for each in page.of("p"))
     assert " at step 2: other weights" in page.text
@@ -223,9 +218,7 @@ def test_a_run_that_ended_in_a_violation_shows_it_first(tmp_path: Path) -> None:
 
 
 def test_a_preempted_run_can_be_gone_on_with(runs: Runs, tmp_path: Path) -> None:
-    """Its last line says why it ended; a summary that the ledger has outgrown is not taken for the run's."""
-    folder = tmp_path / "run"
-    runs.train(folder, backend="gloo", workers=1, entry="tests.training.entries:ask_to_end")
+    folder = stopped(runs.overrides(), tmp_path / "run", 7)
     assert page_of(folder).named("At a glance").by_name()["how it ended"] == ["preempted"]
     assert summary(folder)["reason"] == "preempted"
     kept = RunFolder(folder).summary.read_bytes()
@@ -237,7 +230,6 @@ def test_a_preempted_run_can_be_gone_on_with(runs: Runs, tmp_path: Path) -> None
 
 
 def test_the_ledger_of_a_watch_has_what_the_watch_knows(tmp_path: Path) -> None:
-    """No plan, no loss, no accuracy: these pictures are left out, and a resume in it is no run that was cut off."""
     plan = Plan(rows=None, batch_size=None, micro_batches=None, seed=None, epochs=None, steps=None)
     bare = [
         step(number, (), loss=None, correct=None, count=None, epoch=None, position=None, gradient_at="optimizer")
@@ -272,7 +264,6 @@ def test_other_scores_than_of_classes_are_shown_by_name(tmp_path: Path) -> None:
 
 
 def test_two_runs_are_shown_side_by_side_with_where_they_part(runs: Runs, run: Path, tmp_path: Path) -> None:
-    """The first step that differs is `andon diff`'s, marked in the pictures; settings that differ come first."""
     assert runs.train(tmp_path / "other", "optimizer.momentum=0.5", "optimizer.lr=0.02") == 0
     page = page_of(run, tmp_path / "other")
     lines = compare(read_side(run), read_side(tmp_path / "other")).lines
@@ -312,7 +303,6 @@ def test_a_matrix_that_was_changed_is_named(tmp_path: Path) -> None:
 
 
 def test_two_of_the_same_part_nowhere(run: Path, tmp_path: Path) -> None:
-    """One name for both is no name: they are told by their paths."""
     page = page_of(run, run)
     assert "Every step that both have is the same to the bit." in page.text
     assert str(run) in page.named("At a glance").rows[0]
@@ -359,7 +349,6 @@ def hostile_run(folder: Path, scores: dict[str, object]) -> Path:
 
 
 def test_texts_of_others_are_shown_as_they_are(tmp_path: Path) -> None:
-    """Labels, paths, settings, versions, clauses: no element and no handler comes of any, in one run or two."""
     scores = {HOSTILE: 0.5, "classes": [{"label": HOSTILE, HOSTILE: HOSTILE}, {}]}
     folder = hostile_run(tmp_path / "run", scores)
     for paths in ((folder,), (folder, folder)):
@@ -373,7 +362,6 @@ def test_texts_of_others_are_shown_as_they_are(tmp_path: Path) -> None:
 
 
 def test_metrics_without_a_line_end_are_not_read_to_their_end(tmp_path: Path) -> None:
-    """A file of holes is terabytes of one line."""
     folder = hostile_run(tmp_path / "run", {HOSTILE: 0.5})
     with (folder / "metrics.jsonl").open("wb") as file:
         file.truncate(1 << 42)
@@ -381,7 +369,6 @@ def test_metrics_without_a_line_end_are_not_read_to_their_end(tmp_path: Path) ->
 
 
 def test_the_page_is_closed_in_itself(run: Path) -> None:
-    """Nothing is loaded and nothing runs: no address, no script, one style that the policy names by its digest."""
     for page in (page_of(run), page_of(run, run)):
         loading = {"src", "srcset", "href", "action", "style", "data", "poster"}
         assert [attributes for _, attributes in page.elements if loading & attributes.keys()] == []
@@ -394,7 +381,6 @@ def test_the_page_is_closed_in_itself(run: Path) -> None:
 
 
 def test_who_does_not_see_the_pictures_has_their_words_and_numbers(run: Path) -> None:
-    """A picture is reached by key and has a name, a description and a table of its numbers; a scroller has a name."""
     page = page_of(run)
     given = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
     assert len(given) == len(set(given))
@@ -414,10 +400,10 @@ def test_who_does_not_see_the_pictures_has_their_words_and_numbers(run: Path) ->
 
 
 def long_run(path: Path) -> Path:
-    """A ledger of 10,000 steps with a spike in one loss, one that is not finite, and an evaluation every 50."""
+    """A ledger of 2,500 steps with a spike in one loss, one that is not finite, and an evaluation every 50."""
 
     def lines(number: int) -> list[Record]:
-        odd = {7_777: 1e6, 5_000: math.nan}.get(number, 1 + 0.5 * math.sin(number))
+        odd = {1_944: 1e6, 1_250: math.nan}.get(number, 1 + 0.5 * math.sin(number))
         ids = tuple(range(16))
         parts = step(number, (2, 0), loss=Real.of(odd), lr=Real.of(1 - number / (LONG + 1)))
         parts = replace(parts, ids=ids + ids, ranks=tuple(replace(each, ids=ids) for each in parts.ranks))
@@ -428,21 +414,21 @@ def long_run(path: Path) -> Path:
 
 
 def test_a_long_run_is_a_small_page_that_hides_no_spike(tmp_path: Path) -> None:
-    """At most 2 MB; the one high loss among 10,000 is in picture and table, and so is the one that is not finite."""
+    """At most 2 MB; the one high loss among 2,500 is in picture and table, and so is the one that is not finite."""
     path = long_run(tmp_path / "l.jsonl")
     page = page_of(path, path)
     assert len(page.page.encode()) <= 2_000_000
     buckets: Shown = next(table for table in page.tables if table.rows[0] == _BUCKETS)
     assert len(buckets.rows) == 1 + MOST_BUCKETS
-    assert buckets.numbers()["7761 to 7800"][1] == 1e6
-    assert buckets.by_name()["4961 to 5000"][2] == "1"
+    assert buckets.numbers()["1941 to 1950"][1] == 1e6
+    assert buckets.by_name()["1241 to 1250"][2] == "1"
     lost = [attributes for tag, attributes in page.elements if tag == "path"]
     assert len(lost) == 2
     spiked = next(each["points"] for each in page.of("polyline") if len(each["points"]) > 2000)
     second = page.of("polyline")[[each["points"] for each in page.of("polyline")].index(spiked) + 1]["points"]
     heights = [float(point.split(",")[1]) for point in f"{spiked} {second}".split()]
     assert min(heights) == 10.0  # the top of the picture, where a million is
-    assert page.named("At a glance").by_name()["steps"] == ["10000 of 2"] * 2
+    assert page.named("At a glance").by_name()["steps"] == ["2500 of 2"] * 2
 
 
 @given(st.lists(st.tuples(st.integers(1, 10**9), st.floats()), min_size=1, max_size=60, unique_by=lambda each: each[0]))
@@ -466,12 +452,10 @@ def test_buckets_have_every_extreme_and_every_count(points: list[tuple[int, floa
 
 
 def test_a_configuration_is_no_run(run: Path) -> None:
-    """There is nothing to report of what has not been done."""
     with pytest.raises(InputError, match="is a configuration"):
         read_told(read_side(run / "config.yaml"))
 
 
 def test_a_resumed_ledger_shows_each_step_once(tmp_path: Path) -> None:
-    """A step that was done twice has one number: that of its last record."""
     page = page_of(write(tmp_path / "l.jsonl", resumed_run()))
     assert curve(page, "Loss") == {1: 1.0, 2: 0.5}

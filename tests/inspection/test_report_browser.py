@@ -24,7 +24,6 @@ UNREACHED = """
 
 
 def test_it_is_read_at_every_width_by_light_and_in_the_dark(run: Path, tmp_path: Path) -> None:
-    """Nothing is wider than the window but what scrolls by key; every text has WCAG's contrast; nothing is loaded."""
     hostile = hostile_run(tmp_path / "hostile", {"a": 0.5})
     for paths in ((run,), (run, hostile)):
         runs = [read_told(read_side(path)) for path in paths]
@@ -48,7 +47,6 @@ def test_it_is_read_at_every_width_by_light_and_in_the_dark(run: Path, tmp_path:
 
 
 def test_a_picture_is_told_to_who_does_not_see_it(run: Path, tmp_path: Path) -> None:
-    """A screen reader is told its name, and reaches it by the Tab key."""
     write_page(Page([read_told(read_side(run))], [None]), tmp_path / "page.html")
     with Browser(tmp_path / "profile") as browser:
         browser.open(tmp_path / "page.html")

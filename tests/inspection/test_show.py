@@ -21,7 +21,6 @@ NO_TEXTS = Texts(missing="no texts")
 
 
 def test_the_overview_tells_a_run_in_order(tmp_path: Path) -> None:
-    """Start, steps, checkpoint, evaluation and end each have their line, with what they are of."""
     lines = list(overview(open_recorded(write(tmp_path / "l.jsonl", whole_run()))))
     kinds = [line.split()[0] for line in lines]
     assert kinds == [
@@ -57,7 +56,6 @@ def test_what_was_taken_back_is_told(tmp_path: Path) -> None:
 
 
 def test_a_torn_tail_is_told(tmp_path: Path) -> None:
-    """A last line without its end is not read, and its bytes are counted."""
     path = write(tmp_path / "l.jsonl", whole_run())
     whole = path.read_bytes()
     path.write_bytes(whole[:-9])
@@ -68,7 +66,6 @@ def test_a_torn_tail_is_told(tmp_path: Path) -> None:
 
 
 def test_a_step_is_shown_with_rows_losses_digests_and_ranks(tmp_path: Path) -> None:
-    """Every digest of the record, the exact loss, and each rank's rows with their texts."""
     found = open_recorded(write(tmp_path / "l.jsonl", whole_run()))
     data = DataSet((Row(2, "ls -l", 1), Row(0, "rm", 0)), ("unsafe", "safe"), "here")
     texts = Texts(Rows(CLASSIFICATION, data, None, data.ids, ()))
@@ -90,13 +87,11 @@ def test_a_rank_that_differs_is_shown_to(tmp_path: Path) -> None:
 
 
 def test_a_step_done_twice_says_so(tmp_path: Path) -> None:
-    """The last record of a step counts, and that there are others is said."""
     found = open_recorded(write(tmp_path / "l.jsonl", resumed_run()))
     assert "done 2 times" in "\n".join(one_step(found, 2, NO_TEXTS))
 
 
 def test_a_broken_step_is_shown_though_it_was_not_applied(tmp_path: Path) -> None:
-    """The violation of a step that left no record is what there is to show of it."""
     records = [*whole_run()[:2], Broken("finite", 2, (1,), "loss", "the loss is not finite")]
     text = "\n".join(one_step(open_recorded(write(tmp_path / "l.jsonl", records)), 2, NO_TEXTS))
     assert "finite at step 2 on ranks 1 in loss: the loss is not finite" in text
@@ -105,14 +100,12 @@ def test_a_broken_step_is_shown_though_it_was_not_applied(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("number", [0, 3, -1])
 def test_a_step_that_is_not_there_is_refused(tmp_path: Path, number: int) -> None:
-    """The message names the steps that are."""
     found = open_recorded(write(tmp_path / "l.jsonl", whole_run()))
     with pytest.raises(InputError, match=r"--step: -?\d is not in .*; it has steps 1 to 2"):
         list(one_step(found, number, NO_TEXTS))
 
 
 def test_what_is_no_ledger_is_refused(tmp_path: Path) -> None:
-    """A missing path, a folder without a ledger and a damaged ledger each have their message."""
     with pytest.raises(InputError, match="there is no such run"):
         open_recorded(tmp_path / "nothing")
     with pytest.raises(InputError, match=r"holds no run: it has no ledger.jsonl"):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +22,10 @@ from andon.console.problems import InputError
 from andon.integrations.tensorboard import EventFile, findings
 from andon.integrations.trackers import require
 from andon.run.folder import RunFolder
-from tests.training.runs import Runs, outcome, write_jsonl
+from tests.cli.command import files_up_to
+from tests.training.runs import Runs, outcome
 
 TRACKED = "run.report_to=[tensorboard]"
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Starts runs."""
-    return Runs(write_jsonl(tmp_path_factory.mktemp("data") / "train.jsonl"))
 
 
 def events(folder: Path) -> Any:
@@ -63,12 +56,10 @@ def shown(folder: Path) -> dict[str, dict[int, np.float32]]:
     return found
 
 
-def test_a_run_is_shown_as_its_metrics_have_it(runs: Runs, tmp_path: Path) -> None:
-    """Every number of every line, at its step, and none besides; the run itself is the same with and without."""
-    assert runs.train(tmp_path / "plain") == 0
-    assert not RunFolder(tmp_path / "plain").events.exists()
+def test_a_run_is_shown_as_its_metrics_have_it(runs: Runs, whole: Path, tmp_path: Path) -> None:
+    assert not RunFolder(whole).events.exists()
     assert runs.train(tmp_path / "run", TRACKED) == 0
-    assert outcome(tmp_path / "run") == outcome(tmp_path / "plain")
+    assert outcome(tmp_path / "run") == outcome(whole)
     assert shown(tmp_path / "run") == measured(tmp_path / "run")
     assert {"training/loss", "training/lr", "validation/accuracy"} <= shown(tmp_path / "run").keys()
 
@@ -88,7 +79,6 @@ def test_a_run_that_was_killed_goes_on_in_the_same_folder(runs: Runs, tmp_path: 
 def test_a_tracker_that_cannot_write_ends_no_run(
     runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Something else is in the place of its folder: one line says so, and the run is what it is without."""
     folder = tmp_path / "run"
     folder.mkdir()
     RunFolder(folder).lock.write_text('{"andon_run": 1}')
@@ -100,27 +90,14 @@ def test_a_tracker_that_cannot_write_ends_no_run(
     assert len(RunFolder(folder).metrics.read_text().splitlines()) > 12
 
 
-FULL = """
-import resource, sys
-from pathlib import Path
-from andon.integrations.tensorboard import EventFile
-resource.setrlimit(resource.RLIMIT_FSIZE, (400, 400))
-events = EventFile(Path(sys.argv[1]))
-for step in range(1, 100):
-    events.line({"step": step, "loss": 1.0 / step})
-print("here")
-"""
-
-
-def test_a_disk_that_is_full_in_the_middle_is_said_once(tmp_path: Path) -> None:
-    """What was written before it is shown; whoever tracks goes on."""
-    done = subprocess.run(
-        [sys.executable, "-c", FULL, tmp_path / "e"], capture_output=True, text=True, check=False, timeout=120
-    )
-    assert (done.returncode, done.stdout) == (0, "here\n")
-    (said,) = (line for line in done.stderr.splitlines() if "TensorBoard" in line)
+def test_a_disk_that_is_full_in_the_middle_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with files_up_to(400):
+        file = EventFile(tmp_path)
+        for step in range(1, 100):
+            file.line({"step": step, "loss": 1.0 / step})
+    (said,) = (line for line in capsys.readouterr().err.splitlines() if "TensorBoard" in line)
     assert "File too large" in said
-    kept = [event.step for event in events(tmp_path / "e").Scalars("training/loss")]
+    kept = [event.step for event in events(tmp_path).Scalars("training/loss")]
     assert kept == list(range(1, len(kept) + 1))
     assert len(kept) >= 3
 
@@ -141,7 +118,6 @@ def test_an_event_file_that_is_cut_off_is_said_once(tmp_path: Path, capsys: pyte
 def test_what_is_not_installed_is_said_before_the_run(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By name, with what to do; nothing is written. A run that does not ask for it does not need it."""
     monkeypatch.setattr("andon.integrations.trackers.find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"run.report_to: tensorboard is not installed; run: pip install '.\[tensorb"):
         runs.train(tmp_path / "run", TRACKED)
@@ -150,7 +126,6 @@ def test_what_is_not_installed_is_said_before_the_run(
 
 
 def test_what_a_watch_finds_is_shown_as_text(tmp_path: Path) -> None:
-    """The finding under its clause, at its step, with the whole message."""
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     watch = andon.watch(model, optimizer, log=findings(tmp_path / "e"))

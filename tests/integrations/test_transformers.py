@@ -77,7 +77,6 @@ def test_a_column_that_would_be_removed_is_refused() -> None:
 
 
 def test_a_resumed_run_is_watched_from_its_step() -> None:
-    """The watch counts updates as the Trainer does."""
     model = Asked()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     callback = WatchCallback()

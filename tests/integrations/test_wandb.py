@@ -24,16 +24,10 @@ from andon.console.problems import InputError
 from andon.integrations.trackers import require
 from andon.integrations.wandb import findings
 from andon.run.folder import RunFolder
-from tests.training.runs import Runs, outcome, write_jsonl
+from tests.training.runs import Runs, outcome
 
 TRACKED = "run.report_to=[wandb]"
 BLOCK, HEADER = 32768, 7
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Starts runs."""
-    return Runs(write_jsonl(tmp_path_factory.mktemp("data") / "train.jsonl"))
 
 
 @pytest.fixture(autouse=True)
@@ -83,12 +77,10 @@ def files(folder: Path) -> list[Path]:
     return sorted((folder / "wandb").glob("offline-run-*/*.wandb"))
 
 
-def test_a_run_is_shown_as_its_metrics_have_it(runs: Runs, tmp_path: Path) -> None:
-    """Every number of every line, at its step, and none besides; the run itself is the same with and without."""
-    assert runs.train(tmp_path / "plain") == 0
-    assert not (tmp_path / "plain" / "wandb").exists()
+def test_a_run_is_shown_as_its_metrics_have_it(runs: Runs, whole: Path, tmp_path: Path) -> None:
+    assert not (whole / "wandb").exists()
     assert runs.train(tmp_path / "run", TRACKED) == 0
-    assert outcome(tmp_path / "run") == outcome(tmp_path / "plain")
+    assert outcome(tmp_path / "run") == outcome(whole)
     (file,) = files(tmp_path / "run")
     assert shown(file) == measured(tmp_path / "run")
     assert {"training/loss", "training/lr", "validation/accuracy"} <= shown(file).keys()
@@ -106,19 +98,6 @@ def test_a_run_that_was_killed_goes_on_as_the_same_one(runs: Runs, tmp_path: Pat
     assert first.name == last.name == f"run-{(folder / 'wandb' / 'id').read_text()}.wandb"
     assert shown(last) == measured(folder)
     assert sorted(shown(last)["training/loss"]) == list(range(1, 13))
-
-
-def test_a_tracker_that_cannot_write_ends_no_run(
-    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Something else is in the place of its folder: one line says so, and the run is what it is without."""
-    folder = tmp_path / "run"
-    folder.mkdir()
-    RunFolder(folder).lock.write_text('{"andon_run": 1}')
-    (folder / "wandb").write_text("in the way")
-    assert runs.train(folder, TRACKED) == 0
-    said = [line for line in capsys.readouterr().err.splitlines() if "no more is written for wandb" in line]
-    assert len(said) == 1
 
 
 ALONE = """
@@ -149,14 +128,12 @@ def test_without_a_key_nobody_is_asked_for_one(tmp_path: Path) -> None:
 
 
 def test_what_is_not_installed_is_said_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By name, with what to do."""
     monkeypatch.setattr("andon.integrations.trackers.find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"run.report_to: wandb is not installed; run: pip install '.\[wandb"):
         require(("wandb",))
 
 
 def test_what_a_watch_finds_stands_beside_what_the_loop_logs(tmp_path: Path) -> None:
-    """The finding under its clause, in the row that the loop logs next; without an open run it is refused."""
     with pytest.raises(ValueError, match=r"call wandb.init\(\)"):
         findings()
     model = nn.Linear(2, 1)

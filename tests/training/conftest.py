@@ -7,10 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from andon.launch.launcher import warm_up
 from tests.support.folders import copy, interrupted, runs, whole
 from tests.support.stock import Stock
+from tests.training.runs import PRELOAD
 
 __all__ = ["copy", "interrupted", "runs", "whole"]
+
+# Where xdist does not start the server that ranks are forked from (tests/conftest.py).
+warm_up(PRELOAD)
 
 
 @pytest.fixture(scope="session")

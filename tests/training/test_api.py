@@ -26,7 +26,6 @@ import andon
 from andon.console.exits import Exit
 from andon.console.problems import InputError
 from andon.data.readers import read
-from andon.launch.launcher import warm_up
 from andon.run.folder import RunFolder, State
 from andon.run.provenance import read_provenance
 from andon.step.replica import Replica
@@ -34,9 +33,7 @@ from andon.training import api
 from andon.training.given import write_rows
 from andon.training.start import start
 from tests.training.entries import AT
-from tests.training.runs import PRELOAD, SMALL, STEPS, Runs, outcome, row, summary
-
-warm_up(PRELOAD)
+from tests.training.runs import SMALL, STEPS, Runs, outcome, row, summary
 
 ROWS = [dict(zip(("text", "label"), row(number), strict=True)) for number in range(45)]
 """What `runs.data` holds."""
@@ -56,15 +53,11 @@ def train(data: Any, folder: Path, **more: Any) -> andon.TrainingRun:
     return andon.train(data, run_dir=folder, **{"backend": "inline", "workers": 1} | small() | more)
 
 
-@pytest.mark.parametrize(("backend", "workers"), [("inline", 1), ("gloo", 2)])
-def test_rows_give_the_bits_of_the_command_on_their_file(
-    runs: Runs, whole: Path, tmp_path: Path, backend: str, workers: int
-) -> None:
-    """Weights, loss, scores and the digest of the data are the same, of a file and of what it holds as values."""
-    for name, data in (("file", runs.data), ("rows", iter(ROWS))):
+def test_rows_give_the_bits_of_the_command_on_their_file(runs: Runs, whole: Path, tmp_path: Path) -> None:
+    for name, data, backend, workers in (("file", runs.data, "inline", 1), ("rows", iter(ROWS), "gloo", "1:2")):
         run = train(data, tmp_path / name, backend=backend, workers=workers)
         assert outcome(run.path) == outcome(whole)
-        assert (run.summary.backend, run.summary.world_size) == (backend, workers)
+        assert (run.summary.backend, run.summary.world_size) == (backend, 1 if workers == 1 else 2)
         mine, theirs = (read_provenance(RunFolder(path).provenance) for path in (run.path, whole))
         assert mine.digest("data") == theirs.digest("data")
     assert not RunFolder(tmp_path / "file").rows.exists()
@@ -99,7 +92,6 @@ class Table:
 
 
 def test_a_frame_with_one_label_missing_has_one_fault(tmp_path: Path) -> None:
-    """pandas makes floats of a column of integers then; the others are what they were."""
     labels = [0.0, 2.0, float("nan"), 1.0]
     frame = Frame([{"text": f"t{place}", "label": label, "score": 0.5} for place, label in enumerate(labels)])
     write_rows(frame, tmp_path / "rows.jsonl", "data")
@@ -116,7 +108,6 @@ def test_a_frame_with_one_label_missing_has_one_fault(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", [list, tuple, iter, Frame, Table], ids=lambda form: form.__name__)
 def test_rows_come_in_many_forms(tmp_path: Path, form: Any) -> None:
-    """Each is written as the same lines, values of numpy as JSON's own, what is missing as null."""
     records = [
         {"text": "a", "label": np.int64(1), "score": float("nan"), 7: np.arange(2)},
         {"text": "b\u2028", "label": np.int64(0), "score": np.float32(0.5), 7: None},
@@ -167,7 +158,6 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
 def test_what_the_caller_got_wrong_is_said_of_the_arguments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
-    """All of it, in the command's words; a row by its place; and nothing is left."""
     monkeypatch.chdir(tmp_path)
     arguments, said = WRONG[case]
     with pytest.raises(andon.InputError) as found:
@@ -178,7 +168,6 @@ def test_what_the_caller_got_wrong_is_said_of_the_arguments(
 
 
 def test_a_run_that_cannot_begin_leaves_none_of_its_rows(tmp_path: Path) -> None:
-    """What is wrong with a model is found once the folder is there."""
     (tmp_path / "model").mkdir()
     with pytest.raises(andon.InputError, match="model"):
         andon.train(ROWS, model=tmp_path / "model", run_dir=tmp_path / "run", backend="inline", workers=1)
@@ -186,7 +175,6 @@ def test_a_run_that_cannot_begin_leaves_none_of_its_rows(tmp_path: Path) -> None
 
 
 def test_null_is_a_setting_and_not_its_absence(tmp_path: Path) -> None:
-    """`clip_norm: null` switches clipping off; a keyword that is None was not given."""
     settings = small()
     settings["optimizer"] |= {"clip_norm": None}
     settings["data"] = {"train": ROWS, "validation_fraction": 0.2}
@@ -207,7 +195,6 @@ def planted(entry: str) -> Iterator[None]:
 
 
 def test_a_lost_rank_is_named_and_the_run_goes_on_by_its_rows(whole: Path, tmp_path: Path) -> None:
-    """From Python with the rows again, or by the command with the folder's configuration; other rows are refused."""
     for name in ("python", "command"):
         with planted("kill_rank"), pytest.raises(andon.RankLost, match="rank 1 of 2 was killed") as lost:
             train(ROWS, tmp_path / name, backend="gloo", workers=2)
@@ -228,21 +215,7 @@ def test_a_lost_rank_is_named_and_the_run_goes_on_by_its_rows(whole: Path, tmp_p
         train(ROWS[:-3], tmp_path / "python", resume="auto")
 
 
-def test_rows_find_the_unfinished_run_that_nobody_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Path
-) -> None:
-    """`resume="auto"` without a folder takes the one under runs/ that began with the same rows."""
-    monkeypatch.chdir(tmp_path)
-    with planted("kill_rank"), pytest.raises(andon.RankLost):
-        andon.train(ROWS, workers=2, **small())
-    (begun,) = Path("runs").iterdir()
-    run = andon.train(ROWS, backend="inline", workers=1, resume="auto", **small())
-    assert run.path == begun.absolute()
-    assert outcome(run.path) == outcome(whole)
-
-
 def test_a_violation_of_a_rank_is_raised_here(tmp_path: Path) -> None:
-    """With clause, step and rank, as if this process had been the rank."""
     with planted("flip_weight"), pytest.raises(andon.Violation, match="replicas-agree broken") as found:
         train(ROWS, tmp_path / "run", backend="gloo", workers=2)
     assert (found.value.clause, found.value.step) == ("replicas-agree", AT)
@@ -275,16 +248,20 @@ def interruptible() -> Iterator[None]:
 def test_an_interrupt_ends_at_a_step_boundary_and_is_then_raised(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`KeyboardInterrupt`, after a checkpoint from which the same call goes on to the same bits."""
+    """`KeyboardInterrupt`, after a checkpoint from which the same call goes on to the same bits, though it names no
+    folder: it takes the one under runs/ that began with the same rows."""
+    monkeypatch.chdir(tmp_path)
     signalled(monkeypatch, signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
-        train(ROWS, tmp_path / "run")
+        andon.train(ROWS, backend="inline", workers=1, **small())
+    (begun,) = Path("runs").iterdir()
     assert "ended at a step boundary; go on with: andon.train(..., run_dir=" in capsys.readouterr().err
-    assert RunFolder(tmp_path / "run").state() is State.UNFINISHED
+    assert RunFolder(begun).state() is State.UNFINISHED
     # Ranks agree on a wish to end at the begin of an update, so that the next one is the last.
-    assert (tmp_path / "run" / "checkpoints" / f"step-{AT + 1:08d}").is_dir()
-    assert len(steps(andon.open_run(tmp_path / "run"))) == AT + 1
-    assert outcome(train(ROWS, tmp_path / "run", resume="auto").path) == outcome(whole)
+    assert (begun / "checkpoints" / f"step-{AT + 1:08d}").is_dir()
+    assert len(steps(andon.open_run(begun))) == AT + 1
+    run = andon.train(ROWS, backend="inline", workers=1, resume="auto", **small())
+    assert (run.path, outcome(run.path)) == (begun.absolute(), outcome(whole))
 
 
 @pytest.mark.usefixtures("interruptible")
@@ -368,7 +345,6 @@ def steps(run: andon.TrainingRun) -> list[dict[str, Any]]:
 
 
 def test_the_history_is_a_frame_where_pandas_is(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the same records that are a list without it."""
     records = steps(andon.open_run(whole))
     pandas = types.ModuleType("pandas")
     pandas.__spec__ = ModuleSpec("pandas", None)
@@ -379,14 +355,7 @@ def test_the_history_is_a_frame_where_pandas_is(whole: Path, monkeypatch: pytest
     assert frame.to_dict(orient="records") == records
 
 
-def test_the_number_of_workers_may_be_one_that_changes(whole: Path, tmp_path: Path) -> None:
-    """As in `--workers 1:2`."""
-    run = train(ROWS, tmp_path / "run", backend="gloo", workers="1:2", max_restarts=1)
-    assert (outcome(run.path), run.summary.world_size) == (outcome(whole), 2)
-
-
 def test_what_a_run_left_is_found_again(runs: Runs, whole: Path) -> None:
-    """Of a run of the command: its summary, a record of each step, scores of a file and of its rows, predictions."""
     run = andon.open_run(str(whole))
     assert run.summary.weights_digest == summary(whole)["weights_digest"]
     assert [record["step"] for record in steps(run)] == list(range(1, STEPS + 1))
@@ -406,7 +375,6 @@ def test_what_a_run_left_is_found_again(runs: Runs, whole: Path) -> None:
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
-    """Nothing there, or something else."""
     with pytest.raises(andon.InputError, match="holds no run of andon"):
         andon.open_run(tmp_path / "none")
 
@@ -429,17 +397,12 @@ def test_inside_a_rank_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_where_processes_may_not_be_started_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A daemonic process has no children; in one process it can train."""
     monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)  # type: ignore[attr-defined]
     with pytest.raises(andon.InputError, match="a daemonic process may start none; take inline or threads"):
         andon.train()
 
 
-@pytest.mark.parametrize("backend", ["inline", "gloo"])
-def test_a_thread_can_train_but_not_two_at_once(
-    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
-) -> None:
-    """Signals are the main thread's, and stay so; a second run meanwhile is an error that says why."""
+def test_a_thread_can_train_but_not_two_at_once(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refused: list[BaseException] = []
     begin = api.start
 
@@ -451,7 +414,7 @@ def test_a_thread_can_train_but_not_two_at_once(
 
     monkeypatch.setattr(api, "start", meanwhile)
     ran: list[andon.TrainingRun] = []
-    arguments: Mapping[str, Any] = {"backend": backend, "workers": 2}
+    arguments: Mapping[str, Any] = {"backend": "gloo", "workers": 2}
     thread = threading.Thread(target=lambda: ran.append(train(ROWS, tmp_path / "run", **arguments)))
     thread.start()
     thread.join()

@@ -35,7 +35,6 @@ def _closed() -> TextIO:
 def test_a_run_goes_on_without_its_lines(
     runs: Runs, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: Callable[[], TextIO]
 ) -> None:
-    """A full device, a reader that has gone, a closed stream: the run ends with the bits that it always has."""
     stream = broken()
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stderr", stream)  # here: pytest puts its own between a fixture and its test

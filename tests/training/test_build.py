@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 from pathlib import Path
 
 import pytest
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-import andon
-import andon_falsify
 from andon.backend.inprocess import InlineBackend
 from andon.config.source import quiet_loading
 from andon.console.problems import InputError
@@ -25,7 +22,6 @@ UPDATE = StepSpec(OptimizerSpec(), seed=5, micro_batches=2, clip_norm=1.0)
 
 @pytest.mark.parametrize("own_base", [False, True])
 def test_replicas_on_one_device_share_what_is_frozen_or_have_their_own(own_base: bool) -> None:
-    """Equal bits either way; what trains is always each replica's own."""
     model = build_model(spec("decoder"), AdapterSpec(r=2, alpha=4.0), 3)
     first, second = build_replicas(model, UPDATE, InlineBackend([CPU, CPU]), ROWS, 0, own_base=own_base)
     assert (first.weights_digest(), first.base_digest()) == (second.weights_digest(), second.base_digest())
@@ -38,7 +34,6 @@ def test_replicas_on_one_device_share_what_is_frozen_or_have_their_own(own_base:
 
 
 def test_a_model_whose_own_code_fails_on_a_row_is_no_error_of_ours(tmp_path: Path) -> None:
-    """Nystromformer wants lengths that are a multiple of its landmarks, and says so by the shapes of tensors."""
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
     config = AutoConfig.for_model("nystromformer", vocab_size=33, num_landmarks=12, segment_means_seq_len=48, **sizes)
     with quiet_loading():
@@ -49,18 +44,3 @@ def test_a_model_whose_own_code_fails_on_a_row_is_no_error_of_ours(tmp_path: Pat
     )
     with pytest.raises(InputError, match=fails):
         build_replicas(model, UPDATE, InlineBackend([CPU]), ROWS, 0)
-
-
-def test_one_place_puts_steps_and_replicas_together() -> None:
-    """The trainer that ships, the coordinator and the accused are the builder's: nobody else makes a step of one.
-
-    A fault may, as something that is wrong.
-    """
-    makers = set()
-    for package in (andon, andon_falsify):
-        top = Path(str(package.__file__)).parent
-        for path in top.rglob("*.py"):
-            calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
-            if {"TrainingStep", "Replica"} & {call.func.id for call in calls if isinstance(call.func, ast.Name)}:
-                makers.add(f"{package.__name__}/{path.relative_to(top).as_posix()}")
-    assert makers == {"andon/training/build.py", "andon_falsify/faults/own_promises.py"}

@@ -53,7 +53,6 @@ def test_graphs_are_left_out_where_there_is_no_room(asked: str, free: int, kept:
 
 
 def test_what_is_compiled_keeps_its_graphs_in_the_plan() -> None:
-    """They are not `run.cuda_graphs`', and a GPU without room for them is too small."""
     plan = MemoryPlan(**dict.fromkeys((each.name for each in fields(MemoryPlan)), 0) | {"base": 10, "graphs": 5})
     config = Config.model_validate({"run": NCCL, "training": {"compile": "graphs"}})
     assert with_graphs_that_fit(plan, config, 14) == plan

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,31 +13,17 @@ from andon.config.load import load_config
 from andon.console.exits import Exit
 from andon.run.folder import RunFolder
 from andon.run.ledger import LedgerWriter, read_ledger
-from andon.training import run
 from andon.training.run import train
-from andon_contracts import ledger
 from andon_contracts.fields import Real
 from andon_contracts.record import Broken, End, Evaluation, Record
 from andon_contracts.violation import Violation
 from tests.training.runs import Runs, outcome, records, summary
 
 
-class Killed(BaseException):
-    """The process ends here."""
-
-
 def go_on(runs: Runs, folder: Path, *more: str, workers: int = 1) -> Exit:
     """Resume in this process."""
     flags = {"run.dir": str(folder), "run.backend": "threads", "run.resume": "auto", "run.workers": workers}
     return train(load_config(None, runs.overrides(*more), flags), RunFolder(folder), lambda: False)
-
-
-@pytest.fixture
-def copy(whole: Path, tmp_path: Path) -> Path:
-    """A copy of the uninterrupted run, whose ledger ends with checkpoint, eval and end."""
-    kinds = [record.kind for record in read_ledger(RunFolder(whole).ledger)]
-    assert kinds[-5:] == ["step", "eval", "checkpoint", "eval", "end"]
-    return Path(shutil.copytree(whole, tmp_path / "run"))
 
 
 def cut(folder: Path, lines: int) -> None:
@@ -76,7 +61,6 @@ def test_only_the_summary_lacks(runs: Runs, whole: Path, copy: Path, workers: in
 def test_each_line_of_the_end_is_written_once(
     runs: Runs, whole: Path, copy: Path, lines: int, kinds: list[str]
 ) -> None:
-    """Killed before the end, or before the scores: the ledger has each once, and the summary quotes its head."""
     cut(copy, lines)
     assert go_on(runs, copy) == Exit.OK
     found = list(read_ledger(RunFolder(copy).ledger))
@@ -87,45 +71,8 @@ def test_each_line_of_the_end_is_written_once(
     assert len(scored(copy)) == 1
 
 
-def test_killed_again_and_again_it_writes_each_once(
-    runs: Runs, whole: Path, copy: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Killed as it writes the adapter, then as it writes the summary: two resumes, one line of scores, one end."""
-    cut(copy, 2)
-    for name in ("write_adapter", "write_summary"):
-        with monkeypatch.context() as patched:
-            patched.setattr(run, name, killed)
-            with pytest.raises(Killed):
-                go_on(runs, copy)
-    assert go_on(runs, copy) == Exit.OK
-    kinds = [record.kind for record in read_ledger(RunFolder(copy).ledger)]
-    assert kinds[-5:] == ["checkpoint", "resume", "eval", "resume", "end"]
-    assert outcome(copy) == outcome(whole)
-
-
-def test_a_resume_reads_the_ledger_twice(runs: Runs, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once for all that it tells of before, and once as it is opened to be written to: a long run has a long ledger."""
-    cut(copy, 2)
-    inner, opened = ledger.open_regular, []
-
-    def noted(path: Path, **options: Any) -> Any:
-        opened.append(path.name)
-        return inner(path, **options)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(ledger, "open_regular", noted)
-        assert go_on(runs, copy) == Exit.OK
-    assert opened.count("ledger.jsonl") == 2
-
-
-def killed(*arguments: object) -> None:
-    """The end of the process."""
-    raise Killed
-
-
 @pytest.mark.parametrize("kind", [Evaluation, End])
 def test_other_scores_than_before_are_a_violation(runs: Runs, copy: Path, kind: type[Evaluation | End]) -> None:
-    """What the ledger has of the end must come out again: other scores, or another loss, break `resume-exact`."""
     cut(copy, 0)
     forge(copy, kind)
     with pytest.raises(Violation, match="resume-exact broken at step 12") as caught:

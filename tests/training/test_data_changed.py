@@ -34,7 +34,6 @@ def test_a_change_of_the_data_is_told_at_the_end(
     capfd: pytest.CaptureFixture[str],
     change: str,
 ) -> None:
-    """One line and the summary; the result is that of the rows that were read. A file that is only touched is not."""
     do, words = CHANGES[change]
     own = Runs(Path(shutil.copy(runs.data, tmp_path / "train.jsonl")))
     update = Replica.apply

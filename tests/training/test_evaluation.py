@@ -87,7 +87,6 @@ def test_logits_that_are_not_finite_are_not_scored(odd: float) -> None:
 
 
 def test_rows_that_come_back_twice_are_not_scored() -> None:
-    """A gather that loses a rank's rows and repeats another's, the longest, breaks evaluation-once."""
     with pytest.raises(Violation, match=r"rows \[6, 13, 20, 27, 34, 41, 48, 55\] were counted more than once") as found:
         evaluate(RepeatingBackend([CPU] * 2), [ByFirstToken()] * 2, rows(), range(ROWS))
     assert found.value.clause == "evaluation-once"
@@ -100,7 +99,6 @@ def test_rows_that_come_back_in_another_order_are_not_scored() -> None:
 
 
 def test_a_score_of_fewer_rows_than_planned_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A confusion matrix that leaves out a row: what is told does not follow from the rows."""
     inner = classification.scores
     monkeypatch.setattr(classification, "scores", lambda *given: replace(inner(*given), rows=ROWS - 1))
     with pytest.raises(Violation, match=r"evaluation-once .* rows is told as 149.0 on rank 0, the rows give 150.0"):
@@ -108,7 +106,6 @@ def test_a_score_of_fewer_rows_than_planned_is_refused(monkeypatch: pytest.Monke
 
 
 def test_each_evaluation_is_held_to_the_rows_that_a_watch_is_held_to() -> None:
-    """Twice to `evaluation-once`, before it is scored and after, and once to `finite`."""
     reset_evaluations()
     evaluate(InlineBackend([CPU]), [ByFirstToken()], rows(), range(ROWS))
     assert evaluations() == {"evaluation-once": 2, "finite": 1}

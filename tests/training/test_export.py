@@ -115,7 +115,6 @@ def same(found: list[dict[str, float]], wanted: list[dict[str, float]]) -> None:
 def test_stock_transformers_gives_the_runs_probabilities(
     made: Path, tmp_path: Path, stock: Stock, kind: str, options: tuple[str, ...]
 ) -> None:
-    """Names of classes, cuts of long texts and probabilities are the run's; so they are of the run's own folder."""
     said = exported(made / kind, tmp_path / "out", *options)
     same(used(stock, tmp_path / "out"), ours(made / kind))
     if options:
@@ -168,7 +167,6 @@ print(found)
 
 
 def test_what_is_lost_in_bfloat16_is_said(made: Path, tmp_path: Path, stock: Stock) -> None:
-    """Every weight is in it, and the drift that is printed, and stands in the card, is the one that others see."""
     out = tmp_path / "out"
     _, said = exported(made / "pretrained", out, "--merge", "--dtype", "bfloat16")
     assert {each.dtype for each in load_file(out / "model.safetensors").values()} == {torch.bfloat16}
@@ -207,7 +205,6 @@ def test_a_wrong_merge_does_not_go_out(made: Path, tmp_path: Path, monkeypatch: 
 def test_an_adapter_that_stock_peft_reads_otherwise_does_not_go_out(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """The folder says half of its scale: refused, and nothing is left."""
     written = adapter._adapter_config
 
     def halved(model: Any, reference: str) -> dict[str, Any]:
@@ -269,7 +266,6 @@ def test_a_disk_that_refuses_leaves_nothing(made: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["embedded", "pretrained"])
 def test_the_card_tells_the_runs_record(made: Path, tmp_path: Path, kind: str) -> None:
-    """The hub's own reader takes its header, with the summary's scores; no path of this machine stands in it."""
     exported(made / kind, tmp_path / "out", "--merge")
     text, found = (tmp_path / "out" / "README.md").read_text(), summary(made / kind)
     data = ModelCard(text).data
@@ -293,7 +289,6 @@ def test_the_cards_command_gives_the_same_weights(made: Path, tmp_path: Path) ->
 
 
 def test_names_of_others_are_but_names_in_a_card() -> None:
-    """Marks of Markdown, of YAML and of a terminal in the names of classes and files begin nothing of their own."""
     names = ("a|b", "`c`", "<script>", "\x1b]0;x\x07", "---\nlicense: mine", "**f**")
     found = {"rows": 6, "accuracy": 0.5, "classes": []}
     matrix = Confusion(6, tuple((i, j, 1) for i in range(6) for j in range(6)))
@@ -466,17 +461,17 @@ def chat_base(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def answering(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Gives the run on conversations of a form: on the embedded decoder with an adapter or `whole`, or on `chat_base`."""
+    """Gives the run on conversations of a form: `whole` on the embedded decoder, `chat` on a base, or an adapter."""
 
     @cache
     def run(form: str) -> Path:
         folder = tmp_path_factory.mktemp(form)
-        more = ["optimizer.lr=0.02", "adapter.r=8", *(["adapter.kind=none"] if form == "whole" else [])]
+        more = ["optimizer.lr=0.04", "adapter.r=8", *(["adapter.kind=none"] if form == "whole" else [])]
         if form == "chat":
             chat_base(folder / "base")
             more.append(f"model.base={folder / 'base'}")
         runs = Runs(conversations(folder, form))
-        assert runs.train(folder / "run", *more, "task=sft", "training.epochs=8") == 0
+        assert runs.train(folder / "run", *more, "task=sft", "training.epochs=4") == 0
         return folder / "run"
 
     return run
@@ -510,7 +505,6 @@ def answers_of_stock(stock: Stock, folder: Path, most: int = 12) -> list[str]:
 def test_stock_transformers_answers_as_the_run_does(
     answering: Callable[[str], Path], tmp_path: Path, stock: Stock, form: str, options: tuple[str, ...]
 ) -> None:
-    """Greedy text to the letter, by the code of the card: the tokenizer begins and ends an answer as in training."""
     run = answering(form)
     said = exported(run, tmp_path / "out", *options)
     own = answers_of_run(run)
@@ -531,38 +525,11 @@ def test_stock_transformers_answers_as_the_run_does(
         assert answers_of_stock(stock, run / "adapter") == own
 
 
-@pytest.mark.parametrize("form", ["messages", "chat"])
-def test_peft_by_itself_answers_as_the_run_does(
-    answering: Callable[[str], Path], tmp_path: Path, stock: Stock, form: str
-) -> None:
-    """An adapter on its base, given to the loader of peft; the ids of the prompts are the tokenizer's own."""
-    run = answering(form)
-    exported(run, tmp_path / "out")
-    base = run.parent / "base" if form == "chat" else tmp_path / "out" / "base"
-    frame = {"messages": "user: {}\nassistant: ", "chat": "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"}
-    program = f"""
-import torch
-from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-base = AutoModelForCausalLM.from_pretrained({str(base)!r})
-model = PeftModel.from_pretrained(base, {str(tmp_path / "out")!r}).eval()
-tokenizer = AutoTokenizer.from_pretrained({str(tmp_path / "out")!r})
-ends = GenerationConfig.from_pretrained({str(tmp_path / "out")!r}, max_new_tokens=12)
-found = []
-for prompt in {[frame[form].format(prompt) for prompt in PROMPTS]!r}:
-    given = tokenizer(prompt, return_tensors="pt")
-    ids = model.generate(input_ids=given["input_ids"], attention_mask=given["attention_mask"], generation_config=ends)
-    found.append(tokenizer.decode(ids[0, given["input_ids"].shape[1]:], skip_special_tokens=True))
-print(found)
-"""
-    assert ast.literal_eval(stock.run(program)) == answers_of_run(run)
-
-
-@pytest.mark.parametrize("form", ["messages", "chat"])
+# Deep on a base of one's own: `test_the_cards_command_gives_the_same_weights` has one by default.
+@pytest.mark.parametrize("form", ["messages", pytest.param("chat", marks=pytest.mark.deep)])
 def test_the_card_of_one_that_answers_tells_its_record(
     answering: Callable[[str], Path], tmp_path: Path, form: str
 ) -> None:
-    """Scores with their counts, by source too, and a command that gives the same weights again."""
     run = answering(form)
     text, found = (run / "adapter" / "README.md").read_text(), summary(run)["eval"]
     data = ModelCard(text).data
@@ -579,45 +546,6 @@ def test_the_card_of_one_that_answers_tells_its_record(
     repeated(run, text, tmp_path, run.parent / "talk.jsonl", *([run.parent / "base"] if form == "chat" else []))
 
 
-# `test_what_is_lost_in_bfloat16_is_said` shows by default that the drift that is printed is the one that others see.
-@pytest.mark.deep
-def test_what_bfloat16_changes_of_answers_is_said(
-    answering: Callable[[str], Path], tmp_path: Path, stock: Stock
-) -> None:
-    """Between the merge in fp32 and the one in bfloat16, along the greedy answers to the validation prompts."""
-    run = answering("prompts")
-    exported(run, tmp_path / "fp32", "--merge")
-    _, said = exported(run, tmp_path / "bf16", "--merge", "--dtype", "bfloat16")
-    assert said in " ".join((tmp_path / "bf16" / "README.md").read_text().split())
-    rows = export.rows_of(load_run(RunFolder(run)))
-    assert rows is not None
-    prompts = [each.messages[0].content for each in rows.evaluated_on.rows]  # type: ignore[attr-defined]
-    program = f"""
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-tokenizer = AutoTokenizer.from_pretrained({str(tmp_path / "fp32")!r})
-whole, half = (AutoModelForCausalLM.from_pretrained({str(tmp_path)!r} + name).eval() for name in ("/fp32", "/bf16"))
-largest, changed = 0.0, 0
-for prompt in {prompts!r}:
-    given = tokenizer(prompt, return_tensors="pt")["input_ids"]
-    mask = torch.ones_like(given)
-    one, other = (each.generate(given, attention_mask=mask, max_new_tokens=32) for each in (whole, half))
-    changed += one.tolist() != other.tolist()
-    with torch.no_grad():
-        a, b = (each(one[:, :-1]).logits[0, given.shape[1] - 1 :].float() for each in (whole, half))
-    largest = max(largest, float((a - b).abs().max()))
-print((largest, changed, str(half.dtype)))
-"""
-    largest, changed, dtype = ast.literal_eval(stock.run(program))
-    assert dtype == "torch.bfloat16"
-    told = re.search(
-        r"on (\d+) evaluation prompts, .* logit of the run is (\S+), and (\d+) greedy answers change", said
-    )
-    assert told is not None
-    assert (int(told[1]), float(told[2]), int(told[3])) == (len(prompts), pytest.approx(largest, rel=0.1), changed)
-    assert largest > 1e-4
-
-
 def test_a_wrong_merge_of_one_that_answers_does_not_go_out(
     answering: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -629,7 +557,6 @@ def test_a_wrong_merge_of_one_that_answers_does_not_go_out(
 
 
 def test_what_transformers_cannot_ask_as_in_training_is_said(answering: Callable[[str], Path], tmp_path: Path) -> None:
-    """Of a tokenizer that does not begin a text, as the embedded one once did not: printed, and in the card."""
     copy = shutil.copytree(answering("messages"), tmp_path / "run")
     byte_tokenizer().save(copy / "adapter")
     told = "its tokenizer puts other special tokens around a text than it was trained with: answers may be others"

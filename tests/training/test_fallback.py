@@ -24,7 +24,6 @@ def decided(backend: str) -> tuple[str, str]:
 
 @pytest.mark.parametrize(("backend", "instead"), [("nccl", "gloo"), ("mixed", "mixed")])
 def test_all_ranks_go_to_the_cpu_where_no_gpu_works(backend: str, instead: str) -> None:
-    """Also the one that had no GPU to ask."""
     assert [outcome.get() for outcome in run_ranks(2, decided, backend)] == [(instead, "cpu")] * 2
 
 
@@ -37,7 +36,6 @@ def refused() -> str:
 
 
 def test_gpus_that_were_asked_for_by_name_are_not_passed_over() -> None:
-    """Every rank refuses, and names both."""
     for outcome in run_ranks(2, refused):
         assert "run.devices[0]: GPU 0 cannot be used" in outcome.get()
         assert "run.devices[1]: GPU 1 cannot be used" in outcome.get()

@@ -16,7 +16,6 @@ from tests.training.runs import Runs
 
 
 def test_a_finished_run_has_nothing_to_do(runs: Runs, whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`--resume auto` on it succeeds and changes nothing; without it the folder is refused."""
     before = {path: path.stat().st_mtime_ns for path in whole.rglob("*")}
     assert runs.train(whole, resume="auto") == 0
     assert "finished, nothing to do" in capsys.readouterr().err
@@ -26,7 +25,6 @@ def test_a_finished_run_has_nothing_to_do(runs: Runs, whole: Path, capsys: pytes
 
 
 def test_a_finished_run_is_not_taken_for_another(runs: Runs, whole: Path, tmp_path: Path) -> None:
-    """Who wants more epochs, another seed or other rows is told that the finished run is not that."""
     with pytest.raises(InputError, match=r"training\.epochs: was"):
         runs.train(whole, "training.epochs=3", resume="auto")
     config = load_config(whole / "config.yaml")
@@ -47,7 +45,6 @@ def test_a_finished_run_is_not_taken_for_another(runs: Runs, whole: Path, tmp_pa
 
 
 def test_data_that_is_gone_or_unknown_is_no_other(runs: Runs, whole: Path, tmp_path: Path) -> None:
-    """A requeued command finds its run finished, and its files cleared away; another base or column is another run."""
     folder = tmp_path / "run"
     shutil.copytree(whole, folder)
     gone = tmp_path / "gone.jsonl"
@@ -64,20 +61,6 @@ def test_data_that_is_gone_or_unknown_is_no_other(runs: Runs, whole: Path, tmp_p
         require_same_as_finished(_with(config, "data", text_column="label"), RunFolder(folder))
     (folder / "provenance.json").unlink()
     require_same_as_finished(_with(config, "data", train=str(runs.data)), RunFolder(folder))
-
-
-def test_data_that_was_edited_in_place_is_other_data(runs: Runs, whole: Path, tmp_path: Path) -> None:
-    """Its name is the same."""
-    folder, rows = tmp_path / "run", tmp_path / "rows.jsonl"
-    shutil.copytree(whole, folder)
-    shutil.copy(runs.data, rows)
-    said = (folder / "config.yaml").read_text(encoding="utf-8")
-    (folder / "config.yaml").write_text(said.replace(str(runs.data), str(rows)), encoding="utf-8")
-    config = load_config(folder / "config.yaml")
-    require_same_as_finished(config, RunFolder(folder))
-    rows.write_text("".join(rows.read_text(encoding="utf-8").splitlines(keepends=True)[:-1]), encoding="utf-8")
-    with pytest.raises(InputError, match="is not that of the finished run"):
-        require_same_as_finished(config, RunFolder(folder))
 
 
 def _with(config: Config, part: str, **values: object) -> Config:

@@ -14,7 +14,7 @@ from andon.backend.inprocess import InlineBackend
 from andon.config.load import load_config
 from andon.config.schema import Config
 from andon.console.problems import InputError
-from andon.training import evaluation, forecast, study
+from andon.training import forecast, study
 from andon.training.budget import _planned, hold_to_budget
 from andon.training.forecast import Machine, WorldPlan
 from andon.training.material import prepare
@@ -64,7 +64,6 @@ def test_a_plan_for_gpus_that_are_not_there_says_so(data: Path) -> None:
 
 
 def test_processes_need_a_base_each_and_replicas_in_one_share_it(data: Path) -> None:
-    """Three processes need three times what one does and room to exchange; three in one process far less."""
     one, three = plans(configured(data, "run.backend=gloo"), [1, 3], Machine((), LARGE))
     assert three.needs[0].needed >= 3 * (one.needs[0].needed - one.needs[0].plan.partials)
     (together,) = plans(configured(data, "run.backend=inline"), [3], Machine((), LARGE))
@@ -72,7 +71,6 @@ def test_processes_need_a_base_each_and_replicas_in_one_share_it(data: Path) -> 
 
 
 def test_too_few_gpus_are_a_problem_of_that_number_alone(data: Path) -> None:
-    """Two GPUs: two workers are planned with what a group needs besides, three cannot be."""
     one, two, three = plans(
         configured(data, "run.backend=nccl", "run.workers=1"), [1, 2, 3], Machine((LARGE,) * 2, LARGE)
     )
@@ -84,7 +82,6 @@ def test_too_few_gpus_are_a_problem_of_that_number_alone(data: Path) -> None:
 
 
 def test_what_updates_on_the_cpu_is_planned_there(data: Path) -> None:
-    """A GPU of `mixed` holds no moments; its rank holds weights, gradient and two moments of each in the machine."""
     more = ("run.workers=2", "adapter.kind=none")
     (alone,) = plans(configured(data, "run.backend=nccl", *more), [2], Machine((LARGE,) * 2, LARGE))
     (mixed,) = plans(configured(data, "run.backend=mixed", *more), [2], Machine((LARGE,), LARGE))
@@ -108,7 +105,6 @@ def test_the_smallest_gpu_counts_and_each_remedy_needs_less(data: Path) -> None:
 def test_a_model_that_cannot_be_followed_is_bad_input_to_a_plan_and_a_warning_to_a_run(
     data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its own code fails on tensors that hold nothing; what is wrong with a configuration stops both."""
     config = configured(data)
     backend: Any = SimpleNamespace(ranks=[0], world_size=1)
 
@@ -132,11 +128,6 @@ def test_a_model_that_cannot_be_followed_is_bad_input_to_a_plan_and_a_warning_to
         with pytest.raises(InputError, match="is wrong") as caught:
             planning()
         assert not isinstance(caught.value, NotPlannable)
-
-
-def test_the_rows_of_an_evaluation_are_those_of_the_trainer() -> None:
-    """Both say how many are scored at once."""
-    assert study._EVALUATED_ROWS == evaluation._ROWS
 
 
 class Peaked(InlineBackend):

@@ -3,69 +3,64 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from andon.cli.train import run_training
 from andon.config.load import load_config
-from andon.console.exits import Exit
 from andon.console.problems import InputError
 from andon.data.readers import read_texts
 from andon.data.rows import frozen_split
-from andon.launch.launcher import warm_up
 from andon.metrics.confusion import digest_of
 from andon.run.folder import RunFolder
 from andon.training.inference import Prediction, evaluate_run, load_run, named, predict, read_labelled
 from andon.training.preview import describe
 from andon.training.rows import read_rows
-from andon.training.run import train
 from andon_falsify.claims.ledgers import read_run, verify
 from andon_falsify.verdict import Outcome
+from tests.support.folders import stopped
 from tests.training.kinds import COUNT, IDS, KINDS, Kind, settings, started, tagged, written
-from tests.training.runs import PRELOAD, SMALL, outcome, records, row, summary
+from tests.training.runs import SMALL, outcome, records, row, summary
 
-warm_up(PRELOAD)
-
-
-@pytest.fixture(scope="module", params=KINDS, ids=IDS)
-def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Kind, Path, Path]:
-    """A task, its rows, and the run of one worker that nothing interrupted."""
-    folder = tmp_path_factory.mktemp(request.param.name or request.param.task)
-    data = written(folder, request.param)
-    assert started(request.param, data, folder / "run", "inline", 1) == 0
-    return request.param, data, folder / "run"
+pytestmark = pytest.mark.xdist_group("test_kinds")
 
 
-@pytest.mark.parametrize(("backend", "workers"), [("inline", 3), ("threads", 2), ("gloo", 2)])
-def test_any_number_of_workers_gives_the_same_bits(
-    whole: tuple[Kind, Path, Path], tmp_path: Path, backend: str, workers: int
-) -> None:
-    """Weights, loss and every score. All of it: `python -m benchmarks.worlds --set task=NAME`."""
+@pytest.fixture(scope="module")
+def of_kind(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Kind, Path, Path]]:
+    """Gives a task, its rows, and the run of one worker that nothing interrupted."""
+
+    @cache
+    def made(name: str) -> tuple[Kind, Path, Path]:
+        kind = KINDS[IDS.index(name)]
+        folder = tmp_path_factory.mktemp(name)
+        data = written(folder, kind)
+        assert started(kind, data, folder / "run", "inline", 1) == 0
+        return kind, data, folder / "run"
+
+    return made
+
+
+@pytest.fixture(params=IDS)
+def whole(request: pytest.FixtureRequest, of_kind: Callable[[str], tuple[Kind, Path, Path]]) -> tuple[Kind, Path, Path]:
+    """A task, its rows, and its run."""
+    return of_kind(request.param)
+
+
+def test_a_resumed_run_ends_with_the_same_bits(whole: tuple[Kind, Path, Path], tmp_path: Path) -> None:
     kind, data, alone = whole
-    assert started(kind, data, tmp_path / "run", backend, workers) == 0
-    assert outcome(tmp_path / "run") == outcome(alone)
-    assert {verdict.outcome for verdict in verify([read_run(alone), read_run(tmp_path / "run")])} <= {
+    folder = stopped([*settings(kind, data), f"task={kind.task}"], tmp_path / "run", 5)
+    assert started(kind, data, folder, "threads", 3, "auto") == 0
+    assert outcome(folder) == outcome(alone)
+    assert {verdict.outcome for verdict in verify([read_run(alone), read_run(folder)])} <= {
         Outcome.HOLDS,
         Outcome.NOT_APPLICABLE,
     }
 
 
-def test_a_resumed_run_ends_with_the_same_bits(whole: tuple[Kind, Path, Path], tmp_path: Path) -> None:
-    """Ended after five updates, and resumed on three workers."""
-    kind, data, alone = whole
-    folder = tmp_path / "run"
-    asked = iter([False] * 4 + [True])
-    config = load_config(
-        None, [*settings(kind, data), f"task={kind.task}"], {"run.dir": str(folder), "run.backend": "inline"}
-    )
-    assert train(config, RunFolder(folder), lambda: next(asked)) == Exit.PREEMPTED
-    assert started(kind, data, folder, "threads", 3, "auto") == 0
-    assert outcome(folder) == outcome(alone)
-
-
 def test_the_task_is_in_the_ledger_and_in_the_configuration(whole: tuple[Kind, Path, Path]) -> None:
-    """Whether it was named or found: whoever opens the run later need not look at the data."""
     kind, _, folder = whole
     (start,) = records(folder, "start")
     assert start.plan.task == kind.task
@@ -91,7 +86,6 @@ def test_check_says_what_is_learned(whole: tuple[Kind, Path, Path]) -> None:
 def test_a_run_scores_its_own_validation_rows_as_its_summary_has_them(
     whole: tuple[Kind, Path, Path], tmp_path: Path
 ) -> None:
-    """What `andon eval` says of the same rows is, to the bit, what the run said at its end."""
     _, data, folder = whole
     held = {*read_rows(load_config(folder / "config.yaml")).validation_ids}
     lines = data.read_text().splitlines(keepends=True)
@@ -106,23 +100,17 @@ def test_a_run_scores_its_own_validation_rows_as_its_summary_has_them(
     assert named(found, rows.labels)["rows"] == len(held)
 
 
-def test_predictions_are_numbers_in_the_unit_of_the_targets(tmp_path: Path) -> None:
-    """Each text of a file with the number that the model gives it."""
-    kind = KINDS[0]
-    data = written(tmp_path, kind)
-    assert started(kind, data, tmp_path / "run", "inline", 1) == 0
-    (first, second) = predict(load_run(RunFolder(tmp_path / "run")), ["red thing", "blue"])
+def test_predictions_are_numbers_in_the_unit_of_the_targets(of_kind: Callable[[str], tuple[Kind, Path, Path]]) -> None:
+    _, _, folder = of_kind("regression")
+    (first, second) = predict(load_run(RunFolder(folder)), ["red thing", "blue"])
     assert [*first.record(None, lambda value: value)] == ["text", "value"]
     assert 0 < first.record(None, float)["value"] < 6
     assert first != second
 
 
-def test_a_run_of_pairs_is_asked_with_pairs(tmp_path: Path) -> None:
-    """The second text changes the answer, and one text alone is refused."""
-    kind = KINDS[3]
-    data = written(tmp_path, kind)
-    assert started(kind, data, tmp_path / "run", "inline", 1) == 0
-    run = load_run(RunFolder(tmp_path / "run"))
+def test_a_run_of_pairs_is_asked_with_pairs(of_kind: Callable[[str], tuple[Kind, Path, Path]]) -> None:
+    _, _, folder = of_kind("pairs")
+    run = load_run(RunFolder(folder))
     first, second = predict(run, ["red", "red"], pairs=["a red thing", "b"])
     assert isinstance(first, Prediction)
     assert isinstance(second, Prediction)
@@ -131,12 +119,10 @@ def test_a_run_of_pairs_is_asked_with_pairs(tmp_path: Path) -> None:
         list(predict(run, ["red"]))
 
 
-def test_labels_above_a_half_are_told_with_their_scores(tmp_path: Path) -> None:
+def test_labels_above_a_half_are_told_with_their_scores(of_kind: Callable[[str], tuple[Kind, Path, Path]]) -> None:
     """Those and no others, unless all scores are asked for."""
-    kind = KINDS[1]
-    data = written(tmp_path, kind)
-    assert started(kind, data, tmp_path / "run", "inline", 1) == 0
-    run = load_run(RunFolder(tmp_path / "run"))
+    _, _, folder = of_kind("multi-label")
+    run = load_run(RunFolder(folder))
     for found in predict(run, ["red thing number 1", "a blue thing number 30"]):
         few, all_ = found.record(None, float), found.record(run.labels, float)
         assert [*all_["scores"]] == ["blue", "green", "long", "red"]
@@ -145,7 +131,6 @@ def test_labels_above_a_half_are_told_with_their_scores(tmp_path: Path) -> None:
 
 
 def test_joined_labels_are_one_class_and_it_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Until the separator is named; then they are several."""
     data = tmp_path / "rows.csv"
     data.write_text("text,label\n" + "".join(f"{row(place)[0]},{row(place)[1]};thing\n" for place in range(COUNT)))
     told = "note: most labels hold ';', and each is taken as one class"
@@ -162,7 +147,6 @@ def test_joined_labels_are_one_class_and_it_is_said(tmp_path: Path, capsys: pyte
 
 
 def test_classes_are_listed_and_doubtful_ones_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Counts of training rows, names that look alike, a class of validation rows alone, an open quote, cut rows."""
     data, held = tmp_path / "rows.csv", tmp_path / "eval.csv"
     rows = [f"word {place},{('pos', 'neg', 'POS')[place % 3]}" for place in range(30)]
     _, validation = frozen_split(len(rows) + 1, 0.1, 42)
@@ -190,12 +174,9 @@ def test_classes_are_listed_and_doubtful_ones_are_named(tmp_path: Path, capsys: 
     assert [line for line in told if line not in said] == []
 
 
-def test_each_word_is_told_with_a_tag(tmp_path: Path) -> None:
-    """Of a text, or of a list of words: as many tags as words."""
-    kind = KINDS[2]
-    data = written(tmp_path, kind)
-    assert started(kind, data, tmp_path / "run", "inline", 1) == 0
-    run = load_run(RunFolder(tmp_path / "run"))
+def test_each_word_is_told_with_a_tag(of_kind: Callable[[str], tuple[Kind, Path, Path]]) -> None:
+    _, data, folder = of_kind("token-classification")
+    run = load_run(RunFolder(folder))
     texts = read_texts(data, words=True).texts
     assert texts[0].split() == tagged(0)["tokens"]
     for text, found in zip(texts, predict(run, texts), strict=True):

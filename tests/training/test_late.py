@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
 
 import andon.step.step
+from andon.config.load import load_config
 from andon.console.exits import Exit
+from andon.run.folder import RunFolder
 from andon.step.replica import Replica
-from andon.training.trainer import Trainer
+from andon.training.run import train
 from andon_contracts.violation import Violation
 from tests.training.entries import AT
 from tests.training.runs import Runs, checkpoints, outcome, records, summary
@@ -23,15 +26,6 @@ def judged_late(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _ledger(folder: Path) -> list[object]:
     return [step.digests for step in records(folder, "step")]
-
-
-def test_a_late_run_leaves_the_same(runs: Runs, whole: Path, tmp_path: Path) -> None:
-    """Every line of the ledger, checkpoints, evaluations and results are those of a run that is judged at once."""
-    folder = tmp_path / "run"
-    assert runs.train(folder, workers=3) == 0
-    assert outcome(folder) == outcome(whole)
-    assert _ledger(folder) == _ledger(whole)
-    assert checkpoints(folder) == checkpoints(whole)
 
 
 def test_a_late_violation_keeps_nothing_of_its_step(
@@ -56,21 +50,10 @@ def test_a_late_violation_keeps_nothing_of_its_step(
     assert summary(folder)["weights_digest"] == records(folder, "step")[-1].digests.weights
 
 
-def test_a_late_run_that_is_asked_to_end_goes_on_to_the_same_bits(
-    runs: Runs, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The request is read one step behind; the checkpoint is of the last update that was launched."""
-    folder, launched = tmp_path / "run", []
-    inner = Trainer._advance
-
-    def advance(trainer: Trainer, batch: object) -> bool:
-        launched.append(batch)
-        trainer.stop_asked = lambda: len(launched) >= 2
-        return inner(trainer, batch)  # type: ignore[arg-type]
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_advance", advance)
-        assert runs.train(folder) == Exit.PREEMPTED
+def test_a_late_run_that_is_asked_to_end_goes_on_to_the_same_bits(runs: Runs, whole: Path, tmp_path: Path) -> None:
+    folder, steps = tmp_path / "run", itertools.count(1)
+    config = load_config(None, runs.overrides(), {"run.dir": str(folder), "run.backend": "inline"})
+    assert train(config, RunFolder(folder), lambda: next(steps) >= 2) == Exit.PREEMPTED
     assert [step.step for step in records(folder, "step")] == [1, 2, 3]
     assert checkpoints(folder) == ["step-00000003"]
     assert runs.train(folder, resume="auto") == 0

@@ -42,7 +42,6 @@ def test_what_would_not_fit_is_said_before_the_run(
 
 
 def test_no_class_takes_more_of_a_summary_than_is_reserved() -> None:
-    """The longest numbers that a score may have, in the indented form of the file."""
     wrong, right = (((k, (k + 1) % 99, 10**9 + k) for k in range(99)), ((k, k, 12_345_678 + k) for k in range(99)))
     found = scores(Confusion(99, tuple(sorted([*wrong, *right])))).as_dict()
     text = json_bytes({"eval": {"classes": found["classes"]}})
@@ -50,7 +49,6 @@ def test_no_class_takes_more_of_a_summary_than_is_reserved() -> None:
 
 
 def test_no_rank_takes_more_of_a_line_than_is_reserved() -> None:
-    """All digests that the line of a step may have, and a rank of the largest number."""
     part = RankPart(rank=1 << 14, leaves=(), ids=(), weights=H, gradient=H, optimizer=H, content=H)
     real = Real.of(0.1)
     step: Any = Step(1, 0, 0, (), 0, real, real, real, 0, 1, "inline", StepDigests(H, H, H, H), ())

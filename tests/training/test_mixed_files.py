@@ -15,18 +15,13 @@ from andon.cli.commands import app
 from andon.config.load import load_config
 from andon.console.exits import Exit
 from andon.console.problems import InputError
-from andon.launch.launcher import warm_up
-from andon.run.folder import RunFolder
 from andon.training.preview import describe
-from andon.training.run import train
 from andon_falsify.claims.ledgers import read_run, verify
 from andon_falsify.verdict import Outcome
-from tests.training.runs import PRELOAD, SMALL, outcome, records, row, summary
-
-warm_up(PRELOAD)
+from tests.support.folders import stopped
+from tests.training.runs import SMALL, outcome, records, row, summary
 
 SIZES, WEIGHTS = (20, 12), (0.5, 2.25)
-TASKS = ("classification", "sft", "sft-packed")
 
 
 def _row(task: str, number: int) -> dict[str, Any]:
@@ -54,21 +49,18 @@ def run(folder: Path, settings: list[str], workers: int = 1, backend: str = "inl
     return run_training(None, settings, flags)
 
 
-@pytest.mark.parametrize("task", TASKS)
-def test_any_number_of_workers_and_a_resume_give_the_same_bits(task: str, tmp_path: Path) -> None:
-    """What `andon verify` says holds, an epoch's rows once each among it; scores are told by file."""
+@pytest.mark.parametrize("task", ["classification", "sft-packed"])
+def test_a_resumed_run_ends_with_the_same_bits(task: str, tmp_path: Path) -> None:
+    """Interrupted by one worker, resumed by three: what `andon verify` says holds, an epoch's rows once each among it;
+    scores are told by file."""
     settings = mixture(tmp_path, task)
-    alone, several, again = (tmp_path / name for name in ("alone", "several", "again"))
+    alone, again = tmp_path / "alone", stopped(settings, tmp_path / "again", 3)
     assert run(alone, settings) == Exit.OK
-    assert run(several, settings, 2, "gloo") == Exit.OK
-    asked = iter([False, False, True])
-    config = load_config(None, settings, {"run.dir": str(again), "run.backend": "inline"})
-    assert train(config, RunFolder(again), lambda: next(asked)) == Exit.PREEMPTED
     assert run(again, settings, 3, "threads", "auto") == Exit.OK
-    assert outcome(alone) == outcome(several) == outcome(again)
+    assert outcome(alone) == outcome(again)
     assert summary(alone)["eval"]["sources"].keys() <= {"a.jsonl", "b.jsonl"}
     assert sum(each["rows"] for each in summary(alone)["eval"]["sources"].values()) == summary(alone)["eval"]["rows"]
-    verdicts = {verdict.claim: verdict.outcome for verdict in verify([read_run(alone), read_run(several)])}
+    verdicts = {verdict.claim: verdict.outcome for verdict in verify([read_run(alone), read_run(again)])}
     assert Outcome.FALSIFIED not in verdicts.values(), verdicts
     assert verdicts["samples-once"] is Outcome.HOLDS
 
@@ -92,31 +84,20 @@ def test_an_epoch_of_the_ledger_has_each_row_as_often_as_its_file_says(tmp_path:
     assert place in told
 
 
-@pytest.mark.parametrize(
-    ("weights", "key"), [((0.5, 2.5), "data.weights"), ((1.0, 1.0), "data.weights")], ids=["other", "none"]
-)
-def test_other_weights_are_another_run(weights: tuple[float, ...], key: str, tmp_path: Path) -> None:
-    """A resume refuses them by name, as any setting, with both values."""
+def test_other_weights_and_other_rows_are_another_run(tmp_path: Path) -> None:
+    """A resume refuses weights by name, with both values. One digest binds all files; rows that move from one file to
+    the other are other data too."""
     settings = mixture(tmp_path, "classification")
-    asked = iter([False, True])
-    config = load_config(None, settings, {"run.dir": str(tmp_path / "run"), "run.backend": "inline"})
-    assert train(config, RunFolder(tmp_path / "run"), lambda: next(asked)) == Exit.PREEMPTED
-    with pytest.raises(InputError, match=rf"{key}: was \[0.5, 2.25\] when the run began, is \[{weights[0]}"):
-        run(tmp_path / "run", mixture(tmp_path, "classification", weights), resume="auto")
-
-
-def test_a_row_of_a_second_file_is_other_data(tmp_path: Path) -> None:
-    """One digest binds all files; rows that move from one file to the other are other data too."""
-    settings = mixture(tmp_path, "classification")
-    asked = iter([False, True])
-    config = load_config(None, settings, {"run.dir": str(tmp_path / "run"), "run.backend": "inline"})
-    assert train(config, RunFolder(tmp_path / "run"), lambda: next(asked)) == Exit.PREEMPTED
+    folder = stopped(settings, tmp_path / "run", 2)
+    for weights in ((0.5, 2.5), (1.0, 1.0)):
+        with pytest.raises(InputError, match=rf"data.weights: was \[0.5, 2.25\] when the run began, is \[{weights[0]}"):
+            run(folder, mixture(tmp_path, "classification", weights), resume="auto")
     first, second = (tmp_path / f"{name}.jsonl" for name in "ab")
     lines = [*first.read_text().splitlines(keepends=True), *second.read_text().splitlines(keepends=True)]
     first.write_text("".join(lines[:19]))
     second.write_text("".join(lines[19:]))
     with pytest.raises(InputError, match="data: was"):
-        run(tmp_path / "run", settings, resume="auto")
+        run(folder, settings, resume="auto")
 
 
 def test_check_tells_of_each_file_and_of_the_row_that_is_shown(tmp_path: Path) -> None:
@@ -133,7 +114,6 @@ def test_check_tells_of_each_file_and_of_the_row_that_is_shown(tmp_path: Path) -
 
 
 def test_the_command_line_and_python_name_files_and_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`--data` once a file, `=WEIGHT` behind it; from Python a list of paths, with or without weights."""
     settings = mixture(tmp_path, "classification")
     monkeypatch.chdir(tmp_path)
     words = ["train", "--data", "a.jsonl=0.5", "--data", "b.jsonl=2.25", "--backend", "inline", "--run-dir", "run"]
@@ -165,7 +145,6 @@ def test_the_command_line_and_python_name_files_and_weights(tmp_path: Path, monk
     ],
 )
 def test_what_is_no_list_of_files_is_refused(given: str, part: str) -> None:
-    """With the key that is wrong."""
     with pytest.raises(InputError, match=r"^--set data\.train: ") as caught:
         load_config(None, [f"data.train={given}"])
     assert part in str(caught.value)

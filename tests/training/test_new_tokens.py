@@ -16,18 +16,15 @@ from andon.cli.commands import app
 from andon.config.load import load_config
 from andon.console.exits import Exit
 from andon.console.problems import InputError
-from andon.data.rows import frozen_split
-from andon.launch.launcher import warm_up
 from andon.run.folder import RunFolder
-from andon.training.inference import evaluate_run, load_run, read_labelled
 from andon.training.material import prepare
-from andon.training.run import train
-from tests.cli.command import andon, tree
-from tests.training.runs import PRELOAD, Runs, outcome, records, summary
-from tests.training.test_export import exported
-from tests.training.test_export_tasks import PROMPTS, answers_of_run, answers_of_stock
+from tests.cli.command import cli, tree
+from tests.support.folders import stopped
+from tests.support.stock import Stock
+from tests.training.runs import Runs, outcome, summary
+from tests.training.test_export import PROMPTS, answers_of_run, answers_of_stock, exported
 
-warm_up(PRELOAD)
+pytestmark = pytest.mark.xdist_group("test_new_tokens")
 
 ROWS = 45
 NEW = {"<tool>": 260, "</tool>": 261}
@@ -74,33 +71,15 @@ def learned(called: Runs, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     return folder / "base", folder / "run"
 
 
-@pytest.mark.parametrize(("backend", "workers"), [("inline", 4), ("threads", 3), ("gloo", 2)])
-def test_any_number_of_workers_gives_the_same_bits(
-    called: Runs, whole: Path, tmp_path: Path, backend: str, workers: int
-) -> None:
-    """Weights, scores, and the digests of each step."""
-    assert called.train(tmp_path / "run", TOKENS, backend=backend, workers=workers) == Exit.OK
-    assert outcome(tmp_path / "run") == outcome(whole)
-    assert [step.digests for step in records(tmp_path / "run", "step")] == [s.digests for s in records(whole, "step")]
-
-
-@pytest.mark.parametrize(("step", "backend", "workers"), [(1, "inline", 3), (5, "gloo", 2)])
-def test_a_resumed_run_ends_with_the_same_bits(
-    called: Runs, whole: Path, tmp_path: Path, step: int, backend: str, workers: int
-) -> None:
-    """Interrupted by one worker, resumed by several; with other new tokens it is another run."""
-    asked = iter([False] * (step - 1) + [True])
-    flags = {"run.dir": str(tmp_path / "run"), "run.backend": "inline"}
-    config = load_config(None, called.overrides(TOKENS), flags)
-    assert train(config, RunFolder(tmp_path / "run"), lambda: next(asked)) == Exit.PREEMPTED
+def test_a_resumed_run_ends_with_the_same_bits(called: Runs, whole: Path, tmp_path: Path) -> None:
+    folder = stopped(called.overrides(TOKENS), tmp_path / "run", 5)
     with pytest.raises(InputError, match=r"model.new_tokens"):
-        called.train(tmp_path / "run", "model.new_tokens=[<tool>]", resume="auto")
-    assert called.train(tmp_path / "run", TOKENS, backend=backend, workers=workers, resume="auto") == Exit.OK
-    assert outcome(tmp_path / "run") == outcome(whole)
+        called.train(folder, "model.new_tokens=[<tool>]", resume="auto")
+    assert called.train(folder, TOKENS, backend="gloo", workers=2, resume="auto") == Exit.OK
+    assert outcome(folder) == outcome(whole)
 
 
 def test_they_are_in_the_record_and_in_the_folder_of_the_adapter(whole: Path) -> None:
-    """With their ids in the provenance, in the tokenizer's files, in the rows of the adapter, and in its card."""
     folder = RunFolder(whole)
     assert json.loads(folder.provenance.read_text())["new_tokens"] == NEW
     tokenizer = AutoTokenizer.from_pretrained(folder.adapter)
@@ -113,35 +92,24 @@ def test_they_are_in_the_record_and_in_the_folder_of_the_adapter(whole: Path) ->
     assert "whose rows were trained: `<tool>`, `</tool>`" in (folder.adapter / "README.md").read_text()
 
 
-def test_a_trained_run_is_scored_again(whole: Path, tmp_path: Path) -> None:
-    """`eval` on the rows that validated gives the summary's scores to the bit, so what was trained was saved."""
-    run = load_run(RunFolder(whole))
-    _, held = frozen_split(ROWS, run.config.data.validation_fraction, run.config.seed)
-    lines = Path(str(run.config.data.train)).read_text().splitlines()
-    (tmp_path / "held.jsonl").write_text("".join(f"{lines[number]}\n" for number in held))
-    assert (
-        evaluate_run(run, read_labelled(RunFolder(whole), tmp_path / "held.jsonl")).as_dict() == summary(whole)["eval"]
-    )
-
-
 def test_a_model_learns_to_write_them(learned: tuple[Path, Path]) -> None:
-    """To the letter for the rows that it learned from, and between them something for any other prompt."""
     answers = answers_of_run(learned[1])
     assert answers[:2] == ["<tool>r</tool>", "<tool>g</tool>"]
     assert summary(learned[1])["eval"]["exact_match"] == 1.0
 
 
-@pytest.mark.parametrize("options", [("--merge",), ()], ids=["merged", "unmerged"])
+# Deep for `unmerged`: tests/training/test_export.py shows by default what an adapter gives.
+@pytest.mark.parametrize(
+    "options", [("--merge",), pytest.param((), marks=pytest.mark.deep)], ids=["merged", "unmerged"]
+)
 def test_stock_transformers_answers_as_the_run_does(
-    learned: tuple[Path, Path], tmp_path: Path, options: tuple[str, ...]
+    learned: tuple[Path, Path], tmp_path: Path, stock: Stock, options: tuple[str, ...]
 ) -> None:
-    """By the code of the card in a process of its own; unmerged on a base that has no rows for them."""
     exported(learned[1], tmp_path / "out", *options)
-    assert answers_of_stock(tmp_path / "out", tmp_path) == answers_of_run(learned[1])
+    assert answers_of_stock(stock, tmp_path / "out") == answers_of_run(learned[1])
 
 
 def test_no_other_row_of_the_vocabulary_changes(learned: tuple[Path, Path], tmp_path: Path) -> None:
-    """Merged, the rows of the base have the bits that they had; those of new tokens are no longer their mean."""
     base, run = learned
     exported(run, tmp_path / "out", "--merge")
     was = load_file(base / "model.safetensors")["model.embed_tokens.weight"]
@@ -152,7 +120,6 @@ def test_no_other_row_of_the_vocabulary_changes(learned: tuple[Path, Path], tmp_
 
 
 def test_tokens_that_were_made_without_them_are_not_taken(called: Runs, tmp_path: Path) -> None:
-    """One folder keeps both: with new tokens a row is shorter, and has their ids."""
     kept = f"data.cache={tmp_path}"
     plain, new = (
         prepare(load_config(None, called.overrides("task=sft", kept, *more), {})).task for more in ((), (TOKENS,))
@@ -162,7 +129,6 @@ def test_tokens_that_were_made_without_them_are_not_taken(called: Runs, tmp_path
 
 
 def test_every_weight_may_train_with_them(called: Runs, tmp_path: Path) -> None:
-    """Without an adapter the vocabulary grows as well, and the folder has the whole of it."""
     assert called.train(tmp_path / "run", TOKENS, "adapter.kind=none", "training.epochs=1") == Exit.OK
     weights = load_file(RunFolder(tmp_path / "run").adapter / "model.safetensors")
     assert weights["model.embed_tokens.weight"].shape == (262, 16)
@@ -170,7 +136,6 @@ def test_every_weight_may_train_with_them(called: Runs, tmp_path: Path) -> None:
 
 
 def test_a_reader_is_told(called: Runs) -> None:
-    """`check` names them with their ids, and how they start."""
     given = ["check", *(part for each in called.overrides(TOKENS) for part in ("--set", each))]
     said = CliRunner().invoke(app, given, catch_exceptions=False).output
     assert "new tokens, by id: '<tool>' 260, '</tool>' 261; each starts as the mean of all rows before them" in said
@@ -203,7 +168,6 @@ def test_what_a_tokenizer_cannot_take_is_refused(called: Runs, more: str, what: 
     ],
 )
 def test_what_a_file_says_wrong_is_told_by_its_line(tmp_path: Path, text: str, what: str) -> None:
-    """File, line, key and value."""
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(InputError, match=re.escape(f"{tmp_path / 'config.yaml'}{what}")):
         load_config(tmp_path / "config.yaml")
@@ -213,7 +177,7 @@ def test_a_classifier_has_none(tmp_path: Path) -> None:
     """Refused in a line, with 2, and nothing is left behind."""
     (tmp_path / "rows.jsonl").write_text('{"text": "a", "label": "x"}\n{"text": "b", "label": "y"}\n' * 8)
     given = ("--data", tmp_path / "rows.jsonl", "--set", "model.new_tokens=[<a>]", "--run-dir", tmp_path / "run")
-    ended = andon("train", *given)
+    ended = cli("train", *given)
     assert (ended.code, ended.out) == (2, [])
     assert "model.new_tokens: are for conversations (task sft), and this is classification ('<a>')" in ended.said[-1]
     assert {path for path in tree(tmp_path) if not path.startswith("run")} == {"rows.jsonl"}

@@ -8,9 +8,7 @@ import re
 import subprocess
 import sys
 import tempfile
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,14 +22,15 @@ from tests.launch.sessions import wait_until_empty
 from tests.repository.sources import ROOT
 from tests.training.runs import Runs, outcome
 
+# Deep: real kernels. tests/training/test_api.py shows by default what a program gets, and what it keeps of its own.
+pytestmark = pytest.mark.deep
+
 SECTION = re.search(r"^## From Python\n(.*?)^## ", (ROOT / "docs" / "usage.md").read_text(), re.MULTILINE | re.DOTALL)
 assert SECTION is not None
 BLOCKS = re.findall(r"^```python\n(.*?)^```", SECTION[1], re.MULTILINE | re.DOTALL)
 """The programs in docs/usage.md, in order."""
 _CELL_S = 180.0
 """A cell may be a whole run, on a machine that does other work beside it."""
-LONG = 'training={"epochs": 60, "checkpoint_every": 5}, run_dir="long", adapter={"r": 2}'
-"""A run of 180 steps."""
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +102,6 @@ def notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Notebo
 
 
 def test_the_docs_run_in_a_notebook(notebook: Notebook, documented: dict[str, Any]) -> None:
-    """Every block of the section, as a cell; the bits are those of the command on the file of the same rows."""
     cells = [notebook.run(block) for block in BLOCKS]
     assert [cell.error for cell in cells] == [""] * len(BLOCKS)
     assert outcome(notebook.folder / "runs" / "colours") == documented
@@ -111,42 +109,6 @@ def test_the_docs_run_in_a_notebook(notebook: Notebook, documented: dict[str, An
     assert "2 gloo workers" in told
     assert documented["weights_digest"] in told
     assert "chain-intact v1: holds" in told
-
-
-def once(happens: Callable[[], bool], act: Callable[[], object]) -> threading.Thread:
-    """A thread that acts once something has happened."""
-
-    def wait() -> None:
-        deadline, pause = time.monotonic() + PATIENCE_S, threading.Event()
-        while not happens() and time.monotonic() < deadline:
-            pause.wait(0.01)
-        act()
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    return thread
-
-
-def test_an_interrupted_cell_leaves_a_run_that_goes_on(notebook: Notebook, colours: Runs) -> None:
-    """The stop button is `KeyboardInterrupt`; no rank is left; the cell again ends with the bits of an unbroken run."""
-    ledger = notebook.folder / "long" / "ledger.jsonl"
-    rows, _ = BLOCKS[0].split("run = ")
-    interrupting = once(
-        lambda: ledger.exists() and b'"step":7' in ledger.read_bytes(), notebook.manager.interrupt_kernel
-    )
-    cell = notebook.run(f"{rows}\nrun = andon.train(rows, workers=2, {LONG})")
-    interrupting.join()
-    assert cell.error == "KeyboardInterrupt"
-    assert "ended at a step boundary; go on with: andon.train(..., run_dir='long', resume='auto')" in "".join(
-        cell.wrote
-    )
-    assert notebook.run("import multiprocessing; multiprocessing.active_children()").shown == "[]"
-    assert not andon.open_run(notebook.folder / "long").summary.finished
-    assert notebook.run(f'andon.train(rows, workers=2, resume="auto", {LONG}).summary.finished').shown == "True"
-    whole = colours.data.parent / "long"
-    settings = {"training": {"epochs": 60, "checkpoint_every": 5}, "adapter": {"r": 2}}
-    andon.train(str(colours.data), backend="inline", workers=1, run_dir=whole, **settings)
-    assert outcome(notebook.folder / "long") == outcome(whole)
 
 
 SCRIPT = """
@@ -173,7 +135,6 @@ assert state() == before
 
 
 def test_a_script_without_a_main_guard(tmp_path: Path, documented: dict[str, Any]) -> None:
-    """Its ranks do not run it again; torch was used in it before; its environment, signals and generators are kept."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.replace("{block}", BLOCKS[0]))
     process = subprocess.Popen(

@@ -53,7 +53,6 @@ def test_a_run_of_one_update_at_the_lowest_rate_is_said(
 def test_check_and_train_say_that_nothing_is_learned(
     runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Both, in the same words."""
     few = (f"data.train={write_jsonl(tmp_path / 'few.jsonl', 9)}", "training.epochs=1")
     config = load_config(None, runs.overrides(*few), {})
     (line,) = [line for line in describe(config) if "one update" in line]

@@ -23,13 +23,11 @@ def session(backend: str, devices: list[str]) -> Any:
 
 
 def test_ranks_of_two_kinds_have_the_rest_alike() -> None:
-    """A rank on a GPU has a driver and kernels that one on a CPU has not: in `mixed` that is no fault."""
     assert _versions(session("mixed", ["H200"])) == _versions(session("mixed", []))
 
 
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
 def test_ranks_of_one_kind_have_everything_alike(backend: str) -> None:
-    """There another model of GPU gives other bits."""
     assert _versions(session(backend, ["H200"])) != _versions(session(backend, ["A100"]))
     assert _versions(session(backend, ["H200"])) != _versions(session(backend, []))
 
@@ -49,7 +47,6 @@ def attested(backend: str, masking: Masking, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_ranks_compare_how_their_models_are_told_who_sees_whom(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each finds it out by itself, and another mask is computed by another kernel; in `mixed` kinds differ by right."""
     found = {each: attested("nccl", each, monkeypatch) for each in Masking}
     assert len(set(found.values())) == len(Masking)
     assert len({attested("mixed", each, monkeypatch) for each in Masking}) == 1
@@ -58,7 +55,6 @@ def test_ranks_compare_how_their_models_are_told_who_sees_whom(monkeypatch: pyte
 def test_a_model_at_which_the_host_waits_for_the_gpu_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Once, at the start; of others nothing is said."""
     attested("nccl", Masking.UNMASKED, monkeypatch)
     assert capsys.readouterr().err == ""
     attested("nccl", Masking.TOKENS, monkeypatch)

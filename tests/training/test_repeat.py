@@ -45,7 +45,6 @@ def repeated(ledger: Path, after: int, fingerprint: Mapping[str, str]) -> Mappin
 
 
 def test_the_last_record_of_each_later_step_counts(tmp_path: Path) -> None:
-    """Of a step done twice the second record stands, and steps up to the checkpoint are not done again."""
     path = written(
         tmp_path / "ledger.jsonl",
         *(resume(0, HERE), update(1), update(2), update(3)),
@@ -85,7 +84,6 @@ def test_what_was_taken_back_is_not_repeated(tmp_path: Path) -> None:
 
 
 def test_what_is_done_after_a_retraction_counts(tmp_path: Path) -> None:
-    """It is repeated as ever, and a later violation takes back only what came after the last checkpoint."""
     path = written(
         tmp_path / "ledger.jsonl",
         *(resume(0, HERE), update(1), violation(1), Retraction(0, 1, "base-frozen", "other weights")),
@@ -126,5 +124,4 @@ def test_a_run_that_could_not_go_on_takes_back_all_that_stands(tmp_path: Path) -
 
 
 def test_without_a_ledger_there_is_nothing_to_repeat(tmp_path: Path) -> None:
-    """A run that left no ledger starts anew."""
     assert repeated(tmp_path / "ledger.jsonl", 0, HERE) == {}

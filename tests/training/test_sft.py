@@ -20,19 +20,18 @@ from andon.console.exits import Exit
 from andon.console.problems import InputError
 from andon.data.chat import EncodedRow
 from andon.data.rows import frozen_split
-from andon.launch.launcher import warm_up
 from andon.run.folder import RunFolder
 from andon.tasks.sft import SftTask
 from andon.training.inference import answer, evaluate_run, load_run, read_labelled
 from andon.training.material import prepare
 from andon.training.preview import describe
-from andon.training.run import train
 from andon_falsify.claims.ledgers import read_run, verify
 from andon_falsify.verdict import Outcome
 from tests.data.test_tokens import worded
-from tests.training.runs import PRELOAD, Runs, outcome, records, summary
+from tests.support.folders import stopped
+from tests.training.runs import Runs, outcome, records, summary
 
-warm_up(PRELOAD)
+pytestmark = pytest.mark.xdist_group("test_sft")
 
 ROWS = 45
 PACKED = ("training.packing=true", "model.max_length=160", "training.batch_size=4")
@@ -69,45 +68,27 @@ def whole(
 
 
 def test_an_encoder_is_refused_as_one_and_not_for_its_missing_template(conversations: Runs, tmp_path: Path) -> None:
-    """Who adds a template first, as the message said, has an encoder still."""
     BertConfig(vocab_size=32, hidden_size=16, num_attention_heads=2).save_pretrained(worded(tmp_path, pad="<pad>"))
     with pytest.raises(InputError, match=r"^model\.base: .* is an encoder \(bert\), which cannot write the next token"):
         prepare(load_config(None, conversations.overrides(f"model.base={tmp_path}"), {}))
 
 
-@pytest.mark.parametrize(("backend", "workers"), [("inline", 4), ("threads", 3), ("gloo", 2)])
-def test_any_number_of_workers_gives_the_same_bits(
-    conversations: Runs, whole: tuple[tuple[str, ...], Path], tmp_path: Path, backend: str, workers: int
+def test_a_resumed_run_ends_with_the_same_bits(
+    conversations: Runs, whole: tuple[tuple[str, ...], Path], tmp_path: Path
 ) -> None:
-    """Weights, loss, perplexity, and the digests of each step; and the ledger is verified as any other."""
     settings, alone = whole
-    assert conversations.train(tmp_path / "run", *settings, backend=backend, workers=workers) == Exit.OK
-    assert outcome(tmp_path / "run") == outcome(alone)
-    assert [step.digests for step in records(tmp_path / "run", "step")] == [s.digests for s in records(alone, "step")]
-    verdicts = {verdict.claim: verdict.outcome for verdict in verify([read_run(tmp_path / "run"), read_run(alone)])}
+    folder = stopped(conversations.overrides(*settings), tmp_path / "run", 5)
+    assert conversations.train(folder, *settings, backend="threads", workers=3, resume="auto") == Exit.OK
+    assert outcome(folder) == outcome(alone)
+    assert [step.digests for step in records(folder, "step")] == [step.digests for step in records(alone, "step")]
+    verdicts = {verdict.claim: verdict.outcome for verdict in verify([read_run(folder), read_run(alone)])}
     assert Outcome.FALSIFIED not in verdicts.values(), verdicts
     assert verdicts["samples-once"] is Outcome.HOLDS
-
-
-@pytest.mark.parametrize(("step", "backend", "workers"), [(1, "inline", 3), (5, "gloo", 2)])
-def test_a_resumed_run_ends_with_the_same_bits(
-    conversations: Runs, whole: tuple[tuple[str, ...], Path], tmp_path: Path, step: int, backend: str, workers: int
-) -> None:
-    """Interrupted by one worker, resumed by several."""
-    settings, alone = whole
-    asked = iter([False] * (step - 1) + [True])
-    folder = tmp_path / "run"
-    flags = {"run.dir": str(folder), "run.backend": "inline"}
-    config = load_config(None, conversations.overrides(*settings), flags)
-    assert train(config, RunFolder(folder), lambda: next(asked)) == Exit.PREEMPTED
-    assert conversations.train(folder, *settings, backend=backend, workers=workers, resume="auto") == Exit.OK
-    assert outcome(folder) == outcome(alone)
 
 
 def test_the_loss_is_a_mean_over_trained_tokens(
     conversations: Runs, whole: tuple[tuple[str, ...], Path], tmp_path: Path
 ) -> None:
-    """A step's `terms` are the letters of the answers to be learned, each with its end; rows are counted apart."""
     settings, alone = whole
     trained = [_letters(number) for number in range(ROWS)]
     config = load_config(None, conversations.overrides(*settings), {"run.dir": str(tmp_path / "run")})
@@ -127,7 +108,6 @@ def _letters(number: int) -> int:
 
 
 def test_scores_are_by_source_and_sum_up(whole: tuple[tuple[str, ...], Path]) -> None:
-    """Both sources stand in the summary; their tokens make up the whole, and the loss is their mean by tokens."""
     found = summary(whole[1])["eval"]
     parts = found["sources"].values()
     assert set(found["sources"]) <= {"even", "odd"}
@@ -139,7 +119,6 @@ def test_scores_are_by_source_and_sum_up(whole: tuple[tuple[str, ...], Path]) ->
 
 
 def test_a_reader_is_told_what_was_taken(conversations: Runs, tmp_path: Path) -> None:
-    """`check` says that answers are learned, by what they are told apart, and how rows were packed."""
     overrides = conversations.overrides(*PACKED, "run.backend=inline")
     said = "\n".join(describe(load_config(None, overrides, {})))
     assert "task sft" in said
@@ -148,7 +127,6 @@ def test_a_reader_is_told_what_was_taken(conversations: Runs, tmp_path: Path) ->
 
 
 def test_a_trained_run_is_scored_and_asked_again(whole: tuple[tuple[str, ...], Path], tmp_path: Path) -> None:
-    """`eval` on the rows that validated gives the summary's scores; `generate` gives the same answer each time."""
     _, folder = whole
     run = load_run(RunFolder(folder))
     _, held = frozen_split(ROWS, run.config.data.validation_fraction, run.config.seed)
@@ -163,7 +141,6 @@ def test_a_trained_run_is_scored_and_asked_again(whole: tuple[tuple[str, ...], P
 
 
 def test_the_file_that_was_trained_on_can_be_asked(conversations: Runs, whole: tuple[tuple[str, ...], Path]) -> None:
-    """`generate --data` answers the last question of each conversation as `generate` does that question alone."""
     given = ["generate", str(whole[1]), "--max-new-tokens", "3"]
     told = CliRunner().invoke(app, [*given, "--data", str(conversations.data)], catch_exceptions=False).stdout
     answers = [json.loads(line) for line in told.splitlines()]
@@ -189,7 +166,6 @@ def test_what_cannot_be_told_of_packs_is_not_told(whole: tuple[tuple[str, ...], 
 
 
 def test_a_run_from_python_answers(whole: tuple[tuple[str, ...], Path]) -> None:
-    """`generate` gives what the command gives; a label is refused with the word for what there is."""
     found = andon.open_run(whole[1])
     (once,) = found.generate(["abc?"], max_new_tokens=5)
     told = CliRunner().invoke(app, ["generate", str(whole[1]), "abc?", "--max-new-tokens", "5"], catch_exceptions=False)
@@ -199,7 +175,6 @@ def test_a_run_from_python_answers(whole: tuple[tuple[str, ...], Path]) -> None:
 
 
 def test_memory_is_planned(conversations: Runs) -> None:
-    """`andon plan` says what each number of workers needs; packs of more tokens need more."""
     given = ["plan", "--data", str(conversations.data), "--gpu-memory", "16", "--json"]
     needed = []
     for settings in ((), (*PACKED, "training.micro_batches=1")):
@@ -255,7 +230,6 @@ def test_a_model_needs_to_see_as_far_as_a_row_and_not_as_a_pack() -> None:
 
 
 def test_what_was_cut_off_an_answer_counts_as_missed() -> None:
-    """Two rows predicted right as far as they were read; of the second, two of four trained tokens were cut off."""
     tokens, weights = array("i", [1, 2, 3]), array("f", [0, 1, 1])
     rows = [EncodedRow(0, tokens, weights), EncodedRow(1, tokens, weights, cut=3, cut_trained=2)]
     task = SftTask(rows, pad_id=0, max_length=3, sources=("a", "b"))
@@ -267,14 +241,12 @@ def test_what_was_cut_off_an_answer_counts_as_missed() -> None:
 
 
 def test_packs_are_for_conversations(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A class is that of one row: to pack rows of a classifier is refused, and nothing is left behind."""
     with pytest.raises(InputError, match=r"training.packing: is for conversations"):
         runs.train(tmp_path / "run", "training.packing=true")
     assert not (tmp_path / "run").exists() or not [*(tmp_path / "run").iterdir()]
 
 
 def test_the_embedded_instructions_have_defaults_of_their_own() -> None:
-    """What is said stays said; a model or data of the user's has the usual ones."""
     embedded = load_config(None, ["task=sft"], {})
     assert (embedded.adapter.kind, embedded.model.dropout) == ("none", 0.0)
     assert load_config(None, ["task=sft", "adapter.kind=lora"], {}).adapter.kind == "lora"
@@ -283,6 +255,9 @@ def test_the_embedded_instructions_have_defaults_of_their_own() -> None:
     assert load_config(None, [], {}).adapter.kind == "lora"
 
 
+# Deep: 300 updates. By default, test_new_tokens.py shows that answers are learned to the letter, and
+# `test_the_embedded_instructions_have_defaults_of_their_own` how these are trained.
+@pytest.mark.deep
 def test_the_embedded_instructions_are_learned(tmp_path: Path) -> None:
     """As `andon train --task sft`: nine of ten answers to prompts that it was never trained on, to the letter."""
     flags = {"run.dir": str(tmp_path / "run"), "run.backend": "threads", "run.workers": 2}

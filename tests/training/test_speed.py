@@ -23,7 +23,6 @@ NONE = "0" * 16
 
 @given(st.integers(1, 7), st.lists(st.integers(1, 9), min_size=1, max_size=3))
 def test_no_other_shares_end_earlier(count: int, times: list[int]) -> None:
-    """Against every way to share the work out."""
 
     def end(shares: tuple[int, ...]) -> int:
         return max(share * each for share, each in zip(shares, times, strict=True))
@@ -35,7 +34,6 @@ def test_no_other_shares_end_earlier(count: int, times: list[int]) -> None:
 
 
 def test_a_rank_that_is_three_times_as_fast_gets_three_times_as_much() -> None:
-    """And one that is too slow to help gets nothing."""
     assert fastest_shares(8, [10, 30]) == (6, 2)
     assert fastest_shares(8, [10, 10, 10]) == (3, 3, 2)
     assert fastest_shares(8, [1, 1000]) == (8, 0)
@@ -77,7 +75,6 @@ def written(folder: Path, *all_shares: tuple[int, ...]) -> Path:
 
 
 def test_a_run_that_goes_on_takes_the_shares_of_its_last_steps(tmp_path: Path) -> None:
-    """On as many ranks; on another number of them, or of micro-batches, they are measured anew."""
     path = written(tmp_path, (6, 2), (3, 3, 2), (5, 3), (4, 2, 2))
     assert recorded_shares(path, 2, 8) == (5, 3)
     assert recorded_shares(path, 3, 8) == (4, 2, 2)
@@ -96,7 +93,6 @@ def test_a_damaged_ledger_is_told_of(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["inline", "mixed"])
 def test_ranks_of_one_kind_share_alike(name: str, tmp_path: Path) -> None:
-    """Without a GPU, or all on GPUs, nothing is measured: then the number of workers is no part of the result."""
     backend = InlineBackend([CPU, CPU])
     backend.name = name
     plan = BatchPlan(tuple(range(ROWS)), 8, 4, 1, 1)

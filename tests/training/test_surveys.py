@@ -11,20 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from andon.config.load import load_config
-from andon.console.exits import Exit
 from andon.console.problems import InputError
-from andon.data import conversations, surveyed
+from andon.data import surveyed
 from andon.data.conversations import read_conversations
 from andon.data.rows import repeated_texts, shared_texts
-from andon.launch.launcher import warm_up
-from andon.run.folder import RunFolder
 from andon.training import surveys
-from andon.training.run import train
 from andon.training.surveys import Surveys
-from tests.training.runs import PRELOAD, Runs, outcome, row
-
-warm_up(PRELOAD)
 
 ROW = st.builds(
     lambda prompt, source: {"prompt": prompt, "completion": "c"} | ({} if source is None else {"source": source}),
@@ -48,7 +40,6 @@ def written(folder: Path, files: Sequence[Sequence[dict[str, Any]]]) -> list[Pat
 def test_a_survey_says_what_the_rows_say(
     tmp_path_factory: pytest.TempPathFactory, files: list[list[dict[str, Any]]], at_once: int
 ) -> None:
-    """Digest, places, sources, texts and what is told, made now or known from before; parts too."""
     folder = tmp_path_factory.mktemp("rows")
     paths = written(folder, files)
     held = read_conversations(*paths)
@@ -75,7 +66,6 @@ def test_a_survey_says_what_the_rows_say(
 
 
 def test_a_survey_finds_all_that_is_wrong(tmp_path: Path) -> None:
-    """As reading does, to the word; nothing is kept."""
     paths = written(tmp_path, [[{"prompt": "a", "completion": ""}, {"prompt": "b"}], [{"prompt": "c"}]])
     with pytest.raises(InputError) as said:
         read_conversations(*paths)
@@ -102,22 +92,3 @@ def test_rows_that_change_between_two_looks_are_refused(tmp_path: Path, monkeypa
     monkeypatch.setattr(surveys, "survey", meanwhile)
     with pytest.raises(InputError, match="has changed while it was read"):
         Surveys(tmp_path / "cache", writes=True).of([path])
-
-
-def test_a_resume_reads_no_rows_and_ends_with_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the command nor its ranks: what is in the files is known by their bytes."""
-    path = tmp_path / "talk.jsonl"
-    lines = [json.dumps({"prompt": text, "completion": label}) for text, label in map(row, range(45))]
-    path.write_text("\n".join(lines) + "\n")
-    runs, alone, folder = Runs(path), tmp_path / "alone", tmp_path / "run"
-    assert runs.train(alone, "task=sft", backend="gloo", workers=2) == Exit.OK
-    asked = iter([False, False, True])
-    config = load_config(None, runs.overrides("task=sft"), {"run.dir": str(folder), "run.backend": "inline"})
-    assert train(config, RunFolder(folder), lambda: next(asked)) == Exit.PREEMPTED
-
-    def never(*_: object) -> None:
-        raise AssertionError("rows are read again")
-
-    monkeypatch.setattr(conversations.Reading, "_take", never)
-    assert runs.train(folder, "task=sft", resume="auto") == Exit.OK
-    assert outcome(folder) == outcome(alone)
