@@ -71,23 +71,6 @@ def test_a_configuration_with_many_faults(tmp_path: Path) -> None:
     assert tree(tmp_path) == {"config.yaml"}
 
 
-@pytest.mark.parametrize(
-    ("setting", "part"),
-    [
-        (
-            "training.micro_batches=64",
-            "--set training.micro_batches: must not be more than training.batch_size, 32 (64)",
-        ),
-        ("run.devices=[0, 0]", "--set run.devices: GPU 0 is there 2 times ([0, 0])"),
-        ("optimizer.lr=-1e-3", "--set optimizer.lr: must be more than 0 (-0.001)"),
-        ("run.workers=true", "--set run.workers: must be an integer, is True"),
-    ],
-)
-def test_one_wrong_setting(tmp_path: Path, setting: str, part: str) -> None:
-    refused(cli("train", "--run-dir", tmp_path / "run", "--set", setting), part)
-    assert tree(tmp_path) == set()
-
-
 def test_data_with_many_faults(tmp_path: Path) -> None:
     """All faults of a file at once, by line; nothing is written, not even the run folder."""
     data = tmp_path / "train.jsonl"
@@ -103,29 +86,6 @@ def test_data_with_many_faults(tmp_path: Path) -> None:
         f"{data}:1: label 'x'",
     )
     assert tree(tmp_path) == {"train.jsonl"}
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "part"),
-    [
-        ("none.jsonl", None, "no such file"),
-        ("empty.csv", b"", "is empty"),
-        ("one.csv", b"text,label\na,x\nb,x\n", "all 2 rows have the label 'x'"),
-        ("column.csv", b"text,lable\na,x\nb,y\n", "did you mean 'lable'"),
-        ("latin.csv", b"text,label\ncaf\xe9,x\n", "UTF-8"),
-        ("folder.csv/", None, "is a folder"),
-    ],
-)
-def test_a_file_that_cannot_be_trained_on(tmp_path: Path, name: str, content: bytes | None, part: str) -> None:
-    data = tmp_path / name
-    if name.endswith("/"):
-        data.mkdir()
-    elif content is not None:
-        data.write_bytes(content)
-    ended = cli("train", "--data", data, "--run-dir", tmp_path / "run")
-    refused(ended, part)
-    assert str(data) in ended.said[0]
-    assert not (tmp_path / "run").exists()
 
 
 def test_places_where_no_run_can_be(tmp_path: Path) -> None:

@@ -92,20 +92,36 @@ def test_each_probe_finds_what_is_there(probe: str, tmp_path: Path, capsys: pyte
     assert found[name] == value, found
 
 
+def test_the_probe_of_the_network_finds_what_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
+    probes.main(["network"])
+    assert "nowhere0: no such interface" in json.loads(capsys.readouterr().out)["named"]
+
+
+# Deep: six processes, most of which import torch. `test_the_probe_of_the_network_finds_what_is_wrong` asks the probe.
+@pytest.mark.deep
+def test_an_interface_that_is_not_there(tmp_path: Path) -> None:
+    told = doctor(tmp_path, temporary=tmp_path / "t", GLOO_SOCKET_IFNAME="nowhere0")
+    assert (told.code, told.problems) == (1, {"network", "backend gloo"})
+    assert "GLOO_SOCKET_IFNAME" in told.checks["network"]["todo"]
+    for name in ("network", "backend gloo"):
+        assert "nowhere0: no such interface" in told.checks[name]["found"]
+
+
 def test_what_keeps_a_run_from_this_machine_is_found(tmp_path: Path) -> None:
-    """1, with what is wrong with each and nothing else called wrong: no torch, an interface that is not there, folders
-    that take no file. A socket's path has at most 107 bytes."""
+    """1, with what is wrong with each and nothing else called wrong: no torch, folders that take
+    no file. A socket's path has at most 107 bytes."""
     path = hiding(tmp_path / "h", "torch")
-    told = doctor("/proc/runs", temporary=tmp_path / ("n" * 107), GLOO_SOCKET_IFNAME="nowhere0", PYTHONPATH=path)
+    told = doctor("/proc/runs", temporary=tmp_path / ("n" * 107), PYTHONPATH=path)
     assert (told.code, told.can_train) == (1, False)
     needs_torch = {"library torch", "library transformers", "library peft", "library safetensors"}
     backends = {"backend inline", "backend threads", "backend gloo"}
-    assert told.problems - needs_torch == {"network", "temporary files", "folder", *backends}
+    assert told.problems - needs_torch == {"temporary files", "folder", *backends}
     assert "No module named 'torch'" in told.checks["library torch"]["found"]
     assert told.checks["library torch"]["todo"] == install_hint("train")
     assert "TMPDIR: no socket can be made" in told.checks["temporary files"]["found"]
-    assert "GLOO_SOCKET_IFNAME" in told.checks["network"]["todo"]
-    assert "nowhere0: no such interface" in told.checks["network"]["found"]
     assert "/proc" in told.checks["folder"]["found"]
     assert "--run-dir" in told.checks["folder"]["todo"]
 

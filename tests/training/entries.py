@@ -11,9 +11,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from andon.launch.context import RankContext
 from andon.launch.rank import preempted
 from andon.run import atomic, checkpoint
+from andon.step.replica import Replica
 from andon.training.entry import train_rank
 
 Payload = Mapping[str, Any]
@@ -68,33 +71,17 @@ def ask_to_end(payload: Payload) -> int:
 
 def flip_weight(payload: Payload) -> int:
     """One weight of rank 1 changes its sign after its update."""
-    from andon.step.replica import Replica
-
-    update = Replica.apply
-
-    def apply(replica: Replica) -> None:
-        update(replica)
-        if RankContext.from_environment().rank == 1 and replica.updates == AT:
-            replica.parameters.weights.data[3] *= -1.0
-
-    Replica.apply = apply  # type: ignore[method-assign]
-    return train_rank(payload)
+    return _after_update_of(payload, AT, (1,), lambda replica: replica.parameters.weights.data[3].mul_(-1.0))
 
 
 def flip_base(payload: Payload) -> int:
     """A frozen weight of rank 1 changes its sign after update 9."""
-    from andon.step.replica import Replica
 
-    update = Replica.apply
+    def flip(replica: Replica) -> None:
+        frozen = next(p for p in replica.model.parameters() if not p.requires_grad)
+        frozen.data.view(-1)[3] *= -1.0
 
-    def apply(replica: Replica) -> None:
-        update(replica)
-        if RankContext.from_environment().rank == 1 and replica.updates == AT + 2:
-            frozen = next(p for p in replica.model.parameters() if not p.requires_grad)
-            frozen.data.view(-1)[3] *= -1.0
-
-    Replica.apply = apply  # type: ignore[method-assign]
-    return train_rank(payload)
+    return _after_update_of(payload, AT + 2, (1,), flip)
 
 
 def cut_checkpoint(payload: Payload) -> int:
@@ -127,36 +114,38 @@ def _with_fault(payload: Payload, rank: int, fault: Callable[[RankContext], None
     return train_rank(payload)
 
 
-def _called_in_update(call: Callable[[], object], ranks: tuple[int, ...]) -> None:
-    """`call` in the update of step `AT` of these ranks, as a callback of somebody's would."""
-    from andon.step.replica import Replica
-
-    update = Replica.apply
+def after_update(patch: pytest.MonkeyPatch, step: int, act: Callable[[Replica], object], *, each: bool = False) -> None:
+    """`act` after update `step` in this process, as a fault or a callback would: of one replica, or of `each`."""
+    update, done = Replica.apply, list[Replica]()
 
     def apply(replica: Replica) -> None:
         update(replica)
-        if RankContext.from_environment().rank in ranks and replica.updates == AT:
-            call()
+        if replica.updates == step and (each or not done):
+            done.append(replica)
+            act(replica)
 
-    Replica.apply = apply  # type: ignore[method-assign]
+    patch.setattr(Replica, "apply", apply)
+
+
+def _after_update_of(payload: Payload, step: int, ranks: tuple[int, ...], act: Callable[[Replica], object]) -> int:
+    if RankContext.from_environment().rank in ranks:
+        after_update(pytest.MonkeyPatch(), step, act)
+    return train_rank(payload)
 
 
 def all_leave(payload: Payload) -> int:
     """Every rank calls `sys.exit(0)`."""
-    _called_in_update(lambda: sys.exit(0), (0, 1))
-    return train_rank(payload)
+    return _after_update_of(payload, AT, (0, 1), lambda replica: sys.exit(0))
 
 
 def one_leaves(payload: Payload) -> int:
     """Rank 1 calls `sys.exit()`."""
-    _called_in_update(sys.exit, (1,))
-    return train_rank(payload)
+    return _after_update_of(payload, AT, (1,), lambda replica: sys.exit())
 
 
 def all_vanish(payload: Payload) -> int:
     """Every rank ends by `os._exit(0)`, which Python does not see."""
-    _called_in_update(lambda: os._exit(0), (0, 1))
-    return train_rank(payload)
+    return _after_update_of(payload, AT, (0, 1), lambda replica: os._exit(0))
 
 
 def tell_kernels(payload: Payload) -> int:

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import sys
 import threading
@@ -32,7 +33,7 @@ from andon.step.replica import Replica
 from andon.training import api
 from andon.training.given import write_rows
 from andon.training.start import start
-from tests.training.entries import AT
+from tests.training.entries import AT, after_update
 from tests.training.runs import SMALL, STEPS, Runs, outcome, row, summary
 
 ROWS = [dict(zip(("text", "label"), row(number), strict=True)) for number in range(45)]
@@ -195,18 +196,17 @@ def planted(entry: str) -> Iterator[None]:
 
 
 def test_a_lost_rank_is_named_and_the_run_goes_on_by_its_rows(whole: Path, tmp_path: Path) -> None:
-    for name in ("python", "command"):
-        with planted("kill_rank"), pytest.raises(andon.RankLost, match="rank 1 of 2 was killed") as lost:
-            train(ROWS, tmp_path / name, backend="gloo", workers=2)
-        assert (lost.value.exit, lost.value.path) == (Exit.RANK_LOST, tmp_path / name)
+    with planted("kill_rank"), pytest.raises(andon.RankLost, match="rank 1 of 2 was killed") as lost:
+        train(ROWS, tmp_path / "python", backend="gloo", workers=2)
+    assert (lost.value.exit, lost.value.path) == (Exit.RANK_LOST, tmp_path / "python")
+    command = shutil.copytree(tmp_path / "python", tmp_path / "command")
     kept = sorted((tmp_path / "python" / "rows").iterdir())
     with pytest.raises(andon.InputError, match="a resumed run keeps what defines it"):
         train(ROWS[:-3], tmp_path / "python", resume="auto")
     assert sorted((tmp_path / "python" / "rows").iterdir()) == kept
     assert outcome(train(ROWS, tmp_path / "python", resume="auto").path) == outcome(whole)
-    again = api.start(
-        api.load_config(tmp_path / "command" / "config.yaml", ["run.resume=auto", "run.backend=inline"]), 0.0
-    )
+    more = ["run.resume=auto", "run.backend=inline", f"run.dir={command}"]
+    again = api.start(api.load_config(command / "config.yaml", more), 0.0)
     assert again.exit is Exit.OK
     assert outcome(tmp_path / "command") == outcome(whole)
     finished = train(ROWS, tmp_path / "python", resume="auto")
@@ -224,16 +224,7 @@ def test_a_violation_of_a_rank_is_raised_here(tmp_path: Path) -> None:
 
 def signalled(monkeypatch: pytest.MonkeyPatch, signum: int, times: int = 1) -> None:
     """This process gets the signal in its update of step `AT`, so many times, and not again when that is repeated."""
-    update, done = Replica.apply, list[int]()
-
-    def apply(replica: Replica) -> None:
-        update(replica)
-        if replica.updates == AT and not done:
-            done.append(signum)
-            for _ in range(times):
-                os.kill(os.getpid(), signum)
-
-    monkeypatch.setattr(Replica, "apply", apply)
+    after_update(monkeypatch, AT, lambda replica: [os.kill(os.getpid(), signum) for _ in range(times)])
 
 
 @pytest.fixture

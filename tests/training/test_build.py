@@ -1,20 +1,35 @@
-"""What is put together below the configuration, and that nothing else puts a trainer together."""
+"""What is put together below the configuration, and what a run takes over from its base."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from andon.backend.inprocess import InlineBackend
+from andon.config.load import load_config
+from andon.config.schema import MULTI_LABEL, TOKEN_CLASSIFICATION
 from andon.config.source import quiet_loading
 from andon.console.problems import InputError
-from andon.model.adapter import AdapterSpec, trainable_parameters
+from andon.data.tokens import byte_tokenizer
+from andon.model.adapter import AdapterSpec, save_base, trainable_parameters
+from andon.model.build import build_base
+from andon.run.folder import RunFolder
 from andon.step.optimizer import OptimizerSpec
 from andon.training.build import StepSpec, build_model, build_replicas
-from tests.model.tiny import CPU, spec, task
+from andon.training.inference import load_run, rows_of
+from andon.training.material import prepare
+from andon.training.preview import describe
+from andon.training.rows import read_rows
+from tests.model.tiny import CPU, TINY, spec, task
+from tests.training.kinds import KINDS, Kind, settings, started, written
+from tests.training.runs import row, summary
 
 ROWS = task([[1, 2, 3], [4, 5]], [0, 1])
 UPDATE = StepSpec(OptimizerSpec(), seed=5, micro_batches=2, clip_norm=1.0)
@@ -44,3 +59,66 @@ def test_a_model_whose_own_code_fails_on_a_row_is_no_error_of_ours(tmp_path: Pat
     )
     with pytest.raises(InputError, match=fails):
         build_replicas(model, UPDATE, InlineBackend([CPU]), ROWS, 0)
+
+
+COLOUR = Kind("classification", lambda place: dict(zip(("text", "label"), row(place), strict=True)), "3 classes", "x")
+OF_CLASSES = [COLOUR, *(kind for kind in KINDS if kind.task in (MULTI_LABEL, TOKEN_CLASSIFICATION))]
+
+
+def turned(folder: Path, target: Path) -> tuple[str, ...]:
+    """The same model with its classes numbered the other way round. Returns their names in the new order."""
+    shutil.copytree(folder, target)
+    tensors = load_file(folder / "model.safetensors")
+    for name in tensors:
+        if name.startswith(("score.", "classifier.")):
+            tensors[name] = tensors[name].flip(0).contiguous()
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    names = tuple(config["id2label"][str(number)] for number in reversed(range(len(config["id2label"]))))
+    config |= {"id2label": dict(enumerate(names)), "label2id": {name: number for number, name in enumerate(names)}}
+    (target / "config.json").write_text(json.dumps(config))
+    return names
+
+
+@pytest.mark.parametrize("kind", OF_CLASSES, ids=[kind.task for kind in OF_CLASSES])
+def test_an_untrained_run_scores_as_its_base(kind: Kind, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A base whose order is not the alphabet's, gone on with at a rate of nearly nothing, keeps its scores."""
+    data = written(tmp_path, kind)
+    learned = Kind(kind.task, kind.rows, "", kind.found, (*kind.settings, "optimizer.lr=0.05", "adapter.kind=none"))
+    assert started(learned, data, tmp_path / "first", "inline", 1) == 0
+    names = turned(tmp_path / "first" / "adapter", tmp_path / "base")
+    assert names != tuple(sorted(names))
+    still = ("optimizer.lr=1e-9", "schedule.min_lr=0", f"model.base={tmp_path / 'base'}", "training.max_steps=1")
+    untrained = Kind(kind.task, kind.rows, "", kind.found, (*kind.settings, *still))
+    capsys.readouterr()
+    assert started(untrained, data, tmp_path / "second", "inline", 1) == 0
+    assert f"numbered as there: {', '.join(names)}" in capsys.readouterr().err
+    first, second = (summary(tmp_path / name)["eval"] for name in ("first", "second"))
+    assert second["loss"] == pytest.approx(first["loss"], abs=1e-5)
+    assert json.loads((tmp_path / "second" / "adapter" / "labels.json").read_text())["labels"] == list(names)
+    material = prepare(load_config(None, settings(untrained, data), {}))
+    assert material.labels == names
+    assert material.rows.digest == read_rows(material.config).digest
+    again = rows_of(load_run(RunFolder(tmp_path / "second")))
+    assert again is not None
+    assert again.train == material.rows.train
+
+
+def test_code_that_a_base_names_is_said_by_every_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Train, check and whatever loads the run; the card, which goes to others, says it too."""
+    base = tmp_path / "base"
+    save_base(build_base(replace(TINY, vocab_size=260, pad_id=0, max_length=128)), base, TINY.labels)
+    byte_tokenizer().save(base)
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoModel": "own.Model"}}))
+    data = written(tmp_path, COLOUR)
+    more = (f"model.base={base}", "training.max_steps=1")
+    kind = Kind(COLOUR.task, COLOUR.rows, "", "x", more)
+    warning = "warning: the base's config.json names code of its own (own.Model), which Andon does not run"
+    assert started(kind, data, tmp_path / "run", "inline", 1) == 0
+    assert warning in capsys.readouterr().err
+    assert any(line.startswith(warning) for line in describe(load_config(None, settings(kind, data), {})))
+    load_run(RunFolder(tmp_path / "run"))
+    assert warning in capsys.readouterr().err
+    card = (tmp_path / "run" / "adapter" / "README.md").read_text()
+    assert "The base's config.json names code of its own (own.Model), which Andon does not run" in card

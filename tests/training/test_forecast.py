@@ -1,8 +1,9 @@
-"""What a run will need, for each number of workers, before anything of it exists."""
+"""What a run will need, for each number of workers, before anything of it exists; and what becomes a CUDA graph."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +15,12 @@ from andon.backend.inprocess import InlineBackend
 from andon.config.load import load_config
 from andon.config.schema import Config
 from andon.console.problems import InputError
+from andon.model.memory import MemoryPlan
 from andon.training import forecast, study
 from andon.training.budget import _planned, hold_to_budget
 from andon.training.forecast import Machine, WorldPlan
 from andon.training.material import prepare
-from andon.training.study import NotPlannable
+from andon.training.study import NotPlannable, captures, with_graphs_that_fit
 from andon_contracts.policy import evaluations, reset_evaluations, suspended
 from tests.training.runs import SMALL, write_jsonl
 
@@ -155,3 +157,51 @@ def test_a_peak_above_the_plan_and_a_tenth_is_said(capsys: pytest.CaptureFixture
     with suspended():
         hold_to_budget(backend, 7, 10)
     assert capsys.readouterr().err == ""
+
+
+GIB = 1 << 30
+NCCL = {"backend": "nccl"}
+ALWAYS = {"backend": "nccl", "cuda_graphs": "always"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "activations", "expected"),
+    [
+        ({"run": NCCL}, "cuda", GIB, True),
+        ({"run": {"backend": "inline"}}, "cuda", GIB, True),
+        ({"run": {"backend": "threads"}}, "cuda", GIB, False),
+        ({"run": {"backend": "mixed"}}, "cuda", GIB, False),
+        ({"run": {"backend": "mixed", "cuda_graphs": "always"}}, "cuda", GIB, False),
+        ({"run": NCCL}, "cuda", 2 * GIB, True),
+        ({"run": NCCL}, "cuda", 2 * GIB + 1, False),
+        ({"run": NCCL}, "cuda", None, False),
+        ({"run": NCCL}, "cpu", GIB, False),
+        ({"run": NCCL, "task": "sft"}, "cuda", GIB, False),
+        ({"run": ALWAYS, "task": "sft"}, "cuda", GIB, True),
+        ({"run": ALWAYS}, "cuda", 9 * GIB, True),
+        ({"run": ALWAYS}, "cuda", None, True),
+        ({"run": {"backend": "nccl", "cuda_graphs": "never"}}, "cuda", GIB, False),
+        ({"run": ALWAYS, "training": {"compile": "kernels"}}, "cuda", GIB, False),
+        ({"run": ALWAYS, "training": {"activation_checkpointing": True}}, "cuda", GIB, False),
+    ],
+)
+def test_small_eager_passes_are_captured(
+    settings: dict[str, object], kind: str, activations: int | None, expected: bool
+) -> None:
+    """By themselves up to 2 GiB a micro-batch, by word any; never what is compiled or checkpointed, nor beside a CPU or
+    on threads, which share a generator."""
+    assert captures(Config.model_validate(settings), kind, activations) is expected
+
+
+@pytest.mark.parametrize(("asked", "free", "kept"), [("auto", 15, 5), ("auto", 14, 0), ("always", 14, 5)])
+def test_graphs_are_left_out_where_there_is_no_room(asked: str, free: int, kept: int) -> None:
+    """Ten bytes lasting and five of graphs: nobody is refused for what he did not ask for."""
+    plan = MemoryPlan(**dict.fromkeys((each.name for each in fields(MemoryPlan)), 0) | {"base": 10, "graphs": 5})
+    config = Config.model_validate({"run": {"backend": "nccl", "cuda_graphs": asked}})
+    assert with_graphs_that_fit(plan, config, free).graphs == kept
+
+
+def test_what_is_compiled_keeps_its_graphs_in_the_plan() -> None:
+    plan = MemoryPlan(**dict.fromkeys((each.name for each in fields(MemoryPlan)), 0) | {"base": 10, "graphs": 5})
+    config = Config.model_validate({"run": NCCL, "training": {"compile": "graphs"}})
+    assert with_graphs_that_fit(plan, config, 14) == plan

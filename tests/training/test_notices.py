@@ -1,18 +1,33 @@
-"""What is said of a plan before it is trained."""
+"""What is said, compared and refused before the first step."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from andon.config.load import load_config
+from andon.config.schema import Config
 from andon.console.exits import Exit
+from andon.console.problems import InputError
 from andon.launch.launcher import LaunchResult
+from andon.metrics.confusion import Confusion
+from andon.metrics.scores import scores
+from andon.model.masks import Masking
+from andon.run.atomic import json_bytes
+from andon.run.provenance import environment
 from andon.step.plan import BatchPlan
-from andon.training import start
+from andon.training import limits, run, start
 from andon.training.notices import idleness, learns_nothing
 from andon.training.preview import describe
+from andon.training.run import _versions, agree_on_start
+from andon.training.trainer import Progress
+from andon_contracts.fields import Real
+from andon_contracts.record import GENESIS, RankPart, Step, StepDigests, encode
 from tests.training.runs import Runs, write_jsonl
 
 
@@ -58,3 +73,90 @@ def test_check_and_train_say_that_nothing_is_learned(
     (line,) = [line for line in describe(config) if "one update" in line]
     assert runs.train(tmp_path / "run", *few) == Exit.OK
     assert f"andon: {line}\n" in capsys.readouterr().err
+
+
+H = "0123456789abcdef"
+
+
+@pytest.mark.parametrize(
+    ("limit", "said"),
+    [
+        ("confusion.MOST_BYTES", r"data\.eval: the confusion matrix of \d+ rows of 3 classes may take \d+ bytes"),
+        ("MOST_JSON", r"data\.train: 3 labels of \d+ bytes in all may make summary\.json \d+ bytes"),
+        ("MOST_SETTINGS", r"data\.train: 3 labels of \d+ bytes in all may make adapter/config\.json \d+ bytes"),
+        ("MAX_LINE", r"training\.batch_size: the ledger's line of a step of 8 rows on 2 workers may take \d+ bytes"),
+    ],
+)
+def test_what_would_not_fit_is_said_before_the_run(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch, limit: str, said: str
+) -> None:
+    """`andon check` names the key, the size and the limit; it would end the run at its first line, or its last."""
+    config = load_config(None, runs.overrides(), {"run.backend": "inline"})
+    assert any("rows to train on" in line for line in describe(config))
+    monkeypatch.setattr(f"andon.training.limits.{limit}", 10)
+    with pytest.raises(InputError, match=said):
+        list(describe(config))
+
+
+def test_no_class_takes_more_of_a_summary_than_is_reserved() -> None:
+    wrong, right = (((k, (k + 1) % 99, 10**9 + k) for k in range(99)), ((k, k, 12_345_678 + k) for k in range(99)))
+    found = scores(Confusion(99, tuple(sorted([*wrong, *right])))).as_dict()
+    text = json_bytes({"eval": {"classes": found["classes"]}})
+    assert len(text) < 99 * limits._CLASS
+
+
+def test_no_rank_takes_more_of_a_line_than_is_reserved() -> None:
+    part = RankPart(rank=1 << 14, leaves=(), ids=(), weights=H, gradient=H, optimizer=H, content=H)
+    real = Real.of(0.1)
+    step: Any = Step(1, 0, 0, (), 0, real, real, real, 0, 1, "inline", StepDigests(H, H, H, H), ())
+    one = len(encode(step, 0, GENESIS))
+    assert len(encode(replace(step, ranks=(part,) * 100), 0, GENESIS)) - one < 100 * limits._RANK
+    ids = tuple(range(900, 1000))
+    own = replace(part, ids=ids)
+    more = len(encode(replace(step, ids=ids, ranks=(own,)), 0, GENESIS)) - one
+    assert more < 2 * len(ids) * len("999,") + limits._RANK
+
+
+def session(backend: str, devices: list[str]) -> Any:
+    """As much of a session as says where it runs."""
+    where = SimpleNamespace(backend=SimpleNamespace(name=backend, world_size=1, ranks=(0,)))
+    return SimpleNamespace(run=where, environment=environment(1, devices))
+
+
+def test_ranks_of_two_kinds_have_the_rest_alike() -> None:
+    assert _versions(session("mixed", ["H200"])) == _versions(session("mixed", []))
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_ranks_of_one_kind_have_everything_alike(backend: str) -> None:
+    assert _versions(session(backend, ["H200"])) != _versions(session(backend, ["A100"]))
+    assert _versions(session(backend, ["H200"])) != _versions(session(backend, []))
+
+
+def attested(backend: str, masking: Masking, monkeypatch: pytest.MonkeyPatch) -> int:
+    """What a rank on a GPU shows the others of how its model is told who sees whom."""
+    shown: list[dict[str, int]] = []
+    alike = SimpleNamespace(digest="one")
+    starting = session(backend, ["H200"])
+    starting.config, starting.run.writes = Config(), True
+    starting.material = SimpleNamespace(rows=alike, tokenizer=alike)
+    starting.run.primary = SimpleNamespace(model=None, device=torch.device("cuda", 0), optimizer_digest=lambda: 1)
+    starting.run.step = SimpleNamespace(attest_start=shown.append)
+    monkeypatch.setattr(run, "masking_of", lambda *_: masking)
+    agree_on_start(starting, Progress())
+    return shown[0]["attention"]
+
+
+def test_ranks_compare_how_their_models_are_told_who_sees_whom(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {each: attested("nccl", each, monkeypatch) for each in Masking}
+    assert len(set(found.values())) == len(Masking)
+    assert len({attested("mixed", each, monkeypatch) for each in Masking}) == 1
+
+
+def test_a_model_at_which_the_host_waits_for_the_gpu_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    attested("nccl", Masking.UNMASKED, monkeypatch)
+    assert capsys.readouterr().err == ""
+    attested("nccl", Masking.TOKENS, monkeypatch)
+    assert "at which the host waits for the GPU once a pass" in capsys.readouterr().err

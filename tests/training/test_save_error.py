@@ -1,13 +1,17 @@
-"""A disk that refuses a checkpoint: the run stops, or says so and goes on with the last one intact, on all ranks."""
+"""What happens to the files of a run while it trains: a disk that refuses, folders that go, data that changes, and a
+standard error that nobody reads."""
 
 from __future__ import annotations
 
+import io
 import itertools
 import os
 import shutil
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 
@@ -19,7 +23,7 @@ from andon.run.folder import RunFolder
 from andon.training import run
 from andon.training.run import train
 from andon_contracts.violation import Violation
-from tests.training.entries import refusing
+from tests.training.entries import after_update, refusing
 from tests.training.runs import Runs, checkpoints, outcome, records, summary
 
 GO_ON = "run.on_save_error=continue"
@@ -195,3 +199,65 @@ def train_inline(runs: Runs, folder: Path, *more: str, stop: Callable[[], bool] 
     """A run in this process."""
     config = load_config(None, runs.overrides(*more), {"run.dir": str(folder), "run.backend": "inline"})
     return train(config, RunFolder(folder), stop)
+
+
+def _full() -> TextIO:
+    return open("/dev/full", "w", encoding="utf-8", buffering=1)
+
+
+def _closed_pipe() -> TextIO:
+    reading, writing = os.pipe()
+    os.close(reading)
+    return os.fdopen(writing, "w", buffering=1, encoding="utf-8")
+
+
+def _closed() -> TextIO:
+    stream = io.StringIO()
+    stream.close()
+    return stream
+
+
+@pytest.mark.parametrize("broken", [_full, _closed_pipe, _closed])
+def test_a_run_goes_on_without_its_lines(
+    runs: Runs, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: Callable[[], TextIO]
+) -> None:
+    stream = broken()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", stream)  # here: pytest puts its own between a fixture and its test
+        assert runs.train(tmp_path / "run", "run.log_every=1") == 0
+    with suppress(OSError):
+        stream.close()
+    assert outcome(tmp_path / "run") == outcome(whole)
+
+
+def _append(path: Path) -> None:
+    with path.open("a") as file:
+        file.write('{"text": "one more", "label": "red"}\n')
+
+
+CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a row more": (_append, "has 46 rows now, and 45 were read"),
+    "other rows": (lambda path: path.write_text(path.read_text().replace("thing", "being")), "has 45 rows now"),
+    "no rows": (lambda path: path.unlink(), "can no longer be read"),
+    "only touched": (lambda path: path.touch(), ""),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_of_the_data_is_told_at_the_end(
+    runs: Runs,
+    whole: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    change: str,
+) -> None:
+    do, words = CHANGES[change]
+    own = Runs(Path(shutil.copy(runs.data, tmp_path / "train.jsonl")))
+    after_update(monkeypatch, 5, lambda replica: do(own.data))
+    assert own.train(tmp_path / "run") == 0
+    assert outcome(tmp_path / "run") == outcome(whole)
+    told = [line for line in capfd.readouterr().err.splitlines() if "data.train is not what this run was" in line]
+    found = summary(tmp_path / "run").get("data_changed", {})
+    assert len(told) == len(found) == (1 if words else 0)
+    assert all(words in line for line in (*told, *found.values()))

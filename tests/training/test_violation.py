@@ -1,23 +1,28 @@
-"""A broken contract ends the run: exit 70, one line, and nothing of that step is kept."""
+"""Runs that end before their last step, by a broken contract (70) or a rank that leaves (71), keep nothing of it."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 
+import andon.step.step
+from andon.config.load import load_config
 from andon.console.exits import Exit
+from andon.console.problems import InputError
 from andon.inspection.recorded import open_recorded
 from andon.inspection.show import overview
 from andon.run.folder import RunFolder
-from andon.step.replica import Replica
+from andon.training.run import train
 from andon_contracts.violation import Violation
-from andon_falsify.claims.ledgers import read_run, verify
+from andon_falsify.claims.ledgers import read_run, unfinished, verify
 from andon_falsify.verdict import Outcome
-from tests.training.entries import AT
-from tests.training.runs import Runs, checkpoints, outcome, records, summary
+from tests.training.entries import AT, after_update
+from tests.training.runs import STEPS, Runs, checkpoints, outcome, records, summary
 
 
 def kept(folder: Path) -> None:
@@ -79,16 +84,7 @@ def test_updates_that_a_violation_was_found_behind_are_taken_back(runs: Runs, wh
 
 
 def test_in_one_process_it_is_raised(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    update = Replica.apply
-    seen: list[Replica] = []
-
-    def apply(replica: Replica) -> None:
-        update(replica)
-        if replica.updates == AT and not seen:
-            seen.append(replica)
-            replica.parameters.weights.data[3] *= -1.0
-
-    monkeypatch.setattr(Replica, "apply", apply)
+    after_update(monkeypatch, AT, lambda replica: replica.parameters.weights.data[3].mul_(-1.0))
     with pytest.raises(Violation) as caught:
         runs.train(tmp_path / "run", backend="threads", workers=3)
     assert (caught.value.clause, caught.value.step) == ("replicas-agree", AT)
@@ -107,3 +103,78 @@ def test_a_checkpoint_that_is_not_what_was_saved_ends_every_rank(
     assert codes == [Exit.VIOLATION] * 2
     assert "checkpoint-whole broken at step 8" in capfd.readouterr().err
     assert checkpoints(folder) == ["step-00000004", "step-00000006"]
+
+
+SAID = {
+    "all_leave": f"andon: ranks 0, 1 of 2: left by sys.exit(0) in the update of step {AT}, before the end of the run",
+    "one_leaves": f"andon: rank 1 of 2: left by sys.exit(0) in the update of step {AT}, before the end of the run",
+    "all_vanish": "andon: ranks 0, 1 of 2 ended with exit code 0 before the end of the run, and left no report",
+}
+
+
+@pytest.mark.parametrize("entry", SAID)
+def test_ranks_that_leave_are_lost(
+    runs: Runs, whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], entry: str
+) -> None:
+    """By `sys.exit` or by `os._exit`, all or one of them: 71 and who; the folder is not finished, and goes on."""
+    folder = tmp_path / "run"
+    ended = runs.train(folder, backend="gloo", workers=2, entry=f"tests.training.entries:{entry}")
+    assert ended == Exit.RANK_LOST
+    assert SAID[entry] in capfd.readouterr().err
+    assert unfinished(read_run(folder)) == f"is not finished: {AT - 1} of {STEPS} steps, without an end in its ledger"
+    if entry == "all_vanish":
+        assert runs.train(folder, backend="threads", workers=1, resume="auto") == 0
+        assert outcome(folder) == outcome(whole)
+        assert unfinished(read_run(folder)) == ""
+
+
+def test_to_leave_in_one_process_is_no_success_either(
+    runs: Runs,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    after_update(monkeypatch, AT, lambda replica: sys.exit(0), each=True)
+    assert runs.train(tmp_path / "run", backend="threads", workers=2) == Exit.RANK_LOST
+    said = capfd.readouterr().err
+    assert f"the run is not finished: something in it called sys.exit(0) after step {AT - 1} of {STEPS}" in said
+    assert f"--run-dir {tmp_path / 'run'} --resume auto" in said
+    with pytest.raises(
+        InputError, match=rf"a run that is not finished \(after step {AT - 1} of {STEPS}\); add --resume"
+    ):
+        runs.train(tmp_path / "run")
+
+
+@pytest.fixture
+def judged_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step of this process is judged late, although it is on the CPU."""
+    monkeypatch.setattr(andon.step.step, "reads_late", lambda backend: True)
+
+
+def _ledger(folder: Path) -> list[object]:
+    return [step.digests for step in records(folder, "step")]
+
+
+@pytest.mark.usefixtures("judged_late")
+def test_a_late_violation_keeps_nothing_of_its_step(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A weight flips after update 7: found when update 7 is read, with update 8 launched and held back."""
+    after_update(monkeypatch, AT, lambda replica: replica.parameters.weights.data[3].mul_(-1.0))
+    folder = tmp_path / "run"
+    with pytest.raises(Violation) as caught:
+        runs.train(folder, backend="inline", workers=3)
+    assert (caught.value.clause, caught.value.step) == ("replicas-agree", AT)
+    assert [step.step for step in records(folder, "step")] == list(range(1, AT))
+    assert summary(folder)["weights_digest"] == records(folder, "step")[-1].digests.weights
+
+
+@pytest.mark.usefixtures("judged_late")
+def test_a_late_run_that_is_asked_to_end_goes_on_to_the_same_bits(runs: Runs, whole: Path, tmp_path: Path) -> None:
+    folder, steps = tmp_path / "run", itertools.count(1)
+    config = load_config(None, runs.overrides(), {"run.dir": str(folder), "run.backend": "inline"})
+    assert train(config, RunFolder(folder), lambda: next(steps) >= 2) == Exit.PREEMPTED
+    assert [step.step for step in records(folder, "step")] == [1, 2, 3]
+    assert checkpoints(folder) == ["step-00000003"]
+    assert runs.train(folder, resume="auto") == 0
+    assert outcome(folder) == outcome(whole)
