@@ -1,4 +1,4 @@
-"""The `andon` command, in the process of the test and in processes of its own."""
+"""Runs the `andon` command in the process of the test, or as a process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the commands do when all is well: in this process, and in a process where that is what is tested."""
+"""The commands on good input. Most run in this process; start-up, torchrun, pipes and signals need a real one."""
 
 from __future__ import annotations
 
@@ -204,22 +204,6 @@ def test_predict_labels_each_line(run: Path) -> None:
     assert [one["text"] for one in found] == texts
     assert {one["label"] for one in found} <= {"red", "green", "blue"}
     assert all(1 / 3 <= one["probability"] <= 1 for one in found)
-
-
-def test_predict_for_a_reader_that_has_enough(run: Path) -> None:
-    """`andon predict RUN | head -1`: the reader goes, the command ends well and says nothing."""
-    command = '"$0" -m andon predict "$1" | head -1; echo "${PIPESTATUS[0]}"'
-    done = subprocess.run(
-        ["bash", "-c", command, sys.executable, str(run)],
-        input="red thing\n" * 2000,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
-    first, code = done.stdout.splitlines()
-    assert json.loads(first)["text"] == "red thing"
-    assert (code, done.stderr) == ("0", "")
 
 
 @pytest.mark.parametrize("module", ["andon.cli.commands", "andon.cli.plan"])

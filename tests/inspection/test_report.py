@@ -400,7 +400,7 @@ def test_who_does_not_see_the_pictures_has_their_words_and_numbers(run: Path) ->
 
 
 def long_run(path: Path) -> Path:
-    """A ledger of 2,500 steps with a spike in one loss, one that is not finite, and an evaluation every 50."""
+    """A ledger of 2,500 steps with a spike in the loss, a loss of NaN, and an evaluation every 50 steps."""
 
     def lines(number: int) -> list[Record]:
         odd = {1_944: 1e6, 1_250: math.nan}.get(number, 1 + 0.5 * math.sin(number))
@@ -414,7 +414,7 @@ def long_run(path: Path) -> Path:
 
 
 def test_a_long_run_is_a_small_page_that_hides_no_spike(tmp_path: Path) -> None:
-    """At most 2 MB; the one high loss among 2,500 is in picture and table, and so is the one that is not finite."""
+    """The page has at most 2 MB. Picture and table show the one high loss and the NaN among 2,500."""
     path = long_run(tmp_path / "l.jsonl")
     page = page_of(path, path)
     assert len(page.page.encode()) <= 2_000_000

@@ -1,4 +1,4 @@
-"""`andon show` and `andon explain`: what a ledger and a bundle say, no more and no less."""
+"""`andon show` and `andon explain` print what a ledger and a bundle hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run folders that are made once in a test process; a test copies the one that it changes.
+"""Run folders made once in a test process; a test copies a folder before it changes it.
 
 The conftest of a folder of tests imports the fixtures that it needs.
 """
@@ -28,7 +28,7 @@ def stopped(overrides: list[str], folder: Path, step: int) -> Path:
 
 @dataclass(frozen=True)
 class Interrupted:
-    """Gives copies of runs that were asked to end in a step."""
+    """Copies interrupted runs; trains each only once."""
 
     runs: Runs
     place: Path
@@ -64,5 +64,5 @@ def copy(whole: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def interrupted(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Interrupted:
-    """Gives copies of runs that were asked to end in a step."""
+    """Copies interrupted runs."""
     return Interrupted(runs, tmp_path_factory.mktemp("interrupted"))

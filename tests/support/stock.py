@@ -1,4 +1,4 @@
-"""A process with stock transformers, in which Andon cannot be imported: it runs the programs of many tests."""
+"""A process with stock transformers and without Andon, which runs the programs of many tests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ for line in sys.stdin:
 
 
 class Stock:
-    """Runs programs one after another, offline, in a folder of its own; ends with the `with` block."""
+    """Runs programs one after another in `folder`, offline; the process ends with the `with` block."""
 
     def __init__(self, folder: Path) -> None:
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

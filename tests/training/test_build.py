@@ -82,7 +82,7 @@ def turned(folder: Path, target: Path) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("kind", OF_CLASSES, ids=[kind.task for kind in OF_CLASSES])
 def test_an_untrained_run_scores_as_its_base(kind: Kind, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A base whose order is not the alphabet's, gone on with at a rate of nearly nothing, keeps its scores."""
+    """The classes of the base are not in alphabetical order. Trained at almost no learning rate, it keeps its scores."""
     data = written(tmp_path, kind)
     learned = Kind(kind.task, kind.rows, "", kind.found, (*kind.settings, "optimizer.lr=0.05", "adapter.kind=none"))
     assert started(learned, data, tmp_path / "first", "inline", 1) == 0

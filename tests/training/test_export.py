@@ -311,7 +311,7 @@ def test_names_of_others_are_but_names_in_a_card() -> None:
 
 
 def base_of(kind: Kind, folder: Path) -> Path:
-    """An encoder with a head of its own for another problem and of another size."""
+    """An encoder with a head for another problem and of another size."""
     small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     others = {"num_labels": 5, "problem_type": "regression"}
     with seeded(3):
@@ -334,7 +334,7 @@ def of_kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def asked_rows(folder: Path) -> list[dict[str, Any]]:
-    """Eight rows as they are asked; the last is longer than the 128 tokens at which a run cuts."""
+    """Eight rows of input; the last is longer than the 128 tokens at which a run cuts."""
     rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()[:8]]
     rows[-1]["tokens" if "tokens" in rows[-1] else "text"] *= 30 if "tokens" in rows[-1] else 8
     return [{key: row[key] for key in ("text", "about", "tokens") if key in row} for row in rows]
@@ -438,7 +438,7 @@ def turns(prompt: str, answer: str) -> list[dict[str, str]]:
 
 
 def conversations(folder: Path, form: str) -> Path:
-    """Rows of which the answer is the first letter of the word that is asked for."""
+    """Rows whose answer is the first letter of the word in the prompt."""
     path = folder / "talk.jsonl"
     words = [("red", "green", "blue")[number % 3] for number in range(45)]
     asked = [f"{'say it: ' * (number % 2)}{word}?" for number, word in enumerate(words)]
@@ -448,7 +448,7 @@ def conversations(folder: Path, form: str) -> Path:
 
 
 def chat_base(folder: Path) -> None:
-    """A decoder with a chat template, whose own end of an answer is another than the one that is trained."""
+    """A decoder with a chat template. Its end-of-text token is not the token that ends a trained answer."""
     words = tokenizer(CHATML, eos="</s>")
     small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}

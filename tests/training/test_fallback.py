@@ -60,14 +60,13 @@ def _late_clock(seconds: float) -> str:
 
 @pytest.mark.parametrize(("seconds", "words"), [(0.0, ""), (20.0, "rank 1's is 20.0 s behind"), (-3600.0, "ahead")])
 def test_clocks_that_are_apart_are_told(seconds: float, words: str) -> None:
-    """Whose, by how much and which way, on every rank alike; those of one host are not."""
+    """Every rank reports the same: which clock, by how much and in which direction."""
     said = [outcome.get() for outcome in run_ranks(3, _late_clock, seconds)]
     assert len(set(said)) == 1
     assert (words in said[0]) if words else said[0] == ""
 
 
 def test_one_process_has_one_clock() -> None:
-    """Where all ranks are in one process nothing is asked."""
     assert clocks_apart(InlineBackend([torch.device("cpu")] * 2)) == ""
 
 

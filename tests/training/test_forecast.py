@@ -195,7 +195,7 @@ def test_small_eager_passes_are_captured(
 
 @pytest.mark.parametrize(("asked", "free", "kept"), [("auto", 15, 5), ("auto", 14, 0), ("always", 14, 5)])
 def test_graphs_are_left_out_where_there_is_no_room(asked: str, free: int, kept: int) -> None:
-    """Ten bytes lasting and five of graphs: nobody is refused for what he did not ask for."""
+    """Ten bytes of weights and five of graphs. Only graphs that the user asked for count as needed."""
     plan = MemoryPlan(**dict.fromkeys((each.name for each in fields(MemoryPlan)), 0) | {"base": 10, "graphs": 5})
     config = Config.model_validate({"run": {"backend": "nccl", "cuda_graphs": asked}})
     assert with_graphs_that_fit(plan, config, free).graphs == kept

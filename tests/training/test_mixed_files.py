@@ -51,8 +51,7 @@ def run(folder: Path, settings: list[str], workers: int = 1, backend: str = "inl
 
 @pytest.mark.parametrize("task", ["classification", "sft-packed"])
 def test_a_resumed_run_ends_with_the_same_bits(task: str, tmp_path: Path) -> None:
-    """Interrupted by one worker, resumed by three: what `andon verify` says holds, an epoch's rows once each among it;
-    scores are told by file."""
+    """One worker is interrupted and three resume. `andon verify` finds nothing, and the summary has scores by file."""
     settings = mixture(tmp_path, task)
     alone, again = tmp_path / "alone", stopped(settings, tmp_path / "again", 3)
     assert run(alone, settings) == Exit.OK

@@ -22,7 +22,7 @@ from tests.launch.sessions import wait_until_empty
 from tests.repository.sources import ROOT
 from tests.training.runs import Runs, outcome
 
-# Deep: real kernels. tests/training/test_api.py shows by default what a program gets, and what it keeps of its own.
+# Deep: real kernels. By default, tests/training/test_api.py shows what a program gets and that its settings stay.
 pytestmark = pytest.mark.deep
 
 SECTION = re.search(r"^## From Python\n(.*?)^## ", (ROOT / "docs" / "usage.md").read_text(), re.MULTILINE | re.DOTALL)

@@ -1,4 +1,4 @@
-"""What is said, compared and refused before the first step."""
+"""Notices, comparisons between ranks, and refusals before the first step."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_no_rank_takes_more_of_a_line_than_is_reserved() -> None:
 
 
 def session(backend: str, devices: list[str]) -> Any:
-    """As much of a session as says where it runs."""
+    """The parts of a session that tell its backend and devices."""
     where = SimpleNamespace(backend=SimpleNamespace(name=backend, world_size=1, ranks=(0,)))
     return SimpleNamespace(run=where, environment=environment(1, devices))
 
@@ -134,7 +134,7 @@ def test_ranks_of_one_kind_have_everything_alike(backend: str) -> None:
 
 
 def attested(backend: str, masking: Masking, monkeypatch: pytest.MonkeyPatch) -> int:
-    """What a rank on a GPU shows the others of how its model is told who sees whom."""
+    """The digest of its attention mask that a rank on a GPU sends to the others."""
     shown: list[dict[str, int]] = []
     alike = SimpleNamespace(digest="one")
     starting = session(backend, ["H200"])

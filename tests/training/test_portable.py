@@ -53,8 +53,8 @@ def python(folder: Path, *arguments: str) -> str:
     return ended.stdout
 
 
-# One program, in two interpreters: one that has only loaded torch, and one that has computed before. It trains, goes on
-# and replays as asked for, and says how each ended and what is left in its environment.
+# One program for two interpreters: the first has only loaded torch, the second has computed. The program trains, resumes
+# and replays. It prints how each ended and which variables stay in its environment.
 PROGRAM = """
 import contextlib, io, json, os, sys
 import torch

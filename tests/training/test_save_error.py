@@ -1,5 +1,4 @@
-"""What happens to the files of a run while it trains: a disk that refuses, folders that go, data that changes, and a
-standard error that nobody reads."""
+"""Faults around a run while it trains: a full disk, removed folders, changed data, a closed standard error."""
 
 from __future__ import annotations
 

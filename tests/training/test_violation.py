@@ -116,7 +116,7 @@ SAID = {
 def test_ranks_that_leave_are_lost(
     runs: Runs, whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], entry: str
 ) -> None:
-    """By `sys.exit` or by `os._exit`, all or one of them: 71 and who; the folder is not finished, and goes on."""
+    """By `sys.exit` or by `os._exit`: exit code 71 and a line with the ranks. The run is not finished, and resumes."""
     folder = tmp_path / "run"
     ended = runs.train(folder, backend="gloo", workers=2, entry=f"tests.training.entries:{entry}")
     assert ended == Exit.RANK_LOST
