@@ -108,7 +108,6 @@ def test_a_run_that_does_not_exist(tmp_path: Path, command: str) -> None:
 
 @pytest.mark.parametrize("command", ["eval", "predict", "show", "explain", "diff", "replay", "init", "check"])
 def test_a_path_that_is_too_long(tmp_path: Path, command: str) -> None:
-    """No file system has names of 300 letters: one line that names the path and says so, wherever one is given."""
     long = "a" * 300
     more = {"eval": ["none.csv"], "diff": [long], "replay": ["--steps", "1"]}
     refused(cli(command, long, *more.get(command, []), folder=tmp_path), "cannot be read: File name too long")
@@ -226,7 +225,6 @@ FULL = [
 def test_a_full_standard_output_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
 ) -> None:
-    """What was asked for is lost, so no command ends with 0, with a verdict, or as if it had failed itself."""
     broken = Broken("finite", 2, (1,), "w", "NaN", {})
     ledger = write(tmp_path / "l.jsonl", [*whole_run()[:3], broken])
     write_json(campaign(), tmp_path / "report.json")
@@ -243,7 +241,6 @@ def test_a_full_standard_output_is_named(
 
 @pytest.mark.parametrize("command", ["show", "verify"])
 def test_a_reader_who_goes_away_is_no_error(tmp_path: Path, command: str) -> None:
-    """`andon show RUN | head -1` has shown what was asked for."""
     ledger = write(tmp_path / "l.jsonl", whole_run())
     reading, writing = os.pipe()
     os.close(reading)

@@ -174,7 +174,6 @@ def test_eval_gives_the_runs_own_scores(run: Path) -> None:
 
 
 def test_eval_of_a_file_with_other_columns_than_the_run(run: Path, tmp_path: Path) -> None:
-    """It is refused with the flags that name its columns, which `eval` takes, and then gives the same scores."""
     rows = [json.loads(line) for line in (run.parent / "test.jsonl").read_text().splitlines()]
     data = tmp_path / "other.csv"
     data.write_text("what,kind\n" + "".join(f"{row['text']},{row['label']}\n" for row in rows))
@@ -208,7 +207,6 @@ def test_predict_labels_each_line(run: Path) -> None:
 
 @pytest.mark.parametrize("module", ["andon.cli.commands", "andon.cli.plan"])
 def test_an_interrupt_while_the_command_is_imported(module: str) -> None:
-    """Ctrl-C before anything was done: one line and 130, as a shell has it."""
     program = (
         "import os, signal, sys\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a background job inherits it ignored
@@ -224,7 +222,6 @@ def test_an_interrupt_while_the_command_is_imported(module: str) -> None:
 
 
 def test_predict_names_every_bad_line(run: Path) -> None:
-    """Bytes that are not UTF-8 and empty lines, by line; nothing is predicted then."""
     ended = cli("predict", run, stdin=b"good\n\xff\n\ngood\n")
     assert (ended.code, ended.out) == (2, [])
     assert ended.said == ["andon: stdin:2: is not UTF-8: byte 0xff at column 1", "andon: stdin:3: the text is empty"]
@@ -259,7 +256,6 @@ SETS = [part for each in SMALL for part in ("--set", each)]
 
 
 def test_a_plan_in_words_and_as_json(tmp_path: Path) -> None:
-    """Fits: 0 and JSON in bytes. Does not fit: 2, and which settings need less. Nothing is written anywhere."""
     config = tmp_path / "config.yaml"
     config.write_text(f"data: {{train: {write_jsonl(tmp_path / 'rows.jsonl')}}}\n", encoding="utf-8")
     before = tree(tmp_path)
@@ -282,7 +278,6 @@ def test_a_plan_in_words_and_as_json(tmp_path: Path) -> None:
     [("plan", "andon.training.forecast", "forecast"), ("check", "andon.training.preview", "describe")],
 )
 def test_a_plan_that_the_kernel_kills_says_so(tmp_path: Path, command: str, module: str, function: str) -> None:
-    """Out of memory it was gone without a word. 71 as for a rank, with the signal and what the kernel says of it."""
     program = f"""
 import os, signal, sys, types
 found = types.ModuleType({module!r})
@@ -298,7 +293,6 @@ main()
 
 
 def test_numbers_that_are_none_are_refused(tmp_path: Path) -> None:
-    """One line that has the value in it, and 2."""
     config = tmp_path / "config.yaml"
     config.write_text("seed: 1\n", encoding="utf-8")
     for flags in (("--workers", "2,x"), ("--workers", "0"), ("--workers", "000019999"), ("--gpu-memory", "-1")):

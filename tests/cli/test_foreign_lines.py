@@ -64,7 +64,6 @@ def run(whole: Path, tmp_path: Path) -> Path:
 
 
 def _set(path: Path, value: object, *keys: str) -> None:
-    """Set one value of a JSON file, by the keys that lead to it."""
     whole = inner = json.loads(path.read_text())
     for key in keys[:-1]:
         inner = inner[key]
@@ -204,7 +203,6 @@ def test_a_name_that_is_no_utf_8_is_refused_with_what_to_do() -> None:
 
 
 def test_a_folder_that_was_removed_is_no_place_to_start_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither relative paths nor torch work there."""
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)

@@ -28,7 +28,6 @@ def predicted(*arguments: str | Path, stdin: bytes = b"") -> str:
 
 
 def records(*arguments: str | Path) -> list[dict[str, Any]]:
-    """Its lines, as JSON."""
     return [json.loads(line) for line in predicted(*arguments).splitlines()]
 
 
@@ -135,7 +134,6 @@ def test_an_output_that_cannot_be_is_refused_before_anything_is_read(run: Path, 
     ],
 )
 def test_a_table_on_standard_input_is_not_guessed_but_told(run: Path, first: str, warned: bool) -> None:
-    """Each line is a text, as ever; where the first one reads like a table's, the command to type is said."""
     ended = CliRunner().invoke(app, ["predict", str(run)], input=f"{first}\nred thing\n", catch_exceptions=False)
     assert [json.loads(line)["text"] for line in ended.stdout.splitlines()] == [first, "red thing"]
     assert (f"andon predict {run} --data FILE.csv" in ended.stderr) == warned == bool(ended.stderr)
@@ -182,5 +180,4 @@ def test_another_base_is_refused(moved: Path, run: Path) -> None:
 
 
 def test_a_whole_model_needs_no_base(moved: Path) -> None:
-    """A run of every weight goes on predicting where what it began from is gone."""
     assert len(records(moved / "run-base", moved / "train.csv")) == 30

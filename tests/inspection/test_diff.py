@@ -26,7 +26,6 @@ SAME, DIFFERENT, INCOMPARABLE = Comparison.SAME, Comparison.DIFFERENT, Compariso
 
 
 def of(tmp_path: Path, one: Sequence[Record], other: Sequence[Record]) -> Differences:
-    """The comparison of two ledgers."""
     return compare(read_side(write(tmp_path / "a.jsonl", one)), read_side(write(tmp_path / "b.jsonl", other)))
 
 
@@ -43,7 +42,6 @@ def test_equal_runs_are_the_same_wherever_they_ran(tmp_path: Path) -> None:
     [("ids", (9, 0)), ("loss", Real.of(7.0)), ("lr", Real.of(0.25)), ("grad_norm", Real.of(3.0)), ("correct", 2)],
 )
 def test_the_first_step_that_differs_is_named_with_its_field(tmp_path: Path, field: str, value: object) -> None:
-    """Step 1 is alike, step 2 is not; what differs has both values."""
     other = whole_run()
     other[3] = replace(step(2, (1, 3)), **{field: value})  # type: ignore[arg-type]
     report = of(tmp_path, whole_run(), other)
@@ -88,7 +86,6 @@ def test_what_one_watch_was_not_told_is_no_difference(tmp_path: Path) -> None:
 
 
 def test_runs_that_part_are_said_to_be_of_other_lengths_and_places(tmp_path: Path) -> None:
-    """A ledger that ends after its first update, which is another one; one without updates has no known place."""
     short = [*whole_run()[:1], step(1, (2, 0), weights=9)]
     assert "; 2 | 1 steps in all" in "\n".join(of(tmp_path, whole_run(), short).lines)
     (tmp_path / "a.jsonl").unlink()
@@ -170,7 +167,6 @@ def test_a_name_counts_where_a_digest_is_missing(run: Path, tmp_path: Path) -> N
 
 
 def test_runs_without_a_common_step_are_not_called_the_same(tmp_path: Path) -> None:
-    """Nothing was compared but settings: one has not begun, or neither has."""
     report = of(tmp_path, [start()], whole_run())
     assert (report.result, report.lines[-1]) == (
         INCOMPARABLE,
@@ -204,7 +200,6 @@ def test_minus_zero_is_another_tensor(tmp_path: Path) -> None:
 
 
 def test_two_real_runs_part_where_their_learning_rates_do(runs: Runs, run: Path, tmp_path: Path) -> None:
-    """Another warm-up changes the rate of step 1 and so the weights after it; rows, loss and gradient are the same."""
     other = tmp_path / "other"
     assert runs.train(other, "schedule.warmup_fraction=0.5", workers=1) == 0
     report = compare(read_side(run), read_side(other))
@@ -243,6 +238,5 @@ def test_other_data_is_named(run: Path, tmp_path: Path) -> None:
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
-    """A path that is neither run, ledger nor configuration."""
     with pytest.raises(InputError, match="there is no such run"):
         read_side(tmp_path / "nothing")

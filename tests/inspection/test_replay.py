@@ -137,7 +137,6 @@ def test_another_machine_is_not_comparable(run: Path, tmp_path: Path) -> None:
 
 
 def test_restored_weights_that_are_not_the_ledgers_are_said(run: Path, tmp_path: Path) -> None:
-    """Where the start already differs, no step is done again."""
     start = open_recorded(run).start
     assert start is not None
     other = replace(start, digests={**start.digests, "weights": "12" * 8})
@@ -158,7 +157,6 @@ def test_other_data_cannot_be_replayed(runs: Runs, run: Path, tmp_path: Path) ->
 
 
 def test_ranks_that_cannot_replay_say_all_that_is_wrong(runs: Runs, run: Path, tmp_path: Path) -> None:
-    """Each mistake is a problem of its own, as where the rank is this process."""
     changed = tmp_path / "train.jsonl"
     changed.write_text('{"text": "", "label": 0}\n{"text": "a", "label": -1}\n')
     folder = _rewritten(run, tmp_path / "r", {})

@@ -39,7 +39,6 @@ LONG = 2_500
 
 
 def page_of(*paths: Path, verdicts: Sequence[Verdict | None] | None = None) -> Tables:
-    """The page of one run or two, taken apart."""
     runs = [read_told(read_side(path)) for path in paths]
     apart = compare(runs[0].side, runs[1].side) if len(runs) > 1 else None
     return Tables(render(Page(runs, verdicts or [None] * len(runs), apart)))
@@ -57,7 +56,6 @@ _BUCKETS = ["steps", "lowest", "highest", "not finite"]
 
 
 def reals(found: list[Step], name: str) -> dict[int, float]:
-    """A field of steps by step."""
     return {each.step: getattr(each, name).value for each in found}
 
 
@@ -117,7 +115,6 @@ def test_the_command_repeats_the_run(run: Path, tmp_path: Path) -> None:
 
 
 def test_settings_of_the_embedded_model_are_told_of_it_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a base they were not read; paths below the folder in which one works are told from there, others whole."""
     monkeypatch.chdir(tmp_path)
     files = f"data:\n  train: [{tmp_path}/a.csv, /elsewhere/b.csv]\n"
     told = []
@@ -155,7 +152,6 @@ def test_the_page_of_two_runs_is_not_written_over_that_of_one(tmp_path: Path) ->
 
 
 def test_the_command_writes_the_page_and_says_where(run: Path, tmp_path: Path) -> None:
-    """RUN/report.html where nothing else is said, and nothing else of the run changes; the verdict is `verify`'s."""
     before = tree(run)
     done = cli("report", run)
     assert (done.code, done.out) == (0, [f"wrote {run / 'report.html'}"])
@@ -188,7 +184,6 @@ def test_what_is_no_run_or_no_page_is_refused(run: Path, tmp_path: Path) -> None
 
 
 def test_a_run_that_was_killed_and_goes_on_says_both(runs: Runs, tmp_path: Path) -> None:
-    """First how far it came and how to go on; after the resume that it was cut off, and from where it went on."""
     folder = tmp_path / "run"
     runs.train(folder, backend="gloo", workers=2, entry="tests.training.entries:kill_rank")
     page = page_of(folder)
@@ -248,7 +243,6 @@ def test_the_ledger_of_a_watch_has_what_the_watch_knows(tmp_path: Path) -> None:
 
 
 def test_other_scores_than_of_classes_are_shown_by_name(tmp_path: Path) -> None:
-    """Numbers, words, objects and lists of objects of any task; no matrix where there is none."""
     scores = {"rmse": 0.5, "rows": 7, "by": {"q50": 1.25}, "heads": [{"mae": 2.5}], "no": None}
     scores |= {"sources": {"web": {"loss": 0.75}, "chat": {"tokens": 9}}}
     page = page_of(hostile_run(tmp_path / "run", scores))
@@ -433,7 +427,6 @@ def test_a_long_run_is_a_small_page_that_hides_no_spike(tmp_path: Path) -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 10**9), st.floats()), min_size=1, max_size=60, unique_by=lambda each: each[0]))
 def test_buckets_have_every_extreme_and_every_count(points: list[tuple[int, float]]) -> None:
-    """However long a series and whatever its numbers: extremes are drawn at their own steps, nothing is uncounted."""
     points = sorted(points)
     found = bucketed(points, most=7)
     assert len(found) <= 7

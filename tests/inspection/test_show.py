@@ -42,7 +42,6 @@ def test_the_overview_tells_a_run_in_order(tmp_path: Path) -> None:
 
 
 def test_a_resume_and_what_it_cut_off_are_told(tmp_path: Path) -> None:
-    """Where a run went on, on what, and that a torn line was cut off."""
     lines = list(overview(open_recorded(write(tmp_path / "l.jsonl", resumed_run(torn=17)))))
     (line,) = (line for line in lines if line.startswith("resume"))
     assert "after step 1 from step-00000001 on 1 inline workers" in line
@@ -50,7 +49,6 @@ def test_a_resume_and_what_it_cut_off_are_told(tmp_path: Path) -> None:
 
 
 def test_what_was_taken_back_is_told(tmp_path: Path) -> None:
-    """Which steps, for which clause, and that a step done again is the one that counts."""
     records = retracted_run()
     lines = list(overview(open_recorded(write(tmp_path / "l.jsonl", records))))
     assert "retraction  step 2 no longer counts, since base-frozen was broken after it: other weights" in lines
@@ -124,12 +122,10 @@ def test_what_is_no_ledger_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_ledger_alone_has_no_texts() -> None:
-    """What is not at hand is said to be missing, never guessed."""
     assert "not in it" in texts_of(None).missing
 
 
 def test_what_a_watch_wrote_is_shown_with_what_it_knows(tmp_path: Path) -> None:
-    """What nobody told is not known, and no micro-batches are spoken of; where the gradient was seen is said."""
     plan = Plan(rows=ROWS, batch_size=None, micro_batches=None, seed=None, epochs=None, steps=None)
     bare = step(
         1, (2, 0), epoch=None, position=None, count=None, loss=None, correct=None,

@@ -33,7 +33,6 @@ HOLDS, FALSIFIED, NOT_APPLICABLE = Outcome.HOLDS, Outcome.FALSIFIED, Outcome.NOT
 
 
 def outcomes(*paths: Path) -> dict[str, Outcome]:
-    """The outcome of each claim."""
     return {verdict.claim: verdict.outcome for verdict in verify([read_run(path) for path in paths])}
 
 
@@ -53,7 +52,6 @@ def _flip(path: Path, where: bytes, by: bytes) -> None:
 
 
 def _apart() -> list[Record]:
-    """A run whose rank 1 has other weights than rank 0 after step 1."""
     first = step(1, (2, 0))
     return [start(), replace(first, ranks=(first.ranks[0], replace(first.ranks[1], weights=digest(99))))]
 
@@ -191,13 +189,11 @@ def test_the_settings_of_different_jobs_are_named_where_they_are_at_hand(tmp_pat
 
 
 def _said(claim: str, path: Path) -> tuple[Outcome, str]:
-    """What is said of one claim, and why."""
     (verdict,) = (each for each in verify([read_run(path)]) if each.claim == claim)
     return verdict.outcome, verdict.why
 
 
 def test_a_ledger_without_an_end_is_not_called_one_in_which_nothing_went_wrong(tmp_path: Path) -> None:
-    """A killed rank leaves no `end` line: why it stopped is unknown, and verify says after which step."""
     outcome, why = _said("halt-together", write(tmp_path / "killed.jsonl", whole_run()[:4]))
     assert outcome is Outcome.UNKNOWN
     assert "no end is recorded after step 2" in why
@@ -224,7 +220,6 @@ def test_a_recorded_violation_is_told_beside_the_verdicts(tmp_path: Path, capsys
 
 
 def _with_settings(folder: Path, records: list[Record]) -> Path:
-    """A run folder with a configuration beside its ledger."""
     folder.mkdir()
     write(folder / "ledger.jsonl", records)
     rows = folder / "rows.jsonl"
@@ -234,7 +229,6 @@ def _with_settings(folder: Path, records: list[Record]) -> Path:
 
 
 def test_a_run_that_ended_before_its_first_epoch_has_a_plan_all_the_same(tmp_path: Path) -> None:
-    """Its rows are not known yet: unknown, as `samples-once` is, and never that no plan was given."""
     run = _with_settings(tmp_path / "run", whole_run()[:2])
     for claim in ("samples-once", "plan-followed"):
         outcome, why = _said(claim, run)
@@ -293,7 +287,6 @@ def test_a_run_that_is_not_there_is_a_usage_error(tmp_path: Path) -> None:
 
 
 def test_a_command_whose_package_is_absent_says_so(tmp_path: Path) -> None:
-    """A plain message and exit 2, not a traceback; the other commands are not affected."""
     done = _andon(tmp_path, "absent_package.cli:judge", "judge", "x", "--some", "y", name="judge")
     assert done.returncode == 2
     hint = "run: pip install '.[falsify]' in a checkout of andon"

@@ -31,7 +31,6 @@ class Asked(nn.Module):
 
 
 def arguments(**changes: Any) -> TrainingArguments:
-    """Of a run on the CPU."""
     return TrainingArguments(use_cpu=True, report_to="none", **changes)
 
 
@@ -39,7 +38,6 @@ ROWS = [{"id": 7, "x": torch.ones(2)}, {"id": 3, "x": torch.zeros(2)}]
 
 
 def test_rows_are_told_and_the_model_sees_none_of_it() -> None:
-    """The ids of a batch reach the watch in training, and never the model, in evaluation neither."""
     callback = WatchCallback(ids="id", action="raise")
     model = Asked()
     state = TrainerState()

@@ -90,7 +90,6 @@ def test_a_run_is_shown_as_its_metrics_have_it(runs: Runs, whole: Path, tmp_path
 
 
 def test_a_run_that_was_killed_goes_on_as_the_same_one(runs: Runs, tmp_path: Path) -> None:
-    """A rank is killed at step 7: the resumed run has its id, and hands over all that was measured before."""
     folder = tmp_path / "run"
     runs.train(folder, TRACKED, backend="gloo", workers=2, entry="tests.training.entries:kill_rank")
     assert runs.train(folder, TRACKED, resume="auto") == 0

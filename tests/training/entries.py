@@ -49,12 +49,10 @@ def full_in_rank(payload: Payload) -> int:
 
 
 def kill_launcher(payload: Payload) -> int:
-    """The launcher is killed."""
     return _with_fault(payload, 0, lambda context: os.kill(context.agent_pid, signal.SIGKILL))
 
 
 def kill_group(payload: Payload) -> int:
-    """The launcher's whole process group is killed."""
     return _with_fault(payload, 0, lambda context: os.killpg(os.getpgid(context.agent_pid), signal.SIGKILL))
 
 
@@ -134,12 +132,10 @@ def _after_update_of(payload: Payload, step: int, ranks: tuple[int, ...], act: C
 
 
 def all_leave(payload: Payload) -> int:
-    """Every rank calls `sys.exit(0)`."""
     return _after_update_of(payload, AT, (0, 1), lambda replica: sys.exit(0))
 
 
 def one_leaves(payload: Payload) -> int:
-    """Rank 1 calls `sys.exit()`."""
     return _after_update_of(payload, AT, (1,), lambda replica: sys.exit())
 
 

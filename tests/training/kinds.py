@@ -68,14 +68,12 @@ IDS = [kind.name or kind.task for kind in KINDS]
 
 
 def written(folder: Path, kind: Kind) -> Path:
-    """The rows of a task as JSON Lines."""
     path = folder / "rows.jsonl"
     path.write_text("".join(f"{json.dumps(kind.rows(place))}\n" for place in range(COUNT)))
     return path
 
 
 def settings(kind: Kind, data: Path) -> list[str]:
-    """What `--set` is given."""
     named = [] if kind.found else [f"task={kind.task}"]
     return [*SMALL, *kind.settings, f"data.train={data}", *named]
 

@@ -51,7 +51,6 @@ def row(number: int, classes: int = 3) -> tuple[str, str]:
 
 
 def write_jsonl(path: Path, count: int = 45) -> Path:
-    """Rows as JSON Lines."""
     rows = [json.dumps({"text": text, "label": label}) for text, label in map(row, range(count))]
     path.write_text("\n".join(rows) + "\n", encoding="utf-8")
     return path
@@ -83,7 +82,6 @@ class Runs:
 
 
 def summary(folder: Path) -> dict[str, Any]:
-    """What a run came to."""
     found: dict[str, Any] = json.loads(RunFolder(folder).summary.read_text())
     return found
 
@@ -102,5 +100,4 @@ def records(folder: Path, kind: str) -> list[Any]:
 
 
 def checkpoints(folder: Path) -> list[str]:
-    """The names of a run's checkpoints."""
     return sorted(path.name for path in RunFolder(folder).checkpoints.iterdir())

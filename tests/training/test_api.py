@@ -41,7 +41,6 @@ ROWS = [dict(zip(("text", "label"), row(number), strict=True)) for number in ran
 
 
 def small() -> dict[str, Any]:
-    """The settings of `SMALL` as sections."""
     found: dict[str, Any] = {}
     for key, value in (each.split("=") for each in SMALL):
         section, name = key.split(".")
@@ -270,7 +269,6 @@ def test_a_second_interrupt_ends_at_once_and_is_raised_too(
 
 
 def test_another_signal_reaches_the_program_s_own_handler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is called once the run has ended; where it lets the program go on, that gets `Preempted`."""
     heard: list[tuple[int, bool]] = []
 
     def hear(signum: int, frame: FrameType | None) -> None:
@@ -371,7 +369,6 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_verify_says_what_is_broken(tmp_path: Path) -> None:
-    """As the command does: exit code 1, and the place."""
     run = train(ROWS, tmp_path / "run")
     ledger = RunFolder(run.path).ledger
     ledger.write_bytes(ledger.read_bytes().replace(b'"kind":"step"', b'"kind":"stop"', 1))

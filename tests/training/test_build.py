@@ -82,7 +82,7 @@ def turned(folder: Path, target: Path) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("kind", OF_CLASSES, ids=[kind.task for kind in OF_CLASSES])
 def test_an_untrained_run_scores_as_its_base(kind: Kind, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The classes of the base are not in alphabetical order. Trained at almost no learning rate, it keeps its scores."""
+    """The classes of the base are not in alphabetical order. At a learning rate of almost 0 it keeps its scores."""
     data = written(tmp_path, kind)
     learned = Kind(kind.task, kind.rows, "", kind.found, (*kind.settings, "optimizer.lr=0.05", "adapter.kind=none"))
     assert started(learned, data, tmp_path / "first", "inline", 1) == 0
@@ -105,7 +105,6 @@ def test_an_untrained_run_scores_as_its_base(kind: Kind, tmp_path: Path, capsys:
 
 
 def test_code_that_a_base_names_is_said_by_every_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Train, check and whatever loads the run; the card, which goes to others, says it too."""
     base = tmp_path / "base"
     save_base(build_base(replace(TINY, vocab_size=260, pad_id=0, max_length=128)), base, TINY.labels)
     byte_tokenizer().save(base)

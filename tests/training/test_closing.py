@@ -25,7 +25,6 @@ from tests.training.runs import Runs, outcome, records, summary
 
 
 def go_on(runs: Runs, folder: Path, *more: str, workers: int = 1) -> Exit:
-    """Resume in this process."""
     flags = {"run.dir": str(folder), "run.backend": "threads", "run.resume": "auto", "run.workers": workers}
     return train(load_config(None, runs.overrides(*more), flags), RunFolder(folder), lambda: False)
 
@@ -39,7 +38,6 @@ def cut(folder: Path, lines: int) -> None:
 
 
 def scored(folder: Path) -> list[dict[str, Any]]:
-    """What the metrics say of the last scores."""
     lines = map(json.loads, RunFolder(folder).metrics.read_text().splitlines())
     return [line for line in lines if line.get("what") == "last validation"]
 
@@ -99,7 +97,6 @@ def forge(folder: Path, kind: type[Evaluation | End]) -> None:
 
 
 def changed(record: Record) -> Record:
-    """The record with another number in it."""
     if isinstance(record, Evaluation):
         return replace(record, scores={**record.scores, "loss": Real.of(2 * record.scores["loss"].value)})
     if isinstance(record, End) and record.final_loss is not None:

@@ -93,7 +93,6 @@ def test_rows_that_come_back_twice_are_not_scored() -> None:
 
 
 def test_rows_that_come_back_in_another_order_are_not_scored() -> None:
-    """Each is there once, and stands where another was planned."""
     with pytest.raises(Violation, match=r"evaluation-once .* not the planned ones in their order"):
         evaluate(SwappingBackend([CPU] * 2), [ByFirstToken()] * 2, rows(), range(ROWS))
 

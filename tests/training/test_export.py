@@ -98,7 +98,6 @@ def used(stock: Stock, folder: Path, texts: Sequence[str] = TEXTS) -> list[dict[
 
 
 def ours(run: Path) -> list[dict[str, float]]:
-    """The same by the run itself."""
     trained = load_run(RunFolder(run))
     return [dict(zip(trained.labels, one.probabilities, strict=True)) for one in predict(trained, TEXTS)]
 
@@ -147,7 +146,6 @@ def test_a_run_folder_may_be_moved(made: Path, tmp_path: Path, stock: Stock) -> 
 
 
 def with_peft(stock: Stock, base: Path, folder: Path) -> list[dict[str, float]]:
-    """Probabilities by peft's own loader, one text at a time."""
     program = f"""
 import torch
 from peft import PeftModel
@@ -218,7 +216,6 @@ def test_an_adapter_that_stock_peft_reads_otherwise_does_not_go_out(
 
 
 def test_a_base_that_has_moved_is_named(made: Path, tmp_path: Path, stock: Stock) -> None:
-    """Without it nothing is written; with it an adapter says where its base is now."""
     before, there = ours(made / "pretrained"), made / "there"
     (made / "base").rename(there)
     try:
@@ -433,7 +430,6 @@ ROWS: dict[str, Callable[[str, str], dict[str, object]]] = {
 
 
 def turns(prompt: str, answer: str) -> list[dict[str, str]]:
-    """A prompt and its answer as messages."""
     return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
 
 

@@ -23,7 +23,6 @@ GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 
 
 def decided(backend: str) -> tuple[str, str]:
-    """What this rank of two comes to, where the first is to be on a GPU; of `nccl` both."""
     devices = (GPU, CPU) if backend == "mixed" else (GPU, torch.device("cuda", 1))
     config = load_config(None, [], {"run.backend": backend, "run.workers": 2})
     name, device = _usable(config, backend, devices, torch.distributed.get_rank())
@@ -37,7 +36,6 @@ def test_all_ranks_go_to_the_cpu_where_no_gpu_works(backend: str, instead: str) 
 
 
 def refused() -> str:
-    """What this rank of two is told, where both GPUs were asked for by name."""
     config = load_config(None, ["run.devices=[0, 1]"], {"run.backend": "nccl", "run.workers": 2})
     with pytest.raises(InputError) as caught:
         _usable(config, "nccl", (GPU, torch.device("cuda", 1)), torch.distributed.get_rank())

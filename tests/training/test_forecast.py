@@ -35,12 +35,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def configured(data: Path, *more: str) -> Config:
-    """A small run on these rows."""
     return load_config(None, [*SMALL, f"data.train={data}", *more])
 
 
 def plans(config: Config, workers: list[int], machine: Machine) -> list[WorldPlan]:
-    """The plan of each number of workers."""
     return list(forecast.forecast(config, workers, machine).worlds)
 
 

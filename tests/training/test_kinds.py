@@ -75,7 +75,6 @@ def test_what_is_right_is_counted_where_a_term_is_right_or_wrong(whole: tuple[Ki
 
 
 def test_check_says_what_is_learned(whole: tuple[Kind, Path, Path]) -> None:
-    """And what was taken, where nobody said it."""
     kind, data, _ = whole
     lines = list(describe(load_config(None, [*settings(kind, data), "run.backend=inline"])))
     assert any(line.startswith("data: ") and line.endswith(f"; {kind.about}") for line in lines)

@@ -30,7 +30,6 @@ def _row(task: str, number: int) -> dict[str, Any]:
 
 
 def mixture(folder: Path, task: str, weights: tuple[float, ...] = WEIGHTS) -> list[str]:
-    """The settings of a run on two files."""
     number = 0
     for name, size in zip("ab", SIZES, strict=True):
         lines = [json.dumps(_row(task, each)) for each in range(number, number + size)]
@@ -42,7 +41,6 @@ def mixture(folder: Path, task: str, weights: tuple[float, ...] = WEIGHTS) -> li
 
 
 def run(folder: Path, settings: list[str], workers: int = 1, backend: str = "inline", resume: str = "never") -> Exit:
-    """`andon train` with these settings."""
     from andon.cli.train import run_training
 
     flags = {"run.dir": str(folder), "run.backend": backend, "run.workers": workers, "run.resume": resume}
@@ -51,7 +49,6 @@ def run(folder: Path, settings: list[str], workers: int = 1, backend: str = "inl
 
 @pytest.mark.parametrize("task", ["classification", "sft-packed"])
 def test_a_resumed_run_ends_with_the_same_bits(task: str, tmp_path: Path) -> None:
-    """One worker is interrupted and three resume. `andon verify` finds nothing, and the summary has scores by file."""
     settings = mixture(tmp_path, task)
     alone, again = tmp_path / "alone", stopped(settings, tmp_path / "again", 3)
     assert run(alone, settings) == Exit.OK
@@ -65,7 +62,6 @@ def test_a_resumed_run_ends_with_the_same_bits(task: str, tmp_path: Path) -> Non
 
 
 def test_an_epoch_of_the_ledger_has_each_row_as_often_as_its_file_says(tmp_path: Path) -> None:
-    """By id, of which the row is what is left when all rows are taken away; `show` says the file, line and copy."""
     settings = mixture(tmp_path, "classification")
     assert run(tmp_path / "run", settings) == Exit.OK
     total = sum(SIZES)
@@ -100,7 +96,6 @@ def test_other_weights_and_other_rows_are_another_run(tmp_path: Path) -> None:
 
 
 def test_check_tells_of_each_file_and_of_the_row_that_is_shown(tmp_path: Path) -> None:
-    """Of 32 rows 3 are held back; the counts are those that the weights give of what is left."""
     lines = list(describe(load_config(None, mixture(tmp_path, "classification"), {}), 21))
     told = [line for line in lines if line.startswith("file ")]
     trained = [int(line.split(": ")[1].split()[0]) for line in told]

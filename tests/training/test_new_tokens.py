@@ -174,7 +174,6 @@ def test_what_a_file_says_wrong_is_told_by_its_line(tmp_path: Path, text: str, w
 
 
 def test_a_classifier_has_none(tmp_path: Path) -> None:
-    """Refused in a line, with 2, and nothing is left behind."""
     (tmp_path / "rows.jsonl").write_text('{"text": "a", "label": "x"}\n{"text": "b", "label": "y"}\n' * 8)
     given = ("--data", tmp_path / "rows.jsonl", "--set", "model.new_tokens=[<a>]", "--run-dir", tmp_path / "run")
     ended = cli("train", *given)

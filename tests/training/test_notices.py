@@ -57,7 +57,6 @@ def test_workers_without_rows_are_said_before_they_are_started(
 def test_a_run_of_one_update_at_the_lowest_rate_is_said(
     runs: Runs, steps: int, more: tuple[str, ...], warned: bool
 ) -> None:
-    """18 rows in one epoch of one batch trained nothing, and exit 0 said nothing."""
     config = load_config(None, runs.overrides(*more), {})
     plan = BatchPlan(tuple(range(8 * steps)), batch_size=8, micro_batches=4, seed=0, epochs=1)
     assert bool(learns_nothing(plan, config)) == warned

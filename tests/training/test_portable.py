@@ -53,8 +53,8 @@ def python(folder: Path, *arguments: str) -> str:
     return ended.stdout
 
 
-# One program for two interpreters: the first has only loaded torch, the second has computed. The program trains, resumes
-# and replays. It prints how each ended and which variables stay in its environment.
+# One program for two interpreters: the first has only loaded torch, the second has computed. The program trains,
+# resumes and replays. It prints how each ended and which variables stay in its environment.
 PROGRAM = """
 import contextlib, io, json, os, sys
 import torch
@@ -94,7 +94,6 @@ print(json.dumps(found))
 
 
 def ended(runs: Runs, folder: Path, *, computes: bool) -> dict[str, Any]:
-    """What the program tells."""
     asked = json.dumps([computes, runs.overrides(ON), list(SETTINGS)])
     found: dict[str, Any] = json.loads(python(folder, "-c", PROGRAM, asked).splitlines()[-1])
     return found

@@ -31,7 +31,6 @@ def resume(after: int, fingerprint: Mapping[str, str]) -> Resume:
 
 
 def written(path: Path, *records: Record) -> Path:
-    """A ledger of `records`."""
     with LedgerWriter(path) as ledger:
         for record in records:
             ledger.append(record)
@@ -66,7 +65,6 @@ def test_steps_of_another_machine_are_not_comparable(tmp_path: Path) -> None:
 
 
 def violation(step: int) -> Broken:
-    """A clause that was found broken after `step`."""
     return Broken("base-frozen", step, (), "", "other weights")
 
 

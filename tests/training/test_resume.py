@@ -32,7 +32,6 @@ PATIENCE_S = 240
 
 
 def measured(folder: Path) -> list[int]:
-    """The steps of which the metrics tell, in order."""
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [line["step"] for line in metrics if "lr" in line]
 
@@ -289,7 +288,6 @@ def test_a_checkpoint_goes_with_its_own_ledger_alone(runs: Runs, interrupted: In
 def test_a_checkpoint_of_another_run_is_named_with_what_to_do(
     runs: Runs, interrupted: Interrupted, tmp_path: Path
 ) -> None:
-    """It has another seed, which is not what is wrong: moved away, the run goes on from its own."""
     folder = interrupted(tmp_path / "run", 2)
     foreign = interrupted(tmp_path / "other", 3, "seed=7") / "checkpoints" / "step-00000003"
     put_in = folder / "checkpoints" / foreign.name
@@ -325,7 +323,6 @@ def test_what_a_checkpoint_quotes_outlives_a_power_cut(
 
 
 def test_what_stands_in_the_place_of_a_ledger_is_refused_by_line(runs: Runs, tmp_path: Path) -> None:
-    """A folder of a run whose ledger holds something else is bad input without `--resume auto`, too."""
     folder = RunFolder(tmp_path / "run")
     with folder.open_for_writing():
         folder.ledger.write_text("mine\n")
@@ -350,7 +347,6 @@ def test_a_second_interrupt_says_what_is_left(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A checkpoint is spoken of only where there is one."""
     begun = interrupted(tmp_path / "begun", 2)
 
     def interrupted_twice(*arguments: object) -> Exit:

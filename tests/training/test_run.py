@@ -95,7 +95,6 @@ def test_a_run_leaves_what_is_promised(runs: Runs, whole: Path) -> None:
 
 
 def test_the_summary_has_the_promised_keys(whole: Path) -> None:
-    """Names and types of issue 2; the evaluations are counted, and the loss is the exact one of the last step."""
     found = summary(whole)
     for name in ("weights_digest", "initial_weights_digest", "backend"):
         assert isinstance(found[name], str)
@@ -143,7 +142,6 @@ def test_a_gradient_that_was_always_zero_is_said(
 
 
 def test_the_ledger_has_a_line_for_each_step(whole: Path) -> None:
-    """One step record a step, in order; every training row once an epoch; rows never trained on are evaluated."""
     steps = records(whole, "step")
     assert [step.step for step in steps] == list(range(1, STEPS + 1))
     for epoch in (0, 1):
@@ -157,7 +155,6 @@ def test_the_ledger_has_a_line_for_each_step(whole: Path) -> None:
 def test_scores_of_rows_that_chose_the_checkpoint_are_not_called_held_out(
     runs: Runs, whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Without rows of their own the last scores are of the validation rows, everywhere where they are told."""
     assert (summary(whole)["evaluated_on"], summary(whole)["labels"]) == ("last validation", ["blue", "green", "red"])
     for name, more, other in (("none", (), "held-out"), ("some", (f"data.eval={runs.data}",), "last validation")):
         capfd.readouterr()
@@ -223,7 +220,6 @@ def test_csv_files_two_classes_and_an_encoder(tmp_path: Path) -> None:
 
 
 def test_without_an_adapter_everything_trains(runs: Runs, tmp_path: Path) -> None:
-    """`adapter: none` trains the whole model, and leaves it where transformers alone loads it."""
     more = ("adapter.kind=none", "training.max_steps=2", "training.checkpoint_every=2")
     assert runs.train(tmp_path / "one", *more) == 0
     assert runs.train(tmp_path / "two", *more, backend="threads", workers=2) == 0

@@ -71,7 +71,6 @@ def test_the_best_that_is_on_disk_stays(runs: Runs, tmp_path: Path, monkeypatch:
 
 
 def test_the_last_one_of_a_run_is_not_done_without(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that was asked to end promises a checkpoint: where the disk refuses that one, it says so and fails."""
     monkeypatch.setattr(checkpoint, "write_new", refusing(5))
     asked = iter([False] * 4 + [True])
     with pytest.raises(InputError, match="step-00000005: cannot be written"):
@@ -151,7 +150,6 @@ def test_a_last_checkpoint_that_somebody_removed_is_said(
 def test_a_run_whose_folder_goes_ends_at_its_next_step(
     runs: Runs, whole: Path, tmp_path: Path, setting: str, replaced: str | None
 ) -> None:
-    """Removed, or another in its place: no line is written where nobody finds it, and nothing into the other one."""
     folder = tmp_path / "run"
 
     def go() -> None:
@@ -195,7 +193,6 @@ def test_a_ledger_that_is_cut_after_its_last_line_finishes_no_run(
 
 
 def train_inline(runs: Runs, folder: Path, *more: str, stop: Callable[[], bool] = lambda: False) -> Exit:
-    """A run in this process."""
     config = load_config(None, runs.overrides(*more), {"run.dir": str(folder), "run.backend": "inline"})
     return train(config, RunFolder(folder), stop)
 

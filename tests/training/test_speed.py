@@ -65,7 +65,6 @@ def line(number: int, shares: tuple[int, ...]) -> Step:
 
 
 def written(folder: Path, *all_shares: tuple[int, ...]) -> Path:
-    """A ledger of so many steps."""
     path = folder / "ledger.jsonl"
     ledger = LedgerWriter(path)
     for number, shares in enumerate(all_shares, start=1):

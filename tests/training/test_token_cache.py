@@ -38,7 +38,6 @@ def rows_of(tokens: list[list[int]]) -> list[EncodedRow]:
 
 
 def giving(rows: list[EncodedRow]) -> Encode:
-    """Encodes to these."""
 
     def encode(keep: Callable[[EncodedRow], None]) -> Encoding:
         for each in rows:
@@ -49,7 +48,6 @@ def giving(rows: list[EncodedRow]) -> Encode:
 
 
 def never(*_: object) -> Encoding:
-    """For rows that are there."""
     raise AssertionError("they are made again")
 
 
@@ -68,7 +66,6 @@ ROWS = rows_of([[5, 6, 7], [8], [9, 10]])
 
 
 def flip(path: Path) -> None:
-    """Change the lowest bit in the middle of a file."""
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
@@ -80,7 +77,6 @@ def foreign(path: Path) -> None:
 
 
 def linked(path: Path) -> None:
-    """Put a link to the same bytes in its place."""
     path.rename(path.with_suffix(".moved"))
     path.symlink_to(path.with_suffix(".moved"))
 
