@@ -50,8 +50,8 @@ def test_every_rank_process_ends_with_70(
     (line,) = lines
     assert line.startswith(f"andon: replicas-agree broken at step {AT} on rank 1 in ")
     kept(folder)
-    assert runs.train(folder, backend="gloo", workers=2, resume="auto") == 0
-    assert {**outcome(folder)} == outcome(whole)
+    assert runs.train(folder, backend="threads", workers=2, resume="auto") == 0
+    assert outcome(folder) == outcome(whole)
     assert summary(folder)["violations"] == 1
     last = capfd.readouterr().err
     assert "violations before it was resumed: 1\n" in last
