@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from andon.config.load import load_config
-from andon.config.source import quiet_loading
 from andon.console.problems import InputError
 from andon.metrics.confusion import read_confusion
 from andon.run.folder import RunFolder
@@ -33,7 +31,6 @@ from tests.training.runs import (
     checkpoints,
     outcome,
     records,
-    row,
     summary,
     write_csv,
     write_jsonl,
@@ -172,23 +169,6 @@ def test_the_embedded_model_on_rows_of_ones_own_is_warned_of(
     assert runs.train(tmp_path / "run", "training.max_steps=1") == 0
     assert capfd.readouterr().err.count("warning: no --model is given") == 1
     assert any(line.startswith("warning: no --model") for line in describe(load_config(None, runs.overrides())))
-
-
-def test_stock_peft_loads_the_adapter(whole: Path) -> None:
-    from peft import PeftModel
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-    with quiet_loading():
-        base = AutoModelForSequenceClassification.from_pretrained(str(whole / "base"))
-        loaded = PeftModel.from_pretrained(base, str(whole / "adapter")).eval()
-    batch = AutoTokenizer.from_pretrained(str(whole / "adapter"))([row(1)[0]], return_tensors="pt")
-    run = load_run(RunFolder(whole))
-    with torch.no_grad():
-        theirs = loaded(**batch).logits
-        ours = run.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-    assert torch.equal(theirs, ours)
-    assert not torch.equal(theirs, torch.zeros_like(theirs))
-    assert loaded.config.id2label == dict(enumerate(run.labels))
 
 
 def test_a_finished_run_evaluates_and_predicts(runs: Runs, whole: Path) -> None:
