@@ -22,8 +22,7 @@ from tests.launch.sessions import wait_until_empty
 from tests.repository.sources import ROOT
 from tests.training.runs import Runs, outcome
 
-# Deep: real kernels. By default, tests/training/test_api.py shows what a program gets and that its settings stay.
-pytestmark = pytest.mark.deep
+pytestmark = pytest.mark.xdist_group("test_notebook")
 
 SECTION = re.search(r"^## From Python\n(.*?)^## ", (ROOT / "docs" / "usage.md").read_text(), re.MULTILINE | re.DOTALL)
 assert SECTION is not None
@@ -134,6 +133,8 @@ assert state() == before
 """
 
 
+# Deep: the cells of `test_the_docs_run_in_a_notebook` have no main guard either.
+@pytest.mark.deep
 def test_a_script_without_a_main_guard(tmp_path: Path, documented: dict[str, Any]) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.replace("{block}", BLOCKS[0]))
