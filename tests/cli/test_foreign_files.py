@@ -326,7 +326,7 @@ def model_of_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def model_run(model_of_run: Path, tmp_path: Path) -> Path:
-    """A copy of it, to be tampered with; the rows that it was trained on lie beside it."""
+    """A copy of the run for one test, and next to it the rows that it trained on."""
     shutil.copy(model_of_run / "train.jsonl", tmp_path / "train.jsonl")
     return Path(shutil.copytree(model_of_run / "run", tmp_path / "run"))
 
@@ -336,7 +336,7 @@ def change(path: Path, **values: object) -> None:
 
 
 def test_a_run_folder_runs_no_code(model_run: Path, tmp_path: Path) -> None:
-    """`auto_map` names a class in a file of the folder; whoever answers yes to transformers would run it."""
+    """`auto_map` names a class in a file of the folder. transformers would run it after a yes on standard input."""
     ran = tmp_path / "ran"
     (model_run / "adapter" / "evil.py").write_text(EVIL.format(str(ran)))
     named = {"AutoConfig": "evil.Config", "AutoModelForSequenceClassification": "evil.Model"}
@@ -378,8 +378,8 @@ ATTACKS: dict[str, tuple[str, Callable[[Path], object], str]] = {
         lambda path: (path.parent / "additional_chat_templates").symlink_to("/etc"),
         "is no regular file",
     ),
-    "labels that are none": ("labels.json", lambda path: change(path, labels=7), "cannot read the label names"),
-    "weights that are none": ("model.safetensors", lambda path: path.write_bytes(b"\x80\x04}."), "cannot load"),
+    "labels are a number": ("labels.json", lambda path: change(path, labels=7), "cannot read the label names"),
+    "weights are a pickle": ("model.safetensors", lambda path: path.write_bytes(b"\x80\x04}."), "cannot load"),
 }
 
 
