@@ -10,21 +10,24 @@ PRELOAD = ("torch", "torch.distributed", "andon.launch.rank", "tests.launch.entr
 
 
 def main() -> None:
-    """Launch as the JSON argument says, print the result as one line, end with its exit code."""
+    """Launch two ranks of each entry, one after the other, print each result as a line, end with the last exit code."""
     from andon.launch.elastic import launch_elastic
     from andon.launch.launcher import launch, warm_up
     from andon.launch.sizes import Bounds, Sizing
 
-    asked = json.loads(sys.argv[1])
-    warm_up(asked.get("preload", PRELOAD))
-    entry, payload, workers = asked["entry"], asked["payload"], asked["workers"]
-    folder, bound = Path(asked["folder"]), asked["timeout_s"]
-    if "least" in asked:
-        sizing = Sizing(Bounds(asked["least"], workers))
-        result = launch_elastic(entry, lambda world, again: payload, sizing, run_folder=folder, timeout_s=bound)
-    else:
-        result = launch(entry, payload, workers=workers, run_folder=folder, timeout_s=bound)
-    print("result " + json.dumps({"exit": result.exit.name, "cause": result.cause, "exits": dict(result.exits)}))
+    requested = json.loads(sys.argv[1])
+    elastic, folder = requested["elastic"], Path(requested["folder"])
+    # Agents and their workers need no torch here.
+    warm_up(("andon.launch.worker_agents", "tests.launch.entries") if elastic else PRELOAD)
+    for name, payload in requested["entries"]:
+        entry = f"tests.launch.entries:{name}"
+        if elastic:
+            sizing = Sizing(Bounds(1, 2))
+            result = launch_elastic(entry, lambda *_, sent=payload: sent, sizing, run_folder=folder, timeout_s=60)
+        else:
+            result = launch(entry, payload, workers=2, run_folder=folder, timeout_s=60)
+        found = {"exit": result.exit.name, "cause": result.cause, "exits": dict(result.exits)}
+        print("result " + json.dumps(found), flush=True)
     sys.exit(result.exit)
 
 

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,26 +11,15 @@ from typing import Any
 import pytest
 
 from andon.console.exits import Exit
-from andon.console.problems import InputError
 from andon.launch import supervisor, worker_agents
 from andon.launch.elastic import launch_elastic
 from andon.launch.launcher import LaunchResult, warm_up
-from andon.launch.resizing import ask
 from andon.launch.sizes import Bounds, Sizing
-from andon_contracts.liveness.process import start_time
 from tests.launch.driver import PRELOAD
-from tests.launch.pipes import PATIENCE_S, Pipe
+from tests.launch.pipes import Pipe
 
 warm_up(PRELOAD)
 DONE = {str(rank): "0" for rank in range(4)}
-
-
-@pytest.fixture
-def pipe(tmp_path: Path) -> Iterator[Pipe]:
-    """A pipe from all workers to the test."""
-    found = Pipe(tmp_path / "pipe")
-    yield found
-    found.close()
 
 
 @dataclass
@@ -117,70 +101,8 @@ def test_a_broken_contract_is_not_tried_again(pipe: Pipe) -> None:
 def test_an_agent_that_is_silent_is_lost(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stopped agent never tells how its worker ended: it is ended too, within seconds, and the world shrinks."""
     monkeypatch.setattr(supervisor, "AGENT_S", 0.1)
+    monkeypatch.setattr(supervisor, "END_S", 0.1)
     monkeypatch.setattr(worker_agents, "LAST_WORD_S", 0.1)
     script = Script(pipe, [{"0": "agent's silence"}, DONE])
     assert script.run(1, 2).exit is Exit.OK
     assert [workers for workers, _ in script.asked] == [2, 1]
-
-
-@pytest.fixture
-def launcher(pipe: Pipe) -> Iterator[subprocess.Popen[str]]:
-    """An elastic launch of 1:2 in a process and a group of its own, whose workers wait until they are asked to end."""
-    folder = pipe.path.parent
-    asked = {"entry": "tests.launch.entries:end", "payload": {"pipe": str(pipe.path), "how": {}}, "workers": 2}
-    asked |= {"preload": ["andon.launch.worker_agents", "tests.launch.entries"]}  # these workers need no torch
-    asked |= {"least": 1, "folder": str(folder), "timeout_s": 60}
-    command = [sys.executable, "-m", "tests.launch.driver", json.dumps(asked)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    yield process
-    process.kill()
-    process.communicate()
-
-
-def test_nothing_outlives_a_killed_launcher(pipe: Pipe, launcher: subprocess.Popen[str]) -> None:
-    """SIGKILL of the launcher: its agents and their workers end by themselves."""
-    workers = [int(pid) for _, pid in pipe.lines(2)]
-    agents = {_parent(pid) for pid in workers}
-    assert len(agents) == 2
-    launcher.kill()
-    pipe.wait_until_all_are_gone()
-    while any(start_time(agent) is not None for agent in agents):
-        os.sched_yield()
-
-
-def test_a_signal_to_the_whole_group_ends_the_run(pipe: Pipe, launcher: subprocess.Popen[str]) -> None:
-    """SIGTERM to launcher, agents and workers, as a scheduler sends it: the run ends at a boundary, nothing shrinks."""
-    pipe.lines(2)
-    os.killpg(launcher.pid, signal.SIGTERM)
-    out, _ = launcher.communicate(timeout=PATIENCE_S)
-    assert launcher.returncode == Exit.PREEMPTED
-    found = json.loads(out.splitlines()[-1].removeprefix("result "))
-    assert found["cause"].endswith("ended at a step boundary on SIGTERM")
-
-
-def test_nobody_can_be_asked_for_more_where_nobody_trains(tmp_path: Path) -> None:
-    """No launcher, or one that has ended without a word: said, instead of a request that nobody reads."""
-    with pytest.raises(InputError, match="no run that was started with --workers MIN:MAX trains here"):
-        ask(tmp_path, 3)
-    (tmp_path / "reports").mkdir()
-    seen = {"launcher": {"pid": os.getpid(), "started": 1}, "least": 2, "most": 4, "agents": []}
-    (tmp_path / "reports" / "agents.json").write_text(json.dumps(seen))
-    with pytest.raises(InputError, match="trains here"):
-        ask(tmp_path, 3)
-
-
-def test_a_number_outside_of_the_bounds_is_refused(tmp_path: Path) -> None:
-    """Before anything is written."""
-    (tmp_path / "reports").mkdir()
-    launcher = {"pid": os.getpid(), "started": start_time(os.getpid())}
-    seen = {"launcher": launcher, "least": 2, "most": 4, "agents": []}
-    (tmp_path / "reports" / "agents.json").write_text(json.dumps(seen))
-    for workers in (1, 5):
-        with pytest.raises(InputError, match=f"{workers} is outside of --workers 2:4"):
-            ask(tmp_path, workers)
-    assert not (tmp_path / "reports" / "resize").exists()
-
-
-def _parent(pid: int) -> int:
-    stat = Path(f"/proc/{pid}/stat").read_text()
-    return int(stat[stat.rindex(")") + 1 :].split()[1])

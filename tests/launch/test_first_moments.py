@@ -89,6 +89,8 @@ def test_a_signal_before_training_began_ends_it_by_one_line(
     assert [path.name for path in tmp_path.iterdir()] == ["train.jsonl"]
 
 
+# By default: what comes between two handlers (below), and a signal to ranks that run (test_signals).
+@pytest.mark.deep
 def test_a_signal_while_ranks_are_started_is_not_lost(tmp_path: Path, command: subprocess.Popen[str]) -> None:
     """SIGINT once the folder is there: before training begins 130 and nothing is left; else 75 and it may be resumed.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any, cast
@@ -106,3 +107,24 @@ def test_a_run_whose_folder_was_replaced_by_a_file_ends_as_its_ranks_say(tmp_pat
     with pytest.raises(InputError, match=r"run/reports/agents\.json: cannot be written"):
         resizing.show(folder, BOUNDS, 1, [])
     assert folder.read_text() == "another's"
+
+
+def test_nobody_can_be_asked_for_more_where_nobody_trains(tmp_path: Path) -> None:
+    """No launcher, or one that has ended without a word: an error instead of a request that nobody reads."""
+    with pytest.raises(InputError, match="no run that was started with --workers MIN:MAX trains here"):
+        resizing.ask(tmp_path, 3)
+    resizing.show(tmp_path, BOUNDS, 1, [])
+    shown = tmp_path / "reports" / "agents.json"
+    seen = json.loads(shown.read_text())
+    assert seen["launcher"]["pid"] == os.getpid()
+    seen["launcher"]["started"] += 1
+    shown.write_text(json.dumps(seen))
+    with pytest.raises(InputError, match="trains here"):
+        resizing.ask(tmp_path, 3)
+
+
+@pytest.mark.parametrize("workers", [1, 6])
+def test_a_number_outside_of_the_bounds_is_refused(generation: Generation, tmp_path: Path, workers: int) -> None:
+    with pytest.raises(InputError, match=f"{workers} is outside of --workers 2:5"):
+        resizing.ask(tmp_path, workers)
+    assert not (tmp_path / "reports" / "resize").exists()

@@ -1,4 +1,4 @@
-"""A launcher as a process of its own: signalled, killed, and twice at the same time."""
+"""Signals to a launch: to the launcher alone, to its whole process group, and SIGKILL."""
 
 from __future__ import annotations
 
@@ -7,80 +7,153 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from andon.console.exits import Exit
+from andon.launch import fork_server
+from andon.launch.elastic import launch_elastic
+from andon.launch.launcher import launch, warm_up
+from andon.launch.preemption import PREEMPTION_SIGNALS
+from andon.launch.sizes import Bounds, Sizing
+from andon_contracts.liveness.process import start_time
+from tests.launch.driver import PRELOAD
 from tests.launch.pipes import PATIENCE_S, Pipe
 
-Start = Callable[..., "subprocess.Popen[str]"]
+warm_up(PRELOAD)
+TERM, INT, USR1, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP
+AT_A_BOUNDARY = {0: 75, 1: 75}
+
+
+def parent_of(pid: int) -> int:
+    return psutil.Process(pid).ppid()
 
 
 @pytest.fixture
-def pipe(tmp_path: Path) -> Iterator[Pipe]:
-    """A pipe from all ranks to the test."""
-    found = Pipe(tmp_path / "pipe")
-    yield found
-    found.close()
+def not_ended() -> Iterator[None]:
+    """A signal that no launcher handles fails the test and does not end the process that runs it."""
+
+    def fail(signum: int, frame: object) -> None:
+        raise AssertionError(f"no launcher handled {signal.Signals(signum).name}")
+
+    before = {signum: signal.signal(signum, fail) for signum in PREEMPTION_SIGNALS}
+    yield
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
 
 
-@pytest.fixture
-def start() -> Iterator[Start]:
-    """Starts launchers, each in a session of its own, and ends what is left of them."""
-    started: list[subprocess.Popen[str]] = []
+@contextmanager
+def signalled(pipe: Pipe, signals: list[signal.Signals], group: bool) -> Iterator[None]:
+    """Once both ranks run, send the signals to this process; group: and to all that was started for the launch."""
 
-    def start_one(entry: str, payload: dict[str, Any], folder: Path, timeout_s: float = 60) -> subprocess.Popen[str]:
-        asked = {"entry": f"tests.launch.entries:{entry}", "payload": payload, "workers": 2}
-        asked |= {"folder": str(folder), "timeout_s": timeout_s}
-        command = [sys.executable, "-m", "tests.launch.driver", json.dumps(asked)]
-        # The launcher sees to it that ranks have one thread, not whoever runs the tests.
-        environ = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True, env=environ)
-        started.append(process)
-        return process
+    def send() -> None:
+        ranks = [int(pid) for _, pid in pipe.lines(2)]
+        server = fork_server.running()
+        assert server is not None
+        for signum in signals:
+            signal.raise_signal(signum)
+            for pid in {*ranks, *map(parent_of, ranks), server.pid} if group else ():
+                os.kill(pid, signum)
 
-    yield start_one
-    for process in started:
+    thread = threading.Thread(target=send)
+    thread.start()
+    yield
+    thread.join(PATIENCE_S)
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+@pytest.mark.parametrize(
+    ("signals", "group", "deaf", "timeout_s", "expected", "exits"),
+    [
+        ([USR1], False, "", 60, (Exit.PREEMPTED, "ended at a step boundary on SIGUSR1"), AT_A_BOUNDARY),
+        ([TERM], True, "", 60, (Exit.PREEMPTED, "ended at a step boundary on SIGTERM"), AT_A_BOUNDARY),
+        ([INT], True, "", 60, (Exit.PREEMPTED, "ended at a step boundary on SIGINT"), AT_A_BOUNDARY),
+        ([HUP], True, "", 60, (Exit.PREEMPTED, "ended at a step boundary on SIGHUP"), AT_A_BOUNDARY),
+        ([INT, INT], False, "01", 3600, (Exit.RANK_LOST, "a second SIGINT asked for it"), {0: -9, 1: -9}),
+        ([TERM], False, "1", 0.1, (Exit.RANK_SILENT, "rank 1 did not end within 1.6 s of SIGTERM"), {0: 75, 1: -9}),
+    ],
+    ids=["USR1", "TERM to the group", "INT to the group", "HUP to the group", "two INT", "too late"],
+)
+def test_a_signal_ends_ranks_at_a_step_boundary(
+    pipe: Pipe,
+    not_ended: None,
+    elastic: bool,
+    signals: list[signal.Signals],
+    group: bool,
+    deaf: str,
+    timeout_s: float,
+    expected: tuple[Exit, str],
+    exits: dict[int, int],
+) -> None:
+    """A signal to the group, as a terminal or a scheduler sends it, kills no rank, and makes no world smaller."""
+    payload = {"pipe": str(pipe.path), "how": dict.fromkeys(deaf, "deaf")}
+    entry, folder = "tests.launch.entries:end", pipe.path.parent
+    with signalled(pipe, signals, group):
+        if elastic:
+            sizing = Sizing(Bounds(1, 2))
+            result = launch_elastic(entry, lambda *_: payload, sizing, run_folder=folder, timeout_s=timeout_s)
+        else:
+            result = launch(entry, payload, workers=2, run_folder=folder, timeout_s=timeout_s)
+    pipe.wait_until_all_are_gone()
+    assert result.exit == expected[0]
+    assert result.cause.endswith(expected[1])
+    assert result.exits == exits
+
+
+@contextmanager
+def launcher(folder: Path, *entries: tuple[str, dict[str, Any]], elastic: bool) -> Iterator[subprocess.Popen[str]]:
+    """A launcher in a session of its own."""
+    requested = {"entries": entries, "folder": str(folder), "elastic": elastic}
+    command = [sys.executable, "-m", "tests.launch.driver", json.dumps(requested)]
+    # The launcher sees to it that ranks have one thread, not whoever runs the tests.
+    environ = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True, env=environ)
+    try:
+        yield process
+    finally:
         process.kill()
         process.communicate()
 
 
-def result_of(launcher: subprocess.Popen[str]) -> dict[str, Any]:
-    """What the driver printed last."""
-    out, _ = launcher.communicate(timeout=PATIENCE_S)
-    assert out, f"the launcher ended with {launcher.returncode} and said nothing"
-    found: dict[str, Any] = json.loads(out.splitlines()[-1].removeprefix("result "))
-    return found
+@pytest.mark.parametrize("elastic", [False, True])
+def test_nothing_outlives_a_killed_launcher(pipe: Pipe, elastic: bool) -> None:
+    """Ranks that handle no signal end all the same, and so do the agents of an elastic launch."""
+    payload = {"pipe": str(pipe.path), "how": {"0": "deaf", "1": "deaf"}}
+    with launcher(pipe.path.parent, ("end", payload), elastic=elastic) as process:
+        parents = {parent_of(int(pid)) for _, pid in pipe.lines(2)}
+        assert len(parents) == (2 if elastic else 1)
+        process.kill()
+        pipe.wait_until_all_are_gone()
+        while any(start_time(each) is not None for each in parents):
+            os.sched_yield()
 
 
-@pytest.mark.parametrize("whole_group", [False, True])
-def test_no_rank_outlives_a_killed_launcher(pipe: Pipe, start: Start, whole_group: bool) -> None:
-    """SIGKILL of the launcher, or of its whole process group: ranks that listen to nothing are gone all the same."""
-    launcher = start("end", {"pipe": str(pipe.path), "how": {"0": "deaf", "1": "deaf"}}, pipe.path.parent)
-    pipe.lines(2)
-    (os.killpg if whole_group else os.kill)(launcher.pid, signal.SIGKILL)
-    pipe.wait_until_all_are_gone()
-
-
-@pytest.mark.parametrize(
-    ("signum", "whole_group"),
-    [(signal.SIGTERM, True), (signal.SIGUSR1, False), (signal.SIGINT, True), (signal.SIGHUP, True)],
-)
-def test_a_preemption_signal_ends_ranks_at_a_boundary(
-    pipe: Pipe, start: Start, signum: signal.Signals, whole_group: bool
-) -> None:
-    """Sent to the launcher it reaches the ranks; sent to the whole group (by a terminal, a scheduler) it kills no rank,
-    neither itself nor through the forkserver, which every rank has asked to die with."""
-    launcher = start("end", {"pipe": str(pipe.path), "how": {}}, pipe.path.parent)
-    pipe.lines(2)
-    (os.killpg if whole_group else os.kill)(launcher.pid, signum)
-    found = result_of(launcher)
-    assert found["exit"] == "PREEMPTED"
-    assert found["exits"] == {"0": 75, "1": 75}
-    assert found["cause"].endswith(f"ended at a step boundary on {signum.name}")
-    assert launcher.returncode == 75
+def test_launches_of_one_process_do_not_meet_and_the_last_ends_with_its_group(pipe: Pipe, tmp_path: Path) -> None:
+    """Each has a store and a run id of its own, ranks have one thread and the launcher's stdout; then SIGHUP."""
+    echoes = [("echo", {"folder": str(tmp_path / name), "say": name}) for name in ("a", "b")]
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    with launcher(tmp_path, *echoes, ("end", {"pipe": str(pipe.path), "how": {}}), elastic=False) as process:
+        pipe.lines(2)
+        os.killpg(process.pid, signal.SIGHUP)
+        out, _ = process.communicate(timeout=PATIENCE_S)
+    said = [line for line in out.splitlines() if not line.startswith("result ")]
+    assert sorted(said) == [f"rank {rank} says {name}" for rank in (0, 1) for name in ("a", "b")]
+    results = [json.loads(line.removeprefix("result ")) for line in out.splitlines() if line.startswith("result ")]
+    assert [each["exit"] for each in results] == ["OK", "OK", "PREEMPTED"]
+    assert (process.returncode, results[2]["exits"]) == (75, {"0": 75, "1": 75})
+    found = [json.loads((tmp_path / name / f"echo-{rank}.json").read_text()) for name in ("a", "b") for rank in (0, 1)]
+    assert {(each["omp"], each["threads_of_the_forking_process"]) for each in found} == {("1", 1)}
+    for what in ("run_id", "store"):
+        first, second = ({str(each[what]) for each in pair} for pair in (found[:2], found[2:]))
+        assert len(first) == len(second) == 1
+        assert first != second
 
 
 @pytest.mark.parametrize(("prefix", "listened"), [([], "True"), (["nohup"], "False")])
@@ -90,58 +163,3 @@ def test_a_run_under_nohup_outlives_its_terminal(prefix: list[str], listened: st
     command = [*prefix, sys.executable, "-c", code]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True)
     assert done.stdout.split() == [listened]
-
-
-def test_a_second_interrupt_ends_at_once(pipe: Pipe, start: Start) -> None:
-    """Ranks that do not come to a boundary are killed by the second Ctrl-C, an hour before their time is over."""
-    payload = {"pipe": str(pipe.path), "how": {"0": "deaf", "1": "deaf"}}
-    launcher = start("end", payload, pipe.path.parent, timeout_s=3600)
-    pipe.lines(2)
-    launcher.send_signal(signal.SIGINT)
-    # A second one while the first is pending would be lost, so see the first arrive.
-    while signal.SIGINT in _pending(launcher.pid):
-        os.sched_yield()
-    launcher.send_signal(signal.SIGINT)
-    found = result_of(launcher)
-    assert found["exit"] == "RANK_LOST"
-    assert "second SIGINT" in found["cause"]
-    pipe.wait_until_all_are_gone()
-
-
-def test_ranks_that_do_not_come_to_a_boundary_are_ended_in_time(pipe: Pipe, start: Start) -> None:
-    """The wait for a step boundary is bounded, and the ranks that missed it are named."""
-    payload = {"pipe": str(pipe.path), "how": {"1": "deaf"}}
-    launcher = start("end", payload, pipe.path.parent, timeout_s=0.2)
-    pipe.lines(2)
-    launcher.send_signal(signal.SIGTERM)
-    found = result_of(launcher)
-    assert found["exit"] == "RANK_SILENT"
-    assert found["cause"] == "rank 1 did not end within 1.7 s of SIGTERM"
-    assert found["exits"] == {"0": 75, "1": -9}
-
-
-def test_two_launches_at_once_do_not_meet(tmp_path: Path, start: Start) -> None:
-    """Each has a port, a store and a run of its own, and what ranks print reaches the launcher's stdout."""
-    folders = [tmp_path / "a", tmp_path / "b"]
-    for folder in folders:
-        folder.mkdir()
-    launchers = [start("echo", {"folder": str(folder), "say": folder.name}, folder) for folder in folders]
-    stores, runs = set(), set()
-    for folder, launcher in zip(folders, launchers, strict=True):
-        out, _ = launcher.communicate(timeout=PATIENCE_S)
-        *said, result = sorted(out.splitlines(), key=lambda line: line.startswith("result"))
-        assert sorted(said) == [f"rank {rank} says {folder.name}" for rank in (0, 1)]
-        assert json.loads(result.removeprefix("result "))["exit"] == "OK"
-        found = [json.loads((folder / f"echo-{rank}.json").read_text()) for rank in (0, 1)]
-        runs |= {one["run_id"] for one in found}
-        stores |= {tuple(one["store"]) for one in found}
-        assert {(one["omp"], one["threads_of_the_forking_process"]) for one in found} == {("1", 1)}
-    assert len(runs) == 2
-    assert len(stores) == 2
-
-
-def _pending(pid: int) -> set[signal.Signals]:
-    """Signals that were sent to a process and have not been taken (`ShdPnd` in `/proc/PID/status`)."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    mask = int(status.split("ShdPnd:")[1].split()[0], 16)
-    return {signum for signum in (signal.SIGINT, signal.SIGTERM) if mask >> (signum - 1) & 1}

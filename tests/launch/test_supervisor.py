@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -34,6 +35,13 @@ class Agent:
         """Nothing to see."""
 
 
+@pytest.fixture(autouse=True)
+def short_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither ranks nor an agent get seconds to end."""
+    monkeypatch.setattr(supervisor, "END_S", 0.2)
+    monkeypatch.setattr(supervisor, "AGENT_S", 0.2)
+
+
 @pytest.fixture
 def wake() -> Iterator[Wake]:
     """A pipe to wake the supervisor by."""
@@ -52,10 +60,11 @@ def ranks() -> Iterator[dict[int, subprocess.Popen[bytes]]]:
         process.wait()
 
 
-def watch(agent: Agent, wake: Wake, folder: Path, timeout_s: float = 3600) -> Watched:
+def watch(agent: Agent, wake: Wake, folder: Path, silence_s: float = math.inf, launch: str = "") -> Watched:
     """What a supervisor sees; fails where it does not come to an end."""
     seen: list[Watched] = []
-    thread = threading.Thread(target=lambda: seen.append(Supervisor(agent, wake, folder, timeout_s).run()), daemon=True)
+    watching = Supervisor(agent, wake, folder, 3600, silence_s, launch=launch)
+    thread = threading.Thread(target=lambda: seen.append(watching.run()), daemon=True)
     thread.start()
     thread.join(PATIENCE_S)
     assert seen, "the supervisor waits for ever"
@@ -80,15 +89,10 @@ def test_a_rank_that_is_stopped_is_given_up(
 ) -> None:
     """Alone in its world nobody else misses it: the run would hang for ever."""
     ranks[0].send_signal(signal.SIGSTOP)
-    seen: list[Watched] = []
-    watched = Supervisor(Agent({0: ranks[0].pid}), wake, tmp_path, 3600, silence_s=0.1)
-    thread = threading.Thread(target=lambda: seen.append(watched.run()), daemon=True)
-    thread.start()
-    thread.join(PATIENCE_S)
-    assert seen
-    assert seen[0].verdict is not None
-    assert seen[0].verdict[0] is Exit.RANK_SILENT
-    assert seen[0].verdict[1].startswith("rank 0 did not run for 0.1 s: stopped by a signal (SIGSTOP)")
+    seen = watch(Agent({0: ranks[0].pid}), wake, tmp_path, silence_s=0.1)
+    assert seen.verdict is not None
+    assert seen.verdict[0] is Exit.RANK_SILENT
+    assert seen.verdict[1].startswith("rank 0 did not run for 0.1 s: stopped by a signal (SIGSTOP)")
     assert ranks[0].wait(PATIENCE_S) == -signal.SIGKILL
 
 
@@ -165,18 +169,6 @@ def test_a_signal_to_the_group_is_seen_with_what_it_did(tmp_path: Path, wake: Wa
     assert seen.asked_by == signal.SIGTERM
 
 
-def test_the_first_signal_is_answered_in_one_line(
-    tmp_path: Path, wake: Wake, ranks: dict[int, subprocess.Popen[bytes]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Who presses Ctrl-C hears at once what happens, and what a second one does; nothing more is said of that one."""
-    with wake.listening():
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
-        watch(Agent({rank: process.pid for rank, process in ranks.items()}), wake, tmp_path)
-    said = "andon: SIGINT: ending at the next step boundary; a second one ends at once\n"
-    assert capsys.readouterr().err == said
-
-
 def test_a_wake_that_was_closed_may_still_be_rung() -> None:
     """An agent that was left behind may finish after its launch has returned."""
     wake = Wake()
@@ -184,19 +176,32 @@ def test_a_wake_that_was_closed_may_still_be_rung() -> None:
     wake.ring()
 
 
-def test_ranks_that_appear_after_a_second_interrupt_are_killed(
-    tmp_path: Path, wake: Wake, ranks: dict[int, subprocess.Popen[bytes]]
+def test_a_second_interrupt_kills_ranks_that_appear_later(
+    tmp_path: Path, wake: Wake, ranks: dict[int, subprocess.Popen[bytes]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Both came while the ranks were being started: all are killed, as it is said, and none is asked to end."""
+    """Ctrl-C twice while ranks are being started: the first is answered in one line, the second with nothing more."""
 
     class Starting(Agent):
         def look(self) -> None:
+            self.done = self.done or bool(self.pids)
             self.pids = {rank: process.pid for rank, process in ranks.items()}
 
-    os.write(wake._write, bytes([signal.SIGINT, signal.SIGINT]))
-    seen = watch(Starting(), wake, tmp_path)
-    assert (seen.killed, seen.verdict) == (
-        {0, 1, 2},
-        (Exit.RANK_LOST, "all ranks were killed: a second SIGINT asked for it"),
-    )
+    with wake.listening():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        seen = watch(Starting(), wake, tmp_path)
+    said = "andon: SIGINT: ending at the next step boundary; a second one ends at once\n"
+    assert capsys.readouterr().err == said
+    assert seen.killed == {0, 1, 2}
+    assert seen.verdict == (Exit.RANK_LOST, "all ranks were killed: a second SIGINT asked for it")
     assert all(process.wait() == -signal.SIGKILL for process in ranks.values())
+
+
+def test_the_success_of_another_launch_does_not_excuse_a_death(
+    tmp_path: Path, wake: Wake, ranks: dict[int, subprocess.Popen[bytes]]
+) -> None:
+    """Rank 0 ended without a report; that a rank 0 of another launch finished must not keep the others waiting."""
+    Report(0, int(Exit.OK), "finished", 1.0, launch="b" * 32).write(tmp_path)
+    ranks[0].kill()
+    agent = Agent({rank: process.pid for rank, process in ranks.items()})
+    assert watch(agent, wake, tmp_path, launch="a" * 32).killed == {1, 2}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import stat
 import subprocess
@@ -10,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from multiprocessing.connection import Client
+from multiprocessing.connection import Client, Connection
 from pathlib import Path
 
 import pytest
@@ -89,19 +90,27 @@ def test_what_does_not_come_is_an_error_of_torch(server: StoreServer) -> None:
     assert not store.check(["x"])
 
 
+def _serve_a_store(pipe: Connection) -> None:
+    pipe.send(StoreServer().address)
+    pipe.recv()
+
+
 def test_ranks_are_told_that_their_launcher_is_gone() -> None:
     """A client that was connected, and one that comes later: `DistNetworkError`, as from a store of torch's."""
-    program = "from andon.launch.unix_store import *; s = StoreServer(); print(s.address, flush=True); input()"
-    with subprocess.Popen([sys.executable, "-c", program], stdin=-1, stdout=-1, text=True) as launcher:
-        assert launcher.stdout is not None
-        address = launcher.stdout.readline().strip()
-        store, later = UnixStore(address), UnixStore(address)
-        store.set("a", "1")
-        launcher.kill()
-        launcher.wait()
-        for each in (store, later):
-            with pytest.raises(dist.DistNetworkError, match="the launcher's store is gone"):
-                each.get("a")
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe()
+    launcher = context.Process(target=_serve_a_store, args=(theirs,), daemon=True)
+    launcher.start()
+    address = ours.recv()
+    store, later = UnixStore(address), UnixStore(address)
+    store.set("a", "1")
+    launcher.kill()
+    launcher.join()
+    for each in (store, later):
+        with pytest.raises(dist.DistNetworkError, match="the launcher's store is gone"):
+            each.get("a")
+    ours.close()
+    theirs.close()
 
 
 def test_who_speaks_something_else_is_let_go(server: StoreServer) -> None:
