@@ -20,14 +20,13 @@ import pytest
 
 from andon.console.exits import Exit
 from andon.console.problems import InputError
-from andon.launch.report import Report, first_cause
-from andon.launch.supervisor import Supervisor, Wake
+from andon.launch.report import Report
 from andon.run import ownership
 from andon.run.folder import RunFolder
+from andon.step.replica import Replica
 from falsify.nemesis.attacker import Caller, listeners
-from tests.cli.command import andon
 from tests.launch.pipes import PATIENCE_S
-from tests.launch.test_supervisor import Agent
+from tests.launch.training import AT
 from tests.training.runs import Runs, outcome, write_jsonl
 
 RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "other"}
@@ -63,36 +62,48 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_run_goes_on_while_others_are_refused_its_folder(
-    runs: Runs, tmp_path: Path, first: subprocess.Popen[str]
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`andon train`, and a rank that torchrun has started, into the folder of a run: exit 2 with one line, and not one
-    file of the run is changed; the run ends with 0 and the bits of one that was alone."""
-    run = tmp_path / "run"
-    before = contents(run)
-    assert "reports/agents.json" in before
-    sets = [part for each in runs.overrides() for part in ("--set", each)]
-    arguments = ["train", *sets, "--run-dir", str(run), "--resume", "auto", "--backend", "gloo"]
-    refusal = f"{run}: is being written by process {first.pid} on "
-    second = andon(*arguments, "--workers", "2")
-    assert (second.code, len(second.said)) == (Exit.USAGE, 1), second.said
-    assert second.said[0].startswith(f"andon: {refusal}")
-    rank = [sys.executable, "-m", "andon", *arguments]
-    third = subprocess.run(rank, env={**os.environ, **RANK}, capture_output=True, text=True, timeout=PATIENCE_S)
-    assert (third.returncode, len(third.stderr.splitlines())) == (Exit.USAGE, 1), third.stderr
-    assert refusal in third.stderr
-    assert contents(run) == before
-    (tmp_path / "go").touch()
-    _, said = first.communicate(timeout=PATIENCE_S)
-    assert first.returncode == 0, said
-    assert sorted(path.name for path in (run / "reports").iterdir()) == ["rank-0.json", "rank-1.json"]
+    """Commands, and a rank of torchrun, into the folder of a run that is in its update 7: bad input, in one line.
+
+    They change no file of the run, which ends with the bits of one that was alone.
+    """
+    run, update, refusals = tmp_path / "run", Replica.apply, list[str]()
     assert runs.train(tmp_path / "alone") == 0
+
+    def refused() -> None:
+        before = contents(run)
+        for backend in ("inline", "gloo"):
+            with pytest.raises(InputError) as caught:
+                runs.train(run, backend=backend, resume="auto")
+            refusals.append(str(caught.value))
+        sets = [part for each in runs.overrides() for part in ("--set", each)]
+        rank = [sys.executable, "-m", "andon", "train", *sets, "--run-dir", str(run), "--backend", "gloo"]
+        done = subprocess.run(rank, env={**os.environ, **RANK}, capture_output=True, text=True, timeout=PATIENCE_S)
+        assert done.returncode == Exit.USAGE, done.stderr
+        (line,) = done.stderr.splitlines()
+        refusals.append(line.partition(": ")[2])
+        assert contents(run) == before
+
+    def apply(replica: Replica) -> None:
+        update(replica)
+        if replica.updates == AT:
+            refused()
+
+    monkeypatch.setattr(Replica, "apply", apply)
+    assert runs.train(run) == 0
+    assert len(refusals) == 3
+    assert all(f"{run}: is being written by process {os.getpid()} on " in each for each in refusals), refusals
     assert outcome(run) == outcome(tmp_path / "alone")
 
 
+# By default: garbage in the store where ranks meet (test_joining), in its heartbeats (test_heartbeat_alone), on its
+# socket (test_unix_store).
+@pytest.mark.deep
 def test_a_run_goes_on_while_somebody_calls_wherever_it_listens(
     runs: Runs, tmp_path: Path, first: subprocess.Popen[str]
 ) -> None:
-    """Only gloo listens, for each rank, on the loopback. Somebody says all kinds of things there while rank 1 waits for
+    """Only gloo listens, for each rank, on the loopback. Somebody sends all kinds of bytes there while rank 1 waits for
     rank 0, and until the end: the run ends with 0, with the bits of one that was alone."""
     processes = [first.pid, *(each.pid for each in psutil.Process(first.pid).children(recursive=True))]
     found = listeners(processes)
@@ -113,8 +124,7 @@ def test_a_run_goes_on_while_somebody_calls_wherever_it_listens(
     assert outcome(tmp_path / "run") == outcome(tmp_path / "alone")
 
 
-@pytest.mark.parametrize("backend", ["inline", "gloo"])
-def test_a_folder_whose_ranks_are_not_there_yet_is_not_free(runs: Runs, tmp_path: Path, backend: str) -> None:
+def test_a_folder_whose_ranks_are_not_there_yet_is_not_free(runs: Runs, tmp_path: Path) -> None:
     """Between a command's start and its rank 0, and between two generations, nobody holds the writer's lock: a second
     command is refused all the same, and removes nothing of the first."""
     folder = RunFolder(tmp_path / "run")
@@ -125,7 +135,7 @@ def test_a_folder_whose_ranks_are_not_there_yet_is_not_free(runs: Runs, tmp_path
     with folder.claimed():
         before = contents(folder.path)
         with pytest.raises(InputError, match="is being written by process"):
-            runs.train(folder.path, backend=backend)
+            runs.train(folder.path, backend="gloo")
         assert contents(folder.path) == before
     assert not (folder.path / ".launch").exists()
 
@@ -187,33 +197,3 @@ def test_a_claim_removes_no_other(tmp_path: Path) -> None:
         with pytest.raises(InputError, match="is being written by process"):
             folder.refuse_claimed()
     assert not (folder.path / ".launch").exists()
-
-
-def test_a_report_of_another_launch_is_not_believed(tmp_path: Path) -> None:
-    """A rank of another launch wrote last: neither its cause nor its success is that of this launch's rank."""
-    Report(0, int(Exit.VIOLATION), "of another launch", 1.0, launch="b" * 32).write(tmp_path)
-    assert Report.read(tmp_path, 0, "a" * 32) is None
-    assert Report.read(tmp_path, 0, "b" * 32) == Report.read(tmp_path, 0)
-    first = first_cause(tmp_path, {0: 0, 1: 0}, launch="a" * 32)
-    assert first is not None
-    assert (first.exit, first.report) == (Exit.RANK_LOST, None)
-    found = first_cause(tmp_path, {0: -9, 1: 0}, launch="a" * 32)
-    assert found is not None
-    assert (found.exit, found.report) == (Exit.RANK_LOST, None)
-
-
-def test_the_success_of_another_launch_does_not_excuse_a_death(tmp_path: Path) -> None:
-    """Rank 0 is gone without a word; that a rank 0 of another launch finished must not keep rank 1 waiting for ever."""
-    Report(0, int(Exit.OK), "finished", 1.0, launch="b" * 32).write(tmp_path)
-    ranks = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"]) for _ in range(2)]
-    wake = Wake()
-    try:
-        ranks[0].kill()
-        agent = Agent({rank: process.pid for rank, process in enumerate(ranks)})
-        seen = Supervisor(agent, wake, tmp_path, 3600, launch="a" * 32).run()
-        assert seen.killed == {1}
-    finally:
-        wake.close()
-        for process in ranks:
-            process.kill()
-            process.wait()

@@ -193,3 +193,16 @@ def test_torch_reads_our_error_file_and_picks_the_root(tmp_path: Path) -> None:
     assert rank == 1
     assert "weights agree broken" in str(failure.message)
     assert json.loads((tmp_path / "1").read_text())["message"]["errorCode"] == 70
+
+
+def test_a_report_of_another_launch_is_not_believed(tmp_path: Path) -> None:
+    """A rank of another launch wrote last: neither its cause nor its success is that of this launch's rank."""
+    Report(0, int(Exit.VIOLATION), "of another launch", 1.0, launch="b" * 32).write(tmp_path)
+    assert Report.read(tmp_path, 0, "a" * 32) is None
+    assert Report.read(tmp_path, 0, "b" * 32) == Report.read(tmp_path, 0)
+    first = first_cause(tmp_path, {0: 0, 1: 0}, launch="a" * 32)
+    assert first is not None
+    assert (first.exit, first.report) == (Exit.RANK_LOST, None)
+    found = first_cause(tmp_path, {0: -9, 1: 0}, launch="a" * 32)
+    assert found is not None
+    assert (found.exit, found.report) == (Exit.RANK_LOST, None)
