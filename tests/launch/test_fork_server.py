@@ -11,74 +11,61 @@ import sys
 import tempfile
 import threading
 from contextlib import suppress
+from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from andon.console.exits import Exit
 from andon.launch import agent, fork_server
 from andon.launch.fork_server import TooManyRanks, starting
+from andon.launch.launcher import launch, warm_up
 from andon.launch.orphan import LAUNCHER
 from andon.launch.preemption import PREEMPTION_SIGNALS
 from andon.launch.rank import Job
 from andon.training.start import _PRELOAD
+from tests.launch.driver import PRELOAD
 from tests.launch.pipes import PATIENCE_S
 from tests.launch.sessions import wait_until_empty
 from tests.repository.sources import ROOT
 
 
-def launched(
-    folder: Path, *, elastic: bool, stopped: bool = False, dies: str = "", **how: str
-) -> tuple[int, dict[str, Any]]:
-    """The exit code and the result of two ranks that end as told (`r0="0"`); nothing of the launch is left.
-
-    dies: how the fork server ends while it imports. The result has what was written to standard error.
-    """
-    payload = {"how": {rank.removeprefix("r"): way for rank, way in how.items()}}
-    asked = {"folder": str(folder), "elastic": elastic, "stopped": stopped, "payload": payload}
-    command = [sys.executable, "-m", "tests.launch.stopped_server", json.dumps(asked)]
-    # The server looks for modules where it is told to, not in the folder that it is started in.
+def importing() -> dict[str, str]:
+    """The environment of a fork server that finds the modules of the tests, in whichever folder it is started."""
     where = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    environment = os.environ | ({"ANDON_TEST_DIES": dies, "PYTHONPATH": where} if dies else {})
+    return {**os.environ, "PYTHONPATH": where}
+
+
+def launched(
+    folder: Path, *hows: dict[str, str], elastic: bool = False, stopped: bool = False, dies: str = ""
+) -> tuple[int, list[dict[str, str]], str]:
+    """Launches of two ranks, which end as told (`{"0": "0"}`): the exit code, the results, what was said on stderr.
+
+    dies: how the fork server ends while it imports. Nothing of the launches is left.
+    """
+    requested = {"folder": str(folder), "elastic": elastic, "stopped": stopped, "how": hows or ({},)}
+    command = [sys.executable, "-m", "tests.launch.stopped_server", json.dumps(requested)]
+    environ = importing() | ({"ANDON_TEST_DIES": dies} if dies else {})
     pipe = subprocess.PIPE
-    process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True, env=environment)
+    process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True, env=environ)
     try:
         said, errors = process.communicate(timeout=PATIENCE_S)
     finally:
         process.kill()
     wait_until_empty(process.pid)
-    found: dict[str, Any] = json.loads(said.splitlines()[-1])
-    return process.returncode, found | {"errors": errors}
+    return process.returncode, [json.loads(line) for line in said.splitlines()], errors
 
 
-@pytest.mark.parametrize("elastic", [True, False])
-def test_a_server_that_is_stopped_before_a_rank_starts(tmp_path: Path, elastic: bool) -> None:
+def test_a_server_that_is_stopped_before_a_rank_starts(tmp_path: Path) -> None:
     """Nobody would ever answer: the launch ends with 72 and says what did not run, and the server is ended."""
-    code, result = launched(tmp_path, elastic=elastic, stopped=True)
+    code, (result,), _ = launched(tmp_path, elastic=True, stopped=True)
     assert (code, result["exit"]) == (Exit.RANK_SILENT, "RANK_SILENT")
     assert result["cause"].startswith("no rank could be started: the fork server did not run for 0.3 s, stopped by a")
 
 
-def test_a_server_that_is_stopped_while_ranks_run(tmp_path: Path) -> None:
-    """Rank 0 stops it and is killed: how it ended nobody can tell, and it is not taken for a success."""
-    code, result = launched(tmp_path, elastic=False, stopped=False, r0="agent's silence", r1="0")
-    assert (code, result["exit"]) == (Exit.RANK_LOST, "RANK_LOST")
-    assert result["cause"] == "rank 0 of 2 was lost together with the process that started it"
-
-
-def test_a_server_that_is_killed_while_ranks_run(tmp_path: Path) -> None:
-    """Nobody can tell how the ranks ended that went with it; how the server ended is known."""
-    code, result = launched(tmp_path, elastic=False, r0="agent SIGKILL", r1="wait")
-    assert (code, result["exit"]) == (Exit.RANK_LOST, "RANK_LOST")
-    lost = "rank [01] of 2 was lost together with the process that started it"
-    assert re.match(f"{lost}: the process that ranks are forked from was killed by SIGKILL \\(", result["cause"])
-
-
-@pytest.mark.parametrize("elastic", [True, False])
-def test_a_server_that_is_killed_while_ranks_start(tmp_path: Path, elastic: bool) -> None:
+def test_a_server_that_is_killed_while_ranks_start(tmp_path: Path) -> None:
     """By hand, or by the kernel for want of memory: 71, with the signal and what the kernel says of it."""
-    code, result = launched(tmp_path, elastic=elastic, dies="SIGKILL")
+    code, (result,), _ = launched(tmp_path, elastic=True, dies="SIGKILL")
     assert (code, result["exit"]) == (Exit.RANK_LOST, "RANK_LOST")
     assert result["cause"].startswith(
         "no rank could be started: the process that ranks are forked from was killed by SIGKILL ("
@@ -87,12 +74,29 @@ def test_a_server_that_is_killed_while_ranks_start(tmp_path: Path, elastic: bool
 
 def test_a_server_whose_imports_fail(tmp_path: Path) -> None:
     """As transformers' do with PYTHONOPTIMIZE=2, which takes docstrings away: words, and no traceback."""
-    code, result = launched(tmp_path, elastic=False, dies="no such docstring")
+    code, (result,), errors = launched(tmp_path, dies="no such docstring")
     assert (code, result["exit"]) == (Exit.RANK_LOST, "RANK_LOST")
     how = "the process that ranks are forked from ended with exit code 1"
     assert result["cause"] == f"no rank could be started: {how}"
     why = "the process that ranks are forked from cannot import what they need: ValueError: no such docstring"
-    assert set(result["errors"].splitlines()) == {f"andon: {why}"}
+    assert set(errors.splitlines()) == {f"andon: {why}"}
+
+
+# By default: a server that does not run, or dies, while ranks start (above), and an agent that dies while its rank runs
+# (test_elastic).
+@pytest.mark.deep
+def test_a_server_that_does_not_run_while_ranks_run(tmp_path: Path) -> None:
+    """Rank 0 stops the server and is killed: nobody can tell how it ended, and that is not taken for a success.
+
+    The server is ended with its launch; the next launch has another one, which rank 0 kills.
+    """
+    code, (stopped, killed), _ = launched(
+        tmp_path, {"0": "agent's silence", "1": "0"}, {"0": "agent SIGKILL", "1": "wait"}
+    )
+    assert (code, stopped["exit"], killed["exit"]) == (Exit.RANK_LOST, "RANK_LOST", "RANK_LOST")
+    assert stopped["cause"] == "rank 0 of 2 was lost together with the process that started it"
+    lost = "rank [01] of 2 was lost together with the process that started it"
+    assert re.match(f"{lost}: the process that ranks are forked from was killed by SIGKILL \\(", killed["cause"])
 
 
 def test_a_server_whose_launcher_is_gone_before_it_looks_ends_at_once() -> None:
@@ -111,11 +115,7 @@ def test_a_server_that_still_imports_ends_with_its_launcher() -> None:
         f"import time; from andon.launch.launcher import warm_up; warm_up({(_PRELOAD[0], 'tests.launch.endless')!r})"
     )
     command = [sys.executable, "-c", f"{start}; time.sleep({PATIENCE_S})"]
-    # The server looks for modules where it is told to, not in the folder that it is started in.
-    where = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, start_new_session=True, env={**os.environ, "PYTHONPATH": where}
-    )
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True, env=importing())
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == "importing\n"
@@ -201,28 +201,26 @@ def test_more_ranks_than_can_be_started_are_bad_input() -> None:
     assert caught.value.ends_with == Exit.USAGE
 
 
-@pytest.mark.parametrize("refused", [OSError(24, "too many open files"), EOFError()])
-def test_what_else_keeps_a_rank_from_starting_is_raised_as_it_is(refused: Exception) -> None:
+def test_what_else_keeps_a_rank_from_starting_is_raised_as_it_is() -> None:
     """No server was stopped: it is no `ServerStopped`, nothing is waited for, and nobody watches the server after."""
     watching: list[threading.Thread] = []
+    refused = OSError(24, "too many open files")
 
     def start() -> None:
         with starting():
             watching.extend(thread for thread in threading.enumerate() if thread.name == "fork-server")
             raise refused
 
-    with pytest.raises(type(refused)) as caught:
+    with pytest.raises(OSError, match="too many open files") as caught:
         start()
     assert caught.value is refused
     assert [thread.is_alive() for thread in watching] == [False]
 
 
-@pytest.mark.parametrize("signum", PREEMPTION_SIGNALS)
-def test_a_signal_to_the_group_does_not_end_the_tracker_of_semaphores(signum: signal.Signals) -> None:
+def test_signals_to_the_group_do_not_end_the_tracker_of_semaphores() -> None:
     """It ends when its launcher lets go of it and not before: another one would print a traceback for each."""
-    done = subprocess.run(
-        [sys.executable, "-c", _TRACKED, str(int(signum))], capture_output=True, text=True, timeout=PATIENCE_S
-    )
+    command = [sys.executable, "-c", _TRACKED, *(str(int(signum)) for signum in PREEMPTION_SIGNALS)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert (done.returncode, done.stdout, done.stderr) == (0, "ended with 0\n", "")
 
 
@@ -233,7 +231,8 @@ from andon.launch.launcher import warm_up
 
 warm_up(("json", "andon.launch.server_last"))
 tracker = resource_tracker._resource_tracker
-os.kill(tracker._pid, int(sys.argv[1]))
+for signum in map(int, sys.argv[1:]):
+    os.kill(tracker._pid, signum)
 os.close(tracker._fd)
 _, status = os.waitpid(tracker._pid, 0)
 print("ended with", os.waitstatus_to_exitcode(status), flush=True)
@@ -241,43 +240,22 @@ os._exit(0)
 """
 
 
-def test_the_semaphores_of_a_launch_are_let_go_before_it_returns(tmp_path: Path) -> None:
+def test_the_semaphores_of_a_launch_are_let_go_before_it_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whoever ends the process then has the last word: none is half removed, which its tracker would call leaked."""
-    command = [sys.executable, "-c", _LET_GO, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, cwd=ROOT)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "rank 1 of 2: LookupError: nobody foresaw this\n")
+    returned, late, unregister = threading.Event(), list[bool](), resource_tracker.unregister
 
+    def unregistered(name: str, kind: str) -> None:
+        if threading.current_thread() is not threading.main_thread() and not late:
+            late.append(returned.wait(0.5))
+        unregister(name, kind)
 
-_LET_GO = """
-import os, sys, threading
-from multiprocessing import resource_tracker
-from pathlib import Path
-from andon.launch.launcher import launch, warm_up
-from tests.launch.driver import PRELOAD
-
-warm_up(PRELOAD)
-from andon.launch.agent import AgentThread
-
-waited_for, join, unregister = threading.Event(), AgentThread.join, resource_tracker.unregister
-
-def joined(thread, timeout=None):
-    waited_for.set()
-    join(thread, timeout)
-
-def unregistered(name, kind):
-    if threading.current_thread().name == "elastic-agent":
-        waited_for.wait()
-    unregister(name, kind)
-
-AgentThread.join, resource_tracker.unregister = joined, unregistered
-folder = Path(sys.argv[1])
-payload = {"pipe": str(folder / "pipe"), "how": {"1": "raise"}}
-os.mkfifo(folder / "pipe")
-reader = os.open(folder / "pipe", os.O_RDONLY | os.O_NONBLOCK)
-result = launch("tests.launch.entries:end", payload, workers=2, run_folder=folder, timeout_s=30)
-print(result.cause, file=sys.stderr, flush=True)
-os._exit(0)
-"""
+    monkeypatch.setattr(resource_tracker, "unregister", unregistered)
+    warm_up(PRELOAD)
+    launch("tests.launch.entries:end", {"how": {"0": "0", "1": "0"}}, workers=2, run_folder=tmp_path, timeout_s=30)
+    returned.set()
+    assert late == [False]
 
 
 def test_a_start_that_nobody_looked_after_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
