@@ -25,7 +25,7 @@ from tests.model.tiny import CPU, causal, spec, task
 ROWS = task(
     [[1 + (row * 7 + place) % 30 for place in range(3 + row % 9)] for row in range(13)], [r % 3 for r in range(13)]
 )
-PLAN = BatchPlan(tuple(range(13)), 8, 5, 3, 2)
+PLAN = BatchPlan(tuple(range(13)), 8, 5, 3, 1)
 """Eight rows in five micro-batches, then the five that are left."""
 
 
@@ -55,7 +55,7 @@ def test_the_bits_are_those_without_it_on_any_number_of_workers(architecture: st
         return trained(backend, optimizer, checkpointing=checkpointing, dropout=dropout, architecture=architecture)
 
     plain = digest(InlineBackend([CPU]), checkpointing=False)
-    assert [digest(InlineBackend([CPU] * world), checkpointing=True) for world in (1, 3)] == [plain] * 2
+    assert digest(InlineBackend([CPU] * 3), checkpointing=True) == plain
     assert digest(ThreadsBackend([CPU] * 2), checkpointing=True) == plain
     assert digest(InlineBackend([CPU]), checkpointing=True, dropout=0.0) != plain
 

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
+# By default: what torch keeps of a compilation is named by our code (test_compiled, no kernel is chosen by timing).
 pytestmark = [
+    pytest.mark.deep,
     pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler, as torch does to compile for a CPU"),
     pytest.mark.timeout(600),
 ]
@@ -23,11 +25,11 @@ import torch
 from torch._dynamo.utils import counters
 from andon.model import compiled
 from andon.model.build import backbone_of
-from tests.model.test_compiled import adapted
+from tests.model.test_compiled import shallow
 if sys.argv[1:]:
     compiled._code_of_rewrites = lambda: sys.argv[1]
 torch.set_num_threads(1)
-model = adapted()
+model = shallow()
 backbone_of(model).forward = compiled.traced(model, compiled.rewriting_backend({}))
 loss = model(input_ids=torch.ones((2, 8), dtype=torch.int64)).logits.sum()
 loss.backward()
