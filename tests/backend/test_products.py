@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import subprocess
 import sys
@@ -20,6 +19,8 @@ from andon.backend import products
 from andon.backend.products import portable_kernels
 from andon.console.problems import InputError
 from andon_contracts.fingerprint import environment
+from tests.backend.ordered import digest
+from tests.repository.sources import ROOT
 
 pytestmark = [
     pytest.mark.skipif(
@@ -60,10 +61,11 @@ def matrix(rows: int, columns: int, layout: str, generator: torch.Generator) -> 
 
 
 @pytest.fixture(scope="module", autouse=True)
-def in_order() -> Iterator[None]:
-    """Products add in order in these tests."""
+def plain() -> Iterator[dict[str, object]]:
+    """Products add in order in these tests; what torch itself makes of other products."""
+    made = odd_ones()
     with portable_kernels():
-        yield
+        yield made
 
 
 BIASES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -153,81 +155,42 @@ def odd_ones() -> dict[str, object]:
     return shown
 
 
-def test_what_is_no_product_of_float32_matrices_is_what_torch_makes() -> None:
+def test_what_is_no_product_of_float32_matrices_is_what_torch_makes(plain: dict[str, object]) -> None:
     """Other dtypes to their last bit, nothing at all, what a factor of 0 leaves out, and refusals."""
     ours = odd_ones()
     assert sum(each is RuntimeError for each in ours.values()) == 6
-    plain = of_a_process("from tests.backend.test_products import odd_ones; print(odd_ones())")
-    assert plain.stdout.strip() == str(ours)
+    assert str(ours) == str(plain)  # NaN is not equal to itself
 
 
-_DIGEST = """
-import hashlib, torch
-from andon.backend.products import portable_kernels
-torch.manual_seed(0)
-said = hashlib.sha256()
-x = torch.randn(64, 700)
-torch.nn.functional.gelu(x)  # from now on oneDNN knows which CPU it has
-with portable_kernels():
-    for rows, columns, outputs in ((1, 700, 9), (37, 1024, 384), (300, 640, 5), (64, 1536, 384)):
-        for a in (torch.randn(rows, columns), torch.randn(columns, rows).t()):
-            for b in (torch.randn(columns, outputs), torch.randn(outputs, columns).t()):
-                said.update((a @ b).numpy().tobytes())
-                said.update(torch.addmm(torch.randn(outputs), a, b).numpy().tobytes())
-    x.requires_grad_()
-    made = torch.nn.functional.gelu(x)
-    made.sum().backward()
-    for each in (made, x.grad, torch.nn.functional.conv1d(x.detach()[None], torch.ones(3, 64, 5))):
-        said.update(each.detach().numpy().tobytes())
-print(said.hexdigest())
-"""
+def of_a_process(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """`tests.backend.ordered` where the environment says `more`."""
+    path = os.pathsep.join([str(ROOT), *(path for path in sys.path if path)])
+    environ = {**os.environ, "PYTHONPATH": path, **more}
+    command = [sys.executable, "-m", "tests.backend.ordered", *arguments]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
 
 
-def of_a_process(program: str, **more: str) -> subprocess.CompletedProcess[str]:
-    """What a new interpreter prints where the environment says `more`."""
-    path = os.pathsep.join(path for path in sys.path if path)
-    said = {**os.environ, "PYTHONPATH": path, **more}
-    return subprocess.run([sys.executable, "-c", program], env=said, capture_output=True, text=True, check=False)
+def test_the_bits_are_the_same_on_a_lesser_cpu_and_torch_computes_as_before_afterwards() -> None:
+    """Here, and where oneDNN is held to AVX2, on one thread and on two, also where oneDNN has computed before."""
+    done = of_a_process(ONEDNN_MAX_CPU_ISA="AVX2", ATEN_CPU_CAPABILITY="avx2")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.split() == [digest()] * 2
 
 
+# By default: products at two levels (above); here GELU and a convolution too, at each level.
+@pytest.mark.deep
 def test_the_bits_are_the_same_at_every_level_of_avx_and_of_threads() -> None:
-    """One digest, with exact GELU and a convolution, also where oneDNN has computed before."""
     levels = [{"ONEDNN_MAX_CPU_ISA": level, "ATEN_CPU_CAPABILITY": "avx2"} for level in ("AVX2", "AVX512_CORE", "ALL")]
-    said = [of_a_process(_DIGEST, **level, OMP_NUM_THREADS=threads) for level in levels for threads in ("1", "2")]
-    assert {(each.returncode, each.stderr) for each in said} == {(0, "")}
-    assert len({each.stdout for each in said}) == 1
-    assert len(said[0].stdout.strip()) == hashlib.sha256().digest_size * 2
+    done = [of_a_process("all", **level) for level in levels]
+    assert {(each.returncode, each.stderr) for each in done} == {(0, "")}
+    assert len({line for each in done for line in each.stdout.split()}) == 1
 
 
 def test_a_cpu_on_which_they_add_otherwise_is_refused() -> None:
     """Without AVX2 there is no fused multiply-add, and nothing is trained with other bits in silence."""
-    ended = of_a_process(_DIGEST, ONEDNN_MAX_CPU_ISA="SSE41")
-    assert ended.returncode != 0
-    assert "run.portable: needs products that add in one order" in ended.stderr
-
-
-def test_afterwards_torch_computes_as_before() -> None:
-    """Also after an error, and where the caller had turned oneDNN off himself."""
-    program = """
-import torch
-from andon.backend.products import portable_kernels
-a, b, x = torch.randn(33, 900), torch.randn(900, 31), torch.randn(64, 700)
-gelu = torch.nn.functional.gelu
-for enabled in (True, False):
-    torch.backends.mkldnn.enabled = enabled
-    plain = a @ b, gelu(x)
-    try:
-        with portable_kernels():
-            assert not torch.equal(a @ b, plain[0])
-            assert torch.equal(gelu(x), plain[1]) is not enabled
-            raise KeyError
-    except KeyError:
-        pass
-    assert torch.equal(a @ b, plain[0]) and torch.equal(gelu(x), plain[1])
-    assert torch.backends.mkldnn.enabled is enabled
-"""
-    ended = of_a_process(program)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+    done = of_a_process("all", ONEDNN_MAX_CPU_ISA="SSE41")
+    assert done.returncode != 0
+    assert "run.portable: needs products that add in one order" in done.stderr
 
 
 def _halves(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:

@@ -31,12 +31,19 @@ def test_a_picked_token_keeps_its_type() -> None:
     assert torch.equal(one[:, 0], x[chosen])
 
 
-def decoder() -> Qwen3ForSequenceClassification:
+class Mean(Qwen3ForSequenceClassification):
+    """Somebody's own head, which reads every token."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model(*args, **kwargs).last_hidden_state.mean(1)
+
+
+def decoder(kind: type[Qwen3ForSequenceClassification] = Qwen3ForSequenceClassification) -> Any:
     """A layer."""
     sizes: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 16}
     heads: dict[str, Any] = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8, "num_labels": 3}
     torch.manual_seed(3)
-    return Qwen3ForSequenceClassification(Qwen3Config(**sizes, **heads, pad_token_id=0, use_cache=False))
+    return kind(Qwen3Config(**sizes, **heads, pad_token_id=0, use_cache=False))
 
 
 class Mixing(nn.Linear):
@@ -52,10 +59,11 @@ def test_a_head_that_mixes_tokens_is_given_all_of_them() -> None:
     mixing, replaced, scored = decoder(), decoder(), decoder()
     mixing.score = Mixing(8, 3)
     replaced.forward = types.MethodType(lambda self, ids: self.model(ids).last_hidden_state.mean(1), replaced)
-    scored.score.forward = types.MethodType(Mixing.forward, Mixing(8, 3))  # type: ignore[method-assign]
-    for head in (mixing, replaced, scored):
+    scored.score.forward = types.MethodType(Mixing.forward, Mixing(8, 3))
+    for head in (mixing, replaced, scored, decoder(Mean)):
         forward = head.model.forward
         assert reading_last_tokens(forward, head) is forward
+    assert reading_last_tokens(forward, nn.Linear(1, 1)) is forward
     plain = decoder()
     assert reading_last_tokens(plain.model.forward, plain) is not plain.model.forward
 
