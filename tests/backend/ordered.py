@@ -11,7 +11,6 @@ from andon.backend.products import portable_kernels
 
 
 def digest(*, all_kernels: bool = False) -> str:
-    """Of products in portable order; all_kernels: of exact GELU and a convolution too."""
     drawn = torch.Generator().manual_seed(0)
     x, found = torch.randn(64, 700, generator=drawn), hashlib.sha256()
     torch.nn.functional.gelu(x)  # from now on oneDNN knows which CPU it has

@@ -26,7 +26,6 @@ def test_cublas_is_told_before_a_gpu_is_used(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_memory_is_not_filled_before_a_gpu_writes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU it is, as torch has it: what reads memory that nobody wrote is found there."""
     monkeypatch.setenv(NAME, ":16:8")
     demand_determinism([CPU])
     assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
@@ -36,14 +35,12 @@ def test_memory_is_not_filled_before_a_gpu_writes_it(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("given", [":0:0", ":2048:8", ""])
 def test_another_workspace_is_refused(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
-    """A setting with which bits may change is an error that names it and what is right, not a warning."""
     monkeypatch.setenv(NAME, given)
     with pytest.raises(InputError, match=r"CUBLAS_WORKSPACE_CONFIG.*set :4096:8 or :16:8"):
         demand_determinism([GPU])
 
 
 def test_a_workspace_that_is_right_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The smaller one costs less memory."""
     monkeypatch.setenv(NAME, ":16:8")
     demand_determinism([GPU])
     assert os.environ[NAME] == ":16:8"

@@ -17,12 +17,10 @@ def _gpu(index: int) -> torch.device:
 
 
 def test_names_of_devices() -> None:
-    """`cpu` as often as one likes, a GPU by its number or its torch name."""
     assert named_devices(["cpu", 1, "cuda:0", "cpu:0"], gpus=2) == (CPU, _gpu(1), _gpu(0), CPU)
 
 
 def test_all_that_is_wrong_is_said_at_once() -> None:
-    """A GPU that is not there, one named twice, and a name that is none: each with its place and its value."""
     with pytest.raises(InputError) as caught:
         named_devices(["cuda:0", "tpu", 0, 2, -1, 4321], gpus=2)
     assert [(problem.where, problem.what.split(";")[0]) for problem in caught.value.problems] == [
@@ -57,13 +55,11 @@ def test_an_absent_gpu_is_the_cpu_only_where_that_was_asked_for(caplog: pytest.L
     ],
 )
 def test_default_placement(backend: str, workers: int, gpus: int, devices: tuple[torch.device, ...]) -> None:
-    """Without named devices: CPUs, or for nccl a GPU each, or for mixed GPUs and at least one CPU. Nothing to say."""
     assert placement(backend, workers, None, gpus) == (backend, devices, "")
 
 
 @pytest.mark.parametrize("backend", ["gloo", "inline", "threads"])
 def test_gpus_that_are_not_used_are_named(backend: str) -> None:
-    """Who has GPUs and names no backend trains on the CPU."""
     found, devices, note = placement(backend, 2, None, gpus=4)
     assert (found, devices) == (backend, (CPU, CPU))
     assert note == "4 GPUs are here and not used (--backend nccl, or mixed)"
@@ -90,6 +86,5 @@ def test_without_a_gpu_it_falls_back_and_says_so(asked: str, used: str) -> None:
 def test_what_cannot_be_placed_is_refused(
     backend: str, workers: int, names: list[str | int] | None, gpus: int, message: str
 ) -> None:
-    """Where the user named something, nothing falls back."""
     with pytest.raises(InputError, match=message):
         placement(backend, workers, names, gpus)

@@ -15,21 +15,18 @@ NEXT = Accelerator(1, "H200", 140 * GIB, 139 * GIB)
 
 
 def refusal(backend: str, found: dict[int, Accelerator], needed: int | None) -> list[str]:
-    """Everything that is wrong, in the words of the error."""
     with pytest.raises(InputError) as caught:
         refuse_unfit(backend, found, needed)
     return [str(problem) for problem in caught.value.problems]
 
 
 def test_what_is_fit_is_taken() -> None:
-    """Exactly as much free as is needed; nothing known of the need; no GPU at all."""
     refuse_unfit("nccl", {0: BIG, 1: NEXT}, 139 * GIB)
     refuse_unfit("nccl", {0: BIG, 1: NEXT}, None)
     refuse_unfit("mixed", {}, 10**15)
 
 
 def test_a_busy_one_and_a_small_one_are_different_findings() -> None:
-    """A byte too few: held by others where the GPU is large enough, a matter of settings where it is not."""
     busy = Accelerator(3, "H200", 140 * GIB, 20 * GIB - 1)
     small = Accelerator(1, "T4", 15 * GIB, 15 * GIB)
     first, second = refusal("mixed", {0: small, 2: busy}, 20 * GIB)
@@ -49,7 +46,6 @@ def test_unequal_models_are_refused_where_bits_are_promised() -> None:
 
 
 def test_a_driver_that_fails_is_said_in_its_own_words_beside_the_rest() -> None:
-    """One GPU cannot be asked and one is too full: both are said; what has no name is no other model."""
     broken = Accelerator(0, "", 0, 0, "CUDA driver version is insufficient")
     full = Accelerator(1, "H200", 140 * GIB, GIB)
     first, second = refusal("nccl", {0: broken, 1: full, 2: BIG}, 2 * GIB)
@@ -68,7 +64,6 @@ def test_the_cpu_is_the_way_out_only_where_no_gpu_works() -> None:
 
 
 def test_a_build_without_nccl_is_refused_where_it_is_asked_for() -> None:
-    """The user reads which backends there are, and not an error from within the rendezvous."""
     with pytest.raises(InputError, match=r"^run\.backend: this torch was built without NCCL; choose gloo, or mixed$"):
         refuse_without_nccl("nccl", available=False)
     refuse_without_nccl("nccl", available=True)
@@ -76,7 +71,6 @@ def test_a_build_without_nccl_is_refused_where_it_is_asked_for() -> None:
 
 
 def test_memory_of_this_machine_is_some() -> None:
-    """More than nothing and less than a petabyte, where it can be known."""
     found = free_ram()
     assert found is None or 0 < found < 2**50
 

@@ -90,7 +90,6 @@ LAYOUTS = st.sampled_from(("rows", "columns", "cut", "repeated"))
 def test_a_product_is_the_chain(
     rows: int, columns: int, outputs: int, left: str, right: str, more: str | None, seed: int
 ) -> None:
-    """Of any shape and layout, and with a bias, however that lies in memory."""
     drawn = torch.Generator().manual_seed(seed)
     a, b = matrix(rows, columns, left, drawn), matrix(columns, outputs, right, drawn)
     bias = None if more is None else BIASES[more](torch.randn(outputs, generator=drawn))
@@ -105,7 +104,6 @@ def test_a_product_is_the_chain(
 
 @pytest.mark.parametrize("shape", [(3, 5, 700), (1, 1, 700), (2, 1, 9)])
 def test_a_layer_adds_so_forward_and_backward(shape: tuple[int, ...]) -> None:
-    """What a model calls, the gradient of its input and that of its weight."""
     torch.manual_seed(0)
     layer = torch.nn.Linear(shape[-1], 530)
     given_ = torch.randn(shape, requires_grad=True)
@@ -156,14 +154,12 @@ def odd_ones() -> dict[str, object]:
 
 
 def test_what_is_no_product_of_float32_matrices_is_what_torch_makes(plain: dict[str, object]) -> None:
-    """Other dtypes to their last bit, nothing at all, what a factor of 0 leaves out, and refusals."""
     ours = odd_ones()
     assert sum(each is RuntimeError for each in ours.values()) == 6
     assert str(ours) == str(plain)  # NaN is not equal to itself
 
 
 def of_a_process(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
-    """`tests.backend.ordered` where the environment says `more`."""
     path = os.pathsep.join([str(ROOT), *(path for path in sys.path if path)])
     environ = {**os.environ, "PYTHONPATH": path, **more}
     command = [sys.executable, "-m", "tests.backend.ordered", *arguments]
@@ -222,7 +218,6 @@ def test_what_is_tried_shows_a_cpu_that_adds_otherwise(
 
 
 def test_a_bias_that_comes_before_the_sum_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every layer has one."""
     right = products._product
 
     def begun(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:

@@ -49,7 +49,6 @@ ROWS = {1: (2,), 2: (1, 3), 3: (2, 0, 1), 4: (1, 1, 0, 2)}
 @pytest.mark.parametrize("kind", IN_PROCESS)
 @pytest.mark.parametrize("world", ROWS)
 def test_verbs_in_one_process(kind: type[InlineBackend], world: int) -> None:
-    """Gather gives every rank's bits by rank, exchange transposes, map is by rank."""
     backend = kind([CPU] * world)
     try:
         assert _gathered(backend) == [(SPECIAL * (rank + 1)).view(torch.int32).tolist() for rank in range(world)]
@@ -66,7 +65,6 @@ def _verbs() -> tuple[int, list[list[int]], list[list[list[list[float]]]]]:
 
 @pytest.mark.parametrize("world", [1, 4])
 def test_verbs_in_a_group(world: int) -> None:
-    """A process group carries the same bits: NaN, infinities, denormals and the sign of zero included."""
     for rank, outcome in enumerate(run_ranks(world, _verbs)):
         assert outcome.get() == (
             rank,
@@ -84,7 +82,6 @@ def _unequal() -> list[torch.Tensor]:
 
 
 def test_messages_of_unequal_length_are_an_error() -> None:
-    """A rank that is at another place is not taken for one that says the same: nobody gets bits of something else."""
     first, second = run_ranks(2, _unequal)
     assert "rank 1 sends 16 bytes where this rank sends 8" in str(first.error)
     assert "rank 0 sends 8 bytes where this rank sends 16" in str(second.error)
@@ -103,13 +100,11 @@ def _changed() -> list[list[float]]:
 
 
 def test_what_was_gathered_is_a_copy() -> None:
-    """What a rank writes over its message later changes nothing of what was gathered; a message may be empty."""
     for outcome in run_ranks(2, _changed):
         assert outcome.get() == [[1.0] * 3, [1.0] * 3, [], []]
 
 
 def test_a_group_backend_needs_a_group() -> None:
-    """Without an initialised process group there is nothing to be a rank of."""
     assert not dist.is_initialized()
     with pytest.raises(ValueError, match="not initialised"):
         GroupBackend("gloo", CPU)
@@ -123,13 +118,11 @@ class _MeetingTask(ToyTask):
         self.meeting = threading.Barrier(replicas, timeout=20)
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> LeafLoss:
-        """The toy loss, after all have met."""
         self.meeting.wait()
         return super().loss_sum(model, batch)
 
 
 def test_threads_overlap() -> None:
-    """No lock around the forward: two replicas are inside of theirs at the same time, or the meeting would break."""
     backend = ThreadsBackend([CPU] * 2)
     try:
         settings = Settings(4, sizes=(8,))
@@ -140,7 +133,6 @@ def test_threads_overlap() -> None:
 
 
 def test_threads_wait_for_all_before_they_raise() -> None:
-    """An error of one replica is raised when no thread works any more, so that nothing runs on behind the caller."""
     backend = ThreadsBackend([CPU] * 3)
     raised, done = threading.Event(), []
 
@@ -166,7 +158,6 @@ def test_threads_wait_for_all_before_they_raise() -> None:
 @pytest.mark.parametrize("leaves", [1, 5, 8])
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 9])
 def test_reduction_alone(world: int, leaves: int, size: int) -> None:
-    """The reducer needs no model: any size, also below the world's, gives the bits of the tree summed in one place."""
     backend = InlineBackend([CPU] * world)
     values = torch.randn(leaves, size, generator=torch.Generator().manual_seed(leaves))
 
@@ -184,6 +175,5 @@ def test_reduction_alone(world: int, leaves: int, size: int) -> None:
 
 @pytest.mark.parametrize(("leaves", "size"), [(0, 4), (4, 0)])
 def test_nothing_to_reduce_is_refused(leaves: int, size: int) -> None:
-    """No leaves or no elements is a mistake of the caller."""
     with pytest.raises(ValueError, match=f"{leaves} leaves of {size} elements"):
         TreeReduction(leaves, size, InlineBackend([CPU]))

@@ -45,7 +45,6 @@ def spans_of(packs: list[list[int]] | None, length: int) -> torch.Tensor | None:
 
 
 def drawn(shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """q, k, v as projections lay them out, and a gradient of the result."""
     rows, heads, shared, length, size = shape
     generator = torch.Generator("cuda").manual_seed(length)
 
@@ -69,7 +68,6 @@ def law(
 
 
 def results(parts: tuple[torch.Tensor, ...], scale: float, spans: torch.Tensor | None = None) -> list[torch.Tensor]:
-    """The result and the gradients of q, k and v."""
     *inputs, gradient = parts
     leaves = [each.detach().requires_grad_() for each in inputs]
     out = causal_attention(leaves[0], leaves[1], leaves[2], scale, spans)
@@ -112,7 +110,6 @@ def test_result_and_gradients_are_those_of_the_law(
 
 
 def test_a_row_has_the_same_bits_whatever_is_packed_behind_it() -> None:
-    """Other values, and another row where padding was."""
     parts = drawn((1, 4, 2, 256, 64), torch.bfloat16)
     alone = results(parts, 0.1, spans_of([[100]], 256))
     for part in parts:
@@ -123,7 +120,6 @@ def test_a_row_has_the_same_bits_whatever_is_packed_behind_it() -> None:
 
 @pytest.mark.parametrize("shape", SHAPES[:4])
 def test_same_bits_whatever_the_memory_held(shape: tuple[int, int, int, int, int]) -> None:
-    """Again, with allocations shifted, and with memory that held NaN or large numbers before."""
     parts = drawn(shape, torch.bfloat16)
     first = results(parts, 0.1)
     for fill in (math.nan, 1e30, 0.0):

@@ -68,7 +68,6 @@ def taken(function: Callable[..., torch.Tensor]) -> list[tuple[Any, ...]]:
     ids=["by names", "by places", "with a scale"],
 )
 def test_causal_attention_is_taken_with_its_scale(function: Callable[..., torch.Tensor], scale: float) -> None:
-    """By names and by places; without a scale it is the usual one."""
     ((*parts, found),) = taken(function)
     assert len(parts) == 3
     assert found == pytest.approx(scale)
@@ -85,19 +84,16 @@ def test_causal_attention_is_taken_with_its_scale(function: Callable[..., torch.
     ids=["all see all", "weights dropped", "a mask", "a bias"],
 )
 def test_other_attention_is_left(function: Callable[..., torch.Tensor]) -> None:
-    """All see all; weights are dropped; who sees whom is said by a mask, be it that of causal attention."""
     assert taken(function) == []
 
 
 def test_what_the_kernels_do_not_take_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU nothing is."""
     monkeypatch.setattr(rewrites, "supports", supports)
     assert taken(lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)) == []
 
 
 @pytest.mark.parametrize(("masking", "count"), [(Masking.UNMASKED, 2), (Masking.CAUSAL_PAIRS, 0)])
 def test_each_layer_of_a_decoder_without_a_mask_has_it(masking: Masking, count: int) -> None:
-    """So the mask that a model is given decides which kernels compute it."""
     model = adapted("decoder", adapter=AdapterSpec(kind="none")).train()
     assert masking in possible_maskings(model)
     found: list[list[tuple[Any, ...]]] = []

@@ -39,7 +39,6 @@ class Mean(Qwen3ForSequenceClassification):
 
 
 def decoder(kind: type[Qwen3ForSequenceClassification] = Qwen3ForSequenceClassification) -> Any:
-    """A layer."""
     sizes: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 16}
     heads: dict[str, Any] = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8, "num_labels": 3}
     torch.manual_seed(3)
@@ -47,15 +46,11 @@ def decoder(kind: type[Qwen3ForSequenceClassification] = Qwen3ForSequenceClassif
 
 
 class Mixing(nn.Linear):
-    """A head that scores a token by what the others are."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[rows, length, classes]."""
         return super().forward(x - x.mean(1, keepdim=True))
 
 
 def test_a_head_that_mixes_tokens_is_given_all_of_them() -> None:
-    """Its own forward, that of its scores, or one that was put in the place of either."""
     mixing, replaced, scored = decoder(), decoder(), decoder()
     mixing.score = Mixing(8, 3)
     replaced.forward = types.MethodType(lambda self, ids: self.model(ids).last_hidden_state.mean(1), replaced)
@@ -88,7 +83,6 @@ def test_hidden_states_of_other_tokens_than_those_given_are_kept() -> None:
 
 
 def test_the_padding_is_that_which_the_head_looks_for() -> None:
-    """That of the text's configuration, where a model has several."""
     head = decoder().eval()
     text = Qwen3Config(pad_token_id=6)
     head.config.get_text_config = lambda *_, **__: text

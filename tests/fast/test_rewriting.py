@@ -61,7 +61,6 @@ def decoder(kind: str = "qwen3", *, dropout: float = 0.0, targets: tuple[str, ..
 
 
 def calls(graph: torch.fx.Graph) -> list[str]:
-    """Names of the functions that a graph calls."""
     return [getattr(node.target, "__name__", str(node.target)) for node in graph.nodes if node.op == "call_function"]
 
 
@@ -79,7 +78,6 @@ def rewritten(model: nn.Module) -> tuple[Callable[..., Any], list[list[str]]]:
 
 
 def passed(model: nn.Module, forward: Callable[..., Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Logits, and the gradient of a loss of them, by the name of the parameter."""
     backbone = backbone_of(model)
     before = backbone.forward
     backbone.forward = forward
@@ -97,7 +95,6 @@ def passed(model: nn.Module, forward: Callable[..., Any]) -> tuple[torch.Tensor,
     ("kind", "targets"), [("qwen3", ("q_proj", "v_proj")), ("llama", ("q_proj", "o_proj", "down_proj"))]
 )
 def test_a_rewritten_decoder_computes_what_it_did(kind: str, targets: tuple[str, ...]) -> None:
-    """Logits and every gradient, to rounding in fp32, with rows of several lengths."""
     model = decoder(kind, targets=targets)
     logits, gradients = passed(model, backbone_of(model).forward)
     forward, _ = rewritten(model)
@@ -159,7 +156,6 @@ def test_dropout_is_keyed_by_the_stream_and_differs_by_its_place() -> None:
 
 @given(st.integers(1, 5), st.integers(1, 7))
 def test_halves_are_exchanged_to_the_bit(rows: int, half: int) -> None:
-    """And their gradient is that of what it stands for."""
     x = torch.randn(rows, 2 * half, requires_grad=True)
     a, b = x[..., :half], x[..., half:]
     stands_for = torch.cat((-b, a), dim=-1)
@@ -172,7 +168,6 @@ def test_halves_are_exchanged_to_the_bit(rows: int, half: int) -> None:
 
 @given(st.lists(st.lists(st.integers(0, 3), min_size=6, max_size=6), min_size=1, max_size=5))
 def test_the_last_real_token_is_the_one_that_the_head_reads(rows: list[list[int]]) -> None:
-    """The last that is not padding, wherever other padding is; the first where a row has nothing else."""
     chosen = last_real(torch.tensor(rows), PAD)
     for row, mask in zip(rows, chosen.tolist(), strict=True):
         real = [place for place, token in enumerate(row) if token != PAD]
@@ -224,7 +219,6 @@ def test_masks_of_keys_that_differ_in_the_first_alone_are_unrelated() -> None:
 
 
 def test_what_is_not_finite_is_not_hidden_by_dropping_it() -> None:
-    """A NaN or an infinity that is dropped is NaN, as in torch's dropout: a contract has to see it."""
     values = torch.tensor([math.nan, math.inf, -math.inf]).repeat(100)
     for keys in keys_of(3, 5):
         assert not hashed_dropout(values, keys, 0.5).isfinite().any()

@@ -60,7 +60,6 @@ CHOSEN = torch.eye(LENGTH, dtype=torch.bool)[[2, 4, 0]]
 
 
 def half_given_by_name(x: torch.Tensor) -> torch.Tensor:
-    """A rotation as another writes it."""
     return torch.cat(tensors=(-x[..., SIZE // 2 :], x[..., : SIZE // 2]), dim=-1)
 
 
@@ -83,24 +82,20 @@ def half_without_gradient(x: torch.Tensor) -> torch.Tensor:
     ("rotation", "replaced"), [(half_given_by_name, 1), (half_written_between, 0), (half_without_gradient, 0)]
 )
 def test_halves_are_exchanged_only_where_they_are_of_one_tensor(rotation: Any, replaced: int) -> None:
-    """Of one state of it, too."""
     assert compared(rotation, X).count("exchanged_halves") == replaced
 
 
 def test_dropout_given_by_name_is_found() -> None:
-    """Whatever a model's author names."""
     calls = compared(lambda x: functional.dropout(input=x, training=True, p=0.3) * 0, X)
     assert "hashed_dropout" in calls
 
 
 def test_dropout_of_what_was_dropped_is_found() -> None:
-    """As adapters on a model's first layer do, whose input the model dropped itself."""
     calls = compared(lambda x: functional.dropout(functional.dropout(x, 0.3), 0.2) * 0, X)
     assert calls.count("hashed_dropout") == 2
 
 
 def test_each_dropout_keeps_its_own_rate() -> None:
-    """Of several in one pass, as a model's and its adapter's are."""
     graphs: Graphs = []
 
     def both(x: torch.Tensor) -> torch.Tensor:
@@ -112,8 +107,6 @@ def test_each_dropout_keeps_its_own_rate() -> None:
 
 
 def test_dropout_that_draws_nothing_stays() -> None:
-    """In evaluation, of everything, of nothing."""
-
     def none(x: torch.Tensor) -> torch.Tensor:
         evaluated = functional.dropout(x, 0.5, training=False) + functional.dropout(x, 0.5, False)
         return evaluated + functional.dropout(x, 1.0) + functional.dropout(x, 0.0)
@@ -122,8 +115,6 @@ def test_dropout_that_draws_nothing_stays() -> None:
 
 
 def test_dropout_in_place_stays() -> None:
-    """Its input is read again, dropped."""
-
     def twice(x: torch.Tensor) -> torch.Tensor:
         y = x.detach() * 1
         return functional.dropout(y, 0.5, inplace=True) - y + x * 0
@@ -145,23 +136,19 @@ def test_dropouts_of_one_pass_drop_apart() -> None:
 
 
 def by_name(x: torch.Tensor, weight: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """The sum that is looked for, with arguments given by name."""
     narrow = functional.linear(input=x, weight=first)
     return functional.linear(input=x, weight=weight) + functional.linear(input=narrow, weight=second) * 0.5
 
 
 def of_one_token(x: torch.Tensor, weight: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Without rows."""
     return by_name(x[0, 0], weight, first, second)
 
 
 def of_no_rows(x: torch.Tensor, weight: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Of no values."""
     return by_name(x[:0], weight, first, second).sum() + x.sum()
 
 
 def to_one_value(x: torch.Tensor, weight: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Weights that are vectors."""
     return by_name(x, weight[0], first, second[0])
 
 
@@ -171,7 +158,6 @@ def complex_product(x: torch.Tensor, weight: torch.Tensor, first: torch.Tensor, 
 
 
 def written_between(x: torch.Tensor, weight: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """The products are of different states of one tensor."""
     y = x * 1
     base = functional.linear(y, weight)
     y.add_(1)
@@ -179,7 +165,6 @@ def written_between(x: torch.Tensor, weight: torch.Tensor, first: torch.Tensor, 
 
 
 def scaled_is_written(x: torch.Tensor, weight: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """What is added is not the product any more."""
     scaled = functional.linear(functional.linear(x, first), second) * 0.5
     scaled.add_(1)
     return functional.linear(x, weight) + scaled
@@ -188,7 +173,6 @@ def scaled_is_written(x: torch.Tensor, weight: torch.Tensor, first: torch.Tensor
 def base_learns_nothing(
     x: torch.Tensor, weight: torch.Tensor, first: torch.Tensor, second: torch.Tensor
 ) -> torch.Tensor:
-    """No gradient flows through the frozen product."""
     with torch.no_grad():
         base = functional.linear(x, weight)
     return base + functional.linear(functional.linear(x, first), second) * 0.5
@@ -197,14 +181,12 @@ def base_learns_nothing(
 def adapter_learns_nothing(
     x: torch.Tensor, weight: torch.Tensor, first: torch.Tensor, second: torch.Tensor
 ) -> torch.Tensor:
-    """No gradient flows through the adapter."""
     with torch.no_grad():
         added = functional.linear(functional.linear(x, first), second)
     return functional.linear(x, weight) + added * 0.5
 
 
 def of_one_row(x: torch.Tensor, weight: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """What is added is the same for all rows."""
     return functional.linear(x, weight) + functional.linear(functional.linear(x[:1], first), second) * 0.5
 
 
@@ -246,17 +228,14 @@ def test_adapters_are_added_in_place_only_where_it_is_the_same(function: Any) ->
 
 
 def normed_over_tokens(x: torch.Tensor) -> torch.Tensor:
-    """A norm of whole rows."""
     return functional.layer_norm(x.sin(), (LENGTH, SIZE))
 
 
 def meant_over_tokens(x: torch.Tensor) -> torch.Tensor:
-    """A mean that sees every token; the product with it does not."""
     return x * x.mean(1, keepdim=True)
 
 
 def scaled_without_gradient(x: torch.Tensor) -> torch.Tensor:
-    """The first use learns nothing, the second does."""
     y = x.sin()
     with torch.no_grad():
         scale = y.pow(2).mean(-1, keepdim=True)
@@ -264,7 +243,6 @@ def scaled_without_gradient(x: torch.Tensor) -> torch.Tensor:
 
 
 def used_and_written(x: torch.Tensor) -> torch.Tensor:
-    """Two uses of different states of one tensor."""
     y = x.sin()
     before = y * 2
     y.add_(1)
@@ -276,8 +254,6 @@ def used_and_written(x: torch.Tensor) -> torch.Tensor:
     [(normed_over_tokens, 0), (meant_over_tokens, 2), (scaled_without_gradient, 0), (used_and_written, 0)],
 )
 def test_tokens_are_left_out_only_where_each_is_by_itself(function: Any, spared: int) -> None:
-    """And in one state, for one gradient; what may be left out still is, each source once."""
-
     def ends(x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = only_at(function(x), chosen)
         return result
@@ -286,8 +262,6 @@ def test_tokens_are_left_out_only_where_each_is_by_itself(function: Any, spared:
 
 
 def test_what_is_used_elsewhere_has_every_token() -> None:
-    """As hidden states that a model gives beside those that the head reads."""
-
     def ends(x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         y = x.sin() * 2
         result: torch.Tensor = only_at(y * 3, chosen)
@@ -325,8 +299,6 @@ def test_layers_that_compute_again_are_rewritten_but_for_their_dropout() -> None
 
 
 def test_what_is_written_in_place_stays_written() -> None:
-    """A use elsewhere of a tensor that is written on the way sees it written."""
-
     def ends(x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         y = x.sin()
         result: torch.Tensor = only_at(functional.relu(y, inplace=True) * 2, chosen)

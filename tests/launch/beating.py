@@ -36,7 +36,6 @@ class World:
         self.processes: dict[int, BaseProcess] = {}
 
     def start(self, ranks: Sequence[int], options: Mapping[str, Any]) -> World:
-        """Start these ranks of the world; `options` are those of `live`."""
         for rank in ranks:
             given = (rank, self.size, self._port, str(self.folder), dict(options))
             self.processes[rank] = _CONTEXT.Process(target=_be, args=given, daemon=True)
@@ -44,7 +43,6 @@ class World:
         return self
 
     def ended(self, *ranks: int) -> list[Report]:
-        """Wait for the end of these ranks; their reports."""
         found = []
         for rank in ranks:
             self.processes[rank].join(PATIENCE_S)
@@ -54,11 +52,9 @@ class World:
         return found
 
     def said(self, rank: int) -> str:
-        """What a rank has written to standard error so far."""
         return (self.folder / f"said-{rank}").read_text()
 
     def kill(self) -> None:
-        """End whatever is left of it."""
         for process in self.processes.values():
             process.kill()
             process.join()
@@ -76,7 +72,6 @@ def world(folder: Path, size: int, store: Store | None = None) -> Iterator[World
 
 
 def own_store() -> Store:
-    """A store on a port that the kernel chose, in this process."""
     from datetime import timedelta
 
     import torch.distributed as dist
@@ -148,5 +143,4 @@ def _cannot_look(process: Process) -> bool:
 
 
 def hang_here() -> None:
-    """Wait for nothing."""
     threading.Event().wait()

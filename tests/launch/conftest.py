@@ -12,7 +12,6 @@ from tests.launch.pipes import Pipe
 
 @pytest.fixture
 def pipe(tmp_path: Path) -> Iterator[Pipe]:
-    """A pipe from all ranks to the test."""
     made = Pipe(tmp_path / "pipe")
     yield made
     made.close()

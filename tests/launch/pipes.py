@@ -38,7 +38,6 @@ class Pipe:
             pass
 
     def close(self) -> None:
-        """Give the descriptor back."""
         os.close(self._descriptor)
 
     def _read(self, deadline: float) -> bool:

@@ -20,13 +20,11 @@ def test_the_variables_of_torchrun_are_read() -> None:
 
 
 def test_our_launcher_names_the_agent() -> None:
-    """Under a forkserver the parent is not the agent, so the launcher's word counts."""
     assert RankContext.from_environment(GOOD | {"ANDON_AGENT_PID": "77"}).agent_pid == 77
 
 
 @pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"])
 def test_a_missing_variable_is_named(name: str) -> None:
-    """A process that no launcher started is told which variable it lacks."""
     with pytest.raises(ValueError, match=rf"^{name}: is not set"):
         RankContext.from_environment({key: value for key, value in GOOD.items() if key != name})
 
@@ -44,14 +42,12 @@ def test_a_missing_variable_is_named(name: str) -> None:
     ],
 )
 def test_a_senseless_variable_is_named_with_its_value(name: str, value: str) -> None:
-    """A rank outside its world, a negative one, a word: the variable and the value are in the message."""
     with pytest.raises(InputError) as caught:
         RankContext.from_environment(GOOD | {name: value})
     assert any(problem.where == name and value in problem.what for problem in caught.value.problems)
 
 
 def test_all_problems_are_named_at_once() -> None:
-    """Nothing set: one error for all four."""
     with pytest.raises(InputError) as caught:
         RankContext.from_environment({})
     assert {problem.where for problem in caught.value.problems} == {
@@ -65,7 +61,6 @@ def test_all_problems_are_named_at_once() -> None:
 @settings(deadline=None)
 @given(st.integers(1, 4096), st.data())
 def test_every_rank_of_every_world_is_accepted(world: int, data: st.DataObject) -> None:
-    """0 <= rank < world is all that is asked."""
     rank = data.draw(st.integers(0, world - 1))
     environ = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world), "TORCHELASTIC_RUN_ID": "r"}
     found = RankContext.from_environment(environ)
@@ -73,6 +68,5 @@ def test_every_rank_of_every_world_is_accepted(world: int, data: st.DataObject) 
 
 
 def test_a_rank_is_told_from_a_plain_process() -> None:
-    """Only torch's launcher sets a run id."""
     assert is_rank(GOOD)
     assert not is_rank({"RANK": "0"})

@@ -30,12 +30,10 @@ class Script:
     asked: list[tuple[int, bool]] = field(default_factory=list)
 
     def payload(self, workers: int, again: bool) -> Mapping[str, Any]:
-        """What `entries.end` is told in the next generation."""
         self.asked.append((workers, again))
         return {"pipe": str(self.pipe.path), "how": self.generations[len(self.asked) - 1]}
 
     def run(self, least: int, most: int, max_restarts: int = 3) -> LaunchResult:
-        """Launch it, and see all workers gone."""
         result = launch_elastic(
             "tests.launch.entries:end",
             self.payload,
@@ -72,7 +70,6 @@ def test_a_world_is_restarted_shrinks_and_grows(pipe: Pipe, capfd: pytest.Captur
 
 
 def test_below_the_minimum_is_an_error_that_says_so(pipe: Pipe) -> None:
-    """Never fewer ranks than were asked for: 71, the rank that was lost, the numbers and the option."""
     script = Script(pipe, [{"1": "agent SIGKILL"}])
     result = script.run(2, 2)
     assert result.exit is Exit.RANK_LOST
@@ -83,14 +80,12 @@ def test_below_the_minimum_is_an_error_that_says_so(pipe: Pipe) -> None:
 
 
 def test_a_worker_that_dies_again_and_again_is_given_up(pipe: Pipe) -> None:
-    """Two deaths at one size without a checkpoint, one restart allowed: it goes on without that worker."""
     script = Script(pipe, [{"1": "SIGKILL"}, {"1": "SIGKILL"}, DONE])
     assert script.run(1, 2, max_restarts=1).exit is Exit.OK
     assert [workers for workers, _ in script.asked] == [2, 2, 1]
 
 
 def test_a_broken_contract_is_not_tried_again(pipe: Pipe) -> None:
-    """It ends the launch with its own code and line."""
     script = Script(pipe, [{"0": "violation"}])
     result = script.run(1, 2)
     assert (result.exit, len(script.asked)) == (Exit.VIOLATION, 1)
@@ -98,7 +93,6 @@ def test_a_broken_contract_is_not_tried_again(pipe: Pipe) -> None:
 
 
 def test_an_agent_that_is_silent_is_lost(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stopped agent never tells how its worker ended: it is ended too, within seconds, and the world shrinks."""
     monkeypatch.setattr(supervisor, "AGENT_S", 0.1)
     monkeypatch.setattr(supervisor, "END_S", 0.1)
     monkeypatch.setattr(worker_agents, "LAST_WORD_S", 0.1)

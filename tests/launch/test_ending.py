@@ -36,7 +36,6 @@ GLOO = "[/x/gloo/transport/tcp/"
     ],
 )
 def test_every_error_means_one_exit(error: BaseException, expected: Exit) -> None:
-    """The user's, the system's, a peer's, and the rank's own errors are told apart, by type before text."""
     report = describe(error, rank=3)
     assert (report.rank, report.exit) == (3, expected)
     assert report.cause
@@ -45,7 +44,6 @@ def test_every_error_means_one_exit(error: BaseException, expected: Exit) -> Non
 
 
 def test_all_of_a_users_mistakes_are_kept_and_no_traceback() -> None:
-    """The cause is the first, the message has them all."""
     report = describe(InputError([Problem("a.csv:1", "is empty"), Problem("b.csv:2", "is not UTF-8")]), rank=0)
     assert report.cause == "a.csv:1: is empty"
     assert report.message == "a.csv:1: is empty\nb.csv:2: is not UTF-8"

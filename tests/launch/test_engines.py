@@ -42,7 +42,6 @@ case $1 in show) echo localhost ;; requeue) echo "requeued $2" ;; esac
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Runs, Path]:
-    """The run that every engine must come to: in one process."""
     folder = tmp_path_factory.mktemp("alone")
     runs = Runs(write_jsonl(folder / "train.jsonl"))
     assert runs.train(folder / "run", EPOCHS) == 0
@@ -50,7 +49,6 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Runs, Path]:
 
 
 def arguments(runs: Runs) -> list[str]:
-    """What `andon train` is given."""
     return [part for each in runs.overrides(EPOCHS) for part in ("--set", each)]
 
 
@@ -76,7 +74,6 @@ class Killer(threading.Thread):
         self._run_folder, self._parent, self._ended = run, parent, threading.Event()
 
     def run(self) -> None:
-        """Look until there is one to kill."""
         while self.killed is None and not self._ended.wait(0.05):
             if any((self._run_folder / "checkpoints").glob("step-*")):
                 found = rank_one(self._run_folder, self._parent)
@@ -85,13 +82,11 @@ class Killer(threading.Thread):
                     self.killed = found
 
     def end(self) -> None:
-        """Look no more."""
         self._ended.set()
         self.join()
 
 
 def killed_in(run: Path, work: Callable[[], None], *, parent: bool) -> None:
-    """Do the work, in which rank 1 (or its parent) is killed once."""
     killer = Killer(run, parent)
     killer.start()
     try:
@@ -102,7 +97,6 @@ def killed_in(run: Path, work: Callable[[], None], *, parent: bool) -> None:
 
 
 def resumed(run: Path) -> bool:
-    """Whether the run went on from a checkpoint."""
     return bool(records(run, "resume"))
 
 
@@ -125,7 +119,6 @@ def as_slurm(tmp_path: Path, tasks: int, restarts: int = 0) -> dict[str, str]:
 
 
 def submitted(environ: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The script for Slurm, run as a job of it."""
     command = ["bash", str(ENGINES / "andon.sbatch"), *arguments]
     return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
 
@@ -184,7 +177,6 @@ def _slurm() -> bool:
 @pytest.mark.deep
 @pytest.mark.skipif(not _slurm(), reason="needs Slurm with an idle node (sinfo): Debian's slurm-wlm does")
 def test_tasks_of_slurm(tmp_path: Path, alone: tuple[Runs, Path]) -> None:
-    """A job of Slurm's own, on one node: its tasks come to the same weights."""
     runs, reference = alone
     given = os.environ | {
         "RUN_DIR": str(tmp_path / "run"),
@@ -202,7 +194,6 @@ def test_tasks_of_slurm(tmp_path: Path, alone: tuple[Runs, Path]) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'ray[train]'")
 @pytest.mark.parametrize("workers", [2, 4])
 def test_workers_of_ray(tmp_path: Path, alone: tuple[Runs, Path], workers: int) -> None:
-    """With a worker of Ray killed, Ray begins again, and the run goes on to the weights of one process."""
     runs, reference = alone
     run = tmp_path / "run"
 

@@ -46,7 +46,6 @@ def has_the_folder(pid: int, run: Path) -> bool:
 
 @pytest.fixture
 def command(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """`andon train` on two gloo ranks, in a session of its own."""
     runs = Runs(write_jsonl(tmp_path / "train.jsonl"))
     sets = [part for each in runs.overrides() for part in ("--set", each)]
     arguments = ["train", *sets, "--run-dir", str(tmp_path / "run"), "--workers", "2", "--backend", "gloo"]
@@ -105,7 +104,6 @@ def test_a_signal_while_ranks_are_started_is_not_lost(tmp_path: Path, command: s
 
 @pytest.fixture
 def heeding() -> Iterator[None]:
-    """This process heeds signals as `andon train` does, and as before afterwards."""
     before = {signum: signal.getsignal(signum) for signum in preemption.PREEMPTION_SIGNALS}
     hook = sys.unraisablehook
     preemption.heed()

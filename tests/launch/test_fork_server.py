@@ -57,14 +57,12 @@ def launched(
 
 
 def test_a_server_that_is_stopped_before_a_rank_starts(tmp_path: Path) -> None:
-    """Nobody would ever answer: the launch ends with 72 and says what did not run, and the server is ended."""
     code, (result,), _ = launched(tmp_path, elastic=True, stopped=True)
     assert (code, result["exit"]) == (Exit.RANK_SILENT, "RANK_SILENT")
     assert result["cause"].startswith("no rank could be started: the fork server did not run for 0.3 s, stopped by a")
 
 
 def test_a_server_that_is_killed_while_ranks_start(tmp_path: Path) -> None:
-    """By hand, or by the kernel for want of memory: 71, with the signal and what the kernel says of it."""
     code, (result,), _ = launched(tmp_path, elastic=True, dies="SIGKILL")
     assert (code, result["exit"]) == (Exit.RANK_LOST, "RANK_LOST")
     assert result["cause"].startswith(
@@ -192,7 +190,6 @@ os._exit(0)
 
 
 def test_more_ranks_than_can_be_started_are_bad_input() -> None:
-    """300 ended with 1, as an error of ours."""
     with (
         pytest.raises(TooManyRanks, match=r"^run\.workers: one launcher cannot start so many ranks") as caught,
         starting(),
@@ -259,8 +256,6 @@ def test_the_semaphores_of_a_launch_are_let_go_before_it_returns(
 
 
 def test_a_start_that_nobody_looked_after_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread that would end a fork server that is stopped fails: its error is raised, not swallowed."""
-
     def fail() -> None:
         raise LookupError("nobody foresaw this")
 

@@ -16,7 +16,6 @@ SHORT_S = 1.0
 
 
 def test_a_rank_that_hangs_is_named_and_ends_itself(tmp_path: Path) -> None:
-    """The one that waited is told who hangs, where; the one that hangs ends too, with its stack in the report."""
     with world(tmp_path, 2) as ranks:
         waited, hung = ranks.start([0, 1], {"rank 1": "hangs", "timeout_s": SHORT_S}).ended(0, 1)
         said = ranks.said(0).splitlines()
@@ -33,7 +32,6 @@ def test_a_rank_that_hangs_is_named_and_ends_itself(tmp_path: Path) -> None:
 
 
 def test_a_slow_rank_is_named_once_and_the_run_goes_on(tmp_path: Path) -> None:
-    """Rank 1 goes on only after rank 0 has called it slow; all finish, and the step before was not called slow."""
     with world(tmp_path, 3) as ranks:
         options = {"rank 1": "dawdles", "bound_s": SHORT_S}
         ends = ranks.start([0, 1, 2], options).ended(0, 1, 2)
@@ -54,7 +52,6 @@ def test_a_slow_rank_is_named_once_and_the_run_goes_on(tmp_path: Path) -> None:
     ],
 )
 def test_what_became_of_the_other_rank_is_in_the_line(tmp_path: Path, what: str, code: Exit, words: str) -> None:
-    """Dead, failed and stopped are three different things to read."""
     with world(tmp_path, 2) as ranks:
         (waited,) = ranks.start([0, 1], {"rank 1": what, "timeout_s": 2 * SHORT_S}).ended(0)
         said = ranks.said(0)
@@ -64,7 +61,6 @@ def test_what_became_of_the_other_rank_is_in_the_line(tmp_path: Path, what: str,
 
 
 def test_a_rank_does_not_go_on_where_nobody_looks_after_its_agent(tmp_path: Path) -> None:
-    """The thread that would end it with its agent fails: the rank ends, says why, and the others say it too."""
     words = "the watch over this rank failed: LookupError: nobody foresaw this"
     with world(tmp_path, 2) as ranks:
         waited, unguarded = ranks.start([0, 1], {"rank 1": "is unguarded", "timeout_s": 20.0}).ended(0, 1)
@@ -86,7 +82,6 @@ def test_a_step_that_takes_too_long_ends_the_run_if_asked(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(("there", "missing"), [(0, 1), (1, 0)])
 def test_a_rank_that_does_not_come_is_named(tmp_path: Path, there: int, missing: int) -> None:
-    """Whichever of two is missing, the other one says so, with the time that it waited."""
     with world(tmp_path, 2) as ranks:
         (waited,) = ranks.start([there], {"timeout_s": SHORT_S}).ended(there)
     assert waited.exit == Exit.RANK_SILENT
@@ -94,7 +89,6 @@ def test_a_rank_that_does_not_come_is_named(tmp_path: Path, there: int, missing:
 
 
 def test_an_interface_that_is_not_there_is_named_on_every_rank(tmp_path: Path) -> None:
-    """The rank that has the wrong name says which there are; the other is told, and does not wait."""
     wrong = {"variables of 1": {"GLOO_SOCKET_IFNAME": "nowhere0"}}
     with world(tmp_path, 2) as ranks:
         told, mistaken = ranks.start([0, 1], wrong).ended(0, 1)

@@ -38,7 +38,6 @@ def tell(store: Any, rank: int, told: Told, process: Process | None = None) -> N
 
 
 def wait_for(what: Callable[[], object]) -> None:
-    """Until this is so; fails where it does not come."""
     pause, deadline = threading.Event(), time.monotonic() + PATIENCE_S
     while not what():
         assert time.monotonic() < deadline, "it does not come"
@@ -55,11 +54,9 @@ class Alone:
         self.heart = Heartbeat(Signed(store, SECRET), rank, world, clock, timeouts, self.ends.put, self.said.append)
 
     def wait_until_known(self, rank: int, what: str) -> None:
-        """Until this is told of that rank."""
         wait_for(lambda: getattr(self.heart.view().signs[rank], what))
 
     def end(self) -> Report:
-        """The next end that the heartbeat makes; fails where there is none."""
         return self.ends.get(timeout=PATIENCE_S)
 
 
@@ -67,7 +64,6 @@ class Alone:
 def alone(
     store: Any, world: int, clock: StepClock | None = None, timeouts: Timeouts | None = None, rank: int = 0
 ) -> Iterator[Alone]:
-    """A heartbeat that ends with the test."""
     made = Alone(store, world, clock or StepClock(), timeouts or Timeouts(PATIENCE_S), rank)
     try:
         yield made
@@ -134,8 +130,6 @@ def test_a_deadline_waits_for_a_sign_of_this_step() -> None:
 
 
 class Counted:
-    """A store that notes what it is asked."""
-
     def __init__(self, store: Store) -> None:
         self.asked: list[str] = []
         self._store = store
@@ -168,7 +162,6 @@ def test_a_rank_that_is_gone_has_the_last_word() -> None:
 
 
 def test_a_rank_seen_to_live_is_not_lost() -> None:
-    """Rank 1 has told nothing new since long, and its process runs: it is not named where another is lost."""
     store = HashStore()
     tell(store, 1, WAITS)
     with alone(store, 2) as made:
@@ -177,7 +170,6 @@ def test_a_rank_seen_to_live_is_not_lost() -> None:
 
 
 def test_a_rank_that_cannot_be_seen_may_be_lost() -> None:
-    """Rank 1, on another machine, gives no more signs while the rank waits for one."""
     store = HashStore()
     tell(store, 1, WAITS, Process(1, 1, "elsewhere", "far"))
     with alone(store, 2) as made:
@@ -199,12 +191,9 @@ def test_a_store_that_is_gone_accuses_nobody() -> None:
 
 
 class Broken(StepClock):
-    """Once it is `broken` it cannot be read."""
-
     broken = False
 
     def read(self) -> Told:
-        """As it was, or an error that nobody foresaw."""
         if self.broken:
             raise LookupError("nobody foresaw this")
         return super().read()
@@ -222,10 +211,7 @@ def test_a_rank_does_not_go_on_without_its_watch() -> None:
 
 
 class Foreign(Counted):
-    """A store whose values come with an error that nobody foresaw."""
-
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        """Nothing."""
         raise LookupError("nobody foresaw this")
 
 
@@ -261,7 +247,6 @@ def test_what_no_rank_has_put_into_the_store_is_dropped_and_counted() -> None:
 
 
 def test_a_beat_asks_the_store_once_for_all() -> None:
-    """However many ranks there are: once all were heard, what a beat costs does not grow with them."""
     store = Counted(HashStore())
     for rank in range(1, 4):
         tell(store, rank, WAITS)
@@ -274,7 +259,6 @@ def test_a_beat_asks_the_store_once_for_all() -> None:
 
 
 def test_who_comes_later_is_heard_too() -> None:
-    """Those that have told nothing yet hold up nobody, and are asked for until they do."""
     store = HashStore()
     tell(store, 2, WAITS)
     with alone(store, 3, timeouts=Timeouts(1.0)) as made:

@@ -20,7 +20,6 @@ warm_up(PRELOAD)
 
 
 def run(folder: Path, entry: str, payload: dict[str, Any], workers: int = 2) -> LaunchResult:
-    """Launch an entry of the tests."""
     return launch(f"tests.launch.entries:{entry}", payload, workers=workers, run_folder=folder, timeout_s=30)
 
 
@@ -63,7 +62,6 @@ def test_the_place_of_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("code", [code for code in Exit if code != Exit.OK])
 def test_a_code_that_a_rank_chose_is_the_code_of_the_launch(pipe: Pipe, code: Exit) -> None:
-    """Each exit of ours survives from a rank to the launcher, and no rank is left."""
     result = end(pipe, r1=str(int(code)))
     assert result.exit == code
     assert result.exits[1] == code
@@ -71,7 +69,6 @@ def test_a_code_that_a_rank_chose_is_the_code_of_the_launch(pipe: Pipe, code: Ex
 
 
 def test_a_rank_that_raises_is_a_crash_with_its_traceback_in_the_report(pipe: Pipe) -> None:
-    """One line for the reader, the traceback in the file."""
     result = end(pipe, workers=3, r2="raise")
     assert result.exit == Exit.CRASHED
     assert result.cause == "rank 2 of 3: LookupError: nobody foresaw this"
@@ -82,7 +79,6 @@ def test_a_rank_that_raises_is_a_crash_with_its_traceback_in_the_report(pipe: Pi
 
 
 def test_a_violation_is_reported_with_clause_and_step(pipe: Pipe) -> None:
-    """Exit 70, and the line names clause, step, rank and tensor."""
     result = end(pipe, r0="violation")
     assert result.exit == Exit.VIOLATION
     assert result.cause == "rank 0 of 2: weights agree broken at step 3 on rank 1 in lora_A: 2 digests"
@@ -91,7 +87,6 @@ def test_a_violation_is_reported_with_clause_and_step(pipe: Pipe) -> None:
 
 
 def test_a_mistake_of_the_user_found_in_a_rank_is_a_usage_error(pipe: Pipe) -> None:
-    """Exit 2, with all the problems in the report and no traceback."""
     result = end(pipe, r0="mistake")
     assert result.exit == Exit.USAGE
     assert result.report is not None
@@ -100,7 +95,6 @@ def test_a_mistake_of_the_user_found_in_a_rank_is_a_usage_error(pipe: Pipe) -> N
 
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV"])
 def test_a_rank_killed_by_a_signal_is_lost_by_name(pipe: Pipe, name: str) -> None:
-    """It could not report; the launcher names the signal."""
     result = end(pipe, workers=3, r1=name)
     assert result.exit == Exit.RANK_LOST
     assert result.cause.startswith(f"rank 1 of 3 was killed by {name} (")
@@ -156,7 +150,6 @@ def test_the_first_cause_wins_over_the_ranks_that_lost_their_peer(
 
 
 def test_ranks_that_agree_end_well(tmp_path: Path) -> None:
-    """The group is made by the launcher's own store, used, and taken down; all ranks end with 0."""
     payload = {"steps": 5, "at": -1, "rank": -1, "how": "", "timeout_s": 30}
     assert run(tmp_path, "all_reduce", payload, workers=3).exit == Exit.OK
 
@@ -186,7 +179,6 @@ def test_an_entry_that_is_not_there_is_a_crash_that_names_it(tmp_path: Path, ent
 def test_what_cannot_be_launched_is_refused_before_any_process_starts(
     tmp_path: Path, entry: str, payload: dict[str, Any], workers: int, timeout_s: float, error: type[Exception]
 ) -> None:
-    """A malformed entry, no worker, no time, a payload that is no JSON."""
     with pytest.raises(error):
         launch(entry, payload, workers=workers, run_folder=tmp_path, timeout_s=timeout_s)
     assert not any(tmp_path.iterdir())

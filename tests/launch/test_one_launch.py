@@ -35,7 +35,6 @@ RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Runs:
-    """Runs on 45 rows."""
     return Runs(write_jsonl(tmp_path / "train.jsonl"))
 
 
@@ -57,7 +56,6 @@ def first(runs: Runs, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """What files there are, and what stands in them."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 

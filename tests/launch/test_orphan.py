@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -31,16 +30,7 @@ child.wait()
 
 
 @pytest.fixture
-def pipe(tmp_path: Path) -> Iterator[Pipe]:
-    """A pipe from a rank to the test."""
-    found = Pipe(tmp_path / "pipe")
-    yield found
-    found.close()
-
-
-@pytest.fixture
 def processes() -> Iterator[list[subprocess.Popen[bytes]]]:
-    """What a test started; ended with it whatever happens."""
     started: list[subprocess.Popen[bytes]] = []
     yield started
     for process in started:
@@ -49,7 +39,6 @@ def processes() -> Iterator[list[subprocess.Popen[bytes]]]:
 
 
 def start(processes: list[subprocess.Popen[bytes]], *arguments: object) -> subprocess.Popen[bytes]:
-    """A Python process that runs the first argument."""
     process = subprocess.Popen([sys.executable, "-c", *map(str, arguments)])
     processes.append(process)
     return process
@@ -87,7 +76,6 @@ def test_the_kernel_ends_a_rank_whose_parent_dies(pipe: Pipe, processes: list[su
 def test_a_rank_whose_agent_is_gone_already_does_not_start(
     pipe: Pipe, processes: list[subprocess.Popen[bytes]]
 ) -> None:
-    """An agent that died while the rank was starting is noticed at once."""
     agent = start(processes, "pass")
     agent.wait(PATIENCE_S)
     rank = start(processes, RANK, pipe.path, agent.pid, 3600)

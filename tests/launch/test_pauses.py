@@ -32,7 +32,6 @@ class Clocks:
 
 @pytest.fixture
 def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
-    """Those that a test may move."""
     return Clocks(monkeypatch)
 
 
@@ -61,7 +60,6 @@ def test_who_computes_or_looks_often_does_not_pause(clocks: Clocks, passed: floa
 
 
 def test_nobody_pauses_before_somebody_looks(clocks: Clocks) -> None:
-    """A clock without a heartbeat is one that only tells the time."""
     clock = StepClock()
     clocks.ahead += SLEPT_S
     assert clock.read().since_s >= SLEPT_S
@@ -104,7 +102,6 @@ def test_a_wait_that_ended_because_of_a_pause_accuses_nobody(clocks: Clocks) -> 
 
 
 def test_a_deadline_does_not_count_a_pause(clocks: Clocks) -> None:
-    """An hour of sleep in an update that may take ten minutes ends nothing."""
     store = Counted(HashStore())
     tell(store, 1, WAITS)
     with alone(store, 2, timeouts=Timeouts(600.0, 600.0, 600.0)) as made:

@@ -55,13 +55,11 @@ def test_reports_of_an_earlier_launch_are_removed(tmp_path: Path) -> None:
 
 
 def test_a_place_where_no_report_can_be_is_no_error(tmp_path: Path) -> None:
-    """A report explains an end: where none can be read, a run that ended well has still ended well."""
     (tmp_path / "reports").write_text("a file")
     assert Report.read(tmp_path, 0) is None
 
 
 def test_a_file_that_is_no_report_is_named(tmp_path: Path) -> None:
-    """A damaged report raises a ValueError with its path, and is not taken for an absent one."""
     path_of(tmp_path, 0).parent.mkdir()
     path_of(tmp_path, 0).write_text('{"rank": 0}')
     with pytest.raises(ValueError, match=r"rank-0\.json"):
@@ -73,7 +71,6 @@ def test_a_file_that_is_no_report_is_named(tmp_path: Path) -> None:
 def test_a_rank_that_only_noticed_never_hides_the_one_that_failed(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    """However the clocks run, a rank with an error of its own is named before ranks that lost a peer or were ended."""
     folder = tmp_path_factory.mktemp("run")
     world = data.draw(st.integers(2, 6))
     root = data.draw(st.integers(0, world - 1))
@@ -100,7 +97,6 @@ def test_a_rank_that_only_noticed_never_hides_the_one_that_failed(
 def test_among_errors_of_their_own_the_earliest_is_named(
     tmp_path_factory: pytest.TempPathFactory, times: list[float]
 ) -> None:
-    """Two ranks that each fail by themselves: the earlier report is the cause."""
     folder = tmp_path_factory.mktemp("run")
     for rank, when in enumerate(times):
         Report(rank, 1, f"error at {when}", when).write(folder)
@@ -110,7 +106,6 @@ def test_among_errors_of_their_own_the_earliest_is_named(
 
 
 def test_a_killed_rank_is_named_with_its_signal_before_those_that_lost_it(tmp_path: Path) -> None:
-    """A rank killed by SIGKILL leaves no report, yet is the cause, in words that a user understands."""
     Report(0, int(Exit.RANK_LOST), "Connection closed by peer", 5.0).write(tmp_path)
     first = first_cause(tmp_path, {0: 71, 2: -9, 1: 0, 3: 0}, died={0: 5.0, 2: 9.0})
     assert first is not None
@@ -157,7 +152,6 @@ def test_a_rank_that_died_is_the_cause_although_another_had_to_be_ended(tmp_path
 
 
 def test_no_failure_has_no_cause(tmp_path: Path) -> None:
-    """Ranks that all ended with 0, and say so, have no first cause."""
     for rank in (0, 1):
         Report(rank, int(Exit.OK), "finished", 1.0).write(tmp_path)
     assert first_cause(tmp_path, {0: 0, 1: 0}) is None
@@ -169,12 +163,10 @@ def test_no_failure_has_no_cause(tmp_path: Path) -> None:
     + [(-9, Exit.RANK_LOST), (-11, Exit.RANK_LOST), (255, Exit.RANK_LOST), (3, Exit.CRASHED)],
 )
 def test_every_exit_code_means_one_exit(code: int, expected: Exit) -> None:
-    """Ours keep their meaning, a signal is a lost rank, a foreign code is a crash."""
     assert exit_of(code) == expected
 
 
 def test_the_chosen_code_outlives_an_abort_on_the_way_out(tmp_path: Path) -> None:
-    """A rank that reported a violation and then died by SIGABRT ended with a violation."""
     report = Report(1, int(Exit.VIOLATION), "weights agree broken", 1.0)
     report.write(tmp_path)
     first = first_cause(tmp_path, {0: 71, 1: -signal.SIGABRT})

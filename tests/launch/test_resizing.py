@@ -75,7 +75,6 @@ def test_what_was_asked_of_a_run_that_ends_is_answered(
 def test_a_run_of_which_nothing_was_asked_says_nothing(
     generation: Generation, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """At its end nobody is shown any more."""
     resizing.give_up(tmp_path, None)
     assert capfd.readouterr().err == ""
     with pytest.raises(InputError, match="trains here"):
@@ -85,8 +84,6 @@ def test_a_run_of_which_nothing_was_asked_says_nothing(
 def test_whoever_asks_while_a_run_ends_is_told(
     generation: Generation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The launcher has looked for the last time between the question and its file: nobody will read that."""
-
     def too_late(path: Path, data: bytes) -> None:
         resizing.give_up(tmp_path, None)
         write_whole(path, data)
@@ -110,7 +107,6 @@ def test_a_run_whose_folder_was_replaced_by_a_file_ends_as_its_ranks_say(tmp_pat
 
 
 def test_nobody_can_be_asked_for_more_where_nobody_trains(tmp_path: Path) -> None:
-    """No launcher, or one that has ended without a word: an error instead of a request that nobody reads."""
     with pytest.raises(InputError, match="no run that was started with --workers MIN:MAX trains here"):
         resizing.ask(tmp_path, 3)
     resizing.show(tmp_path, BOUNDS, 1, [])

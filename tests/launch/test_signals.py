@@ -108,7 +108,6 @@ def test_a_signal_ends_ranks_at_a_step_boundary(
 
 @contextmanager
 def launcher(folder: Path, *entries: tuple[str, dict[str, Any]], elastic: bool) -> Iterator[subprocess.Popen[str]]:
-    """A launcher in a session of its own."""
     requested = {"entries": entries, "folder": str(folder), "elastic": elastic}
     command = [sys.executable, "-m", "tests.launch.driver", json.dumps(requested)]
     # The launcher sees to it that ranks have one thread, not whoever runs the tests.

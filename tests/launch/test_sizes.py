@@ -14,13 +14,11 @@ DIED = Ended(Exit.RANK_LOST, agents=3, checkpoint="step-00000007")
 
 
 def workers_after(*ends: Ended, bounds: tuple[int, int] = (2, 4), max_restarts: int = 3) -> list[int]:
-    """The number of workers after each of these ends, of one launch."""
     sizing = Sizing(Bounds(*bounds), max_restarts)
     return [sizing.after(ended).workers for ended in ends]
 
 
 def test_a_number_and_a_range_are_read() -> None:
-    """`4` is a number that does not change, `2:4` may, and begins with the most."""
     assert parse_workers("4") == 4
     assert sized("2:4", None) == (4, Sizing(Bounds(2, 4), 3))
     assert sized("2:4", 0) == (4, Sizing(Bounds(2, 4), 0))
@@ -29,7 +27,6 @@ def test_a_number_and_a_range_are_read() -> None:
 
 @pytest.mark.parametrize("text", ["", ":", "2:", ":4", "4:2", "0:4", "-1:2", "two", "2:4:6", "2.0"])
 def test_what_is_no_number_of_workers_is_refused_with_its_text(text: str) -> None:
-    """A reader sees what was typed, and which option it was."""
     with pytest.raises(InputError, match=r"^--workers: ") as caught:
         parse_workers(text)
     assert repr(text) in str(caught.value)
@@ -42,7 +39,6 @@ def test_restarts_of_a_fixed_number_are_refused() -> None:
 
 
 def test_a_worker_that_dies_is_started_again_at_the_same_size() -> None:
-    """Its agent is there: nothing shrinks."""
     assert workers_after(DIED) == [3]
 
 
@@ -71,7 +67,6 @@ def test_an_end_that_would_come_again_is_final(end: Exit) -> None:
 
 
 def test_a_signal_that_ended_the_run_ends_it() -> None:
-    """Although agents were lost, or asked to leave, by the same signal to all."""
     following = Sizing(Bounds(1, 4)).after(Ended(Exit.PREEMPTED, agents=0, leaving=4, stopped=True))
     assert (following.workers, following.exit) == (0, Exit.PREEMPTED)
 
@@ -85,7 +80,6 @@ def test_restarts_are_counted_anew_once_there_is_a_new_checkpoint() -> None:
 
 
 def test_an_error_of_the_program_takes_no_worker_with_it() -> None:
-    """An exception comes again on fewer workers too: after the restarts it ends the run with its own code."""
     crashed = Ended(Exit.CRASHED, agents=3)
     sizing = Sizing(Bounds(1, 4), max_restarts=1)
     assert sizing.after(crashed).workers == 3
@@ -107,7 +101,6 @@ ENDS = st.builds(
 
 @given(st.lists(ENDS, max_size=8), st.integers(0, 3))
 def test_the_number_never_leaves_its_bounds(ends: list[Ended], max_restarts: int) -> None:
-    """Whatever happens: nothing goes on with fewer than MIN or more than MAX, but a restart at the size there was."""
     sizing = Sizing(Bounds(2, 4), max_restarts)
     for ended in ends:
         following = sizing.after(ended)

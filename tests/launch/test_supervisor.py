@@ -44,7 +44,6 @@ def short_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def wake() -> Iterator[Wake]:
-    """A pipe to wake the supervisor by."""
     found = Wake()
     yield found
     found.close()
@@ -104,7 +103,6 @@ class CountingWake(Wake):
         self._looks, self._then = 0, then
 
     def wait(self, seconds: float) -> list[int]:
-        """As it was, counted."""
         self._looks += 1
         if self._looks == 10:
             self._then()
@@ -129,13 +127,11 @@ def test_a_rank_that_finished_takes_nobody_with_it(
 def test_ranks_whose_agent_is_gone_are_ended(
     tmp_path: Path, wake: Wake, ranks: dict[int, subprocess.Popen[bytes]]
 ) -> None:
-    """An agent that ended by an error of its own leaves no rank running."""
     seen = watch(Agent({rank: process.pid for rank, process in ranks.items()}, done=True), wake, tmp_path)
     assert seen.killed == {0, 1, 2}
 
 
 def test_ranks_that_never_start_are_not_waited_for(tmp_path: Path, wake: Wake, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An agent stuck in its rendezvous ends as silence, within a bound."""
     monkeypatch.setattr(supervisor, "START_S", 0.0)
     assert watch(Agent(), wake, tmp_path).verdict == (Exit.RANK_SILENT, "no rank started within 0 s")
 
@@ -143,7 +139,6 @@ def test_ranks_that_never_start_are_not_waited_for(tmp_path: Path, wake: Wake, m
 def test_a_watch_that_fails_leaves_no_rank(
     tmp_path: Path, wake: Wake, ranks: dict[int, subprocess.Popen[bytes]]
 ) -> None:
-    """A report that cannot be read is an error, and every rank is ended before it is raised."""
     path_of(tmp_path, 0).parent.mkdir()
     path_of(tmp_path, 0).write_text("not JSON")
     ranks[0].kill()

@@ -36,7 +36,6 @@ with socket.socket(socket.AF_UNIX) as reached:
 
 @pytest.fixture
 def server() -> Iterator[StoreServer]:
-    """A store that is closed at the end."""
     made = StoreServer()
     yield made
     made.close()
@@ -114,7 +113,6 @@ def test_ranks_are_told_that_their_launcher_is_gone() -> None:
 
 
 def test_who_speaks_something_else_is_let_go(server: StoreServer) -> None:
-    """Nothing of it is kept, and the others are answered."""
     store = UnixStore(server.address)
     for said in (b"", b"\xff" * 3, b"\xff" * 4, b"\0\0\0\3get", b"\0\0\0\4none", b"\0\0\0\3add\0\0\0\1a\0\0\0\1x"):
         with Client(server.address, "AF_UNIX") as client:
@@ -125,7 +123,6 @@ def test_who_speaks_something_else_is_let_go(server: StoreServer) -> None:
 
 
 def as_nobody(server: StoreServer) -> subprocess.CompletedProcess[str]:
-    """What comes of it where another user connects."""
     if os.geteuid() != 0:
         pytest.skip("only root can be somebody else")
     return subprocess.run([sys.executable, "-c", AS_NOBODY, server.address], capture_output=True, text=True)
@@ -135,7 +132,6 @@ def as_nobody(server: StoreServer) -> subprocess.CompletedProcess[str]:
 def test_a_lack_of_descriptors_or_threads_ends_no_store(
     server: StoreServer, lacking: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who connects in that moment is let go, and who connects after it is served."""
     refused = threading.Event()
 
     def refuse(connection: object) -> bool:

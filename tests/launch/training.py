@@ -36,7 +36,6 @@ def hold(payload: Mapping[str, Any]) -> int:
 
 
 def main() -> None:
-    """Train on 1 to 2 gloo ranks as the JSON argument says; ends as the command does."""
     from andon.cli.train import run_training
 
     asked = json.loads(sys.argv[1])

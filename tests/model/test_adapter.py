@@ -45,7 +45,6 @@ ROWS = task([[1, 2, 3], [4, 5, 6, 7, 8], [9]], [0, 1, 2])
 
 
 def logits(model: nn.Module) -> torch.Tensor:
-    """Of the three rows, in eval mode."""
     return predictions(model, ROWS.load([0, 1, 2], CPU))
 
 
@@ -74,7 +73,6 @@ def test_the_canonical_order_is_sorted_by_name() -> None:
 
 
 def test_a_is_drawn_from_the_given_seed_alone() -> None:
-    """Not from the process-global generator, which is left as it was."""
     before = torch.get_rng_state()
     first, again = adapted(), adapted()
     other = attach(build_base(spec()), LORA, seed=4)
@@ -99,7 +97,6 @@ def test_every_trainable_weight_gets_a_gradient_and_the_base_none(architecture: 
 
 
 def test_the_base_digest_sees_a_frozen_weight_and_no_trainable_one() -> None:
-    """A moved adapter leaves it; one flipped frozen weight or buffer does not."""
     model = adapted()
     before = base_digest(model)
     assert base_digest(perturbed(model)) == before
@@ -109,7 +106,6 @@ def test_the_base_digest_sees_a_frozen_weight_and_no_trainable_one() -> None:
 
 
 def test_without_an_adapter_every_weight_trains_in_fp32() -> None:
-    """adapter none: nothing is frozen, a bfloat16 base is raised."""
     model = adapted("encoder", "bfloat16", AdapterSpec(kind="none"))
     assert len(trainable_parameters(model)) == len(list(model.parameters()))
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
@@ -134,7 +130,6 @@ def test_a_target_that_matches_nothing_is_refused(targets: tuple[str, ...], mess
 
 
 def test_all_wrong_targets_are_told_at_once() -> None:
-    """Not only the first."""
     with pytest.raises(InputError) as caught:
         attach(build_base(spec()), dataclasses.replace(LORA, targets=("q_prj", "v_prj", "k_proj")), seed=0)
     assert len(caught.value.problems) == 2
@@ -159,7 +154,6 @@ def test_values_out_of_range_are_refused(change: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_stock_peft_reads_the_export_bit_for_bit(architecture: str, tmp_path: Path) -> None:
-    """AutoPeftModelForSequenceClassification offline: equal logits, label names kept."""
     from peft import AutoPeftModelForSequenceClassification
 
     model = perturbed(adapted(architecture))
@@ -221,7 +215,6 @@ def test_what_the_checkpoint_lacks_goes_along_with_the_adapter(family: str, head
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_our_own_reader_is_exact_for_every_base(architecture: str, dtype: str, tmp_path: Path) -> None:
-    """The head stays fp32 behind a bfloat16 base, which stock peft would round."""
     model = perturbed(adapted(architecture, dtype))
     export_adapter(model, tmp_path, "unused", TINY.labels)
     loaded = adapted(architecture, dtype)
@@ -232,7 +225,6 @@ def test_our_own_reader_is_exact_for_every_base(architecture: str, dtype: str, t
 
 
 def test_a_model_without_an_adapter_is_exported_whole(tmp_path: Path) -> None:
-    """adapter none: the folder is the model, as transformers loads it."""
     model = perturbed(adapted("encoder", adapter=AdapterSpec(kind="none")))
     export_adapter(model, tmp_path, "unused", TINY.labels)
     loaded = build_base(dataclasses.replace(spec("encoder"), base=str(tmp_path)))
@@ -260,7 +252,6 @@ def test_an_adapter_that_does_not_fit_is_refused_by_name(tmp_path: Path) -> None
 
 
 def test_an_adapter_that_is_not_finite_is_refused_by_name(tmp_path: Path) -> None:
-    """Every probability would be NaN."""
     model, file = adapted(), tmp_path / "adapter_model.safetensors"
     export_adapter(model, tmp_path, "unused", TINY.labels)
     tensors = load_file(file)
@@ -272,7 +263,6 @@ def test_an_adapter_that_is_not_finite_is_refused_by_name(tmp_path: Path) -> Non
 
 
 def test_an_absent_adapter_is_the_users_affair(tmp_path: Path) -> None:
-    """With the file's name."""
     with pytest.raises(InputError, match=r"adapter_model\.safetensors"):
         load_adapter(adapted(), tmp_path)
     with pytest.raises(InputError, match=r"labels\.json"):
@@ -305,7 +295,6 @@ def test_exported_tensors_are_copies() -> None:
 
 
 def test_saving_the_base_leaves_the_adapter_out(tmp_path: Path) -> None:
-    """Of an adapted model and of the plain one the same bytes come."""
     save_base(perturbed(adapted()), tmp_path / "adapted", TINY.labels)
     save_base(build_base(spec()), tmp_path / "plain", TINY.labels)
     for name in ("model.safetensors", "config.json", "labels.json"):
@@ -319,7 +308,6 @@ EXPERTS: dict[str, dict[str, Any]] = {
 
 
 def mixture(family: str, loader: Any) -> Any:
-    """A tiny mixture of four experts."""
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
     named = {"vocab_size": 33, "num_labels": 3, "num_experts_per_tok": 2, "pad_token_id": PAD}
     return loader.from_config(AutoConfig.for_model(family, **named, **sizes, **EXPERTS[family]))
@@ -357,7 +345,6 @@ def test_a_mixture_is_merged_and_saved_with_all_of_its_experts(family: str, load
 
 
 def next_tokens(model: Any) -> torch.Tensor:
-    """The logits behind each of four tokens, in eval mode."""
     with torch.no_grad():
         logits: torch.Tensor = model.eval()(input_ids=torch.tensor([[1, 2, 3, 4]])).logits
     return logits
@@ -380,7 +367,6 @@ def test_a_causal_head_stays_as_it_came(family: str) -> None:
 
 
 def test_a_causal_head_is_no_target() -> None:
-    """It is not trained, so naming it is a mistake that is told."""
     with pytest.raises(InputError, match="'lm_head' gives the logits of the vocabulary"):
         causal(adapter=dataclasses.replace(LORA, targets=("q_proj", "lm_head")))
 
@@ -406,7 +392,6 @@ def test_stock_peft_reads_a_causal_export_bit_for_bit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "gpt2"])
 def test_our_own_reader_is_exact_for_a_causal_model(family: str, tmp_path: Path) -> None:
-    """What was trained comes back bit for bit."""
     model = perturbed(causal(family))
     export_adapter(model, tmp_path, "unused", ())
     loaded = causal(family)

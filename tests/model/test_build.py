@@ -36,7 +36,6 @@ ARCHITECTURES = ("decoder", "encoder")
 
 
 def digest(model: nn.Module) -> int:
-    """Of every tensor that the model holds."""
     return tree_digest(dict(model.named_parameters()) | dict(model.named_buffers()))
 
 
@@ -70,7 +69,6 @@ def test_another_process_gives_the_same_bits() -> None:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_global_generator_is_left_alone(architecture: str) -> None:
-    """Building a model draws nothing from the process-global generator."""
     before = torch.get_rng_state()
     build_base(spec(architecture))
     assert torch.equal(torch.get_rng_state(), before)
@@ -93,7 +91,6 @@ def test_the_size_of_a_head_is_hidden_over_heads() -> None:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_folder_gives_back_what_was_saved(architecture: str, tmp_path: Path) -> None:
-    """A saved base loads with the same bits, label names and padding id, without the network."""
     model = build_base(spec(architecture))
     save_base(model, tmp_path / "base", TINY.labels)
     loaded: Any = build_base(dataclasses.replace(spec(architecture), base=str(tmp_path / "base"), seed=99))
@@ -115,7 +112,6 @@ def test_the_tokenizers_padding_id_wins(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_head_gets_one_from_the_seed(tmp_path: Path) -> None:
-    """A checkpoint with another head, or none, is the usual case: the head is drawn from the spec's seed."""
     save_base(build_base(spec()), tmp_path, TINY.labels)
     wanted = dataclasses.replace(TINY, base=str(tmp_path), num_labels=2, labels=("a", "b"))
     first, again, other = (build_base(dataclasses.replace(wanted, seed=seed)) for seed in (1, 1, 2))
@@ -229,7 +225,6 @@ def test_code_that_a_base_names_is_not_run_and_is_named(named: Any, said: str, t
 
 
 def change_config(folder: Path, **values: Any) -> None:
-    """Set keys of the folder's config.json."""
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
@@ -246,7 +241,6 @@ def test_a_folder_that_lacks_part_of_its_backbone_is_refused(shape: ModelSpec, t
 
 
 def test_a_damaged_folder_is_the_users_affair(tmp_path: Path) -> None:
-    """A torn weights file is reported with the folder's name and not as a traceback."""
     save_base(build_base(spec()), tmp_path, TINY.labels)
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:100])
@@ -262,7 +256,6 @@ def test_an_absent_folder_is_not_looked_up_on_the_hub(name: str) -> None:
 
 
 def test_a_file_and_an_empty_folder_are_no_models(tmp_path: Path) -> None:
-    """Each is told apart."""
     (tmp_path / "file").write_text("x")
     with pytest.raises(InputError, match="is a file"):
         build_base(dataclasses.replace(TINY, base=str(tmp_path / "file")))
@@ -271,7 +264,6 @@ def test_a_file_and_an_empty_folder_are_no_models(tmp_path: Path) -> None:
 
 
 def test_an_adapters_folder_is_no_base(tmp_path: Path) -> None:
-    """The likely mistake is named."""
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(InputError, match="holds an adapter: give its base model, or merge it"):
         build_base(dataclasses.replace(TINY, base=str(tmp_path)))
@@ -301,7 +293,6 @@ def test_a_weight_that_is_not_finite_is_refused_by_file_and_name(tmp_path: Path,
 
 
 def test_a_weight_of_a_pickled_checkpoint_that_is_not_finite_is_refused_too(tmp_path: Path) -> None:
-    """Older models have no safetensors."""
     save_base(build_base(spec()), tmp_path, TINY.labels)
     tensors = load_file(tmp_path / "model.safetensors")
     (tmp_path / "model.safetensors").unlink()
@@ -378,13 +369,11 @@ def test_the_longest_row_that_is_named_can_be_given(family: str, tmp_path: Path)
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(change: dict[str, Any], message: str) -> None:
-    """Each is named with its value."""
     with pytest.raises(InputError, match=message):
         build_base(dataclasses.replace(TINY, **change))
 
 
 def test_all_faults_of_a_spec_are_told_at_once() -> None:
-    """Not only the first."""
     wrong = ModelSpec(num_labels=1, labels=(), vocab_size=4, pad_id=9, dtype="int8", dropout=-1.0)
     with pytest.raises(InputError) as caught:
         build_base(wrong)
@@ -392,7 +381,6 @@ def test_all_faults_of_a_spec_are_told_at_once() -> None:
 
 
 def test_the_head_is_what_lies_beside_the_backbone() -> None:
-    """One name for decoders, another for BERT; neither is part of the backbone."""
     assert head_names(build_base(spec("decoder"))) == ("score",)
     assert head_names(build_base(spec("encoder"))) == ("classifier",)
 
@@ -463,7 +451,6 @@ def test_a_folder_must_have_a_causal_models_head(tied: bool, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("kind", ["bert", "modernbert", "t5"])
 def test_an_encoder_cannot_write(kind: str, tmp_path: Path) -> None:
-    """transformers would load it and warn; the message says what to give instead."""
     AutoConfig.for_model(kind).save_pretrained(tmp_path)
     for build in (build_base, build_shape):
         with pytest.raises(InputError, match=rf"is an encoder \({kind}\), which cannot write"):
@@ -482,7 +469,6 @@ def test_a_decoder_that_does_not_know_how_to_begin_is_refused(tmp_path: Path) ->
 
 
 def test_an_unknown_head_and_an_encoder_of_our_own_are_refused() -> None:
-    """The heads that there are are named."""
     with pytest.raises(
         InputError, match="head: 'causual' is not one of classification, regression, multi-label, tokens, causal"
     ):

@@ -60,7 +60,6 @@ def moved(model: nn.Module) -> nn.Module:
 
 
 def batch_of(packs: list[list[Row]], multiple: int = 8) -> dict[str, torch.Tensor]:
-    """Collated, as a dict that a test may change."""
     return dict(collate_packs(packs, PAD, multiple, None))
 
 
@@ -83,13 +82,11 @@ def distances(found: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tenso
 
 
 def terms_of(loss: LeafLoss) -> int:
-    """The trained tokens that it counts."""
     assert loss.terms is not None
     return int(loss.terms)
 
 
 def gradients(model: nn.Module, loss: LeafLoss | torch.Tensor) -> dict[str, torch.Tensor]:
-    """Of `loss`, by name."""
     model.zero_grad()
     total = loss.loss_sum if isinstance(loss, LeafLoss) else loss
     total.backward()  # type: ignore[no-untyped-call]
@@ -135,7 +132,6 @@ def _padding_counted(batch: dict[str, torch.Tensor]) -> None:
 
 
 def _retrained(batch: dict[str, torch.Tensor]) -> None:
-    """`trained` as the changed weights say."""
     places = batch["weights"].flatten().nonzero().flatten()
     packs = batch["weights"].shape[0]
     dealt = torch.zeros(packs * -(-places.numel() // packs), dtype=torch.int64)
@@ -187,7 +183,6 @@ def test_a_mean_of_means_is_another_gradient() -> None:
 
 
 def test_a_pack_is_its_rows_end_to_end() -> None:
-    """Every tensor, written out: padding to a multiple, no weight for a first token, places that go up."""
     batch = batch_of([[row([1, 2, 3], 1), row([4, 5], 0)], [row([6, 7], 1)]], multiple=4)
     one = 0x3F800000
     assert {name: value.tolist() for name, value in batch.items()} == {
@@ -283,7 +278,6 @@ def test_each_pack_gives_its_own_sums() -> None:
 
 
 def test_a_batch_without_a_trained_token_has_no_loss_and_no_gradient() -> None:
-    """0, and a gradient of zeros rather than none."""
     model = moved(causal())
     batch = batch_of([[row([1, 2, 3], 3)]])
     loss = loss_sum(model, batch)
@@ -294,7 +288,6 @@ def test_a_batch_without_a_trained_token_has_no_loss_and_no_gradient() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_decoders_that_keep_rows_apart_are_taken(family: str) -> None:
-    """In both of the ways in which attention is told."""
     for eager in (False, True):
         require_apart(causal(family, eager=eager), CPU)
 
@@ -324,7 +317,6 @@ def test_a_model_that_cannot_keep_rows_apart_is_refused(kind: str, settings: dic
 
 
 def test_a_limit_to_sight_that_no_row_reaches_is_none() -> None:
-    """A window of eight tokens is the whole of any row of eight."""
     model = _built("mistral", intermediate_size=24, num_key_value_heads=2, sliding_window=8)
     with pytest.raises(InputError, match="sliding_window 8"):
         require_apart(model, CPU, longest=9)
@@ -354,7 +346,6 @@ def test_rows_that_see_each_other_are_refused(way: str, monkeypatch: pytest.Monk
 
 
 def test_a_row_is_the_same_whoever_is_beside_it() -> None:
-    """To the bit: other tokens in the rows of its pack reach nothing of it."""
     model = moved(causal()).eval()
     one = hidden_of(model, batch_of([[ROWS[0], ROWS[3], ROWS[1]]]))
     other = hidden_of(model, batch_of([[(ROWS[0][0] + 1, ROWS[0][1]), ROWS[3], (ROWS[1][0] - 3, ROWS[1][1])]]))

@@ -30,7 +30,6 @@ PLAN = BatchPlan(tuple(range(13)), 8, 5, 3, 1)
 
 
 def trained(backend: Backend, optimizer: str, *, checkpointing: bool, dropout: float, architecture: str) -> int:
-    """The digest of the weights after all steps."""
     shape = dataclasses.replace(spec(architecture), dropout=dropout)
     model = attach(build_base(shape), AdapterSpec(r=2, alpha=4.0, dropout=dropout), 3)
     settings, clip = OptimizerSpec(optimizer, weight_decay=0.0), 1.0 if optimizer == "adamw" else None
@@ -88,7 +87,6 @@ def test_a_model_of_several_layers_needs_less() -> None:
 
 
 def test_a_model_without_such_layers_is_refused() -> None:
-    """A plain module would train as before, and its user would believe otherwise."""
     with pytest.raises(InputError, match=r"^training\.activation_checkpointing: Linear has no layers"):
         checkpoint_layers(nn.Linear(2, 2), CPU)
 

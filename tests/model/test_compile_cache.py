@@ -47,7 +47,6 @@ def _compiled(folder: Path, seed: str, *more: str) -> dict[str, Any]:
 
 
 def test_a_second_run_finds_what_the_first_compiled(tmp_path: Path) -> None:
-    """With the same bits, whatever order its sets have; with other code of ours it is compiled anew."""
     first, second, third = _compiled(tmp_path, "1"), _compiled(tmp_path, "2"), _compiled(tmp_path, "3", "other code")
     counted = [
         {name: each["counted"].get(f"autograd_cache_{name}", 0) for name in ("hit", "miss", "bypass")}

@@ -41,7 +41,6 @@ def test_every_padded_length_is_one_that_was_announced(longest: int, count: int,
 
 @given(st.integers(1, 40), st.integers(1, 40))
 def test_every_micro_batch_of_a_full_batch_is_compiled(batch_size: int, micro_batches: int) -> None:
-    """Whoever computes it: its number of rows is one of at most two."""
     shapes = shapes_of(batch_size, micro_batches, [64])
     parts = GlobalBatch(1, 0, 0, tuple(range(batch_size))).micro_batches(micro_batches)
     assert {(len(part), 64) for part in parts if part} == shapes
@@ -49,7 +48,6 @@ def test_every_micro_batch_of_a_full_batch_is_compiled(batch_size: int, micro_ba
 
 
 def test_passes_of_other_shapes_and_without_gradients_run_as_they_are() -> None:
-    """Only a training pass of a known shape is compiled; an evaluation of the same shape is not."""
     calls: list[str] = []
 
     def way(name: str) -> Any:
@@ -67,7 +65,6 @@ def test_passes_of_other_shapes_and_without_gradients_run_as_they_are() -> None:
 
 
 def test_the_backbone_of_an_adapted_model_is_what_is_compiled() -> None:
-    """Its forward is replaced, and a pass of another shape gives what it gave."""
     model = adapted()
     ids = torch.ones((2, 8), dtype=torch.int64)
     before = model(input_ids=ids).logits

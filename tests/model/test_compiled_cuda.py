@@ -28,13 +28,11 @@ def found(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 def test_a_compiled_pass_computes_what_an_eager_one_does(found: dict[str, Any]) -> None:
-    """Without dropout: logits and every gradient, to what bf16 products leave of them."""
     assert len(found["off"]) > 1
     assert max(found["off"]) <= TOLERANCE
 
 
 def test_rows_of_new_tokens_get_the_gradient_of_an_eager_pass(found: dict[str, Any]) -> None:
-    """In the embedding, which is compiled, and in a head of its own, which is not."""
     assert len(found["rows"]) == 2
     assert max(found["rows"]) <= TOLERANCE
 

@@ -72,7 +72,6 @@ class Nested(PreTrainedConfig):
 
 
 def _model(kind: str, settings: dict[str, object]) -> nn.Module:
-    """One whose logits show who sees whom."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **_sizes(kind, settings))
     model: nn.Module = AutoModelForSequenceClassification.from_config(config).eval()
@@ -98,7 +97,6 @@ def _logits(model: nn.Module, masking: Masking) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", OTHERS)
 def test_any_model_is_told_on_a_gpu_what_it_is_told_on_a_cpu(kind: str) -> None:
-    """Decoders, encoders, layers with windows, layers of several kinds, models that use the mask elsewhere too."""
     settings, expected = OTHERS[kind]
     model = _model(kind, settings)
     found = tried_masking(model, CPU)
@@ -109,7 +107,6 @@ def test_any_model_is_told_on_a_gpu_what_it_is_told_on_a_cpu(kind: str) -> None:
 
 @pytest.mark.parametrize("architecture", ["decoder", "encoder"])
 def test_every_way_that_a_model_should_take_gives_the_same_logits(architecture: str) -> None:
-    """With an adapter around it, as in training."""
     model = adapted(architecture).eval()
     several = possible_maskings(model)
     assert len(several) == (3 if architecture == "decoder" else 2)
@@ -156,7 +153,6 @@ def test_a_head_of_zeros_hides_nothing(wrong: Masking, monkeypatch: pytest.Monke
 def test_a_mask_by_which_some_see_more_does_not_hold_in_any_precision(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A causal model that is shown the future by the pairs that it is given."""
     model = _model("llama", {}).to(dtype)
     model.config.dtype = dtype
     monkeypatch.setattr(masks, "possible_maskings", lambda _: (Masking.PAIRS, TOKENS))
@@ -166,7 +162,6 @@ def test_a_mask_by_which_some_see_more_does_not_hold_in_any_precision(
 
 
 def test_on_a_gpu_what_was_tried_is_used_and_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Later weights do not change it."""
     model, tried = build_base(spec("decoder")), list[nn.Module]()
 
     def trying(model: nn.Module, _: torch.device) -> Masking:
@@ -193,7 +188,6 @@ def test_each_name_of_a_window_is_one(name: str, nested: bool) -> None:
 
 
 def test_layers_of_another_kind_are_not_full_ones() -> None:
-    """Whatever limits them is not named by a window."""
     model = build_base(spec("decoder"))
     model.config.layer_types = ["full_attention", "linear_attention"]
     assert possible_maskings(model) == (TOKENS,)
@@ -293,7 +287,6 @@ def test_a_model_that_mixes_padding_in_is_said_to() -> None:
 
 
 def test_on_a_cpu_nothing_is_tried() -> None:
-    """A model gets the mask of tokens there, as transformers has it."""
     assert masking_of(build_base(spec("decoder")), CPU) is TOKENS
 
 

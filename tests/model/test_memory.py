@@ -23,7 +23,6 @@ MIB = 1 << 20
 
 
 def zeros(mebibytes: int) -> torch.Tensor:
-    """A tensor of so many MiB."""
     return torch.zeros(mebibytes * MIB // 4)
 
 
@@ -42,8 +41,6 @@ def test_the_count_is_of_what_lives_at_once() -> None:
 
 
 def test_views_share_and_copies_do_not() -> None:
-    """A storage counts once, however many tensors look at it."""
-
     def views() -> torch.Tensor:
         whole = zeros(2)
         return whole[:100].view(10, 10)
@@ -57,7 +54,6 @@ def test_views_share_and_copies_do_not() -> None:
 
 
 def test_what_was_made_before_counts_when_it_is_touched() -> None:
-    """An operand is live, whoever made it."""
     before = zeros(4)
     assert measure_peak_bytes(before.sum).peak >= 4 * MIB
 
@@ -97,7 +93,6 @@ def test_partial_sums_of_eight_leaves_by_hand() -> None:
 
 
 def plan(optimizer: str = "adamw", **options: float) -> MemoryPlan:
-    """The tiny adapter's, with eight micro-batches."""
     model = adapted()
     return plan_bytes(model, trainable_parameters(model), optimizer, 8, 1000, **options)  # type: ignore[arg-type]
 
@@ -121,7 +116,6 @@ def test_the_parts_of_the_plan_by_hand() -> None:
 
 
 def test_only_the_largest_phase_counts() -> None:
-    """Phases follow each other; the total is what lasts and the largest of them."""
     parts = dict.fromkeys((field.name for field in dataclasses.fields(MemoryPlan)), 1)
     assert MemoryPlan(**parts).total == 8
     assert MemoryPlan(**parts | {"reduction": 10, "activations": 8}).total == 17
@@ -158,7 +152,6 @@ def test_forward_and_backward_stay_within_the_plan(architecture: str, kind: str)
 
 
 def test_the_dry_forward_leaves_no_trace() -> None:
-    """No gradient, no draw from the global generator, the mode as it was."""
     model = attach(build_base(dataclasses.replace(spec(), dropout=0.2)), LORA, 0).eval()
     rows = task([[1, 2, 3]], [0])
     before = torch.get_rng_state()

@@ -39,7 +39,6 @@ def test_a_few_layers_stand_for_all(layers: int, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_model_has_all_its_layers_again() -> None:
-    """After an error, too."""
     model = shape(4)
     layers = list(_layers_of(model))
     try:

@@ -59,7 +59,6 @@ def counted(shape: ModelSpec, adapter: AdapterSpec, rows: int, length: int, *, c
     ],
 )
 def test_the_trace_is_what_lives(architecture: str, kind: str, dtype: str) -> None:
-    """Within five hundredths of the independent count, for adapters and whole models."""
     shape = dataclasses.replace(SHAPE, architecture=architecture, dtype=dtype)
     adapter = dataclasses.replace(ADAPTER, kind=kind)
     assert planned(shape, adapter, 5, 32) == pytest.approx(counted(shape, adapter, 5, 32), rel=0.05)
@@ -108,7 +107,6 @@ def test_packs_on_a_gpu_are_attended_by_their_spans() -> None:
 
 
 def test_an_evaluation_of_next_tokens_keeps_no_graph() -> None:
-    """Four layers need what two do."""
     found = []
     for layers in (2, 4):
         model = attach(build_shape(dataclasses.replace(CAUSAL, num_hidden_layers=layers)), ADAPTER, 0)
@@ -119,7 +117,6 @@ def test_an_evaluation_of_next_tokens_keeps_no_graph() -> None:
 
 
 def test_the_trace_follows_layers_that_compute_again() -> None:
-    """With checkpointing the trace falls as the count does."""
     shape = dataclasses.replace(SHAPE, num_hidden_layers=4)
     less = planned(shape, ADAPTER, 6, 32, checkpointing=True)
     assert less == pytest.approx(counted(shape, ADAPTER, 6, 32, checkpointing=True), rel=0.05)
@@ -158,7 +155,6 @@ def held_by_dropout(kind: str) -> int:
 
 
 def test_a_gpu_keeps_masks_as_booleans() -> None:
-    """4096 bytes, where the CPU keeps 4 bytes for each."""
     assert held_by_dropout("cuda") == 4096
     assert held_by_dropout("cpu") == 4 * 4096
 
@@ -174,7 +170,6 @@ def test_attention_on_a_gpu_keeps_no_matrix_of_pairs() -> None:
 
 
 def test_sizes_of_a_gpu_are_multiples_of_its_unit() -> None:
-    """512 bytes at a time."""
     assert [rounded(size) for size in (0, 1, 512, 513)] == [0, 512, 512, 1024]
 
 

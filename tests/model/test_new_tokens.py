@@ -41,7 +41,6 @@ def base_of(family: str, size: int = KNOWN, dtype: str = "float32") -> Any:
 
 
 def tables(model: nn.Module) -> list[torch.Tensor]:
-    """The frozen weights of embedding and head."""
     base: Any = without_adapter(model)
     layers = [base.get_input_embeddings(), base.get_output_embeddings()]
     return [getattr(layer, "original_module", layer).weight.detach() for layer in layers]
@@ -109,7 +108,6 @@ def test_rows_that_are_there_already_are_taken() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_only_the_rows_of_new_tokens_are_trained_of_a_vocabulary(dtype: str) -> None:
-    """In fp32 whatever the base has, and a step moves each of them."""
     model = attach(base_of("llama", dtype=dtype), WITH_NEW, seed=3)
     trained = {name: value for name, value in trainable_parameters(model).items() if ".lora_" not in name}
     assert [name.split(".")[-2] for name in trained] == ["trainable_tokens_delta"] * 2

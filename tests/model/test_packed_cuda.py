@@ -29,7 +29,6 @@ def model_of(dtype: str = "bfloat16", head: int = 32, *, dropout: float = 0.0) -
 
 
 def batch_of(lengths: list[list[int]]) -> Batch:
-    """Packs of rows of these lengths, every second token trained."""
     draw = torch.Generator().manual_seed(5)
     packs = [
         [(torch.randint(1, 32, (length,), generator=draw), torch.arange(length).float() % 2) for length in pack]
@@ -61,7 +60,6 @@ def test_spans_give_what_pairs_give(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_same_bits_again() -> None:
-    """With memory that held other values."""
     model = model_of()
     first = learned(model, LENGTHS)
     filled = [torch.full((1 + 1000 * turn,), float("nan"), device=GPU) for turn in range(300)]
@@ -73,7 +71,6 @@ def test_the_same_bits_again() -> None:
 
 @pytest.mark.parametrize("model", [("float32", 32), ("bfloat16", 20)])
 def test_what_the_kernel_does_not_take_is_told_by_pairs(model: tuple[str, int]) -> None:
-    """Full precision, and heads of another size: they train as before."""
     built = model_of(*model)
     assert masking_of(built, GPU) is Masking.ROW_PAIRS
     require_apart(built, GPU, 128)
@@ -81,7 +78,6 @@ def test_what_the_kernel_does_not_take_is_told_by_pairs(model: tuple[str, int]) 
 
 
 def test_layers_that_compute_again_attend_by_spans_again() -> None:
-    """Loss and gradients are those without, to the bit."""
     first = learned(model_of(dropout=0.0), LENGTHS)
     model = model_of(dropout=0.0)
     checkpoint_layers(model, GPU)

@@ -32,7 +32,6 @@ LORA = AdapterSpec(r=2, alpha=4.0, dropout=0.0)
 
 
 def spec(architecture: str = "decoder", dtype: str = "float32") -> ModelSpec:
-    """The tiny model's spec."""
     return dataclasses.replace(TINY, architecture=architecture, dtype=dtype)
 
 
@@ -62,7 +61,6 @@ def perturbed(model: nn.Module, seed: int = 11, by: float = 0.3) -> nn.Module:
 def task(
     tokens: list[list[int]], labels: list[int], class_weights: list[float] | None = None, padding_multiple: int = 8
 ) -> ClassificationTask:
-    """A task over rows of the tiny vocabulary."""
     return ClassificationTask(
         tokens,
         labels,

@@ -111,7 +111,6 @@ class Browser:
                 self._receive(deadline)
 
     def scripting(self, allowed: bool) -> None:
-        """Whether pages that are opened from now on may run their scripts; `value` works all the same."""
         self._call("Emulation.setScriptExecutionDisabled", value=not allowed)
 
     def colours(self, scheme: str) -> None:
@@ -119,11 +118,9 @@ class Browser:
         self._call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
     def wide(self, pixels: int, high: int = 800) -> None:
-        """Be a window of that width and height."""
         self._call("Emulation.setDeviceMetricsOverride", width=pixels, height=high, deviceScaleFactor=1, mobile=False)
 
     def picture(self) -> bytes:
-        """What the window shows, as a PNG file."""
         return base64.b64decode(self._call("Page.captureScreenshot", format="png")["data"])
 
     def value(self, expression: str) -> Any:
@@ -135,11 +132,9 @@ class Browser:
         return found["result"].get("value")
 
     def permit(self, *permissions: str) -> None:
-        """Let every page do this of what a reader would be asked for, and nothing else."""
         self._call("Browser.grantPermissions", permissions=permissions)
 
     def press(self, key: str) -> None:
-        """Press and release Enter, Escape, Tab or Space, as a reader without a mouse does."""
         text, code = {"Enter": ("\r", 13), "Escape": ("", 27), "Tab": ("", 9), "Space": (" ", 32)}[key]
         name = " " if key == "Space" else key
         for kind in ("keyDown", "keyUp"):
@@ -147,19 +142,16 @@ class Browser:
             self._call("Input.dispatchKeyEvent", type=kind, key=name, code=key, windowsVirtualKeyCode=code, **given)
 
     def outline(self) -> list[tuple[str, str]]:
-        """Role and name of all that a screen reader is told of the page, in its order."""
         nodes = self._call("Accessibility.getFullAXTree")["nodes"]
         return [
             (node["role"]["value"], node.get("name", {}).get("value", "")) for node in nodes if not node.get("ignored")
         ]
 
     def requests(self) -> list[str]:
-        """The addresses that were asked for since the page was opened."""
         sent = [event for event in self.events if event["method"] == "Network.requestWillBeSent"]
         return [event["params"]["request"]["url"] for event in sent]
 
     def complaints(self) -> list[str]:
-        """What the browser, or a script, said on the console since the page was opened."""
         logged = [event["params"]["entry"]["text"] for event in self.events if event["method"] == "Log.entryAdded"]
         thrown = [str(event["params"]) for event in self.events if event["method"] == "Runtime.exceptionThrown"]
         return logged + thrown

@@ -50,7 +50,6 @@ def decoder(dropout: float) -> nn.Module:
 
 
 def batch() -> dict[str, torch.Tensor]:
-    """Rows of 64 down to 14 tokens."""
     ids = torch.randint(1, 100, (ROWS, LENGTH), generator=torch.Generator().manual_seed(5))
     mask = torch.ones_like(ids)
     for row in range(ROWS):
@@ -59,7 +58,6 @@ def batch() -> dict[str, torch.Tensor]:
 
 
 def passed(model: nn.Module, step: int = 1) -> list[torch.Tensor]:
-    """Logits and gradients of one pass, drawn from the stream of `step`."""
     model.zero_grad()
     with KeyedRandomness(7, DEVICE).micro_batch(step, 0):
         logits = logits_of(model, batch())
@@ -68,7 +66,6 @@ def passed(model: nn.Module, step: int = 1) -> list[torch.Tensor]:
 
 
 def off_eager(mode: str) -> list[float]:
-    """Without dropout: relative errors of the logits and of each gradient."""
     model = decoder(0.0)
     eager = passed(model)
     compile_backbone(model, mode, {(ROWS, LENGTH)})

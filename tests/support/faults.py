@@ -33,7 +33,6 @@ class Fault:
 
 
 def _wrap(replica: Replica, method: str, around: Callable[..., Any]) -> None:
-    """Replace a bound method of one replica by around(original, *args, **kwargs)."""
     original = getattr(replica, method)
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -124,8 +123,6 @@ FAULTS: Mapping[str, Fault] = {
 
 
 class OtherRows:
-    """Gives the model the rows after those that were planned."""
-
     def __init__(self, task: Task) -> None:
         self._task = task
         self.loss_sum = task.loss_sum
@@ -134,7 +131,6 @@ class OtherRows:
         self.planned_terms = task.planned_terms
 
     def load(self, ids: Sequence[int], device: torch.device) -> Batch:
-        """Other rows than `ids`."""
         return self._task.load([(row + 1) % 30 for row in ids], device)
 
 
@@ -147,7 +143,6 @@ class PoisonedTask(ToyTask):
         self.where = where
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> LeafLoss:
-        """The toy loss, poisoned where the row is among the micro-batch's."""
         found = super().loss_sum(model, batch)
         if self.row not in batch["id"].tolist():
             return found
@@ -166,7 +161,6 @@ class SteepTask(ToyTask):
         self.scale = scale
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> LeafLoss:
-        """The toy loss with a steeper graph."""
         found = super().loss_sum(model, batch)
         value = found.loss_sum.detach()
         return LeafLoss(value + self.scale * (found.loss_sum - value), found.correct)
@@ -193,7 +187,6 @@ Drive = Callable[[TrainingStep, GlobalBatch], object]
 
 
 def ordinary(step: TrainingStep, batch: GlobalBatch) -> object:
-    """The call that a trainer makes."""
     return step(batch, rate(batch.step), batch.step)
 
 

@@ -24,26 +24,21 @@ class Read(HTMLParser):
         assert self.inside == []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Note an element; it must be closed unless it cannot be."""
         self.elements.append((tag, {name: value or "" for name, value in attrs}))
         if tag not in VOID:
             self.inside.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Note an element that is closed at once, as those of SVG are."""
         self.elements.append((tag, {name: value or "" for name, value in attrs}))
 
     def handle_endtag(self, tag: str) -> None:
-        """Only what is open is closed."""
         assert self.inside.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        """Note what a reader sees."""
         if self.inside and self.inside[-1] not in ("style", "script"):
             self.text.append(data)
 
     def of(self, tag: str) -> list[dict[str, str]]:
-        """The attributes of every element of a kind."""
         return [attributes for name, attributes in self.elements if name == tag]
 
 
@@ -56,11 +51,9 @@ class Shown:
     exact: list[list[float | None]] = field(default_factory=list)
 
     def by_name(self) -> dict[str, list[str]]:
-        """Rows by their first cell."""
         return {row[0]: row[1:] for row in self.rows}
 
     def numbers(self) -> dict[str, list[float | None]]:
-        """The same of exact numbers."""
         return {row[0]: numbers[1:] for row, numbers in zip(self.rows, self.exact, strict=True)}
 
 
@@ -71,7 +64,6 @@ class Tables(Read):
     tables: list[Shown] = field(default_factory=list)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Note where a table, a row, a cell and a number begin."""
         super().handle_starttag(tag, attrs)
         if tag == "table":
             self.tables.append(Shown())
@@ -85,7 +77,6 @@ class Tables(Read):
             self.tables[-1].exact[-1][-1] = float(dict(attrs)["value"] or "")
 
     def handle_data(self, data: str) -> None:
-        """Put text into its cell."""
         super().handle_data(data)
         if "caption" in self.inside:
             self.tables[-1].caption += data
@@ -99,5 +90,4 @@ class Tables(Read):
         return found
 
     def all_named(self, caption: str) -> Iterator[Shown]:
-        """All tables whose caption begins so."""
         return (table for table in self.tables if table.caption.startswith(caption))

@@ -31,13 +31,10 @@ Work = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank returned, or raised."""
-
     value: Any = None
     error: BaseException | None = None
 
     def get(self) -> Any:
-        """The value; raises the rank's error."""
         if self.error is not None:
             raise self.error
         return self.value

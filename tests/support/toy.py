@@ -37,7 +37,6 @@ class ToyModel(nn.Module):
         self.dropout = nn.Dropout(DROPOUT)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[rows, FEATURES] to logits [rows, CLASSES]."""
         hidden = self.dropout(torch.tanh(self.frozen(x)))
         logits: torch.Tensor = self.second(self.dropout(torch.tanh(self.first(hidden))))
         return logits
@@ -52,32 +51,26 @@ class ToyTask:
         self.y = torch.randint(0, CLASSES, (ROWS,), generator=generator)
 
     def load(self, ids: Sequence[int], device: torch.device) -> Batch:
-        """x [rows, FEATURES], y [rows], id [rows]."""
         index = torch.tensor(ids)
         return {"x": self.x[index].to(device), "y": self.y[index].to(device), "id": index.to(device)}
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> LeafLoss:
-        """The sum of the rows' cross-entropies."""
         logits = model(batch["x"])
         loss = nn.functional.cross_entropy(logits, batch["y"], reduction="sum")
         return LeafLoss(loss, (logits.argmax(-1) == batch["y"]).sum())
 
     def content(self, batch: Batch) -> torch.Tensor:
-        """A digest of each row's number and label."""
         return mix64(batch["id"] * CLASSES + batch["y"])
 
     def planned_content(self, ids: Sequence[int]) -> torch.Tensor:
-        """What `content` must give."""
         index = torch.tensor(ids, dtype=torch.int64)
         return mix64(index * CLASSES + self.y[index])
 
     def planned_terms(self, ids: Sequence[int]) -> Sequence[int]:
-        """One for each row."""
         return (1,) * len(ids)
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters that require a gradient, by name."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
@@ -96,8 +89,6 @@ def replica(
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run is to be: the same on every backend and world size."""
-
     micro_batches: int
     sizes: tuple[int, ...] = (10, 7, 3, 1)
     optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
@@ -105,7 +96,6 @@ class Settings:
     seed: int = SEED
 
     def batches(self) -> list[GlobalBatch]:
-        """One batch for each size, of rows in an order that is not the data's."""
         rows = [(7 * place + 3) % ROWS for place in range(ROWS)]
         starts = [sum(self.sizes[:index]) for index in range(len(self.sizes))]
         return [
@@ -115,12 +105,10 @@ class Settings:
 
 
 def rate(step: int) -> float:
-    """A learning rate that differs from step to step."""
     return 0.01 * step
 
 
 def build(backend: Backend, settings: Settings, task: Task | None = None) -> tuple[TrainingStep, list[Replica]]:
-    """A step with fresh replicas on `backend`."""
     replicas = [replica(optimizer=settings.optimizer, seed=settings.seed) for _ in backend.ranks]
     return TrainingStep(backend, replicas, task or ToyTask(), settings.micro_batches, settings.clip_norm), replicas
 
