@@ -9,18 +9,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from andon.config.load import load_config
 from andon.console.exits import Exit
 from andon.launch import preemption
-from andon.launch.launcher import LaunchResult
 from andon.launch.supervisor import Wake
-from andon.run.folder import RunFolder
-from andon.training import start
 from tests.launch.pipes import PATIENCE_S
 from tests.launch.sessions import wait_until_empty
 from tests.training.runs import Runs, write_jsonl
@@ -134,28 +129,3 @@ def test_what_was_lost_on_the_way_is_raised_again(heeding: None, capfd: pytest.C
     with pytest.raises(preemption.Interrupted, match="SIGTERM"):
         preemption.begin()
     assert capfd.readouterr().err == ""
-
-
-def test_a_signal_as_the_lock_is_let_go_leaves_no_folder(
-    tmp_path: Path, heeding: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The folder is tried before ranks are started; a lock that this process kept would keep what it leaves."""
-    folder, close = RunFolder(tmp_path / "run"), os.close
-
-    def interrupted(descriptor: int) -> None:
-        monkeypatch.setattr(os, "close", close)
-        if folder.lock.exists():
-            signal.raise_signal(signal.SIGINT)
-        close(descriptor)
-
-    def no_ranks(*_: object, **__: object) -> LaunchResult:
-        return LaunchResult(Exit.INTERRUPTED, exits={}, asked_by=signal.SIGINT)
-
-    monkeypatch.setattr(start, "launch", no_ranks)
-    monkeypatch.setattr(start, "warm_up", lambda preload: monkeypatch.setattr(os, "close", close))
-    runs = Runs(write_jsonl(tmp_path / "train.jsonl"))
-    config = load_config(None, [*runs.overrides(), "run.backend=gloo", "run.workers=2"])
-    monkeypatch.setattr(os, "close", interrupted)
-    with suppress(preemption.Interrupted):
-        start._train(config, folder, time.monotonic(), None, start.ENTRY, "", {}, made=True)
-    assert not folder.path.exists()

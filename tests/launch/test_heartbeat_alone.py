@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from andon.console.exits import Exit
@@ -71,30 +72,27 @@ def alone(
         made.heart.leave(Exit.OK, "")
 
 
-def test_who_passes_a_deadline_later_hands_on_what_the_first_saw() -> None:
-    """The slow rank 1 has ended by the same deadline and is heard of: it is named, and nobody blames the network."""
-    said = f"the update of step 3 took longer than run.step_deadline_s, {STEP_S:g} s: rank 1 of 2 is slow: in a loop"
+LATE = f"the update of step 3 took longer than run.step_deadline_s, {STEP_S:g} s: "
+
+
+@pytest.mark.parametrize(
+    ("ended", "code", "cause"),
+    [
+        (f"{LATE}rank 1 of 2 is slow: in a loop", Exit.RANK_SILENT, f"{LATE}rank 1 of 2 is slow: in a loop"),
+        ("LookupError: x", Exit.CRASHED, f"{LATE}rank 1 of 2 ended: LookupError: x; 1 waits"),
+    ],
+    ids=["by the same deadline", "for a reason of its own"],
+)
+def test_who_passes_a_deadline_after_another_ended_names_that_one(ended: str, code: Exit, cause: str) -> None:
+    """What the first one saw is handed on, and nobody blames the network."""
     store = HashStore()
-    tell(store, 1, replace(WAITS, waits=False, ended=said, exit=int(Exit.RANK_SILENT)))
+    tell(store, 1, replace(WAITS, waits=False, ended=ended, exit=int(code)))
     with alone(store, 2, timeouts=Timeouts(PATIENCE_S, STEP_S)) as made:
         made.wait_until_known(1, "ended")
         made.clock.at(3, UPDATE)
         made.clock.wait()
         found = made.end()
-    assert (found.exit, found.cause) == (Exit.RANK_SILENT, said)
-
-
-def test_who_passes_a_deadline_after_another_ended_names_that_one() -> None:
-    """Rank 1 has ended for a reason of its own: that is what the step took so long for."""
-    store = HashStore()
-    tell(store, 1, replace(WAITS, waits=False, ended="LookupError: x", exit=int(Exit.CRASHED)))
-    with alone(store, 2, timeouts=Timeouts(PATIENCE_S, STEP_S)) as made:
-        made.wait_until_known(1, "ended")
-        made.clock.at(3, UPDATE)
-        made.clock.wait()
-        found = made.end()
-    late = f"the update of step 3 took longer than run.step_deadline_s, {STEP_S:g} s: "
-    assert found.cause == f"{late}rank 1 of 2 ended: LookupError: x; 1 waits"
+    assert (found.exit, found.cause) == (Exit.RANK_SILENT, cause)
 
 
 def test_the_update_that_compiles_has_no_deadline() -> None:
@@ -125,8 +123,7 @@ def test_a_deadline_waits_for_a_sign_of_this_step() -> None:
         wait_for(lambda: clock.read().phase_s > 2 * STEP_S)
         tell(store, 1, replace(WAITS, ticks=2))
         found = made.end()
-    late = f"the update of step 3 took longer than run.step_deadline_s, {STEP_S:g} s: "
-    assert found.cause.startswith(f"{late}rank 0 of 2 is slow: in the update of step 3")
+    assert found.cause.startswith(f"{LATE}rank 0 of 2 is slow: in the update of step 3")
 
 
 class Counted:
@@ -161,20 +158,23 @@ def test_a_rank_that_is_gone_has_the_last_word() -> None:
     assert found.cause.endswith(": rank 1 of 2 ended: LookupError: x; 1 waits")
 
 
-def test_a_rank_seen_to_live_is_not_lost() -> None:
+@pytest.mark.parametrize(
+    ("process", "cause"),
+    [
+        (Process.here(), ""),
+        (Process(1, 1, "elsewhere", "far"), "rank 1 of 2 (on far) gave no sign of life"),
+    ],
+    ids=["here", "on another machine"],
+)
+def test_only_a_rank_that_cannot_be_seen_may_be_lost_in_silence(process: Process, cause: str) -> None:
+    """Rank 1 tells nothing new. Its process runs, or nobody here can see whether it does."""
     store = HashStore()
-    tell(store, 1, WAITS)
+    tell(store, 1, WAITS, process)
     with alone(store, 2) as made:
         made.wait_until_known(1, "ticks")
-        assert made.heart.explain(Exit.RANK_LOST) == ""
-
-
-def test_a_rank_that_cannot_be_seen_may_be_lost() -> None:
-    store = HashStore()
-    tell(store, 1, WAITS, Process(1, 1, "elsewhere", "far"))
-    with alone(store, 2) as made:
-        made.wait_until_known(1, "ticks")
-        assert made.heart.explain(Exit.RANK_LOST).startswith("rank 1 of 2 (on far) gave no sign of life")
+        found = made.heart.explain(Exit.RANK_LOST)
+    assert found.startswith(cause)
+    assert bool(found) == bool(cause)
 
 
 def test_a_store_that_is_gone_accuses_nobody() -> None:

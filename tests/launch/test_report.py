@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from pathlib import Path
 
@@ -105,12 +106,74 @@ def test_among_errors_of_their_own_the_earliest_is_named(
     assert first.rank == times.index(min(times))
 
 
-def test_a_killed_rank_is_named_with_its_signal_before_those_that_lost_it(tmp_path: Path) -> None:
-    Report(0, int(Exit.RANK_LOST), "Connection closed by peer", 5.0).write(tmp_path)
-    first = first_cause(tmp_path, {0: 71, 2: -9, 1: 0, 3: 0}, died={0: 5.0, 2: 9.0})
+LOST, SILENT = int(Exit.RANK_LOST), int(Exit.RANK_SILENT)
+CLOSED, TIMED_OUT = "Connection closed by peer", "Timed out waiting 5000ms"
+KILLED = -int(signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("reports", "exits", "died", "ended", "rank", "exit_", "text"),
+    [
+        (
+            [(0, LOST, CLOSED)],
+            {0: LOST, 2: KILLED, 1: 0, 3: 0},
+            {0: 5.0, 2: 9.0},
+            [],
+            2,
+            Exit.RANK_LOST,
+            "was killed by SIGKILL (",
+        ),
+        (
+            [(0, SILENT, TIMED_OUT)],
+            {0: SILENT, 1: KILLED},
+            {0: 5.1, 1: 6.6},
+            [1],
+            1,
+            Exit.RANK_SILENT,
+            "gave no answer; rank 0 of 2: Timed out waiting 5000ms",
+        ),
+        # Rank 2 is stopped; rank 0 times out on it, and rank 1, which writes first, only saw that rank 0 had gone.
+        (
+            [(1, LOST, CLOSED), (0, SILENT, TIMED_OUT)],
+            {0: SILENT, 1: LOST, 2: KILLED},
+            {},
+            [2],
+            2,
+            Exit.RANK_SILENT,
+            "gave no answer; ",
+        ),
+        # Rank 0 died of a signal from outside; rank 2 did not end in time and was killed: rank 0 is to blame.
+        ([(1, LOST, CLOSED)], {0: KILLED, 1: LOST, 2: KILLED}, {}, [2], 0, Exit.RANK_LOST, "was killed by SIGKILL ("),
+        (
+            [(1, 70, "weights agree broken")],
+            {0: LOST, 1: -int(signal.SIGABRT)},
+            {},
+            [],
+            1,
+            Exit.VIOLATION,
+            "weights agree",
+        ),
+    ],
+    ids=["killed", "silent", "silent, and lost by a third", "killed, and a third ended late", "aborts on its way out"],
+)
+def test_the_rank_that_ended_for_its_own_reason_is_named(
+    tmp_path: Path,
+    reports: list[tuple[int, int, str]],
+    exits: dict[int, int],
+    died: dict[int, float],
+    ended: list[int],
+    rank: int,
+    exit_: Exit,
+    text: str,
+) -> None:
+    for number, (reporter, code, cause) in enumerate(reports):
+        Report(reporter, code, cause, 5.0 + number).write(tmp_path)
+    first = first_cause(tmp_path, exits, died=died, ended=ended)
     assert first is not None
-    assert first.text.startswith("rank 2 of 4 was killed by SIGKILL (")
-    assert first.exit == Exit.RANK_LOST
+    assert (first.rank, first.exit) == (rank, exit_)
+    assert re.match(rf"rank {rank} of {len(exits)}:? {re.escape(text)}", first.text)
+    if exit_ is Exit.VIOLATION:  # the code that it chose outlives its abort
+        assert first.report == Report.read(tmp_path, rank)
 
 
 def test_a_rank_whose_report_no_disk_took_is_said_to_have_named_the_fault(tmp_path: Path) -> None:
@@ -124,39 +187,6 @@ def test_a_rank_whose_report_no_disk_took_is_said_to_have_named_the_fault(tmp_pa
     assert first.exit == Exit.USAGE
 
 
-def test_a_silent_rank_is_named_though_it_could_not_speak(tmp_path: Path) -> None:
-    """Ranks that timed out name the one that had to be killed, and the exit says silent, not lost."""
-    Report(0, int(Exit.RANK_SILENT), "Timed out waiting 5000ms", 5.0).write(tmp_path)
-    first = first_cause(tmp_path, {0: 72, 1: -9}, died={0: 5.1, 1: 6.6}, ended={1})
-    assert first is not None
-    assert (first.rank, first.exit) == (1, Exit.RANK_SILENT)
-    assert first.text == "rank 1 of 2 gave no answer; rank 0 of 2: Timed out waiting 5000ms"
-
-
-def test_a_silent_rank_is_the_cause_also_where_another_first_lost_one_that_had_timed_out(tmp_path: Path) -> None:
-    """Rank 2 is stopped; rank 0 times out on it, and rank 1, which writes first, only saw that rank 0 had gone."""
-    Report(1, int(Exit.RANK_LOST), "Connection closed by peer", 5.0).write(tmp_path)
-    Report(0, int(Exit.RANK_SILENT), "Timed out waiting 5000ms", 5.1).write(tmp_path)
-    first = first_cause(tmp_path, {0: 72, 1: 71, 2: -signal.SIGKILL}, ended=[2])
-    assert first is not None
-    assert (first.rank, first.exit) == (2, Exit.RANK_SILENT)
-    assert first.text.startswith("rank 2 of 3 gave no answer; ")
-
-
-def test_a_rank_that_died_is_the_cause_although_another_had_to_be_ended(tmp_path: Path) -> None:
-    """Rank 0 died of a signal from outside; rank 2 did not end in time and was killed: rank 0 is to blame."""
-    Report(1, int(Exit.RANK_LOST), "Connection closed by peer", 5.0).write(tmp_path)
-    first = first_cause(tmp_path, {0: -signal.SIGKILL, 1: 71, 2: -signal.SIGKILL}, ended=[2])
-    assert first is not None
-    assert (first.rank, first.exit) == (0, Exit.RANK_LOST)
-
-
-def test_no_failure_has_no_cause(tmp_path: Path) -> None:
-    for rank in (0, 1):
-        Report(rank, int(Exit.OK), "finished", 1.0).write(tmp_path)
-    assert first_cause(tmp_path, {0: 0, 1: 0}) is None
-
-
 @pytest.mark.parametrize(
     ("code", "expected"),
     [(int(code), code) for code in Exit]
@@ -164,14 +194,6 @@ def test_no_failure_has_no_cause(tmp_path: Path) -> None:
 )
 def test_every_exit_code_means_one_exit(code: int, expected: Exit) -> None:
     assert exit_of(code) == expected
-
-
-def test_the_chosen_code_outlives_an_abort_on_the_way_out(tmp_path: Path) -> None:
-    report = Report(1, int(Exit.VIOLATION), "weights agree broken", 1.0)
-    report.write(tmp_path)
-    first = first_cause(tmp_path, {0: 71, 1: -signal.SIGABRT})
-    assert first is not None
-    assert (first.rank, first.exit, first.report) == (1, Exit.VIOLATION, report)
 
 
 def test_torch_reads_our_error_file_and_picks_the_root(tmp_path: Path) -> None:
@@ -187,14 +209,15 @@ def test_torch_reads_our_error_file_and_picks_the_root(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "1").read_text())["message"]["errorCode"] == 70
 
 
-def test_a_report_of_another_launch_is_not_believed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("code", [0, KILLED])
+def test_a_report_of_another_launch_is_not_believed(tmp_path: Path, code: int) -> None:
     """A rank of another launch wrote last: neither its cause nor its success is that of this launch's rank."""
+    for rank in (0, 1):
+        Report(rank, int(Exit.OK), "finished", 1.0, launch="a" * 32).write(tmp_path)
+    assert first_cause(tmp_path, {0: 0, 1: 0}, launch="a" * 32) is None
     Report(0, int(Exit.VIOLATION), "of another launch", 1.0, launch="b" * 32).write(tmp_path)
     assert Report.read(tmp_path, 0, "a" * 32) is None
     assert Report.read(tmp_path, 0, "b" * 32) == Report.read(tmp_path, 0)
-    first = first_cause(tmp_path, {0: 0, 1: 0}, launch="a" * 32)
+    first = first_cause(tmp_path, {0: code, 1: 0}, launch="a" * 32)
     assert first is not None
     assert (first.exit, first.report) == (Exit.RANK_LOST, None)
-    found = first_cause(tmp_path, {0: -9, 1: 0}, launch="a" * 32)
-    assert found is not None
-    assert (found.exit, found.report) == (Exit.RANK_LOST, None)

@@ -38,8 +38,22 @@ def test_restarts_of_a_fixed_number_are_refused() -> None:
         sized("4", 2)
 
 
-def test_a_worker_that_dies_is_started_again_at_the_same_size() -> None:
-    assert workers_after(DIED) == [3]
+LATER = Ended(Exit.RANK_LOST, agents=3, checkpoint="step-00000014")
+FEWER = Ended(Exit.RANK_LOST, agents=2, checkpoint="step-00000014")
+
+
+@pytest.mark.parametrize(
+    ("ends", "max_restarts", "workers"),
+    [
+        ([DIED], 3, [3]),
+        ([Ended(Exit.PREEMPTED, agents=2, wanted=4), Ended(Exit.RANK_LOST, 3, lost=1, wanted=4)], 3, [4, 4]),
+        ([DIED, DIED, LATER, LATER, LATER, FEWER, FEWER, FEWER], 2, [3, 3, 3, 3, 2, 2, 2, 0]),
+    ],
+    ids=["the same size", "the number that was asked for", "restarts counted anew at each checkpoint"],
+)
+def test_so_many_workers_go_on(ends: list[Ended], max_restarts: int, workers: list[int]) -> None:
+    """Two restarts at step 7, two more after step 14; then one worker is given up, then the minimum is reached."""
+    assert workers_after(*ends, max_restarts=max_restarts) == workers
 
 
 def test_a_lost_agent_shrinks_the_world_and_not_below_the_minimum() -> None:
@@ -49,14 +63,6 @@ def test_a_lost_agent_shrinks_the_world_and_not_below_the_minimum() -> None:
     last = sizing.after(Ended(Exit.RANK_SILENT, agents=1, lost=1))
     assert (last.workers, last.exit) == (0, Exit.RANK_LOST)
     assert last.why == "1 agent lost; 1 left, fewer than the 2 of --workers 2:4"
-
-
-def test_a_number_that_was_asked_for_wins() -> None:
-    """Also where an agent was lost meanwhile: the user said how many there shall be."""
-    assert workers_after(Ended(Exit.PREEMPTED, agents=2, wanted=4), Ended(Exit.RANK_LOST, 3, lost=1, wanted=4)) == [
-        4,
-        4,
-    ]
 
 
 @pytest.mark.parametrize("end", [Exit.OK, Exit.USAGE, Exit.VIOLATION, Exit.PREEMPTED])
@@ -69,14 +75,6 @@ def test_an_end_that_would_come_again_is_final(end: Exit) -> None:
 def test_a_signal_that_ended_the_run_ends_it() -> None:
     following = Sizing(Bounds(1, 4)).after(Ended(Exit.PREEMPTED, agents=0, leaving=4, stopped=True))
     assert (following.workers, following.exit) == (0, Exit.PREEMPTED)
-
-
-def test_restarts_are_counted_anew_once_there_is_a_new_checkpoint() -> None:
-    """Two restarts at step 7, two more after step 14; then one worker is given up, then the minimum is reached."""
-    later = Ended(Exit.RANK_LOST, agents=3, checkpoint="step-00000014")
-    fewer = Ended(Exit.RANK_LOST, agents=2, checkpoint="step-00000014")
-    ends = [DIED, DIED, later, later, later, fewer, fewer, fewer]
-    assert workers_after(*ends, max_restarts=2) == [3, 3, 3, 3, 2, 2, 2, 0]
 
 
 def test_an_error_of_the_program_takes_no_worker_with_it() -> None:
