@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager, aot_eager_decomp_partition
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -37,7 +38,7 @@ def rewriting(graphs: Graphs, compiler: Callable[..., Any] = aot_eager) -> Calla
     return backend
 
 
-def compared(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> list[str]:
+def compared(function: Callable[..., Tensor], *inputs: Tensor) -> list[str]:
     """What the rewritten graph of `function` calls, after its value and its gradients were found to be the same."""
     graphs: Graphs = []
     results = []
@@ -59,11 +60,11 @@ X = torch.randn(ROWS, LENGTH, SIZE, generator=torch.Generator().manual_seed(1)).
 CHOSEN = torch.eye(LENGTH, dtype=torch.bool)[[2, 4, 0]]
 
 
-def half_given_by_name(x: torch.Tensor) -> torch.Tensor:
+def half_given_by_name(x: Tensor) -> Tensor:
     return torch.cat(tensors=(-x[..., SIZE // 2 :], x[..., : SIZE // 2]), dim=-1)
 
 
-def half_written_between(x: torch.Tensor) -> torch.Tensor:
+def half_written_between(x: Tensor) -> Tensor:
     """One half is taken before, the other after the tensor is changed."""
     y = x * 1
     upper = -y[..., SIZE // 2 :]
@@ -71,7 +72,7 @@ def half_written_between(x: torch.Tensor) -> torch.Tensor:
     return torch.cat((upper, y[..., : SIZE // 2]), dim=-1)
 
 
-def half_without_gradient(x: torch.Tensor) -> torch.Tensor:
+def half_without_gradient(x: Tensor) -> Tensor:
     """Only one half learns."""
     with torch.no_grad():
         upper = -x[..., SIZE // 2 :]
@@ -85,20 +86,25 @@ def test_halves_are_exchanged_only_where_they_are_of_one_tensor(rotation: Any, r
     assert compared(rotation, X).count("exchanged_halves") == replaced
 
 
-def test_dropout_given_by_name_is_found() -> None:
-    calls = compared(lambda x: functional.dropout(input=x, training=True, p=0.3) * 0, X)
-    assert "hashed_dropout" in calls
-
-
-def test_dropout_of_what_was_dropped_is_found() -> None:
-    calls = compared(lambda x: functional.dropout(functional.dropout(x, 0.3), 0.2) * 0, X)
-    assert calls.count("hashed_dropout") == 2
+@pytest.mark.parametrize(
+    ("function", "count"),
+    [
+        (lambda x: functional.dropout(input=x, training=True, p=0.3) * 0, 1),
+        # As adapters on a model's first layer do, whose input the model dropped itself.
+        (lambda x: functional.dropout(functional.dropout(x, 0.3), 0.2) * 0, 2),
+        (lambda x: functional.dropout(x, 0.5, training=False) + functional.dropout(x, 0.5, False), 0),
+        (lambda x: functional.dropout(x, 1.0) + functional.dropout(x, 0.0), 0),
+    ],
+    ids=["by name", "of what was dropped", "in evaluation", "of everything and of nothing"],
+)
+def test_dropout_that_draws_is_found(function: Callable[[Tensor], Tensor], count: int) -> None:
+    assert compared(function, X).count("hashed_dropout") == count
 
 
 def test_each_dropout_keeps_its_own_rate() -> None:
     graphs: Graphs = []
 
-    def both(x: torch.Tensor) -> torch.Tensor:
+    def both(x: Tensor) -> Tensor:
         return torch.stack((functional.dropout(x, 0.1), functional.dropout(x, 0.6)))
 
     kept = (torch.compile(both, backend=rewriting(graphs), dynamic=False)(torch.ones(10_000)) != 0).sum(1)
@@ -106,16 +112,8 @@ def test_each_dropout_keeps_its_own_rate() -> None:
     assert abs(int(kept[1]) - 4000) < 294
 
 
-def test_dropout_that_draws_nothing_stays() -> None:
-    def none(x: torch.Tensor) -> torch.Tensor:
-        evaluated = functional.dropout(x, 0.5, training=False) + functional.dropout(x, 0.5, False)
-        return evaluated + functional.dropout(x, 1.0) + functional.dropout(x, 0.0)
-
-    assert "hashed_dropout" not in compared(none, X)
-
-
 def test_dropout_in_place_stays() -> None:
-    def twice(x: torch.Tensor) -> torch.Tensor:
+    def twice(x: Tensor) -> Tensor:
         y = x.detach() * 1
         return functional.dropout(y, 0.5, inplace=True) - y + x * 0
 
@@ -126,7 +124,7 @@ def test_dropouts_of_one_pass_drop_apart() -> None:
     """Each has keys of its own, from an operation that no compiler may take for a constant."""
     graphs: Graphs = []
 
-    def both(x: torch.Tensor) -> torch.Tensor:
+    def both(x: Tensor) -> Tensor:
         return torch.stack((functional.dropout(x, 0.5), functional.dropout(x, 0.5)))
 
     one, other = torch.compile(both, backend=rewriting(graphs), dynamic=False)(torch.ones(10_000)) != 0
@@ -135,114 +133,90 @@ def test_dropouts_of_one_pass_drop_apart() -> None:
     assert torch.Tag.nondeterministic_seeded in torch.ops.andon.drawn_keys.default.tags
 
 
-def by_name(x: torch.Tensor, weight: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    narrow = functional.linear(input=x, weight=first)
-    return functional.linear(input=x, weight=weight) + functional.linear(input=narrow, weight=second) * 0.5
+linear = functional.linear
 
 
-def of_one_token(x: torch.Tensor, weight: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    return by_name(x[0, 0], weight, first, second)
+def by_name(x: Tensor, weight: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    narrow = linear(input=x, weight=first)
+    return linear(input=x, weight=weight) + linear(input=narrow, weight=second) * 0.5
 
 
-def of_no_rows(x: torch.Tensor, weight: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    return by_name(x[:0], weight, first, second).sum() + x.sum()
-
-
-def to_one_value(x: torch.Tensor, weight: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    return by_name(x, weight[0], first, second[0])
-
-
-def complex_product(x: torch.Tensor, weight: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Whose gradient has conjugates."""
-    return by_name(x * (1 + 2j), weight * (1 - 3j), first + 0j, second * 1j).abs()
-
-
-def written_between(x: torch.Tensor, weight: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+def written_between(x: Tensor, weight: Tensor, first: Tensor, second: Tensor) -> Tensor:
     y = x * 1
-    base = functional.linear(y, weight)
+    base = linear(y, weight)
     y.add_(1)
-    return base + functional.linear(functional.linear(y, first), second) * 0.5
+    return base + linear(linear(y, first), second) * 0.5
 
 
-def scaled_is_written(x: torch.Tensor, weight: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    scaled = functional.linear(functional.linear(x, first), second) * 0.5
+def scaled_is_written(x: Tensor, weight: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    scaled = linear(linear(x, first), second) * 0.5
     scaled.add_(1)
-    return functional.linear(x, weight) + scaled
+    return linear(x, weight) + scaled
 
 
-def base_learns_nothing(
-    x: torch.Tensor, weight: torch.Tensor, first: torch.Tensor, second: torch.Tensor
-) -> torch.Tensor:
+def base_learns_nothing(x: Tensor, weight: Tensor, first: Tensor, second: Tensor) -> Tensor:
     with torch.no_grad():
-        base = functional.linear(x, weight)
-    return base + functional.linear(functional.linear(x, first), second) * 0.5
+        base = linear(x, weight)
+    return base + linear(linear(x, first), second) * 0.5
 
 
-def adapter_learns_nothing(
-    x: torch.Tensor, weight: torch.Tensor, first: torch.Tensor, second: torch.Tensor
-) -> torch.Tensor:
+def adapter_learns_nothing(x: Tensor, weight: Tensor, first: Tensor, second: Tensor) -> Tensor:
     with torch.no_grad():
-        added = functional.linear(functional.linear(x, first), second)
-    return functional.linear(x, weight) + added * 0.5
+        added = linear(linear(x, first), second)
+    return linear(x, weight) + added * 0.5
 
 
-def of_one_row(x: torch.Tensor, weight: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    return functional.linear(x, weight) + functional.linear(functional.linear(x[:1], first), second) * 0.5
-
-
-def in_half_precision(x: torch.Tensor, weight: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+def in_half_precision(x: Tensor, weight: Tensor, first: Tensor, second: Tensor) -> Tensor:
     """Products of another type than that of the weight; made of small integers, whose products are exact."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         return by_name(*(each.sign() for each in (x, weight, first, second)))
 
 
-def of_a_trained_weight(
-    x: torch.Tensor, weight: torch.Tensor, first: torch.Tensor, second: torch.Tensor
-) -> torch.Tensor:
-    """The weight that is adapted has a gradient of its own, as `second` has here."""
-    return functional.linear(x, second @ first) + functional.linear(functional.linear(x, first), second) * 0.5
+OTHER_SUMS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
+    "of one row": lambda x, weight, first, second: linear(x, weight) + linear(linear(x[:1], first), second) * 0.5,
+    # The weight that is adapted has a gradient of its own, as `second` has here.
+    "of a trained weight": lambda x, _, first, second: (
+        linear(x, second @ first) + linear(linear(x, first), second) * 0.5
+    ),
+    "of one token": lambda x, weight, first, second: by_name(x[0, 0], weight, first, second),
+    "of no rows": lambda x, weight, first, second: by_name(x[:0], weight, first, second).sum() + x.sum(),
+    "to one value": lambda x, weight, first, second: by_name(x, weight[0], first, second[0]),
+    # Its gradient has conjugates.
+    "complex": lambda x, weight, first, second: by_name(x * (1 + 2j), weight * (1 - 3j), first + 0j, second * 1j).abs(),
+    "in half precision": in_half_precision,
+    "written between": written_between,
+    "scaled is written": scaled_is_written,
+    "base learns nothing": base_learns_nothing,
+    "adapter learns nothing": adapter_learns_nothing,
+}
 
 
-OTHER_SUMS = (
-    of_one_row,
-    in_half_precision,
-    of_a_trained_weight,
-    of_one_token,
-    of_no_rows,
-    to_one_value,
-    complex_product,
-    written_between,
-    scaled_is_written,
-    base_learns_nothing,
-    adapter_learns_nothing,
-)
-
-
-@pytest.mark.parametrize("function", [by_name, *OTHER_SUMS])
-def test_adapters_are_added_in_place_only_where_it_is_the_same(function: Any) -> None:
+@pytest.mark.parametrize("name", ["by name", *OTHER_SUMS])
+def test_adapters_are_added_in_place_only_where_it_is_the_same(name: str) -> None:
     """A sum that looks like an adapter's, and is none or has other gradients, stays what it is."""
     generator = torch.Generator().manual_seed(2)
     weights = [torch.randn(*shape, generator=generator) for shape in ((SIZE, SIZE), (2, SIZE), (SIZE, 2))]
+    function = OTHER_SUMS.get(name, by_name)
     calls = compared(function, X, weights[0], weights[1].requires_grad_(), weights[2].requires_grad_())
-    assert calls.count("adapted_product") == (1 if function is by_name else 0)
+    assert calls.count("adapted_product") == (1 if name == "by name" else 0)
 
 
-def normed_over_tokens(x: torch.Tensor) -> torch.Tensor:
+def normed_over_tokens(x: Tensor) -> Tensor:
     return functional.layer_norm(x.sin(), (LENGTH, SIZE))
 
 
-def meant_over_tokens(x: torch.Tensor) -> torch.Tensor:
+def meant_over_tokens(x: Tensor) -> Tensor:
     return x * x.mean(1, keepdim=True)
 
 
-def scaled_without_gradient(x: torch.Tensor) -> torch.Tensor:
+def scaled_without_gradient(x: Tensor) -> Tensor:
     y = x.sin()
     with torch.no_grad():
         scale = y.pow(2).mean(-1, keepdim=True)
     return y * scale
 
 
-def used_and_written(x: torch.Tensor) -> torch.Tensor:
+def used_and_written(x: Tensor) -> Tensor:
     y = x.sin()
     before = y * 2
     y.add_(1)
@@ -254,17 +228,17 @@ def used_and_written(x: torch.Tensor) -> torch.Tensor:
     [(normed_over_tokens, 0), (meant_over_tokens, 2), (scaled_without_gradient, 0), (used_and_written, 0)],
 )
 def test_tokens_are_left_out_only_where_each_is_by_itself(function: Any, spared: int) -> None:
-    def ends(x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = only_at(function(x), chosen)
+    def ends(x: Tensor, chosen: Tensor) -> Tensor:
+        result: Tensor = only_at(function(x), chosen)
         return result
 
     assert compared(ends, X, CHOSEN).count("picked") == spared
 
 
 def test_what_is_used_elsewhere_has_every_token() -> None:
-    def ends(x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    def ends(x: Tensor, chosen: Tensor) -> Tensor:
         y = x.sin() * 2
-        result: torch.Tensor = only_at(y * 3, chosen)
+        result: Tensor = only_at(y * 3, chosen)
         return result + y
 
     assert compared(ends, X, CHOSEN).count("picked") == 1
@@ -285,11 +259,11 @@ def test_layers_that_compute_again_are_rewritten_but_for_their_dropout() -> None
         assert all("exchanged_halves" in code for code in codes)
         return aot_eager(module, inputs)
 
-    def layer(x: torch.Tensor) -> torch.Tensor:
+    def layer(x: Tensor) -> Tensor:
         return functional.dropout(torch.cat((-x[..., SIZE // 2 :], x[..., : SIZE // 2]), dim=-1), 0.5)
 
-    def again(x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = checkpoint(layer, x, use_reentrant=False)
+    def again(x: Tensor) -> Tensor:
+        result: Tensor = checkpoint(layer, x, use_reentrant=False)
         return result
 
     torch.compile(again, backend=note, dynamic=False)(X)
@@ -299,9 +273,9 @@ def test_layers_that_compute_again_are_rewritten_but_for_their_dropout() -> None
 
 
 def test_what_is_written_in_place_stays_written() -> None:
-    def ends(x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    def ends(x: Tensor, chosen: Tensor) -> Tensor:
         y = x.sin()
-        result: torch.Tensor = only_at(functional.relu(y, inplace=True) * 2, chosen)
+        result: Tensor = only_at(functional.relu(y, inplace=True) * 2, chosen)
         return result + y
 
     compared(ends, X, CHOSEN)
@@ -311,7 +285,7 @@ def test_the_backward_pass_drops_what_the_forward_pass_did() -> None:
     """With what is kept for it chosen as inductor chooses: keys drawn again there would drop others."""
     graphs: Graphs = []
 
-    def squared(x: torch.Tensor) -> torch.Tensor:
+    def squared(x: Tensor) -> Tensor:
         return (functional.dropout(x, 0.5) * x.detach().cos()).sin()
 
     run = torch.compile(squared, backend=rewriting(graphs, aot_eager_decomp_partition), dynamic=False)

@@ -120,6 +120,7 @@ def test_without_an_adapter_every_weight_trains_in_fp32() -> None:
         (("_proj",), "'_proj' matches no Linear module"),
         (("q_proj", "score"), "'score' is the classification head"),
         (("all-linear", "q_proj"), "already names every module"),
+        (("q_prj", "v_prj", "k_proj"), "(?s)'q_prj' matches.*'v_prj' matches"),
         ((), "no targets"),
     ],
 )
@@ -127,12 +128,6 @@ def test_a_target_that_matches_nothing_is_refused(targets: tuple[str, ...], mess
     """peft adapts what matches and says nothing of the rest; here each named target must match."""
     with pytest.raises(InputError, match=message):
         attach(build_base(spec()), dataclasses.replace(LORA, targets=targets), seed=0)
-
-
-def test_all_wrong_targets_are_told_at_once() -> None:
-    with pytest.raises(InputError) as caught:
-        attach(build_base(spec()), dataclasses.replace(LORA, targets=("q_prj", "v_prj", "k_proj")), seed=0)
-    assert len(caught.value.problems) == 2
 
 
 def test_named_targets_are_adapted_and_no_others() -> None:

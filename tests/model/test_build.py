@@ -240,11 +240,35 @@ def test_a_folder_that_lacks_part_of_its_backbone_is_refused(shape: ModelSpec, t
         build_base(dataclasses.replace(shape, base=str(tmp_path)))
 
 
-def test_a_damaged_folder_is_the_users_affair(tmp_path: Path) -> None:
-    save_base(build_base(spec()), tmp_path, TINY.labels)
-    file = tmp_path / "model.safetensors"
+def torn(folder: Path) -> None:
+    save_base(build_base(spec()), folder, TINY.labels)
+    file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(InputError, match="cannot load"):
+
+
+def a_file(folder: Path) -> None:
+    folder.rmdir()
+    folder.write_text("x")
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (torn, "cannot load"),
+        (a_file, "is a file"),
+        (lambda folder: None, r"no config\.json, so it is no model$"),
+        (
+            lambda folder: (folder / "adapter_config.json").write_text("{}"),
+            "holds an adapter: give its base model, or merge it",
+        ),
+        # Of text and images: which of them is meant is not said.
+        (lambda folder: AutoConfig.for_model("gemma3").save_pretrained(folder), "is several models in one"),
+    ],
+    ids=["torn weights", "a file", "an empty folder", "an adapter", "several models"],
+)
+def test_a_folder_that_is_no_model_is_refused(made: Any, message: str, tmp_path: Path) -> None:
+    made(tmp_path)
+    with pytest.raises(InputError, match=message):
         build_base(dataclasses.replace(TINY, base=str(tmp_path)))
 
 
@@ -253,20 +277,6 @@ def test_an_absent_folder_is_not_looked_up_on_the_hub(name: str) -> None:
     """What can only be a path is never sent over the network."""
     with pytest.raises(InputError, match="there is no folder"):
         build_base(dataclasses.replace(TINY, base=name))
-
-
-def test_a_file_and_an_empty_folder_are_no_models(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(InputError, match="is a file"):
-        build_base(dataclasses.replace(TINY, base=str(tmp_path / "file")))
-    with pytest.raises(InputError, match=r"no config\.json, so it is no model$"):
-        build_base(dataclasses.replace(TINY, base=str(tmp_path)))
-
-
-def test_an_adapters_folder_is_no_base(tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(InputError, match="holds an adapter: give its base model, or merge it"):
-        build_base(dataclasses.replace(TINY, base=str(tmp_path)))
 
 
 def test_a_tokenizer_with_more_ids_than_the_vocabulary_is_refused(tmp_path: Path) -> None:
@@ -366,6 +376,11 @@ def test_the_longest_row_that_is_named_can_be_given(family: str, tmp_path: Path)
         ({"num_key_value_heads": 3}, "3 does not divide the 2 attention heads"),
         ({"num_hidden_layers": 0}, "num_hidden_layers: 0 must be at least 1"),
         ({"dropout": 1.0}, "1.0 must be at least 0 and below 1"),
+        ({"head": "causual"}, "'causual' is not one of classification, regression, multi-label, tokens, causal"),
+        (
+            {"head": "causal", "num_labels": 0, "labels": (), "architecture": "encoder"},
+            "'encoder' reads both ways and cannot write the next token",
+        ),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(change: dict[str, Any], message: str) -> None:
@@ -401,13 +416,6 @@ def test_a_folder_of_any_family_is_loaded(kind: str, tmp_path: Path) -> None:
     for name, parameter in loaded.base_model.named_parameters():
         assert torch.equal(parameter, backbone[name]), name
     assert (loaded.config.num_labels, loaded.config.pad_token_id) == (3, TINY.pad_id)
-
-
-def test_several_models_in_one_are_refused(tmp_path: Path) -> None:
-    """Of text and images: which of them is meant is not said."""
-    AutoConfig.for_model("gemma3").save_pretrained(tmp_path)
-    with pytest.raises(InputError, match="is several models in one"):
-        build_base(dataclasses.replace(TINY, base=str(tmp_path)))
 
 
 def test_a_causal_model_is_the_decoder_with_its_own_head() -> None:
@@ -466,15 +474,6 @@ def test_a_decoder_that_does_not_know_how_to_begin_is_refused(tmp_path: Path) ->
         build_shape(base)
     AutoConfig.for_model("t5", vocab_size=33, decoder_start_token_id=0, **sizes).save_pretrained(tmp_path)
     assert build_shape(base)
-
-
-def test_an_unknown_head_and_an_encoder_of_our_own_are_refused() -> None:
-    with pytest.raises(
-        InputError, match="head: 'causual' is not one of classification, regression, multi-label, tokens, causal"
-    ):
-        build_base(dataclasses.replace(CAUSAL, head="causual"))
-    with pytest.raises(InputError, match="'encoder' reads both ways and cannot write the next token"):
-        build_base(dataclasses.replace(CAUSAL, architecture="encoder"))
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "mistral"])

@@ -109,52 +109,26 @@ def test_the_gradient_is_that_of_a_float64_loop(
     assert max(distances(gradients(model, found), exact).values()) <= 2e-6
 
 
-def _prompt_trained(batch: dict[str, torch.Tensor]) -> None:
-    one = torch.ones(1).view(torch.int32).long()
-    batch["weights"] = one.where(batch["positions"] > 0, 0)
-    _retrained(batch)
+ONE = torch.ones(1).view(torch.int32).long()
+"""The bits of a weight of 1.0."""
+MUTANTS: dict[str, Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]] = {
+    "prompt tokens trained": lambda batch: {"weights": ONE.where(batch["positions"] > 0, 0)},
+    "mask off by one": lambda batch: {"weights": batch["weights"].roll(-1, 1)},
+    "stop token not trained": lambda batch: {"weights": batch["weights"].where(batch["input_ids"] != STOP, 0)},
+    "padded tokens counted": lambda batch: {"weights": ONE.where(batch["rows"] == 0, batch["weights"])},
+    "cross-row attention by a mask of ones": lambda batch: {"rows": torch.ones_like(batch["rows"])},
+    "positions that do not restart": lambda batch: {
+        "positions": torch.arange(batch["rows"].shape[1]).expand_as(batch["rows"]).contiguous()
+    },
+}
 
 
-def _off_by_one(batch: dict[str, torch.Tensor]) -> None:
-    batch["weights"] = batch["weights"].roll(-1, 1)
-    _retrained(batch)
-
-
-def _no_stop(batch: dict[str, torch.Tensor]) -> None:
-    batch["weights"] = batch["weights"].where(batch["input_ids"] != STOP, 0)
-    _retrained(batch)
-
-
-def _padding_counted(batch: dict[str, torch.Tensor]) -> None:
-    one = torch.ones(1).view(torch.int32).long()
-    batch["weights"] = one.where(batch["rows"] == 0, batch["weights"])
-    _retrained(batch)
-
-
-def _retrained(batch: dict[str, torch.Tensor]) -> None:
-    places = batch["weights"].flatten().nonzero().flatten()
-    packs = batch["weights"].shape[0]
+def _trained(weights: torch.Tensor) -> torch.Tensor:
+    """The places that `weights` train, dealt to the packs."""
+    places, packs = weights.flatten().nonzero().flatten(), weights.shape[0]
     dealt = torch.zeros(packs * -(-places.numel() // packs), dtype=torch.int64)
     dealt[: places.numel()] = places
-    batch["trained"] = dealt.view(packs, -1)
-
-
-def _one_row(batch: dict[str, torch.Tensor]) -> None:
-    batch["rows"] = torch.ones_like(batch["rows"])
-
-
-def _running_positions(batch: dict[str, torch.Tensor]) -> None:
-    batch["positions"] = torch.arange(batch["rows"].shape[1]).expand_as(batch["rows"]).contiguous()
-
-
-MUTANTS: dict[str, Callable[[dict[str, torch.Tensor]], None]] = {
-    "prompt tokens trained": _prompt_trained,
-    "mask off by one": _off_by_one,
-    "stop token not trained": _no_stop,
-    "padded tokens counted": _padding_counted,
-    "cross-row attention by a mask of ones": _one_row,
-    "positions that do not restart": _running_positions,
-}
+    return dealt.view(packs, -1)
 
 
 @pytest.mark.parametrize("name", MUTANTS)
@@ -166,7 +140,8 @@ def test_the_float64_loop_tells(name: str) -> None:
     model = moved(causal("gpt2", WHOLE))
     _, exact = wanted(model)
     batch = batch_of(PACKED)
-    MUTANTS[name](batch)
+    batch |= MUTANTS[name](batch)
+    batch["trained"] = _trained(batch["weights"])
     assert max(distances(gradients(model, loss_sum(model, batch)), exact).values()) > 1e-2
 
 

@@ -130,23 +130,22 @@ def test_no_mask_is_made_for_a_model_that_needs_none() -> None:
     assert model.config._attn_implementation == before
 
 
+@pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize("wrong", [UNMASKED, Masking.CAUSAL_PAIRS])
-def test_a_way_that_does_not_hold_is_found_by_trying(wrong: Masking, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An encoder that is taken for a decoder: some of its tokens would not be seen. It keeps its mode."""
+def test_a_way_that_does_not_hold_is_found_by_trying(
+    wrong: Masking, zeros: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An encoder that is taken for a decoder: some of its tokens would not be seen. It keeps its mode.
+
+    The logits of a head of zeros are the same whoever sees whom: a trial by logits would accept anything.
+    """
     model = _model("bert", {}).train()
+    if zeros:
+        with torch.no_grad():
+            model.get_submodule("classifier").weight.zero_()
     monkeypatch.setattr(masks, "possible_maskings", lambda _: (wrong, TOKENS))
     assert tried_masking(model, CPU) is TOKENS
     assert all(module.training for module in model.modules())
-
-
-@pytest.mark.parametrize("wrong", [UNMASKED, Masking.CAUSAL_PAIRS])
-def test_a_head_of_zeros_hides_nothing(wrong: Masking, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its logits are the same whoever sees whom, so that a trial by logits would take anything."""
-    model = _model("bert", {})
-    with torch.no_grad():
-        model.get_submodule("classifier").weight.zero_()
-    monkeypatch.setattr(masks, "possible_maskings", lambda _: (wrong, TOKENS))
-    assert tried_masking(model, CPU) is TOKENS
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

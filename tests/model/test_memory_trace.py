@@ -106,16 +106,6 @@ def test_packs_on_a_gpu_are_attended_by_their_spans() -> None:
     assert grown["float32"] > 2.3
 
 
-def test_an_evaluation_of_next_tokens_keeps_no_graph() -> None:
-    found = []
-    for layers in (2, 4):
-        model = attach(build_shape(dataclasses.replace(CAUSAL, num_hidden_layers=layers)), ADAPTER, 0)
-        with hollow(model):
-            found.append(traced_evaluation(model, 8, 16, "cpu"))
-            assert found[-1] < traced_activations(model, 8, 16, "cpu")
-    assert found[0] == pytest.approx(found[1], rel=0.01)
-
-
 def test_the_trace_follows_layers_that_compute_again() -> None:
     shape = dataclasses.replace(SHAPE, num_hidden_layers=4)
     less = planned(shape, ADAPTER, 6, 32, checkpointing=True)
@@ -184,13 +174,14 @@ def test_a_model_takes_what_it_took_before() -> None:
         assert found[0] == found[1]
 
 
-def test_an_evaluation_keeps_nothing() -> None:
+@pytest.mark.parametrize(("shape", "length"), [(SHAPE, 32), (CAUSAL, 16)], ids=["classifier", "next tokens"])
+def test_an_evaluation_keeps_nothing(shape: ModelSpec, length: int) -> None:
     """Without a graph two more layers need no more, and the model is in training mode afterwards."""
     found = []
     for layers in (2, 4):
-        model = attach(build_shape(dataclasses.replace(SHAPE, num_hidden_layers=layers)), ADAPTER, 0)
+        model = attach(build_shape(dataclasses.replace(shape, num_hidden_layers=layers)), ADAPTER, 0)
         with hollow(model):
-            found.append(traced_evaluation(model, 8, 32, "cpu"))
+            found.append(traced_evaluation(model, 8, length, "cpu"))
             assert model.training
-            assert found[-1] < traced_activations(model, 8, 32, "cpu")
+            assert found[-1] < traced_activations(model, 8, length, "cpu")
     assert found[0] == pytest.approx(found[1], rel=0.01)
