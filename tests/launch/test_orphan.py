@@ -29,22 +29,25 @@ child.wait()
 """
 
 
+Processes = list["subprocess.Popen[bytes]"]
+
+
 @pytest.fixture
-def processes() -> Iterator[list[subprocess.Popen[bytes]]]:
-    started: list[subprocess.Popen[bytes]] = []
+def processes() -> Iterator[Processes]:
+    started: Processes = []
     yield started
     for process in started:
         process.kill()
         process.wait()
 
 
-def start(processes: list[subprocess.Popen[bytes]], *arguments: object) -> subprocess.Popen[bytes]:
+def start(processes: Processes, *arguments: object) -> subprocess.Popen[bytes]:
     process = subprocess.Popen([sys.executable, "-c", *map(str, arguments)])
     processes.append(process)
     return process
 
 
-def test_a_rank_dies_with_an_agent_that_is_not_its_parent(pipe: Pipe, processes: list[subprocess.Popen[bytes]]) -> None:
+def test_a_rank_dies_with_an_agent_that_is_not_its_parent(pipe: Pipe, processes: Processes) -> None:
     """With a forkserver between them only the watching thread sees the agent go; SIGKILL leaves it no say."""
     agent = start(processes, "import threading; threading.Event().wait()")
     rank = start(processes, RANK, pipe.path, agent.pid, 0.2)
@@ -54,7 +57,7 @@ def test_a_rank_dies_with_an_agent_that_is_not_its_parent(pipe: Pipe, processes:
     assert rank.wait(PATIENCE_S) == -signal.SIGKILL
 
 
-def test_a_zombie_agent_counts_as_gone(pipe: Pipe, processes: list[subprocess.Popen[bytes]]) -> None:
+def test_a_zombie_agent_counts_as_gone(pipe: Pipe, processes: Processes) -> None:
     """An agent that nobody has reaped yet keeps its pid, and keeps no rank alive."""
     agent = start(processes, "import threading; threading.Event().wait()")
     start(processes, RANK, pipe.path, agent.pid, 0.2)
@@ -65,7 +68,7 @@ def test_a_zombie_agent_counts_as_gone(pipe: Pipe, processes: list[subprocess.Po
     pipe.wait_until_all_are_gone()
 
 
-def test_the_kernel_ends_a_rank_whose_parent_dies(pipe: Pipe, processes: list[subprocess.Popen[bytes]]) -> None:
+def test_the_kernel_ends_a_rank_whose_parent_dies(pipe: Pipe, processes: Processes) -> None:
     """The death signal alone is enough: the thread looks once an hour, at an agent that lives on."""
     parent = start(processes, PARENT, RANK, pipe.path, os.getpid(), 3600)
     pipe.lines(1)
@@ -73,9 +76,7 @@ def test_the_kernel_ends_a_rank_whose_parent_dies(pipe: Pipe, processes: list[su
     pipe.wait_until_all_are_gone()
 
 
-def test_a_rank_whose_agent_is_gone_already_does_not_start(
-    pipe: Pipe, processes: list[subprocess.Popen[bytes]]
-) -> None:
+def test_a_rank_whose_agent_is_gone_already_does_not_start(pipe: Pipe, processes: Processes) -> None:
     agent = start(processes, "pass")
     agent.wait(PATIENCE_S)
     rank = start(processes, RANK, pipe.path, agent.pid, 3600)
@@ -83,7 +84,7 @@ def test_a_rank_whose_agent_is_gone_already_does_not_start(
     pipe.wait_until_all_are_gone()
 
 
-def test_a_stopped_process_is_alive_and_a_reused_pid_is_another(processes: list[subprocess.Popen[bytes]]) -> None:
+def test_a_stopped_process_is_alive_and_a_reused_pid_is_another(processes: Processes) -> None:
     """Being stopped is not being gone; the same pid with another start time is another process and gets no signal."""
     child = start(processes, "import threading; threading.Event().wait()")
     process = Process.of(child.pid)

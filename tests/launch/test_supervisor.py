@@ -23,6 +23,9 @@ from tests.launch.pipes import PATIENCE_S
 DEAF = "import signal, threading; signal.signal(signal.SIGTERM, signal.SIG_IGN); threading.Event().wait()"
 
 
+Ranks = dict[int, "subprocess.Popen[bytes]"]
+
+
 @dataclass
 class Agent:
     """An agent that never notices anything."""
@@ -50,13 +53,17 @@ def wake() -> Iterator[Wake]:
 
 
 @pytest.fixture
-def ranks() -> Iterator[dict[int, subprocess.Popen[bytes]]]:
+def ranks() -> Iterator[Ranks]:
     """Three processes that end by SIGKILL alone."""
     started = {rank: subprocess.Popen([sys.executable, "-c", DEAF]) for rank in range(3)}
     yield started
     for process in started.values():
         process.kill()
         process.wait()
+
+
+def pids_of(ranks: Ranks) -> dict[int, int]:
+    return {rank: process.pid for rank, process in ranks.items()}
 
 
 def watch(agent: Agent, wake: Wake, folder: Path, silence_s: float = math.inf, launch: str = "") -> Watched:
@@ -71,21 +78,19 @@ def watch(agent: Agent, wake: Wake, folder: Path, silence_s: float = math.inf, l
 
 
 def test_once_a_rank_has_died_the_others_are_killed_and_a_stuck_agent_is_left(
-    tmp_path: Path, wake: Wake, ranks: dict[int, subprocess.Popen[bytes]]
+    tmp_path: Path, wake: Wake, ranks: Ranks
 ) -> None:
     """An agent that never ends, ranks that do not listen, one of them stopped: all are gone, and the watch is over."""
     ranks[2].send_signal(signal.SIGSTOP)
     ranks[0].kill()
-    seen = watch(Agent({rank: process.pid for rank, process in ranks.items()}), wake, tmp_path)
+    seen = watch(Agent(pids_of(ranks)), wake, tmp_path)
     assert seen.killed == {1, 2}
     assert set(seen.died) == {0, 1, 2}
     assert seen.died[0] < min(seen.died[1], seen.died[2])
     assert [process.wait(PATIENCE_S) for process in ranks.values()] == [-signal.SIGKILL] * 3
 
 
-def test_a_rank_that_is_stopped_is_given_up(
-    tmp_path: Path, wake: Wake, ranks: dict[int, subprocess.Popen[bytes]]
-) -> None:
+def test_a_rank_that_is_stopped_is_given_up(tmp_path: Path, wake: Wake, ranks: Ranks) -> None:
     """Alone in its world nobody else misses it: the run would hang for ever."""
     ranks[0].send_signal(signal.SIGSTOP)
     seen = watch(Agent({0: ranks[0].pid}), wake, tmp_path, silence_s=0.1)
@@ -110,7 +115,7 @@ class CountingWake(Wake):
 
 
 def test_a_rank_that_finished_takes_nobody_with_it(
-    tmp_path: Path, ranks: dict[int, subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 reported success and ended; rank 1, still at work, is not killed, though the others' time would be 0 s."""
     monkeypatch.setattr(supervisor, "END_S", 0.0)
@@ -124,10 +129,8 @@ def test_a_rank_that_finished_takes_nobody_with_it(
     assert set(seen.died) == {0, 1}
 
 
-def test_ranks_whose_agent_is_gone_are_ended(
-    tmp_path: Path, wake: Wake, ranks: dict[int, subprocess.Popen[bytes]]
-) -> None:
-    seen = watch(Agent({rank: process.pid for rank, process in ranks.items()}, done=True), wake, tmp_path)
+def test_ranks_whose_agent_is_gone_are_ended(tmp_path: Path, wake: Wake, ranks: Ranks) -> None:
+    seen = watch(Agent(pids_of(ranks), done=True), wake, tmp_path)
     assert seen.killed == {0, 1, 2}
 
 
@@ -136,15 +139,12 @@ def test_ranks_that_never_start_are_not_waited_for(tmp_path: Path, wake: Wake, m
     assert watch(Agent(), wake, tmp_path).verdict == (Exit.RANK_SILENT, "no rank started within 0 s")
 
 
-def test_a_watch_that_fails_leaves_no_rank(
-    tmp_path: Path, wake: Wake, ranks: dict[int, subprocess.Popen[bytes]]
-) -> None:
+def test_a_watch_that_fails_leaves_no_rank(tmp_path: Path, wake: Wake, ranks: Ranks) -> None:
     path_of(tmp_path, 0).parent.mkdir()
     path_of(tmp_path, 0).write_text("not JSON")
     ranks[0].kill()
-    agent = Agent({rank: process.pid for rank, process in ranks.items()})
     with pytest.raises(ValueError, match=r"rank-0\.json"):
-        Supervisor(agent, wake, tmp_path, 3600).run()
+        Supervisor(Agent(pids_of(ranks)), wake, tmp_path, 3600).run()
     assert [process.wait(PATIENCE_S) for process in ranks.values()] == [-signal.SIGKILL] * 3
 
 
@@ -172,14 +172,14 @@ def test_a_wake_that_was_closed_may_still_be_rung() -> None:
 
 
 def test_a_second_interrupt_kills_ranks_that_appear_later(
-    tmp_path: Path, wake: Wake, ranks: dict[int, subprocess.Popen[bytes]], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, wake: Wake, ranks: Ranks, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Ctrl-C twice while ranks are being started: the first is answered in one line, the second with nothing more."""
 
     class Starting(Agent):
         def look(self) -> None:
             self.done = self.done or bool(self.pids)
-            self.pids = {rank: process.pid for rank, process in ranks.items()}
+            self.pids = pids_of(ranks)
 
     with wake.listening():
         signal.raise_signal(signal.SIGINT)
@@ -192,11 +192,8 @@ def test_a_second_interrupt_kills_ranks_that_appear_later(
     assert all(process.wait() == -signal.SIGKILL for process in ranks.values())
 
 
-def test_the_success_of_another_launch_does_not_excuse_a_death(
-    tmp_path: Path, wake: Wake, ranks: dict[int, subprocess.Popen[bytes]]
-) -> None:
+def test_the_success_of_another_launch_does_not_excuse_a_death(tmp_path: Path, wake: Wake, ranks: Ranks) -> None:
     """Rank 0 ended without a report; that a rank 0 of another launch finished must not keep the others waiting."""
     Report(0, int(Exit.OK), "finished", 1.0, launch="b" * 32).write(tmp_path)
     ranks[0].kill()
-    agent = Agent({rank: process.pid for rank, process in ranks.items()})
-    assert watch(agent, wake, tmp_path, launch="a" * 32).killed == {1, 2}
+    assert watch(Agent(pids_of(ranks)), wake, tmp_path, launch="a" * 32).killed == {1, 2}

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GPTJConfig, GPTJForCausalLM
+from transformers import GPTJConfig, GPTJForCausalLM
 
 from andon.console.problems import InputError
 from andon.model.adapter import AdapterSpec, attach, trainable_parameters
-from andon.model.build import build_base, seeded, without_adapter
+from andon.model.build import without_adapter
 from andon.model.causal import Row, loss_sum, require_apart
 from andon.model.new_tokens import mean_row
-from tests.model.test_causal import FAMILIES, PACKED, SEPARATE, batch_of, distances, gradients, moved, row
-from tests.model.tiny import CAUSAL, CPU, LORA, adapted
+from tests.model.test_causal import FAMILIES, PACKED, SEPARATE, batch_of, distances, gradients, moved, row, wanted
+from tests.model.tiny import CPU, LORA, adapted, causal_base
 
 KNOWN = 33
 NEW = (33, 34)
@@ -25,19 +24,6 @@ WITH_NEW = dataclasses.replace(LORA, new_tokens=NEW)
 WHOLE = AdapterSpec(kind="none", new_tokens=NEW)
 ROWS = (row([1, 33, 3, 34, 5, 33, 31], 2), row([34, 34, 8, 31], 1))
 """Read and written, in prompts and in answers."""
-
-
-def base_of(family: str, size: int = KNOWN, dtype: str = "float32") -> Any:
-    """A tiny decoder without an adapter; 'llama' has a head of its own."""
-    if family == "qwen3":
-        return build_base(dataclasses.replace(CAUSAL, dtype=dtype))
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
-    if family == "gpt2":
-        sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}
-    dropped = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0) if family == "gpt2" else {}
-    config = AutoConfig.for_model(family, vocab_size=size, tie_word_embeddings=family == "gpt2", **sizes, **dropped)
-    with seeded(7):
-        return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).train()
 
 
 def tables(model: nn.Module) -> list[torch.Tensor]:
@@ -51,32 +37,17 @@ def packs(of: list[list[Row]]) -> list[list[Row]]:
     return [[*of[0], ROWS[0]], *of[1:], [ROWS[1]]]
 
 
-def stock(model: nn.Module) -> Any:
-    """A copy in float64 whose new rows are put in by peft's own code, into all weights."""
-    exact: Any = copy.deepcopy(model).double().eval()
-    for module in exact.modules():
-        module.__dict__.pop("forward_adapters", None)
-    return exact
-
-
 @pytest.mark.parametrize("of", [PACKED, SEPARATE], ids=["packed", "separate"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_gradient_is_that_of_a_float64_loop(family: str, of: list[list[Row]]) -> None:
     """Of each row alone, token by token, by the model's own forward pass and peft's; tied, a row has both its parts."""
-    model = moved(attach(base_of(family), WITH_NEW, seed=3))
+    model = moved(attach(causal_base(family), WITH_NEW, seed=3))
     given = packs(of)
-    exact = stock(model)
-    total = torch.zeros((), dtype=torch.float64)
-    for tokens, weights in (each for pack in given for each in pack):
-        logits = exact(input_ids=tokens[None]).logits[0]
-        for place in range(1, len(tokens)):
-            total = total - weights[place].double() * logits[place - 1].log_softmax(0)[tokens[place]]
-    total.backward()  # type: ignore[no-untyped-call]
-    wanted: dict[str, torch.Tensor] = {name: value.grad for name, value in trainable_parameters(exact).items()}  # type: ignore[misc]
+    total, exact = wanted(model, (each for pack in given for each in pack))
     loss = loss_sum(model, batch_of(given))
-    assert float(loss.loss_sum.detach()) == pytest.approx(float(total.detach()), rel=1e-6)
-    assert max(distances(gradients(model, loss), wanted).values()) <= 2e-6
-    rows = [tuple(value.shape) for name, value in wanted.items() if "trainable_tokens" in name]
+    assert float(loss.loss_sum.detach()) == pytest.approx(total, rel=1e-6)
+    assert max(distances(gradients(model, loss), exact).values()) <= 2e-6
+    rows = [tuple(value.shape) for name, value in exact.items() if "trainable_tokens" in name]
     assert rows == [(2, 16)] * (2 if family == "llama" else 1)
     require_apart(model, CPU)
 
@@ -85,10 +56,10 @@ def test_the_gradient_is_that_of_a_float64_loop(family: str, of: list[list[Row]]
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_start_as_the_mean_of_the_others_which_keep_their_bits(family: str, spec: AdapterSpec) -> None:
     """Of the embedding and of the head, each its own; nothing is drawn, so another seed changes none of it."""
-    before = tables(base_of(family))
+    before = tables(causal_base(family))
     state = torch.get_rng_state()
     for seed in (3, 4):
-        found = tables(attach(base_of(family), spec, seed))
+        found = tables(attach(causal_base(family), spec, seed))
         for was, now in zip(before, found, strict=True):
             assert now.shape == (35, 16)
             assert torch.equal(now[:KNOWN], was)
@@ -100,15 +71,15 @@ def test_rows_start_as_the_mean_of_the_others_which_keep_their_bits(family: str,
 
 def test_rows_that_are_there_already_are_taken() -> None:
     """Vocabularies are often larger than their tokenizers: nothing grows, and other rows to spare stay as they are."""
-    before = tables(base_of("llama", 40))
-    for was, now in zip(before, tables(attach(base_of("llama", 40), WITH_NEW, 3)), strict=True):
+    before = tables(causal_base("llama", words=40))
+    for was, now in zip(before, tables(attach(causal_base("llama", words=40), WITH_NEW, 3)), strict=True):
         changed = (was != now).any(1).nonzero().flatten().tolist()
         assert (now.shape, changed) == (was.shape, [33, 34])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_only_the_rows_of_new_tokens_are_trained_of_a_vocabulary(dtype: str) -> None:
-    model = attach(base_of("llama", dtype=dtype), WITH_NEW, seed=3)
+    model = attach(causal_base("llama", dtype=dtype), WITH_NEW, seed=3)
     trained = {name: value for name, value in trainable_parameters(model).items() if ".lora_" not in name}
     assert [name.split(".")[-2] for name in trained] == ["trainable_tokens_delta"] * 2
     assert all(value.dtype == torch.float32 for value in trained.values())

@@ -75,21 +75,25 @@ def task(
 CAUSAL = dataclasses.replace(TINY, head="causal", num_labels=0, labels=())
 
 
-def causal(kind: str = "qwen3", adapter: AdapterSpec = LORA, *, dropout: float = 0.0, eager: bool = False) -> nn.Module:
-    """A tiny decoder of a family ('qwen3': the embedded one) with an adapter; eager: its attention in plain steps."""
+def causal_base(kind: str = "qwen3", *, dropout: float = 0.0, words: int = 33, dtype: str = "float32") -> Any:
+    """A tiny decoder of a family without an adapter ('qwen3': the embedded one; 'llama' has a head of its own)."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    if kind == "qwen3":
+        return build_base(dataclasses.replace(CAUSAL, dropout=dropout, dtype=dtype))
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
     dropped = {"attention_dropout": dropout}
     if kind == "gpt2":
         sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}
         dropped = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), dropout)
-    if kind == "qwen3":
-        model: Any = build_base(dataclasses.replace(CAUSAL, dropout=dropout))
-    else:
-        config = AutoConfig.for_model(kind, vocab_size=33, tie_word_embeddings=kind == "gpt2", **sizes, **dropped)
-        with seeded(7):
-            model = AutoModelForCausalLM.from_config(config).train()
+    config = AutoConfig.for_model(kind, vocab_size=words, tie_word_embeddings=kind == "gpt2", **sizes, **dropped)
+    with seeded(7):
+        return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).train()
+
+
+def causal(kind: str = "qwen3", adapter: AdapterSpec = LORA, *, dropout: float = 0.0, eager: bool = False) -> nn.Module:
+    """The same with an adapter; eager: its attention in plain steps."""
+    model = causal_base(kind, dropout=dropout)
     if eager:
         model.set_attn_implementation("eager")
     return attach(model, adapter, seed=3)
