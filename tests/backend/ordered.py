@@ -1,4 +1,4 @@
-"""What a process of its own says of products in one order: `python -m tests.backend.ordered [all]`."""
+"""Digests of products in one order, from a new process: `python -m tests.backend.ordered [all]`."""
 
 from __future__ import annotations
 

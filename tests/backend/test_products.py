@@ -167,7 +167,7 @@ def of_a_process(*arguments: str, **more: str) -> subprocess.CompletedProcess[st
 
 
 def test_the_bits_are_the_same_on_a_lesser_cpu_and_torch_computes_as_before_afterwards() -> None:
-    """Here, and where oneDNN is held to AVX2, on one thread and on two, also where oneDNN has computed before."""
+    """In this process, and with oneDNN limited to AVX2 on one and two threads, after oneDNN has computed once."""
     done = of_a_process(ONEDNN_MAX_CPU_ISA="AVX2", ATEN_CPU_CAPABILITY="avx2")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.split() == [digest()] * 2

@@ -174,7 +174,7 @@ def in_half_precision(x: Tensor, weight: Tensor, first: Tensor, second: Tensor) 
 
 OTHER_SUMS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
     "of one row": lambda x, weight, first, second: linear(x, weight) + linear(linear(x[:1], first), second) * 0.5,
-    # The weight that is adapted has a gradient of its own, as `second` has here.
+    # The adapted weight gets a gradient, too: it is made from `second`.
     "of a trained weight": lambda x, _, first, second: (
         linear(x, second @ first) + linear(linear(x, first), second) * 0.5
     ),

@@ -39,7 +39,7 @@ def importing() -> dict[str, str]:
 def launched(
     folder: Path, *hows: dict[str, str], elastic: bool = False, stopped: bool = False, dies: str = ""
 ) -> tuple[int, list[dict[str, str]], str]:
-    """Launches of two ranks, which end as told (`{"0": "0"}`): the exit code, the results, what was said on stderr.
+    """Launch two ranks for each of `hows` (`{"0": "0"}`: rank 0 ends with 0). Returns exit code, results, stderr.
 
     dies: how the fork server ends while it imports. Nothing of the launches is left.
     """
@@ -84,7 +84,7 @@ def test_a_server_whose_imports_fail(tmp_path: Path) -> None:
 # (test_elastic).
 @pytest.mark.deep
 def test_a_server_that_does_not_run_while_ranks_run(tmp_path: Path) -> None:
-    """Rank 0 stops the server and is killed: nobody can tell how it ended, and that is not taken for a success.
+    """Rank 0 stops the server and kills itself: its exit code is lost, and does not count as success.
 
     The server is ended with its launch; the next launch has another one, which rank 0 kills.
     """

@@ -84,7 +84,7 @@ LATE = f"the update of step 3 took longer than run.step_deadline_s, {STEP_S:g} s
     ids=["by the same deadline", "for a reason of its own"],
 )
 def test_who_passes_a_deadline_after_another_ended_names_that_one(ended: str, code: Exit, cause: str) -> None:
-    """What the first one saw is handed on, and nobody blames the network."""
+    """The first cause is passed on, and the network is not blamed."""
     store = HashStore()
     tell(store, 1, replace(WAITS, waits=False, ended=ended, exit=int(code)))
     with alone(store, 2, timeouts=Timeouts(PATIENCE_S, STEP_S)) as made:
@@ -167,7 +167,7 @@ def test_a_rank_that_is_gone_has_the_last_word() -> None:
     ids=["here", "on another machine"],
 )
 def test_only_a_rank_that_cannot_be_seen_may_be_lost_in_silence(process: Process, cause: str) -> None:
-    """Rank 1 tells nothing new. Its process runs, or nobody here can see whether it does."""
+    """Rank 1 sends no new heartbeat. Its process runs on this machine, or it is on another and cannot be seen."""
     store = HashStore()
     tell(store, 1, WAITS, process)
     with alone(store, 2) as made:

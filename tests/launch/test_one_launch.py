@@ -64,7 +64,7 @@ def test_a_run_goes_on_while_others_are_refused_its_folder(
 ) -> None:
     """Commands, and a rank of torchrun, into the folder of a run that is in its update 7: bad input, in one line.
 
-    They change no file of the run, which ends with the bits of one that was alone.
+    They change no file of the run, which ends with the bits of an undisturbed run.
     """
     run, update, refusals = tmp_path / "run", Replica.apply, list[str]()
     assert runs.train(tmp_path / "alone") == 0

@@ -44,7 +44,7 @@ UNWRITTEN = " (its report could not be written: the disk took nothing for "
     ],
 )
 def test_a_rank_ends_with_its_own_code_and_one_line(tmp_path: Path, what: str, code: Exit, words: str) -> None:
-    """A disk that hangs holds up no end; `sys.exit(0)` in the middle of the work is no success to torchrun either."""
+    """A rank does not wait for a disk that hangs. `sys.exit(0)` in the middle of the work does not count as success."""
     environ = dict.fromkeys(("RANK", "LOCAL_RANK"), "0") | dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1")
     command = [sys.executable, "-c", RANK, str(tmp_path), what]
     environ |= {**os.environ, "TORCHELASTIC_RUN_ID": "alone"}

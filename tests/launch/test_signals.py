@@ -110,7 +110,7 @@ def test_a_signal_ends_ranks_at_a_step_boundary(
 def launcher(folder: Path, *entries: tuple[str, dict[str, Any]], elastic: bool) -> Iterator[subprocess.Popen[str]]:
     requested = {"entries": entries, "folder": str(folder), "elastic": elastic}
     command = [sys.executable, "-m", "tests.launch.driver", json.dumps(requested)]
-    # The launcher sees to it that ranks have one thread, not whoever runs the tests.
+    # The launcher sets the number of threads of its ranks, not the environment of the tests.
     environ = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True, env=environ)
     try:
@@ -134,7 +134,7 @@ def test_nothing_outlives_a_killed_launcher(pipe: Pipe, elastic: bool) -> None:
 
 
 def test_launches_of_one_process_do_not_meet_and_the_last_ends_with_its_group(pipe: Pipe, tmp_path: Path) -> None:
-    """Each has a store and a run id of its own, ranks have one thread and the launcher's stdout; then SIGHUP."""
+    """Each launch has another store and run id. Ranks have one thread and the launcher's stdout."""
     echoes = [("echo", {"folder": str(tmp_path / name), "say": name}) for name in ("a", "b")]
     for name in ("a", "b"):
         (tmp_path / name).mkdir()

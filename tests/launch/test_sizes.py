@@ -49,10 +49,10 @@ FEWER = Ended(Exit.RANK_LOST, agents=2, checkpoint="step-00000014")
         ([Ended(Exit.PREEMPTED, agents=2, wanted=4), Ended(Exit.RANK_LOST, 3, lost=1, wanted=4)], 3, [4, 4]),
         ([DIED, DIED, LATER, LATER, LATER, FEWER, FEWER, FEWER], 2, [3, 3, 3, 3, 2, 2, 2, 0]),
     ],
-    ids=["the same size", "the number that was asked for", "restarts counted anew at each checkpoint"],
+    ids=["the same size", "the requested number", "restarts counted anew at each checkpoint"],
 )
 def test_so_many_workers_go_on(ends: list[Ended], max_restarts: int, workers: list[int]) -> None:
-    """Two restarts at step 7, two more after step 14; then one worker is given up, then the minimum is reached."""
+    """Two restarts at step 7, two more after step 14; then one worker less, then the minimum."""
     assert workers_after(*ends, max_restarts=max_restarts) == workers
 
 

@@ -128,7 +128,7 @@ def test_no_kernel_of_either_pass_is_chosen_by_timing() -> None:
 
 @pytest.mark.usefixtures("fresh_compiler")
 def test_every_shape_of_every_backbone_is_compiled() -> None:
-    """Two replicas with two shapes each: more graphs of one function than torch makes here unless it is told."""
+    """Two replicas with two shapes each: more graphs of one function than the limit that is set here."""
     import torch._dynamo.config as tracing
 
     tracing.cache_size_limit = 3

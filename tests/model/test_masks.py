@@ -137,7 +137,7 @@ def test_a_way_that_does_not_hold_is_found_by_trying(
 ) -> None:
     """An encoder that is taken for a decoder: some of its tokens would not be seen. It keeps its mode.
 
-    The logits of a head of zeros are the same whoever sees whom: a trial by logits would accept anything.
+    The logits of a head of zeros are equal under every mask: a trial by logits would accept anything.
     """
     model = _model("bert", {}).train()
     if zeros:
