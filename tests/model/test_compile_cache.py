@@ -25,11 +25,11 @@ import torch
 from torch._dynamo.utils import counters
 from andon.model import compiled
 from andon.model.build import backbone_of
-from tests.model.test_compiled import shallow
+from tests.model.tiny import adapted
 if sys.argv[1:]:
     compiled._code_of_rewrites = lambda: sys.argv[1]
 torch.set_num_threads(1)
-model = shallow()
+model = adapted()
 backbone_of(model).forward = compiled.traced(model, compiled.rewriting_backend({}))
 loss = model(input_ids=torch.ones((2, 8), dtype=torch.int64)).logits.sum()
 loss.backward()
