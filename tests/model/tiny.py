@@ -76,7 +76,7 @@ CAUSAL = dataclasses.replace(TINY, head="causal", num_labels=0, labels=())
 
 
 def causal_base(kind: str = "qwen3", *, dropout: float = 0.0, words: int = 33, dtype: str = "float32") -> Any:
-    """A tiny decoder of a family without an adapter ('qwen3': the embedded one; 'llama': embedding and head are not tied)."""
+    """A tiny decoder of a family without an adapter ('qwen3': the embedded one; the head of 'llama' is not tied)."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if kind == "qwen3":
