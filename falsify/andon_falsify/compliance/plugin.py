@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,9 @@ from andon_falsify.verdict import Verdict
 _SUITE = pytest.StashKey[Suite]()
 """The campaign against the subject that was named; not there where none was."""
 _OF_A_SUBJECT = "test_subject.py"
+_HERE = "andon_falsify.compliance."
+_WITH_THREADS = f"{_HERE}test_runs"
+"""The tests that `threads` can change: those that compare runs. One run of it is one of `inline`."""
 _ONCE = ("subject", "script", "world", "accumulation", "seed", "budget", "name")
 _AGAIN = ("claim", "expected_failed")
 _PROFILES = {"quick": "andon-dev", "standard": "andon-ci", "deep": "andon-deep"}
@@ -101,6 +104,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--expected-failed", action="append", help='"CLAIM: REASON": it may fall, and fails nothing then (again)'
     )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> int | None:
+    """Where no backend that was named can run on this machine: one line that says why, and no workers are started."""
+    chosen = dict.fromkeys(config.getoption("backend") or ())
+    reasons = [why_not(name) for name in chosen]
+    if not chosen or not all(reasons) or config.getoption("subject") or config.getoption("script"):
+        return None
+    print(f"nothing was run: {'; '.join(reasons)}")
+    return int(pytest.ExitCode.OK)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -184,6 +198,26 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     chosen = metafunc.config.getoption("--backend", None) or CPU_BACKENDS
     metafunc.parametrize("backend", [_param(name) for name in dict.fromkeys(chosen)])
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what another backend's tests show: tests without a backend run with `inline` only."""
+    chosen = config.getoption("--backend", None) or CPU_BACKENDS
+    left_out = [item for item in items if not _shows_more(item, chosen)]
+    if left_out:
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)
+
+
+def _shows_more(item: pytest.Item, chosen: Sequence[str]) -> bool:
+    module = getattr(getattr(item, "function", None), "__module__", "")
+    if not module.startswith(_HERE) or module.endswith(_OF_A_SUBJECT.removesuffix(".py")):
+        return True
+    callspec = getattr(item, "callspec", None)
+    backend = callspec.params.get("backend") if callspec else None
+    if backend is None:
+        return "inline" in chosen
+    return backend != "threads" or module == _WITH_THREADS
 
 
 def _param(backend: str) -> Any:
