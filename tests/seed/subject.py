@@ -1,24 +1,16 @@
-"""What is put to the test in this folder, with small models, samples and the looks that the tests take at state.
-
-A test takes a `Subject` and knows nothing of how it works, so that the same test can be put to the seed's behaviour
-(`seed_behaviour`) and to mutants, and must fail there.
-"""
+"""Small models and samples of this folder, and the looks that its tests take at the state of replicas."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from andon.coordinator import DataParallelCoordinator
-from andon.gradients import average_gradients, has_non_finite
 from andon.pipeline import ClassifyConfig, ClassifyPipeline, SafetySample, TransformerConfig
 from andon.step.optimizer import OptimizerSpec
-from andon.step.shard import shard_samples
-from tests.seed.alignment import attest_alike
 
 SMALL = TransformerConfig(
     hidden_size=16,
@@ -45,26 +37,10 @@ FIXTURE = TransformerConfig(
 FIXTURE_CONFIG = ClassifyConfig(num_classes=2, lora_rank=4)
 
 
-@dataclass(frozen=True)
-class Subject:
-    """The six names that the seed exports, and how long a test may wait for replicas to meet."""
-
-    coordinator: type[DataParallelCoordinator] = DataParallelCoordinator
-    pipeline: type[ClassifyPipeline] = ClassifyPipeline
-    config: type[ClassifyConfig] = ClassifyConfig
-    shard_samples: Callable[..., Any] = shard_samples
-    average_gradients: Callable[..., Any] = average_gradients
-    has_non_finite: Callable[..., bool] = has_non_finite
-    attest_alike: Callable[[Sequence[ClassifyPipeline]], None] = attest_alike
-    patience_s: float = 60.0
-
-    def replicas(self, count: int, config: ClassifyConfig = CONFIG, **options: Any) -> DataParallelCoordinator:
-        """A coordinator of `count` replicas of the small model on the CPU, with 4 micro-batches."""
-        options = {"micro_batches": 4, "optimizer": SGD, "model_config": SMALL, **options}
-        return self.coordinator(options.pop("model_config"), config, ["cpu"] * count, **options)
-
-
-ANDON = Subject()
+def replicas(count: int, config: ClassifyConfig = CONFIG, **options: Any) -> DataParallelCoordinator:
+    """A coordinator of `count` replicas of the small model on the CPU, with 4 micro-batches."""
+    options = {"micro_batches": 4, "optimizer": SGD, "model_config": SMALL, **options}
+    return DataParallelCoordinator(options.pop("model_config"), config, ["cpu"] * count, **options)
 
 
 def sample(text: str, label: int) -> SafetySample:

@@ -1,33 +1,48 @@
-"""The pipeline: gradient half and step half apart, samples, results, configuration."""
+"""The pipeline: gradient half and step half apart, samples, results, configuration, memory; ids of docs/seed.md."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
 from andon.console.problems import InputError
-from andon.pipeline import BatchResult, ClassifyConfig, ClassifyPipeline, SafetySample, TransformerConfig
+from andon.model.adapter import trainable_parameters
+from andon.model.memory import activation_bytes, measure_peak_bytes, plan_bytes
+from andon.pipeline import (
+    BatchResult,
+    ClassifyConfig,
+    ClassifyPipeline,
+    SafetySample,
+    SampleEncoder,
+    TransformerConfig,
+    build_model,
+)
 from andon.step.optimizer import OptimizerSpec
+from andon.tasks import classification
 from andon_contracts.violation import Violation
 from tests.seed.reference import Reference
 from tests.seed.subject import (
     CONFIG,
+    ENCODER,
+    FIXTURE,
+    FIXTURE_CONFIG,
     SGD,
     SMALL,
-    Subject,
     distance,
     flat,
     mixed_samples,
-    rows_seen,
     sample,
     state,
-    states,
     weights,
 )
-from tests.support.faults import FAULTS
 
 DROPPING = replace(SMALL, dropout=0.3)
 
@@ -51,14 +66,23 @@ def test_the_two_halves_are_a_batch(pipeline: ClassifyPipeline) -> None:
     assert state(other) == state(pipeline) != before
 
 
-@pytest.mark.parametrize("fault", ["rate doubled", "clipped twice", "not clipped"])
+WRONG: dict[str, tuple[str, Callable[..., Any], str]] = {
+    "rate doubled": ("set_rate", lambda right, rate: right(2 * rate), "learning-rate-planned"),
+    "clipped twice": ("clip", lambda right, *given: (right(*given), right(*given))[1], "clip-once"),
+    "not clipped": ("clip", lambda right, _, norm: right(None, norm), "clip-once"),
+}
+"""By name: a method of the replica, what is done in its place, and the clause that it breaks."""
+
+
+@pytest.mark.parametrize("fault", WRONG)
 def test_an_update_is_held_to_the_laws_of_the_step(pipeline: ClassifyPipeline, fault: str) -> None:
     """Another rate than the pipeline's, or a clipping too many or too few, raises before anything is changed."""
-    FAULTS[fault].plant(pipeline.replica)
+    method, wrong, clause = WRONG[fault]
+    setattr(pipeline.replica, method, partial(wrong, getattr(pipeline.replica, method)))
     before = state(pipeline)
     with pytest.raises(Violation) as caught:
         pipeline.apply_lora_gradients(torch.ones(pipeline.num_trainable_parameters))
-    assert caught.value.clause == FAULTS[fault].clause
+    assert caught.value.clause == clause
     assert state(pipeline) == before
 
 
@@ -66,11 +90,10 @@ def test_a_gradient_that_was_given_is_not_said_to_come_of_finite_parts(pipeline:
     """Nobody looked at its parts; of one that was accumulated each was looked at."""
     with pytest.raises(Violation, match=r"finite broken at step 1 .* its norm \(nan\) is not finite$"):
         pipeline.apply_lora_gradients(torch.full((pipeline.num_trainable_parameters,), math.nan))
-    pipeline.accumulate_gradients(mixed_samples(7))
-    assert pipeline._sum is not None
-    pipeline._sum[0] = math.inf
+    huge = ClassifyPipeline(SMALL, replace(CONFIG, class_weights=(5e36, 5e36)), micro_batches=100)
+    huge.accumulate_gradients([sample("a", 0)] * 100)  # each part is finite in fp32, and their sum is not
     with pytest.raises(Violation, match=r"is not finite although every part was$"):
-        pipeline.apply_accumulated_gradients(7)
+        huge.apply_accumulated_gradients(100)
 
 
 def test_gradients_accumulate_over_calls(pipeline: ClassifyPipeline) -> None:
@@ -145,22 +168,6 @@ def test_a_waiting_gradient_is_not_thrown_away(pipeline: ClassifyPipeline) -> No
     assert pipeline.train_batch(mixed_samples(3)).total == 3
 
 
-def test_accumulation_steps_are_read(subject: Subject) -> None:
-    """V32: k accumulation steps compute each micro-batch in k parts, for one update with the same gradient."""
-    samples = mixed_samples(8)
-    parted = replace(CONFIG, accumulation_steps=2)
-    with subject.replicas(1) as whole, subject.replicas(1, parted) as parts:
-        start = weights(whole.primary_pipeline)
-        whole.train_batch_parallel(samples)
-        parts.train_batch_parallel(samples)
-        assert whole.last_step is not None
-        assert parts.last_step is not None
-        assert [leaf.rows for leaf in whole.last_step.leaves] == [2] * 4
-        assert [leaf.rows for leaf in parts.last_step.leaves] == [1] * 8
-        assert distance(weights(parts.primary_pipeline), weights(whole.primary_pipeline), start) < 1e-5
-        assert parts.updates == parts.primary_pipeline.replica.updates == 1
-
-
 def test_class_weights_scale_the_sum_and_not_the_divisor(pipeline: ClassifyPipeline) -> None:
     """S5: sum of w[label] * cross entropy over N, where torch's weighted mean divides by the sum of the weights."""
     config = replace(CONFIG, class_weights=(0.5, 3.0))
@@ -226,20 +233,6 @@ def test_a_sample_is_its_bytes() -> None:
 def test_accuracy_of_a_result(correct: int, total: int, accuracy: float) -> None:
     """S23: correct / max(total, 1)."""
     assert BatchResult(0.0, correct, total, 0.0).accuracy() == accuracy
-
-
-def test_the_rate_may_be_set_for_all_replicas(subject: Subject) -> None:
-    """S20: a new rate counts from the next step on every replica; a bad one is refused."""
-    samples = mixed_samples(4)
-    with subject.replicas(2) as coordinator, subject.replicas(2, replace(CONFIG, learning_rate=2e-2)) as planned:
-        coordinator.learning_rate = 2e-2
-        for each in (coordinator, planned):
-            each.train_batch_parallel(samples)
-        assert states(coordinator) == states(planned)
-        for bad in (0.0, -1.0, math.nan, math.inf):
-            with pytest.raises(InputError, match="learning_rate"):
-                coordinator.learning_rate = bad
-        assert coordinator.learning_rate == 2e-2
 
 
 def test_decay_applies_to_every_trainable_weight() -> None:
@@ -323,18 +316,211 @@ def test_the_presets_have_their_sizes() -> None:
     assert pipeline.num_trainable_parameters == tiny.lora_parameters(16) + 64 * 2
 
 
-def test_options_that_make_no_sense_are_refused_together(subject: Subject) -> None:
-    """An unknown backend and counts below one are told at once; a group of processes is the command's affair."""
-    with pytest.raises(InputError) as caught:
-        subject.coordinator(SMALL, CONFIG, ["cpu"], "gloo", 0, base_every=0)
-    assert [each.where for each in caught.value.problems] == ["backend", "micro_batches", "base_every"]
-    with pytest.raises(InputError, match="micro_batches"):
-        subject.pipeline(SMALL, CONFIG, micro_batches=0)
+@pytest.mark.parametrize(("architecture", "count"), [("decoder", 1088), ("encoder", 1090)])
+def test_t21_the_number_of_trainable_parameters(architecture: str, count: int) -> None:
+    """T21, S19: 4 adapters of 4 * (32 + 32), and the head: 2 * 32, with 2 of bias where the library's head has one."""
+    shape = replace(FIXTURE, architecture=architecture)
+    pipeline = ClassifyPipeline(shape, FIXTURE_CONFIG)
+    assert pipeline.num_trainable_parameters == count
+    assert count == shape.lora_parameters(4) + 2 * 32 + (2 if architecture == "encoder" else 0)
 
 
-def test_rows_are_recorded_where_they_are_used(subject: Subject) -> None:
-    """A control of the test's own recorder: forward_only is recorded too, so it sees what reaches the model."""
-    with subject.replicas(1) as coordinator:
-        seen = rows_seen(coordinator)
-        coordinator.primary_pipeline.forward_only([1, 2], 0)
-        assert seen == [[(1, 2)]]
+def test_t22_the_adapter_is_small_beside_the_model() -> None:
+    """T22, F-HET-002: counted in the tensors themselves; see test_v23 for peaks."""
+    model = build_model(FIXTURE, FIXTURE_CONFIG, 0)
+    adapter = sum(parameter.numel() for parameter in trainable_parameters(model).values())
+    frozen = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
+    assert 0 < adapter < 0.1 * frozen
+
+
+def test_v23_memory_is_measured_and_not_a_formula() -> None:
+    """V23, F-HET-002: the peak of live bytes of building and training is within the plan's number + 10 %.
+
+    The model is large enough for its weights to matter; a second copy of them would break the bound.
+    """
+    shape = replace(SMALL, hidden_size=128, intermediate_size=256, vocab_size=4096)
+    samples = mixed_samples(8)
+    model = build_model(shape, CONFIG, 0)
+    rows = SampleEncoder(shape, CONFIG).of_samples(samples)
+    largest = activation_bytes(model, rows, rows.load(range(2), torch.device("cpu")))
+    plan = plan_bytes(model, trainable_parameters(model), "adamw", 4, largest)
+    measured = measure_peak_bytes(lambda: ClassifyPipeline(shape, CONFIG, micro_batches=4).train_batch(samples))
+    assert measured.peak <= 1.1 * plan.total
+    assert plan.base > 0.5 * plan.total
+
+
+def test_v23_a_model_of_four_billion_weights_does_not_fit_in_eight_gigabytes() -> None:
+    """V23: Qwen3-4B has 4.02e9 weights, 16.1 GB in fp32 and not 1,052 MB; its adapter of rank 16 is 0.15 % of them."""
+    from transformers import Qwen3Config, Qwen3Model
+
+    from andon.pipeline import TransformerConfig
+
+    shape = TransformerConfig.qwen3_4b()
+    config = Qwen3Config(
+        hidden_size=shape.hidden_size,
+        num_attention_heads=shape.num_attention_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_hidden_layers,
+        vocab_size=shape.vocab_size,
+    )
+    with torch.device("meta"):
+        count = sum(parameter.numel() for parameter in Qwen3Model(config).parameters())
+    assert count == 4_022_468_096
+    assert 4 * count == pytest.approx(16.1e9, rel=1e-2)
+    assert shape.lora_parameters(16) / count == pytest.approx(0.0015, rel=0.03)
+
+
+def test_v24_the_layout_is_compared_after_a_real_backward() -> None:
+    """V24, T21, F-HET-001: names, shapes, order and values of the gradient agree with float64's, no tensor being zero.
+
+    The seed compares the lengths of two all-zero gradients of one backend.
+    """
+    samples = mixed_samples(5)
+    pipeline = ClassifyPipeline(SMALL, CONFIG)
+    warm(pipeline)
+    reference = Reference(SMALL, CONFIG, SGD)
+    with torch.no_grad():
+        for name, parameter in reference.parameters.items():
+            parameter.copy_(weights(pipeline)[name])
+    reference.step(samples)
+    pipeline.accumulate_gradients(samples)
+    collected = pipeline.collect_lora_gradients()
+    layout = pipeline.gradient_layout()
+    assert [name for name, _ in layout] == sorted(reference.parameters)
+    assert collected.numel() == pipeline.num_trainable_parameters
+    for (name, shape), part in zip(
+        layout, torch.split(collected, [math.prod(shape) for _, shape in layout]), strict=True
+    ):
+        parameter = reference.parameters[name]
+        clipped = parameter.grad
+        assert clipped is not None
+        assert shape == tuple(parameter.shape)
+        found, wanted = part.double() / len(samples), clipped.reshape(-1)
+        assert float(found.norm()) > 0.0, name
+        # The reference clips, which scales all of it alike.
+        assert float(torch.nn.functional.cosine_similarity(found, wanted, dim=0)) > 1 - 1e-9
+
+
+def warm(pipeline: ClassifyPipeline) -> None:
+    """Move B away from zero, where the gradient of A vanishes."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, view in sorted(pipeline.replica.parameters.weight_views().items()):
+            if "lora_B" in name:
+                view.copy_(0.1 * torch.randn(view.shape, generator=generator))
+
+
+@pytest.mark.parametrize("shape", [SMALL, ENCODER], ids=["decoder", "encoder"])
+def test_v25_hidden_states_are_finite_and_see_the_adapter(shape: TransformerConfig) -> None:
+    """V25, T16, F-DP-004: the forward pass that is checked is the one that is trained: it changes with the adapter."""
+    pipeline = ClassifyPipeline(shape, CONFIG)
+    before = pipeline.forward_hidden([1, 2, 3, 4, 5])
+    warm(pipeline)
+    after = pipeline.forward_hidden([1, 2, 3, 4, 5])
+    assert before.shape == (5, shape.hidden_size)
+    assert bool(torch.isfinite(after).all())
+    assert not torch.equal(before, after)
+
+
+def test_v28_both_halves_of_the_adapter_learn() -> None:
+    """V28, C-LORA-GRAD-002, F-FREEZE-003 to 005: A and B of every layer move, the base does not.
+
+    In the seed a fresh tensor cuts the graph behind the pooling: only the head ever moves.
+    """
+    pipeline = ClassifyPipeline(replace(SMALL, num_hidden_layers=2), CONFIG, optimizer=SGD)
+    start, base = weights(pipeline), pipeline.replica.base_digest()
+    for _ in range(3):
+        pipeline.train_batch(mixed_samples(6))
+    end = weights(pipeline)
+    unmoved = [name for name in start if torch.equal(start[name], end[name])]
+    assert unmoved == []
+    assert sum("lora_" in name for name in start) == 2 * 2 * 2
+    assert pipeline.replica.base_digest() == base
+
+
+def test_v29_the_loss_of_logits_that_are_not_finite_is_no_number() -> None:
+    """V29, F-CLASS-005: NaN logits raise, in evaluation and in training; the seed makes 23.02585 of them."""
+    pipeline = ClassifyPipeline(SMALL, CONFIG)
+    before = state(pipeline)
+    head = next(view for name, view in pipeline.replica.parameters.weight_views().items() if "score" in name)
+    with torch.no_grad():
+        saved = head.clone()
+        head[0, 0] = math.nan
+    with pytest.raises(Violation, match="logits"):
+        pipeline.forward_only([1, 2, 3], 0)
+    with pytest.raises(Violation, match="loss of micro-batch 0"):
+        pipeline.train_batch(mixed_samples(4))
+    with torch.no_grad():
+        head.copy_(saved)
+    assert state(pipeline) == before
+
+
+@pytest.mark.parametrize("label", [2, -1, True])
+def test_v30_a_label_that_is_no_class_is_refused(label: Any) -> None:
+    """V30, F-CLASS-002: a label outside of 0..K-1 is refused with place and value, before anything is computed."""
+    pipeline = ClassifyPipeline(SMALL, CONFIG)
+    before = state(pipeline)
+    with pytest.raises(InputError, match=rf"sample 1: label {label}"):
+        pipeline.train_batch([sample("ok", 0), sample("b", label)])
+    assert state(pipeline) == before
+
+
+def test_v30_the_bound_holds_under_optimisation() -> None:
+    """V30: `python -O`, which removes assertions, does not remove the bound; the seed has a debug assertion."""
+    module = ModuleType("optimised")
+    source = Path(str(classification.__file__)).read_text(encoding="utf-8")
+    exec(compile(f"{source}\nassert False", "optimised", "exec", optimize=1), module.__dict__)
+    with pytest.raises(InputError, match="label 5 is not one of the 2 classes"):
+        module.ClassificationTask([[1]], [5], num_labels=2, vocab_size=9, pad_id=0)
+
+
+@pytest.mark.parametrize("length", [2, -1])
+def test_v31_a_gradient_of_another_length_is_refused(length: int) -> None:
+    """V31: 2 values, or one too few, are a `ValueError` with both lengths; the seed applies what there is."""
+    pipeline = ClassifyPipeline(SMALL, CONFIG)
+    before, count = state(pipeline), pipeline.num_trainable_parameters
+    with pytest.raises(ValueError, match=str(count)):
+        pipeline.apply_lora_gradients(torch.ones(count)[:length])
+    assert state(pipeline) == before
+
+
+def test_v31_a_gradient_that_is_not_finite_is_refused() -> None:
+    """V31: NaN in the last place raises, and weights, moments and counts are as they were."""
+    pipeline = ClassifyPipeline(SMALL, CONFIG)
+    before = state(pipeline)
+    gradient = torch.zeros(pipeline.num_trainable_parameters)
+    gradient[-1] = math.nan
+    with pytest.raises(Violation, match="finite broken"):
+        pipeline.apply_lora_gradients(gradient)
+    assert state(pipeline) == before
+
+
+def test_v31_a_gradient_that_is_applied_is_clipped() -> None:
+    """V31: the limit holds here as well; the update of SGD has the norm lr * limit."""
+    pipeline = ClassifyPipeline(SMALL, CONFIG, optimizer=SGD)
+    start = weights(pipeline)
+    norm = pipeline.apply_lora_gradients(torch.ones(pipeline.num_trainable_parameters))
+    assert norm == pytest.approx(math.sqrt(pipeline.num_trainable_parameters), rel=1e-6)
+    moved = float((flat(weights(pipeline)) - flat(start)).norm())
+    assert moved == pytest.approx(CONFIG.learning_rate * 1.0, rel=1e-4)
+
+
+def test_defaults_are_the_seeds() -> None:
+    """Seed 2c: the twelve defaults."""
+    assert ClassifyConfig() == ClassifyConfig(
+        num_classes=5,
+        lora_rank=16,
+        lora_alpha=16.0,
+        learning_rate=1e-4,
+        epochs=3,
+        max_seq_len=512,
+        log_interval=100,
+        batch_size=32,
+        accumulation_steps=1,
+        gradient_clip_norm=1.0,
+        class_weights=None,
+        quantize_nf4=False,
+    )
+    assert len(fields(ClassifyConfig)) == 12
