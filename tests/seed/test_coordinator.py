@@ -225,7 +225,7 @@ def test_t07_replicas_that_train_alone_diverge() -> None:
 def test_t19_all_layers_and_the_bias_are_equal_after_training() -> None:
     """T17, T19, F-DP-001: every A, B, head weight and bias of an encoder moves, and alike on three replicas."""
     shape = replace(FIXTURE, architecture="encoder", vocab_size=256)
-    with replicas(3, replace(FIXTURE_CONFIG, learning_rate=1.0), model_config=shape) as coordinator:
+    with replicas(3, FIXTURE_CONFIG, model_config=shape, optimizer=OptimizerSpec()) as coordinator:
         start = weights(coordinator.primary_pipeline)
         for count in (6, 2):
             coordinator.train_batch_parallel(mixed_samples(count))
