@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from falsify.nemesis.attacked import WORKERS, bits_of, train, watch
 from falsify.nemesis.left_behind import Undisturbed
+
+# By default tests/contracts/test_signed.py, tests/launch/test_heartbeat_alone.py and tests/launch/test_joining.py show
+# that values which no rank has signed are dropped and counted.
+pytestmark = pytest.mark.deep
 
 
 def test_a_run_ends_with_its_bits_whatever_is_said_where_it_listens(tmp_path: Path) -> None:

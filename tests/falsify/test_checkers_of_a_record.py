@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import ast
-from pathlib import Path
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import andon_falsify.checkers
 from andon_falsify.checkers import (
     chain_intact,
     loss_finite,
@@ -156,21 +152,3 @@ def test_schedule_infers_nothing_without_a_law_or_rates() -> None:
     says(schedule.check(history("1: 0[a]"), None), INAPPLICABLE)
     says(schedule.check(history(""), LAW), UNKNOWN)
     says(schedule.check(read_lines([b'{"v":1,"kind":"step","step":1}\n'], "x"), LAW), UNKNOWN, "no learning rate")
-
-
-def test_checkers_import_neither_trainer_nor_contracts_nor_torch() -> None:
-    """Of our packages a checker, a history and a verdict know only andon_falsify; they need no torch."""
-    folder = Path(andon_falsify.checkers.__file__).parent
-    beside = [folder.parent / "verdict.py", *sorted((folder.parent / "history").glob("*.py"))]
-    checkers = sorted(folder.glob("*.py"))
-    assert len(checkers) >= 15
-    assert len(beside) >= 4
-    wrong = []
-    for path in [*checkers, *beside]:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            wrong += [
-                f"{path.name}: {name}" for name in names if name.split(".")[0] in ("andon", "andon_contracts", "torch")
-            ]
-    assert wrong == []

@@ -43,6 +43,8 @@ def _why(peer: Peer) -> str:
     return peer.missing or f"the figures are those of {wanted}; installed is {peer.version}"
 
 
+# transformers' Trainer takes long to import. By default test_loops.py shows that these claims see such a ratio.
+@pytest.mark.deep
 def test_hf_trainer_multiplies_by_accumulation_and_world(pools: RankPools) -> None:
     """With default arguments the gradient of a classifier is 2 x 2 times the law, and so is the loss that is logged."""
     found = judged("hf_trainer", EVEN, pools)
@@ -52,6 +54,7 @@ def test_hf_trainer_multiplies_by_accumulation_and_world(pools: RankPools) -> No
     assert found["evaluation-law"].counterexamples[0].ratio == pytest.approx(2.0, rel=1e-3)
 
 
+@pytest.mark.deep
 def test_hf_trainer_mended_is_right_on_even_batches(pools: RankPools) -> None:
     """With its two switches set, gradient and logged loss are the law's, and every row is visited once."""
     found = judged("hf_trainer_mended", EVEN, pools)
@@ -59,6 +62,7 @@ def test_hf_trainer_mended_is_right_on_even_batches(pools: RankPools) -> None:
     assert held == [Outcome.HOLDS] * 4, found
 
 
+@pytest.mark.deep
 def test_hf_trainer_mended_still_averages_means_in_a_ragged_window(pools: RankPools) -> None:
     """One rank, 11 rows as 2 x 4 and the rest: the rest's window is 2 rows and 1, and their means are averaged."""
     case = loop_case(rows=make_rows(11), batch_size=8, micro_batches=4, world=1, **SGD)

@@ -12,7 +12,11 @@ from andon_falsify.report.page import write_html
 from tests.falsify.reports import NASTY, RATIO, campaign, hostile
 from tests.support.browser import CHROMIUM, FAINT, Browser
 
-pytestmark = pytest.mark.skipif(not CHROMIUM.exists(), reason=f"there is no {CHROMIUM} (Debian's package chromium)")
+# By default test_report_page.py holds what the page consists of.
+pytestmark = [
+    pytest.mark.deep,
+    pytest.mark.skipif(not CHROMIUM.exists(), reason=f"there is no {CHROMIUM} (Debian's package chromium)"),
+]
 
 CELL = "gradient-law.hf_trainer"
 CLIPBOARD = ("clipboardReadWrite", "clipboardSanitizedWrite")

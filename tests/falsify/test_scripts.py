@@ -24,7 +24,7 @@ from andon_falsify.claims.layouts import same_layouts, unlike
 from andon_falsify.history import History, chain_digest, read_lines
 from andon_falsify.report.document import read_json
 from andon_falsify.scripts.command import Command
-from andon_falsify.scripts.running import _last_words, run
+from andon_falsify.scripts.running import run
 from andon_falsify.subjects.case import Case
 from andon_falsify.verdict import Outcome, Verdict
 
@@ -318,9 +318,35 @@ def test_a_command_that_gives_nothing_to_judge_says_why(program: str, said: str,
     assert said in run([sys.executable, "-c", program], tmp_path, 1.0 if "60" in program else 30.0).error
 
 
+LOGGED = "E1122 15:47:42.907000 3903 {}/distributed/elastic/api.py:1002] failed\n====="
+
+
+@pytest.mark.parametrize(
+    ("printed", "reason"),
+    [
+        (
+            "ValueError: only printed\nTraceback (most recent call last):\n  File x\nKeyError: 'real'",
+            "KeyError: 'real'",
+        ),
+        ("traceback : Signal 9 (SIGKILL) received by PID 7", "Signal 9 (SIGKILL) received by PID 7"),
+        ("ValueError: all that was said", "ValueError: all that was said"),
+        (f"why\n{LOGGED.format('torch')}", "why"),
+        (f"why\n{LOGGED.format('.tox/lib/python3.11/site-packages/torch')}", "why"),
+        (f"why\n{LOGGED.format('/usr/lib/python3/torch')}", "why"),
+    ],
+    ids=["printed before", "killed", "no traceback", "a log", "a log of tox", "a log of the system"],
+)
+def test_the_reason_is_what_ended_a_script(printed: str, reason: str, tmp_path: Path) -> None:
+    """And not what it printed of an error that it handled, nor what the launcher logs, wherever it is installed."""
+    said = run([sys.executable, "-c", f"print({printed!r}); raise SystemExit(3)"], tmp_path, 30.0).error
+    assert said == f"the command ended with 3: {reason}"
+
+
 _TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
 
 
+# By default the test before this one reads reports of torchrun that were written down.
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -406,20 +432,51 @@ def torchrun(script: str, more: str = "", watched: str = "") -> str:
     return f"{launch} {watched} {shlex.quote(str(EXAMPLES / script))} --batch {{local_batch}} {more}"
 
 
-def test_a_sum_in_place_of_a_mean_falls_and_its_mend_holds(tmp_path: Path) -> None:
-    """Summed gradients on two ranks are twice those of one; divided, they are the same. On one rank both are one."""
+def test_a_sum_in_place_of_a_mean_falls_under_torchrun() -> None:
+    """Summed gradients on two ranks are twice those of one. The whole way once: torchrun, a watch, its ledger."""
     bench = open_script(torchrun("all_reduce_by_hand.py"), 30.0)
-    case = bench.suited(Case(world=2, micro_batches=2))
-    found = bench.attempt(Trial(LAW, case))
+    found = bench.attempt(Trial(LAW, bench.suited(Case(world=2, micro_batches=2))))
     assert found["same-everywhere"].outcome is Outcome.FALSIFIED, found
     assert found["same-everywhere"].counterexamples[0].ratio == pytest.approx(2.0, rel=1e-3)
     assert found["samples-once"].outcome is found["replicas-agree"].outcome is Outcome.HOLDS
-    alone = bench.done(case.but(world=1, micro_batches=1))
-    mended = run(Command.read(torchrun("all_reduce_by_hand.py", "--mended")).words(case, ""), tmp_path, 180.0)
-    assert len(mended.history.trajectory) == 3, mended.error
-    assert same(alone.history, mended.history).outcome is Outcome.HOLDS
 
 
+COPYING = """
+import os, pathlib, shutil, sys
+folder, world = pathlib.Path(sys.argv[1]), sys.argv[2]
+again = folder / f"{world}.again"
+shutil.copyfile(again if again.exists() else folder / world, os.environ["ANDON_LEDGER"])
+(folder / f"{world}.next").exists() and (folder / f"{world}.next").rename(again)
+"""
+"""In the place of a script: its ledger is the file that has its number of ranks as its name."""
+
+
+@pytest.mark.parametrize(
+    ("norms", "outcome", "said", "runs"),
+    [
+        ({"1": 1.0, "2": 1.0}, Outcome.HOLDS, "", 2),
+        ({"1": 1.0, "2": 2.0}, Outcome.FALSIFIED, "ratio 2.000", 3),
+        ({"1": 1.0, "1.next": 1.5, "2": 2.0}, Outcome.UNKNOWN, "not seeded: two runs on one rank differ, first in", 3),
+        ({"1": 1.0, "2": 1.063}, Outcome.UNKNOWN, "the rows are not known. Draw the rows of every global batch", 3),
+    ],
+    ids=["mean", "sum", "unseeded", "other rows"],
+)
+def test_runs_on_two_layouts_are_compared_where_a_third_shows_the_seed(
+    norms: dict[str, float], outcome: Outcome, said: str, runs: int, tmp_path: Path
+) -> None:
+    for name, norm in norms.items():
+        world = int(name.partition(".")[0])
+        written = lines({**PLAIN, "grad_norm": norm, "world": world}, {**PLAIN, "grad_norm": norm, "world": world})
+        (tmp_path / name).write_bytes(b"".join(written))
+    command = [sys.executable, "-c", COPYING, str(tmp_path)]
+    bench = open_script(f"{shlex.join(command)} {{world}} {{local_batch}}", 30.0)
+    found = bench.attempt(Trial(LAW, bench.suited(Case(world=2, micro_batches=2))))["same-everywhere"]
+    assert (found.outcome, bench.runs) == (outcome, runs), found
+    assert said in str(found)
+
+
+# By default the test before this one compares ledgers that were written down.
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
@@ -427,7 +484,6 @@ def test_a_sum_in_place_of_a_mean_falls_and_its_mend_holds(tmp_path: Path) -> No
             "unseeded",
             "not seeded: two runs on one rank differ, first in the weights that it begins with. Begin it with",
         ),
-        ("by-rank", "the rows are not known. Draw the rows of every global batch from one seed"),
         ("accelerate", "use_seedable_sampler=True"),
     ],
 )
@@ -457,32 +513,6 @@ def test_a_script_that_does_not_say_how_it_resumes_is_not_judged_on_it() -> None
     bench = open_script("run {world} {local_batch}", 30.0)
     (verdict,) = bench.attempt(Trial(RESUME, bench.suited(Case()))).values()
     assert (verdict.outcome, bench.runs) == (Outcome.NOT_APPLICABLE, 0)
-
-
-@pytest.mark.parametrize("place", ["torch", ".tox/lib/python3.11/site-packages/torch", "/usr/lib/python3/torch"])
-def test_what_the_launcher_logs_is_no_reason_wherever_it_is_installed(place: str, tmp_path: Path) -> None:
-    """Its lines name its file as it is seen from the folder that it was started in."""
-    output = tmp_path / "output"
-    output.write_text(f"why\nE1122 15:47:42.907000 3903 {place}/distributed/elastic/api.py:1002] failed\n=====\n")
-    assert _last_words(output) == "why"
-
-
-@pytest.mark.parametrize(
-    ("said", "reason"),
-    [
-        (
-            "ValueError: only printed\nTraceback (most recent call last):\n  File x\nKeyError: 'real'\n",
-            "KeyError: 'real'",
-        ),
-        ("traceback : Signal 9 (SIGKILL) received by PID 7\n", "Signal 9 (SIGKILL) received by PID 7"),
-        ("ValueError: all that was said\n", "ValueError: all that was said"),
-    ],
-    ids=["printed before", "killed", "no traceback"],
-)
-def test_the_reason_is_what_ended_a_script(said: str, reason: str, tmp_path: Path) -> None:
-    """And not what it printed of an error that it handled."""
-    (tmp_path / "output").write_text(said)
-    assert _last_words(tmp_path / "output") == reason
 
 
 def test_a_command_is_told_what_it_is_held_to() -> None:

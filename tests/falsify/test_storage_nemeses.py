@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,17 +10,9 @@ import torch
 
 from andon.run.checkpoint import load_checkpoint, save_checkpoint
 from andon.run.sealed import MANIFEST, STATE, TENSORS, CheckpointError
-from falsify.nemesis import disk, power_cut
+from falsify.nemesis import power_cut
 from falsify.nemesis.disk import DAMAGES, NEMESES
 from falsify.nemesis.left_behind import whole
-
-BELIEVE = (
-    "import sys, pathlib, types\n"
-    "from falsify.nemesis.plants import unverified\n"
-    "unverified(types.SimpleNamespace(acted=lambda: None))\n"
-    "from andon.run.checkpoint import load_checkpoint\n"
-    "print(load_checkpoint(pathlib.Path(sys.argv[1])).tensors['w'].unique().numel())\n"
-)
 
 
 def saved(folder: Path, step: int) -> Path:
@@ -40,14 +30,6 @@ def test_every_damage_is_refused_by_file(tmp_path: Path, damage: Callable[[Path,
     assert not whole(path)
     with pytest.raises(CheckpointError, match=rf"step-00000002/({name}|{TENSORS}):"):
         load_checkpoint(path)
-
-
-def test_without_its_guard_a_flipped_bit_is_believed(tmp_path: Path) -> None:
-    """The control does what it says: the damaged tensors are loaded, two values where there was one."""
-    path = saved(tmp_path, 2)
-    disk.flip(path / TENSORS, path)
-    done = subprocess.run([sys.executable, "-c", BELIEVE, path], capture_output=True, text=True, check=True)
-    assert done.stdout == "2\n"
 
 
 LOG = """\

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from falsify.nemesis import crash_points, processes, tracing
+from falsify.nemesis import tracing
 from falsify.nemesis.crash_points import EIO, ENOSPC, KILL, Found, Point, points, table, tried
 from falsify.nemesis.disk_acts import ACTS, CONTROL
 
@@ -54,21 +54,3 @@ def test_a_writer_without_a_temporary_name_is_caught(tmp_path: Path) -> None:
     assert never.wrong == ("the fault did not happen there",)
     assert "| write a file | rename | 1 | 0 | 0 | 0 | 1 | 1 |" in table([Found(never.point, 0, never.wrong)])
     assert CONTROL not in ACTS
-
-
-def test_an_act_that_hangs_is_found_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call that does not return is a finding in words, and the writer is not there afterwards."""
-    writers: list[int] = []
-    start = crash_points._started
-
-    def started(role: str, *arguments: object) -> object:
-        process = start(role, *arguments)
-        writers.append(process.pid or 0)
-        return process
-
-    monkeypatch.setattr(crash_points, "_started", started)
-    monkeypatch.setattr(crash_points, "_ACT_S", 0.5)
-    monkeypatch.setattr(tracing, "_LAST_LINES_S", 0.5)
-    found = tried(Point("write a file", "fsync", 1, "EIO:delay_enter=600s"), tmp_path)
-    assert (found.code, found.wrong) == (None, ("the writer hangs: nothing in 0.5 s",))
-    assert [processes.alive(pid) for pid in writers] == [False, False]

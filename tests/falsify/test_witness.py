@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import math
 from collections.abc import Iterator
@@ -145,14 +144,6 @@ def test_a_line_refers_to_tensors_and_never_holds_them() -> None:
     assert record.tensors == {"gradients": "1/gradients", "weights": "1/weights"}
     assert len(line) < 1000
     assert {field.name for field in dataclasses.fields(Values)} == set(record.tensors)
-
-
-def test_the_witness_has_a_writer_of_its_own() -> None:
-    """It imports nothing of the trainer nor of its contracts: what is wrong there is not repeated here."""
-    tree = ast.parse(Path(witness.__file__).read_text(encoding="utf-8"))
-    imported = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    imported |= {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
-    assert not {name for name in imported if name.split(".")[0] in ("andon", "andon_contracts")}
 
 
 def test_a_run_of_which_nothing_was_seen_is_not_one_of_another_machine() -> None:
