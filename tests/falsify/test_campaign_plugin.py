@@ -10,12 +10,14 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
 import andon_falsify.campaign.loop_bench
 import andon_falsify.campaign.trainer_bench
 
 # Loaded before `pytester` notes which modules to forget after a run: torch cannot be loaded twice.
 import andon_falsify.compliance.plugin  # noqa: F401
+from tests.falsify.written_runs import copying
 
 pytest_plugins = ("pytester",)
 
@@ -50,47 +52,61 @@ def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.skipif(not INSTALLED, reason="Andon is not installed, so that pytest knows nothing of its entry point")
-def test_a_subject_is_judged_claim_by_claim(tmp_path: Path) -> None:
-    """Through xdist: unknown fails and says why, what holds passes, what does not apply is skipped and says why."""
+installed = pytest.mark.skipif(not INSTALLED, reason="needs Andon installed, since pytest finds it by its entry point")
+
+
+@installed
+# By default test_power_plugin.py shows that verdicts travel through xdist.
+@pytest.mark.parametrize("xdist", [(), pytest.param(("-n", "1"), marks=pytest.mark.deep)], ids=["alone", "xdist"])
+def test_a_subject_is_judged_claim_by_claim(tmp_path: Path, xdist: tuple[str, ...]) -> None:
+    """Unknown fails and says why, what holds passes, what does not apply is skipped and says why."""
     results = tmp_path / "r.xml"
-    subject = "tests.falsify.misbehaving.dying:make_killed_on_three"
-    words = ("--pyargs", "andon_falsify", "--subject", subject, "--world", "2,3", "--accumulation", "1")
-    done = run(tmp_path, *words, "--seed", "3", "-n", "1", "--junitxml", str(results))
+    words = ("--script", copying(tmp_path, {"1": 1.0, "2": 1.0}), "--world", "2,3", "--accumulation", "1")
+    done = run(tmp_path, "--pyargs", "andon_falsify", *words, *xdist, "--junitxml", str(results))
     assert done.returncode == 1, done.stdout + done.stderr
-    cases = {case.attrib["name"]: case for case in ElementTree.parse(results).iter("testcase")}
-    on_two, on_three = (
-        {name.partition(": ")[2].removesuffix("]"): case for name, case in cases.items() if f"world {world} " in name}
-        for world in (2, 3)
-    )
-    assert len(on_two) == len(on_three) == 14
-    assert all("killed by SIGKILL" in (case.findtext("failure") or "") for case in on_three.values())
-    assert [name for name, case in on_two.items() if case.find("failure") is not None] == []
-    skipped = {name: case.find("skipped") for name, case in on_two.items()}
-    reasons = {name: each.attrib["message"] for name, each in skipped.items() if each is not None}
-    assert list(reasons) == ["evaluation-law"]
-    assert "does not evaluate" in reasons["evaluation-law"]
-    assert "claims, " in done.stdout
-    assert " 14 unknown" in done.stdout
+    ended: dict[str, dict[str, str]] = {"2": {}, "3": {}}
+    for case in ElementTree.parse(results).iter("testcase"):
+        place, _, claim = case.attrib["name"].removesuffix("]").partition(": ")
+        said = [f"{child.tag}: {child.get('message')}" for child in case if child.tag != "properties"]
+        ended[place.split()[2]][claim] = said[0] if said else "passed"
+    resume = ended["2"].pop("resume-equal")
+    assert resume.startswith("skipped: the command does not say how it resumes")
+    assert {claim: said[:30] for claim, said in ended["2"].items()} == {
+        "replicas-agree": "failure: Failed: replicas-agre",
+        "samples-once": "skipped: the script tells no r",
+        "same-everywhere": "passed",
+        "loss-finite": "passed",
+        "chain-intact": "passed",
+    }
+    failed = [claim for claim, said in ended["3"].items() if f"{claim}: unknown (the command ended with 1" in said]
+    assert {*failed, "resume-equal"} == ended["3"].keys()
+    assert "checked 0 of 6 claims, 3 runs, 1 not applicable, 5 unknown" in done.stdout.splitlines()
 
 
-@pytest.mark.skipif(not INSTALLED, reason="Andon is not installed, so that pytest knows nothing of its entry point")
 @pytest.mark.parametrize(
-    ("claim", "code", "said"),
-    [("samples-once", 0, "falsified, as expected"), ("replicas-agree", 1, "holds, but expected to fall")],
+    ("norm", "more", "code", "said", "counted"),
+    [
+        (1.0, (), 0, "", "1 passed"),
+        (2.0, (), 1, "same-everywhere: falsified", "1 failed"),
+        (2.0, ("--expected-failed", "same-everywhere: padded"), 0, "falsified, as expected: padded", "1 xfailed"),
+        (1.0, ("--expected-failed", "same-everywhere: padded"), 1, "holds, but expected to fall: padded", "1 passed"),
+    ],
 )
-def test_only_a_named_claim_is_judged_and_may_fall(claim: str, code: int, said: str) -> None:
-    """One test; the example repeats rows, which the reason excuses, and where there is nothing to excuse it fails."""
-    words = ("--subject", "mytrainer:make", "--backend", "gloo", "--world", "2", "--accumulation", "1")
-    expected = ("--claim", claim, "--expected-failed", f"{claim}: padded", "--name", "mine")
-    done = run(ROOT / "examples", "--pyargs", "andon_falsify", *words, *expected)
-    assert done.returncode == code, done.stdout + done.stderr
-    assert f"{claim}: {said}: padded" in done.stdout
-    assert "checked 1 of 14 claims, " in done.stdout
-    assert ("1 xfailed" if code == 0 else "1 passed") in done.stdout
+def test_only_a_named_claim_is_judged_and_may_fall(
+    pytester: pytest.Pytester, norm: float, more: tuple[str, ...], code: int, said: str, counted: str
+) -> None:
+    """Where there is nothing to excuse, an excuse fails."""
+    script = copying(pytester.path, {"1": 1.0, "2": norm})
+    words = ("--script", script, "--world", "2", "--accumulation", "1", "--claim", "same-everywhere", *more)
+    plugin = ("-q", "-p", "no:cacheprovider", "-p", "andon_falsify.compliance.plugin")
+    done = pytester.runpytest_inprocess(*plugin, "--pyargs", "andon_falsify", *words)
+    assert done.ret == code, done.outlines
+    assert any(said in line for line in done.outlines)
+    assert any(line.startswith("checked 1 of ") for line in done.outlines)
+    assert any(counted in line for line in done.outlines)
 
 
-@pytest.mark.skipif(not INSTALLED, reason="Andon is not installed, so that pytest knows nothing of its entry point")
+@installed
 def test_other_suites_notice_nothing(tmp_path: Path) -> None:
     """A suite with options of the same names runs where Andon is installed, and no torch is loaded for it."""
     (tmp_path / "conftest.py").write_text(OTHERS)
@@ -115,3 +131,10 @@ def test_options_that_mean_nothing_are_refused(pytester: pytest.Pytester, words:
     result = pytester.runpytest_inprocess("-p", "andon_falsify.compliance.plugin", *words)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     assert any(said in line for line in result.errlines)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 0, reason="needs a machine without a GPU")
+def test_backends_that_cannot_run_here_end_at_once(pytester: pytest.Pytester) -> None:
+    result = pytester.runpytest_inprocess("-p", "andon_falsify.compliance.plugin", "--backend", "nccl", "-n", "2")
+    assert result.ret == pytest.ExitCode.OK
+    assert result.outlines == ["nothing was run: nccl needs a GPU, and this machine has none that torch can use"]

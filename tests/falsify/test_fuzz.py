@@ -15,11 +15,12 @@ from falsify.nemesis.fuzz.surfaces import SURFACES, Surface
 SEED = 7
 
 
+@pytest.mark.parametrize("count", [8, pytest.param(200, marks=pytest.mark.deep)])
 @pytest.mark.parametrize("surface", SURFACES, ids=lambda surface: surface.name)
-def test_damaged_input_ends_in_the_promised_error_or_is_right(surface: Surface) -> None:
-    """No input of the first 25 ends in a traceback, hangs, or is accepted as something else than was written."""
-    found = fuzz(surface, SEED, range(25))
-    assert found.tried == 25
+def test_damaged_input_ends_in_the_promised_error_or_is_right(surface: Surface, count: int) -> None:
+    """No input ends in a traceback, hangs, or is accepted as something else than was written."""
+    found = fuzz(surface, SEED, range(count))
+    assert found.tried == count
     assert found.wrong == []
 
 

@@ -27,22 +27,10 @@ from andon_falsify.scripts.command import Command
 from andon_falsify.scripts.running import run
 from andon_falsify.subjects.case import Case
 from andon_falsify.verdict import Outcome, Verdict
+from tests.falsify.written_runs import PLAIN, copying, lines
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "scripts"
 FULL = "run {world} {local_batch} {accumulation} {folder} {resume:--go-on now}"
-
-
-def lines(*steps: dict[str, Any]) -> list[bytes]:
-    """A ledger of updates with these fields; norms are plain numbers here."""
-    written: list[bytes] = []
-    for number, fields in enumerate(steps, start=1):
-        found: dict[str, Any] = {"v": 2, "kind": "step", "step": number, "world": 2, "ids": [], "ranks": [], **fields}
-        for name in ("grad_norm", "loss", "weights_norm", "lr"):
-            if name in found:
-                found[name] = {"value": found[name], "hex": float(found[name]).hex()}
-        prev = chain_digest(written[-1].removesuffix(b"\n")) if written else "0" * 16
-        written.append(json.dumps({"seq": number - 1, "prev": prev, **found}).encode() + b"\n")
-    return written
 
 
 def ledger(*steps: dict[str, Any]) -> History:
@@ -103,9 +91,6 @@ def test_a_command_without_its_places_is_refused(text: str, missing: list[str]) 
 def same(base: History, other: History, accumulation: int = 1) -> Verdict:
     """What is said of 2 ranks against one."""
     return same_layouts(base, other, {"world": 2, "accumulation": accumulation})
-
-
-PLAIN = {"grad_norm": 1.0, "loss": 1.0, "weights_norm": 1.0, "lr": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -441,16 +426,6 @@ def test_a_sum_in_place_of_a_mean_falls_under_torchrun() -> None:
     assert found["samples-once"].outcome is found["replicas-agree"].outcome is Outcome.HOLDS
 
 
-COPYING = """
-import os, pathlib, shutil, sys
-folder, world = pathlib.Path(sys.argv[1]), sys.argv[2]
-again = folder / f"{world}.again"
-shutil.copyfile(again if again.exists() else folder / world, os.environ["ANDON_LEDGER"])
-(folder / f"{world}.next").exists() and (folder / f"{world}.next").rename(again)
-"""
-"""In the place of a script: its ledger is the file that has its number of ranks as its name."""
-
-
 @pytest.mark.parametrize(
     ("norms", "outcome", "said", "runs"),
     [
@@ -464,12 +439,7 @@ shutil.copyfile(again if again.exists() else folder / world, os.environ["ANDON_L
 def test_runs_on_two_layouts_are_compared_where_a_third_shows_the_seed(
     norms: dict[str, float], outcome: Outcome, said: str, runs: int, tmp_path: Path
 ) -> None:
-    for name, norm in norms.items():
-        world = int(name.partition(".")[0])
-        written = lines({**PLAIN, "grad_norm": norm, "world": world}, {**PLAIN, "grad_norm": norm, "world": world})
-        (tmp_path / name).write_bytes(b"".join(written))
-    command = [sys.executable, "-c", COPYING, str(tmp_path)]
-    bench = open_script(f"{shlex.join(command)} {{world}} {{local_batch}}", 30.0)
+    bench = open_script(copying(tmp_path, norms), 30.0)
     found = bench.attempt(Trial(LAW, bench.suited(Case(world=2, micro_batches=2))))["same-everywhere"]
     assert (found.outcome, bench.runs) == (outcome, runs), found
     assert said in str(found)

@@ -11,6 +11,9 @@ from falsify.nemesis import tracing
 from falsify.nemesis.crash_points import EIO, ENOSPC, KILL, Found, Point, points, table, tried
 from falsify.nemesis.disk_acts import ACTS, CONTROL
 
+# By default tests/run/test_atomic.py and test_checkpoint.py show that a reader finds the old state or the new one.
+pytestmark = pytest.mark.deep
+
 
 @pytest.fixture(scope="module", autouse=True)
 def strace() -> None:
