@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import pytest
 from typer.testing import CliRunner
 
 from andon.cli.commands import app
-from andon.console.problems import InputError, Problem
+from andon.console.problems import InputError
 from andon_falsify.campaign import runner
 from andon_falsify.campaign.findings import Report
 from andon_falsify.campaign.request import Options, understood
@@ -27,7 +28,8 @@ from andon_falsify.campaign.trial import Trial
 from andon_falsify.cli.progress import Progress
 from andon_falsify.report.document import read_json
 from andon_falsify.subjects.case import Case
-from andon_falsify.verdict import Counterexample, Outcome, Verdict
+from andon_falsify.verdict import Counterexample, Outcome, Verdict, unknown
+from tests.falsify.oracle import SUM, Oracle, Says, holds
 
 SMALL = {"rows": [5, 0], "batch_size": 4, "hidden": 8, "heads": 1, "inner": 8, "rank": 1, "dropout": 0.0}
 BROKEN = SMALL | {"fault": "last shard not trained", "contracts": False, "optimizer": "sgd", "clip_norm": None}
@@ -89,17 +91,30 @@ def test_2_where_a_backend_that_was_asked_for_could_not_be_tried() -> None:
     assert falsify("--backend", "nccl", *claims[2:])[0] == 0
 
 
-def test_70_where_the_suite_itself_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, list[str], str]]:
+    """`andon falsify` of a subject that says what the test says, on 2 ranks, or on 2 and then on 3."""
+
+    def ask(says: Says, *words: str, world: str = "2") -> tuple[int, list[str], str]:
+        monkeypatch.setattr("andon_falsify.campaign.runner.open_bench", lambda *_: Oracle(says))
+        return falsify("--backend", "gloo", "--world", world, "--accumulation", "1", "--claim", "sum", *words)
+
+    return ask
+
+
+Asked = Callable[..., tuple[int, list[str], str]]
+
+
+def test_70_where_the_suite_itself_fails(asked: Asked) -> None:
     """An error of ours is no verdict about the subject: it is said, and what was known by then is shown."""
 
-    def broken(*_: object) -> None:
+    def broken(_: Trial) -> Verdict:
         raise LookupError("lost")
 
-    monkeypatch.setattr("andon_falsify.campaign.trainer_bench.AndonBench.attempt", broken)
-    code, lines, said = exact(SMALL, "--claim", "gradient-law")
+    code, lines, said = asked(broken)
     assert code == 70
     assert "internal error: LookupError: lost" in said
-    assert lines[-1] == "checked 0 of 21 claims, 0 runs, 0 not applicable, 1 unknown"
+    assert lines[-1] == "checked 0 of 3 claims, 1 run, 0 not applicable, 1 unknown"
 
 
 @pytest.mark.parametrize("words", [["falsify", *HERE], ["verify", "run"]])
@@ -116,99 +131,77 @@ def test_70_where_it_fails_before_anything_is_tried(words: list[str], monkeypatc
     assert "internal error: LookupError: lost" in done.stderr
 
 
-def test_verdicts_are_shown_where_a_report_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that became full costs the file and the exit code, not what was found out."""
+def test_verdicts_are_shown_where_a_report_cannot_be_written(asked: Asked, tmp_path: Path) -> None:
+    """A folder that is deleted meanwhile costs the file and the exit code, not what was found out."""
+    (tmp_path / "gone").mkdir()
 
-    def full(*_: object) -> None:
-        raise InputError([Problem("r.json", "no space left on device")])
+    def says(trial: Trial) -> Verdict:
+        shutil.rmtree(tmp_path / "gone", ignore_errors=True)
+        return holds(trial)
 
-    monkeypatch.setattr("andon_falsify.cli.files.write_json", full)
-    code, lines, said = exact(SMALL, "--claim", "gradient-law", "--json", str(tmp_path / "r.json"))
+    code, lines, said = asked(says, "--json", str(tmp_path / "gone" / "r.json"))
     assert code == 64
-    assert "no space left" in said
-    assert "gradient-law v1: holds" in lines[1]
+    assert "the folder is gone" in said
+    assert "sum v1: holds" in lines[1]
     assert CLOSING.fullmatch(lines[-1])
 
 
-def test_130_after_an_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C shows what is known and is no verdict either."""
-
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("andon_falsify.campaign.trainer_bench.AndonBench.attempt", interrupted)
-    code, lines, said = exact(SMALL, "--claim", "gradient-law")
-    assert (code, said.strip()) == (130, "andon: interrupted")
-    assert lines[1] == "not tried yet (1): gradient-law"
-    assert CLOSING.fullmatch(lines[-1])
-
-
-def test_reports_are_whole_after_every_trial_and_after_an_interruption(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A campaign of two places that is interrupted at the second: what the first said is in the files before that."""
+def test_130_after_an_interruption_with_whole_reports(asked: Asked, tmp_path: Path) -> None:
+    """Ctrl-C at the second of two places: what the first said is in the files before that, and is shown."""
     paths = {name: tmp_path / f"r.{name}" for name in ("json", "junit", "html")}
     seen: list[Report] = []
 
-    def attempt(_: object, trial: Trial) -> dict[str, Verdict]:
+    def says(trial: Trial) -> Verdict:
         seen.append(read_json(paths["json"]))
         assert len(ElementTree.parse(paths["junit"]).findall(".//testcase")) == 1
-        if len(seen) == 2:
+        if trial.case.world == 3:
             raise KeyboardInterrupt
-        return {"gradient-law": Verdict("gradient-law", Outcome.HOLDS, checked=7)}
+        return holds(trial)
 
-    monkeypatch.setattr("andon_falsify.campaign.trainer_bench.AndonBench.attempt", attempt)
-    words = ("--backend", "inline", "--world", "2,3", "--accumulation", "1", "--claim", "gradient-law")
-    code, lines, _ = falsify(*words, *(f"--{name}={path}" for name, path in paths.items()))
+    code, lines, said = asked(says, *(f"--{name}={path}" for name, path in paths.items()), world="2,3")
     last = read_json(paths["json"])
-    assert [(each.findings[0].outcome, each.unfinished) for each in (*seen, last)] == [
-        (Outcome.UNKNOWN, "it goes on"),
-        (Outcome.HOLDS, "it goes on"),
-        (Outcome.HOLDS, "interrupted"),
-    ]
-    assert (code, lines[-2], last.exit_code) == (130, "not all was tried: interrupted", 2)
+    first, *_, before = ((each.findings[0].outcome, each.unfinished) for each in seen)
+    assert (first, before) == ((Outcome.UNKNOWN, "it goes on"), (Outcome.HOLDS, "it goes on"))
+    assert (last.findings[0].outcome, last.unfinished, last.exit_code) == (Outcome.HOLDS, "interrupted", 2)
+    assert (code, lines[-2], said.strip()) == (130, "not all was tried: interrupted", "andon: interrupted")
+    assert CLOSING.fullmatch(lines[-1])
     assert "not all was tried: interrupted" in paths["html"].read_text()
     assert [path.name for path in tmp_path.iterdir() if path not in paths.values()] == []
 
 
 @pytest.mark.parametrize(
-    ("words", "ends", "code", "said"),
+    ("ends", "code", "said"),
     [
-        ((), lambda: os.kill(os.getpid(), signal.SIGTERM), 143, "ended by SIGTERM"),
-        (("--deadline", "0.01"), lambda: None, 2, "the deadline of 0.01 s is over"),
+        (lambda: os.kill(os.getpid(), signal.SIGTERM), 143, "ended by SIGTERM"),
+        (lambda: signal.setitimer(signal.ITIMER_REAL, 0.01), 2, "the deadline of 1000 s is over"),
     ],
+    ids=["SIGTERM", "deadline"],
 )
 def test_a_campaign_that_is_ended_leaves_whole_reports(
-    words: tuple[str, ...],
-    ends: Callable[[], None],
-    code: int,
-    said: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    asked: Asked, ends: Callable[[], object], code: int, said: str, tmp_path: Path
 ) -> None:
     """By SIGTERM, as a workflow that is cancelled, and by a deadline, in a trial that would never end."""
 
-    def endless(*_: object) -> None:
+    def endless(_: Trial) -> Verdict:
         ends()
         threading.Event().wait()
+        raise AssertionError
 
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGALRM)]
-    monkeypatch.setattr("andon_falsify.campaign.trainer_bench.AndonBench.attempt", endless)
     junit, report = tmp_path / "r.xml", tmp_path / "r.json"
-    found = exact(SMALL, "--claim", "gradient-law", "--json", str(report), "--junit", str(junit), *words)
-    if report.exists():  # a deadline may be over before anything could be written
-        assert read_json(report).unfinished == said
-        assert ElementTree.parse(junit).getroot().tag == "testsuites"
+    found = asked(endless, "--json", str(report), "--junit", str(junit), "--deadline", "1000")
     assert (found[0], found[2].strip()) == (code, f"andon: {said}")
+    assert found[1][1] == "not tried yet (1): sum"
+    assert read_json(report).unfinished == said
+    assert ElementTree.parse(junit).getroot().tag == "testsuites"
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGALRM)] == handlers
 
 
-def test_a_page_is_made_from_the_json_at_any_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_is_made_from_the_json_at_any_time(tmp_path: Path) -> None:
     """Nothing is run; the code and the lines are those of the campaign that wrote it."""
     report, page, again = tmp_path / "r.json", tmp_path / "r.html", tmp_path / "again.html"
     words = ("--claim", "gradient-law", "--name", "my run", "--json", str(report), "--html", str(page))
     code, lines, _ = exact(BROKEN, *words)
-    monkeypatch.setattr("andon_falsify.campaign.runner.run_campaign", None)
     found = falsify("--report", str(report), "--html", str(again))
     assert (found[0], found[1][-1], code) == (1, lines[-1], 1)
     assert again.read_bytes() == page.read_bytes()
@@ -233,20 +226,21 @@ def test_a_claim_that_is_expected_to_fail_fails_nothing(tmp_path: Path) -> None:
 
 def test_somebody_who_reads_a_log_sees_that_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """While a trial takes its time: how many are done, and what fell."""
-    spoken, lines = threading.Event(), list[str]()
+    spoken = threading.Event()
 
-    def heard(text: str) -> None:
-        lines.append(text)
-        if "1 of 3" in text:
-            spoken.set()
+    class Log(StringIO):
+        def write(self, text: str) -> int:
+            written = super().write(text)
+            if "1 of 3" in text:
+                spoken.set()
+            return written
 
-    monkeypatch.setattr("andon_falsify.cli.progress.say", heard)
-    monkeypatch.setattr(sys, "stderr", StringIO())
+    monkeypatch.setattr(sys, "stderr", log := Log())
     with Progress(every_s=0.001) as progress:
         progress.begin(3)
         progress.told(Trial("law", Case()), {"gradient-law": FELL})
         assert spoken.wait(60)
-    assert re.fullmatch(r"1 of 3 trials after \d+ s, falsified: gradient-law", lines[-1])
+    assert re.search(r"1 of 3 trials after \d+ s, falsified: gradient-law\n", log.getvalue())
 
 
 def test_somebody_at_a_terminal_sees_every_trial_and_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,19 +259,15 @@ def test_somebody_at_a_terminal_sees_every_trial_and_a_bar(monkeypatch: pytest.M
     assert "1/3" in screen.getvalue()
 
 
-def test_what_a_subject_says_cannot_act_on_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_subject_says_cannot_act_on_the_terminal(asked: Asked) -> None:
     """Escape sequences, NUL, marks of direction and line breaks in its words are written out, in its errors too."""
     nasty = "\x1b[2J\x00\u202e\u2066\x9b31m\rholds\nfake-claim v1: holds\U000e0041"
 
-    def says(_: object, trial: Trial) -> dict[str, Verdict]:
-        return {"gradient-law": Verdict("gradient-law", Outcome.UNKNOWN, nasty)}
-
-    def raises(*_: object) -> None:
+    def raises(_: Trial) -> Verdict:
         raise LookupError(nasty)
 
-    for attempt in (says, raises):
-        monkeypatch.setattr("andon_falsify.campaign.trainer_bench.AndonBench.attempt", attempt)
-        _, lines, error = exact(SMALL, "--claim", "gradient-law")
+    for says in (lambda _: unknown(SUM, nasty), raises):
+        _, lines, error = asked(says)
         assert [each for line in [*lines, error.replace("\n", "")] for each in line if not each.isprintable()] == []
         assert not [line for line in lines if line.startswith("fake-claim")]
     assert "\\x1b[2J\\x00\\u202e\\u2066\\x9b31m\\x0dholds" in error

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import shlex
-from collections import Counter
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
-from andon_falsify.campaign import reporting
 from andon_falsify.campaign.budget import BUDGETS
 from andon_falsify.campaign.findings import Report
 from andon_falsify.campaign.generator import Layout, draw
@@ -26,44 +23,10 @@ from andon_falsify.loops.task import loop_case
 from andon_falsify.ranks.pool import RankPools
 from andon_falsify.ranks.trainer import AndonTrainer
 from andon_falsify.subjects.case import Case, make_rows
-from andon_falsify.verdict import Claim, Counterexample, Outcome, Verdict, conclude, not_applicable, unknown
+from andon_falsify.verdict import Counterexample, Outcome, Verdict, conclude, not_applicable, unknown
+from tests.falsify.oracle import SUM, Oracle, falls_with, holds
 
-SUM, HALTS, TABLE = (Claim(name, 1, f"It is {name}.") for name in ("sum", "halts", "table"))
 QUICK = BUDGETS["quick"]
-Says = Callable[[Trial], Verdict]
-
-
-class Oracle:
-    """A bench whose verdicts a test gives, and which notes what it is asked."""
-
-    subject, version = "mine", "1.0"
-    words = ("--subject", "a b:make")
-    backends = every_backend = ("gloo",)
-    claims = (SUM, HALTS, TABLE)
-    kinds: Mapping[str, frozenset[str]] = {
-        LAW: frozenset({"sum"}),
-        HALT: frozenset({"halts"}),
-        FUNCTIONS: frozenset({"table"}),
-    }
-
-    def __init__(self, says: Says) -> None:
-        self._says = says
-        self.asked: list[Trial] = []
-
-    @property
-    def runs(self) -> int:
-        """One for each question."""
-        return len(self.asked)
-
-    def suited(self, case: Case) -> Case:
-        """Any case."""
-        return case
-
-    def attempt(self, trial: Trial) -> Mapping[str, Verdict]:
-        """What the test says."""
-        self.asked.append(trial)
-        (name,) = self.kinds[trial.kind]
-        return {name: replace(self._says(trial), claim=name)}
 
 
 def campaign(bench: Bench, *kinds: str, worlds: tuple[int, ...] = (2, 3), **changes: object) -> Campaign:
@@ -77,16 +40,6 @@ def found(one: Campaign) -> Report:
     """The report of a campaign that is run."""
     said = Interpreter(one).run()
     return report(one.bench, said, one.claims, Origin("now", {}, {}, {}))
-
-
-def holds(_: Trial) -> Verdict:
-    """It holds."""
-    return conclude(SUM, 1, [])
-
-
-def falls_with(ratio: Callable[[Case], float]) -> Says:
-    """Falsified in every case with a ratio of it."""
-    return lambda trial: conclude(SUM, 1, [Counterexample("off", "step 1", ratio=ratio(trial.case))])
 
 
 def test_every_place_has_a_finding_of_its_own() -> None:
@@ -189,14 +142,6 @@ def test_a_place_that_fails_does_not_give_up_another(backwards: bool) -> None:
     assert outcomes == {(2, Outcome.HOLDS), (3, Outcome.UNKNOWN)}
 
 
-def test_other_failures_do_not_stop_a_campaign() -> None:
-    """One place that always fails leaves the others to be judged, though it fails four times and more."""
-    bench = Oracle(lambda trial: unknown(SUM, "crash") if trial.case.world == 3 else holds(trial))
-    whole = found(campaign(bench))
-    assert len(bench.asked) == 12
-    assert [finding.outcome.value for finding in whole.findings] == ["holds", "holds", "unknown", "unknown"]
-
-
 def test_a_place_that_is_always_late_costs_two_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two runs that gave no answer in time, and that number of ranks is left; the other is tried to the end."""
     clock = [0.0]
@@ -227,42 +172,20 @@ def test_a_smaller_counterexample_is_one_of_the_same_mistake() -> None:
     assert first.what == "the weights differ in 5 rows"
 
 
-def test_reports_of_a_campaign_that_goes_on_cost_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of many trials not each has one; a command is made where something fell, and ratios are explained at the end."""
-    calls = Counter[str]()
-
-    def counted(name: str) -> Callable[..., object]:
-        plain = getattr(reporting, name)
-
-        def call(*given: object) -> object:
-            calls[name] += 1
-            return plain(*given)
-
-        return call
-
-    for name in ("explain", "repeating"):
-        monkeypatch.setattr(reporting, name, counted(name))
+def test_reports_of_a_campaign_that_goes_on_are_not_made_after_every_trial() -> None:
+    """Each of the first trials has one, later ones are further apart; ratios are explained at the end."""
     bench = Oracle(lambda trial: falls_with(lambda _: 2.0)(trial) if trial.seed == 0 else holds(trial))
-    trials = tuple(
-        trial for seed in range(40) for trial in draw(seed, QUICK, Layout(("gloo",), (2, 3), (1, 2)), (LAW,))
-    )
-    told = list[tuple[int, int, int]]()
-
-    def known(so_far: Report) -> None:
-        checked = sum(finding.checked for finding in so_far.findings)
-        told.append((checked, calls["explain"], calls["repeating"]))
-        calls["repeating"] = 0
-
-    one = replace(campaign(bench, exact=True), trials=trials)
-    whole = carried_out(one, Origin("now", {}, {}, {}), Listeners(known=known))
+    trials = [each for seed in range(40) for each in draw(seed, QUICK, Layout(("gloo",), (2, 3), (1, 2)), (LAW,))]
+    known = list[Report]()
+    one = replace(campaign(bench, exact=True), trials=tuple(trials))
+    whole = carried_out(one, Origin("now", {}, {}, {}), Listeners(known=known.append))
+    reported = [sum(finding.checked for finding in each.findings) for each in known]
     assert len(trials) == 480
-    reported = [checked for checked, _, _ in told]
     assert reported[:31] == list(range(31))
     assert all(after - before <= max(1, after / 20) for before, after in pairwise([*reported, 480]))
     assert len(reported) < 100
-    assert {explained for _, explained, _ in told} == {0}
-    assert calls["explain"] > 0
-    assert all(commands <= 12 for _, _, commands in told)
+    found = [found for each in known for verdict in each.verdicts for found in verdict.counterexamples]
+    assert {each.equals for each in found} == {""}
     assert whole.verdicts[0].counterexamples[0].equals.startswith("2.000 = ")
 
 

@@ -24,22 +24,30 @@ from andon_falsify.subjects.masks import MaskRecorder
 from andon_falsify.subjects.trace import Remembering
 from andon_falsify.verdict import Outcome
 
+pytestmark = pytest.mark.xdist_group("test_late_updates")
 CASE = Case(epochs=2, world=3)
 """Updates 1, 2 and 3 of an epoch: nothing is due after the first, so the second is taken before the first is judged."""
 
 
+@pytest.fixture(scope="module")
+def pools() -> Iterator[RankPools]:
+    """Ranks for all tests of this file, there before a test looks which processes there are."""
+    with RankPools() as held:
+        for world in (1, 2, 3):
+            held.of(world).run("builtins:repr", "")
+        yield held
+
+
 @pytest.fixture
-def late() -> Iterator[AndonTrainer]:
+def late(pools: RankPools) -> AndonTrainer:
     """Our trainer as it judges on GPUs."""
-    with RankPools() as pools:
-        yield AndonTrainer(pools, late=True)
+    return AndonTrainer(pools, late=True)
 
 
 @pytest.fixture
-def prompt() -> Iterator[AndonTrainer]:
+def prompt(pools: RankPools) -> AndonTrainer:
     """Our trainer as it judges on CPUs."""
-    with RankPools() as pools:
-        yield AndonTrainer(pools)
+    return AndonTrainer(pools)
 
 
 @pytest.mark.parametrize("case", [CASE, CASE.but(contracts=False, clip_norm=None)], ids=["contracts", "none"])

@@ -96,30 +96,6 @@ def test_two_of_three_hosts_are_cut_off_each_other_alone(lan: Lan, tmp_path: Pat
 
 
 @needs_hosts
-def test_the_kernel_itself_says_that_a_host_is_throttled(lan: Lan) -> None:
-    """The proof of a slow link is read back, and is gone with it."""
-    host = lan.hosts[0]
-    host.throttle("24kbit")
-    slow = host.sends_by()
-    host.unthrottle()
-    assert slow.startswith("qdisc tbf ")
-    assert "rate 24Kbit" in slow
-    assert "tbf" not in host.sends_by()
-
-
-@needs_hosts
-def test_a_host_has_a_name_that_all_know_and_a_folder_of_its_own(lan: Lan, tmp_path: Path) -> None:
-    """What a command there sees: its host's name, the others', no process but its own, an empty temporary folder."""
-    said = tmp_path / "said"
-    script = 'hostname; getent hosts host2; ls "$TMPDIR"; ls -d /proc/[0-9]* | wc -l; exit 7'
-    command = lan.hosts[1].start(["sh", "-c", script], {}, said)
-    assert command.wait(PATIENCE_S) == 7
-    name, address, processes = said.read_text().splitlines()
-    assert (name, address.split()) == ("host1", [lan.hosts[2].address, "host2"])
-    assert int(processes) < 10
-
-
-@needs_hosts
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT])
 def test_nothing_is_left_of_hosts_whose_owner_is_gone(signum: signal.Signals) -> None:
     """Killed or interrupted with commands running on them: the watchman removes namespaces, processes and folder."""

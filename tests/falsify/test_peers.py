@@ -14,6 +14,7 @@ from andon_falsify.ranks.pool import RankPools
 from andon_falsify.subjects.case import Case, make_rows
 from andon_falsify.verdict import Outcome, Verdict
 
+pytestmark = pytest.mark.xdist_group("test_peers")
 SGD = {"optimizer": "sgd", "lr": 0.05, "clip_norm": None, "weight_decay": 0.0, "epochs": 1}
 EVEN = loop_case(rows=make_rows(24), **SGD)
 """24 rows in two batches of 12: 2 ranks x 2 micro-batches of 3 rows, nothing ragged."""

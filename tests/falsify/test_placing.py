@@ -27,14 +27,23 @@ from andon_falsify.subjects.placing import devices_of, place_of_bits, room_for, 
 from andon_falsify.subjects.trace import Trace
 from andon_falsify.verdict import Outcome
 
+pytestmark = pytest.mark.xdist_group("test_placing")
 HERE = "tests.falsify.rank_work"
 
 
-@pytest.fixture
-def trainer() -> Iterator[AndonTrainer]:
-    """Our trainer; its ranks end with the test."""
-    with RankPools() as pools:
-        yield AndonTrainer(pools)
+@pytest.fixture(scope="module")
+def pools() -> Iterator[RankPools]:
+    """Ranks for all tests of this file, there before a test looks which processes there are."""
+    with RankPools() as held:
+        for world, backend in ((1, "mixed"), (1, "gloo"), (2, "mixed"), (2, "gloo")):
+            held.of(world, backend).run("builtins:repr", "")
+        yield held
+
+
+@pytest.fixture(scope="module")
+def trainer(pools: RankPools) -> AndonTrainer:
+    """Our trainer."""
+    return AndonTrainer(pools)
 
 
 def placed(trace: Trace, place: str) -> Trace:
@@ -85,14 +94,12 @@ def test_what_has_no_place_says_what_is_missing(backend: str, world: int, gpus: 
     assert why_not(backend, world, gpus, nccl) == said
 
 
-def test_pools_are_of_a_backend_and_a_number_of_ranks() -> None:
+def test_pools_are_of_a_backend_and_a_number_of_ranks(pools: RankPools) -> None:
     """Ranks of another group are other processes; asked again they are the same, and theirs is the group of `mixed`."""
-    with RankPools() as pools:
-        mixed, gloo = pools.of(1, "mixed"), pools.of(1)
-        assert [answer.value for answer in mixed.run(f"{HERE}:group_of", None)] == [("gloo", 1)]
-        gloo.run(f"{HERE}:group_of", None)
-        assert len({*mixed.pids, *gloo.pids}) == 2
-        assert (pools.of(1, "mixed"), pools.of(1, "gloo")) == (mixed, gloo)
+    mixed, gloo = pools.of(1, "mixed"), pools.of(1)
+    assert [answer.value for answer in mixed.run(f"{HERE}:group_of", None)] == [("gloo", 1)]
+    assert len({*mixed.pids, *gloo.pids}) == 2
+    assert (pools.of(1, "mixed"), pools.of(1, "gloo")) == (mixed, gloo)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 0, reason="here it has one")

@@ -29,6 +29,7 @@ from andon_falsify.subjects.case import Case, Poison, make_rows
 from andon_falsify.subjects.trace import Reported, Sightings, Values, assemble_trace
 from andon_falsify.verdict import Outcome
 
+pytestmark = pytest.mark.xdist_group("test_witness")
 KINDS = ("start", "resume", "step", "violation", "end")
 DIGESTS = st.sampled_from(["", "0" * 16, "00000000000000a1", "f" * 16])
 REALS = st.floats(allow_nan=True, allow_infinity=True)

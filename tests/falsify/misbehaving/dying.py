@@ -33,12 +33,6 @@ class Dying(PlainLoop):
         super().train(told)
 
 
-class Unevaluated(PlainLoop):
-    """Right, and without an evaluation."""
-
-    evaluate = None  # type: ignore[assignment]
-
-
 def make_killed(case: Case) -> PlainLoop:
     """Killed, as by the kernel where memory runs out."""
     return Dying(case, "kill")
@@ -57,8 +51,3 @@ def make_leaving(case: Case) -> PlainLoop:
 def make_raising(case: Case) -> PlainLoop:
     """Raises."""
     return Dying(case, "raise")
-
-
-def make_killed_on_three(case: Case) -> PlainLoop:
-    """Killed on three ranks, and right on any other number."""
-    return Dying(case, "kill") if case.world == 3 else Unevaluated(case)

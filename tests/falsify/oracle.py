@@ -1,0 +1,52 @@
+"""A bench whose verdicts a test gives, in the place of a subject that is run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from andon_falsify.campaign.trial import FUNCTIONS, HALT, LAW, Trial
+from andon_falsify.subjects.case import Case
+from andon_falsify.verdict import Claim, Counterexample, Verdict, conclude
+
+SUM, HALTS, TABLE = (Claim(name, 1, f"It is {name}.") for name in ("sum", "halts", "table"))
+Says = Callable[[Trial], Verdict]
+
+
+class Oracle:
+    """See the module. It notes what it is asked; its subject is "mine", and each claim has a kind of trial."""
+
+    subject, version = "mine", "1.0"
+    words = ("--subject", "a b:make")
+    backends = every_backend = ("gloo",)
+    claims = (SUM, HALTS, TABLE)
+    kinds: Mapping[str, frozenset[str]] = {
+        LAW: frozenset({"sum"}),
+        HALT: frozenset({"halts"}),
+        FUNCTIONS: frozenset({"table"}),
+    }
+
+    def __init__(self, says: Says) -> None:
+        self._says = says
+        self.asked: list[Trial] = []
+
+    @property
+    def runs(self) -> int:
+        return len(self.asked)
+
+    def suited(self, case: Case) -> Case:
+        return case
+
+    def attempt(self, trial: Trial) -> Mapping[str, Verdict]:
+        self.asked.append(trial)
+        (name,) = self.kinds[trial.kind]
+        return {name: replace(self._says(trial), claim=name)}
+
+
+def holds(_: Trial) -> Verdict:
+    return conclude(SUM, 1, [])
+
+
+def falls_with(ratio: Callable[[Case], float]) -> Says:
+    """Falsified in every case, with a ratio that depends on it."""
+    return lambda trial: conclude(SUM, 1, [Counterexample("off", "step 1", ratio=ratio(trial.case))])
