@@ -63,7 +63,6 @@ class Forgetful(PlainLoop):
     """The optimizer's state is not restored."""
 
     def load(self, folder: Path) -> None:
-        """The weights and the place, without the moments."""
         state = torch.load(folder / "state.pt", weights_only=True)
         self.model.load_state_dict(state["model"])
         self.done = state["done"]
@@ -88,7 +87,6 @@ class Rounded(PlainLoop):
     """Evaluates by the mean of the ranks' means."""
 
     def evaluate(self) -> Mapping[str, float]:
-        """Rank 0 has a row more than the others."""
         mine = list(range(len(self.rows)))[dist.get_rank() :: dist.get_world_size()]
         with torch.no_grad():
             mean = self._loss_sum(mine) / len(mine)
@@ -100,7 +98,6 @@ class Decaying(PlainLoop):
     """The rate halves after the first update, which nobody declared to be a schedule of another kind."""
 
     def rate(self, update: int) -> float:
-        """Constant."""
         return self.case.lr
 
     def _apply(self) -> None:
@@ -136,7 +133,6 @@ class Declared(Grouped):
         super()._apply()
 
     def tuned(self, update: int) -> Mapping[str, tuple[float, float]]:
-        """The first falls from update to update."""
         return {"betas": (0.95 - 0.01 * update, 0.99)}
 
 
@@ -153,7 +149,6 @@ class SeldomTold(PlainLoop):
     """Right: every second loss is told."""
 
     def train(self, told: Told) -> None:
-        """As a log with an interval."""
         for update, batch in enumerate(self._batches(), start=1):
             if update > self.done:
                 loss = self._update(batch)
@@ -166,7 +161,6 @@ class OnceMore(PlainLoop):
     """A step of the optimizer more, without a forward pass."""
 
     def train(self, told: Told) -> None:
-        """To the end, and one step behind it."""
         super().train(told)
         for parameter in self.trained:
             parameter.grad = torch.zeros_like(parameter)
@@ -220,7 +214,6 @@ class Dropping(PlainLoop):
     """Evaluates with the model in training mode."""
 
     def evaluate(self) -> Mapping[str, float]:
-        """Every row once, with masks where there are any."""
         with torch.no_grad():
             every = list(range(len(self.rows)))
             return {"loss": float(self._loss_sum(every)) / len(every)}
@@ -263,7 +256,6 @@ class Bag(nn.Module):
         self.head = nn.Linear(8, classes)
 
     def forward(self, tokens: Tensor, starts: Tensor) -> Tensor:
-        """tokens: int64 of all rows in a line; starts: where each row begins."""
         scores: Tensor = self.head(self.tokens(tokens, starts).tanh())
         return scores
 
@@ -281,7 +273,6 @@ class OwnModel(PlainLoop):
         self.wrong = wrong
 
     def train(self, told: Told) -> None:
-        """As the right one, with the rows told."""
         self.told = told
         super().train(told)
 
@@ -296,14 +287,12 @@ class OwnModel(PlainLoop):
         super()._add_over_ranks(total)
 
     def loss_sum(self, model: nn.Module, ids: Sequence[int]) -> tuple[Tensor, int]:
-        """See `Recomputes.loss_sum`."""
         tokens = [torch.tensor(self.case.rows.tokens[row]) for row in ids]
         starts = torch.tensor([0, *map(len, tokens)]).cumsum(0)[:-1]
         labels = torch.tensor([self.case.rows.labels[row] for row in ids])
         return cross_entropy(model(torch.cat(tokens), starts), labels, reduction="sum"), len(ids)
 
     def evaluate(self) -> Mapping[str, float]:
-        """Nothing."""
         return {}
 
 
@@ -311,7 +300,6 @@ class OwnModelEvaluating(OwnModel):
     """Its evaluation moves a weight of a model that the reference does not know."""
 
     def evaluate(self) -> Mapping[str, float]:
-        """Nothing is reported."""
         with torch.no_grad():
             self.trained[0].view(-1)[0] += 1
         return {}
@@ -324,28 +312,23 @@ class TakingOver(Tracking):
         pass
 
     def evaluate(self) -> Mapping[str, float]:
-        """Right, of rank 0's model."""
         dist.broadcast(self.mean, 0)
         return super().evaluate()
 
 
 def own_model(case: Case) -> OwnModel:
-    """Right."""
     return OwnModel(case)
 
 
 def own_model_wrong(case: Case) -> OwnModel:
-    """Wrong."""
     return OwnModel(case, wrong=True)
 
 
 def raising(case: Case) -> PlainLoop:
-    """A loop that cannot be made."""
     print("looking for the file")
     msg = f"no weights for {case.world} ranks"
     raise FileNotFoundError(msg)
 
 
 def nothing(case: Case) -> object:
-    """What is no loop."""
     return object()

@@ -39,18 +39,15 @@ CLOSING = re.compile(r"checked \d+ of \d+ claims, \d+ runs, \d+ not applicable, 
 
 
 def falsify(*words: str) -> tuple[int, list[str], str]:
-    """The exit code, the lines of standard output, and standard error of `andon falsify` with `words`."""
     done = CliRunner().invoke(app, ["falsify", *words], standalone_mode=True)
     return done.exit_code, done.stdout.splitlines(), done.stderr
 
 
 def exact(case: object, *more: str) -> tuple[int, list[str], str]:
-    """One case on two inline ranks."""
     return falsify(*HERE, "--case", json.dumps(case), *more)
 
 
 def test_0_where_every_claim_holds() -> None:
-    """One claim of one case; the others are listed as not selected, and counted."""
     code, lines, _ = exact(SMALL, "--claim", "gradient-law", "--claim", "replicas-agree")
     assert code == 0
     assert lines[0].startswith("andon 0.1.0 on inline; exactly one case, seed 0: 1 trials, 2 of 21 claims")
@@ -60,7 +57,6 @@ def test_0_where_every_claim_holds() -> None:
 
 
 def test_1_where_a_claim_is_falsified_and_its_command_repeats_it(tmp_path: Path) -> None:
-    """The command that is printed with a counterexample prints the same counterexample, word for word."""
     report = tmp_path / "r.json"
     code, lines, _ = exact(BROKEN, "--seed", "3", "--claim", "gradient-law", "--json", str(report))
     assert code == 1
@@ -74,7 +70,6 @@ def test_1_where_a_claim_is_falsified_and_its_command_repeats_it(tmp_path: Path)
 
 
 def test_2_where_nothing_could_be_checked() -> None:
-    """More GPUs than a machine has are not applicable; of nothing checked nothing is proved."""
     nowhere = ("--backend", "nccl", "--world", "64", "--accumulation", "1", "--claim", "replicas-agree")
     code, lines, _ = falsify(*nowhere)
     assert code == 2
@@ -93,8 +88,6 @@ def test_2_where_a_backend_that_was_asked_for_could_not_be_tried() -> None:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, list[str], str]]:
-    """`andon falsify` of a subject that says what the test says, on 2 ranks, or on 2 and then on 3."""
-
     def ask(says: Says, *words: str, world: str = "2") -> tuple[int, list[str], str]:
         monkeypatch.setattr("andon_falsify.campaign.runner.open_bench", lambda *_: Oracle(says))
         return falsify("--backend", "gloo", "--world", world, "--accumulation", "1", "--claim", "sum", *words)
@@ -106,8 +99,6 @@ Asked = Callable[..., tuple[int, list[str], str]]
 
 
 def test_70_where_the_suite_itself_fails(asked: Asked) -> None:
-    """An error of ours is no verdict about the subject: it is said, and what was known by then is shown."""
-
     def broken(_: Trial) -> Verdict:
         raise LookupError("lost")
 
@@ -147,7 +138,6 @@ def test_verdicts_are_shown_where_a_report_cannot_be_written(asked: Asked, tmp_p
 
 
 def test_130_after_an_interruption_with_whole_reports(asked: Asked, tmp_path: Path) -> None:
-    """Ctrl-C at the second of two places: what the first said is in the files before that, and is shown."""
     paths = {name: tmp_path / f"r.{name}" for name in ("json", "junit", "html")}
     seen: list[Report] = []
 
@@ -180,8 +170,6 @@ def test_130_after_an_interruption_with_whole_reports(asked: Asked, tmp_path: Pa
 def test_a_campaign_that_is_ended_leaves_whole_reports(
     asked: Asked, ends: Callable[[], object], code: int, said: str, tmp_path: Path
 ) -> None:
-    """By SIGTERM, as a workflow that is cancelled, and by a deadline, in a trial that would never end."""
-
     def endless(_: Trial) -> Verdict:
         ends()
         threading.Event().wait()
@@ -198,7 +186,6 @@ def test_a_campaign_that_is_ended_leaves_whole_reports(
 
 
 def test_a_page_is_made_from_the_json_at_any_time(tmp_path: Path) -> None:
-    """Nothing is run; the code and the lines are those of the campaign that wrote it."""
     report, page, again = tmp_path / "r.json", tmp_path / "r.html", tmp_path / "again.html"
     words = ("--claim", "gradient-law", "--name", "my run", "--json", str(report), "--html", str(page))
     code, lines, _ = exact(BROKEN, *words)
@@ -225,7 +212,6 @@ def test_a_claim_that_is_expected_to_fail_fails_nothing(tmp_path: Path) -> None:
 
 
 def test_somebody_who_reads_a_log_sees_that_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a trial takes its time: how many are done, and what fell."""
     spoken = threading.Event()
 
     class Log(StringIO):
@@ -244,8 +230,6 @@ def test_somebody_who_reads_a_log_sees_that_it_goes_on(monkeypatch: pytest.Monke
 
 
 def test_somebody_at_a_terminal_sees_every_trial_and_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What came of it stands above the bar, as it is: brackets are no markup."""
-
     class Terminal(StringIO):
         def isatty(self) -> bool:
             return True
@@ -260,7 +244,6 @@ def test_somebody_at_a_terminal_sees_every_trial_and_a_bar(monkeypatch: pytest.M
 
 
 def test_what_a_subject_says_cannot_act_on_the_terminal(asked: Asked) -> None:
-    """Escape sequences, NUL, marks of direction and line breaks in its words are written out, in its errors too."""
     nasty = "\x1b[2J\x00\u202e\u2066\x9b31m\rholds\nfake-claim v1: holds\U000e0041"
 
     def raises(_: Trial) -> Verdict:
@@ -312,13 +295,11 @@ def test_64_and_words_for_bad_input(words: list[str], said: str) -> None:
 
 
 def test_verify_gives_verdicts_too() -> None:
-    """`andon verify` has the same codes: an unknown option is 64, and so is a ledger that is not there."""
     for words in (["--bogus"], ["/nowhere/at/all"]):
         assert CliRunner().invoke(app, ["verify", *words]).exit_code == 64
 
 
 def test_all_that_is_wrong_is_said_at_once() -> None:
-    """Four mistakes, four lines."""
     with pytest.raises(InputError) as caught:
         understood(Options(subject="plane", world="x", accumulation="-1", budget="big", seed="one"))
     assert [problem.where for problem in caught.value.problems] == [
@@ -331,14 +312,12 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
 
 
 def test_options_mean_what_they_say() -> None:
-    """Lists between commas, each entry once; a range of seeds; several claims."""
     request = understood(Options(world="3, 2,3", backend="gloo", seed="4-6", claims=("a,b", "c")))
     assert (request.worlds, request.backends, request.seeds) == ((3, 2), ("gloo",), (4, 5, 6))
     assert (request.subject, request.claims, request.budget.name) == ("andon", ("a", "b", "c"), "quick")
 
 
 def test_a_claim_by_name_is_tried_whatever_the_budget_leaves_out() -> None:
-    """The quick budget weighs no memory, unless it is asked to; nothing else is run then."""
     from andon_falsify.campaign.opening import open_bench
     from andon_falsify.ranks.pool import RankPools
 

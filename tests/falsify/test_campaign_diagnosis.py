@@ -11,7 +11,6 @@ from andon_falsify.verdict import Counterexample
 
 
 def laid_out(world: int, accumulation: int, local: int = 2) -> Case:
-    """A case with batches of world x accumulation x local rows, two and a bit in an epoch."""
     batch = world * accumulation * local
     return Case(rows=make_rows(2 * batch + 1), batch_size=batch, micro_batches=world * accumulation, world=world)
 
@@ -38,7 +37,6 @@ def laid_out(world: int, accumulation: int, local: int = 2) -> Case:
     ],
 )
 def test_ratios_are_explained_together(measured: list[tuple[float, tuple[int, int]]], said: str) -> None:
-    """The simplest product that fits all; where two do, both are named and no mistake is guessed."""
     pairs = [(ratio, laid_out(*place)) for ratio, place in measured]
     found = explain(pairs)
     shown = "" if found is None else found.of(*pairs[0])
@@ -47,7 +45,6 @@ def test_ratios_are_explained_together(measured: list[tuple[float, tuple[int, in
 
 
 def test_what_a_judge_knows_of_a_ratio_stays_and_is_kept_by_a_smaller_case() -> None:
-    """He saw the window; from the case's sizes alone the ratio would be another thing. Without him, they name it."""
     equals = "0.500 = 1 of 2 micro-batches: a short window is divided as a full one"
     told = Counterexample("off the law", ratio=0.5, equals=equals)
     case = laid_out(2, 2)
@@ -59,7 +56,6 @@ def test_what_a_judge_knows_of_a_ratio_stays_and_is_kept_by_a_smaller_case() -> 
 
 
 def test_a_counterexample_is_explained_by_what_all_cases_say() -> None:
-    """Alone 2.000 could be either factor; with the other case it is the world. One that does not fit keeps its own."""
     two, three = laid_out(2, 2), laid_out(3, 2)
     common = explain([(2.0, two), (3.0, three)])
     assert "world 2" in diagnosed(Counterexample("off", ratio=2.0), two, common).equals
@@ -105,7 +101,6 @@ def test_what_held_rules_causes_out() -> None:
 
 
 def test_a_smaller_case_must_keep_the_factors() -> None:
-    """4 = accumulation 2 x world 2 is no example of 2 = world 2."""
     found = Counterexample("off", ratio=4.0)
     assert reason(found, laid_out(2, 2)) == ("accumulation", "world")
     assert reason(Counterexample("off", ratio=2.0), laid_out(2, 1)) == ("world",)
@@ -144,7 +139,6 @@ def test_the_cause_is_named_and_not_its_echo(errors: dict[int, str], said: str) 
 
 
 def test_the_place_of_an_error_is_that_in_the_subjects_own_code() -> None:
-    """The innermost frame that is neither a library's nor the suite's."""
     text = (
         "LoopError: ValueError: bad\n"
         '  File "/x/andon_falsify/loops/duty.py", line 3, in train\n'
@@ -155,7 +149,6 @@ def test_the_place_of_an_error_is_that_in_the_subjects_own_code() -> None:
 
 
 def test_reasons_that_differ_in_numbers_are_one() -> None:
-    """Of many margins the worst, of many reasons the first three."""
     many = "largest relative error 4.1e-07, allowed 2e-05; largest relative error 5.4e-07, allowed 2e-05; a; b; c"
     assert condensed(many) == "largest relative error 5.4e-07, allowed 2e-05; a; b; and 1 more"
     assert condensed("") == ""

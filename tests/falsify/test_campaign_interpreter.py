@@ -30,20 +30,17 @@ QUICK = BUDGETS["quick"]
 
 
 def campaign(bench: Bench, *kinds: str, worlds: tuple[int, ...] = (2, 3), **changes: object) -> Campaign:
-    """The quick trials of `kinds`."""
     trials = tuple(draw(7, QUICK, Layout(("gloo",), worlds, (1, 2)), kinds or (LAW,)))
     judged = frozenset().union(*(bench.kinds[kind] for kind in kinds or (LAW,)))
     return replace(Campaign(bench, trials, judged, QUICK), **changes)  # type: ignore[arg-type]
 
 
 def found(one: Campaign) -> Report:
-    """The report of a campaign that is run."""
     said = Interpreter(one).run()
     return report(one.bench, said, one.claims, Origin("now", {}, {}, {}))
 
 
 def test_every_place_has_a_finding_of_its_own() -> None:
-    """Four layouts, three cases each, merged; nothing is run twice."""
     bench = Oracle(holds)
     whole = found(campaign(bench))
     places = [(finding.world, finding.accumulation) for finding in whole.findings]
@@ -67,14 +64,12 @@ def test_a_fall_is_shrunk_explained_and_repeatable() -> None:
 
 
 def test_ratios_of_all_places_are_explained_together() -> None:
-    """2.000 on two ranks with accumulation 2 is the world, because on three ranks it is 3.000."""
     whole = found(campaign(Oracle(falls_with(lambda case: float(case.world)))))
     told = {each.equals for verdict in whole.verdicts for each in verdict.counterexamples}
     assert told == {f"{world}.000 = world {world}: summed over the ranks instead of averaged" for world in (2, 3)}
 
 
 def test_an_exact_case_is_not_shrunk() -> None:
-    """What a repeated command shows is what it says."""
     bench = Oracle(falls_with(lambda case: 2.0))
     found(campaign(bench, exact=True))
     assert len(bench.asked) == 12
@@ -101,7 +96,6 @@ def test_no_trial_is_left_out_since_others_did_not_apply(worlds: tuple[int, ...]
 
 
 def test_options_in_another_order_ask_for_the_same_trials() -> None:
-    """Backends, worlds and accumulations as they are drawn, and the worlds that runs are resumed on."""
     orders = (("inline,gloo", "1,2,3", "1,2"), ("gloo,inline", "3,1,2", "2,1"))
     with RankPools() as pools:
         bench = AndonBench(AndonTrainer(pools))
@@ -114,7 +108,6 @@ def test_options_in_another_order_ask_for_the_same_trials() -> None:
 
 
 def test_a_loop_that_declares_no_brakes_is_run_once_to_see_that() -> None:
-    """What a subject does not declare it declares in no case; on another number of ranks nothing more is run."""
     case = loop_case(epochs=1)
     with RankPools() as pools:
         bench = LoopBench(LoopSubject("andon_falsify.peers.ddp:make", "ddp", pools), "ddp")
@@ -134,7 +127,6 @@ def test_a_subject_that_never_works_is_given_up() -> None:
 
 @pytest.mark.parametrize("backwards", [False, True])
 def test_a_place_that_fails_does_not_give_up_another(backwards: bool) -> None:
-    """Four failures and more on three ranks; those on two, which work, are tried before or after."""
     bench = Oracle(lambda trial: unknown(SUM, "crash") if trial.case.world == 3 else holds(trial))
     one = campaign(bench)
     in_order = sorted(one.trials, key=lambda trial: trial.case.world, reverse=backwards)
@@ -143,7 +135,6 @@ def test_a_place_that_fails_does_not_give_up_another(backwards: bool) -> None:
 
 
 def test_a_place_that_is_always_late_costs_two_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two runs that gave no answer in time, and that number of ranks is left; the other is tried to the end."""
     clock = [0.0]
     monkeypatch.setattr("andon_falsify.campaign.interpreter.time.monotonic", lambda: clock[0])
 
@@ -173,7 +164,6 @@ def test_a_smaller_counterexample_is_one_of_the_same_mistake() -> None:
 
 
 def test_reports_of_a_campaign_that_goes_on_are_not_made_after_every_trial() -> None:
-    """Each of the first trials has one, later ones are further apart; ratios are explained at the end."""
     bench = Oracle(lambda trial: falls_with(lambda _: 2.0)(trial) if trial.seed == 0 else holds(trial))
     trials = [each for seed in range(40) for each in draw(seed, QUICK, Layout(("gloo",), (2, 3), (1, 2)), (LAW,))]
     known = list[Report]()
@@ -190,7 +180,6 @@ def test_reports_of_a_campaign_that_goes_on_are_not_made_after_every_trial() -> 
 
 
 def test_a_claim_of_which_nothing_is_said_is_unknown() -> None:
-    """A selected claim never goes missing."""
     whole = found(replace(campaign(Oracle(holds)), claims=frozenset({"sum", "halts"})))
     (missing,) = [finding for finding in whole.findings if finding.claim == "halts"]
     assert (missing.outcome, missing.why) == (Outcome.UNKNOWN, "no case that was run says anything of it")
@@ -198,7 +187,6 @@ def test_a_claim_of_which_nothing_is_said_is_unknown() -> None:
 
 
 def test_a_planted_fault_is_found_shrunk_and_found_again() -> None:
-    """Our own trainer with a shard that is not trained: from 3 ranks to 2 and few rows; the same case falls again."""
     case = Case(
         rows=make_rows(7),
         batch_size=3,

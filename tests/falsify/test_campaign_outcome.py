@@ -12,14 +12,12 @@ FALLEN = Counterexample("off", "step 1", "1", "4", 4.0, "4.000 = accumulation 2 
 
 
 def finding(claim: str = "gradient-law", outcome: Outcome = Outcome.HOLDS, **changes: object) -> Finding:
-    """One finding at two ranks; a falsified one has a counterexample."""
     found = (FALLEN,) if outcome is Outcome.FALSIFIED else ()
     plain: dict[str, object] = {"checked": 3, "counterexamples": found, "seed": 7, "why": "because"}
     return Finding(claim, 1, "mine", "1.0", "gloo", 2, 2, outcome, **(plain | changes))  # type: ignore[arg-type]
 
 
 def report(*findings: Finding, **changes: object) -> Report:
-    """A report of `findings`."""
     plain: dict[str, object] = {
         "versions": {"torch": "2.13.0"},
         "machine": {"cpu": "x"},
@@ -30,7 +28,6 @@ def report(*findings: Finding, **changes: object) -> Report:
 
 
 def test_claims_are_counted_once_a_subject() -> None:
-    """Places of one claim are one claim, the gravest outcome counts; what was left out counts in N alone."""
     several = report(
         finding(),
         finding(outcome=Outcome.UNKNOWN),
@@ -53,7 +50,6 @@ def test_claims_are_counted_once_a_subject() -> None:
     ],
 )
 def test_exit_codes(outcomes: list[Outcome], code: int) -> None:
-    """1 falsified, 2 unknown or nothing checked, else 0: expectations excuse nothing."""
     found = [finding(str(place), outcome) for place, outcome in enumerate(outcomes)]
     expected = {("mine", each.claim): "known" for each in found}
     assert report(*found, expected=expected).exit_code == code
@@ -75,13 +71,11 @@ def test_exit_codes(outcomes: list[Outcome], code: int) -> None:
 def test_what_is_excused_fails_nothing_but_by_holding(
     excused: Outcome, other: Outcome, unfinished: str, code: int
 ) -> None:
-    """It counts as checked; the others, and what was left untried, count as ever, in a file that is read again too."""
     found = report(finding("a", excused), finding("b", other), excused=("a",), unfinished=unfinished)
     assert (found.exit_code, from_plain(to_plain(found), "file").exit_code) == (code, code)
 
 
 def test_a_surprise_is_a_fall_unannounced_or_one_that_did_not_happen() -> None:
-    """Strict: an expected failure that holds is as much a surprise as an unexpected one."""
     whole = report(
         finding("fell", Outcome.FALSIFIED),
         finding("announced", Outcome.FALSIFIED),
@@ -96,7 +90,6 @@ def test_a_surprise_is_a_fall_unannounced_or_one_that_did_not_happen() -> None:
 
 
 def test_reports_of_several_subjects_are_joined() -> None:
-    """Runs add up, versions that differ are both named, the earliest start stands."""
     other = report(finding(), versions={"torch": "2.14.0"}, runs=2)
     both = joined([report(finding()), other])
     assert (both.runs, both.versions["torch"], len(both.findings)) == (7, "2.13.0 or 2.14.0", 2)

@@ -40,7 +40,6 @@ def test_nothing_heavy_was_loaded(request):
 
 
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """pytest in a process of its own, in a folder of somebody else's."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words],

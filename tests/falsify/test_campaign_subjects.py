@@ -27,7 +27,6 @@ def pools() -> Iterator[RankPools]:
 
 
 def bench(make: str, pools: RankPools) -> LoopBench:
-    """A misbehaving subject on its bench."""
     return LoopBench(LoopSubject(f"{HERE}.{make}", make, pools), make)
 
 
@@ -59,7 +58,6 @@ def test_what_a_subject_does_wrong_is_named(pools: RankPools, make: str, said: s
 
 
 def test_what_a_subject_leaves_running_is_named_and_ended(pools: RankPools) -> None:
-    """Though it was in a session of its own; every claim is unknown, and the reason has its command."""
     found = bench("littering:make", pools).attempt(TRIAL)
     assert {verdict.outcome for verdict in found.values()} == {Outcome.UNKNOWN}
     assert all(f"({' '.join(COMMAND)})" in verdict.why for verdict in found.values())
@@ -68,7 +66,6 @@ def test_what_a_subject_leaves_running_is_named_and_ended(pools: RankPools) -> N
 
 @pytest.mark.parametrize("make", ["deadlocking:make_waiting", "deadlocking:make_alone"])
 def test_a_deadlock_ends_with_the_deadline(make: str) -> None:
-    """Whether a rank waits by itself or in a collective, it is given up, and none of the ranks is left."""
     with RankPools(deadline_s=1.0, grace_s=0.1) as pools:
         found = bench(make, pools).attempt(TRIAL)
         assert all("no answer in time (1 s); killed" in verdict.why for verdict in found.values())
@@ -76,7 +73,6 @@ def test_a_deadlock_ends_with_the_deadline(make: str) -> None:
 
 
 def test_nonsense_on_the_standard_streams_changes_nothing(pools: RankPools, capfd: pytest.CaptureFixture[str]) -> None:
-    """A right loop that prints like this is a right loop, and nothing of it comes between the suite's lines."""
     found = bench("garbling:make", pools).attempt(TRIAL)
     assert {verdict.outcome for verdict in found.values()} == {Outcome.HOLDS}, found
     printed = capfd.readouterr()

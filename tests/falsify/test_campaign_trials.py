@@ -20,26 +20,22 @@ LAYOUT = Layout(("inline", "gloo"), (2, 3), (1, 2))
 
 
 def drawn(seed: int = 7, budget: str = "standard", layout: Layout = LAYOUT) -> list[Trial]:
-    """All trials of every kind."""
     return list(draw(seed, BUDGETS[budget], layout, KINDS))
 
 
 def again(trial: Trial) -> Trial:
-    """The trial that its own writing gives."""
     backend, world, accumulation = trial.place if trial.kind != FUNCTIONS else ("inline", 2, 2)
     return read_trial(trial.written(), backend=backend, world=world, accumulation=accumulation, seed=trial.seed)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 7, 10**6])
 def test_what_is_written_is_read_as_the_same_trial(seed: int) -> None:
-    """Every kind, at every place: nothing of a case is lost on the command line."""
     for trial in drawn(seed):
         assert again(trial) == trial
 
 
 @pytest.mark.parametrize("kind", [LAW, RESUME])
 def test_of_a_scripts_case_only_its_layout_is_written(kind: str) -> None:
-    """A command has its own rows, model and optimizer; its ranks, micro-batches and their rows are read back alike."""
     command = Command.read("train --world {world} --batch {local_batch} --accumulate {accumulation}")
     case = ScriptBench(command, 1.0).suited(Case(world=3, micro_batches=6))
     trial = Trial(kind, case, seed=5)
@@ -50,7 +46,6 @@ def test_of_a_scripts_case_only_its_layout_is_written(kind: str) -> None:
 
 
 def test_rows_that_were_not_drawn_are_written_out() -> None:
-    """The user's own rows, or those of which some were left out."""
     rows = Rows(((40, 41), (50,), (60,)), (0, 1, 1), 2)
     trial = Trial(LAW, Case(rows=rows, batch_size=4))
     assert again(trial) == trial
@@ -58,7 +53,6 @@ def test_rows_that_were_not_drawn_are_written_out() -> None:
 
 
 def test_the_default_is_written_as_nothing() -> None:
-    """Only differences are written; the place is not one."""
     assert Trial(LAW, Case(world=4, backend="gloo", micro_batches=4)).written() == "{}"
 
 
@@ -82,13 +76,11 @@ def test_the_default_is_written_as_nothing() -> None:
     ],
 )
 def test_what_is_no_case_is_said_in_words(text: str, said: str) -> None:
-    """Everything wrong at once."""
     with pytest.raises(ValueError, match=re.escape(said)):
         read_trial(text, backend="inline", world=2, accumulation=2, seed=0)
 
 
 def test_the_same_seed_draws_the_same_and_another_one_others() -> None:
-    """On every backend the same cases, so that backends can be compared."""
     assert drawn(7) == drawn(7)
     assert drawn(7) != drawn(8)
     by_backend = [
@@ -135,13 +127,11 @@ def test_drawn_cases_are_what_the_claims_need(seed: int) -> None:
 
 
 def test_a_budget_leaves_kinds_out() -> None:
-    """The quick one weighs no memory; what a subject cannot be put to is not drawn."""
     assert MEMORY not in {trial.kind for trial in drawn(budget="quick")}
     assert {trial.kind for trial in draw(7, BUDGETS["deep"], LAYOUT, [LAW])} == {LAW}
 
 
 def test_a_case_is_shrunk_to_what_its_fall_needs() -> None:
-    """One that falls from 3 ranks, 5 rows and 2 updates on has just these, and all else at its least."""
     big = Trial(
         LAW,
         Case(
@@ -178,14 +168,12 @@ def test_a_case_is_shrunk_to_what_its_fall_needs() -> None:
 
 
 def test_no_case_is_shrunk_that_nothing_smaller_follows() -> None:
-    """Where no smaller one falls, or no time is left, the case itself is the counterexample."""
     trial = drawn()[-1]
     assert shrink(trial, lambda _: False, limit_s=60.0) == trial
     assert shrink(trial, lambda _: True, limit_s=0.0) == trial
 
 
 def test_shrinking_keeps_to_the_worlds_that_were_asked_for() -> None:
-    """`--world 3 --accumulation 2` is answered on 3 ranks with accumulation 2."""
     trial = next(each for each in drawn() if each.place[1:] == (3, 2) and each.kind == LAW)
     found = shrink(trial, lambda _: True, limit_s=60.0, worlds=(3,), accumulations=(2,))
     assert found.place == trial.place
@@ -193,7 +181,6 @@ def test_shrinking_keeps_to_the_worlds_that_were_asked_for() -> None:
 
 @pytest.mark.parametrize("kind", [LAW, HALT, RESUME])
 def test_every_smaller_trial_is_one_of_its_kind(kind: str) -> None:
-    """Never another kind, a poison that meets nothing, or a cut behind the end; always readable."""
     for trial in (each for each in drawn() if each.kind == kind):
         for smaller in candidates(trial):
             case = smaller.case
@@ -206,6 +193,5 @@ def test_every_smaller_trial_is_one_of_its_kind(kind: str) -> None:
 
 
 def test_a_poison_keeps_its_micro_batch() -> None:
-    """A case with a NaN in micro-batch 3 cannot have fewer than four of them."""
     case = Case(rows=make_rows(8), batch_size=4, micro_batches=4, poison=Poison(1, 3, "nan"))
     assert all(smaller.case.micro_batches >= 4 for smaller in candidates(replace(Trial(HALT, case))))

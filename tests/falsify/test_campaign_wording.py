@@ -19,17 +19,14 @@ LARGER = replace(SMALLEST, where="step 9", repro="andon falsify 2")
 
 
 def fallen(world: int, accumulation: int, *found: Counterexample, why: str = "") -> Finding:
-    """A finding of one claim at a place."""
     return Finding("sum", 2, "x", "", "gloo", world, accumulation, Outcome.FALSIFIED, why, 5, found)
 
 
 def lines(*findings: Finding) -> list[str]:
-    """What is said of them."""
     return list(verdict_lines(Report("2026-01-02T03:04:05+00:00", findings=findings)))
 
 
 def test_one_counterexample_stands_for_all() -> None:
-    """Verdict with its places, counterexample with its ratio, command, and a count, each on a line of its own."""
     assert lines(fallen(2, 1, SMALLEST, LARGER), fallen(3, 2, LARGER), fallen(2, 2, LARGER)) == [
         "sum v2: falsified at gloo, world 2, accumulation 1 and 2; gloo, world 3, accumulation 2",
         "  step 1: off the law; expected 1, seen 4; ratio 4.000 = accumulation 2 x world 2",
@@ -44,14 +41,12 @@ def test_one_counterexample_stands_for_all() -> None:
 def test_a_file_that_was_not_asked_for_is_not_pointed_at(
     option: str, rest: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where no --json was given the line says what would write the other counterexamples."""
     report = Report("2026-01-02T03:04:05+00:00", findings=(fallen(2, 1, SMALLEST, LARGER),))
     show(report, {option: Path("r")})
     assert f"  and 1 more ({rest})" in capsys.readouterr().out.splitlines()
 
 
 def test_what_is_alone_is_not_counted() -> None:
-    """One counterexample without a command; what its judge says besides stays, and his own count does not."""
     plain = Counterexample("off the law")
     assert lines(fallen(2, 1, plain, why="same forward, not independent; 3 more counterexamples")) == [
         "sum v2: falsified at gloo, world 2, accumulation 1 (same forward, not independent)",
@@ -60,13 +55,11 @@ def test_what_is_alone_is_not_counted() -> None:
 
 
 def test_places_beyond_three_are_counted() -> None:
-    """World sizes 2 to 6."""
     (first, *_) = lines(*(fallen(world, 1, SMALLEST) for world in range(2, 7)))
     assert first.endswith("gloo, world 4, accumulation 1; and 2 more places")
 
 
 def test_what_keeps_all_claims_from_being_judged_is_said_once() -> None:
-    """Two claims, one reason; a reason of one claim alone stays with it."""
     why = "rank 0: no model"
     first = Finding("sum", 2, "x", "", "gloo", 2, 1, Outcome.UNKNOWN, why, 0, ())
     second = replace(first, claim="mean")

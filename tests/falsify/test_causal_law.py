@@ -16,7 +16,6 @@ TRANSFORMERS = 1e-6
 
 @pytest.fixture(scope="module")
 def whole() -> CausalSubject:
-    """A subject that trains every weight."""
     return CausalSubject(CausalCase(world=1, lora=False))
 
 
@@ -25,7 +24,6 @@ def _law(subject: CausalSubject) -> Decoder:
 
 
 def test_next_tokens_are_those_of_the_architecture(whole: CausalSubject) -> None:
-    """The logits of one row are those of the stock model, by a head that is tied and by one that is not."""
     exact = whole.model.double()
     tokens = torch.tensor(whole.rows[1].tokens)
     seen = exact(input_ids=tokens[None]).logits[0].detach()
@@ -59,7 +57,6 @@ def test_the_law_is_one_sum_divided_once(whole: CausalSubject) -> None:
 
 
 def test_weights_count_in_the_sum_and_not_in_the_count(whole: CausalSubject) -> None:
-    """A token of weight 2 is twice its loss and one token; one of weight 0 is none; a first token never counts."""
     decoder, params, names = _law(whole), whole.weights(), ["model.norm.weight"]
     one = token_sum(decoder, params, names, TokenRow((1, 2, 3), (0.0, 0.0, 1.0)))
     two = token_sum(decoder, params, names, TokenRow((1, 2, 3), (5.0, 0.0, 2.0)))
@@ -68,7 +65,6 @@ def test_weights_count_in_the_sum_and_not_in_the_count(whole: CausalSubject) -> 
 
 
 def test_what_has_no_mean_is_refused(whole: CausalSubject) -> None:
-    """No trained token at all, and a weight too few."""
     decoder, params, names = _law(whole), whole.weights(), ["model.norm.weight"]
     with pytest.raises(ValueError, match="without a trained token"):
         mean_of([token_sum(decoder, params, names, TokenRow((1, 2), (1.0, 0.0)))])
@@ -103,7 +99,6 @@ def test_our_trainer_keeps_the_law(lora: bool, packed: bool, updates: int) -> No
 
 
 def test_the_rows_are_ragged() -> None:
-    """What the law is tried on has rows of other lengths and counts, weights that are not 1, and several to a pack."""
     rows = CausalSubject(CausalCase()).rows
     assert len({row.trained for row in rows}) > 5
     assert len({len(row.tokens) for row in rows}) > 5

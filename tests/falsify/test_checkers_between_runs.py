@@ -30,12 +30,10 @@ TWO = "start fingerprint=x w=5 | 1: 0[a] 1[b] | 2: 0[c] 1[d] | end"
 
 
 def pair(other: str) -> list[History]:
-    """A good history of one rank, and `other` on two."""
     return [history(ONE, "alone"), history(other, "other", backend="gloo")]
 
 
 def test_same_everywhere() -> None:
-    """One and two ranks, one result; so does a shorter history that was cut off."""
     says(same_everywhere.check(pair(TWO)), HOLDS)
     says(same_everywhere.check([*pair(TWO), history("start fingerprint=x | 1: 0[a] 1[b]", "cut")]), HOLDS)
 
@@ -61,12 +59,10 @@ def test_same_everywhere() -> None:
     ],
 )
 def test_same_everywhere_rejects(change: str, words: tuple[str, ...]) -> None:
-    """One difference of any kind at the second step is named by step, runs and what differs first."""
     says(same_everywhere.check(pair(TWO.replace("1[d]", f"1[d] {change}"))), FALSIFIED, "step 2", *words)
 
 
 def test_same_everywhere_names_the_first_step_only() -> None:
-    """What differs afterwards follows from it."""
     text = TWO.replace("1[b]", "1[b] w=9").replace("1[d]", "1[d] w=9")
     verdict = same_everywhere.check(pair(text))
     says(verdict, FALSIFIED, "step 1,")
@@ -74,14 +70,12 @@ def test_same_everywhere_names_the_first_step_only() -> None:
 
 
 def test_same_everywhere_looks_before_the_first_step_and_after_the_last() -> None:
-    """Other initial weights, and another number of updates in two runs that finished."""
     says(same_everywhere.check(pair(TWO.replace("w=5", "w=6"))), FALSIFIED, "the initial weights differ")
     shorter = "start fingerprint=x w=5 | 1: 0[a] 1[b] | end"
     says(same_everywhere.check(pair(shorter)), FALSIFIED, "another number of updates", "expected 2 updates, seen 1")
 
 
 def test_same_everywhere_infers_nothing_from_what_is_not_comparable() -> None:
-    """Another fingerprint is not comparable; one place only, one history, no common step is unknown."""
     says(same_everywhere.check(pair(TWO.replace("=x", "=y"))), INAPPLICABLE, "not comparable")
     says(same_everywhere.check([history(ONE), history(ONE)]), UNKNOWN, "every history ran on world 1 inline")
     says(same_everywhere.check([history(ONE)]), UNKNOWN, "at least two")
@@ -92,7 +86,6 @@ def test_same_everywhere_infers_nothing_from_what_is_not_comparable() -> None:
 
 @given(st.integers(2, 5), st.integers(1, 4), st.data())
 def test_same_everywhere_finds_the_first_of_any_differences(runs: int, steps: int, data: st.DataObject) -> None:
-    """Weights drawn per step and changed in one run from a drawn step on: that step is named."""
     weights = data.draw(st.lists(st.integers(10, 99), min_size=steps, max_size=steps))
 
     def text(world: int, shift: dict[int, int]) -> str:
@@ -115,7 +108,6 @@ RESUMED = "1: 0[a] | 2: 0[b] | 3: 0[c] | resume step=1 | 2: 0[b] | 3: 0[c] | 4: 
 
 
 def test_resume_equal() -> None:
-    """Steps done again as they were, and the same end, on another number of workers too."""
     says(resume_equal.check(history(RESUMED), history(WHOLE)), HOLDS)
     says(resume_equal.check(history(RESUMED)), HOLDS)
     says(
@@ -126,7 +118,6 @@ def test_resume_equal() -> None:
 
 @pytest.mark.parametrize("change", ["w=9", "o=9", "g=9", "d=9", "loss=3", "lr=3", "norm=3", "ids=x"])
 def test_resume_equal_rejects_any_difference(change: str) -> None:
-    """In a step done again, and in one made only after the resume."""
     again = RESUMED.replace("4: 0[d]", f"4: 0[d] {change}")
     says(resume_equal.check(history(again), history(WHOLE)), FALSIFIED, "step 4 of history", "uninterrupted")
     before, _, after = RESUMED.partition("resume")
@@ -167,7 +158,6 @@ def test_updates_cannot_be_disowned(text: str) -> None:
 
 
 def test_a_retraction_over_two_lives_takes_both_back() -> None:
-    """Updates above the named one, whoever made them; those below stand."""
     lives = "1: 0[a] | 2: 0[b] | 3: 0[c] | resume step=1 | 2: 0[b] | violation clause=x step=2"
     found = history(f"{lives} | retraction step=1 last=3 clause=x")
     assert list(found.trajectory) == [1]
@@ -175,7 +165,6 @@ def test_a_retraction_over_two_lives_takes_both_back() -> None:
 
 
 def test_resume_equal_notices_what_is_missing() -> None:
-    """A step left out over the resume, an early end, and a run that is not over."""
     skipped = "1: 0[a] | 2: 0[b] | resume step=2 | 4: 0[d] | end"
     says(resume_equal.check(history(skipped), history(WHOLE)), FALSIFIED, "step 4: step 3 was never done")
     inside = "1: 0[a] | resume step=1 | 2: 0[b] | 4: 0[d] | end"
@@ -186,14 +175,12 @@ def test_resume_equal_notices_what_is_missing() -> None:
 
 
 def test_resume_equal_infers_nothing_without_a_resume() -> None:
-    """Nothing resumed; resumed and nothing done again, with nothing else to compare; a resume to no steps."""
     says(resume_equal.check(history(WHOLE), history(WHOLE)), UNKNOWN, "was never resumed")
     says(resume_equal.check(history("1: 0[a] | resume step=1 | 2: 0[b]")), UNKNOWN)
     says(resume_equal.check(history("resume step=1 | 5: 0[b]"), history(WHOLE)), FALSIFIED, "step 1 was never done")
 
 
 def test_losses_close() -> None:
-    """Strictly less than 1 % from update 100 on; before it anything goes."""
     law = [1.0] * 101
     says(losses_close.check([9.0] * 99 + [1.009, 0.991], law), HOLDS)
     says(
@@ -223,14 +210,12 @@ def test_losses_close_names_one_factor() -> None:
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf, None])
 def test_losses_close_and_what_is_not_finite(broken: float | None) -> None:
-    """In the accused it falsifies at any update; in the reference it makes that update incomparable."""
     says(losses_close.check([broken, 1.0], [1.0, 1.0], start=2), FALSIFIED, "step 1: the loss is not finite")
     says(losses_close.check([1.0, 1.0], [1.0, broken], start=1), UNKNOWN, "reference's loss at step 2")
     says(losses_close.check([1.0, 1.0], [broken, 1.0], start=2), HOLDS)
 
 
 def test_losses_close_infers_nothing_from_too_little() -> None:
-    """Empty, shorter than 100, of another length; what is compared may still falsify."""
     says(losses_close.check([], []), UNKNOWN)
     says(losses_close.check([1.0] * 99, [1.0] * 99), UNKNOWN, "99 updates, the claim begins at update 100")
     says(losses_close.check([1.0] * 100, [1.0] * 101), UNKNOWN, "100 losses against 101")
@@ -238,7 +223,6 @@ def test_losses_close_infers_nothing_from_too_little() -> None:
 
 
 def test_memory_within() -> None:
-    """At most the plan and 10 %, on each rank."""
     says(memory_within.check({0: 110, 1: 100}, 100), HOLDS)
     says(
         memory_within.check({0: 100, 1: 111}, 100), FALSIFIED, "rank 1: the peak is 1.110 of the plan, 1.10 is allowed"
@@ -248,7 +232,6 @@ def test_memory_within() -> None:
 
 
 def test_memory_within_infers_nothing_from_what_was_not_counted() -> None:
-    """No rank, no bytes, no plan for a rank."""
     says(memory_within.check({}, 100), UNKNOWN)
     says(memory_within.check({0: 0}, 100), UNKNOWN, "peak 0 bytes")
     says(memory_within.check({0: 1, 1: 1}, {0: 100}), UNKNOWN, "rank 1", "plan 0 bytes")
@@ -271,7 +254,6 @@ LAYOUT = [("a", (2, 3), "float32"), ("b", (3,), "float32")]
 
 
 def test_layout_equal() -> None:
-    """The same tensors in the same order."""
     says(layout_equal.check({"rank 0": LAYOUT, "rank 1": list(LAYOUT)}), HOLDS)
     says(layout_equal.check({"rank 0": LAYOUT}), INAPPLICABLE)
     says(layout_equal.check({}), UNKNOWN)
@@ -290,7 +272,6 @@ def test_layout_equal() -> None:
     ],
 )
 def test_layout_equal_rejects(other: list[layout_equal.Tensor], words: tuple[str, ...]) -> None:
-    """Another name, shape, type, order, or number of tensors."""
     says(layout_equal.check({"cpu": LAYOUT, "gpu": other}), FALSIFIED, *words)
 
 
@@ -300,7 +281,6 @@ GRADIENTS = st.dictionaries(st.sampled_from("abcd"), st.lists(VALUES, min_size=1
 
 
 def test_gradient_law() -> None:
-    """Equal holds and says how far off; a relative error just beyond the tolerance does not."""
     says(gradient_law.check(GRADIENT, GRADIENT), HOLDS, "largest relative error 0.00e+00")
     for error, outcome in ((1e-6, HOLDS), (3e-6, FALSIFIED)):
         seen: dict[str, Values] = {**GRADIENT, "a": [3.0 + 5.0 * error, 4.0]}
@@ -315,7 +295,6 @@ def test_gradient_law() -> None:
 
 @given(GRADIENTS, st.sampled_from([2.0, 0.5, 3.0, 12.0, -1.0]))
 def test_gradient_law_names_the_factor(expected: dict[str, Values], factor: float) -> None:
-    """A multiple of the law holds for no factor but 1, and the factor is measured whatever the values are."""
     seen: dict[str, Values] = {name: [factor * value for value in flat(values)] for name, values in expected.items()}
     verdict = gradient_law.check(seen, expected)
     says(verdict, FALSIFIED)
@@ -324,7 +303,6 @@ def test_gradient_law_names_the_factor(expected: dict[str, Values], factor: floa
 
 
 def test_gradient_law_explains_the_factor() -> None:
-    """HF Trainer's default at 2 ranks and accumulation 2."""
     seen: dict[str, Values] = {"a": [12.0, 16.0], "b": [4.0, 8.0]}
     factors = {"world": 2, "accumulation": 2}
     says(gradient_law.check(seen, GRADIENT, factors=factors), FALSIFIED, "ratio 4.000 = accumulation 2 x world 2")
@@ -342,7 +320,6 @@ def test_gradient_law_explains_the_factor() -> None:
     ids=["one-tensor-doubled", "permuted", "one-value", "one-doubled-one-permuted", "nearly-1"],
 )
 def test_gradient_law_names_no_factor_where_there_is_none(seen: dict[str, Values]) -> None:
-    """Falsified, but not by one number."""
     assert gradient_law.check(seen, GRADIENT).counterexamples[0].ratio is None
 
 
@@ -353,7 +330,6 @@ def test_gradient_law_of_no_gradient_at_all() -> None:
 
 
 def test_gradient_law_of_other_tensors() -> None:
-    """A tensor missing, one too many, one of another size, one that is not finite."""
     says(gradient_law.check({"a": [3.0, 4.0]}, GRADIENT), FALSIFIED, "b has another layout", "seen no gradient")
     says(
         gradient_law.check({**GRADIENT, "c": [1.0]}, GRADIENT),
@@ -366,7 +342,6 @@ def test_gradient_law_of_other_tensors() -> None:
 
 
 def test_gradient_law_of_a_tensor_whose_law_is_zero() -> None:
-    """It must be 0, unless a floor says what is negligible; alone it tells nothing."""
     law: dict[str, Values] = {**GRADIENT, "z": [0.0, 0.0]}
     says(gradient_law.check(law, law), HOLDS)
     says(gradient_law.check({**law, "z": [0.0, 1e-9]}, law), FALSIFIED, "z inf")
@@ -378,15 +353,12 @@ def test_gradient_law_of_a_tensor_whose_law_is_zero() -> None:
 
 
 def test_gradient_law_shows_the_worst_few() -> None:
-    """Three tensors by name, the worst first, the rest counted."""
     law: dict[str, Values] = {name: [1.0] for name in "abcde"}
     seen: dict[str, Values] = {name: [1.0 + 0.1 * place] for place, name in enumerate("abcde", start=1)}
     says(gradient_law.check(seen, law), FALSIFIED, "e 0.5, d 0.4, c 0.3 and 2 more")
 
 
 def test_distance_takes_any_nesting_and_nothing_else() -> None:
-    """Nested lists and what has `tolist` are flattened by row; text is no vector."""
-
     class Array:
         def tolist(self) -> list[list[float]]:
             return [[1.0, 2.0], [3.0, 4.0]]
@@ -398,7 +370,6 @@ def test_distance_takes_any_nesting_and_nothing_else() -> None:
 
 
 def test_distance_does_not_overflow() -> None:
-    """Values whose squares leave float64 still have a distance and a factor."""
     found = gap([2e200, 0.0], [1e200, 0.0])
     assert (found.relative, found.factor) == (1.0, 2.0)
     assert gap([0.0], [0.0]).relative == 0.0
@@ -427,5 +398,4 @@ def test_distance_does_not_overflow() -> None:
     ],
 )
 def test_ratios_in_words(ratio: float, factors: dict[str, int], expected: str) -> None:
-    """Products of powers of the factors, the simplest first; what one case cannot tell apart is joined by "or"."""
     assert explain_ratio(ratio, factors) == expected

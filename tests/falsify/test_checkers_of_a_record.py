@@ -19,26 +19,22 @@ HOLDS, FALSIFIED, UNKNOWN, INAPPLICABLE = Outcome.HOLDS, Outcome.FALSIFIED, Outc
 
 
 def test_chain_intact() -> None:
-    """Linked lines hold; so does a last line cut short, which is said."""
     says(chain_intact.check(history("start | 1: 0[a] | resume step=1 | 2: 0[b]")), HOLDS)
     says(chain_intact.check(history("start | 1: 0[a] | torn")), HOLDS, "line 2 was cut short")
     says(chain_intact.check(history("")), UNKNOWN)
 
 
 def lines_of(text: str) -> list[bytes]:
-    """The bytes of a history's lines, written as the notation writes them."""
     import json
 
     return [json.dumps(event.fields).encode() + b"\n" for event in history(text).events]
 
 
 def as_history(lines: list[bytes]) -> History:
-    """The history of these bytes."""
     return read_lines(lines, "x")
 
 
 def test_chain_intact_rejects_every_way_to_tamper() -> None:
-    """A changed, lost, swapped, repeated or foreign line, and one that is unreadable in the middle."""
     lines = lines_of("start | 1: 0[a] | 2: 0[b] | 3: 0[c] | end")
     says(chain_intact.check(as_history(lines)), HOLDS)
     changed = [lines[0], lines[1].replace(b'"epoch": 0', b'"epoch": 1'), *lines[2:]]
@@ -54,13 +50,11 @@ def test_chain_intact_rejects_every_way_to_tamper() -> None:
 
 
 def test_chain_intact_rejects_a_line_without_a_number() -> None:
-    """A missing number is a break as well."""
     says(chain_intact.check(as_history([b'{"v":1,"kind":"end","prev":"%s"}\n' % (b"0" * 16)])), FALSIFIED, "seq None")
 
 
 @given(st.integers(0, 4), st.data())
 def test_chain_intact_rejects_any_changed_byte(line: int, data: st.DataObject) -> None:
-    """Any byte but the last line's: what follows no longer fits."""
     lines = lines_of("start | 1: 0[a] | 2: 0[b] | 3: 0[c] | end | end")
     place = data.draw(st.integers(0, len(lines[line]) - 2))
     byte = data.draw(st.integers(32, 126).filter(lambda value: value != lines[line][place]))
@@ -69,7 +63,6 @@ def test_chain_intact_rejects_any_changed_byte(line: int, data: st.DataObject) -
 
 
 def test_loss_finite() -> None:
-    """NaN and infinity, in the loss or the norm, at any step."""
     says(loss_finite.check(history("1: 0[a] loss=0.5 norm=1e30")), HOLDS)
     says(loss_finite.check(history("1: 0[a] | 2: 0[b] loss=nan")), FALSIFIED, "step 2: the loss", "seen nan")
     says(loss_finite.check(history("1: 0[a] norm=-inf")), FALSIFIED, "step 1: the gradient norm", "seen -inf")
@@ -97,7 +90,6 @@ LAW = schedule.WarmupCosine(peak=1.0, total=10, fraction=0.2, minimum=0.1)
 
 
 def test_the_closed_form_of_the_schedule() -> None:
-    """By hand: half and full peak in the warm-up, the middle of the cosine, the minimum at the end and after."""
     assert [LAW(1), LAW(2)] == [0.5, 1.0]
     assert LAW(6) == pytest.approx(0.55, rel=1e-15)
     assert [LAW(10), LAW(11)] == pytest.approx([0.1, 0.1], rel=1e-15)
@@ -107,7 +99,6 @@ def test_the_closed_form_of_the_schedule() -> None:
 
 @given(st.integers(1, 200), st.floats(0.0, 1.0), st.floats(1e-6, 1.0), st.floats(0.0, 1.0))
 def test_the_schedule_rises_then_falls(total: int, fraction: float, peak: float, low: float) -> None:
-    """Rising to the peak, then falling, never above it nor below the minimum after the warm-up."""
     law = schedule.WarmupCosine(peak, total, fraction, low * peak)
     rates = [law(step) for step in range(1, total + 1)]
     top = int(fraction * total)
@@ -118,12 +109,10 @@ def test_the_schedule_rises_then_falls(total: int, fraction: float, peak: float,
 
 
 def rates(law: schedule.Schedule, steps: range) -> str:
-    """A history in which update t has the rate `law(t)`."""
     return " | ".join(f"{step}: 0[a] lr={law(step)!r}" for step in steps)
 
 
 def test_schedule() -> None:
-    """The rates of the law hold; one that is off by more than the tolerance does not."""
     says(schedule.check(history(rates(LAW, range(1, 11))), LAW), HOLDS)
     says(schedule.check(history(f"1: 0[a] lr={0.5 * (1 + 1e-9)!r}"), LAW), FALSIFIED, "step 1")
     says(schedule.check(history(f"1: 0[a] lr={0.5 * (1 + 1e-9)!r}"), LAW, tolerance=1e-8), HOLDS)
@@ -148,7 +137,6 @@ def test_schedule_names_whose_rate_it_is() -> None:
 
 
 def test_schedule_infers_nothing_without_a_law_or_rates() -> None:
-    """No law: not applicable. No rate, no steps: unknown."""
     says(schedule.check(history("1: 0[a]"), None), INAPPLICABLE)
     says(schedule.check(history(""), LAW), UNKNOWN)
     says(schedule.check(read_lines([b'{"v":1,"kind":"step","step":1}\n'], "x"), LAW), UNKNOWN, "no learning rate")

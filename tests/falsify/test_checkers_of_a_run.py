@@ -21,7 +21,6 @@ HOLDS, FALSIFIED, UNKNOWN, INAPPLICABLE = Outcome.HOLDS, Outcome.FALSIFIED, Outc
 
 @pytest.mark.parametrize("field", ["weights", "optimizer", "gradient"])
 def test_replicas_agree(field: str) -> None:
-    """One differing digest of one kind on one rank, at the last of three steps, is named with step and rank."""
     good = "1: 0[a] 1[b] 2[c] | 2: 0[a] 1[b] 2[c] | 3: 0[a] 1[b] 2[c]"
     says(replicas_agree.check(history(good)), HOLDS)
     says(
@@ -35,7 +34,6 @@ def test_replicas_agree(field: str) -> None:
 
 
 def test_replicas_agree_infers_nothing_from_silence() -> None:
-    """One rank: not applicable. No steps, a rank of the world that says nothing, or a digest left out: unknown."""
     says(replicas_agree.check(history("1: 0[a]")), INAPPLICABLE, "one rank")
     says(replicas_agree.check(history("")), UNKNOWN)
     says(replicas_agree.check(history("1: 0[a] 1[b]", world=3)), UNKNOWN, "rank 2")
@@ -47,13 +45,11 @@ def test_replicas_agree_infers_nothing_from_silence() -> None:
 
 
 def test_replicas_agree_notices_a_lie_about_the_world() -> None:
-    """A rank listed twice, and a rank beyond the world."""
     says(replicas_agree.check(history("1: 0[a] 0[b]", world=2)), FALSIFIED, "rank 0 is listed 2 times in a world of 2")
     says(replicas_agree.check(history("1: 0[a] 2[b]", world=2)), FALSIFIED, "rank 2 is listed 1 times")
 
 
 def test_replicas_agree_without_a_stated_world() -> None:
-    """A line that does not say its world size is judged by the ranks it lists."""
     line = b'{"v":1,"kind":"step","step":1,"ranks":[%s]}\n'
     rank = b'{"rank":%d,"weights":"a","optimizer":"b","gradient":"%d"}'
     for second, outcome in ((1, HOLDS), (2, FALSIFIED)):
@@ -67,7 +63,6 @@ EPOCHS = (
 
 
 def test_samples_once() -> None:
-    """Two epochs of four rows on two ranks, each row once an epoch."""
     says(samples_once.check(history(EPOCHS)), HOLDS)
     says(samples_once.check(history(EPOCHS.replace(" ids=1,2,3,4", ""))), HOLDS)
 
@@ -85,12 +80,10 @@ def test_samples_once() -> None:
     ],
 )
 def test_samples_once_rejects(good: str, bad: str, words: tuple[str, ...]) -> None:
-    """Shared, lost, strange, miscounted, repeated and missing rows, each named."""
     says(samples_once.check(history(EPOCHS.replace(good, bad))), FALSIFIED, *words)
 
 
 def test_samples_once_by_the_number_of_rows_alone() -> None:
-    """Where only their number is known, another number of different rows falsifies."""
     text = EPOCHS.replace(" ids=1,2,3,4", "").replace("0[2] 1[4]", "0[2]")
     says(samples_once.check(history(text)), FALSIFIED, "epoch 0: another number of rows", "expected 4, seen 3")
 
@@ -107,13 +100,11 @@ def test_samples_once_of_accelerates_even_batches() -> None:
 
 
 def test_samples_once_names_many_rows_briefly() -> None:
-    """Eight are named, the rest counted."""
     rows = " ".join(map(str, range(12)))
     says(samples_once.check(history(f"1: 0[{rows}] 1[{rows}] ids={rows.replace(' ', ',')}")), FALSIFIED, "and 4 more")
 
 
 def test_samples_once_of_an_epoch_that_is_not_over() -> None:
-    """Repeats falsify at once; what is missing may still come, so that is unknown."""
     start = "start rows=4 ids=1,2,3,4 steps=2 | 1: 0[3] 1[1]"
     says(samples_once.check(history(start)), UNKNOWN, "no epoch was complete")
     says(samples_once.check(history(f"{start} | end reason=violation")), UNKNOWN, "no epoch was complete")
@@ -123,7 +114,6 @@ def test_samples_once_of_an_epoch_that_is_not_over() -> None:
 
 
 def test_samples_once_of_an_epoch_that_a_limit_on_updates_ends() -> None:
-    """A run of one planned update of two finishes without having seen every row, which is what was asked for."""
     says(samples_once.check(history("start rows=4 batch_size=2 steps=1 | 1: 0[3] 1[1] | end")), UNKNOWN, "no epoch")
     whole = "start rows=3 batch_size=2 steps=2 | 1: 0[3] 1[1] | 2: 0[2] | end"
     says(samples_once.check(history(whole)), HOLDS)
@@ -131,13 +121,11 @@ def test_samples_once_of_an_epoch_that_a_limit_on_updates_ends() -> None:
 
 
 def test_samples_once_counts_a_step_done_again_once() -> None:
-    """A resume replays step 2: its rows were visited once in the trajectory that counts."""
     text = "start rows=4 steps=2 | 1: 0[3] 1[1] | 2: 0[2] 1[4] | resume step=1 | 2: 0[2] 1[4] | end"
     says(samples_once.check(history(text)), HOLDS)
 
 
 def test_samples_once_infers_nothing_from_lines_without_rows_or_epochs() -> None:
-    """A line that lists no rows, and one that names no epoch."""
     says(samples_once.check(history("1: ids=a")), UNKNOWN, "step 1 lists no rows")
     says(samples_once.check(history("1: ids=a | 2: ids=a")), FALSIFIED, "epoch 0: 2 visits of 1 rows")
     line = b'{"v":1,"kind":"step","step":1,"ids":[1],"ranks":[{"rank":0,"ids":[1]}]}\n'
@@ -148,7 +136,6 @@ def test_samples_once_infers_nothing_from_lines_without_rows_or_epochs() -> None
     ("rows", "said"), [("", "was not told how many rows an epoch has (rows=)"), ('"rows":4', "no epoch was")]
 )
 def test_samples_once_of_a_watch_that_does_not_know_epochs(rows: str, said: str) -> None:
-    """A finished run with rows, of which nobody said how many there are; where that was said, it is not blamed."""
     text = f'{{"v":2,"kind":"start","writer":"watch","plan":{{{rows}}}}}'
     step = '{"v":2,"kind":"step","step":1,"ids":[1],"ranks":[{"rank":0,"ids":[1]}]}'
     end = '{"v":2,"kind":"end","reason":"finished"}'
@@ -156,7 +143,6 @@ def test_samples_once_of_a_watch_that_does_not_know_epochs(rows: str, said: str)
 
 
 def epoch(number: int, rows: list[int], first: int) -> str:
-    """Rows two by two on two ranks."""
     pairs = [rows[index : index + 2] for index in range(0, len(rows), 2)]
     return " | ".join(f"{first + i}: 0[{a}] 1[{b}] epoch={number}" for i, (a, b) in enumerate(pairs))
 
@@ -176,7 +162,6 @@ def test_two_epochs_differ_in_their_order(first: list[int], second: list[int]) -
 def test_samples_once_accepts_any_split_and_rejects_any_single_change(
     world: int, rows: int, data: st.DataObject
 ) -> None:
-    """One epoch in one batch: any assignment of rows to ranks holds; a row moved, doubled or dropped does not."""
     owners = data.draw(st.lists(st.integers(0, world - 1), min_size=rows, max_size=rows))
     shares = [[row for row in range(rows) if owners[row] == rank] for rank in range(world)]
     batch = ",".join(map(str, range(rows)))
@@ -201,7 +186,6 @@ PLAN = {1: ["a", "b"], 2: ["c", "d"]}
 
 
 def test_plan_followed() -> None:
-    """The planned rows in the planned order; a history cut short is judged as far as it goes."""
     says(plan_followed.check(history("1: 0[a] 1[b] | 2: 0[c] 1[d] | end"), PLAN), HOLDS)
     says(plan_followed.check(history("1: 0[a] 1[b]"), PLAN), HOLDS)
 
@@ -224,25 +208,21 @@ def test_plan_followed_up_to_where_a_run_stopped_early() -> None:
     ],
 )
 def test_plan_followed_rejects(text: str, words: tuple[str, ...]) -> None:
-    """Another order, other rows, another step's rows, an update too many, one too few."""
     says(plan_followed.check(history(text), PLAN), FALSIFIED, *words)
 
 
 def test_plan_followed_infers_nothing_without_a_plan_or_rows() -> None:
-    """No plan is not applicable; no rows, or no steps, is unknown."""
     says(plan_followed.check(history("1: 0[a]"), None), INAPPLICABLE)
     says(plan_followed.check(history("1: loss=1"), PLAN), UNKNOWN, "step 1 lists no rows")
     says(plan_followed.check(history(""), PLAN), UNKNOWN)
 
 
 def test_plan_followed_shows_long_batches_briefly() -> None:
-    """Twelve rows of a batch are shown."""
     rows = list(range(20))
     says(plan_followed.check(history("1: 0[a]"), {1: rows}), FALSIFIED, "11 ...]")
 
 
 def test_halts() -> None:
-    """Stopped at the violated step, with or without the poisoned line in the record; a resume starts afresh."""
     broken = "1: 0[a] 1[b] | violation clause=finite step=2 | end reason=violation"
     says(halts.check(history(broken)), HOLDS)
     says(halts.check(history(broken), planted=2, clause="finite", stopped_at={0: 2, 1: 2}), HOLDS)
@@ -272,12 +252,10 @@ def test_halts() -> None:
     ],
 )
 def test_halts_rejects(text: str, words: tuple[str, ...]) -> None:
-    """Went on, applied the update, said nothing, kept the step, or broke at several."""
     says(halts.check(history(text)), FALSIFIED, *words)
 
 
 def test_halts_judges_a_planted_fault() -> None:
-    """Unnoticed, noticed late, named otherwise; never reached proves nothing."""
     clean = "1: 0[a] | 2: 0[b] | 3: 0[c]"
     says(
         halts.check(history(clean), planted=2),
@@ -296,13 +274,11 @@ def test_halts_judges_a_planted_fault() -> None:
 
 
 def test_halts_needs_something_to_halt() -> None:
-    """A clean history is no proof that anything would stop."""
     says(halts.check(history("1: 0[a] | end")), UNKNOWN, "nothing ever went wrong")
     says(halts.check(history("")), UNKNOWN)
 
 
 def test_halts_together() -> None:
-    """Ranks that ended at different steps are named."""
     says(halts.check(history(""), stopped_at={0: 3, 1: 2}), FALSIFIED, "step 2", "rank 0 at step 3, rank 1 at step 2")
 
 

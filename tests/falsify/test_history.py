@@ -24,19 +24,16 @@ JSON = st.recursive(
 
 
 def one(fields: object) -> History:
-    """The history of a single line."""
     return read_lines([json.dumps(fields).encode() + b"\n"], "one")
 
 
 def unread(read: History) -> Unread:
-    """The only line, which could not be read."""
     assert read.events == ()
     (line,) = read.unread
     return line
 
 
 def test_a_step_line_is_read_field_by_field() -> None:
-    """Every field of the schema arrives, nothing is made up."""
     text = {
         **STEP,
         "epoch": 2,
@@ -97,12 +94,10 @@ def test_a_step_line_is_read_field_by_field() -> None:
     ],
 )
 def test_what_does_not_fit_the_schema_is_reported(fields: object, why: str) -> None:
-    """The line is unread, with the field and the value; nothing is raised."""
     assert why in unread(one(fields)).why
 
 
 def test_what_is_no_json_is_reported() -> None:
-    """Neither garbage, nor bytes that are no UTF-8, nor nesting beyond any limit raises."""
     lines = [b"{oops\n", b"\xff\n", b"[" * 200_000 + b"\n"]
     read = read_lines(lines, "x")
     assert [line.why.split(":")[0] for line in read.unread] == ["not JSON", "not UTF-8", "not JSON"]
@@ -110,7 +105,6 @@ def test_what_is_no_json_is_reported() -> None:
 
 
 def test_a_message_about_a_huge_value_is_short() -> None:
-    """A line of a megabyte is not repeated in what is said of it."""
     line = unread(one({**STEP, "loss": "x" * 1_000_000}))
     assert len(line.why) < 200
     assert len(line.excerpt) <= 80
@@ -132,7 +126,6 @@ def test_numbers_beyond_a_float_are_not_finite() -> None:
     )
 )
 def test_reading_never_raises(values: list[object]) -> None:
-    """Any JSON gives as many events and reports as there are lines."""
     lines = [json.dumps(STEP | value if isinstance(value, dict) else value).encode() + b"\n" for value in values]
     read = read_lines(lines, "x")
     assert len(read.events) + len(read.unread) == len(lines)
@@ -140,13 +133,11 @@ def test_reading_never_raises(values: list[object]) -> None:
 
 @given(st.lists(st.binary(max_size=20).filter(lambda raw: b"\n" not in raw), max_size=6))
 def test_reading_bytes_never_raises(bodies: list[bytes]) -> None:
-    """Any bytes, too."""
     read = read_lines([body + b"\n" for body in bodies], "x")
     assert len(read.events) + len(read.unread) == len(bodies)
 
 
 def test_a_file_is_read_as_its_lines(tmp_path: Path) -> None:
-    """From a file: the links hold, a torn tail is told from an unreadable line."""
     text = b""
     prev = "0" * 16
     for number in range(3):
@@ -162,7 +153,6 @@ def test_a_file_is_read_as_its_lines(tmp_path: Path) -> None:
 
 
 def test_reading_is_bounded(tmp_path: Path) -> None:
-    """Beyond the limits it says so: one report for an overlong line, one for too many lines."""
     path = tmp_path / "ledger.jsonl"
     good = json.dumps(STEP).encode() + b"\n"
     path.write_bytes(good + b"x" * 1000 + b"\n" + good)
@@ -177,7 +167,6 @@ def test_reading_is_bounded(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_is_an_error_of_the_caller(tmp_path: Path) -> None:
-    """No file is not an empty history."""
     with pytest.raises(FileNotFoundError):
         read_history(tmp_path / "absent")
 
@@ -206,13 +195,11 @@ def test_only_a_completed_run_is_finished() -> None:
 
 
 def test_an_empty_history_has_nothing() -> None:
-    """No lines: no runs, no start, an empty plan, not torn."""
     read = history("")
     assert (read.runs, read.start, read.steps, read.torn, read.plan.rows) == ((), None, (), False, None)
 
 
 def test_the_plan_and_the_initial_weights_of_a_start_line() -> None:
-    """As `initial` or as `digests`, whichever the writer has."""
     read = history("start rows=4 ids=a,b steps=2 w=7")
     assert (read.plan.rows, read.plan.ids, read.plan.steps) == (4, ("a", "b"), 2)
     assert read.start is not None
@@ -223,7 +210,6 @@ def test_the_plan_and_the_initial_weights_of_a_start_line() -> None:
 
 
 def test_the_notation_says_what_it_shows() -> None:
-    """The example of its docstring, decoded by hand."""
     read = history(
         "3: 0@0,1[a 2] 1@2[c] w=7,8 o=- loss=nan d=5 epoch=1 | violation clause=finite step=4", backend="gloo"
     )
@@ -241,6 +227,5 @@ def test_the_notation_says_what_it_shows() -> None:
 
 @pytest.mark.parametrize("text", ["1: 0[a] oops", "1: 0[a] 1[b] w=1,2,3", "x: 0[a]", "1: 0[a] loss=low"])
 def test_what_is_not_in_the_notation_is_refused(text: str) -> None:
-    """A typo in a test must not become another history."""
     with pytest.raises(ValueError, match=r"."):
         history(text)

@@ -40,13 +40,11 @@ def pools() -> Iterator[RankPools]:
 
 @pytest.fixture
 def late(pools: RankPools) -> AndonTrainer:
-    """Our trainer as it judges on GPUs."""
     return AndonTrainer(pools, late=True)
 
 
 @pytest.fixture
 def prompt(pools: RankPools) -> AndonTrainer:
-    """Our trainer as it judges on CPUs."""
     return AndonTrainer(pools)
 
 
@@ -88,15 +86,11 @@ def test_a_planted_fault_is_seen(late: AndonTrainer, name: str) -> None:
 
 
 class Fused(nn.Dropout):
-    """Dropout by the operation that torch takes on a GPU; a CPU has it too."""
-
     def forward(self, given: Tensor) -> Tensor:
-        """See `nn.Dropout`."""
         return torch.native_dropout(given, self.p, self.training)[0]
 
 
 def recorded(dropout: nn.Module) -> tuple[Mapping[str, Tensor], Tensor, str]:
-    """The masks of one pass over ones, its output, and what was hidden."""
     model = nn.Sequential(dropout)
     recorder = MaskRecorder(model)
     with recorder.recording() as masks:
@@ -117,15 +111,11 @@ def test_masks_are_the_factors_of_either_operation(kind: type[nn.Dropout]) -> No
 
 @library.custom_op("andon_test::attention", mutates_args=())
 def secretive(given: Tensor, dropout_p: float) -> Tensor:
-    """Stands for a kernel of attention that drops inside and does not tell what."""
     return given * (1 - dropout_p)
 
 
 class Secretive(nn.Dropout):
-    """Drops by `secretive`."""
-
     def forward(self, given: Tensor) -> Tensor:
-        """See `nn.Dropout`."""
         found: Tensor = secretive(given, self.p)
         return found
 

@@ -39,7 +39,6 @@ def pools() -> Iterator[RankPools]:
 
 @pytest.fixture
 def own_pools() -> Iterator[RankPools]:
-    """Ranks for one test."""
     with RankPools() as held:
         yield held
 
@@ -52,7 +51,6 @@ CHANGING = (
 
 
 def falsified(found: Mapping[str, Verdict]) -> set[str]:
-    """The claims that fell."""
     return {name for name, verdict in found.items() if verdict.outcome is Outcome.FALSIFIED}
 
 
@@ -62,7 +60,6 @@ def falsified(found: Mapping[str, Verdict]) -> set[str]:
     ids=["AdamW clipped on 2", "SGD on 1", "SGD on 3"],
 )
 def test_a_right_loop_holds_on_every_claim(pools: RankPools, case: Case, others: list[Case]) -> None:
-    """No claim is falsified or unknown, on ragged batches, and what does not apply says why."""
     found = judge_loop(LoopSubject(f"{PEERS}.plain:make", pools=pools), case, others)
     open_ = {"same-everywhere"} if not others else set()
     alone = {"replicas-agree", "layout-equal", "randomness-apart"} if case.world == 1 else set()
@@ -89,7 +86,6 @@ def test_a_right_loop_holds_on_every_claim(pools: RankPools, case: Case, others:
 def test_a_wrong_loop_falls_by_the_claims_that_name_its_fault(
     pools: RankPools, loop: str, case: Case, fallen: set[str]
 ) -> None:
-    """One run decides, and no claim falls that the fault does not touch."""
     found = verdicts(LoopSubject(f"{HERE}:{loop}", pools=pools).run(case))
     assert falsified(found) == fallen, "\n".join(map(str, found.values()))
 
@@ -108,7 +104,6 @@ def test_a_wrong_loop_falls_by_the_claims_that_name_its_fault(
     ],
 )
 def test_a_right_loop_that_is_written_otherwise_holds(pools: RankPools, loop: str, case: Case) -> None:
-    """No claim of one run falls or stays open, by rounding of a setting, another name of it, or sparse reports."""
     found = verdicts(LoopSubject(f"{HERE}:{loop}", pools=pools).run(case))
     assert {verdict.outcome for verdict in found.values()} == {Outcome.HOLDS}, "\n".join(map(str, found.values()))
 
@@ -136,7 +131,6 @@ def test_an_evaluation_in_training_mode_is_seen(pools: RankPools) -> None:
 
 
 def test_a_row_that_counts_for_nothing_was_not_visited(pools: RankPools) -> None:
-    """Its forward pass is no visit; the verdict says that there was one. Every other row's is."""
     found = verdicts(LoopSubject(f"{HERE}:Muted", pools=pools).run(SGD))["samples-once"]
     assert [(each.what, each.expected) for each in found.counterexamples] == [
         ("rows that were never visited", "rows 5")
@@ -145,7 +139,6 @@ def test_a_row_that_counts_for_nothing_was_not_visited(pools: RankPools) -> None
 
 
 def test_an_update_without_rows_is_compared_with_another_run(pools: RankPools) -> None:
-    """The optimizer steps without a forward pass: rows and updates fall, and nothing is left open by it."""
     subject = LoopSubject(f"{HERE}:OnceMore", pools=pools)
     trace = subject.run(SGD)
     assert falsified(verdicts(trace)) == {"samples-once"}
@@ -176,7 +169,6 @@ def test_what_an_evaluation_changes_is_seen_of_any_model(pools: RankPools) -> No
 
 
 def test_the_ratio_is_named_by_what_was_not_divided(pools: RankPools) -> None:
-    """4 = accumulation 2 x world 2 on every update, which points where the law does."""
     trace = LoopSubject(f"{HERE}:Undivided", pools=pools).run(SGD)
     (first, *_) = verdicts(trace)["gradient-law"].counterexamples
     assert first.equals.startswith("4.000 = accumulation 2 x world 2")
@@ -184,7 +176,6 @@ def test_the_ratio_is_named_by_what_was_not_divided(pools: RankPools) -> None:
 
 
 def test_rows_that_count_more_than_others_are_named(pools: RankPools) -> None:
-    """By least squares over the rows' own gradients: row 5 twice, every other once."""
     trace = LoopSubject(f"{HERE}:Twice", pools=pools).run(SGD)
     shares = next(each.shares for each in comparisons(trace) if 5 in each.shares)
     assert {row: round(times, 2) for row, times in shares.items() if round(times, 2) != 1} == {5: 2.0}
@@ -215,7 +206,6 @@ def test_a_short_window_that_is_divided_as_a_full_one_is_named_so(pools: RankPoo
 
 
 def test_a_resume_without_moments_and_a_step_on_nan_are_seen(pools: RankPools) -> None:
-    """What needs a second run: the moments of AdamW after a resume, and the NaN of one rank."""
     forgetful, careless = (LoopSubject(f"{HERE}:{name}", pools=pools) for name in ("Forgetful", "Careless"))
     assert judge_further(resume_equal.CLAIM, forgetful, forgetful.run(CLIPPED)).outcome is Outcome.FALSIFIED
     assert judge_further(halts.CLAIM, careless, careless.run(SGD)).outcome is Outcome.FALSIFIED
@@ -244,7 +234,6 @@ def test_a_model_of_the_loops_own_is_judged_by_its_own_forward_pass(pools: RankP
     ],
 )
 def test_what_is_no_loop_makes_every_claim_unknown_with_the_reason(own_pools: RankPools, make: str, said: str) -> None:
-    """Nothing is raised to the caller, and the ranks serve the next loop."""
     found = verdicts(LoopSubject(make, pools=own_pools).run(SGD))
     assert {verdict.outcome for verdict in found.values()} == {Outcome.UNKNOWN}
     assert all(said in verdict.why for verdict in found.values())

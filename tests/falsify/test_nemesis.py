@@ -55,29 +55,24 @@ ZEROS = ",".join(f'"{name}":{{"hex":"0x0p+0"}}' for name in ("loss", "grad_norm"
 
 
 def switched_off(nemesis: Nemesis) -> set[Plant]:
-    """What is planted only where the guard is off."""
     on, off = ((nemesis.launch(guarded=each), nemesis.heal(guarded=each)) for each in (True, False))
     return {plant for launch in off for plant in launch.plants} - {plant for launch in on for plant in launch.plants}
 
 
 def named(name: str) -> Nemesis:
-    """The nemesis of this name, and no other."""
     return next(each for each in nemeses() if each.name == name)
 
 
 def test_a_promise_that_is_kept_is_not_found_broken() -> None:
-    """One of several texts is enough, and the bound is not the time that it took."""
     assert judging.wrong(PROMISE, KEPT) == ()
 
 
 @pytest.mark.parametrize("said", BROKEN)
 def test_each_part_of_a_promise_can_be_found_broken(said: str) -> None:
-    """It is found, alone, and said in words."""
     assert judging.wrong(PROMISE, replace(KEPT, **BROKEN[said])) == (said,)  # type: ignore[arg-type]
 
 
 def test_what_is_accepted_later_is_wrong_only_where_all_must_stop_at_once() -> None:
-    """Ranks that outlive another may finish their update: right bits are no wrong."""
     later = replace(KEPT, newer=("step-00000008",))
     assert judging.wrong(replace(PROMISE, at_once=False), later) == ()
 
@@ -122,7 +117,6 @@ def test_a_row_is_good_only_with_both_of_its_controls(changes: dict[str, object]
 
 
 def test_nemeses_have_names_of_their_own_and_a_guard_or_a_reason() -> None:
-    """None is without the control that is its due and what that must show, or without words on why there is none."""
     found = nemeses()
     assert len({each.name for each in found}) == len(found)
     assert [each.name for each in found if bool(each.guard) == bool(each.no_guard)] == []
@@ -132,7 +126,6 @@ def test_nemeses_have_names_of_their_own_and_a_guard_or_a_reason() -> None:
 
 
 def test_every_row_of_the_catalogue_is_played_or_it_is_said_why_not() -> None:
-    """The numbers are those of the catalogue of faults; none is left out in silence, and none is on both lists."""
     left_out = {6, 11, 18, 21, 26, 33, 38, 47}  # numbers that the catalogue does not have
     played = {number for each in nemeses() for number in each.numbers}
     assert played | UNPLAYED.keys() == set(range(1, 50)) - left_out
@@ -140,7 +133,6 @@ def test_every_row_of_the_catalogue_is_played_or_it_is_said_why_not() -> None:
 
 
 def test_no_nemesis_of_that_name_is_said_with_those_there_are() -> None:
-    """A name that was mistyped plays nothing in silence."""
     with pytest.raises(ValueError, match="no nemesis is called sunspots; there are: rank killed, "):
         nemeses(only=["sunspots"])
 
@@ -173,7 +165,6 @@ def test_a_rank_that_is_killed_is_one_line_and_nothing_is_lost(tmp_path: Path) -
 
 
 def _in_first_step(folder: Path, fields: dict[str, object]) -> None:
-    """Give the first line of an update in the ledger other fields."""
     lines = (folder / "ledger.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
     place = next(place for place, text in enumerate(lines) if '"kind":"step"' in text)
     changed = json.dumps(json.loads(lines[place]) | fields, separators=(",", ":"))
@@ -181,7 +172,6 @@ def _in_first_step(folder: Path, fields: dict[str, object]) -> None:
 
 
 def test_a_run_that_made_nothing_is_no_measure(tmp_path: Path) -> None:
-    """A trainer that does nothing, or keeps nothing, is not held against itself: what is missing is said."""
     lines = [f'{{"kind":"step","step":{n},"ids":[],' + ZEROS + "}\n" for n in (1, 2)]
     for updates, ledger, said in (
         (0, [], "0 of 2 updates are in its ledger, 0 in its summary"),
@@ -195,14 +185,12 @@ def test_a_run_that_made_nothing_is_no_measure(tmp_path: Path) -> None:
 
 
 def test_a_run_that_left_nothing_has_accepted_nothing(tmp_path: Path) -> None:
-    """A folder without ledger and checkpoints is not finished, and that is said."""
     found = Undisturbed(tmp_path)
     assert found.accepted(tmp_path / "nothing", 0) == ((), ())
     assert found.differs(tmp_path / "nothing") == "it is not finished"
 
 
 def test_a_process_in_a_session_of_its_own_is_seen_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torchrun starts ranks: it outlives its command, is counted as left, and is gone once the run is killed."""
     monkeypatch.setattr(runs, "GONE_S", 0.5)
     run = bare_run(tmp_path)
     away = "import subprocess, sys; print(subprocess.Popen(['sleep', '600'], start_new_session=True).pid)"
@@ -214,12 +202,10 @@ def test_a_process_in_a_session_of_its_own_is_seen_and_ended(tmp_path: Path, mon
 
 
 def bare_run(folder: Path) -> Run:
-    """A run in this folder of which nothing was started yet."""
     return Run(folder, folder / "run", folder / "rows", folder / "held", Undisturbed(folder / "whole"), Random(1))
 
 
 def test_controls_are_shared_only_by_runs_that_are_alike_without_their_fault() -> None:
-    """Hosts, torchrun's arguments and a small disk are part of a control; the signal that is sent is not."""
     played = {each.name: each.calm_key() for each in nemeses()}
     assert played["rank killed"] == played["rank stopped"]
     assert played["link cut"] == played["silent drop, one way"]
@@ -231,12 +217,10 @@ def test_controls_are_shared_only_by_runs_that_are_alike_without_their_fault() -
 
 
 def never(run: Run) -> Struck:
-    """A strike that nothing leads to."""
     raise AssertionError
 
 
 def without_chattr() -> str | None:
-    """A tool fails in a way that nobody foresaw."""
     raise FileNotFoundError("chattr")
 
 
@@ -248,10 +232,7 @@ def test_a_nemesis_that_is_broken_itself_is_a_row_that_says_so(tmp_path: Path) -
 
 
 class Sleeping(Place):
-    """A process in the place of a run, that is over by itself."""
-
     def start(self, run: Run, launch: Launch) -> None:
-        """Half a second."""
         run.folder.mkdir(exist_ok=True)
         run.spawn(["sleep", "0.5"], launch)
 
@@ -271,7 +252,6 @@ def noted(name: str, at: float, step: int, *, before: bool = False) -> Fault:
 
 
 def test_faults_compose_in_one_run(tmp_path: Path) -> None:
-    """All strike, those that are there from the start before it; healed the other way round; together one strike."""
     shared = Bench(tmp_path, Undisturbed(tmp_path), tmp_path, tmp_path, 1)
     faults = (noted("signal", 0.0, 7), noted("rows", -1.0, 0, before=True), noted("cut", -2.0, 5))
     (phase,) = shared.disturbed(Nemesis("many", (), "", Promise((0,), heals=False), faults, place=Sleeping()))
@@ -287,7 +267,6 @@ def test_faults_compose_in_one_run(tmp_path: Path) -> None:
 
 
 def test_nothing_measured_is_no_success() -> None:
-    """Skipped alone, or good with something that was never begun, is not the proof that was asked for."""
     chosen = named("rank killed")
     good = Row(chosen, phase=KEPT, calm=(), unguarded=("other bits",))
     skipped, unbegun = Row(chosen, skipped="no namespaces"), Row(chosen, unplayed="not begun")
@@ -305,11 +284,8 @@ def test_nothing_measured_is_no_success() -> None:
 
 
 class Mounted(Place):
-    """One that notes what is done there, and whose run never gets as far as a fault waits for."""
-
     @contextmanager
     def taken(self, run: Run) -> Iterator[None]:
-        """As mounting does; given back at the very end."""
         run.folder.mkdir()
         (run.folder / "mounted").touch()
         try:
@@ -318,19 +294,16 @@ class Mounted(Place):
             (run.folder / "healed-0").rename(run.folder / "released")
 
     def start(self, run: Run, launch: Launch) -> None:
-        """A process in the place of a run."""
         run.spawn(["sleep", "600"], launch)
 
 
 def asked_to_end(run: Run) -> Struck:
-    """As by a signal, while the fault waits for its step."""
     run.closing.set()
     run.reach(5)
     raise AssertionError
 
 
 def heal(run: Run) -> None:
-    """After all processes of the run are gone."""
     (run.folder / "mounted").rename(run.folder / f"healed-{len(processes.marked(runs.OWNER, str(run.scratch)))}")
 
 
@@ -338,7 +311,6 @@ HELD = Nemesis("held", (), "", PROMISE, (Fault(asked_to_end, heal),), place=Moun
 
 
 def test_what_is_under_way_when_all_is_to_end_is_undone_and_released(tmp_path: Path) -> None:
-    """Its processes end, then it is undone, then released; it is no finding, and nothing is begun after it."""
     shared = Bench(tmp_path, Undisturbed(tmp_path), tmp_path, tmp_path, 1)
     row = shared.play(HELD)
     assert (row.unplayed, row.failed, row.good) == ("not played to its end: this command was ended", "", False)
@@ -348,7 +320,6 @@ def test_what_is_under_way_when_all_is_to_end_is_undone_and_released(tmp_path: P
 
 
 def test_a_signal_is_sent_once_and_what_the_process_table_shows_is_told() -> None:
-    """Stopped and gone on, dead, ended before it goes on, and nobody there to send it to."""
     with subprocess.Popen(["sleep", "600"], start_new_session=True) as sleeper:
         paused = processes.send(sleeper.pid, signal.SIGSTOP, pause_s=0.01)
         killed = processes.send(sleeper.pid, signal.SIGKILL, group=True)
@@ -360,7 +331,6 @@ def test_a_signal_is_sent_once_and_what_the_process_table_shows_is_told() -> Non
 
 
 def test_a_control_that_never_acted_or_broke_shows_nothing(tmp_path: Path) -> None:
-    """A guard that is planted and never reached, or that breaks itself, differs from the promise: no proof."""
     off = (Plant("guards:deaf"), Plant("guards:blind"))
     Planting({}, proofs_in(tmp_path), "guards:deaf").acted()
     assert idle(off, tmp_path) == ("guards:blind",)
@@ -372,7 +342,6 @@ def test_a_control_that_never_acted_or_broke_shows_nothing(tmp_path: Path) -> No
 
 
 def test_a_control_that_refuses_its_own_settings_shows_nothing() -> None:
-    """Whatever ends otherwise than promised is no sign of the guard that was switched off; only what is due is."""
     refused = ("exit 2 instead of 70", "not said: 'audit broken'")
     assert judging.doubt(KEPT, refused, DUE) == f"exit 2 instead of 70; to be found was {DUE!r}"
     assert judging.doubt(KEPT, (*refused, "healing: exit 1: rank 0"), DUE) == ""

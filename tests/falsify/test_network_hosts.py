@@ -52,7 +52,6 @@ def lan(hosts_here: None) -> Iterator[Lan]:
 
 
 def reached(lan: Lan) -> dict[tuple[int, int], bool]:
-    """Who reaches whom, by their numbers."""
     pairs = permutations(range(len(lan.hosts)), 2)
     return {(one, other): lan.hosts[one].reaches(lan.hosts[other], 0.1) for one, other in pairs}
 

@@ -30,7 +30,6 @@ def pools() -> Iterator[RankPools]:
 
 
 def judged(name: str, case: Case, pools: RankPools) -> dict[str, Verdict]:
-    """The verdicts on a bundled subject; skipped, with the reason, where it was measured with other versions."""
     peer = PEERS[name]
     if not peer.as_measured:
         pytest.skip(_why(peer))

@@ -42,12 +42,10 @@ def pools() -> Iterator[RankPools]:
 
 @pytest.fixture(scope="module")
 def trainer(pools: RankPools) -> AndonTrainer:
-    """Our trainer."""
     return AndonTrainer(pools)
 
 
 def placed(trace: Trace, place: str) -> Trace:
-    """`trace` as if its ranks had been on `place`."""
     return replace(trace, parts=tuple(replace(part, place=place) for part in trace.parts))
 
 
@@ -70,7 +68,6 @@ def test_every_rank_has_its_device(backend: str, world: int, gpus: int, devices:
 
 
 def test_more_ranks_of_nccl_than_gpus_have_no_place() -> None:
-    """Two ranks are never put on one GPU."""
     with pytest.raises(InputError, match="there is no GPU 2; this machine has 2"):
         devices_of("nccl", 3, 2)
     assert [room_for("nccl", 3, gpus) for gpus in (0, 1, 2, 4)] == [1, 1, 2, 3]
@@ -90,12 +87,10 @@ def test_more_ranks_of_nccl_than_gpus_have_no_place() -> None:
     ],
 )
 def test_what_has_no_place_says_what_is_missing(backend: str, world: int, gpus: int, nccl: bool, said: str) -> None:
-    """How many GPUs are needed, and how many there are."""
     assert why_not(backend, world, gpus, nccl) == said
 
 
 def test_pools_are_of_a_backend_and_a_number_of_ranks(pools: RankPools) -> None:
-    """Ranks of another group are other processes; asked again they are the same, and theirs is the group of `mixed`."""
     mixed, gloo = pools.of(1, "mixed"), pools.of(1)
     assert [answer.value for answer in mixed.run(f"{HERE}:group_of", None)] == [("gloo", 1)]
     assert len({*mixed.pids, *gloo.pids}) == 2
@@ -104,7 +99,6 @@ def test_pools_are_of_a_backend_and_a_number_of_ranks(pools: RankPools) -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() > 0, reason="here it has one")
 def test_a_rank_whose_gpu_is_not_there_says_so() -> None:
-    """Whoever asks past the reason for a skip gets an error of the rank, and no silent run on the CPU."""
     pool = RankPool(1, backend="nccl")
     (answer,) = pool.run(f"{HERE}:group_of", None)
     pool.close()
@@ -112,7 +106,6 @@ def test_a_rank_whose_gpu_is_not_there_says_so() -> None:
 
 
 def test_a_mixed_group_keeps_every_claim(trainer: AndonTrainer) -> None:
-    """On whatever devices there are; where all are CPUs, to the bit of one rank."""
     case = Case(backend="mixed", world=2)
     trace, base = trainer.run(case), trainer.run(alone(case))
     assert (trace.errors, trace.violation) == ({}, None)
@@ -123,7 +116,6 @@ def test_a_mixed_group_keeps_every_claim(trainer: AndonTrainer) -> None:
 
 
 def test_a_mixed_group_resumes(trainer: AndonTrainer) -> None:
-    """Cut off after update 3, with checkpoints at 2 and 4."""
     case = Case(backend="mixed", world=2, epochs=2)
     found = cut_and_resume(trainer, case, after=3, every=2, world=2, fault=None)
     assert found.taken_up.first.resumed_from == 2
@@ -146,7 +138,6 @@ def test_other_devices_are_not_compared_to_the_bit(trainer: AndonTrainer) -> Non
 
 
 def test_a_run_goes_on_to_the_bit_on_the_same_devices_alone(trainer: AndonTrainer) -> None:
-    """On another number of mixed ranks a micro-batch is computed on another device."""
     whole, cut = trainer.run(PLAIN), trainer.run(PLAIN.but(stop_after=1))
     resumed = Resumed(placed(whole, "cpu cuda"), placed(cut, "cpu cuda"), placed(whole, "cpu cuda cpu"))
     verdict = judged_by(resume_equal.CLAIM, resumed.evidence)
@@ -156,7 +147,6 @@ def test_a_run_goes_on_to_the_bit_on_the_same_devices_alone(trainer: AndonTraine
 
 @pytest.mark.parametrize(("off", "outcome"), [(0.5, Outcome.HOLDS), (2.0, Outcome.FALSIFIED)])
 def test_mixed_losses_are_held_to_those_of_one_cpu(trainer: AndonTrainer, off: float, outcome: Outcome) -> None:
-    """Within the stated tolerance, with dropout too, whose masks are no device's own."""
     assert SGD.dropout
     base, trace = trainer.run(SGD.but(world=1)), trainer.run(SGD)
     mixed = placed(replace(trace, case=trace.case.but(backend="mixed")), "cpu cuda")
@@ -167,7 +157,6 @@ def test_mixed_losses_are_held_to_those_of_one_cpu(trainer: AndonTrainer, off: f
 
 
 def test_bytes_on_gpus_are_not_counted(trainer: AndonTrainer) -> None:
-    """The claim does not apply there, with the reason."""
     trace = trainer.run(BIG.but(max_steps=1))
     assert memory(of_trace(placed(trace, "cuda"))).outcome is Outcome.NOT_APPLICABLE
     assert memory(of_trace(trace)).checked > 0

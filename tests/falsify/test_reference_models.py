@@ -20,12 +20,10 @@ ROUNDING = 1e-6
 
 
 def relative(seen: Tensor, expected: Tensor) -> float:
-    """The relative L2 distance."""
     return float((seen.double() - expected).norm() / expected.norm())
 
 
 def accused_gradients(subject: Subject, batch: list[Piece]) -> dict[str, Tensor]:
-    """Sum of cross-entropies over the batch, divided by its rows, differentiated by the accused."""
     subject.model.zero_grad()
     rows = sum(len(piece.labels) for piece in batch)
     for piece in batch:

@@ -29,7 +29,6 @@ LAWS: list[tuple[UpdateRule, Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 
 
 def tensors(seed: int, scale: float = 1.0) -> dict[str, Tensor]:
-    """Two tensors of 6 and 3 elements."""
     generator = torch.Generator().manual_seed(seed)
     shapes = {"a": (2, 3), "b": (3,)}
     return {
@@ -81,10 +80,7 @@ def test_no_limit_clips_nothing() -> None:
 
 
 class Line:
-    """A model whose gradient can be written down: the score of class 1 is w times the number of real tokens."""
-
     def logits(self, params: Params, tokens: Tensor, attention: Tensor, masks: Masks = no_dropout) -> Tensor:
-        """[rows, 2]."""
         size = attention.sum(-1).double()
         mask = masks("input", tuple(size.shape))
         score = params["w"] * (size if mask is None else size * mask)
@@ -92,7 +88,6 @@ class Line:
 
 
 def by_hand(weight: float, batch: list[Piece], class_weights: tuple[float, float]) -> tuple[float, float]:
-    """Loss and derivative of the whole batch at once: -log sigmoid and its slope, weighted, over the row count."""
     loss, slope, rows = 0.0, 0.0, 0
     for piece in batch:
         for size, label in zip(piece.attention.sum(-1).tolist(), piece.labels.tolist(), strict=True):

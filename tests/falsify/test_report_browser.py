@@ -40,14 +40,12 @@ new Promise(done => {
 
 @pytest.fixture
 def browser(tmp_path: Path) -> Iterator[Browser]:
-    """A browser of its own for each test."""
     with Browser(tmp_path / "profile") as opened:
         yield opened
 
 
 @pytest.fixture
 def page(tmp_path: Path) -> Path:
-    """The page of the campaign."""
     write_html(campaign(), tmp_path / "page.html")
     return tmp_path / "page.html"
 
@@ -62,7 +60,6 @@ def tab_to(browser: Browser, wanted: str) -> None:
 
 
 def test_without_scripts_the_table_is_read_and_opened_by_keyboard(browser: Browser, page: Path) -> None:
-    """A screen reader is told of every row and column; a cell opens its counterexample and gives the focus back."""
     browser.scripting(False)
     browser.open(page)
     told = browser.outline()
@@ -87,7 +84,6 @@ def test_without_scripts_the_table_is_read_and_opened_by_keyboard(browser: Brows
 
 
 def test_without_scripts_the_table_is_filtered(browser: Browser, page: Path) -> None:
-    """An unticked subject has no column, an unticked verdict no cell, and a row without cells is not shown."""
     browser.scripting(False)
     browser.open(page)
     assert (browser.value(ROWS), browser.value(COLUMNS), browser.value(SHOWN)) == (5, 1 + 3, 5 + 5 + 4)
@@ -146,7 +142,6 @@ def test_a_report_of_a_stranger_does_nothing(browser: Browser, tmp_path: Path) -
 
 
 def test_everything_can_be_read_in_the_light_and_in_the_dark(browser: Browser, page: Path) -> None:
-    """Every text has the contrast that WCAG asks for, in the table and in what a cell opens."""
     for scheme, back in (("light", "rgb(246, 247, 248)"), ("dark", "rgb(18, 20, 23)")):
         browser.colours(scheme)
         browser.open(page, f"#{CELL}")

@@ -26,7 +26,6 @@ ANY_TEXT = st.text(st.integers(0, 0x10FFFF).map(chr), min_size=1)
 
 
 def test_a_report_is_read_as_it_was_written(tmp_path: Path) -> None:
-    """Every field comes back, and another reader of JSON finds UTF-8 in it."""
     for number, report in enumerate((campaign(), hostile(NASTY), Report("2026-01-02T03:04:05Z"))):
         path = tmp_path / f"{number}.json"
         write_json(report, path)
@@ -42,7 +41,6 @@ def test_any_text_comes_back(text: str) -> None:
 
 
 def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
-    """JSON has neither NaN nor infinities; a curve that broke off is read as one that broke off."""
     path = tmp_path / "r.json"
     odd = finding("gradient-law", outcome="falsified", counterexamples=(replace(RATIO, ratio=math.inf),))
     write_json(replace(campaign(), findings=(replace(odd, curve=(1.0, math.nan, math.inf)),)), path)
@@ -54,7 +52,6 @@ def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
 
 
 def spoil(plain: dict[str, Any]) -> None:
-    """Four faults of one report, in its places."""
     plain["runs"] = "many"
     plain["findings"][0]["outcome"] = "maybe"
     plain["findings"][16]["counterexamples"][0]["ratio"] = True
@@ -62,7 +59,6 @@ def spoil(plain: dict[str, Any]) -> None:
 
 
 def contradict(plain: dict[str, Any]) -> None:
-    """A claim that holds although nothing was compared."""
     plain["findings"][1]["checked"] = 0
 
 
@@ -101,7 +97,6 @@ FAULTS: dict[str, tuple[Callable[[dict[str, Any]], object], list[str]]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_is_no_report_is_refused_with_every_reason(tmp_path: Path, fault: str) -> None:
-    """All faults are named at once, each with its place and what is there."""
     change, said = FAULTS[fault]
     plain = copy.deepcopy(to_plain(campaign()))
     change(plain)
@@ -116,7 +111,6 @@ def test_what_is_no_report_is_refused_with_every_reason(tmp_path: Path, fault: s
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe{}", b"[" * 100_000, b"[1]"])
 def test_what_is_no_json_is_refused(tmp_path: Path, content: bytes) -> None:
-    """Without a traceback: it is a file that the user gave."""
     path = tmp_path / "r.json"
     path.write_bytes(content)
     with pytest.raises(InputError, match=r"r\.json"):
@@ -126,7 +120,6 @@ def test_what_is_no_json_is_refused(tmp_path: Path, content: bytes) -> None:
 
 
 def test_a_later_field_does_not_hinder(tmp_path: Path) -> None:
-    """Schema 1 may grow: what is not known is passed over."""
     path = tmp_path / "r.json"
     path.write_text(json.dumps(to_plain(campaign()) | {"later": 1}), encoding="utf-8")
     assert read_json(path) == campaign()
@@ -134,7 +127,6 @@ def test_a_later_field_does_not_hinder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("write", [write_json, write_junit, write_html])
 def test_a_report_is_there_whole_or_not_at_all(tmp_path: Path, write: Callable[[Report, Path], None]) -> None:
-    """A folder that is not there is the user's mistake; a report that cannot be written leaves the old one."""
     with pytest.raises(InputError, match="cannot be written: the folder is gone"):
         write(campaign(), tmp_path / "gone" / "r")
     path = tmp_path / "r"

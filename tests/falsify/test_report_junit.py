@@ -12,14 +12,12 @@ from tests.falsify.reports import NASTY, REASON, campaign, hostile
 
 
 def suites(path: Path) -> dict[str, ElementTree.Element]:
-    """The test suites in a file by their names."""
     root = ElementTree.parse(path).getroot()
     assert root.tag == "testsuites"
     return {str(suite.get("name")): suite for suite in root}
 
 
 def results(suite: ElementTree.Element) -> dict[str, str]:
-    """How each test case of a suite ended: passed, or the type of its failure or skip."""
     found = {}
     for case in suite.iter("testcase"):
         ended = [child for child in case if child.tag != "properties"]
@@ -28,7 +26,6 @@ def results(suite: ElementTree.Element) -> dict[str, str]:
 
 
 def test_one_test_case_for_each_claim_and_place(tmp_path: Path) -> None:
-    """Falsified, unknown and an unexpected pass fail, not applicable is skipped, holds passes."""
     write_junit(campaign(), tmp_path / "r.xml")
     found = suites(tmp_path / "r.xml")
     assert list(found) == ["andon 1.0", "hf_trainer 5.23.0", "ddp 1.0"]
@@ -45,7 +42,6 @@ def test_one_test_case_for_each_claim_and_place(tmp_path: Path) -> None:
 
 
 def test_the_numbers_are_those_of_the_test_cases(tmp_path: Path) -> None:
-    """A reader that shows only the head of a suite, or of the file, shows the right one."""
     write_junit(campaign(), tmp_path / "r.xml")
     root = ElementTree.parse(tmp_path / "r.xml").getroot()
     for part in [root, *root]:
@@ -57,7 +53,6 @@ def test_the_numbers_are_those_of_the_test_cases(tmp_path: Path) -> None:
 
 
 def test_a_failure_stands_alone(tmp_path: Path) -> None:
-    """Counterexample, ratio, place, command and why it was expected are in the text; a skip has its reason."""
     write_junit(campaign(), tmp_path / "r.xml")
     cases = {(case.get("classname"), case.get("name")): case for case in ElementTree.parse(tmp_path / "r.xml").iter()}
     failure = cases["hf_trainer", "gradient-law[gloo-2]"].find("failure")

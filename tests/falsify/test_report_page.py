@@ -21,7 +21,6 @@ REPORTS = {"campaign": campaign(), "hostile": hostile(NASTY), "empty": Report("2
 
 @pytest.mark.parametrize("name", REPORTS)
 def test_the_page_is_closed_in_itself(name: str) -> None:
-    """Every element is closed, every name is given once, every link leads to a name of the page, nothing is loaded."""
     page = Read(render(REPORTS[name]))
     given = Counter(attributes["id"] for _, attributes in page.elements if "id" in attributes)
     assert set(given.values()) == {1}
@@ -35,7 +34,6 @@ def test_the_page_is_closed_in_itself(name: str) -> None:
 
 
 def test_the_browser_is_told_to_load_nothing() -> None:
-    """The policy allows this style and this script by their digests, and no other of anything."""
     (policy,) = [each["content"] for each in Read(render(campaign())).of("meta") if "http-equiv" in each]
     rules = dict(rule.split(" ", 1) for rule in policy.split("; "))
     assert rules["default-src"] == "'none'"
@@ -56,14 +54,11 @@ def test_any_text_is_shown_as_it_is() -> None:
 
 
 def test_the_page_can_be_encoded() -> None:
-    """Its bytes are UTF-8 whatever was in the report."""
     assert "\udc80" not in render(hostile(NASTY))
     render(hostile(NASTY)).encode("utf-8")
 
 
 def test_the_headline_says_how_many_fell() -> None:
-    """Of several subjects how many break a claim, of one how many claims, and nothing where nothing was judged."""
-
     def headline(report: Report) -> str:
         return str(re.findall(r"<h1>(.*)</h1>", render(report))[0])
 
@@ -85,7 +80,6 @@ def test_the_headline_says_how_many_fell() -> None:
 
 
 def test_many_counterexamples_stay_readable() -> None:
-    """Three are open, some more are folded, and the number of those left out is said."""
     many = tuple(Counterexample(f"row {number} is lost") for number in range(50))
     report = replace(campaign(), findings=(finding("samples-once", "ddp", "falsified", counterexamples=many),))
     page = Read(render(report))
@@ -97,7 +91,6 @@ def test_many_counterexamples_stay_readable() -> None:
 
 
 def test_a_long_text_is_cut_and_counted() -> None:
-    """A counterexample of a megabyte does not make a page of one."""
     found = (Counterexample("x" * 1_000_000),)
     page = render(replace(campaign(), findings=(finding("samples-once", "ddp", "falsified", counterexamples=found),)))
     assert len(page) < 100_000
@@ -105,7 +98,6 @@ def test_a_long_text_is_cut_and_counted() -> None:
 
 
 def test_a_curve_lies_where_its_numbers_are() -> None:
-    """The first update is at the left, the highest number at the top, the law where it belongs between them."""
     curve = draw(finding("gradient-law", curve=(1.0, 3.0, 2.0), curve_law=2.0))
     assert curve is not None
     assert len(curve.lines) == 1
@@ -120,7 +112,6 @@ def test_a_curve_lies_where_its_numbers_are() -> None:
 
 
 def test_a_curve_breaks_where_a_number_is_not_finite() -> None:
-    """A NaN is a gap and is counted; a lone point is a dot; without any number there is no curve."""
     curve = draw(finding("gradient-law", curve=(1.0, 1.5, math.nan, 2.0, math.inf)))
     assert curve is not None
     assert len(curve.lines) == 1
@@ -132,7 +123,6 @@ def test_a_curve_breaks_where_a_number_is_not_finite() -> None:
 
 @pytest.mark.parametrize("curve", [(0.0,), (4.0, 4.0), (1e300, -1e300), (5e-324, 0.0), (1e308, 1.7e308)])
 def test_a_curve_of_any_numbers_is_in_its_picture(curve: tuple[float, ...]) -> None:
-    """Flat, single, tiny and huge ones too."""
     drawn = draw(finding("gradient-law", curve=curve, curve_law=1.0))
     assert drawn is not None
     for x, y in drawn.dots:

@@ -34,12 +34,10 @@ FULL = "run {world} {local_batch} {accumulation} {folder} {resume:--go-on now}"
 
 
 def ledger(*steps: dict[str, Any]) -> History:
-    """A history of such updates."""
     return read_lines(lines(*steps), "ledger")
 
 
 def test_places_are_filled_for_a_layout() -> None:
-    """3 ranks x 2 micro-batches of a batch of 12 are 2 rows each; words for resuming appear only then."""
     case = Case(batch_size=12, world=3, micro_batches=6)
     assert Command.read(FULL).words(case, "a b") == ["run", "3", "2", "2", "a b"]
     assert Command.read(FULL).words(case, "f", resumed=True) == ["run", "3", "2", "2", "f", "--go-on", "now"]
@@ -54,7 +52,6 @@ def test_places_are_filled_for_a_layout() -> None:
     ],
 )
 def test_words_for_resuming_may_have_places_and_braces(resume: str, words: list[str]) -> None:
-    """Most scripts are given the path of what they resume; a pattern that nothing fits stays as it is."""
     case = Case(batch_size=12, world=3, micro_batches=3)
     command = Command.read(f"run {{world}} {{local_batch}} --to {{folder}} {{resume:{resume}}} --last")
     assert command.words(case, "f g", resumed=True) == ["run", "3", "4", "--to", "f g", *words, "--last"]
@@ -62,7 +59,6 @@ def test_words_for_resuming_may_have_places_and_braces(resume: str, words: list[
 
 
 def test_a_pattern_names_the_newest_that_there_is_to_resume(tmp_path: Path) -> None:
-    """As checkpoints are numbered: the one that was written last, whatever its number."""
     for age, name in ((30, "step-9.pt"), (10, "step-10.pt"), (20, "step-8.pt")):
         (tmp_path / name).touch()
         os.utime(tmp_path / name, (1e9 - age, 1e9 - age))
@@ -82,14 +78,12 @@ def test_a_pattern_names_the_newest_that_there_is_to_resume(tmp_path: Path) -> N
     ],
 )
 def test_a_command_without_its_places_is_refused(text: str, missing: list[str]) -> None:
-    """All that is missing is said at once."""
     with pytest.raises(InputError) as refused:
         Command.read(text)
     assert [word for word in missing if word not in str(refused.value)] == []
 
 
 def same(base: History, other: History, accumulation: int = 1) -> Verdict:
-    """What is said of 2 ranks against one."""
     return same_layouts(base, other, {"world": 2, "accumulation": accumulation})
 
 
@@ -104,7 +98,6 @@ def same(base: History, other: History, accumulation: int = 1) -> Verdict:
     ],
 )
 def test_a_number_that_differs_between_layouts_falls_with_its_ratio(name: str, seen: float, outcome: Outcome) -> None:
-    """With seen / expected as its ratio; rounding does not. What has the same gradient was drawn alike."""
     verdict = same(ledger(PLAIN), ledger({**PLAIN, name: seen}))
     assert verdict.outcome is outcome
     assert [found.ratio for found in verdict.counterexamples] == ([pytest.approx(seen)] if outcome != "holds" else [])
@@ -112,7 +105,6 @@ def test_a_number_that_differs_between_layouts_falls_with_its_ratio(name: str, s
 
 @pytest.mark.parametrize("ratio", [2.0, 0.5, 4.0, 3.0, 1.5, 6.0])
 def test_a_gradient_of_another_scale_falls_by_the_name_of_its_ratio_alone(ratio: float) -> None:
-    """Products of 2 ranks and 3 micro-batches, with the loss that is scaled with it or not, and no rows."""
     other = {**PLAIN, "grad_norm": ratio, "loss": 1.7, "weights_norm": 3.3}
     verdict = same(ledger(PLAIN), ledger(other), accumulation=3)
     assert [found.ratio for found in verdict.counterexamples] == [pytest.approx(ratio)]
@@ -138,7 +130,6 @@ def test_what_may_have_been_drawn_proves_nothing_though_the_rows_are_the_same() 
 
 
 def test_a_loop_that_is_seen_to_draw_is_told_so_and_nothing_of_its_sampler() -> None:
-    """The watch names the dropout; that rows are drawn by rank, or differ, nobody saw."""
     drawing = {**PLAIN, "v": 5, "draws": "dropout in drop (p = 0.1)"}
     for ids in ({}, {"ids": [1, 2]}):
         other = {**drawing, **ids, "grad_norm": 1.063, "loss": 1.02}
@@ -159,13 +150,11 @@ def test_rates_of_runs_of_other_lengths_differ_for_that_reason() -> None:
 
 
 def test_a_rate_that_differs_falls_beside_a_gradient_that_proves_nothing() -> None:
-    """Nothing is drawn for it."""
     found = same(ledger(PLAIN), ledger({**PLAIN, "lr": 0.7, "grad_norm": 1.063})).counterexamples
     assert [each.ratio for each in found] == [pytest.approx(0.7)]
 
 
 def test_layouts_that_train_on_other_rows_are_not_compared() -> None:
-    """With other rows the norms differ too; only the rows are said, and what to do."""
     ours, theirs = {"ids": [1, 2, 3], "grad_norm": 1.0}, {"ids": [3, 1, 4], "grad_norm": 2.0}
     verdict = same(ledger(ours), ledger(theirs))
     assert verdict.outcome is Outcome.UNKNOWN
@@ -201,7 +190,6 @@ def test_another_number_of_updates_falls_where_the_rows_are_known() -> None:
     ],
 )
 def test_two_runs_of_one_layout_are_told_apart_by_what_they_drew(again: dict[str, Any], apart: str) -> None:
-    """The first thing that they do not have alike; rounding is none."""
     step = {**PLAIN, "ids": [1, 2]}
     assert unlike(ledger(step, step), ledger(step, {**step, **again})) == apart
 
@@ -217,7 +205,6 @@ def test_two_runs_of_one_layout_are_told_apart_by_what_they_drew(again: dict[str
     ],
 )
 def test_rows_come_once_in_every_stretch(batches: list[list[int]], outcome: Outcome) -> None:
-    """Whole epochs, an epoch cut short, padding by repeated rows, rows left out, and rows that are not told."""
     assert samples(ledger(*({"ids": batch} for batch in batches))).outcome is outcome
 
 
@@ -232,7 +219,6 @@ def test_rows_come_once_in_every_stretch(batches: list[list[int]], outcome: Outc
 def test_rows_that_come_again_at_the_data_loader_fall_though_none_are_told(
     clause: str, action: str, outcome: Outcome
 ) -> None:
-    """The watch sees which rows a loader deals out, and its ledger says what was wrong; a suspicion is none."""
     (step,) = lines({"grad_norm": 1.0})
     seen = {"kind": "violation", "clause": clause, "action": action, "seen": "rows [1] came again", "step": 2, "v": 3}
     broken = json.dumps({"seq": 1, "prev": chain_digest(step.removesuffix(b"\n")), **seen}).encode() + b"\n"
@@ -244,7 +230,6 @@ def test_rows_that_come_again_at_the_data_loader_fall_though_none_are_told(
 
 
 def steps(*weights: int) -> History:
-    """Updates that leave weights of these digests."""
     return ledger(*({"digests": {"weights": f"{number:016x}", "gradient": "0" * 16}} for number in weights))
 
 
@@ -260,7 +245,6 @@ def steps(*weights: int) -> History:
     ],
 )
 def test_a_run_that_is_taken_up_ends_as_the_whole_one(again: History, outcome: Outcome) -> None:
-    """Killed after two of four updates: taken up there or before with the same state; not later, not anew."""
     assert resumed(steps(1, 2, 3, 4), steps(1, 2), again, 2).outcome is outcome
 
 
@@ -299,7 +283,6 @@ def test_sums_of_three_ranks_may_be_rounded_otherwise_after_a_start(world: int, 
     ],
 )
 def test_a_command_that_gives_nothing_to_judge_says_why(program: str, said: str, tmp_path: Path) -> None:
-    """It fails, dies, writes nothing, or never ends: the reason is named."""
     assert said in run([sys.executable, "-c", program], tmp_path, 1.0 if "60" in program else 30.0).error
 
 
@@ -343,18 +326,15 @@ _TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--n
     ],
 )
 def test_the_reason_of_a_failed_launch_is_what_a_rank_said(words: list[str], said: str, tmp_path: Path) -> None:
-    """Neither the line under torchrun's report nor its own traceback; of silent ranks their exit code."""
     _, _, reason = run([*_TORCHRUN, *words], tmp_path, 60.0).error.partition(": ")
     assert reason.startswith(said)
 
 
 def test_a_command_that_cannot_be_started_says_why(tmp_path: Path) -> None:
-    """There is no such program."""
     assert "cannot be started" in run(["no-such-program-here"], tmp_path, 5.0).error
 
 
 def test_what_a_command_leaves_running_is_named_and_ended(tmp_path: Path) -> None:
-    """A process in a session of its own, whose parent has ended, is found and killed."""
     pid = tmp_path / "pid"
     left = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(100)"
     program = f"""
@@ -385,7 +365,6 @@ def test_an_interrupted_run_leaves_nothing_running(tmp_path: Path) -> None:
 
 
 def test_a_campaign_that_is_terminated_ends_its_script_and_leaves_its_report(tmp_path: Path) -> None:
-    """As a process: a workflow that is cancelled leaves no training behind, and files that can be read."""
     pid, report, junit = tmp_path / "pid", tmp_path / "r.json", tmp_path / "r.xml"
     os.mkfifo(pid)
     program = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(1000)"
@@ -405,14 +384,12 @@ def test_a_campaign_that_is_terminated_ends_its_script_and_leaves_its_report(tmp
 
 
 def test_temporary_files_of_a_command_go_with_its_folder(tmp_path: Path) -> None:
-    """It is killed before it could put them away."""
     program = "import os, signal, tempfile; tempfile.mkdtemp(prefix='left-'); os.kill(os.getpid(), signal.SIGKILL)"
     run([sys.executable, "-c", program], tmp_path / "run", 30.0)
     assert [path.name[:5] for path in (tmp_path / "run" / "tmp").iterdir()] == ["left-"]
 
 
 def torchrun(script: str, more: str = "", watched: str = "") -> str:
-    """The command that runs an example, with its places."""
     launch = f"{shlex.quote(sys.executable)} -m torch.distributed.run --standalone --nproc-per-node {{world}}"
     return f"{launch} {watched} {shlex.quote(str(EXAMPLES / script))} --batch {{local_batch}} {more}"
 
@@ -458,7 +435,6 @@ def test_runs_on_two_layouts_are_compared_where_a_third_shows_the_seed(
     ],
 )
 def test_layouts_that_are_not_alike_prove_nothing(kind: str, said: str) -> None:
-    """Nothing is wrong in them: what is random in every run, by rank, or by the number of ranks."""
     bench = open_script(torchrun("unlike.py", f"--kind {kind}", "-m andon watch"), 30.0)
     found = bench.attempt(Trial(LAW, bench.suited(Case(world=2, micro_batches=2))))["same-everywhere"]
     assert found.outcome is Outcome.UNKNOWN, found
@@ -466,7 +442,6 @@ def test_layouts_that_are_not_alike_prove_nothing(kind: str, said: str) -> None:
 
 
 def test_a_run_that_ends_before_it_can_be_killed_proves_nothing(tmp_path: Path) -> None:
-    """Its ledger is there at once, with all updates: killed half-way it never was, however often that is tried."""
     written, program = tmp_path / "ledger.jsonl", tmp_path / "fast.py"
     written.write_bytes(b"".join(lines({"grad_norm": 1.0}, {"grad_norm": 1.0})))
     program.write_text(f"import os, shutil\nshutil.copyfile({str(written)!r}, os.environ['ANDON_LEDGER'])\n")
@@ -479,7 +454,6 @@ def test_a_run_that_ends_before_it_can_be_killed_proves_nothing(tmp_path: Path) 
 
 
 def test_a_script_that_does_not_say_how_it_resumes_is_not_judged_on_it() -> None:
-    """Nothing is run for a claim that does not apply."""
     bench = open_script("run {world} {local_batch}", 30.0)
     (verdict,) = bench.attempt(Trial(RESUME, bench.suited(Case()))).values()
     assert (verdict.outcome, bench.runs) == (Outcome.NOT_APPLICABLE, 0)

@@ -16,7 +16,6 @@ from falsify.nemesis.left_behind import whole
 
 
 def saved(folder: Path, step: int) -> Path:
-    """A checkpoint with tensors and state of more than a page."""
     state = {"step": step, "words": [f"word {step} {number}" for number in range(600)]}
     return save_checkpoint(folder, step, {"w": torch.full((3000,), float(step))}, state)
 

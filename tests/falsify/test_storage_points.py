@@ -17,14 +17,12 @@ pytestmark = pytest.mark.deep
 
 @pytest.fixture(scope="module", autouse=True)
 def strace() -> None:
-    """Nothing here can be tried where strace may not trace; asked once, and only where these tests are run."""
     reason = tracing.missing()
     if reason is not None:
         pytest.skip(reason)
 
 
 def chosen(found: Sequence[Point], *wanted: tuple[str, str]) -> list[Point]:
-    """The last point of each call and fault."""
     return [[point for point in found if (point.call, point.fault) == each][-1] for each in wanted]
 
 

@@ -47,12 +47,10 @@ ANY = st.lists(st.sampled_from(ALL), min_size=1, max_size=6)
     ],
 )
 def test_conclusions(checked: int, found: list[Counterexample], missing: str, outcome: Outcome) -> None:
-    """A counterexample falsifies whatever else is missing; nothing compared, or something missing, is unknown."""
     assert conclude(CLAIM, checked, found, missing).outcome is outcome
 
 
 def test_a_verdict_that_contradicts_itself_cannot_be_made() -> None:
-    """No holds without a comparison, no falsified without a counterexample, nor the other way round."""
     for outcome, checked, found in (
         (Outcome.HOLDS, 0, ()),
         (Outcome.FALSIFIED, 1, ()),
@@ -64,7 +62,6 @@ def test_a_verdict_that_contradicts_itself_cannot_be_made() -> None:
 
 @given(ANY)
 def test_merging_keeps_the_gravest(verdicts: list[Verdict]) -> None:
-    """holds < unknown < falsified, not applicable yields to any; all counterexamples and comparisons are kept."""
     merged = merge(verdicts)
     outcomes = {verdict.outcome for verdict in verdicts}
     order = (Outcome.FALSIFIED, Outcome.UNKNOWN, Outcome.HOLDS, Outcome.NOT_APPLICABLE)
@@ -74,21 +71,17 @@ def test_merging_keeps_the_gravest(verdicts: list[Verdict]) -> None:
 
 
 def test_merging_keeps_the_reasons_of_the_outcome() -> None:
-    """Each reason once, and none of a verdict that did not decide."""
     other = unknown(CLAIM, "no steps")
     assert merge([UNKNOWN, INAPPLICABLE, other, HOLDS, UNKNOWN]).why == "no rows; no steps"
 
 
 def test_merging_needs_one_claim() -> None:
-    """Nothing merges to nothing, and two claims are two verdicts."""
     for verdicts in ([], [HOLDS, unknown(Claim("other", 1, ""), "why")]):
         with pytest.raises(ValueError, match="one claim"):
             merge(verdicts)
 
 
 def test_a_checker_that_throws_says_unknown() -> None:
-    """The error is named; a checker that returns is left alone."""
-
     def broken(value: int) -> Verdict:
         raise ZeroDivisionError(f"of {value}")
 
@@ -100,13 +93,11 @@ def test_a_checker_that_throws_says_unknown() -> None:
 
 
 def test_the_closing_line_counts() -> None:
-    """K hold or are falsified, N is every claim there is, those left out by a budget among them."""
     assert closing_line(ALL, runs=7, not_selected=2) == "checked 2 of 6 claims, 7 runs, 1 not applicable, 1 unknown"
     assert closing_line([], runs=0) == "checked 0 of 0 claims, 0 runs, 0 not applicable, 0 unknown"
 
 
 def test_exit_codes() -> None:
-    """1 if anything is falsified, else 2 if anything is unknown or nothing was checked, else 0 (issue 4)."""
     expected = {(): 2, (HOLDS,): 0, (INAPPLICABLE,): 2, (UNKNOWN,): 2, (FALSIFIED,): 1}
     expected |= {(HOLDS, INAPPLICABLE): 0, (HOLDS, UNKNOWN): 2, ALL: 1}
     for verdicts, code in expected.items():
@@ -114,7 +105,6 @@ def test_exit_codes() -> None:
 
 
 def test_a_counterexample_reads_as_a_sentence() -> None:
-    """Place, what, expected and seen, ratio, seed and command; what is not known is not said."""
     (named,) = repeatable(FALSIFIED, 42, "andon falsify --seed 42").counterexamples
     assert str(named) == (
         "step 1: 3; expected 2, seen 3; ratio 1.500 = 3 / 2; seed 42; repeat with: andon falsify --seed 42"
@@ -125,25 +115,21 @@ def test_a_counterexample_reads_as_a_sentence() -> None:
 
 
 def test_a_seed_and_a_command_that_are_there_stay() -> None:
-    """The case that found it knows better than the suite around it."""
     own = conclude(CLAIM, 1, [Counterexample("3", seed=0, repro="own")])
     assert repeatable(own, 42, "other") == own
 
 
 def test_a_verdict_lists_its_counterexamples() -> None:
-    """One line for the verdict, one for each."""
     assert str(FALSIFIED).splitlines() == ["sums-right: falsified", f"  {FOUND}"]
     assert str(UNKNOWN) == "sums-right: unknown (no rows)"
 
 
 def test_claims_have_names_of_their_own() -> None:
-    """The registry lists each claim once, with a version and a statement."""
     assert len({claim.name for claim in CLAIMS}) == len(CLAIMS) == 13
     assert all(claim.version >= 1 and claim.statement.endswith(".") for claim in CLAIMS)
 
 
 def test_statements_are_words_and_no_codes() -> None:
-    """Names that only a catalogue knows, as F-DP-001, V35 or F77, are no part of what a reader is shown."""
     beyond = [claim for claim in vars(statements).values() if isinstance(claim, Claim)]
     assert len(beyond) > 8
     code = r"\b(?:[A-Z]+-)*[A-Z]+-?\d+\b|\b(?:seed|issue|faults) [A-Z]?\d"

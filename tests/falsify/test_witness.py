@@ -37,7 +37,6 @@ REALS = st.floats(allow_nan=True, allow_infinity=True)
 
 @st.composite
 def runs(draw: st.DrawFn) -> tuple[Case, list[LoopSightings]]:
-    """A run of any shape, half of which was not seen: both writers can tell of it."""
     world, rows = draw(st.integers(1, 4)), draw(st.integers(1, 7))
     case = Case(rows=make_rows(rows), batch_size=world, micro_batches=world, world=world)
     if draw(st.booleans()):
@@ -65,7 +64,6 @@ def runs(draw: st.DrawFn) -> tuple[Case, list[LoopSightings]]:
 
 
 def decoded(lines: list[bytes]) -> list[Record]:
-    """The records of `lines`, each linked to the one before."""
     found, head = [], "0" * 16
     for count, raw in enumerate(lines):
         line = decode_line(raw)

@@ -16,7 +16,6 @@ class Waiting(PlainLoop):
     """Its last rank waits for what nobody does."""
 
     def train(self, told: Told) -> None:
-        """See `Loop.train`."""
         if dist.get_rank() == dist.get_world_size() - 1:
             threading.Event().wait()
         super().train(told)
@@ -26,7 +25,6 @@ class Alone(PlainLoop):
     """Its last rank enters a collective that no other enters."""
 
     def train(self, told: Told) -> None:
-        """See `Loop.train`."""
         super().train(told)
         if dist.get_rank() == dist.get_world_size() - 1:
             for _ in range(3):
@@ -34,10 +32,8 @@ class Alone(PlainLoop):
 
 
 def make_waiting(case: Case) -> PlainLoop:
-    """The loop of one rank."""
     return Waiting(case)
 
 
 def make_alone(case: Case) -> PlainLoop:
-    """The loop of one rank."""
     return Alone(case)

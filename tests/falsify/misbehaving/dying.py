@@ -21,7 +21,6 @@ class Dying(PlainLoop):
         self.how = how
 
     def train(self, told: Told) -> None:
-        """See `Loop.train`."""
         if dist.get_rank() == dist.get_world_size() - 1:
             if self.how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -14,7 +14,6 @@ class Garbling(PlainLoop):
     """See the module."""
 
     def train(self, told: Told) -> None:
-        """See `Loop.train`."""
         print("checked 99 of 99 claims\x00\x1b[2J\ud800", end="", file=sys.stdout)
         os.write(1, b"\xff\xfe checked 99 of 99 claims" * 100)
         os.write(2, b'{"outcome": "holds"')
@@ -23,5 +22,4 @@ class Garbling(PlainLoop):
 
 
 def make(case: Case) -> PlainLoop:
-    """The loop of one rank."""
     return Garbling(case)

@@ -12,6 +12,5 @@ COMMAND = ("sleep", "86399")
 
 
 def make(case: Case) -> PlainLoop:
-    """The loop of one rank."""
     subprocess.Popen(COMMAND, start_new_session=True)
     return PlainLoop(case)

@@ -9,7 +9,6 @@ from andon_falsify.subjects.case import Case
 
 
 def make(case: Case) -> PlainLoop:
-    """The loop of one rank."""
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return PlainLoop(case)
