@@ -30,13 +30,6 @@ class Halved(PlainLoop):
         return super()._loss_sum(ids) / 2
 
 
-class Unreduced(PlainLoop):
-    """Every rank trains on its own rows alone."""
-
-    def _add_over_ranks(self, total: Tensor) -> None:
-        dist.all_reduce(total)
-
-
 class Twice(PlainLoop):
     """Row 5 counts twice, and nothing else is wrong."""
 
@@ -68,41 +61,12 @@ class Forgetful(PlainLoop):
         self.done = state["done"]
 
 
-class Unclipped(PlainLoop):
-    """The case's limit of the gradient is not kept."""
-
-    def __init__(self, case: Case) -> None:
-        super().__init__(case.but(clip_norm=None))
-
-
 class Careless(PlainLoop):
     """It says that it halts, and steps on NaN."""
 
     def _apply(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad()
-
-
-class Rounded(PlainLoop):
-    """Evaluates by the mean of the ranks' means."""
-
-    def evaluate(self) -> Mapping[str, float]:
-        mine = list(range(len(self.rows)))[dist.get_rank() :: dist.get_world_size()]
-        with torch.no_grad():
-            mean = self._loss_sum(mine) / len(mine)
-        dist.all_reduce(mean)
-        return {"loss": float(mean) / dist.get_world_size()}
-
-
-class Decaying(PlainLoop):
-    """The rate halves after the first update, which nobody declared to be a schedule of another kind."""
-
-    def rate(self, update: int) -> float:
-        return self.case.lr
-
-    def _apply(self) -> None:
-        super()._apply()
-        self.optimizer.param_groups[0]["lr"] = self.case.lr / 2
 
 
 class TensorRate(PlainLoop):
@@ -322,13 +286,3 @@ def own_model(case: Case) -> OwnModel:
 
 def own_model_wrong(case: Case) -> OwnModel:
     return OwnModel(case, wrong=True)
-
-
-def raising(case: Case) -> PlainLoop:
-    print("looking for the file")
-    msg = f"no weights for {case.world} ranks"
-    raise FileNotFoundError(msg)
-
-
-def nothing(case: Case) -> object:
-    return object()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 import time
@@ -72,11 +71,6 @@ def test_each_part_of_a_promise_can_be_found_broken(said: str) -> None:
     assert judging.wrong(PROMISE, replace(KEPT, **BROKEN[said])) == (said,)  # type: ignore[arg-type]
 
 
-def test_what_is_accepted_later_is_wrong_only_where_all_must_stop_at_once() -> None:
-    later = replace(KEPT, newer=("step-00000008",))
-    assert judging.wrong(replace(PROMISE, at_once=False), later) == ()
-
-
 @pytest.mark.parametrize(
     ("changes", "good"),
     [
@@ -132,11 +126,6 @@ def test_every_row_of_the_catalogue_is_played_or_it_is_said_why_not() -> None:
     assert played & UNPLAYED.keys() == set()
 
 
-def test_no_nemesis_of_that_name_is_said_with_those_there_are() -> None:
-    with pytest.raises(ValueError, match="no nemesis is called sunspots; there are: rank killed, "):
-        nemeses(only=["sunspots"])
-
-
 # By default tests/launch shows that a killed rank is named, and the claim resume-equal that a run resumes.
 @pytest.mark.deep
 def test_a_rank_that_is_killed_is_one_line_and_nothing_is_lost(tmp_path: Path) -> None:
@@ -184,12 +173,6 @@ def test_a_run_that_made_nothing_is_no_measure(tmp_path: Path) -> None:
         assert Undisturbed(tmp_path).lacking(2) == said
 
 
-def test_a_run_that_left_nothing_has_accepted_nothing(tmp_path: Path) -> None:
-    found = Undisturbed(tmp_path)
-    assert found.accepted(tmp_path / "nothing", 0) == ((), ())
-    assert found.differs(tmp_path / "nothing") == "it is not finished"
-
-
 def test_a_process_in_a_session_of_its_own_is_seen_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "GONE_S", 0.5)
     run = bare_run(tmp_path)
@@ -203,17 +186,6 @@ def test_a_process_in_a_session_of_its_own_is_seen_and_ended(tmp_path: Path, mon
 
 def bare_run(folder: Path) -> Run:
     return Run(folder, folder / "run", folder / "rows", folder / "held", Undisturbed(folder / "whole"), Random(1))
-
-
-def test_controls_are_shared_only_by_runs_that_are_alike_without_their_fault() -> None:
-    played = {each.name: each.calm_key() for each in nemeses()}
-    assert played["rank killed"] == played["rank stopped"]
-    assert played["link cut"] == played["silent drop, one way"]
-    assert played["one of three hosts cut off"] == played["two of three hosts cut off each other"]
-    assert played["one of three hosts cut off"] != played["link cut"]
-    alone = ("long partition, restarted", "disk full", "agent of torchrun killed")
-    keys = list(played.values())
-    assert [name for name in alone if keys.count(played[name]) != 1] == []
 
 
 def never(run: Run) -> Struck:
@@ -319,17 +291,6 @@ def test_what_is_under_way_when_all_is_to_end_is_undone_and_released(tmp_path: P
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_a_signal_is_sent_once_and_what_the_process_table_shows_is_told() -> None:
-    with subprocess.Popen(["sleep", "600"], start_new_session=True) as sleeper:
-        paused = processes.send(sleeper.pid, signal.SIGSTOP, pause_s=0.01)
-        killed = processes.send(sleeper.pid, signal.SIGKILL, group=True)
-        sleeper.wait()
-    assert paused == "stopped in the process table, SIGCONT after 0.01 s"
-    assert killed == "dead in the process table"
-    assert processes.send(sleeper.pid, signal.SIGSTOP) is None
-    assert processes._continued(sleeper.pid, 0.01) == ", gone before SIGCONT after 0.01 s"
-
-
 def test_a_control_that_never_acted_or_broke_shows_nothing(tmp_path: Path) -> None:
     off = (Plant("guards:deaf"), Plant("guards:blind"))
     Planting({}, proofs_in(tmp_path), "guards:deaf").acted()
@@ -339,12 +300,6 @@ def test_a_control_that_never_acted_or_broke_shows_nothing(tmp_path: Path) -> No
     for each in (replace(KEPT, ending=broke), replace(KEPT, healing=broke)):
         assert judging.doubt(each, FOUND, DUE) == "it ends with a traceback: AttributeError: _record"
     assert judging.doubt(replace(KEPT, ending=Ending((0,), "")), FOUND, DUE) == ""
-
-
-def test_a_control_that_refuses_its_own_settings_shows_nothing() -> None:
-    refused = ("exit 2 instead of 70", "not said: 'audit broken'")
-    assert judging.doubt(KEPT, refused, DUE) == f"exit 2 instead of 70; to be found was {DUE!r}"
-    assert judging.doubt(KEPT, (*refused, "healing: exit 1: rank 0"), DUE) == ""
 
 
 FOUND, DUE = ("exit 0 instead of 70",), "exit 0 instead of 70|healing: exit"

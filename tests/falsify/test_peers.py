@@ -81,14 +81,6 @@ def test_accelerate_visits_sixteen_rows_of_ten(pools: RankPools) -> None:
     assert "(2 times)" in str(found)
 
 
-def test_ddp_as_taught_averages_the_means_of_unequal_micro_batches(pools: RankPools) -> None:
-    """31 rows, 16 a rank with one twice: the last window is 3 rows and 1 on each, and their means are averaged."""
-    found = judged("ddp", loop_case(**SGD), pools)
-    assert "32 visits of 31 rows" in str(found["samples-once"])
-    assert [each.where for each in found["gradient-law"].counterexamples] == ["step 3"]
-    assert "mean of the means of 4 micro-batches (of 3, 1, 3, 1 rows)" in str(found["gradient-law"])
-
-
 @pytest.mark.parametrize("case", [loop_case(rows=make_rows(13), batch_size=8), EVEN], ids=["ragged", "even"])
 def test_accelerate_with_sums_is_right(pools: RankPools, case: Case) -> None:
     """No claim falls, and those on rows, gradient, update, loss and evaluation hold: such a loop can be written."""

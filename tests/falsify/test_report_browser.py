@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -81,25 +80,6 @@ def test_without_scripts_the_table_is_read_and_opened_by_keyboard(browser: Brows
     browser.press("Enter")
     assert browser.value(OPEN) == []
     assert browser.value(FOCUS) == f"cell:{CELL}"
-
-
-def test_without_scripts_the_table_is_filtered(browser: Browser, page: Path) -> None:
-    browser.scripting(False)
-    browser.open(page)
-    assert (browser.value(ROWS), browser.value(COLUMNS), browser.value(SHOWN)) == (5, 1 + 3, 5 + 5 + 4)
-    tab_to(browser, "show-holds")
-    browser.press("Space")
-    # What is left: samples-once, gradient-law twice, losses-close twice, resume-equal.
-    assert (browser.value(ROWS), browser.value(COLUMNS), browser.value(SHOWN)) == (4, 1 + 3, 6)
-    tab_to(browser, "show-s1")
-    browser.press("Space")
-    # Without the second subject: gradient-law and losses-close, of the third.
-    assert (browser.value(ROWS), browser.value(COLUMNS), browser.value(SHOWN)) == (2, 1 + 2, 2)
-
-    one = tuple(finding for finding in campaign().findings if finding.subject == "andon")
-    write_html(replace(campaign(), findings=one), page)
-    browser.open(page)
-    assert (browser.value(ROWS), browser.value(COLUMNS), browser.value(SHOWN)) == (5, 1 + 1, 5)
 
 
 def test_an_address_opens_its_cell_and_the_command_is_copied(browser: Browser, page: Path) -> None:

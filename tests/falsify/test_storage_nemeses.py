@@ -11,7 +11,7 @@ import torch
 from andon.run.checkpoint import load_checkpoint, save_checkpoint
 from andon.run.sealed import MANIFEST, STATE, TENSORS, CheckpointError
 from falsify.nemesis import power_cut
-from falsify.nemesis.disk import DAMAGES, NEMESES
+from falsify.nemesis.disk import DAMAGES
 from falsify.nemesis.left_behind import whole
 
 
@@ -60,18 +60,3 @@ def test_a_power_cut_takes_what_was_not_synced(tmp_path: Path, synced: bool, nam
     assert (tmp_path / "log").read_bytes() == b"old"
     assert (tmp_path / "kept").read_bytes() == b"ok"
     assert proof == f"7 bytes of 2 files and {int(place == 'new')} names that were not synced are gone"
-
-
-def test_every_row_of_the_catalogue_has_its_fault() -> None:
-    """Each fault of the disk is there once by name, with a guard that can be off, or the reason why there is none."""
-    assert {number for each in NEMESES for number in each.numbers} == {4, 34, 35, 36, 37, 39, 40, 41}
-    assert len({each.name for each in NEMESES}) == len(NEMESES)
-    assert all(each.guard or each.no_guard for each in NEMESES)
-
-
-def test_a_machine_without_chattr_is_said_to_lack_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Root needs it to forbid; what it cannot forbid it need not allow again."""
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr("os.geteuid", lambda: 0)
-    (chosen,) = (each for each in NEMESES if each.name == "checkpoints read-only")
-    assert chosen.needs() == "chattr does not work here: [Errno 2] No such file or directory: 'chattr'"
