@@ -14,7 +14,7 @@ Says = Callable[[Trial], Verdict]
 
 
 class Oracle:
-    """See the module. It notes what it is asked; its subject is "mine", and each claim has a kind of trial."""
+    """Keeps the trials that it gets. Each claim has its own kind of trial; the subject is called "mine"."""
 
     subject, version = "mine", "1.0"
     words = ("--subject", "a b:make")

@@ -58,7 +58,7 @@ installed = pytest.mark.skipif(not INSTALLED, reason="needs Andon installed, sin
 # By default test_power_plugin.py shows that verdicts travel through xdist.
 @pytest.mark.parametrize("xdist", [(), pytest.param(("-n", "1"), marks=pytest.mark.deep)], ids=["alone", "xdist"])
 def test_a_subject_is_judged_claim_by_claim(tmp_path: Path, xdist: tuple[str, ...]) -> None:
-    """Unknown fails and says why, what holds passes, what does not apply is skipped and says why."""
+    """An unknown claim fails, a claim that holds passes, an inapplicable claim is skipped; each shows its reason."""
     results = tmp_path / "r.xml"
     words = ("--script", copying(tmp_path, {"1": 1.0, "2": 1.0}), "--world", "2,3", "--accumulation", "1")
     done = run(tmp_path, "--pyargs", "andon_falsify", *words, *xdist, "--junitxml", str(results))
@@ -94,7 +94,7 @@ def test_a_subject_is_judged_claim_by_claim(tmp_path: Path, xdist: tuple[str, ..
 def test_only_a_named_claim_is_judged_and_may_fall(
     pytester: pytest.Pytester, norm: float, more: tuple[str, ...], code: int, said: str, counted: str
 ) -> None:
-    """Where there is nothing to excuse, an excuse fails."""
+    """An expected failure that does not happen fails the session."""
     script = copying(pytester.path, {"1": 1.0, "2": norm})
     words = ("--script", script, "--world", "2", "--accumulation", "1", "--claim", "same-everywhere", *more)
     plugin = ("-q", "-p", "no:cacheprovider", "-p", "andon_falsify.compliance.plugin")

@@ -73,7 +73,7 @@ def test_t03_the_accessors_give_the_primary() -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_t18_as_many_replicas_as_devices(count: int) -> None:
-    """T1, T18, R8, R10: each with a model of its own."""
+    """T1, T18, R8, R10: one replica for each device, and no two share a model or weights."""
     with DataParallelCoordinator(FIXTURE, FIXTURE_CONFIG, ["cpu"] * count) as coordinator:
         assert coordinator.num_gpus == count
         assert len({id(pipeline.model) for pipeline in coordinator.pipelines}) == count
@@ -142,14 +142,14 @@ def test_v16_a_model_that_is_not_to_be_had_is_refused_before_it_is_built(preset:
 
 @pytest.mark.parametrize("absent", ["transformers", "peft"])
 def test_the_extra_to_install_is_named_where_a_library_is_absent(absent: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A base install has neither; the command is one that a checkout knows, since no package index has Andon."""
+    """A base install lacks both libraries. The command works in a checkout, since no package index has Andon."""
     monkeypatch.setitem(sys.modules, absent, None)
     with pytest.raises(InputError, match=rf"{absent} is not installed; run: pip install '\.\[train\]' in a checkout"):
         DataParallelCoordinator(SMALL, CONFIG, ["cpu"])
 
 
 def test_options_that_make_no_sense_are_refused_together() -> None:
-    """An unknown backend and counts below one are told at once; a group of processes is the command's affair."""
+    """One error names an unknown backend and each count below one; `andon train` starts process groups."""
     with pytest.raises(InputError) as caught:
         DataParallelCoordinator(SMALL, CONFIG, ["cpu"], "gloo", 0, base_every=0)
     assert [each.where for each in caught.value.problems] == ["backend", "micro_batches", "base_every"]
@@ -223,7 +223,7 @@ def test_t07_replicas_that_train_alone_diverge() -> None:
 
 
 def test_t19_all_layers_and_the_bias_are_equal_after_training() -> None:
-    """T17, T19, F-DP-001: every A, B, head weight and bias of an encoder moves, and alike on three replicas."""
+    """T17, T19, F-DP-001: A, B, head weight and bias of an encoder move, and are equal on three replicas."""
     shape = replace(FIXTURE, architecture="encoder", vocab_size=256)
     with replicas(3, FIXTURE_CONFIG, model_config=shape, optimizer=OptimizerSpec()) as coordinator:
         start = weights(coordinator.primary_pipeline)
@@ -258,7 +258,7 @@ def test_v01_every_sample_moves_the_weights() -> None:
 def test_v02_the_loss_is_that_of_one_process_after_100_steps() -> None:
     """V2, F-DP-005: at step 100 of the seed's own workload, at a rate that learns, within 1 % of one process.
 
-    Against float64 it was measured at 4e-6 to 1.2e-5 with three seeds, so 1e-4 is asked.
+    Three seeds were 4e-6 to 1.2e-5 off float64, so the test allows 1e-4.
     """
     samples = [sample(f"test_sample_{i}", i % 2) for i in range(10, 30)]
     reference = Reference(SMALL, CONFIG, OptimizerSpec())
@@ -315,7 +315,7 @@ def test_v05_moments_and_counts_are_the_same_on_every_replica() -> None:
 
 
 def test_v06_the_norm_is_that_of_the_whole_batch() -> None:
-    """V6: one text with both labels, sorted, has two large opposite shards and a small gradient; that one is told."""
+    """V6: the shards of one text with both labels have large, opposite gradients; the norm is that of their sum."""
     samples = [sample("hello world", int(i >= 4)) for i in range(8)]
     config = type(CONFIG)(num_classes=2, lora_rank=2, learning_rate=1e-2, gradient_clip_norm=None)
     _, norm = Reference(SMALL, config, SGD).step(samples)
@@ -434,7 +434,7 @@ def test_v18_what_is_frozen_is_watched_where_it_lives() -> None:
 
 @pytest.mark.parametrize("how", ["in place", "trained alone", "replaced"])
 def test_v19_a_primary_that_was_changed_is_found_out(how: str) -> None:
-    """V19, C-DP-001 pre: whoever changes the primary's weights between steps is found out before anything moves."""
+    """V19, C-DP-001 pre: a change of the primary's weights between steps is found before any replica moves."""
     with replicas(3) as coordinator:
         coordinator.train_batch_parallel(sorted_samples(8))
         primary = coordinator.primary_pipeline
@@ -466,7 +466,7 @@ def test_v19_replicas_are_copies_of_one_model() -> None:
 
 @pytest.mark.parametrize("bad", [sample("a", 7), sample("a", -1), sample("", 0)])
 def test_v20_a_bad_sample_changes_nothing(bad: Any) -> None:
-    """V20, F-CLASS-002: a bad label or text in the last shard is told by place and value, with all state as it was."""
+    """V20, F-CLASS-002: the error names place and value of a bad label or text, and changes no replica."""
     samples = mixed_samples(3)
     with replicas(2, optimizer=OptimizerSpec()) as coordinator:
         before = states(coordinator)

@@ -49,7 +49,7 @@ def test_the_mean_is_the_mean(grads: list[list[float]], mean: list[float]) -> No
 def test_the_mean_of_finite_gradients_is_exact_to_one_rounding(grads: list[list[float]]) -> None:
     """N9, V11: finite, and at most one fp32 rounding (2^-24 relative, or half the smallest fp32) from the true mean.
 
-    The sum of fp32 values is exact to 2^-50 in fp64, whose own rounding can tip the last fp32 digit, hence the margin.
+    The margin: fp64 sums fp32 values exactly to 2^-50, and its own rounding can tip the last fp32 digit.
     """
     for place, value in enumerate(average_gradients(grads)):
         column = [gradient[place] for gradient in grads]
@@ -61,7 +61,7 @@ def test_the_mean_of_finite_gradients_is_exact_to_one_rounding(grads: list[list[
 
 @given(matrices(FP32))
 def test_lists_and_tensors_have_one_mean_with_nan_and_inf_in_place(grads: list[list[float]]) -> None:
-    """N8: an element is NaN where a worker's is or where Inf meets -Inf, Inf where one is, else finite."""
+    """N8: the mean is NaN if a worker has NaN or if Inf meets -Inf, Inf if some worker has Inf, else finite."""
     mean = average_gradients(grads)
     for place, value in enumerate(mean):
         special = {gradient[place] for gradient in grads if not math.isfinite(gradient[place])}

@@ -399,7 +399,7 @@ def test_v24_the_layout_is_compared_after_a_real_backward() -> None:
         assert shape == tuple(parameter.shape)
         found, wanted = part.double() / len(samples), clipped.reshape(-1)
         assert float(found.norm()) > 0.0, name
-        # The reference clips, which scales all of it alike.
+        # The reference clips, so that the scale differs.
         assert float(torch.nn.functional.cosine_similarity(found, wanted, dim=0)) > 1 - 1e-9
 
 
@@ -414,7 +414,7 @@ def warm(pipeline: ClassifyPipeline) -> None:
 
 @pytest.mark.parametrize("shape", [SMALL, ENCODER], ids=["decoder", "encoder"])
 def test_v25_hidden_states_are_finite_and_see_the_adapter(shape: TransformerConfig) -> None:
-    """V25, T16, F-DP-004: the forward pass that is checked is the one that is trained: it changes with the adapter."""
+    """V25, T16, F-DP-004: hidden states come from the trained forward pass: they change with the adapter."""
     pipeline = ClassifyPipeline(shape, CONFIG)
     before = pipeline.forward_hidden([1, 2, 3, 4, 5])
     warm(pipeline)
@@ -427,7 +427,7 @@ def test_v25_hidden_states_are_finite_and_see_the_adapter(shape: TransformerConf
 def test_v28_both_halves_of_the_adapter_learn() -> None:
     """V28, C-LORA-GRAD-002, F-FREEZE-003 to 005: A and B of every layer move, the base does not.
 
-    In the seed a fresh tensor cuts the graph behind the pooling: only the head ever moves.
+    The seed cuts the graph after the pooling with a fresh tensor, so that only the head moves.
     """
     pipeline = ClassifyPipeline(replace(SMALL, num_hidden_layers=2), CONFIG, optimizer=SGD)
     start, base = weights(pipeline), pipeline.replica.base_digest()

@@ -108,7 +108,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> int | None:
-    """Where no backend that was named can run on this machine: one line that says why, and no workers are started."""
+    """If none of the named backends can run on this machine, print one line with the reasons and start no workers."""
     chosen = dict.fromkeys(config.getoption("backend") or ())
     reasons = [why_not(name) for name in chosen]
     if not chosen or not all(reasons) or config.getoption("subject") or config.getoption("script"):
