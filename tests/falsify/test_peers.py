@@ -43,8 +43,6 @@ def _why(peer: Peer) -> str:
     return peer.missing or f"the figures are those of {wanted}; installed is {peer.version}"
 
 
-# transformers' Trainer takes long to import. By default test_loops.py shows that these claims see such a ratio.
-@pytest.mark.deep
 def test_hf_trainer_multiplies_by_accumulation_and_world(pools: RankPools) -> None:
     """With default arguments the gradient of a classifier is 2 x 2 times the law, and so is the loss that is logged."""
     found = judged("hf_trainer", EVEN, pools)
@@ -54,6 +52,7 @@ def test_hf_trainer_multiplies_by_accumulation_and_world(pools: RankPools) -> No
     assert found["evaluation-law"].counterexamples[0].ratio == pytest.approx(2.0, rel=1e-3)
 
 
+# By default the accelerate loop with sums, and test_loops.py, show these verdicts.
 @pytest.mark.deep
 def test_hf_trainer_mended_is_right_on_even_batches(pools: RankPools) -> None:
     """With its two switches set, gradient and logged loss are the law's, and every row is visited once."""

@@ -431,6 +431,7 @@ def test_runs_on_two_layouts_are_compared_where_a_third_shows_the_seed(
             "unseeded",
             "not seeded: two runs on one rank differ, first in the weights that it begins with. Begin it with",
         ),
+        ("by-rank", "the rows are not known. Draw the rows of every global batch from one seed"),
         ("accelerate", "use_seedable_sampler=True"),
     ],
 )
