@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from andon_falsify.campaign.findings import Report
+from andon_falsify.report.cells import Column, tabulate
 from andon_falsify.report.page.curve import HEIGHT, WIDTH, draw
 from andon_falsify.report.page.render import render
 from andon_falsify.verdict import Counterexample
@@ -128,3 +129,15 @@ def test_a_curve_of_any_numbers_is_in_its_picture(curve: tuple[float, ...]) -> N
     for x, y in drawn.dots:
         assert 0 <= float(x) <= WIDTH
         assert 0 <= float(y) <= HEIGHT
+
+
+def test_a_subject_is_named_once() -> None:
+    assert str(Column("andon", "0.1.0")) == "andon 0.1.0"
+    assert str(Column("accelerate", "accelerate 1.15.0")) == "accelerate 1.15.0"
+    assert str(Column("hf_trainer", "transformers 5.23.0")) == "hf_trainer (transformers 5.23.0)"
+    assert str(Column("mine:make", "")) == "mine:make"
+
+
+def test_what_most_subjects_are_judged_on_comes_first() -> None:
+    found = (finding("own", "andon"), finding("both", "andon"), finding("both", "ddp"), finding("last", "ddp"))
+    assert tabulate(replace(campaign(), findings=found)).claims == ("both", "own", "last")
