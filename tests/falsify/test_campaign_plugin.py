@@ -23,6 +23,7 @@ pytest_plugins = ("pytester",)
 
 ROOT = Path(__file__).resolve().parents[2]
 INSTALLED = any(point.value == "andon_falsify.compliance.entry" for point in entry_points(group="pytest11"))
+PLUGIN = ("-q", "-p", "no:cacheprovider", "-p", "andon_falsify.compliance.plugin")
 OTHERS = """
 import sys
 
@@ -97,8 +98,7 @@ def test_only_a_named_claim_is_judged_and_may_fall(
     """An expected failure that does not happen fails the session."""
     script = copying(pytester.path, {"1": 1.0, "2": norm})
     words = ("--script", script, "--world", "2", "--accumulation", "1", "--claim", "same-everywhere", *more)
-    plugin = ("-q", "-p", "no:cacheprovider", "-p", "andon_falsify.compliance.plugin")
-    done = pytester.runpytest_inprocess(*plugin, "--pyargs", "andon_falsify", *words)
+    done = pytester.runpytest_inprocess(*PLUGIN, "--pyargs", "andon_falsify", *words)
     assert done.ret == code, done.outlines
     assert any(said in line for line in done.outlines)
     assert any(line.startswith("checked 1 of ") for line in done.outlines)
@@ -137,3 +137,24 @@ def test_backends_that_cannot_run_here_end_at_once(pytester: pytest.Pytester) ->
     result = pytester.runpytest_inprocess("-p", "andon_falsify.compliance.plugin", "--backend", "nccl", "-n", "2")
     assert result.ret == pytest.ExitCode.OK
     assert result.outlines == ["nothing was run: nccl needs a GPU, and this machine has none that torch can use"]
+
+
+def test_a_backend_repeats_no_test_that_it_cannot_change(pytester: pytest.Pytester) -> None:
+    """Tests without a backend run with `inline` only; `threads` runs those that compare runs."""
+    inline, threads, gloo = (
+        {
+            line.replace(f"[{backend}", "[inline")
+            for line in pytester.runpytest_inprocess(
+                *PLUGIN, "--pyargs", "andon_falsify", "--collect-only", "--backend", backend
+            ).outlines
+            if "::" in line
+        }
+        for backend in ("inline", "threads", "gloo")
+    )
+    assert threads < gloo < inline
+    assert {line.partition("::")[0].rpartition("/")[2] for line in threads} == {"test_runs.py"}
+    assert {line.partition("::")[0].rpartition("/")[2] for line in inline - gloo} == {
+        "test_functions.py",
+        "test_power.py",
+        "test_runs.py",
+    }

@@ -18,6 +18,7 @@ from falsify.nemesis.left_behind import Undisturbed
 from falsify.nemesis.network import NEMESES, Cut
 from falsify.nemesis.run import NotStruckError, Run
 
+pytestmark = pytest.mark.xdist_group("test_network_hosts")
 needs_hosts = pytest.mark.usefixtures("hosts_here")
 PATIENCE_S = 60.0
 OWNER = """
