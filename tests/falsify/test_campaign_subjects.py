@@ -13,7 +13,7 @@ from andon_falsify.loops.subject import LoopSubject
 from andon_falsify.loops.task import loop_case
 from andon_falsify.ranks.pool import RankPools
 from andon_falsify.verdict import Outcome
-from tests.falsify.misbehaving.littering import COMMAND
+from tests.falsify.misbehaving import COMMAND
 
 HERE = "tests.falsify.misbehaving"
 TRIAL = Trial(LAW, loop_case(epochs=1))
@@ -27,24 +27,24 @@ def pools() -> Iterator[RankPools]:
 
 
 def bench(make: str, pools: RankPools) -> LoopBench:
-    return LoopBench(LoopSubject(f"{HERE}.{make}", make, pools), make)
+    return LoopBench(LoopSubject(make if ":" in make else f"{HERE}:{make}", make, pools), make)
 
 
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        ("absent:make", "No module named 'tests.falsify.misbehaving.absent'"),
-        ("broken:make", "OSError: no licence was found"),
-        ("unfinished:not_a_function", "names no function"),
-        ("unfinished:make_nothing", "NoneType is no loop"),
-        ("unfinished:make_without_train", "has no method `train(told)`"),
-        ("unfinished:make_without_model", "it has no attribute `model` (needed are `model`, a torch module, wrapped"),
-        ("unfinished:make_with_empty_model", "its `model` is None"),
-        ("dying:make_killed", "rank 1 was killed by SIGKILL"),
-        ("dying:make_exiting", "rank 1 ended with exit code 7"),
-        ("dying:make_leaving", "rank 1: SystemExit: enough at "),
-        ("dying:make_raising", "rank 1: ArithmeticError: nothing adds up at "),
-        ("lying:make", "it says it is one of 1 ranks, but 2 were started"),
+        ("tests.falsify.absent:make", "No module named 'tests.falsify.absent'"),
+        ("tests.falsify.broken_subject:make", "OSError: no licence was found"),
+        ("not_a_function", "names no function"),
+        ("make_nothing", "NoneType is no loop"),
+        ("make_without_train", "has no method `train(told)`"),
+        ("make_without_model", "it has no attribute `model` (needed are `model`, a torch module, wrapped"),
+        ("make_with_empty_model", "its `model` is None"),
+        ("make_killed", "rank 1 was killed by SIGKILL"),
+        ("make_exiting", "rank 1 ended with exit code 7"),
+        ("make_leaving", "rank 1: SystemExit: enough at "),
+        ("make_raising", "rank 1: ArithmeticError: nothing adds up at "),
+        ("make_lying", "it says it is one of 1 ranks, but 2 were started"),
     ],
 )
 def test_what_a_subject_does_wrong_is_named(pools: RankPools, make: str, said: str) -> None:
@@ -58,13 +58,13 @@ def test_what_a_subject_does_wrong_is_named(pools: RankPools, make: str, said: s
 
 
 def test_what_a_subject_leaves_running_is_named_and_ended(pools: RankPools) -> None:
-    found = bench("littering:make", pools).attempt(TRIAL)
+    found = bench("make_littering", pools).attempt(TRIAL)
     assert {verdict.outcome for verdict in found.values()} == {Outcome.UNKNOWN}
     assert all(f"({' '.join(COMMAND)})" in verdict.why for verdict in found.values())
     assert [process.pid for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"] == [*COMMAND]] == []
 
 
-@pytest.mark.parametrize("make", ["deadlocking:make_waiting", "deadlocking:make_alone"])
+@pytest.mark.parametrize("make", ["make_waiting", "make_alone"])
 def test_a_deadlock_ends_with_the_deadline(make: str) -> None:
     with RankPools(deadline_s=1.0, grace_s=0.1) as pools:
         found = bench(make, pools).attempt(TRIAL)
@@ -73,7 +73,7 @@ def test_a_deadlock_ends_with_the_deadline(make: str) -> None:
 
 
 def test_nonsense_on_the_standard_streams_changes_nothing(pools: RankPools, capfd: pytest.CaptureFixture[str]) -> None:
-    found = bench("garbling:make", pools).attempt(TRIAL)
+    found = bench("make_garbling", pools).attempt(TRIAL)
     assert {verdict.outcome for verdict in found.values()} == {Outcome.HOLDS}, found
     printed = capfd.readouterr()
     assert (printed.out, printed.err) == ("", "")
