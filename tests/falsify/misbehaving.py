@@ -18,37 +18,28 @@ from andon_falsify.subjects.case import Case
 
 
 class WithoutTrain:
-    """Has a model and nothing to do with it."""
-
     def __init__(self) -> None:
         self.model = nn.Linear(1, 1)
 
 
 class WithoutModel:
-    """Trains nobody knows what."""
-
     def train(self, told: object) -> None:
         """Do nothing."""
 
 
 def make_without_train(case: Case) -> WithoutTrain:
-    """Lacks `train`."""
     return WithoutTrain()
 
 
 def make_without_model(case: Case) -> WithoutModel:
-    """Lacks `model`."""
     return WithoutModel()
 
 
 class WithEmptyModel(WithoutModel):
-    """Says that what it trains is nothing."""
-
     model = None
 
 
 def make_with_empty_model(case: Case) -> WithEmptyModel:
-    """Has a `model` that is none."""
     return WithEmptyModel()
 
 
@@ -84,17 +75,14 @@ def make_killed(case: Case) -> PlainLoop:
 
 
 def make_exiting(case: Case) -> PlainLoop:
-    """Ends its process at once."""
     return Dying(case, "exit")
 
 
 def make_leaving(case: Case) -> PlainLoop:
-    """Takes itself for a program of its own."""
     return Dying(case, "leave")
 
 
 def make_raising(case: Case) -> PlainLoop:
-    """Raises."""
     return Dying(case, "raise")
 
 
