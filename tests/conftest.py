@@ -42,6 +42,8 @@ _FORKED = (
     "torch._dynamo",
     "transformers.models.qwen3.modeling_qwen3",
     "peft.utils.transformers_weight_conversion",
+    "andon_contracts.watch.opening",
+    "andon_falsify.faults.looped",
     "andon.training.run",
     "andon.launch.rank",
     "andon.launch.worker_agents",

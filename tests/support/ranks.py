@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import faulthandler
+import gc
 import multiprocessing
 import multiprocessing.util
 import os
@@ -24,7 +25,9 @@ DEADLINE_S = 60.0
 _CONTEXT = multiprocessing.get_context("forkserver")
 # The server imports them once and starts no thread, so that forking it is safe and a rank is there in milliseconds.
 # Every optimizer imports `torch._dynamo`, which takes as long as torch itself.
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "icontract", "pytest", "hypothesis"])
+_CONTEXT.set_forkserver_preload(
+    ["torch", "torch.distributed", "torch._dynamo", "icontract", "pytest", "hypothesis", "andon_contracts.watch.opening"]
+)
 
 Work = Callable[..., Any]
 
@@ -106,6 +109,8 @@ def _rank(
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    # A watch reads the collector's list of objects several times; those of the libraries take most of the time.
+    gc.freeze()
     # Where a rank hangs is worth more than that it hangs.
     faulthandler.dump_traceback_later(0.9 * deadline_s, file=sys.__stderr__)
     timeout = datetime.timedelta(seconds=deadline_s)

@@ -2,77 +2,89 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from andon_contracts.watch import updates
 from andon_falsify.faults.looped import FAULTS
-from andon_falsify.faults.looped.fault import Inside, LoopFault
-from tests.support.ranks import run_ranks
+from andon_falsify.faults.looped.fault import Inside
+from andon_falsify.faults.planting import patched
+from andon_falsify.ranks.pool import RankPool
+from tests.support.ranks import run_ranks as run_ranks
 from tests.watch.watched import Trace, Watched
 
 WORLD = 2
-CHUNK = 8
 DEADLINE_S = 200.0
 Pair = tuple[Trace, Trace]
+Found = list[tuple[str, int]]
 SEEN = tuple((fault, fault.inside) for fault in FAULTS if isinstance(fault.inside, Inside))
 """The faults that a watch sees, with what it is to find."""
+FIRST = {(inside.clause, inside.lines): number for number, (_, inside) in reversed(list(enumerate(SEEN)))}
+"""The first fault of each clause and of the lines that the clause needs: those that every run of the tests plants."""
+LATE = ("F13 moment of one rank astray", "F44 updates of a 16-bit head rounded away", "F89 bit flip in a weight")
+"""Faults of what an update left, which every run of the tests has judged late."""
+
+_right: dict[object, Trace] = {}
 
 
-def both(first: int) -> list[Pair]:
-    """The loops of one part of the catalogue, without and with the fault, on this rank."""
-    kept: dict[object, Trace] = {}
+def both(numbers: Sequence[int]) -> list[Pair]:
+    """The loops of these rows of the catalogue, without and with the fault, on this rank."""
     pairs = []
-    for fault, inside in SEEN[first : first + CHUNK]:
+    for fault, inside in (SEEN[number] for number in numbers):
         # Without the fault nothing is poisoned, and no update is the one at which it acts; faults share such runs.
         clean = replace(inside, clause="", by=0, case=inside.case.but(poison=None), at=None)
-        key = (fault.right, clean)
-        if key not in kept:
-            kept[key] = Watched(fault.right, clean).run()
-        pairs.append((kept[key], Watched(fault.loop, inside).run()))
+        key = (fault.right, clean, updates._judged_late)
+        if key not in _right:
+            _right[key] = Watched(fault.right, clean).run()
+        pairs.append((_right[key], Watched(fault.loop, inside).run()))
     return pairs
 
 
-def alone(numbers: Sequence[int]) -> list[list[tuple[str, int]]]:
+def alone(numbers: Sequence[int]) -> list[Found]:
     """What the one line finds of faults for which a watch can be told more."""
     return [Watched(SEEN[each][0].loop, replace(SEEN[each][1], lines=())).run().found for each in numbers]
 
 
-def uncaught(first: int, ranks: Sequence[list[Pair]], *, later: int) -> dict[str, object]:
-    """Of the faults from `first` on: what was found of those that their clause does not find on all ranks alike, by
-    `later` updates after the catalogue's step, or whose run without them is not silent."""
-    odd: dict[str, object] = {}
-    for (fault, inside), *pairs in zip(SEEN[first:], *ranks, strict=False):
-        silent = all(right.found == [] for right, _ in pairs)
-        one, other = (wrong.found for _, wrong in pairs)
-        caught = any(clause == inside.clause and step <= inside.by + later for clause, step in one)
-        if not (silent and caught and one == other):
-            odd[fault.name] = [(right.found, wrong.found) for right, wrong in pairs], (inside.clause, inside.by)
-    return odd
+def tried(asked: tuple[int, bool]) -> tuple[Pair, Found]:
+    """The pair of one row on this rank, and what the one line finds if the row says so; late: judged as on a GPU."""
+    number, late = asked
+    with ExitStack() as stack:
+        if late:
+            patched(stack, updates, "_judged_late", lambda subject: True)
+        (pair,) = both([number])
+        found = alone([number])[0] if SEEN[number][1].alone else []
+    return pair, found
 
 
-def unseen_alone(
-    numbers: Sequence[int], ranks: Sequence[list[list[tuple[str, int]]]], *, later: int
-) -> dict[str, object]:
-    """The same for what `alone` found of the faults of these numbers, by the clause that is said to need no more."""
-    odd: dict[str, object] = {}
-    for number, found, there in zip(numbers, *ranks, strict=True):
-        fault, inside = SEEN[number]
-        by = max(inside.by, inside.alone_by) + later
-        if found != there or not any(clause == inside.alone and step <= by for clause, step in found):
-            odd[fault.name] = found, there, (inside.alone, by)
-    return odd
+def hold(number: int, pairs: Sequence[Pair], one_line: Sequence[Found], *, later: int = 0) -> None:
+    """The right loop is silent; the fault is real and is found by its clause on all ranks alike, by the catalogue's
+    step or `later` updates after it; the one line finds what it is said to."""
+    fault, inside = SEEN[number]
+    assert [right.found for right, _ in pairs] == [[]] * WORLD, f"{fault.name}: an alarm without the fault"
+    assert any(right.states != wrong.states for right, wrong in pairs), f"{fault.name} changes nothing"
+    for found, clause, by in (
+        ([wrong.found for _, wrong in pairs], inside.clause, inside.by),
+        (one_line, inside.alone, max(inside.by, inside.alone_by)),
+    ):
+        if clause:
+            assert found[0] == found[1], fault.name
+            steps = [step for name, step in found[0] if name == clause]
+            assert steps, f"{fault.name}: found only {found[0]}"
+            assert min(steps) <= by + later, fault.name
 
 
 class Pairs(Sequence[list[Pair]]):
-    """By fault, then by rank: what a run without it left and found, and one with it; run as they are asked for."""
+    """By fault, then by rank: what a run without it left and found, and one with it."""
 
     def __init__(self) -> None:
-        self._parts: dict[int, list[list[Pair]]] = {}
+        self.pool = RankPool(WORLD, DEADLINE_S)
+        self.run("builtins:repr", "")  # the ranks are there before a test looks which processes there are
 
     def __len__(self) -> int:
         return len(SEEN)
@@ -80,105 +92,60 @@ class Pairs(Sequence[list[Pair]]):
     def __getitem__(self, number: Any) -> Any:
         if not 0 <= number < len(SEEN):
             raise IndexError(number)
-        part, place = divmod(number, CHUNK)
-        if part not in self._parts:
-            by_rank = [outcome.get() for outcome in run_ranks(WORLD, both, part * CHUNK, deadline_s=DEADLINE_S)]
-            self._parts[part] = [list(pairs) for pairs in zip(*by_rank, strict=True)]
-        return self._parts[part][place]
+        return [pair for ((pair,),) in zip(self.run(f"{__name__}:both", [number]), strict=True)]
+
+    def run(self, work: str, argument: object) -> list[Any]:
+        """The answers of the ranks."""
+        answers = self.pool.run(work, argument)
+        assert [answer.error for answer in answers if answer.error] == []
+        return [answer.value for answer in answers]
 
 
 @pytest.fixture(scope="module")
-def seen() -> Pairs:
-    """All of them."""
-    return Pairs()
+def ranks() -> Iterator[Pairs]:
+    """Two ranks that stay for all faults: what costs most is the first model of a process."""
+    held = Pairs()
+    yield held
+    held.pool.close()
 
 
-numbered = pytest.mark.parametrize(
-    ("number", "inside"), list(enumerate(inside for _, inside in SEEN)), ids=[fault.name for fault, _ in SEEN]
+pytestmark = pytest.mark.xdist_group("test_planted_faults")
+NAMES = [fault.name for fault, _ in SEEN]
+
+
+def _rows(chosen: Sequence[int], default: Sequence[int]) -> list[Any]:
+    # Deep: the default run plants the first fault of the same clause and lines.
+    return [
+        pytest.param(number, id=NAMES[number], marks=() if number in default else pytest.mark.deep) for number in chosen
+    ]
+
+
+@pytest.mark.parametrize("number", _rows(range(len(SEEN)), list(FIRST.values())))
+def test_a_fault_is_found_by_its_clause_and_its_right_loop_is_silent(ranks: Pairs, number: int) -> None:
+    """One pair of runs, told the same lines; see `hold`."""
+    pairs, one_line = zip(*ranks.run(f"{__name__}:tried", (number, False)), strict=True)
+    hold(number, pairs, one_line)
+
+
+@pytest.mark.parametrize(
+    "number",
+    _rows(sorted({*FIRST.values(), *map(NAMES.index, LATE)}), [NAMES.index(name) for name in LATE]),
 )
+def test_a_fault_that_is_judged_late_is_found_by_the_same_step(ranks: Pairs, number: int) -> None:
+    """As with a GPU, where an update is judged before the next one; and the right loop is silent there too."""
+    pairs, one_line = zip(*ranks.run(f"{__name__}:tried", (number, True)), strict=True)
+    hold(number, pairs, one_line)
 
 
-@numbered
-def test_the_fault_changes_state(seen: Pairs, number: int, inside: Inside) -> None:
-    """What is planted is real: on some rank, the run leaves other weights, moments, rates or reports than without."""
-    assert any(right.states != wrong.states for right, wrong in seen[number])
-
-
-@numbered
-def test_the_fault_is_caught_by_its_clause_in_time(seen: Pairs, number: int, inside: Inside) -> None:
-    """The clause that names the fault finds it, on every rank alike, at the step of the catalogue or earlier."""
-    found = [wrong.found for _, wrong in seen[number]]
-    assert found[0] == found[1]
-    steps = [step for clause, step in found[0] if clause == inside.clause]
-    assert steps, f"found only {found[0]}"
-    assert min(steps) <= inside.by
-
-
-def test_the_one_line_sees_those_that_are_said_to_need_no_more() -> None:
-    """By another clause, on every rank alike, and no later than is said."""
-    numbers = [number for number, (_, inside) in enumerate(SEEN) if inside.alone]
-    ranks = [outcome.get() for outcome in run_ranks(WORLD, alone, numbers, deadline_s=DEADLINE_S)]
-    assert unseen_alone(numbers, ranks, later=0) == {}
-
-
-@numbered
-def test_the_same_run_without_the_fault_raises_nothing(seen: Pairs, number: int, inside: Inside) -> None:
-    """The watch that catches the fault, told the same lines, is silent on the run that is right."""
-    assert [right.found for right, _ in seen[number]] == [[], []]
-
-
-@pytest.mark.timeout(900)  # it makes again what other workers of a parallel run made
-def test_the_table_in_the_docs_is_what_was_seen(seen: Pairs) -> None:
-    """docs/watch-faults.md says for each fault the lines, the clause and the step; `ANDON_WRITE_DOCS=1` writes it."""
-    path = Path(__file__).parents[2] / "docs" / "watch-faults.md"
-    text = document(seen)
-    if os.environ.get("ANDON_WRITE_DOCS"):
-        path.write_text(text, encoding="utf-8")
-    assert path.read_text(encoding="utf-8") == text
-
-
-def document(seen: Pairs) -> str:
-    """The table, from what was seen on rank 0, and why some faults are not in it."""
-    lines = [
-        "# Faults that `andon.watch` catches",
-        "",
-        "Each was planted in a data-parallel loop written by hand (2 ranks, gloo, LoRA, AdamW, clipping, two",
-        "micro-batches, a ragged last batch), shown to change state, and caught; the same run without it raised",
-        "nothing. They are the faults that [claims see from outside](loop-faults.md), declared once. This table is",
-        "written by `tests/watch/test_planted_faults.py`. `step` is the update of the finding (0: at the start), `by`",
-        "the step at which the fault shows at the latest. Lines beside the one line `andon.watch(model, opt)`: the",
-        "arguments `plan`, `contents`, `reference` and so on, and the calls `w.batch`, `w.reduced` and so on.",
-        "Where nobody is seen to reduce gradients (F02, nothing reduced) the finding comes after the update, as a",
-        "suspicion: weights may be brought together later. Where they never are, it is a violation at the close.",
-        "A base that all ranks changed alike (F68, base touched) is a suspicion: a loop may do that on purpose.",
-        "So is a scale of the gradient that the layout explains (`gradient-scale`): a loss may be weighed on purpose.",
-        "Means of unequal parts that are averaged (F17, F28) are no finding without more lines: a closing line says",
-        "in how many updates a term counted more than another, and by how much.",
-        "",
-        "| fault | what | lines needed | clause | step | by |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    rows = zip(SEEN, seen, strict=True)
-    lines += [
-        _row(fault, inside, pairs[0][1]) for (fault, inside), pairs in sorted(rows, key=lambda row: row[0][0].code)
-    ]
-    codes = sorted({fault.code for fault, _ in SEEN})
-    alone = [
-        code
-        for code in codes
-        if any(fault.code == code and (inside.alone or not inside.lines) for fault, inside in SEEN)
-    ]
-    lines += ["", f"By the one line alone, in one of their forms at least: {len(alone)} of {len(codes)} entries of the"]
-    lines += [f"catalogue, {', '.join(alone)}."]
-    lines += ["", "Of the faults that claims see, these are not here:", ""]
-    lines += [f"- {fault.name}: {fault.inside}." for fault in FAULTS if isinstance(fault.inside, str)]
-    return "\n".join(lines) + "\n"
-
-
-def _row(fault: LoopFault, inside: Inside, wrong: Trace) -> str:
-    steps = [step for clause, step in wrong.found if clause == inside.clause]
-    told = ", ".join(inside.lines) or "none"
-    if inside.alone:
-        told += f"; none for `{inside.alone}`" + f" at {inside.alone_by}" * (inside.alone_by > inside.by)
-    step = str(min(steps)) if steps else "missed"
-    return f"| {fault.code} | {fault.what} | {told} | `{inside.clause}` | {step} | {inside.by} |"
+def test_the_docs_name_every_fault_with_its_clause() -> None:
+    """The table of docs/watch-faults.md has a row for each, and its last lines those that a watch does not see."""
+    text = (Path(__file__).parents[2] / "docs" / "watch-faults.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (F\d+) \| (.*?) \| .* \| `([a-z-]+)` \| \d+ \| (\d+) \|$", text, re.MULTILINE)
+    assert sorted(rows) == sorted((fault.code, fault.what, inside.clause, str(inside.by)) for fault, inside in SEEN)
+    for fault in FAULTS:
+        assert isinstance(fault.inside, Inside) or f"- {fault.name}: " in text
+    codes = sorted({fault.code for fault, inside in SEEN if inside.alone or not inside.lines})
+    assert (
+        f"{len(codes)} of {len({fault.code for fault, _ in SEEN})} entries of the\ncatalogue, {', '.join(codes)}."
+        in text
+    )

@@ -39,6 +39,9 @@ class Watched:
     """A loop of `kind` under a watch that collects. `run` trains it, once."""
 
     def __init__(self, kind: type[PlainLoop], inside: Inside) -> None:
+        # What is there now is none of this loop's: a watch would look through all of it several times.
+        gc.collect()
+        gc.freeze()
         self._case, self._inside, self._lines = inside.case, inside, frozenset(inside.lines)
         # As under the falsifier: ranks that are equal only because they happened to draw the same are not equal.
         random.seed(f"{self._case.seed} {dist.get_rank()}")
@@ -84,7 +87,6 @@ class Watched:
         if "evaluated" in self._lines:
             self.loop.model.register_forward_hook(self._hear_answers)
             around(self.loop, "_scores", self._scores)
-        gc.collect()  # what an earlier loop left behind does not stand beside this one's model
         known = self._known()
         given = {name: known[name]() for name in self._lines & known.keys()}
         every = {"every": 1} if "reference" in self._lines else {}
