@@ -11,7 +11,6 @@ import pytest
 @pytest.fixture(autouse=True)
 def libraries_out_of_the_way() -> Iterator[None]:
     """A watch reads the collector's list of objects several times, and most of them belong to pytest and libraries."""
-    gc.collect()
     gc.freeze()
     yield
     gc.unfreeze()
