@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import io
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -304,149 +305,131 @@ def _by_rows(gradient: Tensor) -> object:
     return gradient.mul_(torch.linspace(0.5, 1.5, gradient.numel()).view_as(gradient) / dist.get_world_size())
 
 
-def right_loops() -> Iterator[tuple[str, Trained]]:
+def _sums(logits: Tensor, labels: Tensor, *_: int) -> Tensor:
+    return F.cross_entropy(logits, labels, reduction="sum") / (4 * 2)
+
+
+def _once(loss: Callable[[Tensor, Tensor, int], Tensor]) -> Trained:
+    """One pass an update, with a loss of logits, labels and the update."""
+    return Trained(lambda logits, labels, _, update: loss(logits, labels, update), passes=lambda update: 1)
+
+
+def right_loops() -> Mapping[str, Trained]:
     """Each for a reason of its own."""
     world = dist.get_world_size()
-    yield "means, divided by their number", Trained(_mean)
-    yield "SGD without a clip", Trained(_mean, clip=None, sgd=True)
-    yield (
-        "halves of rows, then a mean",
-        Trained(lambda logits, labels, *_: (F.cross_entropy(logits, labels, reduction="none") / 2).mean()),
-    )
-    yield "reduced and averaged by hand", Trained(_mean, by_hand=lambda gradient: gradient.div_(world))
-    yield "averaged by hand over ranks and passes", Trained(_plain, by_hand=lambda gradient: gradient.div_(2 * world))
-    yield (
-        "sums, divided by all rows",
-        Trained(lambda logits, labels, *_: F.cross_entropy(logits, labels, reduction="sum") / (4 * 2)),
-    )
-    yield (
-        "short windows, divided by what they have",
-        Trained(
+    return {
+        "means, divided by their number": Trained(_mean),
+        "SGD without a clip": Trained(_mean, clip=None, sgd=True),
+        "halves of rows, then a mean": Trained(
+            lambda logits, labels, *_: (F.cross_entropy(logits, labels, reduction="none") / 2).mean()
+        ),
+        "reduced and averaged by hand": Trained(_mean, by_hand=lambda gradient: gradient.div_(world)),
+        "averaged by hand over ranks and passes": Trained(_plain, by_hand=lambda gradient: gradient.div_(2 * world)),
+        "sums, divided by all rows": Trained(_sums),
+        "short windows, divided by what they have": Trained(
             lambda logits, labels, number, update: F.cross_entropy(logits, labels) / (1 if update == 4 else 2),
             passes=_last_short,
         ),
-    )
-    yield "ragged rows", Trained(_mean, rows=_ragged)
-    yield NOT_SEEN, Trained(_mean, by_hand=_by_rows, rows=_ragged)
+        "ragged rows": Trained(_mean, rows=_ragged),
+        NOT_SEEN: Trained(_mean, by_hand=_by_rows, rows=_ragged),
+    }
 
 
-def losses_of_choice() -> Iterator[tuple[str, Trained]]:
+def losses_of_choice() -> Mapping[str, Trained]:
     """What a loss may be, without a mistake in it."""
-    yield (
-        "a loss that is weighed",
-        Trained(lambda logits, labels, *_: 0.5 * F.cross_entropy(logits, labels), passes=lambda update: 1),
-    )
-    yield (
-        "a second loss beside it",
-        Trained(
-            lambda logits, labels, *_: F.cross_entropy(logits, labels) + logits.square().mean(),
-            passes=lambda update: 1,
+    ce = F.cross_entropy
+    return {
+        "a loss that is weighed": _once(lambda x, y, _: 0.5 * ce(x, y)),
+        "a second loss beside it": _once(lambda x, y, _: ce(x, y) + x.square().mean()),
+        "half of either of two losses": _once(lambda x, y, _: (ce(x, y) + x.abs().mean()) / 2),
+        "a weight that fades in": _once(lambda x, y, update: ce(x, y) * (update / 6)),
+        "halves of two losses, and a third": _once(
+            lambda x, y, _: (ce(x, y) + ce(x.flip(1), y)) / 2 + 0.1 * x.square().mean()
         ),
-    )
-    yield (
-        "half of either of two losses",
-        Trained(
-            lambda logits, labels, *_: (F.cross_entropy(logits, labels) + logits.abs().mean()) / 2,
-            passes=lambda update: 1,
-        ),
-    )
-    yield (
-        "a weight that fades in",
-        Trained(
-            lambda logits, labels, number, update: F.cross_entropy(logits, labels) * (update / 6),
-            passes=lambda update: 1,
-        ),
-    )
-    yield (
-        "halves of two losses, and a third",
-        Trained(
-            lambda logits, labels, *_: (
-                (F.cross_entropy(logits, labels) + F.cross_entropy(logits.flip(1), labels)) / 2
-                + 0.1 * logits.square().mean()
-            ),
-            passes=lambda update: 1,
-        ),
-    )
-    yield (
-        "losses in a stack",
-        Trained(
-            lambda logits, labels, *_: torch.stack([F.cross_entropy(logits, labels), logits.abs().mean()]).sum(),
-            passes=lambda update: 1,
-        ),
-    )
-    yield (
-        "half the mean square",
-        Trained(lambda logits, labels, *_: ((logits - 1) ** 2).mean() / 2, passes=lambda update: 1),
-    )
-    yield "a loss of no known weight", Trained(lambda logits, labels, *_: logits.square().sum())
+        "losses in a stack": _once(lambda x, y, _: torch.stack([ce(x, y), x.abs().mean()]).sum()),
+        "half the mean square": _once(lambda x, *_: ((x - 1) ** 2).mean() / 2),
+        "a loss of no known weight": Trained(lambda logits, labels, *_: logits.square().sum()),
+    }
 
 
-def wrong_loops() -> Iterator[tuple[str, Trained, int, float]]:
+def wrong_loops() -> Mapping[str, tuple[Trained, int, float]]:
     """Each with the update at which it is found at the latest, and its scale."""
     world = dist.get_world_size()
-    yield "not divided by the accumulation", Trained(_plain), 2, 2.0
-    yield "the same with SGD, unclipped", Trained(_plain, clip=None, sgd=True), 2, 2.0
-    yield (
-        "divided by the accumulation twice",
-        Trained(lambda logits, labels, *_: F.cross_entropy(logits, labels) / 2 / 2),
-        2,
-        0.5,
-    )
-    yield "a short window, divided as a full one", Trained(_mean, passes=_last_short), 4, 0.5
-    yield (
-        "a batch of few rows, divided as a full one",
-        Trained(
-            lambda logits, labels, *_: F.cross_entropy(logits, labels, reduction="sum") / (4 * 2),
-            rows=lambda update, number, rank: 1 if update == 5 else 4,
+    found: dict[str, tuple[Trained, int, float]] = {
+        "not divided by the accumulation": (Trained(_plain), 2, 2.0),
+        "the same with SGD, unclipped": (Trained(_plain, clip=None, sgd=True), 2, 2.0),
+        "divided by the accumulation twice": (Trained(lambda *given: _mean(*given) / 2), 2, 0.5),
+        "a short window, divided as a full one": (Trained(_mean, passes=_last_short), 4, 0.5),
+        "a batch of few rows, divided as a full one": (
+            Trained(_sums, rows=lambda update, number, rank: 1 if update == 5 else 4),
+            5,
+            0.25,
         ),
-        5,
-        0.25,
-    )
-    if world > 1:
-        yield "multiplied by the ranks", Trained(lambda *given: _mean(*given) * world), 2, float(world)
-        yield "the ranks are added", Trained(_mean, by_hand=lambda gradient: gradient), 2, float(world)
-        yield (
-            "averaged over the ranks twice",
+    }
+    if world == 1:
+        return found
+    return found | {
+        "multiplied by the ranks": (Trained(lambda *given: _mean(*given) * world), 2, float(world)),
+        "the ranks are added": (Trained(_mean, by_hand=lambda gradient: gradient), 2, float(world)),
+        "averaged over the ranks twice": (
             Trained(_mean, by_hand=lambda gradient: gradient.div_(world).div_(world)),
             2,
             1 / world,
-        )
-        yield (
-            "squares, averaged over the ranks twice",
+        ),
+        "squares, averaged over the ranks twice": (
             Trained(
                 lambda logits, labels, *_: F.mse_loss(logits, torch.zeros_like(logits)) / 2,
                 by_hand=lambda gradient: gradient.div_(world).div_(world),
             ),
             2,
             1 / world,
-        )
-        yield "as an HF Trainer does", Trained(lambda *given: _plain(*given) * world), 2, 2.0 * world
+        ),
+        "as an HF Trainer does": (Trained(lambda *given: _plain(*given) * world), 2, 2.0 * world),
+    }
 
 
-def every_loop() -> tuple[dict[str, object], dict[str, object], dict[str, object]]:
-    """What was found of right loops and of wrong ones, and what was to be of these."""
-    right = dict[str, object]()
-    for name, loop in right_loops():
+def right_are_silent() -> dict[str, object]:
+    """What is odd of right loops: a finding, or a closing line that does not say that all was seen."""
+    odd = dict[str, object]()
+    for name, loop in right_loops().items():
         found, lines = loop.run()
         known = lines[0].startswith("  gradient scale: that of a mean in 6 of 6 updates") if lines else dist.get_rank()
         judged = any("updates, by the losses" in line for line in lines)
-        right[name] = found or (judged if name == NOT_SEEN else not known)
-    right |= {name: loop.run()[0] for name, loop in losses_of_choice()}
-    wrong: dict[str, object] = {}
-    expected: dict[str, object] = {}
-    for name, loop, step, scale in wrong_loops():
-        found = [(clause, at, f"{scale:.3f} together" in seen) for clause, at, seen in loop.run()[0]]
-        wrong[name], expected[name] = found[:1], [("gradient-scale", step, True)]
-    return right, wrong, expected
+        odd[name] = found or (judged if name == NOT_SEEN else not known)
+    return {name: each for name, each in odd.items() if each}
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_a_scale_that_comes_from_the_layout_is_found_and_no_other(world: int) -> None:
+def choices_are_silent() -> dict[str, object]:
+    """What is found of losses of choice."""
+    found = {name: loop.run()[0] for name, loop in losses_of_choice().items()}
+    return {name: each for name, each in found.items() if each}
+
+
+def wrong_are_found() -> dict[str, object]:
+    """What is found of wrong loops where that is not their scale at their update."""
+    odd = dict[str, object]()
+    for name, (loop, step, scale) in wrong_loops().items():
+        found = loop.run()[0]
+        if [(clause, at, f"{scale:.3f} together" in seen) for clause, at, seen in found[:1]] != [
+            ("gradient-scale", step, True)
+        ]:
+            odd[name] = found
+    return odd
+
+
+PARTS = (right_are_silent, choices_are_silent, wrong_are_found)
+
+
+# Deep: 2 and 4 ranks; other tests here have 2.
+@pytest.mark.parametrize(
+    "world", [1, pytest.param(2, marks=pytest.mark.deep), 3, pytest.param(4, marks=pytest.mark.deep)]
+)
+@pytest.mark.parametrize("part", PARTS)
+def test_a_scale_that_comes_from_the_layout_is_found_and_no_other(
+    part: Callable[[], dict[str, object]], world: int
+) -> None:
     """By the second update, or at a short window; dropout on, ragged rows, AdamW with a clip and SGD without."""
-    for outcome in run_ranks(world, every_loop):
-        right, wrong, expected = outcome.get()
-        assert not any(right.values()), right
-        assert wrong == expected
+    assert [outcome.get() for outcome in run_ranks(world, part)] == [{}] * world
 
 
 def _clip_by_hand(gradient: Tensor) -> object:
@@ -672,3 +655,107 @@ def test_another_loss_of_another_line_is_no_short_window() -> None:
                 (_loss(model, 10 * number + place) / 2).backward()  # type: ignore[no-untyped-call]
 
     assert updated_alone(update, scaled=False) == []
+
+
+# a loss that is an output of the model, which DDP hands on by a node of its own
+
+OUTPUTS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Tensor]]] = {
+    "alone": (lambda loss, logits: loss, lambda given: given),
+    "before the logits": (lambda loss, logits: {"loss": loss, "logits": logits}, lambda given: given["loss"]),
+    "after the logits": (lambda loss, logits: (logits, loss), lambda given: given[1]),
+    "after what has no graph": (lambda loss, logits: (logits.argmax(-1), logits, loss), lambda given: given[2]),
+    "after what is no tensor": (lambda loss, logits: (None, loss, 3 * loss), lambda given: given[1]),
+}
+"""What a model returns, and how the loop takes the loss from it. The last has an output more than tensors."""
+NO_TENSOR = "after what is no tensor"
+
+
+class Classifier(nn.Module):
+    """Returns its loss among its outputs, as models of transformers do."""
+
+    def __init__(self, returns: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3))
+        self.returns = returns
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        """[rows, 6] and [rows]."""
+        logits = self.layers(x)
+        return self.returns(F.cross_entropy(logits, labels), logits)
+
+
+def of_outputs(options: dict[str, bool]) -> list[str]:
+    """Which outputs and factors show something else than they must, under DDP with these options."""
+    wrong: list[str] = []
+    for name, (returns, take) in OUTPUTS.items():
+        for sgd, factor in ((True, 0.5), (False, 0.5 * dist.get_world_size())):
+            weights = list[float | None]()
+
+            def step(model: nn.Module, factor: float = factor, take: Any = take, weights: Any = weights) -> Tensor:
+                loss: Tensor = factor * take(model(torch.randn(4, 6), torch.randint(3, (4,))))
+                weight = weight_of(loss)
+                weights.append(weight and weight.first)
+                return loss
+
+            seen, lines = trained_by_outputs(Classifier(returns), step, sgd, options)
+            hidden = name == NO_TENSOR and bool(options)
+            # A static graph is handed on so in its first pass alone.
+            first, later = None if hidden else factor, None if hidden and "static_graph" not in options else factor
+            if factor == 0.5:
+                said = not seen and (hidden or dist.get_rank() > 0 or "that of a mean in 3 of 3" in lines[0])
+            else:
+                said = all(f"{2 * factor:.3f} together" in each for each in seen) and (hidden or seen != [])
+            if not said or weights != [first] + [later] * 5 or (later is None and seen):
+                wrong.append(f"{name}, {factor}: {seen}, {lines}, {weights}")
+    return wrong
+
+
+def trained_by_outputs(
+    model: nn.Module, step: Callable[[nn.Module], Tensor], sgd: bool, options: dict[str, bool]
+) -> tuple[list[str], list[str]]:
+    """The scales that a watch finds in three updates of two passes each, and its closing lines of the scale."""
+    torch.manual_seed(0)
+    wrapped = DistributedDataParallel(model, **options)  # type: ignore[arg-type]
+    optimizer = (torch.optim.SGD if sgd else torch.optim.AdamW)(wrapped.parameters(), lr=0.01)
+    seen, said = list[str](), io.StringIO()
+    with contextlib.redirect_stderr(said):
+        watch = andon.watch(wrapped, optimizer, action=lambda each: seen.append(f"{each.clause}: {each.finding.seen}"))
+        torch.manual_seed(1 + dist.get_rank())
+        for _ in range(3):
+            for _ in range(2):
+                step(wrapped).backward()  # type: ignore[no-untyped-call]
+            if not sgd:
+                nn.utils.clip_grad_norm_(wrapped.parameters(), 0.05)
+            optimizer.step()
+            optimizer.zero_grad()
+        watch.close()
+    lines = [line for line in said.getvalue().splitlines() if line.startswith("  gradient scale:")]
+    return [each for each in seen if each.startswith("gradient-scale: ")], lines
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.deep)])  # deep: as with 2, of another factor
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
+def test_a_loss_that_ddp_hands_on_is_weighed_as_it_was(options: dict[str, bool], world: int) -> None:
+    """Whichever output it is: halves are right, a loss that is not divided is found.
+
+    Where an output is no tensor nobody can tell which input of DDP's node it was, and nothing is said.
+    """
+    assert [outcome.get() for outcome in run_ranks(world, of_outputs, options)] == [[]] * world
+
+
+def prediction_beside_what_is_no_tensor() -> list[float | None]:
+    """What losses of an output weigh that DDP hands on beside what is no tensor."""
+    model = DistributedDataParallel(Classifier(lambda loss, logits: (None, logits)), find_unused_parameters=True)
+    labels = torch.zeros(4, dtype=torch.long)
+    losses: list[Step] = [
+        lambda logits: F.mse_loss(logits, torch.zeros(4, 3)) / 2,
+        lambda logits: -logits.mean(),
+        lambda logits: 3 * F.cross_entropy(logits, labels),
+    ]
+    found = [weight_of(loss(model(torch.randn(4, 6), labels)[1])) for loss in losses]
+    return [weight and weight.first for weight in found]
+
+
+def test_a_loss_of_what_ddp_hands_on_is_weighed_without_looking_further() -> None:
+    """Where it cannot be told which output it was, that is not asked of what a loss ends in."""
+    assert run_ranks(2, prediction_beside_what_is_no_tensor)[0].get() == [0.5, 1.0, 3.0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -10,7 +12,7 @@ from torch.nn import functional as F
 import andon
 from andon_contracts.watch.gradient_scale import parts_of
 from tests.support.ranks import run_ranks
-from tests.watch.test_gradient_scale import every_loop
+from tests.watch.test_gradient_scale import PARTS
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
@@ -18,19 +20,17 @@ pytestmark = [
 ]
 
 
-def every_loop_on_gpu() -> tuple[dict[str, object], dict[str, object], dict[str, object]]:
-    """As `every_loop`, with the one GPU that all ranks share as the device of whatever names none."""
+def on_gpu(part: Callable[[], dict[str, object]]) -> dict[str, object]:
+    """The loops of a part, with the one GPU that all ranks share as the device of whatever names none."""
     with torch.device("cuda", 0):
-        return every_loop()
+        return part()
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_scale_is_found_on_a_gpu_as_on_a_cpu(world: int) -> None:
+@pytest.mark.parametrize("part", PARTS)
+def test_a_scale_is_found_on_a_gpu_as_on_a_cpu(part: Callable[[], dict[str, object]], world: int) -> None:
     """The same loops, at the same updates, and no other."""
-    for outcome in run_ranks(world, every_loop_on_gpu, deadline_s=300.0):
-        right, wrong, expected = outcome.get()
-        assert not any(right.values()), right
-        assert wrong == expected
+    assert [outcome.get() for outcome in run_ranks(world, on_gpu, part, deadline_s=300.0)] == [{}] * world
 
 
 def test_a_graph_is_followed_without_a_wait() -> None:

@@ -19,6 +19,8 @@ from tests.support.ledger_lines import verify_chain
 from tests.support.ranks import run_ranks
 from tests.watch.ledger_loop import BATCH, CLIP, RATE, ROWS, STEPS, adam, data, loss_of, model_of, sgd, steps_of, train
 
+pytestmark = pytest.mark.xdist_group("test_ledger")
+
 
 def expected(optimizer_of: Any, *, clip: bool) -> list[tuple[float, float, float]]:
     """(loss, norm of the gradient before clipping, norm of the weights after) by one process in float64."""

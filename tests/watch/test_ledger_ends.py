@@ -25,6 +25,8 @@ from tests.support.ledger_lines import verify_chain
 from tests.support.ranks import run_ranks
 from tests.watch.ledger_loop import RATE, STEPS, adam, data, loss_of, model_of, sgd, steps_of, train
 
+pytestmark = pytest.mark.xdist_group("test_ledger_ends")
+
 
 def _all(folder: str) -> dict[str, Any]:
     """What each of the loops below says on this rank."""

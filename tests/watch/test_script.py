@@ -22,6 +22,8 @@ from andon_contracts.record import Broken, End, Step
 from andon_contracts.watch import gathering, script, standby
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.xdist_group("test_script")
+
 
 @pytest.fixture(autouse=True)
 def process_of_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -474,22 +476,22 @@ fail()
 """
 
 
-def test_errors_look_as_they_would_alone(tmp_path: Path) -> None:
+# Deep: a file that is no Python, which is told as any other error of a script.
+@pytest.mark.parametrize("text", [FAILING, pytest.param("x = (\n", marks=pytest.mark.deep)], ids=["failing", "wrong"])
+def test_errors_look_as_they_would_alone(text: str, tmp_path: Path) -> None:
     """Standard output, standard error and exit code of a failing script are to the letter those without us."""
-    (tmp_path / "failing.py").write_text(FAILING)
+    (tmp_path / "script.py").write_text(text)
     (tmp_path / "beside.py").touch()
-    (tmp_path / "wrong.py").write_text("x = (\n")
-    for name in ("failing.py", "wrong.py"):
-        alone, watched = (
-            subprocess.run(
-                [sys.executable, *how, str(tmp_path / name), "--x"], capture_output=True, text=True, check=False
-            )
-            for how in ([], ["-m", "andon_contracts.watch", "--action", "raise"])
+    alone, watched = (
+        subprocess.run(
+            [sys.executable, *how, str(tmp_path / "script.py"), "--x"], capture_output=True, text=True, check=False
         )
-        assert (watched.stdout, watched.stderr) == (alone.stdout, alone.stderr)
-        assert watched.returncode == alone.returncode == 1
-        assert "Error" in watched.stderr
-        assert watched.stdout == ("[]\n" if name == "failing.py" else "")
+        for how in ([], ["-m", "andon_contracts.watch", "--action", "raise"])
+    )
+    assert (watched.stdout, watched.stderr) == (alone.stdout, alone.stderr)
+    assert watched.returncode == alone.returncode == 1
+    assert "Error" in watched.stderr
+    assert watched.stdout == ("[]\n" if text is FAILING else "")
 
 
 @pytest.mark.parametrize(
