@@ -40,6 +40,7 @@ _FORKED = (
     "hypothesis",
     "pytest",
     "torch._dynamo",
+    "torch.distributed.fsdp",
     "transformers.models.qwen3.modeling_qwen3",
     "peft.utils.transformers_weight_conversion",
     "andon_contracts.watch.opening",

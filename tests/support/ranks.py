@@ -26,7 +26,10 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 # The server imports them once and starts no thread, so that forking it is safe and a rank is there in milliseconds.
 # Every optimizer imports `torch._dynamo`, which takes as long as torch itself.
 _CONTEXT.set_forkserver_preload(
-    ["torch", "torch.distributed", "torch._dynamo", "icontract", "pytest", "hypothesis", "andon_contracts.watch.opening"]
+    [
+        *("torch", "torch.distributed", "torch._dynamo", "torch.distributed.fsdp"),
+        *("icontract", "pytest", "hypothesis", "andon_contracts.watch.opening"),
+    ]
 )
 
 Work = Callable[..., Any]

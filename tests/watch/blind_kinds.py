@@ -72,7 +72,6 @@ class Tagger(nn.Module):
         self.head = nn.Linear(12, 3)
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-        """Logits for each word."""
         packed = nn.utils.rnn.pack_padded_sequence(self.words(x), lengths, batch_first=True, enforce_sorted=False)
         hidden, _ = nn.utils.rnn.pad_packed_sequence(self.lstm(packed)[0], batch_first=True)
         return self.head(hidden)
@@ -149,7 +148,6 @@ class Bag(nn.Module):
         self.head = perceptron(8, 12, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits."""
         return self.head(self.bag(x))
 
 
@@ -185,19 +183,16 @@ class LowRank(nn.Linear):
 
     @torch.no_grad()
     def merge(self) -> None:
-        """The factors go into the frozen weight, which is kept."""
         self.kept = self.weight.clone()
         self.weight += 2.0 * self.b @ self.a
 
     @torch.no_grad()
     def unmerge(self) -> None:
-        """The frozen weight is what it was, to the bit."""
         assert self.kept is not None
         self.weight.copy_(self.kept)
         self.kept = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """With the factors, once."""
         plain = F.linear(x, self.weight)
         return plain if self.kept is not None else plain + 2.0 * (x @ self.a.T @ self.b.T)
 
@@ -243,7 +238,6 @@ class Experts(nn.Module):
         self.experts = nn.ModuleList(perceptron(16, 8, 16) for _ in range(6))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits, and those of the router."""
         x = self.first(x).relu()
         asked = self.router(x)
         weight, chosen = asked.softmax(1).max(1)
@@ -312,14 +306,12 @@ class Gathered(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        """The rows of rank 0 first."""
         parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
         dist.all_gather(parts, x.contiguous())
         return torch.cat(parts)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        """This rank's rows of the sum."""
         gradient = gradient.contiguous()
         dist.all_reduce(gradient)
         return gradient.chunk(dist.get_world_size())[dist.get_rank()]
@@ -335,7 +327,6 @@ class Pairs(nn.Module):
         self.logit_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
 
     def forward(self, x: Tensor, words: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Unit vectors of pictures and texts, and the scale of their products."""
         return F.normalize(self.pictures(x)), F.normalize(self.texts(words)), self.logit_scale.exp()
 
 

@@ -155,7 +155,6 @@ class Convolutions(nn.Module):
         self.head = nn.Linear(12, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits."""
         return self.head(self.body(x).relu().mean((2, 3)))
 
 
@@ -163,7 +162,6 @@ class Standardised(nn.Conv2d):
     """A convolution whose filters have mean 0 and variance 1."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """The convolved pictures."""
         w = self.weight
         w = (w - w.mean((1, 2, 3), keepdim=True)) / (w.std((1, 2, 3), keepdim=True) + 1e-5)
         return F.conv2d(x, w, self.bias, padding=self.padding)
@@ -177,7 +175,6 @@ class Attention(nn.Module):
         self.query, self.key, self.value, self.out = (linear(width, width, bias=False) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Mixed over the words before."""
         q, k, v = (f(x).unflatten(-1, (2, -1)).transpose(1, 2) for f in (self.query, self.key, self.value))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(mixed.transpose(1, 2).flatten(-2))
@@ -193,7 +190,6 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The next layer's input."""
         x = x + self.dropout(self.attention(self.norm(x)))
         return x + self.dropout(self.feed(x))
 
@@ -211,7 +207,6 @@ class Language(nn.Module):
         self.checkpointed = checkpointed
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of the word after each word."""
         hidden = self.words(x) + self.places.weight[: x.shape[1]]
         for block in self.blocks:
             hidden = checkpoint(block, hidden, use_reentrant=False) if self.checkpointed else block(hidden)

@@ -232,7 +232,6 @@ class Weighted(Sampler[int]):
         self.weights, self.epoch = weights, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """The next pass draws others."""
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
@@ -325,7 +324,6 @@ class Quantised(nn.Module):
         self.register_buffer("sums", codes.clone())
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The rows again, and how far they were from their codes."""
         z = self.encoder(x)
         nearest = torch.cdist(z, self.codes).argmin(1)
         code = self.codes[nearest]

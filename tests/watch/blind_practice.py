@@ -185,7 +185,6 @@ class Sharpness(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update; the gradients of the first pass are there, the closure makes those of the second."""
         held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         norm = torch.stack([p.grad.norm() for p in held]).norm()
         for p in held:

@@ -35,7 +35,6 @@ class Kind:
 
 
 def seen_by(*watches: Watch) -> Seen:
-    """What closed watches saw in all."""
     found = [(each.clause in w._verdicts.counts, str(each)) for w in watches for each in w.findings]
     return Seen(
         sum(sum(w.evaluations.values()) for w in watches),

@@ -17,12 +17,10 @@ from tests.watch.loop import CLASSES, data
 
 
 def half_square(logits: Tensor, labels: Tensor) -> Tensor:
-    """Half the mean square, as regressions write it."""
     return ((logits - nn.functional.one_hot(labels, CLASSES)) ** 2).mean() / 2
 
 
 def clip_each(model: nn.Module) -> None:
-    """Each parameter by its own norm, by hand."""
     for p in model.parameters():
         assert p.grad is not None
         p.grad.mul_(min(1.0, 0.01 / (float(p.grad.norm()) + 1e-6)))
@@ -35,7 +33,6 @@ class OneLate:
         self.held: list[Tensor] = []
 
     def __call__(self, model: nn.Module) -> None:
-        """Take what came, and give what is held; the first time that is the same."""
         now = [p.grad.clone() for p in model.parameters() if p.grad is not None]
         for p, gradient in zip(model.parameters(), self.held or now, strict=True):
             p.grad = gradient.clone()
@@ -50,7 +47,6 @@ class OwnBeginning:
         self.calls = 0
 
     def __call__(self, model: nn.Module) -> None:
-        """One more step of the average."""
         if not self.held:
             generator = torch.Generator().manual_seed(dist.get_rank())
             self.held = [torch.randn(p.shape, generator=generator) for p in model.parameters()]
@@ -73,7 +69,6 @@ class Chosen:
     follow: Callable[[], Callable[[nn.Module], None]] = lambda: _nothing
 
     def __call__(self, steps: int) -> Seen:
-        """Train for so many steps under a watch."""
         torch.manual_seed(0)
         model = DistributedDataParallel(LayerNormed())
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

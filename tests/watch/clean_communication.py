@@ -30,21 +30,18 @@ ROWS = 32
 
 
 def share(step: int = 0) -> tuple[Tensor, Tensor]:
-    """This rank's rows of an update."""
     x, y = data()
     mine = (torch.arange(dist.get_rank(), ROWS, dist.get_world_size()) + step) % len(x)
     return x[mine], y[mine]
 
 
 def backward(model: nn.Module, step: int = 0) -> None:
-    """The gradient of this rank's mean loss."""
     x, y = share(step)
     nn.functional.cross_entropy(model(x), y).backward()
 
 
 @torch.no_grad()
 def mean(tensors: Iterable[Tensor | None]) -> None:
-    """The mean over ranks, in place."""
     for each in tensors:
         if each is not None:
             dist.all_reduce(each)
@@ -66,7 +63,6 @@ class Dealt(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update."""
         members = [p for p in self.param_groups[0]["params"] if p.grad is not None]
         for index, p in enumerate(members):
             owner = index % dist.get_world_size()
@@ -87,7 +83,6 @@ class Sliced(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update."""
         for p in self.param_groups[0]["params"]:
             if p.grad is None:
                 continue
@@ -105,17 +100,14 @@ class Sliced(torch.optim.Optimizer):
 
 
 def dealt(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """`Dealt`, which reduces."""
     return Dealt(parameters)
 
 
 def dealt_behind(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """`Dealt`, behind a reduction."""
     return Dealt(parameters, ahead=True)
 
 
 def zero_redundancy(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Torch's own sharding of states."""
     return ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, lr=1e-2)
 
 
@@ -128,7 +120,6 @@ class InsideStep:
     clip: float | None = None
 
     def __call__(self, steps: int) -> Seen:
-        """Train for so many steps under a watch."""
         torch.manual_seed(0)
         model = self.model()
         optimizer = self.optimizer(list(model.parameters()))
@@ -162,7 +153,6 @@ class Parting:
     optimizer: Optimizers = momentum
 
     def __call__(self, steps: int) -> Seen:
-        """Train for so many steps under a watch."""
         torch.manual_seed(0)
         inner = self.model()
         model = DistributedDataParallel(inner) if self.wrapped else inner
@@ -184,7 +174,6 @@ class Parting:
 
     @torch.no_grad()
     def bring_together(self, model: nn.Module) -> None:
-        """The mean of the weights over ranks."""
         for p in model.parameters():
             if self.by == "copy":
                 found = p.detach().clone()
@@ -201,7 +190,6 @@ class Averaging(torch.optim.SGD):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        """One update, and the mean over ranks behind every third."""
         found = super().step(closure)
         self.made += 1
         if self.made % 3 == 0:
@@ -210,7 +198,6 @@ class Averaging(torch.optim.SGD):
 
 
 def averaging(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """`Averaging`."""
     return Averaging(parameters, lr=1e-2)
 
 
@@ -244,13 +231,10 @@ class Task(nn.Module):
         self.model = DistributedDataParallel(inner)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[rows, FEATURES] to [rows, CLASSES]."""
-        logits: Tensor = self.model(x)
-        return logits
+        return self.model(x)
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Move the average on, buffers too, which are this rank's own."""
         for kept, now in zip(self.average.parameters(), self.model.module.parameters(), strict=True):
             kept.lerp_(now, 0.1)
         for held, own in zip(self.average.buffers(), self.model.module.buffers(), strict=True):
@@ -267,7 +251,6 @@ class Holding:
     given: Literal["holder", "wrapped", "inner"] = "holder"
 
     def __call__(self, steps: int) -> Seen:
-        """Train for so many steps under a watch."""
         torch.manual_seed(0)
         task = Task(Normed(), frozen=self.frozen)
         optimizer = self.optimizer(list(task.model.parameters()))
@@ -325,7 +308,6 @@ class Student(nn.Module):
         self.follow, self.within = follow, within
 
     def forward(self, x: Tensor) -> Tensor:
-        """[rows, FEATURES] to [rows, CLASSES]."""
         with torch.no_grad():
             if self.within:
                 self.follow(self.teacher, self.student)
@@ -336,14 +318,12 @@ class Student(nn.Module):
 
 @torch.no_grad()
 def in_place(teacher: nn.Module, student: nn.Module) -> None:
-    """The teacher moves a tenth of the way."""
     for kept, now in zip(teacher.parameters(), student.parameters(), strict=True):
         kept.lerp_(now, 0.1)
 
 
 @torch.no_grad()
 def by_new_data(teacher: nn.Module, student: nn.Module) -> None:
-    """As MoCo writes it."""
     for kept, now in zip(teacher.parameters(), student.parameters(), strict=True):
         kept.data = kept.data * 0.9 + now.data * 0.1
 
@@ -356,7 +336,6 @@ class Taught:
     follow: Callable[[nn.Module, nn.Module], None] = in_place
 
     def __call__(self, steps: int) -> Seen:
-        """Train for so many steps under a watch."""
         torch.manual_seed(0)
         inner = Student(self.follow, within=not self.every)
         model = DistributedDataParallel(inner)
@@ -382,13 +361,10 @@ class Merged(nn.Module):
         nn.init.zeros_(self.up.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[rows, FEATURES] to [rows, CLASSES]."""
-        logits: Tensor = self.base(x) + self.up(self.down(x))
-        return logits
+        return self.base(x) + self.up(self.down(x))
 
     @torch.no_grad()
     def merge(self) -> None:
-        """The adapter goes into the matrix and begins anew (ReLoRA)."""
         self.base.weight += self.up.weight @ self.down.weight
         nn.init.kaiming_uniform_(self.down.weight)
         nn.init.zeros_(self.up.weight)

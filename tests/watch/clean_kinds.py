@@ -167,7 +167,6 @@ KINDS["DDP that leaves statistics to the ranks"] = Kind(RightLoop(model=Normed, 
 
 
 def installed(kind: Kind) -> bool:
-    """Whether this machine has what the loop uses."""
     return all(importlib.util.find_spec(name) is not None for name in kind.needs)
 
 

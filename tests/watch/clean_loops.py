@@ -24,12 +24,10 @@ SKIPS_FROM = 2.0**24
 
 
 def adamw(parameters: list[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
-    """AdamW at a rate at which a small model learns."""
     return torch.optim.AdamW(parameters, lr=1e-2, **options)
 
 
 def foreach(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """AdamW over lists of tensors."""
     return adamw(parameters, foreach=True)
 
 
@@ -39,17 +37,14 @@ def fused(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Without anything."""
     return torch.optim.SGD(parameters, lr=1e-2)
 
 
 def momentum(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """SGD with momentum."""
     return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9)
 
 
 def lbfgs(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Evaluates its closure several times an update."""
     return torch.optim.LBFGS(parameters, lr=1e-2, max_iter=3)
 
 
@@ -67,7 +62,6 @@ class Reporting(torch.optim.SGD):
     """A subclass that calls its parent's step, which torch wraps too where a plain SGD was made."""
 
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        """One update."""
         return super().step(closure)
 
 
@@ -83,7 +77,6 @@ def by_hand(model: nn.Module) -> nn.Module:
 
 
 def ddp(model: nn.Module) -> nn.Module:
-    """Torch's own wrapper."""
     return DistributedDataParallel(model)
 
 
@@ -103,9 +96,7 @@ def compiled(model: nn.Module) -> nn.Module:
 
 
 def compiled_to_code(model: nn.Module) -> nn.Module:
-    """A compiled wrapper."""
-    whole: nn.Module = torch.compile(DistributedDataParallel(model))
-    return whole
+    return torch.compile(DistributedDataParallel(model))
 
 
 def permuted(model: nn.Module) -> nn.Module:
@@ -122,7 +113,6 @@ def slow_warm_up(step: int) -> float:
 
 
 def falling(step: int) -> float:
-    """Rates that no binary number is."""
     return 1e-2 / step
 
 
@@ -137,7 +127,6 @@ def steady_warm_up(step: int) -> float:
 
 
 def warm_up(step: int) -> float:
-    """From 0, which the first update has."""
     return 1e-3 * min(step - 1, 10)
 
 
@@ -165,7 +154,6 @@ class RightLoop:
     told: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self, steps: int) -> Seen:
-        """Train for so many steps under a watch; raises `RuntimeError` where a scaler was to skip and did not."""
         torch.manual_seed(0)
         run = Run(self, self.model())
         torch.manual_seed(100 + (0 if self.one_seed else dist.get_rank()))
@@ -191,7 +179,6 @@ class Run:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
 
     def step(self, step: int) -> None:
-        """One update, or one that the scaler skips."""
         if self.how.rate is not None:
             self.set_rate(self.how.rate(step))
         if self.how.closure:
@@ -206,7 +193,6 @@ class Run:
             self.evaluate()
 
     def set_rate(self, rate: float) -> None:
-        """In the tensor, where the optimizer holds one."""
         group = self.optimizer.param_groups[0]
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(rate)
@@ -214,7 +200,6 @@ class Run:
             group["lr"] = rate
 
     def clip(self) -> None:
-        """As was asked."""
         if self.how.clip is not None:
             whole = [p for p in self.model.parameters() if p.requires_grad]
             for part in (whole[:1], whole[1:]) if self.how.clip_apart else (whole,):
@@ -224,13 +209,11 @@ class Run:
 
     @torch.no_grad()
     def evaluate(self) -> None:
-        """On this rank alone."""
         self.model.eval()
         self.inner(data()[0])
         self.model.train()
 
     def backward(self, step: int) -> Tensor:
-        """The gradient of the mean over all ranks; the sum of the ranks' losses."""
         zeroed = self.model if self.how.zero_module else self.optimizer
         zeroed.zero_grad(set_to_none=self.how.set_to_none)
         x, y = data()
@@ -246,7 +229,6 @@ class Run:
         return total
 
     def micro_batch(self, x: Tensor, y: Tensor, rows: int) -> Tensor:
-        """Forward and backward; the share of these rows in the mean over all `rows`."""
         if self.how.wrap in (by_hand, permuted):
             for name, buffer in self.model.named_buffers():
                 if name in self.model.state_dict():
@@ -259,7 +241,6 @@ class Run:
         return share.detach()
 
     def reduce(self) -> None:
-        """The mean over ranks of what any rank has."""
         for p in itertools.filterfalse(_frozen, self.model.parameters()):
             there = torch.tensor(p.grad is not None, dtype=torch.int32)
             dist.all_reduce(there)

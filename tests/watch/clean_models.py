@@ -23,9 +23,7 @@ class Normed(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """[rows, FEATURES] to [rows, CLASSES]."""
-        logits: Tensor = self.net(x)
-        return logits
+        return self.net(x)
 
 
 class LayerNormed(nn.Module):
@@ -37,9 +35,7 @@ class LayerNormed(nn.Module):
         self.scale = nn.Parameter(torch.ones(1))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[rows, FEATURES] to [rows, CLASSES]."""
-        logits: Tensor = self.head(self.norm(torch.tanh(self.first(x)))) * self.scale
-        return logits
+        return self.head(self.norm(torch.tanh(self.first(x)))) * self.scale
 
 
 class FromZero(nn.Module):
@@ -62,12 +58,10 @@ class FromZero(nn.Module):
             nn.init.zeros_(block[4].weight)  # type: ignore[index, arg-type]
 
     def forward(self, x: Tensor) -> Tensor:
-        """[rows, FEATURES] to [rows, CLASSES]."""
         hidden = torch.relu(self.first(x))
         for block in self.blocks:
             hidden = torch.relu(hidden + block(hidden))
-        logits: Tensor = self.head(hidden)
-        return logits
+        return self.head(hidden)
 
 
 class Caching(nn.Module):
@@ -81,11 +75,9 @@ class Caching(nn.Module):
         self.register_buffer("grown", torch.zeros(1), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[rows, FEATURES] to [rows, CLASSES]."""
         if len(x) > len(self.grown):
             self.grown = torch.arange(float(len(x)))
-        logits: Tensor = self.net(x) + 0 * self.grown[: len(x), None]
-        return logits
+        return self.net(x) + 0 * self.grown[: len(x), None]
 
 
 class WithUnused(Normed):
@@ -106,13 +98,11 @@ class LayerDrop(nn.Module):
         self.head = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[rows, FEATURES] to [rows, CLASSES]."""
         hidden = torch.tanh(self.first(x))
         for layer in self.layers:
             if not self.training or torch.rand(()) < 0.5:
                 hidden = hidden + 0.1 * torch.tanh(layer(hidden))
-        logits: Tensor = self.head(hidden)
-        return logits
+        return self.head(hidden)
 
 
 class Checkpointed(nn.Module):
@@ -126,12 +116,10 @@ class Checkpointed(nn.Module):
         self.head = nn.Linear(FEATURES, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[rows, FEATURES] to [rows, CLASSES]."""
         hidden = self.first(x)[:, None]
         for block in self.blocks:
             hidden = checkpoint(block, hidden, use_reentrant=False)
-        logits: Tensor = self.head(self.last(hidden).squeeze(1))
-        return logits
+        return self.head(self.last(hidden).squeeze(1))
 
 
 class SparseEmbedding(nn.Module):
@@ -142,9 +130,7 @@ class SparseEmbedding(nn.Module):
         self.words = nn.EmbeddingBag(2 * FEATURES, CLASSES, mode="sum", sparse=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[rows, FEATURES] to [rows, CLASSES]."""
-        logits: Tensor = self.words((x > 0).long() + 2 * torch.arange(FEATURES))
-        return logits
+        return self.words((x > 0).long() + 2 * torch.arange(FEATURES))
 
 
 class Replying(nn.Module):
@@ -157,6 +143,5 @@ class Replying(nn.Module):
         self.inner = inner
 
     def forward(self, x: Tensor, labels: Tensor) -> dict[str, Any]:
-        """[rows, FEATURES] and [rows] to the mean loss and [rows, CLASSES]."""
         logits = self.inner(x)
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}

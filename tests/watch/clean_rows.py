@@ -23,12 +23,10 @@ def _as_they_are(ids: list[int]) -> Any:
 
 
 def as_array(ids: list[int]) -> Any:
-    """An array of numpy's integers."""
     return np.array(ids, dtype=np.int64)
 
 
 def as_scalars(ids: list[int]) -> Any:
-    """A list of numpy's integers and tensors of one."""
     return [np.int32(row) if row % 2 else torch.tensor(row) for row in ids]
 
 
@@ -47,7 +45,6 @@ class Told:
     scored: bool = False
 
     def __call__(self, steps: int) -> Seen:
-        """Train for so many steps under a watch."""
         torch.manual_seed(0)
         inner = Model()
         model = DistributedDataParallel(inner)

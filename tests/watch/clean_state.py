@@ -89,7 +89,6 @@ class Adversaries(nn.Module):
         self.critic = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
 
     def forward(self, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """[rows, 4] to what is made, [rows, 8], and its critique, [rows, 1]."""
         made = self.generator(noise)
         return made, self.critic(made)
 
@@ -205,7 +204,6 @@ def _loss_sum(model: nn.Module, ids: Sequence[int]) -> tuple[Tensor, int]:
 
 
 def path_of_all_ranks() -> Path:
-    """Where a checkpoint goes, in a folder of its own."""
     name = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(name, 0)
     return Path(str(name[0])) / "checkpoint.pt"

@@ -57,7 +57,6 @@ OPTIMIZERS: dict[str, Optimizers] = {
 
 
 def flat(parameters: Sequence[nn.Parameter]) -> None:
-    """All gradients in one bucket."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     bucket = torch.cat([g.reshape(-1) for g in gradients])
     mean([bucket])
@@ -66,12 +65,10 @@ def flat(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def in_turn(parameters: Sequence[nn.Parameter]) -> None:
-    """One by one, from the last to the first."""
     mean(p.grad for p in reversed(parameters))
 
 
 def waiting_later(parameters: Sequence[nn.Parameter]) -> None:
-    """All begun, and then waited for."""
     works = [dist.all_reduce(p.grad, async_op=True) for p in parameters if p.grad is not None]
     for work in works:
         work.wait()
@@ -90,7 +87,6 @@ def gathered(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def through_rank_0(parameters: Sequence[nn.Parameter]) -> None:
-    """Summed at rank 0, and sent from there."""
     for p in parameters:
         if p.grad is not None:
             dist.reduce(p.grad, 0)
@@ -99,7 +95,6 @@ def through_rank_0(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def in_double(parameters: Sequence[nn.Parameter]) -> None:
-    """Summed in float64."""
     for p in parameters:
         if p.grad is not None:
             wide = p.grad.double()
@@ -108,7 +103,6 @@ def in_double(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def in_halves(parameters: Sequence[nn.Parameter]) -> None:
-    """Sent as bfloat16."""
     for p in parameters:
         if p.grad is not None:
             narrow = p.grad.bfloat16()
@@ -152,7 +146,6 @@ class Reduced:
     reduce: Callable[[Sequence[nn.Parameter]], None]
 
     def __call__(self, steps: int) -> Seen:
-        """Train for so many steps under a watch."""
         torch.manual_seed(0)
         model = LayerNormed()
         optimizer = momentum(list(model.parameters()))
@@ -171,7 +164,6 @@ class Reduced:
 
 
 def hooked_in_half(model: nn.Module) -> nn.Module:
-    """DDP that sends float16."""
     ddp = DistributedDataParallel(model)
     ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
     return ddp
@@ -191,7 +183,6 @@ def own_buffers(model: nn.Module) -> nn.Module:
 
 
 def small_buckets(model: nn.Module) -> nn.Module:
-    """DDP in buckets of one tensor."""
     return DistributedDataParallel(model, bucket_cap_mb=1e-5)  # type: ignore[arg-type]
 
 
@@ -213,10 +204,8 @@ class Convolved(nn.Module):
         self.head = nn.Linear(4 * 3, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[rows, FEATURES] to [rows, CLASSES]."""
         image = x.view(len(x), 1, 2, FEATURES // 2).contiguous(memory_format=torch.channels_last)
-        logits: Tensor = self.head(self.net(image).flatten(1))
-        return logits
+        return self.head(self.net(image).flatten(1))
 
 
 class Recurrent(nn.Module):
@@ -227,9 +216,7 @@ class Recurrent(nn.Module):
         self.cells, self.head = nn.LSTM(1, 6, num_layers=2, dropout=0.1), nn.Linear(6, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[rows, FEATURES] to [rows, CLASSES]."""
-        logits: Tensor = self.head(self.cells(x.t()[:, :, None])[0][-1])
-        return logits
+        return self.head(self.cells(x.t()[:, :, None])[0][-1])
 
 
 class Attending(nn.Module):
@@ -244,9 +231,7 @@ class Attending(nn.Module):
         self.head = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[rows, FEATURES] to [rows, CLASSES]."""
-        logits: Tensor = self.head(self.blocks(x[:, :, None] * self.place).mean(1))
-        return logits
+        return self.head(self.blocks(x[:, :, None] * self.place).mean(1))
 
 
 class Embedding(nn.Module):
@@ -257,9 +242,7 @@ class Embedding(nn.Module):
         self.words, self.head = nn.Embedding(5, WIDTH, padding_idx=0), nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[rows, FEATURES] to [rows, CLASSES]."""
-        logits: Tensor = self.head(self.words((x * 2).round().long().clamp(0, 4)).mean(1))
-        return logits
+        return self.head(self.words((x * 2).round().long().clamp(0, 4)).mean(1))
 
 
 def _layered(*layers: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
@@ -283,11 +266,9 @@ class Chosen(nn.Module):
         self.experts = nn.ModuleList(nn.Linear(FEATURES, CLASSES) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[rows, FEATURES] to [rows, CLASSES]."""
         weights = self.gate(x).softmax(1)
         made = torch.stack([expert(x) for expert in self.experts], 1)
-        logits: Tensor = (made * (weights * (weights == weights.max(1, keepdim=True)[0]))[:, :, None]).sum(1)
-        return logits
+        return (made * (weights * (weights == weights.max(1, keepdim=True)[0]))[:, :, None]).sum(1)
 
 
 class PartlyFrozen(nn.Module):
@@ -299,15 +280,12 @@ class PartlyFrozen(nn.Module):
         self.first.requires_grad_(False)
 
     def train(self, mode: bool = True) -> PartlyFrozen:
-        """The statistics stay as they are."""
         super().train(mode)
         self.norm.eval()
         return self
 
     def forward(self, x: Tensor) -> Tensor:
-        """[rows, FEATURES] to [rows, CLASSES]."""
-        logits: Tensor = self.head(torch.relu(self.norm(self.first(x))))
-        return logits
+        return self.head(torch.relu(self.norm(self.first(x))))
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -343,10 +321,8 @@ class _Squared(nn.Module):
         self.pairs = nn.Bilinear(FEATURES, FEATURES, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[rows, FEATURES] to [rows, CLASSES]."""
         hidden = torch.tanh(self.both(x))
-        logits: Tensor = self.pairs(hidden, torch.tanh(self.both(hidden)))
-        return logits
+        return self.pairs(hidden, torch.tanh(self.both(hidden)))
 
 
 # courses of training
@@ -364,7 +340,6 @@ class Course:
     scheduled: Callable[[torch.optim.Optimizer], Any] | None = None
 
     def __call__(self, steps: int) -> Seen:
-        """Train for so many steps under a watch."""
         torch.manual_seed(0)
         inner = self.model()
         model = DistributedDataParallel(inner)
@@ -385,7 +360,6 @@ class Course:
 
 
 def _noisy(model: nn.Module, _: object, step: int) -> None:
-    """Noise from a stream that all ranks have."""
     stream = torch.Generator().manual_seed(step)
     for p in model.parameters():
         if p.grad is not None:
@@ -446,7 +420,6 @@ def _penalised(model: nn.Module, step: int) -> None:
 
 
 def _twice(model: nn.Module, step: int) -> None:
-    """Two losses, two backward passes, one update."""
     x, y = share(step)
     with model.no_sync():  # type: ignore[operator]
         (0.5 * nn.functional.cross_entropy(model(x), y)).backward()

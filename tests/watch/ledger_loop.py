@@ -33,8 +33,7 @@ def data() -> tuple[Tensor, list[list[int]]]:
 
 def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
     """The sum over `rows`, on a graph even where there are none."""
-    found: Tensor = model(rows).square().sum()
-    return found
+    return model(rows).square().sum()
 
 
 def train(w: Watch, model: nn.Module, optimizer: torch.optim.Optimizer, *, clip: bool, tell: bool = True) -> None:
@@ -59,15 +58,12 @@ def train(w: Watch, model: nn.Module, optimizer: torch.optim.Optimizer, *, clip:
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW at RATE."""
     return torch.optim.AdamW(model.parameters(), lr=RATE)
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """Without momentum."""
     return torch.optim.SGD(model.parameters(), lr=RATE)
 
 
 def steps_of(records: list[Record]) -> list[Step]:
-    """The lines of updates."""
     return [record for record in records if isinstance(record, Step)]

@@ -22,21 +22,16 @@ class Model(nn.Module):
         self.register_buffer("mean", torch.zeros(8))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[rows, FEATURES] to [rows, CLASSES]."""
         hidden = torch.tanh(self.base(x) + self.adapter(x))
         if self.training and len(x):
             self.mean.mul_(0.9).add_(0.1 * hidden.detach().mean(0))
-        logits: Tensor = self.head(hidden)
-        return logits
+        return self.head(hidden)
 
     def adapter(self, x: Tensor) -> Tensor:
-        """What the adapter adds to the base."""
-        added: Tensor = self.lora_B(self.lora_A(x))
-        return added
+        return self.lora_B(self.lora_A(x))
 
 
 def data() -> tuple[Tensor, Tensor]:
-    """The rows: features and labels."""
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(ROWS, FEATURES, generator=generator)
     return x, torch.randint(0, CLASSES, (ROWS,), generator=generator)

@@ -13,7 +13,6 @@ class Packed(Tensor):
 
     @staticmethod
     def __new__(cls, whole: Tensor, scale: Tensor) -> Packed:
-        """The tensor of `whole` times `scale`."""
         made: Packed = torch.Tensor._make_wrapper_subclass(cls, whole.shape, dtype=torch.float32)
         made.whole, made.scale = whole, scale
         return made
@@ -32,5 +31,4 @@ class Packed(Tensor):
 
 
 def packed(*shape: int) -> Packed:
-    """One of ones."""
     return Packed(torch.ones(shape, dtype=torch.int8), torch.ones(1))

@@ -26,9 +26,7 @@ class FunctionalDropout(nn.Module):
         self.first, self.last = nn.Linear(FEATURES, 16), nn.Linear(16, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[rows, FEATURES] to [rows, CLASSES]."""
-        logits: Tensor = self.last(nn.functional.dropout(torch.tanh(self.first(x)), 0.4, self.training))
-        return logits
+        return self.last(nn.functional.dropout(torch.tanh(self.first(x)), 0.4, self.training))
 
 
 class Normalised(nn.Module):
@@ -39,16 +37,13 @@ class Normalised(nn.Module):
         self.net = nn.Sequential(nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, CLASSES))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[rows, FEATURES] to [rows, CLASSES]."""
-        logits: Tensor = self.net(x)
-        return logits
+        return self.net(x)
 
 
 Loss = Callable[[nn.Module, Sequence[int]], tuple[Tensor, int]]
 
 
 def summed(model: nn.Module, ids: Sequence[int]) -> tuple[Tensor, int]:
-    """A sum over rows and their number."""
     x, y = data()
     index = torch.tensor(list(ids))
     return nn.functional.cross_entropy(model(x[index]), y[index], reduction="sum"), len(ids)

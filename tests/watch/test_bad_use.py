@@ -236,7 +236,6 @@ def _evaluate_on_rank_0_only(w: Watch, model: nn.Module, optimizer: torch.optim.
 
 
 def _out_of_step(action: Any) -> tuple[Violation, list[str]]:
-    """What this rank raises, and what its watch found."""
     model = _model()
     optimizer = _sgd(model)
     w = andon.watch(model, optimizer, action=action)

@@ -88,7 +88,6 @@ class _Scaled(torch.optim.SGD):
     """Its `step` takes more than a closure, as some of research do."""
 
     def step(self, closure: Any = None, scale: float = 1.0, *, told: str = "") -> Any:  # type: ignore[override]
-        """An update at `scale`; what was told is kept."""
         loss = None if closure is None else closure(2.0) if told else closure()
         self.called = (scale, told)
         return super().step() if loss is None else loss
@@ -98,7 +97,6 @@ class _TakesGradients(torch.optim.SGD):
     """Its `step` takes something else than a closure in the first place."""
 
     def step(self, gradients: Any = None) -> Any:  # type: ignore[override]
-        """An update by these gradients."""
         self.called = gradients
         return super().step()
 
@@ -225,7 +223,6 @@ class _Refusing(dict[str, Any]):
     """A part of a batch that cannot be looked through."""
 
     def values(self) -> Any:
-        """Raises."""
         raise KeyError("not now")
 
 
@@ -297,8 +294,7 @@ def test_a_forward_pass_under_vmap_is_looked_at_as_any_other() -> None:
         stacked = {name: torch.stack([each[name] for each in states]) for name in states[0]}
 
         def member(given: dict[str, Tensor], x: Tensor) -> Tensor:
-            found: Tensor = torch.func.functional_call(model, given, (x,))
-            return found
+            return torch.func.functional_call(model, given, (x,))
 
         out = torch.func.vmap(member, (0, None))(stacked, rows)
         assert out.shape == (2, 4, 2)
@@ -443,7 +439,6 @@ class _Own(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update."""
         for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
             parameter.sub_(parameter.grad.to_dense(), alpha=0.01)
             if self.keeps is not None:
@@ -466,7 +461,6 @@ class _Proxy:
 
     @property
     def __class__(self) -> type:
-        """Raises."""
         raise RuntimeError("working outside of a request")
 
 

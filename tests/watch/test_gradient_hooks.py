@@ -283,7 +283,6 @@ def test_what_is_reduced_behind_a_pass_is_no_part_of_it() -> None:
 
 
 def _failing_behind(module: nn.Module, given: object, made: Tensor) -> None:
-    """Have the backward pass fail behind the head."""
 
     def fail(gradient: Tensor) -> None:
         raise ZeroDivisionError

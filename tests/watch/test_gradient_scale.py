@@ -29,7 +29,6 @@ from tests.support.ranks import run_ranks
 
 
 def terms(count: int) -> Tensor:
-    """[count] losses of rows, which a graph ends in."""
     return torch.linspace(0.5, 2.0, count).requires_grad_()
 
 
@@ -249,7 +248,6 @@ class Trained:
     found: list[tuple[str, int, str]] = field(default_factory=list)
 
     def run(self) -> tuple[list[tuple[str, int, str]], list[str]]:
-        """What a watch finds with no further line, and its closing lines of the scale."""
         torch.manual_seed(0)
         plain = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3))
         model = plain if self.by_hand or not dist.is_initialized() else DistributedDataParallel(plain)
@@ -315,7 +313,6 @@ def _once(loss: Callable[[Tensor, Tensor, int], Tensor]) -> Trained:
 
 
 def right_loops() -> Mapping[str, Trained]:
-    """Each for a reason of its own."""
     world = dist.get_world_size()
     return {
         "means, divided by their number": Trained(_mean),
@@ -336,7 +333,6 @@ def right_loops() -> Mapping[str, Trained]:
 
 
 def losses_of_choice() -> Mapping[str, Trained]:
-    """What a loss may be, without a mistake in it."""
     ce = F.cross_entropy
     return {
         "a loss that is weighed": _once(lambda x, y, _: 0.5 * ce(x, y)),
@@ -400,7 +396,6 @@ def right_are_silent() -> dict[str, object]:
 
 
 def choices_are_silent() -> dict[str, object]:
-    """What is found of losses of choice."""
     found = {name: loop.run()[0] for name, loop in losses_of_choice().items()}
     return {name: each for name, each in found.items() if each}
 
@@ -439,7 +434,6 @@ def _clip_by_hand(gradient: Tensor) -> object:
 
 
 def closing() -> dict[str, list[str]]:
-    """The closing lines of this rank."""
     loops = {
         "right": Trained(_mean),
         "halved": Trained(lambda *given: 0.5 * _mean(*given)),
@@ -470,7 +464,6 @@ def test_the_closing_lines_say_what_was_seen_of_the_scale() -> None:
 
 
 def scale(first: float, factor: float, line: int = 1) -> Scale:
-    """Of an update of one backward pass."""
     return Scale(first, first, line, 1, 0, chosen=False, squared=False, spread=0.0, factor=factor)
 
 
@@ -579,9 +572,7 @@ class TwoHeads(nn.Module):
         self.body, self.heads = nn.Linear(6, 4), nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 3)])
 
     def forward(self, x: Tensor, task: int) -> Tensor:
-        """[rows, 6] to [rows, 3]."""
-        logits: Tensor = self.heads[task](self.body(x))
-        return logits
+        return self.heads[task](self.body(x))
 
 
 def heads_in_turn() -> list[str]:
@@ -679,7 +670,6 @@ class Classifier(nn.Module):
         self.returns = returns
 
     def forward(self, x: Tensor, labels: Tensor) -> Any:
-        """[rows, 6] and [rows]."""
         logits = self.layers(x)
         return self.returns(F.cross_entropy(logits, labels), logits)
 

@@ -82,12 +82,10 @@ class _Ear:
         self._then = then
 
     def clipping(self, parameters: Sequence[Tensor], norm: Tensor | None) -> None:
-        """One more."""
         self.heard += 1
         self._then()
 
     def updates_of(self, optimizer: object) -> int | None:
-        """None."""
         return None
 
     def skipped(self, optimizer: object) -> None:

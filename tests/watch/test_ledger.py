@@ -42,7 +42,6 @@ def expected(optimizer_of: Any, *, clip: bool) -> list[tuple[float, float, float
 
 
 def name_of(kind: str, optimizer_of: Any, clip: bool) -> str:
-    """The file of a case."""
     return f"{kind}-{optimizer_of.__name__}{'-clipped' * clip}.jsonl"
 
 

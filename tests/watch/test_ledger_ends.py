@@ -29,7 +29,6 @@ pytestmark = pytest.mark.xdist_group("test_ledger_ends")
 
 
 def _all(folder: str) -> dict[str, Any]:
-    """What each of the loops below says on this rank."""
     works = (_messages, _broken_loops, _refusals, _full_disk)
     return {work.__name__: work(str(Path(folder, work.__name__))) for work in works}
 
@@ -306,7 +305,6 @@ class _Functional(nn.Module):
         self.layer = nn.Linear(4, 3)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """The layer's output."""
         return self.layer(nn.functional.dropout(rows, 0.5, self.training))  # type: ignore[no-any-return]
 
 

@@ -32,7 +32,6 @@ class _Loop:
         self.wrapped, self.rank = wrapped, dist.get_rank()
 
     def backward(self) -> None:
-        """Of rows of this rank's own; reduced unless DDP does."""
         self.model(torch.full((2, 3), self.rank + 1.0)).sum().backward()
         for p in self.model.parameters():
             if not self.wrapped:
@@ -40,7 +39,6 @@ class _Loop:
                 dist.all_reduce(p.grad)
 
     def run(self, steps: Callable[[int, int], bool]) -> None:
-        """`UPDATES` of them; steps(update, rank): whether this rank makes it."""
         with andon.watch(self.model, self.optimizer):
             for update in range(1, UPDATES + 1):
                 self.backward()
@@ -103,7 +101,6 @@ def _until_looked_for(w: Watch) -> Callable[[], None]:
 
 
 def _evaluates(loop: _Loop, group: dist.ProcessGroup) -> None:
-    """Also with gradients, which nobody trains on."""
     loop.model(torch.ones(2, 3))
     with torch.no_grad():
         loop.model(torch.ones(2, 3))
@@ -119,7 +116,6 @@ def _accumulates(loop: _Loop, group: dist.ProcessGroup) -> None:
 
 
 def _reduces_alone(loop: _Loop, group: dist.ProcessGroup) -> None:
-    """Over a group that is its own."""
     for _ in range(3):
         dist.all_reduce(torch.ones(1), group=group)
 

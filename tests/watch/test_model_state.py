@@ -171,7 +171,6 @@ class _Contrast(nn.Module):
         self.key.requires_grad_(False)
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Their distance."""
         with torch.no_grad():
             for own, trained in zip(self.key.parameters(), self.query.parameters(), strict=True):
                 own.data = own.data * 0.9 + trained.data * 0.1

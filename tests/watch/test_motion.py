@@ -26,7 +26,6 @@ class Lars(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update, with momentum."""
         for group in self.param_groups:
             for p in group["params"]:
                 update = p.grad + 1e-6 * p

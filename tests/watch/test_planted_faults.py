@@ -95,7 +95,6 @@ class Pairs(Sequence[list[Pair]]):
         return [pair for ((pair,),) in zip(self.run(f"{__name__}:both", [number]), strict=True)]
 
     def run(self, work: str, argument: object) -> list[Any]:
-        """The answers of the ranks."""
         answers = self.pool.run(work, argument)
         assert [answer.error for answer in answers if answer.error] == []
         return [answer.value for answer in answers]

@@ -40,7 +40,6 @@ def rows(count: int = ROWS) -> TensorDataset:
 
 
 def net() -> nn.Module:
-    """A model whose mode matters."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 3))
 
@@ -56,7 +55,6 @@ class Course:
     loss: Callable[[Tensor, Tensor], Tensor] = nn.functional.cross_entropy
 
     def run(self) -> list[tuple[str, int]]:
-        """What a watch with no further line finds: clauses and steps."""
         model = DistributedDataParallel(net())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         found: list[tuple[str, int]] = []
@@ -83,7 +81,6 @@ def _dealt(data: Any, epoch: int, *, drop: bool = False, **options: Any) -> Iter
 
 
 def distributed(epoch: int) -> Iterator[Any]:
-    """As the documentation of torch has it."""
     yield from _dealt(rows(), epoch)
 
 
@@ -93,7 +90,6 @@ def padded(epoch: int) -> Iterator[Any]:
 
 
 def dropped(epoch: int) -> Iterator[Any]:
-    """One row is left out, and a short batch."""
     yield from _dealt(rows(45), epoch, drop=True)
 
 
@@ -105,12 +101,10 @@ def _with_workers(epoch: int, **options: Any) -> Iterator[Any]:
 
 
 def from_workers(epoch: int) -> Iterator[Any]:
-    """Two workers draw ahead."""
     yield from _with_workers(epoch)
 
 
 def in_any_order(epoch: int) -> Iterator[Any]:
-    """Batches come as they are ready."""
     yield from _with_workers(epoch, in_order=False)
 
 
@@ -141,7 +135,6 @@ def own_shard(epoch: int) -> Iterator[Any]:
 
 
 def with_replacement(epoch: int) -> Iterator[Any]:
-    """Rows are drawn, not dealt out."""
     draws = _seeded(10 * epoch + dist.get_rank())
     sampler = RandomSampler(rows(), replacement=True, generator=draws)
     yield from DataLoader(rows(), batch_size=4, sampler=sampler)
@@ -160,7 +153,6 @@ class RASampler(Sampler[int]):
 
 
 def repeated_on_purpose(epoch: int) -> Iterator[Any]:
-    """Rows come three times, on any rank."""
     yield from DataLoader(rows(), batch_size=4, sampler=RASampler(ROWS, 3, epoch))
 
 
@@ -178,7 +170,6 @@ class InOrder:
         self.loader: Any = None
 
     def __call__(self, epoch: int) -> Iterator[Any]:
-        """A pass over it."""
         if self.loader is None:
             self.loader = DataLoader(rows(), batch_size=4, sampler=DistributedSampler(rows(), shuffle=False))
         yield from self.loader
@@ -191,7 +182,6 @@ class Peeking:
         self.loader: Any = None
 
     def __call__(self, epoch: int) -> Iterator[Any]:
-        """A pass over it."""
         if self.loader is None:
             self.loader = DataLoader(rows(), batch_size=4, sampler=DistributedSampler(rows()))
             next(iter(self.loader))
@@ -207,7 +197,6 @@ class LooksFirst:
         self.tells = tells
 
     def __call__(self, epoch: int) -> Iterator[Any]:
-        """A pass over it."""
         if self.loader is None:
             self.loader = DataLoader(rows(), batch_size=4, sampler=DistributedSampler(rows()))
         next(iter(self.loader))
@@ -224,19 +213,16 @@ class Stream(IterableDataset[Any]):
 
 
 def streamed(epoch: int) -> Iterator[Any]:
-    """No row has an index."""
     yield from DataLoader(Stream(), batch_size=4)
 
 
 def one_skipped(epoch: int) -> Iterator[Any]:
-    """A batch is left out on all ranks, on purpose."""
     for number, batch in enumerate(_dealt(rows(45), epoch)):
         if number != 1:
             yield batch
 
 
 def freezes_batch_norm(model: nn.Module) -> None:
-    """Into training mode, but for the batch norms."""
     model.train()
     for module in model.modules():
         if isinstance(module, nn.BatchNorm1d):
@@ -258,7 +244,6 @@ def begins_anew(model: nn.Module) -> None:
 
 
 def clips_parts(model: nn.Module) -> None:
-    """Two halves of the model are clipped apart."""
     nn.utils.clip_grad_norm_(list(model.parameters())[:2], 0.1)
     nn.utils.clip_grad_norm_(list(model.parameters())[2:], 0.1)
 
@@ -277,7 +262,6 @@ class Following:
         self.held: Any = None
 
     def __call__(self, model: nn.Module) -> None:
-        """The copy takes up the weights as they are."""
         inner = model.module
         if self.held is None and dist.get_rank() in self.kept:
             assert isinstance(inner, nn.Module)
@@ -299,7 +283,6 @@ class Residual:
         self.held: list[Tensor] = []
 
     def __call__(self, model: nn.Module) -> None:
-        """Another one is added."""
         self.held = self.held or [torch.zeros_like(p) for p in model.parameters()]
         for each in self.held:
             each.add_(torch.randn(each.shape, generator=_seeded(dist.get_rank())), alpha=1e-3)
@@ -313,7 +296,6 @@ class BestSoFar:
         self.best: Mapping[str, Tensor] = {}
 
     def __call__(self, model: nn.Module) -> None:
-        """On rank 0 every second time, on rank 1 every third."""
         self.calls += 1
         if self.calls % (2 + dist.get_rank()) == 0:
             self.best = copy.deepcopy({name: p.detach() for name, p in model.module.named_parameters()})  # type: ignore[union-attr, operator]
@@ -362,7 +344,6 @@ def _seeded(seed: int) -> torch.Generator:
 
 
 def right_courses(names: Sequence[str]) -> dict[str, list[tuple[str, int]]]:
-    """What is found of these."""
     return {name: RIGHT[name].run() for name in names}
 
 
@@ -397,7 +378,6 @@ def one_split(epoch: int) -> Iterator[Any]:
 
 
 def stays_in_evaluation(model: nn.Module) -> None:
-    """Without a way back."""
     model.eval()
 
 
@@ -418,7 +398,6 @@ WRONG = {
 
 
 def every_wrong_course() -> dict[str, list[tuple[str, int]]]:
-    """What is found of each."""
     right = {"one split": Course(one_split).run()}
     return right | {name: course.run() for name, (course, _, _) in WRONG.items()}
 
@@ -530,7 +509,6 @@ def test_the_closing_lines_name_the_command_that_would_see_the_scale(arguments: 
 
 
 def scale(arguments: list[str]) -> list[str]:
-    """The line of the scale, of this rank."""
     sys.argv = arguments
     text = io.StringIO()
     with contextlib.redirect_stderr(text):

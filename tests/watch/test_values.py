@@ -149,7 +149,6 @@ class Odd(torch.optim.SGD):
     """Keeps for each parameter an object of its own, an array, and how often it came."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """As SGD."""
         super().step(closure)
         for group in self.param_groups:
             for p in group["params"]:

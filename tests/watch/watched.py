@@ -59,7 +59,6 @@ class Watched:
         self._open()
 
     def run(self) -> Trace:
-        """All updates, what comes behind them, and the end of the watch."""
         if self._inside.resumed:
             self._until = self._inside.resumed
             self.loop.train(self)
@@ -72,7 +71,6 @@ class Watched:
         return self.trace
 
     def loss(self, value: float | Tensor) -> None:
-        """See `Told.loss`: an update is over."""
         self._told.append(float(value))
         self.trace.states.append(self._state())
 
@@ -80,7 +78,6 @@ class Watched:
         """See `Told.rows`."""
 
     def _open(self) -> None:
-        """Open the watch, with everything around the loop's calls that it is to be told."""
         # Before the watch has hooks of its own, since rows are told before the forward pass.
         if "content" in self._lines:
             self.loop.model.register_forward_pre_hook(self._tell_content, with_kwargs=True)
@@ -101,7 +98,6 @@ class Watched:
             self.trace.found.append((found.clause, found.step))
 
     def _known(self) -> Mapping[str, Callable[[], Any]]:
-        """What a watch can be told once; of the right loop, not of what the fault made of it."""
         case = self._case
         return {
             "plan": lambda: lambda update: self._plan[update - 1],
@@ -125,12 +121,10 @@ class Watched:
         return {"weight_decay": decay, "betas": (0.9, 0.999), "eps": 1e-8}
 
     def _contents(self, ids: Sequence[int]) -> list[tuple[list[int], int]]:
-        """Rows of this rank's data set."""
         rows = [self.loop.rows[row] for row in ids]
         return [(row["input_ids"], row["labels"]) for row in rows]
 
     def _reference(self, module: nn.Module, ids: Sequence[int]) -> tuple[Tensor, int]:
-        """The law: one process, all rows."""
         rows = dataset(self._case)
         batch = collate([rows[row] for row in ids])
         labels = batch.pop("labels")
@@ -175,7 +169,6 @@ class Watched:
     # what comes between and after updates
 
     def _resume(self) -> None:
-        """All is saved, lost as with its process, and loaded again."""
         path = path_of_all_ranks().parent
         self.loop.save(path)
         if "saved" in self._lines:
@@ -189,7 +182,6 @@ class Watched:
             self.watch.loaded(path)
 
     def _evaluate(self) -> None:
-        """Twice: nothing may be another the second time."""
         for _ in range(2):
             self._evaluated: list[int] = []
             self._answers: list[int] = []
@@ -209,7 +201,6 @@ class Watched:
             self._answers += out.logits.argmax(-1).tolist()
 
     def _state(self) -> tuple[object, ...]:
-        """All that a fault can change, as digests."""
         groups = self.loop.optimizer.param_groups
         kept = [state_digest(self.loop.optimizer.state.get(p, {})) for group in groups for p in group["params"]]
         rates = [(group["lr"], group["weight_decay"]) for group in groups]
