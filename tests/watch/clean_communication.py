@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,11 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import andon
 from tests.watch.clean import Seen, ignore, seen_by
-from tests.watch.clean_loops import adamw, momentum, sgd
+from tests.watch.clean_loops import adamw, by_hand, momentum, sgd
 from tests.watch.clean_models import LayerNormed, Normed
 from tests.watch.loop import data
 
-Wrap = Callable[[nn.Module], nn.Module]
 Optimizers = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 ROWS = 32
 
@@ -46,6 +45,52 @@ def mean(tensors: Iterable[Tensor | None]) -> None:
         if each is not None:
             dist.all_reduce(each)
             each /= dist.get_world_size()
+
+
+Extra = Callable[[nn.Module, torch.optim.Optimizer, int], None]
+
+
+@dataclass(frozen=True)
+class Course:
+    """A loop that does something more before the optimizer's step or behind it, given the wrapped module."""
+
+    before: Extra = lambda *_: None
+    behind: Extra = lambda *_: None
+    backward: Callable[[nn.Module, int], None] = backward
+    model: Callable[[], nn.Module] = LayerNormed
+    optimizer: Optimizers = adamw
+    scheduled: Callable[[torch.optim.Optimizer], Any] | None = None
+    wrap: Callable[[nn.Module], nn.Module] = DistributedDataParallel
+
+    def __call__(self, steps: int) -> Seen:
+        """Train for so many steps under a watch."""
+        torch.manual_seed(0)
+        inner = self.model()
+        model = self.wrap(inner)
+        optimizer = self.optimizer([p for p in inner.parameters() if p.requires_grad])
+        schedule = None if self.scheduled is None else self.scheduled(optimizer)
+        w = andon.watch(model, optimizer, action=ignore)
+        torch.manual_seed(100 + dist.get_rank())
+        for step in range(1, steps + 1):
+            optimizer.zero_grad()
+            self.backward(model, step)
+            self.before(model, optimizer, step)
+            optimizer.step()
+            self.behind(model, optimizer, step)
+            if schedule is not None:
+                schedule.step()
+        w.close()
+        return seen_by(w)
+
+
+def reduced(reduce: Callable[[Sequence[nn.Parameter]], None]) -> Course:
+    """A plain loop with a reduction of its own."""
+
+    @torch.no_grad()
+    def before(model: nn.Module, *_: object) -> None:
+        reduce(list(model.parameters()))
+
+    return Course(before=before, wrap=by_hand, optimizer=momentum)
 
 
 # optimizers that communicate inside their step
@@ -111,27 +156,14 @@ def zero_redundancy(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, lr=1e-2)
 
 
-@dataclass(frozen=True)
-class InsideStep:
+def inside_step(optimizer: Optimizers, clip: float | None = None) -> Course:
     """A plain loop that leaves the reduction to its optimizer."""
 
-    optimizer: Optimizers
-    model: Callable[[], nn.Module] = LayerNormed
-    clip: float | None = None
+    def before(model: nn.Module, *_: object) -> None:
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
 
-    def __call__(self, steps: int) -> Seen:
-        torch.manual_seed(0)
-        model = self.model()
-        optimizer = self.optimizer(list(model.parameters()))
-        w = andon.watch(model, optimizer, action=ignore)
-        for step in range(steps):
-            optimizer.zero_grad()
-            backward(model, step)
-            if self.clip is not None:
-                nn.utils.clip_grad_norm_(model.parameters(), self.clip)
-            optimizer.step()
-        w.close()
-        return seen_by(w)
+    return Course(before=before, wrap=by_hand, optimizer=optimizer)
 
 
 # weights that part and are brought together
@@ -328,27 +360,14 @@ def by_new_data(teacher: nn.Module, student: nn.Module) -> None:
         kept.data = kept.data * 0.9 + now.data * 0.1
 
 
-@dataclass(frozen=True)
-class Taught:
+def taught(every: int = 1, follow: Callable[[nn.Module, nn.Module], None] = in_place) -> Course:
     """A teacher inside of the model, in one wrapper. every: after so many updates it follows; 0: in forward passes."""
 
-    every: int = 1
-    follow: Callable[[nn.Module, nn.Module], None] = in_place
+    def behind(model: nn.Module, _: object, step: int) -> None:
+        if every and step % every == 0:
+            follow(model.module.teacher, model.module.student)  # type: ignore[arg-type]
 
-    def __call__(self, steps: int) -> Seen:
-        torch.manual_seed(0)
-        inner = Student(self.follow, within=not self.every)
-        model = DistributedDataParallel(inner)
-        optimizer = momentum(list(inner.student.parameters()))
-        w = andon.watch(model, optimizer, action=ignore)
-        for step in range(1, steps + 1):
-            optimizer.zero_grad()
-            backward(model, step)
-            optimizer.step()
-            if self.every and step % self.every == 0:
-                self.follow(inner.teacher, inner.student)
-        w.close()
-        return seen_by(w)
+    return Course(model=lambda: Student(follow, within=not every), optimizer=momentum, behind=behind)
 
 
 class Merged(nn.Module):
@@ -370,20 +389,9 @@ class Merged(nn.Module):
         nn.init.zeros_(self.up.weight)
 
 
-def merging(steps: int) -> Seen:
+def merged(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
     """Every fifth update the adapter is merged, alike on all ranks, and the moments begin anew."""
-    torch.manual_seed(0)
-    inner = Merged()
-    model = DistributedDataParallel(inner)
-    optimizer = adamw([p for p in inner.parameters() if p.requires_grad])
-    w = andon.watch(model, optimizer, action=ignore)
-    for step in range(1, steps + 1):
-        optimizer.zero_grad()
-        backward(model, step)
-        optimizer.step()
-        if step % 5 == 0:
-            torch.manual_seed(step)
-            inner.merge()
-            optimizer.state.clear()
-    w.close()
-    return seen_by(w)
+    if step % 5 == 0:
+        torch.manual_seed(step)
+        model.module.merge()  # type: ignore[operator, union-attr]
+        optimizer.state.clear()

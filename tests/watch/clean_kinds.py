@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
-from tests.watch import blind, clean_choices, clean_communication, clean_peers, clean_rows, clean_state, clean_variety
+from tests.watch import blind, clean_communication, clean_peers, clean_rows, clean_state, clean_variety
 from tests.watch.clean import Kind, Seen
-from tests.watch.clean_communication import Holding, InsideStep, Parting, Taught
+from tests.watch.clean_communication import Course, Holding, Merged, Parting, inside_step, merged, reduced, taught
 from tests.watch.clean_loops import (
     RightLoop,
     adamw,
@@ -114,13 +114,13 @@ KINDS = {
     "rows, resumed in mid-epoch, planned": Kind(clean_rows.Told(start=8, plan=True)),
     "rows, batches left out on purpose": Kind(clean_rows.Told(skips=clean_rows.every_tenth)),
     "every rank scores all rows": Kind(clean_rows.Told(scored=True)),
-    "step that reduces and deals out parameters": Kind(InsideStep(clean_communication.dealt)),
-    "step that reduces and deals out parameters, clipping": Kind(InsideStep(clean_communication.dealt, clip=0.1)),
+    "step that reduces and deals out parameters": Kind(inside_step(clean_communication.dealt)),
+    "step that reduces and deals out parameters, clipping": Kind(inside_step(clean_communication.dealt, clip=0.1)),
     "step that deals out parameters, DDP": Kind(RightLoop(optimizer=clean_communication.dealt_behind)),
     "step that deals out parameters, reduced by hand": Kind(
         RightLoop(optimizer=clean_communication.dealt_behind, wrap=by_hand)
     ),
-    "step that reduces and deals out slices": Kind(InsideStep(clean_communication.Sliced)),
+    "step that reduces and deals out slices": Kind(inside_step(clean_communication.Sliced)),
     "step that deals out slices, DDP": Kind(RightLoop(optimizer=clean_communication.Sliced)),
     "ZeroRedundancyOptimizer": Kind(RightLoop(optimizer=clean_communication.zero_redundancy)),
     "local SGD": Kind(Parting(), suspected=PARTS),
@@ -140,11 +140,11 @@ KINDS = {
     "DDP inside a task, average on rank 0": Kind(Holding(on=(0,)), suspected=frozenset({"base-frozen"})),
     "DDP inside a task, the inner module watched": Kind(Holding(given="inner")),
     "two wrapped modules in one, adversaries": Kind(clean_communication.rivals),
-    "mean teacher in the model": Kind(Taught()),
-    "mean teacher in the model, every third update": Kind(Taught(every=3)),
-    "momentum encoder, moved in the forward pass": Kind(Taught(every=0)),
-    "momentum encoder, by new data": Kind(Taught(every=0, follow=clean_communication.by_new_data)),
-    "ReLoRA": Kind(clean_communication.merging),
+    "mean teacher in the model": Kind(taught()),
+    "mean teacher in the model, every third update": Kind(taught(every=3)),
+    "momentum encoder, moved in the forward pass": Kind(taught(every=0)),
+    "momentum encoder, by new data": Kind(taught(every=0, follow=clean_communication.by_new_data)),
+    "ReLoRA": Kind(Course(model=Merged, behind=merged)),
     "torch.compile, traced": Kind(RightLoop(wrap=compiled), weight="heavy"),
     "torch.compile, to code": Kind(RightLoop(wrap=compiled_to_code), weight="slow"),
     "Accelerate": Kind(clean_peers.accelerated, ("accelerate",), "heavy"),
@@ -154,14 +154,11 @@ KINDS = {
 
 
 KINDS |= {f"DDP, {name}": Kind(RightLoop(optimizer=make), weight="many") for name, make in OPTIMIZERS.items()}
-KINDS |= {
-    f"plain loop, reduced: {name}": Kind(clean_variety.Reduced(reduce), weight="many")
-    for name, reduce in REDUCTIONS.items()
-}
+KINDS |= {f"plain loop, reduced: {name}": Kind(reduced(reduce), weight="many") for name, reduce in REDUCTIONS.items()}
 KINDS |= {f"DDP, {name}": Kind(RightLoop(wrap=wrap), weight="many") for name, wrap in WRAPPERS.items()}
 KINDS |= {f"DDP, {name}": Kind(RightLoop(model=model), weight="many") for name, model in MODELS.items()}
 KINDS |= {f"DDP, {name}": Kind(course, weight="many") for name, course in COURSES.items()}
-KINDS |= {name: Kind(loop) for name, loop in clean_choices.CHOICES.items()}
+KINDS |= {name: Kind(loop) for name, loop in clean_variety.CHOICES.items()}
 KINDS |= blind.KINDS
 KINDS["DDP that leaves statistics to the ranks"] = Kind(RightLoop(model=Normed, wrap=clean_variety.own_buffers))
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,11 +12,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler as rates
 
-import andon
-from tests.watch.clean import Seen, ignore, seen_by
-from tests.watch.clean_communication import backward, mean, share
-from tests.watch.clean_loops import adamw, momentum
-from tests.watch.clean_models import WIDTH, LayerNormed, Normed
+from tests.watch.clean_communication import Course, Extra, backward, mean, share
+from tests.watch.clean_models import WIDTH, Normed
 from tests.watch.loop import CLASSES, FEATURES
 
 Optimizers = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -137,27 +132,6 @@ REDUCTIONS: dict[str, Callable[[Sequence[nn.Parameter]], None]] = {
     "in bfloat16": in_halves,
     "point to point": by_messages,
 }
-
-
-@dataclass(frozen=True)
-class Reduced:
-    """A plain loop with a reduction of its own."""
-
-    reduce: Callable[[Sequence[nn.Parameter]], None]
-
-    def __call__(self, steps: int) -> Seen:
-        torch.manual_seed(0)
-        model = LayerNormed()
-        optimizer = momentum(list(model.parameters()))
-        w = andon.watch(model, optimizer, action=ignore)
-        for step in range(steps):
-            optimizer.zero_grad()
-            backward(model, step)
-            with torch.no_grad():
-                self.reduce(list(model.parameters()))
-            optimizer.step()
-        w.close()
-        return seen_by(w)
 
 
 # wrappers
@@ -328,37 +302,6 @@ class _Squared(nn.Module):
 # courses of training
 
 
-@dataclass(frozen=True)
-class Course:
-    """A loop under DDP in which `around` does something more: before the step, behind it."""
-
-    before: Callable[[nn.Module, torch.optim.Optimizer, int], None] = lambda *_: None
-    behind: Callable[[nn.Module, torch.optim.Optimizer, int], None] = lambda *_: None
-    backward: Callable[[nn.Module, int], None] = backward
-    model: Callable[[], nn.Module] = LayerNormed
-    optimizer: Optimizers = adamw
-    scheduled: Callable[[torch.optim.Optimizer], Any] | None = None
-
-    def __call__(self, steps: int) -> Seen:
-        torch.manual_seed(0)
-        inner = self.model()
-        model = DistributedDataParallel(inner)
-        optimizer = self.optimizer([p for p in inner.parameters() if p.requires_grad])
-        schedule = None if self.scheduled is None else self.scheduled(optimizer)
-        w = andon.watch(model, optimizer, action=ignore)
-        torch.manual_seed(100 + dist.get_rank())
-        for step in range(1, steps + 1):
-            optimizer.zero_grad()
-            self.backward(model, step)
-            self.before(model, optimizer, step)
-            optimizer.step()
-            self.behind(model, optimizer, step)
-            if schedule is not None:
-                schedule.step()
-        w.close()
-        return seen_by(w)
-
-
 def _noisy(model: nn.Module, _: object, step: int) -> None:
     stream = torch.Generator().manual_seed(step)
     for p in model.parameters():
@@ -440,7 +383,7 @@ def _sharpness_aware(model: nn.Module, step: int) -> None:
             p -= e
 
 
-def _looking_ahead(every: int) -> Callable[[nn.Module, Any, int], None]:
+def _looking_ahead(every: int) -> Extra:
     slow: list[Tensor] = []
 
     @torch.no_grad()
@@ -480,6 +423,61 @@ COURSES: dict[str, Course] = {
         )
     ),
     "cyclic": Course(scheduled=lambda o: rates.CyclicLR(o, 1e-3, 1e-2, 5, cycle_momentum=False)),
+}
+
+# matters of choice that once were suspected
+
+
+def _half_square(model: nn.Module, step: int) -> None:
+    """Half the mean square, as regressions write it."""
+    x, y = share(step)
+    (((model(x) - nn.functional.one_hot(y, CLASSES)) ** 2).mean() / 2).backward()
+
+
+def _clip_each(model: nn.Module, *_: object) -> None:
+    for p in model.parameters():
+        assert p.grad is not None
+        p.grad.mul_(min(1.0, 0.01 / (float(p.grad.norm()) + 1e-6)))
+
+
+def _one_late() -> Extra:
+    """The gradient of the update before is the one that is applied; the first time that is the same."""
+    held: list[Tensor] = []
+
+    def before(model: nn.Module, _: object, step: int) -> None:
+        now = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        for p, gradient in zip(model.parameters(), now if step == 1 else held, strict=True):
+            p.grad = gradient.clone()
+        held[:] = now
+
+    return before
+
+
+def _own_beginning() -> Extra:
+    """An average that each rank begins with numbers of its own, and whose first decay is 0, as that of diffusers is."""
+    held: list[Tensor] = []
+
+    @torch.no_grad()
+    def behind(model: nn.Module, _: object, step: int) -> None:
+        if step == 1:
+            generator = torch.Generator().manual_seed(dist.get_rank())
+            held[:] = [torch.randn(p.shape, generator=generator) for p in model.parameters()]
+        decay = min(0.99, 1 - step**-0.75)
+        for kept, p in zip(held, model.parameters(), strict=True):
+            kept.sub_((1 - decay) * (kept - p))
+
+    return behind
+
+
+def _slow(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+CHOICES: dict[str, Course] = {
+    "half the mean square": Course(backward=_half_square, optimizer=_slow),
+    "each parameter clipped by hand": Course(before=_clip_each, optimizer=_slow),
+    "gradients applied one update late": Course(before=_one_late(), optimizer=_slow),
+    "average begun from each rank's own numbers": Course(behind=_own_beginning(), optimizer=_slow),
 }
 
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {

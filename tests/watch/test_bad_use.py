@@ -101,6 +101,29 @@ def _on_no_device() -> object:
     return andon.watch(model, _sgd(model))
 
 
+def _of_another_model() -> object:
+    return andon.watch(_model(), _sgd(_model()))
+
+
+def _nothing_is_trained() -> object:
+    model = _model()
+    optimizer = _sgd(model)
+    return andon.watch(model.requires_grad_(False), optimizer)
+
+
+def _twice() -> object:
+    model = _model()
+    optimizer = _sgd(model)
+    with andon.watch(model, optimizer):
+        return andon.watch(model, optimizer)
+
+
+def _alone_with_a_replica() -> object:
+    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    model = _model()
+    return andon.watch(DistributedDataParallel(model), _sgd(model), group=group)
+
+
 def _without_the_last_rank() -> object:
     model = DistributedDataParallel(_model())
     return andon.watch(model, _sgd(model), group=dist.new_group([0, 1]))
@@ -159,6 +182,22 @@ REFUSED: dict[str, tuple[Callable[[], object], str, str]] = {
     "a lazy layer on one rank": (_lazy_on_the_last, "0.bias have no shape yet", "rank 2 was told something wrong"),
     "a frozen layer without values": (_on_no_device, "1.bias are on the meta device", "on the meta device"),
     "no optimizer": (lambda: andon.watch(_model(), []), "an empty list: name at least one", "an empty list"),
+    "nothing is trained": (_nothing_is_trained, "no trainable parameter", "no trainable parameter"),
+    "an optimizer of another model": (_of_another_model, "optimizer of another", "optimizer of another"),
+    "watched twice": (_twice, "watched already", "watched already"),
+    "a group of one of three replicas": (_alone_with_a_replica, "the model's replicas are 3", "replicas are 3"),
+    "content of other rows": (
+        _while_open(lambda w: w.batch([1, 2, 3], [0, 0])),  # type: ignore[func-returns-value]
+        "content has 2 rows, ids has 3",
+        "content has 2 rows",
+    ),
+    "nested ids": (
+        _while_open(lambda w: w.batch([[1, 2]])),  # type: ignore[list-item, func-returns-value]
+        "flat sequence",
+        "flat sequence",
+    ),
+    "an audit without a reference": (lambda: _open(checks="audit"), "needs reference=", "needs reference="),
+    "a clause that is none": (lambda: _open(allow={"replicas-agre": "x"}), "did you mean 'replicas-agree'", "did you"),
     "a group without the last rank": (_without_the_last_rank, "rank 2 is not one of the group", "replicas are 3"),
 }
 

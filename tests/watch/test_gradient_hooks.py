@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,12 @@ class _Two(nn.Module):
         return torch.stack([self.get_submodule(head)(hidden).square().sum() for head in heads]).sum()
 
 
+def keep_hooks(parameters: Iterable[nn.Parameter]) -> None:
+    """Where the loop has a hook of its own behind each gradient, what is found in `grad` may be another."""
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(lambda _: None)
+
+
 class _Loop:
     """The parameters of a model under hooks; of one loop they may thin out, of the other never."""
 
@@ -45,7 +52,7 @@ class _Loop:
         self.thrown = 0
         self.hooks = GradientHooks(self.parameters, self._discarded, (-1, lambda gradient: None))
         if not thin:
-            self.hooks._found_in_grad.never()
+            keep_hooks(self.parameters)
 
     def _discarded(self) -> None:
         self.thrown += 1
@@ -130,11 +137,6 @@ def test_a_window_shows_the_same_either_way(windows: list[tuple[list[_Pass], str
         for loop in (few, all_):
             loop.zero(zeroed)
         none = zeroed == "none"
-
-
-def test_the_first_parameter_alone_keeps_a_hook() -> None:
-    """That at which the pass begins."""
-    assert len(_acquainted(thin=True).hooks._handles) == 1
 
 
 def test_a_pass_that_begins_elsewhere_brings_all_hooks_back() -> None:
@@ -243,13 +245,6 @@ def test_a_hook_that_comes_between_two_passes_leaves_nothing_over() -> None:
     assert raw.touched == {0, 1, 2, 3, 4, 5}
 
 
-def test_what_was_forgotten_is_told() -> None:
-    """Of a loop that stops zeroing, in the first window that has something left."""
-    loop = _acquainted(thin=True)
-    loop.window([_Pass("AB", 1)])
-    assert loop.window([_Pass("AB", 2)]).stale == 1
-
-
 def test_gradients_that_a_loop_asks_for_bring_all_hooks_back() -> None:
     """They are no part of the pass, and what the loop does with them is its own affair."""
     loop = _acquainted(thin=True)
@@ -311,7 +306,7 @@ def _of_a_wrapper(views: bool) -> tuple[bool, list[int], list[int]]:
         wrapped = DistributedDataParallel(model, gradient_as_bucket_view=views)
         hooks = GradientHooks(list(model.parameters()), lambda: None, (-1, lambda gradient: None))
         if not thin:
-            hooks._found_in_grad.never()
+            keep_hooks(model.parameters())
         signs.append([])
         for step in range(5):
             x = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))

@@ -313,6 +313,8 @@ def _left_out() -> str:
     return ""
 
 
+# Deep, for the timeout that it waits for: test_left_out has the same where the reduction is seen.
+@pytest.mark.deep
 def test_an_update_that_one_rank_left_out_is_told_by_where_the_ranks_are() -> None:
     """The rank in the loop's collective is the first whose timeout ends; it says where the other one waits."""
     first, second = [outcome.get() for outcome in run_ranks(2, _left_out)]

@@ -23,13 +23,13 @@ from andon_falsify.claims.ledgers import read_run, verify
 from andon_falsify.verdict import Outcome
 from tests.support.ledger_lines import verify_chain
 from tests.support.ranks import run_ranks
-from tests.watch.ledger_loop import RATE, STEPS, adam, data, loss_of, model_of, sgd, steps_of, train
+from tests.watch.ledger_loop import RATE, STEPS, data, loss_of, model_of, sgd, steps_of, train
 
 pytestmark = pytest.mark.xdist_group("test_ledger_ends")
 
 
 def _all(folder: str) -> dict[str, Any]:
-    works = (_messages, _broken_loops, _refusals, _full_disk)
+    works = (_broken_loops, _refusals, _full_disk)
     return {work.__name__: work(str(Path(folder, work.__name__))) for work in works}
 
 
@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder for the ledgers of each loop, with what `_refusals` is to find."""
     found = tmp_path_factory.mktemp("ends")
     refused = found / _refusals.__name__
-    for work in (_messages, _broken_loops, _refusals, _full_disk):
+    for work in (_broken_loops, _refusals, _full_disk):
         (found / work.__name__).mkdir()
     model = model_of()
     with andon.watch(model, sgd(model), ledger=refused / "taken.jsonl"):
@@ -221,24 +221,6 @@ def test_a_full_disk_ends_the_ledger_and_not_the_loop(folder: Path, by_rank: lis
     assert other == (0, STEPS)
     steps = steps_of(list(read_ledger(folder / _full_disk.__name__ / "l.jsonl")))
     assert 0 < len(steps) < STEPS
-
-
-def _messages(folder: str) -> list[int]:
-    counts = []
-    for path in (None, Path(folder, "l.jsonl")):
-        model = model_of()
-        optimizer = adam(model)
-        with andon.watch(model, optimizer, ledger=path) as w:
-            train(w, model, optimizer, clip=True)
-        counts.append(w._exchange._sequence)
-    return counts
-
-
-def test_a_ledger_costs_no_message_between_ranks(by_rank: list[dict[str, Any]]) -> None:
-    """All that it says is told between ranks anyway."""
-    for said in by_rank:
-        without, with_ledger = said[_messages.__name__]
-        assert without == with_ledger > STEPS
 
 
 def test_several_optimizers_have_their_own_lines(tmp_path: Path) -> None:

@@ -107,18 +107,6 @@ def test_any_difference_in_what_an_optimizer_keeps_is_seen() -> None:
     assert len(found) == 7
 
 
-def test_counts_keep_no_moment_from_whole_words() -> None:
-    """A GPU reads a list of tensors where they lie if each begins with a word of 8 bytes; a count has 4."""
-    parameters = [nn.Parameter(torch.ones(*shape)) for shape in ((2, 3), (5,), (4,))]
-    optimizer = torch.optim.AdamW(parameters)
-    kept = OptimizerState(optimizer, parameters)
-    sum(p.sum() for p in parameters).backward()  # type: ignore[union-attr]
-    optimizer.step()
-    kept.look()
-    odd = [each.nbytes % 8 != 0 for each in kept._tensors]
-    assert odd == 4 * [False] + 5 * [True]  # moments of 6 and of 4 elements; moments of 5, and three counts
-
-
 def _touched_before(update: int) -> list[tuple[str, int]]:
     """What is found where all ranks change a frozen weight alike, just before the forward pass of `update`."""
     torch.manual_seed(0)

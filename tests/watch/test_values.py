@@ -168,9 +168,9 @@ def _grouped() -> list[list[str]]:
         "at": [0],
     }
     found: list[list[str]] = []
-    with andon.watch(model, Odd([group], lr=0.1), action=lambda each: None) as w:
+    optimizer = Odd([group], lr=0.1)
+    with andon.watch(model, optimizer, action=lambda each: None) as w:
         for at in (0, dist.get_rank()):
-            optimizer = next(iter(w._probes.values())).optimizer
             optimizer.param_groups[0]["at"][0] = at
             model(torch.ones(1, 3)).sum().backward()
             optimizer.step()
