@@ -578,6 +578,8 @@ def test_a_watch_of_one_process_does_not_grow(loop: str) -> None:
     assert first == second
 
 
+# Deep, for its many updates: one process shows the same in the test above.
+@pytest.mark.deep
 def test_a_watch_of_two_ranks_does_not_grow_with_its_passes() -> None:
     """A loop that begins a new pass for each batch."""
     for outcome in run_ranks(2, _grows, "next(iter(loader))"):

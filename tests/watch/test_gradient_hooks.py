@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from andon_contracts.watch.gradient_hooks import GradientHooks, Raw
 from tests.support.ranks import run_ranks
 
 HEADS = ("A", "B", "AB")
+NAN = float("nan")
 
 
 class _Two(nn.Module):
@@ -142,14 +143,12 @@ def test_a_window_shows_the_same_either_way(windows: list[tuple[list[_Pass], str
 def test_a_pass_that_begins_elsewhere_brings_all_hooks_back() -> None:
     """For good; of its own window what is not finite is seen as well, and nothing is said to be left over."""
     loop = _acquainted(thin=True, heads="A")
-    raw = loop.window([_Pass("B", 1, float("nan"))])
-    assert raw.touched == {0, 1, 4, 5}
-    assert (raw.nonfinite, raw.stale) == (1, 0)
-    assert not loop.hooks.at_end
+    raw = loop.window([_Pass("B", 1, NAN)])
+    assert (raw.touched, raw.nonfinite, raw.stale) == ({0, 1, 4, 5}, 1, 0)
     for seed in range(4):
+        assert not loop.hooks.at_end
         loop.zero("none")
         assert loop.window([_Pass("B", seed)]).touched == {0, 1, 4, 5}
-        assert not loop.hooks.at_end
 
 
 def test_what_begins_elsewhere_and_is_thrown_away_was_there() -> None:
@@ -160,36 +159,64 @@ def test_what_begins_elsewhere_and_is_thrown_away_was_there() -> None:
     assert loop.hooks.started
 
 
-@pytest.mark.parametrize("first", ["A", "AB"])
-def test_a_second_pass_finds_all_hooks(first: str) -> None:
-    """Before it begins: what it gives is seen as it comes, and what the first gave was not left over."""
-    loop = _acquainted(thin=True)
-    loop.backward(first, 1)
-    loop.backward("A", 2, float("nan"))
-    loop.model.trunk.weight.grad = torch.zeros_like(loop.model.trunk.weight)  # repaired by hand
-    raw = loop.hooks.read()
-    assert (raw.nonfinite, raw.stale) == (1, 0)
-    assert not loop.hooks.at_end
+def _second(first: str) -> Callable[[_Loop], None]:
+    def passes(loop: _Loop) -> None:
+        loop.backward(first, 1)
+        loop.backward("A", 2, NAN)
+        loop.model.trunk.weight.grad = torch.zeros_like(loop.model.trunk.weight)  # repaired by hand
+
+    return passes
 
 
-def test_a_pass_within_a_pass_finds_all_hooks() -> None:
+def _within(loop: _Loop) -> None:
     """As a checkpoint makes it that computes its activations again."""
-    loop = _acquainted(thin=True)
 
     def within(gradient: Tensor) -> None:
         handle.remove()
         with torch.enable_grad():
             loop.model(torch.ones(1, 5), "AB").backward()
 
-    def hooked(module: nn.Module, given: object, made: Tensor) -> None:
-        made.register_hook(within)
-
-    handle = loop.model.trunk.register_forward_hook(hooked)
+    handle = loop.model.trunk.register_forward_hook(lambda module, given, made: made.register_hook(within) and None)
     loop.backward("AB", 1)
+
+
+def _hooked_later(loop: _Loop) -> None:
+    """What the loop's hook repairs was not finite before."""
+    loop.model.trunk.weight.register_hook(lambda gradient: gradient.nan_to_num(0.0, 0.0, 0.0))
+    loop.backward("AB", 1, NAN)
+
+
+def _hooked_between(loop: _Loop) -> None:
+    loop.backward("AB", 1)
+    loop.model.trunk.weight.register_hook(lambda gradient: None)
+    loop.backward("AB", 2)
+
+
+def _asks(loop: _Loop) -> None:
+    """Gradients that a loop asks for are no part of the pass."""
+    loop.backward("AB", 1)
+    torch.autograd.grad(loop.model(torch.ones(1, 5), "AB"), loop.parameters[:6])
+
+
+RETURNS: dict[str, tuple[Callable[[_Loop], None], bool]] = {
+    "a second pass": (_second("A"), True),
+    "a second pass of another head": (_second("AB"), True),
+    "a pass within a pass": (_within, False),
+    "a hook that the loop adds": (_hooked_later, True),
+    "a hook between two passes": (_hooked_between, False),
+    "gradients that the loop asks for": (_asks, False),
+}
+
+
+@pytest.mark.parametrize("name", RETURNS)
+def test_what_is_out_of_the_ordinary_brings_all_hooks_back(name: str) -> None:
+    """What it gives is seen as it comes, and what came before in the window was not left over."""
+    passes, poisoned = RETURNS[name]
+    loop = _acquainted(thin=True)
+    passes(loop)
     assert not loop.hooks.at_end
     raw = loop.hooks.read()
-    assert raw.touched == {0, 1, 2, 3, 4, 5}
-    assert raw.stale == 0
+    assert (raw.touched, raw.nonfinite, raw.stale) == (raw.touched | {0, 1, 2, 3}, int(poisoned), 0)
 
 
 @pytest.mark.parametrize("frozen", ["trunk", "A"])
@@ -206,15 +233,6 @@ def test_a_part_that_is_frozen_later_is_no_error(frozen: str) -> None:
     assert loop.window([_Pass("AB", 1)]).touched == {0, 1, 2, 3, 4, 5}
 
 
-def test_a_hook_that_the_loop_adds_later_is_seen_through() -> None:
-    """What it repairs was not finite before, also in the first pass that has it."""
-    loop = _acquainted(thin=True)
-    loop.model.trunk.weight.register_hook(lambda gradient: gradient.nan_to_num(0.0, 0.0, 0.0))
-    raw = loop.window([_Pass("AB", 1, float("nan"))])
-    assert raw.nonfinite == 1  # the trunk's weight, which is the first
-    assert not loop.hooks.at_end
-
-
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("clips", [False, True])
 def test_a_head_that_is_switched_on_later_leaves_nothing_over(passes: int, clips: bool) -> None:
@@ -228,35 +246,17 @@ def test_a_head_that_is_switched_on_later_leaves_nothing_over(passes: int, clips
         raw = loop.hooks.read()
         loop.hooks.reset()
         loop.zero("none")
-        assert raw.stale == 0
-        assert raw.touched == {0, 1, 2, 3, 4, 5}
-        assert not loop.hooks.at_end
-
-
-def test_a_hook_that_comes_between_two_passes_leaves_nothing_over() -> None:
-    """What the first pass gave was this window's."""
-    loop = _acquainted(thin=True)
-    loop.backward("AB", 1)
-    loop.model.trunk.weight.register_hook(lambda gradient: None)
-    loop.backward("AB", 2)
-    raw = loop.hooks.read()
-    assert not loop.hooks.at_end
-    assert raw.stale == 0
-    assert raw.touched == {0, 1, 2, 3, 4, 5}
-
-
-def test_gradients_that_a_loop_asks_for_bring_all_hooks_back() -> None:
-    """They are no part of the pass, and what the loop does with them is its own affair."""
-    loop = _acquainted(thin=True)
-    loop.backward("AB", 1)
-    torch.autograd.grad(loop.model(torch.ones(1, 5), "AB"), loop.parameters[:6])
-    assert not loop.hooks.at_end
+        assert (raw.stale, raw.touched, loop.hooks.at_end) == (0, {0, 1, 2, 3, 4, 5}, False)
 
 
 def test_a_pass_that_failed_is_none_that_runs() -> None:
     """What it left is let go, and what the loop tries again is seen."""
     loop = _acquainted(thin=True)
-    handle = loop.model.trunk.register_forward_hook(_failing_behind)
+
+    def fail(gradient: Tensor) -> None:
+        raise ZeroDivisionError
+
+    handle = loop.model.trunk.register_forward_hook(lambda module, given, made: made.register_hook(fail) and None)
     with pytest.raises(ZeroDivisionError):
         loop.backward("AB", 1)
     handle.remove()
@@ -264,9 +264,8 @@ def test_a_pass_that_failed_is_none_that_runs() -> None:
     assert left
     loop.zero("none")
     assert [each() for each in left] == [None] * len(left)
-    raw = loop.window([_Pass("AB", 1, float("nan"))])
-    assert raw.touched == {0, 1, 2, 3, 4, 5}
-    assert raw.nonfinite == 1
+    raw = loop.window([_Pass("AB", 1, NAN)])
+    assert (raw.touched, raw.nonfinite) == ({0, 1, 2, 3, 4, 5}, 1)
 
 
 def test_what_is_reduced_behind_a_pass_is_no_part_of_it() -> None:
@@ -275,14 +274,6 @@ def test_what_is_reduced_behind_a_pass_is_no_part_of_it() -> None:
     loop.backward("AB", 1)
     loop.hooks.reducing(gradient=True)
     assert loop.hooks.at_end
-
-
-def _failing_behind(module: nn.Module, given: object, made: Tensor) -> None:
-
-    def fail(gradient: Tensor) -> None:
-        raise ZeroDivisionError
-
-    made.register_hook(fail)
 
 
 def test_a_window_now_and_then_has_all_hooks() -> None:
@@ -334,22 +325,6 @@ def test_what_a_wrapper_reduces_is_seen_before(world: int, views: bool) -> None:
     assert all(len(set(signs)) == world for signs in zip(*(few for _, few, _ in found), strict=True))
 
 
-def test_gradients_that_a_loop_reduces_within_the_pass_keep_their_hooks() -> None:
-    """A hook of the loop's own, behind the sum, may put another in its place."""
-    loop = _Loop(thin=True)
-
-    def double(parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        parameter.grad.mul_(2)
-
-    for parameter in loop.parameters:
-        parameter.register_post_accumulate_grad_hook(double)
-    for seed in range(5):
-        loop.window([_Pass("A", seed)])
-        loop.zero("none")
-        assert not loop.hooks.at_end
-
-
 def _counted_outside() -> tuple[bool, list[int]]:
     """Whether hooks thin out where a head outside of DDP comes first, and the reducing passes counted by update."""
     torch.manual_seed(0)
@@ -391,17 +366,21 @@ def test_a_pass_that_reduces_is_counted_where_another_part_comes_first() -> None
         assert outcome.get() == (True, [1, 2, 3, 4, 5])
 
 
-def test_gradients_that_are_changed_unseen_keep_their_hooks() -> None:
-    """Where torch's own node is hooked, which no parameter shows, what is found is not what came."""
+@pytest.mark.parametrize("seen", [True, False])
+def test_gradients_that_are_changed_after_they_came_keep_their_hooks(seen: bool) -> None:
+    """By a hook behind the sum, or by one of torch's own node, which no parameter shows."""
     loop = _Loop(thin=True)
     weight = loop.model.trunk.weight
-    node = weight.view_as(weight).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
     def double(*_: Any) -> None:
         assert weight.grad is not None
         weight.grad.mul_(2)
 
-    node.register_hook(double)
+    node = weight.view_as(weight).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    if seen:
+        weight.register_post_accumulate_grad_hook(double)
+    else:
+        node.register_hook(double)
     for seed in range(5):
         loop.window([_Pass("A", seed)])
         loop.zero("none")
