@@ -52,7 +52,7 @@ Extra = Callable[[nn.Module, torch.optim.Optimizer, int], None]
 
 @dataclass(frozen=True)
 class Course:
-    """A loop that does something more before the optimizer's step or behind it, given the wrapped module."""
+    """A loop with an extra action before or after the optimizer's step; both get the wrapped module."""
 
     before: Extra = lambda *_: None
     behind: Extra = lambda *_: None
@@ -63,7 +63,6 @@ class Course:
     wrap: Callable[[nn.Module], nn.Module] = DistributedDataParallel
 
     def __call__(self, steps: int) -> Seen:
-        """Train for so many steps under a watch."""
         torch.manual_seed(0)
         inner = self.model()
         model = self.wrap(inner)
@@ -84,7 +83,7 @@ class Course:
 
 
 def reduced(reduce: Callable[[Sequence[nn.Parameter]], None]) -> Course:
-    """A plain loop with a reduction of its own."""
+    """A loop without a wrapper that reduces its gradients by `reduce`."""
 
     @torch.no_grad()
     def before(model: nn.Module, *_: object) -> None:

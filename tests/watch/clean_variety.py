@@ -441,7 +441,7 @@ def _clip_each(model: nn.Module, *_: object) -> None:
 
 
 def _one_late() -> Extra:
-    """The gradient of the update before is the one that is applied; the first time that is the same."""
+    """Each update applies the previous update's gradient; the first applies its own."""
     held: list[Tensor] = []
 
     def before(model: nn.Module, _: object, step: int) -> None:
@@ -454,7 +454,7 @@ def _one_late() -> Extra:
 
 
 def _own_beginning() -> Extra:
-    """An average that each rank begins with numbers of its own, and whose first decay is 0, as that of diffusers is."""
+    """Each rank starts its average from different numbers; the first decay is 0, as in diffusers."""
     held: list[Tensor] = []
 
     @torch.no_grad()

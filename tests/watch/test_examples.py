@@ -115,7 +115,7 @@ def ran(names: tuple[str, ...], folder: Path) -> None:
 def test_an_example_is_watched_from_its_first_update_to_its_last(names: tuple[str, ...], tmp_path: Path) -> None:
     """The ledger has every update and an end, the watch finds nothing that is not there, and the checkers hold it.
 
-    A bit that one rank loses is found with the next update; of shards without a replica nobody can tell.
+    A bit flipped on one rank is found at the next update; shards without a replica cannot be compared.
     """
     if missing := ", ".join(filter(None, map(absent, names))):
         pytest.skip(f"needs {missing}")

@@ -260,7 +260,7 @@ def test_why_rows_are_not_looked_at_is_said_once(
 
 
 def test_a_forward_pass_under_vmap_is_looked_at_as_any_other() -> None:
-    """Gradients for each row, and an ensemble with buffers of its own, as without a watch."""
+    """Per-row gradients and an ensemble of models work as they do without a watch."""
     model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5, affine=False), nn.Linear(5, 2)).eval()
     optimizer = _sgd(model)
     parameters = dict(model.named_parameters())

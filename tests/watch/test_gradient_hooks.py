@@ -38,7 +38,7 @@ class _Two(nn.Module):
 
 
 def keep_hooks(parameters: Iterable[nn.Parameter]) -> None:
-    """Where the loop has a hook of its own behind each gradient, what is found in `grad` may be another."""
+    """Post-accumulate hooks may change gradients, so the watch keeps a hook on every parameter."""
     for parameter in parameters:
         parameter.register_post_accumulate_grad_hook(lambda _: None)
 
@@ -368,7 +368,7 @@ def test_a_pass_that_reduces_is_counted_where_another_part_comes_first() -> None
 
 @pytest.mark.parametrize("seen", [True, False])
 def test_gradients_that_are_changed_after_they_came_keep_their_hooks(seen: bool) -> None:
-    """By a hook behind the sum, or by one of torch's own node, which no parameter shows."""
+    """By a post-accumulate hook, or by a hook on the accumulate-grad node, which no parameter lists."""
     loop = _Loop(thin=True)
     weight = loop.model.trunk.weight
 

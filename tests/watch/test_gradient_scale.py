@@ -401,7 +401,7 @@ def choices_are_silent() -> dict[str, object]:
 
 
 def wrong_are_found() -> dict[str, object]:
-    """What is found of wrong loops where that is not their scale at their update."""
+    """The wrong loops whose first finding is not their scale at their update."""
     odd = dict[str, object]()
     for name, (loop, step, scale) in wrong_loops().items():
         found = loop.run()[0]
@@ -648,7 +648,7 @@ def test_another_loss_of_another_line_is_no_short_window() -> None:
     assert updated_alone(update, scaled=False) == []
 
 
-# a loss that is an output of the model, which DDP hands on by a node of its own
+# a loss among the outputs of the model, which DDP passes through a graph node
 
 OUTPUTS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Tensor]]] = {
     "alone": (lambda loss, logits: loss, lambda given: given),
@@ -728,13 +728,13 @@ def trained_by_outputs(
 def test_a_loss_that_ddp_hands_on_is_weighed_as_it_was(options: dict[str, bool], world: int) -> None:
     """Whichever output it is: halves are right, a loss that is not divided is found.
 
-    Where an output is no tensor nobody can tell which input of DDP's node it was, and nothing is said.
+    If an output is not a tensor, DDP's node does not say which input it was, and the watch stays silent.
     """
     assert [outcome.get() for outcome in run_ranks(world, of_outputs, options)] == [[]] * world
 
 
 def prediction_beside_what_is_no_tensor() -> list[float | None]:
-    """What losses of an output weigh that DDP hands on beside what is no tensor."""
+    """The weights of losses whose output passes through DDP next to a value that is not a tensor."""
     model = DistributedDataParallel(Classifier(lambda loss, logits: (None, logits)), find_unused_parameters=True)
     labels = torch.zeros(4, dtype=torch.long)
     losses: list[Step] = [
@@ -747,5 +747,5 @@ def prediction_beside_what_is_no_tensor() -> list[float | None]:
 
 
 def test_a_loss_of_what_ddp_hands_on_is_weighed_without_looking_further() -> None:
-    """Where it cannot be told which output it was, that is not asked of what a loss ends in."""
+    """The loss is read up to DDP's node, so it does not matter which output it came from."""
     assert run_ranks(2, prediction_beside_what_is_no_tensor)[0].get() == [0.5, 1.0, 3.0]

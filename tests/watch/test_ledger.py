@@ -48,7 +48,7 @@ def data() -> tuple[Tensor, list[list[int]]]:
 
 
 def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
-    """The sum over `rows`, on a graph even where there are none."""
+    """The sum over `rows`; it has a graph even if `rows` is empty."""
     return model(rows).square().sum()
 
 
@@ -263,7 +263,7 @@ def _lose_a_rank(model: nn.Module, optimizer: torch.optim.Optimizer, where: str)
 
 
 def test_violations_are_lines_with_what_was_done(folder: Path, by_rank: list[dict[str, Any]]) -> None:
-    """A violation before an update leaves no record of it where it raises; one after it leaves the record first."""
+    """A violation that raises before an update leaves no record of that update; one after it does."""
     place = folder / _broken_loops.__name__
     for said in by_rank:
         assert said[_broken_loops.__name__] == ["went on", "went on", "gradients-agree", "replicas-agree"]
@@ -338,9 +338,9 @@ def _refusals(folder: str) -> list[str]:
 
 
 def test_a_ledger_that_cannot_be_written_is_refused_on_every_rank(folder: Path, by_rank: list[dict[str, Any]]) -> None:
-    """Another run's ledger, a damaged one, a path that is none, one that is written: a ValueError, and no rank hangs.
+    """Another run's ledger, a damaged file, an impossible path, an open ledger: a ValueError, and no rank hangs.
 
-    After `start` updates the same ledger is gone on with, which leaves a resume line.
+    With `start=` the watch continues the same ledger, which gets a resume line.
     """
     writer, other = (said[_refusals.__name__] for said in by_rank)
     assert ["holds a run already" in writer[0], ":1: " in writer[1]] == [True, True]
@@ -368,7 +368,7 @@ def test_a_line_that_another_writer_is_writing_is_not_cut_off(tmp_path: Path, mo
 
 
 def test_the_environment_names_a_ledger_and_a_keyword_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """ANDON_LEDGER serves every watch of a script, each with a file of its own."""
+    """ANDON_LEDGER names a ledger for every watch of a script; each watch gets another file."""
     monkeypatch.setenv("ANDON_LEDGER", str(tmp_path / "named.jsonl"))
     for given in (None, tmp_path / "keyword.jsonl", None):
         with andon.watch(model := model_of(), sgd(model), ledger=given):

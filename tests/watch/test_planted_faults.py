@@ -63,8 +63,8 @@ def tried(asked: tuple[int, bool]) -> tuple[Pair, Found]:
 
 
 def hold(number: int, pairs: Sequence[Pair], one_line: Sequence[Found], *, later: int = 0) -> None:
-    """The right loop is silent; the fault is real and is found by its clause on all ranks alike, by the catalogue's
-    step or `later` updates after it; the one line finds what it is said to."""
+    """Check one row of the catalogue: the right loop raises nothing, the fault changes state, and every rank finds it
+    by its clause, at most `later` updates after the catalogue's step; also with the one line, if the row says so."""
     fault, inside = SEEN[number]
     assert [right.found for right, _ in pairs] == [[]] * WORLD, f"{fault.name}: an alarm without the fault"
     assert any(right.states != wrong.states for right, wrong in pairs), f"{fault.name} changes nothing"

@@ -72,7 +72,7 @@ def tried_on_gpu(numbers: list[int]) -> list[tuple[Pair, Found]]:
 
 @pytest.mark.parametrize("first", range(0, len(SEEN), CHUNK))
 def test_every_fault_is_caught_on_a_gpu_as_on_a_cpu(first: int) -> None:
-    """By its clause or by the one line, on every rank alike, at most one update later; the right loop is silent."""
+    """Every rank finds it by the same clause at most one update later, and the right loop raises nothing."""
     numbers = list(range(len(SEEN)))[first : first + CHUNK]
     ranks = [outcome.get() for outcome in run_ranks(WORLD, tried_on_gpu, numbers, deadline_s=DEADLINE_S)]
     for number, *by_rank in zip(numbers, *ranks, strict=True):

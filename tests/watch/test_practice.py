@@ -349,7 +349,7 @@ def right_courses(names: Sequence[str]) -> dict[str, list[tuple[str, int]]]:
 
 @pytest.mark.parametrize("first", range(5))
 def test_right_loops_that_look_like_faulty_ones_are_not_accused(first: int) -> None:
-    """Nothing is said of any; every fifth of them in one start of ranks."""
+    """Every fifth loop shares one start of ranks."""
     names = list(RIGHT)[first::5]
     assert [o.get() for o in run_ranks(2, right_courses, names)] == [{name: [] for name in names}] * 2
 

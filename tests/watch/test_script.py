@@ -481,7 +481,7 @@ fail()
 """
 
 
-# Deep: a file that is no Python, which is told as any other error of a script.
+# Deep: a file with a syntax error, which takes the same path as the failing script.
 @pytest.mark.parametrize("text", [FAILING, pytest.param("x = (\n", marks=pytest.mark.deep)], ids=["failing", "wrong"])
 def test_errors_look_as_they_would_alone(text: str, tmp_path: Path) -> None:
     """Standard output, standard error and exit code of a failing script are to the letter those without us."""
@@ -639,7 +639,7 @@ def test_of_two_modules_the_names_decide_and_not_who_was_made_first(order: int) 
 
 @pytest.mark.parametrize("find", [outermost, lambda model: trained_by(_sgd(model))])
 def test_two_modules_that_nothing_tells_apart_are_refused_in_words(find: Callable[[nn.Module], object]) -> None:
-    """Their buffers and modes may differ, and nobody knows which one the loop calls."""
+    """Their buffers and modes may differ, and the loop may call either."""
     model = nn.Linear(2, 2)
     gc.collect()
     made = [Wrapped(model), Wrapped(model)]

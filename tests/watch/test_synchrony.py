@@ -1,4 +1,4 @@
-"""Which ranks must agree, and when: by what their loop does, and by who holds the same part."""
+"""Which ranks must agree and when: it depends on what their loop does and on the mesh."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_a_first_window_that_was_not_seen_is_as_the_wrapper_stands(local: bool, 
         assert outcome.get()[0] == found
 
 
-# who holds the same part
+# replicas of shards
 
 
 def test_ranks_are_held_to_their_own_part() -> None:
@@ -198,7 +198,7 @@ def test_ranks_are_held_to_their_own_part() -> None:
 
 
 def test_what_is_no_partition_is_refused() -> None:
-    """A rank that names other replicas than they name is a mistake of who said so."""
+    """Ranks must name the same replicas."""
     assert replicas_of([0, 1, 0, 1], [2, 2, 2, 2]).copies == 2
     with pytest.raises(ValueError, match="rank 1 names 2 replicas"):
         replicas_of([0, 1, 0, 3], [2, 2, 2, 2])

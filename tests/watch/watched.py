@@ -39,7 +39,7 @@ class Watched:
     """A loop of `kind` under a watch that collects. `run` trains it, once."""
 
     def __init__(self, kind: type[PlainLoop], inside: Inside) -> None:
-        # What is there now is none of this loop's: a watch would look through all of it several times.
+        # Hide earlier objects from the watch, which scans all that the collector knows several times.
         gc.collect()
         gc.freeze()
         self._case, self._inside, self._lines = inside.case, inside, frozenset(inside.lines)
