@@ -558,18 +558,21 @@ def _packed(folder: Path) -> Path:
     return path
 
 
-# Deep: an archive, which runs as a folder does.
-@pytest.mark.parametrize("packed", [False, pytest.param(True, marks=pytest.mark.deep)])
-def test_a_folder_or_an_archive_runs_as_python_runs_it(tmp_path: Path, packed: bool) -> None:
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_folder_or_an_archive_runs_as_python_runs_it(
+    tmp_path: Path, packed: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its `__main__`, with its own modules, arguments and path, and each update is watched."""
     (tmp_path / "program").mkdir()
     (tmp_path / "program" / "__main__.py").write_text(PROGRAM)
     (tmp_path / "program" / "beside.py").touch()
     path = str(_packed(tmp_path) if packed else tmp_path / "program")
-    command = [sys.executable, "-m", "andon_contracts.watch", path, "--x"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, f"__main__ {[path, '--x']} {path} {path}/beside.py\n")
-    assert "andon.watch: 2 steps" in done.stderr
+    monkeypatch.setitem(sys.modules, "beside", None)
+    monkeypatch.delitem(sys.modules, "beside")
+    assert script.main([path, "--x"]) == 0
+    said = capsys.readouterr()
+    assert said.out == f"__main__ {[path, '--x']} {path} {path}/beside.py\n"
+    assert "andon.watch: 2 steps" in said.err
 
 
 @pytest.mark.parametrize("name", ["empty.zip", "empty"])
