@@ -194,7 +194,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """One test for each claim and place of a subject; for each selected backend, skipped where it cannot run here."""
     if "claim_at_place" in metafunc.fixturenames:
         metafunc.parametrize("claim_at_place", list(metafunc.config.stash[_SUITE].tests()), ids=str)
-    if "backend" not in metafunc.fixturenames:
+    ours = metafunc.function.__module__.startswith(_HERE)
+    if not ours or "backend" not in metafunc.fixturenames:
         return
     chosen = metafunc.config.getoption("--backend", None) or CPU_BACKENDS
     metafunc.parametrize("backend", [_param(name) for name in dict.fromkeys(chosen)])
