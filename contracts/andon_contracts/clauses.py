@@ -411,7 +411,7 @@ _ALL = (
         "issue 17 item 2; faults F16, F19, F20, F29, F35",
         "the graph of each loss down to its means, two dot products of 1,024 elements",
         "every watched step of which the loss and the reduction tell it",
-        likely="the loss is not divided by the accumulation, or by the world size twice or not at all",
+        likely="the loss is not divided by the number of micro-batches, or is divided by the world size twice or never",
     ),
     Clause(
         "loss-reported",

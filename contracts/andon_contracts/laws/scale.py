@@ -53,13 +53,14 @@ class Scale:
     factor: float
 
     def shown(self, world: int) -> str:
-        """What it is made of, on `world` ranks."""
+        """The factors of the total weight, on `world` ranks."""
         weight = self.first / self.factor / world
-        loss = f"the loss weighs {weight:.3f} on a rank"
+        loss = f"the loss has weight {weight:.3f}"
         if self.passes > 1:
-            loss = f"the losses of {self.passes} backward passes weigh {weight / self.passes:.3f} each"
-        reduced = f" and the gradient is {self.factor:.3f} of the sum over {world} ranks" * (world > 1)
-        return f"{loss}{reduced}: {self.first:.3f} together"
+            loss = f"{self.passes} backward passes have loss weight {weight / self.passes:.3f} each"
+        if world > 1:
+            loss = f"on each of {world} ranks {loss}, and the reduced gradient is {self.factor:.3f} of the sum"
+        return f"{loss}: weight {self.first:.3f} in total"
 
     @property
     def right(self) -> bool:
@@ -150,8 +151,8 @@ class Scaled:
 
 def _explain_factor(seen: Scaled) -> Finding:
     assert seen.now is not None
-    what = f"{seen.now.shown(len(seen.said))}, where the terms of a mean weigh 1"
-    twice = "the loss is divided twice, by the accumulation or by the world size, or is weighed so on purpose"
+    what = f"{seen.now.shown(len(seen.said))}; a mean has weight 1"
+    twice = "the loss is divided twice, by the number of micro-batches or the world size, or it is scaled on purpose"
     return Finding(what, seen.step, (), "gradient", likely=twice if seen.now.first < 1 else "")
 
 
@@ -159,8 +160,8 @@ def _explain_short(seen: Scaled) -> Finding:
     assert seen.now is not None
     assert seen.before is not None
     what = (
-        f"{seen.now.shown(len(seen.said))}, and {seen.before.first:.3f} in the window before: one of {seen.short} is "
-        "divided as a full one"
+        f"{seen.now.shown(len(seen.said))}, and {seen.before.first:.3f} in the window before: a window of {seen.short} "
+        "is divided like a full one"
     )
     return Finding(what, seen.step, (), "gradient")
 
