@@ -405,7 +405,7 @@ def wrong_are_found() -> dict[str, object]:
     odd = dict[str, object]()
     for name, (loop, step, scale) in wrong_loops().items():
         found = loop.run()[0]
-        if [(clause, at, f"weight {scale:.3f} in total" in seen) for clause, at, seen in found[:1]] != [
+        if [(clause, at, f"{scale:.3f} times the gradient of a mean" in seen) for clause, at, seen in found[:1]] != [
             ("gradient-scale", step, True)
         ]:
             odd[name] = found

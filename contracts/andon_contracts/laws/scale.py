@@ -57,10 +57,10 @@ class Scale:
         weight = self.first / self.factor / world
         loss = f"the loss has weight {weight:.3f}"
         if self.passes > 1:
-            loss = f"{self.passes} backward passes have loss weight {weight / self.passes:.3f} each"
+            loss = f"{self.passes} backward passes have loss weight {weight / self.passes:.3f}"
         if world > 1:
-            loss = f"on each of {world} ranks {loss}, and the reduced gradient is {self.factor:.3f} of the sum"
-        return f"{loss}: weight {self.first:.3f} in total"
+            loss = f"on each of {world} ranks {loss}; the reduced gradient is {self.factor:.3f} of the sum"
+        return f"{loss}: {self.first:.3f} times the gradient of a mean"
 
     @property
     def right(self) -> bool:
@@ -151,7 +151,7 @@ class Scaled:
 
 def _explain_factor(seen: Scaled) -> Finding:
     assert seen.now is not None
-    what = f"{seen.now.shown(len(seen.said))}; a mean has weight 1"
+    what = seen.now.shown(len(seen.said))
     twice = "the loss is divided twice, by the number of micro-batches or the world size, or it is scaled on purpose"
     return Finding(what, seen.step, (), "gradient", likely=twice if seen.now.first < 1 else "")
 
@@ -160,7 +160,7 @@ def _explain_short(seen: Scaled) -> Finding:
     assert seen.now is not None
     assert seen.before is not None
     what = (
-        f"{seen.now.shown(len(seen.said))}, and {seen.before.first:.3f} in the window before: a window of {seen.short} "
+        f"{seen.now.shown(len(seen.said))}, and {seen.before.first:.3f} times in the window before: a window of {seen.short} "
         "is divided like a full one"
     )
     return Finding(what, seen.step, (), "gradient")
