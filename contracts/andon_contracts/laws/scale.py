@@ -160,8 +160,8 @@ def _explain_short(seen: Scaled) -> Finding:
     assert seen.now is not None
     assert seen.before is not None
     what = (
-        f"{seen.now.shown(len(seen.said))}, and {seen.before.first:.3f} times in the window before: a window of {seen.short} "
-        "is divided like a full one"
+        f"{seen.now.shown(len(seen.said))}, and {seen.before.first:.3f} times in the window before: a window of "
+        f"{seen.short} is divided like a full one"
     )
     return Finding(what, seen.step, (), "gradient")
 
