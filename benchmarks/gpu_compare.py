@@ -1,9 +1,9 @@
-"""Our step and others' in turns on the same devices: `python -m benchmarks.gpu_compare --gpus 4`.
+"""Andon's step and other trainers' in turns on the same devices: `python -m benchmarks.gpu_compare --gpus 4`.
 
-Every trainer of `--jobs` runs in processes of its own. All compile side by side; then they take `--rounds` of `--steps`
+Each trainer of `--jobs` runs in its own processes. All compile side by side. Then they take `--rounds` of `--steps`
 updates one after another, in an order that rotates and reverses. Ratios are taken round by round, against the first of
-`--jobs`. A job that fails, is not ready within `--ready-within` or exceeds `--turn-within` is reported and left out.
-All models are on the device at once: on one GPU name few jobs. On a CPU: `--shape tiny --rounds 2 --steps 2`.
+`--jobs`. A job that fails, is not ready within `--ready-within` or takes too long for a turn is reported and left out.
+All models share the device: on one GPU name few jobs. On a CPU: `--shape tiny --rounds 2 --steps 2`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import TCPStore
 
-from benchmarks.gpu_job import SHAPES, Conductor
+from benchmarks.gpu_job import JOB, PATIENCE, PORT, SHAPES
 from benchmarks.runs import last_object, table
 from falsify.nemesis.processes import family
 
@@ -45,13 +45,60 @@ JOBS = {
     "trl, compiled": f"{TRL} --per-device 4 --compile",
     "trl, flex, compiled": f"{TRL} --per-device 8 --attention flex_attention --compile",
 }
+_TURN_S = 120.0
 
 
-@dataclass
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, default=1, help="ranks of each job, one device per rank")
+    parser.add_argument("--jobs", default="andon;hf;hf, compiled", help=f"of: {'; '.join(JOBS)}")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=10, help="updates of a round")
+    parser.add_argument("--shape", choices=SHAPES, default="reference" if torch.cuda.is_available() else "tiny")
+    parser.add_argument("--ready-within", type=float, default=360.0, help="seconds")
+    options = parser.parse_args()
+    names = [name.strip() for name in options.jobs.split(";")]
+    if unknown := [name for name in names if name not in JOBS]:
+        parser.error(f"unknown: {'; '.join(unknown)}")
+    with tempfile.TemporaryDirectory() as folder:
+        found = figures(compare(names, options, Path(folder)), names[0])
+    print(table(list(next(iter(found.values()))), [list(row.values()) for row in found.values()]) if found else "none")
+    print(json.dumps(found))
+    return 0 if len(found) == len(names) else 1
+
+
 class Job:
-    name: str
-    process: subprocess.Popen[bytes]
-    log: Path
+    def __init__(self, name: str, options: argparse.Namespace, store: TCPStore, folder: Path) -> None:
+        self.name, self._ranks, self._store = name, options.gpus, store
+        launcher = [sys.executable, "-m"]
+        if options.gpus > 1:
+            launcher += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(options.gpus), "-m"]
+        words = [*JOBS[name].split(), "--shape", options.shape]
+        words += ["--steps", str(options.steps), "--rounds", str(options.rounds)]
+        self.log = folder / name
+        environment = {**os.environ, PORT: str(store.port), JOB: name}
+        with self.log.open("wb") as out:
+            self.process = subprocess.Popen([*launcher, *words], env=environment, stdout=out, stderr=subprocess.STDOUT)
+
+    def rests(self, turn: int, patience: float) -> bool:
+        """Whether all ranks wait for this turn within `patience` seconds."""
+        return self._comes(lambda: self._store.add(f"{self.name}/{turn}/resting", 0) == self._ranks, patience)
+
+    def goes(self, turn: int) -> None:
+        self._store.set(f"{self.name}/{turn}/goes", "")
+
+    def ends(self) -> bool:
+        return self._comes(lambda: self.process.poll() is not None, _TURN_S) and self.process.returncode == 0
+
+    def _comes(self, over: Callable[[], bool], patience: float) -> bool:
+        until = time.monotonic() + patience
+        while not over():
+            if self.process.poll() is not None or time.monotonic() > until:
+                self.stop()
+                print(f"{self.name}: left out, {self.log.read_text()[-600:]}", flush=True)
+                return False
+            time.sleep(0.01)
+        return True
 
     def stop(self) -> None:
         members = family(self.process.pid)
@@ -63,81 +110,32 @@ class Job:
                 os.kill(member, signal.SIGKILL)
         self.process.wait()
 
-    def comes(self, over: Callable[[], bool], patience: float) -> bool:
-        """Whether `over` becomes true within `patience` seconds while the job lives; if not, the job is stopped."""
-        until = time.monotonic() + patience
-        while not over():
-            if self.process.poll() is not None or time.monotonic() > until:
-                self.stop()
-                print(f"{self.name}: left out, {self.log.read_text()[-600:]}", flush=True)
-                return over()
-            time.sleep(0.01)
-        return True
 
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpus", type=int, default=1, help="ranks, each on its own device")
-    parser.add_argument("--jobs", default="andon;hf;hf, compiled", help=f"of: {'; '.join(JOBS)}")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=10, help="updates of a round")
-    parser.add_argument("--shape", choices=SHAPES, default="reference" if torch.cuda.is_available() else "tiny")
-    parser.add_argument("--ready-within", type=float, default=360.0, help="seconds")
-    parser.add_argument("--turn-within", type=float, default=120.0, help="seconds")
-    parser.add_argument("--logs", type=Path, help="a folder that keeps what each job prints")
-    options = parser.parse_args()
-    names = [name.strip() for name in options.jobs.split(";")]
-    if unknown := [name for name in names if name not in JOBS]:
-        parser.error(f"unknown: {'; '.join(unknown)}")
-    with tempfile.TemporaryDirectory() as folder:
-        logs = options.logs or Path(folder)
-        logs.mkdir(parents=True, exist_ok=True)
-        found = figures(compare(names, options, logs), names[0])
-    print(table(list(next(iter(found.values()))), [list(row.values()) for row in found.values()]) if found else "none")
-    print(json.dumps(found))
-    return 0 if len(found) == len(names) else 1
-
-
-def compare(names: list[str], options: argparse.Namespace, logs: Path) -> dict[str, dict[str, Any]]:
-    conductor = Conductor()
-    jobs = [started(name, options, conductor, logs) for name in names]
+def compare(names: list[str], options: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
+    """What each job printed, without those that were left out."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=PATIENCE)
+    jobs = [Job(name, options, store, folder) for name in names]
     try:
-        until, ready = time.monotonic() + options.ready_within, []
-        for job in jobs:  # they get ready side by side
-            if job.comes(lambda: conductor.rests(job.name, 0, options.gpus), until - time.monotonic()):  # noqa: B023
-                ready.append(job)
+        until = time.monotonic() + options.ready_within
+        ready = [job for job in jobs if job.rests(0, until - time.monotonic())]
         for turn in range(options.rounds):
             first = turn // 2 % max(1, len(ready))
             for job in (ready[first:] + ready[:first])[:: -1 if turn % 2 else 1]:
-                conductor.go(job.name, turn)
-                if not job.comes(lambda: conductor.rests(job.name, turn + 1, options.gpus), options.turn_within):  # noqa: B023
+                job.goes(turn)
+                if not job.rests(turn + 1, _TURN_S):
                     ready.remove(job)
         for job in ready:
-            conductor.go(job.name, options.rounds)
-            job.comes(lambda: job.process.poll() is not None, options.turn_within)  # noqa: B023
+            job.goes(options.rounds)
+        return {job.name: last_object(job.log.read_text()) for job in ready if job.ends()}
     finally:
         for job in jobs:
             job.stop()
-    return {job.name: last_object(job.log.read_text()) for job in ready if job.process.returncode == 0}
 
 
-def started(name: str, options: argparse.Namespace, conductor: Conductor, logs: Path) -> Job:
-    launcher = [sys.executable]
-    if options.gpus > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.gpus)]
-    words = [*JOBS[name].split(), "--shape", options.shape]
-    words += ["--steps", str(options.steps), "--rounds", str(options.rounds)]
-    log = logs / f"{name.replace(' ', '-').replace(',', '')}.log"
-    environment = {**os.environ, **conductor.environment_of(name)}
-    with log.open("wb") as out:
-        process = subprocess.Popen([*launcher, "-m", *words], env=environment, stdout=out, stderr=subprocess.STDOUT)
-    return Job(name, process, log)
-
-
-def figures(told: dict[str, dict[str, Any]], first: str) -> dict[str, dict[str, Any]]:
-    reference = by_work(told.get(first, {"ms_by_round": []}))
+def figures(printed: dict[str, dict[str, Any]], first: str) -> dict[str, dict[str, Any]]:
+    reference = by_work(printed.get(first, {"ms_by_round": []}))
     rows = {}
-    for name, each in told.items():
+    for name, each in printed.items():
         rounds = each["ms_by_round"]
         ratios = [one / other for one, other in zip(by_work(each), reference, strict=bool(reference))]
         rows[name] = {
@@ -156,9 +154,9 @@ def figures(told: dict[str, dict[str, Any]], first: str) -> dict[str, dict[str, 
     return rows
 
 
-def by_work(told: dict[str, Any]) -> list[float]:
-    """Milliseconds of each round for the same work: an update, or a trained token if updates differ."""
-    return [ms / float(told.get("trained_tokens_per_step", 1.0)) for ms in told["ms_by_round"]]
+def by_work(printed: dict[str, Any]) -> list[float]:
+    """Milliseconds of each round per update, or per trained token where updates differ."""
+    return [ms / float(printed.get("trained_tokens_per_step", 1.0)) for ms in printed["ms_by_round"]]
 
 
 if __name__ == "__main__":

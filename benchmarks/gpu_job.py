@@ -1,19 +1,17 @@
-"""What the GPU benchmarks share: jobs (decoders with random weights, random rows), clocks, and turns on one machine.
-
-Rows of `causal` shapes are conversations: random tokens with the lengths of instruction data, of which the first part
-is not trained.
-"""
+"""What the GPU benchmarks share: models with random weights, random rows, clocks, and turns on one machine."""
 
 from __future__ import annotations
 
 import os
 import random
+import statistics
 import time
 from array import array
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +27,10 @@ from andon.tasks.task import ScoredTask
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder, and what it trains on: `batch` rows of `length` tokens an update, or packs of them where `causal`."""
+    """A Qwen3 decoder (or a BERT `encoder`) and its updates of `batch` rows of `length` tokens.
+
+    causal: a language model that trains on packed conversations; otherwise a classifier with 2 labels.
+    """
 
     hidden: int
     layers: int
@@ -41,12 +42,13 @@ class Shape:
     length: int
     batch: int = 32
     causal: bool = False
+    encoder: bool = False
 
     @property
     def products(self) -> float:
         """Floating-point operations of a step's matrix products: forward, and backward to the inputs of frozen ones.
 
-        Those of a vocabulary's head are not counted.
+        The vocabulary's head is not counted.
         """
         width = self.heads * self.head_size
         layer = self.hidden * (2 * width + 2 * self.kv_heads * self.head_size + 3 * self.inner)
@@ -64,47 +66,50 @@ SHAPES = {
 CONVERSATIONS = 1_600
 
 
-def model_of(shape: Shape, device: torch.device, adapter: str = "lora") -> nn.Module:
+def model_of(
+    shape: Shape, device: torch.device, adapter: str = "lora", dtype: torch.dtype = torch.bfloat16
+) -> nn.Module:
     spec = AdapterSpec(kind=adapter, r=16, alpha=32.0, dropout=0.05, targets=targets_of(shape))
-    return attach(base_of(shape, device), spec, 1).to(device)
+    return attach(base_of(shape, device, dtype), spec, 1).to(device)
 
 
-def targets_of(shape: Shape) -> tuple[str, ...]:
+def targets_of(shape: Shape) -> Any:
     more = ("k_proj", "o_proj", "gate_proj", "up_proj", "down_proj") if shape.causal else ()
-    return ("q_proj", "v_proj", *more)
+    return "all-linear" if shape.encoder else ("q_proj", "v_proj", *more)
 
 
-def base_of(shape: Shape, device: torch.device) -> nn.Module:
-    """The decoder of `shape`, with 2 labels or the head of its vocabulary, in bf16 on `device`, the same bits in every
-    process."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification
+def base_of(shape: Shape, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    """The model of `shape` on `device`, with the same bits in every process."""
+    import transformers
 
-    config = Qwen3Config(
-        hidden_size=shape.hidden,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_size,
-        intermediate_size=shape.inner,
-        vocab_size=shape.vocabulary,
-        max_position_embeddings=shape.length,
-        pad_token_id=0,
-        bos_token_id=None,
-        eos_token_id=None,
-        use_cache=False,
-        tie_word_embeddings=shape.causal,
-    )
+    sizes: dict[str, Any] = {
+        "hidden_size": shape.hidden,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "intermediate_size": shape.inner,
+        "vocab_size": shape.vocabulary,
+        "max_position_embeddings": shape.length,
+        "pad_token_id": 0,
+        "use_cache": False,
+    }
+    if shape.encoder:
+        model, config = transformers.BertForSequenceClassification, transformers.BertConfig(**sizes)
+    else:
+        model = transformers.Qwen3ForCausalLM if shape.causal else transformers.Qwen3ForSequenceClassification
+        sizes |= {"num_key_value_heads": shape.kv_heads, "head_dim": shape.head_size}
+        sizes |= {"bos_token_id": None, "eos_token_id": None, "tie_word_embeddings": shape.causal}
+        config = transformers.Qwen3Config(**sizes)
     config.num_labels = 2
     torch.manual_seed(1)
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_dtype(dtype)
     try:
         with device:
-            base: nn.Module = (Qwen3ForCausalLM if shape.causal else Qwen3ForSequenceClassification)(config)
+            base: nn.Module = model(config)
     finally:
         torch.set_default_dtype(before)
-    base.config.dtype = torch.bfloat16
-    return base
+    base.config.dtype = dtype
+    return base.train()
 
 
 def rows_of(shape: Shape) -> tuple[list[list[int]], list[int]]:
@@ -115,7 +120,7 @@ def rows_of(shape: Shape) -> tuple[list[list[int]], list[int]]:
 
 @cache
 def conversations_of(shape: Shape) -> tuple[EncodedRow, ...]:
-    """Rows of 16 tokens to the whole length, most of some hundred; of each between a tenth and a half is a prompt."""
+    """Rows of 16 tokens to the full length, most of a few hundred. A tenth to a half of each is an untrained prompt."""
     draw = random.Random(4)
     rows = []
     for number in range(CONVERSATIONS):
@@ -138,10 +143,20 @@ def task_of(shape: Shape) -> ScoredTask:
     return ClassificationTask(rows, labels, num_labels=2, vocab_size=shape.vocabulary, pad_id=0)
 
 
-# Clocks
+# Devices and clocks
 
 Mark = torch.cuda.Event | float
 """A moment of the device; on a CPU the host's clock in seconds."""
+
+
+def device_here() -> torch.device:
+    """This rank's GPU, made current; without GPUs the CPU with one thread."""
+    if not torch.cuda.is_available():
+        torch.set_num_threads(1)
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
 
 
 def rest(device: torch.device) -> None:
@@ -176,37 +191,37 @@ def between(first: Mark, last: Mark) -> float:
     return last - first  # type: ignore[operator]
 
 
-# Turns: jobs that share one machine warm up side by side, and then measure one at a time, in rounds
+def measured(shape: Shape, device: torch.device, rounds: Sequence[float]) -> dict[str, Any]:
+    """The figures that every trainer prints. rounds: milliseconds per step of each round."""
+    world, cuda, whole = int(os.environ.get("WORLD_SIZE", "1")), device.type == "cuda", statistics.median(rounds)
+    return {
+        "device": torch.cuda.get_device_name(device) if cuda else "CPU",
+        "world": world,
+        "torch": torch.__version__,
+        "ms_by_round": list(rounds),
+        "ms_per_step": round(whole, 3),
+        "tflops_per_rank": round(shape.products / whole / 1e9 / world, 1),
+        "peak_gib": round(torch.cuda.max_memory_allocated(device) / 2**30, 2) if cuda else 0.0,
+    }
+
+
+# Turns: jobs on one machine warm up side by side, then measure one at a time, in rounds
 
 PORT, JOB = "ANDON_BENCHMARK_PORT", "ANDON_BENCHMARK_JOB"
-"""Environment of a job: the port of the store on this host, and the job's name in it."""
-_PATIENCE = timedelta(minutes=10)
+"""Environment of a job: the port of the store on this host, and the job's name in the store."""
+PATIENCE = timedelta(minutes=10)
 
 
 class Turns:
-    """One rank of a job, waiting for its turns. Without a conductor it never waits."""
+    """One rank of a job that `benchmarks.gpu_compare` started. Otherwise it never waits."""
 
-    def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
-        self._name, port = environment.get(JOB, ""), environment.get(PORT)
-        self._store = TCPStore("127.0.0.1", int(port), timeout=_PATIENCE) if port else None
-        self._taken = 0
+    def __init__(self) -> None:
+        self._name, port = os.environ.get(JOB, ""), os.environ.get(PORT)
+        self._store = TCPStore("127.0.0.1", int(port), timeout=PATIENCE) if port else None
+        self._turn = 0
 
     def wait(self) -> None:
         if self._store is not None:
-            self._store.add(f"{self._name}/{self._taken}/resting", 1)
-            self._store.wait([f"{self._name}/{self._taken}/goes"])
-            self._taken += 1
-
-
-class Conductor:
-    def __init__(self) -> None:
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=_PATIENCE)
-
-    def environment_of(self, job: str) -> dict[str, str]:
-        return {PORT: str(self._store.port), JOB: job}
-
-    def rests(self, job: str, turn: int, ranks: int) -> bool:
-        return self._store.add(f"{job}/{turn}/resting", 0) == ranks
-
-    def go(self, job: str, turn: int) -> None:
-        self._store.set(f"{job}/{turn}/goes", "")
+            self._store.add(f"{self._name}/{self._turn}/resting", 1)
+            self._store.wait([f"{self._name}/{self._turn}/goes"])
+            self._turn += 1

@@ -1,15 +1,14 @@
 """The suite's findings on every bundled trainer: `python -m benchmarks.scoreboard --write docs/scoreboard.md`.
 
-One campaign for each subject, one after the other, as `andon falsify --subject NAME` runs it. It ends with 1 if a
-verdict is not what `andon_falsify.peers.registry` expects: a claim that falls without a known reason, or that should
-fall and holds. `--json` and `--html` keep the same report; `--from` writes the page again from that JSON, without runs.
+It runs one campaign per subject, as `andon falsify --subject NAME` does. The exit code is 1 if a verdict differs from
+`andon_falsify.peers.registry`: a claim that falls without a known reason, or that should fall and holds.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from andon.run.atomic import write_whole
@@ -20,8 +19,6 @@ from andon_falsify.campaign.request import OURS, Options, understood
 from andon_falsify.campaign.runner import run_campaign
 from andon_falsify.peers.registry import PEERS
 from andon_falsify.report.cells import Cell, Column, Mark, Table, tabulate
-from andon_falsify.report.document import read_json, write_json
-from andon_falsify.report.page import write_html
 from andon_falsify.verdict import Outcome
 
 _INTRODUCTION = """# Scoreboard
@@ -34,44 +31,33 @@ and below it what each does right.
 """
 
 
-def campaigns(subjects: Sequence[str], budget: str, seed: str) -> Iterator[Report]:
-    for name in subjects:
-        if name in PEERS and PEERS[name].missing:
-            print(f"not judged: {PEERS[name].missing}", flush=True)
-            continue
-        report = run_campaign(understood(Options(subject=name, budget=budget, seed=seed)))
-        print(f"{name}: {report.closing_line}", flush=True)
-        yield report
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--subject", action="append", choices=[OURS, *PEERS], help="again for another; else all")
+    parser.add_argument("--subject", action="append", choices=[OURS, *PEERS], help="repeat for more; default: all")
     parser.add_argument("--budget", choices=list(BUDGETS), default="standard")
-    parser.add_argument("--seed", default="0")
-    parser.add_argument("--from", dest="source", type=Path, help="a report in JSON, instead of a run")
     parser.add_argument("--write", type=Path, help="the Markdown file to write")
-    parser.add_argument("--json", type=Path, help="the JSON file to write")
-    parser.add_argument("--html", type=Path, help="the page to write")
     options = parser.parse_args()
-    if options.source is not None:
-        report = read_json(options.source)
-    else:
-        found = list(campaigns(options.subject or [OURS, *PEERS], options.budget, options.seed))
-        if not found:
-            parser.error("none of these subjects can be judged here")
-        report = joined(found)
+    found = list(campaigns(options.subject or [OURS, *PEERS], options.budget))
+    if not found:
+        parser.error("none of these subjects can be judged here")
+    report = joined(found)
     text = f"{_INTRODUCTION.format(budget=options.budget)}\n{scoreboard(report)}"
     print(text)
     if options.write is not None:
         write_whole(options.write, text.encode())
-    if options.json is not None:
-        write_json(report, options.json)
-    if options.html is not None:
-        write_html(report, options.html)
     for surprise in report.surprises:
         print(f"unexpected: {surprise}")
     return 1 if report.surprises else 0
+
+
+def campaigns(subjects: Sequence[str], budget: str) -> Iterator[Report]:
+    for name in subjects:
+        if name in PEERS and PEERS[name].missing:
+            print(f"skipped: {PEERS[name].missing}", flush=True)
+            continue
+        report = run_campaign(understood(Options(subject=name, budget=budget, seed="0")))
+        print(f"{name}: {report.closing_line}", flush=True)
+        yield report
 
 
 _WORDS = {
@@ -92,28 +78,25 @@ _LEGEND = (
 
 def scoreboard(report: Report) -> str:
     table = tabulate(report)
-    sections = [
-        scoreboard_table(report),
-        _LEGEND,
-        _section("Surprises", [_bullet(plain(surprise)) for surprise in report.surprises]),
-        _section("What falls", _fallen(table)),
-        _section("What each does right", _right(table)),
-        _section("What could not be told", _open(table)),
-        _section("Where this was measured", _measured(report)),
-        f"{plain(report.closing_line)}.",
-    ]
-    return "\n\n".join(section for section in sections if section) + "\n"
+    sections = {
+        "Surprises": [f"- {plain(surprise)}" for surprise in report.surprises],
+        "What falls": _fallen(table),
+        "What each does right": _right(table),
+        "What could not be told": _open(table),
+        "Where this was measured": _measured(report),
+    }
+    bodies = {title: "\n".join(lines).strip() for title, lines in sections.items()}
+    titled = [f"## {title}\n\n{body}" for title, body in bodies.items() if body]
+    return "\n\n".join([_matrix(table), _LEGEND, *titled, f"{plain(report.closing_line)}."]) + "\n"
 
 
-def scoreboard_table(report: Report) -> str:
-    table = tabulate(report)
+def _matrix(table: Table) -> str:
     header = ["claim", *("<br>".join(map(plain, (each.name, each.version))) for each in table.subjects)]
     rows = [
         [f"{code(claim)} {table.version(claim)}", *(_cell(table.cell(claim, subject)) for subject in table.subjects)]
         for claim in table.claims
     ]
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join(f"| {' | '.join(line)} |" for line in [header, ["---"] * len(header), *rows])
 
 
 def plain(text: str) -> str:
@@ -137,15 +120,6 @@ def _cell(cell: Cell | None) -> str:
     return f"{_WORDS[cell.mark]}{ratio}"
 
 
-def _section(title: str, lines: Iterable[str]) -> str:
-    body = "\n".join(lines).strip()
-    return f"## {title}\n\n{body}" if body else ""
-
-
-def _bullet(text: str) -> str:
-    return f"- {text}"
-
-
 def _fallen(table: Table) -> Iterator[str]:
     for subject in table.subjects:
         fallen = _marked(table, subject, Outcome.FALSIFIED)
@@ -165,7 +139,7 @@ def _counterexample(cell: Cell) -> Iterator[str]:
     said = f"{found.where}: {found.what}" if found.where else found.what
     if found.expected or found.seen:
         said += f"; expected {found.expected or 'nothing'}, seen {found.seen or 'nothing'}"
-    yield _bullet(f"{code(cell.claim)}{place}{ratio}: {plain(said)}")
+    yield f"- {code(cell.claim)}{place}{ratio}: {plain(said)}"
     if cell.reason is not None:
         yield f"  - expected, strictly: {plain(cell.reason)}"
     if found.repro:
@@ -178,14 +152,14 @@ def _right(table: Table) -> Iterator[str]:
         if held:
             named = ", ".join(f"{code(cell.claim)} ({cell.checked} comparisons)" for cell in held)
             decided = len(held) + len(_marked(table, subject, Outcome.FALSIFIED))
-            yield _bullet(f"**{plain(str(subject))}**, {len(held)} of {decided}: {named}")
+            yield f"- **{plain(str(subject))}**, {len(held)} of {decided}: {named}"
 
 
 def _open(table: Table) -> Iterator[str]:
     for subject in table.subjects:
         for cell in _marked(table, subject, Outcome.UNKNOWN):
             reasons = "; ".join(dict.fromkeys(finding.why for finding in cell.deciding if finding.why))
-            yield _bullet(f"**{plain(str(subject))}** {code(cell.claim)}: {plain(reasons)}")
+            yield f"- **{plain(str(subject))}** {code(cell.claim)}: {plain(reasons)}"
 
 
 def _marked(table: Table, subject: Column, outcome: Outcome) -> list[Cell]:
@@ -193,14 +167,14 @@ def _marked(table: Table, subject: Column, outcome: Outcome) -> list[Cell]:
 
 
 def _measured(report: Report) -> Iterator[str]:
-    yield _bullet(f"started {plain(report.started)}")
+    yield f"- started {plain(report.started)}"
     for name, value in {**report.versions, **report.machine}.items():
-        yield _bullet(f"{plain(name)}: {plain(value)}")
+        yield f"- {plain(name)}: {plain(value)}"
     seeds = dict.fromkeys(str(finding.seed) for finding in report.findings)
     if seeds:
-        yield _bullet(f"seed {', '.join(seeds)}")
+        yield f"- seed {', '.join(seeds)}"
     if report.not_selected:
-        yield _bullet(f"not selected: {', '.join(code(name) for name in dict.fromkeys(report.not_selected))}")
+        yield f"- not selected: {', '.join(code(name) for name in dict.fromkeys(report.not_selected))}"
 
 
 if __name__ == "__main__":

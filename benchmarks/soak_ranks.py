@@ -1,9 +1,8 @@
-"""What `benchmarks.soak` plants in the processes of its run: each rank's account of its memory, and leaks as controls.
+"""What `benchmarks.soak` plants in each rank: an account of its memory, and a leak as a control.
 
-From outside only pages are visible, and malloc touches pages of its own long after the start. From inside malloc counts
-what is in use to the byte, if Python takes everything from malloc (`ENVIRONMENT`). So each rank writes at every
-fiftieth step what is in use, and how much data is mapped beside malloc. It collects garbage first, which also empties
-the lists of freed objects that Python keeps.
+From outside only pages are visible, and malloc touches new pages long after the start. Inside the process malloc counts
+the bytes in use, if Python takes all its memory from malloc (`ENVIRONMENT`). Each rank writes these bytes, and those
+mapped beside malloc, at every fiftieth step. It collects garbage first, which also empties Python's free lists.
 """
 
 from __future__ import annotations
@@ -24,18 +23,12 @@ ENVIRONMENT = {
     "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0",
     "TORCH_FR_BUFFER_SIZE": "200",
 }
-"""Without these, Python's own allocator maps memory that malloc does not see, malloc counts as used what it caches for
-each thread, and torch records 2,000 collectives (3 MiB) before its buffer is full."""
+"""Without these, Python maps memory that malloc does not count, malloc counts its per-thread caches as used, and torch
+records 2,000 collectives (3 MiB) before its buffer is full."""
 EVERY = 50
 """Steps of a rank between two looks."""
 ALLOWED = 2**29 // 1_000_000
-"""Bytes that a rank may grow by in a step: half a GiB in a million steps, which is weeks of training."""
-LEAKS = {
-    "handle": "launcher: open files",
-    "memory": "launcher: memory, KiB",
-    "rank": "ranks: memory in use once settled, KiB",
-}
-"""Each leak that can be planted, with the row of the table that must show it."""
+"""Bytes per step that a rank may grow by: half a GiB in a million steps, which is weeks of training."""
 _FIELDS = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
 _kept: list[object] = []
 
@@ -46,12 +39,10 @@ class _Malloc(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Look:
-    """One rank at one step. age: steps of its process. in_use: bytes of malloc. beside: bytes mapped by others."""
+    """The memory of a rank. age: steps of its process. in_use: bytes of malloc. beside: bytes mapped beside malloc."""
 
     pid: int
-    rank: int
     age: int
-    step: int
     in_use: int
     beside: int
 
@@ -59,11 +50,11 @@ class Look:
 def account(plan: Planting) -> None:
     path, age = plan.proofs.parent / "looks.jsonl", 0
 
-    def look(step: Any, batch: Any) -> None:
+    def look() -> None:
         nonlocal age
         if age % EVERY == 0:
             gc.collect()
-            found = Look(os.getpid(), step._backend.ranks[0], age, batch.step, *_memory())
+            found = Look(os.getpid(), age, *_memory())
             handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
             os.write(handle, f"{json.dumps(asdict(found))}\n".encode())
             os.close(handle)
@@ -87,47 +78,25 @@ def _memory() -> tuple[int, int]:
 
 
 def looks(scratch: Path) -> Iterator[Look]:
-    """The whole lines that the ranks wrote; a rank may be killed within a line."""
+    """What the ranks wrote, without a last line that was cut off by a kill."""
     path = scratch / "looks.jsonl"
     for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
         if line.endswith(b"}\n"):
             yield Look(**json.loads(line))
 
 
-def handle(plan: Planting) -> None:
-    _with_each_generation(lambda: os.open(os.devnull, os.O_RDONLY))
+def leak(plan: Planting) -> None:
+    _before_each_step(lambda: _kept.append(bytes(ALLOWED * 5 // 4)))
     plan.acted()
 
 
-def memory(plan: Planting) -> None:
-    _with_each_generation(lambda: os.urandom(256 * 1024))
-    plan.acted()
-
-
-def rank(plan: Planting) -> None:
-    _before_each_step(lambda _step, _batch: _kept.append(bytes(ALLOWED * 5 // 4)))
-    plan.acted()
-
-
-def _before_each_step(act: Callable[[Any, Any], None]) -> None:
+def _before_each_step(act: Callable[[], object]) -> None:
     from andon.step.step import TrainingStep
 
     launch = TrainingStep.launch
 
-    def launched(self: TrainingStep, batch: Any, *args: Any, **named: Any) -> Any:
-        act(self, batch)
-        return launch(self, batch, *args, **named)
+    def launched(*args: Any, **named: Any) -> Any:
+        act()
+        return launch(*args, **named)
 
     TrainingStep.launch = launched  # type: ignore[method-assign]
-
-
-def _with_each_generation(leak: Callable[[], object]) -> None:
-    from andon.launch import elastic
-
-    generation = elastic._Generations._generation
-
-    def leaking(generations: Any, number: int) -> Any:
-        _kept.append(leak())
-        return generation(generations, number)
-
-    elastic._Generations._generation = leaking  # type: ignore[method-assign, assignment]

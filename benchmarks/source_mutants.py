@@ -1,19 +1,17 @@
-"""Do the tests see a small change anywhere in the sources? `python -m benchmarks.source_mutants --count 300 --seed 1`.
+"""Do the tests notice a small change in the sources? `python -m benchmarks.source_mutants --count 300 --seed 1`.
 
-Draws places from the syntax trees of the three packages (an operator, a comparison, a small constant, a condition, a
-`not`), changes one at a time in a copy of the checkout, and runs the tests that are most likely to see it: those that
-import the changed module first, then those that import what imports it, up to `--files` test files and `--seconds`.
-The checkout itself is not changed. A test that fails counts only if it passes on the copy without the change.
-The default tier of the tests runs; with `--deep` the deep tier runs too.
+The program draws places from the syntax trees of the three packages (an operator, a comparison, a small constant, a
+condition, a `not`). It changes one place at a time in a copy of the checkout and runs the tests most likely to notice:
+first the test files that import the changed module, then those that import its importers, up to 12 files and
+`--seconds`. A failing test counts only if it passes without the change. The default tier runs; `--deep` adds the deep
+tier. A surviving mutant does not prove a gap: some changes have no visible effect.
 
-    killed    a test failed, which passes without the change
-    survived  all of these tests passed
-    timeout   the time was over while they ran, and none had failed
+    killed    a test failed, and it passes without the change
+    survived  every test passed
+    timeout   the time ran out before any test failed
 
-`--also TREE` draws only from functions that another checkout has too, with the same name and body in any file, so that
-the samples of both are the same and their killed shares can be compared. `--in TREE` tries the mutants there.
-`--results FILE` keeps a line of JSON for each mutant, and a second call goes on after it. `--jobs N` tries N at a time,
-each in its own copy. A survivor does not prove a gap in the tests: some changes have no effect that can be seen.
+`--results FILE` stores one line of JSON per mutant; a second call skips the mutants in that file. `--jobs N` tries N
+mutants in parallel, each in its own copy. `--in TREE` mutates another checkout.
 """
 
 from __future__ import annotations
@@ -34,16 +32,18 @@ import threading
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.runs import table
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {"andon_contracts": "contracts", "andon": "core", "andon_falsify": "falsify"}
-"""Each package, and the folder of a checkout that holds it."""
+"""Each package and its folder in a checkout."""
 KILLED, SURVIVED, TIMEOUT = "killed", "survived", "timeout"
 
 _SWAPS: Mapping[type[ast.AST], type[ast.AST]] = {
@@ -54,20 +54,22 @@ _SWAPS: Mapping[type[ast.AST], type[ast.AST]] = {
     ast.And: ast.Or, ast.Or: ast.And,
 }  # fmt: skip
 _LARGEST = 16
-"""Constants up to this are small: a step, a count, a bound. Larger ones are mostly masks and table entries."""
-_PER_TEST_S = 120
+"""Constants up to this size are steps, counts and bounds. Larger ones are mostly masks and table entries."""
+_TEST_FILES, _PER_TEST_S = 12, 120
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-Key = tuple[str, str]
-"""A function whatever its file: its name within the module (`Class.method`), and a digest of its tree."""
+Place = tuple[ast.expr | ast.stmt, ast.AST]
+"""A node that can be changed, and its replacement."""
+Trial = dict[str, Any]
+"""The fields of a `Site`, its id, and what the tests said: a line of `--results`."""
 
 
 @dataclass(frozen=True)
 class Site:
     """A place that can be changed.
 
-    name, body: see `Key`. place: which of the function's places it is, in the order of `places`. path: of its file in
-    the checkout, and line: in that file. was, becomes: the source text there, before and after.
+    name: of its function within the module (`Class.method`). body: a digest of the function's tree. place: index into
+    `places(function)`. was, becomes: the source text before and after.
     """
 
     name: str
@@ -80,33 +82,15 @@ class Site:
 
     @property
     def id(self) -> str:
-        """The same for the same change in the same function, wherever that stands."""
+        """Independent of the file and line of the function."""
         return f"{self.name} {self.body} {self.place}"
-
-
-@dataclass(frozen=True)
-class Trial:
-    id: str
-    name: str
-    path: str
-    line: int
-    was: str
-    becomes: str
-    outcome: str
-    test: str
-    files: int
-    seconds: float
-
-    def row(self) -> tuple[object, ...]:
-        changed = f"`{self.was}` -> `{self.becomes}`"
-        return f"{self.path}:{self.line} {self.name}", changed, self.outcome, self.test, f"{self.seconds:.0f}"
 
 
 # Where something can be changed
 
 
 def body_digest(function: Function) -> str:
-    """12 digits over the tree of a function: not its place, docstring, annotations or comments."""
+    """12 hex digits over a function's tree, without its position, docstring, annotations and comments."""
     bare = copy.deepcopy(function)
     for node in ast.walk(bare):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and ast.get_docstring(node):
@@ -163,18 +147,18 @@ def _is_text(node: ast.BinOp) -> bool:
     )
 
 
-def places(function: Function) -> Iterator[tuple[ast.expr | ast.stmt, ast.AST]]:
-    """Every node of a function's body that can be changed, with what it becomes, in an order that is its own."""
+def places(function: Function) -> Iterator[Place]:
+    """The places of a function's body, in an order that depends on its tree alone."""
 
-    def below(node: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, ast.AST]]:
+    def below(node: ast.AST) -> Iterator[Place]:
         for field, value in ast.iter_fields(node):
             if field in ("annotation", "returns", "type_comment", "decorator_list"):
-                continue  # nothing that runs, or a condition with functions of its own
+                continue  # never executed, or a contract's condition
             for child in value if isinstance(value, list) else [value]:
                 if isinstance(child, ast.AST) and not isinstance(child, ast.JoinedStr):
                     yield from at(child)
 
-    def at(node: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, ast.AST]]:
+    def at(node: ast.AST) -> Iterator[Place]:
         new = changed(node)
         if new is not None and isinstance(node, ast.expr | ast.stmt):
             yield node, new
@@ -185,71 +169,56 @@ def places(function: Function) -> Iterator[tuple[ast.expr | ast.stmt, ast.AST]]:
     yield from below(function)
 
 
-def sites(root: Path) -> dict[Key, list[Site]]:
-    found: dict[Key, list[Site]] = {}
-    twice: set[Key] = set()
+def sample(root: Path, count: int, seed: int) -> list[Site]:
+    """`count` places of `root`, drawn from `seed`.
+
+    Each place is ranked by a hash of its own id, so a change of the sources moves only the places of the functions that
+    it touches. Functions with the same name and tree as another are left out.
+    """
+    found: dict[str, Site | None] = {}
     for path in product_files(root):
         text = path.read_text(encoding="utf-8")
         for name, function in functions(ast.parse(text)):
-            key = (name, body_digest(function))
-            if key in found:
-                twice.add(key)
-            found[key] = [
-                Site(*key, place, str(path.relative_to(root)), node.lineno, _at(text, node), ast.unparse(new))
-                for place, (node, new) in enumerate(places(function))
-            ]
-    return {key: listed for key, listed in found.items() if key not in twice}
+            body, where = body_digest(function), str(path.relative_to(root))
+            for place, (node, new) in enumerate(places(function)):
+                first, last = _span(text, node)
+                was = " ".join(text.encode()[first:last].decode().split())
+                site = Site(name, body, place, where, node.lineno, was, ast.unparse(new))
+                found[site.id] = None if site.id in found else site
+    sites = [site for site in found.values() if site is not None]
+    return sorted(sites, key=lambda site: hashlib.sha256(f"{seed} {site.id}".encode()).digest())[:count]
 
 
 def product_files(root: Path) -> Iterator[Path]:
-    """The modules of the three packages; the loops and faults that are there to be wrong are left out."""
+    """The modules of the three packages, without the loops and faults that are wrong on purpose."""
     for package, folder in PACKAGES.items():
         for path in sorted((root / folder / package).rglob("*.py")):
             if not {"faults", "peers", "nemesis", "fuzz"} & set(path.parts):
                 yield path
 
 
-def sample(root: Path, other: Path | None, count: int, seed: int) -> list[Site]:
-    """`count` places of `root` drawn from `seed`; only of functions that `other` has as well, where it is given.
-
-    Each place has a rank of its own, so that the sample of two checkouts stays what it was, in whatever files the
-    functions stand, but for those that only one of them has by now.
-    """
-    here = sites(root)
-    both = set(here) & set(sites(other)) if other is not None else set(here)
-    found = [site for key in both for site in here[key]]
-    return sorted(found, key=lambda site: hashlib.sha256(f"{seed} {site.id}".encode()).digest())[:count]
-
-
 def _span(text: str, node: ast.expr | ast.stmt) -> tuple[int, int]:
-    lines = text.encode().splitlines(keepends=True)
+    """The first and last byte of a node in `text`."""
     starts = [0]
-    for line in lines:
+    for line in text.encode().splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
     assert node.end_lineno is not None
     assert node.end_col_offset is not None
     return starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
 
 
-def _at(text: str, node: ast.expr | ast.stmt) -> str:
-    first, last = _span(text, node)
-    return " ".join(text.encode()[first:last].decode().split())
-
-
 def mutated(text: str, site: Site) -> str:
-    """The module with the change made, all else to the byte as it was. Raises `LookupError` for another module."""
+    """The module with the change made and every other byte as it was. Raises `LookupError` for another module."""
     for name, function in functions(ast.parse(text)):
         if (name, body_digest(function)) == (site.name, site.body):
             node, new = list(places(function))[site.place]
             first, last = _span(text, node)
-            plain = ast.unparse(new)
-            data = text.encode()
-            put = plain if isinstance(node, ast.stmt) else f"({plain})"
-            return (data[:first] + put.encode() + data[last:]).decode()
+            put = ast.unparse(new) if isinstance(node, ast.stmt) else f"({ast.unparse(new)})"
+            return (text.encode()[:first] + put.encode() + text.encode()[last:]).decode()
     raise LookupError(f"{site.name} is not in this module")
 
 
-# Which tests are most likely to see it
+# Which tests are most likely to notice
 
 
 class Imports:
@@ -277,23 +246,25 @@ class Imports:
                     whole = f"{node.module}.{each.name}"
                     yield whole if whole in self._file else node.module
 
-    def tests_of(self, path: str, most: int) -> list[str]:
-        """Up to `most` test files, the nearest to the module at `path` first; of equally near the smallest first."""
+    def tests_of(self, path: str) -> list[str]:
+        """The test files nearest to the module at `path`, nearest first; among equally near ones the smallest first."""
         start = self._name(self._root / path)
         near, seen, found = {start}, {start}, []
-        while near and len(found) < most:
+        while near and len(found) < _TEST_FILES:
             tests = [self._file[name] for name in near if name.rpartition(".")[2].startswith("test_")]
             found += sorted(tests, key=lambda file: (start.rpartition(".")[2] not in file.stem, file.stat().st_size))
             near = {by for name in near for by in self._by.get(name, ())} - seen
             seen |= near
-        return [str(file.relative_to(self._root)) for file in found[:most]]
+        return [str(file.relative_to(self._root)) for file in found[:_TEST_FILES]]
 
 
 # Trying them
 
 
 class Bench:
-    def __init__(self, root: Path, folder: Path, files: int, seconds: float, deep: bool = False) -> None:
+    """A copy of the tracked files of `root` in `folder`, in which mutants are tried one at a time."""
+
+    def __init__(self, root: Path, folder: Path, seconds: float, deep: bool) -> None:
         listed = subprocess.run(["git", "-C", root, "ls-files"], capture_output=True, text=True, check=True).stdout
         self.folder = folder
         for name in listed.splitlines():
@@ -301,9 +272,10 @@ class Bench:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(root / name, folder / name)
         self._imports = Imports(folder)
-        self._files, self._seconds, self._tier = files, seconds, ["-m", ""] if deep else []
+        # An empty expression selects both tiers; it replaces `-m "not deep"` of pyproject.toml.
+        self._seconds, self._tier = seconds, ["-m", ""] if deep else []
         paths = [*(str(folder / each) for each in PACKAGES.values()), *filter(None, [os.environ.get("PYTHONPATH")])]
-        # Whoever measures this process has no use for what a copy executes, whose files are gone when it reports.
+        # A coverage run of this process would otherwise record the copy's files, which do not exist when it reports.
         plain = {name: value for name, value in os.environ.items() if not name.startswith(("COVERAGE_", "COV_"))}
         self._environment = {
             **plain,
@@ -315,17 +287,15 @@ class Bench:
             "HYPOTHESIS_PROFILE": "ci",
         }
         _install(folder)
-        # With a plugin that it cannot load pytest fails with and without a change, as if every mutant survived.
+        # If pytest cannot load a plugin it fails with and without a change, and every mutant seems to survive.
         words = [sys.executable, "-m", "pytest", "--rootdir=.", "--markers"]
         subprocess.run(words, cwd=folder, env=self._environment, stdout=subprocess.DEVNULL, check=True)
 
     def attempt(self, site: Site) -> Trial:
         path = self.folder / site.path
         whole = path.read_text(encoding="utf-8")
-        tests = self._imports.tests_of(site.path, self._files)
-        began = time.monotonic()
-        outcome, failed = SURVIVED, ""
-        left = tests
+        left = tests = self._imports.tests_of(site.path)
+        began, outcome, failed = time.monotonic(), SURVIVED, ""
         while left:
             path.write_text(mutated(whole, site), encoding="utf-8")
             try:
@@ -334,18 +304,16 @@ class Bench:
                 path.write_text(whole, encoding="utf-8")
             if outcome != KILLED or self._run([failed], _PER_TEST_S)[0] == SURVIVED:
                 break
-            # It fails without the change too, beside other work for instance: the rest is asked without its file.
-            left = left[left.index(failed.partition("::")[0]) + 1 :] if failed.partition("::")[0] in left else []
+            # It fails without the change too, for example under load: go on after its file.
+            file = failed.partition("::")[0]
+            left = left[left.index(file) + 1 :] if file in left else []
             outcome, failed = SURVIVED, ""
-        seconds = time.monotonic() - began
-        known = asdict(site)
-        return Trial(
-            site.id, outcome=outcome, test=failed, files=len(tests), seconds=round(seconds, 1),
-            **{name: known[name] for name in ("name", "path", "line", "was", "becomes")},
-        )  # fmt: skip
+        seconds = round(time.monotonic() - began, 1)
+        said = {"outcome": outcome, "test": failed, "files": len(tests), "seconds": seconds}
+        return {"id": site.id, **asdict(site), **said}
 
     def _run(self, tests: Sequence[str], seconds: float) -> tuple[str, str]:
-        """How these tests end: the outcome, and the first that failed; a file that cannot be imported is one too."""
+        """The outcome of these tests, and the first that failed. A file with an import error counts as failed."""
         words = [sys.executable, "-m", "pytest", "--rootdir=.", "-x", "-q", "-p", "no:cacheprovider", "--no-header"]
         words += ["-rfE", f"--timeout={_PER_TEST_S}", *self._tier, *tests]
         with tempfile.TemporaryFile("w+") as said:
@@ -357,24 +325,24 @@ class Bench:
             except subprocess.TimeoutExpired:
                 return TIMEOUT, ""
             finally:
-                _end(running)
+                with suppress(ProcessLookupError):
+                    os.killpg(running.pid, signal.SIGKILL)
+                running.wait()
             said.seek(0)
             text = said.read()
-        if code == 0 or code == 5:  # 5: no test was collected
+        if code in (0, 5):  # 5: no test was collected
             return SURVIVED, ""
         named = re.search(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE)
-        if named is not None:
-            return KILLED, named[1]
-        # The mutant ended the process, or pytest-timeout did: the file that was running is named.
-        return KILLED, next((test for test in tests if test in text), tests[0])
+        # Without a summary the mutant or pytest-timeout ended the process: take the file that was running.
+        return KILLED, named[1] if named else next((test for test in tests if test in text), tests[0])
 
 
 def _install(folder: Path) -> None:
-    """Have the copy's entry points found before those of an Andon that is installed, which may be of another state."""
+    """Put the copy's entry points before those of an installed Andon, which may be of another version."""
     known = folder / "pyproject.toml"
     read = tomllib.loads(known.read_text(encoding="utf-8")) if known.is_file() else {}
     project = read.get("project", {})
-    version = project.get("version", "0.0")  # tests look for it in what is said
+    version = project.get("version", "0.0")  # tests look for it in messages
     described = folder / "contracts" / f"andon-{version}.dist-info"
     described.mkdir(parents=True)
     (described / "METADATA").write_text(f"Metadata-Version: 2.1\nName: andon\nVersion: {version}\n", encoding="utf-8")
@@ -384,83 +352,60 @@ def _install(folder: Path) -> None:
     (described / "entry_points.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-    process.wait()
-
-
-def tried(results: Path) -> dict[str, Trial]:
-    if not results.is_file():
-        return {}
-    found = [Trial(**json.loads(line)) for line in results.read_text(encoding="utf-8").splitlines()]
-    return {trial.id: trial for trial in found}
-
-
-def account(trials: Sequence[Trial], planned: int) -> str:
-    counts = Counter(trial.outcome for trial in trials)
-    share = counts[KILLED] / max(len(trials), 1)
-    words = ", ".join(f"{counts[outcome]} {outcome}" for outcome in (KILLED, SURVIVED, TIMEOUT))
-    each = sum(trial.seconds for trial in trials) / max(len(trials), 1)
-    return f"{words} of {len(trials)} ({share:.0%} killed), {planned} drawn; {each:.0f} s each"
-
-
-def try_all(drawn: Sequence[Site], benches: Sequence[Bench], results: Path, begin: Callable[[], bool]) -> list[Trial]:
-    """Each mutant that no earlier call tried, as long as `begin` says so; all that is known afterwards, in order.
-
-    As many at a time as there are benches, of which each has one.
-    """
-    known = tried(results)
+def try_all(drawn: Sequence[Site], benches: Sequence[Bench], results: Path, until: float) -> list[Trial]:
+    """Try each mutant that `results` lacks, one at a time per bench, and begin none after `until`. Returns the trials
+    of `drawn`, earlier ones included."""
+    lines = results.read_text(encoding="utf-8").splitlines() if results.is_file() else []
+    known = {trial["id"]: trial for trial in map(json.loads, lines)}
     left = iter([site for site in drawn if site.id not in known])
-    writing = threading.Lock()
+    lock = threading.Lock()
 
     def work(bench: Bench) -> None:
         while True:
-            with writing:
-                site = next(left, None) if begin() else None
+            with lock:
+                site = next(left, None) if time.monotonic() < until else None
             if site is None:
                 return
             trial = bench.attempt(site)
-            with writing, results.open("a", encoding="utf-8") as lines:
+            with lock, results.open("a", encoding="utf-8") as file:
                 known[site.id] = trial
-                lines.write(json.dumps(asdict(trial)) + "\n")
-                print(*trial.row(), sep="  ", flush=True)
+                file.write(json.dumps(trial) + "\n")
+                print(*row(trial), sep="  ", flush=True)
 
     with ThreadPoolExecutor(len(benches)) as pool:
-        for _ in pool.map(work, benches):  # so that an error of one is raised
-            pass
+        list(pool.map(work, benches))  # raises the error of any bench
     return [known[site.id] for site in drawn if site.id in known]
+
+
+def row(trial: Trial) -> tuple[object, ...]:
+    where, change = "{path}:{line} {name}".format(**trial), "`{was}` -> `{becomes}`".format(**trial)
+    return where, change, trial["outcome"], trial["test"], f"{trial['seconds']:.0f}"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=300)
+    parser.add_argument("--count", type=int, default=300, help="size of the sample")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--in", dest="root", type=Path, default=ROOT, help="the checkout to try them on; this one")
-    parser.add_argument("--also", type=Path, help="another checkout: only functions that it has too")
-    parser.add_argument("--first", type=int, help="only the first so many of the sample")
-    parser.add_argument("--results", type=Path, default=Path("source-mutants.jsonl"), help="where to keep them")
-    parser.add_argument("--files", type=int, default=12, help="test files of a mutant at most")
-    parser.add_argument("--seconds", type=float, default=300.0, help="for the tests of a mutant")
-    parser.add_argument("--deep", action="store_true", help="run the deep tier of the tests too")
-    parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
-    parser.add_argument("--deadline", type=float, default=float("inf"), help="seconds after which none is begun")
-    parser.add_argument("--list", action="store_true", help="print the sample and try nothing")
+    parser.add_argument("--in", dest="root", type=Path, default=ROOT, help="the checkout to mutate; default: this one")
+    parser.add_argument("--first", type=int, help="try only this many mutants of the sample")
+    parser.add_argument("--results", type=Path, default=Path("source-mutants.jsonl"), help="file for the results")
+    parser.add_argument("--seconds", type=float, default=300.0, help="time limit for the tests of a mutant")
+    parser.add_argument("--deep", action="store_true", help="run the deep tier of the tests as well")
+    parser.add_argument("--jobs", type=int, default=1, help="mutants in parallel")
+    parser.add_argument("--deadline", type=float, default=float("inf"), help="start no mutant after this many seconds")
     options = parser.parse_args()
-    drawn = sample(options.root.resolve(), options.also, options.count, options.seed)[: options.first]
-    if options.list:
-        print(*(f"{site.path}:{site.line} {site.name}: {site.was} -> {site.becomes}" for site in drawn), sep="\n")
-        return 0
-    until = time.monotonic() + options.deadline
+    root, until = options.root.resolve(), time.monotonic() + options.deadline
+    drawn = sample(root, options.count, options.seed)[: options.first]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         copies = [Path(folder) / str(job) for job in range(options.jobs)]
-        root, files, seconds = options.root.resolve(), options.files, options.seconds
-        benches = [Bench(root, each, files, seconds, options.deep) for each in copies]
-        found = try_all(drawn, benches, options.results, lambda: time.monotonic() < until)
-    print(table(("where", "change", "outcome", "by", "s"), [trial.row() for trial in found]))
-    print(account(found, len(drawn)))
+        benches = [Bench(root, copy, options.seconds, options.deep) for copy in copies]
+        found = try_all(drawn, benches, options.results, until)
+    print(table(("where", "change", "outcome", "by", "s"), map(row, found)))
+    counts = Counter(trial["outcome"] for trial in found)
+    words = ", ".join(f"{counts[outcome]} {outcome}" for outcome in (KILLED, SURVIVED, TIMEOUT))
+    share, seconds = counts[KILLED] / max(len(found), 1), sum(trial["seconds"] for trial in found)
+    each = f"{seconds / max(len(found), 1):.0f} s each"
+    print(f"{words} of {len(found)} ({share:.0%} killed), {len(drawn)} drawn; {each}")
     return 0
 
 

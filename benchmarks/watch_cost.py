@@ -1,16 +1,15 @@
 """The cost of `andon.watch` to a loop: `torchrun --standalone --nproc-per-node 2 -m benchmarks.watch_cost`.
 
 Each process holds replicas of one loop (clipping, AdamW, dropout) with the same weights and masks: one is watched, two
-are not. They take blocks of `--steps` steps in turns, on the same rows and in an order that rotates: watched,
-unwatched, and unwatched again as a control. While an unwatched replica steps, the watch does not hear the loop. A block
-lasts from a barrier until its slowest rank (and its device) is done. Printed are the medians of the ratios round by
-round, each with an interval that holds the median of 95 % of such samples, the difference in milliseconds, the same of
-processor time (of the loop's thread, which depends less on other work), and whether all replicas end with the same
-weights.
+are not. They take turns on the same rows, in an order that rotates: a block of `--steps` watched steps, an unwatched
+block, and another unwatched block as a control. The watch is detached while an unwatched replica steps. A block lasts
+from a barrier until its slowest rank and device are done. The program prints median ratios, each with an interval that
+contains the median of 95 % of such samples, and the difference in milliseconds, for wall time and for processor time of
+the loop's thread (which depends less on other load), and whether all replicas end with the same weights.
 
 On a CPU the loop is a small encoder under DDP over gloo. On GPUs it is a Qwen3 shape in bf16 (`--shape 0.6b`,
-`0.6b-lora`, `4b-lora`) under DDP or FSDP2 (`--wrap`); the control is then the same replica again, and a profile says
-how many launches and how much device time the watch adds to a step. `--shape tiny` and `tiny-lora` try that on a CPU.
+`0.6b-lora`, `4b-lora`) under DDP or FSDP2 (`--wrap`). There the control is the unwatched replica again, and a profile
+shows the launches and the device time that the watch adds to a step. `--shape tiny` and `tiny-lora` run on a CPU.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 import andon
 from andon_contracts.watch import Watch
 from andon_contracts.watch.intercept import listen, unlisten
-from benchmarks.gpu_job import SHAPES, model_of, now_on_all, rest
+from benchmarks.gpu_job import SHAPES, device_here, model_of, now_on_all, rest
 from benchmarks.runs import table
 
 ROLES = ("watched", "unwatched", "control")
@@ -46,16 +45,15 @@ QWEN = {
     "tiny": ("tiny", "none"),
     "tiny-lora": ("tiny", "lora"),
 }
-"""A shape of `gpu_job`, and its adapter."""
+"""A shape of `gpu_job` and its adapter."""
 _CUDA = torch.cuda.is_available()
 _WARM_UP = 8
 _TOKENS, _LENGTH, _CLASSES, _WIDTH = 512, 48, 4, 96
 
 
 class Block(nn.Module):
-    def __init__(self, heads: int = 4) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.heads = heads
         self.query, self.key, self.value, self.out = (nn.Linear(_WIDTH, _WIDTH) for _ in range(4))
         self.up, self.down = nn.Linear(_WIDTH, 2 * _WIDTH), nn.Linear(2 * _WIDTH, _WIDTH)
         self.norms = nn.ModuleList([nn.LayerNorm(_WIDTH), nn.LayerNorm(_WIDTH)])
@@ -63,26 +61,22 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norms[0](x)
-        parts = (
-            layer(y).unflatten(2, (self.heads, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value)
-        )
+        parts = (layer(y).unflatten(2, (4, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value))
         y = nn.functional.scaled_dot_product_attention(*parts)
         x = x + self.dropout(self.out(y.transpose(1, 2).flatten(2)))
-        fed: Tensor = x + self.dropout(self.down(nn.functional.gelu(self.up(self.norms[1](x)))))
-        return fed
+        return x + self.dropout(self.down(nn.functional.gelu(self.up(self.norms[1](x)))))
 
 
 class Encoder(nn.Module):
-    def __init__(self, layers: int = 3) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(_TOKENS, _WIDTH)
         self.place = nn.Parameter(0.02 * torch.randn(_LENGTH, _WIDTH))
-        self.blocks = nn.Sequential(*(Block() for _ in range(layers)))
+        self.blocks = nn.Sequential(*(Block() for _ in range(3)))
         self.head = nn.Linear(_WIDTH, _CLASSES)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.blocks(self.embedding(tokens) + self.place).mean(1))
-        return logits
+        return self.head(self.blocks(self.embedding(tokens) + self.place).mean(1))
 
 
 class Loop:
@@ -149,30 +143,27 @@ class Bench:
     def measure(self) -> dict[str, Any]:
         wall: dict[str, list[float]] = {role: [] for role in ROLES}
         busy: dict[str, list[float]] = {role: [] for role in ROLES}
-        orders = list(itertools.permutations(ROLES))
-        for turn in range(_WARM_UP + self.options.pairs):
+        orders, turns = list(itertools.permutations(ROLES)), _WARM_UP + self.options.pairs
+        for turn in range(turns):
             self.number += self.options.steps
             for role in orders[turn % len(orders)]:
                 seconds, used = self.block(role)
                 wall[role].append(seconds)
                 busy[role].append(used)
-        evaluations = sum(self.watch.evaluations.values()) / ((_WARM_UP + self.options.pairs) * self.options.steps)
+        evaluations = sum(self.watch.evaluations.values()) / (turns * self.options.steps)
         weights = {role: [p.detach() for p in loop.trained] for role, loop in self.loops.items()}
         found = compared({role: self._slowest(each) for role, each in wall.items()}, "")
         found |= compared({role: self._slowest(each) for role, each in busy.items()}, "processor_")
         found |= {"trained_tensors": len(weights["watched"]), "evaluations_per_step": round(evaluations, 2)}
-        if not _CUDA:
-            found["same_weights_as_unwatched"] = all(map(torch.equal, weights["watched"], weights["unwatched"]))
-        else:
-            found["launches_and_ms_added"] = self._added()
-        return found
+        if _CUDA:
+            return found | {"launches_and_ms_added": self._added()}
+        return found | {"same_weights_as_unwatched": all(map(torch.equal, weights["watched"], weights["unwatched"]))}
 
     def _slowest(self, seconds: list[float]) -> list[float]:
         found = torch.tensor(seconds[_WARM_UP:], dtype=torch.float64, device=self.device)
         if dist.is_initialized():
             dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        slowest: list[float] = found.tolist()
-        return slowest
+        return found.tolist()
 
     def _added(self) -> list[float]:
         from torch._C._autograd import DeviceType
@@ -182,7 +173,7 @@ class Bench:
         for role in ROLES[:2]:
             with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
                 self.block(role)
-            # A range that a trace lays around an optimizer's step is no kernel.
+            # The range that a trace puts around an optimizer's step is not a kernel.
             kernels = [e for e in trace.events() or () if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
             counts[role] = (len(kernels), sum(e.device_time_total for e in kernels) / 1e3)
         return [
@@ -201,7 +192,7 @@ def compared(seconds: dict[str, list[float]], prefix: str) -> dict[str, Any]:
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """The order statistics that enclose the median of what `values` are a sample of, 19 times of 20."""
+    """The order statistics that enclose the population's median in 95 % of such samples."""
     ordered, count = sorted(values), len(values)
     half = 1.96 * math.sqrt(count) / 2
     low, high = math.floor((count - 1) / 2 - half), math.ceil((count - 1) / 2 + half)
@@ -214,14 +205,10 @@ def main() -> int:
     parser.add_argument("--shape", choices=("encoder", *QWEN), default="0.6b" if _CUDA else "encoder")
     parser.add_argument("--wrap", choices=("ddp", "fsdp", "none"), default="ddp" if ranks else "none")
     parser.add_argument("--pairs", type=int, default=12 if _CUDA else 300, help="rounds")
-    parser.add_argument("--steps", type=int, default=4 if _CUDA else 1, help="of a block")
-    parser.add_argument("--rows", type=int, default=16, help="of a rank's batch")
+    parser.add_argument("--steps", type=int, default=4 if _CUDA else 1, help="steps of a block")
+    parser.add_argument("--rows", type=int, default=16, help="rows of a rank's batch")
     options = parser.parse_args()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if _CUDA else torch.device("cpu")
-    if _CUDA:
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(1)
+    device = device_here()
     if ranks:
         dist.init_process_group("nccl" if _CUDA else "gloo", device_id=device if _CUDA else None)
     bench = Bench(options, device)
