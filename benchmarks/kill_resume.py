@@ -6,7 +6,7 @@ weights and loss with those of a run that was not killed. The launcher must end 
 SIGKILL.
 
 `--deaths` only ends a rank and measures the seconds until every process is gone: by SIGKILL (71), or by `--signal
-SIGSTOP` (72), after which the rank cannot answer for `--timeout` seconds. The command must name the rank.
+SIGSTOP` (72), after which the rank cannot answer for `run.timeout_s` (5 here). The command must name the rank.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from falsify.nemesis.processes import family, ranks, wait_until_gone
 TARGETS = {"rank": 71, "launcher": -signal.SIGKILL, "group": -signal.SIGKILL}
 """What is killed, and how the launcher then ends."""
 SIGNALS = {"SIGKILL": 71, "SIGSTOP": 72}
+_TIMEOUT_S = 5.0
 
 
 def main() -> int:
@@ -39,8 +40,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=4, help="with --deaths")
     parser.add_argument("--backend", choices=("gloo", "nccl", "mixed"), default="gloo", help="with --deaths")
     parser.add_argument("--signal", choices=SIGNALS, default="SIGKILL", help="with --deaths")
-    parser.add_argument("--timeout", type=float, default=5.0, help="run.timeout_s, with --deaths")
-    parser.add_argument("--limit", type=float, help="seconds; by default 2 for SIGKILL, timeout + 3 for SIGSTOP")
+    parser.add_argument("--limit", type=float, help="seconds; default: 2 for SIGKILL, 8 for SIGSTOP")
     options = parser.parse_args()
     if reason := why_not(options.backend, options.workers):
         parser.error(reason)  # the run would fall back to CPUs
@@ -71,9 +71,9 @@ def resumed(options: argparse.Namespace, base: Path) -> int:
 
 
 def deaths(options: argparse.Namespace, base: Path) -> int:
-    limit = options.limit or (2.0 if options.signal == "SIGKILL" else options.timeout + 3)
+    limit = options.limit or (2.0 if options.signal == "SIGKILL" else _TIMEOUT_S + 3)
     words = ["--backend", options.backend, "--workers", str(options.workers)]
-    words += ["--set", f"run.timeout_s={options.timeout}"]
+    words += ["--set", f"run.timeout_s={_TIMEOUT_S}"]
     draw, rows = random.Random(options.seed), []
     for number in range(options.rounds):
         rank, step = draw.randrange(options.workers), draw.randrange(1, 40)

@@ -1,7 +1,4 @@
-"""The tables of planted faults in docs, from `tests/golden/*.json`: `python -m benchmarks.power` writes them again.
-
-`python -m benchmarks.freeze --write` runs the faults, and writes the JSON and the tables.
-"""
+"""The tables of planted faults in docs, from `tests/golden/*.json`; `benchmarks.freeze --write` writes both."""
 
 from __future__ import annotations
 
@@ -108,18 +105,13 @@ PAGES: Mapping[str, tuple[str, Callable[[Sequence[Row]], Iterator[str]]]] = {
     "causal": ("causal-mutants.md", causal),
     "watch": ("watch-faults.md", watch),
 }
-"""By the name of the JSON: the page of docs, and what of it is written."""
+"""For each JSON file of `tests/golden`: its page in docs, and the function that writes its tables."""
 
 
 def write(part: str) -> None:
-    """Write what stands below its line `_BY` into the page of `part`."""
+    """Replace everything below the line `_BY` in the page of `part`."""
     page, tables = PAGES[part]
     path = ROOT / "docs" / page
     rows = json.loads((GOLDEN / f"{part}.json").read_text(encoding="utf-8"))
     above = path.read_text(encoding="utf-8").partition(_BY)[0]
     path.write_text("\n\n".join([above.rstrip(), _BY, *tables(rows)]) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    for each in PAGES:
-        write(each)

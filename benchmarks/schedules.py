@@ -1,15 +1,14 @@
 """Random schedules of faults, each healed and compared: `python -m benchmarks.schedules --count 200 --seed 1`.
 
 Each schedule is drawn from (seed, number): a short run on 2 to 4 workers, fixed or elastic, and one to three faults:
-SIGKILL of a rank, an agent or the launcher; SIGSTOP and, up to 2 s later, SIGCONT of any of them; SIGSTOP of a rank for
-good; SIGTERM of the launcher; another number of workers. Where that does not let it come to its end, the run is healed:
-resumed once, undisturbed, on another number of workers. Held for it: it ends with a code that a fault of it explains,
-without a traceback, with no process left; healed, it ends with 0; its weights, moments, loss and every update are those
-of an undisturbed run, to the bit; `andon verify`'s checkers find no claim falsified on its ledger. Two controls: no
-fault at all passes, and a result that is tampered with does not. At least half of the faults must have happened.
+SIGKILL of a rank, an agent or the launcher; SIGSTOP and, up to 2 s later, SIGCONT of any of them; SIGSTOP of a rank
+without SIGCONT; SIGTERM of the launcher; another number of workers. A run that the faults end is resumed once,
+undisturbed, on another number of workers. The checks: it ends with a code that a fault explains, without a traceback
+and without processes left; resumed, it ends with 0; weights, moments, loss and every update have the bits of an
+undisturbed run; `andon verify`'s checkers find no claim falsified on its ledger. Two controls: a run without faults
+passes, and a forged result does not. At least half of the faults must have happened.
 
-Most of a schedule is the start of its processes, which takes both cores; some of it is waiting. So more jobs than cores
-are faster, up to twice as many.
+Starting processes takes most of the time and some of it is waiting: use up to twice as many jobs as cores.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ from falsify.nemesis.run import UPDATES, Ending, Launch
 from falsify.nemesis.schedule import KILL, PREEMPT, STOP, Fault, Schedule, strike
 
 _LIMIT_S = 300.0
-"""A launch that takes longer hangs: what it does takes seconds."""
+"""A launch that takes longer hangs; normally it takes seconds."""
 _KEPT = ("training.keep_checkpoints=3",)
-"""As by default: checkpoints are pruned under faults too."""
+"""The default, so that checkpoints are pruned under faults too."""
 
 
 @dataclass(frozen=True)
@@ -55,51 +54,35 @@ class Outcome:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--first", type=int, default=0, help="number of the first schedule, to repeat one")
-    parser.add_argument("--jobs", type=int, default=1, help="schedules at a time, of up to five processes each")
-    parser.add_argument("--deadline", type=float, default=float("inf"), help="seconds after which none is begun")
+    parser.add_argument("--jobs", type=int, default=1, help="schedules in parallel, of up to five processes each")
     options = parser.parse_args()
-    print(f"seed {options.seed}: schedules {options.first} to {options.first + options.count - 1}", flush=True)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as base:
         stage = Stage(Bench.prepare(Path(base), options.seed))
-        controls = stage.controls()
+        controls, began = stage.controls(), time.monotonic()
         print("\n".join(f"control: {name}: {'as it should be' if good else 'WRONG'}" for name, good in controls))
-        began = time.monotonic()
+
+        def one(number: int) -> Outcome:
+            outcome = stage.play(Schedule.draw(options.seed, number, UPDATES))
+            print(outcome, flush=True)
+            return outcome
+
         try:
-            found = _played(stage, options, began + options.deadline)
+            with ThreadPoolExecutor(options.jobs) as pool:
+                found = list(pool.map(one, range(options.first, options.first + options.count)))
         finally:
             stage.bench.close()
-    account, good = told(found, time.monotonic() - began)
-    print(f"{account} ({options.count} asked for, seed {options.seed})")
-    return 0 if good and all(held for _, held in controls) else 1
-
-
-def _played(stage: Stage, options: argparse.Namespace, deadline: float) -> list[Outcome]:
-    def one(number: int) -> Outcome | None:
-        if time.monotonic() > deadline:
-            return None
-        found = stage.play(Schedule.draw(options.seed, number, UPDATES))
-        print(found, flush=True)
-        return found
-
-    with ThreadPoolExecutor(options.jobs) as pool:
-        numbers = range(options.first, options.first + options.count)
-        return [outcome for outcome in pool.map(one, numbers) if outcome is not None]
-
-
-def told(found: Sequence[Outcome], seconds: float) -> tuple[str, bool]:
-    same = sum(not outcome.wrong for outcome in found)
+    same, seconds = sum(not outcome.wrong for outcome in found), time.monotonic() - began
     faults = [happened for outcome in found for happened in outcome.struck]
-    idle = sum(not any(outcome.struck) for outcome in found)
-    words = (
-        f"{same} of {len(found)} schedules end with the bits of the undisturbed run and leave no process; "
-        f"{sum(faults)} of {len(faults)} faults happened, none in {idle} schedules; "
-        f"{seconds:.0f} s, {len(found) / seconds * 60:.1f} schedules a minute"
+    print(
+        f"{same} of {len(found)} schedules (seed {options.seed}) end with the bits of the undisturbed run and leave no "
+        f"process; {sum(faults)} of {len(faults)} faults happened; {len(found) / seconds * 60:.1f} schedules a minute"
     )
-    return words, bool(found) and same == len(found) and 2 * sum(faults) >= len(faults)
+    good = all(held for _, held in controls) and same == len(found) and 2 * sum(faults) >= len(faults)
+    return 0 if good else 1
 
 
 @dataclass(frozen=True)
@@ -117,7 +100,7 @@ class Stage:
         return [("no fault passes", calm.codes == (0,) and not calm.wrong), ("another digest is caught", caught)]
 
     def play(self, schedule: Schedule) -> Outcome:
-        """Run it, disturb it, heal it, judge what is left; the folder stays where something is wrong."""
+        """Run it, disturb it, resume it, judge it. The folder stays if something is wrong."""
         run = self.bench.open(f"schedule-{schedule.number}", str(schedule.number))
         launch = Launch(schedule.workers, _KEPT)
         try:
@@ -148,7 +131,7 @@ class Stage:
 
 
 def unexplained(happened: Sequence[Fault], ending: Ending) -> str:
-    """The fault in the end of a disturbed launch: no fault that happened leads to it. Empty where one does."""
+    """What is wrong with the end of a disturbed launch, if no fault that happened explains it; otherwise empty."""
     may = {0}
     for fault in happened:
         lost = -signal.SIGKILL if fault.victim == "launcher" else 71

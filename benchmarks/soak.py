@@ -95,12 +95,15 @@ class Soak:
     struck: Counter[str] = field(default_factory=Counter)
     codes: Counter[int] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
+    generations: int = 0
+    _known: tuple[int, int] = (0, 0)
+    _from: int = 0
+    _sampled: int = 0
 
     def __post_init__(self) -> None:
         self.folder, self._temporary, self.scratch = (self.base / each for each in ("run", "temporary", "scratch"))
         self._temporary.mkdir()
         self.scratch.mkdir()
-        self._sampler = Sampler(self.folder, self._temporary)
 
     def run(self, seconds: float) -> None:
         began = time.monotonic()
@@ -121,12 +124,12 @@ class Soak:
             if self._launcher.poll() is not None:
                 self._ended()
                 self._start()
-            lines = self._sampler.lines_of_generation(self._launcher.pid)
+            lines = self._lines_of_generation()
             if lines != progress:
                 progress, since = lines, time.monotonic()
             if time.monotonic() - since > _LIMIT_S:
                 self.wrong.append(f"HANG: no new line in the ledger for {_LIMIT_S:g} s")
-            elif lines >= _AGE and (sample := self._sampler.sample(self._launcher.pid)):
+            elif lines >= _AGE and (sample := self._sample()):
                 self.samples.append(sample)
                 seen = seen or sample.age >= age
                 time.sleep(_EVERY_S)
@@ -187,10 +190,49 @@ class Soak:
         if left:
             self.wrong.append(f"temporary files are left: {left}")
 
+    def _lines_of_generation(self) -> int:
+        """Ledger lines since this generation of workers was first seen; 0 between generations."""
+        launcher, found = self._launcher.pid, self._agents()
+        if not found:
+            return 0
+        last = last_line(self.folder)
+        if (launcher, found["generation"]) != self._known:
+            self._known, self._from = (launcher, found["generation"]), last["seq"]
+            self.generations += 1
+        return int(last["seq"]) - self._from
+
+    def _sample(self) -> Sample | None:
+        launcher, found, step = self._launcher.pid, self._agents(), last_line(self.folder).get("step", 0)
+        roles = {launcher: "launcher"} | {each["agent"]: "agent" for each in found.get("agents", [])}
+        roles |= {each["worker"]: f"rank {each['rank']}" for each in found.get("agents", [])}
+        members = session(launcher)
+        held = tuple(one for pid in members if (one := _held(pid, roles)) is not None)
+        if not found or {one.pid for one in held} != set(members) or not roles.keys() <= set(members):
+            return None
+        entries = [name for _, folders, files in os.walk(self.folder) for name in (*folders, *files)]
+        first, self._sampled = self._sampled != self.generations, self.generations
+        return Sample(
+            generation=self.generations,
+            first=first,
+            age=self._lines_of_generation(),
+            step=step,
+            world=len(found["agents"]),
+            held=held,
+            processes=len(held),
+            entries=len(entries),
+            leftovers=sum(map(is_leftover, entries)),
+            temporary=len(list(self._temporary.iterdir())),
+        )
+
+    def _agents(self) -> dict[str, Any]:
+        with suppress(FileNotFoundError):
+            return dict(json.loads((self.folder / "reports" / "agents.json").read_text()))
+        return {}
+
     def account(self) -> str:
         faults = ", ".join(f"{count} x {what}" for what, count in sorted(self.struck.items()))
         ends = ", ".join(f"{count} x {code}" for code, count in sorted(self.codes.items()))
-        steps, generations = last_line(self.folder)["step"], self._sampler.generations
+        steps, generations = last_line(self.folder)["step"], self.generations
         return f"{steps} steps in {generations} generations of workers; faults: {faults}\nends: {ends}"
 
 
@@ -242,55 +284,6 @@ class Sample:
     entries: int
     leftovers: int
     temporary: int
-
-
-@dataclass
-class Sampler:
-    folder: Path
-    temporary: Path
-    generations: int = 0
-    _known: tuple[int, int] = (0, 0)
-    _from: int = 0
-    _sampled: int = 0
-
-    def lines_of_generation(self, launcher: int) -> int:
-        """Ledger lines since this generation of workers was first seen; 0 between generations."""
-        found = self._agents()
-        if not found:
-            return 0
-        last = last_line(self.folder)
-        if (launcher, found["generation"]) != self._known:
-            self._known, self._from = (launcher, found["generation"]), last["seq"]
-            self.generations += 1
-        return int(last["seq"]) - self._from
-
-    def sample(self, launcher: int) -> Sample | None:
-        found, step = self._agents(), last_line(self.folder).get("step", 0)
-        roles = {launcher: "launcher"} | {each["agent"]: "agent" for each in found.get("agents", [])}
-        roles |= {each["worker"]: f"rank {each['rank']}" for each in found.get("agents", [])}
-        members = session(launcher)
-        held = tuple(one for pid in members if (one := _held(pid, roles)) is not None)
-        if not found or {one.pid for one in held} != set(members) or not roles.keys() <= set(members):
-            return None
-        entries = [name for _, folders, files in os.walk(self.folder) for name in (*folders, *files)]
-        first, self._sampled = self._sampled != self.generations, self.generations
-        return Sample(
-            generation=self.generations,
-            first=first,
-            age=self.lines_of_generation(launcher),
-            step=step,
-            world=len(found["agents"]),
-            held=held,
-            processes=len(held),
-            entries=len(entries),
-            leftovers=sum(map(is_leftover, entries)),
-            temporary=len(list(self.temporary.iterdir())),
-        )
-
-    def _agents(self) -> dict[str, Any]:
-        with suppress(FileNotFoundError):
-            return dict(json.loads((self.folder / "reports" / "agents.json").read_text()))
-        return {}
 
 
 def _held(pid: int, roles: dict[int, str]) -> Held | None:

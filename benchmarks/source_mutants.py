@@ -173,10 +173,13 @@ def sample(root: Path, count: int, seed: int) -> list[Site]:
     """`count` places of `root`, drawn from `seed`.
 
     Each place is ranked by a hash of its own id, so a change of the sources moves only the places of the functions that
-    it touches. Functions with the same name and tree as another are left out.
+    it touches. Functions with the same name and tree as another are left out, and so are the loops and faults that are
+    wrong on purpose.
     """
     found: dict[str, Site | None] = {}
-    for path in product_files(root):
+    for path in (path for package, folder in PACKAGES.items() for path in (root / folder / package).rglob("*.py")):
+        if {"faults", "peers", "nemesis", "fuzz"} & set(path.parts):
+            continue
         text = path.read_text(encoding="utf-8")
         for name, function in functions(ast.parse(text)):
             body, where = body_digest(function), str(path.relative_to(root))
@@ -187,14 +190,6 @@ def sample(root: Path, count: int, seed: int) -> list[Site]:
                 found[site.id] = None if site.id in found else site
     sites = [site for site in found.values() if site is not None]
     return sorted(sites, key=lambda site: hashlib.sha256(f"{seed} {site.id}".encode()).digest())[:count]
-
-
-def product_files(root: Path) -> Iterator[Path]:
-    """The modules of the three packages, without the loops and faults that are wrong on purpose."""
-    for package, folder in PACKAGES.items():
-        for path in sorted((root / folder / package).rglob("*.py")):
-            if not {"faults", "peers", "nemesis", "fuzz"} & set(path.parts):
-                yield path
 
 
 def _span(text: str, node: ast.expr | ast.stmt) -> tuple[int, int]:
@@ -339,9 +334,7 @@ class Bench:
 
 def _install(folder: Path) -> None:
     """Put the copy's entry points before those of an installed Andon, which may be of another version."""
-    known = folder / "pyproject.toml"
-    read = tomllib.loads(known.read_text(encoding="utf-8")) if known.is_file() else {}
-    project = read.get("project", {})
+    project = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     version = project.get("version", "0.0")  # tests look for it in messages
     described = folder / "contracts" / f"andon-{version}.dist-info"
     described.mkdir(parents=True)

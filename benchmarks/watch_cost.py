@@ -1,7 +1,7 @@
 """The cost of `andon.watch` to a loop: `torchrun --standalone --nproc-per-node 2 -m benchmarks.watch_cost`.
 
 Each process holds replicas of one loop (clipping, AdamW, dropout) with the same weights and masks: one is watched, two
-are not. They take turns on the same rows, in an order that rotates: a block of `--steps` watched steps, an unwatched
+are not. They take turns on the same rows, in an order that rotates: a block of watched steps, an unwatched
 block, and another unwatched block as a control. The watch is detached while an unwatched replica steps. A block lasts
 from a barrier until its slowest rank and device are done. The program prints median ratios, each with an interval that
 contains the median of 95 % of such samples, and the difference in milliseconds, for wall time and for processor time of
@@ -47,24 +47,9 @@ QWEN = {
 }
 """A shape of `gpu_job` and its adapter."""
 _CUDA = torch.cuda.is_available()
-_WARM_UP = 8
+_WARM_UP, _STEPS = 8, 4 if _CUDA else 1
+"""Rounds that are not counted, and steps of a block."""
 _TOKENS, _LENGTH, _CLASSES, _WIDTH = 512, 48, 4, 96
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.query, self.key, self.value, self.out = (nn.Linear(_WIDTH, _WIDTH) for _ in range(4))
-        self.up, self.down = nn.Linear(_WIDTH, 2 * _WIDTH), nn.Linear(2 * _WIDTH, _WIDTH)
-        self.norms = nn.ModuleList([nn.LayerNorm(_WIDTH), nn.LayerNorm(_WIDTH)])
-        self.dropout = nn.Dropout(0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norms[0](x)
-        parts = (layer(y).unflatten(2, (4, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value))
-        y = nn.functional.scaled_dot_product_attention(*parts)
-        x = x + self.dropout(self.out(y.transpose(1, 2).flatten(2)))
-        return x + self.dropout(self.down(nn.functional.gelu(self.up(self.norms[1](x)))))
 
 
 class Encoder(nn.Module):
@@ -72,7 +57,8 @@ class Encoder(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(_TOKENS, _WIDTH)
         self.place = nn.Parameter(0.02 * torch.randn(_LENGTH, _WIDTH))
-        self.blocks = nn.Sequential(*(Block() for _ in range(3)))
+        layer = nn.TransformerEncoderLayer(_WIDTH, 4, 2 * _WIDTH, 0.1, "gelu", batch_first=True, norm_first=True)
+        self.blocks = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
         self.head = nn.Linear(_WIDTH, _CLASSES)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -132,10 +118,10 @@ class Bench:
             unlisten(self.watch.hearing)
         try:
             start, used = now_on_all(self.device), time.thread_time()
-            for step in range(self.options.steps):
+            for step in range(_STEPS):
                 self.loops[role].step(self.number + step)
             rest(self.device)
-            return (time.perf_counter() - start) / self.options.steps, (time.thread_time() - used) / self.options.steps
+            return (time.perf_counter() - start) / _STEPS, (time.thread_time() - used) / _STEPS
         finally:
             if role != "watched":
                 listen(self.watch.hearing)
@@ -145,12 +131,12 @@ class Bench:
         busy: dict[str, list[float]] = {role: [] for role in ROLES}
         orders, turns = list(itertools.permutations(ROLES)), _WARM_UP + self.options.pairs
         for turn in range(turns):
-            self.number += self.options.steps
+            self.number += _STEPS
             for role in orders[turn % len(orders)]:
                 seconds, used = self.block(role)
                 wall[role].append(seconds)
                 busy[role].append(used)
-        evaluations = sum(self.watch.evaluations.values()) / (turns * self.options.steps)
+        evaluations = sum(self.watch.evaluations.values()) / (turns * _STEPS)
         weights = {role: [p.detach() for p in loop.trained] for role, loop in self.loops.items()}
         found = compared({role: self._slowest(each) for role, each in wall.items()}, "")
         found |= compared({role: self._slowest(each) for role, each in busy.items()}, "processor_")
@@ -176,9 +162,7 @@ class Bench:
             # The range that a trace puts around an optimizer's step is not a kernel.
             kernels = [e for e in trace.events() or () if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
             counts[role] = (len(kernels), sum(e.device_time_total for e in kernels) / 1e3)
-        return [
-            round((a - b) / self.options.steps, 3) for a, b in zip(counts["watched"], counts["unwatched"], strict=True)
-        ]
+        return [round((a - b) / _STEPS, 3) for a, b in zip(counts["watched"], counts["unwatched"], strict=True)]
 
 
 def compared(seconds: dict[str, list[float]], prefix: str) -> dict[str, Any]:
@@ -205,7 +189,6 @@ def main() -> int:
     parser.add_argument("--shape", choices=("encoder", *QWEN), default="0.6b" if _CUDA else "encoder")
     parser.add_argument("--wrap", choices=("ddp", "fsdp", "none"), default="ddp" if ranks else "none")
     parser.add_argument("--pairs", type=int, default=12 if _CUDA else 300, help="rounds")
-    parser.add_argument("--steps", type=int, default=4 if _CUDA else 1, help="steps of a block")
     parser.add_argument("--rows", type=int, default=16, help="rows of a rank's batch")
     options = parser.parse_args()
     device = device_here()

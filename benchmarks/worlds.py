@@ -1,7 +1,7 @@
 """One digest on 1, 2, 3, 4 workers and three backends, and another for another seed: `python -m benchmarks.worlds`.
 
-`--again` does each twice; `--resumes 2:1,1:2` also ends runs half-way and resumes them on other numbers of workers. On
-GPUs: `--backends nccl --worlds 1,2`.
+`--resumes 2:1,1:2` also ends runs half-way and resumes them on other numbers of workers. On GPUs: `--backends nccl
+--worlds 1,2`.
 """
 
 from __future__ import annotations
@@ -13,34 +13,27 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from andon.console.exits import Exit
 from andon_falsify.subjects.placing import why_not
-from benchmarks.runs import command, environment, run, steps_of, table
+from benchmarks.runs import Run, command, environment, run, steps_of, table
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(NamedTuple):
     backend: str
     workers: str
     weights: str
     loss: str
-    seconds: float
+    seconds: str
 
-    @classmethod
-    def of(cls, backend: str, workers: str, summary: dict[str, Any], seconds: float) -> Found:
-        return cls(backend, workers, summary["weights_digest"], summary["final_loss"]["hex"], seconds)
 
-    @property
-    def result(self) -> tuple[str, str]:
-        return self.weights, self.loss
-
-    def row(self) -> tuple[object, ...]:
-        return self.backend, self.workers, self.weights, self.loss, f"{self.seconds:.1f}"
+def found_by(backend: str, workers: str, ended: Run) -> Found:
+    digest, loss = ended.summary["weights_digest"], ended.summary["final_loss"]["hex"]
+    return Found(backend, workers, digest, loss, f"{ended.seconds:.1f}")
 
 
 def main() -> int:
@@ -48,7 +41,6 @@ def main() -> int:
     parser.add_argument("--worlds", default="1,2,3,4")
     parser.add_argument("--backends", default="inline,threads,gloo")
     parser.add_argument("--resumes", default="", help="as 2:1,1:2: begun on 2 workers, ended, resumed on 1")
-    parser.add_argument("--again", action="store_true", help="each run a second time")
     parser.add_argument("--set", action="append", default=[], help="passed on to andon train")
     options = parser.parse_args()
     for backend, workers in product(options.backends.split(","), options.worlds.split(",")):
@@ -59,25 +51,23 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         for each in _all(Path(folder), options, settings):
             found.append(each)
-            print(each.row(), flush=True)
+            print(*each, flush=True)
         first = found[0]
         words = ("--backend", first.backend, "--workers", first.workers)
         ended = run(Path(folder) / "other", *words, "--set", "seed=43", *settings)
-        other = Found.of(f"{first.backend}, seed 43", first.workers, ended.summary, ended.seconds)
-    print(table(("backend", "workers", "weights", "final loss", "seconds"), [each.row() for each in [*found, other]]))
-    results = {each.result for each in found}
-    differs = other.result not in results
+        other = found_by(f"{first.backend}, seed 43", first.workers, ended)
+    print(table(("backend", "workers", "weights", "final loss", "seconds"), [*found, other]))
+    results = {(each.weights, each.loss) for each in found}
+    differs = (other.weights, other.loss) not in results
     print(f"{len(results)} result(s) in {len(found)} runs; another seed gives another: {differs}")
     return 0 if len(results) == 1 and differs else 1
 
 
 def _all(base: Path, options: argparse.Namespace, settings: Sequence[str]) -> Iterator[Found]:
     for backend in options.backends.split(","):
-        for turn in range(1 + options.again):
-            for workers in options.worlds.split(","):
-                words = ("--backend", backend, "--workers", workers, *settings)
-                ended = run(base / f"{backend}-{workers}-{turn}", *words)
-                yield Found.of(backend, workers, ended.summary, ended.seconds)
+        for workers in options.worlds.split(","):
+            ended = run(base / f"{backend}-{workers}", "--backend", backend, "--workers", workers, *settings)
+            yield found_by(backend, workers, ended)
         for pair in filter(None, options.resumes.split(",")):
             yield _resumed(base / f"{backend}-{pair.replace(':', '-')}", backend, pair, settings)
 
@@ -90,19 +80,16 @@ def _resumed(folder: Path, backend: str, pair: str, settings: Sequence[str]) -> 
     before, _, after = pair.partition(":")
     began = time.perf_counter()
     line = command(folder, "--backend", backend, "--workers", before, *settings)
-    with tempfile.TemporaryFile("w+") as said_there:
-        launcher = subprocess.Popen(line, env=environment(), stdout=subprocess.DEVNULL, stderr=said_there)
-        while launcher.poll() is None and steps_of(folder) < _half(folder):
-            time.sleep(0.01)
-        launcher.send_signal(signal.SIGTERM)
-        launcher.wait()
-        said_there.seek(0)
-        said = said_there.read()
-    if launcher.returncode != Exit.PREEMPTED:
-        raise RuntimeError(f"{pair}: ended with {launcher.returncode} after {steps_of(folder)} steps: {said[-2000:]}")
+    launcher = subprocess.Popen(line, env=environment(), stdout=subprocess.DEVNULL)
+    while launcher.poll() is None and steps_of(folder) < _half(folder):
+        time.sleep(0.01)
+    launcher.send_signal(signal.SIGTERM)
+    if launcher.wait() != Exit.PREEMPTED:
+        raise RuntimeError(f"{pair}: ended with {launcher.returncode} after {steps_of(folder)} steps")
     at = steps_of(folder)
     ended = run(folder, "--backend", backend, "--workers", after, "--resume", "auto", *settings)
-    return Found.of(backend, f"{before}, from step {at} {after}", ended.summary, time.perf_counter() - began)
+    ended = replace(ended, seconds=time.perf_counter() - began)
+    return found_by(backend, f"{before}, from step {at} {after}", ended)
 
 
 def _half(folder: Path) -> int:

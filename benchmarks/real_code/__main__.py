@@ -74,11 +74,6 @@ class Row:
     def working(self, root: Path) -> Path:
         return root / (str(Path(self.script).parent) if self.folder is None else self.folder)
 
-    def git(self, mirror: Path) -> Path | None:
-        """Its repository in the mirror, as `owner+name` or `owner+name.git`, bare or not."""
-        name = self.repository.replace("/", "+")
-        return next((folder for folder in (mirror / name, mirror / f"{name}.git") if folder.is_dir()), None)
-
 
 class Ended(NamedTuple):
     """The result of a run.
@@ -103,9 +98,10 @@ def main() -> int:
         parser.error(f"no folder {options.mirror}, or no such row of: {', '.join(row.name for row in known)}")
     cells, wrong = [], []
     for row in rows:
-        git, absent = row.git(options.mirror), [name for name in row.modules if importlib.util.find_spec(name) is None]
-        if git is None or absent:
-            why = "not in the mirror" if git is None else f"not installed: {', '.join(absent)}"
+        git = options.mirror / row.repository.replace("/", "+")
+        absent = [name for name in row.modules if importlib.util.find_spec(name) is None]
+        if absent or not git.is_dir():
+            why = f"not installed: {', '.join(absent)}" if absent else f"no folder {git}"
             print(f"{row.name}: skipped, {why}", flush=True)
             continue
         try:

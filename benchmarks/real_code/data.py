@@ -1,4 +1,4 @@
-"""What scripts read, small and made from numbers: nothing is downloaded."""
+"""Small generated input for the scripts; nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -45,17 +45,22 @@ def _tokens(count: int, vocabulary: int) -> array.array[int]:
     return array.array("H", [drawn.randrange(vocabulary) for _ in range(count)])
 
 
+_SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+
+
+def _vocabulary(*special: str) -> dict[str, int]:
+    return {word: number for number, word in enumerate([*special, *(f"w{number}" for number in range(60))])}
+
+
 def bert(folder: Path) -> None:
     import torch
     from transformers import BertConfig, BertModel, BertTokenizerFast
 
     torch.manual_seed(0)
-    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{number}" for number in range(60))]
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-    config = BertConfig(vocab_size=len(vocabulary), max_position_embeddings=64, **sizes)
+    vocabulary = _vocabulary("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+    config = BertConfig(vocab_size=len(vocabulary), max_position_embeddings=64, **_SIZES)
     BertModel(config).save_pretrained(folder / "bert-base-cased")
-    tokenizer = BertTokenizerFast(vocab={word: number for number, word in enumerate(vocabulary)}, model_max_length=64)
-    tokenizer.save_pretrained(folder / "bert-base-cased")
+    BertTokenizerFast(vocab=vocabulary, model_max_length=64).save_pretrained(folder / "bert-base-cased")
 
 
 def glue(folder: Path) -> None:
@@ -114,9 +119,9 @@ def nanochat(folder: Path) -> None:
         pyarrow.parquet.write_table(texts, place / f"shard_{shard:05d}.parquet", row_group_size=50)
 
 
-def documents(folder: Path) -> None:
+def documents(folder: Path, name: str = "texts.jsonl") -> None:
     lines = [json.dumps({"text": line}) for line in words(1536).splitlines()]
-    (folder / "texts.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    (folder / name).write_text("\n".join(lines), encoding="utf-8")
 
 
 def llama(folder: Path) -> None:
@@ -127,11 +132,10 @@ def llama(folder: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     torch.manual_seed(0)
-    vocabulary = ["<unk>", "<s>", "</s>", "<pad>", *(f"w{number}" for number in range(60))]
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-    config = LlamaConfig(vocab_size=len(vocabulary), max_position_embeddings=128, **sizes)
+    vocabulary = _vocabulary("<unk>", "<s>", "</s>", "<pad>")
+    config = LlamaConfig(vocab_size=len(vocabulary), max_position_embeddings=128, **_SIZES)
     LlamaForCausalLM(config).save_pretrained(folder / "tiny-llama")
-    model = Tokenizer(WordLevel({word: number for number, word in enumerate(vocabulary)}, unk_token="<unk>"))
+    model = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
     model.pre_tokenizer = Whitespace()
     special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
     PreTrainedTokenizerFast(tokenizer_object=model, **special).save_pretrained(folder / "tiny-llama")
@@ -140,5 +144,4 @@ def llama(folder: Path) -> None:
 def texts(folder: Path) -> None:
     llama(folder)
     (folder / "texts").mkdir()
-    lines = [json.dumps({"text": line}) for line in words(1536).splitlines()]
-    (folder / "texts" / "train.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    documents(folder, "texts/train.jsonl")

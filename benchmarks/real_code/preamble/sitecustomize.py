@@ -1,7 +1,7 @@
-"""Stands first on the path of every script that is run: seeds it, notes its updates, and gives it CPUs for GPUs.
+"""Precedes every script on its path: seeds it, records its updates, and gives it CPUs for GPUs.
 
-REAL_CODE_NOTES: a folder, into which each process writes at its end how many updates it made and a checksum over all
-weights after each of them. REAL_CODE_CPU: whether what asks for a GPU gets the CPU. Weights are only read.
+REAL_CODE_NOTES: a folder where each process writes, at its end, the number of its updates and a checksum over all
+weights after each update. REAL_CODE_CPU: whether a request for a GPU gets the CPU. Weights are only read.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import os
 import random
 import zlib
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +45,10 @@ class _Notes:
 def _seed() -> None:
     random.seed(_RANK)
     torch.manual_seed(_RANK)
-    try:
+    with suppress(ImportError):
         import numpy
-    except ImportError:
-        return
-    numpy.random.seed(_RANK)
+
+        numpy.random.seed(_RANK)
 
 
 def _cpu(given: Any) -> Any:
@@ -82,7 +82,7 @@ def _groups_on_gloo(function: Any) -> Any:
 
 
 class _Done:
-    """A collective that is over, in the place of one that is waited for: gloo's give no future."""
+    """A finished collective: those of gloo have no `get_future`."""
 
     def wait(self) -> bool:
         return True
@@ -92,7 +92,7 @@ class _Done:
 
 
 def _of_gloo(function: Any) -> Any:
-    """gloo has no mean, so what goes in is divided and then summed; and no futures, so it is waited for at once."""
+    """gloo has no mean, so the input is divided and summed. It has no futures either, so the call is synchronous."""
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -106,18 +106,11 @@ def _of_gloo(function: Any) -> Any:
     return called
 
 
-def _itself() -> Any:
-    def called(tensor: Any, *args: object, **kwargs: object) -> Any:
-        return tensor
+def _gives(value: Any = None) -> Any:
+    """A function that returns `value`, or its first argument. A new one per name: torch's compiler refuses aliases."""
 
-    return called
-
-
-def _gives(value: Any) -> Any:
-    """A function of its own for each name: torch's compiler refuses one under two names."""
-
-    def called(*args: object, **kwargs: object) -> Any:
-        return value
+    def called(*args: Any, **kwargs: object) -> Any:
+        return args[0] if value is None else value
 
     return called
 
@@ -126,14 +119,14 @@ def _cpus_for_gpus() -> None:
     """Rank r's GPU is the CPU, with gloo for nccl. `torch.cuda.is_available()` stays as it is."""
     for kind in (torch.Tensor, torch.nn.Module):
         kind.to = _on_cpu(kind.to)
-        kind.cuda = _itself()
-    torch.Tensor.pin_memory = _itself()
+        kind.cuda = _gives()
+    torch.Tensor.pin_memory = _gives()
     for name in ("set_device", "synchronize", "empty_cache", "max_memory_allocated", "reset_peak_memory_stats"):
         setattr(torch.cuda, name, _gives(0))
     torch.accelerator.is_available = _gives(True)
     torch.accelerator.device_count = _gives(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     torch.accelerator.current_accelerator = _gives(torch.device("cpu"))
-    torch.accelerator.set_device_index = _gives(None)
+    torch.accelerator.set_device_index = _gives(0)
     wrapper = torch.nn.parallel.DistributedDataParallel
     wrapper.__init__ = _without(wrapper.__init__, "device_ids", "output_device")
     dist.init_process_group = _groups_on_gloo(dist.init_process_group)
