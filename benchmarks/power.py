@@ -89,14 +89,8 @@ def _watched(fault: LoopFault, inside: Inside, row: Row) -> list[object]:
     told = ", ".join(inside.lines) or "none"
     if inside.alone:
         told += f"; none for `{inside.alone}`" + f" at {inside.alone_by}" * (inside.alone_by > inside.by)
-    return [
-        fault.code,
-        fault.what,
-        told,
-        f"`{inside.clause}`",
-        "missed" if row["step"] is None else row["step"],
-        inside.by,
-    ]
+    step = "missed" if row["step"] is None else row["step"]
+    return [fault.code, fault.what, told, f"`{inside.clause}`", step, inside.by]
 
 
 PAGES: Mapping[str, tuple[str, Callable[[Sequence[Row]], Iterator[str]]]] = {
