@@ -172,9 +172,8 @@ def places(function: Function) -> Iterator[Place]:
 def sample(root: Path, count: int, seed: int) -> list[Site]:
     """`count` places of `root`, drawn from `seed`.
 
-    Each place is ranked by a hash of its own id, so a change of the sources moves only the places of the functions that
-    it touches. Functions with the same name and tree as another are left out, and so are the loops and faults that are
-    wrong on purpose.
+    Each place is ranked by a hash of its own id, so two checkouts share the places of all unchanged functions. Functions
+    with the same name and tree as another are left out, and so are the loops and faults that are wrong on purpose.
     """
     found: dict[str, Site | None] = {}
     for path in (path for package, folder in PACKAGES.items() for path in (root / folder / package).rglob("*.py")):
