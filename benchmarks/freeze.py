@@ -298,9 +298,7 @@ def main() -> int:
     parser.add_argument("--only", action="append", choices=tuple(PARTS), help="one part; repeat for more")
     parser.add_argument("--write", action="store_true", help="write the files instead of comparing with them")
     backends = (*CPU_BACKENDS, *GPU_BACKENDS)
-    parser.add_argument(
-        "--backend", action="append", choices=backends, help="trainer on it alone, compared with nothing"
-    )
+    parser.add_argument("--backend", action="append", choices=backends, help="trainer on it, compared with nothing")
     options = parser.parse_args()
     different = unwell = 0
     for name in ["trainer"] if options.backend else options.only or PARTS:

@@ -66,9 +66,7 @@ SHAPES = {
 CONVERSATIONS = 1_600
 
 
-def model_of(
-    shape: Shape, device: torch.device, adapter: str = "lora", dtype: torch.dtype = torch.bfloat16
-) -> nn.Module:
+def model_of(shape: Shape, device: torch.device, adapter: str = "lora", dtype: Any = torch.bfloat16) -> nn.Module:
     spec = AdapterSpec(kind=adapter, r=16, alpha=32.0, dropout=0.05, targets=targets_of(shape))
     return attach(base_of(shape, device, dtype), spec, 1).to(device)
 

@@ -172,8 +172,8 @@ def places(function: Function) -> Iterator[Place]:
 def sample(root: Path, count: int, seed: int) -> list[Site]:
     """`count` places of `root`, drawn from `seed`.
 
-    Each place is ranked by a hash of its own id, so two checkouts share the places of all unchanged functions. Functions
-    with the same name and tree as another are left out, and so are the loops and faults that are wrong on purpose.
+    Each place is ranked by a hash of its id, so two checkouts share the places of all unchanged functions. Left out are
+    functions with the same name and tree as another, and the loops and faults that are wrong on purpose.
     """
     found: dict[str, Site | None] = {}
     for path in (path for package, folder in PACKAGES.items() for path in (root / folder / package).rglob("*.py")):
@@ -246,6 +246,7 @@ class Imports:
         near, seen, found = {start}, {start}, []
         while near and len(found) < _TEST_FILES:
             tests = [self._file[name] for name in near if name.rpartition(".")[2].startswith("test_")]
+            tests = [file for file in tests if file.name != "test_subject.py"]  # it needs --subject
             found += sorted(tests, key=lambda file: (start.rpartition(".")[2] not in file.stem, file.stat().st_size))
             near = {by for name in near for by in self._by.get(name, ())} - seen
             seen |= near
@@ -288,20 +289,22 @@ class Bench:
     def attempt(self, site: Site) -> Trial:
         path = self.folder / site.path
         whole = path.read_text(encoding="utf-8")
-        left = tests = self._imports.tests_of(site.path)
+        tests = self._imports.tests_of(site.path)
+        # tests/ and falsify/ each parametrize `backend` in their own way, so one process cannot collect both.
+        left = [each for top in ("tests/", "falsify/") if (each := [test for test in tests if test.startswith(top)])]
         began, outcome, failed = time.monotonic(), SURVIVED, ""
         while left:
             path.write_text(mutated(whole, site), encoding="utf-8")
             try:
-                outcome, failed = self._run(left, self._seconds - (time.monotonic() - began))
+                outcome, failed = self._run(left[0], self._seconds - (time.monotonic() - began))
             finally:
                 path.write_text(whole, encoding="utf-8")
-            if outcome != KILLED or self._run([failed], _PER_TEST_S)[0] == SURVIVED:
+            if outcome == TIMEOUT or (outcome == KILLED and self._run([failed], _PER_TEST_S)[0] == SURVIVED):
                 break
-            # It fails without the change too, for example under load: go on after its file.
-            file = failed.partition("::")[0]
-            left = left[left.index(file) + 1 :] if file in left else []
-            outcome, failed = SURVIVED, ""
+            # All passed; or the failed test fails without the change too, for example under load: leave out its file.
+            file, outcome = failed.partition("::")[0], SURVIVED
+            rest = [test for test in left[0] if test != file] if file in left[0] else []
+            left, failed = [rest] * bool(rest) + left[1:], ""
         seconds = round(time.monotonic() - began, 1)
         said = {"outcome": outcome, "test": failed, "files": len(tests), "seconds": seconds}
         return {"id": site.id, **asdict(site), **said}
