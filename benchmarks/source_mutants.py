@@ -299,7 +299,7 @@ class Bench:
                 outcome, failed = self._run(left[0], self._seconds - (time.monotonic() - began))
             finally:
                 path.write_text(whole, encoding="utf-8")
-            if outcome == TIMEOUT or (outcome == KILLED and self._run([failed], _PER_TEST_S)[0] == SURVIVED):
+            if outcome == TIMEOUT or (outcome == KILLED and self._run([failed], self._seconds)[0] == SURVIVED):
                 break
             # All passed; or the failed test fails without the change too, for example under load: leave out its file.
             file, outcome = failed.partition("::")[0], SURVIVED
@@ -329,7 +329,7 @@ class Bench:
             text = said.read()
         if code in (0, 5):  # 5: no test was collected
             return SURVIVED, ""
-        named = re.search(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE)
+        named = re.search(r"^(?:FAILED|ERROR) ([^\s\[]+)", text, re.MULTILINE)  # without parameters: they hold spaces
         # Without a summary the mutant or pytest-timeout ended the process: take the file that was running.
         return KILLED, named[1] if named else next((test for test in tests if test in text), tests[0])
 
