@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from pathlib import Path
 
 PRELOAD = ("torch", "torch.distributed", "andon.launch.rank", "tests.launch.entries")
+WITHOUT_TORCH = ("andon.launch.worker_agents", "tests.launch.entries", "andon.launch.server_last")
 
 
 def main() -> None:
-    """Launch two ranks of each entry, one after the other, print each result as a line, end with the last exit code."""
+    """Launch two ranks of each entry, one after the other, print each result as a line, end with the last exit code.
+
+    stopped: the fork server is, before a rank starts.
+    """
+    from andon.launch import fork_server
     from andon.launch.elastic import launch_elastic
     from andon.launch.launcher import launch, warm_up
     from andon.launch.sizes import Bounds, Sizing
 
     requested = json.loads(sys.argv[1])
-    elastic, folder = requested["elastic"], Path(requested["folder"])
-    # Agents and their workers need no torch here.
-    warm_up(("andon.launch.worker_agents", "tests.launch.entries") if elastic else PRELOAD)
+    folder, sizing = Path(requested["folder"]), Sizing(Bounds(1, 2))
+    if "stopped" in requested:
+        fork_server.STOPPED_S = 0.3
+    warm_up(tuple(requested["modules"]))
+    if requested.get("stopped"):
+        server = fork_server.running()
+        assert server is not None
+        server.send(signal.SIGSTOP)
     for name, payload in requested["entries"]:
         entry = f"tests.launch.entries:{name}"
-        if elastic:
-            sizing = Sizing(Bounds(1, 2))
+        if requested["elastic"]:
             result = launch_elastic(entry, lambda *_, sent=payload: sent, sizing, run_folder=folder, timeout_s=60)
         else:
             result = launch(entry, payload, workers=2, run_folder=folder, timeout_s=60)

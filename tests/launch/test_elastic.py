@@ -46,10 +46,7 @@ class Script:
 
 
 def test_a_world_is_restarted_shrinks_and_grows(pipe: Pipe, capfd: pytest.CaptureFixture[str]) -> None:
-    """A worker dies: same size. An agent dies: one less. More are asked for: one more. An agent leaves: one less.
-
-    Each time all ranks begin anew, told to go on, and no agent of the launch is left at its end.
-    """
+    """A worker dies: same size. An agent dies: one less. More are asked for: one more. An agent leaves: one less."""
     story: list[Mapping[str, str]] = [
         {"1": "SIGKILL"},
         {"0": "agent SIGKILL"},

@@ -154,7 +154,6 @@ def test_each_task_is_a_rank_and_a_job_that_may_go_on_is_queued_again(
 @pytest.mark.deep
 @pytest.mark.timeout(600)
 def test_the_script_for_slurm(tmp_path: Path, alone: tuple[Runs, Path]) -> None:
-    """Two tasks take their places; with one killed the job asks to be queued again, goes on, and ends the same."""
     runs, reference = alone
     ended: list[subprocess.CompletedProcess[str]] = []
 

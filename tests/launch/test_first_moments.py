@@ -77,7 +77,6 @@ def signalled(command: subprocess.Popen[str], run: Path, moment: Moment, signum:
 def test_a_signal_before_training_began_ends_it_by_one_line(
     tmp_path: Path, command: subprocess.Popen[str], moment: Moment, signum: signal.Signals, code: Exit
 ) -> None:
-    """130 for Ctrl-C, else 75; no traceback, no file, no process."""
     said = signalled(command, tmp_path / "run", moment, signum)
     assert (command.returncode, said) == (code, [f"andon: ended by {signum.name} before training began"])
     assert [path.name for path in tmp_path.iterdir()] == ["train.jsonl"]
@@ -86,10 +85,7 @@ def test_a_signal_before_training_began_ends_it_by_one_line(
 # By default: what comes between two handlers (below), and a signal to ranks that run (test_signals).
 @pytest.mark.deep
 def test_a_signal_while_ranks_are_started_is_not_lost(tmp_path: Path, command: subprocess.Popen[str]) -> None:
-    """SIGINT once the folder is there: before training begins 130 and nothing is left; else 75 and it may be resumed.
-
-    No line of a traceback either way.
-    """
+    """Before training begins 130 and nothing is left; else 75 and it may be resumed; no traceback either way."""
     said = signalled(command, tmp_path / "run", has_the_folder, signal.SIGINT)
     assert [line for line in said if not line.startswith(("andon: ", "step ", "validation "))] == []
     begun = (tmp_path / "run" / "ledger.jsonl").exists()

@@ -13,6 +13,7 @@ import threading
 from contextlib import suppress
 from multiprocessing import resource_tracker
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,16 +25,16 @@ from andon.launch.orphan import LAUNCHER
 from andon.launch.preemption import PREEMPTION_SIGNALS
 from andon.launch.rank import Job
 from andon.training.start import _PRELOAD
-from tests.launch.driver import PRELOAD
+from tests.launch.driver import PRELOAD, WITHOUT_TORCH
 from tests.launch.pipes import PATIENCE_S
 from tests.launch.sessions import wait_until_empty
 from tests.repository.sources import ROOT
 
 
-def importing() -> dict[str, str]:
+def importing(dies: str) -> dict[str, str]:
     """The environment of a fork server that finds the modules of the tests, in whichever folder it is started."""
     where = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    return {**os.environ, "PYTHONPATH": where}
+    return {**os.environ, "PYTHONPATH": where, "ANDON_TEST_DIES": dies}
 
 
 def launched(
@@ -43,9 +44,11 @@ def launched(
 
     dies: how the fork server ends while it imports. Nothing of the launches is left.
     """
-    requested = {"folder": str(folder), "elastic": elastic, "stopped": stopped, "how": hows or ({},)}
-    command = [sys.executable, "-m", "tests.launch.stopped_server", json.dumps(requested)]
-    environ = importing() | ({"ANDON_TEST_DIES": dies} if dies else {})
+    modules = ("andon.launch.server_first", "tests.launch.dying") if dies else WITHOUT_TORCH
+    entries = [("end", {"how": how}) for how in hows or ({},)]
+    requested = {"modules": modules, "folder": str(folder), "elastic": elastic, "stopped": stopped, "entries": entries}
+    command = [sys.executable, "-m", "tests.launch.driver", json.dumps(requested)]
+    environ = importing(dies)
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True, env=environ)
     try:
@@ -53,41 +56,36 @@ def launched(
     finally:
         process.kill()
     wait_until_empty(process.pid)
-    return process.returncode, [json.loads(line) for line in said.splitlines()], errors
+    return process.returncode, [json.loads(line.removeprefix("result ")) for line in said.splitlines()], errors
 
 
-def test_a_server_that_is_stopped_before_a_rank_starts(tmp_path: Path) -> None:
-    code, (result,), _ = launched(tmp_path, elastic=True, stopped=True)
-    assert (code, result["exit"]) == (Exit.RANK_SILENT, "RANK_SILENT")
-    assert result["cause"].startswith("no rank could be started: the fork server did not run for 0.3 s, stopped by a")
+SERVER = "the process that ranks are forked from"
 
 
-def test_a_server_that_is_killed_while_ranks_start(tmp_path: Path) -> None:
-    code, (result,), _ = launched(tmp_path, elastic=True, dies="SIGKILL")
-    assert (code, result["exit"]) == (Exit.RANK_LOST, "RANK_LOST")
-    assert result["cause"].startswith(
-        "no rank could be started: the process that ranks are forked from was killed by SIGKILL ("
-    )
-
-
-def test_a_server_whose_imports_fail(tmp_path: Path) -> None:
-    """As transformers' do with PYTHONOPTIMIZE=2, which takes docstrings away: words, and no traceback."""
-    code, (result,), errors = launched(tmp_path, dies="no such docstring")
-    assert (code, result["exit"]) == (Exit.RANK_LOST, "RANK_LOST")
-    how = "the process that ranks are forked from ended with exit code 1"
-    assert result["cause"] == f"no rank could be started: {how}"
-    why = "the process that ranks are forked from cannot import what they need: ValueError: no such docstring"
-    assert set(errors.splitlines()) == {f"andon: {why}"}
+@pytest.mark.parametrize(
+    ("how", "end", "cause"),
+    [
+        ({"elastic": True, "stopped": True}, Exit.RANK_SILENT, "the fork server did not run for 0.3 s, stopped by a"),
+        ({"elastic": True, "dies": "SIGKILL"}, Exit.RANK_LOST, f"{SERVER} was killed by SIGKILL ("),
+        # As transformers' imports do with PYTHONOPTIMIZE=2, which takes docstrings away.
+        ({"dies": "no such docstring"}, Exit.RANK_LOST, f"{SERVER} ended with exit code 1"),
+    ],
+    ids=["stopped", "killed", "its imports fail"],
+)
+def test_a_server_that_ends_before_a_rank_starts(tmp_path: Path, how: dict[str, Any], end: Exit, cause: str) -> None:
+    code, (result,), errors = launched(tmp_path, **how)
+    assert (code, result["exit"]) == (end, end.name)
+    assert result["cause"].startswith(f"no rank could be started: {cause}")
+    if "elastic" not in how:
+        why = f"{SERVER} cannot import what they need: ValueError: no such docstring"
+        assert set(errors.splitlines()) == {f"andon: {why}"}
 
 
 # By default: a server that does not run, or dies, while ranks start (above), and an agent that dies while its rank runs
 # (test_elastic).
 @pytest.mark.deep
 def test_a_server_that_does_not_run_while_ranks_run(tmp_path: Path) -> None:
-    """Rank 0 stops the server and kills itself: its exit code is lost, and does not count as success.
-
-    The server is ended with its launch; the next launch has another one, which rank 0 kills.
-    """
+    """The exit code of a rank that stopped its server is lost, and no success. The next launch has another server."""
     code, (stopped, killed), _ = launched(
         tmp_path, {"0": "agent's silence", "1": "0"}, {"0": "agent SIGKILL", "1": "wait"}
     )
@@ -108,12 +106,11 @@ def test_a_server_whose_launcher_is_gone_before_it_looks_ends_at_once() -> None:
 
 
 def test_a_server_that_still_imports_ends_with_its_launcher() -> None:
-    """Imports take seconds, on a cold disk minutes: killed meanwhile, the command leaves no process behind."""
-    start = (
-        f"import time; from andon.launch.launcher import warm_up; warm_up({(_PRELOAD[0], 'tests.launch.endless')!r})"
-    )
+    start = f"import time; from andon.launch.launcher import warm_up; warm_up({(_PRELOAD[0], 'tests.launch.dying')!r})"
     command = [sys.executable, "-c", f"{start}; time.sleep({PATIENCE_S})"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True, env=importing())
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, start_new_session=True, env=importing("never")
+    )
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == "importing\n"
@@ -127,7 +124,6 @@ def test_a_server_that_still_imports_ends_with_its_launcher() -> None:
 
 
 def test_the_folder_of_a_killed_launcher_is_removed_by_the_next() -> None:
-    """Its sockets lie there. That of a launcher that runs stays, and so does one that is not a launcher's."""
     warm = "from andon.launch.launcher import warm_up; warm_up(('json', 'andon.launch.server_last'))"
     with tempfile.TemporaryDirectory(prefix="andon-") as place:  # short: names of sockets have some hundred bytes
         environment, other = os.environ | {"TMPDIR": place}, Path(place) / "pymp-other"
@@ -156,13 +152,11 @@ def test_the_folder_of_a_killed_launcher_is_removed_by_the_next() -> None:
 
 
 def test_a_server_that_is_started_again_imports_what_the_first_did() -> None:
-    """What ranks need, and what ends it with its launcher: one that was killed before a launch is not missed."""
     done = subprocess.run([sys.executable, "-c", _AGAIN], capture_output=True, text=True, timeout=PATIENCE_S)
     assert (done.returncode, done.stdout, done.stderr) == (0, "True json andon.launch.server_last\n", "")
 
 
 def test_a_folder_for_temporary_files_of_a_long_path_is_refused_in_words(tmp_path: Path) -> None:
-    """The names of sockets have some hundred bytes; batch systems give each job a folder of a long name."""
     folder = tmp_path / ("long" * 30)
     folder.mkdir()
     command = [sys.executable, "-m", "andon", "train", "--workers", "2", "--run-dir", str(tmp_path / "run")]
@@ -199,7 +193,6 @@ def test_more_ranks_than_can_be_started_are_bad_input() -> None:
 
 
 def test_what_else_keeps_a_rank_from_starting_is_raised_as_it_is() -> None:
-    """No server was stopped: it is no `ServerStopped`, nothing is waited for, and nobody watches the server after."""
     watching: list[threading.Thread] = []
     refused = OSError(24, "too many open files")
 
@@ -215,7 +208,6 @@ def test_what_else_keeps_a_rank_from_starting_is_raised_as_it_is() -> None:
 
 
 def test_signals_to_the_group_do_not_end_the_tracker_of_semaphores() -> None:
-    """It ends when its launcher lets go of it and not before: another one would print a traceback for each."""
     command = [sys.executable, "-c", _TRACKED, *(str(int(signum)) for signum in PREEMPTION_SIGNALS)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert (done.returncode, done.stdout, done.stderr) == (0, "ended with 0\n", "")
@@ -272,7 +264,6 @@ def test_a_start_that_nobody_looked_after_is_refused(monkeypatch: pytest.MonkeyP
 
 
 def test_an_agent_whose_ranks_ends_cannot_be_read_is_done_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The launcher waits for its thread to be done: the error is told, and nobody waits for ever."""
     changed = threading.Event()
 
     class Agent:

@@ -72,7 +72,6 @@ def test_a_rank_does_not_go_on_where_nobody_looks_after_its_agent(tmp_path: Path
 
 
 def test_a_step_that_takes_too_long_ends_the_run_if_asked(tmp_path: Path) -> None:
-    """With a deadline of a step all ranks end, long before any collective gives up, and who ends by it says so."""
     with world(tmp_path, 2) as ranks:
         ends = ranks.start([0, 1], {"rank 1": "hangs", "step_s": SHORT_S}).ended(0, 1)
     late = f"the update of step {AT} took longer than run.step_deadline_s, {SHORT_S:g} s: rank 1 of 2 is slow: "

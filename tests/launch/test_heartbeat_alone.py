@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from andon.console.exits import Exit
 from andon.launch.heartbeat import Heartbeat, Timeouts
 from andon.launch.report import Report
-from andon_contracts.liveness.clock import StepClock
+from andon_contracts.liveness.clock import Pauses, StepClock
 from andon_contracts.liveness.diagnosis import UPDATE, Told
 from andon_contracts.liveness.process import Process
 from andon_contracts.liveness.signed import Signed
@@ -84,7 +84,6 @@ LATE = f"the update of step 3 took longer than run.step_deadline_s, {STEP_S:g} s
     ids=["by the same deadline", "for a reason of its own"],
 )
 def test_who_passes_a_deadline_after_another_ended_names_that_one(ended: str, code: Exit, cause: str) -> None:
-    """The first cause is passed on, and the network is not blamed."""
     store = HashStore()
     tell(store, 1, replace(WAITS, waits=False, ended=ended, exit=int(code)))
     with alone(store, 2, timeouts=Timeouts(PATIENCE_S, STEP_S)) as made:
@@ -96,8 +95,7 @@ def test_who_passes_a_deadline_after_another_ended_names_that_one(ended: str, co
 
 
 def test_the_update_that_compiles_has_no_deadline() -> None:
-    """Compiling takes minutes where a step takes less than one: the first update of a process that compiles may take
-    longer than the deadline, and the next one may not. What it took is not what a step usually takes."""
+    """Only the first update of a process that compiles: what it took is not what a step usually takes."""
     clock = StepClock(compiles=True)
     with alone(HashStore(), 1, clock, Timeouts(PATIENCE_S, STEP_S)) as made:
         clock.at(4, UPDATE)  # the first after a resume
@@ -149,7 +147,6 @@ class Late(Counted):
 
 
 def test_a_rank_that_is_gone_has_the_last_word() -> None:
-    """The process of rank 1 is gone before its last words are heard: they are waited for, and not `without a word`."""
     store, clock = Late(HashStore()), StepClock()
     tell(store, 1, WAITS)
     clock.at(3, UPDATE)
@@ -167,7 +164,6 @@ def test_a_rank_that_is_gone_has_the_last_word() -> None:
     ids=["here", "on another machine"],
 )
 def test_only_a_rank_that_cannot_be_seen_may_be_lost_in_silence(process: Process, cause: str) -> None:
-    """Rank 1 sends no new heartbeat. Its process runs on this machine, or it is on another and cannot be seen."""
     store = HashStore()
     tell(store, 1, WAITS, process)
     with alone(store, 2) as made:
@@ -178,7 +174,6 @@ def test_only_a_rank_that_cannot_be_seen_may_be_lost_in_silence(process: Process
 
 
 def test_a_store_that_is_gone_accuses_nobody() -> None:
-    """Once the store has ended nobody can be heard: the store is named, and not the rank on another machine."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     tell(store, 1, WAITS, Process(1, 1, "elsewhere", "far"))
     client = TCPStore("127.0.0.1", store.port, is_master=False)
@@ -200,7 +195,6 @@ class Broken(StepClock):
 
 
 def test_a_rank_does_not_go_on_without_its_watch() -> None:
-    """An error of the thread that looks, of whatever kind, ends the rank with its cause; its deadline would be off."""
     clock = Broken()
     with alone(HashStore(), 1, clock) as made:
         clock.broken = True
@@ -216,7 +210,6 @@ class Foreign(Counted):
 
 
 def test_a_rank_that_cannot_read_the_others_says_so() -> None:
-    """An error of the thread that hears, of whatever kind: the rank ends with it, and tells the others before."""
     store = HashStore()
     tell(store, 1, WAITS)
     with alone(Foreign(store), 2) as made:
@@ -227,7 +220,6 @@ def test_a_rank_that_cannot_read_the_others_says_so() -> None:
 
 
 def test_what_no_rank_has_put_into_the_store_is_dropped_and_counted() -> None:
-    """Garbage or a lie in the place of a beat ends nothing; the last holds, the next is heard, one line says it."""
     store = HashStore()
     tell(store, 1, WAITS)
     with alone(store, 3, timeouts=Timeouts(1.0)) as made:
@@ -258,11 +250,98 @@ def test_a_beat_asks_the_store_once_for_all() -> None:
     assert sorted(asked) == ["check"] * 3 + ["multi_get"] * 3 + ["set"] * 3
 
 
-def test_who_comes_later_is_heard_too() -> None:
-    store = HashStore()
-    tell(store, 2, WAITS)
-    with alone(store, 3, timeouts=Timeouts(1.0)) as made:
-        made.wait_until_known(2, "ticks")
-        assert not made.heart.view().signs[1].ticks
-        tell(store, 1, WAITS)
-        made.wait_until_known(1, "ticks")
+# A time in which this process did not run, as its clocks show it: it counts for nothing, and accuses nobody.
+
+
+SLEPT_S = 3600.0
+TIMEOUTS = Timeouts(600.0, silence_s=600.0)
+"""Something is slow after ten seconds."""
+
+
+class Clocks:
+    """The clocks of this process, which a test moves on by itself."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ahead = self.used = 0.0
+        wall, cpu = time.monotonic, time.process_time
+        monkeypatch.setattr(time, "monotonic", lambda: wall() + self.ahead)
+        monkeypatch.setattr(time, "process_time", lambda: cpu() + self.used)
+
+
+@pytest.fixture
+def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
+    return Clocks(monkeypatch)
+
+
+def test_a_gap_is_left_out_of_what_it_is_in(clocks: Clocks) -> None:
+    pauses = Pauses()
+    before = time.monotonic()
+    pauses.begin(1.0)
+    clocks.ahead += SLEPT_S
+    ran, lost = pauses.ran_s(before)
+    assert lost == pytest.approx(SLEPT_S, abs=30)
+    assert ran < 30
+    assert pauses.ran_s(before + SLEPT_S / 2)[1] == pytest.approx(SLEPT_S / 2, abs=30)
+    assert pauses.ran_s(time.monotonic())[1] == 0
+
+
+@pytest.mark.parametrize(("passed", "used"), [(SLEPT_S, SLEPT_S), (0.0, 0.0)])
+def test_who_computes_or_looks_often_does_not_pause(clocks: Clocks, passed: float, used: float) -> None:
+    """Native code that holds the interpreter for an hour uses an hour of a CPU; a short gap is none."""
+    pauses = Pauses()
+    before = time.monotonic()
+    pauses.begin(PATIENCE_S)
+    clocks.ahead, clocks.used = passed, used
+    ran, lost = pauses.ran_s(before)
+    assert (lost, ran >= passed) == (0, True)
+
+
+def test_nobody_pauses_before_somebody_looks(clocks: Clocks) -> None:
+    clock = StepClock()
+    clocks.ahead += SLEPT_S
+    assert clock.read().since_s >= SLEPT_S
+
+
+def paused(clocks: Clocks, made: Alone, store: Counted) -> None:
+    """Everything stood still for an hour, and both threads of the heartbeat have looked several times since."""
+    made.wait_until_known(1, "step")
+    clocks.ahead += SLEPT_S
+    del store.asked[:]
+    wait_for(lambda: len(store.asked) >= 8)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_nobody_is_slow_because_all_were_paused(clocks: Clocks, waits: bool) -> None:
+    store = Counted(HashStore())
+    tell(store, 1, replace(WAITS, ticks=0, waits=waits))
+    with alone(store, 2, timeouts=TIMEOUTS) as made:
+        made.clock.at(3, UPDATE)
+        made.clock.wait()
+        paused(clocks, made, store)
+        assert made.said == []
+        mine, other = made.heart.view().signs.values()
+        assert max(mine.since_s, mine.phase_s, other.silent_s, other.since_s) < PATIENCE_S
+        assert mine.paused_s == pytest.approx(SLEPT_S, abs=PATIENCE_S)
+
+
+def test_a_wait_that_ended_because_of_a_pause_accuses_nobody(clocks: Clocks) -> None:
+    """The transport's own clock went on: its wait is over, and what is said is that this process did not run."""
+    store = Counted(HashStore())
+    tell(store, 1, replace(WAITS, ticks=0, waits=False))
+    with alone(store, 2, timeouts=TIMEOUTS) as made:
+        made.clock.at(3, UPDATE)
+        made.clock.wait()
+        paused(clocks, made, store)
+        found = made.heart.explain(Exit.RANK_SILENT)
+    assert found.startswith("this process did not run for 36")
+    assert "rank 1" not in found
+
+
+def test_a_deadline_does_not_count_a_pause(clocks: Clocks) -> None:
+    store = Counted(HashStore())
+    tell(store, 1, WAITS)
+    with alone(store, 2, timeouts=Timeouts(600.0, 600.0, 600.0)) as made:
+        made.clock.at(3, UPDATE)
+        made.clock.wait()
+        paused(clocks, made, store)
+        assert made.ends.empty()

@@ -62,10 +62,6 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_a_run_goes_on_while_others_are_refused_its_folder(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Commands, and a rank of torchrun, into the folder of a run that is in its update 7: bad input, in one line.
-
-    They change no file of the run, which ends with the bits of an undisturbed run.
-    """
     run, update, refusals = tmp_path / "run", Replica.apply, list[str]()
     assert runs.train(tmp_path / "alone") == 0
 
@@ -101,8 +97,7 @@ def test_a_run_goes_on_while_others_are_refused_its_folder(
 def test_a_run_goes_on_while_somebody_calls_wherever_it_listens(
     runs: Runs, tmp_path: Path, first: subprocess.Popen[str]
 ) -> None:
-    """Only gloo listens, for each rank, on the loopback. Somebody sends all kinds of bytes there while rank 1 waits for
-    rank 0, and until the end: the run ends with 0, with the bits of one that was alone."""
+    """Only gloo listens, on the loopback; it gets all kinds of bytes while rank 1 waits and until the end."""
     processes = [first.pid, *(each.pid for each in psutil.Process(first.pid).children(recursive=True))]
     found = listeners(processes)
     assert listeners([first.pid]) == []
@@ -123,8 +118,7 @@ def test_a_run_goes_on_while_somebody_calls_wherever_it_listens(
 
 
 def test_a_folder_whose_ranks_are_not_there_yet_is_not_free(runs: Runs, tmp_path: Path) -> None:
-    """Between a command's start and its rank 0, and between two generations, nobody holds the writer's lock: a second
-    command is refused all the same, and removes nothing of the first."""
+    """Between a command's start and its rank 0, and between two generations, nobody holds the writer's lock."""
     folder = RunFolder(tmp_path / "run")
     with folder.open_for_writing():
         pass
@@ -139,7 +133,6 @@ def test_a_folder_whose_ranks_are_not_there_yet_is_not_free(runs: Runs, tmp_path
 
 
 def test_a_claim_leaves_no_folder_that_it_made(tmp_path: Path) -> None:
-    """Nor a file; a folder that was there stays."""
     with RunFolder(tmp_path / "new").claimed():
         assert (tmp_path / "new").is_dir()
     with RunFolder(tmp_path).claimed():

@@ -53,19 +53,10 @@ def test_a_rank_dies_with_an_agent_that_is_not_its_parent(pipe: Pipe, processes:
     rank = start(processes, RANK, pipe.path, agent.pid, 0.2)
     pipe.lines(1)
     agent.kill()
+    os.waitid(os.P_PID, agent.pid, os.WEXITED | os.WNOWAIT)
+    assert start_time(agent.pid) is None  # nobody has reaped it: a zombie counts as gone
     pipe.wait_until_all_are_gone()
     assert rank.wait(PATIENCE_S) == -signal.SIGKILL
-
-
-def test_a_zombie_agent_counts_as_gone(pipe: Pipe, processes: Processes) -> None:
-    """An agent that nobody has reaped yet keeps its pid, and keeps no rank alive."""
-    agent = start(processes, "import threading; threading.Event().wait()")
-    start(processes, RANK, pipe.path, agent.pid, 0.2)
-    pipe.lines(1)
-    agent.kill()
-    os.waitid(os.P_PID, agent.pid, os.WEXITED | os.WNOWAIT)
-    assert start_time(agent.pid) is None
-    pipe.wait_until_all_are_gone()
 
 
 def test_the_kernel_ends_a_rank_whose_parent_dies(pipe: Pipe, processes: Processes) -> None:
@@ -85,7 +76,6 @@ def test_a_rank_whose_agent_is_gone_already_does_not_start(pipe: Pipe, processes
 
 
 def test_a_stopped_process_is_alive_and_a_reused_pid_is_another(processes: Processes) -> None:
-    """Being stopped is not being gone; the same pid with another start time is another process and gets no signal."""
     child = start(processes, "import threading; threading.Event().wait()")
     process = Process.of(child.pid)
     assert process is not None

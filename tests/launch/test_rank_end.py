@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from andon.console.exits import Exit
+from andon.launch.report import Report
 from tests.launch.pipes import PATIENCE_S
 
 RANK = """
@@ -44,10 +45,52 @@ UNWRITTEN = " (its report could not be written: the disk took nothing for "
     ],
 )
 def test_a_rank_ends_with_its_own_code_and_one_line(tmp_path: Path, what: str, code: Exit, words: str) -> None:
-    """A rank does not wait for a disk that hangs. `sys.exit(0)` in the middle of the work does not count as success."""
     environ = dict.fromkeys(("RANK", "LOCAL_RANK"), "0") | dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1")
     command = [sys.executable, "-c", RANK, str(tmp_path), what]
     environ |= {**os.environ, "TORCHELASTIC_RUN_ID": "alone"}
     done = subprocess.run(command, env=environ, stderr=subprocess.PIPE, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == code
     assert f"rank 0: {words}" in done.stderr
+
+
+# A rank under a user's own torchrun: it ends with its code, and torchrun names the right cause.
+
+
+SCRIPT = """
+import os
+import sys
+from pathlib import Path
+from andon.console.exits import Exit
+from andon.launch.context import RankContext
+from andon.launch.rank import run_rank
+
+def wait_for(path: Path) -> None:
+    while not path.exists():
+        os.sched_yield()
+
+def work(context: RankContext) -> int:
+    folder = Path(sys.argv[1])
+    if context.rank == 1:
+        wait_for(folder / "rank-0-is-here")  # torchrun ends a rank that still starts before it can say anything
+        raise LookupError("rank 1 has an error of its own")
+    (folder / "rank-0-is-here").touch()
+    wait_for(folder / "reports" / "rank-1.json")
+    raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1")
+
+run_rank(work, run_folder=Path(sys.argv[1]))
+"""
+
+
+def test_torchrun_names_the_rank_with_its_own_error(tmp_path: Path) -> None:
+    script = tmp_path / "job.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["--log-dir", str(tmp_path), str(script), str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert ended.returncode == 1, ended.stderr
+    _, root = ended.stderr.split("Root Cause")
+    assert "rank      : 1" in root
+    assert "rank 1 has an error of its own" in root
+    assert "rank 1: LookupError: rank 1 has an error of its own" in ended.stderr.splitlines()
+    reports = [Report.read(tmp_path, rank) for rank in (0, 1)]
+    assert [report.exit for report in reports if report is not None] == [71, 1]

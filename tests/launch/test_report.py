@@ -10,9 +10,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed import DistNetworkError, DistStoreError
 
 from andon.console.exits import Exit
+from andon.console.problems import InputError, Problem
+from andon.launch.ending import describe
 from andon.launch.report import Report, clear, exit_of, first_cause, path_of, write_for_torch
+from andon_contracts.violation import Violation
 
 NOTICED = [Exit.RANK_LOST, Exit.RANK_SILENT, Exit.PREEMPTED]
 ROOTS = [Exit.CRASHED, Exit.USAGE, Exit.VIOLATION]
@@ -29,7 +33,6 @@ ROOTS = [Exit.CRASHED, Exit.USAGE, Exit.VIOLATION]
 def test_a_report_is_read_as_it_was_written(
     tmp_path_factory: pytest.TempPathFactory, text: str, rank: int, exit_code: Exit, step: int, when: float
 ) -> None:
-    """Whatever a rank says comes back unchanged, surrogates from undecodable input excepted, and no part is left."""
     folder = tmp_path_factory.mktemp("run")
     report = Report(rank, int(exit_code), text, when, clause=text, step=step, message=text * 2)
     report.write(folder)
@@ -38,7 +41,6 @@ def test_a_report_is_read_as_it_was_written(
 
 
 def test_a_lone_surrogate_does_not_cost_the_report(tmp_path: Path) -> None:
-    """A cause that quotes undecodable bytes is written escaped rather than not at all."""
     Report(0, 2, "bad byte \udcff", 1.0).write(tmp_path)
     found = Report.read(tmp_path, 0)
     assert found is not None
@@ -46,7 +48,6 @@ def test_a_lone_surrogate_does_not_cost_the_report(tmp_path: Path) -> None:
 
 
 def test_reports_of_an_earlier_launch_are_removed(tmp_path: Path) -> None:
-    """A launch of 2 ranks must not find what rank 3 of an earlier launch of 4 has left; other files stay."""
     Report(3, 70, "old", 1.0).write(tmp_path)
     other = path_of(tmp_path, 3).with_name("notes.txt")
     other.write_text("mine")
@@ -197,7 +198,6 @@ def test_every_exit_code_means_one_exit(code: int, expected: Exit) -> None:
 
 
 def test_torch_reads_our_error_file_and_picks_the_root(tmp_path: Path) -> None:
-    """Torch's own reader of error files names the rank with its own error, also within the second of the others."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
     write_for_torch(Report(0, 71, "lost a peer", 1000.1, message="traceback 0"), tmp_path / "0")
@@ -211,7 +211,6 @@ def test_torch_reads_our_error_file_and_picks_the_root(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("code", [0, KILLED])
 def test_a_report_of_another_launch_is_not_believed(tmp_path: Path, code: int) -> None:
-    """A rank of another launch wrote last: neither its cause nor its success is that of this launch's rank."""
     for rank in (0, 1):
         Report(rank, int(Exit.OK), "finished", 1.0, launch="a" * 32).write(tmp_path)
     assert first_cause(tmp_path, {0: 0, 1: 0}, launch="a" * 32) is None
@@ -221,3 +220,51 @@ def test_a_report_of_another_launch_is_not_believed(tmp_path: Path, code: int) -
     first = first_cause(tmp_path, {0: code, 1: 0}, launch="a" * 32)
     assert first is not None
     assert (first.exit, first.report) == (Exit.RANK_LOST, None)
+
+
+# What an error means as the end of a rank.
+
+
+GLOO = "[/x/gloo/transport/tcp/"
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (InputError([Problem("a.csv:1", "is empty")]), Exit.USAGE),
+        (Violation("weights agree broken"), Exit.VIOLATION),
+        (RuntimeError(GLOO + "pair.cc:553] Connection closed by peer [127.0.0.1]:1"), Exit.RANK_LOST),
+        (RuntimeError(GLOO + "pair.cc:537] Read error [127.0.0.1]:1: Connection reset by peer"), Exit.RANK_LOST),
+        (RuntimeError(GLOO + "unbound_buffer.cc:78] Timed out waiting 5000ms for recv"), Exit.RANK_SILENT),
+        (DistStoreError("Timed out after 6 seconds waiting for clients. 1/2 clients joined."), Exit.RANK_SILENT),
+        (DistNetworkError("The client socket has failed to connect"), Exit.RANK_LOST),
+        (RuntimeError(GLOO + "pair.cc:1] something of its own"), Exit.CRASHED),
+        (RuntimeError("Connection closed by peer, says a data base"), Exit.CRASHED),
+        (ValueError("no good"), Exit.CRASHED),
+        (MemoryError(), Exit.CRASHED),
+        (KeyboardInterrupt(), Exit.CRASHED),
+        (SystemExit(None), Exit.RANK_LOST),
+        (SystemExit(0), Exit.RANK_LOST),
+        (SystemExit(75), Exit.PREEMPTED),
+        (SystemExit("a message"), Exit.CRASHED),
+        (SystemExit(256), Exit.CRASHED),
+    ],
+)
+def test_every_error_means_one_exit(error: BaseException, expected: Exit) -> None:
+    report = describe(error, rank=3)
+    assert (report.rank, report.exit) == (3, expected)
+    assert report.cause
+    assert "\n" not in report.cause
+    assert type(report.exit) is int or isinstance(report.exit, Exit)
+
+
+def test_all_of_a_users_mistakes_are_kept_and_no_traceback() -> None:
+    report = describe(InputError([Problem("a.csv:1", "is empty"), Problem("b.csv:2", "is not UTF-8")]), rank=0)
+    assert report.cause == "a.csv:1: is empty"
+    assert report.message == "a.csv:1: is empty\nb.csv:2: is not UTF-8"
+
+
+def test_a_line_that_announces_another_is_not_the_cause_alone() -> None:
+    """torch's compiler says in the second line what went wrong."""
+    report = describe(RuntimeError("backend='inductor' raised:\nKeyError: 'x'\n\nSet TORCHDYNAMO_VERBOSE=1"), rank=1)
+    assert report.cause == "RuntimeError: backend='inductor' raised: KeyError: 'x'"

@@ -23,7 +23,7 @@ from andon.launch.launcher import launch, warm_up
 from andon.launch.preemption import PREEMPTION_SIGNALS
 from andon.launch.sizes import Bounds, Sizing
 from andon_contracts.liveness.process import start_time
-from tests.launch.driver import PRELOAD
+from tests.launch.driver import PRELOAD, WITHOUT_TORCH
 from tests.launch.pipes import PATIENCE_S, Pipe
 
 warm_up(PRELOAD)
@@ -91,7 +91,6 @@ def test_a_signal_ends_ranks_at_a_step_boundary(
     expected: tuple[Exit, str],
     exits: dict[int, int],
 ) -> None:
-    """A signal to the group, as a terminal or a scheduler sends it, kills no rank, and makes no world smaller."""
     payload = {"pipe": str(pipe.path), "how": dict.fromkeys(deaf, "deaf")}
     entry, folder = "tests.launch.entries:end", pipe.path.parent
     with signalled(pipe, signals, group):
@@ -108,7 +107,8 @@ def test_a_signal_ends_ranks_at_a_step_boundary(
 
 @contextmanager
 def launcher(folder: Path, *entries: tuple[str, dict[str, Any]], elastic: bool) -> Iterator[subprocess.Popen[str]]:
-    requested = {"entries": entries, "folder": str(folder), "elastic": elastic}
+    modules = WITHOUT_TORCH if elastic else PRELOAD
+    requested = {"entries": entries, "folder": str(folder), "elastic": elastic, "modules": modules}
     command = [sys.executable, "-m", "tests.launch.driver", json.dumps(requested)]
     # The launcher sets the number of threads of its ranks, not the environment of the tests.
     environ = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
@@ -122,7 +122,6 @@ def launcher(folder: Path, *entries: tuple[str, dict[str, Any]], elastic: bool) 
 
 @pytest.mark.parametrize("elastic", [False, True])
 def test_nothing_outlives_a_killed_launcher(pipe: Pipe, elastic: bool) -> None:
-    """Ranks that handle no signal end all the same, and so do the agents of an elastic launch."""
     payload = {"pipe": str(pipe.path), "how": {"0": "deaf", "1": "deaf"}}
     with launcher(pipe.path.parent, ("end", payload), elastic=elastic) as process:
         parents = {parent_of(int(pid)) for _, pid in pipe.lines(2)}
@@ -134,7 +133,6 @@ def test_nothing_outlives_a_killed_launcher(pipe: Pipe, elastic: bool) -> None:
 
 
 def test_launches_of_one_process_do_not_meet_and_the_last_ends_with_its_group(pipe: Pipe, tmp_path: Path) -> None:
-    """Each launch has another store and run id. Ranks have one thread and the launcher's stdout."""
     echoes = [("echo", {"folder": str(tmp_path / name), "say": name}) for name in ("a", "b")]
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -157,7 +155,6 @@ def test_launches_of_one_process_do_not_meet_and_the_last_ends_with_its_group(pi
 
 @pytest.mark.parametrize(("prefix", "listened"), [([], "True"), (["nohup"], "False")])
 def test_a_run_under_nohup_outlives_its_terminal(prefix: list[str], listened: str) -> None:
-    """What `nohup` has ignored stays ignored; else a closed terminal asks for the end as SIGTERM does."""
     code = "import signal; from andon.launch.preemption import *; print(signal.SIGHUP in PREEMPTION_SIGNALS)"
     command = [*prefix, sys.executable, "-c", code]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True)

@@ -80,7 +80,6 @@ def watch(agent: Agent, wake: Wake, folder: Path, silence_s: float = math.inf, l
 def test_once_a_rank_has_died_the_others_are_killed_and_a_stuck_agent_is_left(
     tmp_path: Path, wake: Wake, ranks: Ranks
 ) -> None:
-    """An agent that never ends, ranks that do not listen, one of them stopped: all are gone, and the watch is over."""
     ranks[2].send_signal(signal.SIGSTOP)
     ranks[0].kill()
     seen = watch(Agent(pids_of(ranks)), wake, tmp_path)
@@ -117,7 +116,6 @@ class CountingWake(Wake):
 def test_a_rank_that_finished_takes_nobody_with_it(
     tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 reported success and ended; rank 1, still at work, is not killed, though the others' time would be 0 s."""
     monkeypatch.setattr(supervisor, "END_S", 0.0)
     for rank in (0, 1):
         Report(rank, int(Exit.OK), "finished", 1.0).write(tmp_path)
@@ -165,7 +163,6 @@ def test_a_signal_to_the_group_is_seen_with_what_it_did(tmp_path: Path, wake: Wa
 
 
 def test_a_wake_that_was_closed_may_still_be_rung() -> None:
-    """An agent that was left behind may finish after its launch has returned."""
     wake = Wake()
     wake.close()
     wake.ring()
@@ -174,8 +171,6 @@ def test_a_wake_that_was_closed_may_still_be_rung() -> None:
 def test_a_second_interrupt_kills_ranks_that_appear_later(
     tmp_path: Path, wake: Wake, ranks: Ranks, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Ctrl-C twice while ranks are being started: the first is answered in one line, the second with nothing more."""
-
     class Starting(Agent):
         def look(self) -> None:
             self.done = self.done or bool(self.pids)

@@ -63,7 +63,6 @@ def test_it_does_what_stores_of_torch_do(server: StoreServer, prefixes: int) -> 
 
 
 def test_who_waits_keeps_nobody_else_waiting(server: StoreServer) -> None:
-    """Two threads of a rank, one client: one waits for a value that the other one puts."""
     store = UnixStore(server.address)
     begun = threading.Event()
 
@@ -80,7 +79,6 @@ def test_who_waits_keeps_nobody_else_waiting(server: StoreServer) -> None:
 
 
 def test_what_does_not_come_is_an_error_of_torch(server: StoreServer) -> None:
-    """After the timeout, for each call that waits; the next call is answered."""
     store = UnixStore(server.address)
     store.set_timeout(SHORT)
     for wait in (lambda: store.get("x"), lambda: store.multi_get(["x"]), lambda: store.wait(["x"], SHORT)):
@@ -95,7 +93,6 @@ def _serve_a_store(pipe: Connection) -> None:
 
 
 def test_ranks_are_told_that_their_launcher_is_gone() -> None:
-    """A client that was connected, and one that comes later: `DistNetworkError`, as from a store of torch's."""
     context = multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe()
     launcher = context.Process(target=_serve_a_store, args=(theirs,), daemon=True)
@@ -149,7 +146,6 @@ def test_a_lack_of_descriptors_or_threads_ends_no_store(
 
 
 def test_other_users_cannot_reach_it(server: StoreServer) -> None:
-    """Its folder is the user's own; a process of another user finds no way to the socket."""
     assert stat.filemode(Path(server.address).parent.stat().st_mode) == "drwx------"
     assert "PermissionError" in as_nobody(server).stderr
 
