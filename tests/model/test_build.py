@@ -42,7 +42,6 @@ def digest(model: nn.Module) -> int:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_same_spec_gives_the_same_bits(architecture: str, dtype: str) -> None:
-    """Replicas that are built apart start equal, whatever was drawn before; another seed gives another model."""
     first = build_base(spec(architecture, dtype))
     torch.rand(5)
     again = build_base(spec(architecture, dtype))
@@ -55,7 +54,6 @@ def test_the_same_spec_gives_the_same_bits(architecture: str, dtype: str) -> Non
 # By default: the same bits in one process, whatever was drawn before (above), and on ranks that are processes (step).
 @pytest.mark.deep
 def test_another_process_gives_the_same_bits() -> None:
-    """No part of a model depends on the process (hash seed, what was imported or drawn before)."""
     code = (
         "from tests.model.tiny import spec; from andon.model.build import build_base;"
         "from andon.model.adapter import base_digest; print(base_digest(build_base(spec()).requires_grad_(False)))"
@@ -83,7 +81,6 @@ def test_every_layer_starts_with_its_own_weights() -> None:
 
 
 def test_the_size_of_a_head_is_hidden_over_heads() -> None:
-    """transformers takes 128 for a head unless told: hidden 16 over 2 heads is 8, and q_proj is 16 x 16."""
     model = build_base(spec())
     assert dict(model.named_parameters())["model.layers.0.self_attn.q_proj.weight"].shape == (16, 16)
     assert dict(model.named_parameters())["model.layers.0.self_attn.k_proj.weight"].shape == (8, 16)
@@ -100,10 +97,7 @@ def test_a_folder_gives_back_what_was_saved(architecture: str, tmp_path: Path) -
 
 
 def test_the_tokenizers_padding_id_wins(tmp_path: Path) -> None:
-    """A decoder pools the last token that is not padding, so the model must know the id that the rows are padded with.
-
-    Padded with 5 behind token 1, the logits are those of token 1 alone.
-    """
+    """A decoder pools the last token that is not padding; padded with 5, the logits are those of token 1 alone."""
     save_base(build_base(spec()), tmp_path, TINY.labels)
     model = build_base(dataclasses.replace(TINY, base=str(tmp_path), pad_id=5)).eval()
     padded = model(input_ids=torch.tensor([[1, 5, 5]]), attention_mask=torch.tensor([[1, 0, 0]])).logits
@@ -125,7 +119,6 @@ HEADS = [("decoder", "classification"), ("encoder", "multi-label"), ("encoder", 
 
 @pytest.mark.parametrize(("architecture", "head"), HEADS)
 def test_a_head_of_other_classes_is_drawn_as_if_there_were_none(architecture: str, head: str, tmp_path: Path) -> None:
-    """Three classes with other names, or without names, are not ours, though the output layer has the same shape."""
     model = build_base(dataclasses.replace(spec(architecture), head=head))
     wanted = dataclasses.replace(spec(architecture), head=head, base=str(tmp_path), seed=99)
     for names, said in ((("a", "b", "c"), r"names other classes \(a, b, c\)"), ((), "has 3 outputs without names")):
@@ -149,7 +142,6 @@ def test_a_head_of_other_classes_is_drawn_as_if_there_were_none(architecture: st
 
 @pytest.mark.parametrize(("architecture", "head"), HEADS)
 def test_a_head_of_the_same_classes_is_kept_in_its_own_order(architecture: str, head: str, tmp_path: Path) -> None:
-    """Sorted, the labels would be read from the wrong outputs. A name may be in upper case in the checkpoint."""
     model = build_base(dataclasses.replace(spec(architecture), head=head))
     save_base(model, tmp_path, [name.upper() for name in TINY.labels])
     labels = labels_in_own_order(str(tmp_path), head, sorted(TINY.labels))
@@ -164,7 +156,6 @@ def test_a_head_of_the_same_classes_is_kept_in_its_own_order(architecture: str, 
 
 
 def test_classes_that_differ_only_in_case_are_told_apart_by_it(tmp_path: Path) -> None:
-    """A head for Yes and yes may be kept for these, but which of them is YES is unknown."""
     model = build_base(dataclasses.replace(spec("encoder"), num_labels=2, labels=("Yes", "yes")))
     save_base(model, tmp_path, ("Yes", "yes"))
     for labels, kept in ((("Yes", "yes"), True), (("YES", "yes"), False), (("yes", "Yes"), False)):
@@ -196,7 +187,6 @@ def test_a_head_of_one_number_is_kept_for_numbers(problem: str | None, kept: boo
 
 
 def test_a_head_of_one_label_is_said_to_name_the_same(tmp_path: Path) -> None:
-    """Of several labels a text may have there may be one only: its output is no number to be learned."""
     one = dataclasses.replace(spec("encoder"), head="multi-label", num_labels=1, labels=("toxic",))
     save_base(build_base(one), tmp_path, ("toxic",))
     notes = facts_of(build_base(dataclasses.replace(one, base=str(tmp_path)))).notes
@@ -213,7 +203,6 @@ def test_a_head_of_one_label_is_said_to_name_the_same(tmp_path: Path) -> None:
     ],
 )
 def test_code_that_a_base_names_is_not_run_and_is_named(named: Any, said: str, tmp_path: Path) -> None:
-    """The class of transformers takes its place, and may be another model; what is written from it names no code."""
     save_base(build_base(spec("encoder")), tmp_path / "base", TINY.labels)
     change_config(tmp_path / "base", auto_map=named)
     model = build_base(dataclasses.replace(spec("encoder"), base=str(tmp_path / "base")))
@@ -231,7 +220,6 @@ def change_config(folder: Path, **values: Any) -> None:
 
 @pytest.mark.parametrize("shape", [TINY, CAUSAL], ids=["classifier", "causal"])
 def test_a_folder_that_lacks_part_of_its_backbone_is_refused(shape: ModelSpec, tmp_path: Path) -> None:
-    """transformers would fill the hole with noise and go on."""
     save_base(build_base(shape), tmp_path, shape.labels)
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
@@ -274,7 +262,6 @@ def test_a_folder_that_is_no_model_is_refused(made: Any, message: str, tmp_path:
 
 @pytest.mark.parametrize("name", ["./absent", "/absent/folder", "a/b/c", "~/absent-folder"])
 def test_an_absent_folder_is_not_looked_up_on_the_hub(name: str) -> None:
-    """What can only be a path is never sent over the network."""
     with pytest.raises(InputError, match="there is no folder"):
         build_base(dataclasses.replace(TINY, base=name))
 
@@ -313,7 +300,6 @@ def test_a_weight_of_a_pickled_checkpoint_that_is_not_finite_is_refused_too(tmp_
 
 
 def test_the_largest_finite_weights_are_no_fault(tmp_path: Path) -> None:
-    """Their sum is infinite, and so is their square."""
     save_base(build_base(spec()), tmp_path, TINY.labels)
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["score.weight"][:] = torch.finfo(torch.float32).max
@@ -345,7 +331,6 @@ Positions of some begin behind the padding id; some look at distances alone.
 
 @pytest.mark.parametrize("family", LENGTHS)
 def test_the_longest_row_that_is_named_can_be_given(family: str, tmp_path: Path) -> None:
-    """The length that the message names works; one more is refused, with weights and without."""
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     settings, most = LENGTHS[family]
     named = {"vocab_size": 33, "max_position_embeddings": 16, "pad_token_id": 1, "num_labels": 3, "sep_token_id": 2}
@@ -402,7 +387,6 @@ def test_the_head_is_what_lies_beside_the_backbone() -> None:
 
 @pytest.mark.parametrize("kind", ["modernbert", "distilbert", "esm", "deberta-v2"])
 def test_a_folder_of_any_family_is_loaded(kind: str, tmp_path: Path) -> None:
-    """Its weights, with a head of the run's own size; some families know no `use_cache`, some have parts."""
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
     if kind == "distilbert":
         sizes = {"dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 24}
@@ -419,7 +403,6 @@ def test_a_folder_of_any_family_is_loaded(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_causal_model_is_the_decoder_with_its_own_head() -> None:
-    """The backbone has the bits of the classifier's; embedding and head are one tensor, and no class has a name."""
     model: Any = build_base(CAUSAL)
     backbone = dict(build_base(TINY).named_parameters())
     for name, parameter in model.named_parameters():
@@ -439,7 +422,6 @@ def test_the_padding_id_of_a_causal_model_is_an_id_like_any_other() -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_folder_must_have_a_causal_models_head(tied: bool, tmp_path: Path) -> None:
-    """A head of noise would be trained upon without a word. Where it is the embedding it is there."""
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
     config = AutoConfig.for_model("llama", vocab_size=33, tie_word_embeddings=tied, **sizes)
     saved = AutoModelForCausalLM.from_config(config)
@@ -466,7 +448,6 @@ def test_an_encoder_cannot_write(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_decoder_that_does_not_know_how_to_begin_is_refused(tmp_path: Path) -> None:
-    """T5's own code reads it in the first pass, and raised an AttributeError there."""
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}
     AutoConfig.for_model("t5", vocab_size=33, **sizes).save_pretrained(tmp_path)
     base = dataclasses.replace(TINY, base=str(tmp_path))
@@ -478,7 +459,6 @@ def test_a_decoder_that_does_not_know_how_to_begin_is_refused(tmp_path: Path) ->
 
 @pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "mistral"])
 def test_a_folder_of_any_decoder_is_loaded(kind: str, tmp_path: Path) -> None:
-    """Its weights and its own head; `is_decoder` is False where a family does not know the word."""
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
     if kind == "mistral":
         sizes["num_key_value_heads"] = 1

@@ -64,10 +64,7 @@ def batch_of(packs: list[list[Row]], multiple: int = 8) -> dict[str, torch.Tenso
 
 
 def wanted(model: nn.Module, rows: Iterable[Row] = ROWS) -> tuple[float, dict[str, torch.Tensor]]:
-    """The loss sum and its gradients in float64: each row alone, by the model's own forward, token by token.
-
-    Rows of new tokens are put into all weights by peft's own code.
-    """
+    """In float64: each row alone, by the model's own forward, token by token; rows of new tokens by peft's own code."""
     exact: Any = copy.deepcopy(model).double().eval()
     for module in exact.modules():
         module.__dict__.pop("forward_adapters", None)
@@ -104,7 +101,6 @@ def gradients(model: nn.Module, loss: LeafLoss | torch.Tensor) -> dict[str, torc
 def test_the_gradient_is_that_of_a_float64_loop(
     family: str, eager: bool, adapter: AdapterSpec, packs: list[list[Row]]
 ) -> None:
-    """fp32, relative L2 of each tensor; where weights tie the embedding gets both of its parts."""
     model = moved(causal(family, adapter, eager=eager))
     total, exact = wanted(model)
     found = loss_sum(model, batch_of(packs))
@@ -138,10 +134,7 @@ def _trained(weights: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_float64_loop_tells(name: str) -> None:
-    """Each is far from it, so that the test above cannot pass with one; the count of terms tells some as well.
-
-    Rotary positions are relative: one that does not restart moves a row as a whole, which only others could see.
-    """
+    """Rotary positions are relative: one that does not restart moves a row as a whole, which only others could see."""
     model = moved(causal("gpt2", WHOLE))
     _, exact = wanted(model)
     batch = batch_of(PACKED)
@@ -151,7 +144,6 @@ def test_the_float64_loop_tells(name: str) -> None:
 
 
 def test_a_mean_of_means_is_another_gradient() -> None:
-    """Micro-batches divided by their own counts, and then by each other's number; the sums are the loop's."""
     model = moved(causal())
     _, exact = wanted(model)
     parts = [loss_sum(model, batch_of([pack])) for pack in PACKED]
@@ -177,14 +169,12 @@ def test_a_pack_is_its_rows_end_to_end() -> None:
 
 
 def test_a_pack_ends_at_the_limit_and_weights_go_with_tokens() -> None:
-    """Rounded up to a multiple, but no further than the limit; a row of another number of weights is refused."""
     assert collate_packs([[row([1, 2, 3, 4, 5], 1)]], PAD, 4, 6)["input_ids"].shape == (1, 6)
     with pytest.raises(ValueError, match="3 tokens and 2 weights"):
         collate_packs([[(torch.tensor([1, 2, 3]), torch.ones(2))]], PAD, 4, None)
 
 
 def test_the_digest_is_of_what_the_model_is_given() -> None:
-    """Not of the padding; of each token, position, row and weight, and of which row is whose neighbour."""
     narrow, wide = batch_of(PACKED, 1), batch_of(PACKED, 64)
     assert torch.equal(content(narrow), content(wide))
     assert torch.equal(content(narrow)[1:2], content(batch_of(PACKED[1:2])))
@@ -198,7 +188,6 @@ def test_the_digest_is_of_what_the_model_is_given() -> None:
 
 @pytest.mark.parametrize("adapter", [LORA, WHOLE], ids=["lora", "whole"])
 def test_few_logits_are_held_at_a_time(adapter: AdapterSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two tokens' logits at most, forward and backward, and the gradient of all at once but for rounding."""
     model = moved(causal("qwen3", adapter))
     batch = batch_of(PACKED)
     whole = loss_sum(model, batch)
@@ -219,7 +208,6 @@ def test_few_logits_are_held_at_a_time(adapter: AdapterSpec, monkeypatch: pytest
 def test_logits_take_a_small_part_of_what_all_of_them_take(
     adapter: AdapterSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Most bytes of tensors at once, forward and backward, 20 tokens' logits at a time of 320, all trained."""
     spec = dataclasses.replace(CAUSAL, vocab_size=8192, max_length=320, num_hidden_layers=1)
     model: Any = attach(build_base(spec), adapter, seed=3)
     ids = torch.arange(320)
@@ -245,7 +233,6 @@ def test_logits_take_a_small_part_of_what_all_of_them_take(
 
 
 def test_each_pack_gives_its_own_sums() -> None:
-    """In fp64, in eval mode though the model trains with dropout; its mode is as before, and no graph is left."""
     model = moved(causal("gpt2", dropout=0.5))
     found = row_outputs(model, batch_of(PACKED))
     assert (found.dtype, found.requires_grad, model.training) == (torch.float64, False, True)
@@ -335,7 +322,6 @@ def test_a_row_is_the_same_whoever_is_beside_it() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_text_is_the_largest_logit_each_time(family: str) -> None:
-    """As a pass over all tokens so far gives it, without the cache that generation keeps."""
     model: Any = moved(causal(family))
     expected = [4, 5, 6]
     for _ in range(8):
@@ -347,7 +333,6 @@ def test_greedy_text_is_the_largest_logit_each_time(family: str) -> None:
 
 
 def test_generation_ends_where_it_must_and_takes_over_no_settings() -> None:
-    """At a stop token, which is given back; at the limit; at the model's last position (16)."""
     model: Any = moved(causal())
     found = generate_greedy(model, [4, 5, 6], (), 8)
     stop = found[3]
@@ -361,7 +346,6 @@ def test_generation_ends_where_it_must_and_takes_over_no_settings() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_micro_batch_draws_the_same_whatever_came_before(family: str) -> None:
-    """Dropout inside and outside of attention, packed: the bits of a gradient are those of its step and index."""
     model = moved(causal(family, AdapterSpec(r=2, alpha=4.0, dropout=0.2), dropout=0.3)).train()
     first, second = batch_of(PACKED), batch_of(SEPARATE)
     full = needs_full_interception(lambda: loss_sum(model, first), CPU)

@@ -45,10 +45,7 @@ def trained(backend: Backend, optimizer: str, *, checkpointing: bool, dropout: f
 
 @pytest.mark.parametrize(("architecture", "optimizer"), [("decoder", "sgd"), ("encoder", "adamw")])
 def test_the_bits_are_those_without_it_on_any_number_of_workers(architecture: str, optimizer: str) -> None:
-    """Dropout in attention, in hidden states and before the adapters: what is computed again draws what it drew.
-
-    Without dropout the digest is another one, so what is compared depends on the draws.
-    """
+    """Without dropout the digest is another one, so what is compared depends on the draws."""
 
     def digest(backend: Backend, *, checkpointing: bool, dropout: float = 0.25) -> int:
         return trained(backend, optimizer, checkpointing=checkpointing, dropout=dropout, architecture=architecture)
@@ -67,7 +64,6 @@ def test_the_global_generator_is_neither_read_nor_moved() -> None:
 
 
 def test_a_model_of_several_layers_needs_less() -> None:
-    """Six layers: what lives at the peak of one micro-batch is less than half, by the independent count."""
     shape = dataclasses.replace(spec(), num_hidden_layers=6, hidden_size=32, intermediate_size=64)
 
     def peak(*, checkpointing: bool) -> int:
@@ -92,8 +88,7 @@ def test_a_model_without_such_layers_is_refused() -> None:
 
 
 def test_what_is_computed_again_attends_as_it_did() -> None:
-    """A pass of packs attends by a function of its own, and its gradient is made after that one is gone: the same one
-    is called again, once a layer, and the gradient is that without computing again."""
+    """The pass's own attention is gone when its gradient is made: the same one is called again, once a layer."""
     calls: list[str] = []
 
     def attend(

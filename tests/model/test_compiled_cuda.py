@@ -38,6 +38,5 @@ def test_rows_of_new_tokens_get_the_gradient_of_an_eager_pass(found: dict[str, A
 
 
 def test_the_same_bits_again_and_with_shifted_allocations(found: dict[str, Any]) -> None:
-    """With dropout: a step's bits belong to its stream, not to what was computed before or where memory lies."""
     assert found["same"] == [True] * 4
     assert found["other"] == [False] * 4

@@ -115,7 +115,6 @@ def test_every_way_that_a_model_should_take_gives_the_same_logits(architecture: 
 
 
 def test_no_mask_is_made_for_a_model_that_needs_none() -> None:
-    """Its attention gets none, and is told that it is causal; afterwards the model is what it was."""
     model = build_base(spec("decoder")).eval()
     seen: list[object] = []
     for name, module in model.named_modules():
@@ -135,10 +134,7 @@ def test_no_mask_is_made_for_a_model_that_needs_none() -> None:
 def test_a_way_that_does_not_hold_is_found_by_trying(
     wrong: Masking, zeros: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An encoder that is taken for a decoder: some of its tokens would not be seen. It keeps its mode.
-
-    The logits of a head of zeros are equal under every mask: a trial by logits would accept anything.
-    """
+    """The logits of a head of zeros are equal under every mask: a trial by logits would accept anything."""
     model = _model("bert", {}).train()
     if zeros:
         with torch.no_grad():
@@ -176,7 +172,6 @@ def test_on_a_gpu_what_was_tried_is_used_and_tried_once(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("name", masks.WINDOWS)
 @pytest.mark.parametrize("nested", [False, True])
 def test_each_name_of_a_window_is_one(name: str, nested: bool) -> None:
-    """In a part of a configuration as well: rows of a trial are shorter than windows."""
     model, text = build_base(spec("decoder")), PreTrainedConfig()
     if nested:
         model.config = Nested(attn_implementation="sdpa")
@@ -193,7 +188,6 @@ def test_layers_of_another_kind_are_not_full_ones() -> None:
 
 
 def test_a_decoder_that_is_told_to_see_all_is_not_causal() -> None:
-    """Its layers still say that they are."""
     model = _model("llama", {"is_causal": False})
     assert possible_maskings(model) == (Masking.PAIRS, TOKENS)
     found = tried_masking(model, CPU)
@@ -217,7 +211,6 @@ def test_a_fault_of_the_device_is_not_the_mask_s(error: Exception) -> None:
 
 @pytest.mark.parametrize("kind", ["t5", "bart"])
 def test_a_model_that_cannot_be_tried_gets_the_mask_of_tokens(kind: str) -> None:
-    """These want an end token in each row, as often in one as in the other, and have a backbone of two halves."""
     sizes: dict[str, object] = {"d_ff": 48, "d_kv": 8, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
     if kind == "bart":
         sizes = {"encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "encoder_layers": 2, "decoder_layers": 2}
@@ -267,7 +260,6 @@ def test_the_trial_of_padding_leaves_the_model_as_it_is() -> None:
 
 
 def test_tags_stand_where_their_tokens_stand_when_rows_are_padded_on_the_left() -> None:
-    """Rows are turned for the model alone; its logits are turned back. XLNet's tags are the same on either side."""
     torch.manual_seed(0)
     config = AutoConfig.for_model("xlnet", **_sizes("xlnet", XLNET))
     model: Any = AutoModelForTokenClassification.from_config(config).eval()
@@ -279,7 +271,6 @@ def test_tags_stand_where_their_tokens_stand_when_rows_are_padded_on_the_left() 
 
 
 def test_a_model_that_mixes_padding_in_is_said_to() -> None:
-    """FNet has no mask, so no side helps."""
     model = _model("fnet", {"max_position_embeddings": 64})
     assert padding_of(model, CPU).change > 0.01
     assert "FNetForSequenceClassification mixes padding into its rows" in padding_note(model, CPU)

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.fx import Graph, GraphModule, Node
+from torch.nn import functional as F
 
+from andon.model import causal, memory_compiled
 from andon.model.adapter import AdapterSpec, attach, trainable_parameters
-from andon.model.build import build_base
-from andon.model.memory import MemoryPlan, activation_bytes, kept_partials, measure_peak_bytes, plan_bytes
+from andon.model.build import ModelSpec, build_base, build_shape, checkpoint_layers
+from andon.model.causal import collate_packs, loss_sum
+from andon.model.memory import MemoryPlan, activation_bytes, kept_partials, measure_peak_bytes, plan_bytes, rounded
+from andon.model.memory_compiled import _layers_of, _Passes, compiled_activations, peak_of, shortened
+from andon.model.memory_trace import KernelsOfCuda, checkpoint_hollow, hollow, traced_activations, traced_evaluation
 from andon.step.flat import FlatParameters
+from andon.step.keyed import KeyedRandomness
 from andon.step.plan import rank_leaves
-from tests.model.tiny import CPU, LORA, adapted, spec, task
+from andon.tasks.classification import ClassificationTask
+from tests.model.tiny import CAUSAL, CPU, LORA, adapted, spec, task
 
 MIB = 1 << 20
 
@@ -27,8 +35,6 @@ def zeros(mebibytes: int) -> torch.Tensor:
 
 
 def test_the_count_is_of_what_lives_at_once() -> None:
-    """3 and then 2 MiB, the first dropped before: 3 at most. Both kept: 5."""
-
     def one_after_the_other() -> None:
         zeros(3)
         zeros(2)
@@ -59,7 +65,6 @@ def test_what_was_made_before_counts_when_it_is_touched() -> None:
 
 
 def test_the_count_sees_the_backward_pass_and_a_graph_that_is_kept() -> None:
-    """A loss that is held holds its graph: each round adds 1 MiB and the loss itself."""
     weight = nn.Parameter(torch.ones(MIB // 4))
 
     def rounds(count: int) -> list[torch.Tensor]:
@@ -98,7 +103,6 @@ def plan(optimizer: str = "adamw", **options: float) -> MemoryPlan:
 
 
 def test_the_parts_of_the_plan_by_hand() -> None:
-    """29 tensors, each rounded up to 16 elements; two moments for AdamW, none or one for SGD."""
     model = adapted()
     trainable = trainable_parameters(model)
     size = 4 * sum(-(-value.numel() // 16) * 16 for value in trainable.values())
@@ -122,35 +126,6 @@ def test_only_the_largest_phase_counts() -> None:
     assert MemoryPlan(**parts).as_dict() == parts | {"total": 8, "needed": 10}
 
 
-@pytest.mark.parametrize("architecture", ["decoder", "encoder"])
-@pytest.mark.parametrize("kind", ["lora", "none"])
-def test_forward_and_backward_stay_within_the_plan(architecture: str, kind: str) -> None:
-    """Counted independently: model, flat buffers and one micro-batch, within a tenth of what the plan says of them."""
-    shape = dataclasses.replace(spec(architecture), hidden_size=64, intermediate_size=128, dropout=0.1, max_length=32)
-    rows = task([list(range(32)), list(range(27)), list(range(30))], [0, 1, 2])
-    adapter = AdapterSpec(kind=kind, r=4, dropout=0.1)
-
-    def make() -> nn.Module:
-        return attach(build_base(shape), adapter, 0)
-
-    def train() -> None:
-        model = make()
-        flat = FlatParameters(trainable_parameters(model), CPU)
-        for _ in range(2):
-            rows.loss_sum(model, rows.load([0, 1, 2], CPU)).loss_sum.backward()  # type: ignore[no-untyped-call]
-        assert flat.attached()
-
-    model = make()
-    planned = plan_bytes(
-        model, trainable_parameters(model), "sgd", 1, activation_bytes(model, rows, rows.load([0, 1, 2], CPU))
-    )
-    expected = planned.base + planned.weights + planned.gradient + planned.activations
-    del model
-    gc.collect()
-    peak = measure_peak_bytes(train).peak
-    assert 0.85 * expected <= peak <= 1.1 * expected
-
-
 def test_the_dry_forward_leaves_no_trace() -> None:
     model = attach(build_base(dataclasses.replace(spec(), dropout=0.2)), LORA, 0).eval()
     rows = task([[1, 2, 3]], [0])
@@ -159,3 +134,287 @@ def test_the_dry_forward_leaves_no_trace() -> None:
     assert torch.equal(torch.get_rng_state(), before)
     assert not model.training
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+# What a micro-batch needs, found without memory: as the independent count finds it, and as a GPU would keep it.
+
+
+ADAPTER = AdapterSpec(r=4, dropout=0.1)
+SHAPE = dataclasses.replace(spec(), hidden_size=64, intermediate_size=128, dropout=0.1, max_length=32)
+
+
+def planned(shape: ModelSpec, adapter: AdapterSpec, rows: int, length: int, *, checkpointing: bool = False) -> int:
+    """What lasts and one micro-batch, by the plan."""
+    model = attach(build_shape(shape), adapter, 0)
+    with hollow(model):
+        if checkpointing:
+            checkpoint_hollow(model, "cpu")
+        plan = plan_bytes(model, trainable_parameters(model), "sgd", 1, traced_activations(model, rows, length, "cpu"))
+    return plan.base + plan.weights + plan.gradient + plan.activations
+
+
+def counted(shape: ModelSpec, adapter: AdapterSpec, rows: int, length: int, *, checkpointing: bool = False) -> int:
+    """The same by the count of what lives, with the real model; of next tokens in packs of two rows."""
+    half = (torch.arange(length // 2) % shape.vocab_size, torch.ones(length // 2))
+    packs, data = collate_packs([[half, half]] * rows, 0, 8, None), rows_of(rows, length)
+
+    def train() -> None:
+        model = attach(build_base(shape), adapter, 0)
+        if checkpointing:
+            checkpoint_layers(model, CPU)
+        flat = FlatParameters(trainable_parameters(model), CPU)
+        with KeyedRandomness(0, CPU).micro_batch(1, 0):
+            plain = shape.head != "causal"
+            loss = data.loss_sum(model, data.load(range(rows), CPU)) if plain else loss_sum(model, packs)
+            loss.loss_sum.backward()  # type: ignore[no-untyped-call]
+        assert flat.attached()
+
+    return measure_peak_bytes(train).peak
+
+
+def rows_of(count: int, length: int) -> ClassificationTask:
+    return task([list(range(length))] * count, [0] * count)
+
+
+@pytest.mark.parametrize("architecture", ["decoder", "encoder"])
+@pytest.mark.parametrize("kind", ["lora", "none"])
+def test_forward_and_backward_stay_within_the_plan(architecture: str, kind: str) -> None:
+    shape, adapter = dataclasses.replace(SHAPE, architecture=architecture), dataclasses.replace(ADAPTER, kind=kind)
+    model, rows = attach(build_base(shape), adapter, 0), rows_of(3, 32)
+    activations = activation_bytes(model, rows, rows.load(range(3), CPU))
+    plan = plan_bytes(model, trainable_parameters(model), "sgd", 1, activations)
+    expected = plan.base + plan.weights + plan.gradient + plan.activations
+    assert 0.85 * expected <= counted(shape, adapter, 3, 32) <= 1.1 * expected
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kind", "dtype"),
+    [
+        ("decoder", "lora", "bfloat16"),
+        ("decoder", "none", "float32"),
+        ("encoder", "lora", "float32"),
+        ("encoder", "none", "bfloat16"),
+    ],
+)
+def test_the_trace_is_what_lives(architecture: str, kind: str, dtype: str) -> None:
+    shape = dataclasses.replace(SHAPE, architecture=architecture, dtype=dtype)
+    adapter = dataclasses.replace(ADAPTER, kind=kind)
+    assert planned(shape, adapter, 5, 32) == pytest.approx(counted(shape, adapter, 5, 32), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "words"),
+    [("lora", "float32", 33), ("lora", "bfloat16", 200_000), ("none", "float32", 200_000), ("none", "float32", 33)],
+)
+def test_the_trace_of_next_tokens_is_what_lives(
+    kind: str, dtype: str, words: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(causal, "_LOGITS", {"cpu": 40 * 200_000})
+    shape = dataclasses.replace(CAUSAL, hidden_size=64, intermediate_size=128, vocab_size=words, dtype=dtype)
+    adapter = dataclasses.replace(ADAPTER, kind=kind)
+    assert planned(shape, adapter, 5, 32) == pytest.approx(counted(shape, adapter, 5, 32), rel=0.05)
+
+
+def test_packs_on_a_gpu_are_attended_by_their_spans() -> None:
+    shape = dataclasses.replace(CAUSAL, hidden_size=64, max_length=1024, dtype="bfloat16")
+    grown = {}
+    for dtype in ("bfloat16", "float32"):
+        model = attach(build_shape(dataclasses.replace(shape, dtype=dtype)), ADAPTER, 0)
+        with hollow(model):
+            short, long = (traced_activations(model, 2, length, "cuda") for length in (512, 1024))
+        grown[dtype] = long / short
+    assert grown["bfloat16"] == pytest.approx(2, rel=0.02)
+    assert grown["float32"] > 2.3
+
+
+def test_the_trace_follows_layers_that_compute_again() -> None:
+    shape = dataclasses.replace(SHAPE, num_hidden_layers=4)
+    less = planned(shape, ADAPTER, 6, 32, checkpointing=True)
+    assert less == pytest.approx(counted(shape, ADAPTER, 6, 32, checkpointing=True), rel=0.05)
+    assert less < 0.8 * planned(shape, ADAPTER, 6, 32)
+
+
+def test_nothing_is_allocated() -> None:
+    shape = dataclasses.replace(
+        SHAPE, hidden_size=2**17, intermediate_size=2**19, num_hidden_layers=2, num_attention_heads=1024,
+        num_key_value_heads=1024, dtype="bfloat16", max_length=512,
+    )  # fmt: skip
+    model = attach(build_shape(shape), ADAPTER, 0)
+    frozen = sum(2 * value.numel() for value in model.parameters() if not value.requires_grad)
+    with hollow(model):
+        activations = traced_activations(model, 4, 512, "cuda")
+        plan = plan_bytes(model, trainable_parameters(model), "adamw", 8, activations, kind="cuda")
+    assert frozen > 1e12
+    assert plan.base == pytest.approx(frozen, rel=1e-3)
+    assert plan.activations > 2 * 4 * 512 * 2**19 * 2
+
+
+def held_by_dropout(kind: str) -> int:
+    """Bytes that dropout of 4096 fp32 numbers keeps for its backward pass."""
+    seen: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        seen.append(tensor.nbytes)
+        return tensor
+
+    vector = torch.ones(4096, requires_grad=True)
+    kernels = KernelsOfCuda() if kind == "cuda" else nullcontext()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), kernels:
+        F.dropout(vector, 0.5)
+    return sum(seen)
+
+
+def test_a_gpu_keeps_masks_as_booleans() -> None:
+    assert held_by_dropout("cuda") == 4096
+    assert held_by_dropout("cpu") == 4 * 4096
+
+
+def test_attention_on_a_gpu_keeps_no_matrix_of_pairs() -> None:
+    model = attach(build_shape(dataclasses.replace(SHAPE, max_length=512, dtype="bfloat16")), ADAPTER, 0)
+    with hollow(model):
+        short, long = (traced_activations(model, 2, length, "cuda") for length in (256, 512))
+        pairs = traced_activations(model, 2, 512, "cpu")
+    assert long == pytest.approx(2 * short, rel=0.02)
+    assert pairs > 1.5 * long
+
+
+def test_sizes_of_a_gpu_are_multiples_of_its_unit() -> None:
+    assert [rounded(size) for size in (0, 1, 512, 513)] == [0, 512, 512, 1024]
+
+
+def test_a_model_takes_what_it_took_before() -> None:
+    """What is tried of a model before its first trace is no part of it: of one row of two tokens it would be most."""
+    for shape in (SHAPE, CAUSAL):
+        model = attach(build_shape(shape), ADAPTER, 0)
+        with hollow(model):
+            found = [
+                (traced_evaluation(model, 1, 2, "cuda"), traced_activations(model, 1, 2, "cuda")) for _ in range(2)
+            ]
+        assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(("shape", "length"), [(SHAPE, 32), (CAUSAL, 16)], ids=["classifier", "next tokens"])
+def test_an_evaluation_keeps_nothing(shape: ModelSpec, length: int) -> None:
+    found = []
+    for layers in (2, 4):
+        model = attach(build_shape(dataclasses.replace(shape, num_hidden_layers=layers)), ADAPTER, 0)
+        with hollow(model):
+            found.append(traced_evaluation(model, 8, length, "cpu"))
+            assert model.training
+            assert found[-1] < traced_activations(model, 8, length, "cpu")
+    assert found[0] == pytest.approx(found[1], rel=0.01)
+
+
+# What compiled passes need, read off graphs: a few layers stand for all, and a graph's peak is that of its kernels.
+
+
+def deep_model(layers: int) -> nn.Module:
+    """A decoder of so many layers, with an adapter and dropout."""
+    sizes = dataclasses.replace(spec(), hidden_size=64, intermediate_size=128, num_hidden_layers=layers, dropout=0.1)
+    return attach(build_shape(sizes), AdapterSpec(r=4, dropout=0.1), 0)
+
+
+@pytest.mark.parametrize("layers", [1, 3, 4, 36])
+def test_a_few_layers_stand_for_all(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+
+    def traced(model: nn.Module, *_: int) -> _Passes:
+        looked.append(len(_layers_of(model)))
+        return _Passes(100 + 7 * looked[-1], 0, torch.empty(0))
+
+    monkeypatch.setattr(memory_compiled, "_traced", traced)
+    assert compiled_activations(deep_model(layers), 4, 16) == 100 + 7 * layers
+    assert max(looked) <= 3
+
+
+def test_a_model_has_all_its_layers_again() -> None:
+    model = deep_model(4)
+    layers = list(_layers_of(model))
+    try:
+        with shortened(model, 2):
+            assert len(_layers_of(model)) == 2
+            raise KeyError
+    except KeyError:
+        pass
+    assert list(_layers_of(model)) == layers
+
+
+def made(graph: Graph, name: str, rows: int) -> Node:
+    """A placeholder of `rows` rows of a thousand fp32 values."""
+    node = graph.placeholder(name)
+    node.meta["val"] = torch.empty(rows, 1000, device="meta")
+    return node
+
+
+def product(graph: Graph, x: Node, weight: Node) -> Node:
+    """What a kernel of its own makes of `x`."""
+    node = graph.call_function(torch.ops.aten.mm.default, (x, weight))
+    node.meta["val"] = torch.empty(x.meta["val"].shape[0], 1000, device="meta")
+    return node
+
+
+def test_the_peak_is_what_lives_at_once() -> None:
+    """Weights do not count, nor what is fused between products, and a view has no memory."""
+    graph = Graph()
+    x, weight = made(graph, "tangents_1", 300), made(graph, "primals_1", 1000)
+    first = product(graph, x, weight)
+    shown = graph.call_function(torch.ops.aten.view.default, (first, [300, 1000]))
+    shown.meta["val"] = torch.empty(300, 1000, device="meta")
+    second = product(graph, shown, weight)
+    fused = graph.call_function(torch.ops.aten.mul.Tensor, (second, 2.0))
+    fused.meta["val"] = torch.empty(300, 1000, device="meta")
+    graph.output((product(graph, fused, weight),))
+    one = rounded(300 * 1000 * 4)
+    assert peak_of(GraphModule(nn.Module(), graph)) == 2 * one
+    kept = Graph()
+    x, weight = made(kept, "tangents_1", 300), made(kept, "primals_1", 1000)
+    first = product(kept, x, weight)
+    second = product(kept, first, weight)
+    kept.output((first, product(kept, second, weight), x))
+    assert peak_of(GraphModule(nn.Module(), kept)) == 4 * one
+
+
+def test_what_is_only_returned_keeps_nothing_alive() -> None:
+    """A compiler makes a sum that is returned at once, so its products die there: seven values are the most."""
+    graph = Graph()
+    x, weight = made(graph, "tangents_1", 300), made(graph, "primals_1", 1000)
+    pairs = []
+    for _ in range(3):
+        pairs.append((product(graph, x, weight), product(graph, x, weight)))
+        x = both(graph, pairs[-1])
+    graph.output((x, *[both(graph, pair) for pair in pairs]))
+    assert peak_of(GraphModule(nn.Module(), graph)) == 7 * rounded(300 * 1000 * 4)
+
+
+def both(graph: Graph, pair: tuple[Node, Node]) -> Node:
+    """Their sum, which is fused with what is around it."""
+    node = graph.call_function(torch.ops.aten.add.Tensor, pair)
+    node.meta["val"] = torch.empty(300, 1000, device="meta")
+    return node
+
+
+# By default: attention of a traced pass (above) keeps no matrix of pairs on a GPU, with dropout too.
+@pytest.mark.deep
+def test_attention_with_dropout_keeps_no_weights_of_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # else its thread outlives the tracing
+    found = []
+    for dropout in (0.1, 0.0):
+        sizes = dataclasses.replace(spec("encoder"), hidden_size=64, num_hidden_layers=1, dropout=0.1, max_length=256)
+        model = attach(build_shape(sizes), AdapterSpec(r=4, dropout=0.1), 0)
+        for module in model.modules():
+            if hasattr(module, "query"):
+                module.dropout.p = dropout
+        found.append(_compiled(model))
+    assert found[0] <= 1.05 * found[1]
+
+
+def test_a_large_vocabulary_needs_its_logits_while_all_else_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
+    sizes = dataclasses.replace(CAUSAL, hidden_size=64, num_hidden_layers=1, vocab_size=100_000, max_length=256)
+    all_logits = 4 * 256 * 100_000 * 4
+    assert _compiled(attach(build_shape(sizes), AdapterSpec(r=4, targets=("q_proj",)), 0)) > all_logits
+
+
+def _compiled(model: nn.Module) -> int:
+    with hollow(model):
+        return compiled_activations(model, 4, 256)

@@ -40,7 +40,6 @@ def packs(of: list[list[Row]]) -> list[list[Row]]:
 @pytest.mark.parametrize("of", [PACKED, SEPARATE], ids=["packed", "separate"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_gradient_is_that_of_a_float64_loop(family: str, of: list[list[Row]]) -> None:
-    """Of each row alone, token by token, by the model's own forward pass and peft's; tied, a row has both its parts."""
     model = moved(attach(causal_base(family), WITH_NEW, seed=3))
     given = packs(of)
     total, exact = wanted(model, (each for pack in given for each in pack))
@@ -55,7 +54,6 @@ def test_the_gradient_is_that_of_a_float64_loop(family: str, of: list[list[Row]]
 @pytest.mark.parametrize("spec", [WITH_NEW, WHOLE], ids=["lora", "whole"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_start_as_the_mean_of_the_others_which_keep_their_bits(family: str, spec: AdapterSpec) -> None:
-    """Of the embedding and of the head, each its own; nothing is drawn, so another seed changes none of it."""
     before = tables(causal_base(family))
     state = torch.get_rng_state()
     for seed in (3, 4):
@@ -88,7 +86,6 @@ def test_only_the_rows_of_new_tokens_are_trained_of_a_vocabulary(dtype: str) -> 
 
 
 def test_a_mean_is_of_all_rows_in_one_order() -> None:
-    """More rows than are added at a time, of sizes that float32 would lose: on any number of threads the same bits."""
     rows = torch.randn(10_001, 3, generator=torch.Generator().manual_seed(1)) * torch.tensor([1.0, 1e-3, 1e6])
     threads = torch.get_num_threads()
     try:
@@ -102,7 +99,6 @@ def test_a_mean_is_of_all_rows_in_one_order() -> None:
 
 
 def test_models_without_such_rows_are_refused() -> None:
-    """No causal language model; logits with a bias, which has no row in an adapter, while whole it is learned."""
     with pytest.raises(InputError, match=r"model.new_tokens: Qwen3ForSequenceClassification is no causal language"):
         adapted(adapter=WITH_NEW)
     biased = GPTJConfig(vocab_size=KNOWN, n_embd=16, n_layer=1, n_head=2, rotary_dim=4, n_positions=32)

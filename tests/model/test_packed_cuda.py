@@ -46,7 +46,6 @@ def learned(model: nn.Module, lengths: list[list[int]]) -> tuple[float, torch.Te
 
 
 def test_spans_give_what_pairs_give(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loss and gradients, to what products of bf16 leave of them; and not what rows that see each other give."""
     model = model_of()
     assert masking_of(model, GPU) is Masking.SPANS
     require_apart(model, GPU, 128)
