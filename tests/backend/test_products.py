@@ -167,7 +167,6 @@ def of_a_process(*arguments: str, **more: str) -> subprocess.CompletedProcess[st
 
 
 def test_the_bits_are_the_same_on_a_lesser_cpu_and_torch_computes_as_before_afterwards() -> None:
-    """In this process, and with oneDNN limited to AVX2 on one and two threads, after oneDNN has computed once."""
     done = of_a_process(ONEDNN_MAX_CPU_ISA="AVX2", ATEN_CPU_CAPABILITY="avx2")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.split() == [digest()] * 2
@@ -210,7 +209,6 @@ def _halves(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
 def test_what_is_tried_shows_a_cpu_that_adds_otherwise(
     monkeypatch: pytest.MonkeyPatch, differs: Callable[[Tensor, Tensor], Tensor]
 ) -> None:
-    """Not in all of its kernels, and not in each of their elements."""
     right = products._product
     monkeypatch.setattr(products, "_product", lambda a, b, bias: differs(right(a, b, bias), _halves(a, b, bias)))
     with pytest.raises(InputError, match=r"needs products that add in one order"):
