@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -53,11 +54,13 @@ def test_a_stopped_process_is_told_from_a_gone_one(child: tuple[subprocess.Popen
     started, process = child
     started.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, started.pid, os.WSTOPPED | os.WNOWAIT)
-    assert process.look() == "stopped"
+    assert (process.look(), process.alive(), process.stopped()) == ("stopped", True, True)
     assert process.kill()
     os.waitid(os.P_PID, started.pid, os.WEXITED | os.WNOWAIT)
     assert (process.look(), process.exit_code()) == ("gone", -signal.SIGKILL)
     assert not process.kill()
+    assert not process.alive()
+    assert not process.send(signal.SIGKILL)
     started.wait()
     assert (process.look(), process.exit_code()) == ("gone", None)
 
@@ -85,20 +88,21 @@ def test_an_exit_code_is_read(child: tuple[subprocess.Popen[bytes], Process]) ->
     assert process.exit_code() == 7
 
 
-def test_another_process_with_the_same_id_is_another(child: tuple[subprocess.Popen[bytes], Process]) -> None:
+@pytest.mark.parametrize(
+    ("another", "state"),
+    [({"started": 1}, "gone"), ({"machine": "another boot"}, "elsewhere"), ({"machine": ""}, "elsewhere")],
+)
+def test_a_process_of_another_time_or_machine_is_not_judged(
+    child: tuple[subprocess.Popen[bytes], Process], another: dict[str, Any], state: State
+) -> None:
     started, process = child
-    earlier = replace(process, started=process.started - 1)
-    assert earlier.look() == "gone"
-    assert not earlier.kill()
+    other = replace(process, **another)
+    assert other.look() == state
+    assert not other.kill()
     assert started.poll() is None
-
-
-def test_a_process_elsewhere_is_not_judged(child: tuple[subprocess.Popen[bytes], Process]) -> None:
-    far = replace(child[1], machine="another boot")
-    assert far.look() == "elsewhere"
-    assert not far.kill()
-    assert replace(far, machine="").look() == "elsewhere"
-    assert child[0].poll() is None
+    if state == "gone":
+        assert not other.alive()
+        assert not other.send(signal.SIGKILL)
 
 
 @pytest.mark.parametrize(

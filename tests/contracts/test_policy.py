@@ -13,7 +13,7 @@ from typing import get_args
 
 import pytest
 
-from andon_contracts.clauses import CLAUSES, Clause, Kind, clauses_table
+from andon_contracts.clauses import CLAUSES, Clause, Kind
 from andon_contracts.laws.law import Judgement, settle
 from andon_contracts.laws.outcome import RESTORED, Restored
 from andon_contracts.policy import (
@@ -157,21 +157,6 @@ def test_the_seeds_contracts_have_a_clause() -> None:
     known = {alias for promise in CLAUSES.values() for alias in promise.aliases}
     asked = {"C-DP-001", "C-DP-002", "F-HET-001", "F-HET-002"} | {f"F-DP-00{number}" for number in range(1, 7)}
     assert asked <= known
-
-
-def test_the_table_has_a_row_for_each_clause() -> None:
-    head, rule, *rows = clauses_table().splitlines()
-    assert head.count("|") == rule.count("|") == 6
-    assert len(rows) == len(CLAUSES)
-    for row, promise in zip(rows, CLAUSES.values(), strict=True):
-        cells = [cell.strip() for cell in row.strip("|").split("|")]
-        assert cells == [
-            f"`{promise.name}`",
-            promise.kind,
-            promise.statement,
-            ", ".join(promise.aliases),
-            promise.schedule,
-        ]
 
 
 def test_the_registry_cannot_be_changed() -> None:

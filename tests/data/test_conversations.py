@@ -231,18 +231,12 @@ def test_the_form_is_part_of_the_digest() -> None:
 # Tagged words.
 
 
-def written(folder: Path, *rows: object) -> Path:
-    path = folder / "rows.jsonl"
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    return path
-
-
 def test_words_and_tags_are_read(tmp_path: Path) -> None:
     row = {"tokens": ["Ann", "slept"], "tags": ["B-PER", "O"]}
-    data = read_tagged(written(tmp_path, row))
+    data = read_tagged(lines(tmp_path, row))
     assert (data.labels, [(each.text, each.label) for each in data.rows]) == (("B-PER", "O"), [("Ann slept", (0, 1))])
     assert data.told(0) == ("B-PER, O", "Ann slept")
-    other = read_tagged(written(tmp_path, row | {"tags": ["O", "B-PER"]}))
+    other = read_tagged(lines(tmp_path, row | {"tags": ["O", "B-PER"]}))
     assert other.digest != data.digest
 
 
@@ -260,7 +254,7 @@ def test_words_and_tags_are_read(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_learned_is_told_with_its_line(tmp_path: Path, row: dict[str, object], fault: str) -> None:
-    path = written(tmp_path, {"tokens": ["x"], "tags": ["O"]}, row)
+    path = lines(tmp_path, {"tokens": ["x"], "tags": ["O"]}, row)
     with pytest.raises(InputError) as caught:
         read_tagged(path, labels=("B-PER", "O"))
     assert str(caught.value).startswith(f"{path}:2: {fault}")

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
-import random
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import psutil
 import pytest
 
 from andon.console.exits import Exit
@@ -24,9 +19,7 @@ from andon.launch.report import Report
 from andon.run import ownership
 from andon.run.folder import RunFolder
 from andon.step.replica import Replica
-from falsify.nemesis.attacker import Caller, listeners
 from tests.launch.pipes import PATIENCE_S
-from tests.launch.training import AT
 from tests.training.runs import Runs, outcome, write_jsonl
 
 RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "other"}
@@ -36,23 +29,6 @@ RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "
 @pytest.fixture
 def runs(tmp_path: Path) -> Runs:
     return Runs(write_jsonl(tmp_path / "train.jsonl"))
-
-
-@pytest.fixture
-def first(runs: Runs, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A run of 1:2 workers in `tmp_path / "run"` that waits in its update 7 for the file `go`."""
-    flags = {"run.dir": str(tmp_path / "run"), "run.backend": "gloo", "run.workers": 2, "run.timeout_s": 300}
-    asked = {"overrides": runs.overrides(), "flags": flags}
-    command = [sys.executable, "-m", "tests.launch.training", json.dumps(asked)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    deadline, pause = time.monotonic() + PATIENCE_S, threading.Event()
-    while not (tmp_path / "held").exists():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        pause.wait(0.02)
-    yield process
-    process.kill()
-    process.communicate()
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -81,7 +57,7 @@ def test_a_run_goes_on_while_others_are_refused_its_folder(
 
     def apply(replica: Replica) -> None:
         update(replica)
-        if replica.updates == AT:
+        if replica.updates == 7:
             refused()
 
     monkeypatch.setattr(Replica, "apply", apply)
@@ -89,32 +65,6 @@ def test_a_run_goes_on_while_others_are_refused_its_folder(
     assert len(refusals) == 3
     assert all(f"{run}: is being written by process {os.getpid()} on " in each for each in refusals), refusals
     assert outcome(run) == outcome(tmp_path / "alone")
-
-
-# By default: garbage in the store where ranks meet (test_joining), in its heartbeats (test_heartbeat_alone), on its
-# socket (test_unix_store).
-@pytest.mark.deep
-def test_a_run_goes_on_while_somebody_calls_wherever_it_listens(
-    runs: Runs, tmp_path: Path, first: subprocess.Popen[str]
-) -> None:
-    """Only gloo listens, on the loopback; it gets all kinds of bytes while rank 1 waits and until the end."""
-    processes = [first.pid, *(each.pid for each in psutil.Process(first.pid).children(recursive=True))]
-    found = listeners(processes)
-    assert listeners([first.pid]) == []
-    assert found
-    assert all(host.is_loopback for host, _ in found)
-    caller = Caller(1)
-    while caller.said.total() < 100:
-        caller.call(*random.choice(found))
-    (tmp_path / "go").touch()
-    while first.poll() is None:
-        caller.call(*random.choice(found))
-    caller.close()
-    _, said = first.communicate(timeout=PATIENCE_S)
-    assert first.returncode == 0, said
-    assert "dropped" not in said
-    assert runs.train(tmp_path / "alone") == 0
-    assert outcome(tmp_path / "run") == outcome(tmp_path / "alone")
 
 
 def test_a_folder_whose_ranks_are_not_there_yet_is_not_free(runs: Runs, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from andon.launch.orphan import die_with_parent
-from andon_contracts.liveness.process import Process, start_time
+from andon_contracts.liveness.process import start_time
 from tests.launch.pipes import PATIENCE_S, Pipe
 
 RANK = """
@@ -73,22 +73,6 @@ def test_a_rank_whose_agent_is_gone_already_does_not_start(pipe: Pipe, processes
     rank = start(processes, RANK, pipe.path, agent.pid, 3600)
     assert rank.wait(PATIENCE_S) == -signal.SIGKILL
     pipe.wait_until_all_are_gone()
-
-
-def test_a_stopped_process_is_alive_and_a_reused_pid_is_another(processes: Processes) -> None:
-    child = start(processes, "import threading; threading.Event().wait()")
-    process = Process.of(child.pid)
-    assert process is not None
-    child.send_signal(signal.SIGSTOP)
-    os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
-    assert process.alive()
-    stranger = Process(child.pid, process.started - 1)
-    assert not stranger.alive()
-    assert not stranger.send(signal.SIGKILL)
-    assert process.send(signal.SIGKILL)
-    child.wait(PATIENCE_S)
-    assert not process.alive()
-    assert not process.send(signal.SIGKILL)
 
 
 def test_a_pid_that_is_none_is_refused() -> None:

@@ -66,18 +66,6 @@ def test_a_living_owner_keeps_others_out(tmp_path: Path) -> None:
         assert json.loads(run.lock.read_text())["pid"] == os.getpid()
 
 
-def test_one_process_owns_once(tmp_path: Path) -> None:
-    run = RunFolder(tmp_path / "x")
-    with (
-        run.open_for_writing(),
-        pytest.raises(InputError, match=f"process {os.getpid()}"),
-        RunFolder(tmp_path / "x").open_for_writing(),
-    ):
-        pytest.fail("two writers")
-    with run.open_for_writing() as owned:
-        assert owned.checkpoints.is_dir()
-
-
 def test_states(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "x")
     assert run.state() is State.EMPTY
