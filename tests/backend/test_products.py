@@ -196,34 +196,31 @@ def _halves(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     return first + (rest if bias is None else rest + bias)
 
 
+def _begun(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    """As a CPU would add that begins with the bias."""
+    half = a.shape[1] // 2
+    if bias is None or half == 0:
+        return RIGHT(a, b, bias)
+    return RIGHT(a[:, :half], b[:half], bias).add_(RIGHT(a[:, half:], b[half:], None))
+
+
+RIGHT = products._product
+
+
 @pytest.mark.parametrize(
-    "differs",
+    ("wrong", "differs"),
     [
-        lambda made, other: other if made.shape[1] > 1600 else made,
-        lambda made, other: other if made.shape[0] > 400 else made,
-        lambda made, other: torch.cat((made[:1], other[1:-1], made[-1:])),
-        lambda made, other: torch.cat((made[:, :7], other[:, 7:-1], made[:, -1:]), 1),
+        (_halves, lambda made, other: other if made.shape[1] > 1600 else made),
+        (_halves, lambda made, other: other if made.shape[0] > 400 else made),
+        (_halves, lambda made, other: torch.cat((made[:1], other[1:-1], made[-1:]))),
+        (_halves, lambda made, other: torch.cat((made[:, :7], other[:, 7:-1], made[:, -1:]), 1)),
+        (_begun, lambda made, other: other),
     ],
-    ids=["many outputs", "many rows", "rows within", "outputs within"],
+    ids=["many outputs", "many rows", "rows within", "outputs within", "a bias before the sum"],
 )
 def test_what_is_tried_shows_a_cpu_that_adds_otherwise(
-    monkeypatch: pytest.MonkeyPatch, differs: Callable[[Tensor, Tensor], Tensor]
+    monkeypatch: pytest.MonkeyPatch, wrong: Callable[..., Tensor], differs: Callable[[Tensor, Tensor], Tensor]
 ) -> None:
-    right = products._product
-    monkeypatch.setattr(products, "_product", lambda a, b, bias: differs(right(a, b, bias), _halves(a, b, bias)))
-    with pytest.raises(InputError, match=r"needs products that add in one order"):
-        products._require_order()
-
-
-def test_a_bias_that_comes_before_the_sum_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = products._product
-
-    def begun(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-        half = a.shape[1] // 2
-        if bias is None or half == 0:
-            return right(a, b, bias)
-        return right(a[:, :half], b[:half], bias).add_(right(a[:, half:], b[half:], None))
-
-    monkeypatch.setattr(products, "_product", begun)
+    monkeypatch.setattr(products, "_product", lambda *given: differs(RIGHT(*given), wrong(*given)))
     with pytest.raises(InputError, match=r"needs products that add in one order"):
         products._require_order()

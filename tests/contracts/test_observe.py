@@ -53,8 +53,6 @@ def test_sums_are_those_of_the_digest() -> None:
     assert word_sums([first], finite=True).tolist()[1] == 1
 
 
-# Many tensors, one digest of all: small and large, of several dtypes, empty, 0-dim, strided, sparse,
-# and enough for several chunks.
 _LARGE = 300_001
 
 

@@ -75,21 +75,6 @@ def end(payload: Payload) -> int:
     return int(how)
 
 
-def after_stopped(payload: Payload) -> int:
-    """Rank 0 stops for good; rank 1 raises once the kernel says that it has."""
-    context = RankContext.from_environment()
-    note = Path(payload["folder"]) / "pid"
-    if context.rank == 0:
-        note.with_suffix(".part").write_text(str(os.getpid()))
-        note.with_suffix(".part").replace(note)
-        os.kill(os.getpid(), signal.SIGSTOP)
-        return Exit.OK
-    pause = threading.Event()
-    while not note.exists() or _state_of(int(note.read_text())) != "T":
-        pause.wait(0.01)
-    raise LookupError("the other one is stopped")
-
-
 def all_reduce(payload: Payload) -> int:
     """Sum over gloo for ever, until the rank and step that the payload names meet their fault."""
     import torch
@@ -142,8 +127,3 @@ def _open(payload: Payload) -> int:
 def _say(pipe: int, *words: object) -> None:
     if pipe >= 0:
         os.write(pipe, (" ".join(map(str, words)) + "\n").encode())
-
-
-def _state_of(pid: int) -> str:
-    stat = Path(f"/proc/{pid}/stat").read_text()
-    return stat[stat.rindex(")") + 2]

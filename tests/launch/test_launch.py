@@ -106,12 +106,6 @@ def test_a_rank_that_does_not_listen_is_ended(pipe: Pipe) -> None:
     assert result.first.rank == 1
 
 
-def test_a_stopped_rank_is_ended_when_another_fails(tmp_path: Path) -> None:
-    result = run(tmp_path, "after_stopped", {"folder": str(tmp_path)})
-    assert result.exits == {0: -signal.SIGKILL, 1: Exit.CRASHED}
-    assert result.cause == "rank 1 of 2: LookupError: the other one is stopped"
-
-
 @pytest.mark.parametrize(
     ("how", "expected", "cause"),
     [

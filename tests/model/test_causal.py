@@ -21,7 +21,6 @@ from andon.model.causal import (
     collate_packs,
     content,
     generate_greedy,
-    hidden_of,
     loss_sum,
     require_apart,
     row_outputs,
@@ -310,14 +309,6 @@ def test_rows_that_see_each_other_are_refused(way: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(backbone, "forward", forward)
     with pytest.raises(InputError, match="gives packed rows other logits than each row alone"):
         require_apart(model, CPU)
-
-
-def test_a_row_is_the_same_whoever_is_beside_it() -> None:
-    model = moved(causal()).eval()
-    one = hidden_of(model, batch_of([[ROWS[0], ROWS[3], ROWS[1]]]))
-    other = hidden_of(model, batch_of([[(ROWS[0][0] + 1, ROWS[0][1]), ROWS[3], (ROWS[1][0] - 3, ROWS[1][1])]]))
-    assert torch.equal(one[0, 7:11], other[0, 7:11])
-    assert not torch.equal(one[0, :7], other[0, :7])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

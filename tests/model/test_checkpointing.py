@@ -15,8 +15,6 @@ from andon.console.problems import InputError
 from andon.model.adapter import AdapterSpec, attach
 from andon.model.build import build_base, checkpoint_layers
 from andon.model.masks import _attending
-from andon.model.memory import measure_peak_bytes
-from andon.step.keyed import KeyedRandomness
 from andon.step.optimizer import OptimizerSpec
 from andon.step.plan import BatchPlan
 from andon.training.build import StepSpec, build_replicas, build_step
@@ -61,25 +59,6 @@ def test_the_global_generator_is_neither_read_nor_moved() -> None:
     before = torch.get_rng_state()
     trained(InlineBackend([CPU]), "sgd", checkpointing=True, dropout=0.25, architecture="encoder")
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_a_model_of_several_layers_needs_less() -> None:
-    shape = dataclasses.replace(spec(), num_hidden_layers=6, hidden_size=32, intermediate_size=64)
-
-    def peak(*, checkpointing: bool) -> int:
-        model: nn.Module = attach(build_base(shape), AdapterSpec(r=2, dropout=0.1), 3)
-        if checkpointing:
-            checkpoint_layers(model, CPU)
-        batch = ROWS.load(range(13), CPU)
-        randomness = KeyedRandomness(1, CPU)
-
-        def work() -> None:
-            with randomness.micro_batch(1, 0):
-                ROWS.loss_sum(model, batch).loss_sum.backward()  # type: ignore[no-untyped-call]
-
-        return measure_peak_bytes(work).peak
-
-    assert peak(checkpointing=True) < 0.5 * peak(checkpointing=False)
 
 
 def test_a_model_without_such_layers_is_refused() -> None:

@@ -61,16 +61,6 @@ def _keyed(draw: Draw, *, step: int = 4, index: int = 2, intercept_all: bool = F
         return draw()
 
 
-@pytest.mark.parametrize("draw", KNOWN)
-def test_bits_are_those_of_the_global_generator_with_the_same_key(draw: Draw) -> None:
-    """What a model sees under a key is what `torch.manual_seed(key)` would have given it."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(key(9, 4, 2))
-        expected = draw()
-    assert torch.equal(_keyed(draw), expected)
-    assert torch.equal(_keyed(draw, intercept_all=True), expected)
-
-
 DROPOUTS: dict[str, Draw] = {
     "a share in a tensor": lambda: F.dropout(torch.ones(1000), torch.tensor(0.1)),  # type: ignore[arg-type]
     "torch's own function": lambda: torch.dropout(torch.ones(1000), 0.3, train=True),
@@ -82,13 +72,14 @@ DROPOUTS: dict[str, Draw] = {
 }
 
 
-@pytest.mark.parametrize("call", DROPOUTS)
-def test_dropout_is_torchs_however_it_is_called(call: str) -> None:
+@pytest.mark.parametrize("draw", [*KNOWN, *DROPOUTS.values()], ids=[*(each.__name__ for each in KNOWN), *DROPOUTS])
+def test_bits_are_those_of_the_global_generator_with_the_same_key(draw: Draw) -> None:
+    """What a model sees under a key is what `torch.manual_seed(key)` would have given it."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(key(9, 4, 2))
-        expected = DROPOUTS[call]()
-    assert torch.equal(_keyed(DROPOUTS[call]), expected)
-    assert torch.equal(_keyed(DROPOUTS[call], intercept_all=True), expected)
+        expected = draw()
+    assert torch.equal(_keyed(draw), expected)
+    assert torch.equal(_keyed(draw, intercept_all=True), expected)
 
 
 @pytest.mark.parametrize("p", [-0.1, 1.5])
