@@ -98,7 +98,6 @@ def _stop() -> None:
 
 
 def test_a_gather_that_was_left_keeps_nobody_from_going_on() -> None:
-    """Closing a group waits for its collectives; one that a halt left unfinished must not block the close."""
     for outcome in run_ranks(2, _leaves_a_gather, deadline_s=30.0):
         assert outcome.get() == [[0], [1]]
 

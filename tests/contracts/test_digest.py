@@ -58,7 +58,6 @@ def test_word_sum_is_its_definition(data: bytes, start: int) -> None:
 
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=20))
 def test_mix64_is_splitmix64(values: list[int]) -> None:
-    """mix64 shifts logically and multiplies modulo 2^64, on negative words too."""
     mixed = as_unsigned(mix64(torch.tensor(values, dtype=torch.int64)))
     assert mixed == [reference_mix(v % M64) for v in values]
 

@@ -27,7 +27,6 @@ from andon_contracts.observe import Extremes, Observer, finite_total, nonfinite,
 @pytest.mark.parametrize("place", [0, 999, 1000])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_one_value_that_is_not_finite_is_seen_anywhere(value: float, place: int) -> None:
-    """First, last or in the middle; and it stays a tensor, so that a GPU need not be waited for."""
     tensor = torch.full((1001,), 3e38)
     assert not nonfinite(tensor)
     tensor[place] = value
@@ -37,7 +36,6 @@ def test_one_value_that_is_not_finite_is_seen_anywhere(value: float, place: int)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64])
 def test_finite_elements_are_finite_whatever_their_sum_is(dtype: torch.dtype) -> None:
-    """Two elements whose sum is beyond the type are each finite; the look at the sum alone would not say so."""
     largest = torch.finfo(dtype).max if dtype.is_floating_point else 5
     assert not nonfinite(torch.full((2,), largest, dtype=dtype))
     assert math.isfinite(finite_total(torch.full((2,), 3e38)))
@@ -364,7 +362,6 @@ def test_squares_are_added_by_halves(count: int) -> None:
 # The default run shows the order of the additions, on which the bits depend: test_squares_are_added_by_halves.
 @pytest.mark.deep
 def test_the_bits_are_those_of_a_cpu_with_other_vectors() -> None:
-    """The second process runs torch without vector instructions and with three threads."""
     # Every CPU rounds divisions the same way.
     flat = torch.arange(1, 3_000_001).remainder(1009) / torch.arange(1, 3_000_001).remainder(997).add(1)
     program = (

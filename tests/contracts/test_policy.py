@@ -72,7 +72,6 @@ def test_a_broken_promise_is_a_violation_with_its_finding() -> None:
 
 
 def test_a_wrong_argument_is_a_value_error_with_the_value() -> None:
-    """What a user got wrong is a `ValueError`, and never a violation."""
     with pytest.raises(ValueError, match="value must be even, got 3") as caught:
         halve(3)
     assert not isinstance(caught.value, Violation)
@@ -130,7 +129,6 @@ for value in (-2, 3):
 
 
 def test_contracts_stay_on_under_optimisation() -> None:
-    """`python -O` removes assertions and would switch icontract off; our clauses stay."""
     done = subprocess.run([sys.executable, "-O", "-c", _OPTIMISED], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [
         "Violation finite broken at step 3 on rank 1: -1 from -2",

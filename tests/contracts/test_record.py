@@ -290,7 +290,6 @@ def test_a_line_that_was_written_once_is_read_for_ever(version: int) -> None:
     "changes", [{"ids": [1, 2]}, {"backend": 3}, {"step": -1}, {"lr": 0.1}, {"lr": None}, {"step": 1.0}]
 )
 def test_a_wrong_record_is_not_written(changes: dict[str, object]) -> None:
-    """A record that a reader would refuse or read differently is refused by the writer."""
     with pytest.raises(ValueError, match=r"must be|missing|does not survive"):
         encode(replace(STEP, **changes), 0, GENESIS)  # type: ignore[arg-type]
 

@@ -443,7 +443,6 @@ def test_a_template_and_what_splits_no_special_tokens_survive_a_folder(tmp_path:
 
 
 def test_a_row_is_shown_token_by_token() -> None:
-    """Place, id, what it counts, and what it says, with nothing that a terminal would obey; what is cut as well."""
     ids, weights = written("a\u202e", ("\x1b<|im_end|>", 0.5))
     row = EncodedRow(7, array("i", ids), array("f", weights), 3, 2)
     lines = list(show_row(tokenizer(), row))

@@ -98,7 +98,6 @@ def test_fraction_zero_holds_nothing_back() -> None:
 
 @pytest.mark.parametrize(("count", "fraction"), [(1, 0.1), (0, 0.1), (5, 1.0), (5, -0.1), (5, float("nan"))])
 def test_what_cannot_be_split_is_refused(count: int, fraction: float) -> None:
-    """Splits that leave no row to train on, and fractions outside of 0 to 1."""
     with pytest.raises(InputError):
         frozen_split(count, fraction, 0)
 

@@ -233,7 +233,6 @@ def test_a_long_text_is_not_tokenised_as_a_whole(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_limit_without_room_for_text_is_refused(tmp_path: Path) -> None:
-    """One token that is always the closing one would make all rows the same."""
     tokenizer = pretrained_tokenizer(str(worded(tmp_path, pad="<pad>")), local_only=True)
     with pytest.raises(InputError, match=r"model.max_length: must be more than 1 for this tokenizer \(1\)"):
         tokenizer.encode(["one"], 1)
@@ -340,7 +339,6 @@ class _KnowsNothing(BaseHTTPRequestHandler):
     ("name", "part"), [("nodir", "HF_HUB_OFFLINE"), ("my dir", "can be no hub id"), ("runs/a/b", "can be no hub id")]
 )
 def test_without_the_hub_a_name_that_is_no_folder_is_refused_as_both(name: str, part: str) -> None:
-    """The message says that it is neither a folder nor a known hub id."""
     with pytest.raises(InputError, match=f"there is no folder '{name}' here, and .*{part}"):
         pretrained_tokenizer(name, local_only=False)
 

@@ -56,8 +56,6 @@ def end(payload: Payload) -> int:
         raise InputError([Problem("train.csv:17", "label 9 is unknown"), Problem("--workers", "0 is too few")])
     if how == "violation":
         raise Violation.of("weights agree", Finding("2 digests", step=3, ranks=(1,), tensor="lora_A"))
-    if how == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
     if how in ("SIGKILL", "SIGSEGV"):
         os.kill(os.getpid(), getattr(signal, how))
     if how.startswith("agent "):  # under an elastic launch the parent is this worker's agent

@@ -82,7 +82,7 @@ def test_a_server_that_ends_before_a_rank_starts(tmp_path: Path, how: dict[str, 
 
 
 # By default: a server that does not run, or dies, while ranks start (above), and an agent that dies while its rank runs
-# (test_elastic).
+# (test_launch).
 @pytest.mark.deep
 def test_a_server_that_does_not_run_while_ranks_run(tmp_path: Path) -> None:
     """The exit code of a rank that stopped its server is lost, and no success. The next launch has another server."""

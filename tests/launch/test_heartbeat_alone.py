@@ -302,22 +302,24 @@ def test_nobody_pauses_before_somebody_looks(clocks: Clocks) -> None:
     assert clock.read().since_s >= SLEPT_S
 
 
-def paused(clocks: Clocks, made: Alone, store: Counted) -> None:
-    """Everything stood still for an hour, and both threads of the heartbeat have looked several times since."""
-    made.wait_until_known(1, "step")
-    clocks.ahead += SLEPT_S
-    del store.asked[:]
-    wait_for(lambda: len(store.asked) >= 8)
+@contextmanager
+def paused(clocks: Clocks, told: Told, timeouts: Timeouts = TIMEOUTS) -> Iterator[Alone]:
+    """Rank 0 waits; all stood still for an hour, and both threads of its heartbeat have looked several times since."""
+    store = Counted(HashStore())
+    tell(store, 1, told)
+    with alone(store, 2, timeouts=timeouts) as made:
+        made.clock.at(3, UPDATE)
+        made.clock.wait()
+        made.wait_until_known(1, "step")
+        clocks.ahead += SLEPT_S
+        del store.asked[:]
+        wait_for(lambda: len(store.asked) >= 8)
+        yield made
 
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_nobody_is_slow_because_all_were_paused(clocks: Clocks, waits: bool) -> None:
-    store = Counted(HashStore())
-    tell(store, 1, replace(WAITS, ticks=0, waits=waits))
-    with alone(store, 2, timeouts=TIMEOUTS) as made:
-        made.clock.at(3, UPDATE)
-        made.clock.wait()
-        paused(clocks, made, store)
+    with paused(clocks, replace(WAITS, ticks=0, waits=waits)) as made:
         assert made.said == []
         mine, other = made.heart.view().signs.values()
         assert max(mine.since_s, mine.phase_s, other.silent_s, other.since_s) < PATIENCE_S
@@ -326,22 +328,12 @@ def test_nobody_is_slow_because_all_were_paused(clocks: Clocks, waits: bool) -> 
 
 def test_a_wait_that_ended_because_of_a_pause_accuses_nobody(clocks: Clocks) -> None:
     """The transport's own clock went on: its wait is over, and what is said is that this process did not run."""
-    store = Counted(HashStore())
-    tell(store, 1, replace(WAITS, ticks=0, waits=False))
-    with alone(store, 2, timeouts=TIMEOUTS) as made:
-        made.clock.at(3, UPDATE)
-        made.clock.wait()
-        paused(clocks, made, store)
+    with paused(clocks, replace(WAITS, ticks=0, waits=False)) as made:
         found = made.heart.explain(Exit.RANK_SILENT)
     assert found.startswith("this process did not run for 36")
     assert "rank 1" not in found
 
 
 def test_a_deadline_does_not_count_a_pause(clocks: Clocks) -> None:
-    store = Counted(HashStore())
-    tell(store, 1, WAITS)
-    with alone(store, 2, timeouts=Timeouts(600.0, 600.0, 600.0)) as made:
-        made.clock.at(3, UPDATE)
-        made.clock.wait()
-        paused(clocks, made, store)
+    with paused(clocks, WAITS, Timeouts(600.0, 600.0, 600.0)) as made:
         assert made.ends.empty()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import signal
 from pathlib import Path
 
@@ -113,68 +112,43 @@ KILLED = -int(signal.SIGKILL)
 
 
 @pytest.mark.parametrize(
-    ("reports", "exits", "died", "ended", "rank", "exit_", "text"),
+    ("reports", "exits", "ended", "exit_", "text"),
     [
-        (
-            [(0, LOST, CLOSED)],
-            {0: LOST, 2: KILLED, 1: 0, 3: 0},
-            {0: 5.0, 2: 9.0},
-            [],
-            2,
-            Exit.RANK_LOST,
-            "was killed by SIGKILL (",
-        ),
+        ([(0, LOST, CLOSED)], {0: LOST, 2: KILLED, 1: 0, 3: 0}, [], LOST, "rank 2 of 4 was killed by SIGKILL ("),
         (
             [(0, SILENT, TIMED_OUT)],
             {0: SILENT, 1: KILLED},
-            {0: 5.1, 1: 6.6},
             [1],
-            1,
-            Exit.RANK_SILENT,
-            "gave no answer; rank 0 of 2: Timed out waiting 5000ms",
+            SILENT,
+            "rank 1 of 2 gave no answer; rank 0 of 2: Timed",
         ),
         # Rank 2 is stopped; rank 0 times out on it, and rank 1, which writes first, only saw that rank 0 had gone.
         (
             [(1, LOST, CLOSED), (0, SILENT, TIMED_OUT)],
             {0: SILENT, 1: LOST, 2: KILLED},
-            {},
             [2],
-            2,
-            Exit.RANK_SILENT,
-            "gave no answer; ",
+            SILENT,
+            "rank 2 of 3 gave no answer; ",
         ),
         # Rank 0 died of a signal from outside; rank 2 did not end in time and was killed: rank 0 is to blame.
-        ([(1, LOST, CLOSED)], {0: KILLED, 1: LOST, 2: KILLED}, {}, [2], 0, Exit.RANK_LOST, "was killed by SIGKILL ("),
-        (
-            [(1, 70, "weights agree broken")],
-            {0: LOST, 1: -int(signal.SIGABRT)},
-            {},
-            [],
-            1,
-            Exit.VIOLATION,
-            "weights agree",
-        ),
+        ([(1, LOST, CLOSED)], {0: KILLED, 1: LOST, 2: KILLED}, [2], LOST, "rank 0 of 3 was killed by SIGKILL ("),
+        ([(1, 70, "weights agree broken")], {0: LOST, 1: -6}, [], Exit.VIOLATION, "rank 1 of 2: weights agree"),
     ],
     ids=["killed", "silent", "silent, and lost by a third", "killed, and a third ended late", "aborts on its way out"],
 )
 def test_the_rank_that_ended_for_its_own_reason_is_named(
-    tmp_path: Path,
-    reports: list[tuple[int, int, str]],
-    exits: dict[int, int],
-    died: dict[int, float],
-    ended: list[int],
-    rank: int,
-    exit_: Exit,
-    text: str,
+    tmp_path: Path, reports: list[tuple[int, int, str]], exits: dict[int, int], ended: list[int], exit_: int, text: str
 ) -> None:
     for number, (reporter, code, cause) in enumerate(reports):
         Report(reporter, code, cause, 5.0 + number).write(tmp_path)
+    died = {rank: 6.0 + number for number, rank in enumerate(exits)}
     first = first_cause(tmp_path, exits, died=died, ended=ended)
     assert first is not None
-    assert (first.rank, first.exit) == (rank, exit_)
-    assert re.match(rf"rank {rank} of {len(exits)}:? {re.escape(text)}", first.text)
+    assert first.exit == exit_
+    assert first.text.startswith(text)
+    assert first.rank == int(text.split()[1])
     if exit_ is Exit.VIOLATION:  # the code that it chose outlives its abort
-        assert first.report == Report.read(tmp_path, rank)
+        assert first.report == Report.read(tmp_path, first.rank)
 
 
 def test_a_rank_whose_report_no_disk_took_is_said_to_have_named_the_fault(tmp_path: Path) -> None:

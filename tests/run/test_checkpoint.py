@@ -86,8 +86,6 @@ def test_permissions_are_the_umasks(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", ["kill", "power cut", "disk full"])
 @pytest.mark.parametrize("step", [1, 2], ids=["same step", "next step"])
 def test_a_save_that_fails_leaves_old_or_new(tmp_path: Path, mode: Mode, step: int) -> None:
-    """At every point of a save that dies, or is refused, one valid state is there; the next save then works."""
-
     def check(folder: Path, finished: bool, error: Exception | None) -> None:
         if mode == "disk full":
             assert finished or isinstance(error, InputError)
@@ -285,7 +283,6 @@ def test_a_manifest_of_another_form_is_refused_by_name(tmp_path: Path, manifest:
 
 @pytest.mark.parametrize("state", [{"x": float("nan")}, {"x": (1, 2)}, {"x": {1: 2}}, {"x": object()}])
 def test_a_state_that_would_come_back_changed_is_refused(tmp_path: Path, state: dict[str, object]) -> None:
-    """A state that JSON cannot hold or would change is an error at the save, and nothing is left."""
     with pytest.raises((ValueError, TypeError)):
         save_checkpoint(tmp_path, 1, {}, state)
     assert list(tmp_path.iterdir()) == []

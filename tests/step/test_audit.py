@@ -96,37 +96,29 @@ FLIPS = 25
 """Drawn with a fixed seed."""
 
 
-def test_a_flipped_bit_in_a_gradient_is_found_each_time() -> None:
+@pytest.mark.parametrize("of_sum", [False, True], ids=["gradient", "partial sum"])
+def test_a_flipped_bit_is_found_each_time(of_sum: bool) -> None:
     """Full coverage, K = 1: any bit of any element of any micro-batch of any rank, at that step, and no update."""
     draw = random.Random(7)
     for _ in range(FLIPS):
         world = draw.choice([2, 3, 5])
         step, replicas = audited(inline(world), ALL)
         leaf, place, bit = draw.randrange(LEAVES), draw.randrange(20 * 9), draw.randrange(22)
-        (owner,) = (rank for rank, run in enumerate(rank_leaves(LEAVES, world)) if leaf in run)
-        plant_in_gradient(replicas[owner], leaf, place, bit)
+        shares = rank_leaves(LEAVES, world)
+        (owner,) = (rank for rank, run in enumerate(shares) if leaf in run)
+        wrong = f"gradient of micro-batch {leaf}"
+        if of_sum:
+            roots = subtree_roots((0, LEAVES), shares[owner].start, shares[owner].stop)
+            root = draw.randrange(len(roots))
+            plant_in_sum(replicas[owner], root, place, bit)
+            wrong = f"partial sum from micro-batch {roots[root][0]} on"
+        else:
+            plant_in_gradient(replicas[owner], leaf, place, bit)
         with pytest.raises(Violation, match="audit broken at step 1") as caught:
             do(step, SETTINGS.batches()[0])
-        assert (caught.value.clause, caught.value.tensor) == ("audit", f"gradient of micro-batch {leaf}")
+        assert (caught.value.clause, caught.value.tensor) == ("audit", wrong)
         assert owner in caught.value.finding.ranks
         assert all(r.updates == 0 for r in replicas)
-
-
-def test_a_flipped_bit_in_a_partial_sum_is_found_each_time() -> None:
-    draw = random.Random(8)
-    for _ in range(FLIPS):
-        world = draw.choice([2, 3, 5])
-        step, replicas = audited(inline(world), ALL)
-        owner = draw.randrange(world)
-        leaves = rank_leaves(LEAVES, world)[owner]
-        roots = subtree_roots((0, LEAVES), leaves.start, leaves.stop)
-        root = draw.randrange(len(roots))
-        plant_in_sum(replicas[owner], root, draw.randrange(20 * 9), draw.randrange(22))
-        with pytest.raises(Violation) as caught:
-            do(step, SETTINGS.batches()[0])
-        assert caught.value.clause == "audit"
-        assert caught.value.tensor == f"partial sum from micro-batch {roots[root][0]} on"
-        assert owner in caught.value.finding.ranks
 
 
 def test_one_pair_that_disagrees_accuses_both_and_several_accuse_one() -> None:

@@ -98,7 +98,6 @@ def _on_group() -> tuple[list[Mapping[str, object]], list[Mapping[str, object]]]
 
 
 def test_one_rank_computes_one_micro_batch() -> None:
-    """Everything at once on one rank is what M = 1 gives exactly."""
     once = run(InlineBackend([CPU]), Settings(1, clip_norm=0.2))
     assert run_inexact(InlineBackend([CPU])) == once
 

@@ -207,7 +207,6 @@ def test_captured_passes_have_the_bits_of_eager_ones(world: int) -> None:
     ("kind", "why"), [(Waiting, "waits"), (Synchronizing, "could not be captured"), (Leaving, "on the host")]
 )
 def test_what_a_graph_could_not_do_again_stays_eager(kind: type[nn.Module], why: str) -> None:
-    """The run goes on, with the bits that it would have had."""
     eager, _ = _run(kind, 1, captured=False)
     found, (replica,) = _run(kind, 1, captured=True)
     assert found == eager

@@ -212,7 +212,6 @@ def test_a_state_that_moved_between_two_updates_is_found_before_it_is_used(
     clause: str,
     ranks: tuple[int, ...],
 ) -> None:
-    """Also if all replicas agree: each is compared with the state after its last update, or with the attested start."""
     step, replicas = build(InlineBackend([CPU] * world), replace(SETTINGS, optimizer=OptimizerSpec()))
     if attested:
         step.attest_start({})
@@ -247,7 +246,6 @@ def _broken_on_culprit(where: str) -> None:
 
 @pytest.mark.parametrize("where", ["load", "planned_content"])
 def test_an_ordinary_error_on_one_rank_ends_all_of_them(where: str) -> None:
-    """The rank that failed raises its own error; the others stop and name that rank."""
     outcomes = run_ranks(WORLD, _broken_on_culprit, where)
     assert [type(outcome.error) for outcome in outcomes] == [RankFailed, OSError, RankFailed]
     assert "rank 1 failed" in str(outcomes[0].error)

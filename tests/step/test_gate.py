@@ -50,10 +50,7 @@ def closes(said: Gathered, rows: Rows, held: int = 0, want: Reduced | None = Non
 
 
 def changed(values: list[list[int]], pools: Sequence[Sequence[int]], column: int | None, data: st.DataObject) -> None:
-    """Give a rank another value in `column`, from what its pool has, and perhaps another one in another column.
-
-    More at once would hide of each whether the gate sees it.
-    """
+    """Give a rank another value in `column`, and perhaps one elsewhere: more would hide whether the gate sees each."""
     places = st.tuples(st.integers(0, len(values) - 1), st.integers(0, len(pools) - 1))
     where = [] if column is None else [(data.draw(st.integers(0, len(values) - 1)), column)]
     for rank, place in where + data.draw(st.lists(places, max_size=1)):
@@ -154,7 +151,6 @@ def test_of_what_the_update_left(
 
 
 def test_every_row_that_may_be_judged_late_has_a_form_for_the_device() -> None:
-    """A law without one would be found by the host alone, after the update that it should have stopped."""
     assert set(rules_of(REDUCED, Reduced())) == {"rate", "weights", "gradient", "nonfinite", "norm", "clipped"}
     assert rules_of(UPDATED, Due(4)) == {"updates": 4, "optimizer": Rule.SAME, "weights": Rule.SAME}
     with pytest.raises(ValueError, match="base-frozen/base has no form for a device"):

@@ -74,7 +74,6 @@ DROPOUTS: dict[str, Draw] = {
 
 @pytest.mark.parametrize("draw", [*KNOWN, *DROPOUTS.values()], ids=[*(each.__name__ for each in KNOWN), *DROPOUTS])
 def test_bits_are_those_of_the_global_generator_with_the_same_key(draw: Draw) -> None:
-    """What a model sees under a key is what `torch.manual_seed(key)` would have given it."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(key(9, 4, 2))
         expected = draw()
@@ -190,8 +189,7 @@ def test_checkpointing_that_draws_other_masks_again_is_refused(how: dict[str, An
 @pytest.mark.parametrize("intercept_all", [False, True])
 @pytest.mark.parametrize("draw", [F.dropout, noisy])
 def test_what_is_computed_again_draws_what_it_drew(draw: Callable[..., torch.Tensor], intercept_all: bool) -> None:
-    """Two regions with a draw between them: gradients have the bits that they have without checkpointing, and the
-    stream behind the backward pass goes on where it would have."""
+    """Two regions with a draw between them; the stream behind the backward pass goes on where it would have."""
 
     def gradient(*, again: bool) -> torch.Tensor:
         x = torch.linspace(0.1, 1.0, 64, requires_grad=True)
@@ -243,8 +241,6 @@ def values(shape: tuple[int, ...], seed: int = 1) -> torch.Tensor:
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_dropout_has_the_bits_of_a_cpu(shape: tuple[int, ...], inplace: bool, device: str) -> None:
-    """Twice, so that a stream and not one draw is compared; strided as a transposed tensor is, too."""
-
     x, y = values(shape), values(shape, 2).transpose(0, 1)
 
     def work(on: str) -> torch.Tensor:
@@ -330,7 +326,6 @@ def test_attention_drops_what_a_cpu_does(masked: str, grouped: bool, device: str
     ids=["rand_like", "dropout1d", "alpha_dropout", "bernoulli_", "multi_head_attention"],
 )
 def test_what_else_draws_is_refused(draw: Callable[[], torch.Tensor]) -> None:
-    """Its numbers would depend on the device that computes the micro-batch."""
     with pytest.raises(UnkeyedRandomnessError, match="cannot be keyed"):
         host_drawn(draw)
 

@@ -154,7 +154,6 @@ def test_late_is_the_same_in_processes(
 
 
 def test_an_error_on_one_rank_is_read_by_all(on_group: Sequence[tuple[object, object, str]]) -> None:
-    """The rank that failed goes through the collectives of the update, so that the others can read that it did."""
     assert [error for _, _, error in on_group] == ["RankFailed", "OSError", "RankFailed"]
 
 
@@ -171,7 +170,6 @@ def test_a_nan_closes_the_gate(micro_batch: int, where: str, backend: Backend) -
 
 
 def test_an_audit_is_judged_late_too(backend: Backend) -> None:
-    """A bit that flips in a gradient is found by another rank, and the update that would have had it is held back."""
     step, replicas = late_step(backend, audit=AuditSpec(1, None))
     step(SETTINGS.batches()[0], rate(1), 1)
     plant_in_gradient(replicas[1], leaf=3, place=3, bit=12)
@@ -209,7 +207,6 @@ def test_after_a_violation_a_single_update_can_be_taken_again() -> None:
 
 
 def test_an_optimizer_that_its_device_cannot_hold_back_is_refused() -> None:
-    """An update that is judged after it was applied would be no contract."""
     backend = InlineBackend([CPU])
     with pytest.raises(ValueError, match="sgd on cpu is not fused"):
         late_step(backend, Settings(8, optimizer=OptimizerSpec("sgd")))

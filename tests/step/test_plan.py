@@ -58,7 +58,6 @@ def test_micro_batches_are_the_batch_end_to_end(plan: BatchPlan) -> None:
 
 @given(plans, st.integers(1, 6))
 def test_ranks_without_a_row_are_those_that_no_batch_gives_any(plan: BatchPlan, world: int) -> None:
-    """Counted by walking through the shares of all updates of an epoch."""
     busy = {
         rank
         for step in range(1, plan.steps_per_epoch + 1)
