@@ -120,7 +120,7 @@ def test_a_rank_that_does_not_listen_is_ended(pipe: Pipe) -> None:
             "SIGSTOP",
             Exit.RANK_SILENT,
             "rank 1 of 3 gave no answer; rank ",
-            # By default: test_report (a silent rank is the cause) and test_heartbeat (SIGSTOP).
+            # By default: test_report (a silent rank is the cause) and test_heartbeat_alone (SIGSTOP).
             marks=pytest.mark.deep,
         ),
     ],
