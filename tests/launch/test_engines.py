@@ -65,35 +65,25 @@ def rank_one(run: Path, parent: bool) -> int | None:
     return None
 
 
-class Killer(threading.Thread):
-    """Kills, once the run has a checkpoint, the process of rank 1, or its parent, and remembers which."""
-
-    def __init__(self, run: Path, parent: bool) -> None:
-        super().__init__(daemon=True)
-        self.killed: int | None = None
-        self._run_folder, self._parent, self._ended = run, parent, threading.Event()
-
-    def run(self) -> None:
-        while self.killed is None and not self._ended.wait(0.05):
-            if any((self._run_folder / "checkpoints").glob("step-*")):
-                found = rank_one(self._run_folder, self._parent)
-                if found is not None:
-                    os.kill(found, signal.SIGKILL)
-                    self.killed = found
-
-    def end(self) -> None:
-        self._ended.set()
-        self.join()
-
-
 def killed_in(run: Path, work: Callable[[], None], *, parent: bool) -> None:
-    killer = Killer(run, parent)
+    """Do the work; once the run has a checkpoint, the process of rank 1, or its parent, is killed."""
+    killed, ended = list[int](), threading.Event()
+
+    def kill() -> None:
+        while not killed and not ended.wait(0.05):
+            found = rank_one(run, parent) if any((run / "checkpoints").glob("step-*")) else None
+            if found is not None:
+                os.kill(found, signal.SIGKILL)
+                killed.append(found)
+
+    killer = threading.Thread(target=kill, daemon=True)
     killer.start()
     try:
         work()
     finally:
-        killer.end()
-    assert killer.killed is not None, "the run was over before its rank was killed"
+        ended.set()
+        killer.join()
+    assert killed, "the run was over before its rank was killed"
 
 
 def resumed(run: Path) -> bool:
