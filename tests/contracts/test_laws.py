@@ -79,17 +79,11 @@ def base(observations: Sequence[Observation]) -> None:
     settle(Judgement(BASE_LAWS, Seen(observations, None)))
 
 
-JUDGES: Mapping[str, tuple[Judge, Values]] = {
-    "start": (start, START),
-    "reduced": (reduced, REDUCED),
-    "update": (update, UPDATED),
-    "base": (base, BASE),
-}
-TABLES: Mapping[str, Sequence[Law[Any]]] = {
-    "start": START_LAWS,
-    "reduced": REDUCED_LAWS,
-    "update": UPDATED_LAWS,
-    "base": BASE_LAWS,
+JUDGES: Mapping[str, tuple[Judge, Values, Sequence[Law[Any]]]] = {
+    "start": (start, START, START_LAWS),
+    "reduced": (reduced, REDUCED, REDUCED_LAWS),
+    "update": (update, UPDATED, UPDATED_LAWS),
+    "base": (base, BASE, BASE_LAWS),
 }
 
 
@@ -102,10 +96,10 @@ def verdict(judge: Judge, observations: Sequence[Observation]) -> tuple[str, Fin
 @pytest.mark.parametrize("name", JUDGES)
 @pytest.mark.parametrize("world", [1, 2, 5])
 def test_what_is_right_passes(name: str, world: int) -> None:
-    judge, good = JUDGES[name]
+    judge, good, _ = JUDGES[name]
     reset_evaluations()
     judge(observed(good, world=world))
-    assert evaluations() == Counter(law.clause for law in TABLES[name])
+    assert evaluations() == Counter(law.clause for law in JUDGES[name][2])
 
 
 FAULTS = [
@@ -140,7 +134,7 @@ FAULTS = [
 def test_the_odd_rank_is_named_and_the_cause_comes_first(
     name: str, change: Values, clause: str, tensor: str, world: int
 ) -> None:
-    judge, good = JUDGES[name]
+    judge, good, _ = JUDGES[name]
     broken, finding = verdict(judge, observed(good, change, world=world))
     assert (broken, finding.ranks, finding.step, finding.tensor) == (clause, (world - 1,), STEP, tensor)
 
@@ -148,7 +142,7 @@ def test_the_odd_rank_is_named_and_the_cause_comes_first(
 @pytest.mark.parametrize("name", JUDGES)
 @pytest.mark.parametrize("stray", [{"step": STEP + 1}, {"sequence": 4}, {"names_match": False}, {"rank": 0}])
 def test_messages_that_do_not_belong_together_are_never_compared(name: str, stray: dict[str, int]) -> None:
-    judge, good = JUDGES[name]
+    judge, good, _ = JUDGES[name]
     observations = observed(good)
     own = {"rank": 2, "step": STEP, "sequence": 3, "point": "here", "values": dict.fromkeys(good, 99)}
     observations[2] = Observation(**{**own, **stray})  # type: ignore[arg-type]
@@ -173,7 +167,7 @@ def test_the_step_of_a_stray_rank_0_is_not_taken_for_the_step() -> None:
     ],
 )
 def test_one_against_one_accuses_nobody(name: str, change: Values) -> None:
-    judge, good = JUDGES[name]
+    judge, good, _ = JUDGES[name]
     assert verdict(judge, observed(good, change, world=2))[1].ranks == ()
 
 

@@ -27,7 +27,6 @@ from andon.data.shell import SSC_LABELS, embedded, generate
 from andon.data.tagged import read_tagged
 from andon.data.tokens import byte_tokenizer
 
-TEXTS = st.lists(st.tuples(st.text(max_size=6), st.integers(0, 2)), max_size=6)
 LABELS = ("no", "yes", "maybe")
 
 
@@ -40,19 +39,6 @@ def test_the_digest_is_sha256_over_length_and_bytes_of_each_text_and_label_name(
     for part in ("é", "yes", "", "no"):
         content += len(part.encode()).to_bytes(8, "little") + part.encode()
     assert made([("é", 1), ("", 0)]).digest == hashlib.sha256(content).hexdigest()
-
-
-@given(TEXTS, TEXTS)
-def test_two_data_sets_share_a_digest_only_when_all_rows_are_the_same(
-    one: list[tuple[str, int]], other: list[tuple[str, int]]
-) -> None:
-    one, other = ([(t.encode("utf-8", "replace").decode(), n) for t, n in each] for each in (one, other))
-    assert (made(one).digest == made(other).digest) == (one == other)
-
-
-def test_the_digest_follows_label_names_and_not_their_numbers() -> None:
-    swapped = DataSet((Row(0, "a", 1),), ("yes", "no"), "elsewhere")
-    assert swapped.digest == made([("a", 0)]).digest != made([("a", 1)]).digest
 
 
 def test_a_subset_keeps_ids_and_order_and_can_be_taken_again() -> None:

@@ -107,9 +107,6 @@ GOOD = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "
 def test_the_variables_of_torchrun_are_read() -> None:
     """Under torchrun the parent is the agent."""
     assert RankContext.from_environment(GOOD) == RankContext(3, 1, 4, "r", os.getppid())
-
-
-def test_our_launcher_names_the_agent() -> None:
     assert RankContext.from_environment(GOOD | {"ANDON_AGENT_PID": "77"}).agent_pid == 77
 
 
