@@ -428,13 +428,9 @@ EVERY_DTYPE = [
     torch.float32,
     torch.float64,
     torch.bfloat16,
-    torch.float16,
     torch.int64,
-    torch.int32,
-    torch.int16,
     torch.uint8,
     torch.bool,
-    torch.complex64,
     torch.complex128,
     torch.float8_e4m3fn,
 ]

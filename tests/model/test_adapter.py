@@ -158,9 +158,6 @@ def test_stock_peft_reads_the_export_bit_for_bit(architecture: str, tmp_path: Pa
 POOLED: dict[str, dict[str, Any]] = {
     "bert": {},
     "albert": {"embedding_size": 8},
-    "ernie": {},
-    "rembert": {"input_embedding_size": 8, "output_embedding_size": 8},
-    "big_bird": {"attention_type": "original_full"},
     "mobilebert": {"embedding_size": 8, "intra_bottleneck_size": 8, "true_hidden_size": 8},
 }
 """Families whose pooler lies inside the backbone, with the sizes that they have of their own."""

@@ -289,17 +289,8 @@ LENGTHS: dict[str, tuple[dict[str, Any], int | None]] = {
     "bert": ({}, 16),
     "opt": ({"ffn_dim": 16, "word_embed_proj_dim": 16}, 16),
     "gpt2": ({"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 16}, 16),
-    "llama": ({}, 16),
-    "roformer": ({"embedding_size": 16}, 16),
     "roberta": ({}, 14),
-    "mpnet": ({}, 14),
-    "data2vec-text": ({}, 14),
-    "longformer": ({"attention_window": [4]}, 14),
     "deberta": ({"relative_attention": True, "position_biased_input": False, "pos_att_type": "c2p|p2c"}, None),
-    "deberta-v2": (
-        {"relative_attention": True, "position_biased_input": False, "pos_att_type": "c2p|p2c", "position_buckets": 8},
-        None,
-    ),
 }
 """Families with 16 positions in their configuration and padding id 1, and how long a row may be; None: without limit.
 

@@ -50,17 +50,13 @@ UNMASKED, TOKENS = Masking.UNMASKED, Masking.TOKENS
 OTHERS: dict[str, tuple[dict[str, object], Masking]] = {
     "llama": ({}, UNMASKED),
     "qwen3": ({}, UNMASKED),
-    "gemma": ({}, UNMASKED),
     "mistral": ({"sliding_window": None}, UNMASKED),
-    "gpt_neox": ({}, UNMASKED),
     "opt": ({"ffn_dim": 48, "word_embed_proj_dim": 32}, UNMASKED),
     "qwen2": ({"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}, TOKENS),
     "gemma3_text": ({}, TOKENS),
     "modernbert": ({"local_attention": 4}, TOKENS),
     "bert": ({}, Masking.PAIRS),
-    "roberta": ({}, Masking.PAIRS),
     "eurobert": ({}, TOKENS),
-    "esm": ({}, TOKENS),
 }
 """Kinds of models: their settings, and how one is told who sees whom."""
 
