@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from andon_contracts.liveness.pending_collectives import PendingCollectives
 from andon_contracts.watch.gradient_hooks import GradientHooks, Raw
-from tests.support.ranks import run_ranks
+from tests.watch.small import answers
 
 HEADS = ("A", "B", "AB")
 NAN = float("nan")
@@ -81,8 +82,17 @@ class _Loop:
             if each.thrown:
                 self.zero("none")
             self.backward(each.heads, each.seed, each.poison)
+        return self.read()
+
+    def read(self) -> Raw:
         raw = self.hooks.read()
         self.hooks.reset()
+        return raw
+
+    def update(self, heads: str, seed: int = 1, poison: float | None = None) -> Raw:
+        """A window of one pass, zeroed."""
+        raw = self.window([_Pass(heads, seed, poison)])
+        self.zero("none")
         return raw
 
 
@@ -95,11 +105,10 @@ class _Pass:
     """Whether what came before was set to None by hand."""
 
 
-def _acquainted(*, thin: bool, heads: str = "AB") -> _Loop:
+def _acquainted(*, thin: bool = True, heads: str = "AB") -> _Loop:
     loop = _Loop(thin=thin)
     for seed in range(2):
-        loop.window([_Pass(heads, seed)])
-        loop.zero("none")
+        loop.update(heads, seed)
     assert loop.hooks.at_end == thin
     return loop
 
@@ -142,18 +151,17 @@ def test_a_window_shows_the_same_either_way(windows: list[tuple[list[_Pass], str
 
 def test_a_pass_that_begins_elsewhere_brings_all_hooks_back() -> None:
     """For good; of its own window what is not finite is seen as well, and nothing is said to be left over."""
-    loop = _acquainted(thin=True, heads="A")
-    raw = loop.window([_Pass("B", 1, NAN)])
+    loop = _acquainted(heads="A")
+    raw = loop.update("B", poison=NAN)
     assert (raw.touched, raw.nonfinite, raw.stale) == ({0, 1, 4, 5}, 1, 0)
     for seed in range(4):
         assert not loop.hooks.at_end
-        loop.zero("none")
-        assert loop.window([_Pass("B", seed)]).touched == {0, 1, 4, 5}
+        assert loop.update("B", seed).touched == {0, 1, 4, 5}
 
 
 def test_what_begins_elsewhere_and_is_thrown_away_was_there() -> None:
     """Rows of a pass that no hook saw are thrown away with its gradients, when the loop zeroes these."""
-    loop = _acquainted(thin=True, heads="A")
+    loop = _acquainted(heads="A")
     loop.backward("B", 1)
     assert loop.hooks.backward_seen
     assert loop.hooks.started
@@ -212,46 +220,44 @@ RETURNS: dict[str, tuple[Callable[[_Loop], None], bool]] = {
 def test_what_is_out_of_the_ordinary_brings_all_hooks_back(name: str) -> None:
     """What it gives is seen as it comes, and what came before in the window was not left over."""
     passes, poisoned = RETURNS[name]
-    loop = _acquainted(thin=True)
+    loop = _acquainted()
     passes(loop)
     assert not loop.hooks.at_end
     raw = loop.hooks.read()
-    assert (raw.touched, raw.nonfinite, raw.stale) == (raw.touched | {0, 1, 2, 3}, int(poisoned), 0)
+    assert raw.touched >= {0, 1, 2, 3}
+    assert (raw.nonfinite, raw.stale) == (int(poisoned), 0)
 
 
 @pytest.mark.parametrize("frozen", ["trunk", "A"])
 def test_a_part_that_is_frozen_later_is_no_error(frozen: str) -> None:
     """It has no hook while it is frozen, and one again when it is not."""
-    loop = _acquainted(thin=True)
+    loop = _acquainted()
     part = loop.model.get_submodule(frozen).requires_grad_(False)
     for seed in range(70):
-        loop.window([_Pass("AB", seed)])
-        loop.zero("none")
+        loop.update("AB", seed)
     part.requires_grad_(True)
-    loop.window([_Pass("AB", 1)])
-    loop.zero("none")
-    assert loop.window([_Pass("AB", 1)]).touched == {0, 1, 2, 3, 4, 5}
+    loop.update("AB")
+    assert loop.update("AB").touched == {0, 1, 2, 3, 4, 5}
 
 
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("clips", [False, True])
 def test_a_head_that_is_switched_on_later_leaves_nothing_over(passes: int, clips: bool) -> None:
     """Its gradient comes before the first that is known to begin a pass, and is added to and clipped behind that."""
-    loop = _acquainted(thin=True, heads="A")
+    loop = _acquainted(heads="A")
     for _ in range(3):
         for seed in range(passes):
             loop.backward("AB", seed)  # B's gradients come first
         if clips:
             nn.utils.clip_grad_norm_(loop.parameters, 1e-3)
-        raw = loop.hooks.read()
-        loop.hooks.reset()
+        raw = loop.read()
         loop.zero("none")
         assert (raw.stale, raw.touched, loop.hooks.at_end) == (0, {0, 1, 2, 3, 4, 5}, False)
 
 
 def test_a_pass_that_failed_is_none_that_runs() -> None:
     """What it left is let go, and what the loop tries again is seen."""
-    loop = _acquainted(thin=True)
+    loop = _acquainted()
 
     def fail(gradient: Tensor) -> None:
         raise ZeroDivisionError
@@ -264,25 +270,23 @@ def test_a_pass_that_failed_is_none_that_runs() -> None:
     assert left
     loop.zero("none")
     assert [each() for each in left] == [None] * len(left)
-    raw = loop.window([_Pass("AB", 1, NAN)])
+    raw = loop.update("AB", poison=NAN)
     assert (raw.touched, raw.nonfinite) == ({0, 1, 2, 3, 4, 5}, 1)
 
 
 def test_what_is_reduced_behind_a_pass_is_no_part_of_it() -> None:
-    """A loop that reduces by hand."""
-    loop = _acquainted(thin=True)
+    loop = _acquainted()
     loop.backward("AB", 1)
     loop.hooks.reducing(gradient=True)
     assert loop.hooks.at_end
 
 
 def test_a_window_now_and_then_has_all_hooks() -> None:
-    """Of 64, and then few have one again."""
-    loop = _acquainted(thin=True)
+    """One of 64, and then few have one again."""
+    loop = _acquainted()
     few = []
     for _ in range(70):
-        loop.window([_Pass("AB", 1)])
-        loop.zero("none")
+        loop.update("AB")
         few.append(loop.hooks.at_end)
     assert few.count(False) == 1
     assert few[-1]
@@ -318,7 +322,7 @@ def _of_a_wrapper(views: bool) -> tuple[bool, list[int], list[int]]:
 @pytest.mark.parametrize("views", [False, True])
 def test_what_a_wrapper_reduces_is_seen_before(world: int, views: bool) -> None:
     """Each rank's own gradients; where they lie in a wrapper's buckets every parameter keeps its hook."""
-    found: list[Any] = [outcome.get() for outcome in run_ranks(world, _of_a_wrapper, views)]
+    found = answers(world, _of_a_wrapper, views)
     for thinned, few, all_ in found:
         assert thinned == (not views)
         assert few == all_
@@ -332,7 +336,7 @@ def _counted_outside() -> tuple[bool, list[int]]:
     hooks = GradientHooks([*trunk.parameters(), *head.parameters()], lambda: None, (-1, lambda gradient: None))
     begun = PendingCollectives([0, 1])
     (followed,) = begun.follow(trunk)
-    hooks.cord = _Cord(begun)
+    hooks.cord = SimpleNamespace(begun=begun, cause=None, heed=lambda: None)  # that nobody pulls
     counts = []
     for _ in range(5):
         begun.forward(followed)
@@ -343,27 +347,14 @@ def _counted_outside() -> tuple[bool, list[int]]:
         counts.append(begun.told().backwards)
         hooks.read()
         hooks.reset()
-        for parameter in (*trunk.parameters(), *head.parameters()):
-            parameter.grad = None
+        trunk.zero_grad()
+        head.zero_grad()
     return hooks.at_end, counts
-
-
-class _Cord:
-    """That nobody pulls."""
-
-    cause = None
-
-    def __init__(self, begun: PendingCollectives) -> None:
-        self.begun = begun
-
-    def heed(self) -> None:
-        """Nothing."""
 
 
 def test_a_pass_that_reduces_is_counted_where_another_part_comes_first() -> None:
     """On every rank alike, with few hooks and with all: by these counts a rank knows who waits for it."""
-    for outcome in run_ranks(2, _counted_outside):
-        assert outcome.get() == (True, [1, 2, 3, 4, 5])
+    assert answers(2, _counted_outside) == [(True, [1, 2, 3, 4, 5])] * 2
 
 
 @pytest.mark.parametrize("seen", [True, False])
@@ -382,6 +373,5 @@ def test_gradients_that_are_changed_after_they_came_keep_their_hooks(seen: bool)
     else:
         node.register_hook(double)
     for seed in range(5):
-        loop.window([_Pass("A", seed)])
-        loop.zero("none")
+        loop.update("A", seed)
         assert not loop.hooks.at_end

@@ -6,7 +6,7 @@ import contextlib
 import io
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -21,9 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 import andon
 from andon_contracts.laws.scale import Scale
-from andon_contracts.violation import Violation
 from andon_contracts.watch.gradient_scale import Account, Weight, parts_of
-from tests.support.ranks import run_ranks
+from tests.watch.small import answers, sgd
 
 # a loss by its graph, held to autograd: the weight of a term is the derivative of the loss by it
 
@@ -81,38 +80,31 @@ def test_the_weight_of_a_loss_is_what_autograd_says(chains: list[list[str]], joi
     assert found.alike == pytest.approx(sum(alike), rel=1e-3)
 
 
-def test_what_torchs_losses_weigh() -> None:
+LOGITS, NUMBERS = torch.linspace(-1, 1, 18).view(6, 3).requires_grad_(), torch.zeros(6, 3)
+LABELS, WEIGHTS = torch.tensor([0, 1, 2, -100, 1, 0]), torch.tensor([0.5, 1.0, 4.0])
+WEIGHED: dict[str, tuple[Callable[[], Tensor], tuple[float, int]]] = {
+    "mean": (lambda: F.cross_entropy(LOGITS, LABELS), (1, 5)),
+    "sum": (lambda: F.cross_entropy(LOGITS, LABELS, reduction="sum"), (5, 5)),
+    "sum by count": (lambda: F.cross_entropy(LOGITS, LABELS, reduction="sum") / 5, (1, 5)),
+    # 0.5 + 1 + 4 + 1 + 0.5, which is what the mean is divided by
+    "weighed mean": (lambda: F.cross_entropy(LOGITS, LABELS, WEIGHTS), (1, 7)),
+    "squares": (lambda: F.mse_loss(LOGITS, NUMBERS), (1, 18)),
+    "logits": (lambda: 2 * F.binary_cross_entropy_with_logits(LOGITS, NUMBERS), (2, 18)),
+    "none, then mean": (lambda: F.mse_loss(LOGITS, NUMBERS, reduction="none").mean(), (1, 18)),
+    "none, halved, then mean": (lambda: (F.mse_loss(LOGITS, NUMBERS, reduction="none") / 2).mean(), (0.5, 18)),
+    "under a mask, then mean": (lambda: (F.mse_loss(LOGITS, NUMBERS, reduction="none") * NUMBERS).mean(), (1, 18)),
+    "halves in a stack": (lambda: (torch.stack([LOGITS.mean(), LOGITS.abs().mean()]) / 2).sum(), (0.5, 36)),
+    "none, then sum": (lambda: F.mse_loss(LOGITS[:, 0], NUMBERS[:, 0], reduction="none").sum(), (6, 6)),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHED)
+def test_what_torchs_losses_weigh(name: str) -> None:
     """A mean weighs 1 and knows its terms, less those that are ignored; a sum weighs as many as it has."""
-    logits, labels = torch.randn(6, 3, requires_grad=True), torch.tensor([0, 1, 2, -100, 1, 0])
-    numbers = torch.zeros(6, 3)
-    weights = torch.tensor([0.5, 1.0, 4.0])
-    seen = {
-        "mean": weight_of(F.cross_entropy(logits, labels)),
-        "sum": weight_of(F.cross_entropy(logits, labels, reduction="sum")),
-        "sum by count": weight_of(F.cross_entropy(logits, labels, reduction="sum") / 5),
-        "weighed mean": weight_of(F.cross_entropy(logits, labels, weights)),
-        "squares": weight_of(F.mse_loss(logits, numbers)),
-        "logits": weight_of(2 * F.binary_cross_entropy_with_logits(logits, numbers)),
-        "none, then mean": weight_of(F.mse_loss(logits, numbers, reduction="none").mean()),
-        "none, halved, then mean": weight_of((F.mse_loss(logits, numbers, reduction="none") / 2).mean()),
-        "none, under a mask, then mean": weight_of((F.mse_loss(logits, numbers, reduction="none") * numbers).mean()),
-        "halves in a stack": weight_of((torch.stack([logits.mean(), logits.abs().mean()]) / 2).sum()),
-        "none, then sum": weight_of(F.mse_loss(logits[:, 0], numbers[:, 0], reduction="none").sum()),
-    }
-    shown = {name: each and (round(each.first, 6), each.terms) for name, each in seen.items()}
-    assert shown == {
-        "mean": (1, 5),
-        "sum": (5, 5),
-        "sum by count": (1, 5),
-        "weighed mean": (1, 7),  # 0.5 + 1 + 4 + 1 + 0.5, which is what the mean is divided by
-        "squares": (1, 18),
-        "logits": (2, 18),
-        "none, then mean": (1, 18),
-        "none, halved, then mean": (0.5, 18),
-        "none, under a mask, then mean": (1, 18),
-        "halves in a stack": (0.5, 36),
-        "none, then sum": (6, 6),
-    }
+    loss, expected = WEIGHED[name]
+    found = weight_of(loss())
+    assert found is not None
+    assert (round(found.first, 6), found.terms) == expected
 
 
 UNKNOWN: dict[str, Step] = {
@@ -145,46 +137,35 @@ UNKNOWN: dict[str, Step] = {
 
 @pytest.mark.parametrize("loss", UNKNOWN)
 def test_what_a_graph_does_not_say_is_not_known(loss: str) -> None:
-    """Nothing is guessed."""
     assert weight_of(UNKNOWN[loss](torch.randn(6, requires_grad=True))) is None
 
 
-def test_a_weight_of_choice_is_told_from_a_count() -> None:
-    """Who weighs a loss writes 0.5; who divides by micro-batches or ranks has a whole number, as scalers have."""
-    plain = terms(4).mean()
-    chosen = {"0.5 *": 0.5 * plain, "/ 2": plain / 2, "* 2.0": plain * 2.0, "scaled": plain * torch.tensor(4.0)}
-    found = {name: weight_of(loss) for name, loss in chosen.items()}
-    assert {name: each and each.chosen for name, each in found.items()} == {
-        "0.5 *": True,
-        "/ 2": False,
-        "* 2.0": False,
-        "scaled": False,
-    }
-
-
-SQUARES: dict[str, tuple[Step, bool]] = {
-    "a power": (lambda x: (x**2).mean() / 2, True),
-    "a product with itself": (lambda x: (x * x).mean(), True),
-    "of a difference": (lambda x: ((x - torch.ones(6)).square() / 2).mean(), True),
-    "rows of squares": (lambda x: x.view(3, 2).square().sum(1).mean() / 2, True),
-    "under a mask": (lambda x: (x.square() * torch.tensor([1.0, 0, 0, 1, 1, 1])).mean(), True),
-    "a loss of torch": (lambda x: F.mse_loss(x, torch.zeros(6)) / 2, True),
-    "the same, by rows": (lambda x: F.mse_loss(x, torch.zeros(6), reduction="none").mean(), True),
-    "the same, summed": (lambda x: F.mse_loss(x, torch.zeros(6), reduction="sum") / 12, True),
-    "a cube": (lambda x: (x**3).mean() / 2, False),
-    "a product of two": (lambda x: (x * x.tanh()).mean(), False),
-    "magnitudes": (lambda x: x.abs().mean() / 2, False),
-    "classes": (lambda x: F.cross_entropy(x.view(2, 3), torch.tensor([0, 1])) / 2, False),
+READ: dict[str, tuple[Step, str, bool]] = {
+    "a power": (lambda x: (x**2).mean() / 2, "squared", True),
+    "a product with itself": (lambda x: (x * x).mean(), "squared", True),
+    "of a difference": (lambda x: ((x - torch.ones(6)).square() / 2).mean(), "squared", True),
+    "rows of squares": (lambda x: x.view(3, 2).square().sum(1).mean() / 2, "squared", True),
+    "under a mask": (lambda x: (x.square() * torch.tensor([1.0, 0, 0, 1, 1, 1])).mean(), "squared", True),
+    "a loss of torch": (lambda x: F.mse_loss(x, torch.zeros(6)) / 2, "squared", True),
+    "the same, by rows": (lambda x: F.mse_loss(x, torch.zeros(6), reduction="none").mean(), "squared", True),
+    "the same, summed": (lambda x: F.mse_loss(x, torch.zeros(6), reduction="sum") / 12, "squared", True),
+    "a cube": (lambda x: (x**3).mean() / 2, "squared", False),
+    "a product of two": (lambda x: (x * x.tanh()).mean(), "squared", False),
+    "magnitudes": (lambda x: x.abs().mean() / 2, "squared", False),
+    "classes": (lambda x: F.cross_entropy(x.view(2, 3), torch.tensor([0, 1])) / 2, "squared", False),
+    "0.5 *": (lambda x: 0.5 * x.mean(), "chosen", True),
+    "/ 2": (lambda x: x.mean() / 2, "chosen", False),
+    "* 2.0": (lambda x: x.mean() * 2.0, "chosen", False),
+    "times a scale": (lambda x: x.mean() * torch.tensor(4.0), "chosen", False),
 }
 
 
-@pytest.mark.parametrize("loss", SQUARES)
-def test_a_loss_of_squares_is_known_as_such(loss: str) -> None:
-    """Half of it is a loss by custom, written as a division as well."""
-    make, squared = SQUARES[loss]
+@pytest.mark.parametrize("loss", READ)
+def test_squares_and_weights_of_choice_are_known_as_such(loss: str) -> None:
+    """Who weighs a loss writes 0.5; who divides by micro-batches or ranks has a whole number, as scalers have."""
+    make, name, expected = READ[loss]
     found = weight_of(make(torch.randn(6, requires_grad=True)))
-    assert found is not None
-    assert found.squared == squared
+    assert getattr(found, name) is expected
 
 
 def test_a_loss_in_a_checkpoint_is_not_computed_again() -> None:
@@ -198,12 +179,11 @@ def test_a_loss_in_a_checkpoint_is_not_computed_again() -> None:
     for _ in range(3):
         loss = checkpoint(inside, x, use_reentrant=False)
         assert weight_of(loss) is None
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
     assert len(calls) == 2 * 3
 
 
 def test_a_number_that_is_written_over_later_is_read_as_it_was() -> None:
-    """A count of rows that the loop keeps in one tensor is another at the update."""
     count = torch.tensor(4.0)
     logits = torch.randn(4, 3, requires_grad=True)
     parts = parts_of(F.cross_entropy(logits, torch.zeros(4).long(), reduction="sum") / count)
@@ -213,7 +193,6 @@ def test_a_number_that_is_written_over_later_is_read_as_it_was() -> None:
 
 
 def test_hooks_that_give_a_tensor_back_once_are_not_asked_twice() -> None:
-    """As those that move activations away and back do."""
     kept: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> int:
@@ -227,11 +206,48 @@ def test_hooks_that_give_a_tensor_back_once_are_not_asked_twice() -> None:
     # A mean weighs 1 whatever its terms, of which nothing is known then; a number of Python's has no hook.
     assert found is not None
     assert (found.first, found.terms) == (0.5, 0)
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     assert x.grad is not None
 
 
 # loops
+
+
+Backward = Callable[[nn.Module, int], object]
+"""The backward passes of an update, of which it is given the number."""
+
+
+def trained(
+    model: nn.Module,
+    backward: Backward,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+    clip: float | None = None,
+    updates: int = 4,
+) -> tuple[list[tuple[str, int, str]], list[str]]:
+    """What a watch finds, and its closing lines of the scale."""
+    found, said = list[tuple[str, int, str]](), io.StringIO()
+    optimizer = optimizer or sgd(model, 0.01)
+    with contextlib.redirect_stderr(said):
+        watch = andon.watch(
+            model, optimizer, action=lambda each: found.append((each.clause, each.step, each.finding.seen))
+        )
+        torch.manual_seed(1 + (dist.get_rank() if dist.is_initialized() else 0))
+        for update in range(1, updates + 1):
+            backward(model, update)
+            if clip is not None:
+                if scaler is not None:
+                    scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            if scaler is None:
+                optimizer.step()
+            else:
+                scaler.step(optimizer)
+                scaler.update()
+            optimizer.zero_grad()
+        watch.close()
+    return found, [line for line in said.getvalue().splitlines() if line.startswith("  gradient scale:")]
 
 
 @dataclass
@@ -244,8 +260,6 @@ class Trained:
     by_hand: Callable[[Tensor], object] | None = None
     clip: float | None = 0.05
     sgd: bool = False
-    updates: int = 6
-    found: list[tuple[str, int, str]] = field(default_factory=list)
 
     def run(self) -> tuple[list[tuple[str, int, str]], list[str]]:
         torch.manual_seed(0)
@@ -253,30 +267,16 @@ class Trained:
         model = plain if self.by_hand or not dist.is_initialized() else DistributedDataParallel(plain)
         kind = torch.optim.SGD if self.sgd else torch.optim.AdamW
         optimizer = kind(model.parameters(), lr=0.01)
+        return trained(model, self._backward, optimizer=optimizer, clip=self.clip, updates=6)
+
+    def _backward(self, model: nn.Module, update: int) -> None:
         rank = dist.get_rank() if dist.is_initialized() else 0
-
-        def note(found: Violation) -> None:
-            self.found.append((found.clause, found.step, found.finding.seen))
-
-        said = io.StringIO()
-        with contextlib.redirect_stderr(said):
-            watch = andon.watch(model, optimizer, action=note)
-            torch.manual_seed(1 + rank)
-            for update in range(1, self.updates + 1):
-                for number in range(self.passes(update)):
-                    x = torch.randn(self.rows(update, number, rank), 6)
-                    self.loss(model(x), torch.randint(3, (len(x),)), number, update).backward()  # type: ignore[no-untyped-call]
-                for parameter in plain.parameters() if self.by_hand else ():
-                    assert parameter.grad is not None
-                    dist.all_reduce(parameter.grad)
-                    self.by_hand and self.by_hand(parameter.grad)
-                if self.clip is not None:
-                    nn.utils.clip_grad_norm_(model.parameters(), self.clip)
-                optimizer.step()
-                optimizer.zero_grad()
-            watch.close()
-        lines = [line for line in said.getvalue().splitlines() if line.startswith("  gradient scale:")]
-        return self.found, lines
+        for number in range(self.passes(update)):
+            x = torch.randn(self.rows(update, number, rank), 6)
+            self.loss(model(x), torch.randint(3, (len(x),)), number, update).backward()
+        for parameter in model.parameters() if self.by_hand else ():
+            dist.all_reduce(parameter.grad)
+            self.by_hand(parameter.grad)
 
 
 def _mean(logits: Tensor, labels: Tensor, number: int, update: int) -> Tensor:
@@ -424,7 +424,7 @@ def test_a_scale_that_comes_from_the_layout_is_found_and_no_other(
     part: Callable[[], dict[str, object]], world: int
 ) -> None:
     """By the second update, or at a short window; dropout on, ragged rows, AdamW with a clip and SGD without."""
-    assert [outcome.get() for outcome in run_ranks(world, part)] == [{}] * world
+    assert answers(world, part) == [{}] * world
 
 
 def _clip_by_hand(gradient: Tensor) -> object:
@@ -445,8 +445,7 @@ def closing() -> dict[str, list[str]]:
 
 
 def test_the_closing_lines_say_what_was_seen_of_the_scale() -> None:
-    """What may be meant is no finding and is said: a factor of choice, rows that count unequally."""
-    by_rank = [outcome.get() for outcome in run_ranks(2, closing)]
+    by_rank = answers(2, closing)
     assert not any(by_rank[1].values())
     lines = by_rank[0]
     seen = "by the losses and reductions that were seen"
@@ -479,7 +478,6 @@ def scale(first: float, factor: float, line: int = 1) -> Scale:
     ],
 )
 def test_gradients_that_were_changed_are_told_from_a_wrong_division(scales: list[Scale], shown: str) -> None:
-    """A wrong division leaves the scale or the factor of the reduction alike; a clipping by hand changes both."""
     account = Account()
     for each in scales:
         account.add(each)
@@ -487,81 +485,65 @@ def test_gradients_that_were_changed_are_told_from_a_wrong_division(scales: list
     assert account.odd == ("not comparable" not in shown)
 
 
-def losses_of_their_own() -> list[tuple[str, int]]:
-    """A loop with a line for each of its losses, as a GAN has, and one that asks for gradients in between."""
+def _rows(*seeds: int) -> Tensor:
+    """Rows of this rank's own."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(sum(seeds) + rank))
+
+
+def _loss(logits: Tensor, label: int = 0) -> Tensor:
+    return F.cross_entropy(logits, torch.full((4,), label))
+
+
+def _linear() -> nn.Module:
     torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Linear(6, 3))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    found: list[tuple[str, int]] = []
-    watch = andon.watch(model, optimizer, action=lambda each: found.append((each.clause, each.step)))
-    for update in range(4):
-        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * update + dist.get_rank()))
-        F.cross_entropy(model(x), torch.zeros(4, dtype=torch.long)).backward()  # type: ignore[no-untyped-call]
-        F.cross_entropy(model(-x), torch.ones(4, dtype=torch.long)).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        optimizer.zero_grad()
-    for update in range(4):
-        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * update + dist.get_rank()))
-        loss = F.cross_entropy(model(x), torch.zeros(4, dtype=torch.long))
-        torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        optimizer.zero_grad()
-    watch.close()
-    return found
+    return DistributedDataParallel(nn.Linear(6, 3)) if dist.is_initialized() else nn.Linear(6, 3)
+
+
+def losses_of_their_own() -> list[tuple[str, int, str]]:
+    """A loop with a line for each of its losses, as a GAN has, and one that asks for gradients in between."""
+
+    def backward(model: nn.Module, update: int) -> None:
+        x = _rows(10 * update)
+        if update <= 4:
+            _loss(model(x)).backward()
+            _loss(model(-x), 1).backward()
+        else:
+            loss = _loss(model(x))
+            torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+            loss.backward()
+
+    return trained(_linear(), backward, updates=8)[0]
 
 
 def test_losses_that_are_added_on_purpose_are_not_taken_for_micro_batches() -> None:
     """Two lines are two losses, and a gradient that is only asked for belongs to no backward pass."""
-    assert [outcome.get() for outcome in run_ranks(2, losses_of_their_own)] == [[], []]
+    assert answers(2, losses_of_their_own) == [[], []]
 
 
 def scaled() -> list[tuple[str, int, str]]:
     """A loop with a loss scaler, right and then not divided by its two micro-batches."""
-    found: list[tuple[str, int, str]] = []
+    found = []
     for divisor in (2, 1):
-        torch.manual_seed(0)
-        model = DistributedDataParallel(nn.Linear(6, 3))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
-        watch = andon.watch(
-            model, optimizer, action=lambda each: found.append((each.clause, each.step, each.finding.seen))
-        )
-        for update in range(4):
+
+        def backward(model: nn.Module, update: int, divisor: int = divisor, scaler: Any = scaler) -> None:
             for number in range(2):
-                seed = 100 * update + 10 * number + dist.get_rank()
-                x = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
-                loss = F.cross_entropy(model(x), torch.zeros(4, dtype=torch.long)) / divisor
-                scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-        watch.close()
+                scaler.scale(_loss(model(_rows(100 * update, 10 * number))) / divisor).backward()
+
+        found += trained(_linear(), backward, scaler=scaler, clip=0.1)[0]
     return found
 
 
 def test_a_loss_scale_is_no_scale_of_the_gradient() -> None:
-    """It is multiplied into the loss and divided out again."""
-    for outcome in run_ranks(2, scaled):
-        ((clause, step, seen),) = outcome.get()
+    for ((clause, step, seen),) in answers(2, scaled):
         assert (clause, step) == ("gradient-scale", 2)
         assert "2.000 together" in seen
 
 
 def test_a_window_without_a_number_says_nothing() -> None:
-    """A gradient that is no number is for `finite`."""
-    found: list[str] = []
-    model = nn.Linear(6, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with andon.watch(model, optimizer, action=lambda each: found.append(each.clause)):
-        for _ in range(3):
-            x = torch.full((4, 6), math.nan)
-            F.cross_entropy(model(x), torch.zeros(4, dtype=torch.long)).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            optimizer.zero_grad()
-    assert set(found) == {"finite"}
+    found, _ = trained(nn.Linear(6, 3), lambda model, _: _loss(model(torch.full((4, 6), math.nan))).backward())
+    assert {clause for clause, _, _ in found} == {"finite"}
 
 
 class TwoHeads(nn.Module):
@@ -584,68 +566,49 @@ def heads_in_turn() -> list[str]:
         if slowed:
             for parameter in inner.heads.parameters():
                 parameter.register_hook(lambda gradient: gradient * 0.5)
-        model = DistributedDataParallel(inner, find_unused_parameters=True)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        watch = andon.watch(model, optimizer, action=lambda each: found.append(each.clause))
-        for update in range(4):
+
+        def backward(model: nn.Module, update: int, slowed: bool = slowed) -> None:
             for number in range(4):
-                seed = 100 * update + 10 * number + dist.get_rank()
-                x = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
                 task = 1 if slowed else number % 2
-                loss = F.cross_entropy(model(x, task), torch.zeros(4, dtype=torch.long))
-                (loss / 4).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            optimizer.zero_grad()
-        watch.close()
+                (_loss(model(_rows(100 * update, 10 * number), task)) / 4).backward()
+
+        model = DistributedDataParallel(inner, find_unused_parameters=True)
+        found += [clause for clause, _, _ in trained(model, backward)[0]]
     return [clause for clause in found if clause == "gradient-scale"]
 
 
 def test_what_the_parameter_that_is_looked_at_does_not_show_is_not_judged() -> None:
-    """Passes that do not reach it, and a gradient that changes on its way, leave the scale unknown."""
-    assert [outcome.get() for outcome in run_ranks(2, heads_in_turn)] == [[], []]
+    assert answers(2, heads_in_turn) == [[], []]
 
 
-def updated_alone(update: Callable[[nn.Module, torch.amp.GradScaler, int], None], *, scaled: bool) -> list[str]:
-    """The clauses that a watch finds in one process, in six updates of a fused AdamW."""
-    torch.manual_seed(0)
-    model, found = nn.Linear(6, 3), list[str]()
+def _fused(backward: Backward, scaler: torch.amp.GradScaler | None = None) -> list[tuple[str, int, str]]:
+    model = _linear()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0, enabled=scaled)
-    with andon.watch(model, optimizer, action=lambda each: found.append(each.clause)):
-        for number in range(6):
-            update(model, scaler, number)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-    return found
-
-
-def _loss(model: nn.Module, seed: int) -> Tensor:
-    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
-    return F.cross_entropy(model(x), torch.zeros(4, dtype=torch.long))
+    return trained(model, backward, optimizer=optimizer, scaler=scaler, updates=6)[0]
 
 
 def test_a_fused_optimizer_that_divides_by_the_loss_scale_itself_is_right() -> None:
     """Its gradients are still scaled where the watch sees them: by 2, which two micro-batches would be too."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
 
-    def update(model: nn.Module, scaler: torch.amp.GradScaler, number: int) -> None:
-        for place in range(2):
-            scaler.scale(_loss(model, 10 * number + place) / 2).backward()  # type: ignore[no-untyped-call]
+    def backward(model: nn.Module, update: int) -> None:
+        for number in range(2):
+            scaler.scale(_loss(model(_rows(10 * update, number))) / 2).backward()
 
-    assert updated_alone(update, scaled=True) == []
+    assert _fused(backward, scaler) == []
 
 
 def test_another_loss_of_another_line_is_no_short_window() -> None:
     """Policy and value in turn: two micro-batches of one, and half of the other."""
 
-    def update(model: nn.Module, scaler: torch.amp.GradScaler, number: int) -> None:
-        if number % 2:
-            (_loss(model, number) / 2).backward()  # type: ignore[no-untyped-call]
+    def backward(model: nn.Module, update: int) -> None:
+        if update % 2 == 0:
+            (_loss(model(_rows(update))) / 2).backward()
         else:
-            for place in range(2):
-                (_loss(model, 10 * number + place) / 2).backward()  # type: ignore[no-untyped-call]
+            for number in range(2):
+                (_loss(model(_rows(10 * update, number))) / 2).backward()
 
-    assert updated_alone(update, scaled=False) == []
+    assert _fused(backward) == []
 
 
 # a loss among the outputs of the model, which DDP passes through a graph node
@@ -678,16 +641,23 @@ def of_outputs(options: dict[str, bool]) -> list[str]:
     """Which outputs and factors show something else than they must, under DDP with these options."""
     wrong: list[str] = []
     for name, (returns, take) in OUTPUTS.items():
-        for sgd, factor in ((True, 0.5), (False, 0.5 * dist.get_world_size())):
+        for with_sgd, factor in ((True, 0.5), (False, 0.5 * dist.get_world_size())):
             weights = list[float | None]()
 
-            def step(model: nn.Module, factor: float = factor, take: Any = take, weights: Any = weights) -> Tensor:
-                loss: Tensor = factor * take(model(torch.randn(4, 6), torch.randint(3, (4,))))
-                weight = weight_of(loss)
-                weights.append(weight and weight.first)
-                return loss
+            def backward(
+                model: nn.Module, _: int, factor: float = factor, take: Any = take, weights: Any = weights
+            ) -> None:
+                for _ in range(2):
+                    loss = factor * take(model(torch.randn(4, 6), torch.randint(3, (4,))))
+                    weight = weight_of(loss)
+                    weights.append(weight and weight.first)
+                    loss.backward()
 
-            seen, lines = trained_by_outputs(Classifier(returns), step, sgd, options)
+            torch.manual_seed(0)
+            model = DistributedDataParallel(Classifier(returns), **options)
+            optimizer = (torch.optim.SGD if with_sgd else torch.optim.AdamW)(model.parameters(), lr=0.01)
+            found, lines = trained(model, backward, optimizer=optimizer, clip=None if with_sgd else 0.05, updates=3)
+            seen = [words for clause, _, words in found if clause == "gradient-scale"]
             hidden = name == NO_TENSOR and bool(options)
             # A static graph is handed on so in its first pass alone.
             first, later = None if hidden else factor, None if hidden and "static_graph" not in options else factor
@@ -700,29 +670,6 @@ def of_outputs(options: dict[str, bool]) -> list[str]:
     return wrong
 
 
-def trained_by_outputs(
-    model: nn.Module, step: Callable[[nn.Module], Tensor], sgd: bool, options: dict[str, bool]
-) -> tuple[list[str], list[str]]:
-    """The scales that a watch finds in three updates of two passes each, and its closing lines of the scale."""
-    torch.manual_seed(0)
-    wrapped = DistributedDataParallel(model, **options)  # type: ignore[arg-type]
-    optimizer = (torch.optim.SGD if sgd else torch.optim.AdamW)(wrapped.parameters(), lr=0.01)
-    seen, said = list[str](), io.StringIO()
-    with contextlib.redirect_stderr(said):
-        watch = andon.watch(wrapped, optimizer, action=lambda each: seen.append(f"{each.clause}: {each.finding.seen}"))
-        torch.manual_seed(1 + dist.get_rank())
-        for _ in range(3):
-            for _ in range(2):
-                step(wrapped).backward()  # type: ignore[no-untyped-call]
-            if not sgd:
-                nn.utils.clip_grad_norm_(wrapped.parameters(), 0.05)
-            optimizer.step()
-            optimizer.zero_grad()
-        watch.close()
-    lines = [line for line in said.getvalue().splitlines() if line.startswith("  gradient scale:")]
-    return [each for each in seen if each.startswith("gradient-scale: ")], lines
-
-
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.deep)])  # deep: as with 2, of another factor
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
 def test_a_loss_that_ddp_hands_on_is_weighed_as_it_was(options: dict[str, bool], world: int) -> None:
@@ -730,11 +677,10 @@ def test_a_loss_that_ddp_hands_on_is_weighed_as_it_was(options: dict[str, bool],
 
     If an output is not a tensor, DDP's node does not say which input it was, and the watch stays silent.
     """
-    assert [outcome.get() for outcome in run_ranks(world, of_outputs, options)] == [[]] * world
+    assert answers(world, of_outputs, options) == [[]] * world
 
 
 def prediction_beside_what_is_no_tensor() -> list[float | None]:
-    """The weights of losses whose output passes through DDP next to a value that is not a tensor."""
     model = DistributedDataParallel(Classifier(lambda loss, logits: (None, logits)), find_unused_parameters=True)
     labels = torch.zeros(4, dtype=torch.long)
     losses: list[Step] = [
@@ -746,6 +692,5 @@ def prediction_beside_what_is_no_tensor() -> list[float | None]:
     return [weight and weight.first for weight in found]
 
 
-def test_a_loss_of_what_ddp_hands_on_is_weighed_without_looking_further() -> None:
-    """The loss is read up to DDP's node, so it does not matter which output it came from."""
-    assert run_ranks(2, prediction_beside_what_is_no_tensor)[0].get() == [0.5, 1.0, 3.0]
+def test_a_loss_beside_what_is_no_tensor_is_weighed_up_to_ddps_node() -> None:
+    assert answers(2, prediction_beside_what_is_no_tensor)[0] == [0.5, 1.0, 3.0]

@@ -25,25 +25,19 @@ from torch import nn
 import andon
 from andon_contracts.violation import Halted, Violation
 from tests.support.ranks import run_ranks
+from tests.watch.small import answers, loss_of, net, sgd
 
 REASON = "a row that no rank may train on"
 
 
-def _watched(folder: str | None = None, *, hard_stop: bool) -> tuple[nn.Module, andon.Watch]:  # type: ignore[name-defined]
-    torch.manual_seed(0)
-    model = nn.Linear(3, 2)
-    return model, andon.watch(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        hard_stop=hard_stop,
-        folder=folder,
-        patience=datetime.timedelta(seconds=1),
-    )
+def _watched(folder: str | None = None, *, hard_stop: bool = False) -> tuple[nn.Module, andon.Watch]:
+    model, patience = net(), datetime.timedelta(seconds=1)
+    return model, andon.watch(model, sgd(model), hard_stop=hard_stop, folder=folder, patience=patience)
 
 
 def _in_backward(model: nn.Module) -> None:
     while True:
-        model(torch.ones(2, 3)).sum().backward()
+        loss_of(model).backward()
 
 
 def _in_a_collective(model: nn.Module) -> None:
@@ -62,7 +56,7 @@ def _in_a_read(model: nn.Module) -> None:
 
 
 def _stop(place: Callable[[nn.Module], None]) -> None:
-    model, w = _watched(hard_stop=False)
+    model, w = _watched()
     if dist.get_rank() == 1:
         w.pull(REASON)
     place(model)
@@ -114,8 +108,7 @@ def test_a_rank_where_no_python_runs_is_ended_with_hard_stop() -> None:
 
 
 def test_one_process_that_pulls_leaves_the_bundle_that_it_names(tmp_path: Path) -> None:
-    """There is nobody else to stop, and what is needed to look into it is there all the same."""
-    _model, w = _watched(str(tmp_path), hard_stop=False)
+    _model, w = _watched(str(tmp_path))
     with pytest.raises(Violation) as caught, w:
         w.pull(REASON)
     place = Path(caught.value.bundle)
@@ -125,7 +118,7 @@ def test_one_process_that_pulls_leaves_the_bundle_that_it_names(tmp_path: Path) 
 
 
 def _pull_without_a_folder(folder: str) -> None:
-    model, w = _watched(folder, hard_stop=False)
+    model, w = _watched(folder)
     dist.barrier()
     if dist.get_rank() == 1:
         w.pull(REASON)
@@ -133,7 +126,6 @@ def _pull_without_a_folder(folder: str) -> None:
 
 
 def test_a_bundle_that_cannot_be_made_keeps_nobody_from_halting(tmp_path: Path) -> None:
-    """Its folder is a file; the rank that sleeps is woken up as ever."""
     (tmp_path / "file").touch()
     for outcome in run_ranks(2, _pull_without_a_folder, str(tmp_path / "file"), deadline_s=30.0):
         assert type(outcome.error) is Violation, outcome.error
@@ -197,7 +189,7 @@ def test_an_end_that_is_no_violation_is_told_apart(end: Callable[[], None]) -> N
 
 
 def _leave() -> str:
-    model, w = _watched(hard_stop=False)
+    model, w = _watched()
     if dist.get_rank() == 1:
         w.close()
         return "left"
@@ -207,16 +199,14 @@ def _leave() -> str:
 
 
 def test_a_rank_that_leaves_the_others_is_named() -> None:
-    """The connection that breaks says nothing; the error that is raised says that rank 1 closed its watch."""
-    said = [outcome.get() for outcome in run_ranks(2, _leave)]
-    assert said[1] == "left"
-    assert said[0].startswith("left: rank 1 of 2 left at step 1, before its forward pass, which is no violation: ")
+    waiting, left = answers(2, _leave)
+    assert left == "left"
+    assert waiting.startswith("left: rank 1 of 2 left at step 1, before its forward pass, which is no violation: ")
 
 
 def _swallow() -> list[str]:
-    torch.manual_seed(0)
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = net()
+    optimizer = sgd(model)
     w = andon.watch(model, optimizer)
     found: list[str] = []
     for _attempt in range(2):
@@ -229,14 +219,13 @@ def _swallow() -> list[str]:
                 _in_the_loader(model)
         except Violation as error:
             found.append(str(error))
-    model(torch.ones(2, 3))  # what saves or evaluates after the error is not disturbed
+    loss_of(model)  # what saves or evaluates after the error is not disturbed
     return found
 
 
 def test_nobody_trains_on_after_a_halt() -> None:
     """A loop that swallows the error gets it again before its next update, and is otherwise left alone."""
-    for outcome in run_ranks(2, _swallow):
-        found = outcome.get()
+    for found in answers(2, _swallow):
         assert len(found) == 2
         assert len(set(found)) == 1
 
@@ -246,7 +235,7 @@ def test_nobody_trains_on_after_a_halt() -> None:
 
 def _bare(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
-    model, _ = _watched(hard_stop=False)
+    model, _ = _watched()
     dist.barrier()
     if rank == 1:
         raise ValueError("boom")
@@ -288,7 +277,6 @@ time.sleep(600)
 # Deep, for torchrun's start: the tests above have each rank end by the same error.
 @pytest.mark.deep
 def test_torchs_launcher_names_the_cause(tmp_path: Path) -> None:
-    """Whichever rank it sees end first, its root cause is rank 1, in our words."""
     (tmp_path / "loop.py").write_text(SCRIPT)
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--log-dir", str(tmp_path)]
     done = subprocess.run([sys.executable, *words, str(tmp_path / "loop.py")], capture_output=True, text=True)
@@ -303,16 +291,15 @@ def test_torchs_launcher_names_the_cause(tmp_path: Path) -> None:
 def _vanishing(rank: int, folder: str, gone: int) -> None:
     os.dup2(os.open(f"{folder}/said-{rank}", os.O_WRONLY | os.O_CREAT), 2)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
-    torch.manual_seed(0)
-    model = nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = net()
+    optimizer = sgd(model)
     with andon.watch(model, optimizer, action="raise"):
         for step in range(3):
-            model(torch.ones(3, 4)).sum().backward()
+            loss_of(model).backward()
             if step == 1 and rank == gone:
                 os._exit(0)
             for parameter in model.parameters():
-                dist.all_reduce(parameter.grad)  # type: ignore[arg-type]
+                dist.all_reduce(parameter.grad)
             optimizer.step()
             optimizer.zero_grad()
 
@@ -336,11 +323,11 @@ def _unforeseen(*_: object, **__: object) -> None:
     raise LookupError("nobody foresaw this")
 
 
-def _break_link(w: andon.Watch) -> None:  # type: ignore[name-defined]
+def _break_link(w: andon.Watch) -> None:
     w._cord._link._progress = _unforeseen
 
 
-def _break_cord(w: andon.Watch) -> None:  # type: ignore[name-defined]
+def _break_cord(w: andon.Watch) -> None:
     w._cord._monitor._look = _unforeseen
 
 
@@ -353,9 +340,8 @@ WORDS = (
 
 def _lose(action: str, wound: Callable[..., None], folder: str) -> str:
     """Rank 1 loses a guard while both sleep; with `warn` both go on, once both have said so."""
-    torch.manual_seed(0)
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = net()
+    optimizer = sgd(model)
     said = [Path(folder, f"said-{rank}") for rank in range(2)]
     os.dup2(os.open(said[dist.get_rank()], os.O_WRONLY | os.O_CREAT), 2)
     with andon.watch(model, optimizer, action=action) as w:
@@ -363,19 +349,18 @@ def _lose(action: str, wound: Callable[..., None], folder: str) -> str:
         if dist.get_rank() == 1:
             wound(w)
         if action != "warn":
-            threading.Event().wait()
+            _in_the_loader(model)
         deadline, pause = time.monotonic() + PATIENCE_S, threading.Event()
         while not all(path.exists() and "is unguarded" in path.read_text() for path in said):
             assert time.monotonic() < deadline, [path.read_text() for path in said]
             pause.wait(0.05)
-        model(torch.ones(2, 3)).sum().backward()
+        loss_of(model).backward()
         optimizer.step()
     return "trained on"
 
 
 @pytest.mark.parametrize("guard", GUARDS)
 def test_all_ranks_halt_where_one_is_no_longer_guarded(guard: str, tmp_path: Path) -> None:
-    """Asleep as they are, they raise the same error, which names the thread and why it ended."""
     errors = [outcome.error for outcome in run_ranks(2, _lose, "raise", GUARDS[guard], str(tmp_path))]
     for error in errors:
         assert type(error) is Halted, errors
@@ -384,9 +369,7 @@ def test_all_ranks_halt_where_one_is_no_longer_guarded(guard: str, tmp_path: Pat
 
 
 def test_all_ranks_say_so_where_a_watch_only_warns(tmp_path: Path) -> None:
-    """Each rank has one line of it, and trains on."""
     guard, wound = next(iter(GUARDS.items()))
-    outcomes = run_ranks(2, _lose, "warn", wound, str(tmp_path))
-    assert [outcome.get() for outcome in outcomes] == ["trained on"] * 2
+    assert answers(2, _lose, "warn", wound, str(tmp_path)) == ["trained on"] * 2
     for rank in range(2):
         assert (tmp_path / f"said-{rank}").read_text().count("andon: " + WORDS.format(guard)) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,66 +20,39 @@ from andon_contracts.policy import evaluations, reset_evaluations, suspended
 from andon_contracts.watch.judging import Verdicts
 from andon_contracts.watch.settings import Settings
 
-RIGHT = {
-    "change": 0,
-    "layout": 5,
-    "hyperparameters": 6,
-    "rate": bits_of(0.1),
-    "planned": bits_of(0.1),
-    "ungrouped": 0,
-    "modes": 7,
-    "modules": 7,
-    "buffers": 8,
-    "caches": 9,
-    "cache shapes": 9,
-    "reduces": 1,
-    "written": 0,
-    "nonfinite": 0,
-    "repaired": 0,
-    "collectives": 9,
-    "strided": 0,
-    "weights": 10,
-    "gradient": 11,
-    "norm": bits_of(2.0),
-    "clipped": bits_of(2.0),
-    "stale": 0,
-    "missing": 0,
-    "scale": 0,
-    "base": 12,
-    "first base": 12,
-    "followed": 12,
-    "first followed": 12,
-    "rows": 0,
-    "with content": 0,
-    "loss sum": 0,
-    "loss rows": 0,
-    "reports": 0,
-    "reported": 0,
-    "optimizer": 13,
-    "updates": 4,
-    "unmoved": 0,
-    "unmoved due": bits_of(1e-3),
-    "unmoved spacing": bits_of(1e-8),
-} | {f"stream {index}{must}": 0 for index in range(4) for must in ("", " must")}
 
-WRONG: dict[str, list[tuple[str, int]]] = {
-    "parameters-kept": [("change", 1), ("layout", 4)],
-    "modes-agree": [("modes", 0)],
-    "hyperparameters-agree": [("hyperparameters", 0)],
-    "learning-rate-planned": [("planned", bits_of(0.2))],
-    "groups-planned": [("ungrouped", 1)],
-    "scaler-agrees": [("scale", 1)],
-    "buffers-agree": [("buffers", 1), ("caches", 1)],
-    "finite": [("nonfinite", 1), ("norm", bits_of(float("nan")))],
-    "base-frozen": [("base", 0), ("followed", 0)],
-    "replicas-agree": [("weights", 0)],
-    "gradient-fresh": [("stale", 1)],
-    "gradient-present": [("missing", 1)],
-    "collectives-agree": [("collectives", 0), ("strided", 1)],
-    "gradients-agree": [("gradient", 0)],
-    "clip-once": [("clipped", bits_of(1.0))],
-    "optimizers-agree": [("optimizer", 0), ("updates", 5)],
-    "update-applied": [("unmoved", 1)],
+def values(text: str) -> dict[str, int]:
+    """What a rank observes: `name=3` is a number or a digest, `name:0.1` are the bits of a real."""
+    pairs = [re.fullmatch(r"(.+?)([=:])(.+)", each).groups() for each in text.split(", ")]
+    return {name: int(value) if mark == "=" else bits_of(float(value)) for name, mark, value in pairs}
+
+
+RIGHT = values(
+    "change=0, layout=5, hyperparameters=6, rate:0.1, planned:0.1, ungrouped=0, modes=7, modules=7, buffers=8, "
+    "caches=9, cache shapes=9, reduces=1, written=0, nonfinite=0, repaired=0, collectives=9, strided=0, weights=10, "
+    "gradient=11, norm:2.0, clipped:2.0, stale=0, missing=0, scale=0, base=12, first base=12, followed=12, "
+    "first followed=12, rows=0, with content=0, loss sum=0, loss rows=0, reports=0, reported=0, optimizer=13, "
+    "updates=4, unmoved=0, unmoved due:1e-3, unmoved spacing:1e-8"
+) | {f"stream {index}{must}": 0 for index in range(4) for must in ("", " must")}
+
+WRONG = {
+    "parameters-kept": "change=1, layout=4",
+    "modes-agree": "modes=0",
+    "hyperparameters-agree": "hyperparameters=0",
+    "learning-rate-planned": "planned:0.2",
+    "groups-planned": "ungrouped=1",
+    "scaler-agrees": "scale=1",
+    "buffers-agree": "buffers=1, caches=1",
+    "finite": "nonfinite=1, norm:nan",
+    "base-frozen": "base=0, followed=0",
+    "replicas-agree": "weights=0",
+    "gradient-fresh": "stale=1",
+    "gradient-present": "missing=1",
+    "collectives-agree": "collectives=0, strided=1",
+    "gradients-agree": "gradient=0",
+    "clip-once": "clipped:1.0",
+    "optimizers-agree": "optimizer=0, updates=5",
+    "update-applied": "unmoved=1",
 }
 """For each clause, values of the second rank that break it and, but for those named below, nothing else."""
 ALL = frozenset(CLAUSES)
@@ -111,7 +85,7 @@ def test_what_is_right_holds_and_each_clause_is_counted(table: str) -> None:
     assert evaluations() == wanted
 
 
-CASES = [(clause, name, value) for clause, values in WRONG.items() for name, value in values]
+CASES = [(clause, *each) for clause, wrong in WRONG.items() for each in values(wrong).items()]
 
 
 @pytest.mark.parametrize(("clause", "name", "value"), CASES, ids=[f"{clause}, {name}" for clause, name, _ in CASES])
@@ -158,10 +132,9 @@ ROWS = [
 @pytest.mark.parametrize(("law", "want"), ROWS, ids=[f"{law.id} {index}" for index, (law, _) in enumerate(ROWS)])
 def test_a_row_reads_what_it_says(law: Law[Any], want: object) -> None:
     """A predicate looks at no other value than those of `reads`: what is to be observed can be told from the rows."""
-    values = [_Reading({**RIGHT, "imprecise": 0}) for _ in range(2)]
-    seen = Seen([Observation(rank, 3, 9, "here", each) for rank, each in enumerate(values)], want)
-    law.holds(seen)
-    assert values[0].read | values[1].read <= set(law.reads)
+    observed = [_Reading({**RIGHT, "imprecise": 0}) for _ in range(2)]
+    law.holds(Seen([Observation(rank, 3, 9, "here", each) for rank, each in enumerate(observed)], want))
+    assert observed[0].read | observed[1].read <= set(law.reads)
 
 
 @pytest.mark.parametrize(
@@ -183,17 +156,13 @@ def test_ranks_with_other_modules_or_parameters_are_not_compared_in_these(
 
 
 def test_every_clause_of_a_step_is_among_the_cases() -> None:
-    """No clause joins a step without a case here that breaks it; two that need several values have tests of their own.
-
-    `halt-together` is broken by a message of another step, in the test below.
-    """
+    """Those without a case need several values or messages, and have tests of their own."""
     named = {law.clause for law in (*BEFORE, *AFTER)}
     assert named - set(WRONG) == {"halt-together", "loss-reported", "randomness-declared"}
 
 
 @pytest.mark.parametrize("table", TABLES)
 def test_ranks_at_different_steps_are_never_compared(table: str) -> None:
-    """Whether the messages belong together is asked first, and nothing else where they do not."""
     here, there = _seen(**dict.fromkeys(RIGHT, 99))
     late = Observation(1, 4, there.sequence, there.point, there.values)
     judgement, verdicts = _judgement(table, (here, late))
@@ -202,14 +171,9 @@ def test_ranks_at_different_steps_are_never_compared(table: str) -> None:
 
 
 def test_a_clause_that_is_not_live_is_neither_asked_nor_counted() -> None:
-    """What cannot be observed here does not hold, and does not break."""
     judgement, verdicts = _judgement("before", _seen(modes=0), ALL - {"modes-agree"})
     assert judgement.first is None
     assert "modes-agree" not in verdicts.evaluations
-
-
-def test_where_contracts_are_suspended_nothing_is_judged() -> None:
-    """No law is come to, and none is counted."""
     with suspended():
         judgement, verdicts = _judgement("before", _seen(modes=0))
         assert judgement.first is None
@@ -219,22 +183,15 @@ def test_where_contracts_are_suspended_nothing_is_judged() -> None:
 @pytest.mark.parametrize(
     ("changed", "details", "seen", "told"),
     [
-        ({}, {}, "", ()),
-        (
-            {"places": 9, "leaves": 9},
-            {"places": {"tree['a']": [1, 2, 1]}},
-            "the trees have different leaves",
-            ("1 2 1",),
-        ),
-        ({"leaves": 9}, {"leaves": {"x": [5] * 3, "y": [1, 2, 1]}}, "1 of 2 leaves differ", ("1 2 1",)),
+        ("leaves=4", {}, "", ()),
+        ("places=9, leaves=9", {"places": {"tree['a']": [1, 2, 1]}}, "the trees have different leaves", ("1 2 1",)),
+        ("leaves=9", {"leaves": {"x": [5] * 3, "y": [1, 2, 1]}}, "1 of 2 leaves differ", ("1 2 1",)),
     ],
 )
-def test_trees_are_held_to_two_rows(
-    changed: Mapping[str, int], details: Details, seen: str, told: Sequence[str]
-) -> None:
+def test_trees_are_held_to_two_rows(changed: str, details: Details, seen: str, told: Sequence[str]) -> None:
     """Other places come before other leaves; the second look says which, and who is alone with it."""
-    good = {"problem": 0, "places": 3, "leaves": 4}
-    said = [Observation(rank, 0, 1, "tree", good | (changed if rank == 1 else {})) for rank in range(3)]
+    good = values("problem=0, places=3, leaves=4")
+    said = [Observation(rank, 0, 1, "tree", good | (values(changed) if rank == 1 else {})) for rank in range(3)]
     judgement = Judgement(TREE, Seen(said, None, details=details))
     found = [judgement.violation(law) for law in judgement.broken()]
     assert [(each.clause, each.finding.seen, each.finding.ranks) for each in found] == [
@@ -261,64 +218,40 @@ def test_trainer_and_watch_read_the_same_rows() -> None:
     }
 
 
-def _broken(law: Law[Seen[Reduced]], want: Reduced, *values: Mapping[str, int]) -> bool:
-    said = [Observation(rank, 3, 9, "here", {**RIGHT, **each}) for rank, each in enumerate(values)]
-    return Judgement((law,), Seen(said, want)).first is not None
-
-
-@pytest.mark.parametrize(
-    ("factor", "ours", "theirs"),
-    [(1.0, False, False), (1 + 2**-52, True, False), (1 + 0.9e-9, True, False), (1 + 1.1e-9, True, True)],
+# A loop's schedule may be written twice, and its norm is torch's: a watch holds them to more than rounding.
+RATES = ((1.0, False, False), (1 + 2**-52, True, False), (1 + 0.9e-9, True, False), (1 + 1.1e-9, True, True))
+CLIPS = (
+    *((1.0, False, False), (1 + 0.9 * 2**-19, False, False), (1 + 1.1 * 2**-19, True, False)),
+    *((1 + 0.9e-3, True, False), (1 + 1.1e-3, True, True)),
 )
-def test_a_rate_is_held_to_the_bit_by_the_trainer_and_to_rounding_by_a_watch(
-    factor: float, ours: bool, theirs: bool
+CLIPPED = 2.0 * (1.0 / (2.0 + 1e-6))
+HELD = [
+    *((RATE, [f"rate:{0.1 * factor!r}, planned:0.1"] * 3, *broken) for factor, *broken in RATES),
+    *((CLIP, [f"norm:2.0, clipped:{CLIPPED * factor!r}"] * 3, *broken) for factor, *broken in CLIPS),
+    # The trainer holds a rank to the plan and the norm of most, a watch holds it to its own; that norms differ it says.
+    (RATE, [*["rate:0.1, planned:0.1"] * 2, "rate:0.2, planned:0.2"], True, False),
+    (RATE, [*["rate:0.1, planned:0.1"] * 2, "rate:0.1, planned:0.2"], False, True),
+    (CLIP, [*["norm:2.0, clipped:1.0"] * 2, "norm:4.0, clipped:1.0"], False, True),
+    (CLIP, [*["norm:2.0, clipped:1.0"] * 2, "norm:4.0, clipped:2.0"], True, True),
+    (CLIP, [*["norm:2.0, clipped:1.0"] * 2, "norm:4.0, clipped:1.0, gradient=0"], False, False),
+]
+"""The law, what each rank observes, and whether that breaks the law of the trainer and of a watch."""
+
+
+@pytest.mark.parametrize(("law", "ranks", "ours", "theirs"), HELD, ids=map(str, range(len(HELD))))
+def test_trainer_and_watch_hold_rates_and_clippings_to_their_own_measure(
+    law: Law[Seen[Reduced]], ranks: Sequence[str], ours: bool, theirs: bool
 ) -> None:
-    """Both sides of both old boundaries: ours is computed once, a loop's schedule may be written twice."""
-    said = [{"rate": bits_of(0.1 * factor), "planned": bits_of(0.1)}] * 3
-    assert _broken(RATE, Reduced(), *said) == ours
-    assert _broken(RATE, each_by_itself(None), *said) == theirs
-
-
-def test_a_rate_is_held_to_the_plan_of_most_by_the_trainer_and_to_its_own_by_a_watch() -> None:
-    """A rank that follows another plan is odd among ranks that have one, and true to itself elsewhere."""
-    planned, other = bits_of(0.1), bits_of(0.2)
-    right = {"rate": planned, "planned": planned}
-    assert _broken(RATE, Reduced(), right, right, {"rate": other, "planned": other})
-    assert not _broken(RATE, each_by_itself(None), right, right, {"rate": other, "planned": other})
-    assert not _broken(RATE, Reduced(), right, right, {"rate": planned, "planned": other})
-    assert _broken(RATE, each_by_itself(None), right, right, {"rate": planned, "planned": other})
-
-
-@pytest.mark.parametrize(
-    ("factor", "ours", "theirs"),
-    [(1.0, False, False), (1 + 0.9 * 2**-19, False, False), (1 + 1.1 * 2**-19, True, False), (1 + 0.9e-3, True, False),
-     (1 + 1.1e-3, True, True)],
-)  # fmt: skip
-def test_a_clipping_is_held_to_rounding_of_both(factor: float, ours: bool, theirs: bool) -> None:
-    """Both sides of both boundaries: 32 roundings of fp32 in the trainer, whose norm is exact; 1e-3 in a watch."""
-    right = 2.0 * (1.0 / (2.0 + 1e-6))
-    said = [{"norm": bits_of(2.0), "clipped": bits_of(right * factor)}] * 3
-    assert _broken(CLIP, Reduced(limit=1.0), *said) == ours
-    assert _broken(CLIP, each_by_itself(1.0), *said) == theirs
-
-
-def test_a_clipping_is_held_to_the_norm_of_most_by_the_trainer_and_to_its_own_by_a_watch() -> None:
-    """A rank whose norm is wrong clips by the wrong factor although it is true to itself; a watch says they differ."""
-    right = {"norm": bits_of(2.0), "clipped": bits_of(1.0)}
-    true_to_itself = {"norm": bits_of(4.0), "clipped": bits_of(1.0)}
-    wrong_norm = {"norm": bits_of(4.0), "clipped": bits_of(2.0)}
-    assert not _broken(CLIP, Reduced(limit=1.0), right, right, true_to_itself)
-    assert _broken(CLIP, Reduced(limit=1.0), right, right, wrong_norm)
-    assert _broken(CLIP, each_by_itself(1.0), right, right, true_to_itself)
-    assert not _broken(CLIP, each_by_itself(1.0), right, right, {**true_to_itself, "gradient": 0})
+    said = [Observation(rank, 3, 9, "here", RIGHT | values(each)) for rank, each in enumerate(ranks)]
+    wants = (Reduced(limit=1.0), each_by_itself(1.0))
+    assert [Judgement((law,), Seen(said, want)).first is not None for want in wants] == [ours, theirs]
 
 
 @given(st.integers(1, 4), st.sampled_from(["change", "weights", "gradient", "rate", "layout"]), st.data())
 def test_what_differs_is_what_is_not_one(world: int, name: str, data: st.DataObject) -> None:
-    """`differing` has the names whose values are not equal on all ranks, of any number of ranks."""
-    values = [data.draw(st.sampled_from([RIGHT[name], 1])) for _ in range(world)]
-    said = [Observation(rank, 3, 9, "here", {**RIGHT, name: value}) for rank, value in enumerate(values)]
-    assert Seen(said, None).differing == (frozenset([name]) if len(set(values)) > 1 else frozenset())
+    drawn = [data.draw(st.sampled_from([RIGHT[name], 1])) for _ in range(world)]
+    said = [Observation(rank, 3, 9, "here", {**RIGHT, name: value}) for rank, value in enumerate(drawn)]
+    assert Seen(said, None).differing == (frozenset([name]) if len(set(drawn)) > 1 else frozenset())
 
 
 @pytest.mark.parametrize(
@@ -336,5 +269,4 @@ def test_what_differs_is_what_is_not_one(world: int, name: str, data: st.DataObj
 def test_a_factor_is_named_with_everything_that_gives_it(
     ratio: float, world: int, micro_batches: int, said: str
 ) -> None:
-    """One of two micro-batches, divided as two, looks as one of two ranks does: neither is said with certainty."""
     assert name_ratio(ratio, world, micro_batches) == said

@@ -19,12 +19,12 @@ from andon_contracts.laws.law import Seen
 from andon_contracts.violation import Violation
 from andon_contracts.watch.replicas import Replicas, replicas_of
 from andon_contracts.watch.synchrony import Reducer, State, Synchrony
-from tests.support.ranks import run_ranks
+from tests.watch.clean import ignore
 from tests.watch.clean_communication import backward
 from tests.watch.clean_kinds import run_twin, unannounced
-from tests.watch.clean_loops import sgd
 from tests.watch.clean_models import LayerNormed
 from tests.watch.clean_twins import AT
+from tests.watch.small import answers, clauses, net, sgd, watched
 
 STEPS = AT + 6
 
@@ -36,60 +36,45 @@ def _seen(step: int, **by_rank: tuple[int, int]) -> Seen[object]:
     return Seen(tuple(said), None)
 
 
-def _update(
-    synchrony: Synchrony,
-    step: int,
-    *,
-    alike: bool,
-    equal: bool,
-    reducer: Reducer = Reducer.UNKNOWN,
-    met: bool = False,
-) -> tuple[frozenset[str], frozenset[str]]:
-    """What is not judged before update `step` and after it. met: the weights agree before it."""
+def _update(synchrony: Synchrony, step: int, what: str = "") -> tuple[frozenset[str], frozenset[str]]:
+    """What is not judged before update `step` and after it, in words of which the opposite is otherwise so.
+
+    reduced: it is seen who reduces; left out: and that it is left out. alike: the gradients agree. equal: the weights
+    agree after the update; met: before it.
+    """
+    reducer = Reducer.KNOWN if "reduced" in what else Reducer.LEFT_OUT if "left out" in what else Reducer.UNKNOWN
+    alike, equal, met = "alike" in what, "equal" in what, "met" in what
     apart = synchrony.state is not State.TOGETHER and not met
-    before = synchrony.before(
-        _seen(
-            step,
-            weights=(10 * step, 10 * step + apart),
-            gradient=(5, 5 + (not alike)),
-            reduces=(reducer.value,) * 2,
-            written=(int(met),) * 2,
-            norm=(1, 1),
-        )
-    )
-    after = synchrony.after(
-        _seen(step, weights=(10 * step + 5, 10 * step + 5 + (not equal)), optimizer=(1, 1), updates=(step, step))
-    )
+    gradients = {"gradient": (5, 5 + (not alike)), "reduces": (reducer.value,) * 2, "written": (int(met),) * 2}
+    before = synchrony.before(_seen(step, weights=(10 * step, 10 * step + apart), norm=(1, 1), **gradients))
+    weights = (10 * step + 5, 10 * step + 5 + (not equal))
+    after = synchrony.after(_seen(step, weights=weights, optimizer=(1, 1), updates=(step, step)))
     return before, after
 
 
 def test_where_it_is_seen_who_reduces_nothing_waits() -> None:
-    """A gradient that differs is judged before the update, weights after it."""
-    assert _update(Synchrony(), 1, alike=False, equal=False, reducer=Reducer.KNOWN) == (frozenset(), frozenset())
+    assert _update(Synchrony(), 1, "reduced") == (frozenset(), frozenset())
 
 
 def test_where_it_is_not_seen_the_update_decides() -> None:
     """Gradients that differ are let pass while the weights agree after it; weights that part then are a violation."""
     synchrony = Synchrony()
     for step in (1, 2):
-        assert _update(synchrony, step, alike=False, equal=True)[0] == {"gradients-agree"}
-    before, after = _update(synchrony, 3, alike=False, equal=False)
-    assert (before, after) == ({"gradients-agree"}, frozenset())
+        assert _update(synchrony, step, "equal")[0] == {"gradients-agree"}
+    assert _update(synchrony, 3) == ({"gradients-agree"}, frozenset())
     assert synchrony.state is State.TOGETHER
 
 
 def test_weights_that_part_are_suspected_once_and_held_where_they_agree_again() -> None:
     """Local SGD is known by its first synchronisation; one that is long overdue is judged."""
     synchrony = Synchrony()
-    assert "replicas-agree" in _update(synchrony, 1, alike=False, equal=False)[1]
-    assert synchrony.parted(1)
-    for step in (2, 3):
-        assert "replicas-agree" in _update(synchrony, step, alike=False, equal=False)[1]
-        assert not synchrony.parted(step)
-    _update(synchrony, 4, alike=False, equal=False, met=True)
+    for step in (1, 2, 3):
+        assert "replicas-agree" in _update(synchrony, step)[1]
+        assert synchrony.parted(step) == (step == 1)
+    _update(synchrony, 4, "met")
     assert (synchrony.state, synchrony.met, synchrony.longest) == (State.LOCAL, 1, 3)
     assert "1 times, at most 3 updates apart" in synchrony.closing_line()
-    waiting = {step: _update(synchrony, step, alike=False, equal=False)[1] for step in range(5, 60)}
+    waiting = {step: _update(synchrony, step)[1] for step in range(5, 60)}
     assert min(step for step, clauses in waiting.items() if "replicas-agree" not in clauses) == 4 + 4 * 3 + 16 + 1
 
 
@@ -97,30 +82,28 @@ def test_a_window_left_out_once_is_certain_at_the_next_reduction() -> None:
     """DDP in `no_sync` for one whole update: suspected there, and judged where gradients are reduced again."""
     synchrony = Synchrony()
     for step in (1, 2, 3):
-        _update(synchrony, step, alike=True, equal=True, reducer=Reducer.KNOWN)
-    assert "replicas-agree" in _update(synchrony, 4, alike=False, equal=False, reducer=Reducer.LEFT_OUT)[1]
-    assert _update(synchrony, 5, alike=True, equal=False, reducer=Reducer.KNOWN) == (frozenset(), frozenset())
+        _update(synchrony, step, "reduced, alike, equal")
+    assert "replicas-agree" in _update(synchrony, 4, "left out")[1]
+    assert _update(synchrony, 5, "reduced, alike") == (frozenset(), frozenset())
 
 
 def _never_together() -> list[tuple[str, str]]:
     model = LayerNormed()
-    said = []
-    optimizer = sgd(list(model.parameters()))
+    optimizer = sgd(model)
     w = andon.watch(model, optimizer, action="raise")
     for step in range(4):
         optimizer.zero_grad()
         backward(model, step)
         optimizer.step()
-    said += [(each.clause, str(each)) for each in w.findings]
+    said = [(each.clause, str(each)) for each in w.findings]
     with pytest.raises(Violation, match="never agreed again until the close") as caught:
         w.close()
-    return [*said, (str(caught.value.clause), str(caught.value))]
+    return [*said, (caught.value.clause, str(caught.value))]
 
 
 def test_what_never_comes_together_is_one_suspicion_and_a_violation_at_the_close() -> None:
     """Nothing is raised before, since local SGD looks the same; every rank raises then."""
-    for outcome in run_ranks(2, _never_together):
-        (first, suspicion), (last, _) = outcome.get()
+    for (first, suspicion), (last, _) in answers(2, _never_together):
         assert (first, last) == ("replicas-agree", "replicas-agree")
         assert "nothing was seen to reduce" in suspicion
         assert "likely" not in suspicion
@@ -145,19 +128,18 @@ def _twins() -> dict[str, tuple[str, ...]]:
 
 def test_a_fault_in_a_loop_that_is_left_alone_is_seen() -> None:
     """Each kind that was taken for faulty is silent when it is right, and not when it is not."""
-    for outcome in run_ranks(2, _twins, deadline_s=300.0):
-        assert [name for name, said in outcome.get().items() if not said] == []
+    for said_of in answers(2, _twins, deadline_s=300.0):
+        assert [name for name, said in said_of.items() if not said] == []
 
 
 def _opened_late(local: bool) -> list[tuple[str, bool]]:
     """A watch that opens just before the first update, as that of a script does. local: SGD in `no_sync`, averaged."""
-    torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Linear(3, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    rows = torch.full((4, 3), 1.0 + dist.get_rank())
+    model = DistributedDataParallel(net())
+    optimizer = sgd(model)
+    rows = torch.full((4, 4), 1.0 + dist.get_rank())
     with model.no_sync() if local else contextlib.nullcontext():
         (model if local else model.module)(rows).square().mean().backward()
-        watch = andon.watch(model, optimizer, action=lambda _: None)
+        watch = andon.watch(model, optimizer, action=ignore)
         for step in range(1, 5):
             optimizer.step()
             optimizer.zero_grad()
@@ -174,15 +156,13 @@ def _opened_late(local: bool) -> list[tuple[str, bool]]:
 @pytest.mark.parametrize(("local", "found"), [(True, ("replicas-agree", False)), (False, ("gradients-agree", True))])
 def test_a_first_window_that_was_not_seen_is_as_the_wrapper_stands(local: bool, found: tuple[str, bool]) -> None:
     """DDP in `no_sync` may be local SGD, and is suspected; calling past DDP is a fault at the first update."""
-    for outcome in run_ranks(2, _opened_late, local):
-        assert outcome.get()[0] == found
+    assert [said[0] for said in answers(2, _opened_late, local)] == [found, found]
 
 
 # replicas of shards
 
 
 def test_ranks_are_held_to_their_own_part() -> None:
-    """Equal within each part is equal everywhere; a rank that parts from two others is odd, of two both are."""
     three = Replicas((0, 1, 0, 1, 0, 1))
     assert three.aligned([5, 6, 5, 6, 5, 6]) == (0,) * 6
     assert three.aligned([5, 6, 7, 6, 5, 6]) == (0, 0, 2, 0, 0, 0)
@@ -198,30 +178,22 @@ def test_ranks_are_held_to_their_own_part() -> None:
 
 
 def test_what_is_no_partition_is_refused() -> None:
-    """Ranks must name the same replicas."""
     assert replicas_of([0, 1, 0, 1], [2, 2, 2, 2]).copies == 2
     with pytest.raises(ValueError, match="rank 1 names 2 replicas"):
         replicas_of([0, 1, 0, 3], [2, 2, 2, 2])
 
 
-def _ignore(_: Violation) -> None:
-    """Collected by the watch."""
-
-
-def _hybrid(replicas: int) -> tuple[list[tuple[str, int, tuple[int, ...]]], int]:
+def _hybrid(replicas: int) -> tuple[list[tuple[str, int]], int]:
     """What is found where rank 1 flips a bit of its shard before update 3; and how often replicas were compared."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+    model = net()
     fully_shard(model, mesh=init_device_mesh("cpu", (replicas, 4 // replicas), mesh_dim_names=("replicate", "shard")))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with andon.watch(model, optimizer, action=_ignore) as w:
-        for step in range(1, 5):
-            if step == 3 and dist.get_rank() == 1:
-                model[0].weight.to_local().data.view(torch.int32)[0, 0] ^= 1 << 20  # type: ignore[operator, union-attr]
-            model(torch.full((1, 4), float(step + dist.get_rank()))).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return [(each.clause, each.step, each.finding.ranks) for each in w.findings], w.evaluations.get("replicas-agree", 0)
+
+    def flip(step: int) -> None:
+        if step == 3 and dist.get_rank() == 1:
+            model[0].weight.to_local().data.view(torch.int32)[0, 0] ^= 1 << 20
+
+    w = watched(model, sgd(model, 0.01), 4, flip)
+    return [(each.clause, each.step) for each in w.findings], w.evaluations.get("replicas-agree", 0)
 
 
 def _experts() -> list[list[str]]:
@@ -231,15 +203,13 @@ def _experts() -> list[list[str]]:
     for replicate in (mesh["data"], mesh["data"].get_group(), None):
         torch.manual_seed(mesh["expert"].get_local_rank())
         model = nn.Linear(3, 2)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        with andon.watch(model, optimizer, action=_ignore, replicate=replicate) as w:
-            for _step in range(2):
-                model(torch.ones(1, 3)).sum().backward()
-                for p in model.parameters():
-                    dist.all_reduce(p.grad, group=mesh["data"].get_group())  # type: ignore[arg-type]
-                optimizer.step()
-                optimizer.zero_grad()
-        found.append([each.clause for each in w.findings])
+        optimizer = sgd(model, 0.01)
+
+        def reduce(_: int, model: nn.Module = model) -> None:
+            for p in model.parameters():
+                dist.all_reduce(p.grad, group=mesh["data"].get_group())
+
+        found.append(clauses(watched(model, optimizer, 2, reduce, replicate=replicate)))
     with pytest.raises(ValueError, match="one dimension, not of 2"):
         andon.watch(model, optimizer, replicate=mesh)
     with pytest.raises(ValueError, match="a process group or a device mesh, not int"):
@@ -256,10 +226,10 @@ def test_shards_are_compared_with_their_replicas() -> None:
 
     Parts that are replicated otherwise are named by `replicate=`; without it they are found to differ.
     """
-    answers = [outcome.get() for outcome in run_ranks(4, _meshes)]
-    assert all(one == other for one, other in pairwise(answers))
-    (hybrid, compared), flat, (by_mesh, by_group, untold) = answers[0]
-    assert [(clause, step) for clause, step, _ in hybrid][:1] == [("replicas-agree", 3)]
+    said = answers(4, _meshes)
+    assert all(one == other for one, other in pairwise(said))
+    (hybrid, compared), flat, (by_mesh, by_group, untold) = said[0]
+    assert hybrid[:1] == [("replicas-agree", 3)]
     assert compared == 1 + 2 * 4
     assert flat == ([], 0)
     assert by_mesh == by_group == []
