@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import andon
-from tests.support.ranks import run_ranks
 from tests.watch.clean_models import Normed
 from tests.watch.loop import CLASSES, FEATURES, data
+from tests.watch.small import answers
 
 STEPS = 3
 
@@ -29,15 +29,9 @@ class FunctionalDropout(nn.Module):
         return self.last(nn.functional.dropout(torch.tanh(self.first(x)), 0.4, self.training))
 
 
-class Normalised(nn.Module):
+def normalised() -> nn.Module:
     """Batch statistics and nothing random."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, CLASSES))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)
+    return nn.Sequential(nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, CLASSES))
 
 
 Loss = Callable[[nn.Module, Sequence[int]], tuple[Tensor, int]]
@@ -77,22 +71,18 @@ def _train(model: Callable[[], nn.Module], reference: Loss, factor: float) -> tu
     return said, w.evaluations.get("gradient-law", 0)
 
 
-@pytest.mark.parametrize("model", [FunctionalDropout, Normalised, Normed])
+@pytest.mark.parametrize("model", [FunctionalDropout, normalised, Normed])
 def test_a_right_gradient_of_random_passes_is_the_law(model: Callable[[], nn.Module]) -> None:
     """Updates 1 and 3 are audited, with the ranks' own masks and batch statistics, and nothing is found."""
-    for outcome in run_ranks(2, _train, model, summed, 1.0):
-        assert outcome.get() == ([], 2)
+    assert answers(2, _train, model, summed, 1.0) == [([], 2)] * 2
 
 
 def test_a_wrong_gradient_of_random_passes_is_named_by_its_factor() -> None:
-    """A loss that is twice too large is found at the first audit, although dropout is on and every mask differs."""
-    for outcome in run_ranks(2, _train, FunctionalDropout, summed, 2.0):
-        said, _ = outcome.get()
+    for said, _ in answers(2, _train, FunctionalDropout, summed, 2.0):
         assert "gradient-law broken at step 1" in said[0]
         assert "2.000 x the law = world size 2" in said[0]
 
 
 def test_a_loss_that_is_no_sum_over_rows_is_not_judged_by_parts() -> None:
     """With dropout on the law can only be taken part by part; where that is another law, nothing is said."""
-    for outcome in run_ranks(2, _train, FunctionalDropout, balanced, 1.0):
-        assert outcome.get() == ([], 0)
+    assert answers(2, _train, FunctionalDropout, balanced, 1.0) == [([], 0)] * 2

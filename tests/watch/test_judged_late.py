@@ -23,7 +23,7 @@ import andon
 from andon_contracts.violation import Violation
 from andon_contracts.watch import Watch, updates
 from andon_falsify.faults.planting import patched
-from tests.support.ranks import run_ranks
+from tests.watch.small import answers
 
 LAST = 4
 
@@ -31,29 +31,23 @@ LAST = 4
 class _Parting(torch.optim.SGD):
     """Moves the weights of rank 1 a little too far in update `at`."""
 
-    at = LAST
     made = 0
 
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> None:
         super().step()
         self.made += 1
         if self.made == self.at and dist.get_rank() == 1:
             with torch.no_grad():
                 for parameter in self.param_groups[0]["params"]:
                     parameter.add_(1e-3)
-        return None
 
 
-def _late(
-    at: int,
-    work: Callable[[Watch, Callable[[int], None]], Any],
-    late: Callable[[object], bool] = lambda subject: True,
-    **settings: Any,
-) -> Any:
-    """What `work` gives, with a watch and what makes one update of a loop whose weights part in update `at`.
+Work = Callable[[Watch, Callable[[int], tuple[str, int] | None]], Any]
 
-    late: whether this rank's device takes the updates.
-    """
+
+def _late(at: int, work: Work, late: Callable[[object], bool] = lambda subject: True, **settings: Any) -> Any:
+    """What `work` gives, with a watch and what makes one update of a loop whose weights part in update `at`, and says
+    what that raised. late: whether this rank's device takes the updates."""
     torch.manual_seed(0)
     model = nn.Linear(4, 2)
     wrapped = DistributedDataParallel(model)
@@ -70,7 +64,7 @@ def _late(
     with ExitStack() as stack:
         patched(stack, updates, "_judged_late", late)
         watch = andon.watch(wrapped, optimizer, action="raise", **settings)
-        return work(watch, step)
+        return work(watch, lambda number: _found(lambda: step(number)))
 
 
 def _found(call: Callable[[], object]) -> tuple[str, int] | None:
@@ -82,25 +76,16 @@ def _found(call: Callable[[], object]) -> tuple[str, int] | None:
 
 
 def _at_the_close() -> list[tuple[str, int] | None]:
-    def work(watch: Watch, step: Callable[[int], None]) -> list[tuple[str, int] | None]:
-        return [*(_found(lambda n=n: step(n)) for n in range(1, LAST + 1)), _found(watch.close)]  # type: ignore[misc]
-
-    found: list[tuple[str, int] | None] = _late(LAST, work)
-    return found
+    return _late(LAST, lambda watch, step: [*map(step, range(1, LAST + 1)), _found(watch.close)])
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_the_last_update_is_judged_at_the_close(world: int) -> None:
-    """On every rank alike, although nothing comes behind it."""
-    for outcome in run_ranks(world, _at_the_close):
-        assert outcome.get() == [None] * LAST + [("replicas-agree", LAST)]
+    assert answers(world, _at_the_close) == [[None] * LAST + [("replicas-agree", LAST)]] * world
 
 
 def _in_between(folder: str) -> tuple[list[tuple[str, int] | None], list[int], set[str]]:
-    def work(watch: Watch, step: Callable[[int], None]) -> list[tuple[str, int] | None]:
-        return [_found(lambda n=n: step(n)) for n in range(1, LAST)]  # type: ignore[misc]
-
-    found = _late(2, work, folder=folder)
+    found = _late(2, lambda watch, step: [*map(step, range(1, LAST))], folder=folder)
     (bundle,) = Path(folder).glob("**/rank-1.json")
     kinds = {name.split()[0] for name in load_file(bundle.with_suffix(".safetensors"))}
     return found, json.loads(bundle.read_text())["ids"], kinds
@@ -108,33 +93,24 @@ def _in_between(folder: str) -> tuple[list[tuple[str, int] | None], list[int], s
 
 def test_the_next_update_is_not_made_and_what_is_kept_is_of_the_wrong_one(tmp_path: Path) -> None:
     """The finding is of update 2, raised where update 3 would be, with its rows, and no gradients of update 3."""
-    for outcome in run_ranks(2, _in_between, str(tmp_path)):
-        found, ids, kinds = outcome.get()
-        assert kinds == {"weights"}
-        assert found == [None, None, ("replicas-agree", 2)]
-        assert ids == [210, 211, 212]
+    expected = [None, None, ("replicas-agree", 2)], [210, 211, 212], {"weights"}
+    assert answers(2, _in_between, str(tmp_path)) == [expected, expected]
 
 
 def _at_a_save(path: str) -> list[tuple[str, int] | None]:
-    def work(watch: Watch, step: Callable[[int], None]) -> list[tuple[str, int] | None]:
-        step(1)
-        return [_found(lambda: watch.saved(path))]
-
-    found: list[tuple[str, int] | None] = _late(1, work)
-    return found
+    return _late(1, lambda watch, step: [step(1), _found(lambda: watch.saved(path))])
 
 
 def test_what_all_ranks_do_together_judges_first(tmp_path: Path) -> None:
     """A checkpoint of weights that have parted is none."""
-    for outcome in run_ranks(2, _at_a_save, str(tmp_path / "checkpoint.pt")):
-        assert outcome.get() == [("replicas-agree", 1)]
+    assert answers(2, _at_a_save, str(tmp_path / "checkpoint.pt")) == [[None, ("replicas-agree", 1)]] * 2
     assert os.listdir(tmp_path) == []
 
 
 def _one_stays(within_s: float) -> tuple[str, int]:
     store = dist.distributed_c10d._get_default_store()
 
-    def work(watch: Watch, step: Callable[[int], None]) -> tuple[str, int]:
+    def work(watch: Watch, step: Callable[[int], object]) -> tuple[str, int]:
         step(1)
         if dist.get_rank() == 1:
             store.wait(["closed"], timedelta(seconds=60))
@@ -149,26 +125,19 @@ def _one_stays(within_s: float) -> tuple[str, int]:
 
     with ExitStack() as stack:
         patched(stack, updates, "_AT_THE_CLOSE_S", within_s)
-        said: tuple[str, int] = _late(LAST, work)
-        return said
+        return _late(LAST, work)
 
 
 def test_a_rank_that_closes_later_is_not_waited_for_and_nobody_is_blamed() -> None:
-    """Each says of the last update that it was not compared, and why."""
-    first, second = (outcome.get() for outcome in run_ranks(2, _one_stays, 0.3))
-    assert "  what update 1 left was not compared: not every rank closed its watch within 0.3 s\n" in first[0]
-    assert first[1] == second[1] == 0
+    (said, first), (_, second) = answers(2, _one_stays, 0.3)
+    assert "  what update 1 left was not compared: not every rank closed its watch within 0.3 s\n" in said
+    assert first == second == 0
 
 
 def _mixed() -> list[tuple[str, int] | None]:
-    def work(watch: Watch, step: Callable[[int], None]) -> list[tuple[str, int] | None]:
-        return [_found(lambda n=n: step(n)) for n in range(1, LAST)]  # type: ignore[misc]
-
-    found: list[tuple[str, int] | None] = _late(2, work, late=lambda subject: dist.get_rank() == 1)
-    return found
+    return _late(2, lambda watch, step: [step(1), step(2)], late=lambda subject: dist.get_rank() == 1)
 
 
 def test_ranks_on_different_devices_judge_at_one_place() -> None:
     """At once, as those must that have no GPU: a rank that went on would be waited for."""
-    for outcome in run_ranks(2, _mixed):
-        assert outcome.get()[:2] == [None, ("replicas-agree", 2)]
+    assert answers(2, _mixed) == [[None, ("replicas-agree", 2)]] * 2

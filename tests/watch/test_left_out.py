@@ -13,9 +13,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 import andon
 from andon_contracts.liveness.end_messages import POINTS, Teller, Whereabouts
-from andon_contracts.liveness.pending_collectives import BACKWARD, REDUCTION, Counts, PendingCollectives, stuck
+from andon_contracts.liveness.pending_collectives import (
+    BACKWARD,
+    REDUCTION,
+    Counts,
+    PendingCollectives,
+    Waiting,
+    stuck,
+)
 from andon_contracts.violation import Violation
 from tests.support.ranks import run_ranks
+from tests.watch.small import answers, clauses, loss_of, net, sgd
 
 UPDATES = 4
 SEVERAL_LOOKS_S = 1.2
@@ -23,43 +31,34 @@ SEVERAL_LOOKS_S = 1.2
 
 
 class _Loop:
-    """Three layers trained by DDP, or by hand with one reduction for each gradient; `steps` says who updates when."""
+    """A loop by DDP, or by hand with one reduction for each gradient."""
 
     def __init__(self, *, wrapped: bool) -> None:
-        torch.manual_seed(0)
-        inner = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-        self.model: nn.Module = DistributedDataParallel(inner) if wrapped else inner
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.model = DistributedDataParallel(net()) if wrapped else net()
+        self.optimizer = sgd(self.model)
         self.wrapped, self.rank = wrapped, dist.get_rank()
 
     def backward(self) -> None:
-        self.model(torch.full((2, 3), self.rank + 1.0)).sum().backward()
-        for p in self.model.parameters():
-            if not self.wrapped:
-                assert p.grad is not None
-                dist.all_reduce(p.grad)
-
-    def run(self, steps: Callable[[int, int], bool]) -> None:
-        with andon.watch(self.model, self.optimizer):
-            for update in range(1, UPDATES + 1):
-                self.backward()
-                if steps(update, self.rank):
-                    self.optimizer.step()
-                self.optimizer.zero_grad()
+        self.model(torch.full((2, 4), self.rank + 1.0)).sum().backward()
+        for p in () if self.wrapped else self.model.parameters():
+            dist.all_reduce(p.grad)
 
 
-def _rank_1_leaves_out_2(update: int, rank: int) -> bool:
-    return (update, rank) != (2, 1)
-
-
-def _run(wrapped: bool, steps: Callable[[int, int], bool]) -> None:
-    _Loop(wrapped=wrapped).run(steps)
+def _leaves_out(wrapped: bool) -> None:
+    """Rank 1 leaves out update 2."""
+    loop = _Loop(wrapped=wrapped)
+    with andon.watch(loop.model, loop.optimizer):
+        for update in range(1, UPDATES + 1):
+            loop.backward()
+            if (update, loop.rank) != (2, 1):
+                loop.optimizer.step()
+            loop.optimizer.zero_grad()
 
 
 @pytest.mark.parametrize(("world", "wrapped"), [(2, True), (3, False)])
 def test_all_halt_at_the_update_that_one_rank_leaves_out(world: int, wrapped: bool) -> None:
     """Long before any timeout, with one message on all ranks, which names that rank and the update."""
-    errors = [outcome.error for outcome in run_ranks(world, _run, wrapped, _rank_1_leaves_out_2)]
+    errors = [outcome.error for outcome in run_ranks(world, _leaves_out, wrapped)]
     found = [error for error in errors if type(error) is Violation]
     # In a backward pass of DDP the connection that breaks may be the error that the loop sees.
     assert all(type(errors[rank]) is Violation for rank in range(world) if rank != 1 or not wrapped), errors
@@ -85,18 +84,15 @@ def test_of_three_ranks_the_one_that_waits_alone_is_named() -> None:
 
 
 def _evaluates(loop: _Loop, group: dist.ProcessGroup) -> None:
-    loop.model(torch.ones(2, 3))
+    loss_of(loop.model)
     with torch.no_grad():
-        loop.model(torch.ones(2, 3))
+        loss_of(loop.model)
 
 
 def _accumulates(loop: _Loop, group: dist.ProcessGroup) -> None:
     """Micro-batches that the others do not have, and that are not reduced."""
-    if isinstance(loop.model, DistributedDataParallel):
-        with loop.model.no_sync():
-            loop.model(torch.ones(2, 3)).sum().backward()
-    else:
-        loop.model(torch.ones(2, 3)).sum().backward()
+    with loop.model.no_sync():
+        loss_of(loop.model).backward()
 
 
 def _reduces_alone(loop: _Loop, group: dist.ProcessGroup) -> None:
@@ -106,7 +102,7 @@ def _reduces_alone(loop: _Loop, group: dist.ProcessGroup) -> None:
 
 def _be_slow(between: Callable[[_Loop, dist.ProcessGroup], None], wrapped: bool) -> list[str]:
     loop = _Loop(wrapped=wrapped)
-    group, _ = dist.new_subgroups(1)  # type: ignore[no-untyped-call]
+    group, _ = dist.new_subgroups(1)
     with andon.watch(loop.model, loop.optimizer, action=lambda found: None) as w:
         for update in range(UPDATES):
             loop.backward()
@@ -115,7 +111,7 @@ def _be_slow(between: Callable[[_Loop, dist.ProcessGroup], None], wrapped: bool)
                 threading.Event().wait(SEVERAL_LOOKS_S)
             loop.optimizer.step()
             loop.optimizer.zero_grad()
-    return [found.clause for found in w.findings]
+    return clauses(w)
 
 
 @pytest.mark.parametrize(
@@ -130,8 +126,7 @@ def test_a_rank_that_others_wait_for_is_not_accused(
     between: Callable[[_Loop, dist.ProcessGroup], None], wrapped: bool, found: list[str]
 ) -> None:
     """Whatever it does meanwhile that needs none of them. A micro-batch of its own alters its gradient, no more."""
-    for outcome in run_ranks(2, _be_slow, between, wrapped):
-        assert outcome.get() == found
+    assert answers(2, _be_slow, between, wrapped) == [found, found]
 
 
 # counted
@@ -141,13 +136,14 @@ def _told(backwards: int, gathers: int, inside: tuple[str, int] = ("", 0)) -> di
     return {1: Counts(gathers, backwards, *inside)}
 
 
-def _in_gather(gathers: int, *, armed: bool = False) -> PendingCollectives:
+def _in_gather(gathers: int, *, armed: bool = False) -> Waiting:
     begun = PendingCollectives([0, 1])
     for _ in range(gathers):
         begun.gathering()
     begun.armed = armed
     begun.gathering()
-    return begun
+    assert begun.waiting is not None
+    return begun.waiting
 
 
 @pytest.mark.parametrize(
@@ -165,15 +161,12 @@ def test_a_rank_waits_in_vain_for_one_that_began_more_in_fewer_gathers(
     told: dict[int, Counts], found: dict[int, str]
 ) -> None:
     """Of a rank in its third gather, which has begun nothing."""
-    waiting = _in_gather(2).waiting
-    assert waiting is not None
-    assert stuck(waiting, told) == found
+    assert stuck(_in_gather(2), told) == found
 
 
 def test_a_forward_pass_without_a_backward_pass_accuses_nobody() -> None:
     """The backward pass that another rank has begun may be the one that this rank has still to come to."""
-    waiting = _in_gather(2, armed=True).waiting
-    assert waiting is not None
+    waiting = _in_gather(2, armed=True)
     assert stuck(waiting, _told(1, 2)) == {}
     assert stuck(waiting, _told(2, 2)) == {1: BACKWARD}
 
@@ -184,19 +177,16 @@ def _opened_apart(how: str) -> str:
         model[2].weight.requires_grad = False
     if how == "width" and dist.get_rank() == 1:
         model[0] = nn.Linear(4, 6)
-    try:
-        andon.watch(model, torch.optim.SGD(model.parameters(), lr=0.1), action="raise")
-    except andon.Violation as found:
-        return str(found)
-    return "opened"
+    with pytest.raises(Violation) as found:
+        andon.watch(model, sgd(model), action="raise")
+    return str(found.value)
 
 
 @pytest.mark.parametrize(("how", "tensor"), [("frozen", "2.weight"), ("width", "0.weight")])
 def test_what_is_trained_and_its_shapes_are_compared_before_the_loop_reduces(how: str, tensor: str) -> None:
     """A parameter that is frozen, or wider, on one rank ends the collectives of a loop that reduces by hand in a crash:
     the watch says so as it opens, with the tensor, before there is one."""
-    for outcome in run_ranks(2, _opened_apart, how):
-        said = outcome.get()
+    for said in answers(2, _opened_apart, how):
         assert said.startswith("parameters-kept broken at the start"), said
         assert f"where    {tensor} (" in said
         assert "the tensors differ in name, shape, dtype, order or in which are trained" in said

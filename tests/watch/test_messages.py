@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-import andon
 from andon_contracts.violation import Violation
 from andon_contracts.watch.exchange import Element
 from andon_contracts.watch.standby import Standby
-from tests.support.ranks import run_ranks
+from tests.watch.small import answers, sgd, watched
 
 
 class _Row(nn.Module):
@@ -31,29 +31,14 @@ class _Row(nn.Module):
 _UNREAD = "weights and moments agreed after step 1, not read again since"
 
 
-def _raised(optimizer: Callable[..., torch.optim.Optimizer], folder: str, disturb: Callable[..., None]) -> Violation:
-    """What two updates raise, where `disturb` comes between them."""
+def _raised(folder: str, disturb: Callable[..., object], kind: Any = torch.optim.SGD, rate: float = 0.5) -> Violation:
+    """What two updates raise, where `disturb` comes before the second."""
     model = _Row()
-    chosen = optimizer(model.parameters())
-    allow = {"hyperparameters-agree": "the test sets them apart"}
-    with andon.watch(model, chosen, action="raise", folder=folder, allow=allow):
-        try:
-            for _step in range(2):
-                model().backward()
-                chosen.step()
-                chosen.zero_grad()
-                disturb(model, chosen)
-        except Violation as found:
-            return found
-    raise AssertionError("nothing was raised")
-
-
-def _sgd(parameters: object) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.5)  # type: ignore[arg-type]
-
-
-def _adam(parameters: object) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.5)  # type: ignore[arg-type]
+    optimizer = kind(model.parameters(), lr=rate)
+    told = {"action": "raise", "folder": folder, "allow": {"hyperparameters-agree": "the test sets them apart"}}
+    with pytest.raises(Violation) as found:
+        watched(model, optimizer, 2, lambda step: step == 2 and disturb(model, optimizer), _Row.forward, **told)
+    return found.value
 
 
 def _halve_rate(odd: tuple[int, ...]) -> Callable[..., None]:
@@ -65,7 +50,19 @@ def _halve_rate(odd: tuple[int, ...]) -> Callable[..., None]:
 
 
 def _rate(folder: str, odd: tuple[int, ...]) -> Violation:
-    return _raised(_sgd, folder, _halve_rate(odd))
+    return _raised(folder, _halve_rate(odd))
+
+
+def _rewritten(folder: str) -> Violation:
+    def disturb(model: _Row, optimizer: torch.optim.Optimizer) -> None:
+        model.w.detach().add_(0)
+        _halve_rate((1,))(model, optimizer)
+
+    return _raised(folder, disturb)
+
+
+def _own_rate(folder: str) -> Violation:
+    return _raised(folder, lambda *_: None, rate=0.5 + dist.get_rank())
 
 
 WHO = {
@@ -79,7 +76,7 @@ WHO = {
 @pytest.mark.parametrize(("world", "odd"), WHO)
 def test_a_rank_with_its_own_rate_is_named(world: int, odd: tuple[int, ...], tmp_path: Path) -> None:
     """Every line of the message. The weights are -0.5 after step 1, and -1 or, at half the rate, -0.75 after step 2."""
-    found = [outcome.get() for outcome in run_ranks(world, _rate, str(tmp_path), odd)]
+    found = answers(world, _rate, str(tmp_path), odd)
     assert len({str(error) for error in found}) == 1
     few = 2 * len(odd) < world
     bits, rates = {False: "0xbf800000 (-1)", True: "0xbf400000 (-0.75)"}, {False: 0.5, True: 0.25}
@@ -100,51 +97,22 @@ def test_a_rank_with_its_own_rate_is_named(world: int, odd: tuple[int, ...], tmp
     assert found[0].bundle == f"{tmp_path}/2"
 
 
-def _rewritten(folder: str) -> Violation:
-    def disturb(model: _Row, optimizer: torch.optim.Optimizer) -> None:
-        model.w.detach().add_(0)
-        _halve_rate((1,))(model, optimizer)
-
-    return _raised(_sgd, folder, disturb)
-
-
-def test_weights_are_said_to_agree_before_an_update_where_they_were_read_then(tmp_path: Path) -> None:
-    """A write that a version counter shows has them read again; the moments are read after updates only."""
-    lines = str(run_ranks(2, _rewritten, str(tmp_path))[0].get()).splitlines()
-    said = "  before   weights and reduced gradient agreed; moments agreed after step 1, not read again since; lr "
-    assert any(line.startswith(said) for line in lines)
+@pytest.mark.parametrize(
+    ("work", "moments"), [(_rewritten, "moments agreed after step 1, not read again since; "), (_own_rate, "")]
+)
+def test_weights_are_said_to_agree_before_an_update_where_they_were_read_then(
+    work: Callable[[str], Violation], moments: str, tmp_path: Path
+) -> None:
+    """Before the first one, and where a version counter shows a write; moments are read after updates only."""
+    said = str(answers(2, work, str(tmp_path))[0])
+    assert f"\n  before   weights and reduced gradient agreed; {moments}lr differs: " in said
 
 
-def _own_rate() -> Violation:
-    model = _Row()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5 + dist.get_rank())
-    with andon.watch(model, optimizer, action="raise", allow={"hyperparameters-agree": "a test"}):
-        model().backward()
-        with pytest.raises(Violation) as found:
-            optimizer.step()
-    return found.value
-
-
-def test_nothing_is_said_of_moments_before_the_first_update() -> None:
-    """No optimizer state has been read by then; weights are read before a first update."""
-    lines = str(run_ranks(2, _own_rate)[0].get()).splitlines()
-    assert any(line.startswith("  before   weights and reduced gradient agreed; lr differs: ") for line in lines)
-
-
-def test_one_rank_is_not_said_to_agree_with_itself() -> None:
+def test_one_rank_is_not_said_to_agree_with_itself(tmp_path: Path) -> None:
     """Neither what was equal before nor when it last was: there is nothing that it could have been equal to."""
-    model = _Row()
-    optimizer = _sgd(model.parameters())
-    with andon.watch(model, optimizer, action="raise"):
-        model().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        (model() * float("nan")).backward()
-        with pytest.raises(Violation) as found:
-            optimizer.step()
-    lines = str(found.value).splitlines()
-    assert "  state    step 2 was not applied" in lines
-    assert not any(line.startswith("  before") for line in lines)
+    said = str(_raised(str(tmp_path), lambda model, _: model.w.grad.fill_(float("nan"))))
+    assert "\n  state    step 2 was not applied\n" in said
+    assert "\n  before" not in said
 
 
 def _move_weight(model: _Row, optimizer: torch.optim.Optimizer) -> None:
@@ -157,15 +125,14 @@ def _move_moment(model: _Row, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _at_once(folder: str) -> list[Violation]:
-    return [_raised(_sgd, folder, _move_weight), _raised(_adam, folder, _move_moment)]
+    return [_raised(folder, _move_weight), _raised(folder, _move_moment, torch.optim.AdamW)]
 
 
 def test_the_element_is_one_of_what_differs(tmp_path: Path) -> None:
     """A weight that was moved before an update shows the weight's bits (-0.5 + 1), not the gradient's; a moment that
     was moved is named by its key."""
     moved = "0x3f000000 (0.5) on rank 1, 0xbf000000 (-0.5) on the others"
-    for outcome in run_ranks(3, _at_once, str(tmp_path)):
-        weight, moment = outcome.get()
+    for weight, moment in answers(3, _at_once, str(tmp_path)):
         assert str(weight).splitlines()[:2] == [
             "replicas-agree broken at step 2, before its update: rank 1 of 3 differs from ranks 0, 2.",
             f"  where    w (1 of 1 tensors), first at [1, 2]: {moved}",
@@ -175,9 +142,8 @@ def test_the_element_is_one_of_what_differs(tmp_path: Path) -> None:
 
 
 def test_the_command_names_its_own_option() -> None:
-    """Under `andon watch` no script has a line that could take `allow=`: the option that silences is `--allow`."""
     model = _Row()
-    optimizer = _sgd(model.parameters())
+    optimizer = sgd(model)
     (model() * float("nan")).backward()
     with Standby({"action": "raise"}), pytest.raises(Violation) as found:
         optimizer.step()
@@ -196,7 +162,6 @@ def test_the_command_names_its_own_option() -> None:
     ],
 )
 def test_bits_of_a_real_have_its_number_beside_them(value: float, dtype: torch.dtype, shown: str) -> None:
-    """The fewest digits that are this number and no other of its dtype; of an integer the bits alone."""
     tensor = torch.tensor([value], dtype=dtype)
     bits = int(tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]).item())
     assert str(Element((3,), (bits, bits), dtype)) == f"first at [3]: {shown} on rank 0, {shown} on rank 1"

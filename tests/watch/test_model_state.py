@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import andon
 from andon_contracts.watch.model_state import ROUND, SMALL_BYTES, Buffers, FrozenBase
 from andon_contracts.watch.optimizer_state import OptimizerState
-from tests.support.ranks import run_ranks
+from tests.watch.small import answers, clauses, loss_of, net, sgd, watched
 
 # frozen weights
 
@@ -42,7 +41,6 @@ def _replaced(weight: nn.Parameter) -> None:
 
 @pytest.mark.parametrize("change", [_in_place, _replaced])
 def test_a_frozen_weight_that_torch_changes_is_seen_at_once(change: Callable[[nn.Parameter], None]) -> None:
-    """A version counter or the memory is another one; and back at what it was, the digest is the first again."""
     frozen = [nn.Parameter(torch.ones(size), requires_grad=False) for size in (4, 400_000)]
     base = FrozenBase(frozen)
     before = frozen[1].data.clone()
@@ -55,17 +53,13 @@ def test_a_frozen_weight_that_torch_changes_is_seen_at_once(change: Callable[[nn
 # buffers
 
 
-def _written_below_torch(buffer: Tensor) -> None:
-    buffer.data.view(torch.int32)[-1] ^= 1
-
-
 @pytest.mark.parametrize(("elements", "looks"), [(5, 1), (SMALL_BYTES // 4 + 1, ROUND), (2_000_000, ROUND)])
 def test_a_buffer_that_changes_below_torch_is_seen(elements: int, looks: int) -> None:
     """No version counter moves. A small buffer is seen at the next look, a large one within `ROUND` updates."""
     pairs = [[torch.ones(3), torch.zeros(0), torch.ones(elements)] for _ in range(2)]
     ranks = [Buffers(), Buffers()]
     assert all(ranks[0].digest(pairs[0], update) == ranks[1].digest(pairs[1], update) for update in range(9))
-    _written_below_torch(pairs[1][-1])
+    pairs[1][-1].data.view(torch.int32)[-1] ^= 1
     seen = [ranks[0].digest(pairs[0], update) != ranks[1].digest(pairs[1], update) for update in range(9, 9 + looks)]
     assert any(seen)
 
@@ -109,38 +103,30 @@ def test_any_difference_in_what_an_optimizer_keeps_is_seen() -> None:
 
 def _touched_before(update: int) -> list[tuple[str, int]]:
     """What is found where all ranks change a frozen weight alike, just before the forward pass of `update`."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2))
+    model, steps = net(), [0]
     model[0].requires_grad_(False)
-    wrapped = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
-    watch = andon.watch(wrapped, optimizer, action=lambda _: None)
-    for step in (1, 2, 3):
-        if step == update:
+
+    def loss(wrapped: nn.Module) -> Tensor:
+        if len(steps) == update:
             with torch.no_grad():
                 model[0].weight.mul_(1.5)
-        rows = torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
-        wrapped(rows).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    watch.close()
+        return loss_of(wrapped)
+
+    watch = watched(DistributedDataParallel(model), sgd(model[2]), 3, steps.append, loss)
     return [(found.clause, found.step) for found in watch.findings]
 
 
 @pytest.mark.parametrize("update", [1, 2])
 def test_a_base_that_changes_alike_without_a_merge_is_seen_from_the_first_update_on(update: int) -> None:
     """A merge writes what is trained as well; before the first update nothing was left that could be written over."""
-    for outcome in run_ranks(2, _touched_before, update):
-        assert outcome.get() == [("base-frozen", update)]
+    assert answers(2, _touched_before, update) == [[("base-frozen", update)]] * 2
 
 
 def test_a_model_that_is_saved_whole_under_a_watch_loads_without_a_word_of_it(tmp_path: Path) -> None:
-    """A script that allows its own classes to `weights_only` gets its model, and need not know of our hooks."""
-    torch.manual_seed(0)
     model, rows = nn.Linear(3, 2), torch.ones(4, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     with andon.watch(model, optimizer):
-        model(rows).square().sum().backward()
+        loss_of(model).backward()
         optimizer.step()
         torch.save(model, tmp_path / "model.pt")
         with torch.serialization.safe_globals([nn.Linear]):
@@ -169,11 +155,5 @@ class _Contrast(nn.Module):
 def test_a_momentum_encoder_that_the_optimizer_was_given_too_follows_all_the_same(which: str) -> None:
     """Optimizers pass over what has no gradient, so loops give them `model.parameters()`, as MoCo's does."""
     model = _Contrast()
-    given = model.parameters() if which == "all" else model.query.parameters()
-    optimizer = torch.optim.SGD(given, lr=0.1)
-    with andon.watch(model, optimizer, action=lambda _: None) as watch:
-        for _ in range(4):
-            model(torch.ones(2, 3)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert watch.findings == ()
+    optimizer = sgd(model if which == "all" else model.query)
+    assert clauses(watched(model, optimizer, 4, loss=lambda model: model(torch.ones(2, 3)))) == []

@@ -12,26 +12,21 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import andon
 from andon_contracts.watch.values import Nest, kept_digest, state_digest, value_digest
-from tests.support.ranks import run_ranks
+from tests.watch.small import answers, clauses, loss_of, net, sgd
 
 LONG = 2000
 
 
 class Mode(enum.Enum):
-    """Two of a kind."""
-
     LEFT = 1
     RIGHT = 2
 
 
 @dataclasses.dataclass
 class Row:
-    """A row with two fields."""
-
     ids: list[int]
     name: str = ""
 
@@ -72,26 +67,26 @@ DIFFERENT: dict[str, tuple[object, object]] = {
 
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_what_differs_has_another_digest(name: str) -> None:
-    """One element, digit, type, shape or key that is another is seen, however deep and large the rest is."""
     one, other = DIFFERENT[name]
     assert value_digest(one, "") != value_digest(other, "")
 
 
-def test_what_is_chance_has_no_part_in_it() -> None:
-    """The order of a set and of a mapping, the strides of a tensor, and where an object lies in memory."""
-    one, other = set(), set()
-    for number in (0, 8):
-        one.add(number)
-    for number in (8, 0):
-        other.add(number)
-    assert list(one) != list(other)
+SQUARE = torch.arange(9.0).view(3, 3)
+ALIKE: dict[str, tuple[object, object]] = {
+    "the order of a set": ({0, 8}, {8, 0}),
+    "of a mapping": ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
+    "strides": (SQUARE.t(), SQUARE.t().contiguous()),
+    "a kind of sequence": ((1, [2]), [1, (2,)]),
+    "where an object lies": (Row([1], "x"), Row([1], "x")),
+    "where those of an array lie": (np.array([None, 1000000]), np.array([None, int("1000000")])),
+}
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_what_is_chance_has_no_part_in_it(name: str) -> None:
+    one, other = ALIKE[name]
+    assert name != "the order of a set" or list(one) != list(other)
     assert value_digest(one, "") == value_digest(other, "")
-    assert value_digest({"a": 1, "b": 2}, "") == value_digest({"b": 2, "a": 1}, "")
-    square = torch.arange(9.0).view(3, 3)
-    assert value_digest(square.t(), "") == value_digest(square.t().contiguous(), "")
-    assert value_digest((1, [2]), "") == value_digest([1, (2,)], "")
-    assert value_digest(Row([1], "x"), "") == value_digest(Row([1], "x"), "")
-    assert value_digest(np.array([None, 1000000]), "") == value_digest(np.array([None, 1000000]), "")
 
 
 FOREIGN: dict[str, tuple[Callable[[], object], str]] = {
@@ -113,8 +108,8 @@ def test_what_cannot_be_compared_is_refused_with_its_place(name: str) -> None:
 
 def _told() -> list[str]:
     last = dist.get_rank() == 1
-    model = nn.Linear(3, 2)
-    with andon.watch(model, torch.optim.SGD(model.parameters(), lr=0.1)) as w:
+    model = net()
+    with andon.watch(model, sgd(model)) as w:
         return [
             _said(lambda: andon.assert_same({"a": {1: object() if last else 0}})),
             _said(lambda: andon.assert_same({"a": _array(7 + last)})),
@@ -133,10 +128,12 @@ def _said(use: Callable[[], object]) -> str:
 
 def test_what_a_loop_tells_is_compared_whole_or_refused() -> None:
     """In trees, contents and random states; a tree that one rank cannot compare is refused on all ranks."""
-    others, own = (outcome.get() for outcome in run_ranks(2, _told))
-    assert own[0].startswith("ValueError: andon.assert_same: tree['a'][1] is a builtins.object")
-    assert others[0].startswith("ValueError: andon.assert_same: the tree of rank 1 holds what cannot be compared")
-    for said in (own, others):
+    foreign = (
+        "andon.assert_same: the tree of rank 1 holds what cannot be compared",
+        "andon.assert_same: tree['a'][1] is a builtins.object",
+    )
+    for tree, said in zip(foreign, answers(2, _told), strict=True):
+        assert said[0].startswith(f"ValueError: {tree}")
         assert said[1].startswith("Violation: trees-agree broken")
         assert said[2].startswith("ValueError: content[0]['x'] is a builtins.object")
         assert said[3].startswith("ValueError: the state of 'numpy'['x'] is a builtins.object")
@@ -157,35 +154,26 @@ class Odd(torch.optim.SGD):
 
 def _grouped() -> list[list[str]]:
     """What is found where a group holds an object of each rank's own, and then where a list in it changes on rank 1."""
-    model = nn.Linear(3, 2)
-    nn.init.ones_(model.weight)
-    nn.init.ones_(model.bias)
-    group = {
-        "params": list(model.parameters()),
-        "decide": lambda: 0,
-        "mask": _tensor(5),
-        "kinds": {"a", "b"},
-        "at": [0],
-    }
+    model = net()
+    own = {"decide": lambda: 0, "mask": _tensor(5), "kinds": {"a", "b"}, "at": [0]}
+    optimizer = Odd([{"params": list(model.parameters()), **own}], lr=0.1)
     found: list[list[str]] = []
-    optimizer = Odd([group], lr=0.1)
     with andon.watch(model, optimizer, action=lambda each: None) as w:
         for at in (0, dist.get_rank()):
             optimizer.param_groups[0]["at"][0] = at
-            model(torch.ones(1, 3)).sum().backward()
+            loss_of(model).backward()
             optimizer.step()
             optimizer.zero_grad()
-            found.append([each.clause for each in w.findings])
+            found.append(clauses(w))
     return found
 
 
 def test_groups_and_states_are_compared_by_what_is_in_them() -> None:
     """Not by where an object lies, and a list that is changed in place is another one."""
-    assert [outcome.get() for outcome in run_ranks(2, _grouped)] == [[[], ["hyperparameters-agree"]]] * 2
+    assert answers(2, _grouped) == [[[], ["hyperparameters-agree"]]] * 2
 
 
 def test_what_has_no_content_stands_by_its_type_and_hides_nothing_else() -> None:
-    """One element of a long array beside a function is seen, and so is a state's; two functions are alike."""
     assert kept_digest([lambda: 0, _array()]) == kept_digest([lambda: 1, _array()])
     assert kept_digest([lambda: 0, _array()]) != kept_digest([lambda: 0, _array(1000)])
     assert kept_digest([print]) != kept_digest([object()])

@@ -7,18 +7,17 @@ import io
 import re
 import runpy
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import andon
 from andon_contracts.clauses import CLAUSES
-from tests.support.ranks import run_ranks
+from tests.watch.small import answers, sgd, watched
 
 SUSPECTED = 2
 """The update at which a parameter without a gradient is suspected."""
@@ -29,20 +28,15 @@ def _net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 8), nn.Sequential(nn.Dropout(0.1), nn.Linear(8, 3)))
 
 
-def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, at: Callable[[int], object]) -> None:
-    for step in range(1, steps + 1):
-        torch.manual_seed(100 * step + (dist.get_rank() if dist.is_initialized() else 0))
-        optimizer.zero_grad()
-        model(torch.randn(5, 4)).square().mean().backward()
-        at(step)
-        optimizer.step()
+def _own_rows(model: nn.Module) -> Tensor:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return model(torch.randn(5, 4, generator=generator)).square().mean()
 
 
 def _opened(verbose: bool) -> list[str]:
-    said = io.StringIO()
-    model = _net()
+    model, said = _net(), io.StringIO()
     with contextlib.redirect_stderr(said):
-        watch = andon.watch(model, torch.optim.SGD(model.parameters(), lr=0.1), verbose=verbose)
+        watch = andon.watch(model, sgd(model), verbose=verbose)
         lines = said.getvalue().splitlines()
         watch.close()
     return lines
@@ -110,16 +104,14 @@ def _one_rate_apart() -> tuple[list[str], str]:
     def note(told: dict[str, object]) -> None:
         heard.append(str(told["andon/clause"]))
 
-    with contextlib.redirect_stderr(said), andon.watch(model, optimizer, log=note) as watch:
-        _train(model, optimizer, 4, part)
-    assert [found.clause for found in watch.findings] == heard
+    with contextlib.redirect_stderr(said):
+        watched(model, optimizer, 4, part, _own_rows, action="warn", log=note)
     return heard, said.getvalue()
 
 
 def test_what_follows_from_a_finding_is_listed_under_it() -> None:
     """One rate parts the weights, and then gradients and all: one finding; the rest is counted, and a line each."""
-    for rank, outcome in enumerate(run_ranks(2, _one_rate_apart)):
-        heard, said = outcome.get()
+    for rank, (heard, said) in enumerate(answers(2, _one_rate_apart)):
         assert heard == ["hyperparameters-agree"]
         # After updates 2, 3 and 4, and before 3 and 4.
         assert said.count("  replicas-agree: 5 times\n") == (rank == 0)
@@ -127,20 +119,17 @@ def test_what_follows_from_a_finding_is_listed_under_it() -> None:
         assert said.count("of the same cause as hyperparameters-agree: replicas-agree, step 2: ") == (rank == 0)
 
 
-def _two_in_one_update() -> str:
-    model = _net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with (
-        andon.watch(model, optimizer, action="raise", clip=1.0, schedule=lambda _: 0.2),
-        pytest.raises(andon.Violation) as caught,
-    ):
-        _train(model, optimizer, 1, lambda _: [p.grad.mul_(1e6) for p in model.parameters() if p.grad is not None])
-    return str(caught.value)
-
-
 def test_one_message_has_all_that_did_not_hold_of_an_update() -> None:
     """The first of the table of laws is the finding, and what else was seen stands in it."""
-    said = _two_in_one_update()
+    model = _net()
+
+    def enlarge(_: int) -> None:
+        for parameter in model.parameters():
+            parameter.grad.mul_(1e6)
+
+    with pytest.raises(andon.Violation) as caught:
+        watched(model, sgd(model), 1, enlarge, action="raise", clip=1.0, schedule=lambda _: 0.2)
+    said = str(caught.value)
     assert said.startswith("learning-rate-planned broken at step 1")
     assert re.search(r"^  also +clip-once, step 1: ", said, re.MULTILINE)
 
@@ -149,46 +138,33 @@ def test_a_suspicion_under_a_violation_is_counted_as_a_suspicion(capsys: pytest.
     """It stands in the message of the violation, and makes no violation more."""
     model = _net()
     model[0].register_parameter("spare", nn.Parameter(torch.zeros(2)))  # never used: suspicious after two updates
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    found: list[andon.Violation] = []
-    with andon.watch(
-        model, optimizer, action=found.append, schedule=lambda step: 0.2 if step >= SUSPECTED else 0.1
-    ) as watch:
-        _train(model, optimizer, SUSPECTED, lambda _: None)
-    assert [(each.clause, each.step) for each in found] == [("learning-rate-planned", SUSPECTED)]
-    assert "gradient-present" in str(found[0])
-    assert watch.violations == 1
+    watch = watched(model, sgd(model), SUSPECTED, schedule=lambda step: 0.2 if step >= SUSPECTED else 0.1)
+    (found,) = watch.findings
+    assert (found.clause, found.step, watch.violations) == ("learning-rate-planned", SUSPECTED, 1)
+    assert "gradient-present" in str(found)
     assert "  1 violation, 1 suspicion, " in capsys.readouterr().err
 
 
 def _one_module_apart() -> list[str]:
     inner = _net()
+    inner[1][0].train(dist.get_rank() == 0)
     model = DistributedDataParallel(inner)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    found: list[str] = []
-    with andon.watch(model, optimizer, action=lambda each: found.append(str(each))):
-        inner[1][0].train(dist.get_rank() == 0)  # type: ignore[index]
-        _train(model, optimizer, 1, lambda _: None)
-    return found
+    return [str(found) for found in watched(model, sgd(model), 1).findings]
 
 
 def test_a_mode_that_differs_is_named_by_module_and_ranks() -> None:
-    """And not by two digests."""
-    for outcome in run_ranks(2, _one_module_apart):
-        (said,) = outcome.get()
+    for (said,) in answers(2, _one_module_apart):
         assert "1.0 is in training mode on rank 0, in evaluation mode on rank 1" in said
 
 
 @pytest.mark.parametrize("name", ["0.weight", "0.bias"])
 def test_a_frozen_weight_that_changed_is_named_in_one_process_too(name: str) -> None:
-    """There is no other rank with which tensors could be compared, and both are read together."""
     model = _net()
     model[0].requires_grad_(False)
-    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
-    found: list[andon.Violation] = []
-    with andon.watch(model, optimizer, action=found.append):
-        _train(model, optimizer, 1, lambda _: None)
+
+    def change(step: int) -> None:
         with torch.no_grad():
-            model.get_parameter(name).add_(1.0)
-        _train(model, optimizer, 1, lambda _: None)
+            model.get_parameter(name).add_(step == 2)
+
+    found = watched(model, sgd(model[1]), 2, change).findings
     assert [(each.clause, each.tensor) for each in found] == [("base-frozen", name)]
