@@ -34,15 +34,20 @@ def watched(
     updates: int,
     at: Callable[[int], object] = lambda step: None,
     loss: Callable[[nn.Module], Tensor] = loss_of,
+    end: Callable[[nn.Module], object] = lambda model: None,
     **settings: Any,
 ) -> Watch:
-    """A watch that has seen so many updates. at: what happens between a backward pass and its update."""
+    """A watch that has seen so many updates.
+
+    at: what happens between a backward pass and its update. end: what is done with the model before the watch closes.
+    """
     with andon.watch(model, optimizer, **({"action": ignore} | settings)) as watch:
         for step in range(1, updates + 1):
             loss(model).backward()
             at(step)
             optimizer.step()
             optimizer.zero_grad()
+        end(model)
     return watch
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +20,6 @@ from andon_contracts.liveness.pending_collectives import PendingCollectives
 from andon_contracts.watch.gradient_hooks import GradientHooks, Raw
 from tests.watch.small import answers
 
-HEADS = ("A", "B", "AB")
 NAN = float("nan")
 
 
@@ -38,10 +37,12 @@ class _Two(nn.Module):
         return torch.stack([self.get_submodule(head)(hidden).square().sum() for head in heads]).sum()
 
 
-def keep_hooks(parameters: Iterable[nn.Parameter]) -> None:
-    """Post-accumulate hooks may change gradients, so the watch keeps a hook on every parameter."""
-    for parameter in parameters:
+def _hooks(parameters: Sequence[nn.Parameter], *, thin: bool, discarded: Any = lambda: None) -> GradientHooks:
+    """thin: the loop has no post-accumulate hooks, which may change gradients; for those the watch keeps all hooks."""
+    hooks = GradientHooks(parameters, discarded, (-1, lambda gradient: None))
+    for parameter in () if thin else parameters:
         parameter.register_post_accumulate_grad_hook(lambda _: None)
+    return hooks
 
 
 class _Loop:
@@ -52,9 +53,7 @@ class _Loop:
         self.model = _Two()
         self.parameters = list(self.model.parameters())
         self.thrown = 0
-        self.hooks = GradientHooks(self.parameters, self._discarded, (-1, lambda gradient: None))
-        if not thin:
-            keep_hooks(self.parameters)
+        self.hooks = _hooks(self.parameters, thin=thin, discarded=self._discarded)
 
     def _discarded(self) -> None:
         self.thrown += 1
@@ -116,7 +115,7 @@ def _acquainted(*, thin: bool = True, heads: str = "AB") -> _Loop:
 _passes = st.lists(
     st.builds(
         _Pass,
-        st.sampled_from(HEADS),
+        st.sampled_from(["A", "B", "AB"]),
         st.integers(0, 9),
         st.sampled_from([None, None, None, float("nan"), float("inf")]),
         st.sampled_from([False, False, True]),
@@ -152,19 +151,15 @@ def test_a_window_shows_the_same_either_way(windows: list[tuple[list[_Pass], str
 def test_a_pass_that_begins_elsewhere_brings_all_hooks_back() -> None:
     """For good; of its own window what is not finite is seen as well, and nothing is said to be left over."""
     loop = _acquainted(heads="A")
-    raw = loop.update("B", poison=NAN)
+    loop.backward("B", 1, NAN)
+    # Else rows of a pass that no hook saw could not be thrown away with its gradients.
+    assert (loop.hooks.backward_seen, loop.hooks.started) == (True, True)
+    raw = loop.read()
+    loop.zero("none")
     assert (raw.touched, raw.nonfinite, raw.stale) == ({0, 1, 4, 5}, 1, 0)
     for seed in range(4):
         assert not loop.hooks.at_end
         assert loop.update("B", seed).touched == {0, 1, 4, 5}
-
-
-def test_what_begins_elsewhere_and_is_thrown_away_was_there() -> None:
-    """Rows of a pass that no hook saw are thrown away with its gradients, when the loop zeroes these."""
-    loop = _acquainted(heads="A")
-    loop.backward("B", 1)
-    assert loop.hooks.backward_seen
-    assert loop.hooks.started
 
 
 def _second(first: str) -> Callable[[_Loop], None]:
@@ -299,9 +294,7 @@ def _of_a_wrapper(views: bool) -> tuple[bool, list[int], list[int]]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
         wrapped = DistributedDataParallel(model, gradient_as_bucket_view=views)
-        hooks = GradientHooks(list(model.parameters()), lambda: None, (-1, lambda gradient: None))
-        if not thin:
-            keep_hooks(model.parameters())
+        hooks = _hooks(list(model.parameters()), thin=thin)
         signs.append([])
         for step in range(5):
             x = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
@@ -333,7 +326,7 @@ def _counted_outside() -> tuple[bool, list[int]]:
     """Whether hooks thin out where a head outside of DDP comes first, and the reducing passes counted by update."""
     torch.manual_seed(0)
     trunk, head = DistributedDataParallel(nn.Linear(5, 7)), nn.Linear(7, 3)
-    hooks = GradientHooks([*trunk.parameters(), *head.parameters()], lambda: None, (-1, lambda gradient: None))
+    hooks = _hooks([*trunk.parameters(), *head.parameters()], thin=True)
     begun = PendingCollectives([0, 1])
     (followed,) = begun.follow(trunk)
     hooks.cord = SimpleNamespace(begun=begun, cause=None, heed=lambda: None)  # that nobody pulls

@@ -1,4 +1,4 @@
-"""One rank stops, or a thread that guards it ends: all live ranks end and say why; none hangs and none is left."""
+"""One rank stops, leaves out an update or loses its guard: all end and say why, none hangs, slow ones are let alone."""
 
 from __future__ import annotations
 
@@ -21,11 +21,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import andon
+from andon_contracts.liveness.end_messages import POINTS, Teller, Whereabouts
+from andon_contracts.liveness.pending_collectives import BACKWARD, REDUCTION, Counts, PendingCollectives, Waiting, stuck
 from andon_contracts.violation import Halted, Violation
 from tests.support.ranks import run_ranks
-from tests.watch.small import answers, loss_of, net, sgd
+from tests.watch.small import answers, clauses, loss_of, net, sgd
 
 REASON = "a row that no rank may train on"
 
@@ -35,35 +38,39 @@ def _watched(folder: str | None = None, *, hard_stop: bool = False) -> tuple[nn.
     return model, andon.watch(model, sgd(model), hard_stop=hard_stop, folder=folder, patience=patience)
 
 
+def _in_a_collective(model: nn.Module) -> None:
+    dist.all_reduce(torch.ones(1))
+
+
 def _in_backward(model: nn.Module) -> None:
     while True:
         loss_of(model).backward()
 
 
-def _in_a_collective(model: nn.Module) -> None:
-    dist.all_reduce(torch.ones(1))
-
-
-def _in_the_loader(model: nn.Module) -> None:
+def _asleep(model: nn.Module) -> None:
     threading.Event().wait()
 
 
-def _in_a_read(model: nn.Module) -> None:
-    os.read(os.pipe()[0], 1)
+PLACES = {
+    "backward": _in_backward,
+    "a collective": _in_a_collective,
+    "the loader": _asleep,
+    "a read": lambda model: os.read(os.pipe()[0], 1),
+}
 
 
 # a rank that says stop
 
 
-def _stop(place: Callable[[nn.Module], None]) -> None:
-    model, w = _watched()
+def _stop(place: str, folder: str | None = None) -> None:
+    model, w = _watched(folder)
     if dist.get_rank() == 1:
         w.pull(REASON)
-    place(model)
+    PLACES[place](model)
 
 
-@pytest.mark.parametrize("place", [_in_backward, _in_a_collective, _in_the_loader, _in_a_read])
-def test_all_ranks_raise_the_same_wherever_they_are(place: Callable[[nn.Module], None]) -> None:
+@pytest.mark.parametrize("place", PLACES)
+def test_all_ranks_raise_the_same_wherever_they_are(place: str) -> None:
     """In backward, asleep, in a read, and in a collective whose peer has raised: one error, and no force is needed."""
     errors = [outcome.error for outcome in run_ranks(3, _stop, place)]
     assert {type(error) for error in errors} == {Violation}, errors
@@ -117,17 +124,9 @@ def test_one_process_that_pulls_leaves_the_bundle_that_it_names(tmp_path: Path) 
     assert {path.name for path in (place / "halt-together").iterdir()} >= {"rank-0.json", "rank-0.safetensors"}
 
 
-def _pull_without_a_folder(folder: str) -> None:
-    model, w = _watched(folder)
-    dist.barrier()
-    if dist.get_rank() == 1:
-        w.pull(REASON)
-    _in_the_loader(model)
-
-
 def test_a_bundle_that_cannot_be_made_keeps_nobody_from_halting(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for outcome in run_ranks(2, _pull_without_a_folder, str(tmp_path / "file"), deadline_s=30.0):
+    for outcome in run_ranks(2, _stop, "the loader", str(tmp_path / "file"), deadline_s=30.0):
         assert type(outcome.error) is Violation, outcome.error
         assert REASON in str(outcome.error)
 
@@ -135,56 +134,50 @@ def test_a_bundle_that_cannot_be_made_keeps_nobody_from_halting(tmp_path: Path) 
 # a rank that ends otherwise
 
 
-def _fail() -> None:
-    raise ValueError("boom")
-
-
-def _starve() -> None:
-    torch.empty(1 << 60, dtype=torch.uint8)
-
-
-def _die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _freeze() -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-ENDS = {
-    _fail: ("failed", r"failed at step 1, before its forward pass, which is no violation: ValueError: boom\."),
-    _starve: ("out of memory", r"ran out of memory at step 1, before its forward pass, which is no violation: Run"),
+NONE = "which is no violation: "
+ENDS: dict[str, tuple[Callable[[], object], str]] = {
+    "failed": (lambda: int("boom"), rf"at step 1, before its forward pass, {NONE}ValueError: invalid literal for int"),
+    "out of memory": (
+        lambda: torch.empty(1 << 60, dtype=torch.uint8),
+        rf"at step 1, before its forward pass, {NONE}RuntimeError: ",
+    ),
     # At which point of the step it was it says every second, if it comes to that.
-    _die: ("died", r"died at step 1(, before its forward pass)?, which is no violation: its process \d+ on "),
-    _freeze: ("hangs", r"hangs at step 1(, before its forward pass)?, which is no violation: its process \d+ on "),
+    "died": (
+        lambda: os.kill(os.getpid(), signal.SIGKILL),
+        rf"at step 1(, before its forward pass)?, {NONE}its process \d+ on ",
+    ),
+    "hangs": (
+        lambda: os.kill(os.getpid(), signal.SIGSTOP),
+        rf"at step 1(, before its forward pass)?, {NONE}its process \d+ on ",
+    ),
 }
 
 
-def _end(folder: str, end: Callable[[], None]) -> None:
+def _end(folder: str, kind: str) -> None:
     # Only by force does a stopped rank end.
-    model, w = _watched(folder, hard_stop=end is _freeze)
+    model, w = _watched(folder, hard_stop=kind == "hangs")
     with w:
         dist.barrier()
         if dist.get_rank() == 1:
-            end()
-        (_in_the_loader, _in_the_loader, _in_backward)[dist.get_rank()](model)
+            ENDS[kind][0]()
+        (_asleep, _asleep, _in_backward)[dist.get_rank()](model)
 
 
-@pytest.mark.parametrize("end", ENDS)
-def test_an_end_that_is_no_violation_is_told_apart(end: Callable[[], None]) -> None:
+@pytest.mark.parametrize("kind", ENDS)
+def test_an_end_that_is_no_violation_is_told_apart(kind: str) -> None:
     """The others raise `andon.Halted`, which says whose end it was and of which kind; the lowest live one writes."""
-    kind, words = ENDS[end]
+    verb = "ran out of memory" if kind == "out of memory" else kind
     with tempfile.TemporaryDirectory() as folder:
-        errors = [outcome.error for outcome in run_ranks(3, _end, folder, end)]
+        errors = [outcome.error for outcome in run_ranks(3, _end, folder, kind)]
         for error in (errors[0], errors[2]):
             assert type(error) is Halted, errors
             assert (error.cause, error.clause, error.rank, error.step) == (kind, "halt-together", 1, 1)
-            assert re.match("rank 1 of 3 " + words, str(error)), error
+            assert re.match(f"rank 1 of 3 {verb} {ENDS[kind][1]}", str(error)), error
         assert str(errors[0]) == str(errors[2])
         account = json.loads(Path(folder, "1", "halt-together.json").read_text())
         assert (account["cause"], account["message"]) == (kind, str(errors[0]))
         parts = {path.name for path in Path(folder, "1", "halt-together").glob("rank-?.json")}
-        assert parts == {"rank-0.json", "rank-2.json"} | ({"rank-1.json"} if end in (_fail, _starve) else set())
+        assert parts == {"rank-0.json", "rank-2.json"} | (set() if kind in ("died", "hangs") else {"rank-1.json"})
     assert multiprocessing.active_children() == []
 
 
@@ -216,7 +209,7 @@ def _swallow() -> list[str]:
             elif dist.get_rank() == 1:
                 w.pull(REASON)
             else:
-                _in_the_loader(model)
+                _asleep(model)
         except Violation as error:
             found.append(str(error))
     loss_of(model)  # what saves or evaluates after the error is not disturbed
@@ -240,7 +233,7 @@ def _bare(rank: int, folder: str) -> None:
     if rank == 1:
         raise ValueError("boom")
     try:
-        _in_the_loader(model)
+        _asleep(model)
     except Halted as error:
         Path(folder, "said").write_text(f"{error.cause}: {error}")
 
@@ -316,29 +309,21 @@ def test_a_rank_that_vanished_is_named_where_the_loops_own_error_ends_the_other(
 # a guard that ends
 
 
-PATIENCE_S = 30.0
-
-
 def _unforeseen(*_: object, **__: object) -> None:
     raise LookupError("nobody foresaw this")
 
 
-def _break_link(w: andon.Watch) -> None:
-    w._cord._link._progress = _unforeseen
-
-
-def _break_cord(w: andon.Watch) -> None:
-    w._cord._monitor._look = _unforeseen
-
-
-GUARDS = {"andon-halt-link": _break_link, "andon-cord": _break_cord}
+GUARDS: dict[str, Callable[[andon.Watch], object]] = {
+    "andon-halt-link": lambda w: setattr(w._cord._link, "_progress", _unforeseen),
+    "andon-cord": lambda w: setattr(w._cord._monitor, "_look", _unforeseen),
+}
 WORDS = (
     "rank 1 of 2 is unguarded at step 1, before its forward pass, which is no violation: "
     "its thread {}, which guards it, ended by an error of its own (LookupError: nobody foresaw this)."
 )
 
 
-def _lose(action: str, wound: Callable[..., None], folder: str) -> str:
+def _lose(action: str, guard: str, folder: str) -> str:
     """Rank 1 loses a guard while both sleep; with `warn` both go on, once both have said so."""
     model = net()
     optimizer = sgd(model)
@@ -347,10 +332,10 @@ def _lose(action: str, wound: Callable[..., None], folder: str) -> str:
     with andon.watch(model, optimizer, action=action) as w:
         dist.barrier()
         if dist.get_rank() == 1:
-            wound(w)
+            GUARDS[guard](w)
         if action != "warn":
-            _in_the_loader(model)
-        deadline, pause = time.monotonic() + PATIENCE_S, threading.Event()
+            _asleep(model)
+        deadline, pause = time.monotonic() + 30.0, threading.Event()
         while not all(path.exists() and "is unguarded" in path.read_text() for path in said):
             assert time.monotonic() < deadline, [path.read_text() for path in said]
             pause.wait(0.05)
@@ -361,7 +346,7 @@ def _lose(action: str, wound: Callable[..., None], folder: str) -> str:
 
 @pytest.mark.parametrize("guard", GUARDS)
 def test_all_ranks_halt_where_one_is_no_longer_guarded(guard: str, tmp_path: Path) -> None:
-    errors = [outcome.error for outcome in run_ranks(2, _lose, "raise", GUARDS[guard], str(tmp_path))]
+    errors = [outcome.error for outcome in run_ranks(2, _lose, "raise", guard, str(tmp_path))]
     for error in errors:
         assert type(error) is Halted, errors
         assert (error.cause, error.rank, error.step) == ("failed", 1, 1)
@@ -369,7 +354,177 @@ def test_all_ranks_halt_where_one_is_no_longer_guarded(guard: str, tmp_path: Pat
 
 
 def test_all_ranks_say_so_where_a_watch_only_warns(tmp_path: Path) -> None:
-    guard, wound = next(iter(GUARDS.items()))
-    assert answers(2, _lose, "warn", wound, str(tmp_path)) == ["trained on"] * 2
+    guard = "andon-halt-link"
+    assert answers(2, _lose, "warn", guard, str(tmp_path)) == ["trained on"] * 2
     for rank in range(2):
         assert (tmp_path / f"said-{rank}").read_text().count("andon: " + WORDS.format(guard)) == 1
+
+
+# an update that one rank leaves out
+
+
+UPDATES = 4
+SEVERAL_LOOKS_S = 1.2
+"""A rank that waits looks twice a second at why; how often it does here decides nothing but how much is shown."""
+
+
+class _Loop:
+    """A loop by DDP, or by hand with one reduction for each gradient."""
+
+    def __init__(self, *, wrapped: bool) -> None:
+        self.model = DistributedDataParallel(net()) if wrapped else net()
+        self.optimizer = sgd(self.model)
+        self.wrapped, self.rank = wrapped, dist.get_rank()
+
+    def backward(self) -> None:
+        self.model(torch.full((2, 4), self.rank + 1.0)).sum().backward()
+        for p in () if self.wrapped else self.model.parameters():
+            dist.all_reduce(p.grad)
+
+
+def _leaves_out(wrapped: bool) -> None:
+    """Rank 1 leaves out update 2."""
+    loop = _Loop(wrapped=wrapped)
+    with andon.watch(loop.model, loop.optimizer):
+        for update in range(1, UPDATES + 1):
+            loop.backward()
+            if (update, loop.rank) != (2, 1):
+                loop.optimizer.step()
+            loop.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(("world", "wrapped"), [(2, True), (3, False)])
+def test_all_halt_at_the_update_that_one_rank_leaves_out(world: int, wrapped: bool) -> None:
+    """Long before any timeout, with one message on all ranks, which names that rank and the update."""
+    errors = [outcome.error for outcome in run_ranks(world, _leaves_out, wrapped)]
+    found = [error for error in errors if type(error) is Violation]
+    # In a backward pass of DDP the connection that breaks may be the error that the loop sees.
+    assert all(type(errors[rank]) is Violation for rank in range(world) if rank != 1 or not wrapped), errors
+    assert errors[1] is not None
+    assert len({str(error) for error in found}) == 1
+    assert {(error.clause, error.step, error.finding.ranks) for error in found} == {("halt-together", 2, (1,))}
+    assert str(found[0]).startswith(f"rank 1 of {world} went past update 2, at which rank ")
+    assert (BACKWARD if wrapped else REDUCTION) in str(found[0])
+    assert "state    last state known equal: step 1" in str(found[0])
+
+
+def test_of_three_ranks_the_one_that_waits_alone_is_named() -> None:
+    """The two others left nothing out: it makes an update too many, or makes a call that they do not make."""
+    for point, words in ((POINTS[2], "makes an update"), (POINTS[0], "makes a call")):
+        teller = Teller(0, 3, Whereabouts(3, point, last_equal=2))
+        alone = teller.passed({1: BACKWARD, 2: BACKWARD}, waiting=0)
+        assert (alone.ranks, alone.step, alone.kind) == ((0,), 3, "violation")
+        assert f"rank 0 {words} that the others do not make" in alone.text
+        assert teller.passed({1: BACKWARD, 2: BACKWARD}, waiting=1).ranks == (1, 2)
+
+
+# what keeps the others waiting, and is right
+
+
+def _evaluates(loop: _Loop, group: dist.ProcessGroup) -> None:
+    loss_of(loop.model)
+    with torch.no_grad():
+        loss_of(loop.model)
+
+
+def _accumulates(loop: _Loop, group: dist.ProcessGroup) -> None:
+    """Micro-batches that the others do not have, and that are not reduced."""
+    with loop.model.no_sync():
+        loss_of(loop.model).backward()
+
+
+def _reduces_alone(loop: _Loop, group: dist.ProcessGroup) -> None:
+    for _ in range(3):
+        dist.all_reduce(torch.ones(1), group=group)
+
+
+def _be_slow(between: Callable[[_Loop, dist.ProcessGroup], None], wrapped: bool) -> list[str]:
+    loop = _Loop(wrapped=wrapped)
+    group, _ = dist.new_subgroups(1)
+    with andon.watch(loop.model, loop.optimizer, action=lambda found: None) as w:
+        for update in range(UPDATES):
+            loop.backward()
+            if update == 1 and loop.rank == 1:
+                between(loop, group)
+                threading.Event().wait(SEVERAL_LOOKS_S)
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+    return clauses(w)
+
+
+@pytest.mark.parametrize(
+    ("between", "wrapped", "found"),
+    [
+        (_evaluates, True, []),
+        (_accumulates, True, ["gradients-agree"]),  # that the weights part is of the same cause
+        (_reduces_alone, False, []),
+    ],
+)
+def test_a_rank_that_others_wait_for_is_not_accused(
+    between: Callable[[_Loop, dist.ProcessGroup], None], wrapped: bool, found: list[str]
+) -> None:
+    """Whatever it does meanwhile that needs none of them. A micro-batch of its own alters its gradient, no more."""
+    assert answers(2, _be_slow, between, wrapped) == [found, found]
+
+
+# counted
+
+
+def _told(backwards: int, gathers: int, inside: tuple[str, int] = ("", 0)) -> dict[int, Counts]:
+    return {1: Counts(gathers, backwards, *inside)}
+
+
+def _in_gather(gathers: int, *, armed: bool = False) -> Waiting:
+    begun = PendingCollectives([0, 1])
+    for _ in range(gathers):
+        begun.gathering()
+    begun.armed = armed
+    begun.gathering()
+    assert begun.waiting is not None
+    return begun.waiting
+
+
+@pytest.mark.parametrize(
+    ("told", "found"),
+    [
+        (_told(1, 2), {1: BACKWARD}),
+        (_told(1, 3), {}),  # it has come to the gather since
+        (_told(0, 2), {}),
+        (_told(0, 2, ("0", 1)), {1: REDUCTION}),
+        (_told(0, 3, ("0", 1)), {}),
+        ({}, {}),  # it has told nothing yet
+    ],
+)
+def test_a_rank_waits_in_vain_for_one_that_began_more_in_fewer_gathers(
+    told: dict[int, Counts], found: dict[int, str]
+) -> None:
+    """Of a rank in its third gather, which has begun nothing."""
+    assert stuck(_in_gather(2), told) == found
+
+
+def test_a_forward_pass_without_a_backward_pass_accuses_nobody() -> None:
+    """The backward pass that another rank has begun may be the one that this rank has still to come to."""
+    waiting = _in_gather(2, armed=True)
+    assert stuck(waiting, _told(1, 2)) == {}
+    assert stuck(waiting, _told(2, 2)) == {1: BACKWARD}
+
+
+def _opened_apart(how: str) -> str:
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5 if how == "frozen" else 5 + dist.get_rank(), 2))
+    if how == "frozen" and dist.get_rank() == 1:
+        model[2].weight.requires_grad = False
+    if how == "width" and dist.get_rank() == 1:
+        model[0] = nn.Linear(4, 6)
+    with pytest.raises(Violation) as found:
+        andon.watch(model, sgd(model), action="raise")
+    return str(found.value)
+
+
+@pytest.mark.parametrize(("how", "tensor"), [("frozen", "2.weight"), ("width", "0.weight")])
+def test_what_is_trained_and_its_shapes_are_compared_before_the_loop_reduces(how: str, tensor: str) -> None:
+    """A parameter that is frozen, or wider, on one rank ends the collectives of a loop that reduces by hand in a crash:
+    the watch says so as it opens, with the tensor, before there is one."""
+    for said in answers(2, _opened_apart, how):
+        assert said.startswith("parameters-kept broken at the start"), said
+        assert f"where    {tensor} (" in said
+        assert "the tensors differ in name, shape, dtype, order or in which are trained" in said

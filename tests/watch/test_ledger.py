@@ -51,7 +51,7 @@ def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
     return model(rows).square().sum()
 
 
-def train(w: Watch, model: nn.Module, optimizer: torch.optim.Optimizer, *, clip: bool, tell: bool = True) -> None:
+def train(w: Watch, model: nn.Module, optimizer: torch.optim.Optimizer, *, clip: bool) -> None:
     """Every rank takes every world-th row; the gradient is that of the mean over the whole batch."""
     rows, batches = data()
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -59,9 +59,8 @@ def train(w: Watch, model: nn.Module, optimizer: torch.optim.Optimizer, *, clip:
     for ids in batches:
         mine = ids[rank::world]
         loss = loss_of(model, rows[mine])
-        if tell:
-            w.batch(mine)
-            w.loss(loss.detach(), len(mine))
+        w.batch(mine)
+        w.loss(loss.detach(), len(mine))
         (loss * (world if averages else 1) / len(ids)).backward()
         if not averages:
             for p in model.parameters():

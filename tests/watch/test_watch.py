@@ -76,39 +76,45 @@ def test_an_allowed_clause_is_evaluated_and_silent() -> None:
 # trees
 
 
-def _trees() -> list[str]:
-    rank = dist.get_rank()
-    one = torch.arange(5000.0).view(50, 100)
-    one[31, 7] += 1.0 if rank == 1 else 0.0
-    trees: list[Any] = [
-        {"a": torch.ones(3), "b": [1, "x", None], "c": net()},
-        {"a": torch.ones(3), "big": one},
-        {"lr": 0.1 if rank == 2 else 0.2},
-        {"names": {"both": 1} | ({"extra": 2} if rank == 1 else {})},
-        {"a": torch.ones(2), "b": [1, "x" if rank else "y"]},
-        {"a": torch.ones(2 + (rank == 2))},
-        {"order": dict.fromkeys(("p", "q") if rank else ("q", "p"), 1)},
-        {"text": "=" * 300 + f"{rank}" + "=" * 300},
-    ]
-    return [_said(tree) for tree in trees]
+def _big(rank: int) -> torch.Tensor:
+    tensor = torch.arange(5000.0).view(50, 100)
+    tensor[31, 7] += rank == 1
+    return tensor
 
 
 ZERO, ONE, TWO = (f"rank {a} of 3 differs from ranks {b}, {c}" for a, b, c in ((0, 1, 2), (1, 0, 2), (2, 0, 1)))
+SHAPES = "torch.float32 (3,) on rank 2, torch.float32 (2,) on the others"
 ORDERS = "tree['order']['q'] on rank 0, tree['order']['p'] on the others"
 TEXTS = ", ".join(f"...{'=' * 20}{rank}{'=' * 39}... on rank {rank}" for rank in range(3))
-SAID = (
+# 3107 and 3108 are 0x45423000 and 0x45424000 in fp32.
+BITS = "0x45424000 (3108) on rank 1, 0x45423000 (3107) on the others"
+TREES: list[tuple[Callable[[int], Any], str, str]] = [
+    (lambda rank: {"a": torch.ones(3), "b": [1, "x", None], "c": net()}, "", ""),
+    (lambda rank: {"a": torch.ones(3), "big": _big(rank)}, ONE, f"['big'] (1 of 2 leaves), first at [31, 7]: {BITS}"),
+    (lambda rank: {"lr": 0.1 if rank == 2 else 0.2}, TWO, "['lr'] (1 of 1 leaves), 0.1 on rank 2, 0.2 on the others"),
     (
-        ONE,
-        "tree['big'] (1 of 2 leaves), first at [31, 7]: 0x45424000 (3108) on rank 1, 0x45423000 (3107) on the others",
+        lambda rank: {"names": {"both": 1} | ({"extra": 2} if rank == 1 else {})},
+        *(ONE, "['names']['extra'], a leaf on rank 1, nothing on the others"),
     ),
-    (TWO, "tree['lr'] (1 of 1 leaves), 0.1 on rank 2, 0.2 on the others"),
-    (ONE, "tree['names']['extra'], a leaf on rank 1, nothing on the others"),
-    (ZERO, "tree['b'][1] (1 of 3 leaves), 'y' on rank 0, 'x' on the others"),
-    (TWO, "tree['a'] (1 of 1 leaves), torch.float32 (3,) on rank 2, torch.float32 (2,) on the others"),
-    (ZERO, f"tree, the same leaves in another order: {ORDERS}"),
-    ("ranks 0, 1, 2 all differ", f"tree['text'] (1 of 1 leaves), {TEXTS}"),
-)
-"""Who differs and where, of each of the trees but the first. 3107 and 3108 are 0x45423000 and 0x45424000 in fp32."""
+    (
+        lambda rank: {"a": torch.ones(2), "b": [1, "x" if rank else "y"]},
+        *(ZERO, "['b'][1] (1 of 3 leaves), 'y' on rank 0, 'x' on the others"),
+    ),
+    (lambda rank: {"a": torch.ones(2 + (rank == 2))}, TWO, f"['a'] (1 of 1 leaves), {SHAPES}"),
+    (
+        lambda rank: {"order": dict.fromkeys(("p", "q") if rank else ("q", "p"), 1)},
+        *(ZERO, f", the same leaves in another order: {ORDERS}"),
+    ),
+    (
+        lambda rank: {"text": "=" * 300 + f"{rank}" + "=" * 300},
+        *("ranks 0, 1, 2 all differ", f"['text'] (1 of 1 leaves), {TEXTS}"),
+    ),
+]
+"""What a rank has, who differs, and where in the tree."""
+
+
+def _trees() -> list[str]:
+    return [_said(tree(dist.get_rank())) for tree, _, _ in TREES]
 
 
 def _said(tree: Any) -> str:
@@ -120,12 +126,11 @@ def _said(tree: Any) -> str:
 
 
 def test_trees_are_compared_leaf_by_leaf() -> None:
+    """Equal trees pass; else the rank, the leaf and the first differing element are named, on every rank alike."""
     by_rank = answers(3, _trees)
     assert by_rank[1] == by_rank[2] == by_rank[0]
-    assert by_rank[0][0] == "same"
-    assert [said.splitlines() for said in by_rank[0][1:]] == [
-        [f"trees-agree broken: {who}.", f"  where    {where}"] for who, where in SAID
-    ]
+    for (_, who, where), said in zip(TREES, by_rank[0], strict=True):
+        assert said == (f"trees-agree broken: {who}.\n  where    tree{where}" if who else "same")
 
 
 # what it costs to have
