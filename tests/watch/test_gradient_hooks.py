@@ -360,7 +360,7 @@ def test_gradients_that_are_changed_after_they_came_keep_their_hooks(seen: bool)
         assert weight.grad is not None
         weight.grad.mul_(2)
 
-    node = weight.view_as(weight).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    node = weight.view_as(weight).grad_fn.next_functions[0][0]
     if seen:
         weight.register_post_accumulate_grad_hook(double)
     else:

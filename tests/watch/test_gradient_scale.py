@@ -412,9 +412,7 @@ PARTS = (right_are_silent, choices_are_silent, wrong_are_found)
     "world", [1, pytest.param(2, marks=pytest.mark.deep), 3, pytest.param(4, marks=pytest.mark.deep)]
 )
 @pytest.mark.parametrize("part", PARTS)
-def test_a_scale_that_comes_from_the_layout_is_found_and_no_other(
-    part: Callable[[], dict[str, object]], world: int
-) -> None:
+def test_a_scale_that_comes_from_the_layout_is_found_and_no_other(part: Callable[[], object], world: int) -> None:
     """By the second update, or at a short window; dropout on, ragged rows, AdamW with a clip and SGD without."""
     assert answers(world, part) == [{}] * world
 
@@ -642,7 +640,7 @@ def test_a_loss_that_ddp_hands_on_is_weighed_as_it_was(options: dict[str, bool],
     is unknown: of a static graph in its first pass alone."""
     whole = 0.5 * world
     unsaid = [None if options else 0.5, None if "find_unused_parameters" in options else whole]
-    expected = dict.fromkeys(OUTPUTS, [0.5, whole]) | {NO_TENSOR: unsaid}
+    expected = {name: unsaid if name == NO_TENSOR else [0.5, whole] for name in OUTPUTS}
     assert answers(world, of_outputs, options) == [expected] * world
 
 

@@ -438,7 +438,10 @@ def _reduces_alone(loop: _Loop, group: dist.ProcessGroup) -> None:
         dist.all_reduce(torch.ones(1), group=group)
 
 
-def _be_slow(between: Callable[[_Loop, dist.ProcessGroup], None], wrapped: bool) -> list[str]:
+Between = Callable[[_Loop, dist.ProcessGroup], None]
+
+
+def _be_slow(between: Between, wrapped: bool) -> list[str]:
     loop = _Loop(wrapped=wrapped)
     group, _ = dist.new_subgroups(1)
     with andon.watch(loop.model, loop.optimizer, action=lambda found: None) as w:
@@ -460,9 +463,7 @@ def _be_slow(between: Callable[[_Loop, dist.ProcessGroup], None], wrapped: bool)
         (_reduces_alone, False, []),
     ],
 )
-def test_a_rank_that_others_wait_for_is_not_accused(
-    between: Callable[[_Loop, dist.ProcessGroup], None], wrapped: bool, found: list[str]
-) -> None:
+def test_a_rank_that_others_wait_for_is_not_accused(between: Between, wrapped: bool, found: list[str]) -> None:
     """Whatever it does meanwhile that needs none of them. A micro-batch of its own alters its gradient, no more."""
     assert answers(2, _be_slow, between, wrapped) == [found, found]
 
@@ -495,9 +496,7 @@ def _in_gather(gathers: int, *, armed: bool = False) -> Waiting:
         ({}, {}),  # it has told nothing yet
     ],
 )
-def test_a_rank_waits_in_vain_for_one_that_began_more_in_fewer_gathers(
-    told: dict[int, Counts], found: dict[int, str]
-) -> None:
+def test_a_rank_waits_in_vain_for_one_that_began_more(told: dict[int, Counts], found: dict[int, str]) -> None:
     """Of a rank in its third gather, which has begun nothing."""
     assert stuck(_in_gather(2), told) == found
 

@@ -62,9 +62,7 @@ def _seen(**of_the_second: int) -> tuple[Observation, ...]:
     return tuple(Observation(rank, 3, 9, "here", {**RIGHT, **(of_the_second if rank else {})}) for rank in range(2))
 
 
-def _judgement(
-    table: str, observations: Sequence[Observation], live: frozenset[str] = ALL
-) -> tuple[Judgement[Seen[Reduced]], Verdicts]:
+def _judgement(table: str, observations: Sequence[Observation], live: Any = ALL) -> tuple[Judgement[Any], Verdicts]:
     verdicts = Verdicts(Settings(action=lambda _: None), 0, ["a", "b"], live)
     seen = Seen(observations, each_by_itself(1e9), verdicts.names)
     return verdicts.judgement(verdicts.alive(TABLES[table]), seen), verdicts
@@ -147,9 +145,7 @@ def test_a_row_reads_what_it_says(law: Law[Any], want: object) -> None:
         (("rate", "planned", "layout"), ["parameters-kept", "hyperparameters-agree"]),
     ],
 )
-def test_ranks_with_other_modules_or_parameters_are_not_compared_in_these(
-    differing: Sequence[str], broken: list[str]
-) -> None:
+def test_ranks_are_not_compared_in_what_other_modules_have(differing: Sequence[str], broken: list[str]) -> None:
     """Stages of a pipeline have other modules: their modes and the sizes of their groups are not of the same things."""
     judgement, _ = _judgement("before", _seen(**dict.fromkeys(differing, 99)))
     assert [law.clause for law in judgement.broken()] == broken
@@ -239,9 +235,7 @@ HELD = [
 
 
 @pytest.mark.parametrize(("law", "ranks", "ours", "theirs"), HELD, ids=map(str, range(len(HELD))))
-def test_trainer_and_watch_hold_rates_and_clippings_to_their_own_measure(
-    law: Law[Seen[Reduced]], ranks: Sequence[str], ours: bool, theirs: bool
-) -> None:
+def test_trainer_and_watch_have_their_own_measure(law: Law[Any], ranks: list[str], ours: bool, theirs: bool) -> None:
     said = [Observation(rank, 3, 9, "here", RIGHT | values(each)) for rank, each in enumerate(ranks)]
     wants = (Reduced(limit=1.0), each_by_itself(1.0))
     assert [Judgement((law,), Seen(said, want)).first is not None for want in wants] == [ours, theirs]
@@ -266,7 +260,5 @@ def test_what_differs_is_what_is_not_one(world: int, name: str, data: st.DataObj
         (float("nan"), 2, 1, ""),
     ],
 )
-def test_a_factor_is_named_with_everything_that_gives_it(
-    ratio: float, world: int, micro_batches: int, said: str
-) -> None:
+def test_a_factor_is_named_with_all_that_gives_it(ratio: float, world: int, micro_batches: int, said: str) -> None:
     assert name_ratio(ratio, world, micro_batches) == said

@@ -396,19 +396,16 @@ class _Functional(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("model", "evaluating", "said"),
+    ("model", "said"),
     [
-        (nn.Sequential(nn.Dropout(0.25), nn.Linear(4, 3)), False, "dropout in module 0 (p = 0.25)"),
-        (_Functional(), False, "functional dropout or other noise"),
-        (nn.Sequential(nn.Dropout(0.25), nn.Linear(4, 3)), True, None),
-        (nn.Sequential(nn.Dropout(0.0), nn.Linear(4, 3)), False, None),
+        (nn.Sequential(nn.Dropout(0.25), nn.Linear(4, 3)), "dropout in module 0 (p = 0.25)"),
+        (_Functional(), "functional dropout or other noise"),
+        (nn.Sequential(nn.Dropout(0.25), nn.Linear(4, 3)).eval(), None),
+        (nn.Sequential(nn.Dropout(0.0), nn.Linear(4, 3)), None),
     ],
 )
-def test_what_draws_in_a_forward_pass_is_written_down(
-    model: nn.Module, evaluating: bool, said: str | None, tmp_path: Path
-) -> None:
+def test_what_draws_in_a_forward_pass_is_written_down(model: nn.Module, said: str | None, tmp_path: Path) -> None:
     """By the random state before and after it, so that dropout without a module is seen too; then by the modules."""
-    model.train(not evaluating)
 
     def loss(model: nn.Module) -> Tensor:
         rows = torch.randn(2, 4)  # a draw of the loop's, and none of the model's

@@ -108,9 +108,7 @@ def test_a_rank_with_its_own_rate_is_named(world: int, odd: tuple[int, ...], tmp
 @pytest.mark.parametrize(
     ("work", "moments"), [(_rewritten, "moments agreed after step 1, not read again since; "), (_own_rate, "")]
 )
-def test_weights_are_said_to_agree_before_an_update_where_they_were_read_then(
-    work: Callable[[str], Violation], moments: str, tmp_path: Path
-) -> None:
+def test_weights_are_said_to_agree_where_they_were_read(work: Callable[..., Any], moments: str, tmp_path: Path) -> None:
     """Before the first one, and where a version counter shows a write; moments are read after updates only."""
     said = str(answers(2, work, str(tmp_path))[0])
     assert f"\n  before   weights and reduced gradient agreed; {moments}lr differs: " in said

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -88,7 +89,7 @@ def test_any_difference_in_what_an_optimizer_keeps_is_seen() -> None:
     optimizer = torch.optim.AdamW(parameters)
     kept = OptimizerState(optimizer, parameters)
     empty = kept.look().digest
-    sum(p.sum() for p in parameters).backward()  # type: ignore[union-attr]
+    sum(p.sum() for p in parameters).backward()
     optimizer.step()
     first = kept.look().digest
     state = optimizer.state[parameters[1]]
@@ -162,9 +163,6 @@ def test_a_momentum_encoder_that_the_optimizer_was_given_too_follows_all_the_sam
     assert clauses(watched(model, optimizer, 4, loss=lambda model: model(torch.ones(2, 3)))) == []
 
 
-# behind hooks that were there first, below torch's counters, before the reduction
-
-
 # behind a hook
 
 
@@ -204,7 +202,7 @@ def _frozen_run(end: Callable[[nn.Sequential], object]) -> andon.Watch:
 
 
 def _written_below_torch(model: nn.Sequential) -> None:
-    model[0].weight.data.mul_(1.5)  # type: ignore[operator]
+    model[0].weight.data.mul_(1.5)
 
 
 def test_a_base_that_changed_in_a_short_run_is_found_at_the_close() -> None:
@@ -224,15 +222,13 @@ def _merged(model: nn.Sequential) -> None:
 
 @torch.no_grad()
 def _merged_by_hand(model: nn.Sequential) -> None:
-    model[0].weight += 1.0  # type: ignore[operator, assignment]
+    model[0].weight += 1.0
 
 
 @pytest.mark.parametrize(
     "end", [_merged, lambda model: model.__setitem__(0, nn.Linear(4, 5)), nn.Module.half, _merged_by_hand]
 )
-def test_what_is_done_with_a_model_after_its_training_is_no_fault(
-    end: Callable[[nn.Sequential], None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_done_with_a_trained_model_is_no_fault(end: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert not _frozen_run(end).findings
     assert "base-frozen: not read once more at the end, because" in capsys.readouterr().err
 

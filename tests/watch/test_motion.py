@@ -25,7 +25,7 @@ class Lars(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for p in group["params"]:
                 update = p.grad + 1e-6 * p
@@ -118,7 +118,7 @@ def test_a_line_search_that_finds_no_better_place_is_right() -> None:
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
         loss = 1e-6 * weight.sum()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return loss
 
     before = weight.detach().clone()

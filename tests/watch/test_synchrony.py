@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
@@ -300,36 +299,40 @@ def _found(call: Callable[[], object]) -> tuple[str, int] | None:
     return None
 
 
-def _at_the_close() -> list[tuple[str, int] | None]:
-    return _late(LAST, lambda watch, step: [*map(step, range(1, LAST + 1)), _found(watch.close)])
+MIXED = "with ranks on different devices, at once"
+# The update in which weights part, what the loop does, and what each part of that raises.
+LATE: dict[str, tuple[int, Callable[..., Any], list[tuple[str, int] | None]]] = {
+    "at the close, the last": (
+        *(LAST, lambda watch, step, _: [*map(step, range(1, LAST + 1)), _found(watch.close)]),
+        [None] * LAST + [("replicas-agree", LAST)],
+    ),
+    "at the next, which is not made": (
+        *(2, lambda watch, step, _: [*map(step, range(1, LAST))]),
+        [None, None, ("replicas-agree", 2)],
+    ),
+    "before a save": (
+        *(1, lambda watch, step, folder: [step(1), _found(lambda: watch.saved(folder + "/checkpoint.pt"))]),
+        [None, ("replicas-agree", 1)],
+    ),
+    MIXED: (2, lambda watch, step, _: [step(1), step(2)], [None, ("replicas-agree", 2)]),
+}
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_the_last_update_is_judged_at_the_close(world: int) -> None:
-    assert answers(world, _at_the_close) == [[None] * LAST + [("replicas-agree", LAST)]] * world
+def _judged(name: str, folder: str) -> list[tuple[str, int] | None]:
+    at, work, _ = LATE[name]
+    late = name != MIXED or dist.get_rank() == 1
+    return _late(at, lambda watch, step: work(watch, step, folder), lambda subject: late, folder=folder)
 
 
-def _in_between(folder: str) -> tuple[list[tuple[str, int] | None], list[int], set[str]]:
-    found = _late(2, lambda watch, step: [*map(step, range(1, LAST))], folder=folder)
-    (bundle,) = Path(folder).glob("**/rank-1.json")
-    kinds = {name.split()[0] for name in load_file(bundle.with_suffix(".safetensors"))}
-    return found, json.loads(bundle.read_text())["ids"], kinds
-
-
-def test_the_next_update_is_not_made_and_what_is_kept_is_of_the_wrong_one(tmp_path: Path) -> None:
-    """The finding is of update 2, raised where update 3 would be, with its rows, and no gradients of update 3."""
-    expected = [None, None, ("replicas-agree", 2)], [210, 211, 212], {"weights"}
-    assert answers(2, _in_between, str(tmp_path)) == [expected, expected]
-
-
-def _at_a_save(path: str) -> list[tuple[str, int] | None]:
-    return _late(1, lambda watch, step: [step(1), _found(lambda: watch.saved(path))])
-
-
-def test_what_all_ranks_do_together_judges_first(tmp_path: Path) -> None:
-    """A checkpoint of weights that have parted is none."""
-    assert answers(2, _at_a_save, str(tmp_path / "checkpoint.pt")) == [[None, ("replicas-agree", 1)]] * 2
-    assert os.listdir(tmp_path) == []
+@pytest.mark.parametrize("name", LATE)
+def test_a_late_update_is_judged(name: str, tmp_path: Path) -> None:
+    """A checkpoint of weights that have parted is none, and what is kept is of the update that was wrong."""
+    at, _, expected = LATE[name]
+    assert answers(3 if at == LAST else 2, _judged, name, str(tmp_path)) == [expected] * (3 if at == LAST else 2)
+    assert list(tmp_path.glob("checkpoint*")) == []
+    (bundle,) = tmp_path.glob("**/rank-1.json")
+    assert {each.split()[0] for each in load_file(bundle.with_suffix(".safetensors"))} == {"weights"}
+    assert json.loads(bundle.read_text())["ids"] == [100 * at + 10 + row for row in range(3)]
 
 
 def _one_stays(within_s: float) -> tuple[str, int]:
@@ -357,12 +360,3 @@ def test_a_rank_that_closes_later_is_not_waited_for_and_nobody_is_blamed() -> No
     (said, first), (_, second) = answers(2, _one_stays, 0.3)
     assert "  what update 1 left was not compared: not every rank closed its watch within 0.3 s\n" in said
     assert first == second == 0
-
-
-def _mixed() -> list[tuple[str, int] | None]:
-    return _late(2, lambda watch, step: [step(1), step(2)], late=lambda subject: dist.get_rank() == 1)
-
-
-def test_ranks_on_different_devices_judge_at_one_place() -> None:
-    """At once, as those must that have no GPU: a rank that went on would be waited for."""
-    assert answers(2, _mixed) == [[None, ("replicas-agree", 2)]] * 2

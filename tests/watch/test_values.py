@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import andon
 from andon_contracts.watch.values import Nest, kept_digest, state_digest, value_digest
-from tests.watch.small import answers, clauses, loss_of, net, sgd
+from tests.watch.small import answers, net, sgd, watched
 
 LONG = 2000
 
@@ -93,7 +93,7 @@ FOREIGN: dict[str, tuple[Callable[[], object], str]] = {
     "deep in a nest": (lambda: {"a": [1, {"b": object()}]}, r"it\['a'\]\[1\]\['b'\] is a builtins.object, "),
     "a function": (lambda: [lambda: 0], r"it\[0\] is a builtins.function, "),
     "in a set": (lambda: {1, object()}, "it's items is a builtins.object, "),
-    "in a field": (lambda: Row([1], object()), r"it\.name is a builtins.object, "),  # type: ignore[arg-type]
+    "in a field": (lambda: Row([1], object()), r"it\.name is a builtins.object, "),
     "without content": (lambda: torch.zeros(2, device="meta"), "it is a torch.Tensor, "),
 }
 
@@ -145,32 +145,25 @@ def test_what_a_loop_tells_is_compared_whole_or_refused() -> None:
 class Odd(torch.optim.SGD):
     """Keeps for each parameter an object of its own, an array, and how often it came."""
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         super().step(closure)
         for group in self.param_groups:
             for p in group["params"]:
                 self.state[p] |= {"seen": {1, 8}, "array": _array(3), "what": object(), "count": 1}
 
 
-def _grouped() -> list[list[str]]:
-    """What is found where a group holds an object of each rank's own, and then where a list in it changes on rank 1."""
-    model = net()
-    own = {"decide": lambda: 0, "mask": _tensor(5), "kinds": {"a", "b"}, "at": [0]}
+def _grouped() -> list[tuple[str, int]]:
+    """What is found where a group holds objects of each rank's own, and a list in it changes on rank 1 at update 2."""
+    model, at = net(), [0]
+    own = {"decide": lambda: 0, "mask": _tensor(5), "kinds": {"a", "b"}, "at": at}
     optimizer = Odd([{"params": list(model.parameters()), **own}], lr=0.1)
-    found: list[list[str]] = []
-    with andon.watch(model, optimizer, action=lambda each: None) as w:
-        for at in (0, dist.get_rank()):
-            optimizer.param_groups[0]["at"][0] = at
-            loss_of(model).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(clauses(w))
-    return found
+    w = watched(model, optimizer, 2, lambda step: at.append(1) if (step, dist.get_rank()) == (2, 1) else None)
+    return [(found.clause, found.step) for found in w.findings]
 
 
 def test_groups_and_states_are_compared_by_what_is_in_them() -> None:
     """Not by where an object lies, and a list that is changed in place is another one."""
-    assert answers(2, _grouped) == [[[], ["hyperparameters-agree"]]] * 2
+    assert answers(2, _grouped) == [[("hyperparameters-agree", 2)]] * 2
 
 
 def test_what_has_no_content_stands_by_its_type_and_hides_nothing_else() -> None:

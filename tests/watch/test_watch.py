@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,10 +21,9 @@ from andon_contracts.watch.intercept import listen, unlisten
 from tests.watch.small import answers, clauses, loss_of, net, sgd, watched
 
 
-def _reduced(model: nn.Module, *, spoilt: bool = False) -> None:
+def _reduced(model: nn.Module) -> None:
     for p in model.parameters():
         dist.all_reduce(p.grad)
-        p.grad *= 1 + spoilt * dist.get_rank()
 
 
 # what is said
@@ -56,21 +53,6 @@ def test_a_flipped_bit_is_named_by_rank_tensor_and_element(tmp_path: Path) -> No
     record = json.loads((tmp_path / "2" / "replicas-agree.json").read_text())["record"]
     assert (record["clause"], record["step"], record["ranks"]) == ("replicas-agree", 2, [1])
     assert list(record["details"]) == ["2.weight"]
-
-
-def _allowed() -> tuple[list[str], int]:
-    model, reasons = net(), dict.fromkeys(("gradients-agree", "replicas-agree", "optimizers-agree"), "a trial")
-    torch.manual_seed(dist.get_rank())
-    spoilt = {
-        "at": lambda _: _reduced(model, spoilt=True),
-        "loss": lambda model: model(torch.randn(3, 4)).square().sum(),
-    }
-    w = watched(model, sgd(model), 3, **spoilt, action="raise", allow=reasons)
-    return clauses(w), w.evaluations["gradients-agree"]
-
-
-def test_an_allowed_clause_is_evaluated_and_silent() -> None:
-    assert answers(2, _allowed) == [([], 3)] * 2
 
 
 # trees
@@ -133,14 +115,7 @@ def test_trees_are_compared_leaf_by_leaf() -> None:
         assert said == (f"trees-agree broken: {who}.\n  where    tree{where}" if who else "same")
 
 
-# what it costs to have
-
-
-def test_watching_needs_only_the_base_install() -> None:
-    heavy = ("transformers", "peft", "hypothesis", "pydantic")
-    program = f"import sys, andon; andon.watch; print([n for n in {heavy!r} if n in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+# what it leaves behind
 
 
 def test_one_process_is_watched_too() -> None:
@@ -229,9 +204,7 @@ def _by_the_module(parameters: Sequence[nn.Parameter], norm: Tensor) -> None:
 
 @pytest.mark.parametrize("clip", [_by_norm, _by_the_module])
 @pytest.mark.parametrize(("factor", "found"), [(1.0, []), (4.0, ["clip-once"])])
-def test_a_clip_by_a_norm_of_the_loops_own_is_held_to_the_limit(
-    clip: Callable[[Sequence[nn.Parameter], Tensor], None], factor: float, found: list[str]
-) -> None:
+def test_a_clip_by_a_norm_of_the_loops_own_is_held_to_the_limit(clip: Any, factor: float, found: list[str]) -> None:
     """A norm that is not the gradient's, as one of other gradients, is seen; the gradient's own norm is right."""
     model = net()
 
