@@ -1,11 +1,11 @@
-"""What a loss weighs by its graph, and the scale of an update by that and by the reduction that was seen."""
+"""What a loss weighs by its graph, the scale of an update by that and the reduction, and the audit of random passes."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,9 @@ from torch.utils.checkpoint import checkpoint
 import andon
 from andon_contracts.laws.scale import Scale
 from andon_contracts.watch.gradient_scale import Account, Weight, parts_of
-from tests.watch.small import answers, sgd
+from tests.watch.clean_models import Normed
+from tests.watch.loop import CLASSES, FEATURES, data
+from tests.watch.small import Dropping, answers, sgd
 
 # a loss by its graph, held to autograd: the weight of a term is the derivative of the loss by it
 
@@ -658,3 +660,70 @@ def prediction_beside_what_is_no_tensor() -> list[float | None]:
 
 def test_a_loss_beside_what_is_no_tensor_is_weighed_up_to_ddps_node() -> None:
     assert answers(2, prediction_beside_what_is_no_tensor)[0] == [0.5, 1.0, 3.0]
+
+
+# the audit draws what the ranks drew: dropout and batch statistics hide no wrong gradient, and fake none
+
+
+def dropping() -> nn.Module:
+    """No module says that numbers are drawn, as in attention."""
+    return nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), Dropping(), nn.Linear(16, CLASSES))
+
+
+def normalised() -> nn.Module:
+    """Batch statistics and nothing random."""
+    return nn.Sequential(nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, CLASSES))
+
+
+Reference = Callable[[nn.Module, Sequence[int]], tuple[Tensor, int]]
+
+
+def summed(model: nn.Module, ids: Sequence[int]) -> tuple[Tensor, int]:
+    x, y = data()
+    index = torch.tensor(list(ids))
+    return nn.functional.cross_entropy(model(x[index]), y[index], reduction="sum"), len(ids)
+
+
+def balanced(model: nn.Module, ids: Sequence[int]) -> tuple[Tensor, int]:
+    """Divided by a number that depends on all rows: no sum over rows."""
+    loss, count = summed(model, ids)
+    return loss * (1 + len(set(data()[1][torch.tensor(list(ids))].tolist()))), count
+
+
+def _audited(model: Callable[[], nn.Module], reference: Reference, factor: float) -> tuple[list[str], int]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    wrapped = DistributedDataParallel(model())
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    torch.manual_seed(100 + rank)
+    said: list[str] = []
+    w = andon.watch(wrapped, optimizer, reference=reference, every=2, action=lambda found: said.append(str(found)))
+    x, y = data()
+    for step in range(1, 4):
+        optimizer.zero_grad()
+        ids = torch.arange(9 + step % 2) + 7 * step
+        for number, part in enumerate(ids[rank::world].tensor_split(2)):
+            wrapped.require_backward_grad_sync = number == 1
+            w.batch(part)
+            loss = nn.functional.cross_entropy(wrapped(x[part]), y[part], reduction="sum")
+            (factor * world * loss / len(ids)).backward()
+        optimizer.step()
+    w.close()
+    return said, w.evaluations.get("gradient-law", 0)
+
+
+@pytest.mark.parametrize("model", [dropping, normalised, Normed])
+def test_a_right_gradient_of_random_passes_is_the_law(model: Callable[[], nn.Module]) -> None:
+    """Updates 1 and 3 are audited, with the ranks' own masks and batch statistics, and nothing is found."""
+    assert answers(2, _audited, model, summed, 1.0) == [([], 2)] * 2
+
+
+def test_a_wrong_gradient_of_random_passes_is_named_by_its_factor() -> None:
+    for said, _ in answers(2, _audited, dropping, summed, 2.0):
+        assert "gradient-law broken at step 1" in said[0]
+        assert "2.000 x the law = world size 2" in said[0]
+
+
+def test_a_loss_that_is_no_sum_over_rows_is_not_judged_by_parts() -> None:
+    """With dropout on the law can only be taken part by part; where that is another law, nothing is said."""
+    assert answers(2, _audited, dropping, balanced, 1.0) == [([], 0)] * 2

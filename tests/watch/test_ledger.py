@@ -26,7 +26,7 @@ from andon_contracts.watch import Watch
 from andon_falsify.claims.ledgers import read_run, verify
 from andon_falsify.verdict import Outcome
 from tests.support.ledger_lines import verify_chain
-from tests.watch.small import answers, net, sgd, watched
+from tests.watch.small import Dropping, answers, net, sgd, watched
 
 ROWS, BATCH, EPOCHS, RATE, CLIP = 11, 4, 2, 0.1, 0.1
 STEPS = EPOCHS * 3
@@ -116,13 +116,7 @@ def _runs(folder: str) -> None:
 
 CASES = {
     1: [("plain", adam, True), ("plain", sgd, False)],
-    2: [
-        ("ddp", adam, True),
-        ("ddp", adam, False),
-        ("plain", sgd, False),
-        ("fsdp", adam, True),
-        ("fsdp", sgd, False),
-    ],
+    2: [("ddp", adam, True), ("ddp", adam, False), ("plain", sgd, False), ("fsdp", adam, True), ("fsdp", sgd, False)],
     3: [("ddp", sgd, False), ("fsdp", adam, True)],
 }
 
@@ -384,22 +378,11 @@ def test_a_skipped_update_is_marked(tmp_path: Path) -> None:
     assert (step.skipped, step.grad_norm) == (True, None)
 
 
-class _Functional(nn.Module):
-    """A layer whose inputs are dropped by no module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 3)
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.layer(nn.functional.dropout(rows, 0.5, self.training))  # type: ignore[no-any-return]
-
-
 @pytest.mark.parametrize(
     ("model", "said"),
     [
         (nn.Sequential(nn.Dropout(0.25), nn.Linear(4, 3)), "dropout in module 0 (p = 0.25)"),
-        (_Functional(), "functional dropout or other noise"),
+        (nn.Sequential(Dropping(), nn.Linear(4, 3)), "functional dropout or other noise"),
         (nn.Sequential(nn.Dropout(0.25), nn.Linear(4, 3)).eval(), None),
         (nn.Sequential(nn.Dropout(0.0), nn.Linear(4, 3)), None),
     ],
