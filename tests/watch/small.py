@@ -64,3 +64,14 @@ def clauses(watch: Watch) -> list[str]:
 
 def answers(world: int, work: Callable[..., Any], *given: Any, **settings: float) -> list[Any]:
     return [outcome.get() for outcome in run_ranks(world, work, *given, **settings)]
+
+
+def raised_by(use: Callable[[], object]) -> str:
+    """What a call raises."""
+    try:
+        use()
+    except ValueError as error:
+        return f"ValueError: {error}"
+    except Exception as error:  # noqa: BLE001 - what else it is, the test says
+        return f"{type(error).__name__}: {error}"
+    return "accepted"

@@ -26,7 +26,7 @@ from andon_contracts.watch import Watch
 from andon_falsify.claims.ledgers import read_run, verify
 from andon_falsify.verdict import Outcome
 from tests.support.ledger_lines import verify_chain
-from tests.watch.small import Dropping, answers, net, sgd, watched
+from tests.watch.small import Dropping, answers, net, raised_by, sgd, watched
 
 ROWS, BATCH, EPOCHS, RATE, CLIP = 11, 4, 2, 0.1, 0.1
 STEPS = EPOCHS * 3
@@ -247,21 +247,15 @@ def test_an_update_of_more_rows_than_a_line_takes_ends_no_loop(
 
 
 def _refusals(folder: str) -> list[str]:
-    taken, damaged = Path(folder, "taken.jsonl"), Path(folder, "damaged.jsonl")
-    found = []
-    for path in (taken, damaged, Path(folder, "file", "l.jsonl"), Path(folder)):
-        model = net()
-        try:
-            andon.watch(model, sgd(model), ledger=path).close()
-            found.append("accepted")
-        except ValueError as error:
-            found.append(str(error))
+    model, taken, other = net(), Path(folder, "taken.jsonl"), Path(folder, "other.jsonl")
+    refused = (taken, Path(folder, "damaged.jsonl"), Path(folder, "file", "l.jsonl"), Path(folder))
+    found = [raised_by(lambda path=path: andon.watch(model, sgd(model), ledger=path).close()) for path in refused]
     with andon.watch(model, sgd(model), ledger=taken, start=6):
         pass
-    with andon.watch(model, sgd(model), ledger=Path(folder, "other.jsonl")):
+    with andon.watch(model, sgd(model), ledger=other):
         os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
         with pytest.raises(ValueError, match=r"another process|its own message"):
-            andon.watch(model, sgd(model), ledger=Path(folder, "other.jsonl"))
+            andon.watch(model, sgd(model), ledger=other)
     return found
 
 

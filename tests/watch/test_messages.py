@@ -22,7 +22,7 @@ from andon_contracts.clauses import CLAUSES
 from andon_contracts.violation import Violation
 from andon_contracts.watch.exchange import Element
 from andon_contracts.watch.standby import Standby
-from tests.watch.small import answers, sgd, watched
+from tests.watch.small import answers, net, sgd, watched
 
 
 class _Row(nn.Module):
@@ -176,39 +176,24 @@ def test_bits_of_a_real_have_its_number_beside_them(value: float, dtype: torch.d
 # on standard error, behind the user's own line
 
 
-SUSPECTED = 2
-"""The update at which a parameter without a gradient is suspected."""
-
-
-def _net() -> nn.Sequential:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(4, 8), nn.Sequential(nn.Dropout(0.1), nn.Linear(8, 3)))
-
-
 def _own_rows(model: nn.Module) -> Tensor:
     generator = torch.Generator().manual_seed(dist.get_rank())
     return model(torch.randn(5, 4, generator=generator)).square().mean()
 
 
-def _opened(verbose: bool) -> list[str]:
-    model, said = _net(), io.StringIO()
-    with contextlib.redirect_stderr(said):
-        watch = andon.watch(model, sgd(model), verbose=verbose)
-        lines = said.getvalue().splitlines()
-        watch.close()
-    return lines
-
-
-def test_two_lines_open_a_watch_and_the_table_is_there_for_who_asks() -> None:
+def test_two_lines_open_a_watch_and_the_table_is_there_for_who_asks(capsys: pytest.CaptureFixture[str]) -> None:
     """The second one names each argument that would have more watched; verbose lists every clause of a watch once."""
-    first, second = _opened(verbose=False)
-    assert re.fullmatch(
-        r"andon.watch: 1 rank, 4 trainable tensors; \d+ of 33 clauses are held, verbose=True lists them", first
-    )
+    model = net()
+    with andon.watch(model, sgd(model)):
+        first, second = capsys.readouterr().err.splitlines()
+    words = r"andon.watch: 1 rank, 4 trainable tensors; \d+ of 33 clauses are held, verbose=True lists them"
+    assert re.fullmatch(words, first)
     for argument in ("schedule=", "groups=", "clip=", "reference=", "updates="):
         assert f"({argument})" in second
     assert second.startswith("  not watched: replicas-agree, gradients-agree")
-    table = _opened(verbose=True)
+    capsys.readouterr()
+    with andon.watch(model, sgd(model), verbose=True):
+        table = capsys.readouterr().err.splitlines()
     assert table[0].endswith("clauses are held")
     named = [line.split()[0] for line in table[2:]]
     assert len(named) == len(set(named)) == 33
@@ -250,7 +235,7 @@ def test_a_message_cannot_be_filtered_away_and_names_the_users_line(
 
 
 def _one_rate_apart() -> tuple[list[str], str]:
-    model = DistributedDataParallel(_net())
+    model = DistributedDataParallel(net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     said, heard = io.StringIO(), list[str]()
 
@@ -278,7 +263,7 @@ def test_what_follows_from_a_finding_is_listed_under_it() -> None:
 
 def test_one_message_has_all_that_did_not_hold_of_an_update() -> None:
     """The first of the table of laws is the finding, and what else was seen stands in it."""
-    model = _net()
+    model = net()
 
     def enlarge(_: int) -> None:
         for parameter in model.parameters():
@@ -293,35 +278,35 @@ def test_one_message_has_all_that_did_not_hold_of_an_update() -> None:
 
 def test_a_suspicion_under_a_violation_is_counted_as_a_suspicion(capsys: pytest.CaptureFixture[str]) -> None:
     """It stands in the message of the violation, and makes no violation more."""
-    model = _net()
+    model = net()
     model[0].register_parameter("spare", nn.Parameter(torch.zeros(2)))  # never used: suspicious after two updates
-    watch = watched(model, sgd(model), SUSPECTED, schedule=lambda step: 0.2 if step >= SUSPECTED else 0.1)
+    watch = watched(model, sgd(model), 2, schedule=lambda step: 0.2 if step == 2 else 0.1)
     (found,) = watch.findings
-    assert (found.clause, found.step, watch.violations) == ("learning-rate-planned", SUSPECTED, 1)
+    assert (found.clause, found.step, watch.violations) == ("learning-rate-planned", 2, 1)
     assert "gradient-present" in str(found)
     assert "  1 violation, 1 suspicion, " in capsys.readouterr().err
 
 
 def _one_module_apart() -> list[str]:
-    inner = _net()
-    inner[1][0].train(dist.get_rank() == 0)
+    inner = net()
+    inner[1].train(dist.get_rank() == 0)
     model = DistributedDataParallel(inner)
     return [str(found) for found in watched(model, sgd(model), 1).findings]
 
 
 def test_a_mode_that_differs_is_named_by_module_and_ranks() -> None:
     for (said,) in answers(2, _one_module_apart):
-        assert "1.0 is in training mode on rank 0, in evaluation mode on rank 1" in said
+        assert "1 is in training mode on rank 0, in evaluation mode on rank 1" in said
 
 
 @pytest.mark.parametrize("name", ["0.weight", "0.bias"])
 def test_a_frozen_weight_that_changed_is_named_in_one_process_too(name: str) -> None:
-    model = _net()
+    model = net()
     model[0].requires_grad_(False)
 
     def change(step: int) -> None:
         with torch.no_grad():
             model.get_parameter(name).add_(step == 2)
 
-    found = watched(model, sgd(model[1]), 2, change).findings
+    found = watched(model, sgd(model[2]), 2, change).findings
     assert [(each.clause, each.tensor) for each in found] == [("base-frozen", name)]
