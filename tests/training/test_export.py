@@ -552,6 +552,15 @@ def test_a_wrong_merge_of_one_that_answers_does_not_go_out(
     assert tree(tmp_path) == set()
 
 
+def test_what_one_that_answers_loses_in_bfloat16_is_said(answering: Callable[[str], Path], tmp_path: Path) -> None:
+    _, said = exported(answering("messages"), tmp_path / "out", "--merge", "--dtype", "bfloat16")
+    kept = load_file(tmp_path / "out" / "model.safetensors")
+    assert {each.dtype for each in kept.values()} == {torch.bfloat16}
+    found = re.search(r"on 4 evaluation prompts, .* the largest difference from a logit of the run is ([\d.e-]+)", said)
+    assert found is not None, said
+    assert float(found[1]) > 1e-4
+
+
 def test_what_transformers_cannot_ask_as_in_training_is_said(answering: Callable[[str], Path], tmp_path: Path) -> None:
     copy = shutil.copytree(answering("messages"), tmp_path / "run")
     byte_tokenizer().save(copy / "adapter")

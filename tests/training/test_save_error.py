@@ -50,6 +50,20 @@ def test_it_goes_on_and_says_what_it_goes_on_with(
     assert [saved.step for saved in records(tmp_path / "run", "checkpoint")] == [6, 12]
 
 
+def test_an_old_checkpoint_that_cannot_be_removed_stays(
+    runs: Runs, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise InputError("cannot be read: the disk failed")
+
+    monkeypatch.setattr("andon.training.journal.prune", refuse)
+    assert train_inline(runs, tmp_path / "run", GO_ON) == Exit.OK
+    assert "warning: an old checkpoint stays: cannot be read: the disk failed" in capsys.readouterr().err
+    assert outcome(tmp_path / "run") == outcome(whole)
+    with pytest.raises(InputError, match="the disk failed"):
+        train_inline(runs, tmp_path / "other")
+
+
 def test_all_ranks_decide_alike(runs: Runs, whole: Path, tmp_path: Path) -> None:
     entry = "tests.training.entries:full_in_rank"
     assert runs.train(tmp_path / "run", GO_ON, backend="gloo", workers=2, entry=entry) == Exit.OK
@@ -78,8 +92,6 @@ def test_the_last_one_of_a_run_is_not_done_without(runs: Runs, tmp_path: Path, m
 
 
 def test_nobody_goes_on_with_a_damaged_checkpoint(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the last one is not what was saved, going on would lose everything: that is a violation."""
-
     def damage(path: Path) -> None:
         os.truncate(path.parents[1] / "step-00000006" / "state.json", 5)
 
@@ -89,7 +101,6 @@ def test_nobody_goes_on_with_a_damaged_checkpoint(runs: Runs, tmp_path: Path, mo
 
 
 def at_step(step: int, act: Callable[[], object]) -> Callable[[], bool]:
-    """Asks nobody to stop, and does this as update `step` begins."""
     steps = itertools.count(1)
 
     def stop() -> bool:
@@ -124,10 +135,7 @@ def test_a_last_checkpoint_that_somebody_removed_is_said(
     left: tuple[str, ...],
     both: bool,
 ) -> None:
-    """The disk refuses one, and the one before is gone, or going: that is no violation, and the run goes on.
-
-    A resume would take an older one, where there is one.
-    """
+    """No violation: the run goes on, and a resume would take an older one, where there is one."""
 
     def going(path: Path) -> None:
         last = path.parents[1] / "step-00000006"
@@ -170,7 +178,6 @@ def test_a_run_whose_folder_goes_ends_at_its_next_step(
 
 @pytest.mark.parametrize("name", ["ledger.jsonl", "metrics.jsonl"])
 def test_a_run_whose_lines_are_cut_off_ends_at_its_next_step(runs: Runs, tmp_path: Path, name: str) -> None:
-    """`> ledger.jsonl`, or log rotation: a run that finished would have no record of its steps, and not say so."""
     folder = tmp_path / "run"
     with pytest.raises(InputError, match=f"{folder / name}: was truncated by another program .* it has 0 bytes"):
         train_inline(runs, folder, stop=at_step(7, lambda: os.truncate(folder / name, 0)))

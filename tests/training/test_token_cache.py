@@ -72,7 +72,6 @@ def flip(path: Path) -> None:
 
 
 def foreign(path: Path) -> None:
-    """Put something of somebody else in its place."""
     path.write_text('{"encoding": {}, "files": {}}')
 
 
@@ -97,8 +96,6 @@ def test_what_is_damaged_is_made_again(
 
 
 def killed_while_it_encodes(folder: Path) -> None:
-    """This rank is killed with two of the rows written."""
-
     def encode(keep: Callable[[EncodedRow], None]) -> Encoding:
         keep(ROWS[0])
         keep(ROWS[1])
@@ -146,20 +143,23 @@ def test_the_key_is_of_all_that_tokens_depend_on() -> None:
 
 @pytest.fixture(scope="module")
 def talks(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Runs on prompts with answers."""
     path = tmp_path_factory.mktemp("talks") / "talk.jsonl"
     lines = [json.dumps({"prompt": text, "completion": label}) for text, label in map(row, range(45))]
     path.write_text("\n".join(lines) + "\n")
     return Runs(path)
 
 
-def test_a_resume_ends_with_the_same_bits(talks: Runs, tmp_path: Path) -> None:
+def test_a_resume_makes_nothing_again_and_ends_with_the_same_bits(
+    talks: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     alone = tmp_path / "alone"
     assert talks.train(alone) == Exit.OK
     assert not RunFolder(alone).tokens.exists()
     folder = stopped(talks.overrides(), tmp_path / "run", 3)
     kept = [path for path in RunFolder(folder).tokens.iterdir() if path.is_dir()]
     assert sorted((path / "tokens").exists() for path in kept) == [False, True]  # a survey, and tokens
+    monkeypatch.setattr("andon.training.surveys.survey", never)
+    monkeypatch.setattr("andon.training.material.encode_each", never)
     assert talks.train(folder, resume="auto") == Exit.OK
     assert outcome(folder) == outcome(alone)
     assert not RunFolder(folder).tokens.exists()
