@@ -43,18 +43,8 @@ def test_a_configuration_with_many_faults(tmp_path: Path) -> None:
     config.write_text(
         "optimizer:\n  clip_nrom: 1\n  lr: 0\ntraining:\n  batch_size: 0\n  epochs: two\nrun:\n  devices: [0, 0]\n"
     )
-    ended = cli(
-        "train",
-        config,
-        "--workers",
-        "0",
-        "--backend",
-        "glo",
-        "--set",
-        "adapter.alhpa=4",
-        "--run-dir",
-        tmp_path / "run",
-    )
+    flags = ("--workers", "0", "--backend", "glo", "--set", "adapter.alhpa=4")
+    ended = cli("train", config, *flags, "--run-dir", tmp_path / "run")
     assert ended.code == 2
     said = "\n".join(ended.said)
     for part in (
@@ -72,7 +62,6 @@ def test_a_configuration_with_many_faults(tmp_path: Path) -> None:
 
 
 def test_data_with_many_faults(tmp_path: Path) -> None:
-    """All faults of a file at once, by line; nothing is written, not even the run folder."""
     data = tmp_path / "train.jsonl"
     data.write_bytes(
         b'{"text": "a", "label": "x"}\n{"text": "", "label": "x"}\nnot json\n{"text": "b"}\n{"text": "c", "label": 3}\n'
@@ -106,18 +95,19 @@ def test_a_run_that_does_not_exist(tmp_path: Path, command: str) -> None:
     refused(cli(command, tmp_path / "empty", *data, stdin=b"\xff\n"), "holds no run of andon")
 
 
-@pytest.mark.parametrize("command", ["eval", "predict", "show", "explain", "diff", "replay", "init", "check"])
-def test_a_path_that_is_too_long(tmp_path: Path, command: str) -> None:
-    long = "a" * 300
-    more = {"eval": ["none.csv"], "diff": [long], "replay": ["--steps", "1"]}
-    refused(cli(command, long, *more.get(command, []), folder=tmp_path), "cannot be read: File name too long")
+LONG = "a" * 300
 
 
-def test_a_run_with_a_path_that_is_too_long(tmp_path: Path) -> None:
-    long = "a" * 300
-    for flag in ("--run-dir", "--model"):
-        ended = cli("train", flag, long, "--backend", "inline", folder=tmp_path)
-        refused(ended, f"{long}: cannot be read: File name too long")
+@pytest.mark.parametrize(
+    "command",
+    [
+        *(("eval", LONG, "none.csv"), ("diff", LONG, LONG), ("replay", LONG, "--steps", "1")),
+        *(("train", flag, LONG, "--backend", "inline") for flag in ("--run-dir", "--model")),
+        *((name, LONG) for name in ("predict", "show", "explain", "init", "check")),
+    ],
+)
+def test_a_path_that_is_too_long(tmp_path: Path, command: tuple[str, ...]) -> None:
+    refused(cli(*command, folder=tmp_path), "cannot be read: File name too long")
     assert tree(tmp_path) <= {"runs"}
 
 
@@ -184,8 +174,7 @@ def test_what_only_a_run_finds_out(tmp_path: Path, setting: str, message: str) -
 
 
 def test_a_full_disk(tmp_path: Path) -> None:
-    """No file may grow beyond 6,000 bytes: the run ends at a step with the file that it could not write; what is there
-    is whole, and the run goes on once there is room."""
+    """The run ends at a step with the file that it could not write, and goes on once there is room."""
     data = write_jsonl(tmp_path / "train.jsonl")
     runs = Runs(data)
     sets = [part for each in runs.overrides("run.backend=inline") for part in ("--set", each)]

@@ -177,7 +177,4 @@ def test_another_base_is_refused(moved: Path, run: Path) -> None:
     for folder, why in ((run, "embedded model"), (moved / "run-base", "whole model lies in its folder")):
         with pytest.raises(InputError, match=f"takes no base.*{why}"):
             predicted(folder, moved / "train.csv", "--model", moved / "there", "--text-column", "sentence")
-
-
-def test_a_whole_model_needs_no_base(moved: Path) -> None:
     assert len(records(moved / "run-base", moved / "train.csv")) == 30

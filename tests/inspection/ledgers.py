@@ -29,12 +29,10 @@ PLAN = Plan(rows=ROWS, batch_size=2, micro_batches=2, seed=3, epochs=1, steps=2)
 
 
 def digest(number: int) -> str:
-    """16 digits that stand for a tensor."""
     return f"{number:016x}"
 
 
 def start(**changes: object) -> Start:
-    """The first line of a run of two steps on two workers."""
     plain = Start(
         run="r",
         fingerprint=FINGERPRINT,
@@ -74,7 +72,6 @@ def step(number: int, ids: Sequence[int], weights: int | None = None, **changes:
 
 
 def whole_run() -> list[Record]:
-    """A run of two steps to its end."""
     return [
         start(),
         step(1, (2, 0)),
@@ -101,7 +98,6 @@ def retracted_run() -> list[Record]:
 
 
 def write(path: Path, records: Sequence[Record]) -> Path:
-    """The ledger of `records` at `path`."""
     with LedgerWriter(path) as ledger:
         for record in records:
             ledger.append(record)

@@ -111,8 +111,7 @@ def test_an_interface_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_what_keeps_a_run_from_this_machine_is_found(tmp_path: Path) -> None:
-    """1, with what is wrong with each and nothing else called wrong: no torch, folders that take
-    no file. A socket's path has at most 107 bytes."""
+    """No torch, and folders that take no file. A socket's path has at most 107 bytes."""
     path = hiding(tmp_path / "h", "torch")
     told = doctor("/proc/runs", temporary=tmp_path / ("n" * 107), PYTHONPATH=path)
     assert (told.code, told.can_train) == (1, False)
@@ -140,7 +139,6 @@ def test_a_check_that_never_ends_is_ended(tmp_path: Path) -> None:
 
 
 def test_every_extra_is_known() -> None:
-    """The table of extras has what pyproject.toml has, so that a missing library is named."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = {
         extra: {re.match(r"[\w-]+", each)[0] for each in needs if not each.startswith("andon[")}  # type: ignore[index]

@@ -45,7 +45,6 @@ def test_steps_done_again_are_the_ledgers_bits(run: Path, steps: str, workers: i
 
 
 def test_the_nearest_checkpoint_is_taken(run: Path) -> None:
-    """Step 8 starts from the one after step 6, not from that after step 8."""
     assert "from      step-00000006, after step 6" in replay_run(run, "8:8", 1, "inline").lines[0]
     assert "from      the initial weights, after step 0" in replay_run(run, "2:2", 1, "inline").lines[0]
 
@@ -104,7 +103,6 @@ def _step(run: Path, number: int) -> Step:
 
 
 def test_what_differs_first_is_said(run: Path, tmp_path: Path) -> None:
-    """A ledger that has another gradient at step 2: step 1 is the ledger's, and the gradient is named first."""
     record = _step(run, 2)
     odd = replace(record, digests=replace(record.digests, gradient="ab" * 8, weights="cd" * 8))
     report = replay_run(_rewritten(run, tmp_path / "r", {2: odd}), "1:3", 1, "inline")
@@ -145,22 +143,23 @@ def test_restored_weights_that_are_not_the_ledgers_are_said(run: Path, tmp_path:
     assert "the restored weights are not those of the ledger" in report.lines[1]
 
 
-def test_other_data_cannot_be_replayed(runs: Runs, run: Path, tmp_path: Path) -> None:
-    """The run's data has changed since: the message names it, and nothing is compared."""
-    changed = tmp_path / "train.jsonl"
-    rows = runs.data.read_text().splitlines()
-    changed.write_text("\n".join([rows[1], rows[0], *rows[2:]]) + "\n")
-    folder = _rewritten(run, tmp_path / "r", {})
+def _on(rows: list[str], runs: Runs, run: Path, tmp_path: Path) -> Path:
+    """The run in a folder whose configuration names these rows."""
+    changed, folder = tmp_path / "train.jsonl", _rewritten(run, tmp_path / "r", {})
+    changed.write_text("\n".join(rows) + "\n")
     (folder / "config.yaml").write_text((folder / "config.yaml").read_text().replace(str(runs.data), str(changed)))
+    return folder
+
+
+def test_other_data_cannot_be_replayed(runs: Runs, run: Path, tmp_path: Path) -> None:
+    rows = runs.data.read_text().splitlines()
+    folder = _on([rows[1], rows[0], *rows[2:]], runs, run, tmp_path)
     with pytest.raises(InputError, match=r"data: was .*only the same can be done again"):
         replay_run(folder, "1", 1, "inline")
 
 
 def test_ranks_that_cannot_replay_say_all_that_is_wrong(runs: Runs, run: Path, tmp_path: Path) -> None:
-    changed = tmp_path / "train.jsonl"
-    changed.write_text('{"text": "", "label": 0}\n{"text": "a", "label": -1}\n')
-    folder = _rewritten(run, tmp_path / "r", {})
-    (folder / "config.yaml").write_text((folder / "config.yaml").read_text().replace(str(runs.data), str(changed)))
+    folder = _on(['{"text": "", "label": 0}', '{"text": "a", "label": -1}'], runs, run, tmp_path)
     told = []
     for workers, backend in ((1, "inline"), (2, "gloo")):
         with pytest.raises(InputError) as caught:

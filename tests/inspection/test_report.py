@@ -167,7 +167,6 @@ def test_the_command_writes_the_page_and_says_where(run: Path, tmp_path: Path) -
 
 
 def test_what_is_no_run_or_no_page_is_refused(run: Path, tmp_path: Path) -> None:
-    """A missing run, a configuration, and a page that would be written over a file of a run."""
     for arguments, said in (
         ((tmp_path / "none",), "there is no such run"),
         ((run / "config.yaml",), "is a configuration"),
@@ -272,7 +271,6 @@ def test_two_runs_are_shown_side_by_side_with_where_they_part(runs: Runs, run: P
 
 
 def scored_run(folder: Path, matrix: Confusion) -> Path:
-    """A run folder with a ledger and the confusion matrix of its one evaluation."""
     folder.mkdir()
     write_confusion(folder / "confusion", matrix)
     scored = Evaluation(1, 0, 3, {"accuracy": Real.of(1.0)}, digest_of(matrix))
@@ -281,14 +279,12 @@ def scored_run(folder: Path, matrix: Confusion) -> Path:
 
 
 def test_a_matrix_of_thousands_of_classes_is_told_and_not_shown(tmp_path: Path) -> None:
-    """A table of 3,200 times 3,200 cells would be no page."""
     page = page_of(scored_run(tmp_path / "r", Confusion(3200, ((0, 0, 1), (7, 7, 1), (3199, 3199, 1)))))
     assert not list(page.all_named("Confusion matrix"))
     assert "The confusion matrix has 3200 classes, more than the 100 that are shown." in page.text
 
 
 def test_a_matrix_that_was_changed_is_named(tmp_path: Path) -> None:
-    """A page with other counts than were written would be wrong without a word."""
     run = scored_run(tmp_path / "r", Confusion(2, ((0, 0, 2), (1, 1, 1))))
     (file,) = (run / "confusion").iterdir()
     file.write_text(file.read_text().replace("[0,0,2]", "[0,1,2]"))
@@ -442,11 +438,6 @@ def test_buckets_have_every_extreme_and_every_count(points: list[tuple[int, floa
         places = [float(number) for line in picture.drawn[0].lines for number in re.split("[ ,]", line)]
         assert all(map(math.isfinite, places))
         assert all(-1 <= float(height) <= 201 for height, _ in picture.ticks)
-
-
-def test_a_configuration_is_no_run(run: Path) -> None:
-    with pytest.raises(InputError, match="is a configuration"):
-        read_told(read_side(run / "config.yaml"))
 
 
 def test_a_resumed_ledger_shows_each_step_once(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from andon_falsify.claims.ledgers import ALL, read_run, recorded_violations, ver
 from andon_falsify.claims.rows import planned
 from andon_falsify.cli.verify import verify as command
 from andon_falsify.verdict import Outcome, closing_line, exit_code
+from tests.cli.command import cli
 from tests.inspection.ledgers import PLAN, digest, resumed_run, retracted_run, start, step, whole_run, write
 from tests.repository.sources import ROOT
 
@@ -250,47 +251,31 @@ def test_a_configuration_that_cannot_be_read_spoils_only_the_claims_that_need_it
         assert "banana" in why
 
 
-ENTRY = "[andon.commands]\n{name} = {target}\n"
-
-
-def _andon(tmp_path: Path, target: str, *arguments: str, name: str = "verify") -> subprocess.CompletedProcess[str]:
-    """`andon` with one more installed distribution, that has the entry point `name`."""
-    info = tmp_path / "site" / "plugin-1.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin\nVersion: 1\n")
-    (info / "entry_points.txt").write_text(ENTRY.format(name=name, target=target))
-    paths = os.pathsep.join([str(tmp_path / "site"), *filter(None, sys.path)])
-    return subprocess.run(
-        [sys.executable, "-m", "andon", *arguments],
-        env={**os.environ, "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-
-
 def test_the_command_joins_by_its_entry_point(tmp_path: Path) -> None:
-    path = write(tmp_path / "l.jsonl", whole_run())
-    done = _andon(tmp_path, "andon_falsify.cli.verify:verify", "verify", str(path))
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert [line.split()[0] for line in lines[:-1]] == [claim.name for claim in ALL]
-    assert lines[-1].startswith(f"checked 4 of {len(ALL)} claims, 1 run,")
+    done = cli("verify", write(tmp_path / "l.jsonl", whole_run()))
+    assert done.code == 0, done.said
+    assert [line.split()[0] for line in done.out[:-1]] == [claim.name for claim in ALL]
+    assert done.out[-1].startswith(f"checked 4 of {len(ALL)} claims, 1 run,")
 
 
 def test_a_run_that_is_not_there_is_a_usage_error(tmp_path: Path) -> None:
     """64, because 1 and 2 are verdicts."""
-    done = _andon(tmp_path, "andon_falsify.cli.verify:verify", "verify", str(tmp_path / "nothing"))
-    assert done.returncode == 64
-    assert done.stderr == f"andon: {tmp_path / 'nothing'}: No such file or directory\n"
+    done = cli("verify", tmp_path / "nothing")
+    assert (done.code, done.said) == (64, [f"andon: {tmp_path / 'nothing'}: No such file or directory"])
 
 
 def test_a_command_whose_package_is_absent_says_so(tmp_path: Path) -> None:
-    done = _andon(tmp_path, "absent_package.cli:judge", "judge", "x", "--some", "y", name="judge")
-    assert done.returncode == 2
+    info = tmp_path / "plugin-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[andon.commands]\njudge = absent_package.cli:judge\n")
+    paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    command = [sys.executable, "-m", "andon", "judge", "x", "--some", "y"]
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, check=False, timeout=120
+    )
     hint = "run: pip install '.[falsify]' in a checkout of andon"
-    assert done.stderr == f"andon: andon judge: absent_package is not installed; {hint}\n"
+    assert (done.returncode, done.stderr) == (2, f"andon: andon judge: absent_package is not installed; {hint}\n")
 
 
 def test_the_project_declares_the_command() -> None:

@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from andon.cli.train import run_training
 from andon.config.schema import CLASSIFICATION, MULTI_LABEL, REGRESSION, TOKEN_CLASSIFICATION
-from andon.console.exits import Exit
-from tests.training.runs import COLOURS, SMALL, row
+from tests.training.runs import COLOURS, Runs, row
 
 COUNT = 45
 
@@ -27,28 +25,30 @@ class Kind:
     settings: tuple[str, ...] = ()
     name: str = ""
 
+    def written(self, folder: Path) -> Runs:
+        """Runs on rows that are written into `folder`."""
+        path = folder / "rows.jsonl"
+        path.write_text("".join(f"{json.dumps(self.rows(place))}\n" for place in range(COUNT)))
+        return Runs(path, (*self.settings, *([] if self.found else [f"task={self.task}"])))
+
 
 def number(place: int) -> dict[str, Any]:
-    """Of a text how long it is, as a number with a fraction."""
     text, _ = row(place)
     return {"text": text, "label": len(text) / 8}
 
 
 def label_set(place: int) -> dict[str, Any]:
-    """A text and what is true of it: its colour, and whether it is long; of every seventh row nothing is said."""
     text, colour = row(place)
     return {"text": text, "labels": [colour, *["long"] * (len(text) > 26)] if place % 7 else []}
 
 
 def tagged(place: int) -> dict[str, Any]:
-    """The words of a text, its colour tagged, and the thing with its number as one span."""
     words = row(place)[0].split()
     tags = ["B-colour" if word in COLOURS else "O" for word in words[:-3]]
     return {"tokens": words, "tags": [*tags, "B-thing", "I-thing", "I-thing"]}
 
 
 def pair(place: int) -> dict[str, Any]:
-    """A text and a colour, and whether it is the text's."""
     text, colour = row(place)
     return {"text": COLOURS[place // 3 % 3], "about": text, "label": str(colour == COLOURS[place // 3 % 3])}
 
@@ -65,20 +65,3 @@ KINDS = [
     Kind(CLASSIFICATION, pair, "2 classes", settings=("data.text_pair_column=about",), name="pairs"),
 ]
 IDS = [kind.name or kind.task for kind in KINDS]
-
-
-def written(folder: Path, kind: Kind) -> Path:
-    path = folder / "rows.jsonl"
-    path.write_text("".join(f"{json.dumps(kind.rows(place))}\n" for place in range(COUNT)))
-    return path
-
-
-def settings(kind: Kind, data: Path) -> list[str]:
-    named = [] if kind.found else [f"task={kind.task}"]
-    return [*SMALL, *kind.settings, f"data.train={data}", *named]
-
-
-def started(kind: Kind, data: Path, folder: Path, backend: str, workers: int, resume: str = "never") -> Exit:
-    """`andon train` in this process, and in rank processes of it."""
-    flags = {"run.dir": str(folder), "run.backend": backend, "run.workers": workers, "run.resume": resume}
-    return run_training(None, settings(kind, data), flags)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from andon.cli.train import run_training
+from andon.config.load import load_config
 from andon.console.exits import Exit
 from andon.run.folder import RunFolder
 from andon.run.ledger import read_ledger
+from andon.training.run import train
 from andon_contracts.record import Record
 
 PRELOAD = (
@@ -65,13 +67,14 @@ def write_csv(path: Path, numbers: Sequence[int]) -> Path:
 
 @dataclass(frozen=True)
 class Runs:
-    """Starts runs on one data set."""
+    """Starts runs on one data set: a file, or files with weights as JSON."""
 
-    data: Path
+    data: Path | str
+    settings: tuple[str, ...] = ()
 
     def overrides(self, *more: str) -> list[str]:
         """What `--set` is given."""
-        return [*SMALL, f"data.train={self.data}", *more]
+        return [*SMALL, *self.settings, f"data.train={self.data}", *more]
 
     def train(
         self, folder: Path, *more: str, backend: str = "inline", workers: int = 1, resume: str = "never", **entry: str
@@ -79,6 +82,19 @@ class Runs:
         """`andon train` in this process, and in rank processes of it."""
         flags = {"run.dir": str(folder), "run.backend": backend, "run.workers": workers, "run.resume": resume}
         return run_training(None, self.overrides(*more), flags, **entry)
+
+    def inline(self, folder: Path, *more: str, stop: Callable[[], bool] = lambda: False) -> Exit:
+        """Train in this process; each update asks `stop` whether it is the last."""
+        config = load_config(None, self.overrides(*more), {"run.dir": str(folder), "run.backend": "inline"})
+        return train(config, RunFolder(folder), stop)
+
+
+def sections() -> dict[str, Any]:
+    """`SMALL` as the arguments of `andon.train`."""
+    found: dict[str, Any] = {}
+    for section, name, value in (each.replace("=", ".", 1).split(".", 2) for each in SMALL):
+        found.setdefault(section, {})[name] = json.loads(value)
+    return found
 
 
 def summary(folder: Path) -> dict[str, Any]:

@@ -31,7 +31,6 @@ class ByFirstToken(nn.Module):
         self._at, self._odd = at, odd
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> SimpleNamespace:
-        """Logits [rows, 2] as transformers returns them."""
         first = input_ids[:, 0]
         logits = nn.functional.one_hot(first % 2, 2).float()
         logits[first == self._at, 1] = self._odd
@@ -42,7 +41,6 @@ class RepeatingBackend(InlineBackend):
     """Its gather gives the first rank's tensor for every rank."""
 
     def gather(self, local: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What rank 0 passed, as if all had."""
         return [local[0] for _ in local]
 
 
@@ -50,7 +48,6 @@ class SwappingBackend(InlineBackend):
     """Its gather gives the ranks' tensors the other way round."""
 
     def gather(self, local: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What the ranks passed, from the last to the first."""
         return list(local)[::-1]
 
 
@@ -80,7 +77,6 @@ def test_every_row_is_scored_once(world: int) -> None:
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
 def test_logits_that_are_not_finite_are_not_scored(odd: float) -> None:
-    """NaN and Inf would be predictions of some class; the row that has them is named instead."""
     with pytest.raises(Violation, match="no finite logits: 1 of 150 rows have none, row 133 first") as found:
         evaluate(InlineBackend([CPU] * 2), [ByFirstToken(133, odd)] * 2, rows(), range(ROWS))
     assert found.value.clause == "finite"

@@ -11,6 +11,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from andon.cli.commands import app
 from andon.config.schema import Config
 from andon.console.problems import InputError
 from andon.data.tokens import byte_tokenizer
-from andon.metrics.confusion import Confusion, read_confusion
+from andon.metrics.confusion import Confusion
 from andon.model import adapter
 from andon.model.build import seeded
 from andon.run.folder import RunFolder
@@ -38,7 +39,7 @@ from andon.training.inference import load_run, predict
 from tests.cli.command import cli, tree
 from tests.data.test_chat import CHATML, tokenizer
 from tests.support.stock import Stock
-from tests.training.kinds import IDS, KINDS, Kind, started, written
+from tests.training.kinds import IDS, KINDS, Kind
 from tests.training.runs import Runs, outcome, row, summary, write_csv, write_jsonl
 
 pytestmark = pytest.mark.xdist_group("test_export")
@@ -125,8 +126,7 @@ def test_stock_transformers_gives_the_runs_probabilities(
 
 
 def test_a_run_folder_may_be_moved(made: Path, tmp_path: Path, stock: Stock) -> None:
-    """With its embedded base: for us, for transformers, and for peft, which is given the base's folder beside it; no
-    path in the adapter's configuration says where it was."""
+    """With its embedded base: for us, for transformers, and for peft, which is given the base's folder beside it."""
     before = ours(made / "embedded")
     moved = tmp_path / "elsewhere" / "run"
     shutil.copytree(made / "embedded", moved)
@@ -185,7 +185,6 @@ def test_what_is_lost_in_bfloat16_is_said(made: Path, tmp_path: Path, stock: Sto
 
 
 def halved_merge(model: nn.Module) -> nn.Module:
-    """Merge an adapter at half its scale."""
     for module in model.modules():
         if isinstance(getattr(module, "scaling", None), dict):
             module.scaling = {name: value / 2 for name, value in module.scaling.items()}  # type: ignore[union-attr]
@@ -261,27 +260,9 @@ def test_a_disk_that_refuses_leaves_nothing(made: Path, tmp_path: Path) -> None:
     assert tree(tmp_path) == set()
 
 
-@pytest.mark.parametrize("kind", ["embedded", "pretrained"])
-def test_the_card_tells_the_runs_record(made: Path, tmp_path: Path, kind: str) -> None:
-    exported(made / kind, tmp_path / "out", "--merge")
-    text, found = (tmp_path / "out" / "README.md").read_text(), summary(made / kind)
-    data = ModelCard(text).data
-    header = data.to_dict()
-    assert (header["pipeline_tag"], header["library_name"]) == ("text-classification", "transformers")
-    assert "base_model" not in header
-    told = {one.metric_type: one.metric_value for one in data.eval_results or ()}
-    scores = {"accuracy": "accuracy", "f1": "macro_f1", "matthews_correlation": "mcc", "roc_auc": "auroc"}
-    assert told == {type_: found["eval"][key] for type_, key in scores.items() if found["eval"][key] is not None}
-    matrix = read_confusion(made / kind / "confusion", found["eval"]["confusion"]).table()
-    right = sum(line[place] for place, line in enumerate(matrix))
-    assert f"| {right} of {found['eval']['rows']} rows |" in text
-    assert f"`{found['weights_digest']}`, on 1 inline workers" in text
-    own = (made / kind / "adapter" / "README.md").read_text()
-    assert not any(str(place) in each for place in (made, tmp_path) for each in (text, own))
-
-
 def test_the_cards_command_gives_the_same_weights(made: Path, tmp_path: Path) -> None:
     text = (made / "pretrained" / "adapter" / "README.md").read_text()
+    assert "base_model" not in ModelCard(text).data.to_dict()
     repeated(made / "pretrained", text, tmp_path, made / "two.csv", made / "base")
 
 
@@ -322,11 +303,9 @@ def of_kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """A task, and runs of it on the embedded decoder and on an encoder, both learned far enough to matter."""
     kind = request.param
     folder = tmp_path_factory.mktemp(kind.name or kind.task)
-    data = written(folder, kind)
-    base = base_of(kind, folder / "base")
+    runs, base = kind.written(folder), base_of(kind, folder / "base")
     for name, more in (("embedded", ()), ("pretrained", (f"model.base={base}",))):
-        learned = Kind(kind.task, kind.rows, "", settings=(*kind.settings, "optimizer.lr=0.05", *more))
-        assert started(learned, data, folder / name, "inline", 1) == 0
+        assert runs.train(folder / name, f"task={kind.task}", "optimizer.lr=0.05", *more) == 0
     return kind, folder
 
 
@@ -362,8 +341,7 @@ def told_by_stock(stock: Stock, folder: Path, rows: list[dict[str, Any]]) -> Any
 def test_stock_transformers_says_what_the_run_says(
     of_kind: tuple[Kind, Path], tmp_path: Path, stock: Stock, run: str, options: tuple[str, ...]
 ) -> None:
-    """Numbers as they are, a probability for each label, a tag for each word; a base that was trained on another
-    problem does not decide how they are read."""
+    """A base that was trained on another problem does not decide how its outputs are read."""
     kind, folder = of_kind
     rows = asked_rows(folder)
     said = exported(folder / run, tmp_path / "out", *options)
@@ -388,28 +366,36 @@ SCORES = {
 }
 
 
+TYPES = {"accuracy": "accuracy", "macro-F1": "f1", "MCC": "matthews_correlation", "AUROC": "roc_auc"}
+
+
 def test_the_card_has_the_scores_and_a_command_that_repeats_the_run(of_kind: tuple[Kind, Path], tmp_path: Path) -> None:
     kind, folder = of_kind
     exported(folder / "embedded", tmp_path / "out")
     text, found = (tmp_path / "out" / "README.md").read_text(), summary(folder / "embedded")["eval"]
     data = ModelCard(text).data
     tag = "token-classification" if kind.task == "token-classification" else "text-classification"
-    assert data.to_dict()["pipeline_tag"] == tag
+    assert (data.to_dict()["pipeline_tag"], data.to_dict()["library_name"]) == (tag, "transformers")
     told = {each.metric_name: each.metric_value for each in data.eval_results or ()}
+    if kind.task == "classification":
+        types = {each.metric_name: each.metric_type for each in data.eval_results or ()}
+        assert types == {name: TYPES[name] for name in told}
     assert told == {name: found[key] for name, key in SCORES[kind.task].items() if found[key] is not None}
     share = {"multi-label": "subset_accuracy", "regression": "rmse"}.get(kind.task, "accuracy")
     count = found.get("words", found["rows"])
     unit = "words" if "words" in found else "rows"
     of = f"{count} {unit}" if kind.task == "regression" else f"{found[share] * count:.0f} of {count} {unit}"
     assert f"| {found[share]:.4f} | {of} |" in text
+    assert f"`{summary(folder / 'embedded')['weights_digest']}`, on 1 inline workers" in text
+    own = (folder / "embedded" / "adapter" / "README.md").read_text()
+    assert not any(str(place) in each for place in (folder, tmp_path) for each in (text, own))
     repeated(folder / "embedded", text, tmp_path, folder / "rows.jsonl")
 
 
 def test_a_base_in_another_unit_is_held_to_its_own_size(tmp_path: Path) -> None:
     """Numbers around a million differ by more than a thousandth in fp32, which is rounding and nothing else."""
-    kind = KINDS[0]
-    large = Kind(kind.task, lambda place: kind.rows(place) | {"label": 1e6 + place}, "")
-    assert started(large, written(tmp_path, large), tmp_path / "run", "inline", 1) == 0
+    large = replace(KINDS[0], rows=lambda place: KINDS[0].rows(place) | {"label": 1e6 + place})
+    assert large.written(tmp_path).train(tmp_path / "run") == 0
     run = load_run(RunFolder(tmp_path / "run"))
     for name, parameter in run.model.named_parameters():
         if "modules_to_save" in name:

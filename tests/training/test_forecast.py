@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +30,6 @@ LARGE = 2**40
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Forty-five rows."""
     return write_jsonl(tmp_path_factory.mktemp("forecast") / "rows.jsonl")
 
 
@@ -136,7 +135,6 @@ class Peaked(InlineBackend):
     peaks = (900, 1101)
 
     def gather(self, local: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The bytes of each rank, whatever was counted here."""
         return [torch.tensor([peak]) for peak in self.peaks]
 
 
@@ -186,20 +184,16 @@ ALWAYS = {"backend": "nccl", "cuda_graphs": "always"}
 def test_small_eager_passes_are_captured(
     settings: dict[str, object], kind: str, activations: int | None, expected: bool
 ) -> None:
-    """By themselves up to 2 GiB a micro-batch, by word any; never what is compiled or checkpointed, nor beside a CPU or
-    on threads, which share a generator."""
+    """Never what is compiled or checkpointed, nor beside a CPU or on threads, which share a generator."""
     assert captures(Config.model_validate(settings), kind, activations) is expected
 
 
-@pytest.mark.parametrize(("asked", "free", "kept"), [("auto", 15, 5), ("auto", 14, 0), ("always", 14, 5)])
-def test_graphs_are_left_out_where_there_is_no_room(asked: str, free: int, kept: int) -> None:
-    """Ten bytes of weights and five of graphs. Only graphs that the user asked for count as needed."""
+@pytest.mark.parametrize(
+    ("asked", "compiled", "free", "kept"),
+    [("auto", "off", 15, 5), ("auto", "off", 14, 0), ("always", "off", 14, 5), ("auto", "graphs", 14, 5)],
+)
+def test_graphs_are_left_out_where_there_is_no_room(asked: str, compiled: str, free: int, kept: int) -> None:
+    """Ten bytes of weights and five of graphs. Only graphs that the user asked for, or compiled, count as needed."""
     plan = MemoryPlan(**dict.fromkeys((each.name for each in fields(MemoryPlan)), 0) | {"base": 10, "graphs": 5})
-    config = Config.model_validate({"run": {"backend": "nccl", "cuda_graphs": asked}})
-    assert with_graphs_that_fit(plan, config, free).graphs == kept
-
-
-def test_what_is_compiled_keeps_its_graphs_in_the_plan() -> None:
-    plan = MemoryPlan(**dict.fromkeys((each.name for each in fields(MemoryPlan)), 0) | {"base": 10, "graphs": 5})
-    config = Config.model_validate({"run": NCCL, "training": {"compile": "graphs"}})
-    assert with_graphs_that_fit(plan, config, 14) == plan
+    settings = {"run": {"backend": "nccl", "cuda_graphs": asked}, "training": {"compile": compiled}}
+    assert with_graphs_that_fit(plan, Config.model_validate(settings), free) == replace(plan, graphs=kept)

@@ -12,7 +12,6 @@ import pytest
 from andon.cli.train import run_training
 from andon.config.load import load_config
 from andon.console.problems import InputError
-from andon.data.readers import read_texts
 from andon.data.rows import frozen_split
 from andon.metrics.confusion import digest_of
 from andon.run.folder import RunFolder
@@ -22,72 +21,62 @@ from andon.training.rows import read_rows
 from andon_falsify.claims.ledgers import read_run, verify
 from andon_falsify.verdict import Outcome
 from tests.support.folders import stopped
-from tests.training.kinds import COUNT, IDS, KINDS, Kind, settings, started, tagged, written
-from tests.training.runs import SMALL, outcome, records, row, summary
+from tests.training.kinds import COUNT, IDS, KINDS, Kind
+from tests.training.runs import SMALL, Runs, outcome, records, row, summary
 
 pytestmark = pytest.mark.xdist_group("test_kinds")
 
 
-@pytest.fixture(scope="module")
-def of_kind(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Kind, Path, Path]]:
-    """Gives a task, its rows, and the run of one worker that nothing interrupted."""
+Made = tuple[Kind, Runs, Path]
+"""A task, what starts runs of it, and the run of one worker that nothing interrupted."""
 
+
+@pytest.fixture(scope="module")
+def of_kind(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
     @cache
-    def made(name: str) -> tuple[Kind, Path, Path]:
-        kind = KINDS[IDS.index(name)]
-        folder = tmp_path_factory.mktemp(name)
-        data = written(folder, kind)
-        assert started(kind, data, folder / "run", "inline", 1) == 0
-        return kind, data, folder / "run"
+    def made(name: str) -> Made:
+        kind, folder = KINDS[IDS.index(name)], tmp_path_factory.mktemp(name)
+        runs = kind.written(folder)
+        assert runs.train(folder / "run") == 0
+        return kind, runs, folder / "run"
 
     return made
 
 
 @pytest.fixture(params=IDS)
-def whole(request: pytest.FixtureRequest, of_kind: Callable[[str], tuple[Kind, Path, Path]]) -> tuple[Kind, Path, Path]:
-    """A task, its rows, and its run."""
+def whole(request: pytest.FixtureRequest, of_kind: Callable[[str], Made]) -> Made:
     return of_kind(request.param)
 
 
-def test_a_resumed_run_ends_with_the_same_bits(whole: tuple[Kind, Path, Path], tmp_path: Path) -> None:
-    kind, data, alone = whole
-    folder = stopped([*settings(kind, data), f"task={kind.task}"], tmp_path / "run", 5)
-    assert started(kind, data, folder, "threads", 3, "auto") == 0
+def test_a_resumed_run_ends_with_the_same_bits(whole: Made, tmp_path: Path) -> None:
+    kind, runs, alone = whole
+    folder = stopped(runs.overrides(f"task={kind.task}"), tmp_path / "run", 5)
+    assert runs.train(folder, backend="threads", workers=3, resume="auto") == 0
     assert outcome(folder) == outcome(alone)
-    assert {verdict.outcome for verdict in verify([read_run(alone), read_run(folder)])} <= {
-        Outcome.HOLDS,
-        Outcome.NOT_APPLICABLE,
-    }
+    told = {verdict.outcome for verdict in verify([read_run(alone), read_run(folder)])}
+    assert told <= {Outcome.HOLDS, Outcome.NOT_APPLICABLE}
 
 
-def test_the_task_is_in_the_ledger_and_in_the_configuration(whole: tuple[Kind, Path, Path]) -> None:
-    kind, _, folder = whole
-    (start,) = records(folder, "start")
-    assert start.plan.task == kind.task
-    assert load_config(folder / "config.yaml").task == kind.task
-
-
-def test_what_is_right_is_counted_where_a_term_is_right_or_wrong(whole: tuple[Kind, Path, Path]) -> None:
+def test_the_task_is_recorded_and_what_is_right_is_counted(whole: Made) -> None:
     """A number is never right: its ledger has no count of 0 that would read as one of faults."""
     kind, _, folder = whole
-    counted = {step.correct is not None for step in records(folder, "step")}
-    assert counted == {kind.task != "regression"}
+    (start,) = records(folder, "start")
+    assert start.plan.task == load_config(folder / "config.yaml").task == kind.task
+    assert {step.correct is not None for step in records(folder, "step")} == {kind.task != "regression"}
 
 
-def test_check_says_what_is_learned(whole: tuple[Kind, Path, Path]) -> None:
-    kind, data, _ = whole
-    lines = list(describe(load_config(None, [*settings(kind, data), "run.backend=inline"])))
+def test_check_says_what_is_learned(whole: Made) -> None:
+    kind, runs, _ = whole
+    lines = list(describe(load_config(None, runs.overrides("run.backend=inline"))))
     assert any(line.startswith("data: ") and line.endswith(f"; {kind.about}") for line in lines)
     told = [line for line in lines if line.startswith("task: ")]
-    assert told == ([f"task: {kind.task}, as {kind.found} in {data} (another: --task NAME)"] if kind.found else [])
+    assert told == ([f"task: {kind.task}, as {kind.found} in {runs.data} (another: --task NAME)"] if kind.found else [])
 
 
-def test_a_run_scores_its_own_validation_rows_as_its_summary_has_them(
-    whole: tuple[Kind, Path, Path], tmp_path: Path
-) -> None:
-    _, data, folder = whole
+def test_a_run_scores_its_own_validation_rows_as_its_summary_has_them(whole: Made, tmp_path: Path) -> None:
+    _, runs, folder = whole
     held = {*read_rows(load_config(folder / "config.yaml")).validation_ids}
-    lines = data.read_text().splitlines(keepends=True)
+    lines = runs.data.read_text().splitlines(keepends=True)
     again = tmp_path / "held.jsonl"
     again.write_text("".join(line for place, line in enumerate(lines) if place in held))
     rows = read_labelled(RunFolder(folder), again)
@@ -99,15 +88,7 @@ def test_a_run_scores_its_own_validation_rows_as_its_summary_has_them(
     assert named(found, rows.labels)["rows"] == len(held)
 
 
-def test_predictions_are_numbers_in_the_unit_of_the_targets(of_kind: Callable[[str], tuple[Kind, Path, Path]]) -> None:
-    _, _, folder = of_kind("regression")
-    (first, second) = predict(load_run(RunFolder(folder)), ["red thing", "blue"])
-    assert [*first.record(None, lambda value: value)] == ["text", "value"]
-    assert 0 < first.record(None, float)["value"] < 6
-    assert first != second
-
-
-def test_a_run_of_pairs_is_asked_with_pairs(of_kind: Callable[[str], tuple[Kind, Path, Path]]) -> None:
+def test_a_run_of_pairs_is_asked_with_pairs(of_kind: Callable[[str], Made]) -> None:
     _, _, folder = of_kind("pairs")
     run = load_run(RunFolder(folder))
     first, second = predict(run, ["red", "red"], pairs=["a red thing", "b"])
@@ -118,8 +99,7 @@ def test_a_run_of_pairs_is_asked_with_pairs(of_kind: Callable[[str], tuple[Kind,
         list(predict(run, ["red"]))
 
 
-def test_labels_above_a_half_are_told_with_their_scores(of_kind: Callable[[str], tuple[Kind, Path, Path]]) -> None:
-    """Those and no others, unless all scores are asked for."""
+def test_labels_above_a_half_are_told_with_their_scores(of_kind: Callable[[str], Made]) -> None:
     _, _, folder = of_kind("multi-label")
     run = load_run(RunFolder(folder))
     for found in predict(run, ["red thing number 1", "a blue thing number 30"]):
@@ -171,15 +151,3 @@ def test_classes_are_listed_and_doubtful_ones_are_named(tmp_path: Path, capsys: 
     assert run_training(None, given, {"run.dir": str(tmp_path / "run")}) == 0
     said = capsys.readouterr().err
     assert [line for line in told if line not in said] == []
-
-
-def test_each_word_is_told_with_a_tag(of_kind: Callable[[str], tuple[Kind, Path, Path]]) -> None:
-    _, data, folder = of_kind("token-classification")
-    run = load_run(RunFolder(folder))
-    texts = read_texts(data, words=True).texts
-    assert texts[0].split() == tagged(0)["tokens"]
-    for text, found in zip(texts, predict(run, texts), strict=True):
-        record = found.record(None, float)
-        assert record["tokens"] == text.split()
-        assert len(record["tags"]) == len(record["tokens"])
-        assert {*record["tags"]} <= {*run.labels}

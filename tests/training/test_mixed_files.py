@@ -19,7 +19,7 @@ from andon.training.preview import describe
 from andon_falsify.claims.ledgers import read_run, verify
 from andon_falsify.verdict import Outcome
 from tests.support.folders import stopped
-from tests.training.runs import SMALL, outcome, records, row, summary
+from tests.training.runs import SMALL, Runs, outcome, records, row, sections, summary
 
 SIZES, WEIGHTS = (20, 12), (0.5, 2.25)
 
@@ -29,30 +29,23 @@ def _row(task: str, number: int) -> dict[str, Any]:
     return {"text": text, "label": label} if task == "classification" else {"prompt": text, "completion": label}
 
 
-def mixture(folder: Path, task: str, weights: tuple[float, ...] = WEIGHTS) -> list[str]:
+def mixture(folder: Path, task: str, weights: tuple[float, ...] = WEIGHTS) -> Runs:
     number = 0
     for name, size in zip("ab", SIZES, strict=True):
         lines = [json.dumps(_row(task, each)) for each in range(number, number + size)]
         (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
         number += size
     files = [{"path": str(folder / f"{n}.jsonl"), "weight": w} for n, w in zip("ab", weights, strict=True)]
-    packed = ["training.packing=true", "training.batch_size=4", "model.max_length=96"] if task == "sft-packed" else []
-    return [*SMALL, f"data.train={json.dumps(files)}", *packed]
-
-
-def run(folder: Path, settings: list[str], workers: int = 1, backend: str = "inline", resume: str = "never") -> Exit:
-    from andon.cli.train import run_training
-
-    flags = {"run.dir": str(folder), "run.backend": backend, "run.workers": workers, "run.resume": resume}
-    return run_training(None, settings, flags)
+    packed = ("training.packing=true", "training.batch_size=4", "model.max_length=96")
+    return Runs(json.dumps(files), packed if task == "sft-packed" else ())
 
 
 @pytest.mark.parametrize("task", ["classification", "sft-packed"])
 def test_a_resumed_run_ends_with_the_same_bits(task: str, tmp_path: Path) -> None:
-    settings = mixture(tmp_path, task)
-    alone, again = tmp_path / "alone", stopped(settings, tmp_path / "again", 3)
-    assert run(alone, settings) == Exit.OK
-    assert run(again, settings, 3, "threads", "auto") == Exit.OK
+    runs = mixture(tmp_path, task)
+    alone, again = tmp_path / "alone", stopped(runs.overrides(), tmp_path / "again", 3)
+    assert runs.train(alone) == Exit.OK
+    assert runs.train(again, workers=3, backend="threads", resume="auto") == Exit.OK
     assert outcome(alone) == outcome(again)
     assert summary(alone)["eval"]["sources"].keys() <= {"a.jsonl", "b.jsonl"}
     assert sum(each["rows"] for each in summary(alone)["eval"]["sources"].values()) == summary(alone)["eval"]["rows"]
@@ -62,8 +55,7 @@ def test_a_resumed_run_ends_with_the_same_bits(task: str, tmp_path: Path) -> Non
 
 
 def test_an_epoch_of_the_ledger_has_each_row_as_often_as_its_file_says(tmp_path: Path) -> None:
-    settings = mixture(tmp_path, "classification")
-    assert run(tmp_path / "run", settings) == Exit.OK
+    assert mixture(tmp_path, "classification").train(tmp_path / "run") == Exit.OK
     total = sum(SIZES)
     for epoch in (0, 1):
         ids = [id_ for step in records(tmp_path / "run", "step") if step.epoch == epoch for id_ in step.ids]
@@ -80,23 +72,22 @@ def test_an_epoch_of_the_ledger_has_each_row_as_often_as_its_file_says(tmp_path:
 
 
 def test_other_weights_and_other_rows_are_another_run(tmp_path: Path) -> None:
-    """A resume refuses weights by name, with both values. One digest binds all files; rows that move from one file to
-    the other are other data too."""
-    settings = mixture(tmp_path, "classification")
-    folder = stopped(settings, tmp_path / "run", 2)
+    """Rows that move from one file to the other are other data too."""
+    runs = mixture(tmp_path, "classification")
+    folder = stopped(runs.overrides(), tmp_path / "run", 2)
     for weights in ((0.5, 2.5), (1.0, 1.0)):
         with pytest.raises(InputError, match=rf"data.weights: was \[0.5, 2.25\] when the run began, is \[{weights[0]}"):
-            run(folder, mixture(tmp_path, "classification", weights), resume="auto")
+            mixture(tmp_path, "classification", weights).train(folder, resume="auto")
     first, second = (tmp_path / f"{name}.jsonl" for name in "ab")
     lines = [*first.read_text().splitlines(keepends=True), *second.read_text().splitlines(keepends=True)]
     first.write_text("".join(lines[:19]))
     second.write_text("".join(lines[19:]))
     with pytest.raises(InputError, match="data: was"):
-        run(folder, settings, resume="auto")
+        runs.train(folder, resume="auto")
 
 
 def test_check_tells_of_each_file_and_of_the_row_that_is_shown(tmp_path: Path) -> None:
-    lines = list(describe(load_config(None, mixture(tmp_path, "classification"), {}), 21))
+    lines = list(describe(load_config(None, mixture(tmp_path, "classification").overrides(), {}), 21))
     told = [line for line in lines if line.startswith("file ")]
     trained = [int(line.split(": ")[1].split()[0]) for line in told]
     assert sum(trained) == 29
@@ -108,20 +99,17 @@ def test_check_tells_of_each_file_and_of_the_row_that_is_shown(tmp_path: Path) -
 
 
 def test_the_command_line_and_python_name_files_and_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = mixture(tmp_path, "classification")
+    runs = mixture(tmp_path, "classification")
     monkeypatch.chdir(tmp_path)
     words = ["train", "--data", "a.jsonl=0.5", "--data", "b.jsonl=2.25", "--backend", "inline", "--run-dir", "run"]
     found = CliRunner().invoke(app, [*words, *(word for each in SMALL for word in ("--set", each))])
     assert found.exit_code == 0, found.output
-    assert run(tmp_path / "same", settings) == Exit.OK
+    assert runs.train(tmp_path / "same") == Exit.OK
     assert outcome(tmp_path / "run") == outcome(tmp_path / "same")
     card = (tmp_path / "run" / "adapter" / "README.md").read_text()
     assert "--data a.jsonl=0.5 --data b.jsonl=2.25" in card
-    sections: dict[str, dict[str, Any]] = {}
-    for section, key, value in (each.replace("=", ".").split(".", 2) for each in SMALL):
-        sections.setdefault(section, {})[key] = json.loads(value)
     files = [{"path": tmp_path / "a.jsonl", "weight": 0.5}, {"path": "b.jsonl", "weight": 2.25}]
-    there = andon.train(data=files, backend="inline", workers=1, run_dir="python", **sections)
+    there = andon.train(data=files, backend="inline", workers=1, run_dir="python", **sections())
     assert outcome(there.path) == outcome(tmp_path / "same")
 
 

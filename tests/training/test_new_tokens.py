@@ -18,7 +18,6 @@ from andon.console.exits import Exit
 from andon.console.problems import InputError
 from andon.run.folder import RunFolder
 from andon.training.material import prepare
-from tests.cli.command import cli, tree
 from tests.support.folders import stopped
 from tests.support.stock import Stock
 from tests.training.runs import Runs, outcome, summary
@@ -48,13 +47,11 @@ def talk(path: Path, answer: str) -> Runs:
 
 @pytest.fixture(scope="module")
 def called(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Runs on answers that are a letter between the new tokens."""
     return talk(tmp_path_factory.mktemp("talk") / "talk.jsonl", "<tool>{}</tool>")
 
 
 @pytest.fixture(scope="module")
 def whole(called: Runs, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What one worker makes of them on the embedded model."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     assert called.train(folder, TOKENS) == Exit.OK
     return folder
@@ -173,10 +170,8 @@ def test_what_a_file_says_wrong_is_told_by_its_line(tmp_path: Path, text: str, w
         load_config(tmp_path / "config.yaml")
 
 
-def test_a_classifier_has_none(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"text": "a", "label": "x"}\n{"text": "b", "label": "y"}\n' * 8)
-    given = ("--data", tmp_path / "rows.jsonl", "--set", "model.new_tokens=[<a>]", "--run-dir", tmp_path / "run")
-    ended = cli("train", *given)
-    assert (ended.code, ended.out) == (2, [])
-    assert "model.new_tokens: are for conversations (task sft), and this is classification ('<a>')" in ended.said[-1]
-    assert {path for path in tree(tmp_path) if not path.startswith("run")} == {"rows.jsonl"}
+def test_a_classifier_has_none(runs: Runs, tmp_path: Path) -> None:
+    said = r"model.new_tokens: are for conversations \(task sft\), and this is classification \('<a>'\)"
+    with pytest.raises(InputError, match=said):
+        runs.train(tmp_path / "run", "model.new_tokens=[<a>]")
+    assert not (tmp_path / "run").exists()

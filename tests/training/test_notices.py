@@ -48,6 +48,7 @@ def test_workers_without_rows_are_said_before_they_are_started(
     idle = "56 of 60 workers have no row in any update: an update has 8 rows in 4 micro-batches"
     assert [(workers, f"andon: warning: {idle}\n" in text) for workers, text in said] == [(60, True), (4, False)]
     assert idleness(BatchPlan((1,) * 41, 8, 4, 0, 2), load_config(None, runs.overrides(), {}), 60) == idle
+    assert f"note: {idle}" in list(describe(load_config(None, runs.overrides("run.workers=60"))))
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,11 @@ from typing import Any, TextIO
 
 import pytest
 
-from andon.config.load import load_config
 from andon.console.exits import Exit
 from andon.console.problems import InputError
 from andon.run import checkpoint
 from andon.run.folder import RunFolder
 from andon.training import run
-from andon.training.run import train
 from andon_contracts.violation import Violation
 from tests.training.entries import after_update, refusing
 from tests.training.runs import Runs, checkpoints, outcome, records, summary
@@ -32,7 +30,7 @@ ONE = "training.keep_checkpoints=1"
 def test_it_stops_where_nothing_else_is_asked_for(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "write_new", refusing(8))
     with pytest.raises(InputError, match="step-00000008: cannot be written: the disk is full"):
-        train_inline(runs, tmp_path / "run")
+        runs.inline(tmp_path / "run")
     assert checkpoints(tmp_path / "run") == ["step-00000004", "step-00000006"]
 
 
@@ -40,7 +38,7 @@ def test_it_goes_on_and_says_what_it_goes_on_with(
     runs: Runs, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(checkpoint, "write_new", refusing(4, 8))
-    assert train_inline(runs, tmp_path / "run", GO_ON) == Exit.OK
+    assert runs.inline(tmp_path / "run", GO_ON) == Exit.OK
     said = capsys.readouterr().err
     assert "step-00000004: cannot be written: the disk is full" in said
     assert "going on without it (run.on_save_error=continue); there is no checkpoint yet" in said
@@ -57,11 +55,11 @@ def test_an_old_checkpoint_that_cannot_be_removed_stays(
         raise InputError("cannot be read: the disk failed")
 
     monkeypatch.setattr("andon.training.journal.prune", refuse)
-    assert train_inline(runs, tmp_path / "run", GO_ON) == Exit.OK
+    assert runs.inline(tmp_path / "run", GO_ON) == Exit.OK
     assert "warning: an old checkpoint stays: cannot be read: the disk failed" in capsys.readouterr().err
     assert outcome(tmp_path / "run") == outcome(whole)
     with pytest.raises(InputError, match="the disk failed"):
-        train_inline(runs, tmp_path / "other")
+        runs.inline(tmp_path / "other")
 
 
 def test_all_ranks_decide_alike(runs: Runs, whole: Path, tmp_path: Path) -> None:
@@ -76,11 +74,11 @@ def test_the_best_that_is_on_disk_stays(runs: Runs, tmp_path: Path, monkeypatch:
     folder, more = tmp_path / "run", (GO_ON, ONE, "training.epochs=3", "optimizer.lr=0.03")
     monkeypatch.setattr(checkpoint, "write_new", refusing(12))
     asked = iter([False] * 12 + [True])
-    assert train_inline(runs, folder, *more, stop=lambda: next(asked)) == Exit.PREEMPTED
+    assert runs.inline(folder, *more, stop=lambda: next(asked)) == Exit.PREEMPTED
     assert summary(folder)["best_step"] == 12
     assert checkpoints(folder) == ["step-00000006", "step-00000013"]
     asked = iter([False] * 2 + [True])
-    assert train_inline(runs, folder, *more, "run.resume=auto", stop=lambda: next(asked)) == Exit.PREEMPTED
+    assert runs.inline(folder, *more, "run.resume=auto", stop=lambda: next(asked)) == Exit.PREEMPTED
     assert checkpoints(folder) == ["step-00000006", "step-00000016"]
 
 
@@ -88,7 +86,7 @@ def test_the_last_one_of_a_run_is_not_done_without(runs: Runs, tmp_path: Path, m
     monkeypatch.setattr(checkpoint, "write_new", refusing(5))
     asked = iter([False] * 4 + [True])
     with pytest.raises(InputError, match="step-00000005: cannot be written"):
-        train_inline(runs, tmp_path / "run", GO_ON, stop=lambda: next(asked))
+        runs.inline(tmp_path / "run", GO_ON, stop=lambda: next(asked))
 
 
 def test_nobody_goes_on_with_a_damaged_checkpoint(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +95,7 @@ def test_nobody_goes_on_with_a_damaged_checkpoint(runs: Runs, tmp_path: Path, mo
 
     monkeypatch.setattr(checkpoint, "write_new", refusing(8, before=damage))
     with pytest.raises(Violation, match=r"checkpoint-whole broken at step 6.*state.json"):
-        train_inline(runs, tmp_path / "run", GO_ON)
+        runs.inline(tmp_path / "run", GO_ON)
 
 
 def at_step(step: int, act: Callable[[], object]) -> Callable[[], bool]:
@@ -117,7 +115,7 @@ def test_checkpoints_that_somebody_removes_are_made_again(
 ) -> None:
     folder = tmp_path / "run" / "checkpoints"
     stop = at_step(at, lambda: shutil.rmtree(folder))
-    assert train_inline(runs, tmp_path / "run", GO_ON, stop=stop) == Exit.OK
+    assert runs.inline(tmp_path / "run", GO_ON, stop=stop) == Exit.OK
     said = capsys.readouterr().err
     lost = ", and step-00000006 with it" if at == 7 else ""
     assert f"warning: {folder} was removed while the run wrote to it{lost}; made again" in said
@@ -148,7 +146,7 @@ def test_a_last_checkpoint_that_somebody_removed_is_said(
             shutil.rmtree(last.with_name("step-00000004"))
 
     monkeypatch.setattr(checkpoint, "write_new", refusing(8, before=going))
-    assert train_inline(runs, tmp_path / "run", GO_ON) == Exit.OK
+    assert runs.inline(tmp_path / "run", GO_ON) == Exit.OK
     there = "there is none to resume from" if both else "the newest that is there is step-00000004"
     assert f"the last one, step-00000006, was removed: {there}" in capsys.readouterr().err
     assert outcome(tmp_path / "run") == outcome(whole)
@@ -168,7 +166,7 @@ def test_a_run_whose_folder_goes_ends_at_its_next_step(
             shutil.copytree(whole, folder)
 
     with pytest.raises(InputError) as caught:
-        train_inline(runs, folder, setting, stop=at_step(7, go))
+        runs.inline(folder, setting, stop=at_step(7, go))
     what = "was removed, moved or replaced while the run wrote to it; its lines would be lost"
     assert str(caught.value) == f"{folder / 'ledger.jsonl'}: {what}"
     found = {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
@@ -180,7 +178,7 @@ def test_a_run_whose_folder_goes_ends_at_its_next_step(
 def test_a_run_whose_lines_are_cut_off_ends_at_its_next_step(runs: Runs, tmp_path: Path, name: str) -> None:
     folder = tmp_path / "run"
     with pytest.raises(InputError, match=f"{folder / name}: was truncated by another program .* it has 0 bytes"):
-        train_inline(runs, folder, stop=at_step(7, lambda: os.truncate(folder / name, 0)))
+        runs.inline(folder, stop=at_step(7, lambda: os.truncate(folder / name, 0)))
     assert not RunFolder(folder).summary.exists()
 
 
@@ -195,13 +193,8 @@ def test_a_ledger_that_is_cut_after_its_last_line_finishes_no_run(
 
     monkeypatch.setattr(run, "_summarise", late)
     with pytest.raises(InputError, match=r"ledger.jsonl: was truncated by another program .* it has 100 bytes"):
-        train_inline(runs, folder)
+        runs.inline(folder)
     assert not RunFolder(folder).summary.exists()
-
-
-def train_inline(runs: Runs, folder: Path, *more: str, stop: Callable[[], bool] = lambda: False) -> Exit:
-    config = load_config(None, runs.overrides(*more), {"run.dir": str(folder), "run.backend": "inline"})
-    return train(config, RunFolder(folder), stop)
 
 
 def _full() -> TextIO:

@@ -52,7 +52,6 @@ def conversation(number: int) -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def conversations(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Runs on conversations, in the one form that nobody has to be told of."""
     path = tmp_path_factory.mktemp("sft") / "talk.jsonl"
     path.write_text("".join(f"{json.dumps(conversation(number))}\n" for number in range(ROWS)))
     return Runs(path)
@@ -152,27 +151,18 @@ def test_the_file_that_was_trained_on_can_be_asked(conversations: Runs, whole: t
 
 
 def test_a_run_of_one_task_is_not_used_for_another(conversations: Runs, whole: tuple[tuple[str, ...], Path]) -> None:
-    """The command that would do is named."""
     given = ["predict", str(whole[1]), str(conversations.data)]
     with pytest.raises(InputError, match="is a run of sft; use andon generate"):
         CliRunner().invoke(app, given, catch_exceptions=False)
+    with pytest.raises(InputError, match="is a run of sft; use andon generate"):
+        andon.open_run(whole[1]).predict(["abc?"])
 
 
 def test_what_cannot_be_told_of_packs_is_not_told(whole: tuple[tuple[str, ...], Path]) -> None:
-    """Texts stand beside the ids of rows; ids of packs are no rows', so there none stands that would be another's."""
     settings, folder = whole
     said = CliRunner().invoke(app, ["show", str(folder), "--step", "2"], catch_exceptions=False).output
     assert ("say" in said) is not bool(settings)
     assert ("ids are those of packs" in said) is bool(settings)
-
-
-def test_a_run_from_python_answers(whole: tuple[tuple[str, ...], Path]) -> None:
-    found = andon.open_run(whole[1])
-    (once,) = found.generate(["abc?"], max_new_tokens=5)
-    told = CliRunner().invoke(app, ["generate", str(whole[1]), "abc?", "--max-new-tokens", "5"], catch_exceptions=False)
-    assert json.loads(told.stdout) == asdict(once)
-    with pytest.raises(InputError, match="is a run of sft; use andon generate"):
-        found.predict(["abc?"])
 
 
 def test_memory_is_planned(conversations: Runs) -> None:
@@ -190,10 +180,7 @@ def test_memory_is_planned(conversations: Runs) -> None:
 # Deep: a search over settings. test_forecast.py shows by default that each remedy needs less memory.
 @pytest.mark.deep
 def test_a_remedy_is_one_that_a_run_takes(tmp_path: Path) -> None:
-    """Packs of half the length need less; where all that is learned would be cut off, a run refuses them.
-
-    No other remedy is left to these settings.
-    """
+    """No other remedy is left to these settings; packs in which all that is learned is cut off are refused."""
     path = tmp_path / "talk.jsonl"
     path.write_text(f"{json.dumps({'prompt': 'q' * 84, 'completion': 'a' * 9})}\n" * 16)
     given = ["plan", "--data", str(path), "--gpu-memory", "0.001", "--json"]

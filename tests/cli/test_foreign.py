@@ -1,27 +1,36 @@
 """Files that somebody else made, read by each reader: a run folder, a model, a bundle, a configuration (SECURITY.md).
 
-Each ends in words: no pipe is opened, no link followed, no code run, nothing fetched, no size believed.
-`falsify.nemesis.fuzz` draws more of them.
+Each ends in words: no pipe is opened, no link followed, no code run, nothing fetched, no size believed, and text of
+others stays inside the line that quotes it. `falsify.nemesis.fuzz` draws more of them.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from andon.cli.app import guarded
 from andon.cli.plugins import said_by
+from andon.cli.setup import init
+from andon.cli.train import run_training
 from andon.config.load import load_config
-from andon.config.source import require_model_folder
+from andon.config.source import quiet_loading, require_model_folder
+from andon.console.exits import Exit
+from andon.console.messages import say
 from andon.console.problems import InputError
 from andon.inspection.difference import read_side
 from andon.inspection.explain import explain
@@ -33,25 +42,23 @@ from andon.run.folder import RunFolder
 from andon.run.ledger import LedgerWriter, read_ledger
 from andon.run.provenance import read_provenance
 from andon.run.summary import read_summary
-from andon.training.existing import how_far, require_task
+from andon.training import history
+from andon.training.existing import config_of, go_on_with, how_far, newest_unfinished, require_task
 from andon.training.inference import load_run
 from andon.training.journal import MetricsWriter
+from andon_contracts.act import Scene, message
 from andon_contracts.bundle import Evidence, write_account, write_part
-from andon_contracts.record import SCHEMA_VERSION, Step
+from andon_contracts.record import SCHEMA_VERSION, Broken, Step
 from andon_contracts.untrusted import read_regular
-from andon_contracts.violation import Finding
+from andon_contracts.violation import Finding, Violation
+from andon_contracts.watch.gradient_scale import scale_lines
 from andon_falsify.claims.ledgers import read_run, verify
+from andon_falsify.cli.command import internal
 from andon_falsify.history import read_history
 from andon_falsify.verdict import Outcome
 from tests.cli.command import cli
 from tests.inspection.ledgers import start, step, whole_run, write
-from tests.training.runs import Runs, write_jsonl
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Runs on one data set."""
-    return Runs(write_jsonl(tmp_path_factory.mktemp("data") / "train.jsonl"))
+from tests.training.runs import Runs
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +71,11 @@ def whole(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(whole: Path, tmp_path: Path) -> Path:
-    """A copy of it, to be tampered with."""
     return Path(shutil.copytree(whole, tmp_path / "run"))
 
 
 def _pipe(path: Path) -> None:
+    path.unlink(missing_ok=True)
     os.mkfifo(path)
 
 
@@ -76,14 +83,17 @@ def _link_to_pipe(path: Path) -> None:
     pipe = path.parents[3] / "pipe"
     if not pipe.exists():
         os.mkfifo(pipe)
+    path.unlink()
     path.symlink_to(pipe)
 
 
 def _elsewhere(path: Path) -> None:
+    path.unlink()
     path.symlink_to("/etc/hostname")
 
 
 def _holes(path: Path) -> None:
+    path.unlink(missing_ok=True)
     with path.open("wb") as file:
         file.truncate(1 << 42)
 
@@ -101,7 +111,6 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
 @pytest.mark.parametrize("reader", READERS)
 def test_what_is_no_plain_file_is_refused_at_once(run: Path, reader: str, put: Callable[[Path], None]) -> None:
     name, read = READERS[reader]
-    (run / name).unlink()
     put(run / name)
     with pytest.raises(ValueError, match=re.escape(str(run / name))):
         read(run / name)
@@ -110,7 +119,6 @@ def test_what_is_no_plain_file_is_refused_at_once(run: Path, reader: str, put: C
 @pytest.mark.parametrize("put", [_pipe, _link_to_pipe, _holes], ids=lambda put: put.__name__.strip("_"))
 def test_what_only_says_where_a_run_is_waits_for_nothing(run: Path, put: Callable[[Path], None]) -> None:
     folder = RunFolder(run)
-    folder.ledger.unlink()
     put(folder.ledger)
     assert how_far(folder) == "before its first step"
 
@@ -152,7 +160,6 @@ def test_metrics_that_are_none_are_dropped_by_a_resume(tmp_path: Path) -> None:
 
 def test_manifests_that_are_pipes_are_not_waited_for(run: Path) -> None:
     manifest = run / "checkpoints" / "step-00000003" / "manifest.json"
-    manifest.unlink()
     _link_to_pipe(manifest)
     (verdict,) = [each for each in verify([read_run(run)]) if each.claim == "heads-quoted"]
     assert verdict.outcome is Outcome.UNKNOWN
@@ -214,8 +221,7 @@ def test_a_bundle_of_odd_values_is_shown_as_far_as_it_goes(tmp_path: Path, field
 def test_parts_that_are_pipes_are_not_waited_for(tmp_path: Path) -> None:
     place = _bundle(tmp_path / "bundles")
     for name in ("rank-1.json", "rank-0.collectives.json"):
-        (place / "replicas-agree" / name).unlink(missing_ok=True)
-        os.mkfifo(place / "replicas-agree" / name)
+        _pipe(place / "replicas-agree" / name)
     assert "  rank-1   cannot be read: it is not a regular file" in list(explain(place))
 
 
@@ -250,37 +256,25 @@ def test_an_embedded_model_larger_than_the_machine_is_refused() -> None:
     )
 
 
-def _resealed(run: Path, **state: object) -> None:
-    last = load_checkpoint(run / "checkpoints" / "step-00000003")
-    save_checkpoint(run / "checkpoints", 3, last.tensors, last.state | state, last.head)
-    RunFolder(run).summary.unlink()
-
-
 @pytest.mark.parametrize(
-    ("state", "said"),
+    ("state", "lacking", "said"),
     [
-        ({"identity": None}, "does not say what run it is of"),
-        ({"progress": None}, "no usable progress"),
-        ({"progress": {"step": 2}}, "no usable progress: it is of step 2"),
-        ({"progress": {"step": 3, "wings": 2}}, "no usable progress"),
+        ({"identity": None}, None, "does not say what run it is of"),
+        ({"progress": None}, None, "no usable progress"),
+        ({"progress": {"step": 2}}, None, "no usable progress: it is of step 2"),
+        ({"progress": {"step": 3, "wings": 2}}, None, "no usable progress"),
+        *(({}, part, "is missing") for part in ("optimizer/exp_avg_sq", "optimizer/step", "weights")),
     ],
 )
 def test_a_checkpoint_sealed_anew_is_refused_in_words(
-    runs: Runs, run: Path, state: dict[str, object], said: str
+    runs: Runs, run: Path, state: dict[str, object], lacking: str | None, said: str
 ) -> None:
-    _resealed(run, **state)
-    with pytest.raises(InputError, match=said):
-        runs.train(run, "training.max_steps=3", "training.checkpoint_every=1", resume="auto")
-
-
-@pytest.mark.parametrize("lacking", ["optimizer/exp_avg_sq", "optimizer/step", "weights"])
-def test_a_checkpoint_without_a_part_of_the_state_is_refused(runs: Runs, run: Path, lacking: str) -> None:
     last = load_checkpoint(run / "checkpoints" / "step-00000003")
-    kept = {name: tensor for name, tensor in last.tensors.items() if not name.startswith(lacking)}
-    assert len(kept) < len(last.tensors)
-    save_checkpoint(run / "checkpoints", 3, kept, last.state, last.head)
+    kept = {name: each for name, each in last.tensors.items() if lacking is None or not name.startswith(lacking)}
+    assert (len(kept) < len(last.tensors)) == (lacking is not None)
+    save_checkpoint(run / "checkpoints", 3, kept, last.state | state, last.head)
     RunFolder(run).summary.unlink()
-    with pytest.raises(InputError, match="is missing"):
+    with pytest.raises(InputError, match=said):
         runs.train(run, "training.max_steps=3", "training.checkpoint_every=1", resume="auto")
 
 
@@ -316,44 +310,31 @@ EVIL = "open({!r}, 'w').write('run')\n"
 
 
 @pytest.fixture(scope="module")
-def model_of_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model_of_run(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run in which every weight was trained, so that its model lies in its folder."""
-    folder = tmp_path_factory.mktemp("whole")
-    runs = Runs(write_jsonl(folder / "train.jsonl"))
-    assert runs.train(folder / "run", "training.max_steps=2", "adapter.kind=none") == 0
+    folder = tmp_path_factory.mktemp("model") / "run"
+    assert runs.train(folder, "training.max_steps=2", "adapter.kind=none") == 0
     return folder
 
 
 @pytest.fixture
 def model_run(model_of_run: Path, tmp_path: Path) -> Path:
-    """A copy of the run for one test, and next to it the rows that it trained on."""
-    shutil.copy(model_of_run / "train.jsonl", tmp_path / "train.jsonl")
-    return Path(shutil.copytree(model_of_run / "run", tmp_path / "run"))
+    return Path(shutil.copytree(model_of_run, tmp_path / "run"))
 
 
 def change(path: Path, **values: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
-def test_a_run_folder_runs_no_code(model_run: Path, tmp_path: Path) -> None:
+def test_a_run_folder_runs_no_code(runs: Runs, model_run: Path, tmp_path: Path) -> None:
     """`auto_map` names a class in a file of the folder. transformers would run it after a yes on standard input."""
     ran = tmp_path / "ran"
     (model_run / "adapter" / "evil.py").write_text(EVIL.format(str(ran)))
     named = {"AutoConfig": "evil.Config", "AutoModelForSequenceClassification": "evil.Model"}
     change(model_run / "adapter" / "config.json", auto_map=named, model_type="of_nobody")
-    ended = cli("eval", model_run, tmp_path / "train.jsonl", stdin=b"y\n" * 20)
+    ended = cli("eval", model_run, runs.data, stdin=b"y\n" * 20)
     assert (ended.code, ended.out) == (2, [])
     assert not ran.exists()
-
-
-def _fifo(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-def _led_away(path: Path) -> None:
-    path.unlink()
-    path.symlink_to("/etc/hostname")
 
 
 def _deep(path: Path) -> None:
@@ -361,9 +342,9 @@ def _deep(path: Path) -> None:
 
 
 ATTACKS: dict[str, tuple[str, Callable[[Path], object], str]] = {
-    "labels are a pipe": ("labels.json", _fifo, "is no regular file"),
-    "weights are a pipe": ("model.safetensors", _fifo, "is no regular file"),
-    "weights are elsewhere": ("model.safetensors", _led_away, "is a link that leads out of the folder"),
+    "labels are a pipe": ("labels.json", _pipe, "is no regular file"),
+    "weights are a pipe": ("model.safetensors", _pipe, "is no regular file"),
+    "weights are elsewhere": ("model.safetensors", _elsewhere, "is a link that leads out of the folder"),
     "settings without end": ("config.json", _deep, "recursion"),
     "a kernel of the hub": (
         "config.json",
@@ -384,10 +365,10 @@ ATTACKS: dict[str, tuple[str, Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_what_is_no_data_is_refused_in_words(model_run: Path, attack: str) -> None:
+def test_what_is_no_data_is_refused_in_words(runs: Runs, model_run: Path, attack: str) -> None:
     name, do, said = ATTACKS[attack]
     do(model_run / "adapter" / name)
-    ended = cli("eval", model_run, model_run.parent / "train.jsonl")
+    ended = cli("eval", model_run, runs.data)
     assert (ended.code, ended.out) == (2, []), ended.said
     assert said in "\n".join(ended.said)
     assert not any("Traceback" in line for line in ended.said)
@@ -471,3 +452,161 @@ def test_a_ledger_of_a_thousand_million_ranks_is_read_at_once(tmp_path: Path) ->
     ended = cli("verify", write(tmp_path / "ledger.jsonl", records))
     assert ended.code in (1, 2)
     assert any("999999982 more" in line for line in ended.out), ended.out
+
+
+# Text of others in messages, and commands that can be pasted
+
+FORGED = "done: 40 steps on 2 gloo workers"
+TEXT = f"x\n{FORGED}\randon: {FORGED}\u2028{FORGED}\nandon: {FORGED}\n"
+NAME = TEXT.replace("/", "")
+
+
+def _replace(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+def _value(run: Path) -> object:
+    _replace(run / "config.yaml", "kind: lora", f"kind: {json.dumps(TEXT)}")
+    return config_of(RunFolder(run))
+
+
+def _data(run: Path) -> object:
+    path = run / f"{NAME}.jsonl"
+    path.write_text("[]\n{}\n")
+    return run_training(
+        None, [f"data.train={json.dumps(str(path))}", "run.backend=inline"], {"run.dir": str(run / "new")}
+    )
+
+
+def _run_that_is_passed_over(run: Path) -> object:
+    base = run.parent / "runs"
+    named = Path(shutil.copytree(run, base / NAME))
+    (named / "summary.json").unlink()
+    (named / "ledger.jsonl").unlink()
+    os.mkfifo(named / "ledger.jsonl")
+    newest_unfinished(config_of(RunFolder(run)), base)
+    raise InputError("only so that all cases end alike")
+
+
+def _rejected_checkpoint(run: Path) -> object:
+    named = run.rename(run.parent / NAME)
+    (named / "summary.json").unlink()
+    (named / "checkpoints" / "step-00000003" / "manifest.json").unlink()
+    run_training(named / "config.yaml", [], {"run.dir": str(named), "run.resume": "auto"})
+    raise InputError("only so that all cases end alike")
+
+
+def _error_of_a_library(run: Path) -> object:
+    raise RuntimeError(TEXT)
+
+
+def _violation(run: Path) -> object:
+    raise Violation.of("base-frozen", Finding(TEXT, tensor=TEXT))
+
+
+def _violation_in_rows(run: Path) -> object:
+    finding = Finding(TEXT, tensor=TEXT, details=(("x", TEXT),))
+    for line in message("replicas-agree", finding, Scene(2, before=TEXT, also=(TEXT,), unwritten=TEXT)).split("\n"):
+        say(line)
+    raise InputError("only so that all cases end alike")
+
+
+def _line_of_transformers(run: Path) -> object:
+    with quiet_loading():
+        logging.getLogger("transformers").handlers[0].stream = sys.stderr  # type: ignore[attr-defined]
+        logging.getLogger("transformers.x").error(TEXT)
+    raise InputError("only so that all cases end alike")
+
+
+def _suite(run: Path) -> object:
+    internal(OSError(TEXT))
+    raise InputError("only so that all cases end alike")
+
+
+CASES: tuple[Callable[[Path], object], ...] = (
+    *(_value, _data, _run_that_is_passed_over, _rejected_checkpoint, _error_of_a_library, _violation),
+    *(_violation_in_rows, _line_of_transformers, _suite),
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__.strip("_"))
+def test_no_text_of_others_makes_a_line(
+    run: Path, case: Callable[[Path], object], capsys: pytest.CaptureFixture[str]
+) -> None:
+
+    def work() -> int:
+        case(run)
+        return 0
+
+    code = guarded(work)
+    said = capsys.readouterr()
+    assert code != 0
+    text = said.err + said.out
+    assert FORGED in text
+    assert [line for line in text.splitlines() if line.removeprefix("andon: ").startswith(FORGED)] == []
+
+
+def test_a_name_that_is_no_utf_8_is_refused_with_what_to_do() -> None:
+    with pytest.raises(InputError, match=r"--run-dir: is not UTF-8 \('r\\udcff'\); .*rename the file or folder"):
+        load_config(None, [], {"run.dir": os.fsdecode(b"r\xff")})
+
+
+def test_a_folder_that_was_removed_is_no_place_to_start_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    ended = cli("show", tmp_path)
+    assert ended.code == Exit.USAGE
+    assert ended.said == ["andon: the current folder does not exist any more; change to another one"]
+
+
+FOLDERS = ("my run", "x$(touch PWNED)", "it's", "-rf", "a;b", "`id`", 'say "so"', "plain")
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_every_command_that_is_printed_can_be_pasted(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run, named = Path(name), "./-rf" if name == "-rf" else name
+    run.mkdir()
+    begun = ["andon", "train", f"{named}/config.yaml"]
+    assert shlex.split(go_on_with(RunFolder(run))) == [*begun, "--run-dir", named, "--resume", "auto"]
+    write(
+        run / "ledger.jsonl",
+        [whole_run()[0], step(1, (2, 2)), Broken("finite", 2, (1,), "loss", "the loss is not finite")],
+    )
+    lines = list(explain(run))
+    assert shlex.split(lines[-2])[1:] == ["andon", "show", named, "--step", "2"]
+    assert shlex.split(lines[-1])[1:] == ["andon", "replay", named, "--steps", "1"]
+    (repro,) = {each.repro for verdict in verify([read_run(run)]) for each in verdict.counterexamples}
+    assert shlex.split(repro) == ["andon", "verify", named]
+    init(run)
+    assert shlex.split(capsys.readouterr().out.splitlines()[-1])[1:] == begun
+    (run / "ledger.jsonl").write_text("{}\n")
+    with pytest.raises(InputError) as damaged:
+        open_recorded(run)
+    assert shlex.split(str(damaged.value).partition("all that is wrong: ")[2]) == ["andon", "verify", named]
+    with pytest.raises(InputError) as resumed:
+        history.read_history(run / "ledger.jsonl", {})
+    anew = str(resumed.value).partition("begin anew: ")[2]
+    assert shlex.split(anew) == [*begun, "--run-dir", "ANOTHER_FOLDER"]
+
+
+def test_the_command_for_a_script_keeps_its_arguments() -> None:
+    """What `andon watch` says would tell the scale: one word for --script, and in it each argument as it was."""
+    account: Any = SimpleNamespace(account=SimpleNamespace(updates=0))
+    command = ["my script.py", "--batch=4", "--accumulate", "2", "it's $(touch X)", "{}", "--$(x)batch=3"]
+    (line,) = scale_lines([account], 2, command)
+    words = shlex.split(line.partition(": andon falsify ")[2])
+    assert words[0] == "--script"
+    torchrun, arguments = words[1].split(" watch ", 1)
+    assert torchrun == "torchrun --standalone --nproc-per-node {world} -m andon"
+    assert shlex.split(arguments) == [
+        *("my script.py", "--batch={local_batch}", "--accumulate", "{accumulation}", "it's $(touch X)", "{}"),
+        "--$(x)batch={local_batch}",
+    ]
+    assert words[2:] == []
