@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -10,57 +9,48 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from torch import nn
 
 pytest.importorskip("tensorboard")
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-import andon
 from andon.console.problems import InputError
 from andon.integrations.tensorboard import EventFile, findings
 from andon.integrations.trackers import require
 from andon.run.folder import RunFolder
 from tests.cli.command import files_up_to
+from tests.integrations.told import measured, watched
 from tests.training.runs import Runs, outcome
 
 TRACKED = "run.report_to=[tensorboard]"
 
 
 def events(folder: Path) -> Any:
-    """What TensorBoard has read in a folder."""
     found = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0})
     found.Reload()
     return found
 
 
-def measured(folder: Path) -> dict[str, dict[int, np.float32]]:
-    """Every number of metrics.jsonl but the times, by tag and step, as TensorBoard keeps it."""
-    found: dict[str, dict[int, np.float32]] = {}
-    for line in map(json.loads, RunFolder(folder).metrics.read_text().splitlines()):
-        for name, value in line.items():
-            if isinstance(value, float):
-                found.setdefault(f"{line.get('what', 'training')}/{name}", {})[line["step"]] = np.float32(value)
-    return found
-
-
-def shown(folder: Path) -> dict[str, dict[int, np.float32]]:
+def shown(folder: Path) -> dict[str, dict[int, float]]:
     """The scalars that TensorBoard shows by tag and step; a step that is shown twice fails."""
-    read = events(RunFolder(folder).events)
-    found = {}
+    read, found = events(RunFolder(folder).events), {}
     for tag in read.Tags()["scalars"]:
         each = read.Scalars(tag)
         assert len({event.step for event in each}) == len(each), tag
-        found[tag] = {event.step: np.float32(event.value) for event in each}
+        found[tag] = {event.step: event.value for event in each}
     return found
+
+
+def kept(folder: Path) -> dict[str, dict[int, float]]:
+    """What the metrics have, as TensorBoard keeps it."""
+    return {tag: {step: np.float32(each) for step, each in of.items()} for tag, of in measured(folder).items()}
 
 
 def test_a_run_is_shown_as_its_metrics_have_it(runs: Runs, whole: Path, tmp_path: Path) -> None:
     assert not RunFolder(whole).events.exists()
     assert runs.train(tmp_path / "run", TRACKED) == 0
     assert outcome(tmp_path / "run") == outcome(whole)
-    assert shown(tmp_path / "run") == measured(tmp_path / "run")
+    assert shown(tmp_path / "run") == kept(tmp_path / "run")
     assert {"training/loss", "training/lr", "validation/accuracy"} <= shown(tmp_path / "run").keys()
 
 
@@ -72,7 +62,7 @@ def test_a_run_that_was_killed_goes_on_in_the_same_folder(runs: Runs, tmp_path: 
     shutil.rmtree(RunFolder(folder).checkpoints / "step-00000006")
     assert runs.train(folder, TRACKED, resume="auto") == 0
     assert sorted(shown(folder)["training/loss"]) == list(range(1, 13))
-    assert shown(folder) == measured(folder)
+    assert shown(folder) == kept(folder)
     assert len(list(RunFolder(folder).events.iterdir())) == 2
 
 
@@ -84,9 +74,8 @@ def test_a_tracker_that_cannot_write_ends_no_run(
     RunFolder(folder).lock.write_text('{"andon_run": 1}')
     RunFolder(folder).events.write_text("in the way")
     assert runs.train(folder, TRACKED) == 0
-    said = [line for line in capsys.readouterr().err.splitlines() if "TensorBoard" in line]
-    assert len(said) == 1
-    assert "no more is written for TensorBoard" in said[0]
+    (said,) = (line for line in capsys.readouterr().err.splitlines() if "TensorBoard" in line)
+    assert "no more is written for TensorBoard" in said
     assert len(RunFolder(folder).metrics.read_text().splitlines()) > 12
 
 
@@ -97,9 +86,9 @@ def test_a_disk_that_is_full_in_the_middle_is_said_once(tmp_path: Path, capsys: 
             file.line({"step": step, "loss": 1.0 / step})
     (said,) = (line for line in capsys.readouterr().err.splitlines() if "TensorBoard" in line)
     assert "File too large" in said
-    kept = [event.step for event in events(tmp_path).Scalars("training/loss")]
-    assert kept == list(range(1, len(kept) + 1))
-    assert len(kept) >= 3
+    steps = [event.step for event in events(tmp_path).Scalars("training/loss")]
+    assert steps == list(range(1, len(steps) + 1))
+    assert len(steps) >= 3
 
 
 def test_an_event_file_that_is_cut_off_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,17 +115,7 @@ def test_what_is_not_installed_is_said_before_the_run(
 
 
 def test_what_a_watch_finds_is_shown_as_text(tmp_path: Path) -> None:
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    watch = andon.watch(model, optimizer, log=findings(tmp_path / "e"))
-    for update in range(3):
-        optimizer.zero_grad()
-        model(torch.ones(4, 2)).sum().backward()
-        assert model.weight.grad is not None
-        if update == 1:
-            model.weight.grad[0, 0] = torch.nan
-        optimizer.step()
-    watch.close()
+    watched(findings(tmp_path / "e"))
     read = events(tmp_path / "e")
     tags = [tag for tag in read.Tags()["tensors"] if tag.startswith("andon/finite")]
     (event,) = read.Tensors(tags[0])

@@ -24,7 +24,6 @@ class Asked(nn.Module):
         self.given: list[dict[str, Any]] = []
 
     def forward(self, **inputs: Any) -> torch.Tensor:
-        """The sum of the outputs."""
         self.given.append(inputs)
         total: torch.Tensor = self.layer(inputs["x"]).sum()
         return total

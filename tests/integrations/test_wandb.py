@@ -11,19 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 pytest.importorskip("wandb", reason="wandb is not installed: pip install '.[wandb]'")
 
 import wandb
 from wandb.proto import wandb_internal_pb2
 
-import andon
 from andon.console.problems import InputError
 from andon.integrations.trackers import require
 from andon.integrations.wandb import findings
-from andon.run.folder import RunFolder
+from tests.integrations.told import measured, watched
 from tests.training.runs import Runs, outcome
 
 TRACKED = "run.report_to=[wandb]"
@@ -32,7 +29,6 @@ BLOCK, HEADER = 32768, 7
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As its user says it, in the environment."""
     monkeypatch.setenv("WANDB_MODE", "offline")
 
 
@@ -51,7 +47,6 @@ def records(path: Path) -> Iterator[Any]:
 
 
 def shown(file: Path) -> dict[str, dict[int, float]]:
-    """The numbers in one file by name and step."""
     found: dict[str, dict[int, float]] = {}
     for record in records(file):
         if record.WhichOneof("record_type") == "history":
@@ -62,18 +57,7 @@ def shown(file: Path) -> dict[str, dict[int, float]]:
     return found
 
 
-def measured(folder: Path) -> dict[str, dict[int, float]]:
-    """Every real number of metrics.jsonl by name and step."""
-    found: dict[str, dict[int, float]] = {}
-    for line in map(json.loads, RunFolder(folder).metrics.read_text().splitlines()):
-        for name, value in line.items():
-            if isinstance(value, float):
-                found.setdefault(f"{line.get('what', 'training')}/{name}", {})[line["step"]] = value
-    return found
-
-
 def files(folder: Path) -> list[Path]:
-    """What was kept of each process, the oldest first."""
     return sorted((folder / "wandb").glob("offline-run-*/*.wandb"))
 
 
@@ -114,14 +98,8 @@ print("here")
 def test_without_a_key_nobody_is_asked_for_one(tmp_path: Path) -> None:
     """Online without a key: said once with what to do, where wandb itself would ask and wait."""
     environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", ALONE, tmp_path],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    command = [sys.executable, "-c", ALONE, tmp_path]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
     assert (done.returncode, done.stdout) == (0, "here\n"), done.stderr
     assert "wandb: it has no key here: run wandb login, or set WANDB_MODE=offline" in done.stderr
 
@@ -135,20 +113,8 @@ def test_what_is_not_installed_is_said_before_the_run(monkeypatch: pytest.Monkey
 def test_what_a_watch_finds_stands_beside_what_the_loop_logs(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"call wandb.init\(\)"):
         findings()
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with wandb.init(dir=tmp_path, settings=wandb.Settings(console="off")) as run:
-        watch = andon.watch(model, optimizer, log=findings())
-        for update in range(3):
-            optimizer.zero_grad()
-            loss = model(torch.ones(4, 2)).sum()
-            loss.backward()
-            assert model.weight.grad is not None
-            if update == 1:
-                model.weight.grad[0, 0] = torch.nan
-            optimizer.step()
-            run.log({"loop/update": update})
-        watch.close()
+        watched(findings(), lambda update: run.log({"loop/update": update}))
     wandb.teardown()
     (file,) = files(tmp_path)
     found = shown(file)

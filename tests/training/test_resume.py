@@ -1,14 +1,21 @@
-"""Runs that are interrupted and go on: the same bits as if nothing had happened, or a refusal that says why."""
+"""Runs that are interrupted or have finished, and go on: the same bits as if nothing had happened, nothing done or
+written twice, or a refusal that says why."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,15 +23,32 @@ from torch import nn
 
 from andon.cli.train import run_training
 from andon.config.load import load_config
+from andon.config.schema import Config
 from andon.console.exits import Exit
 from andon.console.problems import InputError
 from andon.model.masks import Masking
-from andon.run.checkpoint import load_checkpoint, save_checkpoint
+from andon.run.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from andon.run.folder import RunFolder
+from andon.run.ledger import LedgerWriter, read_ledger
+from andon.training.existing import require_same_as_finished
+from andon.training.history import read_history
 from andon.training.outputs import resolved
 from andon_contracts.digest import tree_digest
-from andon_contracts.record import Step, chain, decode_line, encode
+from andon_contracts.fields import Real
+from andon_contracts.record import (
+    Broken,
+    End,
+    Evaluation,
+    Record,
+    Resume,
+    Retraction,
+    Saved,
+    Step,
+    StepDigests,
+)
 from andon_contracts.violation import Violation
+from andon_falsify.checkers.resume_equal import disowned
+from andon_falsify.history import read_history as ledger_of
 from tests.support.folders import Interrupted, stopped
 from tests.training.runs import STEPS, Runs, checkpoints, outcome, records, summary
 
@@ -65,7 +89,6 @@ def test_a_resumed_run_ends_with_the_same_bits(
 def test_masks_are_tried_before_weights_are_restored(
     runs: Runs, interrupted: Interrupted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A trial by other weights may come out otherwise: a run that goes on tries those that it began with."""
     folder = interrupted(tmp_path / "run", 3)
     tried: list[int] = []
 
@@ -80,21 +103,18 @@ def test_masks_are_tried_before_weights_are_restored(
     assert resumed == before
 
 
-def test_without_a_checkpoint_it_starts_anew(runs: Runs, interrupted: Interrupted, whole: Path, tmp_path: Path) -> None:
-    """A new folder, and one whose only checkpoint is gone: what the ledger has already must come out again."""
+def test_without_a_checkpoint_it_starts_anew(
+    runs: Runs, interrupted: Interrupted, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the ledger has already must come out again."""
+    assert runs.train(tmp_path / "new", "training.max_steps=1", resume="auto") == 0
+    assert "andon: resume: no checkpoint, starting anew\n" in capsys.readouterr().err
     folder = interrupted(tmp_path / "run", 3)
     for path in (folder / "checkpoints" / "step-00000003").iterdir():
         path.unlink()
     assert runs.train(folder, resume="auto") == 0
     assert outcome(folder) == outcome(whole)
     assert [s.step for s in records(folder, "step")] == [1, 2, 3, *range(1, STEPS + 1)]
-
-
-def test_resume_auto_on_a_new_folder_starts_anew(
-    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert runs.train(tmp_path / "run", "training.max_steps=1", resume="auto") == 0
-    assert "andon: resume: no checkpoint, starting anew\n" in capsys.readouterr().err
 
 
 def test_resume_auto_without_a_folder_finds_the_run(
@@ -105,8 +125,7 @@ def test_resume_auto_without_a_folder_finds_the_run(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The newest unfinished run of this configuration and data; one of another rate or data, or a finished one, is not
-    meant, one with a pipe in the place of a file is passed over by name, and where there is none it starts anew."""
+    """One of another rate or data, or a finished one, is not meant; one with a pipe in it is passed over by name."""
     monkeypatch.chdir(tmp_path)
     other = tmp_path / "other.jsonl"
     other.write_bytes(runs.data.read_bytes().replace(b"thing number 3", b"thing number 9", 1))
@@ -198,9 +217,8 @@ def test_the_resolved_configuration_names_the_base_model_from_anywhere(
 def test_a_step_done_again_with_another_result_is_a_violation(
     runs: Runs, interrupted: Interrupted, tmp_path: Path, backend: str
 ) -> None:
-    """The ledger has other weights for step 7: `resume-exact` is broken on every rank, and it is not kept."""
     folder = interrupted(tmp_path / "run", 7)
-    _forge_last_step(folder / "ledger.jsonl")
+    forge(folder, Step)
     for path in (folder / "checkpoints" / "step-00000007").iterdir():
         path.unlink()
     if backend == "inline":
@@ -217,26 +235,7 @@ def test_a_step_done_again_with_another_result_is_a_violation(
     assert not list((folder / "checkpoints" / "step-00000007").iterdir())
 
 
-def _forge_last_step(ledger: Path) -> None:
-    """Other weights in the last step, in a chain that fits."""
-    lines = ledger.read_bytes().splitlines(True)
-    found = [decode_line(line) for line in lines]
-    last = max(place for place, line in enumerate(found) if isinstance(line.record, Step))
-    forged = lines[:last]
-    for line in found[last:]:
-        record = line.record
-        if isinstance(record, Step):
-            text = encode(record, line.seq, chain(forged[-1])).replace(
-                record.digests.weights.encode(), b"0" * 15 + b"1"
-            )
-            forged.append(text)
-        else:
-            forged.append(encode(record, line.seq, chain(forged[-1])))
-    ledger.write_bytes(b"".join(forged))
-
-
 def test_what_defines_a_run_must_match(runs: Runs, interrupted: Interrupted, tmp_path: Path) -> None:
-    """Each changed key is named with what it was and is, all at once; where it runs may change."""
     folder = interrupted(tmp_path / "run", 2)
     before = (folder / "ledger.jsonl").read_bytes()
     with pytest.raises(InputError) as caught:
@@ -341,25 +340,17 @@ def test_a_damaged_provenance_is_refused(runs: Runs, interrupted: Interrupted, t
 
 
 def test_a_second_interrupt_says_what_is_left(
-    runs: Runs,
-    interrupted: Interrupted,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    runs: Runs, interrupted: Interrupted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun = interrupted(tmp_path / "begun", 2)
-
-    def interrupted_twice(*arguments: object) -> Exit:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("andon.training.run.train", interrupted_twice)
+    begun, said = interrupted(tmp_path / "begun", 2), io.StringIO()
+    monkeypatch.setattr("andon.training.run.train", Mock(side_effect=KeyboardInterrupt))
     for folder, left in ((begun, "the last checkpoint stands"), (tmp_path / "new", "no checkpoint had been written")):
-        assert runs.train(folder, resume="auto") == Exit.RANK_LOST
-        assert left in capsys.readouterr().err
+        with contextlib.redirect_stderr(said):
+            assert runs.train(folder, resume="auto") == Exit.RANK_LOST
+        assert said.getvalue().count(left) == 1
 
 
 def start(runs: Runs, entry: str, folder: Path) -> subprocess.Popen[str]:
-    """`andon train` on two gloo ranks, as a process and a group of its own."""
     flags = {"run.dir": str(folder), "run.backend": "gloo", "run.workers": 2}
     asked = {"entry": entry, "overrides": runs.overrides(), "flags": flags}
     command = [sys.executable, "-m", "tests.training.driver", json.dumps(asked)]
@@ -371,8 +362,7 @@ def start(runs: Runs, entry: str, folder: Path) -> subprocess.Popen[str]:
 # Deep for the group: of `kill_launcher` no rank lives on either.
 @pytest.mark.parametrize("entry", ["kill_launcher", pytest.param("kill_group", marks=pytest.mark.deep)])
 def test_a_killed_launcher_leaves_a_run_that_goes_on(runs: Runs, whole: Path, tmp_path: Path, entry: str) -> None:
-    """SIGKILL of the launcher, or of its process group, in step 7: no rank lives on, and a resume ends as if nothing
-    had happened."""
+    """SIGKILL of the launcher, or of its process group, in step 7: no rank lives on."""
     launcher = start(runs, entry, tmp_path / "run")
     said, _ = launcher.communicate(timeout=PATIENCE_S)  # its end of file: every rank has ended, too
     assert launcher.returncode == -signal.SIGKILL, said
@@ -390,3 +380,237 @@ def test_sigterm_ends_at_a_step_boundary(runs: Runs, whole: Path, tmp_path: Path
     assert checkpoints(tmp_path / "run")[-1] == "step-00000007"
     assert runs.train(tmp_path / "run", resume="auto") == 0
     assert outcome(tmp_path / "run") == outcome(whole)
+
+
+# After the last step
+
+
+def cut(folder: Path, lines: int) -> None:
+    run = RunFolder(folder)
+    run.summary.unlink()
+    kept = run.ledger.read_bytes().splitlines(True)
+    run.ledger.write_bytes(b"".join(kept[: len(kept) - lines]))
+
+
+def scored(folder: Path) -> list[dict[str, Any]]:
+    lines = map(json.loads, RunFolder(folder).metrics.read_text().splitlines())
+    return [line for line in lines if line.get("what") == "last validation"]
+
+
+def without_counts(folder: Path) -> dict[str, Any]:
+    """The summary but for what tells of one process: its time, its memory, how often it evaluated each clause."""
+    return {name: value for name, value in summary(folder).items() if name not in ("wall_s", "contracts", "memory")}
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_only_the_summary_lacks(runs: Runs, whole: Path, copy: Path, workers: int) -> None:
+    """The ledger stays as it is to the byte, wherever the run goes on, and the summary is what it would have been."""
+    before = RunFolder(copy).ledger.read_bytes()
+    cut(copy, 0)
+    assert runs.train(copy, backend="threads", workers=workers, resume="auto") == Exit.OK
+    assert RunFolder(copy).ledger.read_bytes() == before
+    assert without_counts(copy) == without_counts(whole)
+    assert scored(copy) == scored(whole)
+    assert len(scored(copy)) == 1
+
+
+@pytest.mark.parametrize(("lines", "kinds"), [(1, ["eval", "resume", "end"]), (2, ["resume", "eval", "end"])])
+def test_each_line_of_the_end_is_written_once(
+    runs: Runs, whole: Path, copy: Path, lines: int, kinds: list[str]
+) -> None:
+    cut(copy, lines)
+    assert runs.train(copy, resume="auto") == Exit.OK
+    found = list(read_ledger(RunFolder(copy).ledger))
+    assert [record.kind for record in found][-len(kinds) :] == kinds
+    assert [records(copy, kind) for kind in ("eval", "end")] == [records(whole, kind) for kind in ("eval", "end")]
+    assert outcome(copy) == outcome(whole)
+    assert summary(copy)["ledger"]["count"] == len(found)
+    assert len(scored(copy)) == 1
+
+
+@pytest.mark.parametrize("kind", [Evaluation, End])
+def test_other_scores_than_before_are_a_violation(runs: Runs, copy: Path, kind: type[Evaluation | End]) -> None:
+    cut(copy, 0)
+    forge(copy, kind)
+    with pytest.raises(Violation, match="resume-exact broken at step 12") as caught:
+        runs.train(copy, resume="auto")
+    assert ("scores: " in str(caught.value)) == (kind is Evaluation)
+    assert summary(copy)["violations"] == 1
+    assert isinstance(list(read_ledger(RunFolder(copy).ledger))[-2], Broken)
+
+
+def forge(folder: Path, kind: type[Evaluation | End | Step]) -> None:
+    """Other last scores, another last loss, or other weights of the last step, in a chain that fits."""
+    ledger = RunFolder(folder).ledger
+    found = list(read_ledger(ledger))
+    last = max(place for place, record in enumerate(found) if isinstance(record, kind))
+    found[last] = changed(found[last])
+    ledger.unlink()
+    with LedgerWriter(ledger) as writer:
+        for record in found:
+            writer.append(record)
+
+
+def changed(record: Record) -> Record:
+    if isinstance(record, Step):
+        return replace(record, digests=replace(record.digests, weights="0" * 15 + "1"))
+    if isinstance(record, Evaluation):
+        return replace(record, scores={**record.scores, "loss": Real.of(2 * record.scores["loss"].value)})
+    if isinstance(record, End) and record.final_loss is not None:
+        return replace(record, final_loss=Real.of(2 * record.final_loss.value))
+    raise AssertionError(record)
+
+
+def test_a_finished_run_has_nothing_to_do(runs: Runs, whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = {path: path.stat().st_mtime_ns for path in whole.rglob("*")}
+    assert runs.train(whole, resume="auto") == 0
+    assert "finished, nothing to do" in capsys.readouterr().err
+    with pytest.raises(InputError, match="holds a run; add --resume auto"):
+        runs.train(whole)
+    assert {path: path.stat().st_mtime_ns for path in whole.rglob("*")} == before
+
+
+def test_a_finished_run_is_not_taken_for_another(runs: Runs, whole: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"training\.epochs: was"):
+        runs.train(whole, "training.epochs=3", resume="auto")
+    config = load_config(whole / "config.yaml")
+    require_same_as_finished(config, RunFolder(whole))
+    with pytest.raises(InputError, match="seed: was 42 in the finished run"):
+        require_same_as_finished(config.model_copy(update={"seed": 7}), RunFolder(whole))
+    moved = tmp_path / "moved.jsonl"
+    moved.write_bytes(runs.data.read_bytes())
+    require_same_as_finished(_with(config, "data", train=str(moved)), RunFolder(whole))
+    moved.write_bytes(runs.data.read_bytes().rpartition(b'{"text"')[0])
+    with pytest.raises(InputError, match="data: is not that of the finished run"):
+        require_same_as_finished(_with(config, "data", train=str(moved)), RunFolder(whole))
+
+
+def test_data_that_is_gone_or_unknown_is_no_other(runs: Runs, copy: Path, tmp_path: Path) -> None:
+    gone, folder = tmp_path / "gone.jsonl", RunFolder(copy)
+    folder.config.write_text(folder.config.read_text().replace(str(runs.data), str(gone)))
+    config = load_config(folder.config)
+    assert config.data.train == str(gone)
+    require_same_as_finished(config, folder)
+    for other, said in (
+        (_with(config, "data", train=str(tmp_path / "elsewhere.jsonl")), "no such file"),
+        (_with(config, "model", base="llama"), r"model\.base: was None .* is 'llama'"),
+        (_with(config, "data", text_column="label"), r"data\.text_column: was"),
+    ):
+        with pytest.raises(InputError, match=said):
+            require_same_as_finished(other, folder)
+    folder.provenance.unlink()
+    require_same_as_finished(_with(config, "data", train=str(runs.data)), folder)
+
+
+def _with(config: Config, part: str, **values: object) -> Config:
+    return config.model_copy(update={part: getattr(config, part).model_copy(update=values)})
+
+
+# Which steps of a ledger a resumed run must repeat
+
+HERE: Mapping[str, str] = {"cpu": "this"}
+ELSEWHERE: Mapping[str, str] = {"cpu": "another"}
+DIGEST = "0123456789abcdef"
+
+
+def update(number: int, loss: float = 0.5) -> Step:
+    one = Real.of(1.0)
+    digests = StepDigests(DIGEST, DIGEST, DIGEST, DIGEST)
+    return Step(number, 0, 0, (1,), 1, one, Real.of(loss), one, 0, 1, "inline", digests, ())
+
+
+def resume(after: int, fingerprint: Mapping[str, str]) -> Resume:
+    return Resume(after, "run", fingerprint, {}, 1, "inline")
+
+
+def written(path: Path, *records: Record) -> Path:
+    with LedgerWriter(path) as ledger:
+        for record in records:
+            ledger.append(record)
+    return path
+
+
+def repeated(ledger: Path, after: int, fingerprint: Mapping[str, str]) -> Mapping[int, Step]:
+    """What a run that goes on from a checkpoint of step `after` has to repeat."""
+    checkpoint = Checkpoint(ledger.parent, after, {}, {}, DIGEST, (after, DIGEST)) if after else None
+    return read_history(ledger, fingerprint, checkpoint).steps
+
+
+def test_the_last_record_of_each_later_step_counts(tmp_path: Path) -> None:
+    path = written(
+        tmp_path / "ledger.jsonl",
+        *(resume(0, HERE), update(1), update(2), update(3)),
+        *(resume(1, HERE), update(2, loss=0.25)),
+    )
+    assert repeated(path, 1, HERE) == {2: update(2, loss=0.25), 3: update(3)}
+    assert repeated(path, 3, HERE) == {}
+
+
+def test_steps_of_another_machine_are_not_comparable(tmp_path: Path) -> None:
+    """A step that was last done elsewhere need not be repeated, even if it was done here before that."""
+    path = written(
+        tmp_path / "ledger.jsonl",
+        *(resume(0, HERE), update(1), update(2)),
+        *(resume(1, ELSEWHERE), update(2), update(3)),
+    )
+    assert repeated(path, 0, HERE) == {1: update(1)}
+    assert repeated(path, 0, ELSEWHERE) == {2: update(2), 3: update(3)}
+
+
+def violation(step: int) -> Broken:
+    return Broken("base-frozen", step, (), "", "other weights")
+
+
+def test_what_was_taken_back_is_not_repeated(tmp_path: Path) -> None:
+    """Where a run goes on from an older checkpoint, what was before the later one is repeated."""
+    done = [resume(0, HERE), update(1), update(2), Saved(2, "step-00000002", DIGEST), update(3), violation(3)]
+    told = written(tmp_path / "told.jsonl", *done, Retraction(2, 3, "base-frozen", "other weights"))
+    silent = written(tmp_path / "silent.jsonl", *done)
+    for path in (told, silent):
+        assert repeated(path, 2, HERE) == {}
+        assert repeated(path, 1, HERE) == {2: update(2)}
+    assert read_history(told, HERE).retraction is None
+    assert read_history(silent, HERE).retraction == Retraction(2, 3, "base-frozen", "other weights")
+
+
+def test_what_is_done_after_a_retraction_counts(tmp_path: Path) -> None:
+    path = written(
+        tmp_path / "ledger.jsonl",
+        *(resume(0, HERE), update(1), violation(1), Retraction(0, 1, "base-frozen", "other weights")),
+        *(resume(0, HERE), update(1, loss=0.25), update(2)),
+    )
+    assert repeated(path, 0, HERE) == {1: update(1, loss=0.25), 2: update(2)}
+    assert read_history(path, HERE).last == 2
+
+
+def test_a_violation_of_a_resumed_run_takes_back_what_was_done_before_it(tmp_path: Path) -> None:
+    """Killed after update 3, resumed after 1, broken at 2: neither account of 2 is known to be right, nor of 3."""
+    path = written(
+        tmp_path / "ledger.jsonl",
+        *(resume(0, HERE), update(1), Saved(1, "step-00000001", DIGEST), update(2), update(3)),
+        *(resume(1, HERE), violation(2)),
+    )
+    assert repeated(path, 1, HERE) == {}
+    assert read_history(path, HERE).retraction == Retraction(1, 3, "base-frozen", "other weights")
+
+
+def test_a_run_that_could_not_go_on_takes_back_all_that_stands(tmp_path: Path) -> None:
+    """Written before there were retractions: broken at 4, resumed after 2, broken again as 3 came out otherwise."""
+    path = written(
+        tmp_path / "ledger.jsonl",
+        *(resume(0, HERE), update(1), update(2), Saved(2, "step-00000002", DIGEST), update(3), update(4), violation(4)),
+        *(resume(2, HERE), update(3, loss=0.25), violation(4)),
+    )
+    found = read_history(path, HERE)
+    assert found.retraction == Retraction(2, 4, "base-frozen", "other weights")
+    assert found.last == 2
+    with LedgerWriter(path) as ledger:
+        ledger.append(found.retraction)
+        ledger.append(resume(2, HERE))
+    assert disowned(ledger_of(path)) == []
+    assert read_history(path, HERE).retraction is None
+    assert list(read_history(path, HERE).steps) == [1, 2]
+
+
+def test_without_a_ledger_there_is_nothing_to_repeat(tmp_path: Path) -> None:
+    assert repeated(tmp_path / "ledger.jsonl", 0, HERE) == {}
