@@ -35,17 +35,7 @@ from andon.training.history import read_history
 from andon.training.outputs import resolved
 from andon_contracts.digest import tree_digest
 from andon_contracts.fields import Real
-from andon_contracts.record import (
-    Broken,
-    End,
-    Evaluation,
-    Record,
-    Resume,
-    Retraction,
-    Saved,
-    Step,
-    StepDigests,
-)
+from andon_contracts.record import Broken, End, Evaluation, Record, Resume, Retraction, Saved, Step, StepDigests
 from andon_contracts.violation import Violation
 from andon_falsify.checkers.resume_equal import disowned
 from andon_falsify.history import read_history as ledger_of

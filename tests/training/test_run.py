@@ -23,15 +23,7 @@ from andon.training.preview import describe
 from andon_contracts.record import Step
 from andon_falsify.claims.ledgers import read_run, verify
 from andon_falsify.verdict import Outcome
-from tests.training.runs import (
-    STEPS,
-    Runs,
-    checkpoints,
-    outcome,
-    records,
-    summary,
-    write_csv,
-)
+from tests.training.runs import STEPS, Runs, checkpoints, outcome, records, summary, write_csv
 
 
 @pytest.mark.parametrize(("backend", "workers"), [("inline", 4), ("threads", 2), ("gloo", 3)])
