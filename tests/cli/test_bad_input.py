@@ -160,7 +160,6 @@ def test_a_target_that_matches_nothing(tmp_path: Path) -> None:
     ("setting", "message"),
     [
         ("run.devices=[4321]", r"run.devices\[0\]: there is no GPU 4321"),
-        ("adapter.targets=[v_prj]", "'v_prj' matches no Linear module"),
         ("model.base=./no/such/model", "there is no folder './no/such/model'"),
     ],
 )

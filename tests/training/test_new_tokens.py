@@ -21,11 +21,10 @@ from andon.training.material import prepare
 from tests.support.folders import stopped
 from tests.support.stock import Stock
 from tests.training.runs import Runs, outcome, summary
-from tests.training.test_export import PROMPTS, answers_of_run, answers_of_stock, exported
+from tests.training.test_export import PROMPTS, answers_of_run, answers_of_stock, conversations, exported
 
 pytestmark = pytest.mark.xdist_group("test_new_tokens")
 
-ROWS = 45
 NEW = {"<tool>": 260, "</tool>": 261}
 """By id: the embedded tokenizer has 260 tokens before them."""
 TOKENS = f"model.new_tokens={json.dumps([*NEW])}"
@@ -33,21 +32,10 @@ WIDE = ("model.hidden_size=32", "model.intermediate_size=32", "optimizer.lr=0.02
 """What a model needs to learn the rows."""
 
 
-def talk(path: Path, answer: str) -> Runs:
-    """Rows in which the first letter of a word is asked for; answers are written as `answer`."""
-    lines = []
-    for number in range(ROWS):
-        word = ("red", "green", "blue")[number % 3]
-        asked = {"role": "user", "content": f"{'say it: ' * (number % 2)}{word}?"}
-        told = {"role": "assistant", "content": answer.format(word[0])}
-        lines.append(json.dumps({"messages": [asked, told]}))
-    path.write_text("\n".join(lines) + "\n")
-    return Runs(path)
-
-
 @pytest.fixture(scope="module")
 def called(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return talk(tmp_path_factory.mktemp("talk") / "talk.jsonl", "<tool>{}</tool>")
+    """Runs on answers that are a letter between the new tokens."""
+    return conversations(tmp_path_factory.mktemp("talk"), "chat", "<tool>{}</tool>")
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +49,7 @@ def whole(called: Runs, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def learned(called: Runs, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A base that answers with the letter alone, and a run on it that learned to put it between new tokens."""
     folder = tmp_path_factory.mktemp("learned")
-    plain = talk(folder / "plain.jsonl", "{}")
-    assert plain.train(folder / "plain", *WIDE, "adapter.kind=none") == Exit.OK
+    assert conversations(folder, "chat").train(folder / "plain", *WIDE, "adapter.kind=none") == Exit.OK
     exported(folder / "plain", folder / "base", "--merge")
     assert called.train(folder / "run", *WIDE, TOKENS, "adapter.r=8", f"model.base={folder / 'base'}") == Exit.OK
     return folder / "base", folder / "run"

@@ -8,8 +8,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,39 +48,8 @@ def documented(colours: Runs) -> dict[str, Any]:
     return outcome(folder)
 
 
-@dataclass
-class Cell:
-    """What came of one: what it wrote and showed, and the name of the error that it ended with."""
-
-    error: str = ""
-    wrote: list[str] = field(default_factory=list)
-    shown: str = ""
-
-    def hear(self, message: Any) -> None:
-        """Take one message of the kernel."""
-        content = message["content"]
-        self.wrote += [content["text"]] if message["msg_type"] == "stream" else []
-        self.shown = content["data"]["text/plain"] if message["msg_type"] == "execute_result" else self.shown
-
-
-@dataclass
-class Notebook:
-    """A kernel in `folder`."""
-
-    manager: Any
-    client: Any
-    folder: Path
-
-    def run(self, code: str) -> Cell:
-        """Run one cell to its end."""
-        cell = Cell()
-        reply = self.client.execute_interactive(code, output_hook=cell.hear, timeout=_CELL_S)["content"]
-        cell.error = reply.get("ename", "")
-        return cell
-
-
 @pytest.fixture
-def notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Notebook]:
+def notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], tuple[str, str]]]:
     """A new kernel, met through sockets in a folder, which leaves no process behind."""
     with tempfile.TemporaryDirectory(prefix="k") as own:  # a socket's path must be short
         for name in ("JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "IPYTHONDIR"):
@@ -93,21 +61,30 @@ def notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Notebo
         client.start_channels()
         try:
             client.wait_for_ready(timeout=PATIENCE_S)
-            yield Notebook(manager, client, tmp_path)
+
+            def run(code: str) -> tuple[str, str]:
+                """What the cell wrote, and the name of the error that it ended with."""
+                wrote: list[str] = []
+                reply = client.execute_interactive(
+                    code, output_hook=lambda message: wrote.append(message["content"].get("text", "")), timeout=_CELL_S
+                )
+                return "".join(wrote), reply["content"].get("ename", "")
+
+            yield run
         finally:
             client.stop_channels()
             manager.shutdown_kernel()
         wait_until_empty(session)
 
 
-def test_the_docs_run_in_a_notebook(notebook: Notebook, documented: dict[str, Any]) -> None:
-    cells = [notebook.run(block) for block in BLOCKS]
-    assert [cell.error for cell in cells] == [""] * len(BLOCKS)
-    assert outcome(notebook.folder / "runs" / "colours") == documented
-    told = "".join(cells[0].wrote)
-    assert "2 gloo workers" in told
-    assert documented["weights_digest"] in told
-    assert "chain-intact v1: holds" in told
+def test_the_docs_run_in_a_notebook(
+    notebook: Callable[[str], tuple[str, str]], tmp_path: Path, documented: dict[str, Any]
+) -> None:
+    told, errors = zip(*map(notebook, BLOCKS), strict=True)
+    assert errors == ("",) * len(BLOCKS)
+    assert outcome(tmp_path / "runs" / "colours") == documented
+    for part in ("2 gloo workers", documented["weights_digest"], "chain-intact v1: holds"):
+        assert part in told[0]
 
 
 SCRIPT = """

@@ -29,7 +29,7 @@ from andon.console.problems import InputError
 from andon.model.masks import Masking
 from andon.run.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from andon.run.folder import RunFolder
-from andon.run.ledger import LedgerWriter, read_ledger
+from andon.run.ledger import read_ledger
 from andon.training.existing import require_same_as_finished
 from andon.training.history import read_history
 from andon.training.outputs import resolved
@@ -39,6 +39,7 @@ from andon_contracts.record import Broken, End, Evaluation, Record, Resume, Retr
 from andon_contracts.violation import Violation
 from andon_falsify.checkers.resume_equal import disowned
 from andon_falsify.history import read_history as ledger_of
+from tests.inspection.ledgers import write
 from tests.support.folders import Interrupted, stopped
 from tests.training.runs import STEPS, Runs, checkpoints, outcome, records, summary
 
@@ -436,9 +437,7 @@ def forge(folder: Path, kind: type[Evaluation | End | Step]) -> None:
     last = max(place for place, record in enumerate(found) if isinstance(record, kind))
     found[last] = changed(found[last])
     ledger.unlink()
-    with LedgerWriter(ledger) as writer:
-        for record in found:
-            writer.append(record)
+    write(ledger, found)
 
 
 def changed(record: Record) -> Record:
@@ -513,11 +512,8 @@ def resume(after: int, fingerprint: Mapping[str, str]) -> Resume:
     return Resume(after, "run", fingerprint, {}, 1, "inline")
 
 
-def written(path: Path, *records: Record) -> Path:
-    with LedgerWriter(path) as ledger:
-        for record in records:
-            ledger.append(record)
-    return path
+def written(folder: Path, *records: Record) -> Path:
+    return write(folder / "ledger.jsonl", records)
 
 
 def repeated(ledger: Path, after: int, fingerprint: Mapping[str, str]) -> Mapping[int, Step]:
@@ -527,22 +523,14 @@ def repeated(ledger: Path, after: int, fingerprint: Mapping[str, str]) -> Mappin
 
 
 def test_the_last_record_of_each_later_step_counts(tmp_path: Path) -> None:
-    path = written(
-        tmp_path / "ledger.jsonl",
-        *(resume(0, HERE), update(1), update(2), update(3)),
-        *(resume(1, HERE), update(2, loss=0.25)),
-    )
+    path = written(tmp_path, resume(0, HERE), update(1), update(2), update(3), resume(1, HERE), update(2, loss=0.25))
     assert repeated(path, 1, HERE) == {2: update(2, loss=0.25), 3: update(3)}
     assert repeated(path, 3, HERE) == {}
 
 
 def test_steps_of_another_machine_are_not_comparable(tmp_path: Path) -> None:
     """A step that was last done elsewhere need not be repeated, even if it was done here before that."""
-    path = written(
-        tmp_path / "ledger.jsonl",
-        *(resume(0, HERE), update(1), update(2)),
-        *(resume(1, ELSEWHERE), update(2), update(3)),
-    )
+    path = written(tmp_path, resume(0, HERE), update(1), update(2), resume(1, ELSEWHERE), update(2), update(3))
     assert repeated(path, 0, HERE) == {1: update(1)}
     assert repeated(path, 0, ELSEWHERE) == {2: update(2), 3: update(3)}
 
@@ -554,8 +542,8 @@ def violation(step: int) -> Broken:
 def test_what_was_taken_back_is_not_repeated(tmp_path: Path) -> None:
     """Where a run goes on from an older checkpoint, what was before the later one is repeated."""
     done = [resume(0, HERE), update(1), update(2), Saved(2, "step-00000002", DIGEST), update(3), violation(3)]
-    told = written(tmp_path / "told.jsonl", *done, Retraction(2, 3, "base-frozen", "other weights"))
-    silent = written(tmp_path / "silent.jsonl", *done)
+    told = write(tmp_path / "told.jsonl", [*done, Retraction(2, 3, "base-frozen", "other weights")])
+    silent = write(tmp_path / "silent.jsonl", done)
     for path in (told, silent):
         assert repeated(path, 2, HERE) == {}
         assert repeated(path, 1, HERE) == {2: update(2)}
@@ -564,39 +552,29 @@ def test_what_was_taken_back_is_not_repeated(tmp_path: Path) -> None:
 
 
 def test_what_is_done_after_a_retraction_counts(tmp_path: Path) -> None:
-    path = written(
-        tmp_path / "ledger.jsonl",
-        *(resume(0, HERE), update(1), violation(1), Retraction(0, 1, "base-frozen", "other weights")),
-        *(resume(0, HERE), update(1, loss=0.25), update(2)),
-    )
+    taken_back = [resume(0, HERE), update(1), violation(1), Retraction(0, 1, "base-frozen", "other weights")]
+    path = written(tmp_path, *taken_back, resume(0, HERE), update(1, loss=0.25), update(2))
     assert repeated(path, 0, HERE) == {1: update(1, loss=0.25), 2: update(2)}
     assert read_history(path, HERE).last == 2
 
 
 def test_a_violation_of_a_resumed_run_takes_back_what_was_done_before_it(tmp_path: Path) -> None:
     """Killed after update 3, resumed after 1, broken at 2: neither account of 2 is known to be right, nor of 3."""
-    path = written(
-        tmp_path / "ledger.jsonl",
-        *(resume(0, HERE), update(1), Saved(1, "step-00000001", DIGEST), update(2), update(3)),
-        *(resume(1, HERE), violation(2)),
-    )
+    killed = [resume(0, HERE), update(1), Saved(1, "step-00000001", DIGEST), update(2), update(3)]
+    path = written(tmp_path, *killed, resume(1, HERE), violation(2))
     assert repeated(path, 1, HERE) == {}
     assert read_history(path, HERE).retraction == Retraction(1, 3, "base-frozen", "other weights")
 
 
 def test_a_run_that_could_not_go_on_takes_back_all_that_stands(tmp_path: Path) -> None:
     """Written before there were retractions: broken at 4, resumed after 2, broken again as 3 came out otherwise."""
-    path = written(
-        tmp_path / "ledger.jsonl",
-        *(resume(0, HERE), update(1), update(2), Saved(2, "step-00000002", DIGEST), update(3), update(4), violation(4)),
-        *(resume(2, HERE), update(3, loss=0.25), violation(4)),
-    )
+    begun = [resume(0, HERE), update(1), update(2), Saved(2, "step-00000002", DIGEST)]
+    broken = [update(3), update(4), violation(4)]
+    path = written(tmp_path, *begun, *broken, resume(2, HERE), update(3, loss=0.25), violation(4))
     found = read_history(path, HERE)
     assert found.retraction == Retraction(2, 4, "base-frozen", "other weights")
     assert found.last == 2
-    with LedgerWriter(path) as ledger:
-        ledger.append(found.retraction)
-        ledger.append(resume(2, HERE))
+    write(path, [found.retraction, resume(2, HERE)])
     assert disowned(ledger_of(path)) == []
     assert read_history(path, HERE).retraction is None
     assert list(read_history(path, HERE).steps) == [1, 2]

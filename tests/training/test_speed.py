@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 
 from andon.backend.inprocess import InlineBackend
 from andon.console.problems import InputError
-from andon.run.ledger import LedgerWriter
 from andon.step.plan import BatchPlan
 from andon.training.speed import fastest_shares, recorded_shares, shares_of
-from andon_contracts.fields import Real
-from andon_contracts.record import RankPart, Step, StepDigests
+from andon_contracts.record import RankPart, Step
+from tests.inspection.ledgers import step, write
 from tests.support.toy import CPU, ROWS, ToyTask, replica
 
 NONE = "0" * 16
@@ -42,35 +41,14 @@ def test_a_rank_that_is_three_times_as_fast_gets_three_times_as_much() -> None:
 def line(number: int, shares: tuple[int, ...]) -> Step:
     """A step in which the ranks computed as many micro-batches."""
     ends = list(itertools.accumulate(shares))
-    ranks = tuple(
-        RankPart(rank, tuple(range(end - share, end)), (), NONE)
-        for rank, (share, end) in enumerate(zip(shares, ends, strict=True))
-    )
-    digests = StepDigests(content=NONE, gradient=NONE, weights=NONE, optimizer=NONE)
-    return Step(
-        step=number,
-        epoch=0,
-        position=0,
-        ids=(),
-        count=0,
-        lr=Real.of(0.1),
-        loss=Real.of(1.0),
-        grad_norm=Real.of(1.0),
-        correct=0,
-        digests=digests,
-        world=len(shares),
-        backend="mixed",
-        ranks=ranks,
-    )
+    parts = [
+        RankPart(rank, tuple(range(ends[rank] - share, ends[rank])), (), NONE) for rank, share in enumerate(shares)
+    ]
+    return step(number, (), world=len(shares), backend="mixed", ranks=tuple(parts))
 
 
 def written(folder: Path, *all_shares: tuple[int, ...]) -> Path:
-    path = folder / "ledger.jsonl"
-    ledger = LedgerWriter(path)
-    for number, shares in enumerate(all_shares, start=1):
-        ledger.append(line(number, shares))
-    ledger.close()
-    return path
+    return write(folder / "ledger.jsonl", [line(number, shares) for number, shares in enumerate(all_shares, start=1)])
 
 
 def test_a_run_that_goes_on_takes_the_shares_of_its_last_steps(tmp_path: Path) -> None:
