@@ -59,7 +59,6 @@ def files_up_to(size: int | None) -> Iterator[None]:
 
 
 def andon(*arguments: str | Path, folder: Path | None = None, stdin: bytes = b"") -> Ended:
-    """Run `python -m andon` in `folder`, as a process."""
     done = subprocess.run(
         [sys.executable, "-m", "andon", *map(str, arguments)],
         cwd=folder,
@@ -72,5 +71,4 @@ def andon(*arguments: str | Path, folder: Path | None = None, stdin: bytes = b""
 
 
 def tree(folder: Path) -> set[str]:
-    """Everything below a folder, by its path."""
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}

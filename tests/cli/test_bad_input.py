@@ -173,7 +173,6 @@ def test_what_only_a_run_finds_out(tmp_path: Path, setting: str, message: str) -
 
 
 def test_a_full_disk(tmp_path: Path) -> None:
-    """The run ends at a step with the file that it could not write, and goes on once there is room."""
     data = write_jsonl(tmp_path / "train.jsonl")
     runs = Runs(data)
     sets = [part for each in runs.overrides("run.backend=inline") for part in ("--set", each)]

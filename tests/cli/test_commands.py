@@ -136,7 +136,6 @@ def test_check_and_plan_take_what_train_takes(tmp_path: Path) -> None:
 
 
 def test_texts_that_are_trained_and_evaluated_on_are_counted(tmp_path: Path) -> None:
-    """Of 13 evaluation rows 3 are training rows too, and 2 training rows are there twice."""
     data = write_csv(tmp_path / "train.csv", [*range(30), 4, 5])
     held, apart = write_csv(tmp_path / "held.csv", range(27, 40)), write_csv(tmp_path / "apart.csv", range(30, 43))
     columns = ("data.text_column=sentence", "data.label_column=colour", "data.validation_fraction=0")
@@ -194,7 +193,6 @@ def test_predict_names_every_bad_line(run: Path) -> None:
 
 
 def test_torchrun_gives_the_same_bits(run: Path, tmp_path: Path) -> None:
-    """Two of the three workers that the configuration names: said, and no reason to stop."""
     config = tmp_path / "config.yaml"
     config.write_text((run / "config.yaml").read_text().replace("workers: 1", "workers: 3"))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "andon"]

@@ -63,7 +63,6 @@ from tests.training.runs import Runs
 
 @pytest.fixture(scope="module")
 def whole(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of three steps, with a checkpoint after each."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     assert runs.train(folder, "training.max_steps=3", "training.checkpoint_every=1") == 0
     return folder
@@ -134,7 +133,6 @@ CONFIGURED: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("reader", CONFIGURED)
 def test_a_link_in_the_place_of_the_configuration_is_followed_by_no_reader(run: Path, reader: str) -> None:
-    """Even where it leads to a configuration: its keys would be shown as those of the run."""
     config = RunFolder(run).config
     config.symlink_to(config.rename(run.parent / "elsewhere.yaml"))
     with pytest.raises(InputError, match=r"config\.yaml: is a link"):

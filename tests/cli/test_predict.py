@@ -21,7 +21,6 @@ TEXTS = ["red thing", 'a text\nof "two" lines, with a comma', "blue\rthing", "gr
 
 
 def predicted(*arguments: str | Path, stdin: bytes = b"") -> str:
-    """What `andon predict` prints. Raises what it ends with."""
     ended = CliRunner().invoke(app, ["predict", *map(str, arguments)], input=stdin, catch_exceptions=False)
     assert ended.exit_code == 0, ended.output
     return ended.stdout

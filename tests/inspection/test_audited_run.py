@@ -42,7 +42,6 @@ def test_one_worker_is_told_what_it_cannot_see(runs: Runs, tmp_path: Path, capsy
 
 
 def test_a_flip_that_all_ranks_share_ends_the_run(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One bit of a gradient of step 2, in float noise: the ledger has step 1, the violation, and no step 2."""
     inner, flipped = Replica._leaf, [False]
 
     def wrong(self: Replica, step: int, leaf: Any, task: Any, *, checked: bool) -> Any:

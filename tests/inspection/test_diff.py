@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,10 +32,33 @@ def of(tmp_path: Path, one: Sequence[Record], other: Sequence[Record]) -> Differ
     return compare(read_side(write(folder / "a.jsonl", one)), read_side(write(folder / "b.jsonl", other)))
 
 
-def test_equal_runs_are_the_same_wherever_they_ran(tmp_path: Path) -> None:
-    assert of(tmp_path, whole_run(), resumed_run()).result is SAME
-    elsewhere = [replace(each, world=9, backend="nccl") if isinstance(each, Start) else each for each in whole_run()]
-    assert of(tmp_path, whole_run(), elsewhere).result is SAME
+def _but(kind: type, **changes: Any) -> list[Record]:
+    return [replace(each, **changes) if isinstance(each, kind) else each for each in whole_run()]
+
+
+QUIET = _but(Step, ids=(), count=None, loss=None, epoch=None, position=None)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "result", "said"),
+    [
+        (whole_run(), resumed_run(), SAME, "to the bit"),
+        (whole_run(), _but(Start, world=9, backend="nccl"), SAME, "to the bit"),
+        (whole_run(), QUIET, SAME, "not told  ids: only in the first, so not compared\n"),
+        (whole_run(), whole_run()[:2], DIFFERENT, "the 1 that both have are the same to the bit; 2 | 1 in all"),
+        (whole_run(), [start(), step(1, (2, 0), weights=9)], DIFFERENT, "; 2 | 1 steps in all"),
+        (whole_run(), [start()], INCOMPARABLE, "place     2 gloo workers | unknown\n"),
+        ([start()], whole_run(), INCOMPARABLE, "result    not comparable: there is no step that both have"),
+    ],
+)
+def test_runs_are_the_same_or_said_not_to_be(
+    tmp_path: Path, one: list[Record], other: list[Record], result: Comparison, said: str
+) -> None:
+    report = of(tmp_path, one, other)
+    text = "\n".join(report.lines)
+    assert report.result is result
+    assert said in text
+    assert ("part at step" in text) == ("steps in all" in said)
 
 
 @pytest.mark.parametrize(
@@ -64,29 +88,6 @@ def test_other_versions_are_not_comparable_and_not_wrong(tmp_path: Path) -> None
     assert report.result is INCOMPARABLE
     assert "part at step 2" in "\n".join(report.lines)
     assert "not comparable" in report.lines[-1]
-
-
-def test_a_longer_run_is_not_the_same(tmp_path: Path) -> None:
-    report = of(tmp_path, whole_run(), whole_run()[:2])
-    assert report.result is DIFFERENT
-    assert "the 1 that both have are the same to the bit; 2 | 1 in all" in "\n".join(report.lines)
-
-
-def test_what_one_watch_was_not_told_is_no_difference(tmp_path: Path) -> None:
-    quiet = [
-        replace(each, ids=(), count=None, loss=None, epoch=None, position=None) if isinstance(each, Step) else each
-        for each in whole_run()
-    ]
-    report = of(tmp_path, whole_run(), quiet)
-    assert report.result is SAME
-    assert "not told  ids: only in the first, so not compared" in report.lines
-    assert not any("part at step" in line for line in report.lines)
-
-
-def test_runs_that_part_are_said_to_be_of_other_lengths_and_places(tmp_path: Path) -> None:
-    short = [*whole_run()[:1], step(1, (2, 0), weights=9)]
-    assert "; 2 | 1 steps in all" in "\n".join(of(tmp_path, whole_run(), short).lines)
-    assert "place     2 gloo workers | unknown" in of(tmp_path, whole_run(), whole_run()[:1]).lines
 
 
 def _configs(tmp_path: Path, **changes: str) -> list[Path]:
@@ -153,12 +154,6 @@ def test_a_name_counts_where_a_digest_is_missing(run: Path, tmp_path: Path) -> N
     report = compare(read_side(run), read_side(other))
     assert report.result is DIFFERENT
     assert "digest" not in next(line for line in report.lines if "data.train" in line)
-
-
-def test_runs_without_a_common_step_are_not_called_the_same(tmp_path: Path) -> None:
-    report = of(tmp_path, [start()], whole_run())
-    assert report.result is INCOMPARABLE
-    assert report.lines[-1] == "result    not comparable: there is no step that both have"
 
 
 def _checkpoint(folder: Path, weight: torch.Tensor, moment: torch.Tensor) -> Path:

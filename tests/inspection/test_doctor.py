@@ -36,7 +36,6 @@ class Told:
 
     @property
     def problems(self) -> set[str]:
-        """The names of those that keep a run from here."""
         return {name for name, check in self.checks.items() if check["level"] == "problem"}
 
 
@@ -71,7 +70,6 @@ def hiding(folder: Path, *names: str) -> str:
 # same probes in this process.
 @pytest.mark.deep
 def test_all_is_well(tmp_path: Path) -> None:
-    """0 if a run can train here. An extra that is missing and not needed is named with the line that installs it."""
     told = doctor(tmp_path / "runs" / "new", temporary=tmp_path / "t", PYTHONPATH=hiding(tmp_path / "h", "pyarrow"))
     assert (told.code, told.can_train, told.problems) == (0, True, set())
     for backend in ("inline", "threads", "gloo"):

@@ -144,7 +144,6 @@ def test_restored_weights_that_are_not_the_ledgers_are_said(run: Path, tmp_path:
 
 
 def _on(rows: list[str], runs: Runs, run: Path, tmp_path: Path) -> Path:
-    """The run in a folder whose configuration names these rows."""
     changed, folder = tmp_path / "train.jsonl", _rewritten(run, tmp_path / "r", {})
     changed.write_text("\n".join(rows) + "\n")
     (folder / "config.yaml").write_text((folder / "config.yaml").read_text().replace(str(runs.data), str(changed)))

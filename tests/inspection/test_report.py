@@ -404,7 +404,6 @@ def long_run(path: Path) -> Path:
 
 
 def test_a_long_run_is_a_small_page_that_hides_no_spike(tmp_path: Path) -> None:
-    """The page has at most 2 MB. Picture and table show the one high loss and the NaN among 2,500."""
     path = long_run(tmp_path / "l.jsonl")
     page = page_of(path, path)
     assert len(page.page.encode()) <= 2_000_000

@@ -42,7 +42,6 @@ def shown(folder: Path) -> dict[str, dict[int, float]]:
 
 
 def kept(folder: Path) -> dict[str, dict[int, float]]:
-    """What the metrics have, as TensorBoard keeps it."""
     return {tag: {step: np.float32(each) for step, each in of.items()} for tag, of in measured(folder).items()}
 
 
@@ -55,7 +54,6 @@ def test_a_run_is_shown_as_its_metrics_have_it(runs: Runs, whole: Path, tmp_path
 
 
 def test_a_run_that_was_killed_goes_on_in_the_same_folder(runs: Runs, tmp_path: Path) -> None:
-    """A rank is killed at step 7, and steps 5 and 6 are done again: every step is shown once, from two files."""
     folder = tmp_path / "run"
     runs.train(folder, TRACKED, backend="gloo", workers=2, entry="tests.training.entries:kill_rank")
     assert sorted(shown(folder)["training/loss"])[:6] == list(range(1, 7))

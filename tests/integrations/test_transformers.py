@@ -16,8 +16,6 @@ from andon.integrations.transformers import WatchCallback
 
 
 class Asked(nn.Module):
-    """Keeps what it was called with."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(2, 1)

@@ -102,7 +102,6 @@ class Browser:
             os.close(self._in)
 
     def open(self, path: Path, fragment: str = "") -> None:
-        """Load the file at `path`; returns when all of it is there."""
         for url in ("about:blank", path.as_uri() + fragment):  # from one fragment to another nothing would be loaded
             self.events.clear()
             load = {"name": "load", "loaderId": self._call("Page.navigate", url=url)["loaderId"]}
@@ -114,7 +113,6 @@ class Browser:
         self._call("Emulation.setScriptExecutionDisabled", value=not allowed)
 
     def colours(self, scheme: str) -> None:
-        """Be a reader who prefers a `light` or `dark` page."""
         self._call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
     def wide(self, pixels: int, high: int = 800) -> None:

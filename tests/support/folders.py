@@ -28,8 +28,6 @@ def stopped(overrides: list[str], folder: Path, step: int) -> Path:
 
 @dataclass(frozen=True)
 class Interrupted:
-    """Copies interrupted runs; trains each only once."""
-
     runs: Runs
     place: Path
     made: dict[tuple[int, tuple[str, ...]], Path] = field(default_factory=dict)
@@ -58,11 +56,9 @@ def whole(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copy(whole: Path, tmp_path: Path) -> Path:
-    """A copy of the finished run, to be changed."""
     return Path(shutil.copytree(whole, tmp_path / "run"))
 
 
 @pytest.fixture(scope="session")
 def interrupted(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Interrupted:
-    """Copies interrupted runs."""
     return Interrupted(runs, tmp_path_factory.mktemp("interrupted"))

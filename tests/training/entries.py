@@ -43,7 +43,6 @@ def refusing(*steps: int, before: Callable[[Path], object] = lambda path: None) 
 
 
 def full_in_rank(payload: Payload) -> int:
-    """The disk is full at the checkpoint of step 8."""
     setattr(checkpoint, "write_new", refusing(8))  # noqa: B010 - not for the type checker
     return train_rank(payload)
 
@@ -68,7 +67,6 @@ def ask_to_end(payload: Payload) -> int:
 
 
 def flip_weight(payload: Payload) -> int:
-    """One weight of rank 1 changes its sign after its update."""
     return _after_update_of(payload, AT, (1,), lambda replica: replica.parameters.weights.data[3].mul_(-1.0))
 
 
@@ -140,7 +138,6 @@ def one_leaves(payload: Payload) -> int:
 
 
 def all_vanish(payload: Payload) -> int:
-    """Every rank ends by `os._exit(0)`, which Python does not see."""
     return _after_update_of(payload, AT, (0, 1), lambda replica: os._exit(0))
 
 

@@ -73,7 +73,6 @@ class Runs:
     settings: tuple[str, ...] = ()
 
     def overrides(self, *more: str) -> list[str]:
-        """What `--set` is given."""
         return [*SMALL, *self.settings, f"data.train={self.data}", *more]
 
     def train(
@@ -90,7 +89,6 @@ class Runs:
 
 
 def sections() -> dict[str, Any]:
-    """`SMALL` as the arguments of `andon.train`."""
     found: dict[str, Any] = {}
     for section, name, value in (each.replace("=", ".", 1).split(".", 2) for each in SMALL):
         found.setdefault(section, {})[name] = json.loads(value)

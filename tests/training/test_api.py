@@ -65,7 +65,6 @@ class Frame:
         return iter(self._records[0])
 
     def to_dict(self, orient: str = "dict") -> Any:
-        """See pandas."""
         return self._records if orient == "records" else {}
 
 
@@ -79,7 +78,6 @@ class Table:
         return iter(self._records)
 
     def to_dict(self, batch_size: int | None = None) -> dict[str, Any]:
-        """See datasets."""
         return {}
 
 
@@ -180,7 +178,6 @@ def test_null_is_a_setting_and_not_its_absence(tmp_path: Path) -> None:
 
 @contextmanager
 def planted(entry: str) -> Iterator[None]:
-    """Inside, ranks of `andon.train` are started with this entry."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(api, "start", partial(start, entry=f"tests.training.entries:{entry}"))
         yield
@@ -249,7 +246,6 @@ def test_an_interrupt_ends_at_a_step_boundary_and_is_then_raised(
 def test_a_second_interrupt_ends_at_once_and_is_raised_too(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Not at a step boundary, so that the checkpoint before is what the same call goes on from."""
     signalled(monkeypatch, signal.SIGINT, times=2)
     with pytest.raises(KeyboardInterrupt):
         train(ROWS, tmp_path / "run")
@@ -361,14 +357,10 @@ def test_verify_says_what_is_broken(tmp_path: Path) -> None:
     assert "chain-intact v1: falsified" in str(found)
 
 
-def test_inside_a_rank_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks would start ranks."""
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    with pytest.raises(andon.InputError, match="this process is one; have torchrun start the command"):
-        andon.train()
-
-
 def test_where_processes_may_not_be_started_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch, pytest.raises(andon.InputError, match="have torchrun start the command"):
+        patch.setenv("TORCHELASTIC_RUN_ID", "x")  # ranks would start ranks
+        andon.train()
     monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)  # type: ignore[attr-defined]
     with pytest.raises(andon.InputError, match="a daemonic process may start none; take inline or threads"):
         andon.train()

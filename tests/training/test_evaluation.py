@@ -38,15 +38,11 @@ class ByFirstToken(nn.Module):
 
 
 class RepeatingBackend(InlineBackend):
-    """Its gather gives the first rank's tensor for every rank."""
-
     def gather(self, local: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [local[0] for _ in local]
 
 
 class SwappingBackend(InlineBackend):
-    """Its gather gives the ranks' tensors the other way round."""
-
     def gather(self, local: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return list(local)[::-1]
 

@@ -52,14 +52,12 @@ PROMPTS = ("red?", "say it: green?", "größe ☃?")
 
 
 def exported(run: Path, target: Path, *options: str | Path) -> list[str]:
-    """What `andon export` prints. Raises what it ends with."""
     ended = CliRunner().invoke(app, ["export", *map(str, (run, target, *options))], catch_exceptions=False)
     assert ended.exit_code == 0, ended.output
     return ended.stdout.splitlines()
 
 
 def code_of(folder: Path) -> str:
-    """The program in the card of a folder, for that folder."""
     found = re.search(r"## Use\n\n((?:    .*\n|\n)+)", (folder / "README.md").read_text())
     assert found is not None
     return re.sub("^    ", "", found[1], flags=re.MULTILINE).replace("THIS FOLDER", str(folder))
@@ -126,7 +124,6 @@ def test_stock_transformers_gives_the_runs_probabilities(
 
 
 def test_a_run_folder_may_be_moved(made: Path, tmp_path: Path, stock: Stock) -> None:
-    """With its embedded base: for us, for transformers, and for peft, which is given the base's folder beside it."""
     before = ours(made / "embedded")
     moved = tmp_path / "elsewhere" / "run"
     shutil.copytree(made / "embedded", moved)
@@ -289,7 +286,6 @@ def test_names_of_others_are_but_names_in_a_card() -> None:
 
 
 def base_of(kind: Kind, folder: Path) -> Path:
-    """An encoder with a head for another problem and of another size."""
     small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     others = {"num_labels": 5, "problem_type": "regression"}
     with seeded(3):
@@ -317,7 +313,6 @@ def asked_rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def told_by_run(run: Path, rows: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
-    """What `andon predict --all-scores` writes."""
     (folder / "asked.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     ended = cli("predict", run, folder / "asked.jsonl", "--all-scores", "--output", folder / "told.jsonl")
     assert ended.code == 0, ended.said
@@ -458,13 +453,11 @@ def answering(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
 
 def answers_of_run(run: Path, most: int = 12) -> list[str]:
-    """What `andon generate` prints."""
     ended = [cli("generate", run, prompt, "--max-new-tokens", str(most)) for prompt in PROMPTS]
     return [json.loads("\n".join(each.out))["answer"] for each in ended]
 
 
 def answers_of_stock(stock: Stock, folder: Path, most: int = 12) -> list[str]:
-    """What the program of the card prints for each prompt."""
     head, _, last = code_of(folder).partition("asked = ")
     asked, _, printed = last.partition("\n")
     printed = printed.strip().removeprefix("print(").removesuffix(")").replace("256", str(most))

@@ -42,7 +42,6 @@ def plans(config: Config, workers: list[int], machine: Machine) -> list[WorldPla
 
 
 def test_how_busy_workers_are_and_who_idles(data: Path) -> None:
-    """Four micro-batches: 2 on each of two, 2 + 1 + 1 on three, none for two of six."""
     two, three, six = plans(configured(data, "run.backend=inline"), [2, 3, 6], Machine((), LARGE))
     assert (two.leaves, two.efficiency) == ((2, 2), 1.0)
     assert sorted(three.leaves) == [1, 1, 2]
@@ -54,7 +53,6 @@ def test_how_busy_workers_are_and_who_idles(data: Path) -> None:
 
 
 def test_a_plan_for_gpus_that_are_not_there_says_so(data: Path) -> None:
-    """It is one for the CPU then, as the run would be."""
     (nccl,) = plans(configured(data, "run.backend=nccl"), [2], Machine((), LARGE))
     (gloo,) = plans(configured(data, "run.backend=gloo"), [2], Machine((), LARGE))
     assert [need.kind for need in nccl.needs] == ["cpu"]
@@ -91,7 +89,6 @@ def test_what_updates_on_the_cpu_is_planned_there(data: Path) -> None:
 
 
 def test_the_smallest_gpu_counts_and_each_remedy_needs_less(data: Path) -> None:
-    """One GPU of two is too small: the number that it has is the budget, and settings that would help are named."""
     config = configured(data, "run.backend=nccl", "model.hidden_size=128", "model.max_length=64")
     found = forecast.forecast(config, [2], Machine((LARGE, 700 * MIB), LARGE))
     need = found.worlds[0].needs[0]
@@ -139,7 +136,6 @@ class Peaked(InlineBackend):
 
 
 def test_a_peak_above_the_plan_and_a_tenth_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    """The rank that needed it is named, and the run keeps what it came to; at 110 % nothing is said."""
     backend = Peaked([torch.device("cpu")] * 2)
     found = hold_to_budget(backend, 7, 1000)
     assert (found["planned"], found["peak"]) == (1000, 1101)

@@ -72,7 +72,6 @@ def test_an_epoch_of_the_ledger_has_each_row_as_often_as_its_file_says(tmp_path:
 
 
 def test_other_weights_and_other_rows_are_another_run(tmp_path: Path) -> None:
-    """Rows that move from one file to the other are other data too."""
     runs = mixture(tmp_path, "classification")
     folder = stopped(runs.overrides(), tmp_path / "run", 2)
     for weights in ((0.5, 2.5), (1.0, 1.0)):

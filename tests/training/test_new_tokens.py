@@ -34,7 +34,6 @@ WIDE = ("model.hidden_size=32", "model.intermediate_size=32", "optimizer.lr=0.02
 
 @pytest.fixture(scope="module")
 def called(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Runs on answers that are a letter between the new tokens."""
     return conversations(tmp_path_factory.mktemp("talk"), "chat", "<tool>{}</tool>")
 
 
@@ -136,7 +135,6 @@ def test_a_reader_is_told(called: Runs) -> None:
     ],
 )
 def test_what_a_tokenizer_cannot_take_is_refused(called: Runs, more: str, what: str) -> None:
-    """What is a token already, and what it would not give back."""
     config = load_config(None, called.overrides("task=sft", f"model.new_tokens={more}"), {})
     with pytest.raises(InputError, match=re.escape(f"model.new_tokens: {what}")):
         prepare(config)

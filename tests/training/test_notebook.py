@@ -33,7 +33,6 @@ _CELL_S = 180.0
 
 @pytest.fixture(scope="module")
 def colours(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """The rows of the docs as a file."""
     rows = [{"text": f"{colour} thing number {n}", "label": colour} for n in range(40) for colour in ("red", "green")]
     path = tmp_path_factory.mktemp("colours") / "train.jsonl"
     path.write_text("".join(json.dumps(each) + "\n" for each in rows))
@@ -42,7 +41,6 @@ def colours(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 @pytest.fixture(scope="module")
 def documented(colours: Runs) -> dict[str, Any]:
-    """What the run of the docs comes to by the command, on one worker."""
     folder = colours.data.parent / "run"
     andon.train(str(colours.data), backend="inline", workers=1, training={"epochs": 1}, run_dir=folder)
     return outcome(folder)

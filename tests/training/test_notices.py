@@ -42,7 +42,6 @@ from tests.training.runs import Runs, write_jsonl
 def test_workers_without_rows_are_said_before_they_are_started(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """60 processes may not fit into memory, and then nobody would know that 56 of them were for nothing."""
     said = []
 
     def launched(*_: object, workers: int, **__: object) -> LaunchResult:
@@ -126,19 +125,15 @@ def test_no_rank_takes_more_of_a_line_than_is_reserved() -> None:
 
 
 def session(backend: str, devices: list[str]) -> Any:
-    """The parts of a session that tell its backend and devices."""
     where = SimpleNamespace(backend=SimpleNamespace(name=backend, world_size=1, ranks=(0,)))
     return SimpleNamespace(run=where, environment=environment(1, devices))
 
 
-def test_ranks_of_two_kinds_have_the_rest_alike() -> None:
+def test_ranks_of_one_kind_have_everything_alike_and_of_two_the_rest() -> None:
+    for backend in ("nccl", "gloo"):
+        assert _versions(session(backend, ["H200"])) != _versions(session(backend, ["A100"]))
+        assert _versions(session(backend, ["H200"])) != _versions(session(backend, []))
     assert _versions(session("mixed", ["H200"])) == _versions(session("mixed", []))
-
-
-@pytest.mark.parametrize("backend", ["nccl", "gloo"])
-def test_ranks_of_one_kind_have_everything_alike(backend: str) -> None:
-    assert _versions(session(backend, ["H200"])) != _versions(session(backend, ["A100"]))
-    assert _versions(session(backend, ["H200"])) != _versions(session(backend, []))
 
 
 def attested(backend: str, masking: Masking, monkeypatch: pytest.MonkeyPatch) -> int:
@@ -215,9 +210,6 @@ def test_clocks_that_are_apart_are_told(seconds: float, words: str) -> None:
     said = [outcome.get() for outcome in run_ranks(3, _late_clock, seconds)]
     assert len(set(said)) == 1
     assert (words in said[0]) if words else said[0] == ""
-
-
-def test_one_process_has_one_clock() -> None:
     assert clocks_apart(InlineBackend([torch.device("cpu")] * 2)) == ""
 
 

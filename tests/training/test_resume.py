@@ -97,7 +97,6 @@ def test_masks_are_tried_before_weights_are_restored(
 def test_without_a_checkpoint_it_starts_anew(
     runs: Runs, interrupted: Interrupted, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What the ledger has already must come out again."""
     assert runs.train(tmp_path / "new", "training.max_steps=1", resume="auto") == 0
     assert "andon: resume: no checkpoint, starting anew\n" in capsys.readouterr().err
     folder = interrupted(tmp_path / "run", 3)
@@ -353,7 +352,6 @@ def start(runs: Runs, entry: str, folder: Path) -> subprocess.Popen[str]:
 # Deep for the group: of `kill_launcher` no rank lives on either.
 @pytest.mark.parametrize("entry", ["kill_launcher", pytest.param("kill_group", marks=pytest.mark.deep)])
 def test_a_killed_launcher_leaves_a_run_that_goes_on(runs: Runs, whole: Path, tmp_path: Path, entry: str) -> None:
-    """SIGKILL of the launcher, or of its process group, in step 7: no rank lives on."""
     launcher = start(runs, entry, tmp_path / "run")
     said, _ = launcher.communicate(timeout=PATIENCE_S)  # its end of file: every rank has ended, too
     assert launcher.returncode == -signal.SIGKILL, said
@@ -362,7 +360,6 @@ def test_a_killed_launcher_leaves_a_run_that_goes_on(runs: Runs, whole: Path, tm
 
 
 def test_sigterm_ends_at_a_step_boundary(runs: Runs, whole: Path, tmp_path: Path) -> None:
-    """Exit 75 with a checkpoint of the step in which it came, a line that says how to go on, and the same bits then."""
     launcher = start(runs, "ask_to_end", tmp_path / "run")
     said, _ = launcher.communicate(timeout=PATIENCE_S)
     assert launcher.returncode == Exit.PREEMPTED, said
@@ -389,13 +386,11 @@ def scored(folder: Path) -> list[dict[str, Any]]:
 
 
 def without_counts(folder: Path) -> dict[str, Any]:
-    """The summary but for what tells of one process: its time, its memory, how often it evaluated each clause."""
     return {name: value for name, value in summary(folder).items() if name not in ("wall_s", "contracts", "memory")}
 
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_only_the_summary_lacks(runs: Runs, whole: Path, copy: Path, workers: int) -> None:
-    """The ledger stays as it is to the byte, wherever the run goes on, and the summary is what it would have been."""
     before = RunFolder(copy).ledger.read_bytes()
     cut(copy, 0)
     assert runs.train(copy, backend="threads", workers=workers, resume="auto") == Exit.OK
@@ -540,7 +535,6 @@ def violation(step: int) -> Broken:
 
 
 def test_what_was_taken_back_is_not_repeated(tmp_path: Path) -> None:
-    """Where a run goes on from an older checkpoint, what was before the later one is repeated."""
     done = [resume(0, HERE), update(1), update(2), Saved(2, "step-00000002", DIGEST), update(3), violation(3)]
     told = write(tmp_path / "told.jsonl", [*done, Retraction(2, 3, "base-frozen", "other weights")])
     silent = write(tmp_path / "silent.jsonl", done)

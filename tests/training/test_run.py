@@ -52,7 +52,6 @@ def test_another_seed_gives_other_bits(runs: Runs, whole: Path, tmp_path: Path) 
 
 
 def test_a_run_leaves_what_is_promised(runs: Runs, whole: Path) -> None:
-    """Nothing else, and no temporary."""
     promised = {"config.yaml", "environment.json", "metrics.jsonl", "checkpoints", "adapter", "base", "ledger.jsonl"}
     promised |= {"provenance.json", "summary.json", ".lock", "confusion"}
     assert {path.name for path in whole.iterdir()} == promised
@@ -64,18 +63,24 @@ def test_a_run_leaves_what_is_promised(runs: Runs, whole: Path) -> None:
     assert {"data", "base", "tokenizer", "initial_weights"} == provenance["digests"].keys()
 
 
-def test_the_summary_has_the_promised_keys(whole: Path) -> None:
-    found = summary(whole)
+def test_summary_ledger_and_metrics_have_what_is_promised(whole: Path) -> None:
+    found, steps = summary(whole), records(whole, "step")
     for name in ("weights_digest", "initial_weights_digest", "backend"):
         assert isinstance(found[name], str)
     assert (found["steps"], found["world_size"], found["violations"], found["finished"]) == (STEPS, 1, 0, True)
-    last = records(whole, "step")[-1]
-    assert found["final_loss"] == {"value": last.loss.value, "hex": last.loss.hex}
+    assert found["final_loss"] == {"value": steps[-1].loss.value, "hex": steps[-1].loss.hex}
     assert float.fromhex(found["final_loss"]["hex"]) == found["final_loss"]["value"]
     assert {"accuracy", "macro_f1", "mcc", "confusion"} <= found["eval"].keys()
     assert found["contracts"]["clip-once"] == STEPS
     assert all(type(count) is int and count > 0 for count in found["contracts"].values())
     assert found["wall_s"] > 0
+    assert [step.step for step in steps] == list(range(1, STEPS + 1))
+    for epoch in (0, 1):
+        rows = [row for step in steps if step.epoch == epoch for row in step.ids]
+        assert len(rows) == len(set(rows)) == 41
+    metrics = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in metrics if "loss" in line and "what" not in line] == list(range(1, STEPS + 1))
+    assert [line["what"] for line in metrics if "what" in line] == ["validation", "validation", "last validation"]
 
 
 def test_a_gradient_that_was_always_zero_is_said(
@@ -94,17 +99,6 @@ def test_a_gradient_that_was_always_zero_is_said(
         assert (line in capsys.readouterr().err) is said
 
 
-def test_the_ledger_has_a_line_for_each_step(whole: Path) -> None:
-    steps = records(whole, "step")
-    assert [step.step for step in steps] == list(range(1, STEPS + 1))
-    for epoch in (0, 1):
-        rows = [row for step in steps if step.epoch == epoch for row in step.ids]
-        assert len(rows) == len(set(rows)) == 41
-    metrics = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in metrics if "loss" in line and "what" not in line] == list(range(1, STEPS + 1))
-    assert [line["what"] for line in metrics if "what" in line] == ["validation", "validation", "last validation"]
-
-
 def test_scores_of_rows_that_chose_the_checkpoint_are_not_called_held_out(
     runs: Runs, whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -121,7 +115,6 @@ def test_scores_of_rows_that_chose_the_checkpoint_are_not_called_held_out(
 def test_the_embedded_model_on_rows_of_ones_own_is_warned_of(
     runs: Runs, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """It has seen no language, and nobody would look for the reason there."""
     assert runs.train(tmp_path / "run", "training.max_steps=1") == 0
     assert capfd.readouterr().err.count("warning: no --model is given") == 1
     assert any(line.startswith("warning: no --model") for line in describe(load_config(None, runs.overrides())))
@@ -163,7 +156,6 @@ def test_without_an_adapter_everything_trains(runs: Runs, tmp_path: Path) -> Non
 
 
 def test_early_stopping_ends_where_it_ended(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One that was cut off just then, and is resumed, does not train on."""
     more = ("training.epochs=6", "optimizer.lr=3", "training.early_stopping_patience=1", "optimizer.clip_norm=null")
     folder = tmp_path / "run"
     assert runs.train(folder, *more) == 0

@@ -133,8 +133,6 @@ def test_a_last_checkpoint_that_somebody_removed_is_said(
     left: tuple[str, ...],
     both: bool,
 ) -> None:
-    """No violation: the run goes on, and a resume would take an older one, where there is one."""
-
     def going(path: Path) -> None:
         last = path.parents[1] / "step-00000006"
         for each in last.iterdir():

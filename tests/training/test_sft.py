@@ -61,7 +61,6 @@ def conversations(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 def whole(
     request: pytest.FixtureRequest, conversations: Runs, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[tuple[str, ...], Path]:
-    """What one worker makes of them, and how."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     assert conversations.train(folder, *request.param) == Exit.OK
     return request.param, folder
@@ -166,7 +165,6 @@ def test_what_cannot_be_told_of_packs_is_not_told(whole: tuple[tuple[str, ...], 
 
 
 def test_memory_is_planned(conversations: Runs) -> None:
-    """Packs need more memory than rows. Evaluation needs the same, as it scores 64 rows in either case."""
     given = ["plan", "--data", conversations.data, "--gpu-memory", "16", "--json", "--set=model.max_length=320"]
     rows, packs = (
         json.loads("\n".join(cli(*given, *(f"--set={each}" for each in settings)).out))["worlds"][0]
@@ -180,7 +178,6 @@ def test_memory_is_planned(conversations: Runs) -> None:
 # Deep: a search over settings. test_forecast.py shows by default that each remedy needs less memory.
 @pytest.mark.deep
 def test_a_remedy_is_one_that_a_run_takes(tmp_path: Path) -> None:
-    """No other remedy is left to these settings; packs in which all that is learned is cut off are refused."""
     path = tmp_path / "talk.jsonl"
     path.write_text(f"{json.dumps({'prompt': 'q' * 84, 'completion': 'a' * 9})}\n" * 16)
     given = ["plan", "--data", str(path), "--gpu-memory", "0.001", "--json"]
@@ -236,7 +233,6 @@ def test_the_embedded_instructions_have_defaults_of_their_own() -> None:
 
 
 def test_the_embedded_instructions_begin_to_be_learned(tmp_path: Path) -> None:
-    """As `andon train --task sft`, for ten updates."""
     flags = {"run.dir": str(tmp_path / "run"), "run.backend": "inline", "run.workers": 1}
     assert run_training(None, ["task=sft", "training.max_steps=10"], flags) == Exit.OK
     first, *_, last = (step.loss.value for step in records(tmp_path / "run", "step"))

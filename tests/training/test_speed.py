@@ -61,7 +61,6 @@ def test_a_run_that_goes_on_takes_the_shares_of_its_last_steps(tmp_path: Path) -
 
 
 def test_a_damaged_ledger_is_told_of(tmp_path: Path) -> None:
-    """Not passed over: what is measured anew would be another run."""
     path = written(tmp_path, (6, 2), (6, 2))
     path.write_bytes(path.read_bytes().replace(b'"leaves":[0', b'"leaves":[1', 1))
     with pytest.raises(InputError, match="who computed what"):

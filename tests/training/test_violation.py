@@ -37,7 +37,6 @@ def kept(folder: Path) -> None:
 def test_every_rank_process_ends_with_70(
     runs: Runs, whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """One line names clause, step and tensor, and the run goes on to the bits of a run without the fault."""
     folder = tmp_path / "run"
     ended = runs.train(folder, backend="gloo", workers=3, entry="tests.training.entries:flip_weight")
     assert ended == Exit.VIOLATION
@@ -81,7 +80,6 @@ def test_updates_that_a_violation_was_found_behind_are_taken_back(runs: Runs, wh
 def test_a_checkpoint_that_is_not_what_was_saved_ends_every_rank(
     runs: Runs, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Only rank 0 reads back what it wrote; the other ranks hear of it and end with 70 as well."""
     folder = tmp_path / "run"
     ended = runs.train(folder, backend="gloo", workers=2, entry="tests.training.entries:cut_checkpoint")
     assert ended == Exit.VIOLATION
@@ -102,7 +100,6 @@ SAID = {
 def test_ranks_that_leave_are_lost(
     runs: Runs, whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], entry: str
 ) -> None:
-    """By `sys.exit` or by `os._exit`: exit code 71 and a line with the ranks. The run is not finished, and resumes."""
     folder = tmp_path / "run"
     ended = runs.train(folder, backend="gloo", workers=2, entry=f"tests.training.entries:{entry}")
     assert ended == Exit.RANK_LOST
@@ -130,7 +127,6 @@ def test_to_leave_in_one_process_is_no_success_either(
 
 @pytest.fixture
 def judged_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every step of this process is judged late, although it is on the CPU."""
     monkeypatch.setattr(andon.step.step, "reads_late", lambda backend: True)
 
 
