@@ -340,13 +340,20 @@ def test_a_second_interrupt_says_what_is_left(
         assert said.getvalue().count(left) == 1
 
 
+PROGRAM = """
+import json, sys
+from andon.cli.app import guarded
+from andon.cli.train import run_training
+entry, overrides, flags = json.loads(sys.argv[1])
+sys.exit(guarded(lambda: run_training(None, overrides, flags, entry=f"tests.training.entries:{entry}")))
+"""
+
+
 def start(runs: Runs, entry: str, folder: Path) -> subprocess.Popen[str]:
-    flags = {"run.dir": str(folder), "run.backend": "gloo", "run.workers": 2}
-    asked = {"entry": entry, "overrides": runs.overrides(), "flags": flags}
-    command = [sys.executable, "-m", "tests.training.driver", json.dumps(asked)]
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
+    """`andon train` on two gloo ranks, as a process and a group of its own."""
+    asked = json.dumps([entry, runs.overrides(), {"run.dir": str(folder), "run.backend": "gloo", "run.workers": 2}])
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return subprocess.Popen([sys.executable, "-c", PROGRAM, asked], text=True, start_new_session=True, **pipes)
 
 
 # Deep for the group: of `kill_launcher` no rank lives on either.
