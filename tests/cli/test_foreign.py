@@ -333,15 +333,11 @@ def test_a_run_folder_runs_no_code(runs: Runs, model_run: Path, tmp_path: Path) 
     assert not ran.exists()
 
 
-def _deep(path: Path) -> None:
-    path.write_text('{"a":' * 100_000)
-
-
 ATTACKS: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "labels are a pipe": ("labels.json", _pipe, "is no regular file"),
     "weights are a pipe": ("model.safetensors", _pipe, "is no regular file"),
     "weights are elsewhere": ("model.safetensors", _elsewhere, "is a link that leads out of the folder"),
-    "settings without end": ("config.json", _deep, "recursion"),
+    "settings without end": ("config.json", lambda path: path.write_text('{"a":' * 100_000), "recursion"),
     "a kernel of the hub": (
         "config.json",
         lambda path: change(path, _attn_implementation="someone/kernel"),

@@ -5,7 +5,6 @@ Its DevTools protocol is JSON, each message ended by a zero byte; Chromium reads
 
 from __future__ import annotations
 
-import base64
 import fcntl
 import json
 import os
@@ -117,9 +116,6 @@ class Browser:
 
     def wide(self, pixels: int, high: int = 800) -> None:
         self._call("Emulation.setDeviceMetricsOverride", width=pixels, height=high, deviceScaleFactor=1, mobile=False)
-
-    def picture(self) -> bytes:
-        return base64.b64decode(self._call("Page.captureScreenshot", format="png")["data"])
 
     def value(self, expression: str) -> Any:
         """The value of an expression of JavaScript in the page, as plain values; waits where it is a promise."""

@@ -218,13 +218,9 @@ def test_a_run_goes_on_without_its_lines(
     assert outcome(tmp_path / "run") == outcome(whole)
 
 
-def _append(path: Path) -> None:
-    with path.open("a") as file:
-        file.write('{"text": "one more", "label": "red"}\n')
-
-
+MORE = '{"text": "one more", "label": "red"}\n'
 CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a row more": (_append, "has 46 rows now, and 45 were read"),
+    "a row more": (lambda path: path.write_text(path.read_text() + MORE), "has 46 rows now, and 45 were read"),
     "other rows": (lambda path: path.write_text(path.read_text().replace("thing", "being")), "has 45 rows now"),
     "no rows": (lambda path: path.unlink(), "can no longer be read"),
     "only touched": (lambda path: path.touch(), ""),
