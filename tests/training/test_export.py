@@ -273,6 +273,7 @@ def test_names_of_others_are_but_names_in_a_card() -> None:
     text = card(config, Provenance(Path("p"), digests, {}), result, Form.WHOLE, "# <b>\nlicense: x")
     data: dict[str, Any] = ModelCard(text).data.to_dict()
     assert "license" not in data
+    assert data["library_name"] == "transformers"
     lines = text.splitlines()
     assert not any(mark in text for mark in "\x1b\x07")
     assert not any(line.startswith("license") for line in lines)
@@ -370,7 +371,7 @@ def test_the_card_has_the_scores_and_a_command_that_repeats_the_run(of_kind: tup
     text, found = (tmp_path / "out" / "README.md").read_text(), summary(folder / "embedded")["eval"]
     data = ModelCard(text).data
     tag = "token-classification" if kind.task == "token-classification" else "text-classification"
-    assert (data.to_dict()["pipeline_tag"], data.to_dict()["library_name"]) == (tag, "transformers")
+    assert (data.to_dict()["pipeline_tag"], data.to_dict()["library_name"]) == (tag, "peft")
     told = {each.metric_name: each.metric_value for each in data.eval_results or ()}
     if kind.task == "classification":
         types = {each.metric_name: each.metric_type for each in data.eval_results or ()}
