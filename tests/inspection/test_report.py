@@ -29,7 +29,6 @@ from andon_contracts.fields import Real
 from andon_contracts.record import Broken, End, Evaluation, Plan, Record, Resume, Step
 from tests.cli.command import cli, tree
 from tests.inspection.ledgers import FINGERPRINT, digest, resumed_run, retracted_run, start, step, whole_run, write
-from tests.support.folders import stopped
 from tests.support.pages import Shown, Tables
 from tests.training.runs import Runs, records, summary
 
@@ -212,7 +211,7 @@ def test_a_run_that_ended_in_a_violation_shows_it_first(tmp_path: Path) -> None:
 
 
 def test_a_preempted_run_can_be_gone_on_with(runs: Runs, tmp_path: Path) -> None:
-    folder = stopped(runs.overrides(), tmp_path / "run", 7)
+    folder = runs.stopped(tmp_path / "run", 7)
     assert page_of(folder).named("At a glance").by_name()["how it ended"] == ["preempted"]
     assert summary(folder)["reason"] == "preempted"
     kept = RunFolder(folder).summary.read_bytes()

@@ -11,19 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from andon.config.load import load_config
 from andon.console.exits import Exit
-from andon.run.folder import RunFolder
-from andon.training.run import train
 from tests.training.runs import Runs, write_jsonl
-
-
-def stopped(overrides: list[str], folder: Path, step: int) -> Path:
-    """Train on one worker of this process until the end of `step`, with a checkpoint there; returns `folder`."""
-    asked = iter([False] * (step - 1) + [True])
-    config = load_config(None, overrides, {"run.dir": str(folder), "run.backend": "inline"})
-    assert train(config, RunFolder(folder), lambda: next(asked)) == Exit.PREEMPTED
-    return folder
 
 
 @dataclass(frozen=True)
@@ -36,7 +25,7 @@ class Interrupted:
         """A run that ended after `step`, at `folder`; `more`: settings beside those of `runs`."""
         if (step, more) not in self.made:
             target = self.place / str(len(self.made))
-            self.made[step, more] = stopped(self.runs.overrides(*more), target, step)
+            self.made[step, more] = self.runs.stopped(target, step, *more)
         return Path(shutil.copytree(self.made[step, more], folder))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -82,10 +83,20 @@ class Runs:
         flags = {"run.dir": str(folder), "run.backend": backend, "run.workers": workers, "run.resume": resume}
         return run_training(None, self.overrides(*more), flags, **entry)
 
-    def inline(self, folder: Path, *more: str, stop: Callable[[], bool] = lambda: False) -> Exit:
-        """Train in this process; each update asks `stop` whether it is the last."""
+    def inline(
+        self, folder: Path, *more: str, stop: Callable[[], bool] = lambda: False, until: int | None = None
+    ) -> Exit:
+        """Train in this process; each update asks `stop` whether it is the last. until: the number of the last one."""
+        asked = itertools.count(1)
+        if until is not None:
+            return self.inline(folder, *more, stop=lambda: next(asked) == until)
         config = load_config(None, self.overrides(*more), {"run.dir": str(folder), "run.backend": "inline"})
         return train(config, RunFolder(folder), stop)
+
+    def stopped(self, folder: Path, step: int, *more: str) -> Path:
+        """Train until the end of `step`, with a checkpoint there; returns `folder`."""
+        assert self.inline(folder, *more, until=step) == Exit.PREEMPTED
+        return folder
 
 
 def sections() -> dict[str, Any]:

@@ -35,7 +35,6 @@ from andon.training.rows import read_rows
 from andon_falsify.claims.ledgers import read_run, verify
 from andon_falsify.verdict import Outcome
 from tests.model.tiny import CPU, TINY, spec, task
-from tests.support.folders import stopped
 from tests.training.kinds import COUNT, IDS, KINDS, Kind
 from tests.training.runs import SMALL, Runs, outcome, records, row, summary
 
@@ -65,7 +64,7 @@ def whole(request: pytest.FixtureRequest, of_kind: Callable[[str], Made]) -> Mad
 
 def test_a_resumed_run_ends_with_the_same_bits(whole: Made, tmp_path: Path) -> None:
     kind, runs, alone = whole
-    folder = stopped(runs.overrides(f"task={kind.task}"), tmp_path / "run", 5)
+    folder = runs.stopped(tmp_path / "run", 5, f"task={kind.task}")
     assert runs.train(folder, backend="threads", workers=3, resume="auto") == 0
     assert outcome(folder) == outcome(alone)
     told = {verdict.outcome for verdict in verify([read_run(alone), read_run(folder)])}

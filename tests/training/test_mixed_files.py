@@ -18,7 +18,6 @@ from andon.console.problems import InputError
 from andon.training.preview import describe
 from andon_falsify.claims.ledgers import read_run, verify
 from andon_falsify.verdict import Outcome
-from tests.support.folders import stopped
 from tests.training.runs import SMALL, Runs, outcome, records, row, sections, summary
 
 SIZES, WEIGHTS = (20, 12), (0.5, 2.25)
@@ -43,7 +42,7 @@ def mixture(folder: Path, task: str, weights: tuple[float, ...] = WEIGHTS) -> Ru
 @pytest.mark.parametrize("task", ["classification", "sft-packed"])
 def test_a_resumed_run_ends_with_the_same_bits(task: str, tmp_path: Path) -> None:
     runs = mixture(tmp_path, task)
-    alone, again = tmp_path / "alone", stopped(runs.overrides(), tmp_path / "again", 3)
+    alone, again = tmp_path / "alone", runs.stopped(tmp_path / "again", 3)
     assert runs.train(alone) == Exit.OK
     assert runs.train(again, workers=3, backend="threads", resume="auto") == Exit.OK
     assert outcome(alone) == outcome(again)
@@ -73,7 +72,7 @@ def test_an_epoch_of_the_ledger_has_each_row_as_often_as_its_file_says(tmp_path:
 
 def test_other_weights_and_other_rows_are_another_run(tmp_path: Path) -> None:
     runs = mixture(tmp_path, "classification")
-    folder = stopped(runs.overrides(), tmp_path / "run", 2)
+    folder = runs.stopped(tmp_path / "run", 2)
     for weights in ((0.5, 2.5), (1.0, 1.0)):
         with pytest.raises(InputError, match=rf"data.weights: was \[0.5, 2.25\] when the run began, is \[{weights[0]}"):
             mixture(tmp_path, "classification", weights).train(folder, resume="auto")

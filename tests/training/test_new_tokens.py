@@ -18,7 +18,6 @@ from andon.console.exits import Exit
 from andon.console.problems import InputError
 from andon.run.folder import RunFolder
 from andon.training.material import prepare
-from tests.support.folders import stopped
 from tests.support.stock import Stock
 from tests.training.runs import Runs, outcome, summary
 from tests.training.test_export import PROMPTS, answers_of_run, answers_of_stock, conversations, exported
@@ -55,7 +54,7 @@ def learned(called: Runs, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
 
 
 def test_a_resumed_run_ends_with_the_same_bits(called: Runs, whole: Path, tmp_path: Path) -> None:
-    folder = stopped(called.overrides(TOKENS), tmp_path / "run", 5)
+    folder = called.stopped(tmp_path / "run", 5, TOKENS)
     with pytest.raises(InputError, match=r"model.new_tokens"):
         called.train(folder, "model.new_tokens=[<tool>]", resume="auto")
     assert called.train(folder, TOKENS, backend="gloo", workers=2, resume="auto") == Exit.OK

@@ -40,7 +40,7 @@ from andon_contracts.violation import Violation
 from andon_falsify.checkers.resume_equal import disowned
 from andon_falsify.history import read_history as ledger_of
 from tests.inspection.ledgers import write
-from tests.support.folders import Interrupted, stopped
+from tests.support.folders import Interrupted
 from tests.training.runs import STEPS, Runs, checkpoints, outcome, records, summary
 
 PATIENCE_S = 240
@@ -187,7 +187,7 @@ def test_the_resolved_configuration_goes_on_from_anywhere(
     (tmp_path / runs.data.name).write_bytes(runs.data.read_bytes())
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
-    stopped(runs.overrides(f"data.train={runs.data.name}"), Path("run"), 2)
+    runs.stopped(Path("run"), 2, f"data.train={runs.data.name}")
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert run_training(Path("../run/config.yaml"), (), {"run.resume": "auto"}) == 0
     assert outcome(tmp_path / "run") == outcome(whole)

@@ -73,20 +73,17 @@ def test_all_ranks_decide_alike(runs: Runs, whole: Path, tmp_path: Path) -> None
 def test_the_best_that_is_on_disk_stays(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, more = tmp_path / "run", (GO_ON, ONE, "training.epochs=3", "optimizer.lr=0.03")
     monkeypatch.setattr(checkpoint, "write_new", refusing(12))
-    asked = iter([False] * 12 + [True])
-    assert runs.inline(folder, *more, stop=lambda: next(asked)) == Exit.PREEMPTED
+    assert runs.inline(folder, *more, until=13) == Exit.PREEMPTED
     assert summary(folder)["best_step"] == 12
     assert checkpoints(folder) == ["step-00000006", "step-00000013"]
-    asked = iter([False] * 2 + [True])
-    assert runs.inline(folder, *more, "run.resume=auto", stop=lambda: next(asked)) == Exit.PREEMPTED
+    assert runs.inline(folder, *more, "run.resume=auto", until=3) == Exit.PREEMPTED
     assert checkpoints(folder) == ["step-00000006", "step-00000016"]
 
 
 def test_the_last_one_of_a_run_is_not_done_without(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "write_new", refusing(5))
-    asked = iter([False] * 4 + [True])
     with pytest.raises(InputError, match="step-00000005: cannot be written"):
-        runs.inline(tmp_path / "run", GO_ON, stop=lambda: next(asked))
+        runs.inline(tmp_path / "run", GO_ON, until=5)
 
 
 def test_nobody_goes_on_with_a_damaged_checkpoint(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

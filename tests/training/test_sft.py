@@ -29,7 +29,6 @@ from andon_falsify.claims.ledgers import read_run, verify
 from andon_falsify.verdict import Outcome
 from tests.cli.command import cli
 from tests.data.test_tokens import worded
-from tests.support.folders import stopped
 from tests.training.runs import Runs, outcome, records, summary
 
 pytestmark = pytest.mark.xdist_group("test_sft")
@@ -76,7 +75,7 @@ def test_a_resumed_run_ends_with_the_same_bits(
     conversations: Runs, whole: tuple[tuple[str, ...], Path], tmp_path: Path
 ) -> None:
     settings, alone = whole
-    folder = stopped(conversations.overrides(*settings), tmp_path / "run", 5)
+    folder = conversations.stopped(tmp_path / "run", 5, *settings)
     assert conversations.train(folder, *settings, backend="threads", workers=3, resume="auto") == Exit.OK
     assert outcome(folder) == outcome(alone)
     assert [step.digests for step in records(folder, "step")] == [step.digests for step in records(alone, "step")]

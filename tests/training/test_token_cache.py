@@ -27,7 +27,6 @@ from andon.run.provenance import source_digest
 from andon.training import surveys
 from andon.training.surveys import Surveys
 from andon.training.token_cache import _CODE, _LIBRARIES, Encode, in_memory, kept_tokens, key_of_tokens
-from tests.support.folders import stopped
 from tests.support.ranks import run_ranks
 from tests.training.runs import Runs, outcome, row
 
@@ -162,7 +161,7 @@ def test_a_resume_makes_nothing_again_and_ends_with_the_same_bits(
     alone = tmp_path / "alone"
     assert talks.train(alone) == Exit.OK
     assert not RunFolder(alone).tokens.exists()
-    folder = stopped(talks.overrides(), tmp_path / "run", 3)
+    folder = talks.stopped(tmp_path / "run", 3)
     kept = [path for path in RunFolder(folder).tokens.iterdir() if path.is_dir()]
     assert sorted((path / "tokens").exists() for path in kept) == [False, True]  # a survey, and tokens
     monkeypatch.setattr("andon.training.surveys.survey", never)
