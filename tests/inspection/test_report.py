@@ -118,30 +118,30 @@ def test_settings_of_the_embedded_model_are_told_of_it_alone(tmp_path: Path, mon
     files = f"data:\n  train: [{tmp_path}/a.csv, /elsewhere/b.csv]\n"
     told = []
     for name, model in (("embedded", ""), ("based", f"model:\n  base: {tmp_path}/models/m\n")):
-        (tmp_path / name).mkdir()
-        write(tmp_path / name / "ledger.jsonl", whole_run())
-        (tmp_path / name / "config.yaml").write_text(f"{files}{model}")
-        told.append(page_of(tmp_path / name).named("Settings").by_name())
+        told.append(page_of(configured(tmp_path / name, f"{files}{model}")).named("Settings").by_name())
     assert {name for name in told[0] if name not in told[1]} == UNUSED_WITH_BASE
     assert told[1]["model.base"][0] == "models/m"
     assert [each["path"] for each in json.loads(told[1]["data.train"][0])] == ["a.csv", "/elsewhere/b.csv"]
     assert {f"model.{name}" for name in Model.model_fields} > UNUSED_WITH_BASE
 
 
+def configured(folder: Path, text: str) -> Path:
+    """A run folder with this configuration."""
+    folder.mkdir()
+    write(folder / "ledger.jsonl", whole_run())
+    (folder / "config.yaml").write_text(text)
+    return folder
+
+
 def test_packs_are_not_called_rows(tmp_path: Path) -> None:
     for name, unit in (("true", "packs"), ("false", "rows")):
-        (tmp_path / name).mkdir()
-        write(tmp_path / name / "ledger.jsonl", whole_run())
-        (tmp_path / name / "config.yaml").write_text(f"training:\n  packing: {name}\n")
-        facts = page_of(tmp_path / name).named("At a glance").by_name()
+        page = page_of(configured(tmp_path / name, f"training:\n  packing: {name}\n"))
+        facts = page.named("At a glance").by_name()
         assert [row for row in facts if row.endswith(("an epoch", "a step"))] == [f"{unit} an epoch", f"{unit} a step"]
 
 
 def test_the_page_of_two_runs_is_not_written_over_that_of_one(tmp_path: Path) -> None:
-    one, other = tmp_path / "one", tmp_path / "other"
-    for folder in (one, other):
-        folder.mkdir()
-        write(folder / "ledger.jsonl", whole_run())
+    one, other = (configured(tmp_path / name, "") for name in ("one", "other"))
     assert cli("report", one).out == [f"wrote {one / 'report.html'}"]
     alone = (one / "report.html").read_text()
     assert cli("report", one, other).out == [f"wrote {one / 'report-other.html'}"]

@@ -51,10 +51,6 @@ def kill_launcher(payload: Payload) -> int:
     return _with_fault(payload, 0, lambda context: os.kill(context.agent_pid, signal.SIGKILL))
 
 
-def kill_group(payload: Payload) -> int:
-    return _with_fault(payload, 0, lambda context: os.killpg(os.getpgid(context.agent_pid), signal.SIGKILL))
-
-
 def ask_to_end(payload: Payload) -> int:
     """The launcher is asked to end; this rank goes on once it has heard of it."""
 

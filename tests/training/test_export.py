@@ -499,12 +499,8 @@ def test_stock_transformers_answers_as_the_run_does(
         assert answers_of_stock(stock, run / "adapter") == own
 
 
-# Deep on a base of one's own: `test_the_cards_command_gives_the_same_weights` has one by default.
-@pytest.mark.parametrize("form", ["messages", pytest.param("chat", marks=pytest.mark.deep)])
-def test_the_card_of_one_that_answers_tells_its_record(
-    answering: Callable[[str], Path], tmp_path: Path, form: str
-) -> None:
-    run = answering(form)
+def test_the_card_of_one_that_answers_tells_its_record(answering: Callable[[str], Path], tmp_path: Path) -> None:
+    run = answering("messages")
     text, found = (run / "adapter" / "README.md").read_text(), summary(run)["eval"]
     data = ModelCard(text).data
     assert data.to_dict()["pipeline_tag"] == "text-generation"
@@ -514,10 +510,10 @@ def test_the_card_of_one_that_answers_tells_its_record(
     assert f"| exact match | {found['exact_match']:.4f} | {found['exact_match'] * rows:.0f} of {rows} rows |" in text
     right = found["token_accuracy"] * tokens
     assert f"| {found['token_accuracy']:.4f} | {right:.0f} of {tokens} trained tokens |" in text
+    assert found["sources"]
     for name, one in found["sources"].items():
         assert f"| `{name}` | {one['rows']} | {one['tokens']} | {one['loss']:.4f} |" in text
-    assert bool(found["sources"]) == (form == "messages")
-    repeated(run, text, tmp_path, run.parent / "talk.jsonl", *([run.parent / "base"] if form == "chat" else []))
+    repeated(run, text, tmp_path, run.parent / "talk.jsonl")
 
 
 def test_a_wrong_merge_of_one_that_answers_does_not_go_out(

@@ -356,10 +356,8 @@ def start(runs: Runs, entry: str, folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", PROGRAM, asked], text=True, start_new_session=True, **pipes)
 
 
-# Deep for the group: of `kill_launcher` no rank lives on either.
-@pytest.mark.parametrize("entry", ["kill_launcher", pytest.param("kill_group", marks=pytest.mark.deep)])
-def test_a_killed_launcher_leaves_a_run_that_goes_on(runs: Runs, whole: Path, tmp_path: Path, entry: str) -> None:
-    launcher = start(runs, entry, tmp_path / "run")
+def test_a_killed_launcher_leaves_a_run_that_goes_on(runs: Runs, whole: Path, tmp_path: Path) -> None:
+    launcher = start(runs, "kill_launcher", tmp_path / "run")
     said, _ = launcher.communicate(timeout=PATIENCE_S)  # its end of file: every rank has ended, too
     assert launcher.returncode == -signal.SIGKILL, said
     assert runs.train(tmp_path / "run", workers=3, resume="auto") == 0
