@@ -9,7 +9,7 @@ import pytest
 from falsify.nemesis.attacked import WORKERS, bits_of, train, watch
 from falsify.nemesis.left_behind import Undisturbed
 
-# By default tests/contracts/test_store_link.py, tests/launch/test_heartbeat_alone.py and tests/launch/test_joining.py show
+# By default tests/contracts/test_store.py, tests/launch/test_heartbeat_alone.py and tests/launch/test_joining.py show
 # that values which no rank has signed are dropped and counted.
 pytestmark = pytest.mark.deep
 
