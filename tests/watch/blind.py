@@ -1,20 +1,1096 @@
-"""The kinds of loops that were written without sight of the watch, and what they train with and without one."""
+"""Right loops of many forms, written without sight of the code that judges them, and what they train.
+
+Each trains `steps` updates on any number of ranks and gives back what it trained. In one process it trains the same
+over the global batch; where its docstring does not say otherwise, to the rounding of sums in another order.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import partial
+import contextlib
+import copy
+import functools
+import math
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.utils import prune
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
+from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 import andon
-from tests.watch import blind_kinds, blind_peers, blind_practice
-from tests.watch.blind_models import Unwatched
+from tests.watch.blind_models import (
+    BATCH,
+    HALVES,
+    Block,
+    Convolutions,
+    Language,
+    Opens,
+    Standardised,
+    Unwatched,
+    batches,
+    dealt,
+    drawn,
+    gradients,
+    halves,
+    local_batch,
+    mean_over_ranks,
+    mine,
+    next_words,
+    perceptron,
+    pictures,
+    summed,
+    table,
+    texts,
+)
 from tests.watch.clean import Kind, Seen, ignore, seen_by
 
-LOOPS = {**blind_kinds.KINDS, **blind_practice.KINDS, **blind_peers.KINDS}
+Loss = Callable[[int], Tensor]
+Hook = Callable[[int], object]
+LOOPS: dict[str, Callable[[int, Opens], nn.Module]] = {}
+
+
+def blind(seed: int) -> Callable[[Callable[..., nn.Module]], Callable[..., nn.Module]]:
+    """Enter the loop, which begins with this seed."""
+
+    def entered(loop: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+        @functools.wraps(loop)
+        def seeded(steps: int, watch: Opens) -> nn.Module:
+            torch.manual_seed(seed)
+            return loop(steps, watch)
+
+        LOOPS[loop.__name__] = seeded
+        return seeded
+
+    return entered
+
+
+def trained(
+    steps: int,
+    watch: Opens,
+    model: nn.Module,
+    optimizer: Any,
+    loss: Loss,
+    *,
+    before: Hook = lambda _: None,
+    reduce: Hook = lambda _: None,
+    behind: Hook = lambda _: None,
+) -> nn.Module:
+    """The usual loop: `before` and `behind` stand around each update, `reduce` behind its backward pass."""
+    optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
+    w = watch(model, optimizer)
+    for step in range(steps):
+        before(step)
+        for each in optimizers:
+            each.zero_grad()
+        loss(step).backward()
+        reduce(step)
+        for each in optimizers:
+            each.step()
+        behind(step)
+    w.close()
+    return model
+
+
+def of_rows(model: nn.Module, x: Tensor, y: Tensor) -> Loss:
+    """The mean over this rank's rows of each global batch."""
+
+    def loss(step: int) -> Tensor:
+        rows = mine(drawn(step, len(x)))
+        return F.cross_entropy(model(x[rows]), y[rows])
+
+    return loss
+
+
+def of_halves(model: nn.Module, x: Tensor, y: Tensor, **options: Any) -> Loss:
+    """The mean over this process's halves of each global batch, each with a forward pass of its own."""
+
+    def loss(step: int) -> Tensor:
+        rows = [drawn(step, len(x))[half::HALVES] for half in halves()]
+        return torch.stack([F.cross_entropy(model(x[r]), y[r], **options) for r in rows]).mean()
+
+    return loss
+
+
+def of_words(model: nn.Module, x: Tensor) -> Loss:
+    """What the mean over ranks makes the mean over all words of a global batch."""
+
+    def loss(step: int) -> Tensor:
+        rows = drawn(step, len(x))
+        words = x[mine(rows)]
+        return next_words(model(words), words) * dist.get_world_size() / (x[rows, 1:] > 0).sum()
+
+    return loss
+
+
+def of_loader(model: nn.Module, loader: DataLoader[Any]) -> Loss:
+    feed = batches(loader)
+
+    def loss(_: int) -> Tensor:
+        x, y = next(feed)
+        return F.cross_entropy(model(x), y)
+
+    return loss
+
+
+def by_hand(model: nn.Module) -> Hook:
+    return lambda _: mean_over_ranks(gradients(model))
+
+
+def on_each_half(model: nn.Module) -> list[nn.Module]:
+    """A model for each half, where ranks train apart."""
+    return [model, *(copy.deepcopy(model) for _ in halves()[1:])]
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    model.eval()
+    with torch.no_grad():
+        yield
+    model.train()
+
+
+# models of many forms
+
+
+@blind(11)
+def pictures_grow(steps: int, watch: Opens) -> nn.Module:
+    """Convolutions with batch norm under DDP; pictures are small at first (progressive resizing); one-cycle rate."""
+    model = DDP(Convolutions(nn.BatchNorm2d))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, nesterov=True, weight_decay=1e-4)
+    scheduler = OneCycleLR(optimizer, max_lr=0.1, total_steps=steps + 1)
+    x, y = pictures()
+
+    def loss(step: int) -> Tensor:
+        size = 8 if step < steps // 2 else 12
+        small = F.interpolate(x, size=(size, size), mode="bilinear")
+        return of_halves(model, small, y, label_smoothing=0.1)(step)
+
+    return trained(steps, watch, model, optimizer, loss, behind=lambda _: scheduler.step())
+
+
+class Tagger(nn.Module):
+    """A bidirectional LSTM over the words that are there, with a label for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(30, 8, padding_idx=0)
+        self.lstm = nn.LSTM(8, 6, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(12, 3)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(self.words(x), lengths, batch_first=True, enforce_sorted=False)
+        hidden, _ = nn.utils.rnn.pad_packed_sequence(self.lstm(packed)[0], batch_first=True)
+        return self.head(hidden)
+
+
+@blind(12)
+def tagger_of_mixed_lengths(steps: int, watch: Opens) -> nn.Module:
+    """LSTM on packed rows, loss summed, gradients summed in one message and divided by all ranks' words, clipped."""
+    model = Tagger()
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    x, lengths = texts()
+
+    def loss(step: int) -> Tensor:
+        rows = mine(drawn(step, 40))
+        words = x[rows, : int(lengths[rows].max())]
+        labels = (words % 3).masked_fill(words == 0, -100).flatten()
+        return F.cross_entropy(model(words, lengths[rows]).flatten(0, 1), labels, reduction="sum")
+
+    def reduce(step: int) -> None:
+        words = (x[mine(drawn(step, 40))] > 0).sum().float()
+        sums = torch.cat([g.flatten() for g in gradients(model)] + [words[None]])
+        dist.all_reduce(sums)
+        nn.utils.vector_to_parameters(sums[:-1] / sums[-1], gradients(model))
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+
+    return trained(steps, watch, model, optimizer, loss, reduce=reduce)
+
+
+@blind(13)
+def decoder_with_ragged_windows(steps: int, watch: Opens) -> nn.Module:
+    """Tied weights, decay on matrices only, cosine rate, windows of two batches read ahead; the last one has one.
+
+    The loss is divided by the words of the window on all ranks. The watch is told the rows and the clip's limit.
+    """
+    model = DDP(Language())
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() < 2]
+    optimizer = torch.optim.AdamW([{"params": matrices}, {"params": others, "weight_decay": 0.0}], lr=2e-3)
+    scheduler = LambdaLR(optimizer, lambda step: 0.5 * (1 + math.cos(math.pi * step / (steps + 1))))
+    loader: Any = dealt(torch.arange(40), texts()[0], seed=3)
+    w = watch(model, optimizer, rows=40, clip=1.0)
+    done = epoch = 0
+    while done < steps:
+        loader.sampler.set_epoch(epoch)
+        epoch += 1
+        reading = iter(loader)
+        while done < steps and (window := list(islice(reading, 2))):
+            (words,) = summed(sum(int((x[:, 1:] > 0).sum()) for _, x in window))
+            for index, (ids, x) in enumerate(window):
+                w.batch(ids)
+                with contextlib.nullcontext() if index == len(window) - 1 else model.no_sync():
+                    (next_words(model(x), x) * dist.get_world_size() / words).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            done += 1
+    w.close()
+    return model
+
+
+class Bag(nn.Module):
+    """The mean of a row's embeddings, whose gradient is sparse, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(30, 8, sparse=True, mode="mean", padding_idx=0)
+        self.head = perceptron(8, 12, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.bag(x))
+
+
+@blind(14)
+def bag_with_sparse_adam(steps: int, watch: Opens) -> nn.Module:
+    """Sparse gradients reduced by DDP; SparseAdam for the embedding, AdamW for the rest."""
+    model = DDP(Bag())
+    sparse = torch.optim.SparseAdam([model.module.bag.weight], lr=5e-3)
+    dense = torch.optim.AdamW(model.module.head.parameters(), lr=5e-3)
+    x, lengths = texts()
+    return trained(steps, watch, model, [sparse, dense], of_rows(model, x, lengths % 4))
+
+
+class LowRank(nn.Linear):
+    """A frozen linear layer and two trained factors beside it, which may be merged into it for a while."""
+
+    def __init__(self, before: int, after: int, bias: bool) -> None:
+        super().__init__(before, after, bias=bias)
+        self.weight.requires_grad_(False)
+        self.a = nn.Parameter(torch.randn(2, before) / before**0.5)
+        self.b = nn.Parameter(torch.zeros(after, 2))
+        self.kept: Tensor | None = None
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        self.kept = self.weight.clone()
+        self.weight += 2.0 * self.b @ self.a
+
+    @torch.no_grad()
+    def unmerge(self) -> None:
+        assert self.kept is not None
+        self.weight.copy_(self.kept)
+        self.kept = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        plain = F.linear(x, self.weight)
+        return plain if self.kept is not None else plain + 2.0 * (x @ self.a.T @ self.b.T)
+
+
+@blind(15)
+def factors_merged_to_evaluate(steps: int, watch: Opens) -> nn.Module:
+    """LoRA by hand under DDP; every fifth update the factors are merged, all rows are scored, and they are unmerged."""
+    inner = Language(linear=LowRank).requires_grad_(False)
+    layers = [module for module in inner.modules() if isinstance(module, LowRank)]
+    for layer in layers:
+        layer.a.requires_grad_()
+        layer.b.requires_grad_()
+    model = DDP(inner)
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=5e-3)
+    x, _ = texts()
+
+    def behind(step: int) -> None:
+        if step % 5 == 4:
+            with evaluating(model):
+                for layer in layers:
+                    layer.merge()
+                held_out = x[mine(torch.arange(40))]
+                summed(float(next_words(inner(held_out), held_out)))
+                for layer in layers:
+                    layer.unmerge()
+
+    return trained(steps, watch, model, optimizer, of_words(model, x), behind=behind)
+
+
+class Experts(nn.Module):
+    """Six experts, of which each row asks one, and a residual path."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.router, self.head = nn.Linear(10, 16), nn.Linear(16, 6), nn.Linear(16, 4)
+        self.experts = nn.ModuleList(perceptron(16, 8, 16) for _ in range(6))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.first(x).relu()
+        asked = self.router(x)
+        weight, chosen = asked.softmax(1).max(1)
+        out = x.clone()
+        for index, expert in enumerate(self.experts):
+            where = (chosen == index).nonzero().squeeze(1)
+            if len(where):
+                out = out.index_add(0, where, expert(x[where]) * weight[where, None])
+        return self.head(out), asked
+
+
+@blind(16)
+def experts_left_unused(steps: int, watch: Opens) -> nn.Module:
+    """Mixture of experts, one expert for each row, so that some have none; the router's logits are kept small."""
+    model = DDP(Experts(), find_unused_parameters=True)
+    feed = batches(dealt(*table(64)))
+
+    def loss(_: int) -> Tensor:
+        x, y = next(feed)
+        logits, asked = model(x)
+        return F.cross_entropy(logits, y) + 1e-2 * asked.logsumexp(1).square().mean()
+
+    return trained(steps, watch, model, torch.optim.AdamW(model.parameters(), lr=3e-3), loss)
+
+
+@blind(17)
+def wasserstein_pair(steps: int, watch: Opens) -> nn.Module:
+    """Generator and critic, each in a DDP with an optimizer and a watch; the critic's weights are clamped.
+
+    The critic has two updates for one of the generator, in which it is frozen and called without its wrapper.
+    """
+    generator, critic = DDP(perceptron(4, 16, 10)), DDP(perceptron(10, 16, 1))
+    of_generator = torch.optim.RMSprop(generator.parameters(), lr=1e-3)
+    of_critic = torch.optim.RMSprop(critic.parameters(), lr=1e-3)
+    x, _ = table(64)
+    noise = torch.Generator().manual_seed(1)
+    watches = [watch(generator, of_generator), watch(critic, of_critic)]
+    for step in range(steps):
+        for turn in range(2):
+            with torch.no_grad():
+                made = generator(mine(torch.randn(BATCH, 4, generator=noise)))
+            loss = critic(torch.cat([made, x[mine(drawn(2 * step + turn, 64))]]))
+            of_critic.zero_grad()
+            (loss[: len(made)].mean() - loss[len(made) :].mean()).backward()
+            of_critic.step()
+            with torch.no_grad():
+                for p in critic.parameters():
+                    p.clamp_(-0.2, 0.2)
+        critic.requires_grad_(False)
+        of_generator.zero_grad()
+        (-critic.module(generator(mine(torch.randn(BATCH, 4, generator=noise)))).mean()).backward()
+        of_generator.step()
+        critic.requires_grad_(True)
+    for w in watches:
+        w.close()
+    return nn.ModuleList([generator, critic])
+
+
+class Gathered(torch.autograd.Function):
+    """All ranks' rows; backward gives each rank the sum of what all ranks' losses ask of its rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, x.contiguous())
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        gradient = gradient.contiguous()
+        dist.all_reduce(gradient)
+        return gradient.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+class Pairs(nn.Module):
+    """Two encoders and a learned temperature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pictures, self.texts = Convolutions(lambda width: nn.GroupNorm(2, width)), Bag()
+        self.texts.bag.sparse = False
+        self.logit_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
+
+    def forward(self, x: Tensor, words: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return F.normalize(self.pictures(x)), F.normalize(self.texts(words)), self.logit_scale.exp()
+
+
+@blind(18)
+def pairs_gathered(steps: int, watch: Opens) -> nn.Module:
+    """Contrastive pairs over the features of all ranks, gathered with their gradients; the temperature is clamped."""
+    model = DDP(Pairs())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.98))
+    x, _ = pictures()
+    words, _ = texts(32)
+
+    def loss(step: int) -> Tensor:
+        rows = mine(drawn(step, 32))
+        one, other, scale = model(x[rows], words[rows])
+        products = scale * Gathered.apply(one) @ Gathered.apply(other).T
+        target = torch.arange(len(products))
+        return (F.cross_entropy(products, target) + F.cross_entropy(products.T, target)) / 2
+
+    @torch.no_grad()
+    def behind(_: int) -> None:
+        model.module.logit_scale.clamp_(0, math.log(20))
+
+    return trained(steps, watch, model, optimizer, loss, behind=behind)
+
+
+@blind(19)
+def born_again(steps: int, watch: Opens) -> nn.Module:
+    """A frozen teacher in evaluation mode; every tenth update the student takes its place."""
+    model = DDP(perceptron(10, 24, 24, 4))
+    teacher = copy.deepcopy(model.module).eval().requires_grad_(False)
+    feed = batches(dealt(*table(64), seed=2))
+
+    def loss(_: int) -> Tensor:
+        x, y = next(feed)
+        logits = model(x)
+        with torch.no_grad():
+            soft = (teacher(x) / 2).softmax(1)
+        return F.cross_entropy(logits, y) + 4 * F.kl_div((logits / 2).log_softmax(1), soft, reduction="batchmean")
+
+    def behind(step: int) -> None:
+        if step % 10 == 9:
+            teacher.load_state_dict(model.module.state_dict())
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    return trained(steps, watch, model, optimizer, loss, behind=behind)
+
+
+# averages, plateaus, searches, climbs, clipping and freezing
+
+
+@blind(20)
+def average_on_rank_0(steps: int, watch: Opens) -> nn.Module:
+    """Rank 0 keeps an exponential average and scores it every fifth update; the others are told the score."""
+    model = DDP(Convolutions(lambda width: nn.GroupNorm(4, width)))
+    x, y = pictures()
+    average = None
+    if dist.get_rank() == 0:
+        average = AveragedModel(model.module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+
+    def behind(step: int) -> None:
+        if average is not None:
+            average.update_parameters(model.module)
+        if step % 5 == 4:
+            score = torch.zeros(())
+            if average is not None:
+                with evaluating(average):
+                    score = (average(x).argmax(1) == y).float().mean()
+            dist.broadcast(score, src=0)
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    return trained(steps, watch, model, optimizer, of_rows(model, x, y), behind=behind)
+
+
+@blind(21)
+def averaged_from_half_way(steps: int, watch: Opens) -> nn.Module:
+    """SWA on all ranks with a rate of its own; at the end each rank renews the average's batch norms over all rows."""
+    model = DDP(Convolutions(nn.BatchNorm2d))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    scheduler = SWALR(optimizer, swa_lr=0.02, anneal_epochs=5)
+    average = AveragedModel(model.module)
+    x, y = pictures()
+
+    def behind(step: int) -> None:
+        if step >= steps // 2:
+            average.update_parameters(model.module)
+            scheduler.step()
+        if step == steps - 1:
+            update_bn(DataLoader(TensorDataset(x), batch_size=8), average)
+
+    trained(steps, watch, model, optimizer, of_halves(model, x, y), behind=behind)
+    return nn.ModuleList([model, average])
+
+
+@blind(22)
+def best_weights_restored(steps: int, watch: Opens) -> nn.Module:
+    """Every fourth update all ranks score held-out rows together; the rate goes down on a plateau.
+
+    After two scores that are no better the best weights come back.
+    """
+    model = DDP(perceptron(10, 24, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+    scheduler = ReduceLROnPlateau(optimizer, factor=0.8, patience=1, min_lr=1e-3)
+    x, y = table(96)
+    best, best_state, worse = math.inf, copy.deepcopy(model.state_dict()), 0
+
+    def behind(step: int) -> None:
+        nonlocal best, best_state, worse
+        if step % 4 < 3:
+            return
+        with evaluating(model):
+            held_out = mine(torch.arange(64, 96))
+            loss = F.cross_entropy(model.module(x[held_out]), y[held_out], reduction="sum")
+            total, number = summed(float(loss), len(held_out))
+        scheduler.step(total / number)
+        if total / number < best - 1e-3:
+            best, best_state, worse = total / number, copy.deepcopy(model.state_dict()), 0
+        elif (worse := worse + 1) == 2:
+            model.load_state_dict(best_state)
+            worse = 0
+
+    loss = of_loader(model, dealt(x[:64], y[:64]))
+    return trained(steps, watch, model, optimizer, loss, behind=behind)
+
+
+@blind(23)
+def rows_run_out(steps: int, watch: Opens) -> nn.Module:
+    """Each rank has files of its own, of 17 and 6 rows: a rank whose rows have run out goes on with empty batches."""
+    model = DDP(perceptron(10, 24, 4))
+    x, y = table(23)
+    files = [range(17), range(17, 23)]
+
+    def loss(step: int) -> Tensor:
+        start = step % 5 * 4
+        rows = [row for half in halves() for row in files[half][start : start + 4]]
+        (number,) = summed(len(rows))
+        return F.cross_entropy(model(x[rows]), y[rows], reduction="sum") * dist.get_world_size() / number
+
+    return trained(steps, watch, model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), loss)
+
+
+@blind(24)
+def line_search(steps: int, watch: Opens) -> nn.Module:
+    """LBFGS with a strong Wolfe search in float64; the closure reduces the gradients and the loss."""
+    model = nn.Linear(10, 4).double()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=1, max_iter=4, history_size=5, line_search_fn="strong_wolfe")
+    x, y = table(64)
+    w = watch(model, optimizer)
+    for step in range(steps):
+        rows = mine(drawn(step, 64, size=32))
+
+        def closure(rows: Tensor = rows) -> Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x[rows].double()), y[rows])
+            loss = loss + 0.01 * sum(p.square().sum() for p in model.parameters())
+            loss.backward()
+            reported = loss.detach()[None]
+            mean_over_ranks([*gradients(model), reported])
+            return reported[0]
+
+        optimizer.step(closure)
+    w.close()
+    return model
+
+
+class Sharpness(torch.optim.Optimizer):
+    """SAM: the gradient is taken where the loss is highest nearby, and used from where the weights were."""
+
+    def __init__(self, params: Any, base: type[torch.optim.Optimizer], rho: float, **options: Any) -> None:
+        super().__init__(params, {"rho": rho, **options})
+        self.base = base(self.param_groups, **options)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in held]).norm()
+        for p in held:
+            self.state[p]["old"] = p.clone()
+            p.add_(p.grad, alpha=float(self.param_groups[0]["rho"] / (norm + 1e-12)))
+        self.zero_grad()
+        with torch.enable_grad():
+            closure()
+        for p in held:
+            p.copy_(self.state[p]["old"])
+        self.base.step()
+
+
+@blind(25)
+def sharpness_of_each_rank(steps: int, watch: Opens) -> nn.Module:
+    """SAM as its authors advise: each rank climbs by its own gradient (`no_sync`), the second gradient is reduced.
+
+    In one process that is one climb for each half, so that has a loop of its own below.
+    """
+    if dist.get_world_size() == 1:
+        return _sharpness_alone(steps)
+    model = DDP(perceptron(10, 24, 4))
+    optimizer = Sharpness(model.parameters(), torch.optim.SGD, rho=0.05, lr=0.1, momentum=0.9)
+    loss = of_rows(model, *table(64))
+    w = watch(model, optimizer)
+    for step in range(steps):
+        with model.no_sync():
+            loss(step).backward()
+        optimizer.step(lambda step=step: loss(step).backward())
+        optimizer.zero_grad()
+    w.close()
+    return model
+
+
+def _sharpness_alone(steps: int) -> nn.Module:
+    model = perceptron(10, 24, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    x, y = table(64)
+    for step in range(steps):
+        total = [torch.zeros_like(p) for p in model.parameters()]
+        for half in range(HALVES):
+            rows = drawn(step, 64)[half::HALVES]
+            first = torch.autograd.grad(F.cross_entropy(model(x[rows]), y[rows]), list(model.parameters()))
+            norm = math.sqrt(sum(float(g.square().sum()) for g in first))
+            climbed = {n: p + 0.05 / norm * g for (n, p), g in zip(model.named_parameters(), first, strict=True)}
+            loss = F.cross_entropy(functional_call(model, climbed, (x[rows],)), y[rows])
+            for sum_, g in zip(total, torch.autograd.grad(loss, list(climbed.values())), strict=True):
+                sum_ += g / HALVES
+        for p, g in zip(model.parameters(), total, strict=True):
+            p.grad = g
+        optimizer.step()
+    return model
+
+
+@blind(26)
+def adaptively_clipped(steps: int, watch: Opens) -> nn.Module:
+    """Standardised convolutions; a filter's gradient is held to a part of the filter's norm, after DDP reduced it."""
+    model = DDP(Convolutions(lambda width: nn.GroupNorm(4, width), Standardised))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
+
+    def clip(_: int) -> None:
+        for p in model.module.body.parameters():
+            if p.dim() > 1:
+                of_weight = p.detach().flatten(1).norm(dim=1).clamp(min=1e-3)
+                of_gradient = p.grad.flatten(1).norm(dim=1).clamp(min=1e-6)
+                p.grad.mul_((0.02 * of_weight / of_gradient).clamp(max=1).view(-1, 1, 1, 1))
+
+    return trained(steps, watch, model, optimizer, of_loader(model, dealt(*pictures(), seed=4)), reduce=clip)
+
+
+@blind(27)
+def bfloat16_with_idle_scaler(steps: int, watch: Opens) -> nn.Module:
+    """bf16 autocast, a scaler that is made for fp16 and not enabled, checkpointed layers with dropout."""
+    model = DDP(Language(checkpointed=True, dropout=0.1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    x, _ = texts()
+    w = watch(model, optimizer)
+    for step in range(steps):
+        rows = drawn(step, 40)
+        optimizer.zero_grad()
+        for half in halves():
+            torch.manual_seed(100 * step + half)  # each rank has masks of its own
+            words = x[rows[half::HALVES]]
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = next_words(model(words), words) * dist.get_world_size() / (x[rows, 1:] > 0).sum()
+            scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+    w.close()
+    return model
+
+
+@blind(28)
+def learned_to_learn(steps: int, watch: Opens) -> nn.Module:
+    """MAML: an inner step on each task by `functional_call`; the outer gradients by `autograd.grad`, no backward."""
+    model = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    waves = torch.rand(24, 2, generator=torch.Generator().manual_seed(1)) * 2 + 0.5
+    points = torch.linspace(-3, 3, 12)[:, None]
+    w = watch(model, optimizer)
+    for step in range(steps):
+        named = dict(model.named_parameters())
+        losses = []
+        for height, shift in waves[mine(drawn(step, 24, size=4))]:
+            y = height * torch.sin(points + shift)
+            inner = F.mse_loss(functional_call(model, named, (points[::2],)), y[::2])
+            asked = torch.autograd.grad(inner, list(named.values()), create_graph=True)
+            fast = {name: p - 0.1 * g for (name, p), g in zip(named.items(), asked, strict=True)}
+            losses.append(F.mse_loss(functional_call(model, fast, (points[1::2],)), y[1::2]))
+        found = torch.autograd.grad(torch.stack(losses).mean(), list(named.values()))
+        for p, g in zip(named.values(), found, strict=True):
+            p.grad = g
+        mean_over_ranks(gradients(model))
+        optimizer.step()
+    w.close()
+    return model
+
+
+@blind(29)
+def thawed_from_the_top(steps: int, watch: Opens) -> nn.Module:
+    """Gradual unfreezing: one optimizer has all layers, each with a rate of its own; the lower ones train later."""
+    model = nn.Sequential(nn.Embedding(30, 16), *(Block(16, nn.Linear, 0.0) for _ in range(2)), nn.Linear(16, 30))
+    groups = [{"params": list(layer.parameters()), "lr": 3e-3 / 2.0**depth} for depth, layer in enumerate(model[::-1])]
+    optimizer = torch.optim.AdamW(groups)
+    model[:3].requires_grad_(False)
+
+    def thaw(step: int) -> None:
+        each = max(steps // 5, 1)
+        if step and step % each == 0:
+            model[max(3 - step // each, 0) :].requires_grad_(True)
+
+    loss = of_words(model, texts()[0])
+    return trained(steps, watch, model, optimizer, loss, before=thaw, reduce=by_hand(model))
+
+
+@blind(30)
+def group_added(steps: int, watch: Opens) -> nn.Module:
+    """A head is trained first; half way the optimizer gets the body as a second group, with a lower rate."""
+    model = nn.Sequential(perceptron(10, 24, 24), nn.Linear(24, 4))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.Adam(model[1].parameters(), lr=1e-2)
+
+    def add(step: int) -> None:
+        if step == steps // 2:
+            model[0].requires_grad_(True)
+            optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 1e-3})
+
+    loss = of_rows(model, *table(64))
+    return trained(steps, watch, model, optimizer, loss, before=add, reduce=by_hand(model))
+
+
+# ways of their own to reduce, average, score, prune or restore
+
+
+@blind(31)
+def rolled_back(steps: int, watch: Opens) -> nn.Module:
+    """Rank 0 saves every fifth update; at the twelfth all ranks go back to what was saved last, and skip the batch."""
+    model = DDP(perceptron(10, 24, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    scheduler = StepLR(optimizer, step_size=8, gamma=0.7)
+    shared = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(shared, src=0)
+    path = Path(shared[0]) / "last.pt"
+    loss = of_loader(model, dealt(*table(64), seed=5))
+    kept = (model, optimizer, scheduler)
+    w = watch(model, optimizer)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss(step).backward()
+        if step == 12:
+            for each, state in zip(kept, torch.load(path, weights_only=True), strict=True):
+                each.load_state_dict(state)
+            continue
+        optimizer.step()
+        scheduler.step()
+        if step % 5 == 4:
+            if dist.get_rank() == 0:
+                torch.save([each.state_dict() for each in kept], path)
+            dist.barrier()
+    w.close()
+    return model
+
+
+@blind(32)
+def adam_then_sgd(steps: int, watch: Opens) -> nn.Module:
+    """Half way another optimizer takes over, which gets a watch of its own."""
+    model = DDP(Convolutions(lambda width: nn.GroupNorm(4, width)))
+    loss, half = of_rows(model, *pictures()), steps // 2
+    trained(half, watch, model, torch.optim.Adam(model.parameters(), lr=3e-3), loss)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    return trained(steps - half, watch, model, optimizer, lambda step: loss(step + half))
+
+
+@blind(33)
+def compressed_with_residual(steps: int, watch: Opens) -> nn.Module:
+    """Gradients go over the wire in bfloat16; what was rounded off stays on its rank for the next update."""
+    model = perceptron(10, 24, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    residuals = {half: [torch.zeros_like(p) for p in model.parameters()] for half in halves()}
+    x, y = table(64)
+    w = watch(model, optimizer)
+    for step in range(steps):
+        totals = [torch.zeros_like(p, dtype=torch.bfloat16) for p in model.parameters()]
+        for half in halves():
+            rows = drawn(step, 64)[half::HALVES]
+            optimizer.zero_grad()
+            F.cross_entropy(model(x[rows]), y[rows]).backward()
+            for total, residual, g in zip(totals, residuals[half], gradients(model), strict=True):
+                residual += g
+                total += residual.bfloat16()
+                residual -= residual.bfloat16().float()
+        for p, total in zip(model.parameters(), totals, strict=True):
+            dist.all_reduce(total)
+            p.grad = total.float() / HALVES
+        optimizer.step()
+    w.close()
+    return model
+
+
+@blind(34)
+def scattered_then_gathered(steps: int, watch: Opens) -> nn.Module:
+    """Each rank sums one slice of the flat gradient (`reduce_scatter`), divides it and gives it to all."""
+    model = Language()
+    world = dist.get_world_size()
+
+    def reduce(_: int) -> None:
+        flat = torch.cat([g.flatten() for g in gradients(model)])
+        flat = F.pad(flat, (0, -len(flat) % world))
+        part = torch.empty(len(flat) // world)
+        dist.reduce_scatter_tensor(part, flat)
+        dist.all_gather_into_tensor(flat, part / world)
+        nn.utils.vector_to_parameters(flat, gradients(model))
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    return trained(steps, watch, model, optimizer, of_words(model, texts()[0]), reduce=reduce)
+
+
+@blind(35)
+def gossip(steps: int, watch: Opens) -> nn.Module:
+    """Each rank trains by itself and then meets its neighbour half way, every update.
+
+    The momentum is each rank's own, so one process holds both ranks' models.
+    """
+    models = on_each_half(perceptron(10, 24, 4))
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.05, momentum=0.9) for each in models]
+    x, y = table(64)
+    w = watch(models[0], optimizers[0])
+    for step in range(steps):
+        for half, model, optimizer in zip(halves(), models, optimizers, strict=True):
+            rows = drawn(step, 64)[half::HALVES]
+            optimizer.zero_grad()
+            F.cross_entropy(model(x[rows]), y[rows]).backward()
+            optimizer.step()
+        with torch.no_grad():
+            for same in zip(*(each.parameters() for each in models), strict=True):
+                whole = sum(same) / 2 if len(same) == 2 else _half_way(same[0])
+                for p in same:
+                    p.copy_(whole)
+    w.close()
+    return models[0]
+
+
+def _half_way(p: Tensor) -> Tensor:
+    theirs, peer = torch.empty_like(p), 1 - dist.get_rank()
+    messages = [dist.P2POp(dist.isend, p.detach(), peer), dist.P2POp(dist.irecv, theirs, peer)]
+    for request in dist.batch_isend_irecv(messages):
+        request.wait()
+    return (p + theirs) / 2
+
+
+@blind(36)
+def outer_optimizer(steps: int, watch: Opens) -> nn.Module:
+    """DiLoCo: five updates of AdamW on each rank alone, then one of Nesterov SGD on the mean of the ways they went.
+
+    The moments are each rank's own, so one process holds both ranks' models.
+    """
+    models = on_each_half(Language())
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=2e-3) for each in models]
+    anchor = [nn.Parameter(p.detach().clone()) for p in models[0].parameters()]
+    outer = torch.optim.SGD(anchor, lr=0.7, momentum=0.9, nesterov=True)
+    x, _ = texts()
+    w = watch(models[0], optimizers[0])
+    for step in range(steps):
+        for half, model, optimizer in zip(halves(), models, optimizers, strict=True):
+            words = x[drawn(step, 40)[half::HALVES]]
+            optimizer.zero_grad()
+            (next_words(model(words), words) / (words[:, 1:] > 0).sum()).backward()
+            optimizer.step()
+        if step % 5 < 4:
+            continue
+        ways = [
+            sum(a.detach() - p.detach() for p in same) / len(models)
+            for a, *same in zip(anchor, *(each.parameters() for each in models), strict=True)
+        ]
+        mean_over_ranks(ways)
+        for a, way in zip(anchor, ways, strict=True):
+            a.grad = way
+        outer.step()
+        with torch.no_grad():
+            for model in models:
+                for p, a in zip(model.parameters(), anchor, strict=True):
+                    p.copy_(a)
+    w.close()
+    return models[0]
+
+
+class Weighted(Sampler[int]):
+    """Rows drawn by weight, with replacement: all ranks draw the same and each takes its part."""
+
+    def __init__(self, weights: Tensor) -> None:
+        self.weights, self.epoch = weights, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(100 + self.epoch)
+        return iter(mine(torch.multinomial(self.weights, len(self.weights), True, generator=generator)).tolist())
+
+    def __len__(self) -> int:
+        return len(self.weights) // dist.get_world_size()
+
+
+@blind(37)
+def rare_rows_more_often(steps: int, watch: Opens) -> nn.Module:
+    """Rows of rare classes are drawn more often; the counts of hits are kept on each rank and summed every pass."""
+    model = DDP(perceptron(10, 24, 4))
+    x, y = table(64)
+    weights = 1 / y.bincount(minlength=4)[y].float()
+    feed = batches(DataLoader(TensorDataset(x, y), batch_size=local_batch(), sampler=Weighted(weights)))
+    hits = 0
+
+    def loss(_: int) -> Tensor:
+        nonlocal hits
+        rows, labels = next(feed)
+        logits = model(rows)
+        hits += int((logits.argmax(1) == labels).sum())
+        return F.cross_entropy(logits, labels)
+
+    def behind(step: int) -> None:
+        nonlocal hits
+        if step % 8 == 7:
+            summed(hits)
+            hits = 0
+
+    return trained(steps, watch, model, torch.optim.RMSprop(model.parameters(), lr=1e-3), loss, behind=behind)
+
+
+@blind(38)
+def policy_gradient(steps: int, watch: Opens) -> nn.Module:
+    """PPO: each rank plays games of its own; advantages are scaled by all ranks' spread; four updates a rollout.
+
+    A rollout ends early where the policy has moved too far, as all ranks measure it together.
+    """
+    model = DDP(perceptron(4, 16, 3))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-5)
+    w = watch(model, optimizer)
+    done = rollout = 0
+    while done < steps:
+        rollout += 1
+        played = []
+        for half in halves():
+            dice = torch.Generator().manual_seed(10 * rollout + half)
+            states = torch.randn(16, 4, generator=dice)
+            with torch.no_grad():
+                chances = model.module(states).log_softmax(1)
+            actions = torch.multinomial(chances.exp(), 1, generator=dice)
+            rewards = (actions.squeeze(1) == states[:, :3].argmax(1)).float() + 0.1 * states[:, 3]
+            played.append((states, actions, chances.gather(1, actions).squeeze(1), rewards))
+        states, actions, before, rewards = (torch.cat(each) for each in zip(*played, strict=True))
+        total, squares, number = summed(float(rewards.sum()), float(rewards.square().sum()), len(rewards))
+        mean = total / number
+        advantages = (rewards - mean) / ((squares / number - mean**2) ** 0.5 + 1e-8)
+        for turn in range(4):
+            part = torch.arange(turn % 2, len(states), 2)
+            now = model(states[part]).log_softmax(1).gather(1, actions[part]).squeeze(1)
+            ratio = (now - before[part]).exp()
+            gain = torch.minimum(ratio * advantages[part], ratio.clamp(0.8, 1.2) * advantages[part])
+            optimizer.zero_grad()
+            (-gain.mean()).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            done += 1
+            moved, count = summed(float((before[part] - now.detach()).sum()), len(part))
+            if moved / count > 0.05 or done == steps:
+                break
+    w.close()
+    return model
+
+
+class Quantised(nn.Module):
+    """An autoencoder through a codebook, which follows the rows of all ranks by an exponential average."""
+
+    codes: Tensor
+    sizes: Tensor
+    sums: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = perceptron(10, 16, 4), perceptron(4, 16, 10)
+        codes = torch.randn(12, 4) / 2
+        self.register_buffer("codes", codes)
+        self.register_buffer("sizes", torch.ones(12))
+        self.register_buffer("sums", codes.clone())
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        z = self.encoder(x)
+        nearest = torch.cdist(z, self.codes).argmin(1)
+        code = self.codes[nearest]
+        if self.training:
+            with torch.no_grad():
+                asked = F.one_hot(nearest, 12).float()
+                both = torch.cat([asked.sum(0)[:, None], asked.T @ z], dim=1)
+                dist.all_reduce(both)
+                self.sizes.mul_(0.9).add_(both[:, 0], alpha=0.1)
+                self.sums.mul_(0.9).add_(both[:, 1:], alpha=0.1)
+                self.codes.copy_(self.sums / self.sizes[:, None].clamp(min=1e-3))
+        return self.decoder(z + (code - z).detach()), F.mse_loss(z, code.detach())
+
+
+@blind(39)
+def codebook_of_all_ranks(steps: int, watch: Opens) -> nn.Module:
+    """A codebook in buffers that the forward pass moves by the sums over all ranks."""
+    model = DDP(Quantised())
+    feed = batches(dealt(table(64)[0], seed=6))
+
+    def loss(_: int) -> Tensor:
+        (x,) = next(feed)
+        again, far = model(x)
+        return F.mse_loss(again, x) + 0.25 * far
+
+    return trained(steps, watch, model, torch.optim.AdamW(model.parameters(), lr=3e-3), loss)
+
+
+@blind(40)
+def update_inside_backward(steps: int, watch: Opens) -> nn.Module:
+    """An optimizer for each parameter, which reduces and steps as soon as that gradient is there, and drops it."""
+    model = perceptron(10, 24, 4)
+    optimizers = {p: torch.optim.AdamW([p], lr=3e-3) for p in model.parameters()}
+
+    def step_now(p: Tensor) -> None:
+        assert p.grad is not None
+        dist.all_reduce(p.grad)
+        p.grad /= dist.get_world_size()
+        optimizers[p].step()
+        optimizers[p].zero_grad()
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(step_now)
+    loss = of_rows(model, *table(64))
+    w = watch(model, list(optimizers.values()))
+    for step in range(steps):
+        loss(step).backward()
+    w.close()
+    return model
+
+
+@blind(41)
+def pruned_on_the_way(steps: int, watch: Opens) -> nn.Module:
+    """Twice the smallest weights of each layer are masked by torch's `prune`, and training goes on."""
+    model = perceptron(10, 24, 4)
+
+    def cut(step: int) -> None:
+        if step in (steps // 3, 2 * steps // 3):
+            for layer in model:
+                if isinstance(layer, nn.Linear):
+                    prune.l1_unstructured(layer, "weight", amount=0.3)
+
+    optimizer, loss = torch.optim.Adam(model.parameters(), lr=5e-3), of_rows(model, *table(64))
+    return trained(steps, watch, model, optimizer, loss, before=cut, reduce=by_hand(model))
+
+
+@blind(42)
+def average_put_in_to_evaluate(steps: int, watch: Opens) -> nn.Module:
+    """Every fifth update the weights are put aside, the average takes their place to be scored, and they come back."""
+    model = DDP(perceptron(10, 24, 24, 4))
+    shadow = [p.detach().clone() for p in model.parameters()]
+    x, y = table(96)
+
+    def put_in(tensors: Iterable[Tensor]) -> None:
+        for p, other in zip(model.parameters(), tensors, strict=True):
+            p.copy_(other)
+
+    @torch.no_grad()
+    def behind(step: int) -> None:
+        for s, p in zip(shadow, model.parameters(), strict=True):
+            s.lerp_(p, 0.1)
+        if step % 5 == 4:
+            aside = [p.detach().clone() for p in model.parameters()]
+            with evaluating(model):
+                put_in(shadow)
+                held_out = mine(torch.arange(64, 96))
+                summed(float((model.module(x[held_out]).argmax(1) == y[held_out]).sum()))
+                put_in(aside)
+
+    optimizer, loss = torch.optim.AdamW(model.parameters(), lr=3e-3), of_loader(model, dealt(x[:64], y[:64], seed=7))
+    return trained(steps, watch, model, optimizer, loss, behind=behind)
+
+
 SUSPECTED = {
     "gossip": "replicas-agree",
     "outer_optimizer": "replicas-agree",
@@ -27,7 +1103,7 @@ SUSPECTED = {
 does not depend on the critic's last bias, the tasks of all ranks have the same inputs."""
 
 
-def weights_of(loops: Iterable[str], steps: int) -> dict[str, list[torch.Tensor]]:
+def weights_of(loops: Iterable[str], steps: int) -> dict[str, list[Tensor]]:
     """The parameters that each loop has trained after so many steps, without a watch."""
     return {name: [p.detach().clone() for p in LOOPS[name](steps, Unwatched).parameters()] for name in loops}
 
@@ -43,10 +1119,10 @@ def _seen(name: str, steps: int) -> Seen:
     return seen_by(*watches)
 
 
-KINDS = {
-    f"blind: {name}": Kind(
-        partial(_seen, name), weight="many", suspected=frozenset(each for each in [SUSPECTED.get(name)] if each)
-    )
-    for name in LOOPS
-}
+def _kind(name: str) -> Kind:
+    suspected = frozenset({SUSPECTED[name]} if name in SUSPECTED else ())
+    return Kind(functools.partial(_seen, name), weight="many", suspected=suspected)
+
+
+KINDS = {f"blind: {name}": _kind(name) for name in LOOPS}
 """By the names that the benchmark gives them."""

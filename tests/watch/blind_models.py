@@ -1,37 +1,24 @@
-"""What the loops of `blind_kinds` and `blind_peers` train: small models and data, and who has which rows."""
+"""What the loops of `blind` train: small models and data, and who has which rows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count, pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 BATCH = 8
 HALVES = 2
 
 
-class Open(Protocol):
-    """A watch, or what stands for it where a loop is proved right without one."""
-
-    def batch(self, ids: Any) -> None:
-        """The rows of the next forward pass."""
-
-    def close(self) -> None:
-        """The end of the loop."""
-
-
-class Opens(Protocol):
-    """`andon.watch`, or what stands for it."""
-
-    def __call__(self, model: nn.Module, optimizer: Any, **lines: Any) -> Open:
-        """The open watch."""
+Opens = Callable[..., Any]
+"""`andon.watch`, or what stands for it: of a model, an optimizer, and what is told once."""
 
 
 class Unwatched:
@@ -41,10 +28,10 @@ class Unwatched:
         pass
 
     def batch(self, ids: Any) -> None:
-        """Nothing."""
+        pass
 
     def close(self) -> None:
-        """Nothing."""
+        pass
 
 
 def halves() -> range:
@@ -58,12 +45,10 @@ def halves() -> range:
 
 
 def mine(rows: Tensor) -> Tensor:
-    """This rank's part of a global batch."""
     return rows[dist.get_rank() :: dist.get_world_size()]
 
 
 def local_batch() -> int:
-    """How many rows of a global batch a rank has."""
     return BATCH // dist.get_world_size()
 
 
@@ -74,36 +59,30 @@ def drawn(step: int, rows: int, size: int = BATCH) -> Tensor:
     return order[step % a_pass * size :][:size]
 
 
-def batches(loader: DataLoader[Any], steps: int) -> Iterator[Any]:
-    """So many batches, pass after pass; the sampler is told each pass."""
-    done = 0
+def dealt(*tensors: Tensor, seed: int = 0) -> DataLoader[Any]:
+    dataset = TensorDataset(*tensors)
+    return DataLoader(dataset, batch_size=local_batch(), sampler=DistributedSampler(dataset, seed=seed))
+
+
+def batches(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Pass after pass; the sampler is told each pass."""
     for epoch in count():
         loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
-        for batch in loader:
-            if done == steps:
-                return
-            yield batch
-            done += 1
+        yield from loader
 
 
 def mean_over_ranks(tensors: list[Tensor]) -> None:
     """Each tensor becomes its mean over all ranks, through one flat message."""
     flat = torch.cat([each.reshape(-1) for each in tensors])
     dist.all_reduce(flat)
-    flat /= dist.get_world_size()
-    start = 0
-    for each in tensors:
-        each.copy_(flat[start : start + each.numel()].view_as(each))
-        start += each.numel()
+    nn.utils.vector_to_parameters(flat / dist.get_world_size(), tensors)
 
 
 def gradients(model: nn.Module) -> list[Tensor]:
-    """The gradients that there are."""
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
 def summed(*values: float) -> list[float]:
-    """Each value summed over all ranks."""
     total = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(total)
     return total.tolist()
