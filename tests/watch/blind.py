@@ -10,10 +10,8 @@ import contextlib
 import copy
 import functools
 import math
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,7 +50,7 @@ from tests.watch.blind_models import (
     table,
     texts,
 )
-from tests.watch.clean import Kind, Seen, ignore, seen_by
+from tests.watch.clean import Kind, Seen, ignore, path_of_all_ranks, seen_by
 
 Loss = Callable[[int], Tensor]
 Hook = Callable[[int], object]
@@ -752,9 +750,7 @@ def rolled_back(steps: int, watch: Opens) -> nn.Module:
     model = DDP(perceptron(10, 24, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     scheduler = StepLR(optimizer, step_size=8, gamma=0.7)
-    shared = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(shared, src=0)
-    path = Path(shared[0]) / "last.pt"
+    path = path_of_all_ranks()
     loss = of_loader(model, dealt(*table(64), seed=5))
     kept = (model, optimizer, scheduler)
     w = watch(model, optimizer)

@@ -19,12 +19,11 @@ from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimiz
 from torch.nn.parallel import DistributedDataParallel
 
 import andon
-from tests.watch.clean import Seen, ignore, seen_by
-from tests.watch.clean_loops import adamw, by_hand, momentum, sgd
+from tests.watch.clean import Seen, ignore, path_of_all_ranks, seen_by
+from tests.watch.clean_loops import Optimizers, adamw, by_hand, momentum, sgd
 from tests.watch.clean_models import LayerNormed, Normed
-from tests.watch.loop import data
+from tests.watch.loop import Model, data
 
-Optimizers = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 ROWS = 32
 
 
@@ -47,34 +46,47 @@ def mean(tensors: Iterable[Tensor | None]) -> None:
             each /= dist.get_world_size()
 
 
-Extra = Callable[[nn.Module, torch.optim.Optimizer, int], None]
+@torch.no_grad()
+def follow(kept: nn.Module, now: nn.Module) -> None:
+    for own, other in zip(kept.parameters(), now.parameters(), strict=True):
+        own.lerp_(other, 0.1)
+
+
+Extra = Callable[[nn.Module, Any, int], None]
 
 
 @dataclass(frozen=True)
 class Course:
-    """A loop with an extra action before or after the optimizer's step; both get the wrapped module."""
+    """A loop with an extra action before or after the optimizer's step; both get the wrapped module.
+
+    given: what of the wrapped module the watch is given. optimizer: one, or several that step together.
+    """
 
     before: Extra = lambda *_: None
     behind: Extra = lambda *_: None
     backward: Callable[[nn.Module, int], None] = backward
     model: Callable[[], nn.Module] = LayerNormed
-    optimizer: Optimizers = adamw
+    optimizer: Callable[[list[nn.Parameter]], Any] = adamw
     scheduled: Callable[[torch.optim.Optimizer], Any] | None = None
     wrap: Callable[[nn.Module], nn.Module] = DistributedDataParallel
+    given: Callable[[Any], nn.Module] = lambda model: model
 
     def __call__(self, steps: int) -> Seen:
         torch.manual_seed(0)
         inner = self.model()
         model = self.wrap(inner)
         optimizer = self.optimizer([p for p in inner.parameters() if p.requires_grad])
+        every = optimizer if isinstance(optimizer, list) else [optimizer]
         schedule = None if self.scheduled is None else self.scheduled(optimizer)
-        w = andon.watch(model, optimizer, action=ignore)
+        w = andon.watch(self.given(model), optimizer, action=ignore)
         torch.manual_seed(100 + dist.get_rank())
         for step in range(1, steps + 1):
-            optimizer.zero_grad()
+            for each in every:
+                each.zero_grad()
             self.backward(model, step)
             self.before(model, optimizer, step)
-            optimizer.step()
+            for each in every:
+                each.step()
             self.behind(model, optimizer, step)
             if schedule is not None:
                 schedule.step()
@@ -82,12 +94,12 @@ class Course:
         return seen_by(w)
 
 
-def reduced(reduce: Callable[[Sequence[nn.Parameter]], None]) -> Course:
+def reduced(reduce: Callable[[Sequence[Tensor]], None]) -> Course:
     """A loop without a wrapper that reduces its gradients by `reduce`."""
 
     @torch.no_grad()
     def before(model: nn.Module, *_: object) -> None:
-        reduce(list(model.parameters()))
+        reduce([p.grad for p in model.parameters() if p.grad is not None])
 
     return Course(before=before, wrap=by_hand, optimizer=momentum)
 
@@ -143,10 +155,6 @@ class Sliced(torch.optim.Optimizer):
             p.sub_(self.param_groups[0]["lr"] * torch.cat(parts)[: p.numel()].view_as(p))
 
 
-def dealt(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return Dealt(parameters)
-
-
 def dealt_behind(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return Dealt(parameters, ahead=True)
 
@@ -155,63 +163,51 @@ def zero_redundancy(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, lr=1e-2)
 
 
-def inside_step(optimizer: Optimizers, clip: float | None = None) -> Course:
+def clipping(model: nn.Module, *_: object) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+def inside_step(optimizer: Optimizers, before: Extra = lambda *_: None) -> Course:
     """A plain loop that leaves the reduction to its optimizer."""
-
-    def before(model: nn.Module, *_: object) -> None:
-        if clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-
     return Course(before=before, wrap=by_hand, optimizer=optimizer)
 
 
 # weights that part and are brought together
 
 
-@dataclass(frozen=True)
-class Parting:
+def parting(
+    every: int = 4,
+    by: Literal["weights", "data", "copy"] = "weights",
+    warm_up: int = 0,
+    wrapped: bool = False,
+    **parts: Any,
+) -> Course:
     """Local SGD: each rank by itself, and every few updates the mean of the weights.
 
     by: how the mean is written. warm_up: updates with reduced gradients at the beginning. wrapped: through DDP, told
-    not to reduce. within: whether the optimizer's own step does it.
+    not to reduce.
     """
 
-    every: int = 4
-    by: Literal["weights", "data", "copy"] = "weights"
-    warm_up: int = 0
-    wrapped: bool = False
-    model: Callable[[], nn.Module] = Normed
-    optimizer: Optimizers = momentum
-
-    def __call__(self, steps: int) -> Seen:
-        torch.manual_seed(0)
-        inner = self.model()
-        model = DistributedDataParallel(inner) if self.wrapped else inner
-        optimizer = self.optimizer(list(inner.parameters()))
-        w = andon.watch(model, optimizer, action=ignore)
-        torch.manual_seed(100 + dist.get_rank())
-        for step in range(1, steps + 1):
-            optimizer.zero_grad()
-            alone = step > self.warm_up
-            with model.no_sync() if self.wrapped and alone else contextlib.nullcontext():  # type: ignore[operator]
-                backward(model, step)
-            if not alone and not self.wrapped:
-                mean(p.grad for p in inner.parameters())
-            optimizer.step()
-            if alone and step % self.every == 0:
-                self.bring_together(inner)
-        w.close()
-        return seen_by(w)
+    def apart(model: Any, step: int) -> None:
+        with model.no_sync() if wrapped and step > warm_up else contextlib.nullcontext():
+            backward(model, step)
+        if step <= warm_up and not wrapped:
+            mean(p.grad for p in model.parameters())
 
     @torch.no_grad()
-    def bring_together(self, model: nn.Module) -> None:
+    def together(model: nn.Module, _: object, step: int) -> None:
+        if step <= warm_up or step % every:
+            return
         for p in model.parameters():
-            if self.by == "copy":
+            if by == "copy":
                 found = p.detach().clone()
                 mean([found])
                 p.copy_(found)
             else:
-                mean([p.data if self.by == "data" else p])
+                mean([p.data if by == "data" else p])
+
+    wrap = DistributedDataParallel if wrapped else by_hand
+    return Course(backward=apart, behind=together, wrap=wrap, **{"model": Normed, "optimizer": momentum, **parts})
 
 
 class Averaging(torch.optim.SGD):
@@ -228,26 +224,19 @@ class Averaging(torch.optim.SGD):
         return found
 
 
-def averaging(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return Averaging(parameters, lr=1e-2)
-
-
-def post_local(steps: int) -> Seen:
-    """Torch's own: a communication hook that reduces at first, and an optimizer that brings weights together."""
-    torch.manual_seed(0)
-    inner = LayerNormed()
+def _reduced_at_first(inner: nn.Module) -> nn.Module:
     model = DistributedDataParallel(inner)
     alone, _ = dist.new_subgroups(group_size=1)
     model.register_comm_hook(PostLocalSGDState(None, alone, start_localSGD_iter=5), post_localSGD_hook)
-    averager = PeriodicModelAverager(period=4, warmup_steps=5)
-    optimizer = PostLocalSGDOptimizer(sgd(list(inner.parameters())), averager)
-    w = andon.watch(model, optimizer, action=ignore)
-    for step in range(steps):
-        optimizer.zero_grad()
-        backward(model, step)
-        optimizer.step()
-    w.close()
-    return seen_by(w)
+    return model
+
+
+def _bringing_together(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return PostLocalSGDOptimizer(sgd(parameters), PeriodicModelAverager(period=4, warmup_steps=5))
+
+
+post_local = Course(wrap=_reduced_at_first, optimizer=_bringing_together)
+"""Torch's own: a communication hook that reduces at first, and an optimizer that brings weights together."""
 
 
 # wrappers inside of modules, and copies that nobody trains
@@ -264,69 +253,121 @@ class Task(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.model(x)
 
-    @torch.no_grad()
-    def follow(self) -> None:
-        for kept, now in zip(self.average.parameters(), self.model.module.parameters(), strict=True):
-            kept.lerp_(now, 0.1)
-        for held, own in zip(self.average.buffers(), self.model.module.buffers(), strict=True):
-            held.copy_(own)
 
-
-@dataclass(frozen=True)
-class Holding:
+def holding(frozen: bool = True, on: tuple[int, ...] = (0, 1), **parts: Any) -> Course:
     """The watch is given the module that holds the wrapped one. on: the ranks whose average follows."""
 
-    frozen: bool = True
-    on: tuple[int, ...] = (0, 1)
-    optimizer: Optimizers = momentum
-    given: Literal["holder", "wrapped", "inner"] = "holder"
+    def behind(task: Any, *_: object) -> None:
+        if dist.get_rank() in on:
+            follow(task.average, task.model.module)
+            for held, own in zip(task.average.buffers(), task.model.module.buffers(), strict=True):
+                held.copy_(own)
 
-    def __call__(self, steps: int) -> Seen:
-        torch.manual_seed(0)
-        task = Task(Normed(), frozen=self.frozen)
-        optimizer = self.optimizer(list(task.model.parameters()))
-        given = {"holder": task, "wrapped": task.model, "inner": task.model.module}[self.given]
-        w = andon.watch(given, optimizer, action=ignore)
-        torch.manual_seed(100 + dist.get_rank())
-        for step in range(steps):
-            optimizer.zero_grad()
-            backward(task, step)
-            optimizer.step()
-            if dist.get_rank() in self.on:
-                task.follow()
-        w.close()
-        return seen_by(w)
+    wrap = lambda inner: Task(inner, frozen=frozen)  # noqa: E731
+    return Course(model=Normed, wrap=wrap, optimizer=momentum, behind=behind, **parts)
 
 
-class Rivals(nn.Module):
-    """A generator and a critic, each in a wrapper of its own."""
+def averaged() -> Course:
+    """An average of the weights and buffers, which takes the place of the weights while it is evaluated."""
+    held: list[nn.Module] = []
 
-    def __init__(self) -> None:
-        super().__init__()
-        makes = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8))
-        self.makes, self.judges = DistributedDataParallel(makes), DistributedDataParallel(nn.Linear(8, 1))
+    @torch.no_grad()
+    def behind(model: Any, _: object, step: int) -> None:
+        if step == 1:
+            held[:] = [copy.deepcopy(model.module)]
+        follow(held[0], model.module)
+        if step % 5 == 0:
+            own = copy.deepcopy(model.module.state_dict())
+            model.module.load_state_dict(held[0].state_dict())
+            scored(model)
+            model.module.load_state_dict(own)
+
+    return Course(model=Normed, behind=behind)
+
+
+@torch.no_grad()
+def scored(model: Any) -> None:
+    model.eval()
+    model.module(data()[0])
+    model.train()
+
+
+def _critic_loss(critic: nn.Module, made: Tensor, real: Tensor) -> Tensor:
+    return (nn.functional.softplus(critic(made)) + nn.functional.softplus(-critic(real))).mean()
 
 
 def rivals(steps: int) -> Seen:
     """Two wrapped modules in one holder, trained in turn within each step."""
     torch.manual_seed(0)
-    both = Rivals()
-    makes, judges = (adamw(list(each.parameters())) for each in (both.makes, both.judges))
+    maker = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8))
+    both = nn.ModuleList(DistributedDataParallel(each) for each in (maker, nn.Linear(8, 1)))
+    maker, critic = both
+    makes, judges = (adamw(list(each.parameters())) for each in both)
     w = andon.watch(both, [makes, judges], action=ignore)
     torch.manual_seed(100 + dist.get_rank())
     for step in range(steps):
         real = share(step)[0]
         judges.zero_grad()
-        made = both.makes(torch.randn(len(real), 4)).detach()
-        (nn.functional.softplus(both.judges(made)) + nn.functional.softplus(-both.judges(real))).mean().backward()
+        _critic_loss(critic, maker(torch.randn(len(real), 4)).detach(), real).backward()
         judges.step()
         makes.zero_grad()
-        both.judges.requires_grad_(False)
-        nn.functional.softplus(-both.judges(both.makes(torch.randn(len(real), 4)))).mean().backward()
-        both.judges.requires_grad_(True)
+        critic.requires_grad_(False)
+        nn.functional.softplus(-critic(maker(torch.randn(len(real), 4)))).mean().backward()
+        critic.requires_grad_(True)
         makes.step()
     w.close()
     return seen_by(w)
+
+
+def alternating(steps: int) -> Seen:
+    """Two optimizers in turn, the critic's twice as often; the generator's loss leaves gradients in the critic."""
+    torch.manual_seed(0)
+    maker = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8))
+    critic = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizers = [adamw(list(part.parameters())) for part in (maker, critic)]
+    model = nn.Sequential(maker, critic)
+    w = andon.watch(model, optimizers, action=ignore)
+    torch.manual_seed(100 + dist.get_rank())
+    for step in range(1, steps + 1):
+        real, _ = share()
+        noise, turn = torch.randn(len(real), 4), int(step % 3 > 0)
+        optimizers[turn].zero_grad()
+        if turn == 0:
+            nn.functional.softplus(-model(noise)).mean().backward()
+        else:
+            with torch.no_grad():
+                made = maker(noise)
+            _critic_loss(critic, made, real).backward()
+        mean(p.grad for p in model[turn].parameters())
+        optimizers[turn].step()
+    w.close()
+    return seen_by(w)
+
+
+def resumed(steps: int) -> Seen:
+    """Half of the steps, a checkpoint, another model and optimizer that load it, and the other half."""
+    path, watches, kept = path_of_all_ranks(), [], None
+    for start, end in ((0, steps // 2), (steps // 2, steps)):
+        torch.manual_seed(start)
+        inner = Model()
+        optimizer = adamw([p for p in inner.parameters() if p.requires_grad])
+        if kept is not None:
+            inner.load_state_dict(kept[0])
+            optimizer.load_state_dict(kept[1])
+            torch.set_rng_state(kept[2])
+        model = DistributedDataParallel(inner)
+        with andon.watch(model, optimizer, action=ignore, start=start) as w:
+            if start:
+                w.loaded(path)
+            for _ in range(start, end):
+                optimizer.zero_grad()
+                backward(model)
+                optimizer.step()
+            if not start:
+                w.saved(path)
+        kept = copy.deepcopy((inner.state_dict(), optimizer.state_dict(), torch.get_rng_state()))
+        watches.append(w)
+    return seen_by(*watches)
 
 
 class Student(nn.Module):
@@ -348,23 +389,17 @@ class Student(nn.Module):
 
 
 @torch.no_grad()
-def in_place(teacher: nn.Module, student: nn.Module) -> None:
-    for kept, now in zip(teacher.parameters(), student.parameters(), strict=True):
-        kept.lerp_(now, 0.1)
-
-
-@torch.no_grad()
 def by_new_data(teacher: nn.Module, student: nn.Module) -> None:
     for kept, now in zip(teacher.parameters(), student.parameters(), strict=True):
         kept.data = kept.data * 0.9 + now.data * 0.1
 
 
-def taught(every: int = 1, follow: Callable[[nn.Module, nn.Module], None] = in_place) -> Course:
+def taught(every: int = 1, follow: Callable[[nn.Module, nn.Module], None] = follow) -> Course:
     """A teacher inside of the model, in one wrapper. every: after so many updates it follows; 0: in forward passes."""
 
-    def behind(model: nn.Module, _: object, step: int) -> None:
+    def behind(model: Any, _: object, step: int) -> None:
         if every and step % every == 0:
-            follow(model.module.teacher, model.module.student)  # type: ignore[arg-type]
+            follow(model.module.teacher, model.module.student)
 
     return Course(model=lambda: Student(follow, within=not every), optimizer=momentum, behind=behind)
 
@@ -381,16 +416,14 @@ class Merged(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.base(x) + self.up(self.down(x))
 
-    @torch.no_grad()
-    def merge(self) -> None:
-        self.base.weight += self.up.weight @ self.down.weight
-        nn.init.kaiming_uniform_(self.down.weight)
-        nn.init.zeros_(self.up.weight)
 
-
-def merged(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+@torch.no_grad()
+def merged(model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
     """Every fifth update the adapter is merged, alike on all ranks, and the moments begin anew."""
     if step % 5 == 0:
         torch.manual_seed(step)
-        model.module.merge()  # type: ignore[operator, union-attr]
+        inner = model.module
+        inner.base.weight += inner.up.weight @ inner.down.weight
+        nn.init.kaiming_uniform_(inner.down.weight)
+        nn.init.zeros_(inner.up.weight)
         optimizer.state.clear()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,35 +26,12 @@ def adamw(parameters: list[nn.Parameter], **options: Any) -> torch.optim.Optimiz
     return torch.optim.AdamW(parameters, lr=1e-2, **options)
 
 
-def foreach(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return adamw(parameters, foreach=True)
-
-
-def fused(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """AdamW in one kernel, which itself skips an update that overflowed."""
-    return adamw(parameters, fused=True)
-
-
 def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1e-2)
 
 
 def momentum(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9)
-
-
-def lbfgs(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.LBFGS(parameters, lr=1e-2, max_iter=3)
-
-
-def held_in_a_tensor(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """AdamW whose rate is a float32 tensor, as for graphs."""
-    return torch.optim.AdamW(parameters, lr=torch.tensor(1e-2), foreach=False)
-
-
-def by_sign(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Leaves an element as it is where its gradient's sign turned."""
-    return torch.optim.Rprop(parameters, lr=1e-3)
 
 
 class Reporting(torch.optim.SGD):
@@ -76,27 +52,8 @@ def by_hand(model: nn.Module) -> nn.Module:
     return model
 
 
-def ddp(model: nn.Module) -> nn.Module:
-    return DistributedDataParallel(model)
-
-
-def ddp_finding_unused(model: nn.Module) -> nn.Module:
-    """The wrapper, told that not every parameter is used."""
-    return DistributedDataParallel(model, find_unused_parameters=True)
-
-
-def ddp_views(model: nn.Module) -> nn.Module:
-    """The wrapper whose gradients are views of its buckets, over a graph that never changes."""
-    return DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True)
-
-
-def compiled(model: nn.Module) -> nn.Module:
-    """The wrapper around a traced and differentiated graph, without code for it being generated."""
-    return DistributedDataParallel(torch.compile(model, backend="aot_eager"))
-
-
-def compiled_to_code(model: nn.Module) -> nn.Module:
-    return torch.compile(DistributedDataParallel(model))
+def ddp_with(**options: Any) -> Callable[[nn.Module], nn.Module]:
+    return lambda model: DistributedDataParallel(model, **options)
 
 
 def permuted(model: nn.Module) -> nn.Module:
@@ -107,23 +64,8 @@ def permuted(model: nn.Module) -> nn.Module:
     return model
 
 
-def slow_warm_up(step: int) -> float:
-    """So small that a weight of 1.0 cannot hold its first updates."""
-    return 2e-8 * step
-
-
 def falling(step: int) -> float:
     return 1e-2 / step
-
-
-def annealed(step: int) -> float:
-    """What the last updates of a schedule with one cycle have, from the eighth on."""
-    return 1e-2 if step < 8 else 4e-8
-
-
-def steady_warm_up(step: int) -> float:
-    """From 0, as slowly as over an epoch of many batches."""
-    return 1e-5 * (step - 1)
 
 
 def warm_up(step: int) -> float:
@@ -136,7 +78,7 @@ class RightLoop:
 
     model: Callable[[], nn.Module] = Model
     optimizer: Optimizers = adamw
-    wrap: Callable[[nn.Module], nn.Module] = ddp
+    wrap: Callable[[nn.Module], nn.Module] = DistributedDataParallel
     accumulate: int = 1
     clip: float | None = None
     clip_order: float = 2.0
@@ -241,15 +183,10 @@ class Run:
         return share.detach()
 
     def reduce(self) -> None:
-        for p in itertools.filterfalse(_frozen, self.model.parameters()):
+        for p in (p for p in self.model.parameters() if p.requires_grad):
             there = torch.tensor(p.grad is not None, dtype=torch.int32)
             dist.all_reduce(there)
-            if not there:
-                continue
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-            dist.all_reduce(p.grad)
-            p.grad /= self.world
-
-
-def _frozen(parameter: nn.Parameter) -> bool:
-    return not parameter.requires_grad
+            if there:
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                dist.all_reduce(p.grad)
+                p.grad /= self.world

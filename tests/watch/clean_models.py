@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from tests.watch.loop import CLASSES, FEATURES
@@ -13,17 +15,42 @@ from tests.watch.loop import CLASSES, FEATURES
 WIDTH = 16
 
 
+def _first() -> nn.Linear:
+    return nn.Linear(FEATURES, WIDTH)
+
+
+def _head() -> nn.Linear:
+    return nn.Linear(WIDTH, CLASSES)
+
+
+class Apply(nn.Module):
+    """A function of what the layer before gives."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Any) -> Any:
+        return self.function(x)
+
+
 class Normed(nn.Module):
     """A model with batch statistics and dropout."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(
-            nn.Linear(FEATURES, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(), nn.Dropout(0.2), nn.Linear(WIDTH, CLASSES)
-        )
+        self.net = nn.Sequential(_first(), nn.BatchNorm1d(WIDTH), nn.ReLU(), nn.Dropout(0.2), _head())
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net(x)
+
+
+class WithUnused(Normed):
+    """With a layer that nobody calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(2, 2)
 
 
 class LayerNormed(nn.Module):
@@ -31,37 +58,28 @@ class LayerNormed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm, self.head = nn.Linear(FEATURES, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.first, self.norm, self.head = _first(), nn.LayerNorm(WIDTH), _head()
         self.scale = nn.Parameter(torch.ones(1))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.norm(torch.tanh(self.first(x)))) * self.scale
 
 
-class FromZero(nn.Module):
-    """Residual blocks whose last norm begins at 0: what stands before it has next to no gradient at first."""
+class Residual(nn.Sequential):
+    """A block whose last norm begins at 0: what stands before that has next to no gradient at first."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.first, self.head = nn.Linear(FEATURES, WIDTH), nn.Linear(WIDTH, CLASSES)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(
-                nn.Linear(WIDTH, WIDTH, bias=False),
-                nn.BatchNorm1d(WIDTH),
-                nn.ReLU(),
-                nn.Linear(WIDTH, WIDTH, bias=False),
-                nn.BatchNorm1d(WIDTH),
-            )
-            for _ in range(2)
-        )
-        for block in self.blocks:
-            nn.init.zeros_(block[4].weight)  # type: ignore[index, arg-type]
+        norms = [nn.BatchNorm1d(WIDTH), nn.BatchNorm1d(WIDTH)]
+        one, other = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+        super().__init__(one, norms[0], nn.ReLU(), other, norms[1])
+        nn.init.zeros_(norms[1].weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.relu(self.first(x))
-        for block in self.blocks:
-            hidden = torch.relu(hidden + block(hidden))
-        return self.head(hidden)
+        return torch.relu(x + super().forward(x))
+
+
+def from_zero() -> nn.Module:
+    return nn.Sequential(_first(), nn.ReLU(), Residual(), Residual(), _head())
 
 
 class Caching(nn.Module):
@@ -80,57 +98,38 @@ class Caching(nn.Module):
         return self.net(x) + 0 * self.grown[: len(x), None]
 
 
-class WithUnused(Normed):
-    """With a layer that nobody calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.unused = nn.Linear(2, 2)
-
-
-class LayerDrop(nn.Module):
-    """Residual layers, each left out of half of the forward passes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(FEATURES, WIDTH)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
-        self.head = nn.Linear(WIDTH, CLASSES)
+class Dropped(nn.Linear):
+    """A residual layer that is left out of half of the forward passes."""
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.tanh(self.first(x))
-        for layer in self.layers:
-            if not self.training or torch.rand(()) < 0.5:
-                hidden = hidden + 0.1 * torch.tanh(layer(hidden))
-        return self.head(hidden)
+        if not self.training or torch.rand(()) < 0.5:
+            return x + 0.1 * torch.tanh(super().forward(x))
+        return x
 
 
-class Checkpointed(nn.Module):
-    """Attention blocks whose activations are computed again in the backward pass, and two layers with one weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
-        self.last.weight = self.first.weight
-        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(FEATURES, 2, WIDTH, batch_first=True) for _ in range(2))
-        self.head = nn.Linear(FEATURES, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.first(x)[:, None]
-        for block in self.blocks:
-            hidden = checkpoint(block, hidden, use_reentrant=False)
-        return self.head(self.last(hidden).squeeze(1))
+def layer_drop() -> nn.Module:
+    return nn.Sequential(_first(), nn.Tanh(), *(Dropped(WIDTH, WIDTH) for _ in range(6)), _head())
 
 
-class SparseEmbedding(nn.Module):
+class Checkpointed(nn.TransformerEncoderLayer):
+    """Its activations are computed again in the backward pass."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def tied() -> nn.Module:
+    """Checkpointed attention between two layers that have one weight."""
+    first, last = (nn.Linear(FEATURES, FEATURES) for _ in range(2))
+    last.weight = first.weight
+    blocks = [Checkpointed(FEATURES, 2, WIDTH, batch_first=True) for _ in range(2)]
+    return nn.Sequential(first, nn.Unflatten(1, (1, -1)), *blocks, last, nn.Flatten(1), nn.Linear(FEATURES, CLASSES))
+
+
+def sparse_embedding() -> nn.Module:
     """The signs of the features are words whose embeddings have sparse gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.EmbeddingBag(2 * FEATURES, CLASSES, mode="sum", sparse=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.words((x > 0).long() + 2 * torch.arange(FEATURES))
+    words = Apply(lambda x: (x > 0).long() + 2 * torch.arange(FEATURES))
+    return nn.Sequential(words, nn.EmbeddingBag(2 * FEATURES, CLASSES, mode="sum", sparse=True))
 
 
 class Replying(nn.Module):
@@ -145,3 +144,96 @@ class Replying(nn.Module):
     def forward(self, x: Tensor, labels: Tensor) -> dict[str, Any]:
         logits = self.inner(x)
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+class Attending(nn.Module):
+    """Attention over the features, with learned positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = nn.Parameter(torch.randn(FEATURES, WIDTH))
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, batch_first=True)
+        self.blocks, self.head = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), _head()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(x[:, :, None] * self.place).mean(1))
+
+
+class Chosen(nn.Module):
+    """Two experts, of which each row takes one, by a gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(FEATURES, 2)
+        self.experts = nn.ModuleList(nn.Linear(FEATURES, CLASSES) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.gate(x).softmax(1)
+        made = torch.stack([expert(x) for expert in self.experts], 1)
+        return (made * (weights * (weights == weights.max(1, keepdim=True)[0]))[:, :, None]).sum(1)
+
+
+class Squared(nn.Module):
+    """One layer called twice in a forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.Linear(FEATURES, FEATURES)
+        self.pairs = nn.Bilinear(FEATURES, FEATURES, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.both(x))
+        return self.pairs(hidden, torch.tanh(self.both(hidden)))
+
+
+class Evaluated(nn.BatchNorm1d):
+    """Batch statistics that stay in evaluation mode."""
+
+    def train(self, mode: bool = True) -> Evaluated:
+        return super().train(False)
+
+
+def _convolved() -> nn.Module:
+    last = torch.channels_last
+    image = Apply(lambda x: x.view(len(x), 1, 2, FEATURES // 2).contiguous(memory_format=last))
+    net = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 2))
+    return nn.Sequential(image, net.to(memory_format=last), nn.Flatten(1), nn.Linear(4 * 3, CLASSES))
+
+
+def _recurrent() -> nn.Module:
+    cells = nn.LSTM(1, 6, num_layers=2, dropout=0.1)
+    return nn.Sequential(
+        Apply(lambda x: x.t()[:, :, None]), cells, Apply(lambda out: out[0][-1]), nn.Linear(6, CLASSES)
+    )
+
+
+def _worded() -> nn.Module:
+    words = Apply(lambda x: (x * 2).round().long().clamp(0, 4))
+    return nn.Sequential(words, nn.Embedding(5, WIDTH, padding_idx=0), Apply(lambda x: x.mean(1)), _head())
+
+
+def _between(*layers: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """A first layer, these, and a head."""
+    return lambda: nn.Sequential(_first(), *(make() for make in layers), _head())
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "convolutions, channels last": _convolved,
+    "LSTM": _recurrent,
+    "transformer encoder": Attending,
+    "embedding with padding": _worded,
+    "experts by a gate": Chosen,
+    "frozen statistics": lambda: nn.Sequential(
+        _first().requires_grad_(False), Evaluated(WIDTH), nn.ReLU(), _head()
+    ).train(),
+    "group norm": _between(lambda: nn.GroupNorm(4, WIDTH), nn.Tanh),
+    "RMS norm": _between(lambda: nn.RMSNorm(WIDTH), nn.Tanh),
+    "spectral norm": lambda: nn.Sequential(parametrizations.spectral_norm(_first()), _head()),
+    "weight norm": lambda: nn.Sequential(parametrizations.weight_norm(_first()), _head()),
+    "orthogonal": lambda: nn.Sequential(parametrizations.orthogonal(_first()), _head()),
+    "PReLU": _between(nn.PReLU),
+    "GELU, dropout": _between(nn.GELU, lambda: nn.Dropout(0.3)),
+    "batch norm without statistics": _between(lambda: nn.BatchNorm1d(WIDTH, track_running_stats=False), nn.Tanh),
+    "instance norm": _between(lambda: nn.Unflatten(1, (4, 4)), lambda: nn.InstanceNorm1d(4, affine=True), nn.Flatten),
+    "a layer called twice": Squared,
+}

@@ -15,10 +15,9 @@ from torch.utils.data import Dataset, TensorDataset
 
 import andon
 from andon_contracts.watch import Watch
-from tests.watch.clean import Seen, ignore, seen_by
+from tests.watch.clean import Seen, ignore, path_of_all_ranks, seen_by
 from tests.watch.clean_loops import adamw
 from tests.watch.clean_models import Normed, Replying
-from tests.watch.clean_state import path_of_all_ranks
 from tests.watch.loop import CLASSES, FEATURES, data
 
 BATCH = 8

@@ -1,4 +1,4 @@
-"""Right loops by what people use: torch's optimizers, ways to reduce, kinds of layers, courses of training."""
+"""Right loops by what people use: torch's optimizers, ways to reduce, courses of training."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler as rates
 
-from tests.watch.clean_communication import Course, Extra, backward, mean, share
-from tests.watch.clean_models import WIDTH, Normed
-from tests.watch.loop import CLASSES, FEATURES
+from tests.watch.clean_communication import Course, Extra, backward, mean, scored, share
+from tests.watch.clean_loops import Optimizers, ddp_with
+from tests.watch.clean_models import Normed
+from tests.watch.loop import CLASSES
 
-Optimizers = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-
+Backward = Callable[[nn.Module, int], None]
 
 OPTIMIZERS: dict[str, Optimizers] = {
     "Adam": lambda p: torch.optim.Adam(p, lr=1e-2),
@@ -48,88 +49,69 @@ OPTIMIZERS: dict[str, Optimizers] = {
 """Torch's own, each under DDP."""
 
 
-# ways to reduce
+# ways to reduce, each given the gradients
 
 
-def flat(parameters: Sequence[nn.Parameter]) -> None:
-    gradients = [p.grad for p in parameters if p.grad is not None]
+def flat(gradients: Sequence[Tensor]) -> None:
     bucket = torch.cat([g.reshape(-1) for g in gradients])
     mean([bucket])
     for g, part in zip(gradients, bucket.split([g.numel() for g in gradients]), strict=True):
         g.copy_(part.view_as(g))
 
 
-def in_turn(parameters: Sequence[nn.Parameter]) -> None:
-    mean(p.grad for p in reversed(parameters))
-
-
-def waiting_later(parameters: Sequence[nn.Parameter]) -> None:
-    works = [dist.all_reduce(p.grad, async_op=True) for p in parameters if p.grad is not None]
-    for work in works:
+def waiting_later(gradients: Sequence[Tensor]) -> None:
+    for work in [dist.all_reduce(g, async_op=True) for g in gradients]:
         work.wait()
-    for p in parameters:
-        if p.grad is not None:
-            p.grad /= dist.get_world_size()
+    for g in gradients:
+        g /= dist.get_world_size()
 
 
-def gathered(parameters: Sequence[nn.Parameter]) -> None:
+def gathered(gradients: Sequence[Tensor]) -> None:
     """Every rank has all gradients, and takes their mean in order of rank."""
-    for p in parameters:
-        if p.grad is not None:
-            parts = [torch.empty_like(p.grad) for _ in range(dist.get_world_size())]
-            dist.all_gather(parts, p.grad)
-            p.grad = torch.stack(parts).mean(0)
+    for g in gradients:
+        parts = [torch.empty_like(g) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, g)
+        g.copy_(torch.stack(parts).mean(0))
 
 
-def through_rank_0(parameters: Sequence[nn.Parameter]) -> None:
-    for p in parameters:
-        if p.grad is not None:
-            dist.reduce(p.grad, 0)
-            dist.broadcast(p.grad, 0)
-            p.grad /= dist.get_world_size()
+def through_rank_0(gradients: Sequence[Tensor]) -> None:
+    for g in gradients:
+        dist.reduce(g, 0)
+        dist.broadcast(g, 0)
+        g /= dist.get_world_size()
 
 
-def in_double(parameters: Sequence[nn.Parameter]) -> None:
-    for p in parameters:
-        if p.grad is not None:
-            wide = p.grad.double()
-            mean([wide])
-            p.grad.copy_(wide)
+def as_type(dtype: torch.dtype) -> Callable[[Sequence[Tensor]], None]:
+    def reduce(gradients: Sequence[Tensor]) -> None:
+        for g in gradients:
+            other = g.to(dtype)
+            mean([other])
+            g.copy_(other)
+
+    return reduce
 
 
-def in_halves(parameters: Sequence[nn.Parameter]) -> None:
-    for p in parameters:
-        if p.grad is not None:
-            narrow = p.grad.bfloat16()
-            mean([narrow])
-            p.grad.copy_(narrow)
-
-
-def by_messages(parameters: Sequence[nn.Parameter]) -> None:
+def by_messages(gradients: Sequence[Tensor]) -> None:
     """Around the ring, point to point; each rank adds in order of rank."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    for p in parameters:
-        if p.grad is None:
-            continue
-        parts = [torch.empty_like(p.grad) for _ in range(world)]
-        parts[rank] = p.grad.clone()
-        for other in range(world):
-            if other != rank:
-                works = [dist.isend(parts[rank], other), dist.irecv(parts[other], other)]
-                for work in works:
-                    assert work is not None
-                    work.wait()
-        p.grad.copy_(torch.stack(parts).mean(0))
+    for g in gradients:
+        parts = [torch.empty_like(g) for _ in range(world)]
+        parts[rank] = g.clone()
+        for other in (each for each in range(world) if each != rank):
+            for work in [dist.isend(parts[rank], other), dist.irecv(parts[other], other)]:
+                assert work is not None
+                work.wait()
+        g.copy_(torch.stack(parts).mean(0))
 
 
-REDUCTIONS: dict[str, Callable[[Sequence[nn.Parameter]], None]] = {
+REDUCTIONS: dict[str, Callable[[Sequence[Tensor]], None]] = {
     "one flat bucket": flat,
-    "from the last to the first": in_turn,
+    "from the last to the first": lambda gradients: mean(reversed(gradients)),
     "begun together": waiting_later,
     "gathered": gathered,
     "through rank 0": through_rank_0,
-    "in float64": in_double,
-    "in bfloat16": in_halves,
+    "in float64": as_type(torch.float64),
+    "in bfloat16": as_type(torch.bfloat16),
     "point to point": by_messages,
 }
 
@@ -149,154 +131,6 @@ def hooked_low_rank(model: nn.Module) -> nn.Module:
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=4)
     ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     return ddp
-
-
-def own_buffers(model: nn.Module) -> nn.Module:
-    """DDP that leaves each rank its own statistics, on purpose."""
-    return DistributedDataParallel(model, broadcast_buffers=False)
-
-
-def small_buckets(model: nn.Module) -> nn.Module:
-    return DistributedDataParallel(model, bucket_cap_mb=1e-5)  # type: ignore[arg-type]
-
-
-def in_another_group(model: nn.Module) -> nn.Module:
-    """DDP in a group of all ranks that is not the first one."""
-    return DistributedDataParallel(model, process_group=dist.new_group())
-
-
-# layers
-
-
-class Convolved(nn.Module):
-    """Convolution, pooling and batch statistics, in the order of channels last."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 2))
-        self.net.to(memory_format=torch.channels_last)
-        self.head = nn.Linear(4 * 3, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        image = x.view(len(x), 1, 2, FEATURES // 2).contiguous(memory_format=torch.channels_last)
-        return self.head(self.net(image).flatten(1))
-
-
-class Recurrent(nn.Module):
-    """An LSTM over the features."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cells, self.head = nn.LSTM(1, 6, num_layers=2, dropout=0.1), nn.Linear(6, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.cells(x.t()[:, :, None])[0][-1])
-
-
-class Attending(nn.Module):
-    """Attention over the features, with learned positions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.place = nn.Parameter(torch.randn(FEATURES, WIDTH))
-        self.blocks = nn.TransformerEncoder(
-            nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, batch_first=True), 2, enable_nested_tensor=False
-        )
-        self.head = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.blocks(x[:, :, None] * self.place).mean(1))
-
-
-class Embedding(nn.Module):
-    """Words whose rows get dense gradients, with padding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.head = nn.Embedding(5, WIDTH, padding_idx=0), nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.words((x * 2).round().long().clamp(0, 4)).mean(1))
-
-
-def _layered(*layers: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    return lambda: nn.Sequential(*(make() for make in layers))
-
-
-def _head() -> nn.Module:
-    return nn.Linear(WIDTH, CLASSES)
-
-
-def _first() -> nn.Module:
-    return nn.Linear(FEATURES, WIDTH)
-
-
-class Chosen(nn.Module):
-    """Two experts, of which each row takes one, by a gate."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(FEATURES, 2)
-        self.experts = nn.ModuleList(nn.Linear(FEATURES, CLASSES) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights = self.gate(x).softmax(1)
-        made = torch.stack([expert(x) for expert in self.experts], 1)
-        return (made * (weights * (weights == weights.max(1, keepdim=True)[0]))[:, :, None]).sum(1)
-
-
-class PartlyFrozen(nn.Module):
-    """A frozen first layer, batch statistics in evaluation mode, and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm, self.head = nn.Linear(FEATURES, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, CLASSES)
-        self.first.requires_grad_(False)
-
-    def train(self, mode: bool = True) -> PartlyFrozen:
-        super().train(mode)
-        self.norm.eval()
-        return self
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.relu(self.norm(self.first(x))))
-
-
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "convolutions, channels last": Convolved,
-    "LSTM": Recurrent,
-    "transformer encoder": Attending,
-    "embedding with padding": Embedding,
-    "experts by a gate": Chosen,
-    "frozen statistics": lambda: PartlyFrozen().train(),
-    "group norm": _layered(_first, lambda: nn.GroupNorm(4, WIDTH), nn.Tanh, _head),
-    "RMS norm": _layered(_first, lambda: nn.RMSNorm(WIDTH), nn.Tanh, _head),
-    "spectral norm": _layered(lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(FEATURES, WIDTH)), _head),
-    "weight norm": _layered(lambda: nn.utils.parametrizations.weight_norm(nn.Linear(FEATURES, WIDTH)), _head),
-    "orthogonal": _layered(lambda: nn.utils.parametrizations.orthogonal(nn.Linear(FEATURES, WIDTH)), _head),
-    "PReLU": _layered(_first, nn.PReLU, _head),
-    "GELU, dropout": _layered(_first, nn.GELU, lambda: nn.Dropout(0.3), _head),
-    "batch norm without statistics": _layered(
-        _first, lambda: nn.BatchNorm1d(WIDTH, track_running_stats=False), nn.Tanh, _head
-    ),
-    "instance norm": _layered(
-        _first, lambda: nn.Unflatten(1, (4, 4)), lambda: nn.InstanceNorm1d(4, affine=True), nn.Flatten, _head
-    ),
-    "a layer called twice": lambda: _Squared(),
-}
-
-
-class _Squared(nn.Module):
-    """One layer called twice in a forward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.both = nn.Linear(FEATURES, FEATURES)
-        self.pairs = nn.Bilinear(FEATURES, FEATURES, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.tanh(self.both(x))
-        return self.pairs(hidden, torch.tanh(self.both(hidden)))
 
 
 # courses of training
@@ -321,12 +155,9 @@ def _bounded(model: nn.Module, *_: object) -> None:
         p.clamp_(-2.0, 2.0)
 
 
-@torch.no_grad()
 def _scored(model: nn.Module, _: object, step: int) -> None:
     if step % 4 == 0:
-        model.eval()
-        model(share(step)[0])
-        model.train()
+        scored(model)
 
 
 def _saved_and_back(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
@@ -344,29 +175,36 @@ def _rewound(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> N
         optimizer.state.clear()
 
 
-def _smoothed(model: nn.Module, step: int) -> None:
-    x, y = share(step)
-    nn.functional.cross_entropy(model(x), y, label_smoothing=0.1).backward()
+def by(loss: Callable[[nn.Module, Tensor, Tensor], Tensor]) -> Backward:
+    def backward(model: nn.Module, step: int) -> None:
+        loss(model, *share(step)).backward()
+
+    return backward
 
 
-def _mixed(model: nn.Module, step: int) -> None:
-    x, y = share(step)
+def _mixed(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     other = torch.randperm(len(x))
     logits = model(0.7 * x + 0.3 * x[other])
-    (0.7 * nn.functional.cross_entropy(logits, y) + 0.3 * nn.functional.cross_entropy(logits, y[other])).backward()
+    return 0.7 * cross_entropy(logits, y) + 0.3 * cross_entropy(logits, y[other])
 
 
-def _penalised(model: nn.Module, step: int) -> None:
-    x, y = share(step)
-    loss = nn.functional.cross_entropy(model(x), y)
-    (loss + 1e-3 * sum(p.square().sum() for p in model.parameters())).backward()
+def _penalised(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return cross_entropy(model(x), y) + 1e-3 * sum(p.square().sum() for p in model.parameters())
+
+
+def _half_square(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Half the mean square, as regressions write it."""
+    return ((model(x) - nn.functional.one_hot(y, CLASSES)) ** 2).mean() / 2
+
+
+def _half(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return 0.5 * cross_entropy(model(x), y)
 
 
 def _twice(model: nn.Module, step: int) -> None:
-    x, y = share(step)
     with model.no_sync():  # type: ignore[operator]
-        (0.5 * nn.functional.cross_entropy(model(x), y)).backward()
-    (0.5 * nn.functional.cross_entropy(model(x), y)).backward()
+        by(_half)(model, step)
+    by(_half)(model, step)
 
 
 def _sharpness_aware(model: nn.Module, step: int) -> None:
@@ -405,9 +243,9 @@ COURSES: dict[str, Course] = {
     "evaluation every fourth update": Course(behind=_scored, model=Normed),
     "saved and loaded in place": Course(behind=_saved_and_back),
     "a layer drawn anew": Course(behind=_rewound),
-    "label smoothing": Course(backward=_smoothed),
-    "mixed rows": Course(backward=_mixed),
-    "penalty in the loss": Course(backward=_penalised),
+    "label smoothing": Course(backward=by(lambda model, x, y: cross_entropy(model(x), y, label_smoothing=0.1))),
+    "mixed rows": Course(backward=by(_mixed)),
+    "penalty in the loss": Course(backward=by(_penalised)),
     "two backward passes": Course(backward=_twice),
     "sharpness-aware": Course(backward=_sharpness_aware),
     "lookahead": Course(behind=_looking_ahead(5)),
@@ -426,12 +264,6 @@ COURSES: dict[str, Course] = {
 }
 
 # matters of choice that once were suspected
-
-
-def _half_square(model: nn.Module, step: int) -> None:
-    """Half the mean square, as regressions write it."""
-    x, y = share(step)
-    (((model(x) - nn.functional.one_hot(y, CLASSES)) ** 2).mean() / 2).backward()
 
 
 def _clip_each(model: nn.Module, *_: object) -> None:
@@ -474,7 +306,7 @@ def _slow(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 CHOICES: dict[str, Course] = {
-    "half the mean square": Course(backward=_half_square, optimizer=_slow),
+    "half the mean square": Course(backward=by(_half_square), optimizer=_slow),
     "each parameter clipped by hand": Course(before=_clip_each, optimizer=_slow),
     "gradients applied one update late": Course(before=_one_late(), optimizer=_slow),
     "average begun from each rank's own numbers": Course(behind=_own_beginning(), optimizer=_slow),
@@ -483,7 +315,7 @@ CHOICES: dict[str, Course] = {
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "float16 on the way": hooked_in_half,
     "factors on the way": hooked_low_rank,
-    "buckets of one tensor": small_buckets,
-    "a group of its own": in_another_group,
+    "buckets of one tensor": ddp_with(bucket_cap_mb=1e-5),
+    "a group of its own": lambda model: DistributedDataParallel(model, process_group=dist.new_group()),
 }
 """Further kinds of DDP."""

@@ -7,10 +7,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import itertools
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +25,6 @@ from torch.utils.data.distributed import DistributedSampler
 
 import andon
 from andon_contracts.agree import Observation
-from andon_contracts.violation import Violation
 from andon_contracts.watch.copies import Copies
 from andon_contracts.watch.loaders import places_of, yielded
 from andon_contracts.watch.model_probe import ModelProbe
@@ -33,9 +33,13 @@ from tests.support.ranks import run_ranks
 ROWS = 40
 
 
+def _seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
 def rows(count: int = ROWS) -> TensorDataset:
     """Rows with features and a label, alike on all ranks."""
-    draws = torch.Generator().manual_seed(5)
+    draws = _seeded(5)
     return TensorDataset(torch.randn(count, 6, generator=draws), torch.randint(0, 3, (count,), generator=draws))
 
 
@@ -55,15 +59,12 @@ class Course:
     loss: Callable[[Tensor, Tensor], Tensor] = nn.functional.cross_entropy
 
     def run(self) -> list[tuple[str, int]]:
+        # A rank of the tests is a daemon, which may else have no processes of its own.
+        multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
         model = DistributedDataParallel(net())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        found: list[tuple[str, int]] = []
-
-        def note(each: Violation) -> None:
-            found.append((each.clause, each.step))
-
         torch.manual_seed(100 + dist.get_rank())
-        with andon.watch(model, optimizer, action=note) as watch:
+        with andon.watch(model, optimizer, action=lambda _: None) as watch:
             for epoch in range(self.epochs):
                 self.before(model)
                 for x, y in self.batches(epoch):
@@ -71,155 +72,114 @@ class Course:
                     self.behind(model)
                     optimizer.step()
                     optimizer.zero_grad()
-        return found + [(each.clause, each.step) for each in watch.findings if (each.clause, each.step) not in found]
+        return [(each.clause, each.step) for each in watch.findings]
 
 
-def _dealt(data: Any, epoch: int, *, drop: bool = False, **options: Any) -> Iterator[Any]:
-    sampler = DistributedSampler(data, seed=1, drop_last=drop)
-    sampler.set_epoch(epoch)
-    yield from DataLoader(data, **{"batch_size": 4, "sampler": sampler, **options})
+Batches = Callable[[int], Iterator[Any]]
 
 
-def distributed(epoch: int) -> Iterator[Any]:
-    yield from _dealt(rows(), epoch)
+def dealt(count: int = ROWS, *, drop: bool = False, **options: Any) -> Batches:
+    def batches(epoch: int) -> Iterator[Any]:
+        sampler = DistributedSampler(rows(count), seed=1, drop_last=drop)
+        sampler.set_epoch(epoch)
+        yield from DataLoader(rows(count), **{"batch_size": 4, "sampler": sampler, **options})
+
+    return batches
 
 
-def padded(epoch: int) -> Iterator[Any]:
-    """One row comes twice, because there is an odd number of them."""
-    yield from _dealt(rows(45), epoch)
+def sampled(make: Callable[[int], Any], **options: Any) -> Batches:
+    return lambda epoch: iter(DataLoader(rows(), batch_size=4, sampler=make(epoch), **options))
 
 
-def dropped(epoch: int) -> Iterator[Any]:
-    yield from _dealt(rows(45), epoch, drop=True)
-
-
-def _with_workers(epoch: int, **options: Any) -> Iterator[Any]:
-    # A rank of the tests is a daemon, which may else have no processes of its own.
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-    # Forked, as in a script: a rank's own default is a server, which would load all libraries again.
-    yield from _dealt(rows(), epoch, num_workers=2, multiprocessing_context="fork", **options)
-
-
-def from_workers(epoch: int) -> Iterator[Any]:
-    yield from _with_workers(epoch)
-
-
-def in_any_order(epoch: int) -> Iterator[Any]:
-    yield from _with_workers(epoch, in_order=False)
+distributed, padded, dropped = dealt(), dealt(45), dealt(45, drop=True)
+# Forked, as in a script: a rank's own default is a server, which would load all libraries again.
+WORKERS: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "fork"}
 
 
 def ahead(epoch: int) -> Iterator[Any]:
     """The next batch is read before the one at hand is used, as Accelerate does, and given to the model as a copy."""
     held: Any = None
-    for batch in _dealt(rows(), epoch):
+    for batch in [*distributed(epoch), None]:
         if held is not None:
             yield [each.clone() for each in held]
         held = batch
-    yield [each.clone() for each in held]
+
+
+def mine(rows: Any) -> Any:
+    return rows[dist.get_rank() :: dist.get_world_size()]
 
 
 def cut_by_rank(epoch: int) -> Iterator[Any]:
     """All ranks read the same global batches, and each uses its part."""
-    draws = torch.Generator().manual_seed(epoch)
-    rank, world = dist.get_rank(), dist.get_world_size()
-    for x, y in DataLoader(rows(), batch_size=8, sampler=RandomSampler(rows(), generator=draws)):
-        yield x[rank::world], y[rank::world]
+    for x, y in DataLoader(rows(), batch_size=8, sampler=RandomSampler(rows(), generator=_seeded(epoch))):
+        yield mine(x), mine(y)
 
 
 def own_shard(epoch: int) -> Iterator[Any]:
     """Every rank has its own part of the data, and shuffles it as the others do theirs."""
-    x, y = rows().tensors
-    rank, world = dist.get_rank(), dist.get_world_size()
-    shard = TensorDataset(x[rank::world], y[rank::world])
+    shard = TensorDataset(*map(mine, rows().tensors))
     yield from DataLoader(shard, batch_size=4, sampler=RandomSampler(shard, generator=_seeded(epoch)))
 
 
-def with_replacement(epoch: int) -> Iterator[Any]:
-    draws = _seeded(10 * epoch + dist.get_rank())
-    sampler = RandomSampler(rows(), replacement=True, generator=draws)
-    yield from DataLoader(rows(), batch_size=4, sampler=sampler)
+def replacing(epoch: int) -> Sampler[int]:
+    return RandomSampler(rows(), replacement=True, generator=_seeded(10 * epoch + dist.get_rank()))
 
 
 class RASampler(Sampler[int]):
     """Repeated augmentation: every row comes on several ranks, as torchvision's does it."""
 
-    def __init__(self, count: int, repetitions: int, epoch: int) -> None:
-        self.count, self.repetitions, self.epoch = count, repetitions, epoch
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
-        order = torch.randperm(self.count, generator=_seeded(self.epoch)).tolist()
-        repeated = [row for row in order for _ in range(self.repetitions)]
-        yield from repeated[dist.get_rank() : self.count : dist.get_world_size()]
+        order = torch.randperm(ROWS, generator=_seeded(self.epoch)).tolist()
+        yield from mine([row for row in order for _ in range(3)][:ROWS])
 
 
-def repeated_on_purpose(epoch: int) -> Iterator[Any]:
-    yield from DataLoader(rows(), batch_size=4, sampler=RASampler(ROWS, 3, epoch))
-
-
-def oversampled(epoch: int) -> Iterator[Any]:
+def oversampled(epoch: int) -> list[int]:
     """Rows of a rare class are in the list of rows several times."""
     order = torch.cat([torch.arange(ROWS), torch.arange(6).repeat(4)])
-    order = order[torch.randperm(len(order), generator=_seeded(epoch))][dist.get_rank() :: dist.get_world_size()]
-    yield from DataLoader(rows(), batch_size=4, sampler=order.tolist())
+    return mine(order[torch.randperm(len(order), generator=_seeded(epoch))]).tolist()
 
 
-class InOrder:
-    """A loader of the rows in their order, kept for all epochs."""
+class Kept:
+    """A loader that is kept for all epochs.
 
-    def __init__(self) -> None:
+    looks: the epochs before which one batch is looked at, as torch's tutorial of DDP does for its size. tells: whether
+    the sampler is told of epochs.
+    """
+
+    def __init__(self, looks: Sequence[int] = (), *, tells: bool = True, shuffle: bool = True) -> None:
+        self.looks, self.tells, self.shuffle = looks, tells, shuffle
         self.loader: Any = None
 
     def __call__(self, epoch: int) -> Iterator[Any]:
         if self.loader is None:
-            self.loader = DataLoader(rows(), batch_size=4, sampler=DistributedSampler(rows(), shuffle=False))
-        yield from self.loader
-
-
-class Peeking:
-    """Before the first epoch one batch is looked at, and its sampler is told of epochs from then on."""
-
-    def __init__(self) -> None:
-        self.loader: Any = None
-
-    def __call__(self, epoch: int) -> Iterator[Any]:
-        if self.loader is None:
-            self.loader = DataLoader(rows(), batch_size=4, sampler=DistributedSampler(rows()))
+            sampler = DistributedSampler(rows(), shuffle=self.shuffle)
+            self.loader = DataLoader(rows(), batch_size=4, sampler=sampler)
+        if epoch in self.looks:
             next(iter(self.loader))
-        self.loader.sampler.set_epoch(epoch)
-        yield from self.loader
-
-
-class LooksFirst:
-    """Looks at one batch before each epoch, as torch's tutorial of DDP does for its size, and then begins anew."""
-
-    def __init__(self, *, tells: bool) -> None:
-        self.loader: Any = None
-        self.tells = tells
-
-    def __call__(self, epoch: int) -> Iterator[Any]:
-        if self.loader is None:
-            self.loader = DataLoader(rows(), batch_size=4, sampler=DistributedSampler(rows()))
-        next(iter(self.loader))
         if self.tells:
             self.loader.sampler.set_epoch(epoch)
         yield from self.loader
 
 
 class Stream(IterableDataset[Any]):
-    """Rows without indices, another part on each rank."""
+    """Rows without indices: another part on each rank, or all on every rank."""
+
+    def __init__(self, *, whole: bool = False) -> None:
+        self.whole = whole
 
     def __iter__(self) -> Iterator[Any]:
-        yield from list(rows())[dist.get_rank() :: dist.get_world_size()]
+        yield from rows() if self.whole else mine(list(rows()))
 
 
-def streamed(epoch: int) -> Iterator[Any]:
-    yield from DataLoader(Stream(), batch_size=4)
+def streamed(**kind: bool) -> Batches:
+    return lambda _: iter(DataLoader(Stream(**kind), batch_size=4))
 
 
 def one_skipped(epoch: int) -> Iterator[Any]:
-    for number, batch in enumerate(_dealt(rows(45), epoch)):
-        if number != 1:
-            yield batch
+    yield from (batch for number, batch in enumerate(padded(epoch)) if number != 1)
 
 
 def freezes_batch_norm(model: nn.Module) -> None:
@@ -261,44 +221,39 @@ class Following:
         self.kept, self.followed, self.form = kept, followed, form
         self.held: Any = None
 
-    def __call__(self, model: nn.Module) -> None:
-        inner = model.module
+    def __call__(self, model: Any) -> None:
         if self.held is None and dist.get_rank() in self.kept:
-            assert isinstance(inner, nn.Module)
-            shadows = {name: p.detach().clone() for name, p in inner.named_parameters()}
-            forms = {"module": lambda: copy.deepcopy(inner), "table": lambda: shadows}
+            shadows = {name: p.detach().clone() for name, p in model.module.named_parameters()}
+            forms = {"module": lambda: copy.deepcopy(model.module), "table": lambda: shadows}
             self.held = forms.get(self.form, lambda: list(shadows.values()))()
         if dist.get_rank() in self.followed:
-            tensors = self.held.parameters() if self.form == "module" else self.held
-            tensors = tensors.values() if self.form == "table" else tensors
+            tensors = {"module": "parameters", "table": "values"}.get(self.form, "__iter__")
             with torch.no_grad():
-                for one, parameter in zip(tensors, inner.parameters(), strict=True):  # type: ignore[operator]
+                for one, parameter in zip(getattr(self.held, tensors)(), model.module.parameters(), strict=True):
                     one.lerp_(parameter, 0.5)
 
 
-class Residual:
+def residual() -> Callable[[nn.Module], None]:
     """What each rank keeps of its own for each parameter, and adds to: the rest of a compression, say."""
+    held: list[Tensor] = []
 
-    def __init__(self) -> None:
-        self.held: list[Tensor] = []
-
-    def __call__(self, model: nn.Module) -> None:
-        self.held = self.held or [torch.zeros_like(p) for p in model.parameters()]
-        for each in self.held:
+    def behind(model: nn.Module) -> None:
+        held[:] = held or [torch.zeros_like(p) for p in model.parameters()]
+        for each in held:
             each.add_(torch.randn(each.shape, generator=_seeded(dist.get_rank())), alpha=1e-3)
 
+    return behind
 
-class BestSoFar:
+
+def best_so_far() -> Callable[[nn.Module], None]:
     """A copy of the weights that each rank takes when it finds them good, by what it saw itself."""
+    calls, best = itertools.count(1), {}
 
-    def __init__(self) -> None:
-        self.calls = 0
-        self.best: Mapping[str, Tensor] = {}
+    def behind(model: Any) -> None:
+        if next(calls) % (2 + dist.get_rank()) == 0:
+            best["held"] = copy.deepcopy({name: p.detach() for name, p in model.module.named_parameters()})
 
-    def __call__(self, model: nn.Module) -> None:
-        self.calls += 1
-        if self.calls % (2 + dist.get_rank()) == 0:
-            self.best = copy.deepcopy({name: p.detach() for name, p in model.module.named_parameters()})  # type: ignore[union-attr, operator]
+    return behind
 
 
 def evaluates_in_between(model: nn.Module) -> None:
@@ -312,35 +267,31 @@ RIGHT = {
     "distributed sampler": Course(distributed),
     "padded": Course(padded),
     "last batch dropped": Course(dropped),
-    "workers": Course(from_workers),
-    "workers, in any order": Course(in_any_order),
+    "workers": Course(dealt(**WORKERS)),
+    "workers, in any order": Course(dealt(**WORKERS, in_order=False)),
     "one batch ahead, copied": Course(ahead),
     "global batch cut by rank": Course(cut_by_rank),
     "own shard of each rank, one seed": Course(own_shard),
-    "with replacement": Course(with_replacement),
-    "repeated augmentation": Course(repeated_on_purpose),
-    "oversampled": Course(oversampled),
-    "rows in order": Course(InOrder()),
-    "a batch looked at first": Course(Peeking()),
-    "a batch looked at before each epoch": Course(LooksFirst(tells=True)),
-    "iterable data": Course(streamed),
+    "with replacement": Course(sampled(replacing)),
+    "repeated augmentation": Course(sampled(RASampler)),
+    "oversampled": Course(sampled(oversampled)),
+    "rows in order": Course(Kept(tells=False, shuffle=False)),
+    "a batch looked at first": Course(Kept([0])),
+    "a batch looked at before each epoch": Course(Kept([0, 1])),
+    "iterable data": Course(streamed()),
     "a batch left out": Course(one_skipped),
     "batch norm frozen": Course(distributed, before=freezes_batch_norm),
     "clipped, and a loss reduced behind that": Course(distributed, behind=clips_and_reports),
     "clipped, thrown away, clipped": Course(distributed, behind=begins_anew),
     "parts clipped apart": Course(distributed, behind=clips_parts),
     "average of weights on all ranks": Course(distributed, behind=Following((0, 1), (0, 1))),
-    "residuals of each rank's own": Course(distributed, behind=Residual()),
-    "best weights by each rank's own measure": Course(distributed, behind=BestSoFar()),
+    "residuals of each rank's own": Course(distributed, behind=residual()),
+    "best weights by each rank's own measure": Course(distributed, behind=best_so_far()),
     "average of weights on rank 0": Course(distributed, behind=Following((0,), (0,))),
     "copy of the start on all ranks": Course(distributed, behind=Following((0, 1), ())),
     "shadows on rank 0": Course(distributed, behind=Following((0,), (0,), "list")),
     "evaluation between backward pass and update": Course(distributed, behind=evaluates_in_between),
 }
-
-
-def _seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def right_courses(names: Sequence[str]) -> dict[str, list[tuple[str, int]]]:
@@ -354,27 +305,14 @@ def test_right_loops_that_look_like_faulty_ones_are_not_accused(first: int) -> N
     assert [o.get() for o in run_ranks(2, right_courses, names)] == [{name: [] for name in names}] * 2
 
 
-def same_stream(epoch: int) -> Iterator[Any]:
-    """All ranks read the same rows, which have no indices."""
-    yield from DataLoader(Whole(), batch_size=4)
-
-
-class Whole(IterableDataset[Any]):
-    """All rows, on every rank."""
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from rows()
-
-
-def same_from_workers(epoch: int) -> Iterator[Any]:
-    """Nothing deals out the rows, and workers draw ahead."""
-    yield from _with_workers(epoch, sampler=RandomSampler(rows(), generator=_seeded(epoch)))
+# Nothing deals out the rows, and workers draw ahead.
+same_from_workers = sampled(lambda epoch: RandomSampler(rows(), generator=_seeded(epoch)), **WORKERS)
 
 
 def one_split(epoch: int) -> Iterator[Any]:
     """A split that is seeded alike, dealt out: right, and of the same form as one that is not."""
     half = Subset(rows(), torch.randperm(ROWS, generator=_seeded(0))[:20].tolist())
-    yield from _dealt(half, epoch)
+    yield from DataLoader(half, batch_size=4, sampler=DistributedSampler(half, seed=1))
 
 
 def stays_in_evaluation(model: nn.Module) -> None:
@@ -382,12 +320,16 @@ def stays_in_evaluation(model: nn.Module) -> None:
 
 
 WRONG = {
-    "the order of the first epoch, a batch looked at before each": (
-        Course(LooksFirst(tells=False)),
+    "the order of the first epoch, begun anew": (
+        Course(Kept([0, 1], tells=False)),
         "order-renewed",
         7,
     ),
-    "the same stream on all ranks": (Course(same_stream), "samples-once", 3),
+    "the same stream on all ranks": (
+        Course(streamed(whole=True)),
+        "samples-once",
+        3,
+    ),
     "the same rows from workers": (Course(same_from_workers, epochs=1), "samples-once", 1),
     "clipped on one rank": (Course(distributed, behind=clips_on_one_rank), "clip-placed", 1),
     "average kept up on one rank": (Course(distributed, behind=Following((0, 1), (0,))), "copies-agree", 2),
@@ -438,19 +380,24 @@ def test_copies_that_were_rounded_apart_are_one(apart: float, updates: int, alik
     assert copies[0].apart == 0
 
 
+def _open_behind(updates: int, model: nn.Module, rank: int = 0, **told: Any) -> Any:
+    """A watch that has seen so many updates, of other rows on each rank."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watch = andon.watch(model, optimizer, action=lambda _: None, **told)
+    for step in range(updates):
+        model(torch.full((2, 3), 1.0 + rank + step)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return watch
+
+
 @pytest.mark.parametrize("updates", [1, 3])
 def test_a_process_that_never_joins_the_others_is_suspected_then_found(
     monkeypatch: pytest.MonkeyPatch, updates: int
 ) -> None:
     """A suspicion at the second update, a violation at the close; one update alone says nothing."""
     monkeypatch.setenv("WORLD_SIZE", "2")
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    watch = andon.watch(model, optimizer, action=lambda _: None)
-    for _ in range(updates):
-        model(torch.ones(2, 3)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    watch = _open_behind(updates, nn.Linear(3, 2))
     assert [(each.clause, each.step) for each in watch.findings] == [("ranks-joined", 2)] * (updates > 1)
     assert watch.violations == 0
     watch.close()
@@ -459,13 +406,7 @@ def test_a_process_that_never_joins_the_others_is_suspected_then_found(
 
 def _leaves_its_group() -> tuple[int, int]:
     os.environ["WORLD_SIZE"] = "2"
-    model = DistributedDataParallel(nn.Linear(3, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    watch = andon.watch(model, optimizer, action=lambda _: None)
-    for step in range(3):
-        model(torch.full((2, 3), 1.0 + dist.get_rank() + step)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    watch = _open_behind(3, DistributedDataParallel(nn.Linear(3, 2)), dist.get_rank())
     dist.destroy_process_group()
     watch.close()
     return watch.violations, len(watch.findings)
@@ -479,15 +420,9 @@ def test_a_group_that_is_taken_down_before_the_close_was_joined() -> None:
 def test_a_process_that_is_to_be_alone_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Independent jobs under one launcher."""
     monkeypatch.setenv("WORLD_SIZE", "2")
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with andon.watch(model, optimizer, allow={"ranks-joined": "jobs of their own"}) as watch:
-        for _ in range(2):
-            model(torch.ones(2, 3)).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert watch.violations == 0
-    assert watch.findings == ()
+    watch = _open_behind(2, nn.Linear(3, 2), allow={"ranks-joined": "jobs of their own"})
+    watch.close()
+    assert (watch.violations, watch.findings) == (0, ())
 
 
 @pytest.mark.parametrize(
@@ -508,29 +443,26 @@ def test_the_closing_lines_name_the_command_that_would_see_the_scale(arguments: 
     assert lines[0].endswith(filled)
 
 
-def scale(arguments: list[str]) -> list[str]:
-    sys.argv = arguments
+def _said(course: Course, about: str) -> list[str]:
     text = io.StringIO()
     with contextlib.redirect_stderr(text):
-        Course(distributed, epochs=1, loss=lambda logits, _: logits.square().sum()).run()
-    return [line for line in text.getvalue().splitlines() if line.startswith("  gradient scale:")]
+        course.run()
+    return [line for line in text.getvalue().splitlines() if line.startswith(f"  {about}:")]
 
 
-def closing(tmp: str) -> list[str]:
+def scale(arguments: list[str]) -> list[str]:
+    sys.argv = arguments
+    return _said(Course(distributed, epochs=1, loss=lambda logits, _: logits.square().sum()), "gradient scale")
+
+
+def closing() -> list[str]:
     """Of a pass that was filled up, and of one that was cut short."""
-    lines = []
-    for batches in (padded, dropped):
-        text = io.StringIO()
-        with contextlib.redirect_stderr(text):
-            Course(batches, epochs=1).run()
-        lines += [line for line in text.getvalue().splitlines() if line.startswith("  rows:")]
-    return lines
+    return [line for batches in (padded, dropped) for line in _said(Course(batches, epochs=1), "rows")]
 
 
 def test_what_a_sampler_adds_or_leaves_out_is_a_closing_line() -> None:
     """Neither is a violation; both are said."""
-    lines = run_ranks(2, closing, "")[0].get()
-    assert lines == [
+    assert run_ranks(2, closing)[0].get() == [
         "  rows: 1 rows more than the 45 of the data fill up a pass over them (DistributedSampler)",
         "  rows: 1 of the 45 rows of the data are left out of a pass over them (DistributedSampler)",
     ]

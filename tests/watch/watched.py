@@ -23,8 +23,7 @@ from andon_falsify.faults.looped.right import Labelled, Scheduled
 from andon_falsify.faults.planting import around
 from andon_falsify.loops.task import collate, dataset, model
 from andon_falsify.peers.plain import PlainLoop
-from tests.watch.clean import Seen, seen_by
-from tests.watch.clean_state import path_of_all_ranks
+from tests.watch.clean import Seen, path_of_all_ranks, seen_by
 
 
 @dataclass
