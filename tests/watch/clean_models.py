@@ -98,17 +98,19 @@ class Caching(nn.Module):
         return self.net(x) + 0 * self.grown[: len(x), None]
 
 
-class Dropped(nn.Linear):
-    """A residual layer that is left out of half of the forward passes."""
+class LayerDrop(nn.Sequential):
+    """Residual layers, each left out of half of the forward passes."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.training or torch.rand(()) < 0.5:
-            return x + 0.1 * torch.tanh(super().forward(x))
+        for layer in self:
+            if not self.training or torch.rand(()) < 0.5:
+                x = x + 0.1 * torch.tanh(layer(x))
         return x
 
 
 def layer_drop() -> nn.Module:
-    return nn.Sequential(_first(), nn.Tanh(), *(Dropped(WIDTH, WIDTH) for _ in range(6)), _head())
+    layers = LayerDrop(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)))
+    return nn.Sequential(_first(), nn.Tanh(), layers, _head())
 
 
 class Checkpointed(nn.TransformerEncoderLayer):
