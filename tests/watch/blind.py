@@ -11,7 +11,7 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from itertools import count, islice, pairwise
 from typing import Any
 
 import torch
@@ -23,34 +23,184 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import prune
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
-from torch.utils.data import DataLoader, Sampler, TensorDataset
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, DistributedSampler, Sampler, TensorDataset
 
 import andon
-from tests.watch.blind_models import (
-    BATCH,
-    HALVES,
-    Block,
-    Convolutions,
-    Language,
-    Opens,
-    Standardised,
-    Unwatched,
-    batches,
-    dealt,
-    drawn,
-    gradients,
-    halves,
-    local_batch,
-    mean_over_ranks,
-    mine,
-    next_words,
-    perceptron,
-    pictures,
-    summed,
-    table,
-    texts,
-)
 from tests.watch.clean import Kind, Seen, ignore, path_of_all_ranks, seen_by
+from tests.watch.clean_models import Apply
+
+BATCH = 8
+HALVES = 2
+
+
+Opens = Callable[..., Any]
+"""`andon.watch`, or what stands for it: of a model, an optimizer, and what is told once."""
+
+
+class Unwatched:
+    """A watch that sees nothing: a loop is proved right without any."""
+
+    def __init__(self, model: nn.Module, optimizer: Any, **lines: Any) -> None:
+        pass
+
+    def batch(self, ids: Any) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def halves() -> range:
+    """The halves of a global batch that are this process's: one on each of two ranks, both in one process alone.
+
+    What depends on which rows are seen together (batch norm, a mean over a batch, compression of a rank's gradient)
+    or is drawn by each rank is then the same function of the rows in one process.
+    """
+    each = HALVES // dist.get_world_size()
+    return range(dist.get_rank() * each, (dist.get_rank() + 1) * each)
+
+
+def mine(rows: Tensor) -> Tensor:
+    return rows[dist.get_rank() :: dist.get_world_size()]
+
+
+def local_batch() -> int:
+    return BATCH // dist.get_world_size()
+
+
+def drawn(step: int, rows: int, size: int = BATCH) -> Tensor:
+    """The rows of the global batch of a step: passes over all rows, each in an order of its own."""
+    a_pass = rows // size
+    order = torch.randperm(rows, generator=torch.Generator().manual_seed(step // a_pass))
+    return order[step % a_pass * size :][:size]
+
+
+def dealt(*tensors: Tensor, seed: int = 0) -> DataLoader[Any]:
+    dataset = TensorDataset(*tensors)
+    return DataLoader(dataset, batch_size=local_batch(), sampler=DistributedSampler(dataset, seed=seed))
+
+
+def batches(loader: DataLoader[Any]) -> Iterator[Any]:
+    for epoch in count():
+        loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+        yield from loader
+
+
+def mean_over_ranks(tensors: list[Tensor]) -> None:
+    """Each tensor becomes its mean over all ranks, through one flat message."""
+    flat = torch.cat([each.reshape(-1) for each in tensors])
+    dist.all_reduce(flat)
+    nn.utils.vector_to_parameters(flat / dist.get_world_size(), tensors)
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def summed(*values: float) -> list[float]:
+    total = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(total)
+    return total.tolist()
+
+
+def table(rows: int, features: int = 10, classes: int = 4) -> tuple[Tensor, Tensor]:
+    made = torch.Generator().manual_seed(5)
+    x = torch.randn(rows, features, generator=made)
+    return x, (x @ torch.randn(features, classes, generator=made)).argmax(1)
+
+
+def pictures(rows: int = 32, classes: int = 4) -> tuple[Tensor, Tensor]:
+    """Pictures of 3 x 12 x 12 with a bright quarter, which is their label."""
+    made = torch.Generator().manual_seed(6)
+    x = torch.randn(rows, 3, 12, 12, generator=made)
+    y = torch.randint(classes, (rows,), generator=made)
+    for row, label in enumerate(y.tolist()):
+        top, left = 6 * (label // 2), 6 * (label % 2)
+        x[row, :, top : top + 6, left : left + 6] += 1
+    return x, y
+
+
+def texts(rows: int = 40, longest: int = 9, words: int = 30) -> tuple[Tensor, Tensor]:
+    """Rows of words, of 3 to `longest` of them and padded with 0, and their lengths."""
+    made = torch.Generator().manual_seed(7)
+    lengths = torch.randint(3, longest + 1, (rows,), generator=made)
+    x = torch.randint(1, words, (rows, longest), generator=made)
+    x[torch.arange(longest)[None] >= lengths[:, None]] = 0
+    return x, lengths
+
+
+def perceptron(*widths: int) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for before, after in pairwise(widths):
+        layers += [nn.Linear(before, after), nn.GELU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def convolutions(norm: Any, convolution: type[nn.Conv2d] = nn.Conv2d) -> nn.Sequential:
+    """Two convolutions of any picture size, each with the norm that is made for it, and a head."""
+    body = [convolution(3, 8, 3, padding=1), norm(8), nn.ReLU(), nn.MaxPool2d(2), convolution(8, 12, 3), norm(12)]
+    return nn.Sequential(*body, nn.ReLU(), Apply(lambda x: x.mean((2, 3))), nn.Linear(12, 4))
+
+
+class Standardised(nn.Conv2d):
+    """A convolution whose filters have mean 0 and variance 1."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        w = self.weight
+        w = (w - w.mean((1, 2, 3), keepdim=True)) / (w.std((1, 2, 3), keepdim=True) + 1e-5)
+        return F.conv2d(x, w, self.bias, padding=self.padding)
+
+
+class Attention(nn.Module):
+    """Causal self-attention of two heads, its projections made by `linear`."""
+
+    def __init__(self, width: int, linear: Any) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.out = (linear(width, width, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (2, -1)).transpose(1, 2) for f in (self.query, self.key, self.value))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(mixed.transpose(1, 2).flatten(-2))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, linear: Any, dropout: float) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(width), Attention(width, linear)
+        self.feed = nn.Sequential(nn.LayerNorm(width), *perceptron(width, 2 * width, width))
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.attention(self.norm(x)))
+        return x + self.dropout(self.feed(x))
+
+
+class Language(nn.Module):
+    """A decoder whose output layer is its embedding."""
+
+    def __init__(self, linear: Any = nn.Linear, dropout: float = 0.0, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(30, 16), nn.Embedding(9, 16)
+        self.blocks = nn.ModuleList(Block(16, linear, dropout) for _ in range(2))
+        self.norm = nn.LayerNorm(16)
+        self.output = nn.Linear(16, 30, bias=False)
+        self.output.weight = self.words.weight
+        self.checkpointed = checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.words(x) + self.places.weight[: x.shape[1]]
+        for block in self.blocks:
+            hidden = checkpoint(block, hidden, use_reentrant=False) if self.checkpointed else block(hidden)
+        return self.output(self.norm(hidden))
+
+
+def next_words(logits: Tensor, x: Tensor) -> Tensor:
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), x[:, 1:].flatten(), ignore_index=0, reduction="sum")
+
+
+# the usual loop
 
 Loss = Callable[[int], Tensor]
 Hook = Callable[[int], object]
@@ -144,11 +294,6 @@ def by_hand(model: nn.Module) -> Hook:
     return lambda _: mean_over_ranks(gradients(model))
 
 
-def on_each_half(model: nn.Module) -> list[nn.Module]:
-    """A model for each half, where ranks train apart."""
-    return [model, *(copy.deepcopy(model) for _ in halves()[1:])]
-
-
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     model.eval()
@@ -163,7 +308,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 @blind(11)
 def pictures_grow(steps: int, watch: Opens) -> nn.Module:
     """Convolutions with batch norm under DDP; pictures are small at first (progressive resizing); one-cycle rate."""
-    model = DDP(Convolutions(nn.BatchNorm2d))
+    model = DDP(convolutions(nn.BatchNorm2d))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, nesterov=True, weight_decay=1e-4)
     scheduler = OneCycleLR(optimizer, max_lr=0.1, total_steps=steps + 1)
     x, y = pictures()
@@ -177,8 +322,6 @@ def pictures_grow(steps: int, watch: Opens) -> nn.Module:
 
 
 class Tagger(nn.Module):
-    """A bidirectional LSTM over the words that are there, with a label for each."""
-
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(30, 8, padding_idx=0)
@@ -216,10 +359,7 @@ def tagger_of_mixed_lengths(steps: int, watch: Opens) -> nn.Module:
 
 @blind(13)
 def decoder_with_ragged_windows(steps: int, watch: Opens) -> nn.Module:
-    """Tied weights, decay on matrices only, cosine rate, windows of two batches read ahead; the last one has one.
-
-    The loss is divided by the words of the window on all ranks. The watch is told the rows and the clip's limit.
-    """
+    """Tied weights, decay on matrices only, cosine rate, windows of up to two batches, divided by all ranks' words."""
     model = DDP(Language())
     matrices = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() < 2]
@@ -247,24 +387,17 @@ def decoder_with_ragged_windows(steps: int, watch: Opens) -> nn.Module:
     return model
 
 
-class Bag(nn.Module):
-    """The mean of a row's embeddings, whose gradient is sparse, and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bag = nn.EmbeddingBag(30, 8, sparse=True, mode="mean", padding_idx=0)
-        self.head = perceptron(8, 12, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.bag(x))
+def bag(*, sparse: bool) -> nn.Sequential:
+    """The mean of a row's embeddings, whose gradient may be sparse, and a head."""
+    return nn.Sequential(nn.EmbeddingBag(30, 8, sparse=sparse, mode="mean", padding_idx=0), *perceptron(8, 12, 4))
 
 
 @blind(14)
 def bag_with_sparse_adam(steps: int, watch: Opens) -> nn.Module:
     """Sparse gradients reduced by DDP; SparseAdam for the embedding, AdamW for the rest."""
-    model = DDP(Bag())
-    sparse = torch.optim.SparseAdam([model.module.bag.weight], lr=5e-3)
-    dense = torch.optim.AdamW(model.module.head.parameters(), lr=5e-3)
+    model = DDP(bag(sparse=True))
+    sparse = torch.optim.SparseAdam(model.module[:1].parameters(), lr=5e-3)
+    dense = torch.optim.AdamW(model.module[1:].parameters(), lr=5e-3)
     x, lengths = texts()
     return trained(steps, watch, model, [sparse, dense], of_rows(model, x, lengths % 4))
 
@@ -356,10 +489,7 @@ def experts_left_unused(steps: int, watch: Opens) -> nn.Module:
 
 @blind(17)
 def wasserstein_pair(steps: int, watch: Opens) -> nn.Module:
-    """Generator and critic, each in a DDP with an optimizer and a watch; the critic's weights are clamped.
-
-    The critic has two updates for one of the generator, in which it is frozen and called without its wrapper.
-    """
+    """Generator and critic, each in a DDP with a watch; the critic is clamped, and trains twice as often."""
     generator, critic = DDP(perceptron(4, 16, 10)), DDP(perceptron(10, 16, 1))
     of_generator = torch.optim.RMSprop(generator.parameters(), lr=1e-3)
     of_critic = torch.optim.RMSprop(critic.parameters(), lr=1e-3)
@@ -404,12 +534,9 @@ class Gathered(torch.autograd.Function):
 
 
 class Pairs(nn.Module):
-    """Two encoders and a learned temperature."""
-
     def __init__(self) -> None:
         super().__init__()
-        self.pictures, self.texts = Convolutions(lambda width: nn.GroupNorm(2, width)), Bag()
-        self.texts.bag.sparse = False
+        self.pictures, self.texts = convolutions(lambda width: nn.GroupNorm(2, width)), bag(sparse=False)
         self.logit_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
 
     def forward(self, x: Tensor, words: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -466,7 +593,7 @@ def born_again(steps: int, watch: Opens) -> nn.Module:
 @blind(20)
 def average_on_rank_0(steps: int, watch: Opens) -> nn.Module:
     """Rank 0 keeps an exponential average and scores it every fifth update; the others are told the score."""
-    model = DDP(Convolutions(lambda width: nn.GroupNorm(4, width)))
+    model = DDP(convolutions(lambda width: nn.GroupNorm(4, width)))
     x, y = pictures()
     average = None
     if dist.get_rank() == 0:
@@ -489,7 +616,7 @@ def average_on_rank_0(steps: int, watch: Opens) -> nn.Module:
 @blind(21)
 def averaged_from_half_way(steps: int, watch: Opens) -> nn.Module:
     """SWA on all ranks with a rate of its own; at the end each rank renews the average's batch norms over all rows."""
-    model = DDP(Convolutions(nn.BatchNorm2d))
+    model = DDP(convolutions(nn.BatchNorm2d))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     scheduler = SWALR(optimizer, swa_lr=0.02, anneal_epochs=5)
     average = AveragedModel(model.module)
@@ -508,10 +635,7 @@ def averaged_from_half_way(steps: int, watch: Opens) -> nn.Module:
 
 @blind(22)
 def best_weights_restored(steps: int, watch: Opens) -> nn.Module:
-    """Every fourth update all ranks score held-out rows together; the rate goes down on a plateau.
-
-    After two scores that are no better the best weights come back.
-    """
+    """All ranks score held-out rows together; the rate goes down on a plateau, then the best weights come back."""
     model = DDP(perceptron(10, 24, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
     scheduler = ReduceLROnPlateau(optimizer, factor=0.8, patience=1, min_lr=1e-3)
@@ -602,10 +726,7 @@ class Sharpness(torch.optim.Optimizer):
 
 @blind(25)
 def sharpness_of_each_rank(steps: int, watch: Opens) -> nn.Module:
-    """SAM as its authors advise: each rank climbs by its own gradient (`no_sync`), the second gradient is reduced.
-
-    In one process that is one climb for each half, so that has a loop of its own below.
-    """
+    """SAM as its authors advise: each rank climbs by its own gradient (`no_sync`), the second gradient is reduced."""
     if dist.get_world_size() == 1:
         return _sharpness_alone(steps)
     model = DDP(perceptron(10, 24, 4))
@@ -622,6 +743,7 @@ def sharpness_of_each_rank(steps: int, watch: Opens) -> nn.Module:
 
 
 def _sharpness_alone(steps: int) -> nn.Module:
+    """One process climbs once for each half."""
     model = perceptron(10, 24, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     x, y = table(64)
@@ -644,12 +766,12 @@ def _sharpness_alone(steps: int) -> nn.Module:
 @blind(26)
 def adaptively_clipped(steps: int, watch: Opens) -> nn.Module:
     """Standardised convolutions; a filter's gradient is held to a part of the filter's norm, after DDP reduced it."""
-    model = DDP(Convolutions(lambda width: nn.GroupNorm(4, width), Standardised))
+    model = DDP(convolutions(lambda width: nn.GroupNorm(4, width), Standardised))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
 
     def clip(_: int) -> None:
-        for p in model.module.body.parameters():
-            if p.dim() > 1:
+        for p in model.parameters():
+            if p.dim() == 4:
                 of_weight = p.detach().flatten(1).norm(dim=1).clamp(min=1e-3)
                 of_gradient = p.grad.flatten(1).norm(dim=1).clamp(min=1e-6)
                 p.grad.mul_((0.02 * of_weight / of_gradient).clamp(max=1).view(-1, 1, 1, 1))
@@ -774,7 +896,7 @@ def rolled_back(steps: int, watch: Opens) -> nn.Module:
 @blind(32)
 def adam_then_sgd(steps: int, watch: Opens) -> nn.Module:
     """Half way another optimizer takes over, which gets a watch of its own."""
-    model = DDP(Convolutions(lambda width: nn.GroupNorm(4, width)))
+    model = DDP(convolutions(lambda width: nn.GroupNorm(4, width)))
     loss, half = of_rows(model, *pictures()), steps // 2
     trained(half, watch, model, torch.optim.Adam(model.parameters(), lr=3e-3), loss)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -825,29 +947,45 @@ def scattered_then_gathered(steps: int, watch: Opens) -> nn.Module:
     return trained(steps, watch, model, optimizer, of_words(model, texts()[0]), reduce=reduce)
 
 
-@blind(35)
-def gossip(steps: int, watch: Opens) -> nn.Module:
-    """Each rank trains by itself and then meets its neighbour half way, every update.
-
-    The momentum is each rank's own, so one process holds both ranks' models.
-    """
-    models = on_each_half(perceptron(10, 24, 4))
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.05, momentum=0.9) for each in models]
-    x, y = table(64)
+def trained_apart(
+    steps: int,
+    watch: Opens,
+    model: nn.Module,
+    optimizer: Callable[[Any], torch.optim.Optimizer],
+    loss: Callable[[nn.Module, Tensor], Tensor],
+    behind: Callable[[int, list[nn.Module]], None],
+) -> nn.Module:
+    """Each rank trains by itself; its moments are its own, so one process holds a model for each of two ranks."""
+    models = [model, *(copy.deepcopy(model) for _ in halves()[1:])]
+    optimizers = [optimizer(each.parameters()) for each in models]
     w = watch(models[0], optimizers[0])
     for step in range(steps):
-        for half, model, optimizer in zip(halves(), models, optimizers, strict=True):
-            rows = drawn(step, 64)[half::HALVES]
-            optimizer.zero_grad()
-            F.cross_entropy(model(x[rows]), y[rows]).backward()
-            optimizer.step()
-        with torch.no_grad():
-            for same in zip(*(each.parameters() for each in models), strict=True):
-                whole = sum(same) / 2 if len(same) == 2 else _half_way(same[0])
-                for p in same:
-                    p.copy_(whole)
+        for half, each, own in zip(halves(), models, optimizers, strict=True):
+            own.zero_grad()
+            loss(each, drawn(step, 40)[half::HALVES]).backward()
+            own.step()
+        behind(step, models)
     w.close()
     return models[0]
+
+
+@blind(35)
+def gossip(steps: int, watch: Opens) -> nn.Module:
+    """Each rank trains by itself and then meets its neighbour half way, every update."""
+    x, y = table(40)
+
+    @torch.no_grad()
+    def meet(_: int, models: list[nn.Module]) -> None:
+        for same in zip(*(each.parameters() for each in models), strict=True):
+            half_way = sum(same) / 2 if len(same) == 2 else _half_way(same[0])
+            for p in same:
+                p.copy_(half_way)
+
+    def loss(model: nn.Module, rows: Tensor) -> Tensor:
+        return F.cross_entropy(model(x[rows]), y[rows])
+
+    optimizer = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+    return trained_apart(steps, watch, perceptron(10, 24, 4), optimizer, loss, meet)
 
 
 def _half_way(p: Tensor) -> Tensor:
@@ -860,38 +998,30 @@ def _half_way(p: Tensor) -> Tensor:
 
 @blind(36)
 def outer_optimizer(steps: int, watch: Opens) -> nn.Module:
-    """DiLoCo: five updates of AdamW on each rank alone, then one of Nesterov SGD on the mean of the ways they went.
-
-    The moments are each rank's own, so one process holds both ranks' models.
-    """
-    models = on_each_half(Language())
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=2e-3) for each in models]
-    anchor = [nn.Parameter(p.detach().clone()) for p in models[0].parameters()]
+    """DiLoCo: five updates of AdamW on each rank alone, then one of Nesterov SGD on the mean of the ways they went."""
+    model = Language()
+    anchor = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
     outer = torch.optim.SGD(anchor, lr=0.7, momentum=0.9, nesterov=True)
     x, _ = texts()
-    w = watch(models[0], optimizers[0])
-    for step in range(steps):
-        for half, model, optimizer in zip(halves(), models, optimizers, strict=True):
-            words = x[drawn(step, 40)[half::HALVES]]
-            optimizer.zero_grad()
-            (next_words(model(words), words) / (words[:, 1:] > 0).sum()).backward()
-            optimizer.step()
+
+    def behind(step: int, models: list[nn.Module]) -> None:
         if step % 5 < 4:
-            continue
-        ways = [
-            sum(a.detach() - p.detach() for p in same) / len(models)
-            for a, *same in zip(anchor, *(each.parameters() for each in models), strict=True)
-        ]
+            return
+        every = list(zip(anchor, *(each.parameters() for each in models), strict=True))
+        ways = [sum(a.detach() - p.detach() for p in same) / len(models) for a, *same in every]
         mean_over_ranks(ways)
         for a, way in zip(anchor, ways, strict=True):
             a.grad = way
         outer.step()
         with torch.no_grad():
-            for model in models:
-                for p, a in zip(model.parameters(), anchor, strict=True):
+            for a, *same in every:
+                for p in same:
                     p.copy_(a)
-    w.close()
-    return models[0]
+
+    def loss(model: nn.Module, rows: Tensor) -> Tensor:
+        return next_words(model(x[rows]), x[rows]) / (x[rows, 1:] > 0).sum()
+
+    return trained_apart(steps, watch, model, functools.partial(torch.optim.AdamW, lr=2e-3), loss, behind)
 
 
 class Weighted(Sampler[int]):
@@ -938,10 +1068,7 @@ def rare_rows_more_often(steps: int, watch: Opens) -> nn.Module:
 
 @blind(38)
 def policy_gradient(steps: int, watch: Opens) -> nn.Module:
-    """PPO: each rank plays games of its own; advantages are scaled by all ranks' spread; four updates a rollout.
-
-    A rollout ends early where the policy has moved too far, as all ranks measure it together.
-    """
+    """PPO: each rank plays games of its own; a rollout ends where all ranks measure that the policy moved too far."""
     model = DDP(perceptron(4, 16, 3))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-5)
     w = watch(model, optimizer)
@@ -971,8 +1098,8 @@ def policy_gradient(steps: int, watch: Opens) -> nn.Module:
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
             done += 1
-            moved, count = summed(float((before[part] - now.detach()).sum()), len(part))
-            if moved / count > 0.05 or done == steps:
+            moved, number = summed(float((before[part] - now.detach()).sum()), len(part))
+            if moved / number > 0.05 or done == steps:
                 break
     w.close()
     return model
@@ -981,17 +1108,12 @@ def policy_gradient(steps: int, watch: Opens) -> nn.Module:
 class Quantised(nn.Module):
     """An autoencoder through a codebook, which follows the rows of all ranks by an exponential average."""
 
-    codes: Tensor
-    sizes: Tensor
-    sums: Tensor
-
     def __init__(self) -> None:
         super().__init__()
         self.encoder, self.decoder = perceptron(10, 16, 4), perceptron(4, 16, 10)
         codes = torch.randn(12, 4) / 2
-        self.register_buffer("codes", codes)
-        self.register_buffer("sizes", torch.ones(12))
-        self.register_buffer("sums", codes.clone())
+        for name, held in (("codes", codes), ("sizes", torch.ones(12)), ("sums", codes.clone())):
+            self.register_buffer(name, held)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         z = self.encoder(x)
@@ -1100,7 +1222,6 @@ does not depend on the critic's last bias, the tasks of all ranks have the same 
 
 
 def weights_of(loops: Iterable[str], steps: int) -> dict[str, list[Tensor]]:
-    """The parameters that each loop has trained after so many steps, without a watch."""
     return {name: [p.detach().clone() for p in LOOPS[name](steps, Unwatched).parameters()] for name in loops}
 
 

@@ -19,8 +19,8 @@ from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimiz
 from torch.nn.parallel import DistributedDataParallel
 
 import andon
-from tests.watch.clean import Seen, ignore, path_of_all_ranks, seen_by
-from tests.watch.clean_loops import Optimizers, adamw, by_hand, momentum, sgd
+from tests.watch.clean import Kind, Seen, ignore, path_of_all_ranks, seen_by
+from tests.watch.clean_loops import RightLoop, adamw, by_hand, momentum, sgd
 from tests.watch.clean_models import LayerNormed, Normed
 from tests.watch.loop import Model, data
 
@@ -95,7 +95,6 @@ class Course:
 
 
 def reduced(reduce: Callable[[Sequence[Tensor]], None]) -> Course:
-    """A loop without a wrapper that reduces its gradients by `reduce`."""
 
     @torch.no_grad()
     def before(model: nn.Module, *_: object) -> None:
@@ -159,17 +158,8 @@ def dealt_behind(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return Dealt(parameters, ahead=True)
 
 
-def zero_redundancy(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, lr=1e-2)
-
-
 def clipping(model: nn.Module, *_: object) -> None:
     nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-
-
-def inside_step(optimizer: Optimizers, before: Extra = lambda *_: None) -> Course:
-    """A plain loop that leaves the reduction to its optimizer."""
-    return Course(before=before, wrap=by_hand, optimizer=optimizer)
 
 
 # weights that part and are brought together
@@ -211,8 +201,6 @@ def parting(
 
 
 class Averaging(torch.optim.SGD):
-    """Local SGD inside of the optimizer's step."""
-
     made = 0
 
     @torch.no_grad()
@@ -405,8 +393,6 @@ def taught(every: int = 1, follow: Callable[[nn.Module, nn.Module], None] = foll
 
 
 class Merged(nn.Module):
-    """A frozen matrix and an adapter beside it."""
-
     def __init__(self) -> None:
         super().__init__()
         self.base = nn.Linear(8, 3).requires_grad_(False)
@@ -427,3 +413,47 @@ def merged(model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
         nn.init.kaiming_uniform_(inner.down.weight)
         nn.init.zeros_(inner.up.weight)
         optimizer.state.clear()
+
+
+PARTS = frozenset({"replicas-agree"})
+"""Of loops whose weights part at first one suspicion is said."""
+
+KINDS = {
+    "average of weights": Kind(averaged()),
+    "two optimizers": Kind(Course(model=Model, optimizer=lambda p: [adamw(p[:2]), momentum(p[2:])])),
+    "two optimizers in turn": Kind(alternating),
+    "resumed in the middle": Kind(resumed),
+    "step that reduces and deals out parameters": Kind(Course(wrap=by_hand, optimizer=Dealt)),
+    "step that reduces and deals out parameters, clipping": Kind(
+        Course(wrap=by_hand, optimizer=Dealt, before=clipping)
+    ),
+    "step that deals out parameters, DDP": Kind(RightLoop(optimizer=dealt_behind)),
+    "step that deals out parameters, reduced by hand": Kind(RightLoop(optimizer=dealt_behind, wrap=by_hand)),
+    "step that reduces and deals out slices": Kind(Course(wrap=by_hand, optimizer=Sliced)),
+    "step that deals out slices, DDP": Kind(RightLoop(optimizer=Sliced)),
+    "ZeroRedundancyOptimizer": Kind(
+        RightLoop(optimizer=lambda p: ZeroRedundancyOptimizer(p, torch.optim.AdamW, lr=1e-2))
+    ),
+    "local SGD": Kind(parting(), suspected=PARTS),
+    "local SGD, every update": Kind(parting(every=1), suspected=PARTS),
+    "local SGD, through .data": Kind(parting(by="data"), suspected=PARTS),
+    "local SGD, copied back": Kind(parting(by="copy", every=7), suspected=PARTS),
+    "local SGD, AdamW": Kind(parting(optimizer=adamw), suspected=PARTS),
+    "local SGD, no_sync of DDP": Kind(parting(wrapped=True), suspected=PARTS),
+    "local SGD behind a reduced warm-up": Kind(parting(warm_up=6, model=LayerNormed), suspected=PARTS),
+    "local SGD behind a reduced warm-up, DDP": Kind(parting(warm_up=6, wrapped=True), suspected=PARTS),
+    "local SGD inside the optimizer's step": Kind(
+        parting(every=10**9, optimizer=lambda p: Averaging(p, lr=1e-2)), suspected=PARTS
+    ),
+    "PostLocalSGDOptimizer": Kind(post_local, suspected=PARTS),
+    "DDP inside a task, with an average": Kind(holding()),
+    "DDP inside a task, with an average that has gradients": Kind(holding(frozen=False)),
+    "DDP inside a task, average on rank 0": Kind(holding(on=(0,)), suspected=frozenset({"base-frozen"})),
+    "DDP inside a task, the inner module watched": Kind(holding(given=lambda task: task.model.module)),
+    "two wrapped modules in one, adversaries": Kind(rivals),
+    "mean teacher in the model": Kind(taught()),
+    "mean teacher in the model, every third update": Kind(taught(every=3)),
+    "momentum encoder, moved in the forward pass": Kind(taught(every=0)),
+    "momentum encoder, by new data": Kind(taught(every=0, follow=by_new_data)),
+    "ReLoRA": Kind(Course(model=Merged, behind=merged)),
+}

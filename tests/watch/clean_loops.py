@@ -1,11 +1,12 @@
-"""Right loops that differ in how they wrap, accumulate, clip, scale and optimize, written out once."""
+"""Right loops that differ in how they wrap, accumulate, clip, scale, optimize and tell, written out once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -13,8 +14,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 import andon
 from andon_contracts.watch import Watch
-from tests.watch.clean import Seen, ignore, seen_by
-from tests.watch.loop import Model, data
+from tests.watch.clean import Kind, Seen, ignore, seen_by
+from tests.watch.clean_models import (
+    MODELS,
+    Caching,
+    LayerNormed,
+    Normed,
+    WithUnused,
+    from_zero,
+    layer_drop,
+    sparse_embedding,
+    tied,
+)
+from tests.watch.loop import BATCH, PER_EPOCH, ROWS, Model, data, plan
 
 Optimizers = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 EVEN_ROWS = 32
@@ -72,6 +84,16 @@ def warm_up(step: int) -> float:
     return 1e-3 * min(step - 1, 10)
 
 
+def by_norm(limit: float, order: float = 2.0, *, apart: bool = False) -> Callable[[list[nn.Parameter]], object]:
+    """apart: the first parameter for itself."""
+
+    def clip(whole: list[nn.Parameter]) -> None:
+        for part in (whole[:1], whole[1:]) if apart else (whole,):
+            nn.utils.clip_grad_norm_(part, limit, norm_type=order)
+
+    return clip
+
+
 @dataclass(frozen=True)
 class RightLoop:
     """How a loop is built and run; `told` is what its watch is told once."""
@@ -80,10 +102,7 @@ class RightLoop:
     optimizer: Optimizers = adamw
     wrap: Callable[[nn.Module], nn.Module] = DistributedDataParallel
     accumulate: int = 1
-    clip: float | None = None
-    clip_order: float = 2.0
-    clip_apart: bool = False
-    clip_value: float | None = None
+    clip: Callable[[list[nn.Parameter]], object] = lambda _: None
     rate: Callable[[int], float] | None = None
     set_to_none: bool = True
     zero_module: bool = False
@@ -108,8 +127,6 @@ class RightLoop:
 
 
 class Run:
-    """One run of a `RightLoop` on this rank."""
-
     def __init__(self, how: RightLoop, inner: nn.Module) -> None:
         self.how = how
         self.inner = inner
@@ -128,7 +145,7 @@ class Run:
         else:
             self.backward(step)
             self.scaler.unscale_(self.optimizer)
-            self.clip()
+            self.how.clip([p for p in self.model.parameters() if p.requires_grad])
             self.scaler.step(self.optimizer)
             self.scaler.update()
         if self.how.evaluate and self.rank == 0:
@@ -140,14 +157,6 @@ class Run:
             group["lr"].fill_(rate)
         else:
             group["lr"] = rate
-
-    def clip(self) -> None:
-        if self.how.clip is not None:
-            whole = [p for p in self.model.parameters() if p.requires_grad]
-            for part in (whole[:1], whole[1:]) if self.how.clip_apart else (whole,):
-                nn.utils.clip_grad_norm_(part, self.how.clip, norm_type=self.how.clip_order)
-        if self.how.clip_value is not None:
-            nn.utils.clip_grad_value_(self.model.parameters(), self.how.clip_value)
 
     @torch.no_grad()
     def evaluate(self) -> None:
@@ -190,3 +199,168 @@ class Run:
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
                 dist.all_reduce(p.grad)
                 p.grad /= self.world
+
+
+# loops that tell their rows, and do with them what is right and unusual
+
+
+def as_array(ids: list[int]) -> Any:
+    return np.array(ids, dtype=np.int64)
+
+
+def as_scalars(ids: list[int]) -> Any:
+    return [np.int32(row) if row % 2 else torch.tensor(row) for row in ids]
+
+
+@dataclass(frozen=True)
+class Told:
+    """A loop over 37 rows in batches of 8 that tells its rows.
+
+    start: the updates done before. skips: whether a batch of these rows is left out on all ranks. scored: whether
+    every rank evaluates all rows for itself. scaled: whether a scaler leaves out updates, which use up rows all the
+    same, and losses are told. told: what the watch is told once, beside the number of rows.
+    """
+
+    form: Callable[[list[int]], Any] = list
+    start: int = 0
+    skips: Callable[[int], bool] = lambda _: False
+    scored: bool = False
+    scaled: bool = False
+    model: Callable[[], nn.Module] = Model
+    told: Mapping[str, Any] = field(default_factory=dict)
+
+    def __call__(self, steps: int) -> Seen:
+        torch.manual_seed(0)
+        inner = self.model()
+        model = DistributedDataParallel(inner)
+        optimizer = momentum([p for p in inner.parameters() if p.requires_grad])
+        scaler = torch.amp.GradScaler("cpu", enabled=self.scaled, init_scale=SKIPS_FROM, growth_interval=4)
+        told = {**self.told, "scaler": scaler} if self.scaled else self.told
+        w = andon.watch(model, optimizer, action=ignore, rows=ROWS, start=self.start, **told)
+        torch.manual_seed(100 + dist.get_rank())
+        x, y = data()
+        number = self.start
+        for _ in range(steps):
+            number += 1
+            while self.skips(number):
+                number += 1
+            ids = plan(number)
+            mine = ids[dist.get_rank() :: dist.get_world_size()]
+            optimizer.zero_grad()
+            w.batch(self.form(mine))
+            with torch.autocast("cpu", dtype=torch.float16, enabled=self.scaled):
+                loss = nn.functional.cross_entropy(model(x[mine]), y[mine], reduction="sum")
+            scaler.scale(loss * dist.get_world_size() / len(ids)).backward()
+            if self.scaled:
+                total = loss.detach().double()
+                dist.all_reduce(total)
+                w.loss(loss.detach(), len(mine), float(total / len(ids)))
+            scaler.step(optimizer)
+            scaler.update()
+            if self.scored and number % PER_EPOCH == 0:
+                self._score(w, inner)
+        w.close()
+        return seen_by(w)
+
+    @torch.no_grad()
+    def _score(self, w: Any, inner: nn.Module) -> None:
+        inner.eval()
+        x, y = data()
+        found = inner(x).argmax(1)
+        w.evaluated(self.form(list(range(ROWS))), found, y, {"accuracy": float((found == y).float().mean())}, rows=ROWS)
+        inner.train()
+
+
+def loss_sum(model: nn.Module, ids: Sequence[int]) -> tuple[Tensor, int]:
+    x, y = data()
+    index = torch.tensor(list(ids))
+    return nn.functional.cross_entropy(model(x[index]), y[index], reduction="sum"), len(ids)
+
+
+def every_tenth(number: int) -> bool:
+    """A batch in each second epoch, somewhere in its middle."""
+    return number % (2 * PER_EPOCH) == BATCH - 1
+
+
+def fused(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """AdamW in one kernel, which itself skips an update that overflowed."""
+    return adamw(parameters, fused=True)
+
+
+UNUSED = {"allow": {"gradient-present": "the layer is there for another task"}}
+
+KINDS = {
+    "plain loop": Kind(RightLoop(wrap=by_hand)),
+    "plain loop, gradients zeroed, not None": Kind(RightLoop(wrap=by_hand, set_to_none=False)),
+    "DDP": Kind(RightLoop()),
+    "DDP, gradient views, static graph": Kind(
+        RightLoop(wrap=ddp_with(gradient_as_bucket_view=True, static_graph=True), clip=by_norm(0.1))
+    ),
+    "AdamW foreach, clipping": Kind(RightLoop(optimizer=lambda p: adamw(p, foreach=True), clip=by_norm(1.0))),
+    "AdamW fused": Kind(RightLoop(optimizer=fused)),
+    "SGD": Kind(RightLoop(optimizer=sgd)),
+    "SGD with momentum, clipping by norm": Kind(RightLoop(optimizer=momentum, clip=by_norm(0.05))),
+    "SGD, clipping by value": Kind(RightLoop(optimizer=sgd, clip=lambda p: nn.utils.clip_grad_value_(p, 0.01))),
+    "accumulation 4, clipping": Kind(RightLoop(accumulate=4, clip=by_norm(0.1))),
+    "ragged last batch, accumulation": Kind(RightLoop(ragged=True, accumulate=2)),
+    "bf16 autocast": Kind(RightLoop(model=Normed, autocast=torch.bfloat16)),
+    "fp16, scaler that skips": Kind(RightLoop(scaled=True, autocast=torch.float16, clip=by_norm(1.0))),
+    "fp16, scaler that skips, AdamW fused": Kind(RightLoop(scaled=True, autocast=torch.float16, optimizer=fused)),
+    "fp16, scaler that skips, plain loop": Kind(RightLoop(scaled=True, autocast=torch.float16, wrap=by_hand)),
+    "fp16, scaler that skips, gradients zeroed through the module": Kind(
+        RightLoop(scaled=True, autocast=torch.float16, zero_module=True, clip=by_norm(1.0))
+    ),
+    "fp16, scaler that skips, gradients zeroed through the module, not None": Kind(
+        RightLoop(scaled=True, autocast=torch.float16, zero_module=True, set_to_none=False, clip=by_norm(1.0))
+    ),
+    "fp16, scaler that skips, rows and losses told": Kind(Told(scaled=True, told={"plan": plan})),
+    "warm-up from learning rate 0": Kind(RightLoop(rate=warm_up, told={"schedule": warm_up})),
+    "batch norm, dropout, accumulation": Kind(RightLoop(model=Normed, accumulate=4)),
+    "batch norm, evaluation on one rank": Kind(RightLoop(model=Normed, optimizer=momentum, evaluate=True)),
+    "unused parameters, DDP": Kind(RightLoop(model=WithUnused, wrap=ddp_with(find_unused_parameters=True))),
+    "unused parameters, plain loop, allowed": Kind(RightLoop(model=WithUnused, wrap=by_hand, told=UNUSED)),
+    "layer drop, DDP": Kind(RightLoop(model=layer_drop, wrap=ddp_with(find_unused_parameters=True))),
+    "layer drop, plain loop, SGD": Kind(RightLoop(model=layer_drop, wrap=by_hand, optimizer=sgd)),
+    "layer drop alike on all ranks": Kind(RightLoop(model=layer_drop, wrap=by_hand, one_seed=True, accumulate=2)),
+    "checkpointed activations, tied weights": Kind(RightLoop(model=tied)),
+    "sparse gradients": Kind(RightLoop(model=sparse_embedding, optimizer=sgd)),
+    "dropout and batch norm, audited": Kind(Told(model=Normed, told={"reference": loss_sum, "every": 10})),
+    "LBFGS": Kind(RightLoop(optimizer=lambda p: torch.optim.LBFGS(p, lr=1e-2, max_iter=3), closure=True)),
+    "groups clipped apart": Kind(RightLoop(clip=by_norm(0.05, apart=True), told={"clip": 0.05})),
+    "clipped by the largest element": Kind(RightLoop(clip=by_norm(0.01, float("inf")), told={"clip": 0.01})),
+    "clipped by the sum of magnitudes": Kind(RightLoop(clip=by_norm(0.1, 1.0), told={"clip": 0.1})),
+    "rate in a float32 tensor, planned": Kind(
+        RightLoop(
+            optimizer=lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-2), foreach=False),
+            rate=falling,
+            told={"schedule": falling},
+        )
+    ),
+    "warm-up from a rate that rounds away": Kind(RightLoop(model=LayerNormed, rate=lambda step: 2e-8 * step)),
+    "annealed to a rate that rounds away": Kind(
+        RightLoop(model=LayerNormed, rate=lambda step: 1e-2 if step < 8 else 4e-8)
+    ),
+    "residual branches that begin at 0, warm-up from 0": Kind(
+        RightLoop(model=from_zero, optimizer=momentum, rate=lambda step: 1e-5 * (step - 1))
+    ),
+    "Rprop, a parameter of one element": Kind(
+        RightLoop(model=LayerNormed, optimizer=lambda p: torch.optim.Rprop(p, lr=1e-3))
+    ),
+    "subclass that calls its parent's step": Kind(RightLoop(optimizer=of_a_subclass)),
+    "permuted gradients, plain loop": Kind(RightLoop(wrap=permuted)),
+    "cache that grows with the rows of a rank": Kind(RightLoop(model=Caching, wrap=by_hand, ragged=True)),
+    "rows as arrays": Kind(Told(form=as_array, scored=True, told={"plan": plan})),
+    "rows as scalars of others": Kind(Told(form=as_scalars)),
+    "rows, resumed in mid-epoch": Kind(Told(start=8)),
+    "rows, resumed in mid-epoch, planned": Kind(Told(start=8, told={"plan": plan})),
+    "rows, batches left out on purpose": Kind(Told(skips=every_tenth)),
+    "every rank scores all rows": Kind(Told(scored=True)),
+    "torch.compile, traced": Kind(
+        RightLoop(wrap=lambda model: DistributedDataParallel(torch.compile(model, backend="aot_eager"))), weight="heavy"
+    ),
+    "torch.compile, to code": Kind(
+        RightLoop(wrap=lambda model: torch.compile(DistributedDataParallel(model))), weight="slow"
+    ),
+    "DDP that leaves statistics to the ranks": Kind(RightLoop(model=Normed, wrap=ddp_with(broadcast_buffers=False))),
+    **{f"DDP, {name}": Kind(RightLoop(model=model), weight="many") for name, model in MODELS.items()},
+}

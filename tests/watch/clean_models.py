@@ -35,8 +35,6 @@ class Apply(nn.Module):
 
 
 class Normed(nn.Module):
-    """A model with batch statistics and dropout."""
-
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(_first(), nn.BatchNorm1d(WIDTH), nn.ReLU(), nn.Dropout(0.2), _head())
@@ -46,8 +44,6 @@ class Normed(nn.Module):
 
 
 class WithUnused(Normed):
-    """With a layer that nobody calls."""
-
     def __init__(self) -> None:
         super().__init__()
         self.unused = nn.Linear(2, 2)
@@ -149,8 +145,6 @@ class Replying(nn.Module):
 
 
 class Attending(nn.Module):
-    """Attention over the features, with learned positions."""
-
     def __init__(self) -> None:
         super().__init__()
         self.place = nn.Parameter(torch.randn(FEATURES, WIDTH))
@@ -162,8 +156,6 @@ class Attending(nn.Module):
 
 
 class Chosen(nn.Module):
-    """Two experts, of which each row takes one, by a gate."""
-
     def __init__(self) -> None:
         super().__init__()
         self.gate = nn.Linear(FEATURES, 2)
@@ -176,8 +168,6 @@ class Chosen(nn.Module):
 
 
 class Squared(nn.Module):
-    """One layer called twice in a forward pass."""
-
     def __init__(self) -> None:
         super().__init__()
         self.both = nn.Linear(FEATURES, FEATURES)
@@ -189,8 +179,6 @@ class Squared(nn.Module):
 
 
 class Evaluated(nn.BatchNorm1d):
-    """Batch statistics that stay in evaluation mode."""
-
     def train(self, mode: bool = True) -> Evaluated:
         return super().train(False)
 
@@ -215,7 +203,6 @@ def _worded() -> nn.Module:
 
 
 def _between(*layers: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """A first layer, these, and a head."""
     return lambda: nn.Sequential(_first(), *(make() for make in layers), _head())
 
 

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import andon
 from andon_contracts.watch import Watch
-from tests.watch.clean import Seen, ignore, path_of_all_ranks, seen_by
+from tests.watch.clean import Kind, Seen, ignore, path_of_all_ranks, seen_by
 from tests.watch.clean_loops import adamw
 from tests.watch.clean_models import Normed, Replying
 from tests.watch.loop import CLASSES, FEATURES, data
@@ -86,7 +86,6 @@ def accelerated(steps: int) -> Seen:
 
 
 def fabric(steps: int) -> Seen:
-    """Lightning Fabric with DDP, accumulation, bf16 and clipping."""
     from lightning.fabric import Fabric
     from lightning.fabric.plugins.environments import LightningEnvironment
 
@@ -113,8 +112,6 @@ def fabric(steps: int) -> Seen:
 
 
 class Rows(Dataset[dict[str, Tensor]]):
-    """32 rows, so that the batches of 2 ranks are even."""
-
     def __len__(self) -> int:
         return 32
 
@@ -146,3 +143,11 @@ def transformers_trainer(steps: int) -> Seen:
     (w,) = opened
     w.close()
     return seen_by(w)
+
+
+KINDS = {
+    "FSDP2": Kind(sharded),
+    "Accelerate": Kind(accelerated, ("accelerate",), "heavy"),
+    "Lightning Fabric": Kind(fabric, ("lightning",), "heavy"),
+    "Trainer of transformers": Kind(transformers_trainer, ("transformers", "accelerate"), "heavy"),
+}

@@ -13,8 +13,9 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler as rates
 
-from tests.watch.clean_communication import Course, Extra, backward, mean, scored, share
-from tests.watch.clean_loops import Optimizers, ddp_with
+from tests.watch.clean import Kind
+from tests.watch.clean_communication import Course, Extra, backward, mean, reduced, scored, share
+from tests.watch.clean_loops import Optimizers, RightLoop, ddp_with
 from tests.watch.clean_models import Normed
 from tests.watch.loop import CLASSES
 
@@ -67,7 +68,6 @@ def waiting_later(gradients: Sequence[Tensor]) -> None:
 
 
 def gathered(gradients: Sequence[Tensor]) -> None:
-    """Every rank has all gradients, and takes their mean in order of rank."""
     for g in gradients:
         parts = [torch.empty_like(g) for _ in range(dist.get_world_size())]
         dist.all_gather(parts, g)
@@ -126,7 +126,6 @@ def hooked_in_half(model: nn.Module) -> nn.Module:
 
 
 def hooked_low_rank(model: nn.Module) -> nn.Module:
-    """DDP that sends factors of the gradients, and keeps what they leave out."""
     ddp = DistributedDataParallel(model)
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=4)
     ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
@@ -168,7 +167,6 @@ def _saved_and_back(model: nn.Module, optimizer: torch.optim.Optimizer, step: in
 
 
 def _rewound(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """All ranks go back to the same draw of one layer, and its moments begin anew."""
     if step == 7:
         torch.manual_seed(step)
         nn.init.normal_(model.module.head.weight)  # type: ignore[union-attr]
@@ -193,7 +191,6 @@ def _penalised(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def _half_square(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """Half the mean square, as regressions write it."""
     return ((model(x) - nn.functional.one_hot(y, CLASSES)) ** 2).mean() / 2
 
 
@@ -316,3 +313,11 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "a group of its own": lambda model: DistributedDataParallel(model, process_group=dist.new_group()),
 }
 """Further kinds of DDP."""
+
+KINDS = {
+    **{f"DDP, {name}": Kind(RightLoop(optimizer=make), weight="many") for name, make in OPTIMIZERS.items()},
+    **{f"plain loop, reduced: {name}": Kind(reduced(reduce), weight="many") for name, reduce in REDUCTIONS.items()},
+    **{f"DDP, {name}": Kind(RightLoop(wrap=wrap), weight="many") for name, wrap in WRAPPERS.items()},
+    **{f"DDP, {name}": Kind(course, weight="many") for name, course in COURSES.items()},
+    **{name: Kind(loop) for name, loop in CHOICES.items()},
+}

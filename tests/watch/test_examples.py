@@ -43,7 +43,6 @@ TELLS_ROWS = frozenset(NEEDS) - {"fsdp2"}
 
 
 def absent(name: str) -> str:
-    """The packages that the example needs and that are not installed."""
     return ", ".join(package for package in NEEDS[name] if importlib.util.find_spec(package) is None)
 
 
@@ -100,7 +99,6 @@ def _run(names: tuple[str, ...], ports: Sequence[int], folder: str) -> None:
 
 
 def ran(names: tuple[str, ...], folder: Path) -> None:
-    """Run these examples as they are and with a bit flipped, with their ledgers in `folder`."""
     # One store for each run: a second group on one store would meet the addresses of the first.
     stores = [dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False) for _ in range(2 * len(names))]
     for outcome in run_ranks(2, _run, names, [store.port for store in stores], str(folder)):
@@ -140,7 +138,6 @@ def test_an_example_is_watched_from_its_first_update_to_its_last(names: tuple[st
 
 
 def test_every_example_is_tried() -> None:
-    """None is forgotten here, and each is named in the documentation."""
     found = {path.stem for path in FOLDER.glob("*.py")}
     assert found - {APART} == set(NEEDS) == {name for group in TOGETHER for name in group}
     text = (FOLDER.parents[1] / "docs" / "watch.md").read_text(encoding="utf-8")

@@ -39,10 +39,10 @@ def _update(model: nn.Module, optimizer: torch.optim.Optimizer, rows: Tensor | N
 # a gradient that one rank does not have
 
 
-def _drops_gradients(names: list[str]) -> list[str]:
-    """What the watch says, the steps of the loop behind it; rank 1 drops the gradients of `names` before its update."""
+def _drops(names: list[str], moment: bool) -> list[str]:
+    """What is said where rank 1 drops these gradients before its second update, or a moment behind its first."""
     model = _model()
-    optimizer = _sgd(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1) if moment else _sgd(model)
     with andon.watch(model, optimizer, action=lambda _: None) as w:
         for step in range(3):
             model(torch.ones(3, 4)).square().sum().backward()
@@ -51,33 +51,23 @@ def _drops_gradients(names: list[str]) -> list[str]:
                     parameter.grad = None
             optimizer.step()
             optimizer.zero_grad()
+            if moment and step == 0 and dist.get_rank() == 1:
+                optimizer.state[model[2].weight].clear()
     return [str(each) for each in w.findings]
 
 
 @pytest.mark.parametrize("names", [["2.weight"], ["0.weight", "0.bias", "2.weight", "2.bias"]])
 def test_a_gradient_that_one_rank_lacks_is_named_and_the_loop_goes_on(names: list[str]) -> None:
     """All ranks take part in the closer look, also those that have nothing to show; `halt-together` ended the run."""
-    ranks = [outcome.get() for outcome in run_ranks(2, _drops_gradients, names)]
+    ranks = [outcome.get() for outcome in run_ranks(2, _drops, names, False)]
     assert ranks[0] == ranks[1]
     assert ranks[0][0].startswith("gradients-agree broken at step 2")
     assert f"{names[0]} ({len(names)} of 4 tensors), rank 1 has no gradient" in ranks[0][0]
 
 
-def _loses_a_moment() -> list[str]:
-    model = _model()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    with andon.watch(model, optimizer, action=lambda _: None) as w:
-        for step in range(2):
-            _update(model, optimizer)
-            if step == 0 and dist.get_rank() == 1:
-                optimizer.state[model[2].weight].clear()
-    return [each.clause for each in w.findings]
-
-
 def test_an_optimizer_state_that_one_rank_lacks_is_named_too() -> None:
-    """The state is made anew on rank 1 alone."""
-    for outcome in run_ranks(2, _loses_a_moment):
-        assert "optimizers-agree" in outcome.get()
+    for outcome in run_ranks(2, _drops, [], True):
+        assert any(each.startswith("optimizers-agree") for each in outcome.get())
 
 
 # arguments of a step
@@ -90,14 +80,6 @@ class _Scaled(torch.optim.SGD):
         loss = None if closure is None else closure(2.0) if told else closure()
         self.called = (scale, told)
         return super().step() if loss is None else loss
-
-
-class _TakesGradients(torch.optim.SGD):
-    """Its `step` takes something else than a closure in the first place."""
-
-    def step(self, gradients: Any = None) -> Any:  # type: ignore[override]
-        self.called = gradients
-        return super().step()
 
 
 def test_a_step_with_a_closure_gets_all_other_arguments() -> None:
@@ -121,9 +103,14 @@ def test_a_step_with_a_closure_gets_all_other_arguments() -> None:
 
 
 def test_what_is_no_closure_is_not_taken_for_one() -> None:
-    """A list in the place of the closure comes to the optimizer as it is."""
+
+    class TakesGradients(torch.optim.SGD):
+        def step(self, gradients: Any = None) -> Any:  # type: ignore[override]
+            self.called = gradients
+            return super().step()
+
     model = _model()
-    optimizer = _TakesGradients(model.parameters(), lr=0.1)
+    optimizer = TakesGradients(model.parameters(), lr=0.1)
     given = [torch.ones(2)]
     with andon.watch(model, optimizer, action="raise") as w:
         optimizer.step(given)
@@ -175,8 +162,6 @@ def test_leaving_the_block_halts_the_others_only_with_an_exit_code(code: object)
 
 
 class _Unsized(Dataset[Any]):
-    """Rows whose number nobody can say."""
-
     def __getitem__(self, row: int) -> Tensor:
         return torch.full((4,), float(row))
 
@@ -185,8 +170,6 @@ class _Unsized(Dataset[Any]):
 
 
 class _Half(Sampler[int]):
-    """Every second row; how many there are it does not say, and it does not like to be asked."""
-
     def __iter__(self) -> Iterator[int]:
         return iter(range(0, 8, 2))
 
@@ -212,8 +195,6 @@ def _pairs(rows: list[Tensor]) -> Any:
 
 
 class _Refusing(dict[str, Any]):
-    """A part of a batch that cannot be looked through."""
-
     def values(self) -> Any:
         raise KeyError("not now")
 
@@ -230,7 +211,6 @@ LOADERS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", LOADERS)
 def test_data_that_refuses_to_be_looked_at_ends_no_loop(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The loop gets its batches; what cannot be seen of them is said at most once."""
     model = _model()
     optimizer = _sgd(model)
     with andon.watch(model, optimizer, action="raise") as w:
@@ -260,7 +240,6 @@ def test_why_rows_are_not_looked_at_is_said_once(
 
 
 def test_a_forward_pass_under_vmap_is_looked_at_as_any_other() -> None:
-    """Per-row gradients and an ensemble of models work as they do without a watch."""
     model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5, affine=False), nn.Linear(5, 2)).eval()
     optimizer = _sgd(model)
     parameters = dict(model.named_parameters())
@@ -314,56 +293,48 @@ def _meets(script: str) -> list[str | None]:
     return [*found, here.meet("Adam")]
 
 
-def test_ranks_meet_before_a_watch_is_opened() -> None:
-    """All open one, or none does for the reason of the one that cannot."""
-    assert [outcome.get() for outcome in run_ranks(2, _meets, "together")] == [[None, None]] * 2
-    assert [outcome.get() for outcome in run_ranks(2, _meets, "refused")] == [["nothing tells them apart", None]] * 2
+_ABSENT = "rank 1 did not come to the first update of"
 
 
-def test_a_rank_that_waits_elsewhere_is_seen_long_before_the_patience_is_over() -> None:
-    """An actor in the broadcast of the learner, and a rank whose script has ended."""
-    learner, actor = (outcome.get() for outcome in run_ranks(2, _meets, "actor"))
-    assert actor == []
-    assert learner[0].startswith("rank 1 did not come to the first update of Adam (rank 1 waits in a collective, ")
-    learner, ended = (outcome.get() for outcome in run_ranks(2, _meets, "ended"))
-    assert ended == []
-    assert learner == ["rank 1 did not come to the first update of Adam (rank 1 has ended its script)"]
+@pytest.mark.parametrize(
+    ("script", "first", "second"),
+    [
+        ("together", [None, None], [None, None]),
+        ("refused", ["nothing tells them apart", None], ["nothing tells them apart", None]),
+        ("actor", [f"{_ABSENT} Adam (rank 1 waits in a collective, "], []),
+        ("ended", [f"{_ABSENT} Adam (rank 1 has ended its script)"], []),
+        ("late", [f"{_ABSENT} probe", None], [None]),
+    ],
+)
+def test_ranks_meet_before_a_watch_is_opened(script: str, first: list[str | None], second: list[str | None]) -> None:
+    """All open one, or none does for the reason of the one that cannot.
 
-
-def test_an_optimizer_of_one_rank_does_not_keep_the_others_from_being_watched() -> None:
-    """Rank 0 gives up on its own; at the next one both meet."""
-    alone, other = (outcome.get() for outcome in run_ranks(2, _meets, "late"))
-    assert alone[0].startswith("rank 1 did not come to the first update of probe")
-    assert alone[1:] == other == [None]
+    A rank that waits elsewhere, or has ended, is seen long before the patience is over; an optimizer of one rank does
+    not keep the others from being watched.
+    """
+    for outcome, wanted in zip(run_ranks(2, _meets, script), (first, second), strict=True):
+        found = [said and said[: len(known or "")] for said, known in zip(outcome.get(), wanted, strict=True)]
+        assert found == wanted
 
 
 # tensors of a loop beside its model
 
 
-def _low() -> nn.Sequential:
-    return _model().to(torch.bfloat16)
-
-
-def _masters(model: nn.Module, kind: str) -> list[Tensor]:
-    """fp32 copies of the weights, which the optimizer gets in their place."""
-    copies = [p.detach().float() for p in model.parameters()]
-    if kind == "flat":
-        copies = [torch.cat([each.flatten() for each in copies])]
-    return [nn.Parameter(each) if kind == "parameters" else each.requires_grad_() for each in copies]
-
-
 @pytest.mark.parametrize("kind", ["tensors", "parameters", "flat"])
 def test_master_weights_are_no_mistake(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The one line: what stands beside the model is not looked at, which is said, and the rest is."""
-    model = _low()
-    masters = _masters(model, kind)
+    """fp32 copies in the optimizer: what stands beside the model is not looked at, which is said, and the rest is."""
+
+    def laid_out(tensors: list[Tensor]) -> list[Tensor]:
+        return [torch.cat([each.flatten() for each in tensors])] if kind == "flat" else tensors
+
+    model = _model().to(torch.bfloat16)
+    copies = laid_out([p.detach().float() for p in model.parameters()])
+    masters = [nn.Parameter(each) if kind == "parameters" else each.requires_grad_() for each in copies]
     optimizer = torch.optim.SGD(masters, lr=0.1)
     with andon.watch(model, optimizer, action="raise") as w:
         for _ in range(3):
             model(torch.ones(3, 4, dtype=torch.bfloat16)).square().sum().backward()
-            gradients = [p.grad.float() for p in model.parameters() if p.grad is not None]
-            if kind == "flat":
-                gradients = [torch.cat([each.flatten() for each in gradients])]
+            gradients = laid_out([p.grad.float() for p in model.parameters() if p.grad is not None])
             for master, gradient in zip(masters, gradients, strict=True):
                 master.grad = gradient
             optimizer.step()
@@ -417,8 +388,6 @@ def test_a_parameter_that_is_left_out_is_still_found_beside_a_loose_tensor() -> 
 
 
 class _Own(torch.optim.Optimizer):
-    """Takes small steps, with whatever it was given in its groups and keeps for each parameter."""
-
     def __init__(self, parameters: Any, keeps: Any = None, **group: Any) -> None:
         super().__init__(parameters, group)
         self.keeps = keeps
@@ -432,7 +401,6 @@ class _Own(torch.optim.Optimizer):
 
 
 def _with(**held: Tensor) -> nn.Sequential:
-    """A model with these as frozen parameters or, if they are of a kind that cannot be one, as buffers."""
     model = _model()
     for name, tensor in held.items():
         if name.startswith("frozen"):
@@ -478,7 +446,6 @@ ODD: dict[str, Any] = {
 
 
 def _runs(name: str) -> list[str]:
-    """What a watch of two ranks finds in three updates of this kind of loop."""
     model, optimizer = ODD[name]()
     # Of the form of the model, so that they are taken for copies of it until they are looked at.
     proxies = [dict.fromkeys(dict(model.named_parameters()), _Proxy())]
@@ -496,7 +463,6 @@ def _run_all() -> dict[str, list[str]]:
 
 
 def test_tensors_and_values_of_odd_kinds_end_no_loop() -> None:
-    """Each is looked at, or left out; none is found to differ."""
     wanted: dict[str, list[str]] = {name: [] for name in ODD}
     for outcome in run_ranks(2, _run_all):
         found = outcome.get()
@@ -568,20 +534,7 @@ def _grows(loop: str) -> list[int]:
     raise AssertionError
 
 
-LOOPS = ("epochs", "next(iter(loader))", "rows=")
-
-
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("loop", ["epochs", "next(iter(loader))", "rows="])
 def test_a_watch_of_one_process_does_not_grow(loop: str) -> None:
-    """Whatever number of updates it has seen, it holds as much."""
     first, second = _grows(loop)
     assert first == second
-
-
-# Deep, for its many updates: one process shows the same in the test above.
-@pytest.mark.deep
-def test_a_watch_of_two_ranks_does_not_grow_with_its_passes() -> None:
-    """A loop that begins a new pass for each batch."""
-    for outcome in run_ranks(2, _grows, "next(iter(loader))"):
-        first, second = outcome.get()
-        assert first == second

@@ -38,7 +38,6 @@ def _seeded(seed: int) -> torch.Generator:
 
 
 def rows(count: int = ROWS) -> TensorDataset:
-    """Rows with features and a label, alike on all ranks."""
     draws = _seeded(5)
     return TensorDataset(torch.randn(count, 6, generator=draws), torch.randint(0, 3, (count,), generator=draws))
 
@@ -50,8 +49,6 @@ def net() -> nn.Module:
 
 @dataclass(frozen=True)
 class Course:
-    """A loop: how it gets its batches in an epoch, and what it does around its updates."""
-
     batches: Callable[[int], Iterator[Any]]
     before: Callable[[nn.Module], None] = lambda _: None
     behind: Callable[[nn.Module], None] = lambda _: None
@@ -110,13 +107,11 @@ def mine(rows: Any) -> Any:
 
 
 def cut_by_rank(epoch: int) -> Iterator[Any]:
-    """All ranks read the same global batches, and each uses its part."""
     for x, y in DataLoader(rows(), batch_size=8, sampler=RandomSampler(rows(), generator=_seeded(epoch))):
         yield mine(x), mine(y)
 
 
 def own_shard(epoch: int) -> Iterator[Any]:
-    """Every rank has its own part of the data, and shuffles it as the others do theirs."""
     shard = TensorDataset(*map(mine, rows().tensors))
     yield from DataLoader(shard, batch_size=4, sampler=RandomSampler(shard, generator=_seeded(epoch)))
 
@@ -196,7 +191,6 @@ def clips_and_reports(model: nn.Module) -> None:
 
 
 def begins_anew(model: nn.Module) -> None:
-    """A clipped gradient is thrown away, and another one computed."""
     nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     model.zero_grad()
     model(torch.randn(4, 6)).square().mean().backward()
@@ -300,7 +294,6 @@ def right_courses(names: Sequence[str]) -> dict[str, list[tuple[str, int]]]:
 
 @pytest.mark.parametrize("first", range(5))
 def test_right_loops_that_look_like_faulty_ones_are_not_accused(first: int) -> None:
-    """Every fifth loop shares one start of ranks."""
     names = list(RIGHT)[first::5]
     assert [o.get() for o in run_ranks(2, right_courses, names)] == [{name: [] for name in names}] * 2
 
@@ -345,7 +338,6 @@ def every_wrong_course() -> dict[str, list[tuple[str, int]]]:
 
 
 def test_what_has_no_index_and_no_way_back_is_suspected() -> None:
-    """Rows that are given to the model alike on all ranks, and a model that was never put into training mode."""
     for outcome in run_ranks(2, every_wrong_course):
         found = outcome.get()
         assert found.pop("one split") == []
@@ -381,7 +373,6 @@ def test_copies_that_were_rounded_apart_are_one(apart: float, updates: int, alik
 
 
 def _open_behind(updates: int, model: nn.Module, rank: int = 0, **told: Any) -> Any:
-    """A watch that has seen so many updates, of other rows on each rank."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     watch = andon.watch(model, optimizer, action=lambda _: None, **told)
     for step in range(updates):
@@ -418,7 +409,6 @@ def test_a_group_that_is_taken_down_before_the_close_was_joined() -> None:
 
 
 def test_a_process_that_is_to_be_alone_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Independent jobs under one launcher."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     watch = _open_behind(2, nn.Linear(3, 2), allow={"ranks-joined": "jobs of their own"})
     watch.close()
@@ -456,12 +446,10 @@ def scale(arguments: list[str]) -> list[str]:
 
 
 def closing() -> list[str]:
-    """Of a pass that was filled up, and of one that was cut short."""
     return [line for batches in (padded, dropped) for line in _said(Course(batches, epochs=1), "rows")]
 
 
 def test_what_a_sampler_adds_or_leaves_out_is_a_closing_line() -> None:
-    """Neither is a violation; both are said."""
     assert run_ranks(2, closing)[0].get() == [
         "  rows: 1 rows more than the 45 of the data fill up a pass over them (DistributedSampler)",
         "  rows: 1 of the 45 rows of the data are left out of a pass over them (DistributedSampler)",

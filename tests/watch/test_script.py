@@ -192,7 +192,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ledgers(folder: Path, name: str) -> list[list[object]]:
-    """The records of the ledgers of a script, in the order of its watches."""
     return [list(read_ledger(path)) for path in (folder / f"{name}.jsonl", folder / f"{name}-2.jsonl") if path.exists()]
 
 
@@ -374,7 +373,6 @@ def test_what_cannot_be_watched_ends_no_script(tmp_path: Path) -> None:
 
 
 def test_a_ledger_that_cannot_be_written_is_still_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is an argument of the user's, and no property of the script."""
     (tmp_path / "loop.py").write_text(_ONE + OWN_LINE.replace("import andon\n", "").replace(_WITH, "if True:"))
     (tmp_path / "notes.txt").write_text("no ledger\n")
     monkeypatch.setenv("ANDON_LEDGER", str(tmp_path / "notes.txt"))
@@ -396,7 +394,6 @@ _IDLE = "nothing was watched"
 def test_nothing_was_watched_only_where_no_watch_was_opened(
     body: str, idle: bool, code: object, tmp_path: Path
 ) -> None:
-    """A script that opens its watch itself is watched."""
     (tmp_path / "loop.py").write_text(body)
     found, said = _run([str(tmp_path / "loop.py")])
     assert (found, "andon.watch: 1 step," in said, _IDLE in said) == (code, not idle, idle)
@@ -432,7 +429,6 @@ fail()
 # Deep: a file with a syntax error, which takes the same path as the failing script.
 @pytest.mark.parametrize("text", [FAILING, pytest.param("x = (\n", marks=pytest.mark.deep)], ids=["failing", "wrong"])
 def test_errors_look_as_they_would_alone(text: str, tmp_path: Path) -> None:
-    """Standard output, standard error and exit code of a failing script are to the letter those without us."""
     (tmp_path / "script.py").write_text(text)
     (tmp_path / "beside.py").touch()
     alone, watched = (
@@ -461,7 +457,6 @@ def test_errors_look_as_they_would_alone(text: str, tmp_path: Path) -> None:
     ],
 )
 def test_what_makes_no_sense_is_refused_in_words(arguments: list[str], said: str, tmp_path: Path) -> None:
-    """Each mistake ends with 2 and says what is wrong, before the script runs."""
     zipfile.ZipFile(tmp_path / "empty.zip", "w").close()
     code, told = _run([each.format(tmp_path) for each in arguments])
     assert code == ("exit", 2)
@@ -540,8 +535,6 @@ def _sgd(model: nn.Module) -> torch.optim.SGD:
 
 
 class Wrapped(nn.Module):
-    """Holds a module under a name."""
-
     def __init__(self, model: nn.Module, name: str = "model") -> None:
         super().__init__()
         self.add_module(name, model)
@@ -563,7 +556,6 @@ def test_of_two_optimizers_that_nothing_tells_apart_none_is_guessed() -> None:
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_of_two_modules_the_names_decide_and_not_who_was_made_first(order: int) -> None:
-    """So that all ranks watch the same one."""
     model = nn.Linear(2, 2)
     gc.collect()
     made = {name: Wrapped(model, name) for name in ("b", "a")[::order]}
@@ -573,7 +565,6 @@ def test_of_two_modules_the_names_decide_and_not_who_was_made_first(order: int) 
 
 @pytest.mark.parametrize("find", [outermost, lambda model: trained_by(_sgd(model))])
 def test_two_modules_that_nothing_tells_apart_are_refused_in_words(find: Callable[[nn.Module], object]) -> None:
-    """Their buffers and modes may differ, and the loop may call either."""
     model = nn.Linear(2, 2)
     gc.collect()
     made = [Wrapped(model), Wrapped(model)]
