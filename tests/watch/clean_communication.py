@@ -415,45 +415,44 @@ def merged(model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
         optimizer.state.clear()
 
 
-PARTS = frozenset({"replicas-agree"})
-"""Of loops whose weights part at first one suspicion is said."""
+PARTS: dict[str, Course] = {
+    "local SGD": parting(),
+    "local SGD, every update": parting(every=1),
+    "local SGD, through .data": parting(by="data"),
+    "local SGD, copied back": parting(by="copy", every=7),
+    "local SGD, AdamW": parting(optimizer=adamw),
+    "local SGD, no_sync of DDP": parting(wrapped=True),
+    "local SGD behind a reduced warm-up": parting(warm_up=6, model=LayerNormed),
+    "local SGD behind a reduced warm-up, DDP": parting(warm_up=6, wrapped=True),
+    "local SGD inside the optimizer's step": parting(every=10**9, optimizer=lambda p: Averaging(p, lr=1e-2)),
+    "PostLocalSGDOptimizer": post_local,
+}
+"""Loops whose weights part, of which at first one suspicion is said."""
 
+LOOPS: dict[str, Callable[[int], Seen]] = {
+    "average of weights": averaged(),
+    "two optimizers": Course(model=Model, optimizer=lambda p: [adamw(p[:2]), momentum(p[2:])]),
+    "two optimizers in turn": alternating,
+    "resumed in the middle": resumed,
+    "step that reduces and deals out parameters": Course(wrap=by_hand, optimizer=Dealt),
+    "step that reduces and deals out parameters, clipping": Course(wrap=by_hand, optimizer=Dealt, before=clipping),
+    "step that deals out parameters, DDP": RightLoop(optimizer=dealt_behind),
+    "step that deals out parameters, reduced by hand": RightLoop(optimizer=dealt_behind, wrap=by_hand),
+    "step that reduces and deals out slices": Course(wrap=by_hand, optimizer=Sliced),
+    "step that deals out slices, DDP": RightLoop(optimizer=Sliced),
+    "ZeroRedundancyOptimizer": RightLoop(optimizer=lambda p: ZeroRedundancyOptimizer(p, torch.optim.AdamW, lr=1e-2)),
+    "DDP inside a task, with an average": holding(),
+    "DDP inside a task, with an average that has gradients": holding(frozen=False),
+    "DDP inside a task, the inner module watched": holding(given=lambda task: task.model.module),
+    "two wrapped modules in one, adversaries": rivals,
+    "mean teacher in the model": taught(),
+    "mean teacher in the model, every third update": taught(every=3),
+    "momentum encoder, moved in the forward pass": taught(every=0),
+    "momentum encoder, by new data": taught(every=0, follow=by_new_data),
+    "ReLoRA": Course(model=Merged, behind=merged),
+}
 KINDS = {
-    "average of weights": Kind(averaged()),
-    "two optimizers": Kind(Course(model=Model, optimizer=lambda p: [adamw(p[:2]), momentum(p[2:])])),
-    "two optimizers in turn": Kind(alternating),
-    "resumed in the middle": Kind(resumed),
-    "step that reduces and deals out parameters": Kind(Course(wrap=by_hand, optimizer=Dealt)),
-    "step that reduces and deals out parameters, clipping": Kind(
-        Course(wrap=by_hand, optimizer=Dealt, before=clipping)
-    ),
-    "step that deals out parameters, DDP": Kind(RightLoop(optimizer=dealt_behind)),
-    "step that deals out parameters, reduced by hand": Kind(RightLoop(optimizer=dealt_behind, wrap=by_hand)),
-    "step that reduces and deals out slices": Kind(Course(wrap=by_hand, optimizer=Sliced)),
-    "step that deals out slices, DDP": Kind(RightLoop(optimizer=Sliced)),
-    "ZeroRedundancyOptimizer": Kind(
-        RightLoop(optimizer=lambda p: ZeroRedundancyOptimizer(p, torch.optim.AdamW, lr=1e-2))
-    ),
-    "local SGD": Kind(parting(), suspected=PARTS),
-    "local SGD, every update": Kind(parting(every=1), suspected=PARTS),
-    "local SGD, through .data": Kind(parting(by="data"), suspected=PARTS),
-    "local SGD, copied back": Kind(parting(by="copy", every=7), suspected=PARTS),
-    "local SGD, AdamW": Kind(parting(optimizer=adamw), suspected=PARTS),
-    "local SGD, no_sync of DDP": Kind(parting(wrapped=True), suspected=PARTS),
-    "local SGD behind a reduced warm-up": Kind(parting(warm_up=6, model=LayerNormed), suspected=PARTS),
-    "local SGD behind a reduced warm-up, DDP": Kind(parting(warm_up=6, wrapped=True), suspected=PARTS),
-    "local SGD inside the optimizer's step": Kind(
-        parting(every=10**9, optimizer=lambda p: Averaging(p, lr=1e-2)), suspected=PARTS
-    ),
-    "PostLocalSGDOptimizer": Kind(post_local, suspected=PARTS),
-    "DDP inside a task, with an average": Kind(holding()),
-    "DDP inside a task, with an average that has gradients": Kind(holding(frozen=False)),
+    **{name: Kind(loop, suspected=frozenset({"replicas-agree"})) for name, loop in PARTS.items()},
+    **{name: Kind(loop) for name, loop in LOOPS.items()},
     "DDP inside a task, average on rank 0": Kind(holding(on=(0,)), suspected=frozenset({"base-frozen"})),
-    "DDP inside a task, the inner module watched": Kind(holding(given=lambda task: task.model.module)),
-    "two wrapped modules in one, adversaries": Kind(rivals),
-    "mean teacher in the model": Kind(taught()),
-    "mean teacher in the model, every third update": Kind(taught(every=3)),
-    "momentum encoder, moved in the forward pass": Kind(taught(every=0)),
-    "momentum encoder, by new data": Kind(taught(every=0, follow=by_new_data)),
-    "ReLoRA": Kind(Course(model=Merged, behind=merged)),
 }

@@ -289,78 +289,77 @@ def fused(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 UNUSED = {"allow": {"gradient-present": "the layer is there for another task"}}
 
+LOOPS: dict[str, Callable[[int], Seen]] = {
+    "plain loop": RightLoop(wrap=by_hand),
+    "plain loop, gradients zeroed, not None": RightLoop(wrap=by_hand, set_to_none=False),
+    "DDP": RightLoop(),
+    "DDP, gradient views, static graph": RightLoop(
+        wrap=ddp_with(gradient_as_bucket_view=True, static_graph=True), clip=by_norm(0.1)
+    ),
+    "AdamW foreach, clipping": RightLoop(optimizer=lambda p: adamw(p, foreach=True), clip=by_norm(1.0)),
+    "AdamW fused": RightLoop(optimizer=fused),
+    "SGD": RightLoop(optimizer=sgd),
+    "SGD with momentum, clipping by norm": RightLoop(optimizer=momentum, clip=by_norm(0.05)),
+    "SGD, clipping by value": RightLoop(optimizer=sgd, clip=lambda p: nn.utils.clip_grad_value_(p, 0.01)),
+    "accumulation 4, clipping": RightLoop(accumulate=4, clip=by_norm(0.1)),
+    "ragged last batch, accumulation": RightLoop(ragged=True, accumulate=2),
+    "bf16 autocast": RightLoop(model=Normed, autocast=torch.bfloat16),
+    "fp16, scaler that skips": RightLoop(scaled=True, autocast=torch.float16, clip=by_norm(1.0)),
+    "fp16, scaler that skips, AdamW fused": RightLoop(scaled=True, autocast=torch.float16, optimizer=fused),
+    "fp16, scaler that skips, plain loop": RightLoop(scaled=True, autocast=torch.float16, wrap=by_hand),
+    "fp16, scaler that skips, gradients zeroed through the module": RightLoop(
+        scaled=True, autocast=torch.float16, zero_module=True, clip=by_norm(1.0)
+    ),
+    "fp16, scaler that skips, gradients zeroed through the module, not None": RightLoop(
+        scaled=True, autocast=torch.float16, zero_module=True, set_to_none=False, clip=by_norm(1.0)
+    ),
+    "fp16, scaler that skips, rows and losses told": Told(scaled=True, told={"plan": plan}),
+    "warm-up from learning rate 0": RightLoop(rate=warm_up, told={"schedule": warm_up}),
+    "batch norm, dropout, accumulation": RightLoop(model=Normed, accumulate=4),
+    "batch norm, evaluation on one rank": RightLoop(model=Normed, optimizer=momentum, evaluate=True),
+    "unused parameters, DDP": RightLoop(model=WithUnused, wrap=ddp_with(find_unused_parameters=True)),
+    "unused parameters, plain loop, allowed": RightLoop(model=WithUnused, wrap=by_hand, told=UNUSED),
+    "layer drop, DDP": RightLoop(model=layer_drop, wrap=ddp_with(find_unused_parameters=True)),
+    "layer drop, plain loop, SGD": RightLoop(model=layer_drop, wrap=by_hand, optimizer=sgd),
+    "layer drop alike on all ranks": RightLoop(model=layer_drop, wrap=by_hand, one_seed=True, accumulate=2),
+    "checkpointed activations, tied weights": RightLoop(model=tied),
+    "sparse gradients": RightLoop(model=sparse_embedding, optimizer=sgd),
+    "dropout and batch norm, audited": Told(model=Normed, told={"reference": loss_sum, "every": 10}),
+    "LBFGS": RightLoop(optimizer=lambda p: torch.optim.LBFGS(p, lr=1e-2, max_iter=3), closure=True),
+    "groups clipped apart": RightLoop(clip=by_norm(0.05, apart=True), told={"clip": 0.05}),
+    "clipped by the largest element": RightLoop(clip=by_norm(0.01, float("inf")), told={"clip": 0.01}),
+    "clipped by the sum of magnitudes": RightLoop(clip=by_norm(0.1, 1.0), told={"clip": 0.1}),
+    "rate in a float32 tensor, planned": RightLoop(
+        optimizer=lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-2), foreach=False),
+        rate=falling,
+        told={"schedule": falling},
+    ),
+    "warm-up from a rate that rounds away": RightLoop(model=LayerNormed, rate=lambda step: 2e-8 * step),
+    "annealed to a rate that rounds away": RightLoop(model=LayerNormed, rate=lambda step: 1e-2 if step < 8 else 4e-8),
+    "residual branches that begin at 0, warm-up from 0": RightLoop(
+        model=from_zero, optimizer=momentum, rate=lambda step: 1e-5 * (step - 1)
+    ),
+    "Rprop, a parameter of one element": RightLoop(
+        model=LayerNormed, optimizer=lambda p: torch.optim.Rprop(p, lr=1e-3)
+    ),
+    "subclass that calls its parent's step": RightLoop(optimizer=of_a_subclass),
+    "permuted gradients, plain loop": RightLoop(wrap=permuted),
+    "cache that grows with the rows of a rank": RightLoop(model=Caching, wrap=by_hand, ragged=True),
+    "rows as arrays": Told(form=as_array, scored=True, told={"plan": plan}),
+    "rows as scalars of others": Told(form=as_scalars),
+    "rows, resumed in mid-epoch": Told(start=8),
+    "rows, resumed in mid-epoch, planned": Told(start=8, told={"plan": plan}),
+    "rows, batches left out on purpose": Told(skips=every_tenth),
+    "every rank scores all rows": Told(scored=True),
+    "DDP that leaves statistics to the ranks": RightLoop(model=Normed, wrap=ddp_with(broadcast_buffers=False)),
+}
 KINDS = {
-    "plain loop": Kind(RightLoop(wrap=by_hand)),
-    "plain loop, gradients zeroed, not None": Kind(RightLoop(wrap=by_hand, set_to_none=False)),
-    "DDP": Kind(RightLoop()),
-    "DDP, gradient views, static graph": Kind(
-        RightLoop(wrap=ddp_with(gradient_as_bucket_view=True, static_graph=True), clip=by_norm(0.1))
-    ),
-    "AdamW foreach, clipping": Kind(RightLoop(optimizer=lambda p: adamw(p, foreach=True), clip=by_norm(1.0))),
-    "AdamW fused": Kind(RightLoop(optimizer=fused)),
-    "SGD": Kind(RightLoop(optimizer=sgd)),
-    "SGD with momentum, clipping by norm": Kind(RightLoop(optimizer=momentum, clip=by_norm(0.05))),
-    "SGD, clipping by value": Kind(RightLoop(optimizer=sgd, clip=lambda p: nn.utils.clip_grad_value_(p, 0.01))),
-    "accumulation 4, clipping": Kind(RightLoop(accumulate=4, clip=by_norm(0.1))),
-    "ragged last batch, accumulation": Kind(RightLoop(ragged=True, accumulate=2)),
-    "bf16 autocast": Kind(RightLoop(model=Normed, autocast=torch.bfloat16)),
-    "fp16, scaler that skips": Kind(RightLoop(scaled=True, autocast=torch.float16, clip=by_norm(1.0))),
-    "fp16, scaler that skips, AdamW fused": Kind(RightLoop(scaled=True, autocast=torch.float16, optimizer=fused)),
-    "fp16, scaler that skips, plain loop": Kind(RightLoop(scaled=True, autocast=torch.float16, wrap=by_hand)),
-    "fp16, scaler that skips, gradients zeroed through the module": Kind(
-        RightLoop(scaled=True, autocast=torch.float16, zero_module=True, clip=by_norm(1.0))
-    ),
-    "fp16, scaler that skips, gradients zeroed through the module, not None": Kind(
-        RightLoop(scaled=True, autocast=torch.float16, zero_module=True, set_to_none=False, clip=by_norm(1.0))
-    ),
-    "fp16, scaler that skips, rows and losses told": Kind(Told(scaled=True, told={"plan": plan})),
-    "warm-up from learning rate 0": Kind(RightLoop(rate=warm_up, told={"schedule": warm_up})),
-    "batch norm, dropout, accumulation": Kind(RightLoop(model=Normed, accumulate=4)),
-    "batch norm, evaluation on one rank": Kind(RightLoop(model=Normed, optimizer=momentum, evaluate=True)),
-    "unused parameters, DDP": Kind(RightLoop(model=WithUnused, wrap=ddp_with(find_unused_parameters=True))),
-    "unused parameters, plain loop, allowed": Kind(RightLoop(model=WithUnused, wrap=by_hand, told=UNUSED)),
-    "layer drop, DDP": Kind(RightLoop(model=layer_drop, wrap=ddp_with(find_unused_parameters=True))),
-    "layer drop, plain loop, SGD": Kind(RightLoop(model=layer_drop, wrap=by_hand, optimizer=sgd)),
-    "layer drop alike on all ranks": Kind(RightLoop(model=layer_drop, wrap=by_hand, one_seed=True, accumulate=2)),
-    "checkpointed activations, tied weights": Kind(RightLoop(model=tied)),
-    "sparse gradients": Kind(RightLoop(model=sparse_embedding, optimizer=sgd)),
-    "dropout and batch norm, audited": Kind(Told(model=Normed, told={"reference": loss_sum, "every": 10})),
-    "LBFGS": Kind(RightLoop(optimizer=lambda p: torch.optim.LBFGS(p, lr=1e-2, max_iter=3), closure=True)),
-    "groups clipped apart": Kind(RightLoop(clip=by_norm(0.05, apart=True), told={"clip": 0.05})),
-    "clipped by the largest element": Kind(RightLoop(clip=by_norm(0.01, float("inf")), told={"clip": 0.01})),
-    "clipped by the sum of magnitudes": Kind(RightLoop(clip=by_norm(0.1, 1.0), told={"clip": 0.1})),
-    "rate in a float32 tensor, planned": Kind(
-        RightLoop(
-            optimizer=lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-2), foreach=False),
-            rate=falling,
-            told={"schedule": falling},
-        )
-    ),
-    "warm-up from a rate that rounds away": Kind(RightLoop(model=LayerNormed, rate=lambda step: 2e-8 * step)),
-    "annealed to a rate that rounds away": Kind(
-        RightLoop(model=LayerNormed, rate=lambda step: 1e-2 if step < 8 else 4e-8)
-    ),
-    "residual branches that begin at 0, warm-up from 0": Kind(
-        RightLoop(model=from_zero, optimizer=momentum, rate=lambda step: 1e-5 * (step - 1))
-    ),
-    "Rprop, a parameter of one element": Kind(
-        RightLoop(model=LayerNormed, optimizer=lambda p: torch.optim.Rprop(p, lr=1e-3))
-    ),
-    "subclass that calls its parent's step": Kind(RightLoop(optimizer=of_a_subclass)),
-    "permuted gradients, plain loop": Kind(RightLoop(wrap=permuted)),
-    "cache that grows with the rows of a rank": Kind(RightLoop(model=Caching, wrap=by_hand, ragged=True)),
-    "rows as arrays": Kind(Told(form=as_array, scored=True, told={"plan": plan})),
-    "rows as scalars of others": Kind(Told(form=as_scalars)),
-    "rows, resumed in mid-epoch": Kind(Told(start=8)),
-    "rows, resumed in mid-epoch, planned": Kind(Told(start=8, told={"plan": plan})),
-    "rows, batches left out on purpose": Kind(Told(skips=every_tenth)),
-    "every rank scores all rows": Kind(Told(scored=True)),
+    **{name: Kind(loop) for name, loop in LOOPS.items()},
     "torch.compile, traced": Kind(
         RightLoop(wrap=lambda model: DistributedDataParallel(torch.compile(model, backend="aot_eager"))), weight="heavy"
     ),
     "torch.compile, to code": Kind(
         RightLoop(wrap=lambda model: torch.compile(DistributedDataParallel(model))), weight="slow"
     ),
-    "DDP that leaves statistics to the ranks": Kind(RightLoop(model=Normed, wrap=ddp_with(broadcast_buffers=False))),
     **{f"DDP, {name}": Kind(RightLoop(model=model), weight="many") for name, model in MODELS.items()},
 }

@@ -197,11 +197,6 @@ def begins_anew(model: nn.Module) -> None:
     nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 
 
-def clips_parts(model: nn.Module) -> None:
-    nn.utils.clip_grad_norm_(list(model.parameters())[:2], 0.1)
-    nn.utils.clip_grad_norm_(list(model.parameters())[2:], 0.1)
-
-
 def clips_on_one_rank(model: nn.Module) -> None:
     """The others use the gradient as it is, which is small enough for them."""
     if dist.get_rank() == 0:
@@ -277,7 +272,6 @@ RIGHT = {
     "batch norm frozen": Course(distributed, before=freezes_batch_norm),
     "clipped, and a loss reduced behind that": Course(distributed, behind=clips_and_reports),
     "clipped, thrown away, clipped": Course(distributed, behind=begins_anew),
-    "parts clipped apart": Course(distributed, behind=clips_parts),
     "average of weights on all ranks": Course(distributed, behind=Following((0, 1), (0, 1))),
     "residuals of each rank's own": Course(distributed, behind=residual()),
     "best weights by each rank's own measure": Course(distributed, behind=best_so_far()),
