@@ -54,8 +54,7 @@ class Unwatched:
 def halves() -> range:
     """The halves of a global batch that are this process's: one on each of two ranks, both in one process alone.
 
-    What depends on which rows are seen together (batch norm, a mean over a batch, compression of a rank's gradient)
-    or is drawn by each rank is then the same function of the rows in one process.
+    What depends on which rows are seen together is then the same function of the rows in one process.
     """
     each = HALVES // dist.get_world_size()
     return range(dist.get_rank() * each, (dist.get_rank() + 1) * each)
@@ -152,28 +151,20 @@ class Standardised(nn.Conv2d):
         return F.conv2d(x, w, self.bias, padding=self.padding)
 
 
-class Attention(nn.Module):
-    """Causal self-attention of two heads, its projections made by `linear`."""
-
-    def __init__(self, width: int, linear: Any) -> None:
-        super().__init__()
-        self.query, self.key, self.value, self.out = (linear(width, width, bias=False) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (f(x).unflatten(-1, (2, -1)).transpose(1, 2) for f in (self.query, self.key, self.value))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(mixed.transpose(1, 2).flatten(-2))
-
-
 class Block(nn.Module):
+    """Causal self-attention of two heads and a perceptron, each with a residual path and dropout."""
+
     def __init__(self, width: int, linear: Any, dropout: float) -> None:
         super().__init__()
-        self.norm, self.attention = nn.LayerNorm(width), Attention(width, linear)
+        self.norm, self.dropout = nn.LayerNorm(width), nn.Dropout(dropout)
+        self.query, self.key, self.value, self.out = (linear(width, width, bias=False) for _ in range(4))
         self.feed = nn.Sequential(nn.LayerNorm(width), *perceptron(width, 2 * width, width))
-        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.dropout(self.attention(self.norm(x)))
+        normed = self.norm(x)
+        q, k, v = (f(normed).unflatten(-1, (2, -1)).transpose(1, 2) for f in (self.query, self.key, self.value))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
+        x = x + self.dropout(self.out(mixed))
         return x + self.dropout(self.feed(x))
 
 
@@ -410,22 +401,21 @@ class LowRank(nn.Linear):
         self.weight.requires_grad_(False)
         self.a = nn.Parameter(torch.randn(2, before) / before**0.5)
         self.b = nn.Parameter(torch.zeros(after, 2))
-        self.kept: Tensor | None = None
+        self.merged = False
 
     @torch.no_grad()
     def merge(self) -> None:
-        self.kept = self.weight.clone()
+        self.kept, self.merged = self.weight.clone(), True
         self.weight += 2.0 * self.b @ self.a
 
     @torch.no_grad()
     def unmerge(self) -> None:
-        assert self.kept is not None
         self.weight.copy_(self.kept)
-        self.kept = None
+        self.merged = False
 
     def forward(self, x: Tensor) -> Tensor:
         plain = F.linear(x, self.weight)
-        return plain if self.kept is not None else plain + 2.0 * (x @ self.a.T @ self.b.T)
+        return plain if self.merged else plain + 2.0 * (x @ self.a.T @ self.b.T)
 
 
 @blind(15)
