@@ -14,18 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import andon
 from andon_contracts.watch import Watch
+from tests.watch import clean_models as models
 from tests.watch.clean import Kind, Seen, ignore, seen_by
-from tests.watch.clean_models import (
-    MODELS,
-    Caching,
-    LayerNormed,
-    Normed,
-    WithUnused,
-    from_zero,
-    layer_drop,
-    sparse_embedding,
-    tied,
-)
 from tests.watch.loop import BATCH, PER_EPOCH, ROWS, Model, data, plan
 
 Optimizers = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -303,7 +293,7 @@ LOOPS: dict[str, Callable[[int], Seen]] = {
     "SGD, clipping by value": RightLoop(optimizer=sgd, clip=lambda p: nn.utils.clip_grad_value_(p, 0.01)),
     "accumulation 4, clipping": RightLoop(accumulate=4, clip=by_norm(0.1)),
     "ragged last batch, accumulation": RightLoop(ragged=True, accumulate=2),
-    "bf16 autocast": RightLoop(model=Normed, autocast=torch.bfloat16),
+    "bf16 autocast": RightLoop(model=models.Normed, autocast=torch.bfloat16),
     "fp16, scaler that skips": RightLoop(scaled=True, autocast=torch.float16, clip=by_norm(1.0)),
     "fp16, scaler that skips, AdamW fused": RightLoop(scaled=True, autocast=torch.float16, optimizer=fused),
     "fp16, scaler that skips, plain loop": RightLoop(scaled=True, autocast=torch.float16, wrap=by_hand),
@@ -315,16 +305,16 @@ LOOPS: dict[str, Callable[[int], Seen]] = {
     ),
     "fp16, scaler that skips, rows and losses told": Told(scaled=True, told={"plan": plan}),
     "warm-up from learning rate 0": RightLoop(rate=warm_up, told={"schedule": warm_up}),
-    "batch norm, dropout, accumulation": RightLoop(model=Normed, accumulate=4),
-    "batch norm, evaluation on one rank": RightLoop(model=Normed, optimizer=momentum, evaluate=True),
-    "unused parameters, DDP": RightLoop(model=WithUnused, wrap=ddp_with(find_unused_parameters=True)),
-    "unused parameters, plain loop, allowed": RightLoop(model=WithUnused, wrap=by_hand, told=UNUSED),
-    "layer drop, DDP": RightLoop(model=layer_drop, wrap=ddp_with(find_unused_parameters=True)),
-    "layer drop, plain loop, SGD": RightLoop(model=layer_drop, wrap=by_hand, optimizer=sgd),
-    "layer drop alike on all ranks": RightLoop(model=layer_drop, wrap=by_hand, one_seed=True, accumulate=2),
-    "checkpointed activations, tied weights": RightLoop(model=tied),
-    "sparse gradients": RightLoop(model=sparse_embedding, optimizer=sgd),
-    "dropout and batch norm, audited": Told(model=Normed, told={"reference": loss_sum, "every": 10}),
+    "batch norm, dropout, accumulation": RightLoop(model=models.Normed, accumulate=4),
+    "batch norm, evaluation on one rank": RightLoop(model=models.Normed, optimizer=momentum, evaluate=True),
+    "unused parameters, DDP": RightLoop(model=models.WithUnused, wrap=ddp_with(find_unused_parameters=True)),
+    "unused parameters, plain loop, allowed": RightLoop(model=models.WithUnused, wrap=by_hand, told=UNUSED),
+    "layer drop, DDP": RightLoop(model=models.layer_drop, wrap=ddp_with(find_unused_parameters=True)),
+    "layer drop, plain loop, SGD": RightLoop(model=models.layer_drop, wrap=by_hand, optimizer=sgd),
+    "layer drop alike on all ranks": RightLoop(model=models.layer_drop, wrap=by_hand, one_seed=True, accumulate=2),
+    "checkpointed activations, tied weights": RightLoop(model=models.tied),
+    "sparse gradients": RightLoop(model=models.sparse_embedding, optimizer=sgd),
+    "dropout and batch norm, audited": Told(model=models.Normed, told={"reference": loss_sum, "every": 10}),
     "LBFGS": RightLoop(optimizer=lambda p: torch.optim.LBFGS(p, lr=1e-2, max_iter=3), closure=True),
     "groups clipped apart": RightLoop(clip=by_norm(0.05, apart=True), told={"clip": 0.05}),
     "clipped by the largest element": RightLoop(clip=by_norm(0.01, float("inf")), told={"clip": 0.01}),
@@ -334,24 +324,26 @@ LOOPS: dict[str, Callable[[int], Seen]] = {
         rate=falling,
         told={"schedule": falling},
     ),
-    "warm-up from a rate that rounds away": RightLoop(model=LayerNormed, rate=lambda step: 2e-8 * step),
-    "annealed to a rate that rounds away": RightLoop(model=LayerNormed, rate=lambda step: 1e-2 if step < 8 else 4e-8),
+    "warm-up from a rate that rounds away": RightLoop(model=models.LayerNormed, rate=lambda step: 2e-8 * step),
+    "annealed to a rate that rounds away": RightLoop(
+        model=models.LayerNormed, rate=lambda step: 1e-2 if step < 8 else 4e-8
+    ),
     "residual branches that begin at 0, warm-up from 0": RightLoop(
-        model=from_zero, optimizer=momentum, rate=lambda step: 1e-5 * (step - 1)
+        model=models.from_zero, optimizer=momentum, rate=lambda step: 1e-5 * (step - 1)
     ),
     "Rprop, a parameter of one element": RightLoop(
-        model=LayerNormed, optimizer=lambda p: torch.optim.Rprop(p, lr=1e-3)
+        model=models.LayerNormed, optimizer=lambda p: torch.optim.Rprop(p, lr=1e-3)
     ),
     "subclass that calls its parent's step": RightLoop(optimizer=of_a_subclass),
     "permuted gradients, plain loop": RightLoop(wrap=permuted),
-    "cache that grows with the rows of a rank": RightLoop(model=Caching, wrap=by_hand, ragged=True),
+    "cache that grows with the rows of a rank": RightLoop(model=models.Caching, wrap=by_hand, ragged=True),
     "rows as arrays": Told(form=as_array, scored=True, told={"plan": plan}),
     "rows as scalars of others": Told(form=as_scalars),
     "rows, resumed in mid-epoch": Told(start=8),
     "rows, resumed in mid-epoch, planned": Told(start=8, told={"plan": plan}),
     "rows, batches left out on purpose": Told(skips=every_tenth),
     "every rank scores all rows": Told(scored=True),
-    "DDP that leaves statistics to the ranks": RightLoop(model=Normed, wrap=ddp_with(broadcast_buffers=False)),
+    "DDP that leaves statistics to the ranks": RightLoop(model=models.Normed, wrap=ddp_with(broadcast_buffers=False)),
 }
 KINDS = {
     **{name: Kind(loop) for name, loop in LOOPS.items()},
@@ -361,5 +353,5 @@ KINDS = {
     "torch.compile, to code": Kind(
         RightLoop(wrap=lambda model: torch.compile(DistributedDataParallel(model))), weight="slow"
     ),
-    **{f"DDP, {name}": Kind(RightLoop(model=model), weight="many") for name, model in MODELS.items()},
+    **{f"DDP, {name}": Kind(RightLoop(model=model), weight="many") for name, model in models.MODELS.items()},
 }
