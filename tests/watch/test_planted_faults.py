@@ -67,7 +67,8 @@ def hold(number: int, pairs: Sequence[Pair], one_line: Sequence[Found], *, later
     by its clause, at most `later` updates after the catalogue's step; also with the one line, if the row says so."""
     fault, inside = SEEN[number]
     assert [right.found for right, _ in pairs] == [[]] * WORLD, f"{fault.name}: an alarm without the fault"
-    assert any(right.states != wrong.states for right, wrong in pairs), f"{fault.name} changes nothing"
+    # Of a fault that is found later (on a GPU), the CPU's run shows that it changes the state.
+    assert later or any(right.states != wrong.states for right, wrong in pairs), f"{fault.name} changes nothing"
     for found, clause, by in (
         ([wrong.found for _, wrong in pairs], inside.clause, inside.by),
         (one_line, inside.alone, max(inside.by, inside.alone_by)),
