@@ -19,11 +19,13 @@ from __future__ import annotations
 import json
 import math
 import re
+from typing import Any
 
 from andon_falsify.history import History, chain_digest, read_lines
 from andon_falsify.history.events import RowId
 from andon_falsify.verdict import Outcome, Verdict
 
+HOLDS, FALSIFIED, UNKNOWN, INAPPLICABLE = Outcome.HOLDS, Outcome.FALSIFIED, Outcome.UNKNOWN, Outcome.NOT_APPLICABLE
 _RANK = re.compile(r"(\d+)(?:@([\d,]+))?\[([^\]]*)\]")
 _DIGESTS = {"w": "weights", "o": "optimizer", "g": "gradient"}
 _PLAN = frozenset({"rows", "ids", "batch_size", "micro_batches", "seed", "epochs", "steps"})
@@ -50,6 +52,11 @@ def history(text: str, name: str = "history", *, world: int | None = None, backe
         lines.append(body + b"\n")
         prev = chain_digest(body)
     return read_lines(lines, name)
+
+
+def told(checker: Any, read: str | History, outcome: Outcome, *words: str, **given: Any) -> None:
+    """Assert what a checker says of a history."""
+    says(checker.check(history(read) if isinstance(read, str) else read, **given), outcome, *words)
 
 
 def says(verdict: Verdict, outcome: Outcome, *words: str) -> None:

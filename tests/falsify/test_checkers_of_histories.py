@@ -1,0 +1,648 @@
+"""Checkers: each accepts the smallest good history or measurement, and rejects the smallest bad one for its reason."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from andon_falsify.checkers import (
+    chain_intact,
+    gradient_law,
+    halts,
+    layout_equal,
+    loss_finite,
+    losses_close,
+    memory_within,
+    plan_followed,
+    replicas_agree,
+    resume_equal,
+    same_everywhere,
+    samples_once,
+    schedule,
+)
+from andon_falsify.checkers.distance import Values, common_factor, flat, gap
+from andon_falsify.checkers.ratio import explain_ratio
+from andon_falsify.history import History, read_lines
+from andon_falsify.verdict import Verdict
+from tests.falsify.notation import FALSIFIED, HOLDS, INAPPLICABLE, UNKNOWN, history, says, told
+
+
+def raw(*lines: str) -> History:
+    """Lines that the notation cannot write."""
+    return read_lines([f"{line}\n".encode() for line in lines], "raw")
+
+
+AGREED = "1: 0[a] 1[b] 2[c] | 2: 0[a] 1[b] 2[c] | 3: 0[a] 1[b] 2[c]"
+
+
+@pytest.mark.parametrize("field", ["weights", "optimizer", "gradient"])
+def test_replicas_agree(field: str) -> None:
+    told(replicas_agree, AGREED, HOLDS)
+    text = f"{AGREED} {field[0]}="
+    told(replicas_agree, f"{text}7,8,7", FALSIFIED, f"step 3, rank 1: the {field} differs", "seen 0000000000000008")
+    told(replicas_agree, f"{text}8,7,7", FALSIFIED, "step 3, rank 0")
+    told(replicas_agree, f"{text}8,7,9", FALSIFIED, "step 3, ranks 1, 2")
+
+
+def test_replicas_agree_infers_nothing_from_silence_and_notices_a_lie_about_the_world() -> None:
+    told(replicas_agree, "1: 0[a]", INAPPLICABLE, "one rank")
+    told(replicas_agree, "", UNKNOWN)
+    told(replicas_agree, history("1: 0[a] 1[b]", world=3), UNKNOWN, "rank 2")
+    told(replicas_agree, history("1: 0[a]", world=2), UNKNOWN, "rank 1")
+    told(replicas_agree, history("1: ids=a,b", world=2), UNKNOWN, "any rank")
+    told(replicas_agree, "1: 0[a] 1[b] o=-", UNKNOWN, "no optimizer digest of rank 0, 1")
+    told(replicas_agree, "1: 0[a] 1[b] o=7,-", UNKNOWN, "no optimizer digest of rank 1")
+    told(replicas_agree, "1: 0[a] 1[b] o=- w=1,2", FALSIFIED, "step 1, rank 1: the weights differs")
+    told(replicas_agree, history("1: 0[a] 0[b]", world=2), FALSIFIED, "rank 0 is listed 2 times in a world of 2")
+    told(replicas_agree, history("1: 0[a] 2[b]", world=2), FALSIFIED, "rank 2 is listed 1 times")
+    rank = '{"rank":%d,"weights":"a","optimizer":"b","gradient":"%d"}'
+    for second, outcome in ((1, HOLDS), (2, FALSIFIED)):
+        listed = ",".join((rank % (0, 1), rank % (1, second)))
+        told(replicas_agree, raw(f'{{"v":1,"kind":"step","step":1,"ranks":[{listed}]}}'), outcome)
+
+
+EPOCHS = (
+    "start rows=4 ids=1,2,3,4 steps=4 | 1: 0[3] 1[1] | 2: 0[2] 1[4] | 3: 0[4] 1[2] epoch=1 | 4: 0[1] 1[3] epoch=1 | end"
+)
+MANY = " ".join(map(str, range(12)))
+
+
+def test_samples_once() -> None:
+    told(samples_once, EPOCHS, HOLDS)
+    told(samples_once, EPOCHS.replace(" ids=1,2,3,4", ""), HOLDS)
+    again = "start rows=4 steps=2 | 1: 0[3] 1[1] | 2: 0[2] 1[4] | resume step=1 | 2: 0[2] 1[4] | end"
+    told(samples_once, again, HOLDS)
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "words"),
+    [
+        ("0[3] 1[1]", "0[3] 1[3] ids=3,1", ("step 1: rows used more than once, by ranks 0, 1", "rows 3 (2 times)")),
+        ("0[3] 1[1]", "0[3] 1[] ids=3,1", ("step 1: rows of the batch that no rank used", "expected rows 1")),
+        ("0[3] 1[1]", "0[3] 1[9] ids=3,1", ("step 1: rows that are not in the batch", "seen rows 9")),
+        ("0[3] 1[1]", "0[3] 1[1] count=3", ("step 1: the count", "expected 2, seen 3")),
+        ("0[2] 1[4]", "0[2] 1[3]", ("epoch 0: 4 visits of 3 rows", "rows 3 (2 times)", "never visited", "rows 4")),
+        ("0[2] 1[4]", "0[2]", ("epoch 0: rows that were never visited", "expected rows 4")),
+        ("0[2] 1[4]", "0[2] 1[4 x]", ("epoch 0: rows that are not for training", "rows x")),
+    ],
+)
+def test_samples_once_rejects(good: str, bad: str, words: tuple[str, ...]) -> None:
+    told(samples_once, EPOCHS.replace(good, bad), FALSIFIED, *words)
+
+
+def test_samples_once_by_the_number_of_rows_alone() -> None:
+    text = EPOCHS.replace(" ids=1,2,3,4", "").replace("0[2] 1[4]", "0[2]")
+    told(samples_once, text, FALSIFIED, "epoch 0: another number of rows", "expected 4, seen 3")
+    # Of accelerate's even batches, as measured: 16 visits of 10 rows at 2 ranks with batch 4.
+    text = "start rows=10 | 1: 0[5 6 1 2] 1[0 8 9 3] | 2: 0[7 4 5 6] 1[1 2 0 8] | end"
+    told(samples_once, text, FALSIFIED, "16 visits of 10 rows", "rows 0 (2 times), 1 (2 times), 2 (2 times)")
+    told(samples_once, f"1: 0[{MANY}] 1[{MANY}] ids={MANY.replace(' ', ',')}", FALSIFIED, "and 4 more")
+
+
+def test_samples_once_of_an_epoch_that_is_not_over_or_not_known() -> None:
+    start = "start rows=4 ids=1,2,3,4 steps=2 | 1: 0[3] 1[1]"
+    told(samples_once, start, UNKNOWN, "no epoch was complete")
+    told(samples_once, f"{start} | end reason=violation", UNKNOWN, "no epoch was complete")
+    told(samples_once, f"{start} | 2: 0[3] 1[2]", FALSIFIED, "4 visits of 3 rows")
+    told(samples_once, "2: 0[3] 1[1] | end", UNKNOWN, "no epoch was complete")
+    told(samples_once, "1: 0[3] 1[1] | end", UNKNOWN, "neither the training rows nor their number")
+    told(samples_once, "start rows=4 batch_size=2 steps=1 | 1: 0[3] 1[1] | end", UNKNOWN, "no epoch")
+    whole = "start rows=3 batch_size=2 steps=2 | 1: 0[3] 1[1] | 2: 0[2] | end"
+    told(samples_once, whole, HOLDS)
+    told(samples_once, whole.replace("0[2]", "0[2] 1[4]"), FALSIFIED, "expected 3, seen 4")
+    told(samples_once, "1: ids=a", UNKNOWN, "step 1 lists no rows")
+    told(samples_once, "1: ids=a | 2: ids=a", FALSIFIED, "epoch 0: 2 visits of 1 rows")
+    step = '{"v":2,"kind":"step","step":1,"ids":[1],"ranks":[{"rank":0,"ids":[1]}]}'
+    told(samples_once, raw(step), UNKNOWN, "no epoch was complete")
+    for rows, said in (("", "was not told how many rows an epoch has (rows=)"), ('"rows":4', "no epoch was")):
+        start = f'{{"v":2,"kind":"start","writer":"watch","plan":{{{rows}}}}}'
+        told(samples_once, raw(start, step, '{"v":2,"kind":"end","reason":"finished"}'), UNKNOWN, said)
+
+
+def epoch(number: int, rows: list[int], first: int) -> str:
+    pairs = [rows[index : index + 2] for index in range(0, len(rows), 2)]
+    return " | ".join(f"{first + i}: 0[{a}] 1[{b}] epoch={number}" for i, (a, b) in enumerate(pairs))
+
+
+@given(st.permutations(range(8)), st.permutations(range(8)))
+def test_two_epochs_differ_in_their_order(first: list[int], second: list[int]) -> None:
+    """Falsified exactly where both came in one order; in fewer than eight rows that may be chance."""
+    text = f"start rows=8 | {epoch(0, first, 1)} | {epoch(1, second, 5)} | end"
+    told(samples_once, text, FALSIFIED if first == second else HOLDS)
+    again = f"start rows=8 | {epoch(0, first, 1)} | {epoch(1, first, 5)} | end"
+    told(samples_once, again, FALSIFIED, "epoch 1: the rows came in the order of epoch 0")
+    few = [row for row in first if row < 6]
+    told(samples_once, f"start rows=6 | {epoch(0, few, 1)} | {epoch(1, few, 4)} | end", HOLDS)
+
+
+@given(st.integers(1, 4), st.integers(1, 12), st.data())
+def test_samples_once_accepts_any_split_and_rejects_any_single_change(
+    world: int, rows: int, data: st.DataObject
+) -> None:
+    owners = data.draw(st.lists(st.integers(0, world - 1), min_size=rows, max_size=rows))
+    shares = [[row for row in range(rows) if owners[row] == rank] for rank in range(world)]
+    batch = ",".join(map(str, range(rows)))
+
+    def verdict() -> Verdict:
+        text = " ".join(f"{rank}[{' '.join(map(str, share))}]" for rank, share in enumerate(shares))
+        return samples_once.check(history(f"start rows={rows} | 1: {text} ids={batch} | end"))
+
+    says(verdict(), HOLDS)
+    row = data.draw(st.integers(0, rows - 1))
+    share = shares[owners[row]]
+    change = data.draw(st.sampled_from(["double", "drop", "replace"]))
+    if change == "double":
+        data.draw(st.sampled_from(shares)).append(row)
+    else:
+        share.remove(row)
+        share.extend([rows] if change == "replace" else [])
+    says(verdict(), FALSIFIED)
+
+
+PLAN = {1: ["a", "b"], 2: ["c", "d"]}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("1: 0[b] 1[a]", ("step 1: the planned rows in another order", "expected [a b], seen [b a]")),
+        ("1: 0[a] 1[x]", ("step 1: other rows than planned",)),
+        ("1: 0[c] 1[d]", ("other rows than planned: those of step 2",)),
+        ("3: 0[a] 1[b]", ("step 3: an update that was not planned",)),
+        ("1: 0[a] 1[b] | end", ("step 2: 1 planned updates were never made",)),
+        ("2: 0[c] 1[d] | end reason=early-stopping", ("step 1: 1 planned updates were never made",)),
+    ],
+)
+def test_plan_followed_rejects(text: str, words: tuple[str, ...]) -> None:
+    told(plan_followed, text, FALSIFIED, *words, plan=PLAN)
+
+
+def test_plan_followed() -> None:
+    told(plan_followed, "1: 0[a] 1[b] | 2: 0[c] 1[d] | end", HOLDS, plan=PLAN)
+    told(plan_followed, "1: 0[a] 1[b]", HOLDS, plan=PLAN)
+    told(plan_followed, "1: 0[a] 1[b] | end reason=early-stopping", HOLDS, plan=PLAN)
+    told(plan_followed, "1: 0[a]", INAPPLICABLE, plan=None)
+    told(plan_followed, "1: loss=1", UNKNOWN, "step 1 lists no rows", plan=PLAN)
+    told(plan_followed, "", UNKNOWN, plan=PLAN)
+    told(plan_followed, "1: 0[a]", FALSIFIED, "11 ...]", plan={1: list(range(20))})
+
+
+def test_halts() -> None:
+    broken = "1: 0[a] 1[b] | violation clause=finite step=2 | end reason=violation"
+    told(halts, broken, HOLDS)
+    told(halts, broken, HOLDS, planted=2, clause="finite", stopped_at={0: 2, 1: 2})
+    told(halts, f"{broken} | resume step=1 | 2: 0[c] 1[d]", HOLDS, planted=2)
+    told(halts, "1: 0[a] 1[b] w=7 | 2: 0[c] 1[d] w=7 loss=nan | violation clause=finite step=2", HOLDS, planted=2)
+    told(halts, "start w=7 | 1: 0[a] w=7 norm=inf | violation step=1", HOLDS)
+    told(halts, "2: 0[a] w=7 norm=inf | violation step=2", HOLDS)
+    told(halts, "1: 0[a] | end", UNKNOWN, "nothing ever went wrong")
+    told(halts, "", UNKNOWN)
+    told(halts, "", FALSIFIED, "step 2", "rank 0 at step 3, rank 1 at step 2", stopped_at={0: 3, 1: 2})
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("1: 0[a] w=7 loss=nan | violation step=1 | 2: 0[b]", "1 more updates after a non-finite"),
+        ("1: 0[a] w=7 loss=nan | violation step=1 | 2: 0[b]", "after a violation"),
+        ("1: 0[a] w=7 | 2: 0[b] w=8 norm=inf | violation step=2", "step 2: the weights changed in a non-finite step"),
+        ("start w=7 | 1: 0[a] w=8 loss=nan | violation step=1", "step 1: the weights changed"),
+        ("1: 0[a] loss=nan", "step 1: a non-finite step without a violation"),
+        ("1: 0[a] | violation step=2 | 2: 0[b]", "step 2: 1 more updates after a violation"),
+        ("1: 0[a] | violation step=1", "step 1: the violated step was recorded as an update"),
+        ("1: 0[a] | violation step=2 | violation step=3", "at several steps; expected one step, seen 2, 3"),
+    ],
+)
+def test_halts_rejects(text: str, said: str) -> None:
+    told(halts, text, FALSIFIED, said)
+
+
+def test_halts_judges_a_planted_fault() -> None:
+    clean = "1: 0[a] | 2: 0[b] | 3: 0[c]"
+    silent = "step 2: a planted fault left no violation"
+    told(halts, clean, FALSIFIED, silent, "went on to step 3", planted=2)
+    told(halts, "1: 0[a]", FALSIFIED, "its last update is step 1", planted=2)
+    told(halts, f"{clean} | violation step=4", FALSIFIED, "expected 2, seen 4", planted=2)
+    other = "1: 0[a] | violation clause=x step=2"
+    told(halts, other, FALSIFIED, "expected finite, seen x", planted=2, clause="finite")
+    told(halts, "1: 0[a]", UNKNOWN, "never reached step 3", planted=3)
+
+
+def test_what_a_watch_says_is_taken_as_it_means_it() -> None:
+    """A warning stops nothing; a violation after an update does not deny it; what has no replica is not compared."""
+    applied = "start w=1 | 1: 0[a] 1[b] | violation clause=replicas-agree step=1 action={}"
+    told(halts, f"{applied.format('warned')} | 2: 0[c] 1[d]", UNKNOWN, "nothing ever went wrong")
+    told(halts, f"{applied.format('raised')} | 2: 0[c] 1[d]", FALSIFIED, "1 more updates after a violation")
+    told(halts, applied.format("raised"), FALSIFIED, "the violated step was recorded as an update")
+    sharded = "start {}| 1: 0[a] 1[b] w=- o=- g=- | 2: 0[c] 1[d] w=- o=- g=-"
+    told(replicas_agree, sharded.format("writer=watch "), INAPPLICABLE, "no shard has a replica")
+    told(replicas_agree, sharded.format(""), UNKNOWN, "no gradient digest")
+    dealt = "start writer=watch | 1: 0[a] 1[b] o=- | 2: 0[c] 1[d] o=- w={}"
+    told(replicas_agree, dealt.format("7"), HOLDS)
+    told(replicas_agree, dealt.format("7,8"), FALSIFIED, "step 2, rank 1: the weights")
+    step, broken = (
+        '{"v":2,"kind":"step","step":1}',
+        '{"v":2,"kind":"violation","clause":"x","step":1,"action":"raised"%s}',
+    )
+    told(halts, raw(step, broken % ',"applied":true'), HOLDS)
+    told(halts, raw(step, broken % ""), FALSIFIED, "recorded as an update")
+
+
+def test_chain_intact() -> None:
+    told(chain_intact, "start | 1: 0[a] | resume step=1 | 2: 0[b]", HOLDS)
+    told(chain_intact, "start | 1: 0[a] | torn", HOLDS, "line 2 was cut short")
+    told(chain_intact, "", UNKNOWN)
+    told(chain_intact, "start | garbage | 1: 0[a]", FALSIFIED, "line 2: unreadable: not JSON")
+    told(chain_intact, "start | 1: 0[a] | torn | 2: 0[b]", FALSIFIED, "line 2: unreadable")
+    told(chain_intact, "start | garbage", FALSIFIED, "line 2: unreadable")
+    told(chain_intact, raw('{"v":1,"kind":"end","prev":"%s"}' % ("0" * 16)), FALSIFIED, "seq None")
+
+
+def lines_of(text: str) -> list[str]:
+    return [json.dumps(event.fields) for event in history(text).events]
+
+
+def test_chain_intact_rejects_every_way_to_tamper() -> None:
+    lines = lines_of("start | 1: 0[a] | 2: 0[b] | 3: 0[c] | end")
+    told(chain_intact, raw(*lines), HOLDS)
+    changed = lines[1].replace('"epoch": 0', '"epoch": 1')
+    assert changed != lines[1]
+    told(chain_intact, raw(lines[0], changed, *lines[2:]), FALSIFIED, "line 3: it does not follow")
+    told(chain_intact, raw(*lines[1:]), FALSIFIED, "line 1: it does not follow", "seq 0, seen seq 1")
+    told(chain_intact, raw(*lines[:2], *lines[3:]), FALSIFIED, "line 3", "expected seq 2, seen seq 3")
+    told(chain_intact, raw(lines[0], lines[2], lines[1], *lines[3:]), FALSIFIED)
+    told(chain_intact, raw(*lines[:2], lines[1], *lines[2:]), FALSIFIED, "seen seq 1")
+
+
+@given(st.integers(0, 4), st.data())
+def test_chain_intact_rejects_any_changed_byte(line: int, data: st.DataObject) -> None:
+    lines = lines_of("start | 1: 0[a] | 2: 0[b] | 3: 0[c] | end | end")
+    place = data.draw(st.integers(0, len(lines[line]) - 1))
+    byte = data.draw(st.integers(32, 126).map(chr).filter(lambda value: value != lines[line][place]))
+    lines[line] = lines[line][:place] + byte + lines[line][place + 1 :]
+    told(chain_intact, raw(*lines), FALSIFIED)
+
+
+def test_loss_finite() -> None:
+    told(loss_finite, "1: 0[a] loss=0.5 norm=1e30", HOLDS)
+    told(loss_finite, "1: 0[a] | 2: 0[b] loss=nan", FALSIFIED, "step 2: the loss", "seen nan")
+    told(loss_finite, "1: 0[a] norm=-inf", FALSIFIED, "step 1: the gradient norm", "seen -inf")
+    told(loss_finite, "end", UNKNOWN)
+
+
+def test_a_loop_that_tells_no_loss_is_judged_by_its_norms() -> None:
+    """A watch may know no loss at all; of the trainer, or where some updates have one, silence is unknown."""
+    start = '{"v":2,"kind":"start","writer":"watch"}'
+    first = '{"v":2,"kind":"step","step":1,"grad_norm":1.0}'
+    second = first.replace('"step":1', '"step":2')
+    told(loss_finite, raw(start, first, second), HOLDS, "gradient norms only")
+    told(loss_finite, raw(first, second), UNKNOWN, "step 1 records no loss")
+    told(loss_finite, raw(start, first, second.replace("1.0", '1.0,"loss":0.5')), UNKNOWN, "step 1 records no loss")
+    infinite = second.replace("1.0", '{"value":null,"hex":"inf"}')
+    told(loss_finite, raw(start, first, infinite), FALSIFIED, "step 2: the gradient norm")
+
+
+LAW = schedule.WarmupCosine(peak=1.0, total=10, fraction=0.2, minimum=0.1)
+
+
+def test_the_closed_form_of_the_schedule() -> None:
+    assert [LAW(1), LAW(2)] == [0.5, 1.0]
+    assert LAW(6) == pytest.approx(0.55, rel=1e-15)
+    assert [LAW(10), LAW(11)] == pytest.approx([0.1, 0.1], rel=1e-15)
+    assert schedule.WarmupCosine(1.0, 2, 1.0)(3) == 0.0
+    assert schedule.WarmupCosine(1.0, 4, 0.0, 2.0)(4) == 1.0
+
+
+@given(st.integers(1, 200), st.floats(0.0, 1.0), st.floats(1e-6, 1.0), st.floats(0.0, 1.0))
+def test_the_schedule_rises_then_falls(total: int, fraction: float, peak: float, low: float) -> None:
+    law = schedule.WarmupCosine(peak, total, fraction, low * peak)
+    rates = [law(step) for step in range(1, total + 1)]
+    top = int(fraction * total)
+    assert rates[:top] == sorted(rates[:top])
+    assert rates[top:] == sorted(rates[top:], reverse=True)
+    assert all(rate <= peak * (1 + 1e-15) for rate in rates)
+    assert all(rate >= low * peak * (1 - 1e-12) for rate in rates[top:])
+
+
+def rates(*steps: int, of: int = 1) -> str:
+    return " | ".join(f"{step}: 0[a] lr={LAW(of * step)!r}" for step in steps)
+
+
+def test_schedule() -> None:
+    """Advanced once a micro-batch, or restarted on resume, the rate is another step's, and named as that."""
+    told(schedule, rates(*range(1, 11)), HOLDS, law=LAW)
+    near = f"1: 0[a] lr={0.5 * (1 + 1e-9)!r}"
+    told(schedule, near, FALSIFIED, "step 1", law=LAW)
+    told(schedule, near, HOLDS, law=LAW, tolerance=1e-8)
+    told(schedule, "1: 0[a] lr=nan", FALSIFIED, "seen nan", law=LAW)
+    told(schedule, rates(3, 4, of=2), FALSIFIED, "step 3: the learning rate", "that of step 6", law=LAW)
+    restarted = f"{rates(1, 2, 3)} | resume step=3 | 4: 0[a] lr={LAW(1)!r}"
+    told(schedule, restarted, FALSIFIED, "step 4", "it is that of step 1;", law=LAW)
+    told(schedule, "1: 0[a] lr=7", FALSIFIED, "off the schedule; expected", law=LAW)
+    told(schedule, "1: 0[a]", INAPPLICABLE, law=None)
+    told(schedule, "", UNKNOWN, law=LAW)
+    told(schedule, raw('{"v":1,"kind":"step","step":1}'), UNKNOWN, "no learning rate", law=LAW)
+
+
+ONE = "start fingerprint=x w=5 | 1: 0[a b] | 2: 0[c d] | end"
+TWO = "start fingerprint=x w=5 | 1: 0[a] 1[b] | 2: 0[c] 1[d] | end"
+
+
+def pair(other: str) -> list[History]:
+    return [history(ONE, "alone"), history(other, "other", backend="gloo")]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("w=9", "other (world 2 gloo) against alone (world 1 inline): the weights differs first"),
+        ("w=9", "seen 0000000000000009"),
+        ("o=9", "the optimizer differs first (content, loss, gradient, grad_norm, learning rate, weights agree)"),
+        ("g=9 w=9 o=9", "the gradient differs first (content, loss, grad_norm, learning rate agree)"),
+        ("loss=2 w=9", "the loss differs first"),
+        ("lr=2 w=9", "the learning rate differs first"),
+        ("norm=2", "the grad_norm differs first"),
+        ("d=9 loss=2", "the content differs first"),
+        ("ids=d,c", "the rows differ first, at place 0 of the batch; expected c, seen d"),
+        ("ids=c,d,e", "at place 2 of the batch; expected None, seen e"),
+    ],
+)
+def test_same_everywhere_rejects(change: str, said: str) -> None:
+    says(same_everywhere.check(pair(TWO.replace("1[d]", f"1[d] {change}"))), FALSIFIED, "step 2", said)
+
+
+def test_same_everywhere() -> None:
+    says(same_everywhere.check(pair(TWO)), HOLDS)
+    says(same_everywhere.check([*pair(TWO), history("start fingerprint=x | 1: 0[a] 1[b]", "cut")]), HOLDS)
+    verdict = same_everywhere.check(pair(TWO.replace("1[b]", "1[b] w=9").replace("1[d]", "1[d] w=9")))
+    says(verdict, FALSIFIED, "step 1,")
+    assert len(verdict.counterexamples) == 1
+    says(same_everywhere.check(pair(TWO.replace("w=5", "w=6"))), FALSIFIED, "the initial weights differ")
+    shorter = "start fingerprint=x w=5 | 1: 0[a] 1[b] | end"
+    says(same_everywhere.check(pair(shorter)), FALSIFIED, "another number of updates", "expected 2 updates, seen 1")
+
+
+def test_same_everywhere_infers_nothing_from_what_is_not_comparable() -> None:
+    says(same_everywhere.check(pair(TWO.replace("=x", "=y"))), INAPPLICABLE, "not comparable")
+    says(same_everywhere.check([history(ONE), history(ONE)]), UNKNOWN, "every history ran on world 1 inline")
+    says(same_everywhere.check([history(ONE)]), UNKNOWN, "at least two")
+    says(same_everywhere.check(pair("start fingerprint=x | 3: 0[e] 1[f]")), UNKNOWN, "nothing that can be compared")
+    bare = raw('{"v":1,"kind":"step","step":1,"world":9,"digests":{"content":"00000000000000d1"}}')
+    says(same_everywhere.check([history("1: 0[a b]"), bare]), UNKNOWN, "nothing that can be compared")
+
+
+@given(st.integers(2, 5), st.integers(1, 4), st.data())
+def test_same_everywhere_finds_the_first_of_any_differences(runs: int, steps: int, data: st.DataObject) -> None:
+    weights = data.draw(st.lists(st.integers(10, 99), min_size=steps, max_size=steps))
+
+    def run(world: int, name: str, odd: int = steps + 1) -> History:
+        ranks = " ".join(f"{rank}[{rank}]" for rank in range(world))
+        held = [weight + 100 * (step >= odd) for step, weight in enumerate(weights, start=1)]
+        return history(" | ".join(f"{n}: {ranks} ids=0,1,2,3,4 w={w}" for n, w in enumerate(held, start=1)), name)
+
+    same = [run(world, f"world {world}") for world in range(1, runs + 1)]
+    says(same_everywhere.check(same), HOLDS)
+    first = data.draw(st.integers(1, steps))
+    says(same_everywhere.check([*same[:-1], run(runs, "odd", first)]), FALSIFIED, f"step {first}, odd")
+
+
+WHOLE = "1: 0[a] | 2: 0[b] | 3: 0[c] | 4: 0[d] | end"
+RESUMED = "1: 0[a] | 2: 0[b] | 3: 0[c] | resume step=1 | 2: 0[b] | 3: 0[c] | 4: 0[d] | end"
+
+
+@pytest.mark.parametrize("change", ["w=9", "o=9", "g=9", "d=9", "loss=3", "lr=3", "norm=3", "ids=x"])
+def test_resume_equal_rejects_any_difference(change: str) -> None:
+    again = RESUMED.replace("4: 0[d]", f"4: 0[d] {change}")
+    told(resume_equal, again, FALSIFIED, "step 4 of history", "uninterrupted", uninterrupted=history(WHOLE))
+    before, _, after = RESUMED.partition("resume")
+    changed = f"{before}resume{after.replace('2: 0[b]', f'2: 0[b] {change}')}"
+    told(resume_equal, changed, FALSIFIED, "step 2 of history", "done again after a resume")
+
+
+def test_resume_equal() -> None:
+    whole = history(WHOLE)
+    told(resume_equal, RESUMED, HOLDS, uninterrupted=whole)
+    told(resume_equal, RESUMED, HOLDS)
+    short = history("1: 0[a] | 2: 0[b] | end")
+    told(resume_equal, "1: 0[a] | resume step=1 | 2: 0[b] | end", HOLDS, uninterrupted=short)
+    for skipped in ("1: 0[a] | 2: 0[b] | resume step=2 | 4: 0[d] | end", "1: 0[a] | resume step=1 | 2: 0[b] | 4: 0[d]"):
+        told(resume_equal, skipped, FALSIFIED, "step 4: step 3 was never done", uninterrupted=whole)
+    early = "1: 0[a] | resume step=1 | 2: 0[b] | end"
+    told(resume_equal, early, FALSIFIED, "ended early", "expected 4 updates, seen 2", uninterrupted=whole)
+    told(resume_equal, early.removesuffix(" | end"), UNKNOWN, "got to step 2 of 4", uninterrupted=whole)
+    told(resume_equal, WHOLE, UNKNOWN, "was never resumed", uninterrupted=whole)
+    told(resume_equal, "1: 0[a] | resume step=1 | 2: 0[b]", UNKNOWN)
+    told(resume_equal, "resume step=1 | 5: 0[b]", FALSIFIED, "step 1 was never done", uninterrupted=whole)
+
+
+BROKEN = "1: 0[a] | checkpoint step=1 | 2: 0[b] w=9 | violation clause=base-frozen step=2 applied=True"
+UNBROKEN = BROKEN.partition(" | violation")[0]
+TAKEN = "retraction step=1 last=2 clause=base-frozen"
+AGAIN = "resume step=1 | 2: 0[b] | 3: 0[c] | end"
+
+
+def test_what_a_violation_took_back_is_not_compared() -> None:
+    """It is nobody's truth; without the line that takes it back it would be. Over two lives, both are taken back."""
+    whole = history("1: 0[a] | 2: 0[b] | 3: 0[c] | end")
+    told(resume_equal, f"{BROKEN} | {TAKEN} | {AGAIN}", HOLDS, uninterrupted=whole)
+    told(resume_equal, f"{BROKEN} | {AGAIN}", FALSIFIED, "done again after a resume")
+    assert list(history(f"{BROKEN} | {TAKEN}").trajectory) == [1]
+    lives = "1: 0[a] | 2: 0[b] | 3: 0[c] | resume step=1 | 2: 0[b] | violation clause=x step=2"
+    found = history(f"{lives} | retraction step=1 last=3 clause=x")
+    assert list(found.trajectory) == [1]
+    told(resume_equal, found, UNKNOWN)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{UNBROKEN} | {TAKEN} | {AGAIN}",
+        f"{UNBROKEN} | {TAKEN}",
+        f"{BROKEN} | {TAKEN.replace('base-frozen', 'finite')} | {AGAIN}",
+        f"{BROKEN} | {TAKEN.replace('step=1 last=2', 'step=0 last=1')} | {AGAIN}",
+        f"{BROKEN} | resume step=1 | {TAKEN} | 2: 0[b]",
+        f"{BROKEN.replace('applied=True', 'action=suspected')} | {TAKEN} | {AGAIN}",
+        "1: 0[a] | 2: 0[b] | 3: 0[c] | violation clause=x step=3 | retraction step=2 last=3 clause=x | resume step=0",
+    ],
+    ids=range(7),
+)
+def test_updates_cannot_be_disowned(text: str) -> None:
+    """Without a violation, with another's, of fewer than stand, after a resume, for a suspicion, to no checkpoint."""
+    told(resume_equal, text, FALSIFIED, "taken back without right")
+
+
+def test_losses_close() -> None:
+    law = [1.0] * 101
+    says(losses_close.check([9.0] * 99 + [1.009, 0.991], law), HOLDS)
+    off = losses_close.check([1.0] * 100 + [1.02], law)
+    says(off, FALSIFIED, "step 101", "1 of 2 updates", "expected 1, seen 1.02")
+    says(losses_close.check([0.75, 0.0], [1.0, 0.0], start=1, bound=0.25), FALSIFIED, "step 1")
+    says(losses_close.check([1.0, 0.0], [1.0, 0.0], start=1), HOLDS)
+    says(losses_close.check([], []), UNKNOWN)
+    says(losses_close.check([1.0] * 99, [1.0] * 99), UNKNOWN, "99 updates, the claim begins at update 100")
+    says(losses_close.check([1.0] * 100, law), UNKNOWN, "100 losses against 101")
+    says(losses_close.check([1.0] * 99 + [2.0], law), FALSIFIED)
+
+
+def test_losses_close_names_one_factor() -> None:
+    """HF's logged loss: accumulation x world too big at every update; no ratio where it is not one."""
+    law, factors = [1.0, 0.5, 0.25], {"world": 2, "accumulation": 2}
+    found = losses_close.check([4.0, 2.0, 1.0], law, start=1, factors=factors)
+    says(found, FALSIFIED, "ratio 4.000 = accumulation 2 x world 2")
+    assert losses_close.check([4.0, 2.0, 0.25], law, start=1, factors=factors).counterexamples[0].ratio is None
+    assert losses_close.check([1.0, 2.0], [0.0, 1.0], start=1).counterexamples[0].ratio is None
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf, None])
+def test_losses_close_and_what_is_not_finite(broken: float | None) -> None:
+    says(losses_close.check([broken, 1.0], [1.0, 1.0], start=2), FALSIFIED, "step 1: the loss is not finite")
+    says(losses_close.check([1.0, 1.0], [1.0, broken], start=1), UNKNOWN, "reference's loss at step 2")
+    says(losses_close.check([1.0, 1.0], [broken, 1.0], start=2), HOLDS)
+
+
+def test_memory_within() -> None:
+    """Rising from the second update on is growth; the first jump is the optimizer's, and a plateau is none."""
+    over = memory_within.check({0: 100, 1: 111}, 100)
+    says(over, FALSIFIED, "rank 1: the peak is 1.110 of the plan, 1.10 is allowed")
+    says(memory_within.check({0: 110, 1: 100}, 100), HOLDS)
+    says(memory_within.check({0: 100, 1: 111}, {0: 100, 1: 110}), HOLDS)
+    says(memory_within.check({0: 130}, 100, slack=0.3), HOLDS)
+    says(memory_within.check({}, 100), UNKNOWN)
+    says(memory_within.check({0: 0}, 100), UNKNOWN, "peak 0 bytes")
+    says(memory_within.check({0: 1, 1: 1}, {0: 100}), UNKNOWN, "rank 1", "plan 0 bytes")
+    says(memory_within.check({0: 9}, 9, resting={0: [1, 5, 5, 5, 5]}), HOLDS)
+    says(memory_within.check({0: 9}, 9, resting={0: [1, 5, 6, 7, 7]}), HOLDS)
+    growing = memory_within.check({0: 9}, 9, resting={0: [1, 5, 6, 7, 8]})
+    says(growing, FALSIFIED, "rise with every update", "seen 8 bytes")
+    says(memory_within.check({0: 9}, 9, resting={0: [1, 5, 6, 7]}), UNKNOWN, "4 updates are too few")
+
+
+LAYOUT = [("a", (2, 3), "float32"), ("b", (3,), "float32")]
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ([("x", (2, 3), "float32"), LAYOUT[1]], ("tensor 0, gpu against cpu", "seen x [2, 3] float32")),
+        ([("a", (3, 2), "float32"), LAYOUT[1]], ("seen a [3, 2] float32",)),
+        ([LAYOUT[0], ("b", (3,), "float16")], ("tensor 1", "seen b [3] float16")),
+        (LAYOUT[::-1], ("tensor 0",)),
+        (LAYOUT[:1], ("tensor 1", "seen no tensor")),
+        ([*LAYOUT, LAYOUT[0]], ("tensor 2", "expected no tensor")),
+    ],
+)
+def test_layout_equal_rejects(other: list[layout_equal.Tensor], words: tuple[str, ...]) -> None:
+    says(layout_equal.check({"cpu": LAYOUT, "gpu": other}), FALSIFIED, *words)
+
+
+def test_layout_equal() -> None:
+    says(layout_equal.check({"rank 0": LAYOUT, "rank 1": list(LAYOUT)}), HOLDS)
+    says(layout_equal.check({"rank 0": LAYOUT}), INAPPLICABLE)
+    says(layout_equal.check({}), UNKNOWN)
+    says(layout_equal.check({"rank 0": [], "rank 1": []}), UNKNOWN, "the layout of rank 0 is empty")
+
+
+GRADIENT: dict[str, Values] = {"a": [3.0, 4.0], "b": [[1.0], [2.0]]}
+VALUES = st.floats(-1e6, 1e6).filter(lambda value: abs(value) > 1e-6)
+GRADIENTS = st.dictionaries(st.sampled_from("abcd"), st.lists(VALUES, min_size=1, max_size=5), min_size=1)
+
+
+@given(GRADIENTS, st.sampled_from([2.0, 0.5, 3.0, 12.0, -1.0]))
+def test_gradient_law_names_the_factor(expected: dict[str, Values], factor: float) -> None:
+    seen: dict[str, Values] = {name: [factor * value for value in flat(values)] for name, values in expected.items()}
+    verdict = gradient_law.check(seen, expected)
+    says(verdict, FALSIFIED)
+    assert verdict.counterexamples[0].ratio == pytest.approx(factor, rel=1e-9)
+    says(gradient_law.check(expected, expected), HOLDS)
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        {"a": [6.0, 8.0], "b": [1.0, 2.0]},
+        {"a": [8.0, 6.0], "b": [2.0, 1.0]},
+        {"a": [3.0, 4.0], "b": [1.0, 2.1]},
+        {"a": [6.0, 8.0], "b": [2.0, 1.0]},
+        {"a": [3.00002, 4.00002], "b": [1.00001, 2.00001]},
+    ],
+    ids=["one-tensor-doubled", "permuted", "one-value", "one-doubled-one-permuted", "nearly-1"],
+)
+def test_gradient_law_names_no_factor_where_there_is_none(seen: dict[str, Values]) -> None:
+    assert gradient_law.check(seen, GRADIENT).counterexamples[0].ratio is None
+
+
+def test_gradient_law() -> None:
+    says(gradient_law.check(GRADIENT, GRADIENT), HOLDS, "largest relative error 0.00e+00")
+    for error, outcome in ((1e-6, HOLDS), (3e-6, FALSIFIED)):
+        says(gradient_law.check({**GRADIENT, "a": [3.0 + 5.0 * error, 4.0]}, GRADIENT), outcome)
+    swapped = gradient_law.check({**GRADIENT, "a": [4.0, 3.0]}, GRADIENT, where="step 7")
+    says(swapped, FALSIFIED, "step 7: 1 of 2 tensors", "a 0.283")
+    factors = {"world": 2, "accumulation": 2}
+    summed = gradient_law.check({"a": [12.0, 16.0], "b": [4.0, 8.0]}, GRADIENT, factors=factors)
+    says(summed, FALSIFIED, "ratio 4.000 = accumulation 2 x world 2")
+    nothing = gradient_law.check({"a": [0.0, 0.0], "b": [0.0, 0.0]}, GRADIENT)  # a mutant that survived the seed
+    says(nothing, FALSIFIED, "2 of 2 tensors", "ratio 0")
+    seen: dict[str, Values] = {name: [1.0 + 0.1 * place] for place, name in enumerate("abcde", start=1)}
+    says(gradient_law.check(seen, {name: [1.0] for name in seen}), FALSIFIED, "e 0.5, d 0.4, c 0.3 and 2 more")
+
+
+def test_gradient_law_of_other_tensors() -> None:
+    says(gradient_law.check({"a": [3.0, 4.0]}, GRADIENT), FALSIFIED, "b has another layout", "seen no gradient")
+    more = gradient_law.check({**GRADIENT, "c": [1.0]}, GRADIENT)
+    says(more, FALSIFIED, "c has another layout", "expected no gradient")
+    says(gradient_law.check({**GRADIENT, "b": [1.0]}, GRADIENT), FALSIFIED, "expected 2 elements, seen 1 elements")
+    says(gradient_law.check({**GRADIENT, "b": [1.0, math.nan]}, GRADIENT), FALSIFIED, "b inf")
+
+
+def test_gradient_law_of_a_tensor_whose_law_is_zero() -> None:
+    law: dict[str, Values] = {**GRADIENT, "z": [0.0, 0.0]}
+    says(gradient_law.check(law, law), HOLDS)
+    says(gradient_law.check({**law, "z": [0.0, 1e-9]}, law), FALSIFIED, "z inf")
+    says(gradient_law.check({**law, "z": [0.0, 1e-9]}, law, floor=1e-3), HOLDS)
+    says(gradient_law.check({**law, "z": [0.0, 1e-1]}, law, floor=1e-3), FALSIFIED)
+    says(gradient_law.check({"z": [0.0]}, {"z": [0.0]}), UNKNOWN, "0 everywhere")
+    says(gradient_law.check({}, {}), UNKNOWN)
+    says(gradient_law.check(GRADIENT, {**GRADIENT, "a": [math.inf, 0.0]}), UNKNOWN, "expected gradient is not finite")
+
+
+def test_distance_takes_any_nesting_and_does_not_overflow() -> None:
+    class Array:
+        def tolist(self) -> list[list[float]]:
+            return [[1.0, 2.0], [3.0, 4.0]]
+
+    assert flat(Array()) == flat([[1, 2], [3, 4]]) == [1.0, 2.0, 3.0, 4.0]
+    for wrong in ("12", [None], ["1"]):
+        with pytest.raises(TypeError, match="not a number"):
+            flat(wrong)  # type: ignore[arg-type]
+    found = gap([2e200, 0.0], [1e200, 0.0])
+    assert (found.relative, found.factor) == (1.0, 2.0)
+    assert gap([0.0], [0.0]).relative == 0.0
+    assert common_factor({}) is None
+
+
+@pytest.mark.parametrize(
+    ("ratio", "factors", "expected"),
+    [
+        (4.0, {"world": 2, "accumulation": 2}, "4.000 = accumulation 2 x world 2"),
+        (2.0, {"world": 2, "accumulation": 2}, "2.000 = accumulation 2 or world 2"),
+        (3.0, {"world": 3, "accumulation": 2}, "3.000 = world 3"),
+        (1 / 3, {"world": 3, "accumulation": 2}, "0.333 = 1 / world 3"),
+        (1.5, {"world": 3, "accumulation": 2}, "1.500 = world 3 / accumulation 2"),
+        (9.0, {"world": 3}, "9.000 = world 3 squared"),
+        (0.25, {"world": 2, "accumulation": 1}, "0.250 = 1 / world 2 squared"),
+        (-2.0, {"world": 2}, "-2.000 = -1 x world 2"),
+        (-1.0, {"world": 2}, "-1.000 = the sign"),
+        (1.0, {"world": 2, "accumulation": 2}, "1.000"),
+        (1.35, {"world": 2}, "1.350"),
+        (5.0, {}, "5.000"),
+        (0.0, {"world": 2}, "0"),
+        (1e-5, {"world": 2}, "1e-05"),
+        (math.nan, {"world": 2}, "nan"),
+    ],
+)
+def test_ratios_in_words(ratio: float, factors: dict[str, int], expected: str) -> None:
+    assert explain_ratio(ratio, factors) == expected
