@@ -50,21 +50,14 @@ def finding(claim: str, subject: str = "andon", outcome: Outcome | str = Outcome
 
 def campaign() -> Report:
     """Three subjects: one without fault, one with expected failures, one with an unexpected pass and open questions."""
-    trainer = {"subject_version": "5.23.0"}
+    trainer: dict[str, Any] = {"subject_version": "5.23.0"}
+    curve: dict[str, Any] = {"curve": (4.0, 4.0, 4.0, 4.0, 5.3), "curve_name": "gradient / law", "curve_law": 1.0}
     found = [finding(claim, world=world) for claim in STATEMENTS for world in (1, 2, 3)]
     found += [
         finding("replicas-agree", "hf_trainer", **trainer),
         finding("samples-once", "hf_trainer", "falsified", counterexamples=(REPEATED,), **trainer),
         finding("gradient-law", "hf_trainer", world=1, accumulation=1, **trainer),
-        finding(
-            "gradient-law",
-            "hf_trainer",
-            "falsified",
-            curve=(4.0, 4.0, 4.0, 4.0, 5.3),
-            curve_name="gradient / law",
-            curve_law=1.0,
-            **trainer,
-        ),
+        finding("gradient-law", "hf_trainer", "falsified", **trainer, **curve),
         finding("losses-close", "hf_trainer", "unknown", why="the loop told no loss", **trainer),
         finding("resume-equal", "hf_trainer", "not applicable", why="the loop does not save", **trainer),
     ]
@@ -89,13 +82,8 @@ def campaign() -> Report:
 def hostile(text: str) -> Report:
     """A report that has `text` everywhere where a text may stand."""
     example = Counterexample(text, text, text, text, 2.0, text, 1, text)
-    places: dict[str, Any] = {
-        "backend": text,
-        "subject_version": text,
-        "why": text,
-        "curve": (1.0, 2.0),
-        "curve_name": text,
-    }
+    places: dict[str, Any] = dict.fromkeys(("backend", "subject_version", "why", "curve_name"), text)
+    places["curve"] = (1.0, 2.0)
     return Report(
         started=text,
         versions={text: text},

@@ -1,4 +1,4 @@
-"""What a loop is given, and what is seen of it from outside: rows, batches, clipping, forward passes."""
+"""What a loop is given, and what is seen of it from outside: rows, clipping, forward passes, live bytes."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from andon_falsify.loops.sightings import LoopSightings, Stranger
 from andon_falsify.loops.subject import LoopSubject
 from andon_falsify.loops.task import distinct, shaped
 from andon_falsify.subjects.case import Rows, make_rows
+from andon_falsify.subjects.meter import StorageMeter
 
 
 def test_rows_become_distinct_and_keep_their_labels() -> None:
@@ -156,3 +157,39 @@ def test_a_forward_pass_that_nothing_is_known_of_is_a_visit() -> None:
     weighing.gave("no tensor")
     weighing.settle()
     assert seen.of(0, 1).leaves == [(place,) for place in range(5)]
+
+
+KIB = 256
+"""Elements of fp32 in 1,024 bytes."""
+
+
+def test_a_storage_counts_once_while_it_lives() -> None:
+    """Views share their storage; a result counts from its making to its end, a weight before anyone reads it."""
+    meter = StorageMeter()
+    with meter:
+        first = torch.ones(KIB)
+        view = first.view(2, -1)[0]
+        second = first + 1
+        assert meter.live == 2048
+        del first
+        assert meter.live == 2048, "the view keeps it alive"
+        del view
+        assert meter.live == 1024
+        del second
+    assert (meter.live, meter.peak) == (0, 2048)
+    weight = torch.zeros(KIB)
+    meter.adopt([weight, weight.view(-1), torch.empty(4, device="meta")])
+    assert meter.live == 1024
+
+
+def test_what_autograd_keeps_is_alive() -> None:
+    """The input of a square is held for its backward pass, and let go after it."""
+    meter = StorageMeter()
+    with meter:
+        weight = torch.ones(KIB, requires_grad=True)
+        loss = (weight * 2).square().sum()
+        kept = meter.live
+        loss.backward()  # type: ignore[no-untyped-call]
+    assert 2048 < kept < 3072, "the weight, its double, the loss, and what the multiplication by 2 needs"
+    del loss
+    assert meter.live == 2048, "the weight and its gradient"

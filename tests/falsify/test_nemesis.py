@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from random import Random
 
 import pytest
+import torch
 
-from falsify.nemesis import judging, processes
+from andon.run.checkpoint import load_checkpoint, save_checkpoint
+from andon.run.sealed import MANIFEST, STATE, TENSORS, CheckpointError
+from falsify.nemesis import judging, power_cut, processes
 from falsify.nemesis import run as runs
 from falsify.nemesis.__main__ import told, verdict
 from falsify.nemesis.bench import Bench
+from falsify.nemesis.disk import DAMAGES
+from falsify.nemesis.fuzz.mutations import MUTATIONS, Mutation
+from falsify.nemesis.fuzz.run import fuzz
+from falsify.nemesis.fuzz.samples import ledger_lines
+from falsify.nemesis.fuzz.surfaces import SURFACES, Surface
 from falsify.nemesis.language import Fault, Nemesis, Phase, Place, Promise, Row
-from falsify.nemesis.left_behind import Undisturbed
+from falsify.nemesis.left_behind import Undisturbed, whole
 from falsify.nemesis.planting import Plant, Planting, Struck, idle, proofs_in
 from falsify.nemesis.registry import UNPLAYED, nemeses
 from falsify.nemesis.run import Ending, Launch, Run
@@ -338,3 +347,84 @@ def test_all_that_is_patched_is_still_there_under_its_name(tmp_path: Path) -> No
     assert done.stdout.splitlines() == [
         "no_such_plant: module 'falsify.nemesis.plants' has no attribute 'no_such_plant'"
     ]
+
+
+def saved(folder: Path, step: int) -> Path:
+    state = {"step": step, "words": [f"word {step} {number}" for number in range(600)]}
+    return save_checkpoint(folder, step, {"w": torch.full((3000,), float(step))}, state)
+
+
+@pytest.mark.parametrize("name", [TENSORS, STATE, MANIFEST])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_every_damage_is_refused_by_file(tmp_path: Path, damage: Callable[[Path, Path], object], name: str) -> None:
+    """The trainer and a reader that shares nothing with it refuse what a nemesis does to any file of a checkpoint."""
+    before, path = saved(tmp_path, 1), saved(tmp_path, 2)
+    damage(path / name, before / name)
+    assert not whole(path)
+    with pytest.raises(CheckpointError, match=rf"step-00000002/({name}|{TENSORS}):"):
+        load_checkpoint(path)
+
+
+LOG = """\
+7 openat(AT_FDCWD</>, "{0}/new/a", O_WRONLY|O_CREAT, 0666) = 4<{0}/new/a>
+7 write(4<{0}/new/a>, ""..., 6) = 6
+7 fsync(4<{0}/new/a>)     = 0
+7 write(5<{0}/log>, ""..., 3 <unfinished ...>
+8 write(9</elsewhere/x>, ""..., 50) = 50
+7 <... write resumed>) = 3
+7 fsync(5<{0}/log>) = -1 EIO (Input/output error)
+7 write(4<{0}/new/a>, ""..., 4) = 4
+7 rename("{0}/new", "{0}/done") = 0
+7 write(6<{0}/kept>, ""..., 2) = 2
+7 fsync(6<{0}/kept>) = 0
+"""
+
+
+@pytest.mark.parametrize(("synced", "names"), [(False, True), (False, False), (True, True)])
+def test_a_power_cut_takes_what_was_not_synced(tmp_path: Path, synced: bool, names: bool) -> None:
+    """Bytes after a file's last fsync are cut off, under its later name too; names only where the folder was not."""
+    (tmp_path / "done").mkdir()
+    (tmp_path / "done" / "a").write_bytes(b"synced" + b"lost")
+    (tmp_path / "log").write_bytes(b"old" + b"new")
+    (tmp_path / "kept").write_bytes(b"ok")
+    log = LOG.format(tmp_path) + f"7 fsync(8<{tmp_path}>) = 0\n" * synced
+    proof = power_cut.cut(log.splitlines(), tmp_path, names=names)
+    place = "done" if synced or not names else "new"
+    assert (tmp_path / place / "a").read_bytes() == b"synced"
+    assert (tmp_path / "log").read_bytes() == b"old"
+    assert (tmp_path / "kept").read_bytes() == b"ok"
+    assert proof == f"7 bytes of 2 files and {int(place == 'new')} names that were not synced are gone"
+
+
+SEED = 7
+
+
+@pytest.mark.parametrize("count", [8, pytest.param(200, marks=pytest.mark.deep)])
+@pytest.mark.parametrize("surface", SURFACES, ids=lambda surface: surface.name)
+def test_damaged_input_ends_in_the_promised_error_or_is_right(surface: Surface, count: int) -> None:
+    """No input ends in a traceback, hangs, or is accepted as something else than was written."""
+    found = fuzz(surface, SEED, range(count))
+    assert found.tried == count
+    assert found.wrong == []
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
+def test_each_mutation_changes_what_it_is_given(mutation: Mutation) -> None:
+    """Of a hundred draws on a ledger, at least nine in ten change it: damage that does nothing would test nothing."""
+    data = b"".join(ledger_lines(random.Random(0)))
+    changed = sum(mutation(random.Random(number), data) != data for number in range(100))
+    assert changed >= 90
+
+
+def test_an_error_of_another_kind_is_reported_with_its_case() -> None:
+    """A reader that ends in a traceback for one case of three is reported for exactly that case."""
+
+    def attempt(draw: random.Random, folder: Path) -> str:
+        del draw
+        seen.append(folder)
+        if len(seen) == 2:
+            raise KeyError("label")
+        return ""
+
+    seen: list[Path] = []
+    assert fuzz(Surface("broken", attempt), SEED, [5, 8, 9]).wrong == [(8, "KeyError: 'label'")]

@@ -11,7 +11,7 @@ from andon_falsify.report.page import write_html
 from tests.falsify.reports import NASTY, RATIO, campaign, hostile
 from tests.support.browser import CHROMIUM, FAINT, Browser
 
-# By default test_report_page.py holds what the page consists of.
+# By default test_report_forms.py holds what the page consists of.
 pytestmark = [
     pytest.mark.deep,
     pytest.mark.skipif(not CHROMIUM.exists(), reason=f"there is no {CHROMIUM} (Debian's package chromium)"),
@@ -21,12 +21,6 @@ CELL = "gradient-law.hf_trainer"
 CLIPBOARD = ("clipboardReadWrite", "clipboardSanitizedWrite")
 OPEN = "[...document.querySelectorAll('.detail')].filter(each => each.checkVisibility()).map(each => each.id)"
 FOCUS = "document.activeElement.id"
-ROWS = "[...document.querySelectorAll('.matrix tbody tr')].filter(each => each.checkVisibility()).length"
-COLUMNS = "[...document.querySelectorAll('.matrix thead th')].filter(each => each.checkVisibility()).length"
-SHOWN = (
-    "[...document.querySelectorAll('.matrix .cell')].filter(each => each.checkVisibility({visibilityProperty: true}))"
-    ".length"
-)
 SAID = """
 new Promise(done => {
   const said = document.getElementById('said');
@@ -83,10 +77,7 @@ def test_without_scripts_the_table_is_read_and_opened_by_keyboard(browser: Brows
 
 
 def test_an_address_opens_its_cell_and_the_command_is_copied(browser: Browser, page: Path) -> None:
-    """What is shared is one counterexample: the address opens it, the button copies its command, Escape closes it.
-
-    A browser that keeps its clipboard to itself gets the command selected.
-    """
+    """What is shared is one counterexample: the address opens it, the button copies its command, Escape closes it."""
     for permissions, said, held in (
         ((), "The command is selected, to be copied by key.", "getSelection().toString()"),
         (CLIPBOARD, "The command was copied.", "navigator.clipboard.readText()"),

@@ -1,16 +1,25 @@
-"""Verdicts: nothing holds that was not checked, nothing grave is lost in merging, and the last line counts."""
+"""Verdicts, what is made of them in a campaign's report, and what a ratio equals, with the mistake that gives it."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from itertools import permutations
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from andon_falsify.campaign.diagnosis import diagnosed, explain, held_by_rest, reason
+from andon_falsify.campaign.findings import Finding, Report, joined
+from andon_falsify.campaign.reasons import blame, condensed
+from andon_falsify.campaign.wording import verdict_lines
 from andon_falsify.checkers import CLAIMS
 from andon_falsify.claims import statements
+from andon_falsify.cli.attempt import show
+from andon_falsify.report.document import from_plain, to_plain
+from andon_falsify.subjects.case import Case, make_rows
 from andon_falsify.verdict import (
     Claim,
     Counterexample,
@@ -51,11 +60,7 @@ def test_conclusions(checked: int, found: list[Counterexample], missing: str, ou
 
 
 def test_a_verdict_that_contradicts_itself_cannot_be_made() -> None:
-    for outcome, checked, found in (
-        (Outcome.HOLDS, 0, ()),
-        (Outcome.FALSIFIED, 1, ()),
-        (Outcome.HOLDS, 1, (FOUND,)),
-    ):
+    for outcome, checked, found in ((Outcome.HOLDS, 0, ()), (Outcome.FALSIFIED, 1, ()), (Outcome.HOLDS, 1, (FOUND,))):
         with pytest.raises(ValueError, match=CLAIM.name):
             Verdict(CLAIM.name, outcome, "", checked, found)
 
@@ -112,26 +117,275 @@ def test_a_counterexample_reads_as_a_sentence() -> None:
     assert str(Counterexample("lost", seen="", expected="row 3")) == "lost; expected row 3, seen nothing"
     assert str(Counterexample("odd", seen="x", ratio=0.5)) == "odd; expected nothing, seen x; ratio 0.500"
     assert str(Counterexample("bare")) == "bare"
-
-
-def test_a_seed_and_a_command_that_are_there_stay() -> None:
     own = conclude(CLAIM, 1, [Counterexample("3", seed=0, repro="own")])
     assert repeatable(own, 42, "other") == own
-
-
-def test_a_verdict_lists_its_counterexamples() -> None:
     assert str(FALSIFIED).splitlines() == ["sums-right: falsified", f"  {FOUND}"]
     assert str(UNKNOWN) == "sums-right: unknown (no rows)"
 
 
-def test_claims_have_names_of_their_own() -> None:
+def test_claims_have_names_of_their_own_and_statements_in_words() -> None:
     assert len({claim.name for claim in CLAIMS}) == len(CLAIMS) == 13
     assert all(claim.version >= 1 and claim.statement.endswith(".") for claim in CLAIMS)
-
-
-def test_statements_are_words_and_no_codes() -> None:
     beyond = [claim for claim in vars(statements).values() if isinstance(claim, Claim)]
     assert len(beyond) > 8
     code = r"\b(?:[A-Z]+-)*[A-Z]+-?\d+\b|\b(?:seed|issue|faults) [A-Z]?\d"
     for claim in (*CLAIMS, *beyond):
         assert re.findall(code, claim.statement) == [], claim.name
+
+
+SMALLEST = Counterexample(
+    "off the law", "step 1", "1", "4", 4.0, "4.000 = accumulation 2 x world 2", 7, "andon falsify 1"
+)
+
+
+def finding(claim: str = "gradient-law", outcome: Outcome = Outcome.HOLDS, **changes: object) -> Finding:
+    found = (SMALLEST,) if outcome is Outcome.FALSIFIED else ()
+    plain: dict[str, object] = {"checked": 3, "counterexamples": found, "seed": 7, "why": "because"}
+    return Finding(claim, 1, "mine", "1.0", "gloo", 2, 2, outcome, **(plain | changes))  # type: ignore[arg-type]
+
+
+def report(*findings: Finding, **changes: object) -> Report:
+    plain: dict[str, object] = {"versions": {"torch": "2.13.0"}, "findings": findings, "runs": 5}
+    return Report("2026-01-01T00:00:00+00:00", **(plain | changes))  # type: ignore[arg-type]
+
+
+def test_claims_are_counted_once_a_subject() -> None:
+    several = report(
+        finding(),
+        finding(outcome=Outcome.UNKNOWN),
+        finding("replicas-agree"),
+        finding("memory-budget", Outcome.NOT_APPLICABLE),
+        not_selected=("schedule", "resume-equal"),
+    )
+    assert several.closing_line == "checked 1 of 5 claims, 5 runs, 1 not applicable, 1 unknown"
+    assert several.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "code"),
+    [
+        ([Outcome.HOLDS], 0),
+        ([Outcome.HOLDS, Outcome.NOT_APPLICABLE], 0),
+        ([Outcome.NOT_APPLICABLE], 2),
+        ([Outcome.HOLDS, Outcome.UNKNOWN], 2),
+        ([Outcome.UNKNOWN, Outcome.FALSIFIED], 1),
+    ],
+)
+def test_exit_codes_of_a_report(outcomes: list[Outcome], code: int) -> None:
+    found = [finding(str(place), outcome) for place, outcome in enumerate(outcomes)]
+    expected = {("mine", each.claim): "known" for each in found}
+    assert report(*found, expected=expected).exit_code == code
+
+
+@pytest.mark.parametrize(
+    ("excused", "other", "unfinished", "code"),
+    [
+        (Outcome.FALSIFIED, Outcome.HOLDS, "", 0),
+        (Outcome.FALSIFIED, Outcome.NOT_APPLICABLE, "", 0),
+        (Outcome.FALSIFIED, Outcome.UNKNOWN, "", 2),
+        (Outcome.FALSIFIED, Outcome.FALSIFIED, "", 1),
+        (Outcome.HOLDS, Outcome.HOLDS, "", 2),
+        (Outcome.UNKNOWN, Outcome.HOLDS, "", 2),
+        (Outcome.FALSIFIED, Outcome.HOLDS, "interrupted", 2),
+        (Outcome.FALSIFIED, Outcome.FALSIFIED, "interrupted", 1),
+    ],
+)
+def test_what_is_excused_fails_nothing_but_by_holding(
+    excused: Outcome, other: Outcome, unfinished: str, code: int
+) -> None:
+    found = report(finding("a", excused), finding("b", other), excused=("a",), unfinished=unfinished)
+    assert (found.exit_code, from_plain(to_plain(found), "file").exit_code) == (code, code)
+
+
+def test_a_surprise_is_a_fall_unannounced_or_one_that_did_not_happen() -> None:
+    whole = report(
+        finding("fell", Outcome.FALSIFIED),
+        finding("announced", Outcome.FALSIFIED),
+        finding("held"),
+        finding("stood"),
+        expected={("mine", "announced"): "known", ("mine", "stood"): "mended?", ("other", "x"): "not judged"},
+    )
+    assert [text.partition(",")[0] for text in whole.surprises] == ["mine: fell is falsified", "mine: stood is holds"]
+
+
+def test_reports_of_several_subjects_are_joined() -> None:
+    other = report(finding(), versions={"torch": "2.14.0"}, runs=2)
+    both = joined([report(finding()), other])
+    assert (both.runs, both.versions["torch"], len(both.findings)) == (7, "2.13.0 or 2.14.0", 2)
+    with pytest.raises(ValueError, match="no report to join"):
+        joined([])
+
+
+LARGER = replace(SMALLEST, where="step 9", repro="andon falsify 2")
+
+
+def fallen(world: int, accumulation: int, *found: Counterexample, why: str = "") -> Finding:
+    return Finding("sum", 2, "x", "", "gloo", world, accumulation, Outcome.FALSIFIED, why, 5, found)
+
+
+def lines(*findings: Finding) -> list[str]:
+    return list(verdict_lines(report(*findings)))
+
+
+def test_one_counterexample_stands_for_all_and_places_beyond_three_are_counted() -> None:
+    assert lines(fallen(2, 1, SMALLEST, LARGER), fallen(3, 2, LARGER), fallen(2, 2, LARGER)) == [
+        "sum v2: falsified at gloo, world 2, accumulation 1 and 2; gloo, world 3, accumulation 2",
+        "  step 1: off the law; expected 1, seen 4; ratio 4.000 = accumulation 2 x world 2",
+        "  repeat with: andon falsify 1",
+        "  and 3 more (in the file of --json)",
+    ]
+
+
+def test_a_file_that_was_not_asked_for_is_not_pointed_at(capsys: pytest.CaptureFixture[str]) -> None:
+    for option, rest in (("--json", "in the file of --json"), ("--html", "--json FILE writes them")):
+        show(report(fallen(2, 1, SMALLEST, LARGER)), {option: Path("r")})
+        assert f"  and 1 more ({rest})" in capsys.readouterr().out.splitlines()
+    plain = Counterexample("off the law")
+    assert lines(fallen(2, 1, plain, why="same forward, not independent; 3 more counterexamples")) == [
+        "sum v2: falsified at gloo, world 2, accumulation 1 (same forward, not independent)",
+        "  off the law",
+    ]
+    (first, *_) = lines(*(fallen(world, 1, SMALLEST) for world in range(2, 7)))
+    assert first.endswith("gloo, world 4, accumulation 1; and 2 more places")
+
+
+def test_what_keeps_all_claims_from_being_judged_is_said_once() -> None:
+    why = "rank 0: no model"
+    first = Finding("sum", 2, "x", "", "gloo", 2, 1, Outcome.UNKNOWN, why, 0, ())
+    second = replace(first, claim="mean")
+    assert lines(first, second) == [
+        "no claim can be judged: rank 0: no model",
+        "sum v2: unknown at gloo, world 2, accumulation 1",
+        "mean v2: unknown at gloo, world 2, accumulation 1",
+    ]
+    assert "(rank 0: no model)" in lines(first, replace(second, why="another"))[0]
+    assert "(rank 0: no model)" in lines(first)[0]
+
+
+def laid_out(world: int, accumulation: int, local: int = 2) -> Case:
+    batch = world * accumulation * local
+    return Case(rows=make_rows(2 * batch + 1), batch_size=batch, micro_batches=world * accumulation, world=world)
+
+
+@pytest.mark.parametrize(
+    ("measured", "said"),
+    [
+        ([(4.0, (2, 2))], "4.000 = accumulation 2 x world 2: the loss was not divided"),
+        ([(2.0, (2, 2))], "2.000 = accumulation 2 or world 2"),
+        ([(2.0, (2, 2)), (3.0, (3, 2))], "2.000 = world 2: summed over the ranks instead of averaged"),
+        ([(2.0, (2, 2)), (2.0, (3, 2))], "2.000 = accumulation 2: summed over the micro-batches of a rank instead"),
+        ([(0.5, (2, 2)), (1 / 3, (3, 2))], "0.500 = 1 / world 2: divided by the number of ranks once too often"),
+        ([(8.0, (2, 2)), (12.0, (3, 2))], "8.000 = global batch 8: summed over the rows instead of averaged"),
+        ([(-1.0, (2, 2))], "-1.000 = the sign"),
+        ([(-2.0, (2, 1))], "-2.000 = -1 x world 2"),
+        ([(1.37, (2, 2))], ""),
+        ([(1.0, (2, 2))], ""),
+        ([(2.0, (2, 2)), (-3.0, (3, 2))], ""),
+        ([(float("nan"), (2, 2))], ""),
+        ([], ""),
+    ],
+)
+def test_ratios_are_explained_together(measured: list[tuple[float, tuple[int, int]]], said: str) -> None:
+    pairs = [(ratio, laid_out(*place)) for ratio, place in measured]
+    found = explain(pairs)
+    shown = "" if found is None else found.of(*pairs[0])
+    assert shown.startswith(said)
+    assert bool(shown) == bool(said)
+
+
+def test_what_a_judge_knows_of_a_ratio_stays_and_is_kept_by_a_smaller_case() -> None:
+    equals = "0.500 = 1 of 2 micro-batches: a short window is divided as a full one"
+    told = Counterexample("off the law", ratio=0.5, equals=equals)
+    case = laid_out(2, 2)
+    assert diagnosed(told, case, explain([(0.5, case)])) == told
+    assert reason(told, case) == ("a short window is divided as a full one",)
+    untold = Counterexample("off the law", ratio=0.5, equals="0.500 = 1 / world 2")
+    assert diagnosed(untold, case, None).equals == "0.500 = 1 / accumulation 2 or 1 / world 2"
+    assert reason(untold, case) == ("accumulation", "world")
+
+
+def test_a_counterexample_is_explained_by_what_all_cases_say() -> None:
+    two, three = laid_out(2, 2), laid_out(3, 2)
+    common = explain([(2.0, two), (3.0, three)])
+    assert "world 2" in diagnosed(Counterexample("off", ratio=2.0), two, common).equals
+    assert "accumulation" not in diagnosed(Counterexample("off", ratio=2.0), two, common).equals
+    product = diagnosed(Counterexample("off", ratio=4.0), two, common).equals
+    assert product.startswith("4.000 = accumulation 2 x world 2")
+    plain = Counterexample("off")
+    assert diagnosed(plain, two, common) is plain
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("the learning rate is another one", "2.000 = world size 2"),
+        ("the loss that is told is another one", "2.000 = world size 2"),
+        ("the norm of the weights after the update is another one", "2.000 = world size 2"),
+        (
+            "the norm of the reduced gradient is another one",
+            "2.000 = world 2: summed over the ranks instead of averaged",
+        ),
+    ],
+)
+def test_only_of_a_gradient_a_sum_is_blamed(what: str, said: str) -> None:
+    """A learning rate that is multiplied by the world size is summed by nobody."""
+    assert diagnosed(Counterexample(what, ratio=2.0), laid_out(2, 1, 3), None).equals == said
+
+
+def test_what_held_rules_causes_out() -> None:
+    """Two ranks without accumulation are right, so the world is not it; a case with other rows says nothing."""
+    case = laid_out(2, 2)
+    held = case.but(micro_batches=2)
+    off, rest = Counterexample("off", ratio=2.0), held_by_rest([held])
+    for found in (diagnosed(off, case, explain([(2.0, case)], rest)), diagnosed(off, case, None, rest)):
+        assert found.equals == "2.000 = accumulation 2: summed over the micro-batches of a rank instead of averaged"
+    stranger = held.but(rows=make_rows(3))
+    told = diagnosed(off, case, None, held_by_rest([stranger])).equals
+    assert "accumulation 2 or world 2" in told
+
+
+def test_a_smaller_case_must_keep_the_factors() -> None:
+    assert reason(Counterexample("off", ratio=4.0), laid_out(2, 2)) == ("accumulation", "world")
+    assert reason(Counterexample("off", ratio=2.0), laid_out(2, 1)) == ("world",)
+
+
+def test_without_a_factor_a_smaller_case_must_keep_what_was_found() -> None:
+    """But for numbers, lists of them, and the names of tensors, which another case has otherwise."""
+    case = laid_out(2, 1)
+    told = "layers.0.head is not where one step leads (of 2, 1 rows)"
+    small, other = "layers.1.out is not where one step leads (of 3 rows)", "layers.0.head is frozen"
+    reasons = [reason(Counterexample(what), case) for what in (told, small, other)]
+    assert reasons[0] == reasons[1] != reasons[2]
+    assert reason(Counterexample("off by 1.37", ratio=1.37), case) == ("off by #",)
+
+
+@pytest.mark.parametrize(
+    ("errors", "said"),
+    [
+        ({0: "RuntimeError: gloo: Connection closed by peer", 1: "the rank was killed by X"}, "rank 1 was killed"),
+        ({0: "no answer in time (5 s); killed", 1: "ArithmeticError: no\nTraceback"}, "rank 1: ArithmeticError: no"),
+        ({0: "RuntimeError: Timed out waiting 20000ms", 1: "no answer in time (5 s); killed"}, "rank 1: no answer"),
+        (
+            {0: "ValueError: bad", 1: "RuntimeError: socket\nit left processes behind, now ended: 7 (x)"},
+            "rank 0: ValueError: bad; rank 1: it left processes behind, now ended: 7 (x)",
+        ),
+        ({2: ""}, "rank 2: an error without a text"),
+    ],
+)
+def test_the_cause_is_named_and_not_its_echo(errors: dict[int, str], said: str) -> None:
+    """Who died or raised before who only noticed, or waited; what was left behind is said in any case."""
+    assert blame(errors).startswith(said)
+    assert "\n" not in blame(errors)
+
+
+def test_the_place_of_an_error_is_that_in_the_subjects_own_code_and_numbers_make_no_other_reason() -> None:
+    text = (
+        "LoopError: ValueError: bad\n"
+        '  File "/x/andon_falsify/loops/duty.py", line 3, in train\n'
+        '  File "/x/mine.py", line 12, in train\n'
+        '  File "/x/site-packages/torch/nn.py", line 9, in forward\n'
+    )
+    assert blame({0: text}) == "rank 0: ValueError: bad at /x/mine.py:12 in train"
+    many = "largest relative error 4.1e-07, allowed 2e-05; largest relative error 5.4e-07, allowed 2e-05; a; b; c"
+    assert condensed(many) == "largest relative error 5.4e-07, allowed 2e-05; a; b; and 1 more"
+    assert condensed("") == ""

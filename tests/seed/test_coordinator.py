@@ -22,7 +22,6 @@ from andon.pipeline import ClassifyConfig, ClassifyPipeline, SafetySample, Sampl
 from andon.step.optimizer import OptimizerSpec
 from andon.step.step import TrainingStep
 from andon_contracts.violation import Violation
-from tests.seed.reference import Reference
 from tests.seed.subject import (
     CONFIG,
     ENCODER,
@@ -30,6 +29,7 @@ from tests.seed.subject import (
     FIXTURE_CONFIG,
     SGD,
     SMALL,
+    Reference,
     distance,
     flat,
     mixed_samples,
@@ -185,10 +185,7 @@ def test_the_bits_do_not_depend_on_the_replicas(
         "optimizer": OptimizerSpec(),
         "model_config": replace(SMALL, dropout=0.2),
     }
-    with (
-        replicas(1, config, **options) as one,
-        replicas(world, config, backend=backend, **options) as several,
-    ):
+    with replicas(1, config, **options) as one, replicas(world, config, backend=backend, **options) as several:
         for samples in batches:
             assert one.train_batch_parallel(samples) == several.train_batch_parallel(samples)
         assert set(states(several)) == {state(one.primary_pipeline)}
@@ -199,10 +196,7 @@ def test_t04_one_replica_trains_as_a_pipeline_does() -> None:
     """T4, T5, R17, R25a: a pipeline, one replica and three replicas give the same bits, with the same contracts."""
     pipeline = ClassifyPipeline(replace(BYTES, dropout=0.1), FIXTURE_CONFIG)
     options = {"model_config": replace(BYTES, dropout=0.1), "micro_batches": 8, "optimizer": None}
-    with (
-        replicas(1, FIXTURE_CONFIG, **options) as one,
-        replicas(3, FIXTURE_CONFIG, **options) as three,
-    ):
+    with replicas(1, FIXTURE_CONFIG, **options) as one, replicas(3, FIXTURE_CONFIG, **options) as three:
         for count in (5, 1, 9):
             samples = mixed_samples(count)
             results = {each.train_batch_parallel(samples) for each in (one, three)}

@@ -28,7 +28,6 @@ from andon.pipeline import (
 from andon.step.optimizer import OptimizerSpec
 from andon.tasks import classification
 from andon_contracts.violation import Violation
-from tests.seed.reference import Reference
 from tests.seed.subject import (
     CONFIG,
     ENCODER,
@@ -36,6 +35,7 @@ from tests.seed.subject import (
     FIXTURE_CONFIG,
     SGD,
     SMALL,
+    Reference,
     distance,
     flat,
     mixed_samples,

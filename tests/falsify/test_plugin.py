@@ -1,4 +1,4 @@
-"""The suite as tests of pytest, against a subject that is named: no `-p`, one test a claim and place, xdist, JUnit."""
+"""The suite as tests of pytest: no `-p`, one test a claim and place, xdist, JUnit, a last line that counts."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
+# Loaded before `pytester` notes which modules to forget after a run: torch cannot be loaded twice.
 import andon_falsify.campaign.loop_bench
 import andon_falsify.campaign.trainer_bench
-
-# Loaded before `pytester` notes which modules to forget after a run: torch cannot be loaded twice.
 import andon_falsify.compliance.plugin  # noqa: F401
 from tests.falsify.written_runs import copying
 
@@ -56,7 +55,7 @@ installed = pytest.mark.skipif(not INSTALLED, reason="needs Andon installed, sin
 
 
 @installed
-# By default test_power_plugin.py shows that verdicts travel through xdist.
+# Deep: another process imports torch; what it reports is counted as here.
 @pytest.mark.parametrize("xdist", [(), pytest.param(("-n", "1"), marks=pytest.mark.deep)], ids=["alone", "xdist"])
 def test_a_subject_is_judged_claim_by_claim(tmp_path: Path, xdist: tuple[str, ...]) -> None:
     """An unknown claim fails, a claim that holds passes, an inapplicable claim is skipped; each shows its reason."""
@@ -95,7 +94,6 @@ def test_a_subject_is_judged_claim_by_claim(tmp_path: Path, xdist: tuple[str, ..
 def test_only_a_named_claim_is_judged_and_may_fall(
     pytester: pytest.Pytester, norm: float, more: tuple[str, ...], code: int, said: str, counted: str
 ) -> None:
-    """An expected failure that does not happen fails the session."""
     script = copying(pytester.path, {"1": 1.0, "2": norm})
     words = ("--script", script, "--world", "2", "--accumulation", "1", "--claim", "same-everywhere", *more)
     done = pytester.runpytest_inprocess(*PLUGIN, "--pyargs", "andon_falsify", *words)
@@ -126,7 +124,6 @@ def test_other_suites_notice_nothing(tmp_path: Path) -> None:
     ],
 )
 def test_options_that_mean_nothing_are_refused(pytester: pytest.Pytester, words: list[str], said: str) -> None:
-    """As bad usage, in words, before anything is collected."""
     result = pytester.runpytest_inprocess("-p", "andon_falsify.compliance.plugin", *words)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     assert any(said in line for line in result.errlines)
@@ -141,20 +138,60 @@ def test_backends_that_cannot_run_here_end_at_once(pytester: pytest.Pytester) ->
 
 def test_a_backend_repeats_no_test_that_it_cannot_change(pytester: pytest.Pytester) -> None:
     """Tests without a backend run with `inline` only; `threads` runs those that compare runs."""
-    inline, threads, gloo = (
-        {
-            line.replace(f"[{backend}", "[inline")
-            for line in pytester.runpytest_inprocess(
-                *PLUGIN, "--pyargs", "andon_falsify", "--collect-only", "--backend", backend
-            ).outlines
-            if "::" in line
-        }
-        for backend in ("inline", "threads", "gloo")
-    )
+
+    def collected(backend: str) -> set[str]:
+        words = ("--pyargs", "andon_falsify", "--collect-only", "--backend", backend)
+        lines = pytester.runpytest_inprocess(*PLUGIN, *words).outlines
+        return {line.replace(f"[{backend}", "[inline") for line in lines if "::" in line}
+
+    def files(lines: set[str]) -> set[str]:
+        return {line.partition("::")[0].rpartition("/")[2] for line in lines}
+
+    inline, threads, gloo = map(collected, ("inline", "threads", "gloo"))
     assert threads < gloo < inline
-    assert {line.partition("::")[0].rpartition("/")[2] for line in threads} == {"test_runs.py"}
-    assert {line.partition("::")[0].rpartition("/")[2] for line in inline - gloo} == {
-        "test_functions.py",
-        "test_power.py",
-        "test_runs.py",
-    }
+    assert files(threads) == {"test_runs.py"}
+    assert files(inline - gloo) == {"test_functions.py", "test_power.py", "test_runs.py"}
+
+
+TESTS = """
+import pytest
+
+from andon_falsify.checkers import loss_finite, memory_within
+from andon_falsify.history import read_lines
+from andon_falsify.verdict import not_applicable
+
+
+@pytest.mark.claim("schedule")
+def test_forgets_to_hold(court):
+    pass
+
+
+@pytest.mark.claim("loss-finite")
+def test_holds(court):
+    line = b'{"v":1,"kind":"step","step":1,"loss":1.0,"grad_norm":1.0}\\n'
+    court.hold(loss_finite.check(read_lines([line], "it")))
+
+
+@pytest.mark.claim("memory-budget")
+def test_does_not_apply(court):
+    court.hold(not_applicable(memory_within.CLAIM, "no plan"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "unknown"),
+    [
+        ([], 1),
+        (["-k", "not forgets"], 0),
+        # Deep: another process imports torch; what it reports is counted as here.
+        pytest.param(["-n", "1"], 1, marks=pytest.mark.deep),
+    ],
+)
+def test_a_claim_that_checked_nothing_is_unknown_and_fails(
+    pytester: pytest.Pytester, options: list[str], unknown: int
+) -> None:
+    """Every test passed, yet the session fails; through pytest-xdist too. What was not selected is not unknown."""
+    pytester.makepyfile(test_claims=TESTS)
+    done = pytester.runpytest_inprocess(*PLUGIN, *options)
+    assert f"checked 1 of 21 claims, 0 runs, 1 not applicable, {unknown} unknown" in done.outlines, done.outlines
+    assert done.ret == unknown

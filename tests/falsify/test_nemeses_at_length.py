@@ -1,4 +1,4 @@
-"""System calls at which a writer dies or is refused: it happens where it is said to, and what is left is judged."""
+"""Nemeses at single system calls, and by other users of the machine."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ from pathlib import Path
 import pytest
 
 from falsify.nemesis import tracing
+from falsify.nemesis.attacked import WORKERS, bits_of, train, watch
 from falsify.nemesis.crash_points import EIO, ENOSPC, KILL, Found, Point, points, table, tried
 from falsify.nemesis.disk_acts import ACTS, CONTROL
+from falsify.nemesis.left_behind import Undisturbed
 
-# By default tests/run/test_atomic.py and test_checkpoint.py show that a reader finds the old state or the new one.
+# By default tests/run/test_atomic.py and test_checkpoint.py show that a reader finds the old state or the new one;
+# tests/contracts/test_signed.py, tests/launch/test_heartbeat_alone.py and tests/launch/test_joining.py that values
+# which no rank has signed are dropped and counted.
 pytestmark = pytest.mark.deep
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="module")
 def strace() -> None:
     reason = tracing.missing()
     if reason is not None:
@@ -26,6 +30,7 @@ def chosen(found: Sequence[Point], *wanted: tuple[str, str]) -> list[Point]:
     return [[point for point in found if (point.call, point.fault) == each][-1] for each in wanted]
 
 
+@pytest.mark.usefixtures("strace")
 @pytest.mark.parametrize(
     ("act", "wanted"),
     [
@@ -37,7 +42,6 @@ def chosen(found: Sequence[Point], *wanted: tuple[str, str]) -> list[Point]:
     ],
 )
 def test_a_call_that_fails_leaves_old_or_new(tmp_path: Path, act: str, wanted: list[tuple[str, str]]) -> None:
-    """Killed in a call or refused by it, the act leaves what the next process can use, and strace's log proves it."""
     every = points(act, tmp_path)
     assert len(every) > 15
     found = [tried(point, tmp_path) for point in chosen(every, *wanted)]
@@ -45,8 +49,8 @@ def test_a_call_that_fails_leaves_old_or_new(tmp_path: Path, act: str, wanted: l
     assert [each.code is None for each in found] == [fault == KILL for _, fault in wanted]
 
 
+@pytest.mark.usefixtures("strace")
 def test_a_writer_without_a_temporary_name_is_caught(tmp_path: Path) -> None:
-    """The control: half a checkpoint under its final name is found, and a fault that did not happen is no success."""
     every = points(CONTROL, tmp_path, (KILL,))
     half = tried(chosen(every, ("write", KILL))[0], tmp_path)
     assert half.code is None
@@ -55,3 +59,23 @@ def test_a_writer_without_a_temporary_name_is_caught(tmp_path: Path) -> None:
     assert never.wrong == ("the fault did not happen there",)
     assert "| write a file | rename | 1 | 0 | 0 | 0 | 1 | 1 |" in table([Found(never.point, 0, never.wrong)])
     assert CONTROL not in ACTS
+
+
+def test_a_run_ends_with_its_bits_whatever_is_said_where_it_listens(tmp_path: Path) -> None:
+    """Four ranks of `andon train`, called from before they meet until they end. Only gloo listens, on the loopback."""
+    alone, attacked = train(tmp_path / "alone", None), train(tmp_path / "attacked", 1)
+    assert (alone.loss, attacked.loss) == ("", "")
+    assert attacked.said.total() > 100
+    whole = Undisturbed(tmp_path / "alone" / "run")
+    assert Undisturbed(tmp_path / "attacked" / "run").result == whole.result
+
+
+def test_a_watch_believes_nobody_who_is_no_rank(tmp_path: Path) -> None:
+    """The loop has its bits, each rank says how much it dropped, and what is wrong afterwards halts all."""
+    alone = watch(tmp_path / "alone", None)
+    attacked = watch(tmp_path / "attacked", 1, bits_of(tmp_path / "alone"))
+    assert (alone.loss, attacked.loss, attacked.halted) == ("", "", "")
+    assert min(attacked.said[kind] for kind in ("left", "pulled", "beat", "unguarded", "deleted", "replayed")) >= 3
+    for rank in range(WORKERS):
+        assert f"andon: rank {rank} dropped " in (tmp_path / "attacked" / "said").read_text()
+        assert "dropped" not in (tmp_path / "alone" / "said").read_text()

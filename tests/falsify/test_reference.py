@@ -1,0 +1,460 @@
+"""The reference computes what torch, transformers and peft compute, and not the same way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from andon_falsify.reference.decoder import Decoder
+from andon_falsify.reference.encoder import Encoder
+from andon_falsify.reference.params import Layers, Lora, Masks, Params, canonical, canonical_name, no_dropout
+from andon_falsify.reference.training import Model, Piece, gradient, row_gradients, row_losses, train
+from andon_falsify.reference.update import AdamW, Sgd, State, UpdateRule, clip
+
+ALPHA = 6
+RANK = 3
+CLASSES = 3
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to compare with, and what the reference needs to know of it."""
+
+    model: nn.Module
+    config: Mapping[str, object]
+
+    @property
+    def params(self) -> dict[str, Tensor]:
+        return canonical(self.model.state_dict())
+
+    @property
+    def trainable(self) -> list[str]:
+        names = (canonical_name(name) for name, weight in self.model.named_parameters() if weight.requires_grad)
+        return [name for name in names if name is not None]
+
+    def gradients(self) -> dict[str, Tensor]:
+        found = {}
+        for name, weight in self.model.named_parameters():
+            short = canonical_name(name)
+            if weight.grad is not None and short is not None:
+                found[short] = weight.grad.double()
+        return found
+
+
+SIZES = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 24,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "num_labels": CLASSES,
+}
+
+
+def decoder(*, kv_heads: int = 2) -> Subject:
+    """Qwen3 with grouped queries and LoRA, every trainable weight away from 0."""
+    from transformers import Qwen3Config, Qwen3ForSequenceClassification
+
+    config = Qwen3Config(**SIZES, num_key_value_heads=kv_heads, head_dim=6)
+    torch.manual_seed(0)
+    return _adapted(Qwen3ForSequenceClassification(config), config.to_dict(), ["q_proj", "v_proj", "down_proj"])
+
+
+def encoder() -> Subject:
+    """BERT with LoRA, every trainable weight away from 0."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(**SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    torch.manual_seed(0)
+    return _adapted(BertForSequenceClassification(config), config.to_dict(), ["query", "value", "dense"])
+
+
+def pieces(
+    seed: int, shapes: tuple[tuple[int, int], ...], *, left: bool = False, classes: int = CLASSES
+) -> list[Piece]:
+    """Micro-batches of (rows, length) with ragged rows of tokens 1 to 39, padded with 0."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for rows, length in shapes:
+        tokens = torch.randint(1, 40, (rows, length), generator=generator)
+        sizes = torch.randint(1, length + 1, (rows, 1), generator=generator)
+        places = torch.arange(length)
+        attention = (places >= length - sizes) if left else (places < sizes)
+        labels = torch.randint(0, classes, (rows,), generator=generator)
+        found.append(Piece(tokens * attention, attention.long(), labels))
+    return found
+
+
+def _adapted(model: nn.Module, config: Mapping[str, object], targets: list[str]) -> Subject:
+    from peft import LoraConfig, TaskType, get_peft_model
+
+    settings = LoraConfig(task_type=TaskType.SEQ_CLS, r=RANK, lora_alpha=ALPHA, target_modules=targets)
+    adapted = get_peft_model(model, settings).double()
+    generator = torch.Generator().manual_seed(1)
+    for weight in adapted.parameters():
+        # Norms start at 1 and B at 0: a reference that ignored either would look right.
+        noise = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
+        weight.data += 0.1 * noise
+    return Subject(adapted, config)
+
+
+LAST_DIGITS = 1e-12
+RATES = (1e-2, 3e-3, 0.0, 5e-2, 1e-3)
+LAWS: list[tuple[UpdateRule, Callable[[Iterable[Tensor]], torch.optim.Optimizer]]] = [
+    (Sgd(), lambda weights: torch.optim.SGD(weights)),
+    (Sgd(0.9, 0.1), lambda weights: torch.optim.SGD(weights, momentum=0.9, weight_decay=0.1)),
+    (AdamW(), lambda weights: torch.optim.AdamW(weights)),
+    (
+        AdamW((0.7, 0.9), 1e-3, 0.3),
+        lambda weights: torch.optim.AdamW(weights, betas=(0.7, 0.9), eps=1e-3, weight_decay=0.3),
+    ),
+]
+
+
+def tensors(seed: int, scale: float = 1.0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"a": (2, 3), "b": (3,)}
+    return {
+        name: scale * torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()
+    }
+
+
+@pytest.mark.parametrize(("law", "build"), LAWS, ids=["sgd", "sgd-momentum", "adamw", "adamw-other"])
+def test_an_update_is_torchs(law: UpdateRule, build: Callable[[Iterable[Tensor]], torch.optim.Optimizer]) -> None:
+    """Five updates at five rates, one of them 0, give torch's weights; a tensor without a gradient stays."""
+    weights = tensors(0)
+    leaves = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
+    optimizer = build(leaves.values())
+    state = State()
+    for step, lr in enumerate(RATES, start=1):
+        gradients = tensors(step)
+        if step == 3:
+            del gradients["b"]
+        for name, leaf in leaves.items():
+            leaf.grad = gradients.get(name)
+        optimizer.param_groups[0]["lr"] = lr
+        optimizer.step()
+        weights, state = law.step(weights, gradients, state, lr)
+        for name, leaf in leaves.items():
+            assert torch.allclose(weights[name], leaf.detach(), rtol=LAST_DIGITS, atol=LAST_DIGITS)
+    assert state.updates == len(RATES)
+
+
+@given(st.integers(0, 2**31), st.floats(1e-3, 1e3), st.floats(1e-6, 1e6))
+def test_clipping_is_torchs(seed: int, limit: float, scale: float) -> None:
+    gradients = tensors(seed, scale)
+    leaves = [torch.zeros_like(value).requires_grad_() for value in gradients.values()]
+    for leaf, value in zip(leaves, gradients.values(), strict=True):
+        leaf.grad = value.clone()
+    expected = float(torch.nn.utils.clip_grad_norm_(leaves, limit))
+    clipped, norm = clip(gradients, limit)
+    assert norm == pytest.approx(expected, rel=LAST_DIGITS)
+    for leaf, value in zip(leaves, clipped.values(), strict=True):
+        assert leaf.grad is not None
+        assert torch.allclose(value, leaf.grad, rtol=LAST_DIGITS, atol=0)
+
+
+def test_no_limit_clips_nothing() -> None:
+    gradients = {"a": torch.tensor([3e3]), "b": torch.tensor([4e3])}
+    clipped, norm = clip(gradients, None)
+    assert (norm, clipped["a"].item(), clipped["b"].item()) == (5e3, 3e3, 4e3)
+
+
+class Line:
+    def logits(self, params: Params, tokens: Tensor, attention: Tensor, masks: Masks = no_dropout) -> Tensor:
+        size = attention.sum(-1).double()
+        mask = masks("input", tuple(size.shape))
+        score = params["w"] * (size if mask is None else size * mask)
+        return torch.stack((torch.zeros_like(score), score), dim=-1)
+
+
+def by_hand(weight: float, batch: list[Piece], class_weights: tuple[float, float]) -> tuple[float, float]:
+    loss, slope, rows = 0.0, 0.0, 0
+    for piece in batch:
+        for size, label in zip(piece.attention.sum(-1).tolist(), piece.labels.tolist(), strict=True):
+            chance = 1 / (1 + torch.exp(torch.tensor(-weight * size, dtype=torch.float64)).item())
+            own = chance if label else 1 - chance
+            loss -= class_weights[label] * torch.log(torch.tensor(own, dtype=torch.float64)).item()
+            slope += class_weights[label] * (chance - label) * size
+            rows += 1
+    return loss / rows, slope / rows
+
+
+def test_ragged_pieces_are_one_batch() -> None:
+    """Pieces of 3, 1, 0 and 2 rows give the weighted sum over 6 rows divided by 6, row by row too: no mean of means."""
+    batch = pieces(1, ((3, 5), (1, 4), (2, 3)), classes=2)
+    batch.insert(2, Piece(*(torch.zeros(0, 4, dtype=torch.int64),) * 2, torch.zeros(0, dtype=torch.int64)))
+    params = {"w": torch.tensor(0.3, dtype=torch.float64)}
+    weights = torch.tensor([0.5, 3.0], dtype=torch.float64)
+    loss, gradients = gradient(Line(), params, ["w"], batch, weights)
+    expected = by_hand(0.3, batch, (0.5, 3.0))
+    assert (loss, gradients["w"].item()) == pytest.approx(expected, rel=1e-13)
+    losses, each = row_gradients(Line(), params, ["w"], batch, weights)
+    assert (losses.shape, each["w"].shape) == ((6,), (6,))
+    assert (losses.mean().item(), each["w"].mean().item()) == pytest.approx(expected, rel=1e-13)
+
+
+def test_what_the_loss_does_not_reach_has_gradient_zero() -> None:
+    batch = pieces(1, ((2, 3),), classes=2)
+    params = {"w": torch.tensor(0.3), "idle": torch.ones(2)}
+    _, gradients = gradient(Line(), params, ["w", "idle"], batch)
+    assert gradients["idle"].tolist() == [0.0, 0.0]
+    assert row_gradients(Line(), params, ["w", "idle"], batch)[1]["idle"].tolist() == [[0.0, 0.0]] * 2
+    with pytest.raises(ValueError, match="no rows"):
+        row_gradients(Line(), params, ["w"], [])
+    with pytest.raises(KeyError, match="absent"):
+        gradient(Line(), params, ["absent"], batch)
+
+
+def test_training_steps_by_the_schedule_and_clips_once() -> None:
+    """Two updates by hand: slope, clipped to 0.1, times the step's rate; an empty batch between changes nothing."""
+    batches: list[list[Piece]] = [pieces(1, ((3, 5), (1, 4)), classes=2), [], pieces(2, ((2, 5),), classes=2)]
+    params = {"w": torch.tensor(0.3, dtype=torch.float64)}
+    first, empty, last = train(Line(), params, ["w"], batches, Sgd(), lambda step: 0.1 * step, clip_norm=0.1)
+    weight = 0.3
+    for update, batch in ((first, batches[0]), (last, batches[2])):
+        loss, slope = by_hand(weight, batch, (1.0, 1.0))
+        assert (update.loss, update.gradients["w"].item()) == pytest.approx((loss, slope), rel=1e-12)
+        assert update.grad_norm == pytest.approx(abs(slope), rel=1e-12)
+        weight -= 0.1 * update.step * slope * min(1.0, 0.1 / (abs(slope) + 1e-6))
+        assert update.weights["w"].item() == pytest.approx(weight, rel=1e-12)
+    assert (empty.loss, empty.grad_norm, empty.weights["w"]) == (0.0, 0.0, first.weights["w"])
+    assert last.state.updates == 2
+
+
+def test_masks_are_those_of_the_step_and_the_piece() -> None:
+    """A row's input dropped at (2, 1) only makes its gradient 0 there and nowhere else."""
+    batch = pieces(3, ((2, 4), (2, 4)), classes=2)
+    asked = []
+
+    def masks(step: int, piece: int) -> Masks:
+        asked.append((step, piece))
+        factor = 0.0 if (step, piece) == (2, 1) else 1.0
+
+        def mask(name: str, shape: tuple[int, ...]) -> Tensor:
+            return torch.full(shape, factor)
+
+        return mask
+
+    params = {"w": torch.tensor(0.3, dtype=torch.float64)}
+    updates = list(train(Line(), params, ["w"], [batch, batch], Sgd(), lambda _: 0.0, masks=masks))
+    assert asked == [(1, 0), (1, 1), (2, 0), (2, 1)]
+    whole, first_only = (update.gradients["w"].item() for update in updates)
+    alone = gradient(Line(), params, ["w"], batch[:1])[1]["w"].item() / 2
+    assert first_only == pytest.approx(alone, rel=1e-13)
+    assert whole != pytest.approx(alone, rel=1e-3)
+
+
+SHAPES = ((3, 7), (1, 4), (2, 12))
+ROUNDING = 1e-6  # transformers computes norms, angles and attention in float32 even in a float64 model
+
+
+def relative(seen: Tensor, expected: Tensor) -> float:
+    return float((seen.double() - expected).norm() / expected.norm())
+
+
+def accused_gradients(subject: Subject, batch: list[Piece]) -> dict[str, Tensor]:
+    subject.model.zero_grad()
+    rows = sum(len(piece.labels) for piece in batch)
+    for piece in batch:
+        logits = subject.model(input_ids=piece.tokens, attention_mask=piece.attention).logits
+        torch.autograd.backward(nn.functional.cross_entropy(logits, piece.labels, reduction="sum") / rows)
+    return subject.gradients()
+
+
+SUBJECTS = [
+    pytest.param(decoder, Decoder, False, id="decoder"),
+    pytest.param(decoder, Decoder, True, id="decoder-left-padded"),
+    pytest.param(encoder, Encoder, False, id="encoder"),
+]
+
+
+@pytest.mark.parametrize(("build", "law", "left"), SUBJECTS)
+def test_logits_and_gradients_are_those_of_the_architecture(
+    build: Callable[[], Subject], law: type[Decoder | Encoder], left: bool
+) -> None:
+    """With LoRA and padding: the scores of every row, and every trainable tensor's gradient over a ragged batch."""
+    subject = build()
+    subject.model.eval()
+    reference: Model = law.from_config(subject.config, Lora(ALPHA))
+    batch = pieces(5, SHAPES, left=left)
+    for piece in batch:
+        seen = subject.model(input_ids=piece.tokens, attention_mask=piece.attention).logits
+        expected = reference.logits(subject.params, piece.tokens, piece.attention)
+        assert expected.dtype == torch.float64
+        assert relative(seen.detach(), expected) < ROUNDING
+    accused = accused_gradients(subject, batch)
+    _, gradients = gradient(reference, subject.params, subject.trainable, batch)
+    assert accused.keys() == gradients.keys()
+    assert any("lora_A" in name for name in gradients)
+    assert [name for name in gradients if relative(accused[name], gradients[name]) >= ROUNDING] == []
+
+
+def test_gradient_is_the_derivative_of_the_loss() -> None:
+    """A central difference along a random direction gives the directional derivative: checked without the accused."""
+    subject = decoder()
+    model = Decoder.from_config(subject.config, Lora(ALPHA))
+    batch = pieces(7, SHAPES)
+    params, names = subject.params, subject.trainable
+    _, gradients = gradient(model, params, names, batch)
+    generator = torch.Generator().manual_seed(1)
+    direction = {name: torch.randn(params[name].shape, generator=generator, dtype=torch.float64) for name in names}
+    step = 1e-6
+
+    def loss(sign: int) -> float:
+        moved = {name: params[name] + sign * step * direction[name] for name in names}
+        return gradient(model, params | moved, names, batch)[0]
+
+    slope = sum(float((gradients[name] * direction[name]).sum()) for name in names)
+    assert (loss(1) - loss(-1)) / (2 * step) == pytest.approx(slope, rel=1e-7)
+
+
+def test_grouped_queries_read_their_own_group() -> None:
+    """4 query heads on 1 and on 2 key heads agree with transformers: the order of repetition matters."""
+    for kv_heads in (1, 2, 4):
+        subject = decoder(kv_heads=kv_heads)
+        subject.model.eval()
+        (piece,) = pieces(8, ((4, 9),))
+        seen = subject.model(input_ids=piece.tokens, attention_mask=piece.attention).logits.detach()
+        expected = Decoder.from_config(subject.config, Lora(ALPHA)).logits(
+            subject.params, piece.tokens, piece.attention
+        )
+        assert relative(seen, expected) < ROUNDING
+
+
+def test_padding_changes_nothing() -> None:
+    """More padding on the right gives the same scores to float64's last digits: a causal reader cannot see it."""
+    subject = decoder()
+    model = Decoder.from_config(subject.config, Lora(ALPHA))
+    (piece,) = pieces(9, ((3, 8),))
+    tokens, attention = (nn.functional.pad(values, (0, 5)) for values in (piece.tokens, piece.attention))
+    narrow = model.logits(subject.params, piece.tokens, piece.attention)
+    assert relative(model.logits(subject.params, tokens, attention), narrow) < 1e-14
+
+
+def test_masks_act_where_peft_and_attention_drop() -> None:
+    """A LoRA's mask acts on its input only, a mask on attention probabilities after the softmax."""
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.randn(2, 3, 4, generator=generator, dtype=torch.float64)
+    weight, down, up = (
+        torch.randn(size, generator=generator, dtype=torch.float64) for size in ((5, 4), (2, 4), (5, 2))
+    )
+    mask = torch.tensor([0.0, 2.0, 0.0, 2.0]).expand(2, 3, 4)
+    asked = []
+
+    def masks(name: str, shape: tuple[int, ...]) -> Tensor:
+        asked.append((name, shape))
+        return mask
+
+    params = {"m.weight": weight, "m.lora_A.weight": down, "m.lora_B.weight": up}
+    seen = Layers(params, Lora(4.0), masks).linear(inputs, "m")
+    expected = inputs @ weight.T + 2.0 * ((inputs * mask) @ (up @ down).T)
+    assert torch.allclose(seen, expected, rtol=1e-14, atol=1e-14)
+    assert asked == [("m.lora_dropout", (2, 3, 4))]
+
+
+def test_attention_dropout_is_applied_to_probabilities() -> None:
+    """Dropping every key but one with factor 1 leaves that key's value times its probability."""
+    query, key, value = (torch.randn(1, 1, 3, 4, dtype=torch.float64) for _ in range(3))
+    allowed = torch.ones(1, 1, 3, 3, dtype=torch.bool)
+    only_last = torch.tensor([0.0, 0.0, 1.0]).expand(1, 1, 3, 3)
+
+    def masks(name: str, shape: tuple[int, ...]) -> Tensor | None:
+        return only_last if name == "a.attention_dropout" and shape == (1, 1, 3, 3) else None
+
+    seen = Layers({}, masks=masks).attend(query, key, value, allowed, "a")
+    probability = (query @ key.transpose(-1, -2) / 2.0).softmax(-1)[..., 2:]
+    assert torch.allclose(seen, probability * value[..., 2:, :], rtol=1e-14, atol=1e-15)
+
+
+def test_masks_of_another_shape_and_adapters_without_a_scale_are_refused() -> None:
+    """A mask that would be broadcast belongs to another place; nobody guesses alpha."""
+    with pytest.raises(ValueError, match="mask of place"):
+        Layers({}, masks=lambda _, shape: torch.ones(shape[:-1])).dropped(torch.ones(2, 3), "place")
+    params = {name: torch.ones(2, 2) for name in ("m.weight", "m.lora_A.weight", "m.lora_B.weight")}
+    with pytest.raises(ValueError, match="no alpha"):
+        Layers(params).linear(torch.ones(1, 2), "m")
+
+
+def test_every_place_of_dropout_is_asked_for() -> None:
+    """The decoder asks for each adapter and each attention once a pass, the encoder for its hidden dropouts too."""
+    for subject, law, hidden in ((decoder(), Decoder, 0), (encoder(), Encoder, 2 + 2 * 2)):
+        asked: list[str] = []
+
+        def masks(name: str, shape: tuple[int, ...], asked: list[str] = asked) -> None:
+            del shape
+            asked.append(name)
+
+        (piece,) = pieces(2, ((2, 5),))
+        law.from_config(subject.config, Lora(ALPHA)).logits(subject.params, piece.tokens, piece.attention, masks)
+        adapters = [name for name in subject.params if name.endswith("lora_A.weight")]
+        assert len(asked) == len(set(asked)) == len(adapters) + 2 + hidden
+        assert {name.removesuffix(".lora_A.weight") + ".lora_dropout" for name in adapters} <= set(asked)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
+        {"rope_parameters": "default"},
+        {"hidden_act": "gelu"},
+        {"layer_types": ["full_attention", "sliding_attention"]},
+    ],
+    ids=["scaled-angles", "angles-in-words", "activation", "sliding-window"],
+)
+def test_a_decoder_that_it_does_not_compute_is_refused(setting: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"rope|only"):
+        Decoder.from_config({**decoder().config, **setting})
+    with pytest.raises(KeyError, match="head_dim"):
+        Decoder.from_config({**decoder().config, "head_dim": None})
+
+
+@pytest.mark.parametrize("setting", [{"hidden_act": "relu"}, {"is_decoder": True}, {"num_hidden_layers": None}])
+def test_an_encoder_that_it_does_not_compute_is_refused(setting: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"encoder|layers"):
+        Encoder.from_config({**encoder().config, **setting})
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("base_model.model.model.layers.0.q_proj.base_layer.weight", "model.layers.0.q_proj.weight"),
+        ("base_model.model.m.q_proj.lora_A.default.weight", "m.q_proj.lora_A.weight"),
+        ("module.base_model.model.m.q_proj.lora_B.default.weight", "m.q_proj.lora_B.weight"),
+        ("base_model.model.score.modules_to_save.default.weight", "score.weight"),
+        ("base_model.model.score.original_module.weight", None),
+        ("model.default.weight", "model.default.weight"),
+    ],
+)
+def test_canonical_names(name: str, expected: str | None) -> None:
+    assert canonical_name(name) == expected
+
+
+def test_two_tensors_of_one_name_and_a_label_that_is_no_class_are_refused() -> None:
+    """One of the two would be lost in silence; -1 would silently read the last class."""
+    with pytest.raises(ValueError, match=r"both m\.weight"):
+        canonical({"m.weight": torch.ones(1), "m.base_layer.weight": torch.ones(1)})
+    for label in (-1, 2):
+        with pytest.raises(ValueError, match="within 0 to 1"):
+            row_losses(torch.zeros(1, 2), torch.tensor([label]))
+
+
+def test_loss_is_the_weighted_sum() -> None:
+    """Against -log softmax by hand, and with weights against torch's own sum; huge logits do not overflow."""
+    logits = torch.tensor([[0.0, 0.0], [2000.0, 0.0]], dtype=torch.float64)
+    total = row_losses(logits, torch.tensor([1, 1])).sum()
+    assert float(total) == pytest.approx(torch.log(torch.tensor(2.0)).item() + 2000.0)
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(6, 4, generator=generator, dtype=torch.float64)
+    labels = torch.tensor([0, 1, 2, 3, 3, 0])
+    weights = torch.tensor([0.5, 2.0, 1.0, 3.0], dtype=torch.float64)
+    expected = nn.functional.cross_entropy(logits, labels, weights, reduction="sum")
+    assert float(row_losses(logits, labels, weights).sum()) == pytest.approx(float(expected), rel=1e-14)

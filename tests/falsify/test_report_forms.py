@@ -1,0 +1,331 @@
+"""A report in its forms: a JSON file, JUnit XML, and a page that shows what it is given as it is."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from andon.console.problems import InputError
+from andon_falsify.campaign.findings import Report
+from andon_falsify.report.cells import Column, tabulate
+from andon_falsify.report.document import from_plain, json_bytes, read_json, to_plain, write_json
+from andon_falsify.report.junit import write_junit
+from andon_falsify.report.page import write_html
+from andon_falsify.report.page.curve import HEIGHT, WIDTH, draw
+from andon_falsify.report.page.render import render
+from andon_falsify.verdict import Counterexample
+from tests.falsify.reports import NASTY, RATIO, REASON, campaign, finding, hostile
+from tests.support.pages import Read
+
+ANY_TEXT = st.text(st.integers(0, 0x10FFFF).map(chr), min_size=1)
+"""Halves of surrogate pairs too: Python gives them for file names that are no UTF-8."""
+
+
+def test_a_report_is_read_as_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    for report in (campaign(), hostile(NASTY), Report("2026-01-02T03:04:05Z")):
+        write_json(report, path)
+        assert read_json(path) == report
+        assert json.loads(path.read_bytes().decode("utf-8"))["schema"] == 1
+    path.write_text(json.dumps(to_plain(campaign()) | {"later": 1}), encoding="utf-8")
+    assert read_json(path) == campaign()
+
+
+@given(ANY_TEXT)
+def test_any_text_comes_back(text: str) -> None:
+    """Also text that UTF-8 cannot hold: no campaign is lost for a name in its report."""
+    report = hostile(text)
+    assert from_plain(json.loads(json_bytes(report).decode("utf-8")), "it") == report
+
+
+def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    odd = finding("gradient-law", outcome="falsified", counterexamples=(replace(RATIO, ratio=math.inf),))
+    write_json(replace(campaign(), findings=(replace(odd, curve=(1.0, math.nan, math.inf)),)), path)
+    (written,) = json.loads(path.read_bytes())["findings"]
+    assert (written["curve"], written["counterexamples"][0]["ratio"]) == ([1.0, None, None], None)
+    first, *others = read_json(path).findings[0].curve
+    assert first == 1.0
+    assert [math.isnan(number) for number in others] == [True, True]
+
+
+def spoil(plain: dict[str, Any]) -> None:
+    plain["runs"] = "many"
+    plain["findings"][0]["outcome"] = "maybe"
+    plain["findings"][16]["counterexamples"][0]["ratio"] = True
+    del plain["findings"][2]["claim"]
+
+
+FAULTS: dict[str, tuple[Callable[[dict[str, Any]], object], list[str]]] = {
+    "four at once": (
+        spoil,
+        [
+            "findings[0].outcome is 'maybe', none of holds, unknown, falsified, not applicable",
+            "findings[2].claim is missing",
+            "findings[16].counterexamples[0].ratio is True, not a number or null",
+            "runs is 'many', not a whole number",
+        ],
+    ),
+    "contradiction": (
+        lambda plain: plain["findings"][1].update(checked=0),
+        ["findings[1] contradicts itself: replicas-agree: nothing was compared, so nothing holds"],
+    ),
+    "schema": (lambda plain: plain.update(schema=2), ["is not a report of schema 1: its schema is 2"]),
+    "no findings": (lambda plain: plain.pop("findings"), ["findings is missing"]),
+    "no counterexample": (
+        lambda plain: plain["findings"][16].update(counterexamples=[{}]),
+        ["findings[16].counterexamples[0].what is missing"],
+    ),
+    "no list": (lambda plain: plain.update(findings={}), ["findings is {}, not a list"]),
+    "no object": (lambda plain: plain.update(findings=[7]), ["findings[0] is 7, not an object"]),
+    "expected": (lambda plain: plain.update(expected=[{"subject": "a", "claim": "b"}]), ["expected[0].reason"]),
+    "version": (lambda plain: plain["versions"].update(torch=2.13), ["versions.torch is 2.13, not text"]),
+    "NaN": (
+        lambda plain: plain["findings"][16]["counterexamples"][0].update(ratio=math.nan),
+        ["is not JSON: NaN is no number of JSON"],
+    ),
+    "a boolean": (lambda plain: plain["findings"][0].update(world=True), ["findings[0].world is True, not a whole"]),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_is_no_report_is_refused_with_every_reason(tmp_path: Path, fault: str) -> None:
+    change, said = FAULTS[fault]
+    plain = copy.deepcopy(to_plain(campaign()))
+    change(plain)
+    path = tmp_path / "r.json"
+    path.write_text(json.dumps(plain), encoding="utf-8")
+    with pytest.raises(InputError) as refused:
+        read_json(path)
+    for problem, start in zip(refused.value.problems, said, strict=True):
+        assert problem.where == str(path)
+        assert problem.what.startswith(start)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe{}", b"[" * 100_000, b"[1]"])
+def test_what_is_no_json_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "r.json"
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=r"r\.json"):
+        read_json(path)
+    with pytest.raises(InputError, match="cannot be read"):
+        read_json(tmp_path)
+
+
+@pytest.mark.parametrize("write", [write_json, write_junit, write_html])
+def test_a_report_is_there_whole_or_not_at_all(tmp_path: Path, write: Callable[[Report, Path], None]) -> None:
+    with pytest.raises(InputError, match="cannot be written: the folder is gone"):
+        write(campaign(), tmp_path / "gone" / "r")
+    path = tmp_path / "r"
+    write(campaign(), path)
+    before = path.read_bytes()
+    impossible = replace(campaign(), versions={"torch": [object()]})  # type: ignore[dict-item]
+    if write is not write_html:
+        with pytest.raises(TypeError):
+            write(impossible, path)
+    path.chmod(0o600)
+    write(campaign(), path)
+    assert path.read_bytes() == before
+    assert [entry.name for entry in tmp_path.iterdir()] == ["r"]
+
+
+SHOWN = NASTY.translate({ord(sign): ascii(sign)[1:-1] for sign in "\x00\x1b\udc80\u202e"})
+
+
+def suites(path: Path) -> dict[str, ElementTree.Element]:
+    root = ElementTree.parse(path).getroot()
+    assert root.tag == "testsuites"
+    return {str(suite.get("name")): suite for suite in root}
+
+
+def results(suite: ElementTree.Element) -> dict[str, str]:
+    found = {}
+    for case in suite.iter("testcase"):
+        ended = [child for child in case if child.tag != "properties"]
+        found[str(case.get("name"))] = str(ended[0].get("type")) if ended else "passed"
+    return found
+
+
+def test_one_test_case_for_each_claim_and_place(tmp_path: Path) -> None:
+    write_junit(campaign(), tmp_path / "r.xml")
+    found = suites(tmp_path / "r.xml")
+    assert list(found) == ["andon 1.0", "hf_trainer 5.23.0", "ddp 1.0"]
+    assert Counter(results(found["andon 1.0"]).values()) == {"passed": 5 * 3}
+    assert results(found["hf_trainer 5.23.0"]) == {
+        "replicas-agree[gloo-2]": "passed",
+        "samples-once[gloo-2]": "falsified",
+        "gradient-law[gloo-1]": "passed",
+        "gradient-law[gloo-2]": "falsified",
+        "losses-close[gloo-2]": "unknown",
+        "resume-equal[gloo-2]": "not applicable",
+    }
+    assert results(found["ddp 1.0"])["losses-close[gloo-2]"] == "unexpected pass"
+
+
+def test_the_numbers_are_those_of_the_test_cases(tmp_path: Path) -> None:
+    write_junit(campaign(), tmp_path / "r.xml")
+    root = ElementTree.parse(tmp_path / "r.xml").getroot()
+    for part in [root, *root]:
+        cases = list(part.iter("testcase"))
+        counted = [len(cases), *(sum(case.find(tag) is not None for case in cases) for tag in ("failure", "skipped"))]
+        assert [part.get(name) for name in ("tests", "failures", "skipped")] == [str(number) for number in counted]
+        assert part.get("errors") == "0"
+    assert root.get("failures") == "5"
+
+
+def test_a_failure_stands_alone(tmp_path: Path) -> None:
+    write_junit(campaign(), tmp_path / "r.xml")
+    cases = {(case.get("classname"), case.get("name")): case for case in ElementTree.parse(tmp_path / "r.xml").iter()}
+    failure = cases["hf_trainer", "gradient-law[gloo-2]"].find("failure")
+    assert failure is not None
+    assert str(failure.get("message")).startswith("step 1: 29 of 29 tensors are off the law")
+    for said in (REASON, RATIO.equals, "gloo, world 2, accumulation 2", "andon falsify --subject"):
+        assert said in str(failure.text)
+    skipped = cases["hf_trainer", "resume-equal[gloo-2]"].find("skipped")
+    assert skipped is not None
+    assert skipped.get("message") == "the loop does not save"
+
+
+def test_cases_of_one_place_are_one_test_case(tmp_path: Path) -> None:
+    report = campaign()
+    again = [replace(found, accumulation=3) for found in report.findings]
+    write_junit(replace(report, findings=(*report.findings, *again)), tmp_path / "r.xml")
+    names = Counter(
+        (case.get("classname"), case.get("name")) for case in ElementTree.parse(tmp_path / "r.xml").iter("testcase")
+    )
+    assert set(names.values()) == {1}
+    assert len(names) == 25
+
+
+def test_any_text_can_stand_in_it(tmp_path: Path) -> None:
+    write_junit(hostile(NASTY), tmp_path / "r.xml")
+    root = ElementTree.parse(tmp_path / "r.xml").getroot()
+    tags = ("testsuites", "testsuite", "testcase", "properties", "property", "failure", "skipped")
+    assert {element.tag for element in root.iter()} == {*tags}
+    assert root[0].get("timestamp") == SHOWN
+
+
+REPORTS = {"campaign": campaign(), "hostile": hostile(NASTY), "empty": Report("2026-01-02T03:04:05Z")}
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_the_page_is_closed_in_itself(name: str) -> None:
+    page = Read(render(REPORTS[name]))
+    given = Counter(attributes["id"] for _, attributes in page.elements if "id" in attributes)
+    assert set(given.values()) == {1}
+    links = [attributes.get("href", "") for _, attributes in page.elements if "href" in attributes]
+    assert [link for link in links if link.removeprefix("#") not in given and not link.startswith("data:image")] == []
+    loading = {"src", "srcset", "action", "style", "data", "poster"}
+    assert [attributes for _, attributes in page.elements if loading & attributes.keys()] == []
+    assert re.findall(r"@import|url\(|//", re.findall(r"<style>(.*?)</style>", page.page, re.DOTALL)[0]) == []
+    labels = {token for _, attributes in page.elements for token in attributes.get("aria-labelledby", "").split()}
+    assert labels <= given.keys()
+
+
+def test_the_browser_is_told_to_load_nothing() -> None:
+    (policy,) = [each["content"] for each in Read(render(campaign())).of("meta") if "http-equiv" in each]
+    rules = dict(rule.split(" ", 1) for rule in policy.split("; "))
+    assert rules["default-src"] == "'none'"
+    assert all(re.fullmatch(r"'sha256-[\w+/]{43}='", rules[part]) for part in ("style-src", "script-src"))
+    assert rules.keys() == {"default-src", "style-src", "script-src", "img-src", "base-uri", "form-action"}
+
+
+def test_any_text_is_shown_as_it_is() -> None:
+    page = Read(render(hostile(NASTY)))
+    assert sum(SHOWN in text for text in page.text) > 40
+    assert len(page.of("script")) == 1
+    assert page.of("img") == []
+    assert [name for _, attributes in page.elements for name in attributes if name.startswith("on")] == []
+    assert "49" not in "".join(page.text)
+    page.page.encode("utf-8")
+
+
+def test_the_headline_says_how_many_fell() -> None:
+    def headline(report: Report) -> str:
+        return str(re.findall(r"<h1>(.*)</h1>", render(report))[0])
+
+    def only(*subjects: str) -> Report:
+        return replace(campaign(), findings=tuple(each for each in campaign().findings if each.subject in subjects))
+
+    assert headline(campaign()) == "2 of 3 subjects break a claim"
+    assert headline(only("andon", "ddp")) == "1 of 2 subjects breaks a claim"
+    two = "hf_trainer 5.23.0 breaks 2 of 3 claims that could be checked, 1 of them as expected"
+    assert headline(only("hf_trainer")) == two
+    assert headline(only("andon")) == "andon 1.0 breaks none of 5 claims that could be checked"
+    assert headline(only()) == "Nothing was judged"
+
+    known = [each for each in only("hf_trainer").findings if each.claim != "samples-once"]
+    alone = headline(replace(campaign(), findings=tuple(known)))
+    assert alone == "hf_trainer 5.23.0 breaks 1 of 2 claims that could be checked, as expected"
+
+
+def test_many_or_long_counterexamples_stay_readable() -> None:
+    many = tuple(Counterexample(f"row {number} is lost") for number in range(50))
+    report = replace(campaign(), findings=(finding("samples-once", "ddp", "falsified", counterexamples=many),))
+    page = Read(render(report))
+    lost = [text for text in page.text if re.fullmatch(r"row \d+ is lost", text)]
+    assert lost[1:] == [f"row {number} is lost" for number in range(30)]
+    assert lost[0] == "row 0 is lost"
+    assert "27 more counterexamples" in page.text
+    assert "20 more are in the JSON report." in page.text
+    long = (Counterexample("x" * 1_000_000),)
+    text = render(replace(campaign(), findings=(finding("samples-once", "ddp", "falsified", counterexamples=long),)))
+    assert len(text) < 100_000
+    assert "… (996000 more characters)" in text
+
+
+def test_a_curve_lies_where_its_numbers_are() -> None:
+    curve = draw(finding("gradient-law", curve=(1.0, 3.0, 2.0), curve_law=2.0))
+    assert curve is not None
+    assert len(curve.lines) == 1
+    points = [tuple(map(float, point.split(","))) for point in curve.lines[0].split()]
+    (left, low), (middle, high), (right, between) = points
+    assert left < middle < right <= WIDTH
+    assert right - middle == pytest.approx(middle - left, abs=0.11)
+    assert 0 <= high < between < low <= HEIGHT
+    assert between == pytest.approx((low + high) / 2, abs=0.11)
+    assert curve.law == f"{between:.1f}"
+    assert curve.words == ("one number an update: 3 numbers; first 1, last 2, lowest 1, highest 3; it should be 2")
+
+
+def test_a_curve_breaks_where_a_number_is_not_finite() -> None:
+    curve = draw(finding("gradient-law", curve=(1.0, 1.5, math.nan, 2.0, math.inf)))
+    assert curve is not None
+    assert len(curve.lines) == 1
+    assert len(curve.dots) == 3
+    assert curve.words.endswith("; 2 not finite")
+    assert draw(finding("gradient-law", curve=(math.nan,))) is None
+    assert draw(finding("gradient-law")) is None
+
+
+@pytest.mark.parametrize("curve", [(0.0,), (4.0, 4.0), (1e300, -1e300), (5e-324, 0.0), (1e308, 1.7e308)])
+def test_a_curve_of_any_numbers_is_in_its_picture(curve: tuple[float, ...]) -> None:
+    drawn = draw(finding("gradient-law", curve=curve, curve_law=1.0))
+    assert drawn is not None
+    for x, y in drawn.dots:
+        assert 0 <= float(x) <= WIDTH
+        assert 0 <= float(y) <= HEIGHT
+
+
+def test_a_subject_is_named_once() -> None:
+    assert str(Column("andon", "0.1.0")) == "andon 0.1.0"
+    assert str(Column("accelerate", "accelerate 1.15.0")) == "accelerate 1.15.0"
+    assert str(Column("hf_trainer", "transformers 5.23.0")) == "hf_trainer (transformers 5.23.0)"
+    assert str(Column("mine:make", "")) == "mine:make"
+
+
+def test_what_most_subjects_are_judged_on_comes_first() -> None:
+    found = (finding("own", "andon"), finding("both", "andon"), finding("both", "ddp"), finding("last", "ddp"))
+    assert tabulate(replace(campaign(), findings=found)).claims == ("both", "own", "last")
