@@ -30,14 +30,24 @@ class Halved(PlainLoop):
         return super()._loss_sum(ids) / 2
 
 
-class Twice(PlainLoop):
-    """Row 5 counts twice, and nothing else is wrong."""
+class Weighted(PlainLoop):
+    """Row 5 counts `times`, and nothing else is wrong."""
+
+    times: float
 
     def _loss_sum(self, ids: Sequence[int]) -> Tensor:
         batch = collate([self.rows[row] for row in ids])
         labels = batch.pop("labels")
-        times = torch.tensor([2.0 if row == 5 else 1.0 for row in ids])
+        times = torch.tensor([self.times if row == 5 else 1.0 for row in ids])
         return times @ cross_entropy(self.model(**batch).logits, labels, reduction="none")
+
+
+class Twice(Weighted):
+    times = 2.0
+
+
+class Muted(Weighted):
+    times = 0.0
 
 
 class Relabelled(PlainLoop):
@@ -47,9 +57,7 @@ class Relabelled(PlainLoop):
         batch = collate([self.rows[row] for row in ids])
         if 4 in ids:
             batch["labels"][list(ids).index(4)] = 2
-        count: float = len(ids)
-        loss: Tensor = self.model(**batch).loss
-        return loss * count
+        return self.model(**batch).loss * len(ids)
 
 
 class Forgetful(PlainLoop):
@@ -155,16 +163,6 @@ class InStep(PlainLoop):
         return total
 
 
-class Muted(PlainLoop):
-    """Row 5 counts for nothing, and the mean is that over the others."""
-
-    def _loss_sum(self, ids: Sequence[int]) -> Tensor:
-        batch = collate([self.rows[row] for row in ids])
-        labels = batch.pop("labels")
-        times = torch.tensor([0.0 if row == 5 else 1.0 for row in ids])
-        return times @ cross_entropy(self.model(**batch).logits, labels, reduction="none")
-
-
 class OddRate(PlainLoop):
     """The last tensor is in a group of its own, at three times the rate."""
 
@@ -227,21 +225,21 @@ class Bag(nn.Module):
 class OwnModel(PlainLoop):
     """A bag of tokens that is no model of transformers; it tells its rows. `wrong`: it forgets one rank's gradient."""
 
-    def __init__(self, case: Case, *, wrong: bool = False) -> None:
+    wrong = False
+
+    def __init__(self, case: Case) -> None:
         super().__init__(case)
         torch.manual_seed(1)
         self.model = Bag(case.rows.classes)
         self.trained = list(self.model.parameters())
         self.optimizer = torch.optim.SGD(self.trained, lr=case.lr)
         self.told: Told | None = None
-        self.wrong = wrong
 
     def train(self, told: Told) -> None:
         self.told = told
         super().train(told)
 
     def _loss_sum(self, ids: Sequence[int]) -> Tensor:
-        assert self.told is not None
         self.told.rows(ids)
         return self.loss_sum(self.model, ids)[0]
 
@@ -258,6 +256,10 @@ class OwnModel(PlainLoop):
 
     def evaluate(self) -> Mapping[str, float]:
         return {}
+
+
+class OwnModelWrong(OwnModel):
+    wrong = True
 
 
 class OwnModelEvaluating(OwnModel):
@@ -278,11 +280,3 @@ class TakingOver(Tracking):
     def evaluate(self) -> Mapping[str, float]:
         dist.broadcast(self.mean, 0)
         return super().evaluate()
-
-
-def own_model(case: Case) -> OwnModel:
-    return OwnModel(case)
-
-
-def own_model_wrong(case: Case) -> OwnModel:
-    return OwnModel(case, wrong=True)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -18,33 +19,24 @@ from andon_falsify.subjects.case import Case
 
 
 class WithoutTrain:
-    def __init__(self) -> None:
+    def __init__(self, case: Case) -> None:
         self.model = nn.Linear(1, 1)
 
 
 class WithoutModel:
+    def __init__(self, case: Case) -> None:
+        pass
+
     def train(self, told: object) -> None:
-        """Do nothing."""
-
-
-def make_without_train(case: Case) -> WithoutTrain:
-    return WithoutTrain()
-
-
-def make_without_model(case: Case) -> WithoutModel:
-    return WithoutModel()
+        pass
 
 
 class WithEmptyModel(WithoutModel):
     model = None
 
 
-def make_with_empty_model(case: Case) -> WithEmptyModel:
-    return WithEmptyModel()
-
-
-def make_nothing(case: Case) -> None:
-    """Gives no loop at all."""
+def nothing(case: Case) -> None:
+    pass
 
 
 not_a_function = 3
@@ -69,21 +61,7 @@ class Dying(PlainLoop):
         super().train(told)
 
 
-def make_killed(case: Case) -> PlainLoop:
-    """Killed, as by the kernel where memory runs out."""
-    return Dying(case, "kill")
-
-
-def make_exiting(case: Case) -> PlainLoop:
-    return Dying(case, "exit")
-
-
-def make_leaving(case: Case) -> PlainLoop:
-    return Dying(case, "leave")
-
-
-def make_raising(case: Case) -> PlainLoop:
-    return Dying(case, "raise")
+killed, exiting, leaving, raising = (partial(Dying, how=how) for how in ("kill", "exit", "leave", "raise"))
 
 
 class Waiting(PlainLoop):
@@ -105,15 +83,7 @@ class Alone(PlainLoop):
                 dist.all_reduce(torch.zeros(1))
 
 
-def make_waiting(case: Case) -> PlainLoop:
-    return Waiting(case)
-
-
-def make_alone(case: Case) -> PlainLoop:
-    return Alone(case)
-
-
-def make_lying(case: Case) -> PlainLoop:
+def lying(case: Case) -> PlainLoop:
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return PlainLoop(case)
@@ -123,21 +93,15 @@ COMMAND = ("sleep", "86399")
 """Known by its number, so that a test can look for it."""
 
 
-def make_littering(case: Case) -> PlainLoop:
+def littering(case: Case) -> PlainLoop:
     subprocess.Popen(COMMAND, start_new_session=True)
     return PlainLoop(case)
 
 
 class Garbling(PlainLoop):
-    """See the module."""
-
     def train(self, told: Told) -> None:
         print("checked 99 of 99 claims\x00\x1b[2J\ud800", end="", file=sys.stdout)
         os.write(1, b"\xff\xfe checked 99 of 99 claims" * 100)
         os.write(2, b'{"outcome": "holds"')
         super().train(told)
         os.close(2)
-
-
-def make_garbling(case: Case) -> PlainLoop:
-    return Garbling(case)

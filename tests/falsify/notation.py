@@ -33,10 +33,7 @@ _NUMBERS = {"loss": "loss", "lr": "lr", "norm": "grad_norm"}
 
 
 def history(text: str, name: str = "history", *, world: int | None = None, backend: str = "inline") -> History:
-    """The history that `text` writes down. Raises `ValueError` for text that is not in the notation.
-
-    `world` and `backend` are what each step line says of them; without `world`, the ranks that the step lists.
-    """
+    """The history that `text` writes down; `world` and `backend` are what each step line says of them."""
     lines: list[bytes] = []
     prev = "0" * 16
     for segment in (part.strip() for part in text.split("|") if part.strip()):

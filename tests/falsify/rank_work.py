@@ -21,7 +21,6 @@ _KEPT: list[subprocess.Popen[bytes]] = []
 
 
 def describe(word: str) -> tuple[str, int, int]:
-    """The word, the rank and the process."""
     return word, dist.get_rank(), os.getpid()
 
 
@@ -32,45 +31,38 @@ def raise_on(rank: int) -> None:
 
 
 def die_on(rank: int) -> None:
-    """One rank ends without an answer."""
     if dist.get_rank() == rank:
         print("nothing goes on", flush=True)
         os._exit(3)
 
 
 def kill_on(rank: int) -> None:
-    """One rank is killed, as by the kernel where memory runs out."""
     if dist.get_rank() == rank:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def leave_on(rank: int) -> None:
-    """One rank takes itself for a program of its own."""
     if dist.get_rank() == rank:
         sys.exit(0)
 
 
 def lie_on(rank: int) -> None:
-    """One rank is in a group of its own."""
     if dist.get_rank() == rank:
         dist.destroy_process_group()
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 def answer_nothing_that_travels_on(rank: int) -> object:
-    """One rank returns what pickle refuses."""
     return threading.Lock() if dist.get_rank() == rank else None
 
 
 def start_on(where: tuple[int, str]) -> None:
-    """One rank starts a process and forgets it."""
     rank, written = where
     if dist.get_rank() == rank:
         Path(written).write_text(str(subprocess.Popen(["sleep", "1000"]).pid))
 
 
 def start_and_die_on(where: tuple[int, str]) -> None:
-    """The same, and the rank is gone."""
     start_on(where)
     die_on(where[0])
 
@@ -83,7 +75,6 @@ def hide_on(where: tuple[int, str]) -> None:
 
 
 def employ_on(where: tuple[int, str]) -> None:
-    """One rank keeps a process that ends when the rank does."""
     rank, written = where
     if dist.get_rank() == rank:
         _KEPT.append(subprocess.Popen(["cat"], stdin=subprocess.PIPE))
@@ -91,7 +82,6 @@ def employ_on(where: tuple[int, str]) -> None:
 
 
 def hang_on(rank: int) -> None:
-    """One rank waits for what never comes."""
     if dist.get_rank() == rank:
         threading.Event().wait()
 
@@ -105,10 +95,8 @@ def litter_on(rank: int) -> None:
 
 
 def leave_contracts_off(_: object) -> None:
-    """A case that does not clean up."""
     _LEFT.enter_context(policy.suspended())
 
 
 def group_of(_: object) -> tuple[str, int]:
-    """What the process group of this rank talks over, and how many ranks it has."""
     return dist.get_backend(), dist.get_world_size()

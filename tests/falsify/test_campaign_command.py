@@ -69,14 +69,6 @@ def test_1_where_a_claim_is_falsified_and_its_command_repeats_it(tmp_path: Path)
     assert CLOSING.fullmatch(lines[-1])
 
 
-def test_2_where_nothing_could_be_checked() -> None:
-    nowhere = ("--backend", "nccl", "--world", "64", "--accumulation", "1", "--claim", "replicas-agree")
-    code, lines, _ = falsify(*nowhere)
-    assert code == 2
-    assert "replicas-agree v1: not applicable" in lines[1]
-    assert lines[-1] == "checked 0 of 21 claims, 0 runs, 1 not applicable, 0 unknown"
-
-
 def test_2_where_a_backend_that_was_asked_for_could_not_be_tried() -> None:
     """Tables of calls hold anywhere, and say nothing of the backend that is missing; alone they need none."""
     claims = ("--claim", "replicas-agree", "--claim", "average-law", "--world", "64", "--accumulation", "1")
@@ -110,8 +102,6 @@ def test_70_where_the_suite_itself_fails(asked: Asked) -> None:
 
 @pytest.mark.parametrize("words", [["falsify", *HERE], ["verify", "run"]])
 def test_70_where_it_fails_before_anything_is_tried(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Never 1, which says that a claim is falsified."""
-
     def lost(*_: object) -> None:
         raise LookupError("lost")
 
@@ -262,11 +252,9 @@ def test_what_a_subject_says_cannot_act_on_the_terminal(asked: Asked) -> None:
         (["--bogus"], "No such option: --bogus"),
         (["--world", "0"], "--world: must be numbers from 1 to 64, as in 2,3; not '0'"),
         (["--world", ""], "--world: must be numbers"),
-        (["--world", "9" * 5000], "--world: must be numbers from 1 to 64"),
         (["--accumulation", "two"], "--accumulation: must be numbers"),
         (["--seed", "9-3"], "--seed: must be a number, or two as in 0-199, of at most 10000 seeds, not '9-3'"),
         (["--seed", "9" * 5000], "--seed: must be a number"),
-        (["--seed", "0-999999999999999999"], "--seed: must be a number"),
         (["--seed", "0-99999999999999999999"], "--seed: must be a number"),
         (["--budget", "huge"], "--budget: must be one of quick, standard, deep, not 'huge'"),
         (["--subject", "plane"], "did you mean plain?"),
@@ -292,23 +280,15 @@ def test_64_and_words_for_bad_input(words: list[str], said: str) -> None:
     assert code == 64
     assert said in error
     assert "Traceback" not in error
-
-
-def test_verify_gives_verdicts_too() -> None:
-    for words in (["--bogus"], ["/nowhere/at/all"]):
-        assert CliRunner().invoke(app, ["verify", *words]).exit_code == 64
+    for verify in (["--bogus"], ["/nowhere/at/all"]):
+        assert CliRunner().invoke(app, ["verify", *verify]).exit_code == 64
 
 
 def test_all_that_is_wrong_is_said_at_once() -> None:
     with pytest.raises(InputError) as caught:
         understood(Options(subject="plane", world="x", accumulation="-1", budget="big", seed="one"))
-    assert [problem.where for problem in caught.value.problems] == [
-        "--world",
-        "--accumulation",
-        "--seed",
-        "--budget",
-        "--subject",
-    ]
+    places = [problem.where for problem in caught.value.problems]
+    assert places == ["--world", "--accumulation", "--seed", "--budget", "--subject"]
 
 
 def test_options_mean_what_they_say() -> None:

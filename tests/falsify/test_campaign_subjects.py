@@ -21,7 +21,6 @@ TRIAL = Trial(LAW, loop_case(epochs=1))
 
 @pytest.fixture
 def pools() -> Iterator[RankPools]:
-    """Ranks with all the time that a loaded machine may need."""
     with RankPools(deadline_s=60.0, grace_s=1.0) as held:
         yield held
 
@@ -36,15 +35,15 @@ def bench(make: str, pools: RankPools) -> LoopBench:
         ("tests.falsify.absent:make", "No module named 'tests.falsify.absent'"),
         ("tests.falsify.broken_subject:make", "OSError: no licence was found"),
         ("not_a_function", "names no function"),
-        ("make_nothing", "NoneType is no loop"),
-        ("make_without_train", "has no method `train(told)`"),
-        ("make_without_model", "it has no attribute `model` (needed are `model`, a torch module, wrapped"),
-        ("make_with_empty_model", "its `model` is None"),
-        ("make_killed", "rank 1 was killed by SIGKILL"),
-        ("make_exiting", "rank 1 ended with exit code 7"),
-        ("make_leaving", "rank 1: SystemExit: enough at "),
-        ("make_raising", "rank 1: ArithmeticError: nothing adds up at "),
-        ("make_lying", "it says it is one of 1 ranks, but 2 were started"),
+        ("nothing", "NoneType is no loop"),
+        ("WithoutTrain", "has no method `train(told)`"),
+        ("WithoutModel", "it has no attribute `model` (needed are `model`, a torch module, wrapped"),
+        ("WithEmptyModel", "its `model` is None"),
+        ("killed", "rank 1 was killed by SIGKILL"),
+        ("exiting", "rank 1 ended with exit code 7"),
+        ("leaving", "rank 1: SystemExit: enough at "),
+        ("raising", "rank 1: ArithmeticError: nothing adds up at "),
+        ("lying", "it says it is one of 1 ranks, but 2 were started"),
     ],
 )
 def test_what_a_subject_does_wrong_is_named(pools: RankPools, make: str, said: str) -> None:
@@ -58,13 +57,13 @@ def test_what_a_subject_does_wrong_is_named(pools: RankPools, make: str, said: s
 
 
 def test_what_a_subject_leaves_running_is_named_and_ended(pools: RankPools) -> None:
-    found = bench("make_littering", pools).attempt(TRIAL)
+    found = bench("littering", pools).attempt(TRIAL)
     assert {verdict.outcome for verdict in found.values()} == {Outcome.UNKNOWN}
     assert all(f"({' '.join(COMMAND)})" in verdict.why for verdict in found.values())
     assert [process.pid for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"] == [*COMMAND]] == []
 
 
-@pytest.mark.parametrize("make", ["make_waiting", "make_alone"])
+@pytest.mark.parametrize("make", ["Waiting", "Alone"])
 def test_a_deadlock_ends_with_the_deadline(make: str) -> None:
     with RankPools(deadline_s=1.0, grace_s=0.1) as pools:
         found = bench(make, pools).attempt(TRIAL)
@@ -73,7 +72,7 @@ def test_a_deadlock_ends_with_the_deadline(make: str) -> None:
 
 
 def test_nonsense_on_the_standard_streams_changes_nothing(pools: RankPools, capfd: pytest.CaptureFixture[str]) -> None:
-    found = bench("make_garbling", pools).attempt(TRIAL)
+    found = bench("Garbling", pools).attempt(TRIAL)
     assert {verdict.outcome for verdict in found.values()} == {Outcome.HOLDS}, found
     printed = capfd.readouterr()
     assert (printed.out, printed.err) == ("", "")

@@ -65,9 +65,6 @@ def test_rows_that_were_not_drawn_are_written_out() -> None:
     trial = Trial(LAW, Case(rows=rows, batch_size=4))
     assert again(trial) == trial
     assert json.loads(trial.written())["rows"]["tokens"] == [[40, 41], [50], [60]]
-
-
-def test_the_default_is_written_as_nothing() -> None:
     assert Trial(LAW, Case(world=4, backend="gloo", micro_batches=4)).written() == "{}"
 
 
@@ -103,12 +100,10 @@ def test_the_same_seed_draws_the_same_and_another_one_others() -> None:
         for backend in LAYOUT.backends
     ]
     assert by_backend[0] == by_backend[1]
-
-
-def test_what_else_is_selected_changes_no_case() -> None:
-    """A case is drawn for its place alone: with fewer worlds those that stay are the same."""
     fewer = drawn(layout=Layout(("inline",), (3,), (2,)))
     assert {trial for trial in fewer if trial.kind == LAW} <= set(drawn())
+    assert MEMORY not in {trial.kind for trial in drawn(budget="quick")}
+    assert {trial.kind for trial in draw(7, BUDGETS["deep"], LAYOUT, [LAW])} == {LAW}
 
 
 @pytest.mark.parametrize("seed", [0, 1, 7, 10**6])
@@ -141,27 +136,9 @@ def test_drawn_cases_are_what_the_claims_need(seed: int) -> None:
     assert {trial.kind for trial in trials} == set(KINDS)
 
 
-def test_a_budget_leaves_kinds_out() -> None:
-    assert MEMORY not in {trial.kind for trial in drawn(budget="quick")}
-    assert {trial.kind for trial in draw(7, BUDGETS["deep"], LAYOUT, [LAW])} == {LAW}
-
-
 def test_a_case_is_shrunk_to_what_its_fall_needs() -> None:
-    big = Trial(
-        LAW,
-        Case(
-            rows=make_rows(29, 3),
-            batch_size=24,
-            micro_batches=8,
-            world=4,
-            epochs=3,
-            optimizer="adamw",
-            layers=2,
-            momentum=0.9,
-            architecture="encoder",
-            seed=9,
-        ),
-    )
+    layout = {"rows": make_rows(29, 3), "batch_size": 24, "micro_batches": 8, "world": 4, "epochs": 3}
+    big = Trial(LAW, Case(**layout, layers=2, momentum=0.9, architecture="encoder", seed=9))
 
     def falls(trial: Trial) -> bool:
         case = trial.case
@@ -172,26 +149,12 @@ def test_a_case_is_shrunk_to_what_its_fall_needs() -> None:
     small = shrink(big, falls, limit_s=60.0).case
     assert (small.world, small.accumulation, len(small.rows), small.local_batch) == (3, 1, 5, 1)
     assert (small.layers, small.hidden, small.rank, small.epochs) == (1, 8, 1, 1)
-    assert (small.optimizer, small.clip_norm, small.dropout, small.architecture, small.seed) == (
-        "sgd",
-        None,
-        0.0,
-        "decoder",
-        0,
-    )
-    assert small.rows == make_rows(5)
-
-
-def test_no_case_is_shrunk_that_nothing_smaller_follows() -> None:
-    trial = drawn()[-1]
-    assert shrink(trial, lambda _: False, limit_s=60.0) == trial
-    assert shrink(trial, lambda _: True, limit_s=0.0) == trial
-
-
-def test_shrinking_keeps_to_the_worlds_that_were_asked_for() -> None:
+    assert (small.optimizer, small.clip_norm, small.dropout) == ("sgd", None, 0.0)
+    assert (small.architecture, small.seed, small.rows) == ("decoder", 0, make_rows(5))
     trial = next(each for each in drawn() if each.place[1:] == (3, 2) and each.kind == LAW)
-    found = shrink(trial, lambda _: True, limit_s=60.0, worlds=(3,), accumulations=(2,))
-    assert found.place == trial.place
+    assert shrink(trial, lambda _: False, limit_s=60.0) == shrink(trial, lambda _: True, limit_s=0.0) == trial
+    kept = shrink(trial, lambda _: True, limit_s=60.0, worlds=(3,), accumulations=(2,))
+    assert kept.place == trial.place
 
 
 @pytest.mark.parametrize("kind", [LAW, HALT, RESUME])
@@ -205,11 +168,8 @@ def test_every_smaller_trial_is_one_of_its_kind(kind: str) -> None:
             assert again(smaller) == smaller
             assert case.poison is None or case.poison.leaf < case.micro_batches
             assert case.stop_after is None or case.stop_after < updates
-
-
-def test_a_poison_keeps_its_micro_batch() -> None:
-    case = Case(rows=make_rows(8), batch_size=4, micro_batches=4, poison=Poison(1, 3, "nan"))
-    assert all(smaller.case.micro_batches >= 4 for smaller in candidates(replace(Trial(HALT, case))))
+    poisoned = Case(rows=make_rows(8), batch_size=4, micro_batches=4, poison=Poison(1, 3, "nan"))
+    assert all(smaller.case.micro_batches >= 4 for smaller in candidates(Trial(HALT, poisoned)))
 
 
 QUICK = BUDGETS["quick"]
@@ -227,15 +187,14 @@ def found(one: Campaign) -> Report:
 
 
 def test_every_place_has_a_finding_of_its_own() -> None:
-    bench = Oracle(holds)
-    whole = found(campaign(bench))
+    whole = found(campaign(Oracle(holds)))
     places = [(finding.world, finding.accumulation) for finding in whole.findings]
     assert places == [(2, 1), (2, 2), (3, 1), (3, 2)]
     assert {finding.checked for finding in whole.findings} == {3}
     assert (whole.runs, whole.exit_code, whole.not_selected) == (12, 0, ("halts", "table"))
 
 
-def test_a_fall_is_shrunk_explained_and_repeatable() -> None:
+def test_a_fall_is_shrunk_unless_exact_explained_and_repeatable() -> None:
     """Minimal first: still 4 = accumulation x world, three rows, one for each class; one exact command."""
     whole = found(campaign(Oracle(falls_with(lambda case: float(case.world * case.accumulation)))))
     first = whole.verdicts[0].counterexamples[0]
@@ -247,15 +206,9 @@ def test_a_fall_is_shrunk_explained_and_repeatable() -> None:
     assert '"rows":[3,0]' in given["--case"]
     assert all(each.repro for verdict in whole.verdicts for each in verdict.counterexamples)
     assert all(each.seed == 7 for verdict in whole.verdicts for each in verdict.counterexamples)
-
-
-def test_ratios_of_all_places_are_explained_together() -> None:
     whole = found(campaign(Oracle(falls_with(lambda case: float(case.world)))))
-    told = {each.equals for verdict in whole.verdicts for each in verdict.counterexamples}
-    assert told == {f"{world}.000 = world {world}: summed over the ranks instead of averaged" for world in (2, 3)}
-
-
-def test_an_exact_case_is_not_shrunk() -> None:
+    explained = {each.equals for verdict in whole.verdicts for each in verdict.counterexamples}
+    assert explained == {f"{world}.000 = world {world}: summed over the ranks instead of averaged" for world in (2, 3)}
     bench = Oracle(falls_with(lambda case: 2.0))
     found(campaign(bench, exact=True))
     assert len(bench.asked) == 12
@@ -275,10 +228,8 @@ def test_no_trial_is_left_out_since_others_did_not_apply(worlds: tuple[int, ...]
     one = campaign(bench, worlds=worlds, exact=True)
     whole = found(replace(one, trials=one.trials[::-1] if backwards else one.trials))
     assert len(bench.asked) == 12
-    assert {(each.world, each.outcome) for each in whole.findings} == {
-        (1, Outcome.NOT_APPLICABLE),
-        (2, Outcome.FALSIFIED),
-    }
+    outcomes = {(each.world, each.outcome) for each in whole.findings}
+    assert outcomes == {(1, Outcome.NOT_APPLICABLE), (2, Outcome.FALSIFIED)}
 
 
 def test_options_in_another_order_ask_for_the_same_trials() -> None:
@@ -373,21 +324,9 @@ def test_a_claim_of_which_nothing_is_said_is_unknown() -> None:
 
 
 def test_a_planted_fault_is_found_shrunk_and_found_again() -> None:
-    case = Case(
-        rows=make_rows(7),
-        batch_size=3,
-        micro_batches=3,
-        world=3,
-        optimizer="sgd",
-        clip_norm=None,
-        dropout=0.0,
-        hidden=8,
-        heads=1,
-        inner=8,
-        rank=1,
-        fault="last shard not trained",
-        contracts=False,
-    )
+    tiny = {"optimizer": "sgd", "clip_norm": None, "dropout": 0.0, "hidden": 8, "heads": 1, "inner": 8, "rank": 1}
+    faulty = Case(rows=make_rows(7), batch_size=3, micro_batches=3, world=3, fault="last shard not trained", **tiny)
+    case = faulty.but(contracts=False)
     with RankPools() as pools:
         bench = AndonBench(AndonTrainer(pools))
         one = Campaign(bench, (Trial(LAW, case),), frozenset({"gradient-law"}), replace(QUICK, shrink_s=60.0))

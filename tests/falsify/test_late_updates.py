@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -24,18 +24,10 @@ from andon_falsify.subjects.masks import MaskRecorder
 from andon_falsify.subjects.trace import Remembering
 from andon_falsify.verdict import Outcome
 
+WORLDS = (1, 2, 3)
 pytestmark = pytest.mark.xdist_group("test_late_updates")
 CASE = Case(epochs=2, world=3)
 """Updates 1, 2 and 3 of an epoch: nothing is due after the first, so the second is taken before the first is judged."""
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[RankPools]:
-    """Ranks for all tests of this file, there before a test looks which processes there are."""
-    with RankPools() as held:
-        for world in (1, 2, 3):
-            held.of(world).run("builtins:repr", "")
-        yield held
 
 
 @pytest.fixture
@@ -50,7 +42,6 @@ def prompt(pools: RankPools) -> AndonTrainer:
 
 @pytest.mark.parametrize("case", [CASE, CASE.but(contracts=False, clip_norm=None)], ids=["contracts", "none"])
 def test_every_update_is_noted_as_it_was(late: AndonTrainer, prompt: AndonTrainer, case: Case) -> None:
-    """Rows, masks, gradients, weights, optimizer states and ledger are those of updates judged at once."""
     ahead, at_once = late.run(case), prompt.run(case)
     assert [each.step for each in ahead.first.reported] == [1, 2, 3, 4, 5, 6]
     assert len({ahead.first.steps[0, step].weights for step in range(1, 7)}) == 6
@@ -79,7 +70,6 @@ def test_a_run_that_is_cut_off_resumes(late: AndonTrainer) -> None:
 
 @pytest.mark.parametrize("name", ["loss is a mean of shard means", "unweighted mean of uneven shards"])
 def test_a_planted_fault_is_seen(late: AndonTrainer, name: str) -> None:
-    """In what a step reports, and in what it needs to know of its batch: launched as well as called."""
     fault = named(name)
     adamw = replace(fault, case=fault.case.but(optimizer="adamw", lr=1e-2))  # SGD of a CPU cannot be held back
     assert Laboratory(Remembering(late)).attempt(adamw, "inline").problems == []
@@ -100,7 +90,6 @@ def recorded(dropout: nn.Module) -> tuple[Mapping[str, Tensor], Tensor, str]:
 
 @pytest.mark.parametrize("kind", [nn.Dropout, Fused])
 def test_masks_are_the_factors_of_either_operation(kind: type[nn.Dropout]) -> None:
-    """Over ones the output is the mask itself: 0, or 1 over the chance to keep."""
     masks, output, hidden = recorded(kind(0.25))
     (factors,) = masks.values()
     assert torch.equal(factors, output)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from andon_falsify.claims.of_loop import CLAIMS, verdicts
@@ -29,6 +27,7 @@ DEFAULT = (
     "F85 evaluation pads with repeats",
     "F88 loss of one rank reported",
 )
+WORLDS = (2,)
 pytestmark = pytest.mark.xdist_group("test_loop_faults")
 
 
@@ -36,14 +35,6 @@ class Idle(LoopFault):
     """A fault that is none: what is planted is the right loop."""
 
     name, right = PlainLoop.__name__, PlainLoop
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[RankPools]:
-    """Ranks for all tests of this file, there before a test looks which processes there are."""
-    with RankPools() as held:
-        held.of(2).run("builtins:repr", "")
-        yield held
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from andon_falsify.claims.of_loop import verdicts
@@ -14,19 +12,11 @@ from andon_falsify.ranks.pool import RankPools
 from andon_falsify.subjects.case import Case, make_rows
 from andon_falsify.verdict import Outcome, Verdict
 
+WORLDS = (1, 2)
 pytestmark = pytest.mark.xdist_group("test_peers")
 SGD = {"optimizer": "sgd", "lr": 0.05, "clip_norm": None, "weight_decay": 0.0, "epochs": 1}
 EVEN = loop_case(rows=make_rows(24), **SGD)
 """24 rows in two batches of 12: 2 ranks x 2 micro-batches of 3 rows, nothing ragged."""
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[RankPools]:
-    """Ranks for the tests of this file, there before a test looks which processes there are."""
-    with RankPools() as held:
-        for world in (1, 2):
-            held.of(world).run("builtins:repr", "")
-        yield held
 
 
 def judged(name: str, case: Case, pools: RankPools) -> dict[str, Verdict]:

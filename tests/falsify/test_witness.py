@@ -29,6 +29,7 @@ from andon_falsify.subjects.case import Case, Poison, make_rows
 from andon_falsify.subjects.trace import Reported, Sightings, Values, assemble_trace
 from andon_falsify.verdict import Outcome
 
+WORLDS = (2,)
 pytestmark = pytest.mark.xdist_group("test_witness")
 KINDS = ("start", "resume", "step", "violation", "end")
 DIGESTS = st.sampled_from(["", "0" * 16, "00000000000000a1", "f" * 16])
@@ -94,18 +95,9 @@ def test_every_line_of_either_kind_of_subject_is_one_of_the_ledger(
         assert (record.tensors is not None) is kept
 
 
-@pytest.fixture(scope="module")
-def pools() -> Iterator[RankPools]:
-    """Ranks for the runs of this file, there before a test looks which processes there are."""
-    with RankPools() as held:
-        held.of(2).run("builtins:repr", "")
-        yield held
-
-
 def test_every_kind_of_event_of_real_runs_is_read(
     pools: RankPools, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Our trainer and a loop, whole, halted, cut off and taken up: all five kinds of either are read, and no other."""
     written: list[list[bytes]] = []
     linked = witness.linked
 
@@ -132,7 +124,6 @@ def test_every_kind_of_event_of_real_runs_is_read(
 
 
 def test_a_line_refers_to_tensors_and_never_holds_them() -> None:
-    """What stands in the line is a name; the tensors stay where they were seen."""
     part = Sightings((0,))
     part.reported.append(Reported(1, 0, 0, (0, 1), 2, 1, 0.1, math.nan, 1.0))
     part.values[1] = Values({"w": torch.full((1000,), 7.0)}, {"w": torch.full((1000,), 7.0)})

@@ -33,10 +33,7 @@ def lines(*steps: dict[str, Any]) -> list[bytes]:
 
 
 def copying(folder: Path, norms: dict[str, float], more: str = "") -> str:
-    """The command of a script whose two updates have these gradient norms, by number of ranks.
-
-    `1.next` is the ledger of every later run on one rank. Without a ledger for its number of ranks the script fails.
-    """
+    """The command of a script whose two updates have these gradient norms, by number of ranks (`1.next`: later)."""
     for name, norm in norms.items():
         step = {**PLAIN, "grad_norm": norm, "world": int(name.partition(".")[0])}
         (folder / name).write_bytes(b"".join(lines(step, step)))

@@ -26,15 +26,8 @@ SMALL = TransformerConfig(
 ENCODER = replace(SMALL, architecture="encoder")
 CONFIG = ClassifyConfig(num_classes=2, lora_rank=2, learning_rate=1e-2)
 SGD = OptimizerSpec("sgd", weight_decay=0.0)
-FIXTURE = TransformerConfig(
-    hidden_size=32,
-    num_attention_heads=4,
-    num_kv_heads=4,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    vocab_size=100,
-    max_position_embeddings=64,
-)
+SEEDS = {"hidden_size": 32, "num_attention_heads": 4, "num_kv_heads": 4, "intermediate_size": 64, "vocab_size": 100}
+FIXTURE = replace(SMALL, **SEEDS, num_hidden_layers=2, max_position_embeddings=64)
 """The model of the seed's own tests (1g)."""
 FIXTURE_CONFIG = ClassifyConfig(num_classes=2, lora_rank=4)
 
@@ -46,7 +39,6 @@ def replicas(count: int, config: ClassifyConfig = CONFIG, **options: Any) -> Dat
 
 
 def sample(text: str, label: int) -> SafetySample:
-    """A sample."""
     return SafetySample(text, label)
 
 
@@ -70,17 +62,14 @@ def state(pipeline: ClassifyPipeline) -> tuple[int, int, int, int]:
 
 
 def states(coordinator: DataParallelCoordinator) -> list[tuple[int, int, int, int]]:
-    """The state of each replica, by rank."""
     return [state(pipeline) for pipeline in coordinator.pipelines]
 
 
 def weights(pipeline: ClassifyPipeline) -> dict[str, torch.Tensor]:
-    """Copies of the trainable weights by name, in fp64."""
     return {name: view.double().clone() for name, view in pipeline.replica.parameters.weight_views().items()}
 
 
 def flat(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    """All tensors end to end, sorted by name."""
     return torch.cat([tensors[name].reshape(-1) for name in sorted(tensors)])
 
 
@@ -101,16 +90,13 @@ def rows_seen(coordinator: DataParallelCoordinator) -> list[list[tuple[int, ...]
     """A list that, from now on, grows by the bytes of every row that each replica's model trains on, by rank."""
     seen: list[list[tuple[int, ...]]] = [[] for _ in coordinator.pipelines]
     for rows, pipeline in zip(seen, coordinator.pipelines, strict=True):
-        _record(rows, pipeline)
+
+        def note(_: object, __: object, given: dict[str, Any], rows: list[tuple[int, ...]] = rows) -> None:
+            for ids, mask in zip(given["input_ids"], given["attention_mask"], strict=True):
+                rows.append(tuple(ids[mask.bool()].tolist()))
+
+        pipeline.model.register_forward_pre_hook(note, with_kwargs=True)
     return seen
-
-
-def _record(rows: list[tuple[int, ...]], pipeline: ClassifyPipeline) -> None:
-    def note(_: object, __: object, given: dict[str, torch.Tensor]) -> None:
-        for ids, mask in zip(given["input_ids"], given["attention_mask"], strict=True):
-            rows.append(tuple(ids[mask.bool()].tolist()))
-
-    pipeline.model.register_forward_pre_hook(note, with_kwargs=True)
 
 
 class Reference:
@@ -135,8 +121,7 @@ class Reference:
         self.optimizer.zero_grad()
         lengths = sorted({len(each.input) for each in samples})
         loss = sum(self.loss_sum([each for each in samples if len(each.input) == n]) for n in lengths) / len(samples)
-        assert isinstance(loss, torch.Tensor)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         limit = self.config.gradient_clip_norm
         norm = nn.utils.clip_grad_norm_(list(self.parameters.values()), float("inf") if limit is None else limit)
         self.optimizer.step()
@@ -149,5 +134,4 @@ class Reference:
         logits = self.model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
         weights = torch.tensor(self.config.class_weights or [1.0] * self.config.num_classes, dtype=torch.float64)
         losses = torch.logsumexp(logits, 1) - logits.gather(1, labels[:, None])[:, 0]
-        total: torch.Tensor = (weights[labels] * losses).sum()
-        return total
+        return (weights[labels] * losses).sum()
