@@ -19,7 +19,6 @@ from andon_falsify.subjects.meter import StorageMeter
 
 
 def test_rows_become_distinct_and_keep_their_labels() -> None:
-    """Equal rows get other tokens, the rest stays; where no free row is left it is said."""
     rows = Rows(((40,), (40,), (41, 42), (40,)), (0, 1, 1, 2), 3)
     found = distinct(rows, longest=2)
     assert len(set(found.tokens)) == 4
@@ -45,10 +44,7 @@ def test_rows_are_recognised_by_content_whatever_the_padding() -> None:
 
 
 def test_a_short_window_is_named_by_what_it_has_of_a_full_one() -> None:
-    """Micro-batches, rows, ranks with rows, of 2 x 3 micro-batches of 2 rows; of a full window, and no part, nothing.
-
-    On ranks with unequal windows, micro-batches are those of all.
-    """
+    """Micro-batches, rows, ranks with rows, of 2 x 3 micro-batches of 2 rows; of a full window nothing."""
     case = loop_case(micro_batches=6)
     full: list[tuple[int, ...]] = [(1, 2), (3, 4), (5, 6)]
     cause = ": a short window is divided as a full one"
@@ -76,7 +72,6 @@ def test_a_case_has_one_global_batch_on_every_place() -> None:
 
 
 def test_every_call_gives_the_same_model_and_the_optimizer_of_the_case() -> None:
-    """The same bits, not the same object; only what trains is in the optimizer."""
     case = loop_case(optimizer="sgd", momentum=0.5, lr=0.25)
     one, other = model(case), model(case)
     assert one is not other
@@ -87,7 +82,6 @@ def test_every_call_gives_the_same_model_and_the_optimizer_of_the_case() -> None
 
 
 def test_a_subject_that_a_rank_could_not_find_is_refused() -> None:
-    """A function of the main program or inside another has no name that a rank can import."""
     with pytest.raises(ValueError, match="cannot be imported by a rank"):
         LoopSubject(lambda case: None)  # type: ignore[arg-type, return-value]
     with pytest.raises(ValueError, match=r"write package\.module:make"):
@@ -127,7 +121,6 @@ def test_a_row_without_a_gradient_counts_where_its_class_is_certain() -> None:
 
 
 def test_a_second_backward_pass_may_give_a_row_its_weight() -> None:
-    """What counts in one of two backward passes counts."""
     seen = LoopSightings((0,))
     seen.of(0, 1).leaves = [(3, 4)]
     weighing = Weighing(seen, 0)
@@ -183,7 +176,6 @@ def test_a_storage_counts_once_while_it_lives() -> None:
 
 
 def test_what_autograd_keeps_is_alive() -> None:
-    """The input of a square is held for its backward pass, and let go after it."""
     meter = StorageMeter()
     with meter:
         weight = torch.ones(KIB, requires_grad=True)

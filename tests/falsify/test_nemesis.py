@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import random
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import permutations
 from pathlib import Path
 from random import Random
 
@@ -18,7 +19,7 @@ import torch
 
 from andon.run.checkpoint import load_checkpoint, save_checkpoint
 from andon.run.sealed import MANIFEST, STATE, TENSORS, CheckpointError
-from falsify.nemesis import judging, power_cut, processes
+from falsify.nemesis import hosts, judging, power_cut, processes
 from falsify.nemesis import run as runs
 from falsify.nemesis.__main__ import told, verdict
 from falsify.nemesis.bench import Bench
@@ -27,11 +28,13 @@ from falsify.nemesis.fuzz.mutations import MUTATIONS, Mutation
 from falsify.nemesis.fuzz.run import fuzz
 from falsify.nemesis.fuzz.samples import ledger_lines
 from falsify.nemesis.fuzz.surfaces import SURFACES, Surface
+from falsify.nemesis.hosts import Lan
 from falsify.nemesis.language import Fault, Nemesis, Phase, Place, Promise, Row
 from falsify.nemesis.left_behind import Undisturbed, whole
+from falsify.nemesis.network import NEMESES, Cut
 from falsify.nemesis.planting import Plant, Planting, Struck, idle, proofs_in
 from falsify.nemesis.registry import UNPLAYED, nemeses
-from falsify.nemesis.run import Ending, Launch, Run
+from falsify.nemesis.run import Ending, Launch, NotStruckError, Run
 from falsify.nemesis.table import document, line
 
 PROMISE = Promise((71,), ("rank 1", "SIGKILL|SIGTERM"), 2.0, at_once=True, heal_says=("rejected",))
@@ -71,12 +74,9 @@ def named(name: str) -> Nemesis:
     return next(each for each in nemeses() if each.name == name)
 
 
-def test_a_promise_that_is_kept_is_not_found_broken() -> None:
-    assert judging.wrong(PROMISE, KEPT) == ()
-
-
 @pytest.mark.parametrize("said", BROKEN)
 def test_each_part_of_a_promise_can_be_found_broken(said: str) -> None:
+    assert judging.wrong(PROMISE, KEPT) == ()
     assert judging.wrong(PROMISE, replace(KEPT, **BROKEN[said])) == (said,)  # type: ignore[arg-type]
 
 
@@ -95,19 +95,6 @@ def test_each_part_of_a_promise_can_be_found_broken(said: str) -> None:
         ({"doubt": "never acted: guards:no_reports"}, False),
         ({"failed": "the run ended before"}, False),
     ],
-    ids=[
-        "all",
-        "skipped",
-        "not begun",
-        "promise",
-        "without fault",
-        "guard off, unseen",
-        "guard off, not played",
-        "without fault, not played",
-        "nothing seen",
-        "guard not off",
-        "no fault",
-    ],
 )
 def test_a_row_is_good_only_with_both_of_its_controls(changes: dict[str, object], good: bool) -> None:
     """A judge that sees nothing where the guard is off is a failure of its own; the document shows it."""
@@ -119,16 +106,13 @@ def test_a_row_is_good_only_with_both_of_its_controls(changes: dict[str, object]
     assert ("## Skipped" in document([row], 1)) is bool(row.skipped)
 
 
-def test_nemeses_have_names_of_their_own_and_a_guard_or_a_reason() -> None:
+def test_nemeses_have_names_a_guard_or_a_reason_and_play_every_row_of_the_catalogue() -> None:
     found = nemeses()
     assert len({each.name for each in found}) == len(found)
     assert [each.name for each in found if bool(each.guard) == bool(each.no_guard)] == []
     assert [each.name for each in found if each.guard and not each.guard.finds] == []
     (unseen,) = judging.wrong(PROMISE, replace(KEPT, healing=None))  # so a control that was not healed is left
     assert [each.name for each in found if each.guard and not judging.doubt(KEPT, (unseen,), each.guard.finds)] == []
-
-
-def test_every_row_of_the_catalogue_is_played_or_it_is_said_why_not() -> None:
     left_out = {6, 11, 18, 21, 26, 33, 38, 47}  # numbers that the catalogue does not have
     played = {number for each in nemeses() for number in each.numbers}
     assert played | UNPLAYED.keys() == set(range(1, 50)) - left_out
@@ -206,7 +190,6 @@ def without_chattr() -> str | None:
 
 
 def test_a_nemesis_that_is_broken_itself_is_a_row_that_says_so(tmp_path: Path) -> None:
-    """It takes no other row along, whatever it cannot do."""
     shared = Bench(tmp_path, Undisturbed(tmp_path), tmp_path, tmp_path, 1)
     row = shared.play(Nemesis("blunt", (), "", PROMISE, (Fault(never, needs=without_chattr),)))
     assert (row.failed, row.good) == ("the nemesis failed: FileNotFoundError: chattr", False)
@@ -251,15 +234,9 @@ def test_nothing_measured_is_no_success() -> None:
     chosen = named("rank killed")
     good = Row(chosen, phase=KEPT, calm=(), unguarded=("other bits",))
     skipped, unbegun = Row(chosen, skipped="no namespaces"), Row(chosen, unplayed="not begun")
-    cases: tuple[list[Row], ...] = (
-        [good],
-        [good, skipped],
-        [skipped],
-        [],
-        [good, unbegun],
-        [good, Row(chosen, failed="it ended before")],
-    )
-    assert [verdict(rows) for rows in cases] == [0, 0, 1, 1, 1, 1]
+    assert [verdict(rows) for rows in ([good], [good, skipped])] == [0, 0]
+    failed = Row(chosen, failed="it ended before")
+    assert [verdict(rows) for rows in ([skipped], [], [good, unbegun], [good, failed])] == [1] * 4
     assert told([good, skipped, unbegun]).startswith("1 of 1 nemeses: ")
     assert told([good, skipped, unbegun]).endswith("; 1 skipped, 1 not played")
 
@@ -300,6 +277,9 @@ def test_what_is_under_way_when_all_is_to_end_is_undone_and_released(tmp_path: P
     assert len(list(tmp_path.iterdir())) == 1
 
 
+FOUND, DUE = ("exit 0 instead of 70",), "exit 0 instead of 70|healing: exit"
+
+
 def test_a_control_that_never_acted_or_broke_shows_nothing(tmp_path: Path) -> None:
     off = (Plant("guards:deaf"), Plant("guards:blind"))
     Planting({}, proofs_in(tmp_path), "guards:deaf").acted()
@@ -311,9 +291,7 @@ def test_a_control_that_never_acted_or_broke_shows_nothing(tmp_path: Path) -> No
     assert judging.doubt(replace(KEPT, ending=Ending((0,), "")), FOUND, DUE) == ""
 
 
-FOUND, DUE = ("exit 0 instead of 70",), "exit 0 instead of 70|healing: exit"
-
-
+# Plants all in one process, and says what cannot be.
 PLANTED = """
 import json, os, sys
 from pathlib import Path
@@ -326,7 +304,6 @@ for name, options in json.load(sys.stdin):
     except (AttributeError, ImportError) as error:
         print(f"{name}: {error}")
 """
-"""Plants all in one process, and says what cannot be."""
 
 
 # Each nemesis that is played without its guard shows it too (`python -m falsify.nemesis`).
@@ -337,16 +314,12 @@ def test_all_that_is_patched_is_still_there_under_its_name(tmp_path: Path) -> No
     given = [(plant.function.partition(":")[2], dict(plant.options)) for plant in plants]
     patching = [each for each in given if each[0] != "never_joins"]  # that one patches nothing, and sleeps
     assert len(patching) > 20
-    done = subprocess.run(
+    command, given = (
         [sys.executable, "-c", PLANTED, tmp_path / "struck"],
-        input=json.dumps([*patching, ("no_such_plant", {})]),
-        capture_output=True,
-        text=True,
-        check=True,
+        json.dumps([*patching, ("no_such_plant", {})]),
     )
-    assert done.stdout.splitlines() == [
-        "no_such_plant: module 'falsify.nemesis.plants' has no attribute 'no_such_plant'"
-    ]
+    done = subprocess.run(command, input=given, capture_output=True, text=True, check=True)
+    assert done.stdout == "no_such_plant: module 'falsify.nemesis.plants' has no attribute 'no_such_plant'\n"
 
 
 def saved(folder: Path, step: int) -> Path:
@@ -357,7 +330,6 @@ def saved(folder: Path, step: int) -> Path:
 @pytest.mark.parametrize("name", [TENSORS, STATE, MANIFEST])
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_every_damage_is_refused_by_file(tmp_path: Path, damage: Callable[[Path, Path], object], name: str) -> None:
-    """The trainer and a reader that shares nothing with it refuse what a nemesis does to any file of a checkpoint."""
     before, path = saved(tmp_path, 1), saved(tmp_path, 2)
     damage(path / name, before / name)
     assert not whole(path)
@@ -402,7 +374,6 @@ SEED = 7
 @pytest.mark.parametrize("count", [8, pytest.param(200, marks=pytest.mark.deep)])
 @pytest.mark.parametrize("surface", SURFACES, ids=lambda surface: surface.name)
 def test_damaged_input_ends_in_the_promised_error_or_is_right(surface: Surface, count: int) -> None:
-    """No input ends in a traceback, hangs, or is accepted as something else than was written."""
     found = fuzz(surface, SEED, range(count))
     assert found.tried == count
     assert found.wrong == []
@@ -410,17 +381,13 @@ def test_damaged_input_ends_in_the_promised_error_or_is_right(surface: Surface, 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
 def test_each_mutation_changes_what_it_is_given(mutation: Mutation) -> None:
-    """Of a hundred draws on a ledger, at least nine in ten change it: damage that does nothing would test nothing."""
-    data = b"".join(ledger_lines(random.Random(0)))
-    changed = sum(mutation(random.Random(number), data) != data for number in range(100))
+    data = b"".join(ledger_lines(Random(0)))
+    changed = sum(mutation(Random(number), data) != data for number in range(100))
     assert changed >= 90
 
 
 def test_an_error_of_another_kind_is_reported_with_its_case() -> None:
-    """A reader that ends in a traceback for one case of three is reported for exactly that case."""
-
-    def attempt(draw: random.Random, folder: Path) -> str:
-        del draw
+    def attempt(draw: Random, folder: Path) -> str:
         seen.append(folder)
         if len(seen) == 2:
             raise KeyError("label")
@@ -428,3 +395,92 @@ def test_an_error_of_another_kind_is_reported_with_its_case() -> None:
 
     seen: list[Path] = []
     assert fuzz(Surface("broken", attempt), SEED, [5, 8, 9]).wrong == [(8, "KeyError: 'label'")]
+
+
+needs_hosts = pytest.mark.usefixtures("hosts_here")
+PATIENCE_S = 60.0
+OWNER = """
+import signal, sys, time
+from pathlib import Path
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background begins with it ignored
+from falsify.nemesis.hosts import Lan
+from falsify.nemesis.network import NEMESES
+lan = Lan.of(2)
+for host in lan.hosts:
+    host.start(["sleep", "600"], {}, Path("/dev/null"))
+while not all(host.pids() for host in lan.hosts):
+    time.sleep(0.01)
+print(lan.name, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(scope="module")
+def hosts_here() -> None:
+    reason = hosts.unavailable()
+    if reason:
+        pytest.skip(f"no hosts in network namespaces here: {reason}")
+
+
+@pytest.fixture(scope="module")
+def lan(hosts_here: None) -> Iterator[Lan]:
+    with Lan.of(3) as made:
+        yield made
+
+
+def lost(lan: Lan) -> set[tuple[int, int]]:
+    pairs = permutations(range(len(lan.hosts)), 2)
+    return {(one, other) for one, other in pairs if not lan.hosts[one].reaches(lan.hosts[other], 0.1)}
+
+
+@needs_hosts
+def test_what_is_dropped_does_not_arrive_and_all_else_does(lan: Lan) -> None:
+    """One way between two hosts; an unplugged host reaches nobody; nothing is lost once it is undone."""
+    first, second, third = lan.hosts
+    first.drop(second)
+    assert lost(lan) == {(0, 1)}
+    first.undrop(second)
+    third.unplug()
+    assert lost(lan) == {(0, 2), (1, 2), (2, 0), (2, 1)}
+    third.plug()
+    assert lost(lan) == set()
+
+
+@needs_hosts
+def test_two_of_three_hosts_are_cut_off_each_other_alone(lan: Lan, tmp_path: Path) -> None:
+    """The cut is no proof before it is made, is said when it is, and is mended once and for all."""
+    cut = Cut(pair=(1, 2))
+    run = Run(tmp_path, tmp_path, tmp_path, tmp_path, Undisturbed(tmp_path), Random(1), hosts=lan.hosts)
+    with pytest.raises(NotStruckError, match="datagrams from host1 to host2 arrive"):
+        cut.proof(run)
+    cut.make(run)
+    proof = cut.proof(run)
+    assert lost(lan) == {(1, 2), (2, 1)}
+    cut.mend(run)
+    cut.mend(run)
+    assert proof == "no datagram arrives from host1 to host2, host2 to host1; all others do"
+    assert lost(lan) == set()
+
+
+@needs_hosts
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT])
+def test_nothing_is_left_of_hosts_whose_owner_is_gone(signum: signal.Signals) -> None:
+    """Killed or interrupted with commands running on them: the watchman removes namespaces, processes and folder."""
+    with subprocess.Popen(
+        [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as owner:
+        name = owner.stdout.readline().strip()
+        there = [space for space in hosts.namespaces() if space.startswith(name)]
+        owner.send_signal(signum)
+        owner.wait(PATIENCE_S)
+        watchman = owner.stdout.read()  # the watchman holds the other end until it is done
+    assert len(there) == 3
+    assert watchman == ""
+    assert not [space for space in hosts.namespaces() if space.startswith(name)]
+    assert name not in {path.name for path in Path(hosts.FOLDER).iterdir()}
+
+
+def test_a_machine_without_the_tools_is_said_to_lack_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert hosts.unavailable() == "this machine has no ip and no tc and no unshare (iproute2, util-linux)"
+    assert all(nemesis.needs() == hosts.unavailable() for nemesis in NEMESES)

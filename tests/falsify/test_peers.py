@@ -1,9 +1,14 @@
-"""The loops of other libraries: what is known of these versions is found, with its figure; others are skipped."""
+"""Loops of other libraries, with their known figures, and loops that misbehave, which leave nothing behind."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import psutil
 import pytest
 
+from andon_falsify.campaign.loop_bench import LoopBench
+from andon_falsify.campaign.trial import LAW, Trial
 from andon_falsify.claims.of_loop import verdicts
 from andon_falsify.loops.subject import LoopSubject
 from andon_falsify.loops.task import loop_case
@@ -11,6 +16,7 @@ from andon_falsify.peers.registry import PEERS, Peer
 from andon_falsify.ranks.pool import RankPools
 from andon_falsify.subjects.case import Case, make_rows
 from andon_falsify.verdict import Outcome, Verdict
+from tests.falsify.loop_subjects import COMMAND
 
 WORLDS = (1, 2)
 pytestmark = pytest.mark.xdist_group("test_peers")
@@ -75,3 +81,66 @@ def test_accelerate_with_sums_is_right(pools: RankPools, case: Case) -> None:
     """No claim falls, and those on rows, gradient, update, loss and evaluation hold: such a loop can be written."""
     found = judged("accelerate_right", case, pools)
     assert {name: str(verdict) for name, verdict in found.items() if verdict.outcome is not Outcome.HOLDS} == {}
+
+
+MISBEHAVING = "tests.falsify.loop_subjects"
+TRIAL = Trial(LAW, loop_case(epochs=1))
+
+
+@pytest.fixture
+def patient() -> Iterator[RankPools]:
+    with RankPools(deadline_s=60.0, grace_s=1.0) as held:
+        yield held
+
+
+def bench(make: str, patient: RankPools) -> LoopBench:
+    return LoopBench(LoopSubject(make if ":" in make else f"{MISBEHAVING}:{make}", make, patient), make)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        ("tests.falsify.absent:make", "No module named 'tests.falsify.absent'"),
+        ("tests.falsify.broken_subject:make", "OSError: no licence was found"),
+        ("not_a_function", "names no function"),
+        ("nothing", "NoneType is no loop"),
+        ("WithoutTrain", "has no method `train(told)`"),
+        ("WithoutModel", "it has no attribute `model` (needed are `model`, a torch module, wrapped"),
+        ("WithEmptyModel", "its `model` is None"),
+        ("killed", "rank 1 was killed by SIGKILL"),
+        ("exiting", "rank 1 ended with exit code 7"),
+        ("leaving", "rank 1: SystemExit: enough at "),
+        ("raising", "rank 1: ArithmeticError: nothing adds up at "),
+        ("lying", "it says it is one of 1 ranks, but 2 were started"),
+    ],
+)
+def test_what_a_subject_does_wrong_is_named(patient: RankPools, make: str, said: str) -> None:
+    """Every claim of the trial is unknown for one reason in one line: the first cause, not what other ranks saw."""
+    found = bench(make, patient).attempt(TRIAL)
+    assert {verdict.outcome for verdict in found.values()} == {Outcome.UNKNOWN}
+    (why,) = {verdict.why for verdict in found.values()}
+    assert said in why
+    assert "\n" not in why
+    assert len(found) > 5
+
+
+def test_what_a_subject_leaves_running_is_named_and_ended(patient: RankPools) -> None:
+    found = bench("littering", patient).attempt(TRIAL)
+    assert {verdict.outcome for verdict in found.values()} == {Outcome.UNKNOWN}
+    assert all(f"({' '.join(COMMAND)})" in verdict.why for verdict in found.values())
+    assert [process.pid for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"] == [*COMMAND]] == []
+
+
+@pytest.mark.parametrize("make", ["Waiting", "Alone"])
+def test_a_deadlock_ends_with_the_deadline(make: str) -> None:
+    with RankPools(deadline_s=1.0, grace_s=0.1) as patient:
+        found = bench(make, patient).attempt(TRIAL)
+        assert all("no answer in time (1 s); killed" in verdict.why for verdict in found.values())
+        assert patient.of(2).pids == []
+
+
+def test_nonsense_on_the_standard_streams_does_nothing(patient: RankPools, capfd: pytest.CaptureFixture[str]) -> None:
+    found = bench("Garbling", patient).attempt(TRIAL)
+    assert {verdict.outcome for verdict in found.values()} == {Outcome.HOLDS}, found
+    printed = capfd.readouterr()
+    assert (printed.out, printed.err) == ("", "")

@@ -57,7 +57,6 @@ def placed(trace: Trace, place: str) -> Trace:
         ("nccl", 3, 4, "cuda:0 cuda:1 cuda:2"),
         ("mixed", 1, 4, "cpu"),
         ("mixed", 3, 1, "cpu cuda:0 cpu"),
-        ("mixed", 4, 2, "cpu cuda:0 cpu cuda:1"),
         ("mixed", 6, 2, "cpu cuda:0 cpu cuda:1 cpu cuda:0"),
         ("mixed", 2, 0, "cpu cpu"),
     ],

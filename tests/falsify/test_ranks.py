@@ -21,7 +21,6 @@ HERE = "tests.falsify.rank_work"
 
 @pytest.fixture
 def pool() -> Iterator[RankPool]:
-    """Two ranks; whoever hangs is given up soon."""
     held = RankPool(2, deadline_s=60.0, grace_s=2.0)
     yield held
     held.close()
@@ -50,7 +49,6 @@ def test_a_rank_that_fails_is_told_apart_and_the_pool_goes_on(pool: RankPool, wo
 
 
 def test_a_rank_that_hangs_is_killed_by_its_pid() -> None:
-    """The suite goes on without it, says where it stood, and leaves nothing behind."""
     pool = RankPool(2, deadline_s=1.0, grace_s=0.5)
     pids = [answer.value[2] for answer in pool.run(f"{HERE}:describe", "")]
     answers = pool.run(f"{HERE}:hang_on", 0)
@@ -116,8 +114,6 @@ except KeyboardInterrupt:
 
 
 class Suite:
-    """A process of its own with ranks, whose temporary files lie in `folder`."""
-
     def __init__(self, program: str, folder: Path) -> None:
         self.mark = uuid.uuid4().hex
         paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
@@ -132,7 +128,6 @@ class Suite:
         )
 
     def running(self) -> list[psutil.Process]:
-        """What was started by it, and has not ended."""
         return [each for each in psutil.process_iter() if each.pid != self.process.pid and self._started(each)]
 
     def _started(self, process: psutil.Process) -> bool:
@@ -148,7 +143,6 @@ class Suite:
         return self.process.communicate()[0], left
 
     def loading(self) -> psutil.Process:
-        """Its fork server, in the middle of importing torch."""
         while True:
             for each in self.running():
                 with suppress(OSError):  # it has just ended
@@ -159,7 +153,6 @@ class Suite:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[[str], Suite]]:
-    """Starts a suite that runs a program; none outlives the test."""
     held: list[Suite] = []
 
     def begin(program: str) -> Suite:
@@ -177,7 +170,6 @@ def start(tmp_path: Path) -> Iterator[Callable[[str], Suite]]:
 # Deep: the ranks load torch. By default `test_a_suite_that_is_killed_leaves_nothing` sees the server put all away.
 @pytest.mark.deep
 def test_nothing_stays_of_ranks_that_nobody_closed(start: Callable[[str], Suite], tmp_path: Path) -> None:
-    """A rank was killed in the middle of its work, and the pool is forgotten: no process and no folder stays."""
     suite = start(_LITTERING)
     said, left = suite.end()
     assert left == []
@@ -197,9 +189,7 @@ def test_an_interruption_while_the_server_loads_is_one_line(start: Callable[[str
 
 
 def test_a_suite_that_is_killed_leaves_nothing(start: Callable[[str], Suite], tmp_path: Path) -> None:
-    """It has no say any more: the server notices, and puts away what both have written."""
     suite = start(_WAITING)
-    assert suite.process.stdout is not None
     assert suite.process.stdout.readline() == "ready\n"
     servers = suite.running()
     assert list(tmp_path.iterdir()) != []

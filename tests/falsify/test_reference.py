@@ -1,9 +1,10 @@
-"""The reference computes what torch, transformers and peft compute, and not the same way."""
+"""The reference computes what torch, transformers and peft compute, and not the same way; our trainer keeps its law."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from andon_falsify.reference.causal import TokenRow, mean_of, token_sum
 from andon_falsify.reference.decoder import Decoder
 from andon_falsify.reference.encoder import Encoder
 from andon_falsify.reference.params import Layers, Lora, Masks, Params, canonical, canonical_name, no_dropout
 from andon_falsify.reference.training import Model, Piece, gradient, row_gradients, row_losses, train
 from andon_falsify.reference.update import AdamW, Sgd, State, UpdateRule, clip
+from andon_falsify.subjects.causal import CausalCase, CausalLaw, CausalSubject, distances
 
 ALPHA = 6
 RANK = 3
@@ -458,3 +461,94 @@ def test_loss_is_the_weighted_sum() -> None:
     weights = torch.tensor([0.5, 2.0, 1.0, 3.0], dtype=torch.float64)
     expected = nn.functional.cross_entropy(logits, labels, weights, reduction="sum")
     assert float(row_losses(logits, labels, weights).sum()) == pytest.approx(float(expected), rel=1e-14)
+
+
+BOUND = 2e-6
+TRANSFORMERS = 1e-6
+"""transformers computes norms and angles in float32 even in a float64 model."""
+
+
+@pytest.fixture(scope="module")
+def whole() -> CausalSubject:
+    return CausalSubject(CausalCase(world=1, lora=False))
+
+
+def _law(subject: CausalSubject) -> Decoder:
+    return Decoder.from_config(subject.model.config.to_dict())
+
+
+def test_next_tokens_are_those_of_the_architecture(whole: CausalSubject) -> None:
+    exact = whole.model.double()
+    tokens = torch.tensor(whole.rows[1].tokens)
+    seen = exact(input_ids=tokens[None]).logits[0].detach()
+    params = whole.weights()
+    assert "lm_head.weight" not in params
+    tied = _law(whole).next_token_logits(params, tokens)
+    apart = _law(whole).next_token_logits({**params, "lm_head.weight": 2 * params["model.embed_tokens.weight"]}, tokens)
+    whole.model.float()
+    assert tied.dtype == torch.float64
+    assert float((seen - tied).norm() / tied.norm()) < TRANSFORMERS
+    assert torch.equal(apart, 2 * tied)
+
+
+def test_the_law_is_one_sum_divided_once(whole: CausalSubject) -> None:
+    """Of a row with 1 trained token and one with 9: the mean over 10 tokens, which no mean of the rows' means is."""
+    decoder, params, names = _law(whole), whole.weights(), ["model.norm.weight"]
+    rows = [TokenRow((1, 2, 3), (0.0, 0.0, 1.0)), TokenRow(tuple(range(4, 14)), (1.0,) * 10)]
+    assert [row.trained for row in rows] == [1, 9]
+    by_row = [token_sum(decoder, params, names, row) for row in rows]
+    loss, gradients = mean_of(by_row)
+    by_hand = 0.0
+    for row in rows:
+        chances = decoder.next_token_logits(params, torch.tensor(row.tokens)).log_softmax(1)
+        by_hand -= sum(
+            weight * float(chances[place, token])
+            for place, (token, weight) in enumerate(zip(row.tokens[1:], row.weights[1:], strict=True))
+        )
+    assert loss == pytest.approx(by_hand / 10, rel=1e-12)
+    of_means = sum(mean_of([part])[1][names[0]] for part in by_row) / 2
+    assert float((of_means - gradients[names[0]]).norm() / gradients[names[0]].norm()) > 1e-2
+
+
+def test_weights_count_in_the_sum_and_not_in_the_count(whole: CausalSubject) -> None:
+    def summed(*row: tuple[float, ...]) -> Any:
+        return token_sum(_law(whole), whole.weights(), ["model.norm.weight"], TokenRow(*row))
+
+    one, two = summed((1, 2, 3), (0.0, 0.0, 1.0)), summed((1, 2, 3), (5.0, 0.0, 2.0))
+    assert (two.loss, two.tokens) == (2 * one.loss, one.tokens)
+    assert torch.equal(two.gradients["model.norm.weight"], 2 * one.gradients["model.norm.weight"])
+    with pytest.raises(ValueError, match="without a trained token"):
+        mean_of([summed((1, 2), (1.0, 0.0))])
+    with pytest.raises(ValueError, match="2 tokens and 1 weights"):
+        summed((1, 2), (1.0,))
+
+
+# 50 updates are what docs/figures.md quotes; by default 2 of them show the law.
+@pytest.mark.parametrize("updates", [2, pytest.param(50, marks=pytest.mark.deep)])
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "rows"])
+@pytest.mark.parametrize("lora", [True, False], ids=["lora", "whole"])
+def test_our_trainer_keeps_the_law(lora: bool, packed: bool, updates: int) -> None:
+    """Updates on 1, 2 and 3 ranks, with the same bits: every tensor's gradient within 2e-6, the loss within 1e-6."""
+    subjects = [CausalSubject(CausalCase(world, packed, lora)) for world in (1, 2, 3)]
+    for subject in subjects:
+        subject.start()
+    law = CausalLaw(subjects[0])
+    worst = 0.0
+    for step in range(1, updates + 1):
+        before = subjects[0].weights()
+        batches = [subject.batch(step) for subject in subjects]
+        loss, wanted = law(before, subjects[0], batches[0])
+        for subject, batch in zip(subjects, batches, strict=True):
+            assert all(torch.equal(value, before[name]) for name, value in subject.weights().items())
+            found_loss, found = subject.update(batch)
+            worst = max(worst, *distances(found, wanted).values())
+            assert found_loss == pytest.approx(loss, rel=1e-6)
+    assert worst <= BOUND
+
+
+def test_the_rows_are_ragged() -> None:
+    rows = CausalSubject(CausalCase()).rows
+    assert len({row.trained for row in rows}) > 5
+    assert len({len(row.tokens) for row in rows}) > 5
+    assert {weight for row in rows for weight in row.weights} == {0.0, 0.5, 1.0, 2.0}
+    assert len(CausalSubject(CausalCase()).task) < len(rows)

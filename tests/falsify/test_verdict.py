@@ -1,8 +1,10 @@
-"""Verdicts, what is made of them in a campaign's report, and what a ratio equals, with the mistake that gives it."""
+"""Verdicts, what is made of them in a campaign's report, what a ratio equals, and claims beside clauses."""
 
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
@@ -11,12 +13,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from andon_contracts.clauses import CLAUSES
 from andon_falsify.campaign.diagnosis import diagnosed, explain, held_by_rest, reason
 from andon_falsify.campaign.findings import Finding, Report, joined
 from andon_falsify.campaign.reasons import blame, condensed
+from andon_falsify.campaign.request import Options, understood
 from andon_falsify.campaign.wording import verdict_lines
 from andon_falsify.checkers import CLAIMS
-from andon_falsify.claims import statements
+from andon_falsify.claims import ledgers, of_loop, of_trainer, statements
+from andon_falsify.claims.clauses import ALIASES, ALONE, MAP, table
+from andon_falsify.claims.table import CHECKERS
 from andon_falsify.cli.attempt import show
 from andon_falsify.report.document import from_plain, to_plain
 from andon_falsify.subjects.case import Case, make_rows
@@ -389,3 +395,41 @@ def test_the_place_of_an_error_is_that_in_the_subjects_own_code_and_numbers_make
     many = "largest relative error 4.1e-07, allowed 2e-05; largest relative error 5.4e-07, allowed 2e-05; a; b; c"
     assert condensed(many) == "largest relative error 5.4e-07, allowed 2e-05; a; b; and 1 more"
     assert condensed("") == ""
+
+
+NAMES = {claim.name for claim in (*of_trainer.CLAIMS, *of_loop.CLAIMS, *ledgers.ALL)}
+DOCS = Path(__file__).parents[2] / "docs" / "clauses-and-claims.md"
+
+
+def test_every_clause_and_every_claim_is_in_the_map() -> None:
+    """Each clause once and in order; each claim beside a clause or among those that say why they have none."""
+    assert [each.clause for each in MAP] == list(CLAUSES)
+    assert {name for each in MAP for name in each.claims} | ALONE.keys() == NAMES
+    assert not {name for each in MAP for name in each.claims} & ALONE.keys()
+    assert all(bool(each.claims) is (each.relation != "none") for each in MAP)
+    assert CHECKERS.keys() <= NAMES
+
+
+def test_one_name_is_one_law_or_the_map_says_that_it_is_not() -> None:
+    """A clause and a claim of one name are the same law but for `halt-together`, whose note says what each is."""
+    shared = {each.clause: each for each in MAP if each.clause in NAMES}
+    assert {name for name, each in shared.items() if each.relation != "same"} == {"halt-together"}
+    assert all(each.claims == (name,) for name, each in shared.items())
+    assert all(each.note for each in MAP if each.relation in ("other", "none"))
+
+
+def test_the_published_table_is_the_map() -> None:
+    assert "\n".join(table()) in DOCS.read_text(encoding="utf-8")
+
+
+def test_ledgers_are_judged_without_torch() -> None:
+    """`andon verify` starts as fast as it reads: what needs tensors is not loaded where nobody has any."""
+    code = "import sys, andon_falsify.claims.ledgers; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(("clause", "claim"), ALIASES.items())
+def test_a_claim_is_asked_for_by_the_name_of_its_clause_too(clause: str, claim: str) -> None:
+    assert understood(Options(claims=(clause,))).claims == (claim,)
+    assert understood(Options(claims=(claim,))).claims == (claim,)
+    assert understood(Options(claims=("finite",))).claims == ("finite",)  # another law than `loss-finite`

@@ -111,7 +111,7 @@ def test_v15_the_cpu_takes_the_place_of_an_absent_gpu_only_when_asked(caplog: py
 
 
 def test_v25_without_the_accelerator_the_loss_is_the_same(caplog: pytest.LogCaptureFixture) -> None:
-    """V25, F-DP-004: replicas whose GPUs do not exist train on the CPU if asked to, which is logged, with equal loss."""
+    """V25, F-DP-004: replicas whose GPUs do not exist train on the CPU if asked, which is logged, with equal loss."""
     absent = [ABSENT, ABSENT + 2]
     with pytest.raises(InputError, match="10007"):
         DataParallelCoordinator(SMALL, CONFIG, absent)

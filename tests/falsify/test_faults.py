@@ -1,4 +1,4 @@
-"""The power gate counts a kill only if the fault's own claim falls for its own reason, and holds without the fault."""
+"""The power gate: a fault counts as seen only if its own claim falls for its own reason, and holds without it."""
 
 from __future__ import annotations
 
@@ -10,19 +10,25 @@ from pathlib import Path
 import pytest
 
 from andon_contracts.policy import enforced
+from andon_falsify.claims import of_loop
 from andon_falsify.claims.evidence import Evidence
 from andon_falsify.claims.functions import TABLES, Tabulated
 from andon_falsify.claims.of_trainer import CLAIMS
 from andon_falsify.claims.table import CHECKERS
+from andon_falsify.compliance.loop_power import LoopLaboratory
 from andon_falsify.compliance.power import Laboratory
 from andon_falsify.faults import causal, looped, registry
+from andon_falsify.faults.looped import make, named
+from andon_falsify.faults.looped.fault import SGD, LoopFault, Outside
 from andon_falsify.faults.own_promises import MEMORY
 from andon_falsify.faults.planting import Fault
 from andon_falsify.faults.seed_mutants import ADDED, CAUGHT, MISSED
+from andon_falsify.loops.subject import LoopSubject
+from andon_falsify.peers.plain import PlainLoop
 from andon_falsify.ranks.pool import RankPools
 from andon_falsify.ranks.trainer import AndonTrainer
 from andon_falsify.subjects.case import make_rows
-from andon_falsify.verdict import Counterexample, Verdict, conclude
+from andon_falsify.verdict import Counterexample, Outcome, Verdict, conclude
 
 ROOT = Path(__file__).parents[2]
 LABORATORY = Laboratory(AndonTrainer(RankPools()))
@@ -45,7 +51,6 @@ def test_every_claim_has_a_fault_that_it_must_see() -> None:
     ],
 )
 def test_a_kill_needs_the_claim_the_reason_and_a_change(fault: Fault, problem: str | None) -> None:
-    """Being noticed by another claim, or by chance, is not enough."""
     found = LABORATORY.attempt(fault, "inline").problems
     assert found == [] if problem is None else any(each.startswith(problem) for each in found)
 
@@ -65,7 +70,6 @@ def test_a_check_that_falls_whenever_contracts_are_off_kills_nothing(monkeypatch
 
 @pytest.mark.deep  # it trains; the test above plants such a check where nothing is trained
 def test_a_claim_of_a_run_that_falls_whenever_contracts_are_off_kills_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same for our trainer."""
     summed = registry.named("sum instead of mean")
     short, checker = replace(summed, case=summed.case.but(rows=make_rows(5))), CHECKERS[summed.claim]
     assert LABORATORY.attempt(short, "inline").problems == []
@@ -91,7 +95,6 @@ said = cache(causal.attempt)
     ],
 )
 def test_a_fault_of_instruction_tuning_is_seen_by_its_check_for_its_reason(fault: causal.CausalFault) -> None:
-    """No check says anything of the case without it."""
     control, planted = said(fault.case), said(fault.case, fault.plant)
     assert causal.problems(fault, control, planted) == []
     (silent,) = causal.problems(fault, control, {})
@@ -101,21 +104,20 @@ def test_a_fault_of_instruction_tuning_is_seen_by_its_check_for_its_reason(fault
 
 
 def test_no_check_sees_anything_in_rows_that_are_not_packed() -> None:
-    """The other controls go with the faults."""
     assert not any(said(causal.CausalCase(packed=False)).values())
 
 
-FAULTS = {
+PAGES = {
     "trainer": ("mutants.md", {fault.name: fault.claim for fault in registry.FAULTS}),
     "loops": ("loop-faults.md", {fault.name: getattr(fault.outside, "claim", None) for fault in looped.FAULTS}),
     "causal": ("causal-mutants.md", {fault.name: fault.killer for fault in causal.FAULTS}),
 }
 
 
-@pytest.mark.parametrize("part", FAULTS)
+@pytest.mark.parametrize("part", PAGES)
 def test_the_frozen_rows_and_the_docs_name_every_fault_with_its_claim(part: str) -> None:
     """`benchmarks.freeze --write` writes both; here nothing is run."""
-    page, claims = FAULTS[part]
+    page, claims = PAGES[part]
     rows = json.loads((ROOT / "tests" / "golden" / f"{part}.json").read_text(encoding="utf-8"))
     frozen = {row["fault"]: row.get("claim", row.get("check")) for row in rows if not row["fault"].startswith("none: ")}
     assert frozen == claims
@@ -125,3 +127,67 @@ def test_the_frozen_rows_and_the_docs_name_every_fault_with_its_claim(part: str)
         begins = f"| {name.replace(' ', ' | ', 1) if part == 'loops' else name} | " if claim else f"- {name}: "
         mark = "**KILLED**" if part == "causal" else f"| {claim} | " if claim else ""
         assert any(line.startswith(begins) and mark in line for line in lines), name
+
+
+SHOWN = {fault.name: fault.outside for fault in looped.FAULTS if isinstance(fault.outside, Outside)}
+DEFAULT = (
+    "F01 initial weights differ",
+    "F17 mean of ranks' means",
+    "F37 clip norm summed over replicas",
+    "F41 NaN hidden by nan_to_num",
+    "F46 sampler pads with repeats",
+    "F58 training in evaluation mode",
+    "F61 scheduler for each micro-batch",
+    "F68 base touched",
+    "F76 moments permuted",
+    "F85 evaluation pads with repeats",
+    "F88 loss of one rank reported",
+)
+WORLDS = (2,)
+
+
+class Idle(LoopFault):
+    """A fault that is none: what is planted is the right loop."""
+
+    name, right = PlainLoop.__name__, PlainLoop
+
+
+@pytest.fixture(scope="module")
+def laboratory(pools: RankPools) -> LoopLaboratory:
+    return LoopLaboratory(pools)
+
+
+@pytest.mark.parametrize(
+    "name",
+    # Deep: the default run plants one fault for each claim.
+    [pytest.param(name, marks=() if name in DEFAULT else pytest.mark.deep) for name in SHOWN],
+)
+def test_a_planted_fault_falls_by_its_claim_for_its_reason(laboratory: LoopLaboratory, name: str) -> None:
+    """It changes what is seen, the right loop holds on every claim, and a counterexample says what is wrong."""
+    assert laboratory.attempt(named(name)).problems == []
+
+
+def test_the_default_run_plants_a_fault_for_every_claim_that_one_names() -> None:
+    claims = {outside.claim for outside in SHOWN.values()}
+    assert {SHOWN[name].claim for name in DEFAULT} == claims <= {claim.name for claim in of_loop.CLAIMS}
+    assert len({fault.name for fault in looped.FAULTS}) == len(looped.FAULTS)
+
+
+def test_a_fault_that_changes_nothing_is_no_kill(laboratory: LoopLaboratory) -> None:
+    """Two runs of one loop leave the same; a loop without a claim, or of another name, is refused."""
+    changed, seen = laboratory.attempt(Idle("F00", "idle", PlainLoop, "", Outside("gradient-law", ""))).problems
+    assert (changed, seen[:46]) == ("the fault changed nothing", "not seen by gradient-law; fallen: none; gradie")
+    with pytest.raises(ValueError, match="no claim sees F71 tied weights untied: whether"):
+        laboratory.attempt(named("F71 tied weights untied"))
+    with pytest.raises(KeyError, match="F16 sum"):
+        make(SGD.but(fault="F16 sum"))
+
+
+def test_weights_that_are_broadcast_behind_the_step_are_no_difference(pools: RankPools) -> None:
+    """The seed's workers differ in the gradient and in what the optimizer remembers, not in what they go on with."""
+    trace = LoopSubject("andon_falsify.peers.seed:make", pools=pools).run(SGD.but(momentum=0.9))
+    verdict = of_loop.verdicts(trace)["replicas-agree"]
+    assert verdict.outcome is Outcome.FALSIFIED
+    digests = {step.number: {entry.weights for entry in step.ranks} for step in trace.seen.steps}
+    assert {number: len(held) for number, held in digests.items()} == dict.fromkeys(digests, 1)
+    assert all(len({entry.optimizer for entry in step.ranks}) == 2 for step in trace.seen.steps)
