@@ -129,18 +129,13 @@ def test_numbers_beyond_a_float_are_not_finite() -> None:
 @given(
     st.lists(
         st.one_of(JSON, st.dictionaries(st.sampled_from([*STEP, "ids", "loss", "ranks", "plan"]), JSON)), max_size=5
-    )
+    ),
+    st.lists(st.binary(max_size=20).filter(lambda raw: b"\n" not in raw), max_size=6),
 )
-def test_reading_never_raises(values: list[object]) -> None:
-    lines = [json.dumps(STEP | value if isinstance(value, dict) else value).encode() + b"\n" for value in values]
-    read = read_lines(lines, "x")
-    assert len(read.events) + len(read.unread) == len(lines)
-
-
-@given(st.lists(st.binary(max_size=20).filter(lambda raw: b"\n" not in raw), max_size=6))
-def test_reading_bytes_never_raises(bodies: list[bytes]) -> None:
-    read = read_lines([body + b"\n" for body in bodies], "x")
-    assert len(read.events) + len(read.unread) == len(bodies)
+def test_reading_never_raises(values: list[object], bodies: list[bytes]) -> None:
+    lines = [json.dumps(STEP | value if isinstance(value, dict) else value).encode() for value in values]
+    read = read_lines([line + b"\n" for line in [*lines, *bodies]], "x")
+    assert len(read.events) + len(read.unread) == len(lines) + len(bodies)
 
 
 def test_a_file_is_read_as_its_lines(tmp_path: Path) -> None:
@@ -201,26 +196,6 @@ def test_the_plan_and_the_initial_weights_of_a_start_line() -> None:
     assert read.start.initial_weights == "7".rjust(16, "0")
     other = one({"v": 1, "kind": "start", "digests": {"weights": "8"}})
     assert other.start.initial_weights == "8"
-
-
-def test_the_notation_says_what_it_shows() -> None:
-    read = history(
-        "3: 0@0,1[a 2] 1@2[c] w=7,8 o=- loss=nan d=5 epoch=1 | violation clause=finite step=4", backend="gloo"
-    )
-    (event,) = read.steps
-    assert (event.number, event.epoch, event.ids, event.world, event.backend) == (3, 1, ("a", 2, "c"), 2, "gloo")
-    assert [(rank.rank, rank.leaves, rank.ids) for rank in event.ranks] == [(0, (0, 1), ("a", 2)), (1, (2,), ("c",))]
-    assert [rank.weights for rank in event.ranks] == ["7".rjust(16, "0"), "8".rjust(16, "0")]
-    assert {rank.optimizer for rank in event.ranks} == {None}
-    assert event.loss.hex == "nan"
-    (broken,) = read.of_kind("violation")
-    assert (broken.step, broken.fields["clause"]) == (4, "finite")
-
-
-@pytest.mark.parametrize("text", ["1: 0[a] oops", "1: 0[a] 1[b] w=1,2,3", "x: 0[a]", "1: 0[a] loss=low"])
-def test_what_is_not_in_the_notation_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"."):
-        history(text)
 
 
 def raw(*lines: str) -> History:

@@ -130,19 +130,7 @@ def test_the_frozen_rows_and_the_docs_name_every_fault_with_its_claim(part: str)
 
 
 SHOWN = {fault.name: fault.outside for fault in looped.FAULTS if isinstance(fault.outside, Outside)}
-DEFAULT = (
-    "F01 initial weights differ",
-    "F17 mean of ranks' means",
-    "F37 clip norm summed over replicas",
-    "F41 NaN hidden by nan_to_num",
-    "F46 sampler pads with repeats",
-    "F58 training in evaluation mode",
-    "F61 scheduler for each micro-batch",
-    "F68 base touched",
-    "F76 moments permuted",
-    "F85 evaluation pads with repeats",
-    "F88 loss of one rank reported",
-)
+DEFAULT = [name for name in SHOWN if name[:3] in "F01 F17 F37 F41 F46 F58 F61 F68 F76 F85 F88"]
 WORLDS = (2,)
 
 

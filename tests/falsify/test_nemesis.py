@@ -65,11 +65,6 @@ BROKEN = {
 ZEROS = ",".join(f'"{name}":{{"hex":"0x0p+0"}}' for name in ("loss", "grad_norm", "lr"))
 
 
-def switched_off(nemesis: Nemesis) -> set[Plant]:
-    on, off = ((nemesis.launch(guarded=each), nemesis.heal(guarded=each)) for each in (True, False))
-    return {plant for launch in off for plant in launch.plants} - {plant for launch in on for plant in launch.plants}
-
-
 def named(name: str) -> Nemesis:
     return next(each for each in nemeses() if each.name == name)
 
@@ -289,37 +284,6 @@ def test_a_control_that_never_acted_or_broke_shows_nothing(tmp_path: Path) -> No
     for each in (replace(KEPT, ending=broke), replace(KEPT, healing=broke)):
         assert judging.doubt(each, FOUND, DUE) == "it ends with a traceback: AttributeError: _record"
     assert judging.doubt(replace(KEPT, ending=Ending((0,), "")), FOUND, DUE) == ""
-
-
-# Plants all in one process, and says what cannot be.
-PLANTED = """
-import json, os, sys
-from pathlib import Path
-os.environ["RANK"] = "1"
-from falsify.nemesis import plants
-from falsify.nemesis.planting import Planting
-for name, options in json.load(sys.stdin):
-    try:
-        getattr(plants, name)(Planting(options, Path(sys.argv[1])))
-    except (AttributeError, ImportError) as error:
-        print(f"{name}: {error}")
-"""
-
-
-# Each nemesis that is played without its guard shows it too (`python -m falsify.nemesis`).
-@pytest.mark.deep
-def test_all_that_is_patched_is_still_there_under_its_name(tmp_path: Path) -> None:
-    """A part of the trainer that was renamed or moved is found here, and not in the minutes of real runs."""
-    plants = {plant for each in nemeses() for plant in (*each.launch(guarded=False).plants, *switched_off(each))}
-    given = [(plant.function.partition(":")[2], dict(plant.options)) for plant in plants]
-    patching = [each for each in given if each[0] != "never_joins"]  # that one patches nothing, and sleeps
-    assert len(patching) > 20
-    command, given = (
-        [sys.executable, "-c", PLANTED, tmp_path / "struck"],
-        json.dumps([*patching, ("no_such_plant", {})]),
-    )
-    done = subprocess.run(command, input=given, capture_output=True, text=True, check=True)
-    assert done.stdout == "no_such_plant: module 'falsify.nemesis.plants' has no attribute 'no_such_plant'\n"
 
 
 def saved(folder: Path, step: int) -> Path:

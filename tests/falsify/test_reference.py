@@ -62,11 +62,11 @@ SIZES = {
 }
 
 
-def decoder(*, kv_heads: int = 2) -> Subject:
+def decoder() -> Subject:
     """Qwen3 with grouped queries and LoRA, every trainable weight away from 0."""
     from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
-    config = Qwen3Config(**SIZES, num_key_value_heads=kv_heads, head_dim=6)
+    config = Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=6)
     torch.manual_seed(0)
     return _adapted(Qwen3ForSequenceClassification(config), config.to_dict(), ["q_proj", "v_proj", "down_proj"])
 
@@ -299,48 +299,6 @@ def test_logits_and_gradients_are_those_of_the_architecture(
     assert accused.keys() == gradients.keys()
     assert any("lora_A" in name for name in gradients)
     assert [name for name in gradients if relative(accused[name], gradients[name]) >= ROUNDING] == []
-
-
-def test_gradient_is_the_derivative_of_the_loss() -> None:
-    """A central difference along a random direction gives the directional derivative: checked without the accused."""
-    subject = decoder()
-    model = Decoder.from_config(subject.config, Lora(ALPHA))
-    batch = pieces(7, SHAPES)
-    params, names = subject.params, subject.trainable
-    _, gradients = gradient(model, params, names, batch)
-    generator = torch.Generator().manual_seed(1)
-    direction = {name: torch.randn(params[name].shape, generator=generator, dtype=torch.float64) for name in names}
-    step = 1e-6
-
-    def loss(sign: int) -> float:
-        moved = {name: params[name] + sign * step * direction[name] for name in names}
-        return gradient(model, params | moved, names, batch)[0]
-
-    slope = sum(float((gradients[name] * direction[name]).sum()) for name in names)
-    assert (loss(1) - loss(-1)) / (2 * step) == pytest.approx(slope, rel=1e-7)
-
-
-def test_grouped_queries_read_their_own_group() -> None:
-    """4 query heads on 1 and on 2 key heads agree with transformers: the order of repetition matters."""
-    for kv_heads in (1, 2, 4):
-        subject = decoder(kv_heads=kv_heads)
-        subject.model.eval()
-        (piece,) = pieces(8, ((4, 9),))
-        seen = subject.model(input_ids=piece.tokens, attention_mask=piece.attention).logits.detach()
-        expected = Decoder.from_config(subject.config, Lora(ALPHA)).logits(
-            subject.params, piece.tokens, piece.attention
-        )
-        assert relative(seen, expected) < ROUNDING
-
-
-def test_padding_changes_nothing() -> None:
-    """More padding on the right gives the same scores to float64's last digits: a causal reader cannot see it."""
-    subject = decoder()
-    model = Decoder.from_config(subject.config, Lora(ALPHA))
-    (piece,) = pieces(9, ((3, 8),))
-    tokens, attention = (nn.functional.pad(values, (0, 5)) for values in (piece.tokens, piece.attention))
-    narrow = model.logits(subject.params, piece.tokens, piece.attention)
-    assert relative(model.logits(subject.params, tokens, attention), narrow) < 1e-14
 
 
 def test_masks_act_where_peft_and_attention_drop() -> None:

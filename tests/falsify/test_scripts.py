@@ -30,17 +30,10 @@ from andon_falsify.verdict import Outcome, Verdict
 from tests.falsify.written_runs import PLAIN, copying, lines
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "scripts"
-FULL = "run {world} {local_batch} {accumulation} {folder} {resume:--go-on now}"
 
 
 def ledger(*steps: dict[str, Any]) -> History:
     return read_lines(lines(*steps), "ledger")
-
-
-def test_places_are_filled_for_a_layout() -> None:
-    case = Case(batch_size=12, world=3, micro_batches=6)
-    assert Command.read(FULL).words(case, "a b") == ["run", "3", "2", "2", "a b"]
-    assert Command.read(FULL).words(case, "f", resumed=True) == ["run", "3", "2", "2", "f", "--go-on", "now"]
 
 
 @pytest.mark.parametrize(
@@ -56,6 +49,8 @@ def test_words_for_resuming_may_have_places_and_braces(resume: str, words: list[
     command = Command.read(f"run {{world}} {{local_batch}} --to {{folder}} {{resume:{resume}}} --last")
     assert command.words(case, "f g", resumed=True) == ["run", "3", "4", "--to", "f g", *words, "--last"]
     assert command.words(case, "f g") == ["run", "3", "4", "--to", "f g", "--last"]
+    counted = Command.read("run {world} {local_batch} {accumulation}")
+    assert counted.words(Case(batch_size=12, world=3, micro_batches=6), "f") == ["run", "3", "2", "2"]
 
 
 def test_a_pattern_names_the_newest_that_there_is_to_resume(tmp_path: Path) -> None:
@@ -205,9 +200,7 @@ def test_rows_that_come_again_at_the_data_loader_fall_though_none_are_told(
     broken = json.dumps({"seq": 1, "prev": chain_digest(step.removesuffix(b"\n")), **seen}).encode() + b"\n"
     verdict = samples(read_lines([step, broken], "ledger"))
     assert verdict.outcome is outcome
-    assert [str(found) for found in verdict.counterexamples] == [
-        "step 2, at its data loader: rows [1] came again"
-    ] * len(verdict.counterexamples)
+    assert {*map(str, verdict.counterexamples)} <= {"step 2, at its data loader: rows [1] came again"}
 
 
 def steps(*weights: int) -> History:
@@ -324,20 +317,6 @@ while not os.path.exists({str(pid)!r}) or not open({str(pid)!r}).read():
     done = run([sys.executable, "-c", program], tmp_path / "run", 30.0)
     assert [stray.partition(" ")[0] for stray in done.stray] == [pid.read_text()]
     assert over(int(pid.read_text()))
-
-
-def test_an_interrupted_run_leaves_nothing_running(tmp_path: Path) -> None:
-    """Ctrl-C reaches the suite alone, since a command has a session of its own; it is ended before that goes up."""
-    pid = tmp_path / "pid"
-
-    def interrupted(_: Path) -> bool:
-        if pid.exists() and pid.read_text():
-            raise KeyboardInterrupt
-        return False
-
-    with pytest.raises(KeyboardInterrupt):
-        run([sys.executable, "-c", waiting(pid)], tmp_path / "run", 30.0, interrupted)
-    assert not psutil.pid_exists(int(pid.read_text()))
 
 
 def test_a_campaign_that_is_terminated_ends_its_script_and_leaves_its_report(tmp_path: Path) -> None:

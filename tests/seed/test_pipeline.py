@@ -110,12 +110,6 @@ def test_lists_and_tensors_have_one_mean_with_nan_and_inf_in_place(grads: list[l
     assert has_non_finite(tensor) == has_non_finite(mean)
 
 
-@given(matrices(FINITE), st.integers(1, 4))
-def test_equal_workers_change_nothing(grads: list[list[float]], copies: int) -> None:
-    """R27: the mean of equal gradients is that gradient, to the bit; a sum would not be."""
-    assert average_gradients([grads[0]] * copies) == grads[0]
-
-
 def test_the_mean_of_one_tensor_is_a_copy_in_its_shape() -> None:
     """T14: nothing that the worker writes later changes it."""
     gradient = torch.ones(2, 3)
