@@ -30,8 +30,6 @@ class Undivided(PlainLoop):
 
 
 class Halved(PlainLoop):
-    """Every gradient is half of what it should be."""
-
     def _loss_sum(self, ids: Sequence[int]) -> Tensor:
         return super()._loss_sum(ids) / 2
 
@@ -76,8 +74,6 @@ class Forgetful(PlainLoop):
 
 
 class Careless(PlainLoop):
-    """It says that it halts, and steps on NaN."""
-
     def _apply(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -170,8 +166,6 @@ class InStep(PlainLoop):
 
 
 class OddRate(PlainLoop):
-    """The last tensor is in a group of its own, at three times the rate."""
-
     def __init__(self, case: Case) -> None:
         super().__init__(case)
         last = self.optimizer.param_groups[0]["params"].pop()
@@ -179,8 +173,6 @@ class OddRate(PlainLoop):
 
 
 class Dropping(PlainLoop):
-    """Evaluates with the model in training mode."""
-
     def evaluate(self) -> Mapping[str, float]:
         with torch.no_grad():
             every = list(range(len(self.rows)))
@@ -216,8 +208,6 @@ class DealtOut(PlainLoop):
 
 
 class Bag(nn.Module):
-    """Class scores of the mean of a row's token vectors."""
-
     def __init__(self, classes: int) -> None:
         super().__init__()
         self.tokens = nn.EmbeddingBag(128, 8)
@@ -313,8 +303,6 @@ not_a_function = 3
 
 
 class Dying(PlainLoop):
-    """Its last rank ends in `how`, before the first update."""
-
     def __init__(self, case: Case, how: str) -> None:
         super().__init__(case)
         self.how = how
@@ -335,8 +323,6 @@ killed, exiting, leaving, raising = (partial(Dying, how=how) for how in ("kill",
 
 
 class Waiting(PlainLoop):
-    """Its last rank waits for what nobody does."""
-
     def train(self, told: Told) -> None:
         if dist.get_rank() == dist.get_world_size() - 1:
             threading.Event().wait()

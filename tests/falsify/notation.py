@@ -52,12 +52,10 @@ def history(text: str, name: str = "history", *, world: int | None = None, backe
 
 
 def told(checker: Any, read: str | History, outcome: Outcome, *words: str, **given: Any) -> None:
-    """Assert what a checker says of a history."""
     says(checker.check(history(read) if isinstance(read, str) else read, **given), outcome, *words)
 
 
 def says(verdict: Verdict, outcome: Outcome, *words: str) -> None:
-    """Assert the outcome and that its text has each of `words`."""
     assert verdict.outcome is outcome, verdict
     assert [word for word in words if word not in str(verdict)] == [], verdict
 

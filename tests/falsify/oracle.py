@@ -48,5 +48,4 @@ def holds(_: Trial) -> Verdict:
 
 
 def falls_with(ratio: Callable[[Case], float]) -> Says:
-    """Falsified in every case, with a ratio that depends on it."""
     return lambda trial: conclude(SUM, 1, [Counterexample("off", "step 1", ratio=ratio(trial.case))])

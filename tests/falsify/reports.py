@@ -39,7 +39,6 @@ REPEATED = Counterexample(
 
 
 def finding(claim: str, subject: str = "andon", outcome: Outcome | str = Outcome.HOLDS, **rest: Any) -> Finding:
-    """A finding of a claim on gloo, with comparisons and a counterexample where its outcome needs them."""
     known: dict[str, Any] = {"subject_version": "1.0", "backend": "gloo", "world": 2, "accumulation": 2, "seed": 7}
     if outcome in (Outcome.HOLDS, Outcome.FALSIFIED):
         known["checked"] = 12

@@ -70,7 +70,6 @@ def test_1_where_a_claim_is_falsified_and_its_command_repeats_it(tmp_path: Path)
 
 
 def test_2_where_a_backend_that_was_asked_for_could_not_be_tried() -> None:
-    """Tables of calls hold anywhere, and say nothing of the backend that is missing; alone they need none."""
     claims = ("--claim", "replicas-agree", "--claim", "average-law", "--world", "64", "--accumulation", "1")
     code, lines, _ = falsify("--backend", "nccl", *claims)
     assert (code, lines[-1]) == (2, "checked 1 of 21 claims, 0 runs, 1 not applicable, 0 unknown")
@@ -157,7 +156,7 @@ def test_130_after_an_interruption_with_whole_reports(asked: Asked, tmp_path: Pa
     ],
     ids=["SIGTERM", "deadline"],
 )
-def test_a_campaign_that_is_ended_leaves_whole_reports(
+def test_an_ended_campaign_leaves_reports(
     asked: Asked, ends: Callable[[], object], code: int, said: str, tmp_path: Path
 ) -> None:
     def endless(_: Trial) -> Verdict:
@@ -187,7 +186,6 @@ def test_a_page_is_made_from_the_json_at_any_time(tmp_path: Path) -> None:
 
 
 def test_a_claim_that_is_expected_to_fail_fails_nothing(tmp_path: Path) -> None:
-    """It falls with its reason and 0; where it holds, the reason is out of date: 2."""
     report, junit = tmp_path / "r.json", tmp_path / "r.xml"
     reason = ("--expected-failed", "gradient-law: the last shard: later")
     words = ("--claim", "gradient-law", *reason, "--junit", str(junit))

@@ -108,7 +108,6 @@ def test_the_same_seed_draws_the_same_and_another_one_others() -> None:
 
 @pytest.mark.parametrize("seed", [0, 1, 7, 10**6])
 def test_drawn_cases_are_what_the_claims_need(seed: int) -> None:
-    """Different rows on each rank, ragged ends, SGD without clipping and AdamW with it; a cut behind a checkpoint."""
     trials = drawn(seed)
     for trial in trials:
         case = trial.case
@@ -195,7 +194,6 @@ def test_every_place_has_a_finding_of_its_own() -> None:
 
 
 def test_a_fall_is_shrunk_unless_exact_explained_and_repeatable() -> None:
-    """Minimal first: still 4 = accumulation x world, three rows, one for each class; one exact command."""
     whole = found(campaign(Oracle(falls_with(lambda case: float(case.world * case.accumulation)))))
     first = whole.verdicts[0].counterexamples[0]
     assert first.equals == "4.000 = accumulation 2 x world 2: the loss was not divided"
@@ -254,7 +252,6 @@ def test_a_loop_that_declares_no_brakes_is_run_once_to_see_that() -> None:
 
 
 def test_a_subject_that_never_works_is_given_up() -> None:
-    """After four trials that ended in the same way; the tables of calls are still looked at."""
     bench = Oracle(lambda trial: holds(trial) if trial.kind == FUNCTIONS else unknown(SUM, "no module"))
     whole = found(campaign(bench, FUNCTIONS, LAW))
     assert len(bench.asked) == 5

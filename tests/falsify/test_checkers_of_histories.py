@@ -119,7 +119,6 @@ def test_what_is_no_json_or_huge_is_reported_in_few_words() -> None:
 
 
 def test_numbers_beyond_a_float_are_not_finite() -> None:
-    """1e400 as an integer, bare NaN and infinity are values that were not finite, not errors."""
     for raw in ("1" + "0" * 400, "-1" + "0" * 400, "NaN", "Infinity"):
         line = json.dumps(STEP)[:-1] + f', "loss": {raw}, "lr": {{"value": {raw}, "hex": "x"}}}}\n'
         (event,) = read_lines([line.encode()], "x").steps
@@ -170,7 +169,6 @@ def test_reading_is_bounded(tmp_path: Path) -> None:
 
 
 def test_runs_and_trajectory_of_a_resumed_history() -> None:
-    """Steps done again appear twice in `steps`, count once in `trajectory`, and belong to the run that did them."""
     read = history("start | 1: 0[a] | 2: 0[b] w=5 | torn | resume step=1 | 2: 0[b] w=6 | 3: 0[c] | end")
     assert [event.number for event in read.steps] == [1, 2, 3]
     read = history("start | 1: 0[a] | 2: 0[b] w=5 | resume step=1 | 2: 0[b] w=6 | 3: 0[c] | end reason=finished")
@@ -199,7 +197,6 @@ def test_the_plan_and_the_initial_weights_of_a_start_line() -> None:
 
 
 def raw(*lines: str) -> History:
-    """Lines that the notation cannot write."""
     return read_lines([f"{line}\n".encode() for line in lines], "raw")
 
 
@@ -307,9 +304,7 @@ def test_two_epochs_differ_in_their_order(first: list[int], second: list[int]) -
 
 
 @given(st.integers(1, 4), st.integers(1, 12), st.data())
-def test_samples_once_accepts_any_split_and_rejects_any_single_change(
-    world: int, rows: int, data: st.DataObject
-) -> None:
+def test_samples_once_accepts_any_split_and_no_change(world: int, rows: int, data: st.DataObject) -> None:
     owners = data.draw(st.lists(st.integers(0, world - 1), min_size=rows, max_size=rows))
     shares = [[row for row in range(rows) if owners[row] == rank] for rank in range(world)]
     batch = ",".join(map(str, range(rows)))
@@ -638,7 +633,6 @@ def test_what_a_violation_took_back_is_not_compared() -> None:
     ids=range(7),
 )
 def test_updates_cannot_be_disowned(text: str) -> None:
-    """Without a violation, with another's, of fewer than stand, after a resume, for a suspicion, to no checkpoint."""
     told(resume_equal, text, FALSIFIED, "taken back without right")
 
 
@@ -656,7 +650,6 @@ def test_losses_close() -> None:
 
 
 def test_losses_close_names_one_factor() -> None:
-    """HF's logged loss: accumulation x world too big at every update; no ratio where it is not one."""
     law, factors = [1.0, 0.5, 0.25], {"world": 2, "accumulation": 2}
     found = losses_close.check([4.0, 2.0, 1.0], law, start=1, factors=factors)
     says(found, FALSIFIED, "ratio 4.000 = accumulation 2 x world 2")

@@ -36,7 +36,6 @@ UNDIVIDED = registry.named("average without division")
 
 
 def test_every_claim_has_a_fault_that_it_must_see() -> None:
-    """Seed 5.1 lists 12 mutants that survived, 12 that were killed and 11 to add; 5 faults are of memory."""
     assert [len(faults) for faults in (MISSED, CAUGHT, ADDED, MEMORY)] == [12, 12, 11, 5]
     assert {fault.claim for fault in registry.FAULTS} == {claim.name for claim in CLAIMS}
 
@@ -151,7 +150,6 @@ def laboratory(pools: RankPools) -> LoopLaboratory:
     [pytest.param(name, marks=() if name in DEFAULT else pytest.mark.deep) for name in SHOWN],
 )
 def test_a_planted_fault_falls_by_its_claim_for_its_reason(laboratory: LoopLaboratory, name: str) -> None:
-    """It changes what is seen, the right loop holds on every claim, and a counterexample says what is wrong."""
     assert laboratory.attempt(named(name)).problems == []
 
 
@@ -162,7 +160,6 @@ def test_the_default_run_plants_a_fault_for_every_claim_that_one_names() -> None
 
 
 def test_a_fault_that_changes_nothing_is_no_kill(laboratory: LoopLaboratory) -> None:
-    """Two runs of one loop leave the same; a loop without a claim, or of another name, is refused."""
     changed, seen = laboratory.attempt(Idle("F00", "idle", PlainLoop, "", Outside("gradient-law", ""))).problems
     assert (changed, seen[:46]) == ("the fault changed nothing", "not seen by gradient-law; fallen: none; gradie")
     with pytest.raises(ValueError, match="no claim sees F71 tied weights untied: whether"):

@@ -80,7 +80,6 @@ def test_a_right_loop_that_is_written_otherwise_holds(pools: RankPools, loop: st
     ("loop", "said"), [("InTurn", "several optimizers"), ("DealtOut", "the ranks' optimizers share out")]
 )
 def test_a_design_that_cannot_be_judged_is_not_falsified(pools: RankPools, loop: str, said: str) -> None:
-    """Updates that are no single step: everything about them is unknown, with the reason, in other runs too."""
     bench = LoopBench(LoopSubject(f"{HERE}:{loop}", pools=pools), loop)
     found = bench.attempt(Trial(LAW, SGD))
     assert {verdict.outcome for verdict in found.values()} == {Outcome.UNKNOWN}
@@ -113,7 +112,6 @@ def test_an_update_without_rows_is_compared_with_another_run(pools: RankPools) -
 
 
 def test_training_without_its_dropout_is_seen_on_one_rank(pools: RankPools) -> None:
-    """Where nobody draws apart from another; the right loop draws, and the claim does not apply to it."""
     case = SGD.but(world=1, micro_batches=1)
     wrong = LoopSubject("andon_falsify.faults.looped.rows:NeverTraining", pools=pools)
     right = LoopSubject(f"{PEERS}.plain:make", pools=pools)
@@ -176,7 +174,6 @@ def test_a_resume_without_moments_and_a_step_on_nan_are_seen(pools: RankPools) -
 
 
 def test_a_model_of_the_loops_own_is_judged_by_its_own_forward_pass(pools: RankPools) -> None:
-    """The verdict says that it is not independent; a lost gradient is seen, and what cannot be known does not apply."""
     case = SGD.but(optimizer="sgd", momentum=0.0)
     right, wrong = (
         verdicts(LoopSubject(f"{HERE}:{name}", pools=pools).run(case)) for name in ("OwnModel", "OwnModelWrong")

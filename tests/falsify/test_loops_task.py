@@ -29,7 +29,6 @@ def test_rows_become_distinct_and_keep_their_labels() -> None:
 
 
 def test_rows_are_recognised_by_content_whatever_the_padding() -> None:
-    """Left or right, with more columns, without a mask; another label or other tokens are named; -100 is no row."""
     case = loop_case()
     batch = collate([dataset(case)[row] for row in (30, 2, 7)])
     knows = Recogniser(case.rows)
@@ -62,7 +61,6 @@ def test_a_short_window_is_named_by_what_it_has_of_a_full_one() -> None:
 
 
 def test_a_case_has_one_global_batch_on_every_place() -> None:
-    """12 rows on 1 to 4 ranks with 1 to 3 micro-batches; what cannot be dealt evenly is refused."""
     for world, accumulation in ((1, 1), (1, 3), (2, 3), (3, 2), (4, 1)):
         case = shaped(loop_case(), world, accumulation)
         assert (case.world, case.accumulation) == (world, accumulation)
@@ -157,7 +155,6 @@ KIB = 256
 
 
 def test_a_storage_counts_once_while_it_lives() -> None:
-    """Views share their storage; a result counts from its making to its end, a weight before anyone reads it."""
     meter = StorageMeter()
     with meter:
         first = torch.ones(KIB)

@@ -197,8 +197,6 @@ class Sleeping(Place):
 
 
 def noted(name: str, at: float, step: int, *, before: bool = False) -> Fault:
-    """A fault that notes what is done with it, in the order in which it is done."""
-
     def note(run: Run, what: str) -> None:
         with (run.scratch / "done").open("a") as file:
             file.write(f"{what} {name}, {len(run.commands)} started\n")
@@ -399,7 +397,6 @@ def lost(lan: Lan) -> set[tuple[int, int]]:
 
 @needs_hosts
 def test_what_is_dropped_does_not_arrive_and_all_else_does(lan: Lan) -> None:
-    """One way between two hosts; an unplugged host reaches nobody; nothing is lost once it is undone."""
     first, second, third = lan.hosts
     first.drop(second)
     assert lost(lan) == {(0, 1)}
@@ -412,7 +409,6 @@ def test_what_is_dropped_does_not_arrive_and_all_else_does(lan: Lan) -> None:
 
 @needs_hosts
 def test_two_of_three_hosts_are_cut_off_each_other_alone(lan: Lan, tmp_path: Path) -> None:
-    """The cut is no proof before it is made, is said when it is, and is mended once and for all."""
     cut = Cut(pair=(1, 2))
     run = Run(tmp_path, tmp_path, tmp_path, tmp_path, Undisturbed(tmp_path), Random(1), hosts=lan.hosts)
     with pytest.raises(NotStruckError, match="datagrams from host1 to host2 arrive"):
@@ -429,7 +425,6 @@ def test_two_of_three_hosts_are_cut_off_each_other_alone(lan: Lan, tmp_path: Pat
 @needs_hosts
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT])
 def test_nothing_is_left_of_hosts_whose_owner_is_gone(signum: signal.Signals) -> None:
-    """Killed or interrupted with commands running on them: the watchman removes namespaces, processes and folder."""
     with subprocess.Popen(
         [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as owner:

@@ -51,7 +51,6 @@ def test_hf_trainer_multiplies_by_accumulation_and_world(pools: RankPools) -> No
 # By default the accelerate loop with sums, and test_loops.py, show these verdicts.
 @pytest.mark.deep
 def test_hf_trainer_mended_is_right_on_even_batches(pools: RankPools) -> None:
-    """With its two switches set, gradient and logged loss are the law's, and every row is visited once."""
     found = judged("hf_trainer_mended", EVEN, pools)
     held = [found[claim].outcome for claim in ("gradient-law", "losses-close", "samples-once", "update-law")]
     assert held == [Outcome.HOLDS] * 4, found
@@ -68,7 +67,6 @@ def test_hf_trainer_mended_still_averages_means_in_a_ragged_window(pools: RankPo
 
 
 def test_accelerate_visits_sixteen_rows_of_ten(pools: RankPools) -> None:
-    """10 rows in batches of 4 on 2 ranks: `even_batches` makes 16 visits of them."""
     case = loop_case(rows=make_rows(10), batch_size=8, micro_batches=2, **SGD)
     found = judged("accelerate", case, pools)["samples-once"]
     assert found.outcome is Outcome.FALSIFIED
@@ -78,7 +76,6 @@ def test_accelerate_visits_sixteen_rows_of_ten(pools: RankPools) -> None:
 
 @pytest.mark.parametrize("case", [loop_case(rows=make_rows(13), batch_size=8), EVEN], ids=["ragged", "even"])
 def test_accelerate_with_sums_is_right(pools: RankPools, case: Case) -> None:
-    """No claim falls, and those on rows, gradient, update, loss and evaluation hold: such a loop can be written."""
     found = judged("accelerate_right", case, pools)
     assert {name: str(verdict) for name, verdict in found.items() if verdict.outcome is not Outcome.HOLDS} == {}
 

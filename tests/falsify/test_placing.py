@@ -33,7 +33,6 @@ HERE = "tests.falsify.rank_work"
 
 @pytest.fixture(scope="module")
 def pools() -> Iterator[RankPools]:
-    """Ranks for all tests of this file, there before a test looks which processes there are."""
     with RankPools() as held:
         for world, backend in ((1, "mixed"), (1, "gloo"), (2, "mixed"), (2, "gloo")):
             held.of(world, backend).run("builtins:repr", "")
@@ -62,7 +61,6 @@ def placed(trace: Trace, place: str) -> Trace:
     ],
 )
 def test_every_rank_has_its_device(backend: str, world: int, gpus: int, devices: str) -> None:
-    """A GPU each for nccl; CPU and GPU by turns for mixed, so that one GPU is enough for 2 and 3 ranks."""
     assert [str(device) for device in devices_of(backend, world, gpus)] == devices.split()
 
 

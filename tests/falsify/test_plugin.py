@@ -58,7 +58,6 @@ installed = pytest.mark.skipif(not INSTALLED, reason="needs Andon installed, sin
 # Deep: another process imports torch; what it reports is counted as here.
 @pytest.mark.parametrize("xdist", [(), pytest.param(("-n", "1"), marks=pytest.mark.deep)], ids=["alone", "xdist"])
 def test_a_subject_is_judged_claim_by_claim(tmp_path: Path, xdist: tuple[str, ...]) -> None:
-    """An unknown claim fails, a claim that holds passes, an inapplicable claim is skipped; each shows its reason."""
     results = tmp_path / "r.xml"
     words = ("--script", copying(tmp_path, {"1": 1.0, "2": 1.0}), "--world", "2,3", "--accumulation", "1")
     done = run(tmp_path, "--pyargs", "andon_falsify", *words, *xdist, "--junitxml", str(results))
@@ -91,7 +90,7 @@ def test_a_subject_is_judged_claim_by_claim(tmp_path: Path, xdist: tuple[str, ..
         (1.0, ("--expected-failed", "same-everywhere: padded"), 1, "holds, but expected to fall: padded", "1 passed"),
     ],
 )
-def test_only_a_named_claim_is_judged_and_may_fall(
+def test_a_named_claim_may_fall(
     pytester: pytest.Pytester, norm: float, more: tuple[str, ...], code: int, said: str, counted: str
 ) -> None:
     script = copying(pytester.path, {"1": 1.0, "2": norm})
@@ -187,9 +186,7 @@ def test_does_not_apply(court):
         pytest.param(["-n", "1"], 1, marks=pytest.mark.deep),
     ],
 )
-def test_a_claim_that_checked_nothing_is_unknown_and_fails(
-    pytester: pytest.Pytester, options: list[str], unknown: int
-) -> None:
+def test_a_claim_without_a_check_fails(pytester: pytest.Pytester, options: list[str], unknown: int) -> None:
     """Every test passed, yet the session fails; through pytest-xdist too. What was not selected is not unknown."""
     pytester.makepyfile(test_claims=TESTS)
     done = pytester.runpytest_inprocess(*PLUGIN, *options)

@@ -69,7 +69,6 @@ def test_the_sentinel_refuses_ranks_that_a_case_left_in_disorder(pool: RankPool)
 
 @pytest.mark.parametrize("work", ["start_on", "start_and_die_on", "hide_on"])
 def test_what_a_rank_leaves_behind_is_named_and_ended(pool: RankPool, tmp_path: Path, work: str) -> None:
-    """A child of a rank; one whose rank has died; one in a session of its own whose parents are gone."""
     written = tmp_path / "pid"
     answers = pool.run(f"{HERE}:{work}", (1, str(written)))
     left = int(written.read_text())
@@ -79,7 +78,6 @@ def test_what_a_rank_leaves_behind_is_named_and_ended(pool: RankPool, tmp_path: 
 
 
 def test_what_ends_with_its_rank_is_nobodys_fault(pool: RankPool, tmp_path: Path) -> None:
-    """A worker that waits for its rank's end of a pipe, as those of data loaders and compilers do."""
     written = tmp_path / "pid"
     answers = pool.run(f"{HERE}:employ_on", (1, str(written)))
     assert [answer.error for answer in answers] == ["", ""]

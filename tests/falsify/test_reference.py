@@ -27,8 +27,6 @@ CLASSES = 3
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to compare with, and what the reference needs to know of it."""
-
     model: nn.Module
     config: Mapping[str, object]
 
@@ -132,7 +130,6 @@ def tensors(seed: int, scale: float = 1.0) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(("law", "build"), LAWS, ids=["sgd", "sgd-momentum", "adamw", "adamw-other"])
 def test_an_update_is_torchs(law: UpdateRule, build: Callable[[Iterable[Tensor]], torch.optim.Optimizer]) -> None:
-    """Five updates at five rates, one of them 0, give torch's weights; a tensor without a gradient stays."""
     weights = tensors(0)
     leaves = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
     optimizer = build(leaves.values())
@@ -218,7 +215,6 @@ def test_what_the_loss_does_not_reach_has_gradient_zero() -> None:
 
 
 def test_training_steps_by_the_schedule_and_clips_once() -> None:
-    """Two updates by hand: slope, clipped to 0.1, times the step's rate; an empty batch between changes nothing."""
     batches: list[list[Piece]] = [pieces(1, ((3, 5), (1, 4)), classes=2), [], pieces(2, ((2, 5),), classes=2)]
     params = {"w": torch.tensor(0.3, dtype=torch.float64)}
     first, empty, last = train(Line(), params, ["w"], batches, Sgd(), lambda step: 0.1 * step, clip_norm=0.1)
@@ -234,7 +230,6 @@ def test_training_steps_by_the_schedule_and_clips_once() -> None:
 
 
 def test_masks_are_those_of_the_step_and_the_piece() -> None:
-    """A row's input dropped at (2, 1) only makes its gradient 0 there and nowhere else."""
     batch = pieces(3, ((2, 4), (2, 4)), classes=2)
     asked = []
 
@@ -323,7 +318,6 @@ def test_masks_act_where_peft_and_attention_drop() -> None:
 
 
 def test_attention_dropout_is_applied_to_probabilities() -> None:
-    """Dropping every key but one with factor 1 leaves that key's value times its probability."""
     query, key, value = (torch.randn(1, 1, 3, 4, dtype=torch.float64) for _ in range(3))
     allowed = torch.ones(1, 1, 3, 3, dtype=torch.bool)
     only_last = torch.tensor([0.0, 0.0, 1.0]).expand(1, 1, 3, 3)
@@ -346,7 +340,6 @@ def test_masks_of_another_shape_and_adapters_without_a_scale_are_refused() -> No
 
 
 def test_every_place_of_dropout_is_asked_for() -> None:
-    """The decoder asks for each adapter and each attention once a pass, the encoder for its hidden dropouts too."""
     for subject, law, hidden in ((decoder(), Decoder, 0), (encoder(), Encoder, 2 + 2 * 2)):
         asked: list[str] = []
 
@@ -409,7 +402,6 @@ def test_two_tensors_of_one_name_and_a_label_that_is_no_class_are_refused() -> N
 
 
 def test_loss_is_the_weighted_sum() -> None:
-    """Against -log softmax by hand, and with weights against torch's own sum; huge logits do not overflow."""
     logits = torch.tensor([[0.0, 0.0], [2000.0, 0.0]], dtype=torch.float64)
     total = row_losses(logits, torch.tensor([1, 1])).sum()
     assert float(total) == pytest.approx(torch.log(torch.tensor(2.0)).item() + 2000.0)

@@ -44,7 +44,6 @@ def page(tmp_path: Path) -> Path:
 
 
 def tab_to(browser: Browser, wanted: str) -> None:
-    """Press Tab until the element of that id has the focus."""
     for _ in range(80):
         if browser.value(FOCUS) == wanted:
             return

@@ -82,6 +82,7 @@ def same(base: History, other: History, accumulation: int = 1) -> Verdict:
     return same_layouts(base, other, {"world": 2, "accumulation": accumulation})
 
 
+Fields = dict[str, Any]
 KNOWN = {**PLAIN, "ids": [1, 2]}
 
 
@@ -97,10 +98,7 @@ KNOWN = {**PLAIN, "ids": [1, 2]}
         *((PLAIN, {"grad_norm": of, "loss": 1.7, "weights_norm": 3.3}, [of]) for of in (2.0, 0.5, 4.0, 3.0, 1.5, 6.0)),
     ],
 )
-def test_a_number_that_differs_between_layouts_falls_with_its_ratio(
-    base: dict[str, Any], other: dict[str, Any], ratios: list[float]
-) -> None:
-    """A gradient of another scale falls by the name of its ratio alone."""
+def test_a_number_that_differs_falls_with_its_ratio(base: Fields, other: Fields, ratios: list[float]) -> None:
     verdict = same(ledger(base), ledger({**base, **other}), accumulation=3)
     assert verdict.outcome is (Outcome.FALSIFIED if ratios else Outcome.HOLDS)
     assert [found.ratio for found in verdict.counterexamples] == list(map(pytest.approx, ratios))
@@ -120,10 +118,7 @@ SAID = ["dropout in drop (p = 0.1). Switch this off (p = 0) in the run that is c
         ({**KNOWN, "ids": [1, 2, 3]}, {"ids": [3, 1, 4]}, ["on (expected 2, seen 4)", "use_seedable_sampler"]),
     ],
 )
-def test_a_gradient_that_may_differ_for_other_rows_or_draws_proves_nothing(
-    base: dict[str, Any], other: dict[str, Any], said: list[str]
-) -> None:
-    """Without a named ratio: the reason and the remedy are told."""
+def test_a_gradient_of_other_rows_or_draws_proves_nothing(base: Fields, other: Fields, said: list[str]) -> None:
     verdict = same(ledger(base), ledger({**base, "grad_norm": 1.063, "loss": 1.02, **other}))
     assert verdict.outcome is Outcome.UNKNOWN
     assert [words for words in said if words not in verdict.why] == []
@@ -192,9 +187,7 @@ def test_rows_come_once_in_every_stretch(batches: list[list[int]], outcome: Outc
         ("clip-once", "warned", Outcome.NOT_APPLICABLE),
     ],
 )
-def test_rows_that_come_again_at_the_data_loader_fall_though_none_are_told(
-    clause: str, action: str, outcome: Outcome
-) -> None:
+def test_rows_that_come_again_at_the_data_loader_fall(clause: str, action: str, outcome: Outcome) -> None:
     (step,) = lines({"grad_norm": 1.0})
     seen = {"kind": "violation", "clause": clause, "action": action, "seen": "rows [1] came again", "step": 2, "v": 3}
     broken = json.dumps({"seq": 1, "prev": chain_digest(step.removesuffix(b"\n")), **seen}).encode() + b"\n"
@@ -267,10 +260,8 @@ LOGGED = "E1122 15:47:42.907000 3903 {}/distributed/elastic/api.py:1002] failed\
         ("traceback : Signal 9 (SIGKILL) received by PID 7", "Signal 9 (SIGKILL) received by PID 7"),
         ("ValueError: all that was said", "ValueError: all that was said"),
         (f"why\n{LOGGED.format('torch')}", "why"),
-        (f"why\n{LOGGED.format('.tox/lib/python3.11/site-packages/torch')}", "why"),
         (f"why\n{LOGGED.format('/usr/lib/python3/torch')}", "why"),
     ],
-    ids=["printed before", "killed", "no traceback", "a log", "a log of tox", "a log of the system"],
 )
 def test_the_reason_is_what_ended_a_script(printed: str, reason: str, tmp_path: Path) -> None:
     """And not what it printed of an error that it handled, nor what the launcher logs, wherever it is installed."""

@@ -196,9 +196,7 @@ def test_exit_codes_of_a_report(outcomes: list[Outcome], code: int) -> None:
         (Outcome.FALSIFIED, Outcome.FALSIFIED, "interrupted", 1),
     ],
 )
-def test_what_is_excused_fails_nothing_but_by_holding(
-    excused: Outcome, other: Outcome, unfinished: str, code: int
-) -> None:
+def test_what_is_excused_fails_by_holding(excused: Outcome, other: Outcome, unfinished: str, code: int) -> None:
     found = report(finding("a", excused), finding("b", other), excused=("a",), unfinished=unfinished)
     assert (found.exit_code, from_plain(to_plain(found), "file").exit_code) == (code, code)
 
@@ -402,7 +400,6 @@ DOCS = Path(__file__).parents[2] / "docs" / "clauses-and-claims.md"
 
 
 def test_every_clause_and_every_claim_is_in_the_map() -> None:
-    """Each clause once and in order; each claim beside a clause or among those that say why they have none."""
     assert [each.clause for each in MAP] == list(CLAUSES)
     assert {name for each in MAP for name in each.claims} | ALONE.keys() == NAMES
     assert not {name for each in MAP for name in each.claims} & ALONE.keys()
@@ -411,7 +408,6 @@ def test_every_clause_and_every_claim_is_in_the_map() -> None:
 
 
 def test_one_name_is_one_law_or_the_map_says_that_it_is_not() -> None:
-    """A clause and a claim of one name are the same law but for `halt-together`, whose note says what each is."""
     shared = {each.clause: each for each in MAP if each.clause in NAMES}
     assert {name for name, each in shared.items() if each.relation != "same"} == {"halt-together"}
     assert all(each.claims == (name,) for name, each in shared.items())

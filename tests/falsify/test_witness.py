@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,7 +27,6 @@ from andon_falsify.faults.registry import named
 from andon_falsify.history import read_lines
 from andon_falsify.loops import record as of_loops
 from andon_falsify.loops.sightings import Group, LoopSightings, Made
-from andon_falsify.loops.subject import LoopSubject
 from andon_falsify.ranks.pool import RankPools
 from andon_falsify.ranks.trainer import AndonTrainer
 from andon_falsify.subjects import trace as of_trainers
@@ -73,7 +71,6 @@ def test_a_poisoned_update_stops_before_the_next(late: AndonTrainer, step: int) 
 
 
 def test_a_run_that_is_cut_off_resumes(late: AndonTrainer) -> None:
-    """The update after the cut was taken already: no checkpoint has it, and its line is not written."""
     found = cut_and_resume(late, CASE, after=5, every=2, world=2, fault=None)
     assert found.cut.first.at == 6
     assert [each.step for each in found.cut.first.reported] == [1, 2, 3, 4, 5]
@@ -124,7 +121,6 @@ class Secretive(nn.Dropout):
 
 
 def test_what_drops_in_secret_leaves_no_law(prompt: AndonTrainer) -> None:
-    """Not applicable with the operation's name, for each claim that needs the masks; without dropout nothing is hid."""
     assert [recorded(Secretive(chance))[2] for chance in (0.0, 0.5)] == ["", "andon_test.attention.default"]
     trace = prompt.run(Case(world=1))
     hidden = {key: replace(leaf, hidden="aten.flash") for key, leaf in trace.first.masks.items()}
@@ -136,7 +132,6 @@ def test_what_drops_in_secret_leaves_no_law(prompt: AndonTrainer) -> None:
     assert judged(of_trace(trace), [gradient_law.CLAIM])[gradient_law.CLAIM.name].outcome is Outcome.HOLDS
 
 
-KINDS = ("start", "resume", "step", "violation", "end")
 DIGESTS = st.sampled_from(["", "0" * 16, "00000000000000a1", "f" * 16])
 REALS = st.floats(allow_nan=True, allow_infinity=True)
 
@@ -181,15 +176,17 @@ def decoded(lines: list[bytes]) -> list[Record]:
 
 @given(runs(), st.sampled_from([of_trainers, of_loops]))
 @settings(deadline=None)
-def test_every_line_of_either_kind_of_subject_is_one_of_the_ledger(
-    run: tuple[Case, list[LoopSightings]], writer: object
-) -> None:
+def test_every_line_is_one_of_the_ledger(run: tuple[Case, list[LoopSightings]], writer: object) -> None:
     """Whatever was seen or not: both readers, the ledger's and the falsifier's, read every line and say the same."""
     case, parts = run
     lines = witness.linked(writer._events(case, parts))  # type: ignore[attr-defined]
     records, history = decoded(lines), read_lines(lines, "seen")
     assert not history.unread
     assert [record.kind for record in records] == [event.kind for event in history.events]
+    starts = [record for record in records if isinstance(record, Start | Resume)]
+    assert {record.writer for record in starts} == {witness.WRITER}
+    assert {value for record in starts for value in (record.algorithms or {}).values()} == {"sha256"}
+    assert {record.reason for record in records if isinstance(record, End)} <= {"finished"}
     steps = [record for record in records if isinstance(record, Step)]
     assert [(s.step, s.ids, s.lr.hex) for s in steps] == [(e.number, e.ids, e.lr and e.lr.hex) for e in history.steps]
     for record, event in zip(steps, history.steps, strict=True):
@@ -200,34 +197,6 @@ def test_every_line_of_either_kind_of_subject_is_one_of_the_ledger(
         assert (record.tensors is not None) is kept
 
 
-def test_every_kind_of_event_of_real_runs_is_read(
-    pools: RankPools, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    written: list[list[bytes]] = []
-    linked = witness.linked
-
-    def kept(events: Iterator[witness.Line]) -> list[bytes]:
-        written.append(linked(events))
-        return written[-1]
-
-    monkeypatch.setattr(witness, "linked", kept)
-    case = Case(rows=make_rows(6), batch_size=4, micro_batches=2, world=2, epochs=2)
-    loop = LoopSubject("andon_falsify.peers.plain:make", pools=pools)
-    for name, subject in (("own", AndonTrainer(pools)), ("loop", loop)):
-        written.clear()
-        saving = case.but(folder=str(tmp_path / name), checkpoint_every=1)
-        for each in (case, case.but(poison=Poison(2, 0, "nan")), saving.but(stop_after=2), saving):
-            subject.run(each)
-        records = [record for lines in written for record in decoded(lines)]
-        wanted = set(KINDS) if name == "own" else set(KINDS) - {"violation"}
-        assert {record.kind for record in records} >= wanted
-        assert {record.kind for record in records} <= set(KINDS)
-        starts = [record for record in records if isinstance(record, Start | Resume)]
-        assert {record.writer for record in starts} == {witness.WRITER}
-        assert {value for record in starts for value in (record.algorithms or {}).values()} == {"sha256"}
-        assert all(record.reason == "finished" for record in records if isinstance(record, End))
-
-
 def test_a_line_refers_to_tensors_and_never_holds_them() -> None:
     part = Sightings((0,))
     part.reported.append(Reported(1, 0, 0, (0, 1), 2, 1, 0.1, math.nan, 1.0))
@@ -235,7 +204,6 @@ def test_a_line_refers_to_tensors_and_never_holds_them() -> None:
     case = Case(rows=make_rows(2), batch_size=2, micro_batches=1)
     line = witness.linked(of_trainers._events(case, [part]))[1]
     record = decode_line(line).record
-    assert isinstance(record, Step)
     assert record.tensors == {"gradients": "1/gradients", "weights": "1/weights"}
     assert len(line) < 1000
     assert {field.name for field in dataclasses.fields(Values)} == set(record.tensors)

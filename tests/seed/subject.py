@@ -51,7 +51,6 @@ def sorted_samples(count: int) -> list[SafetySample]:
 
 
 def mixed_samples(count: int) -> list[SafetySample]:
-    """Alternating classes, each text another, of unequal lengths."""
     return [sample(f"{'abcXYZ'[i % 6] * (1 + i % 5)} {i}", i % 2) for i in range(count)]
 
 
@@ -117,7 +116,6 @@ class Reference:
         return {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
 
     def step(self, samples: Sequence[SafetySample]) -> tuple[float, float]:
-        """One update; returns the mean loss before it and the norm of the gradient before clipping."""
         self.optimizer.zero_grad()
         lengths = sorted({len(each.input) for each in samples})
         loss = sum(self.loss_sum([each for each in samples if len(each.input) == n]) for n in lengths) / len(samples)
@@ -128,7 +126,6 @@ class Reference:
         return float(loss.detach()), float(norm)
 
     def loss_sum(self, samples: Sequence[SafetySample]) -> torch.Tensor:
-        """Sum of w[label] * cross entropy over samples of one length, so that nothing is padded."""
         ids = torch.tensor([list(each.input.encode()) for each in samples])
         labels = torch.tensor([each.label for each in samples])
         logits = self.model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
