@@ -113,15 +113,11 @@ def test_drawn_cases_are_what_the_claims_need(seed: int) -> None:
         case = trial.case
         updates = -(-len(case.rows) // case.batch_size) * case.epochs
         if trial.kind in (LAW, HALT, RESUME):
-            assert case.batch_size % (case.world * case.accumulation) == 0
             assert case.local_batch * case.accumulation * case.world == case.batch_size
         if trial.kind == HALT:
-            assert case.poison is not None
             assert case.poison.step * case.batch_size <= len(case.rows)
             assert case.poison.leaf < case.micro_batches
         if trial.kind == RESUME:
-            assert case.stop_after is not None
-            assert case.checkpoint_every is not None
             assert case.checkpoint_every < case.stop_after < updates
             assert trial.then_world in LAYOUT.worlds
             assert case.optimizer == "adamw" or case.momentum  # else nobody notices that its state was lost
@@ -156,14 +152,13 @@ def test_a_case_is_shrunk_to_what_its_fall_needs() -> None:
     assert kept.place == trial.place
 
 
-@pytest.mark.parametrize("kind", [LAW, HALT, RESUME])
-def test_every_smaller_trial_is_one_of_its_kind(kind: str) -> None:
-    for trial in (each for each in drawn() if each.kind == kind):
+def test_every_smaller_trial_is_one_of_its_kind() -> None:
+    for trial in (each for each in drawn() if each.kind in (LAW, HALT, RESUME)):
         for smaller in candidates(trial):
             case = smaller.case
             updates = -(-len(case.rows) // case.batch_size) * case.epochs
             assert smaller != trial
-            assert smaller.kind == kind
+            assert smaller.kind == trial.kind
             assert again(smaller) == smaller
             assert case.poison is None or case.poison.leaf < case.micro_batches
             assert case.stop_after is None or case.stop_after < updates

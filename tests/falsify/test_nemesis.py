@@ -62,9 +62,6 @@ BROKEN = {
 }
 
 
-ZEROS = ",".join(f'"{name}":{{"hex":"0x0p+0"}}' for name in ("loss", "grad_norm", "lr"))
-
-
 def named(name: str) -> Nemesis:
     return next(each for each in nemeses() if each.name == name)
 
@@ -149,7 +146,8 @@ def _in_first_step(folder: Path, fields: dict[str, object]) -> None:
 
 
 def test_a_run_that_made_nothing_is_no_measure(tmp_path: Path) -> None:
-    lines = [f'{{"kind":"step","step":{n},"ids":[],' + ZEROS + "}\n" for n in (1, 2)]
+    zeros = {name: {"hex": "0x0p+0"} for name in ("loss", "grad_norm", "lr")}
+    lines = [f"{json.dumps({'kind': 'step', 'step': n, 'ids': [], **zeros})}\n" for n in (1, 2)]
     for updates, ledger, said in (
         (0, [], "0 of 2 updates are in its ledger, 0 in its summary"),
         (2, lines[:1], "1 of 2 updates are in its ledger, 2 in its summary"),
@@ -176,18 +174,10 @@ def bare_run(folder: Path) -> Run:
     return Run(folder, folder / "run", folder / "rows", folder / "held", Undisturbed(folder / "whole"), Random(1))
 
 
-def never(run: Run) -> Struck:
-    raise AssertionError
-
-
-def without_chattr() -> str | None:
-    raise FileNotFoundError("chattr")
-
-
 def test_a_nemesis_that_is_broken_itself_is_a_row_that_says_so(tmp_path: Path) -> None:
     shared = Bench(tmp_path, Undisturbed(tmp_path), tmp_path, tmp_path, 1)
-    row = shared.play(Nemesis("blunt", (), "", PROMISE, (Fault(never, needs=without_chattr),)))
-    assert (row.failed, row.good) == ("the nemesis failed: FileNotFoundError: chattr", False)
+    row = shared.play(Nemesis("blunt", (), "", PROMISE, (Fault(asked_to_end, needs=lambda: {}["chattr"]),)))
+    assert (row.failed, row.good) == ("the nemesis failed: KeyError: 'chattr'", False)
 
 
 class Sleeping(Place):

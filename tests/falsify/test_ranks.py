@@ -90,10 +90,9 @@ _LITTERING = """
 from andon_falsify.ranks.pool import RankPool
 print(RankPool(1).run("tests.falsify.rank_work:litter_on", 0)[0].error)
 """
-_LIGHT = "andon_falsify.ranks.adoption"
-_WAITING = f"""
+_WAITING = """
 from andon_falsify.ranks import server
-server.SERVER = server.Server(["{_LIGHT}"])
+server.SERVER = server.Server(["andon_falsify.ranks.adoption"])  # which loads no torch
 process = server.RankProcess(target=int)
 process.start()
 process.join()
@@ -126,13 +125,9 @@ class Suite:
         )
 
     def running(self) -> list[psutil.Process]:
-        return [each for each in psutil.process_iter() if each.pid != self.process.pid and self._started(each)]
-
-    def _started(self, process: psutil.Process) -> bool:
-        try:
-            return process.environ().get(_MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE
-        except psutil.Error:
-            return False
+        found = psutil.process_iter(["environ", "status"])
+        ours = [each for each in found if (each.info["environ"] or {}).get(_MARK) == self.mark]
+        return [each for each in ours if each.pid != self.process.pid and each.info["status"] != psutil.STATUS_ZOMBIE]
 
     def end(self) -> tuple[str, list[psutil.Process]]:
         """What it has said by its end, and what was running at that moment: a pipe that is still held comes later."""
