@@ -11,8 +11,8 @@ from andon_falsify.ranks.pool import RankPools
 
 @pytest.fixture(scope="module")
 def pools(request: pytest.FixtureRequest) -> Iterator[RankPools]:
-    """Ranks of the numbers in the file's `WORLDS`, there before a test looks which processes there are."""
+    """Ranks of the numbers and backends in the file's `PLACES`, there before a test looks which processes there are."""
     with RankPools() as held:
-        for world in request.module.WORLDS:
-            held.of(world).run("builtins:repr", "")
+        for place in request.module.PLACES:
+            held.of(*place).run("builtins:repr", "")
         yield held

@@ -180,12 +180,16 @@ def found(one: Campaign) -> Report:
     return report(one.bench, said, one.claims, Origin("now", {}, {}, {}))
 
 
-def test_every_place_has_a_finding_of_its_own() -> None:
+def test_every_place_and_every_claim_has_a_finding_of_its_own() -> None:
     whole = found(campaign(Oracle(holds)))
     places = [(finding.world, finding.accumulation) for finding in whole.findings]
     assert places == [(2, 1), (2, 2), (3, 1), (3, 2)]
     assert {finding.checked for finding in whole.findings} == {3}
     assert (whole.runs, whole.exit_code, whole.not_selected) == (12, 0, ("halts", "table"))
+    whole = found(replace(campaign(Oracle(holds)), claims=frozenset({"sum", "halts"})))
+    (missing,) = [finding for finding in whole.findings if finding.claim == "halts"]
+    assert (missing.outcome, missing.why) == (Outcome.UNKNOWN, "no case that was run says anything of it")
+    assert whole.closing_line == "checked 1 of 3 claims, 12 runs, 0 not applicable, 1 unknown"
 
 
 def test_a_fall_is_shrunk_unless_exact_explained_and_repeatable() -> None:
@@ -306,13 +310,6 @@ def test_reports_of_a_campaign_that_goes_on_are_not_made_after_every_trial() -> 
     found = [found for each in known for verdict in each.verdicts for found in verdict.counterexamples]
     assert {each.equals for each in found} == {""}
     assert whole.verdicts[0].counterexamples[0].equals.startswith("2.000 = ")
-
-
-def test_a_claim_of_which_nothing_is_said_is_unknown() -> None:
-    whole = found(replace(campaign(Oracle(holds)), claims=frozenset({"sum", "halts"})))
-    (missing,) = [finding for finding in whole.findings if finding.claim == "halts"]
-    assert (missing.outcome, missing.why) == (Outcome.UNKNOWN, "no case that was run says anything of it")
-    assert whole.closing_line == "checked 1 of 3 claims, 12 runs, 0 not applicable, 1 unknown"
 
 
 def test_a_planted_fault_is_found_shrunk_and_found_again() -> None:

@@ -137,7 +137,7 @@ def test_reading_never_raises(values: list[object], bodies: list[bytes]) -> None
     assert len(read.events) + len(read.unread) == len(lines) + len(bodies)
 
 
-def test_a_file_is_read_as_its_lines(tmp_path: Path) -> None:
+def test_a_file_is_read_as_its_lines_up_to_a_bound(tmp_path: Path) -> None:
     text = b""
     prev = "0" * 16
     for number in range(3):
@@ -152,10 +152,6 @@ def test_a_file_is_read_as_its_lines(tmp_path: Path) -> None:
     assert chain_intact.check(read).outcome is Outcome.HOLDS
     with pytest.raises(FileNotFoundError):
         read_history(tmp_path / "absent")
-
-
-def test_reading_is_bounded(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.jsonl"
     good = json.dumps(STEP).encode() + b"\n"
     path.write_bytes(good + b"x" * 1000 + b"\n" + good)
     read = read_history(path, max_line_bytes=100)

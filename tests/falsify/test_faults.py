@@ -130,7 +130,7 @@ def test_the_frozen_rows_and_the_docs_name_every_fault_with_its_claim(part: str)
 
 SHOWN = {fault.name: fault.outside for fault in looped.FAULTS if isinstance(fault.outside, Outside)}
 DEFAULT = [name for name in SHOWN if name[:3] in "F01 F17 F37 F41 F46 F58 F61 F68 F76 F85 F88"]
-WORLDS = (2,)
+PLACES = ((2,),)
 
 
 class Idle(LoopFault):

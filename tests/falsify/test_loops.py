@@ -1,28 +1,38 @@
-"""Foreign loops in real processes: a right one holds on every claim, a wrong one falls by the claim that names it."""
+"""Loops in real processes: what holds, what falls, what is seen from outside, other libraries, and loops that misbehave."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
+import psutil
 import pytest
+import torch
+from torch.nn.functional import cross_entropy
 
+from andon_falsify import collate, dataset, loop_case, model, optimizer
 from andon_falsify.campaign.loop_bench import LoopBench, judge_evaluation, judge_further, judge_loop
 from andon_falsify.campaign.trial import LAW, Trial
 from andon_falsify.checkers import halts, resume_equal
 from andon_falsify.claims.alike import across
-from andon_falsify.claims.diagnosis import comparisons
+from andon_falsify.claims.diagnosis import comparisons, short_window
 from andon_falsify.claims.of_loop import CLAIMS, verdicts
 from andon_falsify.claims.statements import RANDOMNESS
+from andon_falsify.loops.clipping import only_shrunk
+from andon_falsify.loops.content import Recogniser
+from andon_falsify.loops.forward_passes import Weighing
+from andon_falsify.loops.sightings import LoopSightings, Stranger
 from andon_falsify.loops.subject import LoopSubject
-from andon_falsify.loops.task import loop_case, shaped
+from andon_falsify.loops.task import distinct, loop_case, shaped
+from andon_falsify.peers.registry import PEERS, Peer
 from andon_falsify.ranks.pool import RankPools
-from andon_falsify.subjects.case import Case, make_rows
+from andon_falsify.subjects.case import Case, Rows, make_rows
+from andon_falsify.subjects.meter import StorageMeter
 from andon_falsify.verdict import Outcome, Verdict
+from tests.falsify.loop_subjects import COMMAND
 
-WORLDS = (1, 2, 3)
+PLACES = ((1,), (2,), (3,))
 pytestmark = pytest.mark.xdist_group("test_loops")
 HERE = "tests.falsify.loop_subjects"
-PEERS = "andon_falsify.peers"
 CLIPPED = loop_case()
 EVERY_WEIGHT = loop_case(rank=0, lr=1e-3)
 SGD = loop_case(optimizer="sgd", lr=0.05, clip_norm=None, weight_decay=0.0)
@@ -43,7 +53,7 @@ def falsified(found: Mapping[str, Verdict]) -> set[str]:
     ids=["AdamW clipped on 2", "SGD on 1", "SGD on 3"],
 )
 def test_a_right_loop_holds_on_every_claim(pools: RankPools, case: Case, others: list[Case]) -> None:
-    found = judge_loop(LoopSubject(f"{PEERS}.plain:make", pools=pools), case, others)
+    found = judge_loop(LoopSubject("andon_falsify.peers.plain:make", pools=pools), case, others)
     open_ = {"same-everywhere"} if not others else set()
     alone = {"replicas-agree", "layout-equal", "randomness-apart"} if case.world == 1 else set()
     other = {name: str(verdict) for name, verdict in found.items() if verdict.outcome is not Outcome.HOLDS}
@@ -88,7 +98,7 @@ def test_a_design_that_cannot_be_judged_is_not_falsified(pools: RankPools, loop:
 
 def test_an_evaluation_in_training_mode_is_seen(pools: RankPools) -> None:
     """Without dropout it is right; the case that draws whether ranks draw apart shows it."""
-    wrong, right = (LoopSubject(name, pools=pools) for name in (f"{HERE}:Dropping", f"{PEERS}.plain:make"))
+    wrong, right = (LoopSubject(name, pools=pools) for name in (f"{HERE}:Dropping", "andon_falsify.peers.plain:make"))
     trace = wrong.run(SGD)
     assert verdicts(trace)["evaluation-law"].outcome is Outcome.HOLDS
     fallen = judge_evaluation(wrong, trace)
@@ -114,7 +124,7 @@ def test_an_update_without_rows_is_compared_with_another_run(pools: RankPools) -
 def test_training_without_its_dropout_is_seen_on_one_rank(pools: RankPools) -> None:
     case = SGD.but(world=1, micro_batches=1)
     wrong = LoopSubject("andon_falsify.faults.looped.rows:NeverTraining", pools=pools)
-    right = LoopSubject(f"{PEERS}.plain:make", pools=pools)
+    right = LoopSubject("andon_falsify.peers.plain:make", pools=pools)
     fallen, none = (judge_further(RANDOMNESS, subject, subject.run(case)) for subject in (wrong, right))
     assert str(fallen.counterexamples[0]).startswith("step 2, rank 0: training goes on without dropout")
     assert (none.outcome, none.why) == (Outcome.NOT_APPLICABLE, "one rank has nobody to draw the same as")
@@ -146,7 +156,7 @@ def test_a_wrong_gradient_is_named_by_what_was_not_divided_or_counts_more(pools:
 
 def test_the_tutorial_of_ddp_takes_a_mean_of_means(pools: RankPools) -> None:
     """31 rows, 2 ranks, 2 micro-batches: the last update is 3, 1, 3, 1 rows, the first two are right; a row repeats."""
-    subject = LoopSubject(f"{PEERS}.ddp:make", pools=pools)
+    subject = LoopSubject("andon_falsify.peers.ddp:make", pools=pools)
     trace = subject.run(SGD)
     found = verdicts(trace)
     assert falsified(found) == {"gradient-law", "samples-once"}
@@ -159,7 +169,7 @@ def test_the_tutorial_of_ddp_takes_a_mean_of_means(pools: RankPools) -> None:
 def test_a_short_window_that_is_divided_as_a_full_one_is_named_so(pools: RankPools) -> None:
     """10 rows as 8 and 2: 1 of 2 micro-batches on each rank. What is 1/2 of full windows too, is no matter of them."""
     case = SGD.but(rows=make_rows(10), batch_size=8)
-    short = verdicts(LoopSubject(f"{PEERS}.ddp:make", pools=pools).run(case))["gradient-law"]
+    short = verdicts(LoopSubject("andon_falsify.peers.ddp:make", pools=pools).run(case))["gradient-law"]
     said = "0.500 = 1 of 2 micro-batches: a short window is divided as a full one"
     assert [(each.where, each.equals) for each in short.counterexamples] == [("step 2", said), ("step 4", said)]
     halved = verdicts(LoopSubject(f"{HERE}:Halved", pools=pools).run(case))["gradient-law"]
@@ -183,3 +193,291 @@ def test_a_model_of_the_loops_own_is_judged_by_its_own_forward_pass(pools: RankP
     assert "not independent" in right["gradient-law"].why
     assert right["evaluation-law"].outcome is Outcome.NOT_APPLICABLE
     assert falsified(wrong) == {"gradient-law"}
+
+
+def test_rows_become_distinct_and_keep_their_labels() -> None:
+    rows = Rows(((40,), (40,), (41, 42), (40,)), (0, 1, 1, 2), 3)
+    found = distinct(rows, longest=2)
+    assert len(set(found.tokens)) == 4
+    assert (found.tokens[0], found.tokens[2], found.labels) == ((40,), (41, 42), rows.labels)
+    assert distinct(make_rows(31), 16) == make_rows(31)
+    with pytest.raises(ValueError, match="cannot all be told apart"):
+        distinct(Rows(((40,),) * 100, (0,) * 100, 1), longest=1)
+
+
+def test_rows_are_recognised_by_content_whatever_the_padding() -> None:
+    case = loop_case()
+    batch = collate([dataset(case)[row] for row in (30, 2, 7)])
+    knows = Recogniser(case.rows)
+    assert knows.rows(batch) == [30, 2, 7]
+    wider = {name: torch.nn.functional.pad(batch[name], (4, 0), value=127 * (name == "input_ids")) for name in batch}
+    assert knows.rows({**wider, "labels": batch["labels"]}) == [30, 2, 7]
+    assert knows.rows({"input_ids": batch["input_ids"]}) == [30, 2, 7]
+    labels = torch.tensor([(case.rows.labels[30] + 1) % 3, -100, case.rows.labels[7]])
+    assert knows.rows({**batch, "labels": labels}) == ["row 30 with label 0 instead of 2", None, 7]
+    assert knows.rows({**batch, "input_ids": batch["input_ids"] + 1})[0].startswith("tokens [")  # type: ignore
+    assert knows.rows({"x": batch["input_ids"]}) is None
+
+
+def test_a_short_window_is_named_by_what_it_has_of_a_full_one() -> None:
+    """Micro-batches, rows, ranks with rows, of 2 x 3 micro-batches of 2 rows; of a full window nothing."""
+    case = loop_case(micro_batches=6)
+    full: list[tuple[int, ...]] = [(1, 2), (3, 4), (5, 6)]
+    cause = ": a short window is divided as a full one"
+    windows: list[tuple[float, list[list[tuple[int, ...]]], str]] = [
+        (2 / 3, [full[:2], [(7, 8), (9,)]], f"0.667 = 2 of 3 micro-batches{cause}"),
+        (7 / 12, [full[:2], [(7, 8), (9,)]], f"0.583 = 7 of 12 rows{cause}"),
+        (1 / 2, [full, []], f"0.500 = 3 of 6 micro-batches or 6 of 12 rows or 1 of 2 ranks with rows{cause}"),
+        (5 / 6, [full, [(7, 8), (9,), ()]], f"0.833 = 5 of 6 micro-batches{cause}"),
+        (1 / 2, [full, [(7, 8), (9, 10), (11, 12)]], ""),
+        (1 / 3, [full[:2], [(7, 8), (9,)]], ""),
+        (1.0, [full[:2], [(7, 8), (9,)]], ""),
+    ]
+    for ratio, visits, said in windows:
+        assert short_window(ratio, visits, case) == said
+
+
+def test_a_case_has_one_global_batch_on_every_place() -> None:
+    for world, accumulation in ((1, 1), (1, 3), (2, 3), (3, 2), (4, 1)):
+        case = shaped(loop_case(), world, accumulation)
+        assert (case.world, case.accumulation) == (world, accumulation)
+        assert case.local_batch * world * accumulation == 12
+    with pytest.raises(ValueError, match="12 rows are not 5 ranks x 1"):
+        shaped(loop_case(), 5, 1)
+
+
+def test_every_call_gives_the_same_model_and_the_optimizer_of_the_case() -> None:
+    case = loop_case(optimizer="sgd", momentum=0.5, lr=0.25)
+    one, other = model(case), model(case)
+    assert one is not other
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+    stepping = optimizer(case, one.parameters())
+    assert stepping.param_groups[0]["params"] == [p for p in one.parameters() if p.requires_grad]
+    assert (stepping.defaults["lr"], stepping.defaults["momentum"]) == (0.25, 0.5)
+
+
+def test_a_subject_that_a_rank_could_not_find_is_refused() -> None:
+    with pytest.raises(ValueError, match="cannot be imported by a rank"):
+        LoopSubject(lambda case: None)  # type: ignore[arg-type, return-value]
+    with pytest.raises(ValueError, match=r"write package\.module:make"):
+        LoopSubject("mytrainer")
+    from andon_falsify.peers.plain import make
+
+    assert LoopSubject(make).make == "andon_falsify.peers.plain:make"
+
+
+def test_what_clipping_leaves_has_shrunk_and_nothing_else() -> None:
+    """Groups by factors of their own, elements by a limit; what grew, was turned round or is new was not clipped."""
+    held = {"a": torch.tensor([3.0, -4.0, 0.0]), "b": torch.tensor([2.0])}
+    assert only_shrunk({"a": held["a"] * 0.1, "b": held["b"] * 0.9}, held)
+    assert only_shrunk({"a": held["a"].clamp(-3.5, 3.5), "b": held["b"]}, held)
+    for other in ([3.0, -4.1, 0.0], [3.0, 4.0, 0.0], [3.0, -4.0, 1e-9]):
+        assert not only_shrunk({**held, "a": torch.tensor(other)}, held)
+    assert not only_shrunk(held, {"a": held["a"]})
+    overflown = {"a": torch.tensor([torch.inf, 1.0, 1.0]), "b": held["b"]}
+    assert only_shrunk({"a": torch.tensor([torch.nan, 0.0, 0.0]), "b": held["b"] * 0}, overflown)
+
+
+def test_a_row_without_a_gradient_counts_where_its_class_is_certain() -> None:
+    """Of a row with a loss, one times 0, a certain one and one of no data set times 0, the first and third count."""
+    seen = LoopSightings((1,))
+    seen.of(1, 1).leaves = [(7, 8, 9)]
+    seen.strangers = [Stranger(1, 1, "tokens [5]")]
+    weighing = Weighing(seen, 1)
+    weighing.called(1, 0, [7, 8, 9, None, "tokens [5]"])
+    scores = torch.tensor([[1.0, 2.0], [1.0, 2.0], [200.0, 0.0], [1.0, 2.0], [1.0, 2.0]], requires_grad=True) * 1
+    weighing.gave(scores)
+    losses = cross_entropy(scores, torch.zeros(5, dtype=torch.int64), reduction="none")
+    (losses @ torch.tensor([1.0, 0.0, 1.0, 0.0, 0.0])).backward()  # type: ignore[no-untyped-call]
+    assert float(losses[2].detach()) == 0
+    weighing.settle()
+    assert seen.of(1, 1).leaves == [(7, 9)]
+    assert (seen.weightless, seen.strangers) == ([8], [])
+
+
+def test_a_second_backward_pass_may_give_a_row_its_weight() -> None:
+    seen = LoopSightings((0,))
+    seen.of(0, 1).leaves = [(3, 4)]
+    weighing = Weighing(seen, 0)
+    weighing.called(1, 0, [3, 4])
+    scores = torch.ones(2, 2, requires_grad=True) * 1
+    weighing.gave((scores, "other things"))
+    for times in ([1.0, 0.0], [0.0, 1.0]):
+        (scores.sum(1) @ torch.tensor(times)).backward(retain_graph=True)  # type: ignore[no-untyped-call]
+    weighing.settle()
+    assert seen.of(0, 1).leaves == [(3, 4)]
+
+
+def test_a_forward_pass_that_nothing_is_known_of_is_a_visit() -> None:
+    """No backward pass, half precision, another number of rows, a number for each row, no tensor: the rows stay."""
+    seen = LoopSightings((0,))
+    weighing = Weighing(seen, 0)
+    outputs = (torch.ones(1, 2), torch.ones(1, 2, dtype=torch.float16), torch.ones(2, 2), torch.ones(1))
+    for place, output in enumerate(outputs):
+        seen.of(0, 1).leaves.append((place,))
+        weighing.called(1, place, [place])
+        given = output.requires_grad_() * 1
+        weighing.gave(given)
+        if place:
+            (given * 0).sum().backward()  # type: ignore[no-untyped-call]
+    seen.of(0, 1).leaves.append((4,))
+    weighing.called(1, 4, [4])
+    weighing.gave("no tensor")
+    weighing.settle()
+    assert seen.of(0, 1).leaves == [(place,) for place in range(5)]
+
+
+KIB = 256
+"""Elements of fp32 in 1,024 bytes."""
+
+
+def test_a_storage_counts_once_while_it_lives() -> None:
+    meter = StorageMeter()
+    with meter:
+        first = torch.ones(KIB)
+        view = first.view(2, -1)[0]
+        second = first + 1
+        assert meter.live == 2048
+        del first
+        assert meter.live == 2048, "the view keeps it alive"
+        del view
+        assert meter.live == 1024
+        del second
+    assert (meter.live, meter.peak) == (0, 2048)
+    weight = torch.zeros(KIB)
+    meter.adopt([weight, weight.view(-1), torch.empty(4, device="meta")])
+    assert meter.live == 1024
+
+
+def test_what_autograd_keeps_is_alive() -> None:
+    meter = StorageMeter()
+    with meter:
+        weight = torch.ones(KIB, requires_grad=True)
+        loss = (weight * 2).square().sum()
+        kept = meter.live
+        loss.backward()  # type: ignore[no-untyped-call]
+    assert 2048 < kept < 3072, "the weight, its double, the loss, and what the multiplication by 2 needs"
+    del loss
+    assert meter.live == 2048, "the weight and its gradient"
+
+
+ONCE = {"optimizer": "sgd", "lr": 0.05, "clip_norm": None, "weight_decay": 0.0, "epochs": 1}
+EVEN = loop_case(rows=make_rows(24), **ONCE)
+"""24 rows in two batches of 12: 2 ranks x 2 micro-batches of 3 rows, nothing ragged."""
+
+
+def judged(name: str, case: Case, pools: RankPools) -> dict[str, Verdict]:
+    peer = PEERS[name]
+    if not peer.as_measured:
+        pytest.skip(_why(peer))
+    trace = LoopSubject(peer.make, name, pools).run(case)
+    assert not trace.errors, trace.errors
+    return verdicts(trace)
+
+
+def _why(peer: Peer) -> str:
+    wanted = ", ".join(f"{name} {version}" for name, version in peer.measured.items())
+    return peer.missing or f"the figures are those of {wanted}; installed is {peer.version}"
+
+
+def test_hf_trainer_multiplies_by_accumulation_and_world(pools: RankPools) -> None:
+    """With default arguments the gradient of a classifier is 2 x 2 times the law, and so is the loss that is logged."""
+    found = judged("hf_trainer", EVEN, pools)
+    for claim in ("gradient-law", "losses-close"):
+        assert found[claim].outcome is Outcome.FALSIFIED
+        assert "ratio 4.000 = accumulation 2 x world 2" in str(found[claim])
+    assert found["evaluation-law"].counterexamples[0].ratio == pytest.approx(2.0, rel=1e-3)
+
+
+# By default the accelerate loop with sums, and test_loops.py, show these verdicts.
+@pytest.mark.deep
+def test_hf_trainer_mended_is_right_on_even_batches(pools: RankPools) -> None:
+    found = judged("hf_trainer_mended", EVEN, pools)
+    held = [found[claim].outcome for claim in ("gradient-law", "losses-close", "samples-once", "update-law")]
+    assert held == [Outcome.HOLDS] * 4, found
+
+
+@pytest.mark.deep
+def test_hf_trainer_mended_still_averages_means_in_a_ragged_window(pools: RankPools) -> None:
+    """One rank, 11 rows as 2 x 4 and the rest: the rest's window is 2 rows and 1, and their means are averaged."""
+    case = loop_case(rows=make_rows(11), batch_size=8, micro_batches=4, world=1, **ONCE)
+    found = judged("hf_trainer_mended", case, pools)["gradient-law"]
+    assert found.outcome is Outcome.FALSIFIED
+    assert [each.where for each in found.counterexamples] == ["step 2"]
+    assert "mean of the means of 2 micro-batches (of 2, 1 rows)" in str(found)
+
+
+def test_accelerate_visits_sixteen_rows_of_ten(pools: RankPools) -> None:
+    case = loop_case(rows=make_rows(10), batch_size=8, micro_batches=2, **ONCE)
+    found = judged("accelerate", case, pools)["samples-once"]
+    assert found.outcome is Outcome.FALSIFIED
+    assert "16 visits of 10 rows" in str(found)
+    assert "(2 times)" in str(found)
+
+
+@pytest.mark.parametrize("case", [loop_case(rows=make_rows(13), batch_size=8), EVEN], ids=["ragged", "even"])
+def test_accelerate_with_sums_is_right(pools: RankPools, case: Case) -> None:
+    found = judged("accelerate_right", case, pools)
+    assert {name: str(verdict) for name, verdict in found.items() if verdict.outcome is not Outcome.HOLDS} == {}
+
+
+TRIAL = Trial(LAW, loop_case(epochs=1))
+
+
+@pytest.fixture
+def patient() -> Iterator[RankPools]:
+    with RankPools(deadline_s=60.0, grace_s=1.0) as held:
+        yield held
+
+
+def bench(make: str, patient: RankPools) -> LoopBench:
+    return LoopBench(LoopSubject(make if ":" in make else f"{HERE}:{make}", make, patient), make)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        ("tests.falsify.absent:make", "No module named 'tests.falsify.absent'"),
+        ("tests.falsify.broken_subject:make", "OSError: no licence was found"),
+        ("not_a_function", "names no function"),
+        ("nothing", "NoneType is no loop"),
+        ("WithoutTrain", "has no method `train(told)`"),
+        ("WithoutModel", "it has no attribute `model` (needed are `model`, a torch module, wrapped"),
+        ("WithEmptyModel", "its `model` is None"),
+        ("killed", "rank 1 was killed by SIGKILL"),
+        ("exiting", "rank 1 ended with exit code 7"),
+        ("leaving", "rank 1: SystemExit: enough at "),
+        ("raising", "rank 1: ArithmeticError: nothing adds up at "),
+        ("lying", "it says it is one of 1 ranks, but 2 were started"),
+    ],
+)
+def test_what_a_subject_does_wrong_is_named(patient: RankPools, make: str, said: str) -> None:
+    """Every claim of the trial is unknown for one reason in one line: the first cause, not what other ranks saw."""
+    found = bench(make, patient).attempt(TRIAL)
+    assert {verdict.outcome for verdict in found.values()} == {Outcome.UNKNOWN}
+    (why,) = {verdict.why for verdict in found.values()}
+    assert said in why
+    assert "\n" not in why
+    assert len(found) > 5
+
+
+def test_what_a_subject_leaves_running_is_named_and_ended(patient: RankPools) -> None:
+    found = bench("littering", patient).attempt(TRIAL)
+    assert {verdict.outcome for verdict in found.values()} == {Outcome.UNKNOWN}
+    assert all(f"({' '.join(COMMAND)})" in verdict.why for verdict in found.values())
+    assert [process.pid for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"] == [*COMMAND]] == []
+
+
+@pytest.mark.parametrize("make", ["Waiting", "Alone"])
+def test_a_deadlock_ends_with_the_deadline(make: str) -> None:
+    with RankPools(deadline_s=1.0, grace_s=0.1) as patient:
+        found = bench(make, patient).attempt(TRIAL)
+        assert all("no answer in time (1 s); killed" in verdict.why for verdict in found.values())
+        assert patient.of(2).pids == []
+
+
+def test_nonsense_on_the_standard_streams_does_nothing(patient: RankPools, capfd: pytest.CaptureFixture[str]) -> None:
+    found = bench("Garbling", patient).attempt(TRIAL)
+    assert {verdict.outcome for verdict in found.values()} == {Outcome.HOLDS}, found
+    printed = capfd.readouterr()
+    assert (printed.out, printed.err) == ("", "")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -29,14 +28,7 @@ from andon_falsify.verdict import Outcome
 
 pytestmark = pytest.mark.xdist_group("test_placing")
 HERE = "tests.falsify.rank_work"
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[RankPools]:
-    with RankPools() as held:
-        for world, backend in ((1, "mixed"), (1, "gloo"), (2, "mixed"), (2, "gloo")):
-            held.of(world, backend).run("builtins:repr", "")
-        yield held
+PLACES = ((1, "mixed"), (1, "gloo"), (2, "mixed"), (2, "gloo"))
 
 
 @pytest.fixture(scope="module")

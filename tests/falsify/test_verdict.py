@@ -81,12 +81,9 @@ def test_merging_keeps_the_gravest(verdicts: list[Verdict]) -> None:
     assert merged.checked == sum(verdict.checked for verdict in verdicts)
 
 
-def test_merging_keeps_the_reasons_of_the_outcome() -> None:
+def test_merging_keeps_the_reasons_of_the_outcome_and_needs_one_claim() -> None:
     other = unknown(CLAIM, "no steps")
     assert merge([UNKNOWN, INAPPLICABLE, other, HOLDS, UNKNOWN]).why == "no rows; no steps"
-
-
-def test_merging_needs_one_claim() -> None:
     for verdicts in ([], [HOLDS, unknown(Claim("other", 1, ""), "why")]):
         with pytest.raises(ValueError, match="one claim"):
             merge(verdicts)

@@ -36,7 +36,7 @@ from andon_falsify.subjects.masks import MaskRecorder
 from andon_falsify.subjects.trace import Remembering, Reported, Sightings, Values, assemble_trace
 from andon_falsify.verdict import Outcome
 
-WORLDS = (1, 2, 3)
+PLACES = ((1,), (2,), (3,))
 pytestmark = pytest.mark.xdist_group("test_witness")
 CASE = Case(epochs=2, world=3)
 """Updates 1, 2 and 3 of an epoch: nothing is due after the first, so the second is taken before the first is judged."""

@@ -43,12 +43,9 @@ from tests.seed.subject import (
     weights,
 )
 
-ABSENT = 10_007
-"""A GPU that no machine has."""
-BYTES = replace(FIXTURE, vocab_size=256)
-"""The seed's fixture with room for every byte."""
-FP32 = 1e-5
-"""Of an update of fp32 weights, relative L2: rounding of the weights themselves, over a few updates."""
+ABSENT = 10_007  # a GPU that no machine has
+BYTES = replace(FIXTURE, vocab_size=256)  # the seed's fixture with room for every byte
+FP32 = 1e-5  # of an update of fp32 weights, relative L2: rounding of the weights themselves, over a few updates
 SAMPLES = st.lists(
     st.builds(SafetySample, st.text(st.characters(max_codepoint=0x17F), min_size=1, max_size=12), st.integers(0, 1)),
     max_size=9,

@@ -83,10 +83,7 @@ def test_the_mean_is_the_mean(grads: list[list[float]], mean: list[float]) -> No
 
 @given(matrices(FINITE))
 def test_the_mean_of_finite_gradients_is_exact_to_one_rounding(grads: list[list[float]]) -> None:
-    """N9, V11: finite, and at most one fp32 rounding (2^-24 relative, or half the smallest fp32) from the true mean.
-
-    The margin: fp64 sums fp32 values exactly to 2^-50, and its own rounding can tip the last fp32 digit.
-    """
+    """N9, V11: finite, and at most one fp32 rounding (2^-24 relative, or half the smallest fp32) from the true mean."""
     for place, value in enumerate(average_gradients(grads)):
         column = [gradient[place] for gradient in grads]
         true = math.fsum(column) / len(column)
