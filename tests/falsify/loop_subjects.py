@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
-import threading
 from collections.abc import Mapping, Sequence
-from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -62,21 +58,6 @@ class Relabelled(PlainLoop):
         if 4 in ids:
             batch["labels"][list(ids).index(4)] = 2
         return self.model(**batch).loss * len(ids)
-
-
-class Forgetful(PlainLoop):
-    """The optimizer's state is not restored."""
-
-    def load(self, folder: Path) -> None:
-        state = torch.load(folder / "state.pt", weights_only=True)
-        self.model.load_state_dict(state["model"])
-        self.done = state["done"]
-
-
-class Careless(PlainLoop):
-    def _apply(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad()
 
 
 class TensorRate(PlainLoop):
@@ -302,56 +283,18 @@ def nothing(case: Case) -> None:
 not_a_function = 3
 
 
-class Dying(PlainLoop):
-    def __init__(self, case: Case, how: str) -> None:
-        super().__init__(case)
-        self.how = how
-
+class Killed(PlainLoop):
     def train(self, told: Told) -> None:
         if dist.get_rank() == dist.get_world_size() - 1:
-            if self.how == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            if self.how == "exit":
-                os._exit(7)
-            if self.how == "leave":
-                sys.exit("enough")
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().train(told)
+
+
+class Raising(PlainLoop):
+    def train(self, told: Told) -> None:
+        if dist.get_rank() == dist.get_world_size() - 1:
             raise ArithmeticError("nothing adds up")
         super().train(told)
-
-
-killed, exiting, leaving, raising = (partial(Dying, how=how) for how in ("kill", "exit", "leave", "raise"))
-
-
-class Waiting(PlainLoop):
-    def train(self, told: Told) -> None:
-        if dist.get_rank() == dist.get_world_size() - 1:
-            threading.Event().wait()
-        super().train(told)
-
-
-class Alone(PlainLoop):
-    """Its last rank enters a collective that no other enters."""
-
-    def train(self, told: Told) -> None:
-        super().train(told)
-        if dist.get_rank() == dist.get_world_size() - 1:
-            for _ in range(3):
-                dist.all_reduce(torch.zeros(1))
-
-
-def lying(case: Case) -> PlainLoop:
-    dist.destroy_process_group()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    return PlainLoop(case)
-
-
-COMMAND = ("sleep", "86399")
-"""Known by its number, so that a test can look for it."""
-
-
-def littering(case: Case) -> PlainLoop:
-    subprocess.Popen(COMMAND, start_new_session=True)
-    return PlainLoop(case)
 
 
 class Garbling(PlainLoop):

@@ -310,13 +310,10 @@ def test_a_curve_of_any_numbers_is_in_its_picture(curve: tuple[float, ...]) -> N
         assert 0 <= float(y) <= HEIGHT
 
 
-def test_a_subject_is_named_once() -> None:
+def test_a_subject_is_named_once_and_what_most_are_judged_on_comes_first() -> None:
     assert str(Column("andon", "0.1.0")) == "andon 0.1.0"
     assert str(Column("accelerate", "accelerate 1.15.0")) == "accelerate 1.15.0"
     assert str(Column("hf_trainer", "transformers 5.23.0")) == "hf_trainer (transformers 5.23.0)"
     assert str(Column("mine:make", "")) == "mine:make"
-
-
-def test_what_most_subjects_are_judged_on_comes_first() -> None:
     found = (finding("own", "andon"), finding("both", "andon"), finding("both", "ddp"), finding("last", "ddp"))
     assert tabulate(replace(campaign(), findings=found)).claims == ("both", "own", "last")
