@@ -214,8 +214,6 @@ def test_a_fall_is_shrunk_unless_exact_explained_and_repeatable() -> None:
 @pytest.mark.parametrize("worlds", [(1, 2), (2, 1)])
 @pytest.mark.parametrize("backwards", [False, True])
 def test_no_trial_is_left_out_since_others_did_not_apply(worlds: tuple[int, ...], backwards: bool) -> None:
-    """Whether a claim applies may depend on the layout: a mistake on two ranks is found in any order of trials."""
-
     def says(trial: Trial) -> Verdict:
         if trial.case.world == 1:
             return not_applicable(SUM, "one rank has nobody to agree with")
@@ -286,8 +284,6 @@ def test_a_place_that_is_always_late_costs_two_deadlines(monkeypatch: pytest.Mon
 
 
 def test_a_smaller_counterexample_is_one_of_the_same_mistake() -> None:
-    """On few rows it is the optimizer that differs, and not the weights: the smallest that counts has five rows."""
-
     def says(trial: Trial) -> Verdict:
         what = "the weights differ" if len(trial.case.rows) > 4 else "the optimizer differs"
         return conclude(SUM, 1, [Counterexample(f"{what} in {len(trial.case.rows)} rows")])

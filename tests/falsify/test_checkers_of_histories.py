@@ -176,7 +176,6 @@ def test_runs_and_trajectory_of_a_resumed_history() -> None:
 
 
 def test_only_a_completed_run_is_finished() -> None:
-    """Ended by a violation or preempted is not finished: nothing may be inferred from what is missing then."""
     ends = {"early-stopping": True, "violation": False, "preempted": False}
     assert {reason: history(f"1: 0[a] | end reason={reason}").runs[-1].finished for reason in ends} == ends
     assert history("1: 0[a] | end").runs[-1].finished

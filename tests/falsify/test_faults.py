@@ -55,7 +55,6 @@ def test_a_kill_needs_the_claim_the_reason_and_a_change(fault: Fault, problem: s
 
 
 def test_a_check_that_falls_whenever_contracts_are_off_kills_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It falls without the fault too, even in the words of the fault's reason."""
     claim = next(claim for claim in CLAIMS if claim.name == UNDIVIDED.claim)
 
     def falls() -> Tabulated:

@@ -94,7 +94,6 @@ def test_a_design_that_cannot_be_judged_is_not_falsified(pools: RankPools, loop:
 
 
 def test_an_evaluation_in_training_mode_is_seen(pools: RankPools) -> None:
-    """Without dropout it is right; the case that draws whether ranks draw apart shows it."""
     wrong, right = (LoopSubject(name, pools=pools) for name in (f"{HERE}:Dropping", "andon_falsify.peers.plain:make"))
     trace = wrong.run(SGD)
     assert verdicts(trace)["evaluation-law"].outcome is Outcome.HOLDS
@@ -258,7 +257,6 @@ def test_a_subject_that_a_rank_could_not_find_is_refused() -> None:
 
 
 def test_what_clipping_leaves_has_shrunk_and_nothing_else() -> None:
-    """Groups by factors of their own, elements by a limit; what grew, was turned round or is new was not clipped."""
     held = {"a": torch.tensor([3.0, -4.0, 0.0]), "b": torch.tensor([2.0])}
     assert only_shrunk({"a": held["a"] * 0.1, "b": held["b"] * 0.9}, held)
     assert only_shrunk({"a": held["a"].clamp(-3.5, 3.5), "b": held["b"]}, held)
@@ -300,7 +298,6 @@ def test_a_second_backward_pass_may_give_a_row_its_weight() -> None:
 
 
 def test_a_forward_pass_that_nothing_is_known_of_is_a_visit() -> None:
-    """No backward pass, half precision, another number of rows, a number for each row, no tensor: the rows stay."""
     seen = LoopSightings((0,))
     weighing = Weighing(seen, 0)
     outputs = (torch.ones(1, 2), torch.ones(1, 2, dtype=torch.float16), torch.ones(2, 2), torch.ones(1))
@@ -318,8 +315,7 @@ def test_a_forward_pass_that_nothing_is_known_of_is_a_visit() -> None:
     assert seen.of(0, 1).leaves == [(place,) for place in range(5)]
 
 
-KIB = 256
-"""Elements of fp32 in 1,024 bytes."""
+KIB = 256  # elements of fp32 in 1,024 bytes
 
 
 def test_a_storage_counts_once_while_it_lives() -> None:
@@ -353,8 +349,7 @@ def test_what_autograd_keeps_is_alive() -> None:
 
 
 ONCE = {"optimizer": "sgd", "lr": 0.05, "clip_norm": None, "weight_decay": 0.0, "epochs": 1}
-EVEN = loop_case(rows=make_rows(24), **ONCE)
-"""24 rows in two batches of 12: 2 ranks x 2 micro-batches of 3 rows, nothing ragged."""
+EVEN = loop_case(rows=make_rows(24), **ONCE)  # two batches of 12: 2 ranks x 2 micro-batches of 3 rows
 
 
 def judged(name: str, case: Case, pools: RankPools) -> dict[str, Verdict]:
@@ -448,5 +443,4 @@ def test_what_a_subject_does_wrong_is_named(patient: RankPools, make: str, said:
 def test_nonsense_on_the_standard_streams_does_nothing(patient: RankPools, capfd: pytest.CaptureFixture[str]) -> None:
     found = bench("Garbling", patient).attempt(TRIAL)
     assert {verdict.outcome for verdict in found.values()} == {Outcome.HOLDS}, found
-    printed = capfd.readouterr()
-    assert (printed.out, printed.err) == ("", "")
+    assert capfd.readouterr() == ("", "")

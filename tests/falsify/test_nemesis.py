@@ -92,7 +92,6 @@ def test_each_part_of_a_promise_can_be_found_broken(said: str) -> None:
     ],
 )
 def test_a_row_is_good_only_with_both_of_its_controls(changes: dict[str, object], good: bool) -> None:
-    """A judge that sees nothing where the guard is off is a failure of its own; the document shows it."""
     row = replace(Row(named("rank killed"), phase=KEPT, calm=(), unguarded=("other bits",)), **changes)  # type: ignore[arg-type]
     assert row.good is good
     assert line(row).startswith("skip" if row.skipped or row.unplayed else "ok" if good else "BAD")
@@ -309,7 +308,6 @@ LOG = """\
 
 @pytest.mark.parametrize(("synced", "names"), [(False, True), (False, False), (True, True)])
 def test_a_power_cut_takes_what_was_not_synced(tmp_path: Path, synced: bool, names: bool) -> None:
-    """Bytes after a file's last fsync are cut off, under its later name too; names only where the folder was not."""
     (tmp_path / "done").mkdir()
     (tmp_path / "done" / "a").write_bytes(b"synced" + b"lost")
     (tmp_path / "log").write_bytes(b"old" + b"new")

@@ -113,7 +113,6 @@ def test_a_mixed_group_resumes(trainer: AndonTrainer) -> None:
 
 
 def test_other_devices_are_not_compared_to_the_bit(trainer: AndonTrainer) -> None:
-    """Neither held nor falsified: not applicable, with the devices; and a run on GPUs is measured by one on a GPU."""
     one, two = trainer.run(PLAIN.but(world=1)), trainer.run(PLAIN)
     assert same_bits(one, two).outcome is Outcome.HOLDS
     verdict = same_bits(one, placed(two, "cpu cuda"))

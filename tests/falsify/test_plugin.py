@@ -104,7 +104,6 @@ def test_a_named_claim_may_fall(
 
 @installed
 def test_other_suites_notice_nothing(tmp_path: Path) -> None:
-    """A suite with options of the same names runs where Andon is installed, and no torch is loaded for it."""
     (tmp_path / "conftest.py").write_text(OTHERS)
     (tmp_path / "test_other.py").write_text(NO_TORCH)
     done = run(tmp_path, "--seed", "5", "--backend", "mine", "-p", "no:randomly", "test_other.py")
@@ -136,8 +135,6 @@ def test_backends_that_cannot_run_here_end_at_once(pytester: pytest.Pytester) ->
 
 
 def test_a_backend_repeats_no_test_that_it_cannot_change(pytester: pytest.Pytester) -> None:
-    """Tests without a backend run with `inline` only; `threads` runs those that compare runs."""
-
     def collected(backend: str) -> set[str]:
         words = ("--pyargs", "andon_falsify", "--collect-only", "--backend", backend)
         lines = pytester.runpytest_inprocess(*PLUGIN, *words).outlines

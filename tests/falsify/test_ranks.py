@@ -38,7 +38,6 @@ def pool() -> Iterator[RankPool]:
     ],
 )
 def test_a_rank_that_fails_is_told_apart_and_the_pool_goes_on(pool: RankPool, work: str, said: str) -> None:
-    """Ranks that are well answer again. A failure comes back as its text, the old group goes, and new ranks answer."""
     before, again = (pool.run(f"{HERE}:describe", "") for _ in range(2))
     assert [answer.value[2] for answer in before] == [answer.value[2] for answer in again] == pool.pids
     answers = pool.run(f"{HERE}:{work}", 1)

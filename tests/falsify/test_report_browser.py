@@ -21,6 +21,7 @@ CELL = "gradient-law.hf_trainer"
 CLIPBOARD = ("clipboardReadWrite", "clipboardSanitizedWrite")
 OPEN = "[...document.querySelectorAll('.detail')].filter(each => each.checkVisibility()).map(each => each.id)"
 FOCUS = "document.activeElement.id"
+# What a screen reader is told once something was done.
 SAID = """
 new Promise(done => {
   const said = document.getElementById('said');
@@ -28,7 +29,6 @@ new Promise(done => {
   look();
 })
 """
-"""What a screen reader is told once something was done."""
 
 
 @pytest.fixture

@@ -29,8 +29,7 @@ from andon_falsify.verdict import Counterexample
 from tests.falsify.reports import NASTY, RATIO, REASON, campaign, finding, hostile
 from tests.support.pages import Read
 
-ANY_TEXT = st.text(st.integers(0, 0x10FFFF).map(chr), min_size=1)
-"""Halves of surrogate pairs too: Python gives them for file names that are no UTF-8."""
+ANY_TEXT = st.text(st.integers(0, 0x10FFFF).map(chr), min_size=1)  # halves of surrogate pairs too
 
 
 def test_a_report_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -264,7 +264,6 @@ LOGGED = "E1122 15:47:42.907000 3903 {}/distributed/elastic/api.py:1002] failed\
     ],
 )
 def test_the_reason_is_what_ended_a_script(printed: str, reason: str, tmp_path: Path) -> None:
-    """And not what it printed of an error that it handled, nor what the launcher logs, wherever it is installed."""
     said = run([sys.executable, "-c", f"print({printed!r}); raise SystemExit(3)"], tmp_path, 30.0).error
     assert said == f"the command ended with 3: {reason}"
 

@@ -110,6 +110,9 @@ def test_exit_codes() -> None:
     expected |= {(HOLDS, INAPPLICABLE): 0, (HOLDS, UNKNOWN): 2, ALL: 1}
     for verdicts, code in expected.items():
         assert {exit_code(order) for order in permutations(verdicts)} == {code}
+        found = [finding(str(place), each.outcome) for place, each in enumerate(verdicts)]
+        announced = {("mine", each.claim): "known" for each in found}
+        assert report(*found, expected=announced).exit_code == code
 
 
 def test_a_counterexample_reads_as_a_sentence() -> None:
@@ -162,22 +165,6 @@ def test_claims_are_counted_once_a_subject() -> None:
     )
     assert several.closing_line == "checked 1 of 5 claims, 5 runs, 1 not applicable, 1 unknown"
     assert several.exit_code == 2
-
-
-@pytest.mark.parametrize(
-    ("outcomes", "code"),
-    [
-        ([Outcome.HOLDS], 0),
-        ([Outcome.HOLDS, Outcome.NOT_APPLICABLE], 0),
-        ([Outcome.NOT_APPLICABLE], 2),
-        ([Outcome.HOLDS, Outcome.UNKNOWN], 2),
-        ([Outcome.UNKNOWN, Outcome.FALSIFIED], 1),
-    ],
-)
-def test_exit_codes_of_a_report(outcomes: list[Outcome], code: int) -> None:
-    found = [finding(str(place), outcome) for place, outcome in enumerate(outcomes)]
-    expected = {("mine", each.claim): "known" for each in found}
-    assert report(*found, expected=expected).exit_code == code
 
 
 @pytest.mark.parametrize(
@@ -351,7 +338,6 @@ def test_a_smaller_case_must_keep_the_factors() -> None:
 
 
 def test_without_a_factor_a_smaller_case_must_keep_what_was_found() -> None:
-    """But for numbers, lists of them, and the names of tensors, which another case has otherwise."""
     case = laid_out(2, 1)
     told = "layers.0.head is not where one step leads (of 2, 1 rows)"
     small, other = "layers.1.out is not where one step leads (of 3 rows)", "layers.0.head is frozen"
@@ -374,7 +360,6 @@ def test_without_a_factor_a_smaller_case_must_keep_what_was_found() -> None:
     ],
 )
 def test_the_cause_is_named_and_not_its_echo(errors: dict[int, str], said: str) -> None:
-    """Who died or raised before who only noticed, or waited; what was left behind is said in any case."""
     assert blame(errors).startswith(said)
     assert "\n" not in blame(errors)
 

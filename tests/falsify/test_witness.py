@@ -63,7 +63,6 @@ def test_every_update_is_noted_as_it_was(late: AndonTrainer, prompt: AndonTraine
 
 @pytest.mark.parametrize("step", [1, 2])
 def test_a_poisoned_update_stops_before_the_next(late: AndonTrainer, step: int) -> None:
-    """Where the next one was taken before it was judged too: neither is applied, and neither is told."""
     trace = late.run(CASE.but(poison=Poison(step, 3, "gradient")))
     verdict = halted(of_trace(trace))
     assert verdict.outcome is Outcome.HOLDS, verdict
@@ -177,7 +176,6 @@ def decoded(lines: list[bytes]) -> list[Record]:
 @given(runs(), st.sampled_from([of_trainers, of_loops]))
 @settings(deadline=None)
 def test_every_line_is_one_of_the_ledger(run: tuple[Case, list[LoopSightings]], writer: object) -> None:
-    """Whatever was seen or not: both readers, the ledger's and the falsifier's, read every line and say the same."""
     case, parts = run
     lines = witness.linked(writer._events(case, parts))  # type: ignore[attr-defined]
     records, history = decoded(lines), read_lines(lines, "seen")

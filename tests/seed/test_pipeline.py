@@ -76,7 +76,9 @@ def matrices(elements: st.SearchStrategy[float]) -> st.SearchStrategy[list[list[
 )
 def test_the_mean_is_the_mean(grads: list[list[float]], mean: list[float]) -> None:
     """T10, T11, T13, T14, T15, T23, V11, R27: NaN and Inf stay, and a sum in fp32 would overflow."""
+    reset_evaluations()
     found = average_gradients(grads)
+    assert evaluations() == {"gradient-average": 1}
     assert found == pytest.approx(mean, rel=1e-7, nan_ok=True)
     assert has_non_finite(found) is not all(map(math.isfinite, mean))
 
@@ -165,13 +167,6 @@ def test_the_last_shard_takes_the_remainder(count: int, sizes: list[int]) -> Non
             shard_samples([1, 2, 3], workers)
 
 
-def test_the_contract_is_evaluated() -> None:
-    """The clause gradient-average runs at every call; a contract that never ran proves nothing."""
-    reset_evaluations()
-    average_gradients([[1.0], [2.0]])
-    assert evaluations() == {"gradient-average": 1}
-
-
 DROPPING = replace(SMALL, dropout=0.3)
 
 
@@ -193,12 +188,12 @@ def test_the_two_halves_are_a_batch(pipeline: ClassifyPipeline) -> None:
     assert state(other) == state(pipeline) != before
 
 
+# By name: a method of the replica, what is done in its place, and the clause that it breaks.
 WRONG: dict[str, tuple[str, Callable[..., Any], str]] = {
     "rate doubled": ("set_rate", lambda right, rate: right(2 * rate), "learning-rate-planned"),
     "clipped twice": ("clip", lambda right, *given: (right(*given), right(*given))[1], "clip-once"),
     "not clipped": ("clip", lambda right, _, norm: right(None, norm), "clip-once"),
 }
-"""By name: a method of the replica, what is done in its place, and the clause that it breaks."""
 
 
 @pytest.mark.parametrize("fault", WRONG)
