@@ -437,7 +437,7 @@ def test_a_machine_without_the_tools_is_said_to_lack_them(monkeypatch: pytest.Mo
 
 
 # By default tests/run/test_atomic.py and test_checkpoint.py show that a reader finds the old state or the new one;
-# tests/contracts/test_signed.py, tests/launch/test_heartbeat_alone.py and tests/launch/test_joining.py that values
+# tests/contracts/test_store.py, tests/launch/test_heartbeat_alone.py and tests/launch/test_joining.py that values
 # which no rank has signed are dropped and counted.
 @pytest.fixture(scope="module")
 def strace() -> None:

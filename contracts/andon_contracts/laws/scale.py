@@ -55,9 +55,8 @@ class Scale:
     def shown(self, world: int) -> str:
         """The factors of the total weight, on `world` ranks."""
         weight = self.first / self.factor / world
-        loss = f"the loss has weight {weight:.3f}"
-        if self.passes > 1:
-            loss = f"{self.passes} backward passes have loss weight {weight / self.passes:.3f}"
+        passes = f"{self.passes} backward passes have loss weight {weight / max(self.passes, 1):.3f}"
+        loss = passes if self.passes > 1 else f"the loss has weight {weight:.3f}"
         if world > 1:
             loss = f"on each of {world} ranks {loss}; the reduced gradient is {self.factor:.3f} of the sum"
         return f"{loss}: {self.first:.3f} times the gradient of a mean"
