@@ -60,8 +60,11 @@ def test_values_arrive_by_rank_and_name(values: list[tuple[int, int]], step: int
 
 def _gather_without_rank_1() -> list[str]:
     gather = GroupGather(dist.new_group(backend="gloo"), 1)
+    store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 1:
+        store.wait(["rank 0 is connected"])
         os._exit(0)
+    store.set("rank 0 is connected", "")
     told: list[str] = []
     gather.lost = lambda error: told.append(str(error))
     with pytest.raises(RuntimeError):

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from andon.config.schema import UNUSED_WITH_BASE, Model
@@ -419,6 +419,7 @@ def test_a_long_run_is_a_small_page_that_hides_no_spike(tmp_path: Path) -> None:
     assert page.named("At a glance").by_name()["steps"] == ["2500 of 2"] * 2
 
 
+@example([(1, 1.2e308)])
 @given(st.lists(st.tuples(st.integers(1, 10**9), st.floats()), min_size=1, max_size=60, unique_by=lambda each: each[0]))
 def test_buckets_have_every_extreme_and_every_count(points: list[tuple[int, float]]) -> None:
     points = sorted(points)

@@ -158,7 +158,7 @@ def _ticks(low: float, high: float) -> list[float]:
     """Round numbers, at most a few, of which the first is at most `low` and the last at least `high`."""
     if low == high:
         room = abs(low) / 2 or 0.5
-        return [low - room, low, low + room]
+        return [tick for tick in (low - room, low, low + room) if math.isfinite(tick)]
     span = high / _TICKS - low / _TICKS
     if not math.isfinite(span) or span < 1e-300:
         return [low, high]
