@@ -282,9 +282,11 @@ class Bench:
             "HYPOTHESIS_PROFILE": "ci",
         }
         _install(folder)
-        # If pytest cannot load a plugin it fails with and without a change, and every mutant seems to survive.
+
+    def check(self) -> None:
+        """Raise if pytest does not start: it would fail with and without a change, and every mutant seem to survive."""
         words = [sys.executable, "-m", "pytest", "--rootdir=.", "--markers"]
-        subprocess.run(words, cwd=folder, env=self._environment, stdout=subprocess.DEVNULL, check=True)
+        subprocess.run(words, cwd=self.folder, env=self._environment, stdout=subprocess.DEVNULL, check=True)
 
     def attempt(self, site: Site) -> Trial:
         path = self.folder / site.path
@@ -394,6 +396,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         copies = [Path(folder) / str(job) for job in range(options.jobs)]
         benches = [Bench(root, copy, options.seconds, options.deep) for copy in copies]
+        benches[0].check()
         found = try_all(drawn, benches, options.results, until)
     print(table(("where", "change", "outcome", "by", "s"), map(row, found)))
     counts = Counter(trial["outcome"] for trial in found)
