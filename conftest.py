@@ -18,7 +18,7 @@ if importlib.util.find_spec("andon_contracts") is None:
     sys.path[:0] = _SOURCES
     os.environ["PYTHONPATH"] = os.pathsep.join([*_SOURCES, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
 
-# tox sets the width of pytest's own lines; programs under test keep their default.
+# tox sets COLUMNS for pytest's own output; programs under test must see their default width.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.pop("COLUMNS", None)
 

@@ -33,7 +33,7 @@ def _killed(rows: Sequence[Row]) -> str:
 
 
 def trainer(rows: Sequence[Row]) -> Iterator[str]:
-    """A line for each fault; of what its backends have in common, the first backend's."""
+    """A row for each fault: the result on its first backend, and the list of its backends."""
     backends: dict[str, list[str]] = {}
     for row in rows:
         backends.setdefault(row["fault"], []).append(row["backend"])
@@ -47,7 +47,7 @@ def trainer(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def loops(rows: Sequence[Row]) -> Iterator[str]:
-    """A line for each fault that a claim sees, and why none sees the others."""
+    """A row for each fault that a claim detects, and the reason why no claim detects the others."""
     shown = [row for row in rows if "claim" in row]
     lines = [[*row["fault"].split(" ", 1), row["claim"], _said(row), _others(row)] for row in shown]
     yield table(("fault", "what", "claim", "counterexample", "falls too"), lines)
@@ -70,7 +70,7 @@ def causal(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def watch(rows: Sequence[Row]) -> Iterator[str]:
-    """A line for each fault that a watch sees, which the one line sees, and why a watch does not see the others."""
+    """A row for each fault that a watch detects, those found by `andon.watch` alone, and the reasons for the others."""
     faults = {row["fault"]: (looped.named(row["fault"]), row) for row in rows}
     seen = [(fault, fault.inside, row) for fault, row in faults.values() if isinstance(fault.inside, Inside)]
     lines = [_watched(*each) for each in sorted(seen, key=lambda each: each[0].code)]

@@ -115,8 +115,9 @@ def threads_as_found() -> Iterator[None]:
 
 
 def _threads_but(before: set[threading.Thread]) -> list[threading.Thread]:
-    """Threads that Python started and that were not there before."""
-    return [each for each in set(threading.enumerate()) - before if not isinstance(each, threading._DummyThread)]
+    """Threads that Python started and that were not there before; tqdm keeps one of its own from the first bar on."""
+    found = [each for each in set(threading.enumerate()) - before if not isinstance(each, threading._DummyThread)]
+    return [each for each in found if each.name != "tqdm_monitor"]
 
 
 def _children() -> dict[int, psutil.Process]:

@@ -1,6 +1,6 @@
-"""What pages point to exists: links, headings, files, commands with their options, programs of benchmarks.
+"""What the docs refer to exists: links, headings, commands with their options, benchmark programs.
 
-That the site builds, and that tutorials print what they show, is tried by the deep tier.
+The deep tier builds the site and runs the tutorials.
 """
 
 from __future__ import annotations
@@ -68,16 +68,16 @@ def test_every_command_of_a_page_is_one_that_andon_has() -> None:
     for page in PAGES:
         for groups in CODE.findall(page.read_text(encoding="utf-8")):
             for name, words in INVOKED.findall(next(filter(None, groups))):
-                mine = re.split(r" -m | andon |'|\"", words)[0]  # of what it starts in its turn nothing is known here
+                mine = re.split(r" -m | andon |'|\"", words)[0]  # without the program that it starts
                 unknown = set(re.findall(r"(?<=\s)--[a-z][a-z-]*", mine)) - options().get(name, set())
-                # A finding of a watch begins as a command does.
+                # `andon suspicion: ...` begins the report of a watch.
                 if name not in {*options(), "suspicion"} or (unknown and name != "watch"):
                     lost.append(f"{page.name}: andon {name}{words}: {sorted(unknown)}")
     assert lost == []
 
 
 def test_every_program_of_a_page_exists() -> None:
-    """`python -m benchmarks.NAME`, and paths of the checkout in backticks."""
+    """For each `-m benchmarks.NAME` or `-m falsify.NAME` the checkout has a module."""
     if not (ROOT / "benchmarks").is_dir():
         pytest.skip("benchmarks/ is in the checkout only")
     lost = []

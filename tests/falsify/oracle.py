@@ -1,4 +1,4 @@
-"""A bench whose verdicts a test gives, in the place of a subject that is run."""
+"""A fake bench for campaigns: the test supplies the verdicts, and nothing is trained."""
 
 from __future__ import annotations
 

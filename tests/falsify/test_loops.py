@@ -371,7 +371,7 @@ def test_hf_trainer_multiplies_by_accumulation_and_world(pools: RankPools) -> No
     assert found["evaluation-law"].counterexamples[0].ratio == pytest.approx(2.0, rel=1e-3)
 
 
-# By default the accelerate loop with sums, and test_loops.py, show these verdicts.
+# By default: test_a_right_loop_holds_on_every_claim.
 @pytest.mark.deep
 def test_hf_trainer_mended_is_right_on_even_batches(pools: RankPools) -> None:
     found = judged("hf_trainer_mended", EVEN, pools)
@@ -379,6 +379,7 @@ def test_hf_trainer_mended_is_right_on_even_batches(pools: RankPools) -> None:
     assert held == [Outcome.HOLDS] * 4, found
 
 
+# By default: tests/falsify/test_faults.py plants a mean of means in a loop.
 @pytest.mark.deep
 def test_hf_trainer_mended_still_averages_means_in_a_ragged_window(pools: RankPools) -> None:
     """One rank, 11 rows as 2 x 4 and the rest: the rest's window is 2 rows and 1, and their means are averaged."""

@@ -450,6 +450,7 @@ def chosen(found: Sequence[Point], *wanted: tuple[str, str]) -> list[Point]:
     return [[point for point in found if (point.call, point.fault) == each][-1] for each in wanted]
 
 
+# By default: tests/run/test_atomic.py.
 @pytest.mark.deep
 @pytest.mark.usefixtures("strace")
 @pytest.mark.parametrize(
@@ -470,6 +471,7 @@ def test_a_call_that_fails_leaves_old_or_new(tmp_path: Path, act: str, wanted: l
     assert [each.code is None for each in found] == [fault == KILL for _, fault in wanted]
 
 
+# By default: tests/run/test_atomic.py.
 @pytest.mark.deep
 @pytest.mark.usefixtures("strace")
 def test_a_writer_without_a_temporary_name_is_caught(tmp_path: Path) -> None:
@@ -483,6 +485,7 @@ def test_a_writer_without_a_temporary_name_is_caught(tmp_path: Path) -> None:
     assert CONTROL not in ACTS
 
 
+# By default: tests/contracts/test_store.py and tests/launch/test_joining.py.
 @pytest.mark.deep
 def test_a_run_ends_with_its_bits_whatever_is_said_where_it_listens(tmp_path: Path) -> None:
     """Four ranks of `andon train`, called from before they meet until they end. Only gloo listens, on the loopback."""
@@ -493,6 +496,7 @@ def test_a_run_ends_with_its_bits_whatever_is_said_where_it_listens(tmp_path: Pa
     assert Undisturbed(tmp_path / "attacked" / "run").result == whole.result
 
 
+# By default: tests/contracts/test_store.py.
 @pytest.mark.deep
 def test_a_watch_believes_nobody_who_is_no_rank(tmp_path: Path) -> None:
     """The loop has its bits, each rank says how much it dropped, and what is wrong afterwards halts all."""

@@ -163,6 +163,7 @@ def _slurm() -> bool:
     return bool(found and found.returncode == 0 and found.stdout.strip())
 
 
+# By default: test_each_task_is_a_rank_and_a_job_that_may_go_on_is_queued_again.
 @pytest.mark.deep
 @pytest.mark.skipif(not _slurm(), reason="needs Slurm with an idle node (sinfo): Debian's slurm-wlm does")
 def test_tasks_of_slurm(tmp_path: Path, alone: tuple[Runs, Path]) -> None:
@@ -178,6 +179,7 @@ def test_tasks_of_slurm(tmp_path: Path, alone: tuple[Runs, Path]) -> None:
     assert outcome(tmp_path / "run") == outcome(reference)
 
 
+# By default: test_each_task_is_a_rank_and_a_job_that_may_go_on_is_queued_again.
 @pytest.mark.deep
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'ray[train]'")

@@ -167,7 +167,7 @@ class SteepTask(ToyTask):
 
 
 def cannot_read(*_: object) -> Any:
-    """In the place of a method of a task."""
+    """Stands in for a method of a task that fails to read its data."""
     raise OSError("the rows cannot be read")
 
 

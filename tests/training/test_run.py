@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,17 @@ def test_any_number_of_workers_gives_the_same_bits(
     assert outcome(tmp_path / "run") == outcome(whole)
     assert (summary(tmp_path / "run")["backend"], summary(tmp_path / "run")["world_size"]) == (backend, workers)
     assert [s.digests for s in records(tmp_path / "run", "step")] == [s.digests for s in records(whole, "step")]
+
+
+def test_a_clock_that_is_set_back_does_not_shorten_the_run(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system's clock loses a day at each look: the run still took some seconds."""
+    today, days = time.time(), itertools.count()
+    with monkeypatch.context() as patched:
+        patched.setattr(time, "time", lambda: today - 86_400 * next(days))
+        assert runs.inline(tmp_path / "run", "training.max_steps=1") == 0
+    assert 0 < summary(tmp_path / "run")["wall_s"] < 3_600
 
 
 def test_rows_grouped_by_length_give_the_same_bits_too(runs: Runs, whole: Path, tmp_path: Path) -> None:

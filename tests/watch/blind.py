@@ -1,7 +1,7 @@
-"""Right loops of many forms, written without sight of the code that judges them, and what they train.
+"""Correct training loops of many forms, whose author had not read the code of the watch.
 
-Each trains `steps` updates on any number of ranks and gives back what it trained. In one process it trains the same
-over the global batch; where its docstring does not say otherwise, to the rounding of sums in another order.
+A loop trains `steps` updates on any number of ranks and returns the trained model. One process trains on the whole
+global batch and gets the same weights up to rounding, unless the loop's docstring says otherwise.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ LOOPS: dict[str, Callable[[int, Opens], nn.Module]] = {}
 
 
 def blind(seed: int) -> Callable[[Callable[..., nn.Module]], Callable[..., nn.Module]]:
-    """Enter the loop, which begins with this seed."""
+    """Register a loop in `LOOPS`; it starts with this seed."""
 
     def entered(loop: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
         @functools.wraps(loop)
@@ -224,7 +224,7 @@ def trained(
     reduce: Hook = lambda _: None,
     behind: Hook = lambda _: None,
 ) -> nn.Module:
-    """The usual loop: `before` and `behind` stand around each update, `reduce` behind its backward pass."""
+    """The usual loop. `before` and `behind` run before and after each step, `reduce` after its backward pass."""
     optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
     w = watch(model, optimizer)
     for step in range(steps):
@@ -261,7 +261,7 @@ def of_halves(model: nn.Module, x: Tensor, y: Tensor, **options: Any) -> Loss:
 
 
 def of_words(model: nn.Module, x: Tensor) -> Loss:
-    """What the mean over ranks makes the mean over all words of a global batch."""
+    """A loss whose mean over ranks is the mean over all words of a global batch."""
 
     def loss(step: int) -> Tensor:
         rows = drawn(step, len(x))
@@ -508,7 +508,7 @@ def wasserstein_pair(steps: int, watch: Opens) -> nn.Module:
 
 
 class Gathered(torch.autograd.Function):
-    """All ranks' rows; backward gives each rank the sum of what all ranks' losses ask of its rows."""
+    """All ranks' rows; backward returns the gradients of this rank's rows, summed over all ranks' losses."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -858,7 +858,7 @@ def group_added(steps: int, watch: Opens) -> nn.Module:
 
 @blind(31)
 def rolled_back(steps: int, watch: Opens) -> nn.Module:
-    """Rank 0 saves every fifth update; at the twelfth all ranks go back to what was saved last, and skip the batch."""
+    """Rank 0 saves every fifth update; in iteration 13 all ranks load the last checkpoint and skip the batch."""
     model = DDP(perceptron(10, 24, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     scheduler = StepLR(optimizer, step_size=8, gamma=0.7)
@@ -945,7 +945,7 @@ def trained_apart(
     loss: Callable[[nn.Module, Tensor], Tensor],
     behind: Callable[[int, list[nn.Module]], None],
 ) -> nn.Module:
-    """Each rank trains by itself; its moments are its own, so one process holds a model for each of two ranks."""
+    """Train without reducing gradients. A single process holds a model and an optimizer for each of two ranks."""
     models = [model, *(copy.deepcopy(model) for _ in halves()[1:])]
     optimizers = [optimizer(each.parameters()) for each in models]
     w = watch(models[0], optimizers[0])
@@ -988,7 +988,7 @@ def _half_way(p: Tensor) -> Tensor:
 
 @blind(36)
 def outer_optimizer(steps: int, watch: Opens) -> nn.Module:
-    """DiLoCo: five updates of AdamW on each rank alone, then one of Nesterov SGD on the mean of the ways they went."""
+    """DiLoCo: five updates of AdamW on each rank alone, then one of Nesterov SGD on the ranks' mean weight change."""
     model = Language()
     anchor = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
     outer = torch.optim.SGD(anchor, lr=0.7, momentum=0.9, nesterov=True)
@@ -1207,7 +1207,7 @@ SUSPECTED = {
     "wasserstein_pair": "gradient-present",
     "learned_to_learn": "samples-once",
 }
-"""What docs/watch.md announces of them, one suspicion each: weights part for a while, layers are unfrozen, the loss
+"""The suspicion that docs/watch.md announces for each loop: weights part for a while, layers are unfrozen, the loss
 does not depend on the critic's last bias, the tasks of all ranks have the same inputs."""
 
 

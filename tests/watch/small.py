@@ -1,4 +1,4 @@
-"""Small loops under a watch, and what ranks answer."""
+"""Small models and loops under a watch, and helpers that run them on ranks."""
 
 from __future__ import annotations
 

@@ -38,7 +38,6 @@ NEEDS = {
 """Each example, and the packages that it needs."""
 TOGETHER = (("ddp", "fsdp2"), ("accelerate_loop",), ("fabric_loop", "lightning_callback"), ("hf_trainer",))
 """Those that share processes, since a library is imported once in each."""
-DEFAULT = ("ddp", "hf_trainer")
 TELLS_ROWS = frozenset(NEEDS) - {"fsdp2"}
 
 
@@ -105,11 +104,7 @@ def ran(names: tuple[str, ...], folder: Path) -> None:
         outcome.get()
 
 
-# Deep, for the libraries that they load: "ddp" and "hf_trainer" show the same promise in the default run.
-@pytest.mark.parametrize(
-    "names",
-    [pytest.param(names, id=names[0], marks=() if names[0] in DEFAULT else pytest.mark.deep) for names in TOGETHER],
-)
+@pytest.mark.parametrize("names", TOGETHER, ids=lambda names: names[0])
 def test_an_example_is_watched_from_its_first_update_to_its_last(names: tuple[str, ...], tmp_path: Path) -> None:
     """The ledger has every update and an end, the watch finds nothing that is not there, and the checkers hold it.
 

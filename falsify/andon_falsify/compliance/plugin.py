@@ -37,7 +37,7 @@ _SUITE = pytest.StashKey[Suite]()
 _OF_A_SUBJECT = "test_subject.py"
 _HERE = "andon_falsify.compliance."
 _WITH_THREADS = f"{_HERE}test_runs"
-"""The tests that `threads` can change: those that compare runs. One run of it is one of `inline`."""
+"""The tests that run on `threads`: those that compare runs. A single run does the same as on `inline`."""
 _ONCE = ("subject", "script", "world", "accumulation", "seed", "budget", "name")
 _AGAIN = ("claim", "expected_failed")
 _PROFILES = {"quick": "andon-dev", "standard": "andon-ci", "deep": "andon-deep"}
@@ -114,7 +114,7 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
     if not chosen or not all(reasons) or config.getoption("subject") or config.getoption("script"):
         return None
     print(f"nothing was run: {'; '.join(reasons)}")
-    return int(pytest.ExitCode.OK)
+    return int(pytest.ExitCode.NO_TESTS_COLLECTED)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -202,11 +202,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what another backend's tests show: tests without a backend run with `inline` only."""
+    """Deselect repeats: tests without a backend run with `inline` only, single runs not on `threads`."""
     chosen = config.getoption("--backend", None) or CPU_BACKENDS
-    left_out = [item for item in items if not _shows_more(item, chosen)]
+    kept, left_out = [], []
+    for item in items:
+        (kept if _shows_more(item, chosen) else left_out).append(item)
     if left_out:
-        items[:] = [item for item in items if item not in left_out]
+        items[:] = kept
         config.hook.pytest_deselected(items=left_out)
 
 

@@ -1,7 +1,8 @@
-"""Does the suite see what it must? Each fault is planted, proved to change something, and must be seen by its claim.
+"""The power of the suite: plant each fault, prove that it changes something, and require that its claim falls.
 
 A fault counts as seen if its claim falls with the trainer's contracts off, by a counterexample that says what is wrong,
-and if the claim holds without the fault, with the contracts on and with them off. Shipped checks decide all of it.
+and if the claim holds without the fault, with the contracts on and with them off. Poisoned data and the plan of memory
+need the contracts: these faults are judged with them on. Shipped checks decide all of it.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ def shown(claim: str, reason: str, planted: Observation) -> Counterexample | Non
 def problems(claim: str, reason: str, controls: Mapping[str, Observation], planted: Observation) -> list[str]:
     """What is wrong with the suite, or with the fault; empty if `claim` catches the fault for its `reason`.
 
-    controls: the same runs without the fault, by words that say what differs. In each the claim must hold, and no other
-    may fall, or be unknown unless a clause stopped the run. `planted` must differ from the last control.
+    controls: runs without the fault, by description. In each, `claim` must hold and no other claim may fall. A claim
+    may be unknown only if a clause stopped the run. `planted` must differ from the last control.
     """
     found = []
     for words, control in controls.items():
@@ -90,9 +91,11 @@ class Attempt:
 
     @property
     def problems(self) -> list[str]:
-        """See `problems`; besides, with the contracts on a clause or the claim must notice the fault."""
+        """As the function `problems`; with the contracts on, a clause or the claim must also detect the fault."""
         controls = {"without the fault": self.clean, "without the fault and contracts": self.clean_bare}
         found = problems(self.fault.claim, self.fault.reason, controls, self.bare)
+        if self.fault.case.poison is None:  # a NaN in the data is stopped without the fault, too
+            found += [f"{words}: stopped by {run.clause}" for words, run in controls.items() if run.clause]
         if not self.guarded.clause and self.fault.claim not in self.guarded.fallen:
             found.append(f"with the contracts on neither a clause nor {self.fault.claim} noticed it")
         return found
