@@ -204,7 +204,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect repeats: tests without a backend run with `inline` only, single runs not on `threads`."""
     chosen = config.getoption("--backend", None) or CPU_BACKENDS
-    kept, left_out = [], []
+    kept: list[pytest.Item] = []
+    left_out: list[pytest.Item] = []
     for item in items:
         (kept if _shows_more(item, chosen) else left_out).append(item)
     if left_out:
