@@ -123,7 +123,7 @@ def test_another_workspace_is_refused(monkeypatch: pytest.MonkeyPatch, given: st
         demand_determinism([GPU])
 
 
-# What GPUs are fit for, judged alike on every rank from facts that all of them have.
+# Every rank decides from the facts of all ranks which GPUs can be used, so all ranks decide the same.
 
 
 GIB = 2**30

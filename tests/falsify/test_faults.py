@@ -168,7 +168,7 @@ def test_a_fault_that_changes_nothing_is_no_kill(laboratory: LoopLaboratory) -> 
 
 
 def test_weights_that_are_broadcast_behind_the_step_are_no_difference(pools: RankPools) -> None:
-    """The seed's workers differ in the gradient and in what the optimizer remembers, not in what they go on with."""
+    """The seed's workers differ in gradients and optimizer moments, and continue with equal weights."""
     trace = LoopSubject("andon_falsify.peers.seed:make", pools=pools).run(SGD.but(momentum=0.9))
     verdict = of_loop.verdicts(trace)["replicas-agree"]
     assert verdict.outcome is Outcome.FALSIFIED

@@ -120,7 +120,6 @@ BOUNDS = Bounds(2, 5)
 
 @pytest.fixture
 def generation(tmp_path: Path) -> Generation:
-    """Four workers, of which nothing but their number is asked here, shown in the run folder."""
     job = Job("tests:none", b"{}", str(tmp_path), os.getpid(), {})
     crew = Crew(job, members=cast("list[Member]", [None] * 4))
     resizing.show(tmp_path, BOUNDS, 1, [])

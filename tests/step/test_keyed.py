@@ -189,7 +189,7 @@ def test_checkpointing_that_draws_other_masks_again_is_refused(how: dict[str, An
 @pytest.mark.parametrize("intercept_all", [False, True])
 @pytest.mark.parametrize("draw", [F.dropout, noisy])
 def test_what_is_computed_again_draws_what_it_drew(draw: Callable[..., torch.Tensor], intercept_all: bool) -> None:
-    """Two regions with a draw between them; the stream behind the backward pass goes on where it would have."""
+    """Two regions with a draw between them; the backward pass leaves the random stream where it was."""
 
     def gradient(*, again: bool) -> torch.Tensor:
         x = torch.linspace(0.1, 1.0, 64, requires_grad=True)

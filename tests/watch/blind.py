@@ -885,7 +885,7 @@ def rolled_back(steps: int, watch: Opens) -> nn.Module:
 
 @blind(32)
 def adam_then_sgd(steps: int, watch: Opens) -> nn.Module:
-    """Half way another optimizer takes over, which gets a watch of its own."""
+    """Half way through, a second optimizer with a second watch takes over."""
     model = DDP(convolutions(lambda width: nn.GroupNorm(4, width)))
     loss, half = of_rows(model, *pictures()), steps // 2
     trained(half, watch, model, torch.optim.Adam(model.parameters(), lr=3e-3), loss)

@@ -311,7 +311,7 @@ def test_each_optimizer_goes_on_with_its_own_count(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("first", [True, False])
 def test_which_optimizer_is_found_does_not_depend_on_who_was_made_first(first: bool) -> None:
-    """Of several that hold a parameter it is the one that holds most, so that all ranks take the same one."""
+    """If several optimizers hold a parameter, the one with the most parameters is chosen, the same on all ranks."""
     model = net()
     makers = [lambda: sgd(model), lambda: torch.optim.Adam(model[0].parameters())]
     gc.collect()
