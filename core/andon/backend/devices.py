@@ -16,6 +16,8 @@ from andon.console.problems import InputError, Problem, ProblemList
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 _CUBLAS_SETTINGS = (":4096:8", ":16:8")
 """Those with which its results are the same from run to run."""
+NO_GPU = "--backend auto takes the CPU then, and --set run.cpu_fallback=true allows nccl to"
+"""What to do if no GPU can be used."""
 _LOG = logging.getLogger(__name__)
 _MOST_GPUS = 127
 """torch keeps the index of a device in 8 bits, with a sign."""
@@ -66,12 +68,13 @@ def named_devices(
 
 
 def placement(
-    backend: str, workers: int, names: Sequence[str | int] | None, gpus: int | None = None
+    backend: str, workers: int, names: Sequence[str | int] | None, gpus: int | None = None, *, fallback: bool = False
 ) -> tuple[str, tuple[torch.device, ...], str]:
     """Where `workers` replicas live: the backend to use, a device for each, and what to tell the user (or "").
 
-    `nccl` without named devices falls back to `gloo` on the CPU where there is no GPU at all; with some GPUs but too
-    few, or with a named device that is none, it raises `InputError`. gpus: how many there are (None: ask torch).
+    `nccl` without named devices needs a GPU for each worker. If there is no GPU at all and `fallback` is asked for, it
+    becomes `gloo` on the CPU. Raises `InputError` otherwise, and for a named device that does not exist. gpus: how many
+    there are (None: ask torch).
     """
     cpu = torch.device("cpu")
     if names:
@@ -83,19 +86,22 @@ def placement(
         return backend, devices, ""
     count = torch.cuda.device_count() if gpus is None else gpus
     if backend == "nccl":
+        if count == 0 and not fallback:
+            raise InputError([Problem("run.backend", f"nccl needs a GPU, and torch sees none here; {NO_GPU}")])
         if count == 0:
             note = "no GPU is usable here: training on the CPU with gloo instead of nccl (clause cpu-fallback)"
             return "gloo", (cpu,) * workers, note
         if workers > _MOST_GPUS:
             raise InputError(f"run.workers: {workers} workers; torch numbers at most {_MOST_GPUS} GPUs of one host")
         if count < workers:
-            raise InputError(f"run.workers: {workers} workers for {count} GPUs; nccl needs one GPU each")
+            what = f"{workers} workers for {count} GPU{'s' * (count > 1)}; nccl needs a GPU for each: --workers {count}"
+            raise InputError([Problem("run.workers", f"{what}, or --backend gloo for CPUs")])
         return backend, tuple(torch.device("cuda", index) for index in range(workers)), ""
     if backend == "mixed":
         accelerators = tuple(torch.device("cuda", index) for index in range(min(count, workers - 1, _MOST_GPUS)))
         note = "" if accelerators else "no GPU is used: all workers of mixed are on the CPU (clause cpu-fallback)"
         return backend, accelerators + (cpu,) * (workers - len(accelerators)), note
-    note = f"{count} GPUs are here and not used (--backend nccl, or mixed)" if count else ""
+    note = f"{count} GPUs are here and not used (--backend auto)" if count else ""
     return backend, (cpu,) * workers, note
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,8 +16,6 @@ _GIB = 2**30
 _NAME_CHARACTERS, _FAULT_CHARACTERS = 80, 200
 _MESSAGE_BYTES = 2048
 """Room for a name and a fault of so many characters, each of which JSON may write as six bytes."""
-_MEMINFO = Path("/proc/meminfo")
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
@@ -113,39 +110,6 @@ def refuse_without_nccl(backend: str, available: bool | None = None) -> None:
 def in_gib(size: int) -> str:
     """Bytes for a reader."""
     return f"{size / _GIB:.2f} GiB"
-
-
-def free_ram() -> int | None:
-    """Bytes of memory that processes can still get here: the machine's, or this container's if less. None: unknown."""
-    found = [size for size in (_meminfo(), _left_in_group()) if size is not None]
-    return min(found, default=None)
-
-
-def _meminfo() -> int | None:
-    try:
-        lines = _MEMINFO.read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
-
-
-def _left_in_group() -> int | None:
-    try:
-        limit, used = (
-            (_CGROUP / name).read_text(encoding="ascii").strip() for name in ("memory.max", "memory.current")
-        )
-    except OSError:
-        return None
-    return max(int(limit) - int(used) + _reclaimable(), 0) if limit.isdigit() and used.isdigit() else None
-
-
-def _reclaimable() -> int:
-    """Bytes that a group holds of files that it has read: the kernel takes them back when memory is asked for."""
-    try:
-        lines = (_CGROUP / "memory.stat").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
 
 
 def gpus_here() -> Sequence[Accelerator]:

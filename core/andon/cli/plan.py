@@ -25,6 +25,7 @@ from andon.config.load import load_config
 from andon.console.exits import Exit
 from andon.console.messages import put
 from andon.console.problems import InputError, Problem
+from andon.training.choices import placed
 
 if TYPE_CHECKING:
     from andon.model.memory import MemoryPlan
@@ -57,11 +58,13 @@ def plan(
         raise InputError([Problem("--gpu-memory", f"{gpu_memory} is no size of a GPU in GiB")])
     made_of = material(task, data, eval_data, text_column, label_column, model)
     loaded = load_config(config, overrides or (), {"run.backend": backend, **made_of})
-    counts = _numbers(workers) if workers is not None else (loaded.run.workers,)
+    counts = _numbers(workers) if workers is not None else ()
     in_a_child("plan")
     from andon.training.forecast import forecast, machine_here
 
     size = None if gpu_memory is None else int(gpu_memory * 2**30)
+    loaded, _ = placed(loaded, None if size is None else max(counts, default=1))
+    counts = counts or (loaded.run.workers,)
     found = forecast(loaded, counts, machine_here(size, max(counts)))
     if as_json:
         put(*json.dumps(found.as_dict(), indent=2).splitlines())

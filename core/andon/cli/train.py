@@ -37,8 +37,9 @@ from andon.launch.rank import report_to, run_rank
 from andon.launch.resizing import ask
 from andon.launch.sizes import Sizing, sized
 from andon.run.folder import RunFolder, State
+from andon.training.choices import placed
 from andon.training.entry import ENTRY, payload_of, train_rank
-from andon.training.existing import go_on_with
+from andon.training.existing import as_begun, go_on_with
 from andon.training.rows import told_of_task, with_task
 from andon.training.start import foreign, start
 
@@ -147,6 +148,9 @@ def _be_a_rank(
             with suppress(InputError):  # what only that number makes wrong is not asked for
                 _tell_of_others(load_config(config_path, overrides, flags), context.world_size)
         folder = Path(config.run.dir)
+        config, chosen_places = placed(as_begun(config, RunFolder(folder)))
+        if context.rank == 0 and chosen_places:
+            say(chosen_places)
         if RunFolder(folder).state() is State.FOREIGN:
             raise InputError([foreign(folder)])
         RunFolder(folder).refuse_claimed()  # before a report is written among those of the command that has it

@@ -38,22 +38,6 @@ PLACING = frozenset(
 """Keys that may change between a run and its resume."""
 
 
-LATER = (
-    "task",
-    "model.new_tokens",
-    "data.train_on",
-    "training.packing",
-    "training.exact",
-    "training.compile",
-    "training.compile_lengths",
-    "training.activation_checkpointing",
-    "training.group_by_length",
-    "training.pad_to_multiple_of",
-    "run.portable",
-)
-"""Keys that came later: at their defaults they are left out, so that runs from before them can be resumed."""
-
-
 def identity(config: Config) -> dict[str, Any]:
     """JSON values by dotted key, of all that defines the run: every key that is not `PLACING`, and some facts.
 
@@ -61,11 +45,8 @@ def identity(config: Config) -> dict[str, Any]:
     to train on, where they are several or have another weight than 1. `run.device_kind` is cpu, cuda or
     mixed: results are the same to the bit on any number of devices of one kind, not across kinds.
     """
-    found, default = _by_key(config), _by_key(Config())
-    kept = {key: value for key, value in found.items() if key not in PLACING}
-    kept = {key: value for key, value in kept.items() if key not in LATER or value != default[key]}
-    if config.task == CLASSIFICATION:  # what there was before there were others
-        del kept["task"]
+    kept = {key: value for key, value in _by_key(config).items() if key not in PLACING}
+    kept["task"] = config.task or CLASSIFICATION
     if config.training.compile == "off":
         # The bits are the same with it and without; compiled, other operations may be fused.
         kept.pop("training.activation_checkpointing", None)
@@ -77,7 +58,7 @@ def identity(config: Config) -> dict[str, Any]:
     return kept | {
         "data.embedded": config.data.train is None,
         "model.embedded": config.model.base is None,
-        "run.device_kind": _device_kind(config.run),
+        "run.device_kind": device_kind(config.run),
     }
 
 
@@ -91,7 +72,8 @@ def _by_key(config: Config) -> dict[str, Any]:
     return found
 
 
-def _device_kind(run: Run) -> str:
+def device_kind(run: Run) -> str:
+    """What kind of device a run is on: cpu, cuda or mixed."""
     if run.devices:
         kinds = {"cpu" if str(name) == "cpu" else "cuda" for name in run.devices}
         return kinds.pop() if len(kinds) == 1 else "mixed"
@@ -99,12 +81,7 @@ def _device_kind(run: Run) -> str:
 
 
 def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """(key, value before, value now) of each key that differs, sorted.
-
-    For a key that is not there stands None, or its default where it was left out for having that.
-    """
-    default = {key: value for key, value in _by_key(Config()).items() if key in LATER}
-    was, now = default | dict(was), default | dict(now)
+    """(key, value before, value now) of each key that differs, sorted; None for a key that is absent."""
     return [
         (key, was.get(key), now.get(key)) for key in sorted(was.keys() | now.keys()) if was.get(key) != now.get(key)
     ]

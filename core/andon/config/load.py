@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from andon.config.document import MOST_BYTES, Document, KeyPath, dump, parse
-from andon.config.schema import ONE_FILE, SEVERAL_FILES, Config, TrainFile
+from andon.config.schema import ONE_FILE, SEVERAL_FILES, Config, Section, TrainFile
 from andon.config.source import require_file
 from andon.console.problems import InputError, Problem, ProblemList, did_you_mean, shown
 
@@ -223,15 +223,17 @@ def template() -> str:
     return _HEAD + "\n".join(_entries(Config(), "")) + "\n"
 
 
-def _entries(values: BaseModel, indent: str) -> Iterator[str]:
+def _entries(values: Section, indent: str) -> Iterator[str]:
     plain = values.model_dump(mode="json")
     for name, field in type(values).model_fields.items():
         inner = getattr(values, name)
-        if isinstance(inner, BaseModel):
+        if isinstance(inner, Section):
             about = " ".join((type(inner).__doc__ or "").split())
             yield f"\n# {about}\n{name}:"
             yield from _entries(inner, indent + "  ")
         else:
-            value = dump([plain[name]], flow=True).strip()[1:-1]  # as the only entry of a list, so that it is one line
+            automatic = name in type(values).automatic and name not in values.model_fields_set
+            # As the only entry of a list, so that it is one line.
+            value = "auto" if automatic else dump([plain[name]], flow=True).strip()[1:-1]
             setting = f"{indent}{name}: {value}"
             yield f"{setting:<{_COMMENT_COLUMN}}# {field.description}" if field.description else setting

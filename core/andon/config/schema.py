@@ -2,13 +2,15 @@
 
 Unknown keys are refused, and so are values of another type: the string "1e-3" is no number, 3.0 no integer. Without
 any file the defaults are the embedded run: generated shell snippets, a small Qwen3, LoRA on all of it, two workers.
+With a pretrained base other defaults hold. Those that follow from other settings are chosen here; those that follow
+from the data, the base or the devices are left unset, and `andon.training.choices` chooses them.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
@@ -32,9 +34,21 @@ Name = Annotated[str, Field(min_length=1)]
 
 
 class Section(BaseModel):
-    """What all parts have in common: frozen, no unknown keys, no conversion between types."""
+    """What all parts have in common: frozen, no unknown keys, no conversion between types.
+
+    A key of `automatic` that is `auto` counts as not set, so that a value is chosen for it. `default` of a field is
+    then the value of the embedded run.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
+    automatic: ClassVar[frozenset[str]] = frozenset()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _auto_is_unset(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping):
+            return given
+        return {key: value for key, value in given.items() if not (value == "auto" and key in cls.automatic)}
 
 
 def _refuse(key: str, what: str) -> PydanticCustomError:
@@ -44,6 +58,8 @@ def _refuse(key: str, what: str) -> PydanticCustomError:
 
 class Model(Section):
     """The base model. The sizes describe the embedded one and are unused when `base` is given."""
+
+    automatic = frozenset({"max_length", "dtype"})
 
     base: Name | None = Field(
         default=None, description="folder or hub id of a transformers model; null: the embedded one"
@@ -57,9 +73,14 @@ class Model(Section):
     num_key_value_heads: Size = Field(default=4, description="divides num_attention_heads (decoder)")
     intermediate_size: Size = 128
     dropout: Share = Field(default=0.1, description="of attention; of an encoder's hidden states too")
-    max_length: Size = Field(default=128, description="tokens of a row; longer ones are cut and counted")
+    max_length: Size = Field(
+        default=128,
+        description="tokens of a row; longer rows are cut and counted; "
+        "auto: with a pretrained base the longest row, at most 2048 (sft) or 512",
+    )
     dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32", description="of the frozen weights; what trains is float32"
+        default="float32",
+        description="of the frozen weights; what trains is float32; auto: on GPUs as the base was saved",
     )
     new_tokens: Annotated[tuple[Name, ...], BeforeValidator(_as_tuple)] = Field(
         default=(), description="sft: added to the tokenizer's own, as in ['<tool>', '</tool>']; their rows train"
@@ -106,10 +127,12 @@ UNUSED_WITH_BASE = frozenset(
 class Adapter(Section):
     """What is trained besides the classification head."""
 
+    automatic = frozenset({"dropout"})
+
     kind: Literal["lora", "none"] = Field(default="lora", description="none trains every weight")
     r: Size = Field(default=16, description="rank")
     alpha: Positive = Field(default=32.0, description="the update is scaled by alpha / r")
-    dropout: Share = 0.1
+    dropout: Share = Field(default=0.1, description="auto: 0.05 with a pretrained base")
     targets: Literal["all-linear"] | Annotated[tuple[Name, ...], BeforeValidator(_as_tuple)] | None = Field(
         default="all-linear", description="modules to adapt: all-linear, or a list of names; null is all-linear"
     )
@@ -203,8 +226,13 @@ class Data(Section):
 class Optimizer(Section):
     """How weights change."""
 
+    automatic = frozenset({"lr"})
+
     name: Literal["adamw", "sgd"] = "adamw"
-    lr: Positive = Field(default=2.5e-3, description="peak learning rate")
+    lr: Positive = Field(
+        default=2.5e-3,
+        description="peak learning rate; auto: with a pretrained base 2e-4 for LoRA, 2e-5 for all weights",
+    )
     betas: Annotated[tuple[Share, Share], BeforeValidator(_as_tuple)] = Field(default=(0.9, 0.999), description="adamw")
     eps: Positive = Field(default=1e-8, description="adamw")
     weight_decay: NotNegative = 0.01
@@ -224,15 +252,24 @@ class Schedule(Section):
 class Training(Section):
     """How long and in which portions."""
 
+    automatic = frozenset({"micro_batches", "packing", "group_by_length", "compile", "activation_checkpointing"})
+
     epochs: Steps = 2
     max_steps: Steps | None = Field(default=None, description="end after this many steps; null: after the epochs")
-    batch_size: Steps = Field(default=32, description="rows of one step, over all workers")
-    micro_batches: Size = Field(default=8, description="parts of a batch; the result depends on it, not on workers")
+    batch_size: Steps = Field(default=32, description="rows of one step, over all workers, before they are packed")
+    micro_batches: Size = Field(
+        default=8,
+        description="parts of a batch; the result depends on it, not on workers; auto: 8, or more for long rows",
+    )
     packing: bool = Field(
-        default=False, description="sft: several rows in one of max_length tokens, which do not see each other"
+        default=False,
+        description="sft: several rows in one of max_length tokens, which do not see each other; "
+        "auto: on if the pretrained base keeps them apart",
     )
     group_by_length: bool = Field(
-        default=False, description="rows of similar length share a batch: less padding, another order of rows"
+        default=False,
+        description="rows of similar length share a batch: less padding, another order of rows; "
+        "auto: on with a pretrained base, unless packed",
     )
     pad_to_multiple_of: Size = Field(
         default=8, description="padded lengths are multiples of this; 1 wastes least; compile has its own lengths"
@@ -241,11 +278,14 @@ class Training(Section):
         default=True, description="false: all of a worker's rows at once; the result then depends on the workers"
     )
     compile: Literal["off", "kernels", "graphs"] = Field(
-        default="off", description="of the backbone, on GPUs: fused kernels, or these in CUDA graphs"
+        default="off",
+        description="of the backbone, on GPUs: fused kernels, or these in CUDA graphs; auto: graphs for long runs",
     )
     compile_lengths: Size = Field(default=4, description="padded lengths that are compiled; each takes a minute")
     activation_checkpointing: bool = Field(
-        default=False, description="layers keep their input alone and compute the rest again: less memory, more time"
+        default=False,
+        description="layers keep only their input and compute the rest again: less memory, more time; "
+        "auto: if a GPU's memory needs it",
     )
     early_stopping_patience: Count | None = Field(
         default=None, description="epochs without a better validation loss; null: never"
@@ -256,7 +296,7 @@ class Training(Section):
 
     @model_validator(mode="after")
     def _micro_batches_fit(self) -> Training:
-        if self.micro_batches > self.batch_size:
+        if "micro_batches" in self.model_fields_set and self.micro_batches > self.batch_size:
             what = f"must not be more than training.batch_size, {self.batch_size} ({self.micro_batches})"
             raise _refuse("micro_batches", what)
         return self
@@ -283,10 +323,16 @@ _DEVICE = re.compile(r"cpu|(cuda:)?\d{1,4}")
 class Run(Section):
     """Where a run lives and what it says; none of this but `portable` changes its result."""
 
-    workers: Workers = Field(default=2, description="ranks on this machine")
-    backend: Literal["inline", "threads", "gloo", "nccl", "mixed"] = Field(
-        default="gloo", description="where ranks live: inline and threads in one process, gloo, nccl, mixed in one each"
+    automatic = frozenset({"workers", "backend"})
+    workers: Workers = Field(
+        default=2, description="ranks on this machine; auto: one for each GPU, else up to one for each core"
     )
+    backend: Literal["inline", "threads", "gloo", "nccl", "mixed"] = Field(
+        default="gloo",
+        description="where ranks live: inline and threads in one process, gloo, nccl, mixed in one each; "
+        "auto: nccl on all GPUs, else gloo",
+    )
+    cpu_fallback: bool = Field(default=False, description="true: train on the CPU if nccl finds no working GPU")
     devices: Annotated[tuple[str | int, ...], BeforeValidator(_as_tuple)] | None = Field(
         default=None, description="one for each worker, as in [0, 1] or [cuda:0, cpu]; null: the backend's own"
     )
@@ -392,14 +438,23 @@ class Config(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _embedded_sft_learns(cls, given: Any) -> Any:
-        """A run of sft that names neither data nor model has defaults of its own, for what is not said."""
-        parts = {name: given.get(name, {}) for name in ("data", *_EMBEDDED_SFT)} if isinstance(given, Mapping) else {}
-        if not parts or given.get("task") != "sft" or not all(isinstance(part, Mapping) for part in parts.values()):
+    def _defaults_by_context(cls, given: Any) -> Any:
+        """Defaults of a pretrained base, and of the embedded run of sft."""
+        if not isinstance(given, Mapping):
             return given
-        if parts["data"].get("train") is not None or parts["model"].get("base") is not None:
+        parts = {name: given.get(name, {}) for name in ("model", "adapter", "data", "optimizer", "training")}
+        if not all(isinstance(part, Mapping) for part in parts.values()):
+            return given  # a section that is built already keeps its own
+        context: Mapping[str, Mapping[str, object]]
+        if parts["model"].get("base") is not None:
+            whole = parts["adapter"].get("kind") == "none"
+            context = {"adapter": {"dropout": 0.05}, "optimizer": {"lr": 2e-5 if whole else 2e-4}}
+        elif given.get("task") == SFT and parts["data"].get("train") is None:
+            context = _EMBEDDED_SFT
+        else:
             return given
-        return {**given, **{name: {**defaults, **parts[name]} for name, defaults in _EMBEDDED_SFT.items()}}
+        said = {name: {key: value for key, value in parts[name].items() if value != "auto"} for name in context}
+        return {**given, **{name: {**defaults, **said[name]} for name, defaults in context.items()}}
 
     @model_validator(mode="after")
     def _rates_fit(self) -> Config:

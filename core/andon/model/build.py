@@ -414,6 +414,17 @@ def vocabulary_head(model: nn.Module) -> nn.Module | None:
     return found
 
 
+def facts_of_shape(spec: ModelSpec) -> tuple[int | None, int, str]:
+    """Of the base of `spec`, from its configuration: most tokens of a row (None: no limit), weights, and the dtype that
+    it was saved in, float32 or bfloat16. Raises `InputError` for a base that cannot be loaded."""
+    _check(spec)
+    with seeded(spec.seed), torch.device("meta"):
+        model: Any = _configured(spec)
+    saved = str(getattr(_stored_config(str(spec.base)), "dtype", None)).removeprefix("torch.")
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    return _positions(model), weights, "bfloat16" if saved == "bfloat16" else "float32"
+
+
 def _check_fit(model: Any, spec: ModelSpec) -> None:
     found, vocabulary = ProblemList(), model.config.vocab_size
     if spec.vocab_size > vocabulary:

@@ -33,8 +33,10 @@ class BatchPlan:
     """The order of all rows over all epochs.
 
     ids: the training rows. batch_size: rows an update, the last of an epoch may be short. micro_batches: M, the leaves
-    of the sum. lengths: tokens of each of `ids`; where they are given, rows of similar length share a batch. Raises
-    `ValueError` for no rows, a batch or a count of micro-batches below 1, epochs below 1, or not one length a row.
+    of the sum. lengths: tokens of each of `ids`; where they are given, rows of similar length share a batch. updates:
+    of an epoch; None: as many as full batches need; else at most one for each of `ids`, and batches differ by one row
+    at most, none larger than batch_size. Raises `ValueError` for no rows, a batch or a count of micro-batches below 1,
+    epochs below 1, or not one length a row.
     """
 
     ids: tuple[int, ...]
@@ -44,6 +46,7 @@ class BatchPlan:
     epochs: int
     max_steps: int | None = None
     lengths: tuple[int, ...] | None = None
+    updates: int | None = None
     _orders: dict[int, tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -60,7 +63,7 @@ class BatchPlan:
     @functools.cached_property
     def steps_per_epoch(self) -> int:
         """Updates an epoch: every row once, a short last batch included."""
-        return -(-len(self.ids) // self.batch_size)
+        return -(-len(self.ids) // self.batch_size) if self.updates is None else self.updates
 
     @functools.cached_property
     def total_steps(self) -> int:
@@ -74,9 +77,11 @@ class BatchPlan:
             msg = f"step {step} is outside 1 to {self.total_steps}"
             raise ValueError(msg)
         epoch, index = divmod(step - 1, self.steps_per_epoch)
-        position = index * self.batch_size
-        order = self._order(epoch)
-        return GlobalBatch(step, epoch, position, order[position : position + self.batch_size])
+        position, end = index * self.batch_size, (index + 1) * self.batch_size
+        if self.updates is not None:
+            rows, longer = divmod(len(self.ids), self.updates)
+            position, end = (place * rows + min(place, longer) for place in (index, index + 1))
+        return GlobalBatch(step, epoch, position, self._order(epoch)[position:end])
 
     def _order(self, epoch: int) -> tuple[int, ...]:
         # A cache keyed by the rows would hash all of them at every step.

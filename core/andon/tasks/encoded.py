@@ -6,8 +6,10 @@ model is given is held.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Self
 
 import torch
 from torch import nn
@@ -56,6 +58,12 @@ class EncodedRows:
 
     def __len__(self) -> int:
         return self._lengths.numel()
+
+    def padded_to(self, multiple: int, max_length: int) -> Self:
+        """The same rows; batches of them are padded to a multiple of `multiple`, but never beyond `max_length`."""
+        found = copy.copy(self)
+        found._multiple, found._limit = multiple, max_length
+        return found
 
     @property
     def lengths(self) -> torch.Tensor:

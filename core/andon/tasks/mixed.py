@@ -76,6 +76,10 @@ class MixedRows:
         """int64 [rows]: tokens of each row."""
         return self._task.lengths.repeat(self._copies)
 
+    def padded_to(self, multiple: int, max_length: int) -> MixedRows:
+        """The same rows; batches of them are padded to a multiple of `multiple`, but never beyond `max_length`."""
+        return MixedRows(self._task.padded_to(multiple, max_length), self._copies, self._sources)
+
     @property
     def width(self) -> int:
         """How many numbers a row has."""

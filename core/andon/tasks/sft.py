@@ -8,6 +8,7 @@ length.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -144,6 +145,12 @@ class SftTask:
 
     def __len__(self) -> int:
         return len(self._packs)
+
+    def padded_to(self, multiple: int, max_length: int) -> Self:
+        """The same packs; batches of them are padded to a multiple of `multiple`, but never beyond `max_length`."""
+        found = copy.copy(self)
+        found._multiple, found._limit = multiple, max_length
+        return found
 
     def packed(self, ids: Sequence[int]) -> SftTask:
         """The rows `ids` of this task, whose packs are rows, best-fit packed: a task of packs of `max_length` tokens.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch import nn
@@ -33,6 +33,10 @@ class ScoredTask(Task, Protocol):
     @property
     def lengths(self) -> torch.Tensor:
         """int64 [rows]: tokens of each row."""
+        ...
+
+    def padded_to(self, multiple: int, max_length: int) -> Self:
+        """The same rows; batches of them are padded to a multiple of `multiple`, but never beyond `max_length`."""
         ...
 
     @property

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
 from andon.backend.base import Backend
 from andon.backend.machine import look_at, of_all_ranks, refuse_unfit
-from andon.config.schema import Config
 from andon.console.messages import say
 from andon.model.memory import MemoryPlan
+from andon.training.choices import is_set, with_values
 from andon.training.material import Material
 from andon.training.study import NotPlannable, Study, with_graphs_that_fit
 from andon_contracts.laws.law import Judgement
@@ -23,31 +24,41 @@ from andon_contracts.laws.outcome import BUDGET, Peaks
 _GROUPED = ("nccl", "mixed")
 
 
-def agree_on_devices(config: Config, material: Material, backend: Backend) -> MemoryPlan | None:
+def agree_on_devices(material: Material, backend: Backend) -> tuple[Material, MemoryPlan | None]:
     """What each GPU replica may need, of eager passes; None where no rank is on a GPU, or where it cannot be planned.
 
-    Collective where ranks are on GPUs. Raises `InputError`, the same on every rank, for a GPU with too little memory
-    free. What else keeps GPUs from training was refused before a backend was made on them.
+    The material is given back with activation checkpointing chosen: on if nobody set it and memory is short, which
+    gives the same bits, for eager passes. Collective where ranks are on GPUs. Raises `InputError`, the same on every
+    rank, for a GPU with too little memory free. What else keeps GPUs from training was refused before a backend was
+    made on them.
     """
+    config, key = material.config, "training.activation_checkpointing"
     if backend.name not in _GROUPED:
-        return None
+        return material, None
     device = backend.devices[0]
     found = of_all_ranks(look_at(device.index or 0) if device.type == "cuda" else None)
     if not found:
-        return None
-    planned = _planned(config, material, backend)
-    # A rank's own context is there already. What compiled passes need is less, so there nothing is refused for it.
+        return material, None
+    planned, free = _planned(material, backend), min(each.free for each in found.values())
+    # What compiled passes need is less, so there nothing is refused for it.
     if planned is None or config.training.compile != "off":
         refuse_unfit(backend.name, found, None)
-        return planned
-    planned = with_graphs_that_fit(planned, config, min(each.free for each in found.values()))
+        return material, planned
+    planned = with_graphs_that_fit(planned, config, free)
+    if planned.needed > free and not is_set(config, key):
+        less = replace(material, config=with_values(config, {key: True}))
+        planned = _planned(less, backend) or planned
+        if planned.needed <= free:
+            material = less
+            if 0 in backend.ranks:
+                say(f"auto: {key}=true, since a GPU has too little memory without it (the same bits, more time)")
     refuse_unfit(backend.name, found, planned.needed)
-    return planned
+    return material, planned
 
 
-def _planned(config: Config, material: Material, backend: Backend) -> MemoryPlan | None:
+def _planned(material: Material, backend: Backend) -> MemoryPlan | None:
     """The plan of the eager passes; None, which is said, for a model that cannot be followed without its memory."""
-    eager = config.model_copy(update={"training": config.training.model_copy(update={"compile": "off"})})
+    eager = with_values(material.config, {"training.compile": "off"})
     try:
         return Study(material).plan(eager, "cuda", backend.world_size)
     except NotPlannable as error:

@@ -14,8 +14,11 @@ ENTRY = "andon.training.entry:train_rank"
 
 
 def payload_of(config: Config, folder: Path, started: float) -> dict[str, Any]:
-    """The payload of `train_rank`: what to train, where, and when the command began (`time.monotonic`)."""
-    return {"config": config.model_dump(mode="json"), "folder": str(folder), "started": started}
+    """The payload of `train_rank`: what to train, where, and when the command began (`time.monotonic`).
+
+    Settings that nobody set are left out: every rank chooses the same for them from the data and the base.
+    """
+    return {"config": config.model_dump(mode="json", exclude_unset=True), "folder": str(folder), "started": started}
 
 
 def train_rank(payload: Mapping[str, Any]) -> int:

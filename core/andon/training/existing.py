@@ -15,6 +15,7 @@ from andon.data.hub import at_hand
 from andon.run.folder import RunFolder, State
 from andon.run.ledger import LedgerError, read_ledger
 from andon.run.provenance import read_provenance
+from andon.training.choices import inherited
 from andon.training.rows import read_rows
 from andon_contracts.record import Retraction, Start, Step
 
@@ -76,6 +77,16 @@ def how_far(folder: RunFolder) -> str:
 def go_on_with(folder: RunFolder) -> str:
     """The command that resumes the run in `folder`, quoted for a shell."""
     return command_line("andon", "train", folder.config, "--run-dir", folder.path, "--resume", "auto")
+
+
+def as_begun(config: Config, folder: RunFolder) -> Config:
+    """`config`, to resume the run in `folder`, with what that run chose for all that is not set now."""
+    if config.run.resume != "auto" or not folder.begun():
+        return config
+    try:
+        return inherited(config, config_of(folder))
+    except InputError:
+        return config  # whoever resumes is told what is wrong with it
 
 
 def require_same_as_finished(config: Config, folder: RunFolder) -> None:
@@ -141,9 +152,9 @@ def newest_unfinished(config: Config, base: Path) -> RunFolder | None:
     data that is wrong. Folders that hold no run, or one whose configuration or provenance cannot be read, are not it;
     neither is a run with something else in the place of a file, of which a line says that it was passed over.
     """
-    wanted, data = identity(config), ""
+    data = ""
     for folder in _latest_first(base):
-        if _identity_of(folder) != wanted:
+        if _identity_of(folder) != identity(as_begun(config, folder)):
             continue
         data = data or read_rows(config).digest
         if _data_of(folder) == data:

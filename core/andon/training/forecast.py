@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from andon.backend.devices import placement
-from andon.backend.machine import Accelerator, free_ram, gpus_here
+from andon.backend.host import free_ram
+from andon.backend.machine import Accelerator, gpus_here
 from andon.config.schema import IN_PROCESS, Config
 from andon.console.problems import InputError
 from andon.model.memory import MemoryPlan
@@ -142,6 +143,7 @@ def machine_here(gpu_bytes: int | None, workers: int) -> Machine:
 def forecast(config: Config, workers: Sequence[int], machine: Machine) -> Forecast:
     """The plan for each of `workers`. Raises `InputError` for what a run would refuse before it reads weights."""
     material = prepare(config)
+    config = material.config
     study = Study(material)
     worlds = tuple(_world(study, config, count, machine) for count in workers)
     short = next((world for world in worlds if not world.fits and not world.problem), None)

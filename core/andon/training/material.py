@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from andon.config.identity import device_kind
 from andon.config.schema import CLASSIFICATION, MULTI_LABEL, REGRESSION, SFT, TOKEN_CLASSIFICATION, Config
 from andon.config.source import is_folder
 from andon.console.problems import InputError, Problem
@@ -20,8 +21,8 @@ from andon.data.surveyed import SurveyedConversations
 from andon.data.tagged import Tagged
 from andon.data.tokens import HuggingFaceTokenizer, Tokenizer, byte_tokenizer, pretrained_tokenizer
 from andon.model.adapter import AdapterSpec
-from andon.model.batches import length_step
-from andon.model.build import ModelSpec, facts_of, labels_in_own_order, require_decoder
+from andon.model.batches import length_step, padded_length
+from andon.model.build import ModelSpec, facts_of, facts_of_shape, labels_in_own_order, require_decoder
 from andon.model.masks import padding_note
 from andon.step.plan import BatchPlan
 from andon.tasks.classification import ClassificationTask
@@ -32,6 +33,7 @@ from andon.tasks.regression import RegressionTask
 from andon.tasks.sft import Asked, SftTask
 from andon.tasks.tagging import NO_TAG, TaggingTask
 from andon.tasks.task import ScoredTask
+from andon.training.choices import Base, capped, for_rows, with_micro_batches, with_values
 from andon.training.limits import require_records_fit
 from andon.training.rows import Rows, cache_of, read_rows
 from andon.training.surveys import Surveys
@@ -42,6 +44,7 @@ from andon.training.token_cache import in_memory, kept_tokens, key_of_tokens
 class Material:
     """Everything that training needs besides a backend; a function of the configuration and the files it names.
 
+    config: with all that was chosen; of a run on GPUs, activation checkpointing is not yet.
     task: trained on, by the ids of `plan`. validation_task: has the rows by their own ids, and scores those held back.
     """
 
@@ -63,7 +66,7 @@ class Material:
 
 
 def prepare(config: Config, cache: Path | None = None) -> Material:
-    """Read, split, encode and plan. Raises `InputError` for anything that the user got wrong.
+    """Read, split, encode, choose what nobody set, and plan. Raises `InputError` for anything that the user got wrong.
 
     cache: a folder that keeps surveys and tokens of conversations, where the configuration names none; None: they are
     made again each time.
@@ -74,17 +77,23 @@ def prepare(config: Config, cache: Path | None = None) -> Material:
     if HEADS[rows.task] == "causal" and config.model.base is not None:
         require_decoder(config.model.base)  # an encoder's tokenizer has no chat template, and nobody is to add one
     rows = rows.numbered_by(_order_of_labels(config, rows))
+    base = _base(config, rows, tokenizer)
+    config = capped(config, rows.task, base)
     encode = ENCODERS[rows.task](config, rows, tokenizer, kept_in)
-    whole = encode(rows.train)
+    whole, scored = encode(rows.train), None if rows.evaluation is None else encode(rows.evaluation)
+    lengths = whole.lengths[[rows.row_of(id_) for id_ in rows.train_ids]].tolist()
+    longest = max(int(each.lengths.max()) for each in (whole, scored) if each is not None)
+    config = for_rows(config, rows.task, base, lengths, longest, on_gpus=device_kind(config.run) == "cuda")
+    padding = padding_multiple(config), config.model.max_length
+    whole, scored = whole.padded_to(*padding), None if scored is None else scored.padded_to(*padding)
     task, train_ids = _in_epochs(config, rows, whole)
     if rows.sources and not isinstance(whole, SftTask):
         whole = MixedRows(whole, 1, rows.sources)
-    if rows.evaluation is None:
-        evaluation_task, evaluation_ids = whole, rows.validation_ids
-    else:
-        evaluation_task = encode(rows.evaluation)
-        evaluation_ids = rows.evaluation.ids
-    plan = _plan(config, train_ids, task)
+    evaluation_task, evaluation_ids = whole, rows.validation_ids
+    if rows.evaluation is not None and scored is not None:
+        evaluation_task, evaluation_ids = scored, rows.evaluation.ids
+    plan = _plan(config, rows, train_ids, task)
+    config = with_values(config, {"training.micro_batches": plan.micro_batches})
     require_records_fit(config, rows, plan, len(evaluation_ids))
     return Material(
         config=config,
@@ -98,6 +107,14 @@ def prepare(config: Config, cache: Path | None = None) -> Material:
         model=model_spec(config, rows.train.labels, tokenizer, HEADS[rows.task]),
         adapter=adapter_spec(config, tokenizer),
     )
+
+
+def _base(config: Config, rows: Rows, tokenizer: Tokenizer) -> Base | None:
+    """What is known of the base before it is loaded, from its configuration alone; None: it is the embedded one."""
+    if config.model.base is None:
+        return None
+    spec = model_spec(config, rows.train.labels, tokenizer, HEADS[rows.task])
+    return Base(*facts_of_shape(spec))
 
 
 def _order_of_labels(config: Config, rows: Rows) -> tuple[str, ...]:
@@ -344,17 +361,25 @@ def cut_note(task: ScoredTask, ids: Sequence[int], config: Config) -> str:
     return f"note: {cut} of {len(ids)} evaluation rows are cut to {config.model.max_length} tokens{means}"
 
 
-def _plan(config: Config, train_ids: tuple[int, ...], task: ScoredTask) -> BatchPlan:
+def _plan(config: Config, rows: Rows, train_ids: tuple[int, ...], task: ScoredTask) -> BatchPlan:
+    """The batches of a run. Packs are shared out to as many updates an epoch as their rows would have unpacked."""
     if not train_ids:
         raise InputError("data.validation_fraction: leaves no row to train on")
+    training, batch, updates = config.training, config.training.batch_size, None
+    if training.packing:
+        updates = min(-(-len(rows.train_ids) // batch), len(train_ids))
+        batch = -(-len(train_ids) // updates)
+    lengths = task.lengths[list(train_ids)].tolist()
+    padded = padded_length(max(lengths), padding_multiple(config), config.model.max_length)
     return BatchPlan(
         ids=train_ids,
-        batch_size=config.training.batch_size,
-        micro_batches=config.training.micro_batches,
+        batch_size=batch,
+        micro_batches=with_micro_batches(config, min(batch, len(train_ids)), padded).training.micro_batches,
         seed=config.seed,
-        epochs=config.training.epochs,
-        max_steps=config.training.max_steps,
-        lengths=tuple(task.lengths[list(train_ids)].tolist()) if config.training.group_by_length else None,
+        epochs=training.epochs,
+        max_steps=training.max_steps,
+        lengths=tuple(lengths) if training.group_by_length else None,
+        updates=updates,
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from andon.config.schema import Config
 from andon.step.plan import BatchPlan
 from andon.step.schedule import WarmupCosine
-from andon.training.rows import Rows
 
 
 def idleness(plan: BatchPlan, config: Config, workers: int) -> str:
@@ -15,15 +14,6 @@ def idleness(plan: BatchPlan, config: Config, workers: int) -> str:
     rows = min(plan.batch_size, len(plan.ids))
     why = f"an update has {rows} row{'s' * (rows != 1)} in {parts} micro-batches"
     return f"{idle} of {workers} workers have no row in any update: {why}" if idle else ""
-
-
-def idle_at_start(config: Config, rows: Rows) -> str:
-    """`idleness` from the rows alone, before ranks are started; empty where only their tokens say what a batch is."""
-    if config.training.packing or not rows.train_ids:
-        return ""
-    training = config.training
-    plan = BatchPlan(rows.train_ids, training.batch_size, training.micro_batches, config.seed, training.epochs)
-    return idleness(plan, config, config.run.workers)
 
 
 def learns_nothing(plan: BatchPlan, config: Config) -> str:

@@ -15,6 +15,7 @@ from andon.data.rows import repeated_texts
 from andon.model.adapter import attach, trainable_parameters
 from andon.model.build import build_base, facts_of
 from andon.step.plan import efficiency
+from andon.training.choices import placed, told_of_choices
 from andon.training.material import Material, cut_note, prepare, warnings_of
 from andon.training.notices import idleness, learns_nothing
 from andon.training.rows import class_counts, notes, told_of_task, unfit_model
@@ -27,8 +28,11 @@ def describe(config: Config, row: int | None = None) -> Iterator[str]:
 
     Raises `InputError` for anything that a run of this configuration would refuse, and for a row that is not there.
     """
-    name, devices, note = placement(config.run.backend, config.run.workers, config.run.devices)
+    config, chosen = placed(config)
+    run = config.run
+    name, devices, note = placement(run.backend, run.workers, run.devices, fallback=run.cpu_fallback)
     material = prepare(config)
+    config = material.config
     model = attach(build_base(material.model), material.adapter, config.seed)
     material.task.require_fit(model, torch.device("cpu"))
     if told_of_task(config):
@@ -41,10 +45,14 @@ def describe(config: Config, row: int | None = None) -> Iterator[str]:
     yield _model(model, material)
     yield from facts_of(model).notes
     yield from warnings_of(model, material.tokenizer)
+    if chosen:
+        yield chosen
+    if config.model.base is not None:
+        yield from told_of_choices(config)
     yield _plan(material)
     more = f" and {len(devices) - _MOST_WORKERS} more" if len(devices) > _MOST_WORKERS else ""
-    placed = f"{name}: {', '.join(map(str, devices[:_MOST_WORKERS]))}{more}"
-    yield f"workers: {config.run.workers} ({placed}), {_use(material, config.run.workers)}"
+    where = f"{name}: {', '.join(map(str, devices[:_MOST_WORKERS]))}{more}"
+    yield f"workers: {config.run.workers} ({where}), {_use(material, config.run.workers)}"
     yield from notes(material.rows)
     if unfit_model(config):
         yield unfit_model(config)

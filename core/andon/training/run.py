@@ -7,7 +7,6 @@ A session is put together (`session`), restored to where the run stands (`resume
 from __future__ import annotations
 
 import hashlib
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -25,7 +24,6 @@ from andon.console.problems import InputError, Problem
 from andon.integrations.tensorboard import EventFile
 from andon.integrations.trackers import TENSORBOARD, WANDB, Tracker
 from andon.integrations.wandb import WandbRun
-from andon.launch.context import AGENT_PID
 from andon.launch.rank import dropped_values
 from andon.metrics.confusion import digest_of
 from andon.metrics.scores import Scores
@@ -296,8 +294,7 @@ def _announce(session: Session, done: int) -> None:
         f"training on {len(plan.ids)} {units}, {plan.total_steps} steps of {plan.batch_size} {units} in "
         f"{plan.micro_batches} micro-batches, {backend.world_size} {backend.name} workers"
     )
-    told = AGENT_PID in os.environ and not config.training.packing  # by the launcher, before it started ranks
-    idle = "" if told else idleness(plan, config, backend.world_size)
+    idle = idleness(plan, config, backend.world_size)
     if idle:
         say(f"warning: {idle}")
     if learns_nothing(plan, config):

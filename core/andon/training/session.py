@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from andon.backend.base import Backend, ClockedBackend
-from andon.backend.devices import demand_determinism, placement
+from andon.backend.devices import NO_GPU, demand_determinism, placement
 from andon.backend.group import GroupBackend, groups_of
 from andon.backend.inprocess import InlineBackend, ThreadsBackend
 from andon.backend.machine import look_at, none_works, of_all_ranks, refuse_unfit, refuse_without_nccl
@@ -35,6 +35,7 @@ from andon.step.audit import AuditSpec, default_every
 from andon.step.optimizer import OptimizerSpec
 from andon.training.budget import agree_on_devices
 from andon.training.build import Run, RunSpec, StepSpec, build_run
+from andon.training.choices import placed, told_of_choices
 from andon.training.material import Material, padding_multiple, prepare, warnings_of
 from andon.training.rows import with_task
 from andon.training.study import captures
@@ -72,7 +73,7 @@ def assembled(
     writing: whether the folder is to be written; otherwise it is left as it is, and nobody owns it.
     Raises `InputError` for what the user got wrong, a folder that another process owns included.
     """
-    config = with_task(config)
+    config = with_task(placed(config)[0])
     torch.set_num_threads(1)
     with ExitStack() as stack:
         if config.run.portable:
@@ -80,19 +81,20 @@ def assembled(
             stack.enter_context(portable_kernels())
         if not config.contracts.enabled:
             stack.enter_context(suspended())
-        clock = StepClock(compiles=config.training.compile != "off")
         if writing and (not is_rank() or RankContext.from_environment().rank == 0):
             stack.enter_context(folder.open_for_writing())
         # Before ranks wait for each other: tokens take as long as there are rows.
         material = prepare(config, folder.tokens if writing else None)
-        backend = stack.enter_context(_backend(config, clock))
-        yield _assemble(config, folder, material, backend, time.monotonic() if started is None else started, clock)
+        clock = StepClock(compiles=material.config.training.compile != "off")
+        backend = stack.enter_context(_backend(material.config, clock))
+        yield _assemble(folder, material, backend, time.monotonic() if started is None else started, clock)
 
 
 @contextmanager
 def _backend(config: Config, clock: StepClock) -> Iterator[Backend]:
     """The configured backend; in a rank process it joins the process group, which `andon.launch.rank` takes down."""
-    name, devices, note = placement(config.run.backend, config.run.workers, config.run.devices)
+    run = config.run
+    name, devices, note = placement(run.backend, run.workers, run.devices, fallback=run.cpu_fallback)
     demand_determinism(devices)
     if name in IN_PROCESS:
         backend: Backend = (InlineBackend if name == "inline" else ThreadsBackend)(devices)
@@ -133,6 +135,8 @@ def _usable(config: Config, name: str, devices: Sequence[torch.device], rank: in
     if not fault:
         refuse_unfit(name, found, None)
         return name, device
+    if not config.run.cpu_fallback:
+        raise InputError([Problem("run.backend", f"{name} needs a GPU that works, and none does ({fault}); {NO_GPU}")])
     if rank == 0:
         say(f"no GPU works here ({fault}): training on the CPU instead of {name} (clause cpu-fallback)")
     return "gloo" if name == "nccl" else name, torch.device("cpu")
@@ -165,7 +169,7 @@ def run_spec(config: Config, material: Material, world_size: int) -> RunSpec:
             exact=training.exact,
             checkpointing=training.activation_checkpointing,
             compile=training.compile,
-            shapes=shapes_of(training.batch_size, training.micro_batches, lengths),
+            shapes=shapes_of(material.plan.batch_size, training.micro_batches, lengths),
         ),
         peak_lr=optimizer.lr,
         warmup_fraction=config.schedule.warmup_fraction,
@@ -191,10 +195,9 @@ def _tell(config: Config, backend: Backend) -> None:
         say(f"mixed: with training.{named[0]} each GPU draws dropout of its own, so who computes changes the result")
 
 
-def _assemble(
-    config: Config, folder: RunFolder, material: Material, backend: Backend, started: float, clock: StepClock
-) -> Session:
-    plan = agree_on_devices(config, material, backend)
+def _assemble(folder: RunFolder, material: Material, backend: Backend, started: float, clock: StepClock) -> Session:
+    material, plan = agree_on_devices(material, backend)
+    config = material.config
     _tell(config, backend)
     spec = run_spec(config, material, backend.world_size)
     captured = captures(config, backend.devices[0].type, plan.activations if plan else None)
@@ -205,7 +208,8 @@ def _assemble(
     material.task.require_fit(run.primary.model, run.primary.device)
     if backend.ranks[0] == 0:
         model = run.primary.model
-        for note in (*facts_of(model).notes, *warnings_of(model, material.tokenizer), *material.task.notes):
+        chosen = told_of_choices(config) if config.model.base is not None else ()
+        for note in (*chosen, *facts_of(model).notes, *warnings_of(model, material.tokenizer), *material.task.notes):
             say(note)
     accelerators = [torch.cuda.get_device_name(device) for device in backend.devices if device.type == "cuda"]
     return Session(

@@ -26,10 +26,17 @@ from andon.launch.report import Report
 from andon.launch.sizes import Sizing
 from andon.run.folder import RUNS, RunFolder, State, new_folder
 from andon.run.summary import quoted, read_summary
+from andon.training.choices import placed
 from andon.training.entry import ENTRY, payload_of
-from andon.training.existing import go_on_with, how_far, newest_unfinished, require_same_as_finished, same_data
+from andon.training.existing import (
+    as_begun,
+    go_on_with,
+    how_far,
+    newest_unfinished,
+    require_same_as_finished,
+    same_data,
+)
 from andon.training.given import kept
-from andon.training.notices import idle_at_start
 from andon.training.rows import cache_of, notes, read_rows, told_of_task, with_task
 from andon.training.surveys import Surveys
 
@@ -84,17 +91,15 @@ def start(
     require(config.run.report_to)
     config = with_task(config)
     folder = _folder_of(config)
+    config, chosen = placed(config if folder is None else as_begun(config, folder))
     if folder is not None and _nothing_to_do(config, folder):
         return Ended(folder, Exit.OK)
-    if task:
-        say(task)
+    for line in filter(None, (task, chosen)):
+        say(line)
     # All mistakes in the data at once, before ranks are started that would each find them.
     rows = read_rows(config, Surveys(cache_of(config, None if folder is None else folder.tokens), writes=False))
     for note in notes(rows):
         say(note)
-    idle = "" if config.run.backend in IN_PROCESS else idle_at_start(config, rows)
-    if idle:
-        say(f"warning: {idle}")
     made = folder is None
     folder = _new_folder(config) if folder is None else folder
     try:

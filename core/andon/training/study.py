@@ -21,7 +21,7 @@ def largest(material: Material, config: Config, workers: int) -> tuple[int, int]
     """Rows and padded length of the largest micro-batch."""
     training = config.training
     parts = training.micro_batches if training.exact else workers
-    rows = -(-min(training.batch_size, len(material.plan.ids)) // parts)
+    rows = -(-min(material.plan.batch_size, len(material.plan.ids)) // parts)
     lengths = material.task.lengths[list(material.plan.ids)]
     longest = min(int(lengths.max()), config.model.max_length)
     return rows, padded_length(longest, padding_multiple(config), config.model.max_length)

@@ -1,0 +1,63 @@
+"""What this host has: its cores, its free memory, its GPUs. Imports no torch unless a GPU's driver is there."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
+_CORE = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg"))
+"""Devices of the drivers of NVIDIA, AMD, and NVIDIA under WSL."""
+
+
+def gpus() -> int:
+    """How many GPUs torch sees. Without a driver 0, and torch is not imported."""
+    if not any(map(Path.exists, _DRIVERS)):
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def physical_cores() -> int:
+    """How many physical cores this process may use; threads of one core count once."""
+    allowed = os.sched_getaffinity(0)
+    try:
+        return len({Path(_CORE.format(cpu)).read_text(encoding="ascii") for cpu in allowed})
+    except OSError:
+        return len(allowed)
+
+
+def free_ram() -> int | None:
+    """Bytes of memory that processes can still get here: the machine's, or this container's if less. None: unknown."""
+    found = [size for size in (_meminfo(), _left_in_group()) if size is not None]
+    return min(found, default=None)
+
+
+def _meminfo() -> int | None:
+    try:
+        lines = _MEMINFO.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def _left_in_group() -> int | None:
+    try:
+        limit, used = (
+            (_CGROUP / name).read_text(encoding="ascii").strip() for name in ("memory.max", "memory.current")
+        )
+    except OSError:
+        return None
+    return max(int(limit) - int(used) + _reclaimable(), 0) if limit.isdigit() and used.isdigit() else None
+
+
+def _reclaimable() -> int:
+    """Bytes that a group holds of files that it has read: the kernel takes them back when memory is asked for."""
+    try:
+        lines = (_CGROUP / "memory.stat").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)

@@ -1,0 +1,217 @@
+"""The settings that nobody set, chosen once for the data, the base model and the devices.
+
+`placed` chooses where a run trains, before ranks are started, and needs no torch. `for_rows` chooses what depends on
+tokens and on the base: every rank does that and comes to the same, since nothing of it depends on the number of
+workers, the kind of GPU, or time. Whatever is chosen stands in the run's config.yaml, and `inherited` keeps it at a
+resume.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from andon.backend import host
+from andon.config.schema import SFT, Config, Section
+from andon.console.problems import InputError
+
+_CAP = 512
+_CAP_SFT = 2048
+"""Most tokens of a row; a longer one is cut."""
+_PARTS = 8
+_TOKENS = 4096
+"""Of a micro-batch at most, unless one row has more."""
+_COMPILE_PAYS = 2e17
+"""Floating-point operations of a run from which compiling, a minute for each length, takes less time than it saves."""
+_GIB = 2**30
+
+
+def is_set(config: Config, key: str) -> bool:
+    """Whether `key`, as in `run.backend`, has a value that the user gave or that was chosen."""
+    section, name = key.split(".")
+    return name in getattr(config, section).model_fields_set
+
+
+def with_values(config: Config, values: Mapping[str, Any]) -> Config:
+    """`config` with other values by dotted key; those keys count as set."""
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        section, name = key.split(".")
+        sections.setdefault(section, {})[name] = value
+    parts = {name: getattr(config, name).model_copy(update=own) for name, own in sections.items()}
+    return config.model_copy(update=parts)
+
+
+def inherited(config: Config, before: Config) -> Config:
+    """`config` of a resumed run, with what the run, `before`, chose when it began for all that is not set.
+
+    How many workers there are is chosen again.
+    """
+    keys = [f"{name}.{key}" for name, part in _sections(config) for key in part.automatic]
+    unset = [key for key in keys if key != "run.workers" and not is_set(config, key)]
+    was = {key: getattr(getattr(before, key.split(".")[0]), key.split(".")[1]) for key in unset}
+    return with_values(config, was)
+
+
+def _sections(config: Config) -> Iterator[tuple[str, Section]]:
+    for name in type(config).model_fields:
+        part = getattr(config, name)
+        if isinstance(part, Section):
+            yield name, part
+
+
+# Where a run trains
+
+
+def placed(config: Config, gpus: int | None = None) -> tuple[Config, str]:
+    """`config` with its backend and workers, and a line that says what was chosen, or "" for the embedded run.
+
+    gpus: how many there are (None: torch is asked). Without settings a run of the user's own takes all GPUs, but no
+    more than have work: min(8, batch_size) micro-batches, the fewest that are chosen. On CPUs a pretrained base gets a
+    worker for each physical core, as far as memory holds their copies of it; the embedded model gets two.
+    """
+    run = config.run
+    if is_set(config, "run.backend") and is_set(config, "run.workers"):
+        return config, ""
+    if config.data.train is None and config.model.base is None:
+        return with_values(config, {"run.backend": run.backend, "run.workers": run.workers}), ""
+    backend = run.backend if is_set(config, "run.backend") else _backend(config, host.gpus() if gpus is None else gpus)
+    if is_set(config, "run.workers"):
+        return with_values(config, {"run.backend": backend}), f"auto: {run.workers} {backend} workers"
+    workers, why = run.workers, ""
+    if backend == "nccl":
+        there = host.gpus() if gpus is None else gpus
+        workers = max(min(there, _fewest_parts(config)), 1)
+        why = f" of {there} GPUs: an update has {_fewest_parts(config)} micro-batches" if there > workers else ""
+    elif config.model.base is not None:
+        workers, why = _cpu_workers(config, config.model.base)
+    found = with_values(config, {"run.backend": backend, "run.workers": workers})
+    return found, f"auto: {workers} {backend} worker{'s' * (workers > 1)}{why}"
+
+
+def _backend(config: Config, gpus: int) -> str:
+    if config.run.devices:
+        kinds = {"gloo" if str(name) == "cpu" else "nccl" for name in config.run.devices}
+        return kinds.pop() if len(kinds) == 1 else "mixed"
+    return "nccl" if gpus and not config.run.portable else "gloo"
+
+
+def _fewest_parts(config: Config) -> int:
+    training = config.training
+    return training.micro_batches if is_set(config, "training.micro_batches") else min(_PARTS, training.batch_size)
+
+
+def _cpu_workers(config: Config, base: str) -> tuple[int, str]:
+    """As many as have work, a core and memory: each process has the base in fp32, and trains all of it or a LoRA."""
+    most = min(_fewest_parts(config), host.physical_cores())
+    free, size = host.free_ram(), _fp32_bytes(base)
+    if not free or not size:
+        return most, ""
+    needed = size * (6 if config.adapter.kind == "none" else 1.25) + _GIB
+    fitting = max(int(free // needed), 1)
+    return (most, "") if fitting >= most else (fitting, f": each needs about {needed / _GIB:.1f} GiB of memory")
+
+
+def _fp32_bytes(base: str) -> int:
+    """The size of the weights of `base` in fp32; 0 if they are not on this machine."""
+    from andon.data.hub import at_hand
+
+    try:
+        folder = Path(at_hand(base)).expanduser()
+        files = [*folder.glob("*.safetensors")] or [*folder.glob("*.bin")]
+        size = sum(file.stat().st_size for file in files)
+        half = any(
+            f'"{kind}"' in (folder / "config.json").read_text(encoding="utf-8") for kind in ("bfloat16", "float16")
+        )
+    except (InputError, OSError, ValueError):
+        return 0  # loading says what is wrong with it
+    return size * (2 if half else 1)
+
+
+# What follows from rows and the base
+
+
+@dataclass(frozen=True)
+class Base:
+    """What choices depend on of a base model. positions: most tokens of a row (None: no limit). weights: how many.
+    dtype: that of its checkpoint, float32 or bfloat16."""
+
+    positions: int | None
+    weights: int
+    dtype: str
+
+
+def capped(config: Config, task: str, base: Base | None) -> Config:
+    """`config` with the most tokens of a row that may be chosen, where none is set."""
+    if base is None or is_set(config, "model.max_length"):
+        return config
+    most = _CAP_SFT if task == SFT else _CAP
+    cap = most if base.positions is None else min(most, base.positions)
+    # It does not count as set: what is chosen in the end is known from the rows' tokens.
+    model = config.model.model_construct(config.model.model_fields_set, **dict(config.model) | {"max_length": cap})
+    return config.model_copy(update={"model": model})
+
+
+def for_rows(
+    config: Config, task: str, base: Base | None, lengths: Sequence[int], longest: int, *, on_gpus: bool
+) -> Config:
+    """`config`, capped, with all that rows decide, but for micro-batches: every key that is not set gets a value.
+
+    lengths: tokens of each row of an epoch. longest: tokens of the longest row that is trained on or scored.
+    """
+    values: dict[str, Any] = {}
+
+    def choose(key: str, value: object) -> None:
+        if not is_set(config, key):
+            values.setdefault(key, value)
+
+    training = config.training
+    if base is None:
+        choose("model.max_length", config.model.max_length)
+        choose("model.dtype", "float32")
+    else:
+        choose("model.max_length", min(-(-longest // 8) * 8, config.model.max_length))
+        choose("model.dtype", base.dtype if on_gpus else "float32")
+        choose("training.packing", task == SFT)
+        packing = values.get("training.packing", training.packing)
+        choose("training.group_by_length", not packing)
+    choose("training.packing", False)
+    choose("training.group_by_length", False)
+    choose("training.compile", "graphs" if on_gpus and base is not None and _pays(config, base, lengths) else "off")
+    return with_values(config, values)
+
+
+def with_micro_batches(config: Config, rows: int, length: int) -> Config:
+    """`config` with its number of micro-batches: 8, or more to keep each at 4,096 tokens or one row.
+
+    rows: of an update, or its packs; length: tokens of the longest, padded.
+    """
+    if is_set(config, "training.micro_batches"):
+        return config
+    parts = min(_PARTS, config.training.batch_size)
+    if config.model.base is not None:
+        parts = max(parts, -(-rows // max(_TOKENS // length, 1)))
+    return with_values(config, {"training.micro_batches": parts})
+
+
+def _pays(config: Config, base: Base, lengths: Sequence[int]) -> bool:
+    """Whether compiled passes save more time than compiling takes: six operations for each weight and token."""
+    training = config.training
+    epochs = float(training.epochs)
+    if training.max_steps is not None:
+        epochs = min(epochs, training.max_steps * training.batch_size / max(len(lengths), 1))
+    return 6.0 * base.weights * sum(lengths) * epochs >= _COMPILE_PAYS
+
+
+def told_of_choices(config: Config) -> Iterator[str]:
+    """A line with what decides a run's result and speed, for its user: of a pretrained base, much of it was chosen."""
+    model, training, adapter = config.model, config.training, config.adapter
+    trained = "all weights" if adapter.kind == "none" else f"LoRA r={adapter.r}"
+    layout = "packed" if training.packing else "grouped by length" if training.group_by_length else "in random order"
+    yield (
+        f"settings: {trained}, lr {config.optimizer.lr:g}, {training.epochs} epochs, batches of {training.batch_size} "
+        f"rows {layout} in {training.micro_batches} micro-batches, max_length {model.max_length}, {model.dtype}, "
+        f"compile {training.compile}"
+    )
