@@ -49,7 +49,7 @@ def test_an_absent_gpu_is_the_cpu_only_where_that_was_asked_for(caplog: pytest.L
         named_devices([5], gpus=1)
 
 
-NOT_USED = "4 GPUs are here and not used (--backend nccl, or mixed)"
+NOT_USED = "4 GPUs are here and not used (--backend auto)"
 
 
 @pytest.mark.parametrize(
@@ -68,8 +68,8 @@ NOT_USED = "4 GPUs are here and not used (--backend nccl, or mixed)"
 def test_default_placement(
     backend: str, workers: int, gpus: int, used: str, devices: tuple[torch.device, ...], note: str
 ) -> None:
-    """Without named devices. F-DP-004: without a GPU the run goes on on the CPU, and says so."""
-    *found, said = placement(backend, workers, None, gpus)
+    """Without named devices. F-DP-004: without a GPU the run goes on on the CPU if that is asked for, and says so."""
+    *found, said = placement(backend, workers, None, gpus, fallback=True)
     assert found == [used, devices]
     assert re.match(note, said)
 
@@ -78,6 +78,7 @@ def test_default_placement(
     ("backend", "workers", "names", "gpus", "message"),
     [
         ("nccl", 3, None, 2, "3 workers for 2 GPUs"),
+        ("nccl", 2, None, 0, "nccl needs a GPU, and torch sees none here; --backend auto"),
         ("nccl", 128, None, 4096, "at most 127 GPUs of one host"),
         ("gloo", 3, ["cpu", "cpu"], 0, "2 devices for 3 workers"),
         ("nccl", 2, [0, "cpu"], 1, "nccl needs a GPU for each worker"),

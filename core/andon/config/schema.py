@@ -75,12 +75,11 @@ class Model(Section):
     dropout: Share = Field(default=0.1, description="of attention; of an encoder's hidden states too")
     max_length: Size = Field(
         default=128,
-        description="tokens of a row; longer rows are cut and counted; "
-        "auto: with a pretrained base the longest row, at most 2048 (sft) or 512",
+        description="tokens of a row, longer rows are cut; auto: the longest row, at most 2048 (sft) or 512",
     )
     dtype: Literal["float32", "bfloat16"] = Field(
         default="float32",
-        description="of the frozen weights; what trains is float32; auto: on GPUs as the base was saved",
+        description="of frozen weights, what trains is float32; auto: on GPUs as the base was saved",
     )
     new_tokens: Annotated[tuple[Name, ...], BeforeValidator(_as_tuple)] = Field(
         default=(), description="sft: added to the tokenizer's own, as in ['<tool>', '</tool>']; their rows train"
@@ -231,7 +230,7 @@ class Optimizer(Section):
     name: Literal["adamw", "sgd"] = "adamw"
     lr: Positive = Field(
         default=2.5e-3,
-        description="peak learning rate; auto: with a pretrained base 2e-4 for LoRA, 2e-5 for all weights",
+        description="peak learning rate; auto: 2e-4 for LoRA, 2e-5 for all weights of a base",
     )
     betas: Annotated[tuple[Share, Share], BeforeValidator(_as_tuple)] = Field(default=(0.9, 0.999), description="adamw")
     eps: Positive = Field(default=1e-8, description="adamw")
@@ -259,17 +258,15 @@ class Training(Section):
     batch_size: Steps = Field(default=32, description="rows of one step, over all workers, before they are packed")
     micro_batches: Size = Field(
         default=8,
-        description="parts of a batch; the result depends on it, not on workers; auto: 8, or more for long rows",
+        description="parts of a batch, on which the result depends; auto: 8, more for long rows",
     )
     packing: bool = Field(
         default=False,
-        description="sft: several rows in one of max_length tokens, which do not see each other; "
-        "auto: on if the pretrained base keeps them apart",
+        description="sft: rows share a row of max_length tokens, unseen by each other; auto: on",
     )
     group_by_length: bool = Field(
         default=False,
-        description="rows of similar length share a batch: less padding, another order of rows; "
-        "auto: on with a pretrained base, unless packed",
+        description="rows of similar length share a batch: less padding; auto: on unless packed",
     )
     pad_to_multiple_of: Size = Field(
         default=8, description="padded lengths are multiples of this; 1 wastes least; compile has its own lengths"
@@ -279,13 +276,12 @@ class Training(Section):
     )
     compile: Literal["off", "kernels", "graphs"] = Field(
         default="off",
-        description="of the backbone, on GPUs: fused kernels, or these in CUDA graphs; auto: graphs for long runs",
+        description="on GPUs: fused kernels, or these in CUDA graphs; auto: graphs for long runs",
     )
     compile_lengths: Size = Field(default=4, description="padded lengths that are compiled; each takes a minute")
     activation_checkpointing: bool = Field(
         default=False,
-        description="layers keep only their input and compute the rest again: less memory, more time; "
-        "auto: if a GPU's memory needs it",
+        description="layers compute their activations twice: less memory; auto: if memory is short",
     )
     early_stopping_patience: Count | None = Field(
         default=None, description="epochs without a better validation loss; null: never"
@@ -324,13 +320,10 @@ class Run(Section):
     """Where a run lives and what it says; none of this but `portable` changes its result."""
 
     automatic = frozenset({"workers", "backend"})
-    workers: Workers = Field(
-        default=2, description="ranks on this machine; auto: one for each GPU, else up to one for each core"
-    )
+    workers: Workers = Field(default=2, description="ranks on this machine; auto: one a GPU, else up to one a core")
     backend: Literal["inline", "threads", "gloo", "nccl", "mixed"] = Field(
         default="gloo",
-        description="where ranks live: inline and threads in one process, gloo, nccl, mixed in one each; "
-        "auto: nccl on all GPUs, else gloo",
+        description="inline, threads: all in one process; gloo, nccl, mixed; auto: nccl on GPUs, else gloo",
     )
     cpu_fallback: bool = Field(default=False, description="true: train on the CPU if nccl finds no working GPU")
     devices: Annotated[tuple[str | int, ...], BeforeValidator(_as_tuple)] | None = Field(

@@ -159,7 +159,7 @@ def face() -> Tabulated:
 
 
 def fallback() -> Tabulated:
-    """Where no GPU is usable, ranks that were to use NCCL go on with gloo on the CPU, and the user is told.
+    """Where no GPU is usable, ranks that were to use NCCL go on with gloo on the CPU only if that was asked for.
 
     The choice is asked as on a machine without a GPU, so that a machine that has some can be tried too.
     """
@@ -170,7 +170,9 @@ def fallback() -> Tabulated:
         return isinstance(result, tuple) and result[:2] == ("gloo", (cpu, cpu)) and "CPU" in str(result[2])
 
     wanted = [0, 1]
-    table.row("nccl without a GPU", lambda: devices.placement("nccl", 2, None, 0), told, "gloo on the CPU, said so")
+    nccl = lambda fallback: devices.placement("nccl", 2, None, 0, fallback=fallback)  # noqa: E731
+    table.row("nccl without a GPU", lambda: nccl(True), told, "gloo on the CPU, said so")
+    table.row("nccl without a GPU, CPU not allowed", lambda: nccl(False), _is(InputError), "InputError")
     call = lambda: devices.named_devices(wanted, 0, absent="cpu")  # noqa: E731
     table.row("GPUs 0 and 1 of none, CPU allowed", call, _equals((cpu, cpu)), "two CPUs")
     table.row("GPUs 0 and 1 of none", lambda: devices.named_devices(wanted, 0), _is(InputError), "InputError")

@@ -38,7 +38,10 @@ HEADS = Claim(
     "issue 3",
 )
 FALLBACK = Claim(
-    "cpu-fallback", 1, "Without a usable GPU a run goes on on the CPU, says so, and has the same loss.", "seed F-DP-004"
+    "cpu-fallback",
+    1,
+    "Without a usable GPU a run that allows it trains on the CPU, says so, with the same loss.",
+    "seed F-DP-004",
 )
 AVERAGE = Claim(
     "average-law", 1, "average_gradients is the mean over workers; finite for finite input, NaN and Inf propagate."

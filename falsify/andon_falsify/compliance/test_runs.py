@@ -113,12 +113,12 @@ def test_a_resumed_run_is_the_uninterrupted_one(
 
 @pytest.mark.claim("cpu-fallback")
 def test_a_run_that_was_to_use_gpus_goes_on_without(court: Court) -> None:
-    """What is chosen where there is no GPU, what is said; then a run on what was chosen has the bits of one on one CPU.
+    """What is chosen without a GPU if the CPU is allowed, what is said; then a run there has the bits of one CPU.
 
     The choice is a function of how many GPUs there are, so a machine that has some is asked as if it had none.
     """
     court.hold(fallback().verdict)
-    backend, devices, note = placement("nccl", 2, None, 0)
+    backend, devices, note = placement("nccl", 2, None, 0, fallback=True)
     assert "CPU" in note
     case = Case(world=len(devices), backend=backend)
     chosen, plain = court.run(case), court.run(case.but(world=1, backend="inline"))

@@ -118,7 +118,7 @@ def _started_over(parts: Parts, _: ExitStack) -> None:
     with_rate(parts, lambda step: max(1, step - parts.seen.resumed_from))
 
 
-def _no_fallback(backend: str, workers: int, names: Any, gpus: int | None = None) -> Any:
+def _no_fallback(backend: str, workers: int, names: Any, gpus: int | None = None, *, fallback: bool = False) -> Any:
     raise RuntimeError("no CUDA-capable device is detected")
 
 
