@@ -273,7 +273,6 @@ DEFINING = {
     "run.backend=mixed": "run.device_kind",
     "run.devices=[0, 1]": "run.device_kind",
     "run.devices=[0, cpu]": "run.device_kind",
-    "training.compile=graphs": "training.compile",
     "training.group_by_length=true": "training.group_by_length",
     "training.pad_to_multiple_of=1": "training.pad_to_multiple_of",
     "run.portable=true": "run.portable",
@@ -305,6 +304,12 @@ def test_the_task_defines_a_run_and_none_is_a_classifier() -> None:
     named, other = (identity(load_config(None, [f"task={task}"])) for task in ("classification", "regression"))
     assert named == identity(Config())
     assert differences(named, other) == [("task", "classification", "regression")]
+
+
+def test_compiled_passes_define_a_run_and_so_does_their_checkpointing() -> None:
+    """Eager passes have the same bits with activation checkpointing and without it."""
+    changed = differences(identity(Config()), identity(load_config(None, ["training.compile=graphs"])))
+    assert changed == [("training.activation_checkpointing", None, False), ("training.compile", "off", "graphs")]
 
 
 def test_workers_define_what_is_not_exact() -> None:

@@ -75,7 +75,7 @@ class Model(Section):
     dropout: Share = Field(default=0.1, description="of attention; of an encoder's hidden states too")
     max_length: Size = Field(
         default=128,
-        description="tokens of a row, longer rows are cut; auto: the longest row, at most 2048 (sft) or 512",
+        description="of a row, longer ones are cut; auto: the longest row, at most 2048 (sft) or 512",
     )
     dtype: Literal["float32", "bfloat16"] = Field(
         default="float32",
@@ -323,7 +323,7 @@ class Run(Section):
     workers: Workers = Field(default=2, description="ranks on this machine; auto: one a GPU, else up to one a core")
     backend: Literal["inline", "threads", "gloo", "nccl", "mixed"] = Field(
         default="gloo",
-        description="inline, threads: all in one process; gloo, nccl, mixed; auto: nccl on GPUs, else gloo",
+        description="inline, threads: in one process; gloo, nccl, mixed; auto: nccl on GPUs, else gloo",
     )
     cpu_fallback: bool = Field(default=False, description="true: train on the CPU if nccl finds no working GPU")
     devices: Annotated[tuple[str | int, ...], BeforeValidator(_as_tuple)] | None = Field(
