@@ -210,7 +210,7 @@ _ALL = (
         "cpu-fallback",
         ("F-DP-004", "C-DP-004"),
         "post",
-        "Without a usable accelerator the run goes on on the CPU, says so, and has the same loss.",
+        "Without a usable accelerator a run that allows it trains on the CPU, says so, and has the same loss.",
         "seed N10, V25",
         "one decision",
         "once",
