@@ -65,20 +65,22 @@ def test_on_cpus_there_are_as_many_workers_as_cores_and_memory_hold(
 
 
 @pytest.mark.parametrize(
-    ("overrides", "rate", "dropout"),
+    ("task", "overrides", "rate"),
     [
-        ([], 2.5e-3, 0.1),
-        (OWN, 2.5e-3, 0.1),
-        (PRETRAINED, 2e-4, 0.05),
-        ([*PRETRAINED, "adapter.kind=none"], 2e-5, 0.05),
-        ([*PRETRAINED, "optimizer.lr=auto", "adapter.dropout=0.2"], 2e-4, 0.2),
+        (SFT, [], 2e-4),
+        (SFT, ["adapter.kind=none"], 2e-5),
+        ("regression", [], 1e-3),
+        ("classification", ["adapter.kind=none"], 5e-5),
+        ("classification", ["optimizer.lr=auto"], 1e-3),
+        ("classification", ["optimizer.lr=0.1"], 0.1),
     ],
 )
-def test_a_pretrained_base_gets_a_rate_and_dropout_of_its_own(
-    overrides: list[str], rate: float, dropout: float
-) -> None:
-    found = config(*overrides)
-    assert (found.optimizer.lr, found.adapter.dropout) == (rate, dropout)
+def test_a_pretrained_base_gets_a_rate_and_dropout_of_its_own(task: str, overrides: list[str], rate: float) -> None:
+    """A head that is drawn anew needs a higher rate than one that the base brings."""
+    found = for_rows(config(*PRETRAINED, *overrides), task, BASE, [30], 30, on_gpus=False)
+    assert (found.optimizer.lr, found.adapter.dropout, found.training.epochs) == (rate, 0.05, 3)
+    embedded = for_rows(config(*OWN), task, None, [30], 30, on_gpus=False)
+    assert (embedded.optimizer.lr, embedded.adapter.dropout, embedded.training.epochs) == (2.5e-3, 0.1, 2)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +111,7 @@ def test_what_rows_and_the_base_decide(
 
 
 def test_a_long_run_of_a_large_model_on_gpus_is_compiled() -> None:
-    """6 x 1e9 weights x 1e5 rows x 400 tokens x 2 epochs are 4.8e17 operations; with 10 updates 7.7e13."""
+    """6 x 1e9 weights x 1e5 rows x 400 tokens x 3 epochs are 7.2e17 operations; with 10 updates 7.7e13."""
     lengths, whole = [400] * 100_000, config(*PRETRAINED)
     few = config(*PRETRAINED, "training.max_steps=10")
     for settings, gpus, expected in ((whole, True, "graphs"), (whole, False, "off"), (few, True, "off")):
@@ -134,7 +136,8 @@ def test_a_micro_batch_has_at_most_4096_tokens(overrides: list[str], rows: int, 
 
 def test_what_is_set_is_not_chosen() -> None:
     said = ["model.max_length=64", "model.dtype=float32", "training.packing=false", "training.compile=kernels"]
-    settings = config(*PRETRAINED, *said, "training.group_by_length=false")
+    said += ["training.group_by_length=false", "training.epochs=1", "optimizer.lr=0.1", "adapter.dropout=0"]
+    settings = config(*PRETRAINED, *said)
     assert capped(settings, SFT, BASE) == settings
     assert for_rows(settings, SFT, BASE, [30], 30, on_gpus=True) == settings
 
@@ -157,4 +160,3 @@ def test_the_template_leaves_what_is_chosen_open(tmp_path: Path) -> None:
     assert "max_length: auto" in template()
     found = load_config(path, PRETRAINED)
     assert not is_set(found, "model.max_length")
-    assert found.optimizer.lr == 2e-4

@@ -2,8 +2,7 @@
 
 Unknown keys are refused, and so are values of another type: the string "1e-3" is no number, 3.0 no integer. Without
 any file the defaults are the embedded run: generated shell snippets, a small Qwen3, LoRA on all of it, two workers.
-With a pretrained base other defaults hold. Those that follow from other settings are chosen here; those that follow
-from the data, the base or the devices are left unset, and `andon.training.choices` chooses them.
+Settings that are not set, and of which a pretrained base needs others, are chosen by `andon.training.choices`.
 """
 
 from __future__ import annotations
@@ -230,7 +229,7 @@ class Optimizer(Section):
     name: Literal["adamw", "sgd"] = "adamw"
     lr: Positive = Field(
         default=2.5e-3,
-        description="peak learning rate; auto: 2e-4 for LoRA, 2e-5 for all weights of a base",
+        description="peak learning rate; auto: LoRA 2e-4 (sft) or 1e-3, all weights 2e-5 or 5e-5",
     )
     betas: Annotated[tuple[Share, Share], BeforeValidator(_as_tuple)] = Field(default=(0.9, 0.999), description="adamw")
     eps: Positive = Field(default=1e-8, description="adamw")
@@ -251,9 +250,11 @@ class Schedule(Section):
 class Training(Section):
     """How long and in which portions."""
 
-    automatic = frozenset({"micro_batches", "packing", "group_by_length", "compile", "activation_checkpointing"})
+    automatic = frozenset(
+        {"epochs", "micro_batches", "packing", "group_by_length", "compile", "activation_checkpointing"}
+    )
 
-    epochs: Steps = 2
+    epochs: Steps = Field(default=2, description="auto: 3 with a pretrained base")
     max_steps: Steps | None = Field(default=None, description="end after this many steps; null: after the epochs")
     batch_size: Steps = Field(default=32, description="rows of one step, over all workers, before they are packed")
     micro_batches: Size = Field(
@@ -431,23 +432,17 @@ class Config(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _defaults_by_context(cls, given: Any) -> Any:
-        """Defaults of a pretrained base, and of the embedded run of sft."""
+    def _embedded_sft_learns(cls, given: Any) -> Any:
+        """A run of sft that names neither data nor model has defaults of its own, for what is not said."""
         if not isinstance(given, Mapping):
             return given
-        parts = {name: given.get(name, {}) for name in ("model", "adapter", "data", "optimizer", "training")}
-        if not all(isinstance(part, Mapping) for part in parts.values()):
-            return given  # a section that is built already keeps its own
-        context: Mapping[str, Mapping[str, object]]
-        if parts["model"].get("base") is not None:
-            whole = parts["adapter"].get("kind") == "none"
-            context = {"adapter": {"dropout": 0.05}, "optimizer": {"lr": 2e-5 if whole else 2e-4}}
-        elif given.get("task") == SFT and parts["data"].get("train") is None:
-            context = _EMBEDDED_SFT
-        else:
+        parts = {name: given.get(name, {}) for name in ("data", *_EMBEDDED_SFT)}
+        if given.get("task") != SFT or not all(isinstance(part, Mapping) for part in parts.values()):
             return given
-        said = {name: {key: value for key, value in parts[name].items() if value != "auto"} for name in context}
-        return {**given, **{name: {**defaults, **said[name]} for name, defaults in context.items()}}
+        if parts["data"].get("train") is not None or parts["model"].get("base") is not None:
+            return given
+        said = {name: {key: value for key, value in parts[name].items() if value != "auto"} for name in _EMBEDDED_SFT}
+        return {**given, **{name: {**defaults, **said[name]} for name, defaults in _EMBEDDED_SFT.items()}}
 
     @model_validator(mode="after")
     def _rates_fit(self) -> Config:

@@ -23,6 +23,10 @@ _CAP_SFT = 2048
 _PARTS = 8
 _TOKENS = 4096
 """Of a micro-batch at most, unless one row has more."""
+_RATES = {("lora", True): 2e-4, ("lora", False): 1e-3, ("none", True): 2e-5, ("none", False): 5e-5}
+"""By the adapter's kind, and whether the head is pretrained too: one that is drawn anew needs a higher rate.
+
+MiniLM on BANKING77 with LoRA, 3 epochs: accuracy 0.46 with 2e-4, 0.87 with 1e-3, 0.88 with 2e-3."""
 _COMPILE_PAYS = 2e17
 """Floating-point operations of a run from which compiling, a minute for each length, takes less time than it saves."""
 _GIB = 2**30
@@ -172,6 +176,9 @@ def for_rows(
         choose("model.max_length", config.model.max_length)
         choose("model.dtype", "float32")
     else:
+        choose("optimizer.lr", _RATES[config.adapter.kind, task == SFT])
+        choose("adapter.dropout", 0.05)
+        choose("training.epochs", 3)
         choose("model.max_length", min(-(-longest // 8) * 8, config.model.max_length))
         choose("model.dtype", base.dtype if on_gpus else "float32")
         choose("training.packing", task == SFT)
@@ -179,8 +186,13 @@ def for_rows(
         choose("training.group_by_length", not packing)
     choose("training.packing", False)
     choose("training.group_by_length", False)
-    choose("training.compile", "graphs" if on_gpus and base is not None and _pays(config, base, lengths) else "off")
-    return with_values(config, values)
+    config = with_values(config, values)
+    pays = on_gpus and base is not None and _pays(config, base, lengths)
+    return (
+        config
+        if is_set(config, "training.compile")
+        else with_values(config, {"training.compile": "graphs" if pays else "off"})
+    )
 
 
 def with_micro_batches(config: Config, rows: int, length: int) -> Config:
