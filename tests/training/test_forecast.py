@@ -61,10 +61,13 @@ def test_how_busy_workers_are_and_who_idles(data: Path) -> None:
 
 
 def test_a_plan_for_gpus_that_are_not_there_says_so(data: Path) -> None:
-    (nccl,) = plans(configured(data, "run.backend=nccl"), [2], Machine((), LARGE))
-    (gloo,) = plans(configured(data, "run.backend=gloo"), [2], Machine((), LARGE))
-    assert [need.kind for need in nccl.needs] == ["cpu"]
-    assert "training on the CPU" in nccl.note
+    nccl, allowed, gloo = (
+        plans(configured(data, *settings), [2], Machine((), LARGE))[0]
+        for settings in (["run.backend=nccl"], ["run.backend=nccl", "run.cpu_fallback=true"], ["run.backend=gloo"])
+    )
+    assert "nccl needs a GPU" in nccl.problem
+    assert [need.kind for need in allowed.needs] == ["cpu"]
+    assert "training on the CPU" in allowed.note
     assert not gloo.note
 
 
@@ -122,12 +125,12 @@ def test_a_model_that_cannot_be_followed_is_bad_input_to_a_plan_and_a_warning_to
     expected = r"model\.base: its memory cannot be planned \(RuntimeError: no such shape\)"
     with pytest.raises(NotPlannable, match=expected):
         plans(config, [1], Machine((), LARGE))
-    assert _planned(config, prepare(config), backend) is None
+    assert _planned(prepare(config), backend) is None
     assert "warning: model.base: its memory cannot be planned" in capsys.readouterr().err
     failing(InputError("model.base: is wrong"))
     for planning in (
         lambda: plans(config, [1], Machine((), LARGE)),
-        lambda: _planned(config, prepare(config), backend),
+        lambda: _planned(prepare(config), backend),
     ):
         with pytest.raises(InputError, match="is wrong") as caught:
             planning()

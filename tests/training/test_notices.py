@@ -19,14 +19,13 @@ from andon.config.load import load_config
 from andon.config.schema import Config
 from andon.console.exits import Exit
 from andon.console.problems import InputError
-from andon.launch.launcher import LaunchResult
 from andon.metrics.confusion import Confusion
 from andon.metrics.scores import scores
 from andon.model.masks import Masking
 from andon.run.atomic import json_bytes
 from andon.run.provenance import environment
 from andon.step.plan import BatchPlan
-from andon.training import limits, run, start
+from andon.training import limits, run
 from andon.training.notices import idleness, learns_nothing
 from andon.training.preview import describe
 from andon.training.run import _versions, agree_on_start, clocks_apart
@@ -39,21 +38,8 @@ from tests.support.ranks import run_ranks
 from tests.training.runs import Runs, write_jsonl
 
 
-def test_workers_without_rows_are_said_before_they_are_started(
-    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    said = []
-
-    def launched(*_: object, workers: int, **__: object) -> LaunchResult:
-        said.append((workers, capsys.readouterr().err))
-        return LaunchResult(Exit.RANK_LOST, "as if they had been killed")
-
-    monkeypatch.setattr(start, "launch", launched)
-    monkeypatch.setattr(start, "warm_up", lambda _: None)
-    for workers in (60, 4):
-        assert runs.train(tmp_path / str(workers), backend="gloo", workers=workers) == Exit.RANK_LOST
+def test_workers_without_rows_are_said(runs: Runs) -> None:
     idle = "56 of 60 workers have no row in any update: an update has 8 rows in 4 micro-batches"
-    assert [(workers, f"andon: warning: {idle}\n" in text) for workers, text in said] == [(60, True), (4, False)]
     assert idleness(BatchPlan((1,) * 41, 8, 4, 0, 2), load_config(None, runs.overrides(), {}), 60) == idle
     assert f"note: {idle}" in list(describe(load_config(None, runs.overrides("run.workers=60"))))
 
@@ -171,17 +157,23 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a mach
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 
 
-def decided(backend: str) -> tuple[str, str]:
+def decided(backend: str, allowed: bool) -> tuple[str, str]:
     devices = (GPU, CPU) if backend == "mixed" else (GPU, torch.device("cuda", 1))
-    config = load_config(None, [], {"run.backend": backend, "run.workers": 2})
-    name, device = _usable(config, backend, devices, torch.distributed.get_rank())
+    flags = {"run.backend": backend, "run.workers": 2, "run.cpu_fallback": allowed}
+    try:
+        name, device = _usable(load_config(None, [], flags), backend, devices, torch.distributed.get_rank())
+    except InputError as error:
+        return "refused", str(error)
     return name, device.type
 
 
 @without_gpu
 @pytest.mark.parametrize(("backend", "instead"), [("nccl", "gloo"), ("mixed", "mixed")])
-def test_all_ranks_go_to_the_cpu_where_no_gpu_works(backend: str, instead: str) -> None:
-    assert [outcome.get() for outcome in run_ranks(2, decided, backend)] == [(instead, "cpu")] * 2
+def test_all_ranks_go_to_the_cpu_if_no_gpu_works_and_that_was_asked_for(backend: str, instead: str) -> None:
+    assert [outcome.get() for outcome in run_ranks(2, decided, backend, True)] == [(instead, "cpu")] * 2
+    for outcome in run_ranks(2, decided, backend, False):
+        assert outcome.get()[0] == "refused"
+        assert "run.cpu_fallback=true" in outcome.get()[1]
 
 
 def refused() -> str:

@@ -167,7 +167,7 @@ def test_memory_is_planned(conversations: Runs) -> None:
     given = ["plan", "--data", conversations.data, "--gpu-memory", "16", "--json", "--set=model.max_length=320"]
     rows, packs = (
         json.loads("\n".join(cli(*given, *(f"--set={each}" for each in settings)).out))["worlds"][0]
-        for settings in ((), ("training.packing=true", "training.batch_size=4", "training.micro_batches=1"))
+        for settings in ((), ("training.packing=true", "training.batch_size=64", "training.micro_batches=1"))
     )
     rows, packs = (each["devices"][0]["each_rank"] for each in (rows, packs))
     assert 0 < rows["activations"] < packs["activations"]

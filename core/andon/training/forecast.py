@@ -159,7 +159,9 @@ def _world(study: Study, config: Config, workers: int, machine: Machine) -> Worl
     idle = idleness(study.material.plan, config, workers)
     named = config.run.devices if workers == config.run.workers else None
     try:
-        backend, devices, note = placement(config.run.backend, workers, named, len(machine.gpus))
+        backend, devices, note = placement(
+            config.run.backend, workers, named, len(machine.gpus), fallback=config.run.cpu_fallback
+        )
     except InputError as error:
         return WorldPlan(workers, leaves, efficiency(parts, workers), problem=str(error), idle=idle)
     needs = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import count
+from itertools import count, islice
 
 from andon_falsify.history import History, RowId, StepEvent
 from andon_falsify.verdict import Claim, Counterexample, Verdict, conclude, not_applicable
@@ -19,15 +19,20 @@ CLAIM = Claim(
 _SHOWN = 12
 
 
-def published(rows: Sequence[int], seed: int, batch_size: int) -> Iterator[tuple[int, ...]]:
+def published(rows: Sequence[int], seed: int, batch_size: int, updates: int | None = None) -> Iterator[tuple[int, ...]]:
     """The global batches of our trainer by its published rule, epoch after epoch without end; none of no rows.
 
-    A shuffle of `rows` keyed by (seed, epoch), cut into batches; the last of an epoch has what is left.
+    A shuffle of `rows` keyed by (seed, epoch), cut into batches; the last of an epoch has what is left. updates: of an
+    epoch of packs, which are dealt out so that earlier updates have at most one more.
     """
+    sizes = [min(batch_size, len(rows) - at) for at in range(0, len(rows), batch_size)]
+    if updates is not None:
+        sizes = [len(range(first, len(rows), updates)) for first in range(updates)]
     for epoch in count() if rows else ():
         order = list(rows)
         random.Random(f"andon order {seed} {epoch}").shuffle(order)
-        yield from (tuple(order[at : at + batch_size]) for at in range(0, len(order), batch_size))
+        cuts = iter(order)
+        yield from (tuple(islice(cuts, size)) for size in sizes)
 
 
 def check(history: History, plan: Mapping[int, Sequence[RowId]] | None) -> Verdict:

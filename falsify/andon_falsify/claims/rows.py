@@ -39,7 +39,7 @@ def plan(evidence: Evidence) -> Verdict:
         return not_applicable(plan_followed.CLAIM, "the ledger lies beside no configuration of our trainer")
     if evidence.settings.get("training.group_by_length"):
         return not_applicable(plan_followed.CLAIM, "rows were grouped by their length, which the ledger does not hold")
-    found, start = planned(history), history.plan
+    found, start = planned(history, packed=bool(evidence.settings.get("training.packing"))), history.plan
     if found is None and (start.seed is None or not start.batch_size or not start.steps or not start.rows):
         why = "the start line lacks a part of the rule: seed, batch size, rows or updates"
         return not_applicable(plan_followed.CLAIM, why)
@@ -50,10 +50,11 @@ def plan(evidence: Evidence) -> Verdict:
     return plan_followed.check(history, found)
 
 
-def planned(history: History) -> Mapping[int, Sequence[RowId]] | None:
+def planned(history: History, *, packed: bool = False) -> Mapping[int, Sequence[RowId]] | None:
     """The rows of every update by the published rule.
 
-    The training rows are those that the first epoch visited, where it was complete; None where the rule lacks a part.
+    The training rows are those that the first epoch visited, if it was complete; None if the rule lacks a part.
+    packed: rows are packs, and an epoch has as many updates as the first.
     """
     plan = history.plan
     first = [row for event in history.trajectory.values() if event.epoch == 0 for row in event.ids]
@@ -62,4 +63,5 @@ def planned(history: History) -> Mapping[int, Sequence[RowId]] | None:
         return None
     # However many a line speaks of: no history has more lines, and of those that lack a thousand are enough.
     steps = min(plan.steps, max(history.trajectory, default=0) + 1000, MAX_LINES)
-    return dict(enumerate(islice(plan_followed.published(rows, plan.seed, plan.batch_size), steps), start=1))
+    updates = sum(event.epoch == 0 for event in history.trajectory.values()) if packed else None
+    return dict(enumerate(islice(plan_followed.published(rows, plan.seed, plan.batch_size, updates), steps), start=1))
