@@ -170,7 +170,10 @@ def fallback() -> Tabulated:
         return isinstance(result, tuple) and result[:2] == ("gloo", (cpu, cpu)) and "CPU" in str(result[2])
 
     wanted = [0, 1]
-    nccl = lambda fallback: devices.placement("nccl", 2, None, 0, fallback=fallback)  # noqa: E731
+
+    def nccl(allowed: bool) -> object:
+        return devices.placement("nccl", 2, None, 0, fallback=allowed)
+
     table.row("nccl without a GPU", lambda: nccl(True), told, "gloo on the CPU, said so")
     table.row("nccl without a GPU, CPU not allowed", lambda: nccl(False), _is(InputError), "InputError")
     call = lambda: devices.named_devices(wanted, 0, absent="cpu")  # noqa: E731
