@@ -146,6 +146,8 @@ def test_init_writes_over_nothing(tmp_path: Path) -> None:
     refused(cli("init", tmp_path), "config.yaml: is there already")
     refused(cli("init", tmp_path / "config.yaml"), "config.yaml")
     assert (tmp_path / "config.yaml").read_text() == "mine"
+    assert cli("init", tmp_path / "c.yaml").out[0] == f"wrote {tmp_path / 'c.yaml'}"
+    assert (tmp_path / "c.yaml").is_file()
 
 
 def test_a_target_that_matches_nothing(tmp_path: Path) -> None:

@@ -11,8 +11,10 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from typer.testing import CliRunner
@@ -23,6 +25,7 @@ from andon.console.problems import InputError
 from andon.data.formats import encoded
 from andon.metrics.confusion import read_confusion
 from andon.training.preview import describe
+from andon.training.progress import ProgressView
 from tests.cli.command import PATIENCE_S, andon, cli, tree
 from tests.training.runs import SMALL, Runs, outcome, summary, write_csv, write_jsonl
 
@@ -63,6 +66,19 @@ def test_a_quiet_run_says_no_progress(runs: Runs, tmp_path: Path, flag: str, lin
     assert not any("steps/s" in line for line in ended.said)
     assert not any("accuracy" in line for line in ended.said if not line.startswith("andon: "))
     assert any("andon: done: 3 steps" in line for line in ended.said)
+
+
+def test_slow_updates_are_no_long_silence(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """Updates of 5 s, a line due every 10: one comes at every third too, and the rate is not rounded to nothing."""
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    view = ProgressView(100, 10, "never")
+    for step in range(1, 13):
+        now[0] = 5.0 * step
+        view.step(Mock(epoch=0), Mock(step=step, loss=1.0, correct=1, terms=2, grad_norm=1.0, rate=0.1))
+    lines = capfd.readouterr().err.splitlines()
+    assert [int(line.split()[1].partition("/")[0]) for line in lines] == [3, 6, 9, 10]
+    assert all(line.endswith("0.2 steps/s") for line in lines)
 
 
 def test_no_progress_and_progress_as_json_are_not_both(tmp_path: Path) -> None:

@@ -550,7 +550,7 @@ def test_every_command_that_is_printed_can_be_pasted(
         [whole_run()[0], step(1, (2, 2)), Broken("finite", 2, (1,), "loss", "the loss is not finite")],
     )
     lines = list(explain(run))
-    assert shlex.split(lines[-2])[1:] == ["andon", "show", named, "--step", "2"]
+    assert shlex.split(lines[-3])[1:] == ["andon", "show", named, "--step", "2"]
     assert shlex.split(lines[-1])[1:] == ["andon", "replay", named, "--steps", "1"]
     (repro,) = {each.repro for verdict in verify([read_run(run)]) for each in verdict.counterexamples}
     assert shlex.split(repro) == ["andon", "verify", named]

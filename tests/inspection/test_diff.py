@@ -58,7 +58,7 @@ def test_runs_are_the_same_or_said_not_to_be(
     text = "\n".join(report.lines)
     assert report.result is result
     assert said in text
-    assert ("part at step" in text) == ("steps in all" in said)
+    assert ("differ from step" in text) == ("steps in all" in said)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_the_first_step_that_differs_is_named_with_its_field(tmp_path: Path, fie
     report = of(tmp_path, whole_run(), other)
     text = "\n".join(report.lines)
     assert report.result is DIFFERENT
-    assert "part at step 2; steps 1 to 1 are the same to the bit" in text
+    assert "differ from step 2 on; steps 1 to 1 are the same to the bit" in text
     assert f"2: {field} differs first" in text
 
 
@@ -86,7 +86,7 @@ def test_other_versions_are_not_comparable_and_not_wrong(tmp_path: Path) -> None
     other[3] = step(2, (1, 3), weights=5)
     report = of(tmp_path, whole_run(), other)
     assert report.result is INCOMPARABLE
-    assert "part at step 2" in "\n".join(report.lines)
+    assert "differ from step 2 on" in "\n".join(report.lines)
     assert "not comparable" in report.lines[-1]
 
 
@@ -109,7 +109,7 @@ def test_configurations_are_compared_before_a_run_starts(tmp_path: Path) -> None
     one, other = _configs(tmp_path, **{"workers: 2": "workers: 3"})
     report = compare(read_side(one), read_side(other))
     assert report.result is SAME
-    assert report.lines[0].startswith("config    run.workers: 2 | 3 (places the run")
+    assert report.lines[0].startswith("config    run.workers: 2 | 3 (does not affect")
     assert report.lines[-1].startswith("result    the same settings; only the names of data and model were compared")
 
 
@@ -170,7 +170,18 @@ def test_the_first_tensor_and_element_are_named(tmp_path: Path) -> None:
     (line,) = tensors_apart(one, other)
     assert line.startswith("weights/w differs first (2 of 2 tensors of step-00000004 do), at [1, 2]: ")
     assert f"{(6.0).hex()} | {(6.5).hex()} (2 of 12 elements)" in line
-    assert list(tensors_apart(one, one)) == ["all 2 of step-00000004 that both have are the same"]
+    assert list(tensors_apart(one, one)) == ["all 2 of step-00000004 are the same"]
+
+
+def test_tensors_of_only_one_run_are_counted_and_not_listed(tmp_path: Path) -> None:
+    both = {"weights/w": torch.zeros(2)}
+    folders = []
+    for name, own in (("a", 147), ("b", 45)):
+        (tmp_path / name).mkdir()
+        more = {f"optimizer/exp_avg/{name}{number}": torch.zeros(1) for number in range(own)}
+        folders.append(save_checkpoint(tmp_path / name, 4, both | more, {}))
+    only = "147 only in the first run, 45 only in the second"
+    assert list(tensors_apart(*folders)) == [f"step-00000004: {only}, 1 in both (equal)"]
 
 
 def test_minus_zero_is_another_tensor(tmp_path: Path) -> None:
@@ -188,7 +199,7 @@ def test_two_real_runs_part_where_their_learning_rates_do(runs: Runs, run: Path,
     text = "\n".join(report.lines)
     assert report.result is DIFFERENT
     assert "config    schedule.warmup_fraction: 0.1 | 0.5" in report.lines
-    assert "part at step 1; it is the first" in text
+    assert "steps     differ from step 1 on" in report.lines
     alike = "epoch, position, ids, count, content, loss, correct, gradient, grad_norm, optimizer agree"
     assert f"lr differs first, {alike}" in text
     assert "tensor    weights/" in text

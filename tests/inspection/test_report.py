@@ -248,7 +248,7 @@ def test_other_scores_than_of_classes_are_shown_by_name(tmp_path: Path) -> None:
     assert page.named("Scores").by_name()["rows"] == ["7"]
     assert page.named("Scores: heads").exact[1][1] == 2.5
     sources = page.named("Scores: sources")
-    assert sources.rows == [["sources", "tokens", "loss"], ["chat", "9", "not known"], ["web", "not known", "0.75"]]
+    assert sources.rows == [["sources", "tokens", "loss"], ["chat", "9", "not known"], ["web", "not known", "0.7500"]]
     assert "no" not in page.named("Scores").by_name()
 
 
@@ -259,7 +259,7 @@ def test_two_runs_are_shown_side_by_side_with_where_they_part(runs: Runs, run: P
     assert runs.train(tmp_path / "other", "optimizer.momentum=0.5", "optimizer.lr=0.02") == 0
     page = page_of(run, tmp_path / "other")
     lines = compare(read_side(run), read_side(tmp_path / "other")).lines
-    assert any(line.startswith("steps     part at step 1;") for line in lines)
+    assert any(line.startswith("steps     differ from step 1 on") for line in lines)
     assert [line for line in lines if line not in page.text] == []
     assert "The first step that differs is step 1." in page.text
     assert len([each for each in page.of("line") if each.get("class") == "mark"]) == 5  # all that begin at step 1

@@ -198,13 +198,16 @@ def test_a_damaged_part_hides_no_other(tmp_path: Path) -> None:
 def test_a_run_is_explained_by_its_ledger(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
-    broken = Broken("finite", 3, (), "loss", "the loss is not finite", {"rank 0": "nan"})
+    broken = Broken("clip-once", 3, (), "loss", "the norm is not finite", {"rank 0": "nan"})
     write(run / "ledger.jsonl", [*whole_run()[:4], broken])
     lines = list(explain(run))
-    assert lines[0] == "finite broken at step 3"
+    assert lines[0] == "clip-once broken at step 3"
     assert "  ranks    not attributable" in lines
     assert "  digests  rank 0: nan" in lines
-    assert lines[-2:] == [f"  look     andon show {run} --step 3", f"  repeat   andon replay {run} --steps 2"]
+    assert any(line.startswith(f"  likely   {CLAUSES['clip-once'].likely}") for line in lines)
+    assert f"  look     andon show {run} --step 3" in lines
+    assert lines[-2].strip() == "step 2 is the last one that counts; step 3 left no record to repeat"
+    assert lines[-1] == f"  repeat   andon replay {run} --steps 2"
 
 
 @pytest.mark.parametrize(("name", "writer"), [("l.jsonl", None), ("l.jsonl", "watch"), ("ledger.jsonl", "watch")])
@@ -227,3 +230,6 @@ def test_what_explains_nothing_is_refused(tmp_path: Path) -> None:
         list(explain(other))
     with pytest.raises(InputError, match="there is no such run"):
         list(explain(tmp_path / "nothing"))
+    assert list(explain(Path("clip-once")))[1] == f"  promise  {CLAUSES['clip-once'].statement}"
+    with pytest.raises(InputError, match="did you mean 'clip-once'"):
+        list(explain(Path("clip-onec")))

@@ -102,7 +102,9 @@ def test_ranks_that_leave_are_lost(
     folder = tmp_path / "run"
     ended = runs.train(folder, backend="gloo", workers=2, entry=f"tests.training.entries:{entry}")
     assert ended == Exit.RANK_LOST
-    assert SAID[entry] in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert SAID[entry] in said
+    assert said.endswith(f"; resume with: andon train {folder}/config.yaml --run-dir {folder} --resume auto\n")
     assert unfinished(read_run(folder)) == f"is not finished: {AT - 1} of {STEPS} steps, without an end in its ledger"
     if entry == "all_vanish":
         assert runs.train(folder, backend="threads", workers=1, resume="auto") == 0

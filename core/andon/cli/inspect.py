@@ -21,9 +21,13 @@ Run = Annotated[Path, typer.Argument(help="Run folder, or its ledger.jsonl.")]
 
 def show(
     run: Run,
+    number: Annotated[int | None, typer.Argument(metavar="[STEP]", help="The same as --step.")] = None,
     step: Annotated[int | None, typer.Option(help="Show this step: rows, losses, digests, ranks.")] = None,
 ) -> None:
     """Show a run from start to end, or one step of it, by its ledger."""
+    if number is not None and step is not None:
+        raise InputError([Problem("--step", f"is {step}, and the argument is {number}; give one of them")])
+    step = number if step is None else step
     found = open_recorded(run)
     lines = overview(found) if step is None else one_step(found, step, texts_of(found.folder))
     for line in lines:
@@ -61,7 +65,7 @@ def replay(
 
 
 def explain(
-    path: Annotated[Path, typer.Argument(help="Bundle of a violation, or the run in which it was.")],
+    path: Annotated[Path, typer.Argument(help="Bundle of a violation, its run, or the name of a clause.")],
 ) -> None:
     """Explain a violation. What was promised, what was seen, where, and how to look further."""
     from andon.inspection.explain import explain as explained

@@ -23,7 +23,7 @@ from andon.cli.options import (
     material,
 )
 from andon.config.load import load_config, template
-from andon.config.source import is_there
+from andon.config.source import is_folder, is_there
 from andon.console.exits import Exit
 from andon.console.messages import command_line, put
 from andon.console.problems import InputError, Problem
@@ -33,13 +33,13 @@ from andon.run.atomic import storage, write_whole
 from andon.run.folder import RUNS
 
 
-def init(folder: Annotated[Path, typer.Argument(help="Where config.yaml is written.")]) -> None:
+def init(path: Annotated[Path, typer.Argument(help="A folder for config.yaml, or the file itself (.yaml).")]) -> None:
     """Write a commented config.yaml with every setting at its default."""
-    target = folder / "config.yaml"
+    target = path if path.suffix in (".yaml", ".yml") and not is_folder(path) else path / "config.yaml"
     if is_there(target):
         raise InputError([Problem(str(target), "is there already")])
     with storage(target):
-        folder.mkdir(parents=True, exist_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
     write_whole(target, template().encode())
     put(f"wrote {target}", f"next: {command_line('andon', 'train', target)}")
 

@@ -108,7 +108,9 @@ def run_training(
     config = load_config(config_path, overrides, flags)
     with chosen(config.run):
         ended = start(config, started, sizing=sizing, entry=entry)
-    if ended.why:
+    if ended.exit in (Exit.RANK_LOST, Exit.RANK_SILENT) and ended.folder.begun() and "; go on with" not in ended.why:
+        say(f"{ended.why}; resume with: {go_on_with(ended.folder)}")
+    elif ended.why:
         say(*(ended.why.split("\n") if ended.exit is Exit.USAGE else [ended.why]))
     if config.run.progress == "json":
         put(json.dumps({"what": "end", "exit": int(ended.exit), "run": str(ended.folder.path)}))

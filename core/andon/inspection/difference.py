@@ -161,7 +161,7 @@ def _settings(report: Differences, one: Side, other: Side, digests: Collection[s
         if key in defining or (key in NAMING and not digested):
             found.append(key)
         elif not digested:
-            note = " (places the run, no part of its result)"
+            note = " (does not affect the result)"
         report.add("config", f"{key}: {first.get(key)!r} | {second.get(key)!r}{note}")
     for key in sorted(defining.keys() - first.keys()):
         found.append(key)
@@ -236,7 +236,7 @@ def _steps(report: Differences, one: Recorded, other: Recorded) -> bool:
         return True
     counts = [len(side.trajectory) for side in (one, other)]
     more = f"; {counts[0]} | {counts[1]} steps in all" if counts[0] != counts[1] else ""
-    report.add("steps", f"part at step {step}; {_before(one, step)}{more}")
+    report.add("steps", f"differ from step {step} on{_before(one, step)}{more}")
     records, names = (one.trajectory[step], other.trajectory[step]), [each.name for each in odd]
     alike = [name for name in REPEATED if name not in names and not any(lacks(each, name) for each in records)]
     report.add("step", f"{step}: {names[0]} differs first, {', '.join(alike) or 'nothing'} agree")
@@ -266,7 +266,7 @@ def _untold(report: Differences, one: Recorded, other: Recorded) -> None:
 
 def _before(one: Recorded, step: int) -> str:
     earlier = [number for number in one.trajectory if number < step]
-    return f"steps {earlier[0]} to {earlier[-1]} are the same to the bit" if earlier else "it is the first"
+    return f"; steps {earlier[0]} to {earlier[-1]} are the same to the bit" if earlier else ""
 
 
 def first_difference(one: Mapping[int, Step], other: Mapping[int, Step]) -> tuple[int | None, tuple[Difference, ...]]:

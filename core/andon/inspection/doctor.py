@@ -56,14 +56,15 @@ _SHARED = Path("/dev/shm")
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _END_S = 2.0
 
-Level = Literal["ok", "warning", "problem"]
+Level = Literal["ok", "info", "warning", "problem"]
 
 
 @dataclass(frozen=True)
 class Check:
     """One thing that was looked at: what was found, and what to do where it is not well.
 
-    A `problem` keeps `andon train` from running here; a `warning` keeps from less.
+    A `problem` keeps `andon train` from running here; a `warning` keeps from less. `info` says what is not there and
+    is not needed.
     """
 
     name: str
@@ -85,7 +86,7 @@ def examine(folder: Path, limit_s: float) -> Iterator[Check]:
     for name in ("inline", "threads", "gloo", *(["nccl"] if gpus else [])):
         yield _backend(name, _probe(limit_s, name))
     if not gpus:
-        yield Check("backend nccl", "ok", "not tried: torch finds no GPU; --backend nccl would train on the CPU")
+        yield Check("backend nccl", "info", "not tried: torch finds no GPU")
     yield _temporary()
     yield _folder(folder, limit_s)
     yield _shared_memory(len(gpus))
@@ -141,7 +142,7 @@ def _machine() -> Check:
     here = environment()
     threads = [f"{name}={os.environ[name]}" for name in _THREADS if name in os.environ]
     cores = f"{here['cores']} of {os.cpu_count()} CPUs"
-    told = f"{here['platform']}, {here['cpu']}, {cores}, {', '.join(threads) or 'no variable says how many threads'}"
+    told = f"{here['platform']}, {here['cpu']}, {cores}, {', '.join(threads) or 'no limit on threads is set'}"
     return Check("machine", "ok", f"{told} (each rank has one thread)")
 
 
@@ -171,7 +172,7 @@ def _extras() -> Iterator[Check]:
             versions = ", ".join(f"{name} {version_of(name) or 'of unknown version'}" for name in brought)
             yield Check(f"extra {extra}", "ok", versions)
         else:
-            level: Level = "problem" if extra == "train" else "ok"
+            level: Level = "problem" if extra == "train" else "info"
             yield Check(f"extra {extra}", level, f"not installed: {', '.join(missing)}", install_hint(extra))
 
 
@@ -183,7 +184,7 @@ def _gpus(seen: Mapping[str, Any], gpus: list[str]) -> Check:
         count = ", ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus))
         return Check("gpus", "ok", f"{count}; torch for CUDA {seen.get('cuda')}; driver {driver or 'unknown'}")
     if not driver:
-        return Check("gpus", "ok", "none, and no driver of NVIDIA's")
+        return Check("gpus", "info", "none, and no NVIDIA driver")
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     why = "install a torch that is built for CUDA" if seen.get("cuda") is None else "the driver may be too old for it"
     todo = f"CUDA_VISIBLE_DEVICES={hidden!r} may hide them" if hidden is not None else why
@@ -209,7 +210,7 @@ def _network(seen: Mapping[str, Any]) -> Check:
         and _INTERFACE not in os.environ
         and all(each.startswith("127.") or each == "::1" for each in seen["ours"])
     ):
-        return Check("network", "ok", f"{found}, which other machines cannot reach", advice)
+        return Check("network", "info", f"{found}, which other machines cannot reach", advice)
     return Check("network", "ok", found)
 
 

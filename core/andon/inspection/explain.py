@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from andon.config.source import is_folder
+from andon.config.source import is_folder, is_there
 from andon.console.messages import command_line
-from andon.console.problems import InputError, Problem
+from andon.console.problems import InputError, Problem, did_you_mean
 from andon.inspection.recorded import open_recorded
-from andon_contracts.clauses import CLAUSES
+from andon_contracts.clauses import CLAUSES, Clause
 from andon_contracts.record import Broken
 from andon_contracts.stacks import pending
 from andon_contracts.tensor_file import read_tensors
@@ -35,11 +35,18 @@ _MOST_THREADS = 64
 def explain(path: Path) -> Iterator[str]:
     """Lines on each violation in the bundle (a folder of `CLAUSE.json`, or one of these) or run at `path`.
 
-    Raises `InputError` where there is none, or what is there is no bundle.
+    If nothing is at `path` and it is the name of a clause: lines on that clause. Raises `InputError` where there is no
+    violation, or what is there is no bundle.
     """
     folder = is_folder(path)
     if path.suffix == ".json" and path.is_file():
         yield from _bundle(path, named=True)
+        return
+    if not is_there(path):
+        name = str(path)
+        if name not in CLAUSES:
+            raise InputError([Problem(name, f"there is no such run, bundle or check{did_you_mean(name, CLAUSES)}")])
+        yield from (name, *_promise(CLAUSES[name]), f"  likely   {CLAUSES[name].likely or 'not known'}")
         return
     files = sorted(path.glob("*.json")) if folder and not (path / "ledger.jsonl").exists() else []
     for file in files:
@@ -58,8 +65,11 @@ def _run(path: Path) -> Iterator[str]:
     for record in broken:
         yield from _lines(record.to_json(), record.details, {})
         yield f"  look     {command_line('andon', 'show', path, '--step', str(record.step))}"
-        if record.step > 1 and repeatable:
-            yield f"  repeat   {command_line('andon', 'replay', path, '--steps', str(record.step - 1))}"
+        step = max((step for step in found.trajectory if step <= record.step), default=0)
+        if step and repeatable:
+            if step < record.step:
+                yield f"           step {step} is the last one that counts; step {record.step} left no record to repeat"
+            yield f"  repeat   {command_line('andon', 'replay', path, '--steps', str(step))}"
 
 
 def _bundle(path: Path, *, named: bool = False) -> Iterator[str]:
@@ -105,18 +115,16 @@ def _lines(body: Mapping[str, Any], details: Mapping[str, Any], scene: Mapping[s
         else f"no violation: a rank {_ENDS.get(cause, cause)}, at step {body['step']}"
     )
     if clause is not None:
-        yield f"  promise  {clause.statement}"
-        yield f"  source   {', '.join([clause.source, *clause.aliases])}"
-        yield f"  checked  {clause.schedule}"
+        yield from _promise(clause)
     of = f" of {scene['world']}" if scene.get("world") else ""
     yield f"  ranks    {' '.join(map(str, body.get('ranks') or ())) or 'not attributable'}{of}"
     if body.get("tensor"):
         element = f", {scene['element']}" if scene.get("element") else ""
         yield f"  where    {body['tensor']}{element}"
     yield f"  seen     {body['seen']}"
-    for name in ("before", "likely"):
-        if scene.get(name):
-            yield f"  {name:<8} {scene[name]}{'  [inference, not proof]' if name == 'likely' else ''}"
+    for name, text in (("before", scene.get("before")), ("likely", scene.get("likely") or (clause and clause.likely))):
+        if text:
+            yield f"  {name:<8} {text}{'  [inference, not proof]' if name == 'likely' else ''}"
     for name, value in details.items():
         yield f"  digests  {name}: {_short(value)}"
     if "applied" in scene:
@@ -124,6 +132,11 @@ def _lines(body: Mapping[str, Any], details: Mapping[str, Any], scene: Mapping[s
         yield f"  state    step {body['step']} was {'applied' if scene['applied'] else before}"
     if scene.get("last_equal") is not None:
         yield f"  equal    last at step {scene['last_equal']}"
+
+
+def _promise(clause: Clause) -> Iterator[str]:
+    yield f"  promise  {clause.statement}"
+    yield f"  checked  {clause.schedule}"
 
 
 def _short(value: object) -> str:

@@ -16,11 +16,14 @@ def tensors_apart(one: Path, other: Path) -> Iterator[str]:
     """Lines on the tensors that differ between two checkpoints. Raises `InputError` for one that is damaged."""
     first, second = _loaded(one), _loaded(other)
     shared = sorted(first.tensors.keys() & second.tensors.keys())
-    for name in sorted(first.tensors.keys() ^ second.tensors.keys()):
-        yield f"{name} is in one of both {one.name} only"
     odd = [name for name in shared if not _same(first.tensors[name], second.tensors[name])]
+    own = [len(each.tensors) - len(shared) for each in (first, second)]
+    if any(own):
+        both = f"{len(shared)} in both ({len(odd)} differ)" if odd else f"{len(shared)} in both (equal)"
+        yield f"{one.name}: {own[0]} only in the first run, {own[1]} only in the second, {both}"
     if not odd:
-        yield f"all {len(shared)} of {one.name} that both have are the same"
+        if not any(own):
+            yield f"all {len(shared)} of {one.name} are the same"
         return
     # Weights before moments: what a reader looks for. Among equals, by name.
     name = min(odd, key=lambda name: (not name.startswith("weights/"), name))

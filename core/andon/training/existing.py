@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from andon.config.identity import differences, identity
@@ -159,6 +160,14 @@ def newest_unfinished(config: Config, base: Path) -> RunFolder | None:
         data = data or read_rows(config).digest
         if _data_of(folder) == data:
             return folder
+    return None
+
+
+def unfinished_of_files(base: Path) -> RunFolder | None:
+    """The run right under `base` that was written to last and has not ended, if it trains on files of its own."""
+    for folder in _latest_first(base)[:1]:
+        with suppress(InputError):  # its configuration cannot be read
+            return folder if config_of(folder).data.train is not None else None
     return None
 
 

@@ -15,6 +15,9 @@ from andon.run.summary import quoted
 from andon.step.plan import GlobalBatch
 from andon.step.step import StepResult
 
+_SILENT_S = 12.0
+"""The longest time without a line: an update of a large model can take minutes, and its log is not a hung run."""
+
 
 class ProgressView:
     """Lines on standard error that a log can hold and `grep` can find; a rich bar where that is a terminal."""
@@ -31,7 +34,7 @@ class ProgressView:
         self._mode = mode
         self._total = total_steps
         self._every = log_every
-        self._started = time.perf_counter()
+        self._started = self._last_line = time.perf_counter()
         self._done_before = done
         self._bar: Any = None
         if mode == "always" or (mode == "auto" and _on_a_terminal()):
@@ -43,13 +46,13 @@ class ProgressView:
             bar, task = self._bar
             with suppress(*BROKEN_STREAM):
                 bar.update(task, completed=result.step, description=f"epoch {batch.epoch} loss {result.loss:.4f}")
-        elif self._is_shown(result.step):
+        elif self._is_shown(result.step) or time.perf_counter() - self._last_line > _SILENT_S:
             rate = (result.step - self._done_before) / (time.perf_counter() - self._started)
             right = f"accuracy {result.correct / max(result.terms, 1):.3f} " if self._counts_right else ""
             self._line(
                 f"step {result.step}/{self._total} epoch {batch.epoch} loss {result.loss:.4f} {right}"
                 f"grad_norm {result.grad_norm:.3f} "
-                f"lr {result.rate:.2e} {rate:.1f} steps/s"
+                f"lr {result.rate:.2e} {rate:.3g} steps/s"
             )
 
     def evaluated(self, step: int, scores: Scores, what: str) -> None:
@@ -76,6 +79,7 @@ class ProgressView:
     def _line(self, text: str) -> None:
         if self._mode in ("quiet", "json"):
             return
+        self._last_line = time.perf_counter()
         if self._bar is not None:
             with suppress(*BROKEN_STREAM):
                 self._bar[0].console.print(text)

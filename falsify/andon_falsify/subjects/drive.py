@@ -128,7 +128,7 @@ def _journal(parts: Parts, folder: RunFolder, progress: Progress, retention: Ret
         folder=folder,
         ledger=LedgerWriter(folder.ledger),
         metrics=MetricsWriter(folder.metrics, progress.step),
-        view=ProgressView(0, sys.maxsize, "never"),
+        view=ProgressView(0, sys.maxsize, "quiet"),
         tensors=lambda: state_tensors(parts.primary),
         fixed_state={},
         keep=sys.maxsize,

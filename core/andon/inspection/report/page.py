@@ -16,6 +16,7 @@ from andon.inspection.difference import Differences, by_dotted_key, first_differ
 from andon.inspection.report.curves import Picture, Series, draw
 from andon.inspection.report.told import Evaluated, Told
 from andon.metrics.confusion import Confusion
+from andon.run.summary import quoted
 from andon.training.existing import go_on_with
 from andon_contracts.clauses import CLAUSES
 
@@ -25,14 +26,14 @@ _CURVES = (
     ("loss", "Loss", "mean of an update"),
     ("accuracy", "Accuracy", "share that is predicted right"),
     ("lr", "Learning rate", ""),
-    ("grad_norm", "Gradient norm", "2-norm of the reduced gradient, all of it"),
+    ("grad_norm", "Gradient norm", "2-norm of the whole reduced gradient"),
     ("seconds", "Step time", "seconds, with evaluations and checkpoints before it"),
 )
 _MOST_SCORES, _MOST_EVALUATIONS, _MOST_STORY, _MOST_CLASSES, _MOST_ROWS = 8, 60, 200, 100, 1000
 _SHADES = 9
 
 Value = str | int | float | None
-"""What stands in a cell. A float is shown in six digits, with the exact value for machines; None is not known."""
+"""What stands in a cell. A float is shown in four digits, with the exact value for machines; None is not known."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,12 @@ class Table:
     rows: Sequence[Sequence[Value]]
     apart: frozenset[int] = frozenset()
     more: str = ""
+
+    @cached_property
+    def numeric(self) -> frozenset[int]:
+        """The columns that hold only numbers."""
+        columns = enumerate(zip(*self.rows, strict=True))
+        return frozenset(at for at, cells in columns if all(isinstance(cell, int | float) for cell in cells))
 
 
 @dataclass(frozen=True)
@@ -266,20 +273,32 @@ def _facts(run: Told) -> dict[str, Value]:
     unit = "packs" if run.side.config.get("training.packing") else "rows"
     return {
         "how it ended": run.state,
+        **_made_of(run),
         "steps": f"{max(steps, default=0)} of {planned}" if planned else max(steps, default=0),
         "violations": len(run.violations),
         "task": start.plan.task if start is not None else None,
         f"{unit} an epoch": start.plan.rows if start is not None else None,
         f"{unit} a step": start.plan.batch_size if start is not None else None,
         "workers": ", then ".join(workers) or (f"{start.world} {start.backend}" if start is not None else None),
-        "loss of the last step": last.loss.value if last is not None and last.loss is not None else None,
+        "training loss of the last batch": last.loss.value if last is not None and last.loss is not None else None,
         "weights after the last step": last.digests.weights if last is not None else None,
         "checkpoints": f"{len(run.checkpoints)}{f', the best {best[-1]}' if best else ''}",
-        "seconds of the last command": summary.wall_s if summary is not None else None,
-        "memory of rank 0's process, at most": _mib(memory.get("process_peak")),
-        "memory of the GPU that needed most": _mib(memory.get("peak")),
+        "seconds, last command": summary.wall_s if summary is not None else None,
+        "peak memory of rank 0": _mib(memory.get("process_peak")),
+        "peak memory of the fullest GPU": _mib(memory.get("peak")),
         "audit": _audit(run),
     }
+
+
+def _made_of(run: Told) -> dict[str, Value]:
+    """Score, model and data, as far as they are known."""
+    scores, config = _last_scores(run), run.side.settings
+    told = ", ".join(f"{word} {value:.4f}" for word, value in quoted(scores).items())
+    found: dict[str, Value] = {"score": f"{told} ({scores['of']})" if told else None}
+    if config is None:
+        return found
+    files = ", ".join(_plain(_nearer(file.path)) for file in config.data.files)
+    return {**found, "model": _plain(_nearer(config.model.base or "embedded")), "data": files or "embedded"}
 
 
 def _mib(size: int | None) -> str | None:
