@@ -31,7 +31,7 @@ from benchmarks.runs import table
 
 _HERE = Path(__file__).parent
 _LIMIT_S, _GRACE_S, _HUNG = 100, 35, 124
-_COUNTED = re.compile(r"^  ([a-z-]+): \d+ times$", re.MULTILINE)
+_COUNTED = re.compile(r"^  ([a-z-]+): \d+ times?, first at step \d+$", re.MULTILINE)
 Patches = Sequence[Sequence[str]]
 """[old, new] or [old, new, file]; `old` occurs exactly once."""
 

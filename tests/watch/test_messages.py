@@ -256,8 +256,9 @@ def test_what_follows_from_a_finding_is_listed_under_it() -> None:
     for rank, (heard, said) in enumerate(answers(2, _one_rate_apart)):
         assert heard == ["hyperparameters-agree"]
         # After updates 2, 3 and 4, and before 3 and 4.
-        assert said.count("  replicas-agree: 5 times\n") == (rank == 0)
+        assert said.count("  replicas-agree: 5 times, first at step 2\n") == (rank == 0)
         assert said.count("andon.Violation: ") == (rank == 0)
+        assert bool(re.search(r"\n  \d violations, 0 suspicions, [\d.]+ ms per step\n", said)) == (rank == 0)
         assert said.count("of the same cause as hyperparameters-agree: replicas-agree, step 2: ") == (rank == 0)
 
 

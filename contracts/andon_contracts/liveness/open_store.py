@@ -27,11 +27,7 @@ def open_store(environ: Mapping[str, str] | None = None, net: Path = Path("/proc
     if not open_at:
         return ""
     where = "on all interfaces" if any(address.is_unspecified for address in open_at) else f"at {open_at[0]}"
-    return (
-        f"the ranks' store listens {where} (port {port}), though all ranks are on this machine: "
-        "who reaches it can end this run, and with a c10d rendezvous (--standalone is one) run code as you; close that "
-        "port by a firewall, or start the ranks by andon train --workers N, which opens none (docs/multi-node.md)"
-    )
+    return f"torchrun listens {where} (port {port}): who reaches it can run code as you (docs/multi-node.md)"
 
 
 def _has_network(net: Path) -> bool:

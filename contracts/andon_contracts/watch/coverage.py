@@ -157,8 +157,7 @@ def opening_lines(
     if settings.verbose:
         width = max(map(len, found))
         lines += [f"  {name:<{width}}  {cover.state:<14}  {cover.why}".rstrip() for name, cover in found.items()]
-    reached = open_store() if dist.is_available() and dist.is_initialized() else ""
-    return [*filter(None, [*lines, _apart(), reached and f"  warning: {reached}"])]
+    return [*filter(None, [*lines, _apart()])]
 
 
 def _apart() -> str:
@@ -171,25 +170,25 @@ def _apart() -> str:
 
 
 def closing_lines(
-    found: Mapping[str, Cover], verdicts: Verdicts, steps: int, share: float, untold: Collection[str] = ()
+    found: Mapping[str, Cover], verdicts: Verdicts, steps: int, spent: float, untold: Collection[str] = ()
 ) -> list[str]:
     """What was checked, how often, at what cost, and what was not checked.
 
-    untold: clauses of what the loop may tell and did not; that all ranks told nothing is no evaluation to boast of.
+    spent: seconds that the watch took. untold: clauses of what the loop may tell and did not: they count as unchecked.
     """
     evaluated = {name: count for name, count in verdicts.evaluations.items() if count and name not in untold}
     ran = [name for name in found if name in evaluated]
-    idle = [name for name, cover in found.items() if name not in evaluated and cover.live]
-    dark = [name for name, cover in found.items() if not cover.live]
-    total, broken = sum(evaluated.values()), counted(verdicts.counts.total(), "violation")
+    unchecked = [name for name in found if name not in evaluated]
+    total, first = sum(evaluated.values()), verdicts.first_steps
+    seen = f"{counted(len(verdicts.counts), 'violation')}, {counted(len(verdicts.suspected), 'suspicion')}"
     lines = [
         f"andon.watch: {counted(steps, 'step')}, {len(ran)} of {len(found)} clauses evaluated {counted(total, 'time')}",
-        f"  {broken}, {counted(verdicts.suspected.total(), 'suspicion')}, {share:.1%} of the time",
+        f"  {seen}, {1000 * spent / max(steps, 1):.3g} ms per step",
     ]
-    lines += [f"  {name}: {counted(count, 'time')}" for name, count in (verdicts.counts + verdicts.suspected).items()]
+    repeated = (verdicts.counts + verdicts.suspected).items()
+    lines += [f"  {name}: {counted(count, 'time')}, first at step {first[name]}" for name, count in repeated]
     lines += [f"  {name}: {counted(count, 'time')}, silenced by allow" for name, count in verdicts.silenced.items()]
-    if idle:
-        lines.append(f"  never evaluated: {', '.join(idle)}")
-    if dark:
-        lines.append(f"  not checked: {', '.join(dark)}")
-    return lines
+    if unchecked:
+        lines.append(f"  not checked: {', '.join(unchecked)}")
+    reached = open_store() if dist.is_available() and dist.is_initialized() else ""
+    return [*lines, f"  warning: {reached}"] if reached else lines

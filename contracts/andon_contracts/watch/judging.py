@@ -57,6 +57,8 @@ class Verdicts:
     counts: Counter[str] = field(default_factory=Counter)
     silenced: Counter[str] = field(default_factory=Counter)
     suspected: Counter[str] = field(default_factory=Counter)
+    first_steps: dict[str, int] = field(default_factory=dict)
+    """The step of the first violation or suspicion of each clause."""
     record: Callable[[Violation, str, bool], None] | None = None
     """Told of each finding that is acted upon: what is done, and whether the update had been made."""
     evidence: Evidence = field(default_factory=Evidence)
@@ -126,7 +128,7 @@ class Verdicts:
             return
         # What was only suspected before is said once more where it is certain.
         first = not (self.counts[found.clause] or (suspicion and self.suspected[found.clause]))
-        (self.suspected if suspicion else self.counts)[found.clause] += 1
+        self._count(found, suspicion=suspicion)
         if not first and (suspicion or self.settings.action != "raise"):
             return
         goes_on, applied = suspicion or self.settings.action == "warn", CLAUSES[found.clause].of_the_update_before
@@ -153,8 +155,12 @@ class Verdicts:
             for each, doubtful in news:
                 self._note_effect(cause, each, applied=scene.applied, suspicion=doubtful)
         for each, doubtful in effects:
-            (self.suspected if doubtful else self.counts)[each.clause] += 1
+            self._count(each, suspicion=doubtful)
         self._act(whole, suspicion=suspicion, aloud=aloud)
+
+    def _count(self, found: Violation, *, suspicion: bool) -> None:
+        (self.suspected if suspicion else self.counts)[found.clause] += 1
+        self.first_steps.setdefault(found.clause, found.step)
 
     def _is_news(self, found: Violation) -> bool:
         return (self.settings.action == "raise" or not self.counts[found.clause]) and self._cause_of(found) is None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -71,7 +70,6 @@ class Watch:
         self._updates = Updates(subject, probes, exchange, replicas, self._verdicts, self._recorder, self._rows)
         self._reports, self._outcomes = self._updates.reports, self._updates.outcomes
         self.hearing = Hearing(self._probes, cord, self._updates.practice, passes)
-        self._began = time.perf_counter()
         self._undo: list[Callable[[], object]] = []
         beside = len(subject.beside)
         self._say(opening_lines(self._cover, exchange.world_size, len(subject.trainable), settings, beside))
@@ -288,15 +286,14 @@ class Watch:
             undo()
         reason = reason_of(sys.exc_info()[1] or self._last_error)
         spent = self._updates.spent(wait=reason == "finished")
-        whole = time.perf_counter() - self._began
         unread: list[str] = []
         try:
             if reason == "finished":
                 unread.append(self._updates.judge_last())
         finally:
-            self._close(reason, spent / whole if whole else 0.0, unread)
+            self._close(reason, spent, unread)
 
-    def _close(self, reason: str, share: float, unread: list[str]) -> None:
+    def _close(self, reason: str, spent: float, unread: list[str]) -> None:
         if self._cord is not None:
             # What stopped the loop from elsewhere is written down here, where no line is being written.
             cause = self._cord.cause
@@ -313,7 +310,7 @@ class Watch:
         finally:
             self._exchange.close()
             self._recorder.close(reason)
-            lines = closing_lines(self._cover, self._verdicts, self._updates.steps, share, self._reports.untold)
+            lines = closing_lines(self._cover, self._verdicts, self._updates.steps, spent, self._reports.untold)
             self._say([*lines, *self._updates.lines(), *unread, self._recorder.closing_line()])
 
     def _leave(self) -> None:
