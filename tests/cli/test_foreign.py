@@ -390,7 +390,7 @@ def test_a_report_asks_no_module_beside_the_user(
     for name in ("andon", "contextlib", "warnings"):
         (model_run / f"{name}.py").write_text(EVIL.format(str(ran)) + "print('checked 14 of 14 claims')\n")
     monkeypatch.chdir(model_run)
-    said = said_by("verify", "--", ".")
+    said = said_by("verify", "--verbose", "--", ".")
     assert said is not None
     assert not ran.exists()
     assert said[1][0].startswith("replicas-agree v1: not applicable"), said

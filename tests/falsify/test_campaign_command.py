@@ -204,7 +204,7 @@ def test_somebody_who_reads_a_log_sees_that_it_goes_on(monkeypatch: pytest.Monke
         progress.begin(3)
         progress.told(Trial("law", Case()), {"gradient-law": FELL})
         assert spoken.wait(60)
-    assert re.search(r"1 of 3 trials after \d+ s, falsified: gradient-law\n", log.getvalue())
+    assert re.search(r"1 of 3 trials after \d+ s \(about \d+ s left\), falsified: gradient-law\n", log.getvalue())
 
 
 def test_somebody_at_a_terminal_sees_every_trial_and_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:

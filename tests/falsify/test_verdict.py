@@ -112,7 +112,9 @@ def test_exit_codes() -> None:
         assert {exit_code(order) for order in permutations(verdicts)} == {code}
         found = [finding(str(place), each.outcome) for place, each in enumerate(verdicts)]
         announced = {("mine", each.claim): "known" for each in found}
-        assert report(*found, expected=announced).exit_code == code
+        known = report(*found, expected=announced)
+        assert known.exit_code == code
+        assert any("(exit code 1)" in line for line in verdict_lines(known)) == (code == 1)
 
 
 def test_a_counterexample_reads_as_a_sentence() -> None:

@@ -155,7 +155,7 @@ def test_the_command_writes_the_page_and_says_where(run: Path, tmp_path: Path) -
     done = cli("report", run)
     assert (done.code, done.out) == (0, [f"wrote {run / 'report.html'}"])
     assert tree(run) - before == {"report.html"}
-    judged = cli("verify", run)
+    judged = cli("verify", "-v", run)
     assert judged.out[-1].startswith("checked ")
     page = Tables((run / "report.html").read_text(encoding="utf-8"))
     assert [line for line in judged.out if line not in map(str.strip, page.text)] == []

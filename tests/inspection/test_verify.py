@@ -247,10 +247,14 @@ def test_a_configuration_that_cannot_be_read_spoils_only_the_claims_that_need_it
 
 
 def test_the_command_joins_by_its_entry_point(tmp_path: Path) -> None:
-    done = cli("verify", write(tmp_path / "l.jsonl", whole_run()))
+    done = cli("verify", "-v", write(tmp_path / "l.jsonl", whole_run()))
     assert done.code == 0, done.said
     assert [line.split()[0] for line in done.out[:-1]] == [claim.name for claim in ALL]
     assert done.out[-1].startswith(f"checked 4 of {len(ALL)} claims, 1 run,")
+    moot = [line.split()[0] for line in done.out if " v1: not applicable (" in line]
+    brief = cli("verify", tmp_path / "l.jsonl").out
+    assert brief[-2] == f"not applicable: {', '.join(moot)} (--verbose says why)"
+    assert brief[:-2] + brief[-1:] == [line for line in done.out if line.split()[0] not in moot]
 
 
 def test_a_run_that_is_not_there_is_a_usage_error(tmp_path: Path) -> None:

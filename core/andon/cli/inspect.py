@@ -87,7 +87,7 @@ def report(
         raise InputError([Problem("--html", f"{target} must end in .html, so that no file of a run is written over")])
     paths = [run] if other is None else [run, other]
     with ThreadPoolExecutor() as threads:  # each is a process, which reads the ledger while this one does
-        asked = [threads.submit(plugins.said_by, "verify", "--", str(path)) for path in paths]
+        asked = [threads.submit(plugins.said_by, "verify", "--verbose", "--", str(path)) for path in paths]
         from andon.inspection.report import write_page
         from andon.inspection.report.page import Page, Verdict
         from andon.inspection.report.told import read_told

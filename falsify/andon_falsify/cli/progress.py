@@ -65,8 +65,9 @@ class Progress:
 
     def _speak(self) -> None:
         while not self._over.wait(self._every_s):
-            seconds = time.monotonic() - self._began
-            say(f"{self._done} of {self._trials} trials after {seconds:.0f} s, {self._said()}")
+            seconds, done = time.monotonic() - self._began, self._done
+            left = f" (about {seconds * (self._trials - done) / done:.0f} s left)" if done else ""
+            say(f"{done} of {self._trials} trials after {seconds:.0f} s{left}, {self._said()}")
 
     def _said(self) -> str:
         return f"falsified: {', '.join(sorted(self._fallen))}" if self._fallen else "none falsified"
@@ -74,9 +75,17 @@ class Progress:
 
 def _bar(trials: int) -> Any:
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    times = (TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), *times)
     bar = Progress(*columns, console=Console(stderr=True), transient=True)
     bar.start()
     return bar, bar.add_task("trials", total=trials)

@@ -13,17 +13,19 @@ import typer
 from andon.console.messages import put
 from andon_contracts.legible import legible_line
 from andon_falsify.cli.command import USAGE, FalsifyCommand
-from andon_falsify.verdict import Verdict, closing_line, exit_code
+from andon_falsify.verdict import Outcome, Verdict, closing_line, exit_code
 
 _SHOWN = 5
 
 Runs = Annotated[list[Path], typer.Argument(help="Run folders or ledgers; several are compared with each other.")]
 
 
-def verify(runs: Runs) -> None:
+def verify(
+    runs: Runs, verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say why claims do not apply.")] = False
+) -> None:
     """Check every claim that a ledger can decide; 0 all hold, 1 one is falsified, 2 one is unknown."""
     try:
-        lines, code = report(runs)
+        lines, code = report(runs, verbose=verbose)
     except OSError as error:
         sys.stderr.write(legible_line(f"andon: {error.filename}: {error.strerror}") + "\n")
         raise typer.Exit(USAGE) from None
@@ -31,8 +33,11 @@ def verify(runs: Runs) -> None:
     raise typer.Exit(code)
 
 
-def report(runs: Sequence[Path]) -> tuple[tuple[str, ...], int]:
-    """The lines and the exit code of `andon verify` for these runs. Raises `OSError` for one that cannot be read."""
+def report(runs: Sequence[Path], *, verbose: bool = False) -> tuple[tuple[str, ...], int]:
+    """The lines and the exit code of `andon verify` for these runs. Raises `OSError` for one that cannot be read.
+
+    verbose: claims that do not apply have a line each, with the reason; else one line names them.
+    """
     # The checkers are what `andon --help` does not need, and as much again as all that it loads.
     from andon_falsify.claims import ledgers
 
@@ -47,11 +52,14 @@ def report(runs: Sequence[Path]) -> tuple[tuple[str, ...], int]:
             gc.enable()
     statements = {claim.name: claim for claim in ledgers.ALL}
     lines = []
-    for verdict in verdicts:
+    moot = [] if verbose else [each.claim for each in verdicts if each.outcome is Outcome.NOT_APPLICABLE]
+    for verdict in (each for each in verdicts if each.claim not in moot):
         lines.append(f"{verdict.claim} v{statements[verdict.claim].version}: {verdict.outcome.value}{_why(verdict)}")
         lines += [f"  {found}" for found in verdict.counterexamples[:_SHOWN]]
         if len(verdict.counterexamples) > _SHOWN:
             lines.append(f"  and {len(verdict.counterexamples) - _SHOWN} more")
+    if moot:
+        lines.append(f"not applicable: {', '.join(moot)} (--verbose says why)")
     for run in read:
         told = ledgers.recorded_violations(run)
         for line in (*told[:_SHOWN], *([f"{len(told) - _SHOWN} more"] if len(told) > _SHOWN else [])):

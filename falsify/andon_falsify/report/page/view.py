@@ -11,7 +11,7 @@ from andon_falsify.report.cells import Cell, Column, Mark, Table, count_marks, t
 from andon_falsify.report.page.curve import Curve, draw
 from andon_falsify.verdict import Counterexample, Outcome
 
-_OPEN, _MOST = 3, 30
+_OPEN, _MOST, _LONGEST_NAME = 3, 30, 60
 _FELL = (Mark.FALSIFIED, Mark.EXPECTED)
 _MEANINGS = {
     Mark.FALSIFIED: "a counterexample was found",
@@ -57,9 +57,8 @@ class Page:
         expected = sum(cell.mark is Mark.EXPECTED for cell in decided)
         known = f", {'all' if expected == broken else expected} of them as expected" if expected else ""
         known = ", as expected" if expected == broken == 1 else known
-        return (
-            f"{subjects[0]} breaks {broken or 'none'} of {_number(len(decided), 'claim')} that could be checked{known}"
-        )
+        name = _short(str(subjects[0]))
+        return f"{name} breaks {broken or 'none'} of {_number(len(decided), 'claim')} that could be checked{known}"
 
     @property
     def lamp(self) -> str:
@@ -143,6 +142,12 @@ class Page:
     def withheld(self, finding: Finding) -> int:
         """How many are in the JSON report only."""
         return max(0, len(finding.counterexamples) - _MOST)
+
+
+def _short(name: str) -> str:
+    """A long command as the script in it, or as its beginning: the headline has room for a line."""
+    scripts = [word for word in name.split() if word.endswith(".py")]
+    return name if len(name) <= _LONGEST_NAME else scripts[0] if scripts else f"{name[:_LONGEST_NAME]}..."
 
 
 def _slug(text: str) -> str:
