@@ -190,5 +190,10 @@ def closing_lines(
     lines += [f"  {name}: {counted(count, 'time')}, silenced by allow" for name, count in verdicts.silenced.items()]
     if unchecked:
         lines.append(f"  not checked: {', '.join(unchecked)}")
+    return lines
+
+
+def port_warning() -> str:
+    """Who can reach the store of the process group, if others can; else empty."""
     reached = open_store() if dist.is_available() and dist.is_initialized() else ""
-    return [*lines, f"  warning: {reached}"] if reached else lines
+    return reached and f"  warning: {reached}"

@@ -22,7 +22,6 @@ from andon_contracts.watch.discovery import members, optimizer_of, optimizer_tha
 from andon_contracts.watch.first_reductions import FirstReductions
 from andon_contracts.watch.gathering import Gathering
 from andon_contracts.watch.intercept import listen, unlisten
-from andon_contracts.watch.loaders import Yielded
 from andon_contracts.watch.opening import CannotLook, is_watched, opened_so_far, watch_script
 from andon_contracts.watch.watcher import Watch
 
@@ -114,16 +113,6 @@ class Standby:
         if opened is not None:
             opened.hearing.clipping(parameters, norm)
 
-    def updates_of(self, optimizer: object) -> int | None:
-        """Of no concern before there is a watch."""
-        return None
-
-    def skipped(self, optimizer: object) -> None:
-        """Of no concern before there is a watch."""
-
-    def unscaling(self, scaler: object, optimizer: object) -> None:
-        """Of no concern before there is a watch."""
-
     def reducing(self, tensor: torch.Tensor, group: object, waits: bool) -> None:
         """The script is about to reduce: what the ranks hold is compared now where that would end it."""
         told = self._reductions.apart(tensor, group) if self.idle else []
@@ -137,20 +126,10 @@ class Standby:
         if opened is not None:
             opened.hearing.reducing(tensor, group, waits)
 
-    def resumed(self) -> None:
-        """Of no concern before there is a watch."""
+    def _ignored(self, *args: object, **named: object) -> None:
+        """Calls that do not matter before there is a watch."""
 
-    def lost(self, error: BaseException) -> None:
-        """Of no concern before there is a watch."""
-
-    def backward(self, loss: torch.Tensor | None) -> None:
-        """Of no concern before there is a watch."""
-
-    def backward_over(self) -> None:
-        """Of no concern before there is a watch."""
-
-    def yielded(self, batch: Yielded) -> None:
-        """Of no concern before there is a watch."""
+    updates_of = skipped = unscaling = resumed = lost = backward = backward_over = yielded = _ignored
 
     def _open(self, optimizer: torch.optim.Optimizer) -> Watch | None:
         """A watch of what `optimizer` trains; None, with one line, if it cannot be watched."""

@@ -18,7 +18,7 @@ from andon_contracts.legible import tell
 from andon_contracts.liveness.end_messages import POINTS, Teller, Whereabouts
 from andon_contracts.liveness.halt import HaltSignal, say_cause
 from andon_contracts.violation import Violation
-from andon_contracts.watch.coverage import closing_lines, coverage, opening_lines
+from andon_contracts.watch.coverage import closing_lines, coverage, opening_lines, port_warning
 from andon_contracts.watch.exchange import Exchange
 from andon_contracts.watch.gradient_scale import Passes
 from andon_contracts.watch.intercept import Hearing, listen
@@ -311,7 +311,7 @@ class Watch:
             self._exchange.close()
             self._recorder.close(reason)
             lines = closing_lines(self._cover, self._verdicts, self._updates.steps, spent, self._reports.untold)
-            self._say([*lines, *self._updates.lines(), *unread, self._recorder.closing_line()])
+            self._say([*lines, *self._updates.lines(), *unread, self._recorder.closing_line(), port_warning()])
 
     def _leave(self) -> None:
         """The interpreter ends, whatever ended it."""

@@ -51,7 +51,7 @@ def verdict_lines(report: Report, *, cut_short: bool = False, rest: str = "in th
             continue
         yield f"{verdict.claim} v{own[0].version}: {_outcome(verdict, own, shared)}{_expected(report, own[0], verdict)}"
         yield from counterexample_lines(verdict, rest)
-    known = [claim for (_, claim), reason in report.expected.items() if reason and claim not in report.excused]
+    known = {claim for _, claim in report.expected if claim not in report.excused}
     if any(verdict.claim in known and verdict.outcome is Outcome.FALSIFIED for verdict in report.verdicts):
         yield 'a known defect counts as falsified (exit code 1); --expected-failed "CLAIM: REASON" excuses it'
     if unsaid:
@@ -118,8 +118,6 @@ def _places(findings: list[Finding]) -> str:
 
 def _expected(report: Report, finding: Finding, verdict: Verdict) -> str:
     reason = report.expected.get((finding.subject, finding.claim))
-    if reason is None:
-        return ""
-    if verdict.outcome is Outcome.FALSIFIED:
-        return f", {'as expected' if finding.claim in report.excused else 'known'}: {reason}"
-    return f", but expected to fall: {reason}"
+    fell = "as expected" if finding.claim in report.excused else "known"
+    word = fell if verdict.outcome is Outcome.FALSIFIED else "but expected to fall"
+    return "" if reason is None else f", {word}: {reason}"

@@ -74,18 +74,11 @@ class Progress:
 
 
 def _bar(trials: int) -> Any:
+    from rich import progress
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
 
-    times = (TimeElapsedColumn(), TimeRemainingColumn())
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), *times)
-    bar = Progress(*columns, console=Console(stderr=True), transient=True)
+    said, times = progress.TextColumn("{task.description}", markup=False), progress.TimeElapsedColumn()
+    columns = (said, progress.BarColumn(), progress.MofNCompleteColumn(), times, progress.TimeRemainingColumn())
+    bar = progress.Progress(*columns, console=Console(stderr=True), transient=True)
     bar.start()
     return bar, bar.add_task("trials", total=trials)

@@ -34,10 +34,7 @@ def verify(
 
 
 def report(runs: Sequence[Path], *, verbose: bool = False) -> tuple[tuple[str, ...], int]:
-    """The lines and the exit code of `andon verify` for these runs. Raises `OSError` for one that cannot be read.
-
-    verbose: claims that do not apply have a line each, with the reason; else one line names them.
-    """
+    """The lines (verbose: with why claims do not apply) and the exit code for these runs. Raises `OSError`."""
     # The checkers are what `andon --help` does not need, and as much again as all that it loads.
     from andon_falsify.claims import ledgers
 
