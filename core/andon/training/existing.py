@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from andon.config.identity import differences, identity
@@ -150,24 +149,20 @@ def newest_unfinished(config: Config, base: Path) -> RunFolder | None:
     """The run right under `base` that was written to last, has not ended, and is the one that `config` defines.
 
     It is the same run where both configurations have one identity and name the same data. Raises `InputError` for
-    data that is wrong. Folders that hold no run, or one whose configuration or provenance cannot be read, are not it;
-    neither is a run with something else in the place of a file, of which a line says that it was passed over.
+    data that is wrong, and if `config` names no data and the newest of other runs has some. Folders that hold no run,
+    or one whose configuration or provenance cannot be read, are not it; neither is a run with something else in the
+    place of a file, of which a line says that it was passed over.
     """
-    data = ""
-    for folder in _latest_first(base):
+    data, folders = "", _latest_first(base)
+    for folder in folders:
         if _identity_of(folder) != identity(as_begun(config, folder)):
             continue
         data = data or read_rows(config).digest
         if _data_of(folder) == data:
             return folder
-    return None
-
-
-def unfinished_of_files(base: Path) -> RunFolder | None:
-    """The run right under `base` that was written to last and has not ended, if it trains on files of its own."""
-    for folder in _latest_first(base)[:1]:
-        with suppress(InputError):  # its configuration cannot be read
-            return folder if config_of(folder).data.train is not None else None
+    if folders and wanted["data.embedded"] and not (_identity_of(folders[0]) or wanted)["data.embedded"]:
+        what = f"no data is named, and the newest unfinished run, {folders[0].path}, has data; go on with"
+        raise InputError([Problem("--resume", f"{what}: {go_on_with(folders[0])}; or start anew without --resume")])
     return None
 
 

@@ -35,7 +35,6 @@ from andon.training.existing import (
     newest_unfinished,
     require_same_as_finished,
     same_data,
-    unfinished_of_files,
 )
 from andon.training.given import kept
 from andon.training.rows import cache_of, notes, read_rows, told_of_task, with_task
@@ -167,9 +166,6 @@ def _folder_of(config: Config) -> RunFolder | None:
     found = newest_unfinished(config, RUNS)
     if found is not None:
         say(f"resume: {found.path} is the newest unfinished run of this configuration (another one: --run-dir)")
-    elif config.data.train is None and (other := unfinished_of_files(RUNS)) is not None:
-        what = f"no data is named, and the newest unfinished run, {other.path}, has data; go on with"
-        raise InputError([Problem("--resume", f"{what}: {go_on_with(other)}; or start anew without --resume")])
     return found
 
 
