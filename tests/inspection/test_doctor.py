@@ -81,24 +81,22 @@ def test_all_is_well(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("probe", ["libraries", "network", "folder", "inline", "threads", "gloo"])
-def test_each_probe_finds_what_is_there(probe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_probe_finds_what_is_there(
+    probe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = [probe, *([str(tmp_path)] if probe == "folder" else [])]
     assert probes.main(arguments) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     expected = {"libraries": ("broken", {}), "network": ("named", ""), "folder": ("locks", True)}
     name, value = expected.get(probe, ("ranks", 2))
     assert found[name] == value, found
+    if probe == "network":
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
+        probes.main(arguments)
+        assert "nowhere0: no such interface" in json.loads(capsys.readouterr().out)["named"]
 
 
-def test_the_probe_of_the_network_finds_what_is_wrong(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
-    probes.main(["network"])
-    assert "nowhere0: no such interface" in json.loads(capsys.readouterr().out)["named"]
-
-
-# Deep: six processes, most of which import torch. `test_the_probe_of_the_network_finds_what_is_wrong` asks the probe.
+# Deep: six processes, most of which import torch. `test_each_probe_finds_what_is_there` asks the probe of the network.
 @pytest.mark.deep
 def test_an_interface_that_is_not_there(tmp_path: Path) -> None:
     told = doctor(tmp_path, temporary=tmp_path / "t", GLOO_SOCKET_IFNAME="nowhere0")
