@@ -160,7 +160,8 @@ def newest_unfinished(config: Config, base: Path) -> RunFolder | None:
         data = data or read_rows(config).digest
         if _data_of(folder) == data:
             return folder
-    if folders and wanted["data.embedded"] and not (_identity_of(folders[0]) or wanted)["data.embedded"]:
+    newest = _identity_of(folders[0]) if folders and config.data.train is None else None
+    if newest is not None and not newest["data.embedded"]:
         what = f"no data is named, and the newest unfinished run, {folders[0].path}, has data; go on with"
         raise InputError([Problem("--resume", f"{what}: {go_on_with(folders[0])}; or start anew without --resume")])
     return None
