@@ -308,7 +308,7 @@ def net(folder: Path, address: str, state: str = "0A", routes: str = ETH) -> Pat
 )
 def test_it_says_where_others_reach_the_store(tmp_path: Path, address: str, where: str) -> None:
     said = open_store(HERE, net(tmp_path, address))
-    assert said == f"torchrun listens {where} (port {NUMBER}): who reaches it can run code as you (docs/multi-node.md)"
+    assert said.startswith(f"torchrun listens {where} (port {NUMBER}): other machines can ")
 
 
 @pytest.mark.parametrize("address", ["0100007F", "0" * 24 + "01000000", "0" * 16 + "FFFF0000" + "0100007F"])

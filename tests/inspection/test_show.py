@@ -206,7 +206,7 @@ def test_a_run_is_explained_by_its_ledger(tmp_path: Path) -> None:
     assert "  digests  rank 0: nan" in lines
     assert any(line.startswith(f"  likely   {CLAUSES['clip-once'].likely}") for line in lines)
     assert f"  look     andon show {run} --step 3" in lines
-    assert lines[-2].strip() == "step 2 is the last one that counts; step 3 left no record to repeat"
+    assert lines[-2].strip() == "step 3 was not recorded; the last recorded step is 2"
     assert lines[-1] == f"  repeat   andon replay {run} --steps 2"
 
 

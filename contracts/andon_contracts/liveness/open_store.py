@@ -27,7 +27,8 @@ def open_store(environ: Mapping[str, str] | None = None, net: Path = Path("/proc
     if not open_at:
         return ""
     where = "on all interfaces" if any(address.is_unspecified for address in open_at) else f"at {open_at[0]}"
-    return f"torchrun listens {where} (port {port}): who reaches it can run code as you (docs/multi-node.md)"
+    risk = "other machines can end this run and perhaps run code as you (docs/multi-node.md)"
+    return f"torchrun listens {where} (port {port}): {risk}"
 
 
 def _has_network(net: Path) -> bool:

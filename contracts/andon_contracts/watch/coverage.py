@@ -194,6 +194,6 @@ def closing_lines(
 
 
 def port_warning() -> str:
-    """Who can reach the store of the process group, if others can; else empty."""
+    """A warning if other machines can reach the port of the process group's store; else empty."""
     reached = open_store() if dist.is_available() and dist.is_initialized() else ""
     return reached and f"  warning: {reached}"

@@ -35,8 +35,8 @@ _MOST_THREADS = 64
 def explain(path: Path) -> Iterator[str]:
     """Lines on each violation in the bundle (a folder of `CLAUSE.json`, or one of these) or run at `path`.
 
-    If nothing is at `path` and it is the name of a clause: lines on that clause. Raises `InputError` where there is no
-    violation, or what is there is no bundle.
+    If `path` does not exist but names a clause, the lines explain that clause. Raises `InputError` if no violation is
+    found or the file cannot be read as a bundle.
     """
     folder = is_folder(path)
     if path.suffix == ".json" and path.is_file():
@@ -68,7 +68,7 @@ def _run(path: Path) -> Iterator[str]:
         step = max((step for step in found.trajectory if step <= record.step), default=0)
         if step and repeatable:
             if step < record.step:
-                yield f"           step {step} is the last one that counts; step {record.step} left no record to repeat"
+                yield f"           step {record.step} was not recorded; the last recorded step is {step}"
             yield f"  repeat   {command_line('andon', 'replay', path, '--steps', str(step))}"
 
 

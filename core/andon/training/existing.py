@@ -162,8 +162,8 @@ def newest_unfinished(config: Config, base: Path) -> RunFolder | None:
             return folder
     newest = _identity_of(folders[0]) if folders and config.data.train is None else None
     if newest is not None and not newest["data.embedded"]:
-        what = f"no data is named, and the newest unfinished run, {folders[0].path}, has data; go on with"
-        raise InputError([Problem("--resume", f"{what}: {go_on_with(folders[0])}; or start anew without --resume")])
+        what = f"no data was given, but the newest unfinished run, {folders[0].path}, has data files; continue it with"
+        raise InputError([Problem("--resume", f"{what}: {go_on_with(folders[0])}; or leave out --resume")])
     return None
 
 
