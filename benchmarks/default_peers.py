@@ -11,7 +11,6 @@ import csv
 import json
 import random
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ def classify(
     rows = {path: _csv(path) for path in (train, test)}
     names = sorted({row[label] for row in rows[train]})
     number = {name: index for index, name in enumerate(names)}
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
     net = AutoModelForSequenceClassification.from_pretrained(
         model, num_labels=len(names), id2label=dict(enumerate(names)), label2id=number
     )
@@ -43,7 +42,7 @@ def classify(
         path: [dict(tokenizer(row[text], truncation=True)) | {"labels": number[row[label]]} for row in found]
         for path, found in rows.items()
     }
-    settings = {"num_train_epochs": epochs} if epochs else {}
+    settings: Row = {"num_train_epochs": epochs} if epochs else {}
     trainer = Trainer(
         net,
         TrainingArguments(output_dir=f"{out}/trainer", seed=seed, report_to=[], **settings),
@@ -51,10 +50,7 @@ def classify(
         eval_dataset=encoded[test],
         processing_class=tokenizer,
     )
-    trainer.train()
-    loss = trainer.evaluate()["eval_loss"]
-    trainer.save_model(out)
-    return {"loss": loss, "steps": trainer.state.global_step}
+    return _trained(trainer, out)
 
 
 def sft(train: str, test: str, model: str, out: str, seed: int, lora: bool, epochs: int | None = None) -> Row:
@@ -71,10 +67,7 @@ def sft(train: str, test: str, model: str, out: str, seed: int, lora: bool, epoc
         eval_dataset=Dataset.from_list(_jsonl(test)),
         peft_config=LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=32, lora_dropout=0.05) if lora else None,
     )
-    trainer.train()
-    loss = trainer.evaluate()["eval_loss"]
-    trainer.save_model(out)
-    return {"loss": loss, "steps": trainer.state.global_step}
+    return _trained(trainer, out)
 
 
 def generate(model: str, prompts: str, out: str, tokens: int = 64, batch: int = 32) -> Row:
@@ -83,22 +76,21 @@ def generate(model: str, prompts: str, out: str, tokens: int = 64, batch: int = 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     device = _device()
-    tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
+    tokenizer: Any = AutoTokenizer.from_pretrained(model, padding_side="left")
     net: Any = AutoModelForCausalLM.from_pretrained(model).to(device).eval()
     ids = [
         tokenizer.apply_chat_template(row["messages"], add_generation_prompt=True)["input_ids"]
         for row in _jsonl(prompts)
     ]
-    answers, began = [""] * len(ids), time.perf_counter()
+    answers = [""] * len(ids)
     with torch.inference_mode():
         for group in _groups([len(each) for each in ids], batch):
             padded = tokenizer.pad({"input_ids": [ids[index] for index in group]}, return_tensors="pt").to(device)
             said = net.generate(**padded, do_sample=False, max_new_tokens=tokens)[:, padded["input_ids"].shape[1] :]
             for index, text in zip(group, tokenizer.batch_decode(said, skip_special_tokens=True), strict=True):
                 answers[index] = text
-    seconds = time.perf_counter() - began
     Path(out).write_text("".join(json.dumps({"answer": text}) + "\n" for text in answers))
-    return {"generation seconds": seconds}
+    return {"answers": len(answers)}
 
 
 def score_classify(model: str, test: str, text: str, label: str) -> Row:
@@ -107,7 +99,7 @@ def score_classify(model: str, test: str, text: str, label: str) -> Row:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     rows, device = _csv(test), _device()
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
     net: Any = AutoModelForSequenceClassification.from_pretrained(model, dtype=torch.float32).to(device).eval()
     loss, right = 0.0, 0
     with torch.inference_mode():
@@ -126,7 +118,7 @@ def score_sft(model: str, test: str) -> Row:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     device = _device()
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
     net: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(device).eval()
     loss, count = 0.0, 0
     with torch.inference_mode():
@@ -156,7 +148,7 @@ def base(out: str, talk: str, dtype: str, **shape: Any) -> Row:
     )
     texts = (message["content"] for row in _jsonl(talk) for message in row["messages"])
     words.train_from_iterator(texts, trainer)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token=special[0], eos_token=special[2])
+    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=words, pad_token=special[0], eos_token=special[2])
     tokenizer.chat_template = TEMPLATE
     net: Any = base_of(Shape(**shape), _device(), getattr(torch, dtype))
     net.config.use_cache, net.config.eos_token_id, net.generation_config.eos_token_id = True, 2, 2
@@ -188,6 +180,13 @@ def talk(out: str, rows: int, seed: int, answers: bool = True) -> Row:
                 messages.append({"role": "assistant", "content": " ".join(walk)})
             file.write(json.dumps({"messages": messages}) + "\n")
     return {"rows": rows}
+
+
+def _trained(trainer: Any, out: str) -> Row:
+    trainer.train()
+    loss = trainer.evaluate()["eval_loss"]
+    trainer.save_model(out)
+    return {"loss": loss, "steps": trainer.state.global_step}
 
 
 def _groups(lengths: Sequence[int], size: int) -> Iterator[list[int]]:

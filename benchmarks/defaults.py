@@ -8,13 +8,13 @@ merge      `andon export --merge` for a base of Qwen3-4B's shape: memory at the 
 
 Whole processes run one at a time, in turns whose order alternates. Both sides get the same files. One program scores
 what both wrote, loaded in fp32. The last line is a JSON object; the exit code is 1 if a median misses its aim. `--work`
-keeps inputs, which are used again, and outputs. `--tiny` is for a CPU. `benchmarks.worlds` compares digests.
+keeps inputs, which are used again, and outputs. `--tiny` draws small models for a CPU. The digests of runs with all
+defaults are compared by `python -m benchmarks.worlds --backends default`.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import os
 import shutil
@@ -63,16 +63,13 @@ def main() -> int:
 
 def classify(options: argparse.Namespace) -> tuple[list[Row], bool]:
     columns = {"text": options.text_column, "label": options.label_column}
-    files = [options.train.absolute(), options.test.absolute()]
-    if options.tiny:
-        files = [_sample(path, options.work / path.name, count) for path, count in zip(files, (400, 100), strict=True)]
-    train, test, model = (str(path) for path in (*files, options.model.absolute()))
+    train, test, model = (str(path.absolute()) for path in (options.train, options.test, options.model))
     words = ["--text-column", columns["text"], "--label-column", columns["label"]]
     return _compared(options, (train, test, model), words, columns, {"test": test, **columns})
 
 
 def sft(options: argparse.Namespace) -> tuple[list[Row], bool]:
-    train, test = _talk(options, 60 if options.tiny else 2000, 1), _talk(options, 20 if options.tiny else 200, 2)
+    train, test = _talk(options, 24 if options.tiny else 2000, 1), _talk(options, 8 if options.tiny else 200, 2)
     model = _base(options, "sft-tiny" if options.tiny else "sft-0.6b", "bfloat16")
     words = ["--set", "adapter.kind=none"] if options.adapter == "none" else []
     return _compared(options, (train, test, model), words, {"lora": options.adapter == "lora"}, {"test": test})
@@ -180,8 +177,9 @@ def timed(folder: Path, module: str, *words: str) -> Done:
             own = max(own, int(text.split("RssAnon:")[1].split()[0]))
         time.sleep(0.02)
     seconds, text = time.perf_counter() - start, log.read_text(errors="replace")
-    if code := os.waitstatus_to_exitcode(ended[1]):
-        raise RuntimeError(f"{module} {' '.join(words)}\nexit {code}: {text[-3000:]}")
+    process.returncode = os.waitstatus_to_exitcode(ended[1])
+    if process.returncode:
+        raise RuntimeError(f"{module} {' '.join(words)}\nexit {process.returncode}: {text[-3000:]}")
     printed = last_object(text) if module == "benchmarks.default_peers" else {}
     return Done(seconds, ended[2].ru_maxrss / 1024, own / 1024, printed)
 
@@ -213,19 +211,9 @@ def _in_turns(
 
 
 def _new(folder: Path) -> Path:
-    with suppress(FileNotFoundError):
-        shutil.rmtree(folder)
+    shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     return folder
-
-
-def _sample(path: Path, out: Path, count: int) -> Path:
-    """About `count` rows at equal distances of a CSV file that is sorted by class."""
-    with path.open(newline="", encoding="utf-8") as file:
-        header, *rows = csv.reader(file)
-    with out.open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([header, *rows[:: len(rows) // count]])
-    return out
 
 
 def _talk(options: argparse.Namespace, rows: int, seed: int) -> str:

@@ -29,7 +29,7 @@ from benchmarks.gpu_job import JOB, PATIENCE, PORT, SHAPES
 from benchmarks.runs import last_object, table
 from falsify.nemesis.processes import family
 
-OURS, PEERS, TRL = "benchmarks.gpu_step --pairs 0", "benchmarks.gpu_peers", "benchmarks.gpu_peers --peer trl"
+OURS, PEERS = "benchmarks.gpu_step --pairs 0", "benchmarks.gpu_peers"
 JOBS = {
     "andon": f"{OURS} --compile graphs",
     "andon, 8 micro-batches": f"{OURS} --compile graphs --micro-batches 8",
@@ -39,11 +39,6 @@ JOBS = {
     "hf": PEERS,
     "hf, compiled": f"{PEERS} --compile",
     "hf, micro-batches of 4": f"{PEERS} --per-device 4",
-    "accelerate, compiled": f"{PEERS} --peer accelerate --compile",
-    "trl": f"{TRL} --per-device 4",
-    "trl, flex": f"{TRL} --per-device 4 --attention flex_attention",
-    "trl, compiled": f"{TRL} --per-device 4 --compile",
-    "trl, flex, compiled": f"{TRL} --per-device 8 --attention flex_attention --compile",
 }
 _TURN_S = 120.0
 
@@ -133,11 +128,11 @@ def compare(names: list[str], options: argparse.Namespace, folder: Path) -> dict
 
 
 def figures(printed: dict[str, dict[str, Any]], first: str) -> dict[str, dict[str, Any]]:
-    reference = by_work(printed.get(first, {"ms_by_round": []}))
+    reference = printed.get(first, {"ms_by_round": []})["ms_by_round"]
     rows = {}
     for name, each in printed.items():
         rounds = each["ms_by_round"]
-        ratios = [one / other for one, other in zip(by_work(each), reference, strict=bool(reference))]
+        ratios = [one / other for one, other in zip(rounds, reference, strict=bool(reference))]
         rows[name] = {
             "trainer": name,
             "ranks": each["world"],
@@ -149,14 +144,7 @@ def figures(printed: dict[str, dict[str, Any]], first: str) -> dict[str, dict[st
             "GiB at the peak": each["peak_gib"],
             "weights": each.get("weights", ""),
         }
-        if "trained_tokens_per_step" in each:
-            rows[name]["trained tokens a second"] = round(1e3 / statistics.median(by_work(each)))
     return rows
-
-
-def by_work(printed: dict[str, Any]) -> list[float]:
-    """Milliseconds of each round per update, or per trained token where updates differ."""
-    return [ms / float(printed.get("trained_tokens_per_step", 1.0)) for ms in printed["ms_by_round"]]
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from andon.tasks.task import ScoredTask
 
 @dataclass(frozen=True)
 class Shape:
-    """A Qwen3 decoder (or a BERT `encoder`) and its updates of `batch` rows of `length` tokens.
+    """A Qwen3 decoder and its updates of `batch` rows of `length` tokens.
 
     causal: a language model that trains on packed conversations; otherwise a classifier with 2 labels.
     """
@@ -42,7 +42,6 @@ class Shape:
     length: int
     batch: int = 32
     causal: bool = False
-    encoder: bool = False
 
     @property
     def products(self) -> float:
@@ -71,9 +70,9 @@ def model_of(shape: Shape, device: torch.device, adapter: str = "lora", dtype: A
     return attach(base_of(shape, device, dtype), spec, 1).to(device)
 
 
-def targets_of(shape: Shape) -> Any:
+def targets_of(shape: Shape) -> tuple[str, ...]:
     more = ("k_proj", "o_proj", "gate_proj", "up_proj", "down_proj") if shape.causal else ()
-    return "all-linear" if shape.encoder else ("q_proj", "v_proj", *more)
+    return ("q_proj", "v_proj", *more)
 
 
 def base_of(shape: Shape, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
@@ -90,13 +89,10 @@ def base_of(shape: Shape, device: torch.device, dtype: torch.dtype = torch.bfloa
         "pad_token_id": 0,
         "use_cache": False,
     }
-    if shape.encoder:
-        model, config = transformers.BertForSequenceClassification, transformers.BertConfig(**sizes)
-    else:
-        model = transformers.Qwen3ForCausalLM if shape.causal else transformers.Qwen3ForSequenceClassification
-        sizes |= {"num_key_value_heads": shape.kv_heads, "head_dim": shape.head_size}
-        sizes |= {"bos_token_id": None, "eos_token_id": None, "tie_word_embeddings": shape.causal}
-        config = transformers.Qwen3Config(**sizes)
+    model = transformers.Qwen3ForCausalLM if shape.causal else transformers.Qwen3ForSequenceClassification
+    sizes |= {"num_key_value_heads": shape.kv_heads, "head_dim": shape.head_size}
+    sizes |= {"bos_token_id": None, "eos_token_id": None, "tie_word_embeddings": shape.causal}
+    config = transformers.Qwen3Config(**sizes)
     config.num_labels = 2
     torch.manual_seed(1)
     before = torch.get_default_dtype()
@@ -127,10 +123,6 @@ def conversations_of(shape: Shape) -> tuple[EncodedRow, ...]:
         ids = array("i", (draw.randrange(1, shape.vocabulary) for _ in range(length)))
         rows.append(EncodedRow(number, ids, array("f", [0.0] * prompt + [1.0] * (length - prompt))))
     return tuple(rows)
-
-
-def trained_tokens(shape: Shape) -> int:
-    return sum(sum(1 for weight in row.weights if weight) for row in conversations_of(shape))
 
 
 def task_of(shape: Shape) -> ScoredTask:

@@ -44,7 +44,6 @@ from benchmarks.gpu_job import (
     now_on_all,
     rest,
     task_of,
-    trained_tokens,
 )
 from benchmarks.runs import table
 
@@ -126,11 +125,9 @@ class Measurement:
             turns.wait()
             rounds.append(self.timed_as_a_whole())
         turns.wait()
-        found |= vars(self.options) | measured(self.shape, self.device, [ms for ms, _ in rounds])
-        found |= {"ms_by_tenths_of_last_round": rounds[-1][1], "steps": self.taken, "loss": self.losses[-1]}
+        found |= vars(self.options) | measured(self.shape, self.device, rounds)
+        found |= {"steps": self.taken, "loss": self.losses[-1]}
         found |= {"weights": hex64(self.replica.weights_digest())}
-        if self.shape.causal:
-            found["trained_tokens_per_step"] = trained_tokens(self.shape) / len(self.task) * self.shape.batch
         found |= self.compared() if self.options.pairs else {}
         self.step.attest_base(self.taken, base)
         return found
@@ -151,15 +148,12 @@ class Measurement:
             self.losses.append(self._under_way.pop(0).result().loss)
         rest(self.device)
 
-    def timed_as_a_whole(self) -> tuple[float, list[float]]:
-        """Milliseconds per step of a round, and of each tenth of it."""
+    def timed_as_a_whole(self) -> float:
+        """Milliseconds per step of a round."""
         started = now_on_all(self.device)
-        marks = self.take(self.options.steps)
+        self.take(self.options.steps)
         self.drain()
-        whole = (now(self.device) - started) * 1e3 / self.options.steps
-        tenth = max(2, len(marks) // 10)
-        parts = [marks[at : at + tenth] for at in range(0, len(marks) - tenth + 1, tenth)]
-        return round(whole, 3), [round(_mean_gap(part), 3) for part in parts]
+        return round((now(self.device) - started) * 1e3 / self.options.steps, 3)
 
     def compared(self) -> dict[str, Any]:
         kinds = {"on": True, "off": False, "off again": False}
