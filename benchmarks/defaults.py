@@ -44,6 +44,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, help="classify: folder of the base")
     parser.add_argument("--text-column", default="text", help="classify")
     parser.add_argument("--label-column", default="label", help="classify")
+    parser.add_argument("--rows", type=int, default=2000, help="sft: conversations to train on")
     parser.add_argument("--adapter", choices=("lora", "none"), default="lora", help="sft")
     parser.add_argument("--epochs", type=int, help="classify, sft: the same number for both sides")
     parser.add_argument("--set", action="append", default=[], help="passed on to andon train")
@@ -69,7 +70,7 @@ def classify(options: argparse.Namespace) -> tuple[list[Row], bool]:
 
 
 def sft(options: argparse.Namespace) -> tuple[list[Row], bool]:
-    train, test = _talk(options, 24 if options.tiny else 2000, 1), _talk(options, 8 if options.tiny else 200, 2)
+    train, test = _talk(options, 24 if options.tiny else options.rows, 1), _talk(options, 8 if options.tiny else 200, 2)
     model = _base(options, "sft-tiny" if options.tiny else "sft-0.6b", "bfloat16")
     words = ["--set", "adapter.kind=none"] if options.adapter == "none" else []
     return _compared(options, (train, test, model), words, {"lora": options.adapter == "lora"}, {"test": test})
