@@ -61,6 +61,19 @@ def test_a_configuration_with_many_faults(tmp_path: Path) -> None:
     assert tree(tmp_path) == {"config.yaml"}
 
 
+def test_an_unknown_option_that_names_a_setting_is_answered_with_how_to_set_it() -> None:
+    wanted = {
+        "--lr=1e-4": "No such option: --lr. Use --set optimizer.lr=VALUE",
+        "--num-epochs=3": "No such option: --num-epochs. Use --set training.epochs=VALUE",
+        "--bf16": "No such option: --bf16; model.dtype=bfloat16 is for the frozen weights",
+        "--worker=3": "No such option: --worker (Possible options: --workers)",
+    }
+    for option, said in wanted.items():
+        ended = cli("train", option)
+        assert ended.code == 2
+        assert said in " ".join(ended.said)
+
+
 def test_data_with_many_faults(tmp_path: Path) -> None:
     data = tmp_path / "train.jsonl"
     data.write_bytes(

@@ -75,7 +75,23 @@ class ListedCommand(TyperCommand):
         except KeyboardInterrupt:  # which typer ends with, and without a word
             say("interrupted")
             raise
-        return found.make_context(*given, **named)
+        try:
+            return found.make_context(*given, **named)
+        except Exception as error:
+            # By name: typer brings its own copy of click, or imports it, depending on its version.
+            if type(error).__name__ == "NoSuchOption" and any("--set" in option.opts for option in found.params):
+                _point_to_set(error)
+            raise
+
+
+def _point_to_set(error: Any) -> None:
+    """Say how to set what an unknown option is named after, as `--lr` or `--learning-rate`."""
+    from andon.config.load import meant_by
+
+    meant = meant_by(error.option_name.lstrip("-").replace("-", "_"))
+    if meant:
+        how = f". Use --set {meant}=VALUE" if " " not in meant else f"; {meant}"
+        error.message, error.possibilities = error.message + how, None
 
 
 def _imported(name: str) -> Any:

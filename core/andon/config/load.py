@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from andon.config.document import MOST_BYTES, Document, KeyPath, dump, parse
+from andon.config.foreign_names import FOREIGN_NAMES
 from andon.config.schema import ONE_FILE, SEVERAL_FILES, Config, Section, TrainFile
 from andon.config.source import require_file
 from andon.console.problems import InputError, Problem, ProblemList, did_you_mean, shown
@@ -197,17 +198,13 @@ def _what(key_path: KeyPath, details: ErrorDetails) -> str:
 
 
 def _suggestion(path: KeyPath) -> str:
-    """The key that was meant: the same name elsewhere, else the nearest beside it, else the nearest anywhere."""
+    """The key that was meant: the same name elsewhere, what another trainer's name means, else the nearest name."""
     if path[:2] == ("data", "train"):
         return f"; known here: {', '.join(TrainFile.model_fields)}"
-    known: list[KeyPath] = []
-    for name, section in Config.model_fields.items():
-        known.append((name,))
-        if isinstance(section.annotation, type) and issubclass(section.annotation, BaseModel):
-            known += ((name, key) for key in section.annotation.model_fields)
-    elsewhere = [".".join(each) for each in known if each[-1] == path[-1]]
-    if elsewhere:
-        return f"; did you mean {elsewhere[0]!r}?"
+    known = _known_keys()
+    meant = meant_by(path[-1])
+    if meant:
+        return f"; did you mean {meant!r}?" if " " not in meant else f"; {meant}"
     beside = {each[-1]: ".".join(each) for each in known if each[:-1] == path[:-1]}
     anywhere = {each[-1]: ".".join(each) for each in known}
     for names in (beside, anywhere):
@@ -216,6 +213,22 @@ def _suggestion(path: KeyPath) -> str:
             name = near.split("'")[1]
             return f"; did you mean {names[name]!r}?"
     return f"; known here: {', '.join(beside) or 'nothing'}"
+
+
+def meant_by(name: str) -> str:
+    """The dotted key of this name in any section, else what another trainer's setting of this name is called here, or a
+    sentence if no key means the same; empty for an unknown name."""
+    key = next((".".join(each) for each in _known_keys() if each[-1] == name), "")
+    return key or FOREIGN_NAMES.get(name, "")
+
+
+def _known_keys() -> list[KeyPath]:
+    known: list[KeyPath] = []
+    for name, section in Config.model_fields.items():
+        known.append((name,))
+        if isinstance(section.annotation, type) and issubclass(section.annotation, BaseModel):
+            known += ((name, key) for key in section.annotation.model_fields)
+    return known
 
 
 def template() -> str:

@@ -169,7 +169,7 @@ _Train = Annotated[
 
 
 class Data(Section):
-    """Where rows come from. Files are .jsonl, .json (an object a line), .csv, .tsv or .parquet."""
+    """Where rows come from. Files are .jsonl, .json (an object a line, or an array), .csv, .tsv or .parquet."""
 
     train: _Train | None = Field(
         default=None,
@@ -184,6 +184,12 @@ class Data(Section):
         default=None, description="of a second text, which the tokenizer joins to the first; null: there is none"
     )
     label_column: Name | None = Field(default=None, description="null: label")
+    bad_rows: Literal["refuse", "skip"] = Field(
+        default="refuse", description="rows that cannot be used end the run, or are skipped, counted and listed"
+    )
+    limit: Count | None = Field(
+        default=None, description="read this many training rows, validation rows included; null: all"
+    )
     validation_fraction: Share = Field(
         default=0.1, description="of the training rows, held back; drawn once from the seed"
     )
@@ -201,6 +207,12 @@ class Data(Section):
     def _eval_beside_train(self) -> Data:
         if self.eval is not None and self.train is None:
             raise _refuse("eval", f"needs data.train: the embedded data has rows of its own for it ({self.eval!r})")
+        return self
+
+    @model_validator(mode="after")
+    def _limit_of_files(self) -> Data:
+        if self.limit is not None and self.train is None:
+            raise _refuse("limit", f"needs data.train; the embedded data is used as it is ({self.limit})")
         return self
 
     @model_validator(mode="after")
