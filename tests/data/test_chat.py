@@ -377,10 +377,12 @@ def test_rows_are_cut_at_their_end_and_it_is_said_what_is_lost() -> None:
     encoded = encode_conversations(tokenizer(CHATML), rows_of(talk, (TALK[1], TALK[2])), prompt + 4)
     assert list(encoded.rows[0].weights) == [0.0] * prompt + [1.0] * 4
     assert [(row.cut, row.cut_trained) for row in encoded.rows] == [(2, 1), (0, 0)]
-    assert encoded.notes == (f"1 rows are cut to {prompt + 4} tokens: 2 tokens are dropped, 1 of them to be trained",)
+    assert encoded.notes == (f"1 row is cut to {prompt + 4} tokens: 2 tokens are dropped, 1 of them to be trained",)
     said = refused(tokenizer(CHATML), rows_of(talk), prompt)
     what = f"its first trained token is number {prompt + 1}, and model.max_length is {prompt}"
-    remedy = f"--set model.max_length={prompt + 1} is the least that sees one, or leave the row out"
+    remedy = (
+        f"--set model.max_length={prompt + 1} is the least that sees one; to skip such rows: --set data.bad_rows=skip"
+    )
     assert said == [f"a.jsonl:1: no token of it would be trained: {what}; {remedy}"]
     enough = encode_conversations(tokenizer(CHATML), rows_of(talk), prompt + 1)
     assert [weight > 0 for weight in enough.rows[0].weights].count(True) == 1

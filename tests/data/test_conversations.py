@@ -124,7 +124,7 @@ BAD: dict[str, tuple[object, str]] = {
     "empty prompt": ({"prompt": "", "completion": "x"}, "prompt is empty"),
     "number": ({"prompt": 7, "completion": "x"}, "prompt must be a string, is 7"),
     "empty text": ({"text": "  "}, "text is only white space"),
-    "array": ([1], "a JSON array"),
+    "array": ([1], "must be a JSON object, is [1]"),
 }
 
 

@@ -134,8 +134,8 @@ BAD_LINES = {
     '{"text": "a", "label": 0, "label": 1}': "malformed JSON: the key 'label' is there twice",
     '{"text": "a", "label": ' + "1" * 5000 + "}": "malformed JSON: an integer of 5000 digits",
     '{"text": ' + "[" * 200_000 + "}": "malformed JSON: nested too deeply",
-    '[{"text": "a", "label": 0}]': "a JSON array; write one object a line",
-    '"a"': "must be a JSON object with a text and a label, is 'a'",
+    '[{"text": "a", "label": 0}]': "must be a JSON object, is [{'text': 'a', 'label': 0}]",
+    '"a"': "must be a JSON object, is 'a'",
 }
 
 

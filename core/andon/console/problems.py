@@ -68,15 +68,29 @@ def is_panic(error: BaseException) -> bool:
 
 
 class ProblemList:
-    """Collects problems while reading, so that a user sees all of them and not the first."""
+    """Collects problems while reading, so that a user sees all of them and not the first.
 
-    def __init__(self, limit: int = 20) -> None:
+    skips: a row that cannot be used is left out. `skipped` has one problem for each such row, in order.
+    """
+
+    def __init__(self, limit: int = 20, *, skips: bool = False) -> None:
         self._limit = limit
+        self._skips = skips
         self._found: list[Problem] = []
+        self.skipped: list[Problem] = []
 
     def add(self, where: str, what: str) -> None:
         """Note one problem at `where`."""
         self._found.append(Problem(where, what))
+
+    def add_row(self, where: str, what: str) -> None:
+        """Note what is wrong with the row at `where`, which is skipped if bad rows are."""
+        if not self._skips:
+            self.add(where, what)
+        elif self.skipped and self.skipped[-1].where == where:
+            self.skipped[-1] = Problem(where, f"{self.skipped[-1].what}; {what}")
+        else:
+            self.skipped.append(Problem(where, what))
 
     def __bool__(self) -> bool:
         return bool(self._found)

@@ -47,12 +47,14 @@ class Encoding:
     """How rows were encoded.
 
     `mask_source`: what says which tokens are trained. `stops`: the ids that close an answer, ascending, at which a
-    model that is asked has finished. `notes`: what a user should know of it, a line each.
+    model that is asked has finished. `notes`: what a user should know of it, a line each. `skipped`: id, place and
+    fault of each row that cannot be trained on; such a row has one untrained token in place of its own.
     """
 
     mask_source: str
     stops: tuple[int, ...]
     notes: tuple[str, ...]
+    skipped: tuple[tuple[int, str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -80,8 +82,13 @@ def encode_each(
     max_length: int,
     train_on: TrainOn,
     keep: Callable[[EncodedRow], None],
+    *,
+    skip_bad: bool = False,
+    longest: Callable[[], int | None] = lambda: None,
 ) -> Encoding:
     """Give `keep` every row as ids, in order, cut at its end to `max_length`, with what each token counts.
+
+    skip_bad: a row with a fault is skipped. longest: gives the most tokens that the model can read, None if unknown.
 
     With the tokenizer's own chat template where it has one. Without one, a prompt and its completion stand one after
     the other between begin and end token; so do messages, each after its role, for a tokenizer that reads no special
@@ -96,16 +103,21 @@ def encode_each(
             [Problem("model.max_length", f"must be 2 at least, since the first token of a row is given ({max_length})")]
         )
     scribe = _Scribe(tokenizer, data.form, train_on)
-    problems = ProblemList()
-    cut = _Cut(max_length)
+    problems = ProblemList(skips=skip_bad)
+    skipped: list[tuple[int, str, str]] = []
+    cut = _Cut(max_length, longest, skip_bad)
     rows = iter(data.rows)
     while together := list(islice(rows, _AT_ONCE)):
-        for row, weighed in scribe.weighed(together, problems):
-            encoded = cut.row(row, weighed, problems)
-            if encoded is not None:
+        for row, weighed in scribe.weighed(together):
+            encoded = cut.row(row, weighed) if isinstance(weighed, _Weighed) else weighed
+            if isinstance(encoded, EncodedRow):
                 keep(encoded)
+                continue
+            problems.add_row(row.where, encoded)
+            skipped.append((row.id, row.where, encoded))
+            keep(EncodedRow(row.id, array("i", [0]), array("f", [0.0])))
     problems.raise_if_any()
-    return Encoding(scribe.mask_source(), scribe.stops(), (*scribe.notes(), *cut.notes()))
+    return Encoding(scribe.mask_source(), scribe.stops(), (*scribe.notes(), *cut.notes()), tuple(skipped))
 
 
 def encode_prompt(tokenizer: HuggingFaceTokenizer, form: Form, messages: Sequence[Message]) -> list[int]:
@@ -264,28 +276,27 @@ class _Scribe:
         turns = (f"{each.role}: {each.content}" + ("" if each.role == ANSWERS else "\n") for each in messages)
         return "".join(turns) + (f"{ANSWERS}: " if asks else "")
 
-    def weighed(self, rows: Iterable[Conversation], problems: ProblemList) -> Iterator[tuple[Conversation, _Weighed]]:
-        """The rows in which nothing is wrong, with their tokens; what is wrong with the others goes to `problems`."""
-        drafts: list[tuple[Conversation, str, list[_Turn]]] = []
+    def weighed(self, rows: Iterable[Conversation]) -> Iterator[tuple[Conversation, _Weighed | str]]:
+        """Each row with its tokens, or with what is wrong with it."""
+        drafts: list[tuple[Conversation, tuple[str, list[_Turn]] | str]] = []
         for row in rows:
             try:
                 fault = self.special_fault(row)
-                if fault is not None:
-                    raise TemplateFault(fault)
-                drafts.append((row, *self._draft(row)))
+                drafts.append((row, self._draft(row) if fault is None else fault))
             except TemplateFault as error:
-                problems.add(row.where, str(error))
+                drafts.append((row, str(error)))
+        written = [draft for _, draft in drafts if not isinstance(draft, str)]
         texts = {
             text: None
-            for _, whole, turns in drafts
+            for whole, turns in written
             for text in (whole, *(t for turn in turns for t in (turn.before, turn.after)))
         }
         ids = dict(zip(texts, self._tokenizer.plain_ids([*texts]), strict=True))
-        for row, whole, turns in drafts:
+        for row, draft in drafts:
             try:
-                yield row, self._weigh(ids, whole, turns)
+                yield row, draft if isinstance(draft, str) else self._weigh(ids, *draft)
             except TemplateFault as error:
-                problems.add(row.where, str(error))
+                yield row, str(error)
 
     def _draft(self, row: Conversation) -> tuple[str, list[_Turn]]:
         """A row's text, and the messages in it that count otherwise than the rest of it."""
@@ -468,22 +479,26 @@ class _Cut:
     """Cuts rows to their first `most` tokens, and counts what is lost."""
 
     most: int
+    longest: Callable[[], int | None]
+    skips: bool
     rows: int = 0
     tokens: int = 0
     trained: int = 0
 
-    def row(self, row: Conversation, weighed: _Weighed, problems: ProblemList) -> EncodedRow | None:
-        """The row's first tokens; None, and a problem, where none of them is trained."""
+    def row(self, row: Conversation, weighed: _Weighed) -> EncodedRow | str:
+        """The row's first tokens, or what is wrong if none of them is trained."""
         ids, weights = weighed.ids[: self.most], weighed.weights[: self.most]
         if not any(weights):
             if any(weighed.weights):
                 first = next(place for place, weight in enumerate(weighed.weights) if weight)
                 what = f"its first trained token is number {first + 1}, and model.max_length is {self.most}; "
-                what += f"--set model.max_length={first + 1} is the least that sees one, or leave the row out"
+                limit = self.longest()
+                least = f"--set model.max_length={first + 1} is the least that sees one"
+                what += f"the model has {limit} positions" if limit is not None and first >= limit else least
+                what += "" if self.skips else "; to skip such rows: --set data.bad_rows=skip"
             else:
                 what = "all its answers have weight 0"
-            problems.add(row.where, f"no token of it would be trained: {what}")
-            return None
+            return f"no token of it would be trained: {what}"
         lost = weighed.weights[self.most :]
         trained = sum(weight > 0 for weight in lost)
         self.rows += bool(lost)
@@ -495,4 +510,4 @@ class _Cut:
         """What a user should know of it."""
         if self.rows:
             lost = f"{self.tokens} tokens are dropped, {self.trained} of them to be trained"
-            yield f"{self.rows} rows are cut to {self.most} tokens: {lost}"
+            yield f"{self.rows} {'row is' if self.rows == 1 else 'rows are'} cut to {self.most} tokens: {lost}"

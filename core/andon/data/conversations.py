@@ -15,7 +15,7 @@ from typing import Literal, Self
 from andon.console.problems import ProblemList, did_you_mean, shown
 from andon.data.formats import Record, Table, open_table
 from andon.data.labels import text_fault
-from andon.data.origins import Origins
+from andon.data.origins import ALL_ROWS, Origins, RowSelection
 from andon.data.rows import fingerprint
 
 Form = Literal["messages", "prompt and completion", "prompt and completion as messages", "text"]
@@ -151,7 +151,7 @@ def _add(sha: hashlib._Hash, part: bytes) -> None:
     sha.update(part)
 
 
-def read_conversations(*paths: str | PathLike[str]) -> ConversationSet:
+def read_conversations(*paths: str | PathLike[str], selection: RowSelection = ALL_ROWS) -> ConversationSet:
     """The rows of .jsonl, .json (one object a line), .parquet, .csv or .tsv files, in the one form that all have.
 
     `messages` is a list of objects with a `role`, a `content` and, where wanted, a `weight` (0 or more) or `train`
@@ -162,7 +162,7 @@ def read_conversations(*paths: str | PathLike[str]) -> ConversationSet:
 
     Raises `InputError` with every fault found, each as file:line with the offending value.
     """
-    reading = Reading()
+    reading = Reading(selection)
     rows = list(reading.rows(list(map(Path, paths))))
     assert reading.form is not None
     origins = reading.origins
@@ -184,33 +184,31 @@ class Reading:
     """One pass over files: the form of the first row and where it is, where all rows are, and at which line each
     explicit id of a file was seen."""
 
-    problems: ProblemList = field(default_factory=ProblemList)
-    origins: Origins = field(default_factory=Origins)
+    selection: RowSelection = ALL_ROWS
     form: Form | None = None
     first: str = ""
     ids: dict[str, int] = field(default_factory=dict)
-    taken: int = 0
+
+    def __post_init__(self) -> None:
+        self.problems: ProblemList = self.selection.problems()
+        self.origins = Origins(self.selection.limit)
 
     def rows(self, paths: Iterable[Path]) -> Iterator[Conversation]:
         """The rows of the files in turn, as far as nothing is wrong with them; raises `InputError` at the end with all
         that is."""
         for path in paths:
-            table, before = open_table(path, self.problems), self.taken
-            self.origins.begin(table)
+            table = open_table(path, self.problems)
             self.ids = {}
-            for record in table.records:
+            for record in self.origins.records(table, self.problems):
                 row = self._take(table, record)
                 if row is not None:
                     self.origins.add(record.line)
                     yield row
-            if self.taken == before and not self.problems:
-                self.problems.add(str(path), "has no rows")
         self.problems.raise_if_any()
 
     def _take(self, table: Table, record: Record) -> Conversation | None:
         """One record as a row; None where something is wrong with it, which is noted."""
         where = table.place(record.line)
-        number, self.taken = self.taken, self.taken + 1
         faults: list[str] = []
         form = _form(record.fields, faults)
         if form is not None and self.form is None:
@@ -220,11 +218,11 @@ class Reading:
         messages = () if form is None else _messages(form, record.fields, faults)
         faults += self._repeated(table, record)
         for fault in faults:
-            self.problems.add(where, fault)
+            self.problems.add_row(where, fault)
         if faults:
             return None
         source = record.fields.get(SOURCE_COLUMN)
-        return Conversation(number, messages, where, "" if source is None else str(source))
+        return Conversation(len(self.origins), messages, where, "" if source is None else str(source))
 
     def _repeated(self, table: Table, record: Record) -> list[str]:
         given = record.fields.get(ID_COLUMN)

@@ -13,7 +13,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,7 +24,11 @@ LONGEST_LINE = 64 * 2**20
 """Bytes of one line that are read at most."""
 _LONGEST_INTEGER = 400
 _LINES = (".jsonl", ".json")
+_MARKS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{},]')
+"""Strings of JSON, whole or up to the end of the line, and what structures it outside of them."""
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
+Note = Callable[[str, str], None]
+"""Takes a place and what is wrong there, as `ProblemList.add` and `ProblemList.add_row` do."""
 _WIDE = {codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}
 
 
@@ -40,7 +44,8 @@ class Record:
 class Table:
     """The records of a file. `columns` is None where every record has its own (JSON Lines).
 
-    `typed`: numbers are not strings (JSON, Parquet). `unit`: what a record's `line` counts, for `place`.
+    `typed`: numbers are not strings (JSON, Parquet). `unit`: what a record's `line` counts, for `place`. `note`: what a
+    user should know of how the file is read.
     """
 
     path: Path
@@ -48,6 +53,7 @@ class Table:
     typed: bool
     records: Iterator[Record]
     unit: str = ":"
+    note: str = ""
 
     def place(self, line: int) -> str:
         """Where a reader finds record `line`."""
@@ -55,7 +61,8 @@ class Table:
 
 
 def open_table(path: Path, problems: ProblemList) -> Table:
-    """The records of a .jsonl, .json (one object a line), .csv, .tsv or .parquet file; faults go to `problems`.
+    """The records of a .jsonl, .json (one object a line, or an array), .csv, .tsv or .parquet file; faults go to
+    `problems`.
 
     Raises `InputError` for another kind of file, and where `path` is no file with something in it.
     """
@@ -68,35 +75,79 @@ def open_table(path: Path, problems: ProblemList) -> Table:
     return opened(path, problems)
 
 
-def json_lines(path: Path, problems: ProblemList) -> Table:
-    """One JSON object a line; blank lines are passed over."""
+def json_records(path: Path, problems: ProblemList) -> Table:
+    """One JSON object a line, blank lines aside, or one array of objects."""
+    first = next((text for _, text in numbered_lines(path, ProblemList().add) if text.strip()), "")
+    if first.lstrip().startswith("["):
+        return Table(path, None, True, _array_records(path, problems), " row ")
     return Table(path, None, True, _json_records(path, problems))
 
 
+def _array_records(path: Path, problems: ProblemList) -> Iterator[Record]:
+    for number, (line, element) in enumerate(_elements(path, problems), start=1):
+        value = _json_object(element, path, line, problems)
+        if value is not None:
+            yield Record(number, value)
+
+
+def _elements(path: Path, problems: ProblemList) -> Iterator[tuple[int, str]]:
+    """(line on which it begins, text) of each element of an array; the text of one is held at a time."""
+    depth = count = held = 0
+    start, closed, parts = 1, False, list[str]()
+    for number, line in numbered_lines(path, problems.add):
+        used = 0
+        for mark in () if closed else _MARKS.finditer(line):
+            opens, closes = mark[0] in "[{", mark[0] in "]}"
+            ends = depth == 1 and (closes or mark[0] == ",")
+            depth += opens - closes
+            if ends:
+                element = "".join([*parts, line[used : mark.start()]]).strip()
+                if element or count or not closes:  # nothing between [ and ] is no element
+                    yield start if parts else number, element
+                count, held, parts = count + 1, 0, []
+            if ends or (opens and depth == 1):
+                used = mark.end()
+            closed = ends and closes
+            if closed:
+                break
+        rest = line[used:]
+        if closed and rest.strip():
+            problems.add(f"{path}:{number}", f"the array ends before {shown(rest.strip())}; write all rows into one")
+            return
+        if rest.strip():
+            start, held = start if parts else number, held + len(rest)
+            parts.append(rest)
+        if held > LONGEST_LINE:
+            raise InputError([Problem(f"{path}:{start}", f"a row longer than {LONGEST_LINE} characters")])
+    if not closed:
+        problems.add(f"{path}:{start}", "the array is not closed: the file may be cut off")
+
+
 def _json_records(path: Path, problems: ProblemList) -> Iterator[Record]:
-    for number, line in numbered_lines(path, problems):
-        if not line.strip():
-            continue
-        where = f"{path}:{number}"
-        line = line.rstrip("\r\n")
-        if line.lstrip().startswith("["):
-            problems.add(where, "a JSON array; write one object a line, as in JSON Lines")
-            if line.strip() == "[":
-                return
-            continue
-        try:
-            value = json.loads(line, object_pairs_hook=_unique, parse_int=_integer, parse_constant=_no_constant)
-        except json.JSONDecodeError as error:
-            problems.add(where, f"malformed JSON: {error.msg} at column {error.colno} ({shown(line.strip())})")
-        except RecursionError:
-            problems.add(where, "malformed JSON: nested too deeply")
-        except ValueError as error:
-            problems.add(where, f"malformed JSON: {error}")
-        else:
-            if isinstance(value, dict):
+    for number, line in numbered_lines(path, problems.add_row):
+        if line.strip():
+            value = _json_object(line.rstrip("\r\n"), path, number, problems)
+            if value is not None:
                 yield Record(number, value)
-            else:
-                problems.add(where, f"must be a JSON object with a text and a label, is {shown(value)}")
+
+
+def _json_object(text: str, path: Path, line: int, problems: ProblemList) -> dict[str, Any] | None:
+    """The object that `text` is, which begins on `line`; None, and a problem of that row, if it is none."""
+    where = f"{path}:{line}"
+    try:
+        value = json.loads(text, object_pairs_hook=_unique, parse_int=_integer, parse_constant=_no_constant)
+    except json.JSONDecodeError as error:
+        where = f"{path}:{line + error.lineno - 1}"
+        problems.add_row(where, f"malformed JSON: {error.msg} at column {error.colno} ({shown(text.strip())})")
+    except RecursionError:
+        problems.add_row(where, "malformed JSON: nested too deeply")
+    except ValueError as error:
+        problems.add_row(where, f"malformed JSON: {error}")
+    else:
+        if isinstance(value, dict):
+            return value
+        problems.add_row(where, f"must be a JSON object, is {shown(value)}")
+    return None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -123,14 +174,15 @@ def _no_constant(name: str) -> NoReturn:
 def comma_of(path: Path) -> str:
     """What stands between the fields of a CSV file: a semicolon where its header has those and no comma, as
     spreadsheets of many countries write them; else a comma."""
-    header = next((text for _, text in numbered_lines(path, ProblemList()) if text.strip()), "")
+    header = next((text for _, text in numbered_lines(path, ProblemList().add) if text.strip()), "")
     plain = re.sub(r'"[^"]*"', "", header)
     return ";" if ";" in plain and "," not in plain else ","
 
 
 def delimited(path: Path, delimiter: str, problems: ProblemList) -> Table:
     """CSV with a header row; quoted fields may hold delimiters, doubled quotes and line ends."""
-    return _with_header(path, _delimited_records(path, delimiter, problems), problems)
+    table = _with_header(path, _delimited_records(path, delimiter, problems), problems)
+    return replace(table, note="its fields are separated by ';'") if delimiter == ";" else table
 
 
 def tabbed(path: Path, problems: ProblemList) -> Table:
@@ -141,7 +193,8 @@ def tabbed(path: Path, problems: ProblemList) -> Table:
     quotes loses them. Other files are read as CSV is. There, unless the header is quoted, a record that spans several
     lines is refused if each of these lines looks like a record of its own.
     """
-    lines = (text.rstrip("\r\n").split("\t") for _, text in numbered_lines(path, ProblemList()) if text.strip(" \r\n"))
+    texts = (text for _, text in numbered_lines(path, ProblemList().add))
+    lines = (text.rstrip("\r\n").split("\t") for text in texts if text.strip(" \r\n"))
     header = next(lines, [])
     quoted = header[:1] != [] and header[0].startswith('"')
     if not quoted and len(header) > 1 and all(len(cells) == len(header) for cells in lines):
@@ -150,7 +203,7 @@ def tabbed(path: Path, problems: ProblemList) -> Table:
 
 
 def _tabbed_records(path: Path, problems: ProblemList) -> Iterator[tuple[int, list[str]]]:
-    for number, text in numbered_lines(path, problems):
+    for number, text in numbered_lines(path, problems.add_row):
         if text.strip(" \r\n"):
             yield number, [_unquoted(cell) for cell in text.rstrip("\r\n").split("\t")]
 
@@ -161,7 +214,10 @@ def _unquoted(cell: str) -> str:
 
 
 def _with_header(path: Path, records: Iterator[tuple[int, list[str]]], problems: ProblemList) -> Table:
+    skipped = len(problems.skipped)
     header = next(records, None)
+    for problem in problems.skipped[skipped:]:  # the next line must not become the header
+        problems.add(problem.where, problem.what)
     if header is None:
         problems.raise_if_any()
         raise InputError([Problem(str(path), "has no header row")])
@@ -184,7 +240,7 @@ def _delimited_records(
 
     def lines() -> Iterator[str]:
         nonlocal last, whole
-        for number, text in numbered_lines(path, problems):
+        for number, text in numbered_lines(path, problems.add_row):
             last = number
             whole += text.count(delimiter) + 1 == fields
             yield text
@@ -217,7 +273,9 @@ def _named(
         if len(cells) == len(columns):
             yield Record(line, dict(zip(columns, cells, strict=True)))
         else:
-            problems.add(f"{path}:{line}", f"has {len(cells)} fields, the header has {len(columns)}: {shown(cells)}")
+            problems.add_row(
+                f"{path}:{line}", f"has {len(cells)} fields, the header has {len(columns)}: {shown(cells)}"
+            )
 
 
 def parquet(path: Path) -> Table:
@@ -306,12 +364,12 @@ def _arrow(path: Path, doing: str) -> tuple[Any, Any]:
         raise InputError([Problem(str(path), what)]) from error
 
 
-def numbered_lines(path: Path, problems: ProblemList) -> Iterator[tuple[int, str]]:
+def numbered_lines(path: Path, note: Note) -> Iterator[tuple[int, str]]:
     """(number from 1, text with its line end) of each line of a UTF-8 file, in bounded memory.
 
     A byte order mark at the start is dropped. A line that is not UTF-8 (its first bad byte is named by its offset in
-    the file), that holds a NUL byte or that is longer than `LONGEST_LINE` is noted in `problems` and left out. Raises
-    `InputError` where reading cannot go on.
+    the file) or that holds a NUL byte is noted and left out. Raises `InputError` where reading cannot go on, as after a
+    line that is longer than `LONGEST_LINE`.
     """
     try:
         with path.open("rb") as file:
@@ -323,7 +381,7 @@ def numbered_lines(path: Path, problems: ProblemList) -> Iterator[tuple[int, str
             number = 0
             while line := file.readline(LONGEST_LINE):
                 number += 1
-                text = _decoded(line, f"{path}:{number}", offset, problems)
+                text = _decoded(line, f"{path}:{number}", offset, note)
                 if text is not None:
                     yield number, text
                 offset += len(line)
@@ -334,22 +392,22 @@ def numbered_lines(path: Path, problems: ProblemList) -> Iterator[tuple[int, str
         raise InputError([Problem(str(path), f"cannot be read: {error.strerror or error}")]) from error
 
 
-def _decoded(line: bytes, where: str, offset: int, problems: ProblemList) -> str | None:
+def _decoded(line: bytes, where: str, offset: int, note: Note) -> str | None:
     nul = line.find(0)
     if nul >= 0:
-        problems.add(where, f"a NUL byte at byte {offset + nul} of the file; the file must be text in UTF-8")
+        note(where, f"a NUL byte at byte {offset + nul} of the file; the file must be text in UTF-8")
         return None
     try:
         return line.decode("utf-8")
     except UnicodeDecodeError as error:
         byte = line[error.start]
-        problems.add(where, f"not UTF-8: byte 0x{byte:02x} at byte {offset + error.start} of the file")
+        note(where, f"not UTF-8: byte 0x{byte:02x} at byte {offset + error.start} of the file")
         return None
 
 
 KINDS: dict[str, Callable[[Path, ProblemList], Table]] = {
-    ".jsonl": json_lines,
-    ".json": json_lines,
+    ".jsonl": json_records,
+    ".json": json_records,
     ".csv": lambda path, problems: delimited(path, comma_of(path), problems),
     ".tsv": tabbed,
     ".parquet": lambda path, _: parquet(path),

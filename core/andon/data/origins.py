@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Self
 
-from andon.console.problems import InputError, Problem
-from andon.data.formats import Table
+from andon.console.problems import InputError, Problem, ProblemList
+from andon.data.formats import Record, Table
+
+
+@dataclass(frozen=True)
+class RowSelection:
+    """Which rows of files are read. skip_bad: those that cannot be used are skipped instead of refused. limit: reading
+    ends after this many rows; None: at the end of the files."""
+
+    skip_bad: bool = False
+    limit: int | None = None
+
+    def problems(self) -> ProblemList:
+        """An empty list for the problems of these rows."""
+        return ProblemList(skips=self.skip_bad)
+
+
+ALL_ROWS = RowSelection()
 
 
 def short_names(paths: Sequence[str | Path]) -> tuple[str, ...]:
@@ -25,9 +42,15 @@ def short_names(paths: Sequence[str | Path]) -> tuple[str, ...]:
 
 
 class Origins:
-    """The places of rows, which are added in order, one file after another; a row is known by its place among all."""
+    """The places of rows, which are added in order, one file after another; a row is known by its place among all.
 
-    def __init__(self) -> None:
+    skipped: why each row that was left out is not among them. notes: lines about how the files were read.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
+        self.skipped: Sequence[Problem] = ()
+        self.notes = [] if limit is None else [f"note: no more than {limit} training rows are read (data.limit)"]
+        self._limit = limit
         self._files: list[tuple[Path, str]] = []
         self._starts: list[int] = []
         self._lines: array[int] = array("q")
@@ -38,20 +61,53 @@ class Origins:
         if any(path.resolve() == table.path.resolve() for path, _ in self._files):
             raise InputError([Problem(str(table.path), "is named twice; to have its rows twice give it the weight 2")])
         self._files.append((table.path, table.unit))
-        self._starts.append(self._before + len(self._lines))
+        self.notes += [f"note: {table.path}: {table.note}"] if table.note else []
+        self._starts.append(len(self))
+
+    def records(self, table: Table, problems: ProblemList) -> Iterator[Record]:
+        """Begin with a file and give its records in order, until there are as many rows as are wanted. A file that none
+        of its records adds a row of is a problem."""
+        self.begin(table)
+        before, skipped = len(self), len(problems.skipped)
+        records = iter(table.records)
+        while self._limit is None or len(self) < self._limit:
+            record = next(records, None)
+            if record is None:
+                break
+            yield record
+        self.skipped = problems.skipped
+        if len(self) == before != self._limit and not problems:
+            bad = problems.skipped[skipped:]
+            why = f"none of its {len(bad)} rows can be used; {bad[0].where}: {bad[0].what}" if bad else "has no rows"
+            problems.add(str(table.path), why)
+
+    def __len__(self) -> int:
+        return self._before + len(self._lines)
 
     def add(self, line: int) -> None:
         """One more row, which begins at this line of its file."""
         self._lines.append(line)
 
     @classmethod
-    def of(cls, paths: Sequence[Path], units: Sequence[str], sizes: Sequence[int], lines: array[int]) -> Self:
+    def of(
+        cls,
+        paths: Sequence[Path],
+        units: Sequence[str],
+        sizes: Sequence[int],
+        lines: array[int],
+        limit: int | None = None,
+    ) -> Self:
         """The places of rows that were read before: of each file its unit and how many it has, of each row its line."""
-        found = cls()
+        found = cls(limit)
         found._files = list(zip(paths, units, strict=True))
         found._starts = [0, *accumulate(sizes)][: len(sizes)]
         found._lines = lines
         return found
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Forget all rows but these, ascending, which are then numbered from 0."""
+        self._starts = [bisect_left(rows, start) for start in self._starts]
+        self._lines = array("q", (self._lines[row] for row in rows))
 
     def taken_lines(self) -> array[int]:
         """The lines of the rows that were added since it was last asked; who asks keeps them, and not this."""
@@ -68,7 +124,7 @@ class Origins:
     @property
     def sizes(self) -> tuple[int, ...]:
         """The rows of each file."""
-        ends = [*self._starts[1:], self._before + len(self._lines)]
+        ends = [*self._starts[1:], len(self)]
         return tuple(end - start for start, end in zip(self._starts, ends, strict=True))
 
     @property

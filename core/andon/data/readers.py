@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
@@ -10,9 +10,9 @@ from typing import Generic, TypeVar
 
 from andon.config.load import FLAGS
 from andon.console.problems import InputError, Problem, ProblemList, did_you_mean, shown
-from andon.data.formats import Record, Table, open_table
+from andon.data.formats import Note, Record, Table, open_table
 from andon.data.labels import label_fault, label_names, label_set_of, same_kind, target_of, text_fault
-from andon.data.origins import Origins
+from andon.data.origins import ALL_ROWS, Origins, RowSelection
 from andon.data.rows import VALUE, DataSet, Label, LabelSets, Row, Targets
 
 Meant = TypeVar("Meant")
@@ -30,21 +30,22 @@ def read(
     text_pair_column: str | None = None,
     label_column: str | None = None,
     labels: Sequence[str] | None = None,
+    selection: RowSelection = ALL_ROWS,
 ) -> DataSet:
-    """The rows of .jsonl, .json (one object a line), .csv, .tsv or .parquet files, one file after another.
+    """The rows of .jsonl, .json (one object a line, or an array), .csv, .tsv or .parquet files, one file after another.
 
     The text is in `text_column` (else `input` or `text`), a second one in `text_pair_column`, if any, the class in
     `label_column` (else `label`): integers from 0 or strings, not both. Without `labels` the classes are those found,
     integers by value and strings sorted, and there must be two at least. With `labels` (an evaluation file) each class
     must be one of them, by name.
-    A row's id is its place among all rows, from 0.
+    A row's id is its place among all rows, from 0. Rows that `selection` skips have none; `Origins.skipped` lists them.
 
     Raises `InputError` with every fault found, each as file:line with the offending value: a file that is missing,
     named twice, empty, a folder or not UTF-8; NUL bytes; malformed records; a missing column; empty texts; labels that
     are null, negative, fractional, of mixed types or unknown; ids that a file repeats; one class only; no rows.
     """
     columns = _columns(text_column, text_pair_column, label_column)
-    return _data_set(_found(paths, columns, _class), labels)
+    return _data_set(_found(paths, columns, _class, selection), labels)
 
 
 def read_targets(
@@ -52,13 +53,14 @@ def read_targets(
     text_column: str | None = None,
     text_pair_column: str | None = None,
     label_column: str | None = None,
+    selection: RowSelection = ALL_ROWS,
 ) -> Targets:
     """The rows of files as `read` takes them, with a number for each where that has a class.
 
     Raises `InputError` with every fault found, as `read`, of labels those that are no finite number of fp32's range.
     """
     columns = _columns(text_column, text_pair_column, label_column)
-    found = _found(paths, columns, _target)
+    found = _found(paths, columns, _target, selection)
     found.problems.raise_if_any()
     return Targets(found.rows(found.labels), VALUE, found.origins.source, found.origins)
 
@@ -70,6 +72,7 @@ def read_label_sets(
     label_column: str | None = None,
     separator: str | None = None,
     labels: Sequence[str] | None = None,
+    selection: RowSelection = ALL_ROWS,
 ) -> LabelSets:
     """The rows of files as `read` takes them, with any number of labels each, in `label_column` (else `label` or
     `labels`): a list of strings, or a string with `separator` between them.
@@ -80,19 +83,19 @@ def read_label_sets(
     columns = _columns(text_column, text_pair_column, label_column)
     if label_column is None:
         columns = replace(columns, label=(*LABEL_COLUMNS, "labels"))
-    found = _found(paths, columns, lambda label, typed: label_set_of(label, separator))
+    found = _found(paths, columns, lambda label, typed: label_set_of(label, separator), selection)
     problems = found.problems
     problems.raise_if_any()
     names = tuple(sorted({name for each in found.labels for name in each})) if labels is None else tuple(labels)
     if not names:
         problems.add(found.origins.source, "no row has a label")
     numbers = {name: number for number, name in enumerate(names)}
-    for place, each in enumerate(found.labels):
-        for name in each:
-            if name not in numbers:
-                known = f"there are {shown_names(names)}{did_you_mean(name, names)}"
-                problems.add(found.origins.where(place), f"label {shown(name)} is unknown; {known}")
-    problems.raise_if_any()
+    found.refuse(
+        (place, f"label {shown(name)} is unknown; there are {shown_names(names)}{did_you_mean(name, names)}")
+        for place, each in enumerate(found.labels)
+        for name in each
+        if name not in numbers
+    )
     sets = (tuple(sorted(numbers[name] for name in each)) for each in found.labels)
     return LabelSets(found.rows(sets), names, found.origins.source, found.origins)
 
@@ -117,22 +120,20 @@ def _found(
     paths: Sequence[str | PathLike[str]],
     columns: _Columns,
     meant: Callable[[object, bool], tuple[Meant, str | None]],
+    selection: RowSelection,
 ) -> _Found[Meant]:
     """All rows of the files, and what is wrong with them; raises `InputError` where one has none."""
-    problems = ProblemList()
-    found = _Found(problems, meant)
+    problems = selection.problems()
+    found = _Found(problems, meant, Origins(selection.limit))
     for path in map(Path, paths):
         table = open_table(path, problems)
         if table.columns is not None:
-            columns.check(table.columns, f"{path}:1", problems)
+            columns.check(table.columns, f"{path}:1", problems.add)
             problems.raise_if_any()
         before = len(found.texts)
-        found.begin(table)
-        for record in table.records:
+        for record in found.begin(table):
             found.take(table, record, columns)
         if len(found.texts) == before:
-            if not problems:
-                problems.add(str(path), "has no rows")
             problems.raise_if_any()
     return found
 
@@ -171,13 +172,13 @@ def read_texts(
     wanted += [("text_pair", (text_pair_column,))] if text_pair_column is not None else []
     if table.columns is not None:
         for what, names in wanted:
-            _column(what, names, table.columns, f"{path}:1", problems)
+            _column(what, names, table.columns, f"{path}:1", problems.add)
         problems.raise_if_any()
     texts: list[tuple[str, ...]] = []
     ids: list[object] = []
     for record in table.records:
         where = table.place(record.line)
-        chosen = [_column(what, names, tuple(record.fields), where, problems) for what, names in wanted]
+        chosen = [_column(what, names, tuple(record.fields), where, problems.add) for what, names in wanted]
         found = [(name, _joined(record.fields[name], words=words)) for name in chosen if name is not None]
         faults = [fault for name, text in found if (fault := _fault_of(name, text)) is not None]
         for fault in faults:
@@ -219,28 +220,28 @@ class _Columns:
     label: tuple[str, ...]
     pair: str | None = None
 
-    def check(self, there: Iterable[str], where: str, problems: ProblemList) -> tuple[str, ...] | None:
+    def check(self, there: Iterable[str], where: str, note: Note) -> tuple[str, ...] | None:
         """The columns to use among those `there`: text, label, second text, if any; None when that was not clear and
         was noted."""
         there = tuple(there)
         wanted = [("text", self.text), ("label", self.label)]
         wanted += [("text_pair", (self.pair,))] if self.pair is not None else []
-        found = [_column(what, names, there, where, problems) for what, names in wanted]
+        found = [_column(what, names, there, where, note) for what, names in wanted]
         chosen = tuple(name for name in found if name is not None)
         return chosen if len(chosen) == len(wanted) else None
 
 
-def _column(what: str, names: tuple[str, ...], there: tuple[str, ...], where: str, problems: ProblemList) -> str | None:
+def _column(what: str, names: tuple[str, ...], there: tuple[str, ...], where: str, note: Note) -> str | None:
     """The one of `names` that is `there`, or None when that was not clear and was noted."""
     matching = [name for name in names if name in there]
     if len(matching) == 1:
         return matching[0]
     if matching:
-        problems.add(where, f"has both {' and '.join(map(repr, matching))}; name one with {_naming(what)}")
+        note(where, f"has both {' and '.join(map(repr, matching))}; name one with {_naming(what)}")
         return None
     wanted = " or ".join(map(repr, names))
     hint = next(filter(None, (did_you_mean(name, there) for name in names)), "") or f"; name it with {_naming(what)}"
-    problems.add(where, f"has no column {wanted}; there are {shown_names(there)}{hint}")
+    note(where, f"has no column {wanted}; there are {shown_names(there)}{hint}")
     return None
 
 
@@ -266,22 +267,36 @@ class _Found(Generic[Meant]):
 
     problems: ProblemList
     meant: Callable[[object, bool], tuple[Meant, str | None]]
-    origins: Origins = field(default_factory=Origins)
+    origins: Origins
     typed: bool = True
     texts: list[tuple[str, ...]] = field(default_factory=list)
     labels: list[Meant] = field(default_factory=list)
     ids: dict[str, int] = field(default_factory=dict)
 
-    def begin(self, table: Table) -> None:
-        """The records that are taken from now on are of this file."""
-        self.origins.begin(table)
+    def begin(self, table: Table) -> Iterator[Record]:
+        """The records of this file, each to be taken."""
         self.typed = self.typed and table.typed
         self.ids = {}
+        return self.origins.records(table, self.problems)
+
+    def refuse(self, faults: Iterable[tuple[int, str]]) -> None:
+        """Skip the rows at these places. Raises `InputError` if bad rows are not skipped, or none is left."""
+        places: set[int] = set()
+        for place, fault in faults:
+            self.problems.add_row(self.origins.where(place), fault)
+            places.add(place)
+        self.problems.raise_if_any()
+        kept = [place for place in range(len(self.texts)) if place not in places]
+        if not kept:
+            self.problems.add(self.origins.source, f"no row can be used; {self.problems.skipped[-1]}")
+            self.problems.raise_if_any()
+        self.texts, self.labels = [self.texts[place] for place in kept], [self.labels[place] for place in kept]
+        self.origins.keep(kept)
 
     def take(self, table: Table, record: Record, columns: _Columns) -> None:
         """Keep one record, or note what is wrong with it."""
         where = table.place(record.line)
-        chosen = columns.check(record.fields, where, self.problems)
+        chosen = columns.check(record.fields, where, self.problems.add_row)
         if chosen is None:
             return
         texts = {name: record.fields[name] for name in (chosen[0], *chosen[2:])}
@@ -293,7 +308,7 @@ class _Found(Generic[Meant]):
         ]
         for fault in faults:
             if fault is not None:
-                self.problems.add(where, fault)
+                self.problems.add_row(where, fault)
         if not any(faults):
             self.origins.add(record.line)
             self.texts.append(tuple(map(str, texts.values())))
@@ -319,19 +334,19 @@ def _data_set(found: _Found[int | str], labels: Sequence[str] | None) -> DataSet
     """The rows with their classes numbered. Raises `InputError` when anything was noted."""
     origins, problems = found.origins, found.problems
     # Beside a table, in which all is text, what another file says is text too.
-    labels_said = found.labels if found.typed else [str(label) for label in found.labels]
-    meant, faults = same_kind(labels_said, found.typed)
-    for place, fault in faults:
-        problems.add(origins.where(place), fault)
-    problems.raise_if_any()
+    if not found.typed:
+        found.labels = [str(label) for label in found.labels]
+    found.refuse(same_kind(found.labels, found.typed)[1])
+    meant, _ = same_kind(found.labels, found.typed)
     names = label_names(meant) if labels is None else tuple(labels)
     if labels is None and len(names) < 2:
         what = f"all {len(meant)} rows have the label {names[0]!r}; a classifier needs two classes at least"
         problems.add(origins.source, what)
     numbers = {name: number for number, name in enumerate(names)}
-    for place, label in enumerate(map(str, meant)):
-        if label not in numbers:
-            known = f"there are {shown_names(names)}{did_you_mean(label, names)}"
-            problems.add(origins.where(place), f"label {shown(label)} is unknown; {known}")
-    problems.raise_if_any()
-    return DataSet(found.rows(numbers[label] for label in map(str, meant)), names, origins.source, origins)
+    found.labels = [*map(str, meant)]
+    found.refuse(
+        (place, f"label {shown(label)} is unknown; there are {shown_names(names)}{did_you_mean(str(label), names)}")
+        for place, label in enumerate(found.labels)
+        if label not in numbers
+    )
+    return DataSet(found.rows(numbers[str(label)] for label in found.labels), names, origins.source, origins)

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from andon.console.problems import InputError, Problem
 from andon.data.conversations import Conversation, Form, Reading, add_form, add_row, asked
-from andon.data.origins import Origins
+from andon.data.origins import ALL_ROWS, Origins, RowSelection
 from andon.data.rows import fingerprint
 
 COLUMNS = {"lines": "q", "sources": "i", "texts": "Q"}
@@ -25,12 +25,14 @@ for none; the fingerprint of what is asked in it."""
 _ROWS_AT_ONCE = 4096
 
 
-def survey(paths: Sequence[Path], append: Callable[[Mapping[str, array[int]]], None]) -> dict[str, object]:
+def survey(
+    paths: Sequence[Path], append: Callable[[Mapping[str, array[int]]], None], selection: RowSelection = ALL_ROWS
+) -> dict[str, object]:
     """Read the files once, and give `append` further rows of all columns; what else is known of them, for JSON.
 
     Raises `InputError` with every fault found, as `read_conversations` does.
     """
-    reading, sha = Reading(), hashlib.sha256()
+    reading, sha = Reading(selection), hashlib.sha256()
     names: dict[str, int] = {}
     waiting = _empty()
     for number, row in enumerate(reading.rows(paths)):
@@ -49,6 +51,7 @@ def survey(paths: Sequence[Path], append: Callable[[Mapping[str, array[int]]], N
         "sizes": list(reading.origins.sizes),
         "units": list(reading.origins.units),
         "names": list(names),
+        "skipped": [[problem.where, problem.what] for problem in reading.problems.skipped],
     }
 
 
@@ -68,12 +71,17 @@ class SurveyedConversations:
     paths: tuple[Path, ...]
     columns: Mapping[str, array[int]]
     said: Mapping[str, Any]
+    selection: RowSelection = ALL_ROWS
     chosen: tuple[int, ...] | None = None
 
     @cached_property
     def origins(self) -> Origins:
         """Where each row came from."""
-        return Origins.of(self.paths, self.said["units"], self.said["sizes"], self.columns["lines"])
+        found = Origins.of(
+            self.paths, self.said["units"], self.said["sizes"], self.columns["lines"], self.selection.limit
+        )
+        found.skipped = [Problem(where, what) for where, what in self.said["skipped"]]
+        return found
 
     @property
     def form(self) -> Form:
@@ -111,7 +119,7 @@ class SurveyedConversations:
     @property
     def rows(self) -> Iterator[Conversation]:
         """All rows, read again, one after another. Raises `InputError` at the end where they are no longer the same."""
-        reading, sha = Reading(), hashlib.sha256()
+        reading, sha = Reading(self.selection), hashlib.sha256()
         add_form(sha, self.form)
         for row in reading.rows(self.paths):
             add_row(sha, row)

@@ -13,7 +13,7 @@ from andon.console.problems import ProblemList, did_you_mean, shown
 from andon.data.draw import Draw
 from andon.data.formats import Record, Table, open_table
 from andon.data.labels import text_fault
-from andon.data.origins import Origins
+from andon.data.origins import ALL_ROWS, Origins, RowSelection
 from andon.data.rows import Row, TextRows
 
 TOKENS, TAGS = "tokens", "tags"
@@ -49,6 +49,7 @@ def read_tagged(
     token_column: str | None = None,
     tag_column: str | None = None,
     labels: Sequence[str] | None = None,
+    selection: RowSelection = ALL_ROWS,
 ) -> Tagged:
     """The rows of JSONL or Parquet files with a list of words and a list of tags, one a word.
 
@@ -56,9 +57,9 @@ def read_tagged(
     what is no list of strings, empty lists and words, words with white space in them, lists of different lengths,
     unknown tags, no rows.
     """
-    problems, names = ProblemList(), (token_column or TOKENS, tag_column or TAGS)
+    problems, names = selection.problems(), (token_column or TOKENS, tag_column or TAGS)
     found: list[tuple[list[str], list[str]]] = []
-    origins = Origins()
+    origins = Origins(selection.limit)
     for table, record in _records(paths, origins, problems):
         faults = [fault for name in names if (fault := _list_fault(name, record.fields)) is not None]
         words, tags = (record.fields.get(name) for name in names)
@@ -70,10 +71,11 @@ def read_tagged(
                 faults.append(f"{len(words)} {names[0]} and {len(tags)} {names[1]}; each word has one tag")
             known = labels if labels is not None else tags
             faults += [f"tag {shown(tag)} is unknown{did_you_mean(tag, known)}" for tag in tags if tag not in known]
-            found.append((words, tags))
-            origins.add(record.line)
+            if not faults:
+                found.append((words, tags))
+                origins.add(record.line)
         for fault in faults:
-            problems.add(table.place(record.line), fault)
+            problems.add_row(table.place(record.line), fault)
     problems.raise_if_any()
     every = tuple(sorted({tag for _, tags in found for tag in tags})) if labels is None else tuple(labels)
     numbers = {name: number for number, name in enumerate(every)}
@@ -86,15 +88,11 @@ def read_tagged(
 def _records(
     paths: Sequence[str | PathLike[str]], origins: Origins, problems: ProblemList
 ) -> Iterator[tuple[Table, Record]]:
-    """The records of the files in turn; a file without any is a problem."""
+    """The records of the files in turn."""
     for path in map(Path, paths):
-        table, empty = open_table(path, problems), True
-        origins.begin(table)
-        for record in table.records:
-            empty = False
+        table = open_table(path, problems)
+        for record in origins.records(table, problems):
             yield table, record
-        if empty and not problems:
-            problems.add(str(path), "has no rows")
 
 
 def _list_fault(name: str, fields: Mapping[str, object]) -> str | None:

@@ -100,6 +100,11 @@ class RunFolder:
         return self.path / _TOKENS
 
     @property
+    def skipped(self) -> Path:
+        """The rows that were not used, a line each (`data.bad_rows`)."""
+        return self.path / "skipped_rows.txt"
+
+    @property
     def summary(self) -> Path:
         """Outcome of the run; written last."""
         return self.path / "summary.json"
@@ -158,7 +163,7 @@ class RunFolder:
                 return
             clean_leftovers(self.path)
             started = (self.config, self.environment, self.provenance, self.metrics, self.ledger, self.path / REPORTS)
-            for path in (*started, self.rows, self.tokens, self.checkpoints, self.lock):
+            for path in (*started, self.skipped, self.rows, self.tokens, self.checkpoints, self.lock):
                 if path.exists() and path.name not in (before or ()):
                     remove(path)
             if before is None and not any(self.path.iterdir()):

@@ -120,12 +120,13 @@ class SftTask:
         sources: Sequence[str] = (),
         notes: Sequence[str] = (),
         asked: Asked = Asked("text", ()),
+        skipped: Mapping[int, Problem] | None = None,
     ) -> None:
         """packs: of each its places in `rows`, in order; None: each row is one. sources: one a row, or none at all.
         asked: how a trained model is asked. padding_multiple: batches are padded to a multiple of this, but never
-        beyond max_length.
+        beyond max_length. skipped: by its place in `rows`, why a row must be left out; it has one untrained token here.
         """
-        self.notes, self.asked = tuple(notes), asked
+        self.notes, self.asked, self.skipped = tuple(notes), asked, skipped or {}
         self._rows = rows if isinstance(rows, TokenRows) else TokenRows.of(rows)
         self._packs = [(place,) for place in range(len(rows))] if packs is None else [tuple(pack) for pack in packs]
         self._pad_id, self._limit, self._multiple = pad_id, max_length, padding_multiple

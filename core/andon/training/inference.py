@@ -40,10 +40,12 @@ from andon.training.material import (
     encoded,
     loss_weights,
     model_spec,
+    skipped_of,
     task_of,
+    usable_ids,
     warnings_of,
 )
-from andon.training.rows import READERS, Rows, read_rows
+from andon.training.rows import READERS, Rows, read_rows, selection_of, skip_notes
 from andon_contracts.digest import hex64
 
 
@@ -191,7 +193,10 @@ def read_labelled(
         columns = columns.model_copy(update={key: name for key, name in named.items() if name is not None})
     task = config.task or CLASSIFICATION
     labels = () if HEADS[task] == "causal" else read_labels(folder.adapter)
-    return READERS[task].read(columns, [data], labels)
+    found = READERS[task].read(columns, [data], labels, selection_of(config.data, train=False))
+    for note in skip_notes(found.origins.skipped if found.origins is not None else ()):
+        say(note)
+    return found
 
 
 def evaluate_run(run: TrainedRun, data: Examples) -> Scores:
@@ -203,9 +208,12 @@ def evaluate_run(run: TrainedRun, data: Examples) -> Scores:
     backend = InlineBackend([torch.device("cpu")])
     if not isinstance(data, DataSet):
         rows = UNWEIGHTED[run.config.task or CLASSIFICATION](run.config, data, run.tokenizer)
-        if note := cut_note(rows, data.ids, run.config):
+        for note in skip_notes([*skipped_of(rows).values()]):
             say(note)
-        return evaluate(backend, [run.model], rows, data.ids)
+        ids = usable_ids(rows, data.ids)
+        if note := cut_note(rows, ids, run.config):
+            say(note)
+        return evaluate(backend, [run.model], rows, ids)
     weights = _weights(run)
     task = task_of(run.config, data, run.tokenizer, weights or (1.0,) * len(run.labels))
     if note := cut_note(task, data.ids, run.config):

@@ -22,7 +22,14 @@ from andon.data.tagged import Tagged
 from andon.data.tokens import HuggingFaceTokenizer, Tokenizer, byte_tokenizer, pretrained_tokenizer
 from andon.model.adapter import AdapterSpec
 from andon.model.batches import length_step, padded_length
-from andon.model.build import ModelSpec, facts_of, facts_of_shape, labels_in_own_order, require_decoder
+from andon.model.build import (
+    ModelSpec,
+    facts_of,
+    facts_of_shape,
+    labels_in_own_order,
+    positions_of,
+    require_decoder,
+)
 from andon.model.masks import padding_note
 from andon.step.plan import BatchPlan
 from andon.tasks.classification import ClassificationTask
@@ -64,6 +71,12 @@ class Material:
         """The names of the classes, by id."""
         return self.rows.train.labels
 
+    @property
+    def unusable(self) -> tuple[Problem, ...]:
+        """Rows that were read and are skipped, since they cannot be encoded, and why."""
+        tasks = dict.fromkeys((self.validation_task, self.evaluation_task))
+        return tuple(problem for task in tasks for problem in skipped_of(task).values())
+
 
 def prepare(config: Config, cache: Path | None = None) -> Material:
     """Read, split, encode, choose what nobody set, and plan. Raises `InputError` for anything that the user got wrong.
@@ -81,6 +94,7 @@ def prepare(config: Config, cache: Path | None = None) -> Material:
     config = capped(config, rows.task, base)
     encode = ENCODERS[rows.task](config, rows, tokenizer, kept_in)
     whole, scored = encode(rows.train), None if rows.evaluation is None else encode(rows.evaluation)
+    rows = rows.without(skipped_of(whole))
     lengths = whole.lengths[[rows.row_of(id_) for id_ in rows.train_ids]].tolist()
     longest = max(int(each.lengths.max()) for each in (whole, scored) if each is not None)
     config = for_rows(config, rows.task, base, lengths, longest, on_gpus=device_kind(config.run) == "cuda")
@@ -91,7 +105,7 @@ def prepare(config: Config, cache: Path | None = None) -> Material:
         whole = MixedRows(whole, 1, rows.sources)
     evaluation_task, evaluation_ids = whole, rows.validation_ids
     if rows.evaluation is not None and scored is not None:
-        evaluation_task, evaluation_ids = scored, rows.evaluation.ids
+        evaluation_task, evaluation_ids = scored, usable_ids(scored, rows.evaluation.ids)
     plan = _plan(config, rows, train_ids, task)
     config = with_values(config, {"training.micro_batches": plan.micro_batches})
     require_records_fit(config, rows, plan, len(evaluation_ids))
@@ -115,6 +129,20 @@ def _base(config: Config, rows: Rows, tokenizer: Tokenizer) -> Base | None:
         return None
     spec = model_spec(config, rows.train.labels, tokenizer, HEADS[rows.task])
     return Base(*facts_of_shape(spec))
+
+
+def skipped_of(task: ScoredTask) -> Mapping[int, Problem]:
+    """Why rows of this task must be left out, by id: those that only encoding shows to be of no use."""
+    return task.skipped if isinstance(task, SftTask) else {}
+
+
+def usable_ids(task: ScoredTask, ids: Sequence[int]) -> tuple[int, ...]:
+    """The rows of a task that is only evaluated on, but for skipped ones. Raises `InputError` if none is left."""
+    skipped = skipped_of(task)
+    found = tuple(id_ for id_ in ids if id_ not in skipped)
+    if skipped and not found:
+        raise InputError([Problem("data.eval", f"no row can be used; {skipped[min(skipped)]}")])
+    return found
 
 
 def _order_of_labels(config: Config, rows: Rows) -> tuple[str, ...]:
@@ -270,14 +298,20 @@ def conversation_task(config: Config, data: Examples, tokenizer: Tokenizer, cach
     assert isinstance(data, ConversationSet | SurveyedConversations)
     assert isinstance(tokenizer, HuggingFaceTokenizer)
     limit, train_on = config.model.max_length, config.data.train_on
+    skip_bad = config.data.bad_rows == "skip"
+
+    def longest() -> int | None:
+        return None if config.model.base is None else positions_of(config.model.base)
 
     def encode(keep: Callable[[EncodedRow], None]) -> Encoding:
-        return encode_each(tokenizer, data, limit, train_on, keep)
+        return encode_each(tokenizer, data, limit, train_on, keep, skip_bad=skip_bad, longest=longest)
 
     if cache is None:
         found = in_memory(encode)
     else:
-        key = key_of_tokens(data=data.digest, tokenizer=tokenizer.digest, max_length=limit, train_on=train_on)
+        key = key_of_tokens(
+            data=data.digest, tokenizer=tokenizer.digest, max_length=limit, train_on=train_on, skip=skip_bad
+        )
         found = kept_tokens(cache, key, encode)
     encoded = found.encoding
     return SftTask(
@@ -288,6 +322,7 @@ def conversation_task(config: Config, data: Examples, tokenizer: Tokenizer, cach
         sources=[data.source_of(id_) for id_ in data.ids],
         notes=(f"trained tokens: {encoded.mask_source}", *_new_tokens(config, tokenizer), *encoded.notes),
         asked=Asked(data.form, encoded.stops),
+        skipped={id_: Problem(where, what) for id_, where, what in encoded.skipped},
     )
 
 

@@ -18,7 +18,7 @@ from andon.step.plan import efficiency
 from andon.training.choices import placed, told_of_choices
 from andon.training.material import Material, cut_note, prepare, warnings_of
 from andon.training.notices import idleness, learns_nothing
-from andon.training.rows import class_counts, notes, told_of_task, unfit_model
+from andon.training.rows import class_counts, notes, skip_notes, told_of_task, unfit_model
 
 _MOST_WORKERS = 8
 
@@ -54,6 +54,7 @@ def describe(config: Config, row: int | None = None) -> Iterator[str]:
     where = f"{name}: {', '.join(map(str, devices[:_MOST_WORKERS]))}{more}"
     yield f"workers: {config.run.workers} ({where}), {_use(material, config.run.workers)}"
     yield from notes(material.rows)
+    yield from skip_notes(material.unusable)
     if unfit_model(config):
         yield unfit_model(config)
     if learns_nothing(material.plan, config):

@@ -17,13 +17,14 @@ from andon.data import reviews, rewriting, shell, tagged
 from andon.data.conversations import are_of_conversations, read_conversations
 from andon.data.labels import alike, likely_separator
 from andon.data.mixing import mixed
+from andon.data.origins import RowSelection
 from andon.data.readers import first_record, read, read_label_sets, read_targets, shown_names
 from andon.data.rows import DataSet, Examples, LabelSets, TextRows, frozen_split, shared_texts
 from andon.run.summary import HELD_OUT, LAST_VALIDATION
 from andon.training.surveys import Surveys
 from andon_contracts.legible import legible_line
 
-_MOST_GROUPS, _MOST_CLASSES = 10, 30
+_MOST_GROUPS, _MOST_CLASSES, _MOST_SKIPPED = 10, 30, 3
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,24 @@ class Rows:
         """What the last scores of a run are of: `HELD_OUT` rows, or `LAST_VALIDATION`."""
         return HELD_OUT if self.evaluation is not None else LAST_VALIDATION
 
+    @property
+    def skipped(self) -> tuple[Problem, ...]:
+        """The rows that could not be read, in order, and why."""
+        read = (each.origins for each in (self.train, self.evaluation) if each is not None)
+        return tuple(problem for origins in read if origins is not None for problem in origins.skipped)
+
+    def without(self, skipped: Mapping[int, Problem]) -> Rows:
+        """All but these rows of `train`. Raises `InputError` if none is left to train on, or to evaluate on."""
+        if not skipped:
+            return self
+        train_ids = tuple(id_ for id_ in self.train_ids if self.row_of(id_) not in skipped)
+        validation_ids = tuple(id_ for id_ in self.validation_ids if id_ not in skipped)
+        if not train_ids or not (validation_ids or self.evaluation):
+            purpose = "evaluate" if train_ids else "train"
+            first = skipped[min(skipped)]
+            raise InputError([Problem(self.train.source, f"no row that can be used is left to {purpose} on; {first}")])
+        return replace(self, train_ids=train_ids, validation_ids=validation_ids)
+
     def seen_in_training(self) -> int:
         """How many rows that are evaluated on have a text that is also trained on: their scores flatter."""
         return shared_texts(self.trained_on, self.evaluated_on)
@@ -116,7 +135,7 @@ class Reader:
     """
 
     found: Callable[[Data, Mapping[str, object]], str]
-    read: Callable[[Data, Sequence[Path], tuple[str, ...] | None], Examples]
+    read: Callable[[Data, Sequence[Path], tuple[str, ...] | None, RowSelection], Examples]
     embedded: Callable[[int], tuple[Examples, Examples]]
 
 
@@ -134,8 +153,9 @@ def _are_conversations(data: Data, first: Mapping[str, object]) -> str:
     return "rows are conversations" if not named and are_of_conversations(first) else ""
 
 
-def _label_sets(data: Data, paths: Sequence[Path], labels: tuple[str, ...] | None) -> LabelSets:
-    return read_label_sets(*paths, **_columns(data), separator=data.label_separator, labels=labels)
+def _label_sets(data: Data, paths: Sequence[Path], labels: tuple[str, ...] | None, rows: RowSelection) -> LabelSets:
+    separator = data.label_separator
+    return read_label_sets(*paths, **_columns(data), separator=separator, labels=labels, selection=rows)
 
 
 def _are_label_sets(data: Data, first: Mapping[str, object]) -> str:
@@ -145,8 +165,9 @@ def _are_label_sets(data: Data, first: Mapping[str, object]) -> str:
     return "labels are lists" if any(isinstance(first.get(name), list) for name in named) else ""
 
 
-def _tagged(data: Data, paths: Sequence[Path], labels: tuple[str, ...] | None) -> tagged.Tagged:
-    return tagged.read_tagged(*paths, token_column=data.text_column, tag_column=data.label_column, labels=labels)
+def _tagged(data: Data, paths: Sequence[Path], labels: tuple[str, ...] | None, rows: RowSelection) -> tagged.Tagged:
+    columns = {"token_column": data.text_column, "tag_column": data.label_column}
+    return tagged.read_tagged(*paths, **columns, labels=labels, selection=rows)
 
 
 def _are_tagged(data: Data, first: Mapping[str, object]) -> str:
@@ -155,9 +176,20 @@ def _are_tagged(data: Data, first: Mapping[str, object]) -> str:
     return f"{names[0]!r} and {names[1]!r} are lists" if there else ""
 
 
+def skip_notes(skipped: Sequence[Problem]) -> Iterator[str]:
+    """A line for rows that cannot be used, with the first of them."""
+    if skipped:
+        more = f"; and {len(skipped) - _MOST_SKIPPED} more" if len(skipped) > _MOST_SKIPPED else ""
+        first = "; ".join(map(str, skipped[:_MOST_SKIPPED]))
+        yield f"note: rows that cannot be used and are skipped (data.bad_rows): {len(skipped)}: {first}{more}"
+
+
 def notes(rows: Rows) -> Iterator[str]:
     """What a user should know of rows that can be trained on."""
     trained_on = rows.trained_on
+    if rows.train.origins is not None:
+        yield from rows.train.origins.notes
+    yield from skip_notes(rows.skipped)
     if isinstance(rows.train, TextRows) and isinstance(trained_on, TextRows):
         yield from _label_notes(rows.train, trained_on.counts())
         yield from _line_notes(rows.train)
@@ -197,21 +229,29 @@ def class_counts(rows: Rows) -> str:
     if not isinstance(train, TextRows) or not train.counts():
         return ""
     counts = zip(train.labels, train.counts(), strict=True)
-    listed = [f"{legible_line(name)} {count}" for name, count in counts]
+    listed = [f"{legible_line(name if name == name.strip() else repr(name))} {count}" for name, count in counts]
     more = f" and {len(listed) - _MOST_CLASSES} more" if len(listed) > _MOST_CLASSES else ""
     return f"classes: {', '.join(listed[:_MOST_CLASSES])}{more}"
 
 
 READERS: Mapping[str, Reader] = {
     CLASSIFICATION: Reader(
-        _is_named, lambda data, paths, labels: read(*paths, **_columns(data), labels=labels), shell.embedded
+        _is_named,
+        lambda data, paths, labels, rows: read(*paths, **_columns(data), labels=labels, selection=rows),
+        shell.embedded,
     ),
     TOKEN_CLASSIFICATION: Reader(_are_tagged, _tagged, tagged.embedded),
     MULTI_LABEL: Reader(_are_label_sets, _label_sets, reviews.embedded_label_sets),
     REGRESSION: Reader(
-        _is_named, lambda data, paths, labels: read_targets(*paths, **_columns(data)), reviews.embedded_numbers
+        _is_named,
+        lambda data, paths, labels, rows: read_targets(*paths, **_columns(data), selection=rows),
+        reviews.embedded_numbers,
     ),
-    SFT: Reader(_are_conversations, lambda data, paths, labels: read_conversations(*paths), rewriting.embedded),
+    SFT: Reader(
+        _are_conversations,
+        lambda data, paths, labels, rows: read_conversations(*paths, selection=rows),
+        rewriting.embedded,
+    ),
 }
 """By the task's name in the configuration."""
 
@@ -235,6 +275,11 @@ def with_task(config: Config) -> Config:
     """`config` with its task named where that is not a class for each row, so that the run can be read without data."""
     found = task_of_run(config)
     return config if found == CLASSIFICATION else config.model_copy(update={"task": found})
+
+
+def selection_of(data: Data, *, train: bool) -> RowSelection:
+    """Which rows of files are read: to train on, or only to evaluate on."""
+    return RowSelection(data.bad_rows == "skip", data.limit if train else None)
 
 
 def told_of_task(config: Config) -> str:
@@ -265,9 +310,10 @@ def read_rows(config: Config, surveys: Surveys | None = None) -> Rows:
     else:
 
         def rows_of(paths: Sequence[Path], labels: tuple[str, ...] | None) -> Examples:
+            selection = selection_of(config.data, train=labels is None)
             if surveys is None or task != SFT:
-                return reader.read(config.data, paths, labels)
-            return surveys.of(paths)
+                return reader.read(config.data, paths, labels, selection)
+            return surveys.of(paths, selection)
 
         train = rows_of([Path(file.path) for file in files], None)
         there = config.data.eval

@@ -29,6 +29,7 @@ from andon.launch.portable import require_in_effect
 from andon.launch.rank import end_now, watched_by
 from andon.model.batches import padded_lengths, shapes_of
 from andon.model.build import facts_of
+from andon.run.atomic import write_whole
 from andon.run.folder import RunFolder
 from andon.run.provenance import environment
 from andon.step.audit import AuditSpec, default_every
@@ -37,7 +38,7 @@ from andon.training.budget import agree_on_devices
 from andon.training.build import Run, RunSpec, StepSpec, build_run
 from andon.training.choices import placed, told_of_choices
 from andon.training.material import Material, padding_multiple, prepare, warnings_of
-from andon.training.rows import with_task
+from andon.training.rows import skip_notes, with_task
 from andon.training.study import captures
 from andon.training.trainer import Cadence
 from andon_contracts.liveness.clock import StepClock
@@ -211,6 +212,12 @@ def _assemble(folder: RunFolder, material: Material, backend: Backend, started: 
         chosen = told_of_choices(config) if config.model.base is not None else ()
         for note in (*chosen, *facts_of(model).notes, *warnings_of(model, material.tokenizer), *material.task.notes):
             say(note)
+        skipped = (*material.rows.skipped, *material.unusable)
+        for note in skip_notes(material.unusable):
+            say(note)
+        if skipped:
+            write_whole(folder.skipped, "".join(f"{problem}\n" for problem in skipped).encode())
+            say(f"note: all {len(skipped)} skipped rows are listed in {folder.skipped}")
     accelerators = [torch.cuda.get_device_name(device) for device in backend.devices if device.type == "cuda"]
     return Session(
         config=config,

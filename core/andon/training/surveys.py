@@ -13,6 +13,7 @@ import andon.data
 from andon.config.source import require_file
 from andon.console.problems import InputError, Problem
 from andon.data.conversations import Form
+from andon.data.origins import ALL_ROWS, RowSelection
 from andon.data.surveyed import COLUMNS, SurveyedConversations, survey
 from andon.run.atomic import storage
 from andon.run.columns import Columns, Numbers, found, kept, key_of
@@ -29,41 +30,42 @@ class Surveys:
     folder: Path | None
     writes: bool
 
-    def of(self, paths: Sequence[Path]) -> SurveyedConversations:
+    def of(self, paths: Sequence[Path], selection: RowSelection = ALL_ROWS) -> SurveyedConversations:
         """The rows of these files, read where they are not known.
 
         Raises `InputError` with all that is wrong with them, and for files that change meanwhile.
         """
         there = tuple(paths)
         if self.folder is None:
-            return _in_memory(there)
+            return _in_memory(there, selection)
         before = _bytes_of(there)
-        # pyarrow reads Parquet, and nothing else here depends on a library.
-        key = key_of(("pyarrow",), code=source_digest(_CODE), files=before)
+        # pyarrow reads Parquet, and nothing else here depends on a library. Skipped rows are listed by path.
+        chosen = [selection.limit, *map(str, there if selection.skip_bad else ())]
+        key = key_of(("pyarrow",), code=source_digest(_CODE), files=before, selection=chosen)
 
         def make(append: Callable[[Numbers], None]) -> Mapping[str, object]:
-            said = survey(there, append)
+            said = survey(there, append, selection)
             if _bytes_of(there) != before:
                 raise InputError([Problem(", ".join(map(str, there)), "has changed while it was read; start again")])
             return said
 
         def read(columns: Columns) -> SurveyedConversations:
-            return _read(there, columns)
+            return _read(there, columns, selection)
 
         if self.writes:
             return kept(self.folder, key, COLUMNS, make, read)
         known = found(self.folder, key, COLUMNS, read)
-        return _in_memory(there) if known is None else known
+        return _in_memory(there, selection) if known is None else known
 
 
-def _in_memory(paths: tuple[Path, ...]) -> SurveyedConversations:
+def _in_memory(paths: tuple[Path, ...], selection: RowSelection) -> SurveyedConversations:
     columns = {name: array(kind) for name, kind in COLUMNS.items()}
 
     def append(numbers: Mapping[str, array[int]]) -> None:
         for name, column in columns.items():
             column.extend(numbers[name])
 
-    return SurveyedConversations(paths, columns, survey(paths, append))
+    return SurveyedConversations(paths, columns, survey(paths, append, selection), selection)
 
 
 def _bytes_of(paths: Sequence[Path]) -> list[tuple[str, str]]:
@@ -79,7 +81,7 @@ def _bytes_of(paths: Sequence[Path]) -> list[tuple[str, str]]:
     return told
 
 
-def _read(paths: tuple[Path, ...], columns: Columns) -> SurveyedConversations:
+def _read(paths: tuple[Path, ...], columns: Columns, selection: RowSelection) -> SurveyedConversations:
     numbers: dict[str, array[int]] = {}
     for name, count in columns.counts.items():
         numbers[name] = array(COLUMNS[name])
@@ -91,4 +93,4 @@ def _read(paths: tuple[Path, ...], columns: Columns) -> SurveyedConversations:
         raise ValueError("its index is not of these files")
     if not rows or any(count != rows for count in columns.counts.values()):
         raise ValueError(f"its columns have {columns.counts} numbers, and not {rows}")
-    return SurveyedConversations(paths, numbers, said)
+    return SurveyedConversations(paths, numbers, said, selection)

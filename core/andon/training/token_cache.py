@@ -75,7 +75,8 @@ def kept_tokens(folder: Path, key: str, encode: Encode) -> Found:
 def _mapped(columns: Columns) -> Found:
     said = columns.said
     stops = tuple(read_field(Count, stop, "stops") for stop in said["stops"])
-    encoding = Encoding(str(said["mask_source"]), stops, tuple(map(str, said["notes"])))
+    skipped = tuple((read_field(Count, id_, "skipped"), str(where), str(what)) for id_, where, what in said["skipped"])
+    encoding = Encoding(str(said["mask_source"]), stops, tuple(map(str, said["notes"])), skipped)
     tensors = {
         name: torch.from_file(str(columns.folder / name), shared=False, size=count, dtype=KINDS[COLUMNS[name]])
         for name, count in columns.counts.items()
