@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,16 @@ from transformers import PreTrainedTokenizerFast
 
 from andon.console.problems import InputError
 from andon.data import template as templates
-from andon.data.chat import Encoded, EncodedRow, TrainOn, asking, encode_conversations, encode_prompt, show_row
+from andon.data.chat import (
+    Encoded,
+    EncodedRow,
+    TrainOn,
+    asking,
+    encode_conversations,
+    encode_each,
+    encode_prompt,
+    show_row,
+)
 from andon.data.conversations import Conversation, ConversationSet, Form, Message
 from andon.data.tokens import HuggingFaceTokenizer, byte_tokenizer, pretrained_tokenizer
 
@@ -52,6 +62,24 @@ THINKING = (
 CLOSING = CHATML.replace("{% endif %}", "{% else %}{{ eos_token }}{% endif %}")
 """As other templates: an end token after the conversation, and an end of each turn before it."""
 BOS_EACH = "{{ bos_token }}" + CHATML
+
+TOOLS = (
+    "{% if tools %}{{ '<|im_start|>system\n' }}{% for t in tools %}{{ t | tojson }}{% endfor %}{{ '<|im_end|>\n' }}"
+    "{% endif %}{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}MARK"
+    "{{ m.content }}{% for c in m.tool_calls %}{{ '[' + c.function.name + ' ' }}{{ c.function.arguments | tojson }}]"
+    "{% endfor %}{{ '<|im_end|>' }}ENDMARK{{ '\n' }}{% else %}{{ m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+TOOLS_MARKED = TOOLS.replace("ENDMARK", "{% endgeneration %}").replace("MARK", "{% generation %}")
+CALL = Message(
+    "assistant", "", extra='{"tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]}'
+)
+TOOL_TALK = (
+    Message("user", "sum", tools='[{"name": "add"}]'),
+    CALL,
+    Message("tool", "3", extra='{"name": "add"}'),
+    Message("assistant", "it is 3"),
+)
 
 TALK = (
     Message("system", "be brief"),
@@ -369,6 +397,48 @@ def test_all_tokens_can_be_trained_and_a_message_left_out() -> None:
         ("\n", 1.0),
     )
     assert one(encode_conversations(tokenizer(CHATML), rows_of(talk), 1000, "all")) == expected
+
+
+@pytest.mark.parametrize("template", [TOOLS.replace("ENDMARK", "").replace("MARK", ""), TOOLS_MARKED])
+def test_tool_calls_are_trained_and_what_tools_say_is_not(template: str) -> None:
+    tokens = tokenizer(template)
+    start = '<|im_start|>system\n{"name": "add"}<|im_end|>\n<|im_start|>user\nsum<|im_end|>\n<|im_start|>assistant\n'
+    expected = written(
+        start,
+        ('[add {"a": 1}]<|im_end|>', 1.0),
+        "\n<|im_start|>tool\n3<|im_end|>\n<|im_start|>assistant\n",
+        ("it is 3<|im_end|>", 1.0),
+        "\n",
+    )
+    assert one(encode_conversations(tokens, rows_of(TOOL_TALK), 1000)) == expected
+    assert encode_prompt(tokens, "messages", TOOL_TALK[:1]) == written(start)[0]
+    spelled = (*TOOL_TALK[:1], replace(CALL, extra=CALL.extra.replace("add", "<s>")))
+    assert "spells the special token '<s>'" in refused(tokens, rows_of(spelled))[0]
+
+
+def test_a_template_that_writes_no_tools_or_no_calls_is_refused() -> None:
+    (said,) = refused(tokenizer(CHATML), rows_of(TOOL_TALK))
+    assert said == "a.jsonl:1: the chat template leaves out the tool 'add'"
+    (said,) = refused(tokenizer(CHATML), rows_of((replace(TOOL_TALK[0], tools=""), *TOOL_TALK[1:])))
+    assert said == "a.jsonl:1: the chat template leaves out message 1 ('add')"
+    (said,) = refused(byte_tokenizer(), rows_of(TOOL_TALK))
+    assert said == "a.jsonl:1: tools need a chat template, and the tokenizer has none"
+
+
+def test_a_skipped_row_keeps_its_place_and_trains_nothing() -> None:
+    tokens, kept = tokenizer(CHATML), list[EncodedRow]()
+    long = (Message("user", "x" * 90), TALK[2])
+    spelled = (Message("user", "<s>"), TALK[2])
+    data = rows_of(TALK, long, spelled, TALK)
+    found = encode_each(tokens, data, 90, "assistant", kept.append, skip_bad=True)
+    assert [row.id for row in kept] == [0, 1, 2, 3]
+    assert [any(row.weights) for row in kept] == [True, False, False, True]
+    assert [(id_, where) for id_, where, _ in found.skipped] == [(1, "a.jsonl:2"), (2, "a.jsonl:3")]
+    assert "model.max_length is 90" in found.skipped[0][2]
+    with pytest.raises(InputError) as caught:
+        encode_each(tokens, rows_of(long), 90, "assistant", kept.append, longest=lambda: 64)
+    assert "the model has 64 positions" in str(caught.value)
+    assert "--set model.max_length" not in str(caught.value)
 
 
 def test_rows_are_cut_at_their_end_and_it_is_said_what_is_lost() -> None:

@@ -12,12 +12,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from andon.console.problems import InputError
-from andon.data.conversations import Conversation, ConversationSet, Message, read_conversations, read_prompts
+from andon.data.conversations import (
+    Conversation,
+    ConversationSet,
+    Message,
+    conversations_in,
+    read_conversations,
+    read_prompts,
+)
 from andon.data.tagged import embedded, read_tagged
 from andon.data.tokens import byte_tokenizer
 
 ASKED = {"role": "user", "content": "why"}
 SAID = {"role": "assistant", "content": "so"}
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 
 
 def lines(folder: Path, *rows: object, name: str = "a.jsonl") -> Path:
@@ -73,6 +81,67 @@ def test_each_form_is_found_by_its_columns(tmp_path: Path) -> None:
     assert (pair.texts(), text.texts()) == (("user: a",), ("all",))
 
 
+SYSTEM = {"role": "system", "content": "be brief"}
+TOOLS = [{"name": "add", "parameters": {}}]
+SAME: dict[str, tuple[dict[str, object], dict[str, object]]] = {
+    "ShareGPT": (
+        {"conversations": [{"from": "human", "value": "why"}, {"from": "gpt", "value": "so", "weight": 0.5}]},
+        with_messages(ASKED, {**SAID, "weight": 0.5}),
+    ),
+    "ShareGPT with tools": (
+        {
+            "conversations": [
+                {"from": "user", "value": "why"},
+                {"from": "function_call", "value": json.dumps(CALL["function"])},
+                {"from": "observation", "value": "7"},
+                {"from": "chatgpt", "value": "so"},
+            ],
+            "system": "be brief",
+            "tools": json.dumps(TOOLS),
+        },
+        {
+            **with_messages(
+                SYSTEM, ASKED, {**SAID, "content": None, "tool_calls": [CALL]}, {"role": "tool", "content": "7"}, SAID
+            ),
+            "tools": TOOLS,
+        },
+    ),
+    "its own system message": (
+        {"conversations": [{"from": "system", "value": "be brief"}, ASKED, SAID], "system": "be long"},
+        with_messages(SYSTEM, ASKED, SAID),
+    ),
+    "Alpaca": (
+        {"instruction": "why", "input": "this", "output": "so", "text": "### Instruction ..."},
+        with_messages({**ASKED, "content": "why\n\nthis"}, SAID),
+    ),
+    "Alpaca with a history": (
+        {"instruction": "why", "input": "", "output": "so", "history": [["a", "b"]], "system": "be brief"},
+        with_messages(SYSTEM, {**ASKED, "content": "a"}, {**SAID, "content": "b"}, ASKED, SAID),
+    ),
+    "parts": (
+        with_messages({**ASKED, "content": [{"type": "text", "text": "wh"}, {"type": "text", "text": "y"}]}, SAID),
+        with_messages(ASKED, SAID),
+    ),
+    "arguments as a string": (
+        with_messages(ASKED, {**SAID, "tool_calls": [{"name": "add", "arguments": '{"a": 1}'}]}),
+        with_messages(ASKED, {**SAID, "tool_calls": [CALL]}),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_what_other_trainers_read_is_read_as_messages(tmp_path: Path, name: str) -> None:
+    theirs, ours = SAME[name]
+    found, wanted = (read_conversations(lines(tmp_path, row)) for row in (theirs, ours))
+    assert found.digest == wanted.digest
+    assert found.rows[0].messages == wanted.rows[0].messages
+    assert conversations_in(theirs)
+    assert not conversations_in({**theirs, "label": 1}) or "Alpaca" not in name
+    plain = read_conversations(lines(tmp_path, with_messages(ASKED, SAID)))
+    assert (plain.digest == wanted.digest) == (name == "parts")
+    assert read_prompts(lines(tmp_path, theirs)) == (wanted.rows[0].messages[:-1],)
+
+
 def test_tables_and_parquet_hold_the_same_rows(tmp_path: Path) -> None:
     arrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
@@ -113,9 +182,18 @@ BAD: dict[str, tuple[object, str]] = {
     "number train": (with_messages(ASKED, {**SAID, "train": 1}), "train must be true or false, is 1"),
     "two minds": (with_messages(ASKED, {**SAID, "train": False, "weight": 1}), "has train false and weight 1"),
     "trained question": (with_messages({**ASKED, "weight": 1}, SAID), "is from 'user' and is to be trained"),
-    "calls": (with_messages(ASKED, {**SAID, "tool_calls": [{"id": 1}]}), "has 'tool_calls', which is not read"),
-    "tools": ({**with_messages(ASKED, SAID), "tools": [{"name": "x"}]}, "column 'tools' is there, and is not read"),
-    "no column": ({"conversations": [ASKED, SAID]}, "there are 'conversations'"),
+    "an image": (with_messages({**ASKED, "content": [{"type": "image"}]}, SAID), "content[0] is of the type 'image'"),
+    "calls": (with_messages(ASKED, {**SAID, "tool_calls": [{"id": 1}]}), "must be a list of objects with a name"),
+    "calls of a user": (with_messages({**ASKED, "tool_calls": [CALL]}, SAID), "from 'user' and has tool_calls"),
+    "tools": ({**with_messages(ASKED, SAID), "tools": "x"}, "tools must be a list of objects, is 'x'"),
+    "unread": (
+        {**with_messages(ASKED, SAID), "chat_template_kwargs": {"a": 1}},
+        "'chat_template_kwargs' is there, and",
+    ),
+    "speaker": ({"conversations": [{"from": "narrator", "value": "x"}]}, "messages[0] has the unknown role 'narrator'"),
+    "no question": ({"instruction": "", "output": "x"}, "instruction is empty"),
+    "no pair": ({"instruction": "x", "output": "x", "history": ["x"]}, "history must be a list of pairs, is ['x']"),
+    "no column": ({"dialog": [ASKED, SAID]}, "there are 'dialog'"),
     "near column": ({"message": [ASKED, SAID]}, "did you mean 'messages'?"),
     "half": ({"prompt": "x"}, "'completion' is missing"),
     "two forms": ({**with_messages(ASKED, SAID), "text": "x"}, "has messages and text; keep one of them"),
@@ -198,7 +276,14 @@ def test_ids_are_places_and_a_subset_keeps_them(tmp_path: Path) -> None:
 
 
 MESSAGES = st.lists(
-    st.builds(Message, st.sampled_from(["user", "assistant"]), st.text(max_size=3), st.sampled_from([0.0, 1.0])),
+    st.builds(
+        Message,
+        st.sampled_from(["user", "assistant"]),
+        st.text(max_size=3),
+        st.sampled_from([0.0, 1.0]),
+        st.sampled_from(["", '{"name": "a"}']),
+        st.sampled_from(["", "[{}]"]),
+    ),
     max_size=3,
 )
 

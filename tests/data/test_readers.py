@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from andon.console.problems import InputError
+from andon.data.origins import RowSelection
 from andon.data.readers import read, read_label_sets, read_targets
 from andon.data.rows import DataSet
 
@@ -37,8 +38,10 @@ def pairs(data: DataSet) -> list[tuple[str, str]]:
     return [(row.text, data.labels[row.label]) for row in data.rows]
 
 
-@given(st.data())
-def test_all_formats_give_back_what_was_written(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+@given(st.sampled_from([None, 0, 2]), st.data())
+def test_all_formats_give_back_what_was_written(
+    tmp_path_factory: pytest.TempPathFactory, indent: int | None, data: st.DataObject
+) -> None:
     labels = data.draw(LABELS.filter(lambda found: len(set(found)) > 1))
     rows = [(data.draw(WORDS), label) for label in labels]
     folder = tmp_path_factory.mktemp("formats")
@@ -47,7 +50,9 @@ def test_all_formats_give_back_what_was_written(tmp_path_factory: pytest.TempPat
             csv.writer(file, delimiter=delimiter, quoting=csv.QUOTE_ALL).writerows([("text", "label"), *rows])
     lines = "\r\n".join(json.dumps({"input": text, "label": label}) for text, label in rows)
     written(folder, "rows.jsonl", lines)
-    found = [read(folder / name) for name in ("rows.csv", "rows.TSV", "rows.jsonl")]
+    array = json.dumps([{"text": text, "label": label, "x": ["]", {}]} for text, label in rows], indent=indent)
+    written(folder, "rows.json", f"\n {array}\n")
+    found = [read(folder / name) for name in ("rows.csv", "rows.TSV", "rows.jsonl", "rows.json")]
     for each in found:
         assert pairs(each) == rows
         assert each.labels == tuple(sorted(set(labels)))
@@ -65,7 +70,10 @@ def test_a_byte_order_mark_crlf_blank_lines_and_either_name_of_the_text_are_read
 def test_semicolons_between_fields_are_found(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_text('text;label\n"one, two";yes\nthree;no\n')
-    assert [(row.text, row.label) for row in read(path).rows] == [("one, two", 1), ("three", 0)]
+    data = read(path)
+    assert [(row.text, row.label) for row in data.rows] == [("one, two", 1), ("three", 0)]
+    assert data.origins is not None
+    assert data.origins.notes == [f"note: {path}: its fields are separated by ';'"]
     path.write_text('"te;xt",label\none,yes\nthree;four,no\n')
     assert [row.text for row in read(path, text_column="te;xt").rows] == ["one", "three;four"]
 
@@ -146,6 +154,24 @@ def test_each_fault_of_a_line_is_said_with_file_line_and_value(tmp_path: Path, l
     assert said.startswith(f"a.jsonl:3: {BAD_LINES[line]}")
 
 
+BAD_ARRAYS = {
+    "[": "a.json:1: the array is not closed",
+    '[{"text": "a", "label": 0}': "a.json:1: the array is not closed",
+    "[]": "a.json: has no rows",
+    '[{"text": "a", "label": 0},\n {"text": "b",\n  label: 1}]': "a.json row 2: malformed JSON: Expecting prop",
+    '[{"text": "a", "label": 0},]': "a.json row 2: malformed JSON: Expecting value at line 1, column 1",
+    '[{"text": "a", "label": 0},\n "b"]': "a.json row 2: must be a JSON object, is 'b'",
+    '[{"text": "a", "label": 0}]\n[{"text": "b", "label": 1}]': "a.json:2: the array ends before",
+    '[{"text": "a", "label": 0}, {"text": "", "label": 0}]': "a.json row 2: text is empty",
+}
+
+
+@pytest.mark.parametrize("array", BAD_ARRAYS)
+def test_each_fault_of_an_array_is_said_with_its_line(tmp_path: Path, array: str) -> None:
+    (said,) = faults(written(tmp_path, "a.json", array))
+    assert said.startswith(BAD_ARRAYS[array])
+
+
 BAD_ROWS = {
     "a": "has 1 fields, the header has 2: ['a']",
     "a,0,b": "has 3 fields, the header has 2: ['a', '0', 'b']",
@@ -163,6 +189,62 @@ BAD_ROWS = {
 def test_each_fault_of_a_row_is_said_with_the_line_on_which_it_starts(tmp_path: Path, row: str) -> None:
     (said,) = faults(written(tmp_path, "a.csv", f'text,label\n"two\nlines",0\n{row}\nb,1\n'))
     assert said.startswith(f"a.csv:4: {BAD_ROWS[row]}")
+
+
+SKIPS = RowSelection(skip_bad=True)
+SKIPPED = {
+    "a.jsonl": '{"text": "a", "label": "x"}\n{"text": "", "label": null}\n{oops\n\n{"text": "b", "label": "y"}\n'
+    '{"text": "c", "label": 7}\n{"text": "d", "label": "x"}\n',
+    "a.csv": 'text,label\na,x\n,x\nb,y,z\n"b",y\nc,\nd,x\n',
+    "a.json": '[{"text": "a", "label": "x"}, 3, {"label": "x"}, {"text": "b", "label": "y"}, null,'
+    ' {"text": "d", "label": "x"}]',
+}
+
+
+@pytest.mark.parametrize("name", SKIPPED)
+def test_bad_rows_are_skipped_and_listed_and_the_others_are_numbered_from_0(tmp_path: Path, name: str) -> None:
+    path = written(tmp_path, name, SKIPPED[name])
+    data = read(path, selection=SKIPS)
+    assert pairs(data) == [("a", "x"), ("b", "y"), ("d", "x")]
+    assert data.ids == (0, 1, 2)
+    assert data.origins is not None
+    listed = {problem.where for problem in data.origins.skipped}
+    assert len(listed) == len(data.origins.skipped) == 3
+    assert not listed & {data.origins.where(id_) for id_ in data.ids}
+    assert {line.split(": ")[0] for line in faults(path)} == {
+        where.replace(f"{tmp_path}{os.sep}", "") for where in listed
+    }
+    first = read(path, selection=RowSelection(skip_bad=True, limit=2))
+    assert first.rows == data.rows[:2]
+    known = read(path, selection=SKIPS, labels=("x",))
+    assert pairs(known) == [("a", "x"), ("d", "x")]
+    assert known.origins is not None
+    assert known.origins.where(1) == data.origins.where(2)
+    assert known.origins.skipped[-1].what.startswith("label 'y' is unknown")
+
+
+def test_what_leaves_no_row_or_is_wrong_with_the_file_is_refused_even_so(tmp_path: Path) -> None:
+    cases = {
+        '{"text": "", "label": "x"}\n{oops\n': "none of its 2 rows can be used; {path}:1: text is empty",
+        '{"text": "a", "label": "z"}\n': "no row can be used; {path}:1: label 'z' is unknown",
+    }
+    for content, said in cases.items():
+        path = written(tmp_path, "a.jsonl", content)
+        with pytest.raises(InputError) as caught:
+            read(path, labels=("x", "y"), selection=SKIPS)
+        assert said.format(path=path) in str(caught.value)
+    for content in (b"te\xffxt,label\na,x\nb,y\n", b"words,label\na,x\n"):
+        with pytest.raises(InputError, match=r"a\.csv:1: "):
+            read(written(tmp_path, "a.csv", content), selection=SKIPS)
+
+
+def test_a_limit_ends_reading_before_what_follows(tmp_path: Path) -> None:
+    one = written(tmp_path, "a.jsonl", '{"text": "a", "label": "x"}\n{"text": "b", "label": "y"}\n{oops\n')
+    two = written(tmp_path, "b.jsonl", "{oops\n")
+    data = read(one, two, selection=RowSelection(limit=2))
+    assert pairs(data) == [("a", "x"), ("b", "y")]
+    assert data.origins is not None
+    assert data.origins.sizes == (2, 0)
 
 
 def test_a_quote_that_is_never_closed_is_found_where_it_opens(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from array import array
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,23 +16,26 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from andon.config.load import load_config
 from andon.console.exits import Exit
 from andon.console.problems import InputError
 from andon.data import surveyed
 from andon.data.chat import EncodedRow, Encoding
 from andon.data.conversations import read_conversations
+from andon.data.origins import RowSelection
 from andon.data.rows import repeated_texts, shared_texts
 from andon.run.columns import key_of
 from andon.run.folder import RunFolder
 from andon.run.provenance import source_digest
 from andon.training import surveys
+from andon.training.material import prepare
 from andon.training.surveys import Surveys
 from andon.training.token_cache import _CODE, _LIBRARIES, Encode, in_memory, kept_tokens, key_of_tokens
 from tests.support.ranks import run_ranks
 from tests.training.runs import Runs, outcome, row
 
 KEY = "k" * 64
-SAID = Encoding("all tokens", (2, 7), ("a note",))
+SAID = Encoding("all tokens", (2, 7), ("a note",), ((1, "a.jsonl:2", "a fault"),))
 TOKENS = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=9)
 
 
@@ -219,22 +223,26 @@ def files_of(folder: Path, files: Sequence[Sequence[dict[str, Any]]]) -> list[Pa
     return paths
 
 
-@given(FILES, st.integers(1, 3))
+@given(FILES, st.integers(1, 3), st.builds(RowSelection, st.just(True), st.none() | st.integers(1, 9)))
 def test_a_survey_says_what_the_rows_say(
-    tmp_path_factory: pytest.TempPathFactory, files: list[list[dict[str, Any]]], at_once: int
+    tmp_path_factory: pytest.TempPathFactory,
+    files: list[list[dict[str, Any]]],
+    at_once: int,
+    selection: RowSelection,
 ) -> None:
     folder = tmp_path_factory.mktemp("rows")
-    paths = files_of(folder, files)
-    held = read_conversations(*paths)
+    paths = files_of(folder, [[{"prompt": "no answer"}, *rows] for rows in files])
+    held = read_conversations(*paths, selection=selection)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(surveyed, "_ROWS_AT_ONCE", at_once)
         everyone = [Surveys(None, writes=False), *[Surveys(folder / "cache", writes=True)] * 2]
-        found = [each.of(paths) for each in everyone]
+        found = [each.of(paths, selection) for each in everyone]
     for known in found:
         assert (known.digest, known.form, known.ids, known.source) == (held.digest, held.form, held.ids, held.source)
         assert held.origins is not None
         assert [known.origins.where(id_) for id_ in held.ids] == [held.origins.where(id_) for id_ in held.ids]
         assert known.origins.sizes == held.origins.sizes
+        assert (list(known.origins.skipped), known.origins.notes) == (list(held.origins.skipped), held.origins.notes)
         assert [known.source_of(id_) for id_ in held.ids] == [held.source_of(id_) for id_ in held.ids]
         assert [each.messages for each in known.rows] == [each.messages for each in held.rows]
         part = held.ids[::-2]
@@ -274,3 +282,29 @@ def test_rows_that_change_between_two_looks_are_refused(tmp_path: Path, monkeypa
     monkeypatch.setattr(surveys, "survey", meanwhile)
     with pytest.raises(InputError, match="has changed while it was read"):
         Surveys(tmp_path / "cache", writes=True).of([path])
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_conversations_that_only_the_tokenizer_shows_to_be_useless_are_in_no_batch(
+    tmp_path: Path, packing: bool
+) -> None:
+    rows = [{"prompt": "x" * (200 if place % 5 == 3 else 5), "completion": str(place)} for place in range(30)]
+    (path, other) = files_of(tmp_path, [rows[:20], rows[20:]])
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text("".join(f"{json.dumps(row)}\n" for row in rows[:5]))
+    files = json.dumps([{"path": str(path), "weight": 2}, str(other)])
+    said = [f"data.train={files}", f"data.eval={held_out}", f"training.packing={json.dumps(packing)}"]
+    with pytest.raises(InputError, match="to skip such rows: --set"):
+        prepare(load_config(None, said))
+    config = load_config(None, [*said, "data.bad_rows=skip"])
+    for material in (prepare(config), prepare(config, tmp_path / "cache"), prepare(config, tmp_path / "cache")):
+        useless = {place for place in range(30) if place % 5 == 3}
+        used = [row for id_ in material.plan.ids for row in (material.task.rows_of(id_) if packing else [id_])]
+        times = Counter(material.rows.row_of(id_) for id_ in used)
+        assert {*times} | {*material.rows.validation_ids} == {*range(30)} - useless
+        assert packing or all(times[place] == 2 for place in times if place < 20)
+        assert material.evaluation_ids == (0, 1, 2, 4)
+        assert len(material.unusable) == len(useless) + 1
+    (path.parent / "0.jsonl").write_text(json.dumps(rows[3]) + "\n" + json.dumps(rows[8]) + "\n")
+    with pytest.raises(InputError, match="no row that can be used is left to train on"):
+        prepare(load_config(None, [f"data.train={path}", "data.bad_rows=skip", "data.validation_fraction=0.5"]))

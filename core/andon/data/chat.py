@@ -7,6 +7,7 @@ be, token for token, the beginning of the whole row, as it is when the model ans
 
 from __future__ import annotations
 
+import json
 import re
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -58,13 +59,10 @@ class Encoding:
 
 
 @dataclass(frozen=True)
-class Encoded:
+class Encoded(Encoding):
     """Rows in the order of the data, and how they were encoded."""
 
-    rows: tuple[EncodedRow, ...]
-    mask_source: str
-    stops: tuple[int, ...]
-    notes: tuple[str, ...]
+    rows: tuple[EncodedRow, ...] = ()
 
 
 def encode_conversations(
@@ -73,7 +71,7 @@ def encode_conversations(
     """Every row as ids, as `encode_each` gives them one after another; raises as that does."""
     rows: list[EncodedRow] = []
     found = encode_each(tokenizer, data, max_length, train_on, rows.append)
-    return Encoded(tuple(rows), found.mask_source, found.stops, found.notes)
+    return Encoded(**vars(found), rows=tuple(rows))
 
 
 def encode_each(
@@ -256,7 +254,7 @@ class _Scribe:
         its author, the turns too.
         """
         for place, message in enumerate(row.messages):
-            found = self._spelled.search(message.content)
+            found = next(filter(None, map(self._spelled.search, (message.content, message.extra, message.tools))), None)
             if found is not None and self._form == "text":
                 self._spelling.append(row.where)
             elif found is not None:
@@ -271,6 +269,8 @@ class _Scribe:
         """Messages as one text; with `asks` up to where the model begins to answer."""
         if self._template is not None:
             return self._template.render(messages, asks=asks).text
+        if any(each.extra or each.tools for each in messages):
+            raise TemplateFault("tools need a chat template, and the tokenizer has none")
         if self._form in ("prompt and completion", "text"):
             return "".join(each.content for each in messages)
         turns = (f"{each.role}: {each.content}" + ("" if each.role == ANSWERS else "\n") for each in messages)
@@ -321,7 +321,7 @@ class _Scribe:
             after = whole if place == len(messages) - 1 else self.text(messages[: place + 1])
             if not whole.startswith(before) or not after.startswith(before):
                 raise TemplateFault(_no_prefix(self._name(place)))
-            if _said(message) not in after[len(before) :]:
+            if not all(said in after[len(before) :] for said in _said(message)):
                 raise TemplateFault(f"the chat template leaves out {self._name(place)}")
             if message.weight:
                 self._require_thinking(place, message, after[len(before) :])
@@ -331,8 +331,13 @@ class _Scribe:
     def _all_there(self, messages: Sequence[Message], whole: str) -> None:
         """Raise `TemplateFault` for a message of which the template writes nothing, as one for images does of texts."""
         for place, message in enumerate(messages):
-            if _said(message) not in whole:
-                raise TemplateFault(f"the chat template leaves out {self._name(place)} ({shown(_said(message))})")
+            for said in _said(message):
+                if said not in whole:
+                    raise TemplateFault(f"the chat template leaves out {self._name(place)} ({shown(said)})")
+            for tool in json.loads(message.tools or "[]"):
+                name = tool.get("function", tool).get("name")
+                if str(name) not in whole:
+                    raise TemplateFault(f"the chat template leaves out the tool {shown(name)}")
 
     def _require_thinking(self, place: int, message: Message, written: str) -> None:
         """Raise `TemplateFault` unless the reasoning of an answer that is trained on is in what is `written` of it."""
@@ -357,7 +362,8 @@ class _Scribe:
         turns = []
         for start, end in rendered.marks:
             here = rendered.text[:start], rendered.text[:end]
-            if found < len(answers) and _said(answers[found][1]) in rendered.text[start:end]:
+            marked = rendered.text[start:end]
+            if found < len(answers) and all(said in marked for said in _said(answers[found][1])):
                 place, message = answers[found]
                 if message.weight:
                     self._require_thinking(place, message, rendered.text[start:end])
@@ -454,10 +460,12 @@ class _Scribe:
         return self._blank[id_]
 
 
-def _said(message: Message) -> str:
-    """What a template writes of a message at least: many trim it, and drop or move the thinking before an answer."""
+def _said(message: Message) -> tuple[str, ...]:
+    """What a template writes of a message at least: many trim it, and drop or move the thinking before an answer. Of a
+    tool call it writes the tool's name; how it writes the arguments differs."""
     content = message.content.rpartition("</think>")[2] if message.role == ANSWERS else message.content
-    return content.strip()
+    calls = json.loads(message.extra or "{}").get("tool_calls", ())
+    return content.strip(), *(call["function"]["name"] for call in calls)
 
 
 def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:

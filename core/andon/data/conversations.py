@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from andon.console.problems import ProblemList, did_you_mean, shown
 from andon.data.formats import Record, Table, open_table
@@ -24,8 +25,6 @@ Form = Literal["messages", "prompt and completion", "prompt and completion as me
 ROLES = ("system", "user", "assistant", "tool")
 ANSWERS = "assistant"
 """The role whose messages are learned."""
-ID_COLUMN = "id"
-"""A column of this name must not repeat a value; the rows' own ids are their places all the same."""
 SOURCE_COLUMN = "source"
 """Where a row comes from, for scores by source; of no meaning to training."""
 
@@ -34,18 +33,29 @@ _COLUMNS: Mapping[str, tuple[str, ...]] = {
     "prompt and completion": ("prompt", "completion"),
     "text": ("text",),
 }
-_UNREAD = ("tools", "chat_template_kwargs")
+_UNREAD = ("chat_template_kwargs",)
 """Columns that change what a template writes, so that to leave them out would train other rows."""
-_KEYS = ("role", "content", "weight", "train")
+_KEYS = ("role", "content", "weight", "train", "tool_calls", "tool_call_id", "name")
+_SHAREGPT_ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model", "function_call"), ANSWERS),
+    **dict.fromkeys(("tool", "function", "observation"), "tool"),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """`weight`: what a token of it counts in the loss where it is trained at all, in single precision; 0 for none."""
+    """`weight`: what a token of it counts in the loss where it is trained at all, in single precision; 0 for none.
+
+    `extra`: a JSON object with what else a chat template reads of it (tool calls, the name of a tool), or empty.
+    `tools`: of the first message, a JSON list of the tools that the conversation may call, or empty.
+    """
 
     role: str
     content: str
     weight: float = 1.0
+    extra: str = ""
+    tools: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +129,12 @@ class ConversationSet:
     def told(self, id_: int) -> tuple[str, str] | None:
         """A row's last answer and what is before it; None for an id not here."""
         row = self._by_id.get(id_)
-        return None if row is None else (row.messages[-1].content, asked(self.form, row))
+        return None if row is None else (last_answer(row), asked(self.form, row))
+
+
+def last_answer(row: Conversation) -> str:
+    """What is learned last of a row: a text, tool calls as JSON, or both."""
+    return row.messages[-1].content + row.messages[-1].extra
 
 
 def asked(form: Form, row: Conversation) -> str:
@@ -129,7 +144,7 @@ def asked(form: Form, row: Conversation) -> str:
 
 def written(messages: Iterable[Message]) -> str:
     """Messages as one text, each with its role before it."""
-    return "\n".join(f"{each.role}: {each.content}" for each in messages)
+    return "\n".join(f"{each.role}: {each.content}{each.extra}" for each in messages)
 
 
 def add_form(sha: hashlib._Hash, form: Form) -> None:
@@ -144,6 +159,8 @@ def add_row(sha: hashlib._Hash, row: Conversation) -> None:
         _add(sha, message.role.encode())
         _add(sha, message.content.encode())
         _add(sha, struct.pack("<d", message.weight))
+        for part in filter(None, (message.extra, message.tools)):  # JSON, which no role begins like
+            _add(sha, part.encode())
 
 
 def _add(sha: hashlib._Hash, part: bytes) -> None:
@@ -152,11 +169,14 @@ def _add(sha: hashlib._Hash, part: bytes) -> None:
 
 
 def read_conversations(*paths: str | PathLike[str], selection: RowSelection = ALL_ROWS) -> ConversationSet:
-    """The rows of .jsonl, .json (one object a line), .parquet, .csv or .tsv files, in the one form that all have.
+    """The rows of .jsonl, .json (one object a line, or an array), .parquet, .csv or .tsv files, in the one form that
+    all have.
 
     `messages` is a list of objects with a `role`, a `content` and, where wanted, a `weight` (0 or more) or `train`
     (true or false); `prompt` and `completion` are two strings, or two lists of such messages, of which the completion
-    alone is learned; `text` is learned as a whole. Other columns are left alone, but for `source` and `id`.
+    alone is learned; `text` is learned as a whole. `tools` is a list that the chat template is given. ShareGPT's
+    `conversations` and Alpaca's `instruction`, `input` and `output` are read as messages, with their `system`.
+    Other columns are left alone, but for `source` and `id`.
     A row's id is its place among all rows, from 0. Of several files the source of a row is its file
     (`Origins.names`), where no row of that file names one.
 
@@ -181,13 +201,11 @@ def _sourced(rows: Sequence[Conversation], origins: Origins) -> Iterator[Convers
 
 @dataclass
 class Reading:
-    """One pass over files: the form of the first row and where it is, where all rows are, and at which line each
-    explicit id of a file was seen."""
+    """One pass over files: the form of the first row and where it is, and where all rows are."""
 
     selection: RowSelection = ALL_ROWS
     form: Form | None = None
     first: str = ""
-    ids: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.problems: ProblemList = self.selection.problems()
@@ -198,7 +216,6 @@ class Reading:
         that is."""
         for path in paths:
             table = open_table(path, self.problems)
-            self.ids = {}
             for record in self.origins.records(table, self.problems):
                 row = self._take(table, record)
                 if row is not None:
@@ -210,26 +227,20 @@ class Reading:
         """One record as a row; None where something is wrong with it, which is noted."""
         where = table.place(record.line)
         faults: list[str] = []
-        form = _form(record.fields, faults)
+        fields = _as_messages(record.fields, faults)
+        form = None if faults else _form(fields, faults)
         if form is not None and self.form is None:
             self.form, self.first = form, where
         if form is not None and form != self.form:
             faults.append(f"has {form}, the rows from {self.first} on have {self.form}; write all alike")
-        messages = () if form is None else _messages(form, record.fields, faults)
-        faults += self._repeated(table, record)
+        messages = () if form is None else _with_tools(_messages(form, fields, faults), fields, faults)
+        faults += self.origins.repeated(table, record)
         for fault in faults:
             self.problems.add_row(where, fault)
         if faults:
             return None
         source = record.fields.get(SOURCE_COLUMN)
         return Conversation(len(self.origins), messages, where, "" if source is None else str(source))
-
-    def _repeated(self, table: Table, record: Record) -> list[str]:
-        given = record.fields.get(ID_COLUMN)
-        if given is None or given == "":
-            return []
-        first = self.ids.setdefault(str(given), record.line)
-        return [] if first == record.line else [f"id {shown(given)} is there already, at {table.place(first)}"]
 
 
 def read_prompts(path: Path, column: str | None = None) -> tuple[tuple[Message, ...], ...]:
@@ -253,6 +264,7 @@ def read_prompts(path: Path, column: str | None = None) -> tuple[tuple[Message, 
 
 
 def _prompt(fields: Mapping[str, object], column: str | None, faults: list[str]) -> tuple[Message, ...]:
+    fields = fields if column is not None else _as_messages(fields, faults)
     names = ("prompt", "messages") if column is None else (column,)
     name = next((name for name in names if fields.get(name) is not None), None)
     if name is None:
@@ -264,7 +276,7 @@ def _prompt(fields: Mapping[str, object], column: str | None, faults: list[str])
     if isinstance(given, str):
         fault = text_fault(given)
         faults += [f"{name} {fault}"] if fault else []
-        return (Message("user", given),)
+        return _with_tools((Message("user", given),), fields, faults)
     if not isinstance(given, list):
         faults.append(f"{name} {_is('a string or a list of messages', given)}")
         return ()
@@ -273,7 +285,114 @@ def _prompt(fields: Mapping[str, object], column: str | None, faults: list[str])
         messages.pop()
     if not messages and not faults:
         faults.append(f"{name} asks nothing: all that it holds is an answer")
-    return tuple(messages)
+    return _with_tools(tuple(messages), fields, faults)
+
+
+def _source_of_messages(fields: Mapping[str, object]) -> str:
+    """In which form a row holds a conversation, apart from `text`; empty for none."""
+    for form, columns in _COLUMNS.items():
+        if form != "text" and all(fields.get(name) is not None for name in columns):
+            return "conversations"
+    if isinstance(fields.get("conversations"), list):
+        return "'conversations' (ShareGPT)"
+    alpaca = "instruction" in fields and "output" in fields and "label" not in fields
+    return "'instruction' and 'output' (Alpaca)" if alpaca else ""
+
+
+def _as_messages(fields: Mapping[str, object], faults: list[str]) -> Mapping[str, object]:
+    """A row of ShareGPT or Alpaca as one of messages; any other as it is."""
+    source = _source_of_messages(fields)
+    if "ShareGPT" in source:
+        given = [_of_sharegpt(each) for each in fields["conversations"]]  # type: ignore[attr-defined]
+    elif "Alpaca" in source:
+        given = _of_alpaca(fields, faults)
+    else:
+        return fields
+    system = fields.get("system")
+    if system and not any(isinstance(each, dict) and each.get("role") == "system" for each in given):
+        given.insert(0, {"role": "system", "content": system})
+    return {name: value for name, value in fields.items() if name != "text"} | {"messages": given}
+
+
+def _of_sharegpt(given: object) -> object:
+    if not isinstance(given, dict) or "from" not in given:
+        return given
+    said = {key: value for key, value in given.items() if key not in ("from", "value")}
+    role = _SHAREGPT_ROLES.get(str(given["from"]), given["from"])
+    calls = {"content": "", "tool_calls": given.get("value")} if given["from"] == "function_call" else {}
+    return said | {"role": role, "content": given.get("value")} | calls
+
+
+def _of_alpaca(fields: Mapping[str, object], faults: list[str]) -> list[object]:
+    texts = {name: fields.get(name) or "" for name in ("instruction", "input", "output")}
+    for name, text in texts.items():
+        fault = text_fault(text) if isinstance(text, str) else _is("a string", text)
+        faults += [f"{name} {fault}"] if fault and (text or name != "input") else []
+    question = "\n\n".join(str(texts[name]) for name in ("instruction", "input") if texts[name])
+    history = fields.get("history") or []
+    if not isinstance(history, list) or any(not isinstance(each, list | tuple) or len(each) != 2 for each in history):
+        faults.append(f"history {_is('a list of pairs', history)}")
+        history = []
+    turns = [*history, (question, texts["output"])]
+    return [
+        {"role": role, "content": text} for pair in turns for role, text in zip(("user", ANSWERS), pair, strict=True)
+    ]
+
+
+def _with_tools(messages: tuple[Message, ...], fields: Mapping[str, object], faults: list[str]) -> tuple[Message, ...]:
+    """The messages, of which the first has the row's tools."""
+    tools = _decoded(fields.get("tools"))
+    if not tools or not messages:
+        return messages
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        faults.append(f"tools {_is('a list of objects', tools)}")
+        return messages
+    return (replace(messages[0], tools=_json(tools)), *messages[1:])
+
+
+def _decoded(value: object) -> object:
+    """What a string says as JSON, as many files write tools and arguments; anything else as it is."""
+    try:
+        return json.loads(value) if isinstance(value, str) and value else value
+    except (ValueError, RecursionError):
+        return value
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _extra(given: Mapping[str, object], role: object, faults: list[str]) -> str:
+    """What a chat template reads of a message besides its content; faults go to `faults`."""
+    found: dict[str, Any] = {}
+    calls: Any = _decoded(given.get("tool_calls")) or []
+    if calls and role != ANSWERS:
+        faults.append(f"is from {shown(role)} and has tool_calls, which only {ANSWERS!r} makes")
+    for call in calls if isinstance(calls, list) else [calls]:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            faults.append(f"tool_calls {_is('a list of objects with a name and arguments', call)}")
+            continue
+        called = {"name": function["name"], "arguments": _decoded(function.get("arguments", {}))}
+        id_ = {"id": call["id"]} if call.get("id") is not None else {}
+        found.setdefault("tool_calls", []).append({**id_, "type": "function", "function": called})
+    for key in ("tool_call_id", "name"):
+        if given.get(key) is not None:
+            found[key] = given[key]
+            faults += [] if isinstance(given[key], str) else [f"{key} {_is('a string', given[key])}"]
+    return _json(found) if found else ""
+
+
+def _text_of(content: object, faults: list[str]) -> object:
+    """A list of parts of text as one text; anything else as it is."""
+    if not isinstance(content, list) or not content:
+        return content
+    texts = [each.get("text") if isinstance(each, dict) else each for each in content]
+    for place, (part, text) in enumerate(zip(content, texts, strict=True)):
+        kind = part.get("type", "text") if isinstance(part, dict) else "text"
+        if kind != "text" or not isinstance(text, str):
+            faults.append(f"content[{place}] is of the type {shown(kind)}; only text is read ({shown(part)})")
+    return "".join(map(str, texts))
 
 
 def _form(fields: Mapping[str, object], faults: list[str]) -> Form | None:
@@ -363,8 +482,10 @@ def _message(given: object) -> tuple[Message | None, list[str]]:
     """One message of a list, or what is wrong with it."""
     if not isinstance(given, dict):
         return None, [_is("an object with a role and a content", given)]
-    faults = []
-    role, content = given.get("role"), given.get("content")
+    faults: list[str] = []
+    role, content = given.get("role"), _text_of(given.get("content"), faults)
+    extra = _extra(given, role, faults)
+    content = "" if content is None and "tool_calls" in extra else content
     if role is None:
         faults.append(f"has no role; known are {', '.join(ROLES)}")
     elif role not in ROLES:
@@ -374,7 +495,7 @@ def _message(given: object) -> tuple[Message | None, list[str]]:
         faults.append("has no content")
     elif not isinstance(content, str):
         faults.append(f"content {_is('a string', content)}")
-    elif role == ANSWERS or content.strip():
+    elif content.strip() or (role == ANSWERS and "tool_calls" not in extra):
         fault = text_fault(content)
         faults += [f"content {fault}"] if fault else []
     for key, value in given.items():
@@ -383,7 +504,7 @@ def _message(given: object) -> tuple[Message | None, list[str]]:
                 f"has {shown(key)}, which is not read; known are {', '.join(_KEYS)}{did_you_mean(str(key), _KEYS)}"
             )
     weight = _weight(given, role, faults)
-    return (None, faults) if faults else (Message(str(role), str(content), weight), [])
+    return (None, faults) if faults else (Message(str(role), str(content), weight, extra), [])
 
 
 def _weight(given: Mapping[str, object], role: object, faults: list[str]) -> float:
@@ -417,7 +538,8 @@ def _single(weight: float) -> float:
     return float(number)
 
 
-def are_of_conversations(fields: Mapping[str, object]) -> bool:
-    """Whether a row with these columns is written as a conversation, in any form but `text`, which a class may stand
-    beside."""
-    return any(form != "text" and all(name in fields for name in columns) for form, columns in _COLUMNS.items())
+def conversations_in(fields: Mapping[str, object]) -> str:
+    """What makes a row with these columns a conversation, in any form but `text`, which a class may stand beside; empty
+    for another row."""
+    there = any(form != "text" and all(name in fields for name in columns) for form, columns in _COLUMNS.items())
+    return "conversations" if there else _source_of_messages(fields)

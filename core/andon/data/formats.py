@@ -85,7 +85,7 @@ def json_records(path: Path, problems: ProblemList) -> Table:
 
 def _array_records(path: Path, problems: ProblemList) -> Iterator[Record]:
     for number, (line, element) in enumerate(_elements(path, problems), start=1):
-        value = _json_object(element, path, line, problems)
+        value = _json_object(element, f"{path} row {number}", problems, line)
         if value is not None:
             yield Record(number, value)
 
@@ -126,19 +126,18 @@ def _elements(path: Path, problems: ProblemList) -> Iterator[tuple[int, str]]:
 def _json_records(path: Path, problems: ProblemList) -> Iterator[Record]:
     for number, line in numbered_lines(path, problems.add_row):
         if line.strip():
-            value = _json_object(line.rstrip("\r\n"), path, number, problems)
+            value = _json_object(line.rstrip("\r\n"), f"{path}:{number}", problems)
             if value is not None:
                 yield Record(number, value)
 
 
-def _json_object(text: str, path: Path, line: int, problems: ProblemList) -> dict[str, Any] | None:
-    """The object that `text` is, which begins on `line`; None, and a problem of that row, if it is none."""
-    where = f"{path}:{line}"
+def _json_object(text: str, where: str, problems: ProblemList, first: int = 0) -> dict[str, Any] | None:
+    """The object that `text` is; None, and a problem of that row, if not. first: its line, if it may have several."""
     try:
         value = json.loads(text, object_pairs_hook=_unique, parse_int=_integer, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
-        where = f"{path}:{line + error.lineno - 1}"
-        problems.add_row(where, f"malformed JSON: {error.msg} at column {error.colno} ({shown(text.strip())})")
+        at = f"line {first + error.lineno - 1}, column {error.colno}" if first else f"column {error.colno}"
+        problems.add_row(where, f"malformed JSON: {error.msg} at {at} ({shown(text.strip())})")
     except RecursionError:
         problems.add_row(where, "malformed JSON: nested too deeply")
     except ValueError as error:

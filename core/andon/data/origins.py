@@ -11,7 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Self
 
-from andon.console.problems import InputError, Problem, ProblemList
+from andon.console.problems import InputError, Problem, ProblemList, shown
 from andon.data.formats import Record, Table
 
 
@@ -29,6 +29,8 @@ class RowSelection:
 
 
 ALL_ROWS = RowSelection()
+ID_COLUMN = "id"
+"""A column of this name must not repeat a value; the rows' own ids are their places all the same."""
 
 
 def short_names(paths: Sequence[str | Path]) -> tuple[str, ...]:
@@ -55,6 +57,7 @@ class Origins:
         self._starts: list[int] = []
         self._lines: array[int] = array("q")
         self._before = 0
+        self._ids: dict[str, int] = {}
 
     def begin(self, table: Table) -> None:
         """The rows that are added from now on are of this file. Raises `InputError` where it was there already."""
@@ -68,6 +71,7 @@ class Origins:
         """Begin with a file and give its records in order, until there are as many rows as are wanted. A file that none
         of its records adds a row of is a problem."""
         self.begin(table)
+        self._ids = {}
         before, skipped = len(self), len(problems.skipped)
         records = iter(table.records)
         while self._limit is None or len(self) < self._limit:
@@ -103,6 +107,14 @@ class Origins:
         found._starts = [0, *accumulate(sizes)][: len(sizes)]
         found._lines = lines
         return found
+
+    def repeated(self, table: Table, record: Record) -> list[str]:
+        """A fault if the column `id` of this record has a value that an earlier one of its file has."""
+        given = record.fields.get(ID_COLUMN)
+        if given is None or given == "":
+            return []
+        first = self._ids.setdefault(str(given), record.line)
+        return [] if first == record.line else [f"id {shown(given)} is there already, at {table.place(first)}"]
 
     def keep(self, rows: Sequence[int]) -> None:
         """Forget all rows but these, ascending, which are then numbered from 0."""

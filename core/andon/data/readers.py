@@ -12,7 +12,7 @@ from andon.config.load import FLAGS
 from andon.console.problems import InputError, Problem, ProblemList, did_you_mean, shown
 from andon.data.formats import Note, Record, Table, open_table
 from andon.data.labels import label_fault, label_names, label_set_of, same_kind, target_of, text_fault
-from andon.data.origins import ALL_ROWS, Origins, RowSelection
+from andon.data.origins import ALL_ROWS, ID_COLUMN, Origins, RowSelection
 from andon.data.rows import VALUE, DataSet, Label, LabelSets, Row, Targets
 
 Meant = TypeVar("Meant")
@@ -20,8 +20,6 @@ Meant = TypeVar("Meant")
 TEXT_COLUMNS = ("input", "text")
 """Where the text is looked for when no column is named."""
 LABEL_COLUMNS = ("label",)
-ID_COLUMN = "id"
-"""A column of this name must not repeat a value; the rows' own ids are their places all the same."""
 
 
 def read(
@@ -259,8 +257,8 @@ def shown_names(names: Sequence[str], most: int = 12) -> str:
 
 @dataclass
 class _Found(Generic[Meant]):
-    """Rows that have been read so far: where from, text, label as it is meant; and where each explicit id of a file
-    was first seen. typed: whether numbers are not strings in all files.
+    """Rows that have been read so far: where from, text, label as it is meant. typed: whether numbers are not strings
+    in all files.
 
     meant: a label as written, and whether numbers are not strings, to what it means, and why it cannot be used.
     """
@@ -271,12 +269,10 @@ class _Found(Generic[Meant]):
     typed: bool = True
     texts: list[tuple[str, ...]] = field(default_factory=list)
     labels: list[Meant] = field(default_factory=list)
-    ids: dict[str, int] = field(default_factory=dict)
 
     def begin(self, table: Table) -> Iterator[Record]:
         """The records of this file, each to be taken."""
         self.typed = self.typed and table.typed
-        self.ids = {}
         return self.origins.records(table, self.problems)
 
     def refuse(self, faults: Iterable[tuple[int, str]]) -> None:
@@ -304,7 +300,7 @@ class _Found(Generic[Meant]):
         faults = [
             *(_fault_of(name, text) for name, text in texts.items()),
             label_fault,
-            self._repeated(table, record) if ID_COLUMN not in chosen else None,
+            *(self.origins.repeated(table, record) if ID_COLUMN not in chosen else ()),
         ]
         for fault in faults:
             if fault is not None:
@@ -313,13 +309,6 @@ class _Found(Generic[Meant]):
             self.origins.add(record.line)
             self.texts.append(tuple(map(str, texts.values())))
             self.labels.append(label)
-
-    def _repeated(self, table: Table, record: Record) -> str | None:
-        given = record.fields.get(ID_COLUMN)
-        if given is None or given == "":
-            return None
-        first = self.ids.setdefault(str(given), record.line)
-        return None if first == record.line else f"id {shown(given)} is there already, at {table.place(first)}"
 
     def rows(self, labels: Iterable[Label]) -> tuple[Row[Label], ...]:
         """The rows with these labels, one for each."""

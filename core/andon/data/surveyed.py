@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from andon.console.problems import InputError, Problem
-from andon.data.conversations import Conversation, Form, Reading, add_form, add_row, asked
+from andon.data.conversations import Conversation, Form, Reading, add_form, add_row, asked, last_answer
 from andon.data.origins import ALL_ROWS, Origins, RowSelection
 from andon.data.rows import fingerprint
 
@@ -164,4 +164,4 @@ class SurveyedConversations:
     def told(self, id_: int) -> tuple[str, str] | None:
         """A row's last answer and what is before it; None for an id not here. All up to it are read again."""
         row = next((row for row in self.rows if row.id == id_), None) if id_ in {*self.ids} else None
-        return None if row is None else (row.messages[-1].content, asked(self.form, row))
+        return None if row is None else (last_answer(row), asked(self.form, row))

@@ -7,6 +7,7 @@ bounded, and what it raises becomes a fault of the row that it was given.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -92,12 +93,13 @@ class ChatTemplate:
         from jinja2 import TemplateSyntaxError
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        given = [{"role": each.role, "content": each.content} for each in messages]
+        given = [{"role": each.role, "content": each.content, **json.loads(each.extra or "{}")} for each in messages]
+        tools = json.loads(messages[0].tools or "null")
         settings: dict[str, Any] = {**self._base.special_tokens_map, "return_assistant_tokens_mask": self.marked}
         rendered: Any
         try:
             rendered = render_jinja_template(
-                conversations=[given], chat_template=self._source, add_generation_prompt=asks, **settings
+                [given], tools, chat_template=self._source, add_generation_prompt=asks, **settings
             )
         except TemplateSyntaxError as error:
             raise _refused(f"is no template: {_words(error)}") from error

@@ -14,7 +14,7 @@ from typing import Any
 from andon.config.schema import CLASSIFICATION, MULTI_LABEL, REGRESSION, SFT, TOKEN_CLASSIFICATION, Config, Data
 from andon.console.problems import InputError, Problem
 from andon.data import reviews, rewriting, shell, tagged
-from andon.data.conversations import are_of_conversations, read_conversations
+from andon.data.conversations import conversations_in, read_conversations
 from andon.data.labels import alike, likely_separator
 from andon.data.mixing import mixed
 from andon.data.origins import RowSelection
@@ -150,7 +150,8 @@ def _columns(data: Data) -> dict[str, str | None]:
 
 def _are_conversations(data: Data, first: Mapping[str, object]) -> str:
     named = data.text_column is not None or data.label_column is not None
-    return "rows are conversations" if not named and are_of_conversations(first) else ""
+    found = "" if named else conversations_in(first)
+    return f"rows {'are' if found == 'conversations' else 'have'} {found}" if found else ""
 
 
 def _label_sets(data: Data, paths: Sequence[Path], labels: tuple[str, ...] | None, rows: RowSelection) -> LabelSets:
