@@ -184,7 +184,12 @@ BAD: dict[str, tuple[object, str]] = {
     "trained question": (with_messages({**ASKED, "weight": 1}, SAID), "is from 'user' and is to be trained"),
     "an image": (with_messages({**ASKED, "content": [{"type": "image"}]}, SAID), "content[0] is of the type 'image'"),
     "calls": (with_messages(ASKED, {**SAID, "tool_calls": [{"id": 1}]}), "must be a list of objects with a name"),
+    "surrogate in a call": (
+        with_messages(ASKED, {**SAID, "tool_calls": [{"name": "a\ud800"}]}),
+        "tool_calls holds a lone",
+    ),
     "calls of a user": (with_messages({**ASKED, "tool_calls": [CALL]}, SAID), "from 'user' and has tool_calls"),
+    "tools of a text": ({"text": "x", "tools": [{}]}, "a text is learned as it is"),
     "tools": ({**with_messages(ASKED, SAID), "tools": "x"}, "tools must be a list of objects, is 'x'"),
     "unread": (
         {**with_messages(ASKED, SAID), "chat_template_kwargs": {"a": 1}},

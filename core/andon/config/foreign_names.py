@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+_BATCH = "training.batch_size is the rows of one update over all workers"
 _BY_ANSWER = {
     "optimizer.lr": "learning_rate",
     "optimizer.name": "optim",
@@ -40,30 +41,19 @@ _BY_ANSWER = {
     "data.limit": "max_samples max_train_samples",
     "data.train_on": "train_on_inputs assistant_only_loss completion_only_loss",
     "data.cache": "dataset_prepared_path",
-    "training.batch_size is the rows of one update over all workers; training.micro_batches splits it": (
-        "per_device_train_batch_size train_batch_size micro_batch_size gradient_accumulation_steps"
-    ),
-    "the size of evaluation batches follows from training.micro_batches and the rows": (
-        "per_device_eval_batch_size eval_batch_size"
-    ),
-    "quantized weights are not supported; model.dtype=bfloat16 halves the memory of frozen ones": (
-        "load_in_4bit load_in_8bit quantization_bit bnb_4bit_quant_type"
-    ),
-    "model.dtype=bfloat16 is for the frozen weights; weights that train are float32, and float16 is not supported": (
-        "bf16 fp16"
-    ),
-    "sharded weights are not supported: every worker holds the whole model": "deepspeed fsdp fsdp_config",
-    "every epoch ends with both; training.evaluate_every and training.checkpoint_every add some by steps": (
-        "eval_strategy evaluation_strategy save_strategy evals_per_epoch saves_per_epoch"
-    ),
-    "set training.keep to best or last; best is the checkpoint with the lowest validation loss": (
-        "load_best_model_at_end metric_for_best_model greater_is_better"
-    ),
+    f"{_BATCH}; training.micro_batches splits it": "per_device_train_batch_size train_batch_size micro_batch_size",
+    f"{_BATCH}, summed over training.micro_batches": "gradient_accumulation_steps",
+    "evaluation batches follow from training.micro_batches": "per_device_eval_batch_size eval_batch_size",
+    "quantized weights are not supported; model.dtype=bfloat16 halves frozen ones": "load_in_4bit load_in_8bit",
+    "model.dtype=bfloat16 is for the frozen weights; weights that train are float32": "bf16 fp16",
+    "not supported: every worker holds the whole model": "deepspeed fsdp fsdp_config",
+    "set training.evaluate_every; every epoch ends with an evaluation too": "eval_strategy evaluation_strategy",
+    "set training.checkpoint_every; every epoch ends with a checkpoint too": "save_strategy saves_per_epoch",
+    "set training.keep; best is the lowest validation loss": "load_best_model_at_end metric_for_best_model",
     "attention needs no setting: torch chooses the kernel": "flash_attention flash_attn attn_implementation",
-    "nothing is uploaded; `andon export` writes a folder that you can upload": "push_to_hub hub_model_id hub_strategy",
+    "nothing is uploaded; `andon export` writes a folder that you can upload": "push_to_hub hub_model_id",
     "the tokenizer's own chat template is used; to change it, edit the model's folder": "chat_template",
-    "not supported; the update is scaled by adapter.alpha / adapter.r": "use_rslora lora_use_rslora peft_use_rslora",
-    "not supported": "neftune_noise_alpha use_dora lora_use_dora peft_use_dora modules_to_save lora_modules_to_save",
+    "not supported": "neftune_noise_alpha use_dora use_rslora lora_use_rslora modules_to_save lora_modules_to_save",
 }
 
 FOREIGN_NAMES: Mapping[str, str] = {name: said for said, names in _BY_ANSWER.items() for name in names.split()}

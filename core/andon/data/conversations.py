@@ -11,13 +11,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from andon.console.problems import ProblemList, did_you_mean, shown
 from andon.data.formats import Record, Table, open_table
 from andon.data.labels import text_fault
 from andon.data.origins import ALL_ROWS, Origins, RowSelection
-from andon.data.rows import fingerprint
+from andon.data.rows import RowsById
 
 Form = Literal["messages", "prompt and completion", "prompt and completion as messages", "text"]
 """How the rows of a file are written."""
@@ -72,16 +72,13 @@ class Conversation:
 
 
 @dataclass(frozen=True)
-class ConversationSet:
+class ConversationSet(RowsById):
     """Conversations, all written in one form, and where they came from."""
 
     rows: tuple[Conversation, ...]
     source: str
     form: Form
     origins: Origins | None = field(default=None, compare=False, repr=False)
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -92,11 +89,6 @@ class ConversationSet:
         """What is learned of a conversation."""
         return "task sft"
 
-    @property
-    def ids(self) -> tuple[int, ...]:
-        """The rows' ids, in order."""
-        return tuple(row.id for row in self.rows)
-
     @cached_property
     def digest(self) -> str:
         """SHA-256 (hex) of the form and every message in order: each part with its length before it."""
@@ -106,25 +98,13 @@ class ConversationSet:
             add_row(sha, row)
         return sha.hexdigest()
 
-    @cached_property
-    def _by_id(self) -> dict[int, Conversation]:
-        return {row.id: row for row in self.rows}
-
-    def subset(self, ids: Iterable[int]) -> Self:
-        """The rows with these ids, in the order of `ids`; they keep their ids. Raises KeyError for an id not here."""
-        return replace(self, rows=tuple(self._by_id[id_] for id_ in ids))
-
     def source_of(self, id_: int) -> str:
         """What the column `source` says of a row; empty where nothing. Raises KeyError for an id not here."""
-        return self._by_id[id_].source
+        return str(self._by_id[id_].source)
 
     def texts(self) -> tuple[str, ...]:
         """What a model is asked by each row, in order: all before the last answer; of a row of text, the text."""
         return tuple(asked(self.form, row) for row in self.rows)
-
-    def fingerprints(self) -> tuple[int, ...]:
-        """A number for each row's text, in order."""
-        return tuple(map(fingerprint, self.texts()))
 
     def told(self, id_: int) -> tuple[str, str] | None:
         """A row's last answer and what is before it; None for an id not here."""
@@ -235,6 +215,8 @@ class Reading:
             faults.append(f"has {form}, the rows from {self.first} on have {self.form}; write all alike")
         messages = () if form is None else _with_tools(_messages(form, fields, faults), fields, faults)
         faults += self.origins.repeated(table, record)
+        if form == "text" and fields.get("tools"):
+            faults.append("column 'tools' is there, and a text is learned as it is; write tools into the text")
         for fault in faults:
             self.problems.add_row(where, fault)
         if faults:
@@ -288,8 +270,8 @@ def _prompt(fields: Mapping[str, object], column: str | None, faults: list[str])
     return _with_tools(tuple(messages), fields, faults)
 
 
-def _source_of_messages(fields: Mapping[str, object]) -> str:
-    """In which form a row holds a conversation, apart from `text`; empty for none."""
+def conversations_in(fields: Mapping[str, object]) -> str:
+    """What makes a row a conversation in any form but `text`, which a class may stand beside; empty if nothing does."""
     for form, columns in _COLUMNS.items():
         if form != "text" and all(fields.get(name) is not None for name in columns):
             return "conversations"
@@ -301,7 +283,7 @@ def _source_of_messages(fields: Mapping[str, object]) -> str:
 
 def _as_messages(fields: Mapping[str, object], faults: list[str]) -> Mapping[str, object]:
     """A row of ShareGPT or Alpaca as one of messages; any other as it is."""
-    source = _source_of_messages(fields)
+    source = conversations_in(fields)
     if "ShareGPT" in source:
         given = [_of_sharegpt(each) for each in fields["conversations"]]  # type: ignore[attr-defined]
     elif "Alpaca" in source:
@@ -347,6 +329,8 @@ def _with_tools(messages: tuple[Message, ...], fields: Mapping[str, object], fau
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         faults.append(f"tools {_is('a list of objects', tools)}")
         return messages
+    fault = text_fault(_json(tools))
+    faults += [f"tools {fault}"] if fault else []
     return (replace(messages[0], tools=_json(tools)), *messages[1:])
 
 
@@ -359,7 +343,7 @@ def _decoded(value: object) -> object:
 
 
 def _json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False)
+    return json.dumps(value, ensure_ascii=False, default=str)  # Parquet has dates
 
 
 def _extra(given: Mapping[str, object], role: object, faults: list[str]) -> str:
@@ -380,6 +364,8 @@ def _extra(given: Mapping[str, object], role: object, faults: list[str]) -> str:
         if given.get(key) is not None:
             found[key] = given[key]
             faults += [] if isinstance(given[key], str) else [f"{key} {_is('a string', given[key])}"]
+    fault = text_fault(_json(found))
+    faults += [f"tool_calls {fault}"] if fault else []
     return _json(found) if found else ""
 
 
@@ -536,10 +522,3 @@ def _single(weight: float) -> float:
     except (OverflowError, struct.error):  # the latter for an integer that is no float either
         return math.inf
     return float(number)
-
-
-def conversations_in(fields: Mapping[str, object]) -> str:
-    """What makes a row with these columns a conversation, in any form but `text`, which a class may stand beside; empty
-    for another row."""
-    there = any(form != "text" and all(name in fields for name in columns) for form, columns in _COLUMNS.items())
-    return "conversations" if there else _source_of_messages(fields)

@@ -106,8 +106,38 @@ def _renumbered(label: Any, new: Sequence[int]) -> Any:
     return tuple(new[number] for number in label) if isinstance(label, tuple) else new[label]
 
 
+class RowsById:
+    """What data sets that hold their rows have in common."""
+
+    rows: tuple[Any, ...]
+
+    def texts(self) -> tuple[str, ...]:
+        """What a model is asked by each row, in order."""
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @cached_property
+    def _by_id(self) -> dict[int, Any]:
+        return {row.id: row for row in self.rows}
+
+    def subset(self, ids: Iterable[int]) -> Self:
+        """The rows with these ids, in the order of `ids`; they keep their ids. Raises KeyError for an id not here."""
+        return replace(self, rows=tuple(self._by_id[id_] for id_ in ids))  # type: ignore[type-var]
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The rows' ids, in order."""
+        return tuple(row.id for row in self.rows)
+
+    def fingerprints(self) -> tuple[int, ...]:
+        """A number for each row's text, in order."""
+        return tuple(map(fingerprint, self.texts()))
+
+
 @dataclass(frozen=True)
-class TextRows(Generic[Label]):
+class TextRows(RowsById, Generic[Label]):
     """Rows of texts, the names of a model's outputs, and where the rows came from."""
 
     rows: tuple[Row[Label], ...]
@@ -129,9 +159,6 @@ class TextRows(Generic[Label]):
         """For each of `labels` how often it is there to be learned; empty for rows without classes."""
         return ()
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
     @cached_property
     def digest(self) -> str:
         """SHA-256 (hex) of every text and what is learned of it in order, each part with its length before it."""
@@ -143,32 +170,15 @@ class TextRows(Generic[Label]):
                 sha.update(encoded)
         return sha.hexdigest()
 
-    @cached_property
-    def _by_id(self) -> dict[int, Row[Label]]:
-        return {row.id: row for row in self.rows}
-
-    def subset(self, ids: Iterable[int]) -> Self:
-        """The rows with these ids, in the order of `ids`; they keep their ids. Raises KeyError for an id not here."""
-        return replace(self, rows=tuple(self._by_id[id_] for id_ in ids))
-
     def numbered_by(self, labels: Sequence[str]) -> Self:
         """The same rows with their classes numbered in the order of `labels`, which are the same names."""
         new = [labels.index(name) for name in self.labels]
         rows = (replace(row, label=_renumbered(row.label, new)) for row in self.rows)
         return replace(self, rows=tuple(rows), labels=tuple(labels))
 
-    @property
-    def ids(self) -> tuple[int, ...]:
-        """The rows' ids, in order."""
-        return tuple(row.id for row in self.rows)
-
     def texts(self) -> tuple[str, ...]:
         """The rows' texts, in order; those of a pair on a line each."""
         return tuple("\n".join(row.texts) for row in self.rows)
-
-    def fingerprints(self) -> tuple[int, ...]:
-        """A number for each row's text, in order."""
-        return tuple(map(fingerprint, self.texts()))
 
     def told(self, id_: int) -> tuple[str, str] | None:
         """What is learned of a row, and its text; None for an id not here."""
