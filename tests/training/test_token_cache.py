@@ -237,6 +237,7 @@ def test_a_survey_says_what_the_rows_say(
         patch.setattr(surveyed, "_ROWS_AT_ONCE", at_once)
         everyone = [Surveys(None, writes=False), *[Surveys(folder / "cache", writes=True)] * 2]
         found = [each.of(paths, selection) for each in everyone]
+        assert everyone[-1].of(paths, RowSelection(True, 1)).ids == (0,)
     for known in found:
         assert (known.digest, known.form, known.ids, known.source) == (held.digest, held.form, held.ids, held.source)
         assert held.origins is not None

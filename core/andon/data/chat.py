@@ -48,8 +48,8 @@ class Encoding:
     """How rows were encoded.
 
     `mask_source`: what says which tokens are trained. `stops`: the ids that close an answer, ascending, at which a
-    model that is asked has finished. `notes`: what a user should know of it, a line each. `skipped`: id, place and
-    fault of each row that cannot be trained on; such a row has one untrained token in place of its own.
+    model that is asked has finished. `notes`: what a user should know of it, a line each. `skipped`: the id, place and
+    fault of each unusable row; a single untrained token replaces its tokens.
     """
 
     mask_source: str

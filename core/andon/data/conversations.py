@@ -154,7 +154,7 @@ def read_conversations(*paths: str | PathLike[str], selection: RowSelection = AL
 
     `messages` is a list of objects with a `role`, a `content` and, where wanted, a `weight` (0 or more) or `train`
     (true or false); `prompt` and `completion` are two strings, or two lists of such messages, of which the completion
-    alone is learned; `text` is learned as a whole. `tools` is a list that the chat template is given. ShareGPT's
+    alone is learned; `text` is learned as a whole. The chat template gets the list in `tools`. ShareGPT's
     `conversations` and Alpaca's `instruction`, `input` and `output` are read as messages, with their `system`.
     Other columns are left alone, but for `source` and `id`.
     A row's id is its place among all rows, from 0. Of several files the source of a row is its file
@@ -181,7 +181,7 @@ def _sourced(rows: Sequence[Conversation], origins: Origins) -> Iterator[Convers
 
 @dataclass
 class Reading:
-    """One pass over files: the form of the first row and where it is, and where all rows are."""
+    """One pass over files: the form and place of the first row, and the places of all rows."""
 
     selection: RowSelection = ALL_ROWS
     form: Form | None = None
