@@ -189,8 +189,9 @@ BAD: dict[str, tuple[object, str]] = {
         "tool_calls holds a lone",
     ),
     "calls of a user": (with_messages({**ASKED, "tool_calls": [CALL]}, SAID), "from 'user' and has tool_calls"),
-    "tools of a text": ({"text": "x", "tools": [{}]}, "a text is learned as it is"),
-    "tools": ({**with_messages(ASKED, SAID), "tools": "x"}, "tools must be a list of objects, is 'x'"),
+    "tools of a text": ({"text": "x", "tools": [{"name": "f"}]}, "a text is learned as it is"),
+    "tools": ({**with_messages(ASKED, SAID), "tools": "x"}, "tools must be a list of objects with a name, is 'x'"),
+    "nameless": ({**with_messages(ASKED, SAID), "tools": [{"function": "x"}]}, "tools must be a list of objects with"),
     "unread": (
         {**with_messages(ASKED, SAID), "chat_template_kwargs": {"a": 1}},
         "'chat_template_kwargs' is there, and",

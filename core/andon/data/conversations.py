@@ -326,12 +326,18 @@ def _with_tools(messages: tuple[Message, ...], fields: Mapping[str, object], fau
     tools = _decoded(fields.get("tools"))
     if not tools or not messages:
         return messages
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        faults.append(f"tools {_is('a list of objects', tools)}")
+    if not isinstance(tools, list) or not all(map(_function, tools)):
+        faults.append(f"tools {_is('a list of objects with a name', tools)}")
         return messages
     fault = text_fault(_json(tools))
     faults += [f"tools {fault}"] if fault else []
     return (replace(messages[0], tools=_json(tools)), *messages[1:])
+
+
+def _function(value: Any) -> dict[str, Any] | None:
+    """The function that a tool, or a call of one, names; None if it names none."""
+    function = value.get("function", value) if isinstance(value, dict) else None
+    return function if isinstance(function, dict) and isinstance(function.get("name"), str) else None
 
 
 def _decoded(value: object) -> object:
@@ -353,8 +359,8 @@ def _extra(given: Mapping[str, object], role: object, faults: list[str]) -> str:
     if calls and role != ANSWERS:
         faults.append(f"is from {shown(role)} and has tool_calls, which only {ANSWERS!r} makes")
     for call in calls if isinstance(calls, list) else [calls]:
-        function = call.get("function", call) if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        function = _function(call)
+        if function is None:
             faults.append(f"tool_calls {_is('a list of objects with a name and arguments', call)}")
             continue
         called = {"name": function["name"], "arguments": _decoded(function.get("arguments", {}))}
