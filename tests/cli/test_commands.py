@@ -301,7 +301,7 @@ def texts(tmp_path: Path) -> Path:
     """Texts with numbers of their own, and a column that is none of ours."""
     file = tmp_path / "texts.csv"
     rows = [{"id": f"n{place}", "text": text, "more": place} for place, text in enumerate(TEXTS)]
-    file.write_bytes(encoded(file, rows))
+    file.write_bytes(b"".join(encoded(file, rows)))
     return file
 
 
@@ -310,7 +310,9 @@ def test_every_kind_of_file_gives_the_same(run: Path, texts: Path, tmp_path: Pat
     told = records(run, texts)
     assert [(one["id"], one["text"]) for one in told] == [(f"n{place}", text) for place, text in enumerate(TEXTS)]
     other = tmp_path / f"other{ending}"
-    other.write_bytes(encoded(other, [{"id": one["id"], "text": one["text"]} for one in told]))
+    other.write_bytes(
+        b"".join(encoded(other, [{"id": one["id"], "text": one["text"], "more": one["more"]} for one in told]))
+    )
     assert records(run, "--data", other) == told
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -24,6 +24,7 @@ from transformers.pytorch_utils import Conv1D
 
 from andon.config.source import quiet_loading
 from andon.console.problems import InputError
+from andon.model import stored
 from andon.model.adapter import (
     AdapterSpec,
     adapter_tensors,
@@ -31,15 +32,15 @@ from andon.model.adapter import (
     base_digest,
     export_adapter,
     load_adapter,
-    merged,
     read_labels,
     save_base,
+    save_merged,
     trainable_parameters,
 )
 from andon.model.batches import predictions
 from andon.model.build import build_base, facts_of
 from andon_contracts.digest import tree_digest
-from tests.model.tiny import CAUSAL, CPU, LORA, PAD, TINY, adapted, causal, perturbed, spec, task
+from tests.model.tiny import CAUSAL, CPU, LORA, PAD, TINY, adapted, causal, causal_base, perturbed, spec, task
 
 ARCHITECTURES = ("decoder", "encoder")
 ROWS = task([[1, 2, 3], [4, 5, 6, 7, 8], [9]], [0, 1, 2])
@@ -189,9 +190,11 @@ def test_what_the_checkpoint_lacks_goes_along_with_the_adapter(family: str, head
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
     with torch.no_grad():
         torch.testing.assert_close(stock(**inputs).logits, logits(model), atol=1e-5, rtol=1e-5)
-        plain = merged(model).eval()
-        torch.testing.assert_close(plain(**inputs).logits, stock(**inputs).logits, atol=1e-5, rtol=1e-5)
-    assert not [name for name, _ in plain.named_modules() if "modules_to_save" in name]
+        save_merged(model, tmp_path / "merged", TINY.labels, torch.float32)
+        with quiet_loading():
+            plain, report = loader.from_pretrained(tmp_path / "merged", output_loading_info=True)
+        assert not report["missing_keys"] | report["unexpected_keys"]
+        torch.testing.assert_close(plain.eval()(**inputs).logits, stock(**inputs).logits, atol=1e-5, rtol=1e-5)
 
 
 OURS = [(adapted, each) for each in itertools.product(ARCHITECTURES, ("float32", "bfloat16"))]
@@ -277,6 +280,35 @@ def test_exported_tensors_are_copies() -> None:
     assert tree_digest(adapter_tensors(model)) != before
 
 
+@pytest.mark.parametrize("limit", [10**9, 2000])
+def test_a_merged_model_in_one_file_or_in_several_is_read_by_transformers(
+    limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A base in bfloat16, of which each sum is rounded once; the embedding is tied to the head."""
+    monkeypatch.setattr(stored, "LARGEST_FILE", limit)
+    model = perturbed(attach(causal_base(dtype="bfloat16"), LORA, seed=3))
+    before = tree_digest(dict(model.named_parameters()))
+    save_merged(model, tmp_path, (), torch.bfloat16)
+    assert tree_digest(dict(model.named_parameters())) == before
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert (len(files) > 2) == (tmp_path / "model.safetensors.index.json").exists() == (limit == 2000)
+    with quiet_loading():
+        found = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    layer = model.get_base_model().model.layers[0].mlp.up_proj
+    wanted = layer.base_layer.weight.float() + layer.lora_B["default"].weight @ layer.lora_A["default"].weight * 2.0
+    assert torch.equal(found.model.layers[0].mlp.up_proj.weight, wanted.bfloat16())
+    assert found.lm_head.weight is found.model.embed_tokens.weight
+
+
+def test_files_are_those_that_safetensors_writes(tmp_path: Path) -> None:
+    tensors = {"ö": torch.randn(3, 4), "b": torch.tensor(1.5), "h": torch.randn(3).bfloat16(), "i": torch.arange(3)}
+    stored.write_tensors(tmp_path / "file", {name: stored.Stored(each) for name, each in tensors.items()})
+    assert (tmp_path / "file").read_bytes() == save(tensors, metadata={"format": "pt"})
+    broken = stored.Stored(tensors["b"], None, lambda weight: weight * float("inf"))
+    with pytest.raises(ValueError, match="a merged weight is not finite"):
+        stored.write_tensors(tmp_path / "file", {"b": broken})
+
+
 def test_saving_the_base_leaves_the_adapter_out(tmp_path: Path) -> None:
     save_base(perturbed(adapted()), tmp_path / "adapted", TINY.labels)
     save_base(build_base(spec()), tmp_path / "plain", TINY.labels)
@@ -316,7 +348,7 @@ def test_a_mixture_is_merged_and_saved_with_all_of_its_experts(family: str, load
     with torch.no_grad():
         wanted = model.eval()(**inputs).logits
         save_base(model, tmp_path / "base", ("a", "b", "c"))
-        save_base(merged(model), tmp_path / "merged", ("a", "b", "c"))
+        save_merged(model, tmp_path / "merged", ("a", "b", "c"), torch.float32)
         for folder, same in (("merged", True), ("base", False)):
             with quiet_loading():
                 stock, report = loader.from_pretrained(tmp_path / folder, output_loading_info=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -20,7 +21,7 @@ from andon.model.causal import (
     Row,
     collate_packs,
     content,
-    generate_greedy,
+    generate,
     loss_sum,
     require_apart,
     row_outputs,
@@ -312,28 +313,40 @@ def test_rows_that_see_each_other_are_refused(way: str, monkeypatch: pytest.Monk
         require_apart(model, CPU)
 
 
+PROMPTS = ([4, 5, 6], [7], [9, 10, 11, 12, 13], [8, 3])
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_text_is_the_largest_logit_each_time(family: str) -> None:
+def test_prompts_of_a_batch_get_the_largest_logit_that_each_has_alone(family: str) -> None:
     model: Any = moved(causal(family))
-    expected = [4, 5, 6]
-    for _ in range(8):
-        logits = model.eval()(input_ids=torch.tensor([expected]), use_cache=False).logits
-        expected.append(int(logits[0, -1].argmax()))
+    expected = [[*ids] for ids in PROMPTS]
+    for ids, _ in itertools.product(expected, range(8)):
+        logits = model.eval()(input_ids=torch.tensor([ids]), use_cache=False).logits
+        ids.append(int(logits[0, -1].argmax()))
     model.train()
-    assert generate_greedy(model, [4, 5, 6], (), 8) == expected[3:]
+    answers = [ids[len(prompt) :] for ids, prompt in zip(expected, PROMPTS, strict=True)]
+    assert generate(model, PROMPTS, (), [8] * len(PROMPTS)) == answers
+    assert generate(model, PROMPTS, (), [8, 0, 3, 5]) == [answers[0], [], answers[2][:3], answers[3][:5]]
     assert model.training
 
 
 def test_generation_ends_where_it_must_and_takes_over_no_settings() -> None:
     model: Any = moved(causal())
-    found = generate_greedy(model, [4, 5, 6], (), 8)
+    (found,) = generate(model, [[4, 5, 6]], (), [8])
     stop = found[3]
-    assert generate_greedy(model, [4, 5, 6], (stop,), 8) == found[: found.index(stop) + 1]
+    ended = found[: found.index(stop) + 1]
+    assert generate(model, [[4, 5, 6], [7]], (stop,), [8, 1])[0] == ended
     model.generation_config.update(max_length=4, do_sample=True, repetition_penalty=9.0, eos_token_id=found[0])
-    assert generate_greedy(model, [4, 5, 6], (), 8) == found
-    assert len(generate_greedy(model, [4, 5, 6], (), 50)) == 13
-    with pytest.raises(ValueError, match="no token was given"):
-        generate_greedy(model, [], (), 8)
+    assert generate(model, [[4, 5, 6]], (), [8]) == [found]
+    assert model.generation_config.repetition_penalty == 9.0
+    assert [*map(len, generate(model, [[4, 5, 6], [1] * 16, [2] * 15], (), [50] * 3))] == [13, 0, 1]
+    with pytest.raises(ValueError, match="a prompt has no tokens"):
+        generate(model, [[4], []], (), [8, 8])
+
+
+def test_a_batch_of_prompts_stays_within_positions_and_memory() -> None:
+    found = [*andon.model.causal._prompt_batches([3, 9, 8, 1, 8], [13, 3, 4, 2, 0], 16, 26)]
+    assert found == [[1, 2], [0], [3]]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

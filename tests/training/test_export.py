@@ -20,7 +20,6 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
-from torch import nn
 from transformers import BertConfig, BertForSequenceClassification, Qwen3Config, Qwen3ForCausalLM
 from typer.testing import CliRunner
 
@@ -35,6 +34,7 @@ from andon.run.folder import RunFolder
 from andon.run.provenance import Provenance
 from andon.training import export
 from andon.training.card import Form, Result, card
+from andon.training.drift import EXTENTS
 from andon.training.inference import load_run, predict
 from tests.cli.command import cli, tree
 from tests.data.test_chat import CHATML, tokenizer
@@ -163,7 +163,7 @@ print(found)
 
 def test_what_is_lost_in_bfloat16_is_said(made: Path, tmp_path: Path, stock: Stock) -> None:
     out = tmp_path / "out"
-    _, said = exported(made / "pretrained", out, "--merge", "--dtype", "bfloat16")
+    _, said = exported(made / "pretrained", out, "--merge", "--dtype", "bfloat16", "--check", "full")
     assert {each.dtype for each in load_file(out / "model.safetensors").values()} == {torch.bfloat16}
     assert said in " ".join((out / "README.md").read_text().split())
     trained = load_run(RunFolder(made / "pretrained"))
@@ -181,16 +181,13 @@ def test_what_is_lost_in_bfloat16_is_said(made: Path, tmp_path: Path, stock: Sto
     assert float(told[2]) > 1e-5
 
 
-def halved_merge(model: nn.Module) -> nn.Module:
-    for module in model.modules():
-        if isinstance(getattr(module, "scaling", None), dict):
-            module.scaling = {name: value / 2 for name, value in module.scaling.items()}  # type: ignore[union-attr]
-    return adapter.merged(model)
+def halved(layer: Any, weight: torch.Tensor) -> torch.Tensor:
+    return weight + layer.get_delta_weight("default") / 2
 
 
 def test_a_wrong_merge_does_not_go_out(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(export, "merged", halved_merge)
-    with pytest.raises(RuntimeError, match="the written model is not the run's: on 12 evaluation rows"):
+    monkeypatch.setattr(adapter, "_with_delta", halved)
+    with pytest.raises(RuntimeError, match="the written model is not the run's: on 8 of 12 evaluation rows"):
         exported(made / "embedded", tmp_path / "out", "--merge")
     assert tree(tmp_path) == set()
 
@@ -240,6 +237,7 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(made: Path, tmp_p
         (tmp_path / "no" / "out", MERGE, "there is no folder"),
         (tmp_path / "out", ("--dtype", "bfloat16"), "is for --merge"),
         (tmp_path / "out", ("--merge", "--dtype", "float8"), "is not one of float32, bfloat16"),
+        (tmp_path / "out", ("--check", "some"), "--check: 'some' is not one of rows, full, none"),
     ):
         with pytest.raises(InputError, match=what):
             exported(made / "embedded", target, *options)
@@ -396,7 +394,7 @@ def test_a_base_in_another_unit_is_held_to_its_own_size(tmp_path: Path) -> None:
     for name, parameter in run.model.named_parameters():
         if "modules_to_save" in name:
             parameter.data *= 1e6
-    (said,) = export.export_merged(run, tmp_path / "out")
+    (said,) = export.export_merged(run, tmp_path / "out", "float32")
     assert "from a number of the run" in said
 
 
@@ -488,10 +486,10 @@ def test_stock_transformers_answers_as_the_run_does(
     assert (ends["eos_token_id"], ends["pad_token_id"], ends["do_sample"]) == ([wanted[0]], wanted[1], False)
     assert form == "text" or any(len(answer) < 12 for answer in own), own
     prompts = summary(run)["eval"]["rows"]
-    if not options and form != "whole" and prompts > export.ADAPTER_PROMPTS:
-        prompts = f"{export.ADAPTER_PROMPTS} of {prompts}"
+    if prompts > EXTENTS["rows"].prompts:
+        prompts = f"{EXTENTS['rows'].prompts} of {prompts}"
     assert said[1].startswith(
-        f"on {prompts} evaluation prompts, answered with 32 tokens at most, the largest difference from a logit"
+        f"on {prompts} evaluation prompts, answered with 8 tokens at most, the largest difference from a logit"
     )
     assert said[1].endswith("and 0 greedy answers change")
     assert len(said) == 2
@@ -520,7 +518,7 @@ def test_a_wrong_merge_of_one_that_answers_does_not_go_out(
     answering: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = answering("messages")
-    monkeypatch.setattr(export, "merged", halved_merge)
+    monkeypatch.setattr(adapter, "_with_delta", halved)
     with pytest.raises(RuntimeError, match="the written model is not the run's: on 4 evaluation prompts"):
         exported(run, tmp_path / "out", "--merge")
     assert tree(tmp_path) == set()

@@ -143,7 +143,13 @@ def test_the_file_that_was_trained_on_can_be_asked(conversations: Runs, whole: t
     told = CliRunner().invoke(app, [*given, "--data", str(conversations.data)], catch_exceptions=False).stdout
     answers = [json.loads(line) for line in told.splitlines()]
     assert len(answers) == ROWS
-    assert [each["prompt"] for each in answers[:2]] == ["a?", "user: say ab?\nassistant: AB\nuser: say abc?"]
+    assert [each["prompt"] for each in answers[:2]] == [
+        "a?",
+        [
+            {"role": role, "content": text}
+            for role, text in (("user", "say ab?"), ("assistant", "AB"), ("user", "say abc?"))
+        ],
+    ]
     (alone,) = andon.open_run(whole[1]).generate(["a?"], max_new_tokens=3)
     assert asdict(alone) == answers[0]
 

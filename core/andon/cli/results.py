@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import tee
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,9 +18,9 @@ from andon.config.source import is_there, require_file
 from andon.console.messages import command_line, put, say
 from andon.console.problems import InputError, Problem, ProblemList
 from andon.data.conversations import Message, read_prompts
-from andon.data.formats import encoded, require_kind
+from andon.data.formats import encoded, is_table, require_kind
 from andon.data.labels import text_fault
-from andon.data.readers import TEXT_COLUMNS, Texts, read_texts
+from andon.data.readers import TEXT_COLUMNS, TextRow, Texts, read_texts
 from andon.run.atomic import write_whole
 from andon.run.folder import RunFolder
 from andon.training.existing import config_of, require_run, require_task
@@ -38,20 +39,33 @@ Base = Annotated[
 ]
 
 
+Checkpoint = Annotated[
+    str | None, typer.Option(metavar="best|last|STEP", help="Weights of this checkpoint; the run's result by default.")
+]
+Device = Annotated[str, typer.Option(metavar="auto|cpu|cuda[:N]", help="auto: a GPU if torch can use one.")]
+
+
 def evaluate(
     run: FinishedRun,
-    data: Annotated[Path, typer.Argument(help="Rows with labels.")],
+    file: Annotated[Path | None, typer.Argument(metavar="DATA", help="Rows with labels.")] = None,
+    data: Annotated[Path | None, typer.Option(help="The same as DATA.")] = None,
     text_column: Annotated[str | None, typer.Option(help="Column of the texts; as in the run by default.")] = None,
     label_column: Annotated[str | None, typer.Option(help="Column of the labels; as in the run by default.")] = None,
     model: Base = None,
+    checkpoint: Checkpoint = None,
+    device: Device = "auto",
 ) -> None:
     """Score a run's model on a file; prints JSON."""
     folder = require_run(run)
-    require_file(data)
+    given = _one_file(file, data)
+    if given is None:
+        raise InputError([Problem("DATA", "name a file of rows with labels: andon eval RUN FILE")])
+    require_file(given)
     from andon.training.inference import evaluate_run, load_run, named, read_labelled
 
-    rows = read_labelled(folder, data, text_column=text_column, label_column=label_column)
-    put(*json.dumps(named(evaluate_run(load_run(folder, model), rows), rows.labels), indent=2).splitlines())
+    rows = read_labelled(folder, given, text_column=text_column, label_column=label_column)
+    trained = load_run(folder, model, checkpoint=checkpoint, device=device)
+    put(*json.dumps(named(evaluate_run(trained, rows), rows.labels), indent=2).splitlines())
 
 
 def predict(
@@ -62,8 +76,13 @@ def predict(
     all_scores: Annotated[bool, typer.Option("--all-scores", help="The probability of every label too.")] = False,
     output: Annotated[Path | None, typer.Option(help="Write a .csv, .tsv, .jsonl or .parquet file instead.")] = None,
     model: Base = None,
+    checkpoint: Checkpoint = None,
+    device: Device = "auto",
 ) -> None:
-    """Label texts of a file, or lines of standard input. Prints one JSON object each."""
+    """Label texts of a file, or lines of standard input. Prints one JSON object each, with the columns of the file.
+
+    A column that has the name of a result, as `label`, is printed as `input_label`.
+    """
     folder = require_run(run)
     require_task(folder, READERS.keys() - {SFT}, "generate")
     given = _one_file(file, data)
@@ -71,17 +90,21 @@ def predict(
     found = _texts(folder, given, text_column)
     from andon.training.inference import load_run, predict
 
-    trained = load_run(folder, model)
-    labels = trained.labels if all_scores else None
-    rows = _records(
-        found, predict(trained, found.texts, pairs=found.pairs), labels, None if output is None else _DIGITS
+    trained = load_run(folder, model, checkpoint=checkpoint, device=device)
+    rows, firsts, seconds = tee(found.rows(), 3)
+    pairs = (
+        None if given is None or trained.config.data.text_pair_column is None else (str(row.pair) for row in seconds)
     )
-    _put_rows(rows, output)
+    predictions = predict(trained, (row.text for row in firsts), pairs=pairs)
+    labels = trained.labels if all_scores else None
+    _put_rows(_records(rows, found.columns, predictions, labels, output), output)
 
 
 def generate(
     run: FinishedRun,
-    prompt: Annotated[str | None, typer.Argument(help="What is asked; else --data, or a line each.")] = None,
+    prompt: Annotated[
+        list[str] | None, typer.Argument(help="Prompts; else --data, or a line each of standard input.")
+    ] = None,
     data: Annotated[Path | None, typer.Option(help="Prompts: JSONL, CSV, TSV or Parquet.")] = None,
     prompt_column: Annotated[
         str | None, typer.Option(help="Column of the prompts; prompt, else messages, by default.")
@@ -89,50 +112,70 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = 256,
     output: Annotated[Path | None, typer.Option(help="Write a .csv, .tsv, .jsonl or .parquet file instead.")] = None,
     model: Base = None,
+    checkpoint: Checkpoint = None,
+    device: Device = "auto",
 ) -> None:
     """Answer prompts, with the likeliest token at each place. Prints one JSON object each."""
     folder = require_run(run)
     require_task(folder, (SFT,), "predict")
-    if prompt is not None and data is not None:
+    if prompt and data is not None:
         raise InputError([Problem("--data", f"{data}, and a prompt beside it; give one of them")])
     _check_output(output, data)
-    if prompt is not None:
-        fault = text_fault(prompt)
-        if fault is not None:
-            raise InputError([Problem("the prompt", fault)])
+    faults = [fault for each in prompt or () if (fault := text_fault(each)) is not None]
+    if faults:
+        raise InputError([Problem("the prompt", fault) for fault in faults])
     if data is None and prompt_column is not None:
         raise InputError([Problem("--prompt-column", f"{prompt_column}, a column of a file; give --data beside it")])
     prompts: Sequence[str | Sequence[Message]]
-    if prompt is not None:
-        prompts = [prompt]
-    else:
-        prompts = _lines(sys.stdin.buffer) if data is None else read_prompts(data, prompt_column)
+    prompts = prompt or (_lines(sys.stdin.buffer) if data is None else read_prompts(data, prompt_column))
     from andon.training.inference import answer, load_run
 
-    rows = (asdict(each) for each in answer(load_run(folder, model), prompts, max_new_tokens))
-    _put_rows(rows, output)
+    trained = load_run(folder, model, checkpoint=checkpoint, device=device)
+    rows = (asdict(each) for each in answer(trained, prompts, max_new_tokens))
+    _put_rows(({**row, "prompt": _cell(row["prompt"], output)} for row in rows), output)
 
 
 def _put_rows(rows: Iterable[dict[str, Any]], output: Path | None) -> None:
     """Print rows as they come, one JSON object each; or write them, all or none."""
     if output is not None:
-        whole = list(rows)
-        write_whole(output, encoded(output, whole))
-        put(f"wrote {output}: {len(whole)} rows")
+        count = 0
+
+        def counted() -> Iterator[dict[str, Any]]:
+            nonlocal count
+            for row in rows:
+                count += 1
+                yield row
+
+        write_whole(output, encoded(output, counted()))
+        put(f"wrote {output}: {count} rows")
         return
     for row in rows:
-        text = json.dumps(row, ensure_ascii=False)
+        text = json.dumps(row, ensure_ascii=False, default=str)
         # What would act on a terminal is written as JSON itself escapes it, so that the value stays the same.
-        if not put(text if legible(text) == text else json.dumps(row)):
+        if not put(text if legible(text) == text else json.dumps(row, default=str)):
             return
+
+
+def _cell(value: object, output: Path | None) -> object:
+    """`value` as `output` can hold it: in a column of a table, lists and mappings are JSON."""
+    nested = isinstance(value, Mapping | list) and output is not None and is_table(output)
+    return json.dumps(value, ensure_ascii=False, default=str) if nested else value
 
 
 def export(
     run: FinishedRun,
     target: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder.")],
     merge: Annotated[bool, typer.Option("--merge", help="Base and adapter as one model of transformers.")] = False,
-    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16, of a whole model's weights.")] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="float32 or bfloat16, of a whole model's weights; as the run had them by default."),
+    ] = None,
+    check: Annotated[
+        str, typer.Option(metavar="rows|full|none", help="Compare a few answers with the run's, many, or none.")
+    ] = "rows",
     model: Base = None,
+    checkpoint: Checkpoint = None,
+    device: Device = "auto",
 ) -> None:
     """Write a run's model for others, with its card. Stock transformers reads it."""
     folder = require_run(run)
@@ -140,20 +183,21 @@ def export(
     whole = merge or config.adapter.kind == "none"
     if dtype is not None and not whole:
         raise InputError([Problem("--dtype", "is for --merge; an adapter is written in float32, as it was trained")])
-    from andon.training.export import DTYPES, export_adapter_of, export_merged, require_place, result_of
+    from andon.training.export import CHECKS, DTYPES, export_adapter_of, export_merged, require_place, result_of
     from andon.training.inference import load_run
 
-    chosen = dtype or "float32"
-    if chosen not in DTYPES:
-        raise InputError([Problem("--dtype", f"{chosen!r} is not one of {', '.join(DTYPES)}")])
+    chosen = dtype or ("float32" if config.adapter.kind == "none" else config.model.dtype)
+    for option, value, known in (("--dtype", chosen, tuple(DTYPES)), ("--check", check, CHECKS)):
+        if value not in known:
+            raise InputError([Problem(option, f"{value!r} is not one of {', '.join(known)}")])
     require_place(target)
     result_of(folder, ())
-    trained = load_run(folder, model)
+    trained = load_run(folder, model, checkpoint=checkpoint, device=device)
     if whole:
-        said = export_merged(trained, target, chosen)
+        said = export_merged(trained, target, chosen, check)
         put(f"wrote {target}: a model of transformers in {chosen}", *said)
     else:
-        said = export_adapter_of(trained, target)
+        said = export_adapter_of(trained, target, check)
         put(f"wrote {target}: an adapter of peft", *said)
 
 
@@ -191,7 +235,7 @@ def _texts(folder: RunFolder, data: Path | None, text_column: str | None) -> Tex
             "warning: the first line of standard input reads like the header of a table, and was labelled as a text, as"
         )
         say(f"every line is; for a table: {_typed(folder, column)}")
-    return Texts(tuple(texts), None)
+    return Texts((), lambda: map(TextRow, texts))
 
 
 def _typed(folder: RunFolder, column: str | None) -> str:
@@ -206,18 +250,33 @@ def _is_header(line: str, columns: Sequence[str]) -> bool:
 
 
 def _records(
-    found: Texts, predictions: Iterable[Predicted], labels: Sequence[str] | None, digits: int | None
+    rows: Iterable[TextRow],
+    columns: Sequence[str],
+    predictions: Iterable[Predicted],
+    labels: Sequence[str] | None,
+    output: Path | None,
 ) -> Iterator[dict[str, Any]]:
-    """One record a text, in order. labels: of the probabilities to tell; None: of the likeliest alone. digits:
-    significant ones of a probability; None: six places."""
+    """One record a text, in order: the columns of its file, then the prediction. columns: of all rows of the file.
+    labels: of the probabilities to tell; None: of the likeliest alone."""
 
     def rounded(value: float) -> float:
-        return round(value, 6) if digits is None else float(f"{value:.{digits}g}")
+        return round(value, 6) if output is None else float(f"{value:.{_DIGITS}g}")
 
-    for place, one in enumerate(predictions):
-        row: dict[str, Any] = {} if found.ids is None else {"id": found.ids[place]}
-        row |= one.record(labels, rounded)
-        yield row if found.pairs is None else row | {"text_pair": found.pairs[place]}
+    for row, one in zip(rows, predictions, strict=True):
+        told = one.record(labels, rounded)
+        fields: Mapping[str, object] = dict.fromkeys(columns) | dict(row.fields)
+        if row.named and "text" in told and row.named[0] != "text":  # the text is in its own column
+            del told["text"]
+        taken = told.keys() | {f"{key}_{name}" for key, each in told.items() if isinstance(each, dict) for name in each}
+        found: dict[str, Any] = {}
+        for name, value in fields.items():
+            if not (name in told and name in row.named):
+                found[_free(name, taken | (fields.keys() - {name}))] = _cell(value, output)
+        yield found | told
+
+
+def _free(name: str, taken: Collection[str]) -> str:
+    return _free(f"input_{name}", taken) if name in taken else name
 
 
 def _lines(lines: Iterable[bytes]) -> list[str]:

@@ -12,8 +12,9 @@ import io
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,6 +24,8 @@ from andon.console.problems import InputError, Problem, ProblemList, install_hin
 LONGEST_LINE = 64 * 2**20
 """Bytes of one line that are read at most."""
 _LONGEST_INTEGER = 400
+_RECORDS = 1024
+"""Records that are encoded together."""
 _LINES = (".jsonl", ".json")
 _MARKS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{},]')
 """Strings of JSON, whole or up to the end of the line, and what structures it outside of them."""
@@ -306,26 +309,38 @@ def _parquet_records(path: Path, file: Any, refused: type[Exception]) -> Iterato
             yield Record(number, fields)
 
 
-def encoded(path: Path, records: Sequence[Mapping[str, object]]) -> bytes:
-    """`records`, all with the same keys, as a file of the kind that the ending of `path` says.
+def is_table(path: Path) -> bool:
+    """Whether a file of this ending has columns, and not an object for each row."""
+    return path.suffix.lower() not in _LINES
 
-    A mapping among the values is an object in JSON; in a table each of its values has a column `KEY_NAME`. Raises
-    `InputError` for another ending, without pyarrow for Parquet, and for what Parquet cannot hold.
+
+def encoded(path: Path, records: Iterable[Mapping[str, object]]) -> Iterator[bytes]:
+    """The parts of a file of the kind that the ending of `path` says, of `records` that all have the same keys.
+
+    A mapping among the values is an object in JSON; in a table each of its values has a column `KEY_NAME`. Parquet is
+    built in memory, the other kinds in bounded memory. Raises `InputError` for another ending, without pyarrow for
+    Parquet, and for what Parquet cannot hold.
     """
     require_kind(path)
-    if path.suffix.lower() in _LINES:
-        return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode()
-    rows = [_flat(record) for record in records]
+    waiting = iter(records)
     if path.suffix.lower() == ".parquet":
-        return _as_parquet(path, rows)
-    held = io.StringIO()
-    # Every text in quotes: left to itself the writer puts none around a carriage return, at which readers break a line.
-    table = csv.writer(
-        held, delimiter=_DELIMITERS[path.suffix.lower()], quoting=csv.QUOTE_NONNUMERIC, lineterminator="\n"
-    )
-    table.writerow(rows[0] if rows else ())
-    table.writerows(row.values() for row in rows)
-    return held.getvalue().encode()
+        yield _as_parquet(path, [_flat(record) for record in waiting])
+        return
+    header = is_table(path)
+    while part := list(islice(waiting, _RECORDS)):
+        if not is_table(path):
+            yield "".join(json.dumps(record, ensure_ascii=False, default=str) + "\n" for record in part).encode()
+            continue
+        rows = [_flat(record) for record in part]
+        held = io.StringIO()
+        # All texts in quotes: by itself the writer puts none around a carriage return, at which readers break a line.
+        delimiter = _DELIMITERS[path.suffix.lower()]
+        table = csv.writer(held, delimiter=delimiter, quoting=csv.QUOTE_NONNUMERIC, lineterminator="\n")
+        if header:
+            table.writerow(rows[0])
+        table.writerows(row.values() for row in rows)
+        header = False
+        yield held.getvalue().encode()
 
 
 def require_kind(path: Path) -> None:

@@ -145,14 +145,23 @@ def first_record(path: Path) -> Mapping[str, object] | None:
     return None if first is None else first.fields
 
 
+@dataclass(frozen=True, slots=True)
+class TextRow:
+    """A text to predict, and the second one of a pair. fields: its row by column, in order; none of standard input.
+    named: the columns of the text and of the second one."""
+
+    text: str
+    pair: str | None = None
+    fields: Mapping[str, object] = field(default_factory=dict)
+    named: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True)
 class Texts:
-    """The texts of a file, in its order. `ids`: the values of its column `id`; `pairs`: second texts; None where it has
-    none."""
+    """The texts of a file, which is read again, row by row, each time `rows` is called. columns: of all of its rows."""
 
-    texts: tuple[str, ...]
-    ids: tuple[object, ...] | None
-    pairs: tuple[str, ...] | None = None
+    columns: tuple[str, ...]
+    rows: Callable[[], Iterator[TextRow]]
 
 
 def read_texts(
@@ -162,33 +171,39 @@ def read_texts(
 
     words: a list of words (in `tokens`, unless it is named) is a text too, with a space between them.
 
-    Whatever else stands in the file is not looked at. Raises `InputError` with every fault found, each as file:line.
+    The whole file is checked at once, in bounded memory. Other columns may hold anything. Raises `InputError` with
+    every fault found, each as file:line.
     """
-    problems = ProblemList()
-    table = open_table(path, problems)
     wanted = [("text", _candidates(text_column, ("tokens", *TEXT_COLUMNS) if words else TEXT_COLUMNS))]
     wanted += [("text_pair", (text_pair_column,))] if text_pair_column is not None else []
-    if table.columns is not None:
-        for what, names in wanted:
-            _column(what, names, table.columns, f"{path}:1", problems.add)
+
+    def rows() -> Iterator[TextRow]:
+        problems = ProblemList()
+        table = open_table(path, problems)
+        if table.columns is not None:
+            for what, names in wanted:
+                _column(what, names, table.columns, f"{path}:1", problems.add)
+            problems.raise_if_any()
+        for record in table.records:
+            where = table.place(record.line)
+            chosen = [_column(what, names, tuple(record.fields), where, problems.add) for what, names in wanted]
+            found = [(name, _joined(record.fields[name], words=words)) for name in chosen if name is not None]
+            faults = [fault for name, text in found if (fault := _fault_of(name, text)) is not None]
+            for fault in faults:
+                problems.add(where, fault)
+            if len(found) == len(wanted) and not faults:
+                text, *pair = (str(text) for _, text in found)
+                yield TextRow(text, pair[0] if pair else None, record.fields, tuple(name for name, _ in found))
         problems.raise_if_any()
-    texts: list[tuple[str, ...]] = []
-    ids: list[object] = []
-    for record in table.records:
-        where = table.place(record.line)
-        chosen = [_column(what, names, tuple(record.fields), where, problems.add) for what, names in wanted]
-        found = [(name, _joined(record.fields[name], words=words)) for name in chosen if name is not None]
-        faults = [fault for name, text in found if (fault := _fault_of(name, text)) is not None]
-        for fault in faults:
-            problems.add(where, fault)
-        if len(found) == len(wanted) and not faults:
-            texts.append(tuple(str(text) for _, text in found))
-            ids.append(record.fields.get(ID_COLUMN))
-    if not texts and not problems:
-        problems.add(str(path), "has no rows")
-    problems.raise_if_any()
-    pairs = None if text_pair_column is None else tuple(each[1] for each in texts)
-    return Texts(tuple(each[0] for each in texts), None if all(id_ is None for id_ in ids) else tuple(ids), pairs)
+
+    columns: dict[str, None] = {}
+    empty = True
+    for row in rows():
+        columns |= dict.fromkeys(row.fields)
+        empty = False
+    if empty:
+        raise InputError([Problem(str(path), "has no rows")])
+    return Texts(tuple(columns), rows)
 
 
 def _joined(text: object, *, words: bool) -> object:

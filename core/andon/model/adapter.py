@@ -10,8 +10,9 @@ import difflib
 import json
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,10 @@ from torch import nn
 
 from andon.config.source import is_folder, require_model_folder
 from andon.console.problems import InputError, Problem, ProblemList
-from andon.model.build import facts_of, head_names, seeded, vocabulary_head
+from andon.model.build import facts_of, head_names, seeded, vocabulary_head, without_adapter
 from andon.model.finite import require_finite
 from andon.model.new_tokens import add_rows, layers_with_rows, with_rows_put_in
+from andon.model.stored import Stored, write_sharded, write_tensors
 from andon_contracts.digest import tree_digest
 
 ALL_LINEAR = "all-linear"
@@ -214,39 +216,17 @@ def export_adapter(
     transformers needs no other (it looks for no base where there is one).
     """
     from peft import PeftModel
-    from safetensors.torch import save
 
     folder.mkdir(parents=True, exist_ok=True)
     if with_base or not isinstance(model, PeftModel):
         save_base(model, folder, labels)
     if not isinstance(model, PeftModel):
         return
-    # Not `save_file`: it makes files that only their owner can read, and hides why a disk refused.
-    (folder / "adapter_model.safetensors").write_bytes(save(adapter_tensors(model), metadata={"format": "pt"}))
+    write_tensors(folder / "adapter_model.safetensors", {name: Stored(t) for name, t in adapter_tensors(model).items()})
     _write_json(folder / "adapter_config.json", _adapter_config(model, base_reference))
     if labels and not with_base:
         _write_json(folder / "classifier.json", _model_config(model.get_base_model(), labels))
     _write_labels(folder, labels)
-
-
-def merged(model: nn.Module) -> nn.Module:
-    """`model` with its adapter added to the weights of its base, in fp32, for `save_base` to write.
-
-    Changes `model`, which is of no use afterwards. One without an adapter is returned as it is, in fp32.
-    """
-    from peft import PeftModel
-    from peft.utils import ModulesToSaveWrapper
-
-    model.float()
-    if not isinstance(model, PeftModel):
-        return model
-    # Not `merge_and_unload`: its progress bar, shown or not, leaves a thread behind.
-    model.merge_adapter(safe_merge=True)
-    base: nn.Module = model.get_base_model()
-    for name, module in [*base.named_modules()]:
-        if isinstance(module, ModulesToSaveWrapper):
-            base.set_submodule(name, module.modules_to_save["default"])
-    return base
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -254,7 +234,7 @@ def adapter_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     from peft import get_peft_model_state_dict
 
     state: Mapping[str, torch.Tensor] = get_peft_model_state_dict(model, save_embedding_layers=False)
-    return {name: _detached(tensor) for name, tensor in sorted(state.items())}
+    return {name: value.detach().to("cpu", copy=True).contiguous() for name, value in sorted(state.items())}
 
 
 def load_adapter(model: nn.Module, folder: Path) -> None:
@@ -295,22 +275,68 @@ def save_base(model: nn.Module, folder: Path, labels: Sequence[str]) -> None:
     Of weights that are tied one is written. labels: as `export_adapter` has them.
     What makes an adapter of the embedded model loadable by stock peft. Needed once: the base never changes.
     """
-    from peft import PeftModel
-    from safetensors.torch import save
+    _write_model(model, folder, labels, _stored(model, merge=False, dtype=None), str(without_adapter(model).dtype))
 
+
+def save_merged(model: nn.Module, folder: Path, labels: Sequence[str], dtype: torch.dtype) -> None:
+    """Write `model` with its adapter added to the weights of its base, as `save_base` writes the base.
+
+    Each sum is computed in fp32 as its weight is written, and stored in `dtype`: memory holds one merged weight at a
+    time. `model` does not change. A model without an adapter is written as it is, in `dtype`.
+    """
+    _write_model(model, folder, labels, _stored(model, merge=True, dtype=dtype), str(dtype))
+
+
+def _write_model(
+    model: nn.Module, folder: Path, labels: Sequence[str], tensors: Mapping[str, Stored], dtype: str
+) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
-    # peft keeps the base's own tensors beside those that it adds, under names with a part more for each wrapper. The
-    # experts of a mixture have two.
-    tensors = {
-        ".".join(part for part in name.split(".") if part not in _WRAPPERS): value
-        for name, value in base.state_dict().items()
-        if not any(part in name for part in (".lora_", ".modules_to_save.", ".trainable_tokens_"))
-    }
-    tensors = {name: _detached(value) for name, value in tensors.items() if name not in base.all_tied_weights_keys}
-    (folder / "model.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))
-    _write_json(folder / "config.json", _model_config(base, labels))
+    write_sharded(folder, tensors)
+    config = _model_config(without_adapter(model), labels) | {"dtype": dtype.removeprefix("torch.")}
+    _write_json(folder / "config.json", config)
     _write_labels(folder, labels)
+
+
+def _stored(model: nn.Module, *, merge: bool, dtype: torch.dtype | None) -> dict[str, Stored]:
+    """The tensors of the base by the names that transformers reads, with the adapter added if `merge`."""
+    base: Any = without_adapter(model)
+    changes = _changes(base) if merge else {}
+    other = ".original_module." if merge else ".modules_to_save."
+    found = {}
+    for name, value in base.state_dict().items():
+        # peft keeps the base's own tensors beside those that it adds, under names with a part more for each wrapper.
+        # The experts of a mixture have two.
+        plain = _plain(name.replace(".modules_to_save.default.", "."))
+        if other in name or ".lora_" in name or ".trainable_tokens_" in name or plain in base.all_tied_weights_keys:
+            continue
+        found[plain] = Stored(value, dtype if value.is_floating_point() else None, changes.get(plain))
+    return found
+
+
+def _plain(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def _changes(base: nn.Module) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
+    """By the name of each weight that an adapter of peft changes: its value, in fp32, to the changed one."""
+    found: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
+    for name, module in base.named_modules():
+        layer: Any = module
+        if hasattr(layer, "lora_A"):  # of the experts of a mixture each tensor has a wrapper, which names it
+            found[f"{_plain(name)}.{getattr(layer, 'parameter_name', 'weight')}"] = partial(_with_delta, layer)
+        elif hasattr(layer, "trainable_tokens_delta"):
+            found[f"{_plain(name)}.weight"] = partial(_with_rows, layer)
+    return found
+
+
+def _with_delta(layer: Any, weight: torch.Tensor) -> torch.Tensor:
+    delta: torch.Tensor = layer.get_delta_weight("default")
+    return weight + delta.float()
+
+
+def _with_rows(layer: Any, weight: torch.Tensor) -> torch.Tensor:
+    rows = layer.trainable_tokens_delta["default"].float()
+    return weight.index_copy(0, torch.tensor(layer.token_indices["default"], device=weight.device), rows)
 
 
 def read_labels(folder: Path) -> tuple[str, ...]:
@@ -328,10 +354,6 @@ def read_labels(folder: Path) -> tuple[str, ...]:
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise InputError([Problem(str(file), f"cannot read the label names: {error}")]) from error
     return tuple(names)
-
-
-def _detached(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu", copy=True).contiguous()
 
 
 def _adapter_config(model: Any, base_reference: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ tokens of the whole global batch. A token's weight belongs to its prediction, ma
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -293,24 +294,72 @@ def _tried_rows(base: Any, longest: int | None) -> list[torch.Tensor]:
     return list(ids.split(lengths))
 
 
-def generate_greedy(model: nn.Module, ids: Sequence[int], stop_ids: Collection[int], max_new_tokens: int) -> list[int]:
-    """What `model` writes behind `ids`, each token the one with the largest logit: new tokens alone.
+def generate(
+    model: nn.Module, prompts: Sequence[Sequence[int]], stop_ids: Collection[int], most: Sequence[int]
+) -> list[list[int]]:
+    """The ids that `model` writes after each of `prompts`: greedily, by `generate` of transformers, on its own device.
 
-    Ends with the first of `stop_ids`, which is given back, after `max_new_tokens`, or where the model has no more
-    positions. In eval mode; nothing of the model's own settings for generation enters. Raises `ValueError` without ids.
+    An answer ends with the first of `stop_ids`, which it includes, after its number `most` of tokens, or when the model
+    has no more positions. Prompts of like lengths are answered together, padded on the left. In eval mode; the model's
+    own settings for generation are not used. Raises `ValueError` for a prompt without ids.
     """
-    if not ids:
-        raise ValueError("there is nothing to go on from: no token was given")
+    from transformers import GenerationConfig
+
+    if not all(prompts):
+        raise ValueError("there is nothing to go on from: a prompt has no tokens")
     base: Any = without_adapter(model)
     device = next(base.parameters()).device
-    room = getattr(base.config, "max_position_embeddings", None)
-    count = max_new_tokens if room is None else min(max_new_tokens, room - len(ids))
-    found: list[int] = []
-    given, cache = torch.tensor([list(ids)], device=device), None
-    with torch.no_grad(), evaluating(model), computing(model, device):
-        while len(found) < count and not (found and found[-1] in stop_ids):
-            output = base(input_ids=given, past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
-            found.append(int(output.logits[0, -1].float().argmax()))
-            given = torch.tensor([[found[-1]]], device=device)
+    positions = getattr(base.config, "max_position_embeddings", None) or sys.maxsize
+    rooms = [min(each, positions - len(ids)) for each, ids in zip(most, prompts, strict=True)]
+    found: list[list[int]] = [[] for _ in prompts]
+    own, base.generation_config = base.generation_config, GenerationConfig()
+    try:
+        with torch.no_grad(), evaluating(model), computing(model, device):
+            for batch in _prompt_batches([*map(len, prompts)], rooms, positions, _tokens_at_once(base, device)):
+                longest, room = len(prompts[batch[0]]), max(rooms[place] for place in batch)
+                ids = torch.zeros((len(batch), longest), dtype=torch.int64)
+                mask = torch.zeros_like(ids)
+                for row, place in enumerate(batch):
+                    ids[row, longest - len(prompts[place]) :] = torch.tensor(prompts[place])
+                    mask[row, longest - len(prompts[place]) :] = 1
+                settings = GenerationConfig(
+                    max_new_tokens=room,
+                    do_sample=False,
+                    use_cache=True,
+                    pad_token_id=0,
+                    eos_token_id=[*stop_ids] or None,
+                )
+                written = base.generate(ids.to(device), attention_mask=mask.to(device), generation_config=settings)
+                for place, answer in zip(batch, written[:, longest:].tolist(), strict=True):
+                    ends = [end for end, token in enumerate(answer, start=1) if token in stop_ids]
+                    found[place] = answer[: min([rooms[place], *ends[:1]])]
+    finally:
+        base.generation_config = own
     return found
+
+
+def _prompt_batches(lengths: Sequence[int], rooms: Sequence[int], positions: int, tokens: int) -> Iterator[list[int]]:
+    """The places of prompts, longest first, in batches of at most `tokens` tokens with their answers, or of one prompt.
+
+    The longest prompt and the longest answer of a batch fit into the model's positions. Prompts without room are left
+    out.
+    """
+    batch: list[int] = []
+    room = 0
+    for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
+        if rooms[place] < 1:
+            continue
+        most, longest = max(room, rooms[place]), lengths[batch[0] if batch else place]
+        if batch and (longest + most > positions or (len(batch) + 1) * (longest + most) > tokens):
+            yield batch
+            batch, most = [], rooms[place]
+        batch.append(place)
+        room = most
+    if batch:
+        yield batch
+
+
+def _tokens_at_once(base: Any, device: torch.device) -> int:
+    """Tokens whose keys and values, in fp32, take half of a GPU's free memory, or 2 GiB of a CPU's."""
+    memory = torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else 1 << 31
+    return int(memory // (8 * base.config.num_hidden_layers * base.config.hidden_size))

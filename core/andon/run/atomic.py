@@ -87,19 +87,20 @@ def remove(path: Path) -> None:
             path.unlink()
 
 
-def write_new(path: Path, data: bytes | memoryview) -> None:
+def write_new(path: Path, data: bytes | memoryview | Iterator[bytes]) -> None:
     """Create `path` with `data`, fsynced, with the permissions that the umask leaves. Not atomic: `write_whole` is."""
     # Never into what is there: it may be another writer's, or a link that somebody put in its place.
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        write_all(handle, data)
+        for part in data if isinstance(data, Iterator) else (data,):
+            write_all(handle, part)
         os.fsync(handle)
     finally:
         os.close(handle)
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Make `path` hold `data`: at any moment, also after a crash, it is the old file or the new one.
+def write_whole(path: Path, data: bytes | Iterator[bytes]) -> None:
+    """Make `path` hold `data`, or its parts: at any moment, also after a crash, it is the old file or the new one.
 
     Raises `InputError` where the folder cannot be written or the disk is full; the old file is then still there.
     """

@@ -169,6 +169,13 @@ def load_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(path, found.step, found.tensors, found.state, digest, found.head)
 
 
+def saved_steps(folder: Path) -> list[int]:
+    """The steps of the complete checkpoints in `folder`, in order. Raises `InputError` if it cannot be read."""
+    with storage(folder, "read"):
+        named = _named(folder) if folder.is_dir() else {}
+    return sorted(step for step, paths in named.items() if is_complete(paths[0]))
+
+
 def newest_valid(folder: Path, before: float = math.inf) -> tuple[Checkpoint | None, list[str]]:
     """The valid checkpoint of the latest step below `before` in `folder`, and for each later one why it was rejected.
 

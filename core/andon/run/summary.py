@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -105,6 +105,20 @@ def read_summary(path: Path) -> Summary:
 def quoted(values: Mapping[str, Any]) -> dict[str, float]:
     """Of scores as plain values those that a line quotes, by the word for each."""
     return {word: values[name] for name, word in _QUOTED.items() if values.get(name) is not None}
+
+
+def labelled(scores: Mapping[str, Any], labels: Sequence[str]) -> dict[str, Any]:
+    """Scores as plain values with the classes' names, if they have any.
+
+    Each of `classes` gets its `label`; `labels` names the classes that the cells of `confusion` number from 0. A score
+    that does not exist for these rows, as AUROC of more than two classes, is left out.
+    """
+    values = {name: value for name, value in scores.items() if value is not None}
+    if "classes" not in values:
+        return values
+    values["classes"] = [{"label": label} | one for label, one in zip(labels, values["classes"], strict=True)]
+    confusion = {"confusion": values.pop("confusion")} if "confusion" in values else {}
+    return values | {"labels": list(labels)} | confusion
 
 
 def _finite(value: object) -> object:

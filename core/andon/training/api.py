@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -38,7 +38,7 @@ from andon.launch.portable import chosen
 from andon.launch.sizes import Sizing, sized
 from andon.run.folder import RunFolder, State
 from andon.run.ledger import LedgerError, read_ledger
-from andon.run.summary import Summary, read_summary
+from andon.run.summary import Summary, labelled, read_summary
 from andon.training.existing import require_run, require_task
 from andon.training.given import RowFiles
 from andon.training.rows import READERS
@@ -132,15 +132,24 @@ def train(
     return TrainingRun(ended.folder.path)
 
 
-def open_run(path: str | os.PathLike[str], *, model: str | os.PathLike[str] | None = None) -> TrainingRun:
+def open_run(
+    path: str | os.PathLike[str],
+    *,
+    model: str | os.PathLike[str] | None = None,
+    checkpoint: str | int | None = None,
+    device: str = "auto",
+) -> TrainingRun:
     """The run that lies at `path`, by whatever it was trained, finished or not.
 
-    model: where its base is now, if it has moved. Raises `InputError` for no run.
+    model: where its base is now, if it has moved. checkpoint: `best`, `last` or a step, whose weights evaluate and
+    predict; None: the run's result. device: where they do, `cpu`, `cuda`, `cuda:N`, or `auto`: a GPU if there is one.
+    Raises `InputError` for no run.
     """
     folder = RunFolder(Path(path))
     if folder.state() in (State.EMPTY, State.FOREIGN):
         raise InputError([Problem(str(path), "holds no run of andon")])
-    return TrainingRun(folder.path, None if model is None else os.fspath(model))
+    chosen = None if checkpoint is None else str(checkpoint)
+    return TrainingRun(folder.path, None if model is None else os.fspath(model), chosen, device)
 
 
 class TrainingRun:
@@ -149,17 +158,20 @@ class TrainingRun:
     What a run has only at its end (`summary`, `adapter`, scores, predictions) is an `InputError` before.
     """
 
-    def __init__(self, path: Path, base: str | None = None) -> None:
+    def __init__(
+        self, path: Path, base: str | None = None, checkpoint: str | None = None, device: str = "auto"
+    ) -> None:
         self.path = path.absolute()  # a program may change its folder
-        self._base = base
+        self._base, self._checkpoint, self._device = base, checkpoint, device
 
     def __repr__(self) -> str:
         return f"andon.open_run({str(self.path)!r})"
 
     @property
     def summary(self) -> Summary:
-        """What the run came to, as its summary.json has it."""
-        return read_summary(RunFolder(self.path).summary)
+        """What the run came to, as its summary.json has it; `eval` names the classes, as `andon eval` does."""
+        found = read_summary(RunFolder(self.path).summary)
+        return replace(found, eval=labelled(found.eval, found.labels))
 
     @property
     def adapter(self) -> Path:
@@ -189,7 +201,7 @@ class TrainingRun:
         with _given() as files:
             path = Path(files.path_of(data, "data"))
             rows = read_labelled(folder, path, text_column=text_column, label_column=label_column)
-            with torch_as_found():
+            with torch_as_found(threads=None):
                 return named(evaluate_run(self._model, rows), rows.labels)
 
     def predict(self, texts: Iterable[str]) -> list[Predicted]:
@@ -202,7 +214,7 @@ class TrainingRun:
         from andon.training.caller import torch_as_found
         from andon.training.inference import predict
 
-        with torch_as_found():
+        with torch_as_found(threads=None):
             return list(predict(self._model, given))
 
     def generate(self, prompts: Iterable[str], *, max_new_tokens: int = 256) -> list[Answer]:
@@ -215,7 +227,7 @@ class TrainingRun:
         from andon.training.caller import torch_as_found
         from andon.training.inference import answer
 
-        with torch_as_found():
+        with torch_as_found(threads=None):
             return list(answer(self._model, given, max_new_tokens))
 
     def verify(self) -> Verified:
@@ -235,7 +247,7 @@ class TrainingRun:
     def _model(self) -> TrainedRun:
         from andon.training.inference import load_run
 
-        return load_run(require_run(self.path), self._base)
+        return load_run(require_run(self.path), self._base, checkpoint=self._checkpoint, device=self._device)
 
 
 @dataclass(frozen=True)

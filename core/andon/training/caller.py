@@ -13,8 +13,10 @@ import torch
 
 
 @contextmanager
-def torch_as_found() -> Iterator[None]:
+def torch_as_found(*, threads: int | None = 1) -> Iterator[None]:
     """Inside, torch has the settings of a new rank; afterwards it has its caller's again.
+
+    threads: of one operation on a CPU, None: as many as the caller has.
 
     These are the number of threads, deterministic kernels, the types and devices of new tensors, and whether gradients
     are recorded or numbers cast. So are the states of the generators of torch, numpy and Python, whose next numbers do
@@ -22,7 +24,7 @@ def torch_as_found() -> Iterator[None]:
     """
     with ExitStack() as stack:
         stack.callback(_put_back, dict(os.environ))
-        _settings(stack)
+        _settings(stack, threads)
         _generators(stack)
         stack.enter_context(torch.inference_mode(mode=False))  # gradients are recorded, too
         for kind in ("cpu", "cuda"):
@@ -36,11 +38,11 @@ def _put_back(environment: dict[str, str]) -> None:
     os.environ.update(environment)
 
 
-def _settings(stack: ExitStack) -> None:
+def _settings(stack: ExitStack, threads: int | None) -> None:
     filling: Any = torch.utils.deterministic
     stack.callback(setattr, filling, "fill_uninitialized_memory", filling.fill_uninitialized_memory)
     stack.callback(torch.set_num_threads, torch.get_num_threads())
-    torch.set_num_threads(1)  # as every rank and command has: a model that is loaded already asks for it no more
+    torch.set_num_threads(threads or torch.get_num_threads())
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     stack.callback(
         torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled(), warn_only=warn_only

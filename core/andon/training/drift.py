@@ -22,18 +22,27 @@ from andon.data.conversations import Conversation, ConversationSet
 from andon.data.rows import Examples, Row
 from andon.data.tokens import HuggingFaceTokenizer
 from andon.model.build import LOADERS, computing, without_adapter
-from andon.model.causal import generate_greedy
+from andon.model.causal import generate
 from andon.tasks.sft import Asked
 from andon.training.inference import TrainedRun, logits_of_texts
 from andon.training.material import HEADS
 
-MOST_ROWS = 256
-"""Rows that a drift is measured on; of more of them this many, evenly spaced."""
-MOST_PROMPTS, _MOST_TOKENS = 64, 32
-"""Prompts that are answered, and tokens of an answer."""
+
+@dataclass(frozen=True)
+class Extent:
+    """How much is compared at most: rows, or prompts with so many tokens of each answer; evenly spaced."""
+
+    rows: int
+    prompts: int
+    tokens: int
+
+
+EXTENTS = {"rows": Extent(8, 4, 8), "full": Extent(256, 64, 32)}
+"""By the name of the check."""
 _MOST_LOGITS = 1 << 27
 """That are kept of the run's answers, half a GiB of fp32; a large vocabulary has fewer prompts."""
 _BATCH = 16
+"""Texts of one pass of the written model."""
 _MOST_DRIFT = 1e-3
 """Of a model that computes in fp32 and is written in it, in parts of the largest number: sums in another order are far
 below."""
@@ -43,12 +52,14 @@ below."""
 class Drift:
     """How far what a written model says is from the run's own.
 
-    rows: how many of the `total` rows of the last scores were asked. largest: difference of one number. size: of the
-    run's largest number, 1 at least. changed: of what is decided by them, how many came out otherwise. words: for it.
+    rows: how many of the `total` rows of the last scores were asked. tokens: the most of an answer. largest: difference
+    of one number. size: of the run's largest number, 1 at least. changed: of what is decided by them, how many came out
+    otherwise. words: for it.
     """
 
     rows: int
     total: int
+    tokens: int
     largest: float
     size: float
     changed: int
@@ -56,7 +67,7 @@ class Drift:
 
     def __str__(self) -> str:
         of = f"{self.total}" if self.rows == self.total else f"{self.rows} of {self.total}"
-        return self.words.format(of=of, largest=f"{self.largest:.1e}", changed=self.changed, tokens=_MOST_TOKENS)
+        return self.words.format(of=of, largest=f"{self.largest:.1e}", changed=self.changed, tokens=self.tokens)
 
     @property
     def within_rounding(self) -> bool:
@@ -74,24 +85,28 @@ class Said:
 
 @dataclass(frozen=True)
 class Questions:
-    """What is asked of both: some of a run's `total` rows, or for one that answers, the ids of their prompts."""
+    """What is asked of both: some of a run's `total` rows, or for one that answers, the ids of their prompts.
+
+    tokens: the most of an answer.
+    """
 
     rows: Sequence[Row[Any]]
     prompts: Sequence[list[int]]
     total: int
+    tokens: int
 
     def __len__(self) -> int:
         return len(self.rows) + len(self.prompts)
 
 
-def questions_of(run: TrainedRun, data: Examples, rows: int = MOST_ROWS, prompts: int = MOST_PROMPTS) -> Questions:
-    """At most `rows` of the rows in `data`, or `prompts` of its prompts, evenly spaced."""
+def questions_of(run: TrainedRun, data: Examples, extent: Extent) -> Questions:
+    """Rows in `data`, or its prompts, evenly spaced, as many as `extent` says."""
     if isinstance(data, ConversationSet):
         vocabulary = int(without_adapter(run.model).get_input_embeddings().weight.shape[0])  # type: ignore[operator]
-        most = min(prompts, max(1, _MOST_LOGITS // (vocabulary * _MOST_TOKENS)))
+        most = min(extent.prompts, max(1, _MOST_LOGITS // (vocabulary * extent.tokens)))
         asked = [_prompt(run, row, data) for row in _spaced(data.rows, most)]
-        return Questions((), [ids for ids in asked if ids], len(data))
-    return Questions(_spaced(data.rows, rows), (), len(data))  # type: ignore[attr-defined]
+        return Questions((), [ids for ids in asked if ids], len(data), extent.tokens)
+    return Questions(_spaced(data.rows, extent.rows), (), len(data), extent.tokens)  # type: ignore[attr-defined]
 
 
 _Item = TypeVar("_Item")
@@ -118,11 +133,12 @@ def said_by_run(run: TrainedRun, asked: Questions) -> Said:
     task = run.config.task or CLASSIFICATION
     if task == SFT:
         stops = Asked.read(run.folder.adapter).stops
-        answers = [generate_greedy(run.model, ids, stops, _room(run, ids)) for ids in asked.prompts]
-        with computing(run.model, torch.device("cpu")):
+        answers = generate(run.model, asked.prompts, stops, [_room(run, asked, ids) for ids in asked.prompts])
+        with computing(run.model, run.device):
             logits = _along(without_adapter(run.model), asked.prompts, answers)
         return Said(logits, list(map(tuple, answers)))
-    return _SAID[task](run, asked, (logits_of_texts(run, *batch) for batch in _batches(asked)))
+    found = [row for batch in _batches(asked) for row in logits_of_texts(run, *batch)]
+    return _SAID[task](run, asked, found)
 
 
 def said_by_written(
@@ -143,14 +159,15 @@ def said_by_written(
             model: Any = loader.from_pretrained(place, dtype="auto", **local)
         else:
             model = _with_peft(run, loader, folder, str(base), local)
-    model.eval()
+    model.to(run.device).eval()
     with torch.no_grad():
         if task == SFT:
-            answers = [_written_answer(model, ids, _room(run, ids)) for ids in asked.prompts]
+            answers = [_written_answer(model, ids, _room(run, asked, ids)) for ids in asked.prompts]
             return Said(_along(model, asked.prompts, before.decided), answers)  # type: ignore[arg-type]
         how = {"padding": True, "truncation": True, "return_tensors": "pt"}
         given = (tokenizer(*(part for part in batch if part is not None), **how) for batch in _batches(asked))
-        return _SAID[task](run, asked, (model(**batch).logits.float() for batch in given))
+        found = [row for batch in given for row in model(**batch.to(run.device)).logits.float().cpu()]
+        return _SAID[task](run, asked, found)
 
 
 def _with_peft(run: TrainedRun, loader: Any, folder: Path, base: str, local: Mapping[str, Any]) -> Any:
@@ -178,6 +195,7 @@ def drift(run: TrainedRun, asked: Questions, before: Said, after: Said) -> Drift
     return Drift(
         rows=len(asked),
         total=asked.total,
+        tokens=asked.tokens,
         largest=float((ours - theirs).abs().max()),
         size=max(1.0, float(ours.abs().max())),
         changed=sum(one != other for one, other in zip(before.decided, after.decided, strict=True)),
@@ -185,22 +203,22 @@ def drift(run: TrainedRun, asked: Questions, before: Said, after: Said) -> Drift
     )
 
 
-def _room(run: TrainedRun, ids: Sequence[int]) -> int:
-    return min(_MOST_TOKENS, run.config.model.max_length - len(ids))
+def _room(run: TrainedRun, asked: Questions, ids: Sequence[int]) -> int:
+    return min(asked.tokens, run.config.model.max_length - len(ids))
 
 
 def _along(model: Any, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> torch.Tensor:
     """fp32 [tokens of all answers, vocabulary]: the logits by which each of these tokens is taken, or is not."""
+    found = []
     with torch.no_grad():
-        passes = (
-            model(input_ids=torch.tensor([[*ids, *answer[:-1]]]), use_cache=False).logits[0, len(ids) - 1 :].float()
-            for ids, answer in zip(prompts, answers, strict=True)
-        )
-        return torch.cat(list(passes))
+        for ids, answer in zip(prompts, answers, strict=True):
+            given = torch.tensor([[*ids, *answer[:-1]]], device=model.device)
+            found.append(model(input_ids=given, use_cache=False).logits[0, len(ids) - 1 :].float().cpu())
+    return torch.cat(found)
 
 
 def _written_answer(model: Any, ids: list[int], most: int) -> tuple[int, ...]:
-    given = torch.tensor([ids])
+    given = torch.tensor([ids], device=model.device)
     found = model.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=most)
     return tuple(found[0, len(ids) :].tolist())
 
@@ -212,33 +230,31 @@ def _batches(asked: Questions) -> Iterator[tuple[list[str], list[str] | None]]:
         yield [row.text for row in rows], pairs or None
 
 
-def _classes(run: TrainedRun, asked: Questions, logits: Iterator[torch.Tensor]) -> Said:
-    found = torch.cat([batch.softmax(dim=1) for batch in logits])
+def _classes(run: TrainedRun, asked: Questions, logits: Sequence[torch.Tensor]) -> Said:
+    found = torch.stack([*logits]).softmax(dim=1)
     return Said(found, found.argmax(dim=1).tolist())
 
 
-def _label_sets(run: TrainedRun, asked: Questions, logits: Iterator[torch.Tensor]) -> Said:
-    found = torch.cat([batch.sigmoid() for batch in logits])
+def _label_sets(run: TrainedRun, asked: Questions, logits: Sequence[torch.Tensor]) -> Said:
+    found = torch.stack([*logits]).sigmoid()
     return Said(found, (found > 0.5).tolist())
 
 
-def _tags(run: TrainedRun, asked: Questions, logits: Iterator[torch.Tensor]) -> Said:
+def _tags(run: TrainedRun, asked: Questions, logits: Sequence[torch.Tensor]) -> Said:
     """Of the first token of each word that was not cut off."""
-    parts = []
-    for (texts, _), batch in zip(_batches(asked), logits, strict=True):
-        _, firsts = run.tokenizer.encode_words(texts, run.config.model.max_length)
-        parts += [row[[place for place in places if place >= 0]] for row, places in zip(batch, firsts, strict=True)]
+    _, firsts = run.tokenizer.encode_words([row.text for row in asked.rows], run.config.model.max_length)
+    parts = [row[[place for place in places if place >= 0]] for row, places in zip(logits, firsts, strict=True)]
     found = torch.cat(parts).softmax(dim=1)
     return Said(found, found.argmax(dim=1).tolist())
 
 
-_SAID: Mapping[str, Callable[[TrainedRun, Questions, Iterator[torch.Tensor]], Said]] = {
+_SAID: Mapping[str, Callable[[TrainedRun, Questions, Sequence[torch.Tensor]], Said]] = {
     CLASSIFICATION: _classes,
-    REGRESSION: lambda run, asked, logits: Said(torch.cat(list(logits)), ()),
+    REGRESSION: lambda run, asked, logits: Said(torch.stack([*logits]), ()),
     MULTI_LABEL: _label_sets,
     TOKEN_CLASSIFICATION: _tags,
 }
-"""By the task's name, of those over texts: logits, a batch at a time, to what is said by them."""
+"""By the task's name, of those over texts: the logits of each text to what is said by them."""
 _WORDS: Mapping[str, str] = {
     CLASSIFICATION: "on {of} evaluation rows the largest difference from a probability of the run is {largest}, and "
     "{changed} rows get another label",

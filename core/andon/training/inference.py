@@ -11,23 +11,28 @@ from typing import Any
 import torch
 from torch import nn
 
+from andon.backend.devices import named_devices
 from andon.backend.inprocess import InlineBackend
 from andon.config.schema import CLASSIFICATION, MULTI_LABEL, REGRESSION, TOKEN_CLASSIFICATION, Config
 from andon.config.source import loading
 from andon.console.messages import say
 from andon.console.problems import InputError, Problem
 from andon.data.chat import encode_prompt
-from andon.data.conversations import Message, written
+from andon.data.conversations import Message
 from andon.data.rows import DataSet, Examples
 from andon.data.tokens import HuggingFaceTokenizer, Tokenizer, pretrained_tokenizer
 from andon.metrics.scores import ClassificationScores, Scores
-from andon.model.adapter import attach, base_digest, load_adapter, read_labels
+from andon.model.adapter import attach, base_digest, load_adapter, read_labels, trainable_parameters
 from andon.model.batches import predictions
 from andon.model.build import ModelSpec, build_base
-from andon.model.causal import generate_greedy
+from andon.model.causal import generate
 from andon.model.finite import require_finite_model
+from andon.run.checkpoint import load_checkpoint, saved_steps
 from andon.run.folder import RunFolder
 from andon.run.provenance import read_provenance
+from andon.run.sealed import CheckpointError
+from andon.run.summary import labelled, read_summary
+from andon.step.replica import WEIGHTS
 from andon.tasks.encoded import EncodedRows
 from andon.tasks.sft import Asked
 from andon.training.evaluation import evaluate
@@ -48,16 +53,26 @@ from andon.training.material import (
 from andon.training.rows import READERS, Rows, read_rows, selection_of, skip_notes
 from andon_contracts.digest import hex64
 
+_WINDOW, _PROMPTS = 2048, 256
+"""Texts, and prompts, that are sorted by length together: what is held of a file at a time."""
+_TOKENS = 1 << 14
+"""Tokens of one forward pass over texts, with their padding."""
+
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """What a run left: its model with the trained weights, in eval mode on the CPU, its tokenizer and labels."""
+    """What a run left: its model with the trained weights, in eval mode on `device`, its tokenizer and labels.
+
+    step: of the checkpoint that the weights were read from; None: they are the run's result.
+    """
 
     folder: RunFolder
     config: Config
     model: nn.Module
     tokenizer: Tokenizer
     labels: tuple[str, ...]
+    device: torch.device
+    step: int | None = None
 
 
 @dataclass(frozen=True)
@@ -119,13 +134,33 @@ class PredictedTags:
 Predicted = Prediction | PredictedNumber | PredictedLabels | PredictedTags
 
 
-def load_run(folder: RunFolder, base: str | None = None) -> TrainedRun:
-    """Build the run's base again, check that it is the same one, and load what was trained.
+def device_named(name: str) -> torch.device:
+    """`auto` (the first GPU if torch can use one, else the CPU), `cpu`, `cuda` or `cuda:N`.
 
-    base: where it is now; None: where it was, or what the project embeds. Raises `InputError` for a base whose weights
-    are not those that the adapter was trained on, and for a `base` of a run that needs none.
+    Raises `InputError` for any other name, and for a GPU that is not there.
     """
-    torch.set_num_threads(1)
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "auto":
+        return torch.device("cuda:0" if gpus else "cpu")
+    try:
+        (device,) = named_devices([name], gpus)
+    except InputError as error:
+        raise InputError([Problem("--device", f"{each.what}; or use auto") for each in error.problems]) from None
+    return device
+
+
+def load_run(
+    folder: RunFolder, base: str | None = None, *, checkpoint: str | None = None, device: str = "cpu"
+) -> TrainedRun:
+    """Build the run's base again, check that it is the same one, load what was trained, and move it to `device`.
+
+    base: where it is now; None: where it was, or what the project embeds. checkpoint: `best`, `last` or a step, whose
+    weights are loaded; None: those of the run's result, in its adapter folder. device: as `device_named` takes it.
+    Raises `InputError` for a base whose weights are not those that the adapter was trained on, for a `base` of a run
+    that needs none, and for a checkpoint that is not there.
+    """
+    place = device_named(device)
+    step = None if checkpoint is None else _step_named(folder, checkpoint)
     config = _config_of_model(folder, base)
     head = HEADS[config.task or CLASSIFICATION]
     labels = () if head == "causal" else read_labels(folder.adapter)
@@ -138,9 +173,47 @@ def load_run(folder: RunFolder, base: str | None = None) -> TrainedRun:
         model = attach(build_base(spec), adapter, config.seed)
         _require_same_base(folder, model)
         load_adapter(model, folder.adapter)
+    if step is not None:
+        _load_step(folder.checkpoints / f"step-{step:08d}", model)
+    model = model.to(place).eval()
     for warning in warnings_of(model, tokenizer):
         say(warning)
-    return TrainedRun(folder, config, model.eval(), tokenizer, labels)
+    return TrainedRun(folder, config, model, tokenizer, labels, place, step)
+
+
+def _step_named(folder: RunFolder, checkpoint: str) -> int:
+    """The step of the checkpoint `best`, `last` or N. Raises `InputError` that lists those that are there."""
+    saved = saved_steps(folder.checkpoints)
+    there = f"there are {', '.join(map(str, saved))}" if saved else "there are none"
+    if checkpoint in ("best", "last"):
+        summary = read_summary(folder.summary)
+        step = summary.best_step if checkpoint == "best" else summary.steps
+        if step is None:
+            what = "the run has no best checkpoint, since no rows were validated on; use last, or a step"
+            raise InputError([Problem("--checkpoint", f"{what}: {there}")])
+    elif checkpoint.isascii() and checkpoint.isdecimal():
+        step = int(checkpoint)
+    else:
+        raise InputError([Problem("--checkpoint", f"{checkpoint!r} is not best, last or a step; {there}")])
+    if step not in saved:
+        raise InputError([Problem("--checkpoint", f"{folder.checkpoints} has no checkpoint of step {step}; {there}")])
+    return step
+
+
+def _load_step(path: Path, model: nn.Module) -> None:
+    """Copy the trained weights of the checkpoint at `path` into `model`."""
+    try:
+        tensors = load_checkpoint(path).tensors
+    except CheckpointError as error:
+        raise InputError([Problem("--checkpoint", str(error))]) from error
+    prefix = f"{WEIGHTS}/"
+    saved = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+    trained = trainable_parameters(model)
+    if {name: value.shape for name, value in saved.items()} != {name: each.shape for name, each in trained.items()}:
+        raise InputError([Problem("--checkpoint", f"{path} holds other weights than this run trains")])
+    with torch.no_grad():
+        for name, value in saved.items():
+            trained[name].copy_(value)
 
 
 def _config_of_model(folder: RunFolder, base: str | None) -> Config:
@@ -205,7 +278,7 @@ def evaluate_run(run: TrainedRun, data: Examples) -> Scores:
     The loss is weighted as in training. Weights by frequency are those of the training rows: where these are gone or
     have changed, there is no loss, and a line says so.
     """
-    backend = InlineBackend([torch.device("cpu")])
+    backend = InlineBackend([run.device])
     if not isinstance(data, DataSet):
         rows = UNWEIGHTED[run.config.task or CLASSIFICATION](run.config, data, run.tokenizer)
         for note in skip_notes([*skipped_of(rows).values()]):
@@ -228,17 +301,8 @@ def evaluate_run(run: TrainedRun, data: Examples) -> Scores:
 
 
 def named(found: Scores, labels: Sequence[str]) -> dict[str, Any]:
-    """`found` as plain values for JSON, with the classes' names, where there are any.
-
-    Each of `classes` has its `label`; `labels` names the classes that the cells of `confusion` number from 0. A score
-    that says nothing of these rows, as AUROC of more than two classes, is left out.
-    """
-    values = {name: value for name, value in found.as_dict().items() if value is not None}
-    if "classes" not in values:
-        return values
-    values["classes"] = [{"label": label} | one for label, one in zip(labels, values["classes"], strict=True)]
-    confusion = {"confusion": values.pop("confusion")} if "confusion" in values else {}
-    return values | {"labels": list(labels)} | confusion
+    """`found` as plain values for JSON, with the classes' names (`labelled`)."""
+    return labelled(found.as_dict(), labels)
 
 
 def rows_of(run: TrainedRun) -> Rows | None:
@@ -262,17 +326,17 @@ def _weights(run: TrainedRun) -> tuple[float, ...] | None:
 class Answer:
     """What a run's model writes to a prompt; `finished`: whether it came to the end of its answer.
 
-    A prompt of several messages is told as a text, each with its role before it.
+    prompt: the text, or of a conversation its messages, each with `role` and `content`.
     """
 
-    prompt: str
+    prompt: str | list[dict[str, str]]
     answer: str
     tokens: int
     finished: bool
 
 
 def answer(run: TrainedRun, prompts: Iterable[str | Sequence[Message]], max_new_tokens: int) -> Iterator[Answer]:
-    """The model's answer to each prompt, in order: at each place the likeliest token, so the same every time.
+    """The model's answer to each prompt, in order: the likeliest token at each place (greedy).
 
     A prompt is messages, or a text that is one message of a user, written as the conversations were that the run was
     trained on. Raises `InputError` for a prompt that leaves the model no room.
@@ -280,23 +344,25 @@ def answer(run: TrainedRun, prompts: Iterable[str | Sequence[Message]], max_new_
     assert isinstance(run.tokenizer, HuggingFaceTokenizer)
     base = run.tokenizer.base
     asked, limit = Asked.read(run.folder.adapter), run.config.model.max_length
-    for prompt in prompts:
-        messages = (Message("user", prompt),) if isinstance(prompt, str) else tuple(prompt)
-        ids = encode_prompt(run.tokenizer, asked.form, messages)
-        if len(ids) >= limit:
-            what = f"has {len(ids)} tokens, and the model was trained on {limit} (model.max_length); shorten it"
-            raise InputError([Problem("the prompt", what)])
-        found = generate_greedy(run.model, ids, asked.stops, min(max_new_tokens, limit - len(ids)))
-        finished = bool(found) and found[-1] in asked.stops
-        text = str(base.decode(found[:-1] if finished else found))
-        alone = len(messages) == 1 and messages[0].role == "user"
-        yield Answer(messages[0].content if alone else written(messages), text, len(found), finished)
+    waiting = iter(prompts)
+    while window := list(islice(waiting, _PROMPTS)):
+        messages = [(Message("user", each),) if isinstance(each, str) else tuple(each) for each in window]
+        ids = [encode_prompt(run.tokenizer, asked.form, each) for each in messages]
+        for given in ids:
+            if len(given) >= limit:
+                what = f"has {len(given)} tokens, and the model was trained on {limit} (model.max_length); shorten it"
+                raise InputError([Problem("the prompt", what)])
+        most = [min(max_new_tokens, limit - len(given)) for given in ids]
+        for prompt, found in zip(messages, generate(run.model, ids, asked.stops, most), strict=True):
+            finished = bool(found) and found[-1] in asked.stops
+            text = str(base.decode(found[:-1] if finished else found))
+            alone = len(prompt) == 1 and prompt[0].role == "user"
+            told = prompt[0].content if alone else [{"role": each.role, "content": each.content} for each in prompt]
+            yield Answer(told, text, len(found), finished)
 
 
-def predict(
-    run: TrainedRun, texts: Iterable[str], batch_size: int = 64, *, pairs: Iterable[str] | None = None
-) -> Iterator[Predicted]:
-    """The prediction of each text, in order, as soon as its batch is full. pairs: the second text of each.
+def predict(run: TrainedRun, texts: Iterable[str], *, pairs: Iterable[str] | None = None) -> Iterator[Predicted]:
+    """The prediction of each text, in order, in bounded memory. pairs: the second text of each.
 
     Raises `InputError` for texts alone where the run has learned from pairs, and the other way round.
     """
@@ -306,45 +372,64 @@ def predict(
         raise InputError([Problem(str(run.folder.path), what)])
     waiting, others = iter(texts), iter(pairs or ())
     of_task = _PREDICTED[run.config.task or CLASSIFICATION]
-    while batch := list(islice(waiting, batch_size)):
-        second = None if pairs is None else list(islice(others, len(batch)))
-        yield from of_task(run, batch, logits_of_texts(run, batch, second))
+    while window := list(islice(waiting, _WINDOW)):
+        second = None if pairs is None else list(islice(others, len(window)))
+        yield from of_task(run, window, logits_of_texts(run, window, second))
 
 
-def logits_of_texts(run: TrainedRun, texts: Sequence[str], pairs: Sequence[str] | None) -> torch.Tensor:
-    """The logits of one batch, fp32 [rows, outputs], or [rows, length, tags] of a run that tags words."""
+def logits_of_texts(run: TrainedRun, texts: Sequence[str], pairs: Sequence[str] | None) -> list[torch.Tensor]:
+    """The logits of each text, fp32 on the CPU: [outputs], or [length, tags] of a run that tags words.
+
+    Texts of like lengths are computed together, `_TOKENS` tokens at most with their padding.
+    """
     limit = run.config.model.max_length
     tokens, columns = encoded(run.tokenizer, texts, pairs, limit)
     asked = EncodedRows(tokens, None, pad_id=run.tokenizer.pad_id, max_length=limit, columns=columns)
-    return predictions(run.model, asked.load(range(len(texts)), torch.device("cpu")))
+    found: dict[int, torch.Tensor] = {}
+    for batch in _batches(asked.lengths.tolist()):
+        found |= zip(batch, predictions(run.model, asked.load(batch, run.device)).cpu(), strict=True)
+    return [found[place] for place in range(len(texts))]
 
 
-def _classes(run: TrainedRun, texts: Sequence[str], logits: torch.Tensor) -> Iterator[Prediction]:
-    for text, found in zip(texts, logits.softmax(dim=1).tolist(), strict=True):
+def _batches(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """The places of rows of these lengths, longest first, in batches of at most `_TOKENS` tokens, or of one row."""
+    batch: list[int] = []
+    for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
+        if batch and (len(batch) + 1) * lengths[batch[0]] > _TOKENS:
+            yield batch
+            batch = []
+        batch.append(place)
+    if batch:
+        yield batch
+
+
+def _classes(run: TrainedRun, texts: Sequence[str], logits: Sequence[torch.Tensor]) -> Iterator[Prediction]:
+    for text, found in zip(texts, torch.stack([*logits]).softmax(dim=1).tolist(), strict=True):
         best = max(range(len(found)), key=found.__getitem__)
         yield Prediction(text, run.labels[best], found[best], tuple(found))
 
 
-def _numbers(run: TrainedRun, texts: Sequence[str], logits: torch.Tensor) -> Iterator[PredictedNumber]:
-    yield from map(PredictedNumber, texts, logits[:, 0].tolist())
+def _numbers(run: TrainedRun, texts: Sequence[str], logits: Sequence[torch.Tensor]) -> Iterator[PredictedNumber]:
+    yield from (PredictedNumber(text, float(row[0])) for text, row in zip(texts, logits, strict=True))
 
 
-def _label_sets(run: TrainedRun, texts: Sequence[str], logits: torch.Tensor) -> Iterator[PredictedLabels]:
-    for text, row, found in zip(texts, (logits > 0).tolist(), logits.sigmoid().tolist(), strict=True):
-        labels = tuple(name for name, there in zip(run.labels, row, strict=True) if there)
-        yield PredictedLabels(text, labels, dict(zip(run.labels, found, strict=True)))
+def _label_sets(run: TrainedRun, texts: Sequence[str], logits: Sequence[torch.Tensor]) -> Iterator[PredictedLabels]:
+    for text, row in zip(texts, logits, strict=True):
+        labels = tuple(name for name, there in zip(run.labels, (row > 0).tolist(), strict=True) if there)
+        yield PredictedLabels(text, labels, dict(zip(run.labels, row.sigmoid().tolist(), strict=True)))
 
 
-def _tags(run: TrainedRun, texts: Sequence[str], logits: torch.Tensor) -> Iterator[PredictedTags]:
+def _tags(run: TrainedRun, texts: Sequence[str], logits: Sequence[torch.Tensor]) -> Iterator[PredictedTags]:
     _, firsts = run.tokenizer.encode_words(texts, run.config.model.max_length)
-    for text, places, best in zip(texts, firsts, logits.argmax(dim=2).tolist(), strict=True):
+    for text, places, row in zip(texts, firsts, logits, strict=True):
+        best = row.argmax(dim=1).tolist()
         yield PredictedTags(text, tuple(run.labels[best[place]] if place >= 0 else None for place in places))
 
 
-_PREDICTED: Mapping[str, Callable[[TrainedRun, Sequence[str], torch.Tensor], Iterator[Predicted]]] = {
+_PREDICTED: Mapping[str, Callable[[TrainedRun, Sequence[str], Sequence[torch.Tensor]], Iterator[Predicted]]] = {
     CLASSIFICATION: _classes,
     REGRESSION: _numbers,
     MULTI_LABEL: _label_sets,
     TOKEN_CLASSIFICATION: _tags,
 }
-"""By the task's name: texts and the model's logits of them to what is said of each."""
+"""By the task's name: texts and the logits of each to the prediction of each."""

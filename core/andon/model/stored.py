@@ -1,0 +1,99 @@
+"""Models as files of safetensors, written one tensor at a time: memory never holds a second copy of a model.
+
+`safetensors.torch.save` builds the whole file in memory. `save_file` creates a file that only its owner can read, and
+hides why a disk refused. So the format, a JSON header and the tensors' bytes, is written here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+LARGEST_FILE = 5 * 10**9
+"""Bytes of tensors in one file of a model, as transformers splits it."""
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor to write. dtype: to store it in, None: its own. change: computes what to store from `tensor` in fp32."""
+
+    tensor: torch.Tensor
+    dtype: torch.dtype | None = None
+    change: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    @property
+    def kind(self) -> torch.dtype:
+        """The dtype in the file."""
+        return self.dtype or self.tensor.dtype
+
+    @property
+    def size(self) -> int:
+        """Bytes in the file."""
+        return self.tensor.numel() * self.kind.itemsize
+
+    def data(self) -> memoryview:
+        """The bytes to write. Raises `ValueError` if a changed tensor is not finite."""
+        value = self.tensor.detach()
+        if self.change is not None:
+            with torch.no_grad():
+                value = self.change(value.float())
+            if not value.isfinite().all():
+                raise ValueError("a merged weight is not finite")
+        value = value.to("cpu", self.kind).contiguous()
+        return value.reshape(-1).view(torch.uint8).numpy().data
+
+
+def write_tensors(file: Path, tensors: Mapping[str, Stored]) -> None:
+    """Write `tensors` as one file of safetensors. Raises `OSError` for a disk that refuses."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    first = 0
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].kind.itemsize, item[0]))  # aligns every tensor
+    for name, each in ordered:
+        offsets = [first, first := first + each.size]
+        header[name] = {"dtype": _NAMES[each.kind], "shape": list(each.tensor.shape), "data_offsets": offsets}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("wb") as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        for _, each in ordered:
+            out.write(each.data())
+
+
+def write_sharded(folder: Path, tensors: Mapping[str, Stored]) -> None:
+    """Write `tensors` as `model.safetensors`, or as several files with an index if they exceed `LARGEST_FILE`."""
+    shards: list[dict[str, Stored]] = [{}]
+    room = LARGEST_FILE
+    for name, each in tensors.items():
+        if each.size > room and shards[-1]:
+            shards.append({})
+            room = LARGEST_FILE
+        shards[-1][name] = each
+        room -= each.size
+    if len(shards) == 1:
+        return write_tensors(folder / "model.safetensors", tensors)
+    files = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    for file, shard in zip(files, shards, strict=True):
+        write_tensors(folder / file, shard)
+    parameters = sum(math.prod(each.tensor.shape) for each in tensors.values())
+    sizes = {"total_parameters": parameters, "total_size": sum(each.size for each in tensors.values())}
+    places = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
+    index = {"metadata": sizes, "weight_map": dict(sorted(places.items()))}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return None
