@@ -17,8 +17,10 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+import andon as andon_package
 from andon.cli.commands import COMMANDS, app
 from andon.config.load import load_config
 from andon.console.problems import InputError
@@ -321,7 +323,34 @@ def test_a_column_of_another_name(run: Path, tmp_path: Path) -> None:
     file.write_text("what\nred thing\n")
     with pytest.raises(InputError, match=r"texts\.csv:1: has no column 'input' or 'text'.*--text-column"):
         predicted(run, file)
-    assert [one["text"] for one in records(run, file, "--text-column", "what")] == ["red thing"]
+    assert [one["what"] for one in records(run, file, "--text-column", "what")] == ["red thing"]
+
+
+@pytest.mark.parametrize("ending", [".csv", ".jsonl", ".parquet"])
+def test_all_columns_go_along_and_none_is_lost_to_a_result(run: Path, tmp_path: Path, ending: str) -> None:
+    rows = tmp_path / "rows.jsonl"
+    more = {"label": "mine", "input_label": "other", "meta": {"a": [1]}}
+    rows.write_text("".join(json.dumps(row) + "\n" for row in ({"body": "red thing", **more}, {"body": "b", "x": 2})))
+    output = tmp_path / f"out{ending}"
+    predicted(run, rows, "--text-column", "body", "--output", output)
+    first, second = read(output)
+    assert list(first) == ["body", "input_input_label", "input_label", "meta", "x", "label", "probability"]
+    assert (first["input_input_label"], first["input_label"], first["body"]) == ("mine", "other", "red thing")
+    assert (first["meta"] if ending == ".jsonl" else json.loads(first["meta"])) == more["meta"]
+    assert (second["body"], str(second["x"]).removesuffix(".0")) == ("b", "2")
+    assert first["label"] in ("red", "green", "blue")
+
+
+def test_texts_are_predicted_in_order_however_they_are_batched(
+    run: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches of like lengths and windows of a long file change the order of computing, and rounding at most."""
+    told = records(run, texts)
+    monkeypatch.setattr("andon.training.inference._TOKENS", 1)
+    monkeypatch.setattr("andon.training.inference._WINDOW", 2)
+    alone = records(run, texts)
+    assert [one["id"] for one in alone] == [one["id"] for one in told]
+    assert [one["probability"] for one in alone] == pytest.approx([one["probability"] for one in told], abs=2e-6)
 
 
 def test_all_scores_are_probabilities_of_every_label(run: Path, texts: Path) -> None:
@@ -373,6 +402,43 @@ def test_an_output_is_whole_or_not_there(run: Path, texts: Path, tmp_path: Path)
         predicted(run, texts, "--output", texts)
     assert (output.read_text(), texts.read_bytes()) == ("mine", before)
     assert tree(tmp_path) == {"texts.csv", "out.csv"}
+
+
+def test_weights_of_a_checkpoint_are_used_by_name_or_step(tmp_path: Path, texts: Path) -> None:
+    runs, folder = Runs(write_jsonl(tmp_path / "train.jsonl")), tmp_path / "run"
+    settings = (
+        "optimizer.lr=0.05",
+        "training.checkpoint_every=2",
+        "training.keep_checkpoints=9",
+        "training.max_steps=6",
+    )
+    assert runs.train(folder, *settings) == 0
+    found = {name: records(folder, texts, "--checkpoint", name) for name in ("2", "last", "6", "best")}
+    assert found["2"] != found["6"] == found["last"]
+    best = summary(folder)["best_step"]
+    assert found["best"] == records(folder, texts, "--checkpoint", str(best))
+    opened = andon_package.open_run(folder, checkpoint=2).predict(["red thing"])
+    assert [one.label for one in opened] == [found["2"][0]["label"]]
+    for name, what in (
+        ("3", r"has no checkpoint of step 3; there are 2, 4, \d"),
+        ("first", "'first' is not best, last or a step; there are 2, 4, "),
+    ):
+        with pytest.raises(InputError, match=what):
+            predicted(folder, texts, "--checkpoint", name)
+    for command in (["eval", "--data", str(tmp_path / "train.jsonl")], ["export", str(tmp_path / "out"), "--merge"]):
+        given = [command[0], str(folder), *command[1:], "--checkpoint", "2"]
+        ended = CliRunner().invoke(app, given, catch_exceptions=False)
+        assert ended.exit_code == 0, ended.output
+    card = " ".join((tmp_path / "out" / "README.md").read_text().split())
+    assert "These are the weights of the run's checkpoint of step 2; the scores," in card
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
+def test_a_gpu_that_is_not_there_is_refused_with_the_remedy(run: Path, texts: Path) -> None:
+    for name, what in (("cuda", "there is no GPU 0; this machine has 0; or use auto"), ("tpu", "is no device")):
+        with pytest.raises(InputError, match=f"--device: .*{what}"):
+            predicted(run, texts, "--device", name)
+    assert records(run, texts, "--device", "auto") == records(run, texts, "--device", "cpu")
 
 
 def test_an_output_that_cannot_be_is_refused_before_anything_is_read(run: Path, tmp_path: Path) -> None:
