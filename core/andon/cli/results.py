@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from itertools import tee
+from itertools import count, tee
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -37,8 +37,6 @@ FinishedRun = Annotated[Path, typer.Argument(help="Run folder.")]
 Base = Annotated[
     str | None, typer.Option("--model", metavar="PATH", help="Where the run's base is now; checked to be the same one.")
 ]
-
-
 Checkpoint = Annotated[
     str | None, typer.Option(metavar="best|last|STEP", help="Weights of this checkpoint; the run's result by default.")
 ]
@@ -91,10 +89,11 @@ def predict(
     from andon.training.inference import load_run, predict
 
     trained = load_run(folder, model, checkpoint=checkpoint, device=device)
-    rows, firsts, seconds = tee(found.rows(), 3)
-    pairs = (
-        None if given is None or trained.config.data.text_pair_column is None else (str(row.pair) for row in seconds)
-    )
+    rows, firsts = tee(found.rows())
+    pairs = None
+    if given is not None and trained.config.data.text_pair_column is not None:
+        firsts, seconds = tee(firsts)  # a copy that nobody reads would hold every row
+        pairs = (str(row.pair) for row in seconds)
     predictions = predict(trained, (row.text for row in firsts), pairs=pairs)
     labels = trained.labels if all_scores else None
     _put_rows(_records(rows, found.columns, predictions, labels, output), output)
@@ -138,16 +137,9 @@ def generate(
 def _put_rows(rows: Iterable[dict[str, Any]], output: Path | None) -> None:
     """Print rows as they come, one JSON object each; or write them, all or none."""
     if output is not None:
-        count = 0
-
-        def counted() -> Iterator[dict[str, Any]]:
-            nonlocal count
-            for row in rows:
-                count += 1
-                yield row
-
-        write_whole(output, encoded(output, counted()))
-        put(f"wrote {output}: {count} rows")
+        counter = count()
+        write_whole(output, encoded(output, (row for row, _ in zip(rows, counter, strict=False))))
+        put(f"wrote {output}: {next(counter)} rows")
         return
     for row in rows:
         text = json.dumps(row, ensure_ascii=False, default=str)

@@ -299,9 +299,9 @@ def generate(
 ) -> list[list[int]]:
     """The ids that `model` writes after each of `prompts`: greedily, by `generate` of transformers, on its own device.
 
-    An answer ends with the first of `stop_ids`, which it includes, after its number `most` of tokens, or when the model
-    has no more positions. Prompts of like lengths are answered together, padded on the left. In eval mode; the model's
-    own settings for generation are not used. Raises `ValueError` for a prompt without ids.
+    An answer ends with the first of `stop_ids`, which it includes, after its number `most` of tokens, or at the model's
+    last position. A batch holds prompts of similar lengths, padded on the left. The model is in eval mode, and its own
+    generation settings are not used. Raises `ValueError` for a prompt without ids.
     """
     from transformers import GenerationConfig
 

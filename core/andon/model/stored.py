@@ -7,7 +7,6 @@ hides why a disk refused. So the format, a JSON header and the tensors' bytes, i
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,9 +90,8 @@ def write_sharded(folder: Path, tensors: Mapping[str, Stored]) -> None:
     files = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     for file, shard in zip(files, shards, strict=True):
         write_tensors(folder / file, shard)
-    parameters = sum(math.prod(each.tensor.shape) for each in tensors.values())
-    sizes = {"total_parameters": parameters, "total_size": sum(each.size for each in tensors.values())}
     places = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
-    index = {"metadata": sizes, "weight_map": dict(sorted(places.items()))}
+    total = sum(each.size for each in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     return None

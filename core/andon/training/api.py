@@ -141,8 +141,8 @@ def open_run(
 ) -> TrainingRun:
     """The run that lies at `path`, by whatever it was trained, finished or not.
 
-    model: where its base is now, if it has moved. checkpoint: `best`, `last` or a step, whose weights evaluate and
-    predict; None: the run's result. device: where they do, `cpu`, `cuda`, `cuda:N`, or `auto`: a GPU if there is one.
+    model: the path of its base, if that has moved. checkpoint: `best`, `last` or a step; None loads the run's result.
+    device: `cpu`, `cuda`, `cuda:N`, or `auto`, which takes a GPU if there is one.
     Raises `InputError` for no run.
     """
     folder = RunFolder(Path(path))

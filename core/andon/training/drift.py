@@ -30,7 +30,7 @@ from andon.training.material import HEADS
 
 @dataclass(frozen=True)
 class Extent:
-    """How much is compared at most: rows, or prompts with so many tokens of each answer; evenly spaced."""
+    """The most rows that are compared, or the most prompts and tokens of each answer. Rows are evenly spaced."""
 
     rows: int
     prompts: int
@@ -52,9 +52,9 @@ below."""
 class Drift:
     """How far what a written model says is from the run's own.
 
-    rows: how many of the `total` rows of the last scores were asked. tokens: the most of an answer. largest: difference
-    of one number. size: of the run's largest number, 1 at least. changed: of what is decided by them, how many came out
-    otherwise. words: for it.
+    rows: the number of rows compared, of the `total` of the last scores. tokens: the limit of an answer. largest: the
+    largest difference of one number. size: the run's largest number, 1 at least. changed: the number of labels or
+    answers that differ. words: the sentence for all this.
     """
 
     rows: int
@@ -85,9 +85,9 @@ class Said:
 
 @dataclass(frozen=True)
 class Questions:
-    """What is asked of both: some of a run's `total` rows, or for one that answers, the ids of their prompts.
+    """Rows that both models predict, or the ids of prompts that both answer, out of a run's `total` rows.
 
-    tokens: the most of an answer.
+    tokens: the limit of an answer.
     """
 
     rows: Sequence[Row[Any]]
@@ -254,7 +254,7 @@ _SAID: Mapping[str, Callable[[TrainedRun, Questions, Sequence[torch.Tensor]], Sa
     MULTI_LABEL: _label_sets,
     TOKEN_CLASSIFICATION: _tags,
 }
-"""By the task's name, of those over texts: the logits of each text to what is said by them."""
+"""By task: turns the logits of each text into numbers to compare and decisions."""
 _WORDS: Mapping[str, str] = {
     CLASSIFICATION: "on {of} evaluation rows the largest difference from a probability of the run is {largest}, and "
     "{changed} rows get another label",

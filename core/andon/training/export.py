@@ -99,7 +99,7 @@ def export_adapter_of(run: TrainedRun, target: Path, check: str = "rows") -> tup
 
 
 def _answers(run: TrainedRun, check: str) -> tuple[Questions, Said] | str:
-    """Evaluation rows, and what the run's own model says of them; or a line that says why there are none."""
+    """Evaluation rows with the answers of the run's own model; or a line that says why nothing is compared."""
     if check == "none":
         return NOT_COMPARED
     found = rows_of(run)
