@@ -514,23 +514,18 @@ def test_the_card_of_one_that_answers_tells_its_record(answering: Callable[[str]
     repeated(run, text, tmp_path, run.parent / "talk.jsonl")
 
 
-def test_a_wrong_merge_of_one_that_answers_does_not_go_out(
+def test_an_answering_model_is_compared_by_its_logits(
     answering: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = answering("messages")
-    monkeypatch.setattr(adapter, "_with_delta", halved)
-    with pytest.raises(RuntimeError, match="the written model is not the run's: on 4 evaluation prompts"):
-        exported(run, tmp_path / "out", "--merge")
-    assert tree(tmp_path) == set()
-
-
-def test_what_one_that_answers_loses_in_bfloat16_is_said(answering: Callable[[str], Path], tmp_path: Path) -> None:
     _, said = exported(answering("messages"), tmp_path / "out", "--merge", "--dtype", "bfloat16")
-    kept = load_file(tmp_path / "out" / "model.safetensors")
-    assert {each.dtype for each in kept.values()} == {torch.bfloat16}
+    assert {each.dtype for each in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}
     found = re.search(r"on 4 evaluation prompts, .* the largest difference from a logit of the run is ([\d.e-]+)", said)
     assert found is not None, said
     assert float(found[1]) > 1e-4
+    monkeypatch.setattr(adapter, "_with_delta", halved)
+    with pytest.raises(RuntimeError, match="the written model is not the run's: on 4 evaluation prompts"):
+        exported(answering("messages"), tmp_path / "wrong", "--merge")
+    assert not (tmp_path / "wrong").exists()
 
 
 def test_what_transformers_cannot_ask_as_in_training_is_said(answering: Callable[[str], Path], tmp_path: Path) -> None:
