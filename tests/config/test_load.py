@@ -104,7 +104,9 @@ BAD = {
     "data.validation_fraction=1": "must be less than 1 (1)",
     "data.eval=x.csv": "needs data.train",
     "data.limit=5": "needs data.train; the embedded data",
+    "model.revision=v1": "needs model.base",
     "schedule.min_lr=1": "must not be more than optimizer.lr",
+    "schedule={warmup_fraction: 0.2, warmup_steps: 5}": "gives the warm-up that warmup_fraction (0.2) gives too",
     "contracts.enabled=1": "must be true or false, is 1",
     "run.backend=glo": "did you mean 'gloo'?",
     "run.workers=0": "must be at least 1 (0)",
@@ -289,6 +291,9 @@ DEFINING = {
     "run.devices=[0, 1]": "run.device_kind",
     "run.devices=[0, cpu]": "run.device_kind",
     "training.group_by_length=true": "training.group_by_length",
+    "schedule.type=linear": "schedule.type",
+    "schedule.warmup_steps=5": "schedule.warmup_steps",
+    "training.eval_rows=5": "training.eval_rows",
     "training.pad_to_multiple_of=1": "training.pad_to_multiple_of",
     "run.portable=true": "run.portable",
     "model.new_tokens=['<tool>', '</tool>']": "model.new_tokens",
@@ -307,6 +312,12 @@ def test_what_a_run_computes_may_not(override: str) -> None:
     key = DEFINING[override]
     assert differences(was, now) == [(key, was[key], now[key])]
     assert config_digest(load_config(None, [override])) != config_digest(Config())
+
+
+def test_a_rate_below_the_default_of_the_lowest_is_no_fault() -> None:
+    """The default follows it, and a constant rate does not read it."""
+    assert load_config(None, ["optimizer.lr=1e-8"]).optimizer.lr == 1e-8
+    assert load_config(None, ["schedule.type=constant", "schedule.min_lr=1"]).schedule.min_lr == 1
 
 
 def test_the_task_defines_a_run_and_none_is_a_classifier() -> None:

@@ -117,7 +117,13 @@ LAWS: list[tuple[UpdateRule, Callable[[Iterable[Tensor]], torch.optim.Optimizer]
         AdamW((0.7, 0.9), 1e-3, 0.3),
         lambda weights: torch.optim.AdamW(weights, betas=(0.7, 0.9), eps=1e-3, weight_decay=0.3),
     ),
+    (Sgd(0.9, 0.3, matrices_only=True), lambda weights: torch.optim.SGD(by_rank(weights), momentum=0.9)),
+    (AdamW(weight_decay=0.3, matrices_only=True), lambda weights: torch.optim.AdamW(by_rank(weights))),
 ]
+
+
+def by_rank(weights: Iterable[Tensor]) -> list[dict[str, Any]]:
+    return [{"params": [each], "weight_decay": 0.3 * (each.dim() > 1)} for each in weights]
 
 
 def tensors(seed: int, scale: float = 1.0) -> dict[str, Tensor]:
@@ -128,7 +134,9 @@ def tensors(seed: int, scale: float = 1.0) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize(("law", "build"), LAWS, ids=["sgd", "sgd-momentum", "adamw", "adamw-other"])
+@pytest.mark.parametrize(
+    ("law", "build"), LAWS, ids=["sgd", "sgd-momentum", "adamw", "adamw-other", "sgd-matrices", "adamw-matrices"]
+)
 def test_an_update_is_torchs(law: UpdateRule, build: Callable[[Iterable[Tensor]], torch.optim.Optimizer]) -> None:
     weights = tensors(0)
     leaves = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
@@ -140,7 +148,8 @@ def test_an_update_is_torchs(law: UpdateRule, build: Callable[[Iterable[Tensor]]
             del gradients["b"]
         for name, leaf in leaves.items():
             leaf.grad = gradients.get(name)
-        optimizer.param_groups[0]["lr"] = lr
+        for group in optimizer.param_groups:
+            group["lr"] = lr
         optimizer.step()
         weights, state = law.step(weights, gradients, state, lr)
         for name, leaf in leaves.items():

@@ -87,7 +87,7 @@ def test_numbers_of_a_ledger_cost_no_work(tmp_path: Path) -> None:
     records = [start(plan=replace(PLAN, steps=huge), world=huge), step(huge, (2, 0), world=huge)]
     run = read_run(write(tmp_path / "l.jsonl", records))
     assert Outcome.UNKNOWN in {verdict.outcome for verdict in verify([run])}  # of the ranks that left no digest
-    assert schedule.check(run.history, schedule.WarmupCosine(1.0, huge)).outcome is FALSIFIED
+    assert schedule.check(run.history, schedule.Published(1.0, huge)).outcome is FALSIFIED
     planned(run.history)
 
 

@@ -16,6 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from andon.config.source import quiet_loading
 from andon.console.problems import InputError
+from andon.data.hub import at_hand
+from andon.data.tokens import byte_tokenizer, pretrained_tokenizer
 from andon.model.adapter import save_base
 from andon.model.build import (
     ModelSpec,
@@ -242,6 +244,35 @@ def test_a_folder_that_is_no_model_is_refused(made: Any, message: str, tmp_path:
 def test_an_absent_folder_is_not_looked_up_on_the_hub(name: str) -> None:
     with pytest.raises(InputError, match="there is no folder"):
         build_base(dataclasses.replace(TINY, base=name))
+
+
+def test_a_revision_names_which_weights_of_the_hub_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a cache of the hub with two revisions; where the configuration of a revision is absent, it is refused."""
+    kept = tmp_path / "models--me--tiny"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    wanted = {}
+    for seed, name in enumerate(("main", "v1")):
+        commit = f"{seed:040}"
+        (kept / "refs").mkdir(parents=True, exist_ok=True)
+        (kept / "refs" / name).write_text(commit)
+        model: Any = build_base(dataclasses.replace(TINY, seed=seed))
+        save_base(model, kept / "snapshots" / commit, TINY.labels if name == "v1" else TINY.labels[::-1])
+        byte_tokenizer().save(kept / "snapshots" / commit)
+        wanted[name] = digest(model.model)
+    of = dataclasses.replace(TINY, base="me/tiny")
+    loaded: list[Any] = [build_base(dataclasses.replace(of, revision=name)) for name in (None, "v1")]
+    assert [digest(each.model) for each in loaded] == [wanted["main"], wanted["v1"]]
+    assert wanted["main"] != wanted["v1"]
+    ordered = [labels_in_own_order("me/tiny", of.head, TINY.labels, revision) for revision in (None, "v1")]
+    assert ordered == [TINY.labels[::-1], TINY.labels]
+    assert at_hand("me/tiny", "v1") == str(kept / "snapshots" / f"{1:040}")
+    assert pretrained_tokenizer("me/tiny", local_only=False, revision="v1").vocab_size
+    with pytest.raises(InputError, match="no model of that name at revision 'v2' in the hub's cache"):
+        pretrained_tokenizer("me/tiny", local_only=False, revision="v2")
+    with pytest.raises(InputError, match="fetch it first: hf download me/tiny --revision v2"):
+        at_hand("me/tiny", "v2")
+    with pytest.raises(InputError, match=r"model\.revision: is of a base on the hub, and .* is a folder; leave it out"):
+        build_base(dataclasses.replace(of, base=str(kept / "snapshots" / f"{1:040}"), revision="v1"))
 
 
 def test_a_tokenizer_with_more_ids_than_the_vocabulary_is_refused(tmp_path: Path) -> None:

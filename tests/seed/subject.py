@@ -108,8 +108,10 @@ class Reference:
         self.model: Any = build_model(model_config, config, seed).double().train()
         self.parameters: dict[str, nn.Parameter] = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         kind: Any = torch.optim.AdamW if optimizer.name == "adamw" else torch.optim.SGD
-        trained = list(self.parameters.values())
-        self.optimizer = kind(trained, lr=config.learning_rate, weight_decay=optimizer.weight_decay)
+        decays = {1: 0.0, 2: optimizer.weight_decay}  # of biases and matrices
+        trained = self.parameters.values()
+        groups = [{"params": [p for p in trained if p.dim() == n], "weight_decay": wd} for n, wd in decays.items()]
+        self.optimizer = kind([group for group in groups if group["params"]], lr=config.learning_rate)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Copies of the trainable weights by name."""

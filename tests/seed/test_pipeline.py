@@ -339,12 +339,16 @@ def test_a_sample_is_its_bytes_and_a_result_its_counts() -> None:
     assert [BatchResult(0.0, *counts, 0.0).accuracy() for counts in ((0, 0), (3, 4))] == [0.0, 0.75]
 
 
-def test_decay_applies_to_every_trainable_weight() -> None:
-    """S12: with a zero gradient AdamW moves each weight by -lr * 0.01 of itself, bias included."""
+def test_decay_applies_to_every_matrix() -> None:
+    """S12: with a zero gradient AdamW moves each matrix by -lr * 0.01 of itself, and a bias not at all."""
     pipeline = ClassifyPipeline(replace(SMALL, architecture="encoder"), CONFIG)
-    start = flat(weights(pipeline))
+    for name, view in pipeline.replica.parameters.weight_views().items():
+        view.fill_(1.0 if name.endswith("bias") else 2.0)
+    start = weights(pipeline)
+    assert {each.dim() for each in start.values()} == {1, 2}
     pipeline.apply_lora_gradients([0.0] * pipeline.num_trainable_parameters)
-    assert torch.allclose(flat(weights(pipeline)), start * (1 - 1e-2 * 0.01), rtol=1e-6)
+    wanted = {name: each * (1 - 1e-2 * 0.01 * (each.dim() == 2)) for name, each in start.items()}
+    assert torch.allclose(flat(weights(pipeline)), flat(wanted), rtol=1e-6)
 
 
 def test_adamw_is_torch_own() -> None:

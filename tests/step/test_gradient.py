@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from andon.backend.inprocess import InlineBackend
 from andon.step.keyed import key
+from andon.step.optimizer import OptimizerSpec
 from andon.step.plan import GlobalBatch
 from tests.support.faults import SteepTask
 from tests.support.toy import CPU, DROPOUT, SEED, Settings, ToyModel, ToyTask, build, rate
@@ -119,19 +120,29 @@ def test_no_rows_return_zeros_and_change_nothing() -> None:
     assert [(r.weights_digest(), r.optimizer_digest(), r.updates) for r in replicas] == before
 
 
-def test_plain_torch_reaches_the_same_weights() -> None:
-    settings = Settings(8, sizes=(10, 7), clip_norm=None)
+@pytest.mark.parametrize(
+    "spec", [OptimizerSpec(weight_decay=0.5), OptimizerSpec("sgd", momentum=0.9, weight_decay=0.5)]
+)
+def test_plain_torch_reaches_the_same_weights(spec: OptimizerSpec) -> None:
+    """With biases in a group of their own, which does not decay."""
+    settings = Settings(8, sizes=(10, 7), optimizer=spec, clip_norm=None)
     step, (replica,) = build(InlineBackend([CPU]), settings)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = ToyModel()
     own = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    optimizer = torch.optim.AdamW(own.values(), lr=0.0, weight_decay=0.01)
+    groups = [
+        {"params": [each for name, each in own.items() if name.endswith(end)], "weight_decay": decay}
+        for end, decay in ((".weight", 0.5), (".bias", 0.0))
+    ]
+    adamw = spec.name == "adamw"
+    optimizer = torch.optim.AdamW(groups, lr=0.0) if adamw else torch.optim.SGD(groups, lr=0.0, momentum=0.9)
     for batch in settings.batches():
         step(batch, rate(batch.step), batch.step)
         for name, gradient in replica.parameters.views(replica.parameters.gradient).items():
             own[name].grad = gradient.clone()
-        optimizer.param_groups[0]["lr"] = rate(batch.step)
+        for group in optimizer.param_groups:
+            group["lr"] = rate(batch.step)
         optimizer.step()
     for name, weight in replica.parameters.weight_views().items():
         torch.testing.assert_close(weight, own[name].detach(), rtol=1e-5, atol=1e-7)

@@ -15,7 +15,7 @@ from andon.config.load import load_config
 from andon.step.audit import AuditSpec
 from andon.step.optimizer import OptimizerSpec
 from andon.step.plan import BatchPlan, GlobalBatch, efficiency, epoch_order, rank_leaves
-from andon.step.schedule import WarmupCosine
+from andon.step.schedule import Schedule
 from andon.step.shard import balanced_bounds, shard_samples
 from andon.step.step import TrainingStep
 from andon.training.build import schedule_of
@@ -189,19 +189,29 @@ def test_shares_are_runs_end_to_end(shares: list[int]) -> None:
 
 def test_values_by_hand() -> None:
     """20 updates, 4 of warm-up: quarters of the peak, then half a cosine from 1.0 to 0.2."""
-    schedule = WarmupCosine(1.0, 20, warmup_fraction=0.2, min_lr=0.2)
+    schedule = Schedule(1.0, 20, warmup_fraction=0.2, min_lr=0.2)
     assert [schedule.rate(step) for step in (1, 2, 3, 4)] == [0.25, 0.5, 0.75, 1.0]
     assert schedule.rate(12) == pytest.approx(0.6)  # halfway from 4 to 20: cos(pi / 2) = 0
     assert schedule.rate(8) == pytest.approx(0.2 + 0.8 * (1 + math.sqrt(0.5)) / 2)  # a quarter: cos(pi / 4)
     assert schedule.rate(20) == 0.2
+    line, level = (Schedule(1.0, 20, 0.9, 0.2, kind, warmup_steps=4) for kind in ("linear", "constant"))
+    assert [line.rate(step) for step in (2, 4, 20)] == [0.5, 1.0, 0.2]
+    assert [line.rate(step) for step in (8, 12)] == pytest.approx([0.8, 0.6])
+    assert [level.rate(step) for step in (2, 4, 5, 20)] == [0.5, 1.0, 1.0, 1.0]
 
 
-@given(st.integers(1, 500), st.floats(0, 1), st.floats(1e-5, 1.0), st.floats(0, 1e-5))
-def test_shape(total: int, fraction: float, peak: float, low: float) -> None:
-    schedule = WarmupCosine(peak, total, fraction, low)
+@given(
+    st.integers(1, 500),
+    st.floats(0, 1),
+    st.floats(1e-5, 1.0),
+    st.floats(0, 1e-5),
+    st.sampled_from(("cosine", "linear")),
+)
+def test_shape(total: int, fraction: float, peak: float, low: float, kind: str) -> None:
+    schedule = Schedule(peak, total, fraction, low, kind)
     rates = [schedule.rate(step) for step in range(1, total + 1)]
     warmup = math.floor(fraction * total)
-    assert rates == [WarmupCosine(peak, total, fraction, low).rate(step) for step in range(1, total + 1)]
+    assert rates == [Schedule(peak, total, 1.0, low, kind, warmup).rate(step) for step in range(1, total + 1)]
     assert all(a <= b for a, b in pairwise(rates[:warmup]))
     falling = rates[max(0, warmup - 1) :]
     assert all(a >= b for a, b in pairwise(falling))
@@ -215,11 +225,13 @@ def test_shape(total: int, fraction: float, peak: float, low: float) -> None:
 
 def test_the_schedule_of_a_configuration() -> None:
     plan = BatchPlan(ids=tuple(range(40)), batch_size=4, micro_batches=2, seed=0, epochs=2, max_steps=None)
-    config = load_config(None, ["optimizer.lr=0.5", "schedule.warmup_fraction=0.25", "schedule.min_lr=0.125"])
-    schedule = schedule_of(run_spec(config, prepare(config), 1), plan)
     assert plan.total_steps == 20
-    assert [schedule.rate(step) for step in (5, 20)] == [0.5, 0.125]
-    assert schedule.rate(4) == pytest.approx(0.4)
+    for warmup in ("fraction=0.25", "steps=5"):
+        settings = [f"schedule.warmup_{warmup}", "schedule.min_lr=0.125", "schedule.type=linear"]
+        config = load_config(None, ["optimizer.lr=0.5", *settings])
+        schedule = schedule_of(run_spec(config, prepare(config), 1), plan)
+        assert [schedule.rate(step) for step in (5, 20)] == [0.5, 0.125]
+        assert [schedule.rate(step) for step in (4, 10)] == pytest.approx([0.4, 0.375])
 
 
 # What is refused.
@@ -249,7 +261,7 @@ RUN = BatchPlan(IDS, 10, 8, seed=3, epochs=3)
             )
             for shares in ((4,), (4, 5), (9, -1), (8, 0, 0))
         ),
-        *((lambda step=step: WarmupCosine(1.0, 20).rate(step), f"step {step} is outside 1 to 20") for step in (0, 21)),
+        *((lambda step=step: Schedule(1.0, 20).rate(step), f"step {step} is outside 1 to 20") for step in (0, 21)),
     ],
 )
 def test_what_no_run_can_do_is_refused_with_its_values(work: Callable[[], object], said: str) -> None:

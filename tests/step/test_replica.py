@@ -67,6 +67,29 @@ def test_a_parameter_that_left_is_noticed(what: str) -> None:
     assert flat.attached() is (what != "weight")
 
 
+class ScaleNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 3))
+
+
+def test_norms_biases_and_vectors_come_last_and_do_not_decay() -> None:
+    """Also a norm's weight and a bias of two dimensions; a model without any of them is one range, in its own order."""
+    model = nn.ModuleDict({"norm": ScaleNorm(), "linear": nn.Linear(3, 2), "second": nn.Linear(3, 1, bias=False)})
+    model.register_parameter("expert_bias", nn.Parameter(torch.ones(2, 3)))
+    held = of_model(model)
+    decayed = ["linear.weight", "second.weight"]
+    assert [slot.name for slot in held.parameters.slots] == [*decayed, "expert_bias", "norm.weight", "linear.bias"]
+    before = {name: view.clone() for name, view in held.parameters.weight_views().items()}
+    held.set_rate(1.0)  # with a gradient of zero AdamW decays by lr * 0.01 and does nothing else
+    held.apply()
+    for name, view in held.parameters.weight_views().items():
+        torch.testing.assert_close(view, before[name] * (0.99 if name in decayed else 1.0), rtol=1e-6, atol=0)
+    plain = of_model(nn.ModuleDict({"b": nn.Linear(3, 2, bias=False), "a": nn.Linear(3, 2, bias=False)}))
+    assert [slot.name for slot in plain.parameters.slots] == ["b.weight", "a.weight"]
+    assert len(plain.optimizer.param_groups) == 1
+
+
 @pytest.mark.parametrize("spec", [OptimizerSpec("adamw", weight_decay=0.1), OptimizerSpec("sgd", momentum=0.9)])
 def test_gaps_stay_zero(spec: OptimizerSpec) -> None:
     """After updates with decay, momentum and clipping, what lies between the tensors is 0.0, or digests would drift."""

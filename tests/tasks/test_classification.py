@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from andon.console.problems import InputError
-from andon.model.batches import evaluation_batches, logits_of, predictions
+from andon.model.batches import EvaluationBatching, logits_of, predictions
 from andon.tasks.classification import ClassificationTask
 from andon.tasks.multi_label import MultiLabelTask
 from tests.model.tiny import CPU, PAD, adapted, padded_batch, perturbed, task
@@ -212,14 +212,22 @@ def test_rows_that_do_not_exist_are_refused() -> None:
             rows.load(ids, CPU)
 
 
-@given(lengths=st.lists(st.integers(1, 9), max_size=200), rows=st.integers(1, 40))
-def test_evaluation_visits_every_row_once_longest_first(lengths: list[int], rows: int) -> None:
-    batches = evaluation_batches(lengths, rows)
+@given(lengths=st.lists(st.integers(1, 5000), max_size=200), tokens=st.integers(0, 20_000))
+def test_evaluation_visits_every_row_once_longest_first(lengths: list[int], tokens: int) -> None:
+    """In batches with room for no row more: of 64 rows, or of the tokens of a micro-batch, 4,096 being allowed."""
+    batching = EvaluationBatching(tokens, multiple=16, limit=4500)
+    batches = batching.of(lengths)
     assert sorted(row for batch in batches for row in batch) == list(range(len(lengths)))
-    assert all(len(batch) == rows for batch in batches[:-1])
-    assert all(0 < len(batch) <= rows for batch in batches)
+    shapes = [(len(batch), batching.padded(max(lengths[row] for row in batch))) for batch in batches]
+    most = max(4096, tokens)
+    assert all(rows == 1 or (rows <= 64 and rows * length <= most) for rows, length in shapes)
+    assert all(rows == 64 or (rows + 1) * length > most for rows, length in shapes[:-1])
     for before, batch in pairwise(batches):
         assert min(lengths[row] for row in before) >= max(lengths[row] for row in batch)
+    if lengths:
+        largest = batching.largest(lengths)
+        assert largest in shapes
+        assert all(rows * length <= largest[0] * largest[1] for rows, length in shapes)
 
 
 def test_a_model_in_bfloat16_computes_in_it_and_its_head_does_not() -> None:

@@ -46,7 +46,7 @@ def test_workers_without_rows_are_said(runs: Runs) -> None:
 
 @pytest.mark.parametrize(
     ("steps", "more", "warned"),
-    [(1, (), True), (2, (), False), (1, ("schedule.warmup_fraction=1",), False), (1, ("schedule.min_lr=0.01",), False)],
+    [(1, (), True), (2, (), False), (1, ("schedule.type=constant",), False), (1, ("schedule.min_lr=0.01",), False)],
 )
 def test_a_run_of_one_update_at_the_lowest_rate_is_said(
     runs: Runs, steps: int, more: tuple[str, ...], warned: bool

@@ -26,12 +26,16 @@ from andon.config.load import load_config
 from andon.config.schema import Config
 from andon.console.exits import Exit
 from andon.console.problems import InputError
+from andon.data.tokens import byte_tokenizer
+from andon.model.adapter import save_base
+from andon.model.build import build_base
 from andon.model.masks import Masking
 from andon.run.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from andon.run.folder import RunFolder
 from andon.run.ledger import read_ledger
 from andon.training.existing import require_same_as_finished
 from andon.training.history import read_history
+from andon.training.inference import load_run
 from andon.training.outputs import resolved
 from andon_contracts.digest import tree_digest
 from andon_contracts.fields import Real
@@ -40,6 +44,7 @@ from andon_contracts.violation import Violation
 from andon_falsify.checkers.resume_equal import disowned
 from andon_falsify.history import read_history as ledger_of
 from tests.inspection.ledgers import write
+from tests.model.tiny import TINY
 from tests.support.folders import Interrupted
 from tests.training.runs import STEPS, Runs, checkpoints, outcome, records, summary
 
@@ -204,6 +209,29 @@ def test_the_resolved_configuration_names_the_base_model_from_anywhere(
     folder = RunFolder(Path("run"))
     assert resolved(load_config(None, ["model.base=base"]), folder).model.base == str(tmp_path / "base")
     assert resolved(load_config(None, ["model.base=owner/name"]), folder).model.base == "owner/name"
+
+
+def test_a_run_of_a_revision_names_it_and_is_used_with_what_the_cache_has(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    kept, tokenizer = tmp_path / "models--me--tiny", byte_tokenizer()
+    (kept / "refs").mkdir(parents=True)
+    (kept / "refs" / "v1").write_text("1" * 40)
+    tokenizer.save(kept / "snapshots" / ("1" * 40))
+    shape = replace(TINY, vocab_size=tokenizer.vocab_size, pad_id=tokenizer.pad_id, max_length=128)
+    save_base(build_base(shape), kept / "snapshots" / ("1" * 40), TINY.labels)
+    named = ("model.base=me/tiny", "model.revision=v1", "training.max_steps=1")
+    assert runs.inline(tmp_path / "run", *named) == 0
+    adapter = tmp_path / "run" / "adapter"
+    assert json.loads((adapter / "adapter_config.json").read_text())["revision"] == "v1"
+    assert "--model me/tiny" in (card := (adapter / "README.md").read_text())
+    assert "model.revision=" in card
+    used = load_run(RunFolder(tmp_path / "run")).config.model
+    assert (used.base, used.revision) == (str(kept / "snapshots" / ("1" * 40)), None)
+    assert runs.train(tmp_path / "run", *named, resume="auto") == 0
+    with pytest.raises(InputError, match=r"model\.revision: was 'v1' in the finished run"):
+        require_same_as_finished(load_config(None, runs.overrides(named[0])), RunFolder(tmp_path / "run"))
 
 
 @pytest.mark.parametrize("backend", ["inline", "gloo"])

@@ -18,6 +18,7 @@ NAMING = frozenset(
         "data.label_column",
         "data.label_separator",
         "model.base",
+        "model.revision",
     }
 )
 """Keys that name what a run is made of. Files and folders may move: digests of what is in them are compared instead,

@@ -63,6 +63,9 @@ class Model(Section):
     base: Name | None = Field(
         default=None, description="folder or hub id of a transformers model; null: the embedded one"
     )
+    revision: Name | None = Field(
+        default=None, description="branch, tag or commit of a base on the hub; null: its main branch"
+    )
     architecture: Literal["decoder", "encoder"] = Field(
         default="decoder", description="of the embedded model: Qwen3 or BERT"
     )
@@ -91,6 +94,12 @@ class Model(Section):
                 raise _refuse("new_tokens", f"{token!r} begins or ends with white space, which texts have anyway")
             if self.new_tokens.count(token) > 1:
                 raise _refuse("new_tokens", f"names {token!r} twice ({list(self.new_tokens)})")
+        return self
+
+    @model_validator(mode="after")
+    def _revision_has_a_base(self) -> Model:
+        if self.revision is not None and self.base is None:
+            raise _refuse("revision", f"needs model.base, a model on the hub ({self.revision!r})")
         return self
 
     @model_validator(mode="after")
@@ -253,10 +262,23 @@ class Optimizer(Section):
 
 
 class Schedule(Section):
-    """The learning rate of a step: linear warm-up, then half a cosine."""
+    """The learning rate of a step: linear warm-up to optimizer.lr, then as `type` says."""
 
+    type: Literal["cosine", "linear", "constant"] = Field(
+        default="cosine", description="after the warm-up: half a cosine or a line down to min_lr, or constant"
+    )
     warmup_fraction: Annotated[float, Field(ge=0, le=1)] = Field(default=0.1, description="of all steps")
-    min_lr: NotNegative = Field(default=1e-6, description="reached at the last step")
+    warmup_steps: Annotated[int, Field(ge=0)] | None = Field(default=None, description="in place of warmup_fraction")
+    min_lr: NotNegative = Field(
+        default=1e-6, description="reached at the last step unless constant; optimizer.lr if that is lower"
+    )
+
+    @model_validator(mode="after")
+    def _one_warmup(self) -> Schedule:
+        if self.warmup_steps is not None and self.warmup_fraction != type(self).model_fields["warmup_fraction"].default:
+            what = f"gives the warm-up that warmup_fraction ({self.warmup_fraction}) gives too: leave one of them out"
+            raise _refuse("warmup_steps", f"{what} ({self.warmup_steps})")
+        return self
 
 
 class Training(Section):
@@ -300,6 +322,9 @@ class Training(Section):
         default=None, description="epochs without a better validation loss; null: never"
     )
     checkpoint_every: Count | None = Field(default=None, description="steps; at the end of every epoch anyway")
+    eval_rows: Count | None = Field(
+        default=None, description="validate and evaluate on this many rows at most, drawn from the seed; null: all"
+    )
     evaluate_every: Count | None = Field(default=None, description="steps; at the end of every epoch anyway")
     keep_checkpoints: Count = Field(default=3, description="newest ones that stay, besides the best")
 
@@ -458,7 +483,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _rates_fit(self) -> Config:
-        if self.schedule.min_lr > self.optimizer.lr:
+        own, default = self.schedule, Schedule.model_fields["min_lr"].default
+        if own.type != "constant" and own.min_lr > self.optimizer.lr and own.min_lr != default:
             what = f"must not be more than optimizer.lr, {self.optimizer.lr} ({self.schedule.min_lr})"
             raise _refuse("schedule.min_lr", what)
         return self

@@ -11,8 +11,8 @@ _ANSWER_S = 10.0
 """Seconds that the hub has to answer."""
 
 
-def at_hand(base: str) -> str:
-    """The folder of the model `base` on this machine: itself, or where the hub's cache has it.
+def at_hand(base: str, revision: str | None = None) -> str:
+    """The folder of the model `base` on this machine: itself, or where the hub's cache has it at `revision`.
 
     For a name that no user gave, but a run folder, which may be anybody's: nothing is fetched for it. Raises
     `InputError` where the model is not here.
@@ -22,29 +22,31 @@ def at_hand(base: str) -> str:
     if Path(base).expanduser().is_dir():
         return base
     try:
-        return snapshot_download(base, local_files_only=True)
+        return snapshot_download(base, revision=revision, local_files_only=True)
     except Exception as error:  # a name that can be none, or a cache without it
         what = f"the base {base!r} is no folder here"
         if Path(base).is_absolute():
             what += "; if it has moved, name its place: --model PATH, in eval, predict, generate and export"
         else:
-            what += f" and not in the hub's cache; fetch it first: {command_line('hf', 'download', base)}"
+            fetch = ("hf", "download", base, *(() if revision is None else ("--revision", revision)))
+            what += f" and not in the hub's cache; fetch it first: {command_line(*fetch)}"
         raise InputError([Problem("model.base", what)]) from error
 
 
-def require_on_hub(name: str) -> None:
-    """Raise `InputError` where `name`, no folder here, can be no hub id, is unknown there, or the hub is not reached.
+def require_on_hub(name: str, revision: str | None = None) -> None:
+    """Raise `InputError` if `name`, no folder here, can be no hub id, is unknown there at `revision`, or the hub is not
+    reached.
 
     A model whose configuration is in the hub's cache passes without a question: loading it says what else is wrong.
     """
     if Path(name).exists():
         raise InputError([Problem("model.base", f"{name!r} is a file; give the model's folder")])
-    why = _refusal(name)
+    why = _refusal(name, revision)
     if why is not None:
         raise InputError([Problem("model.base", f"there is no folder {name!r} here, and {why}")])
 
 
-def _refusal(name: str) -> str | None:
+def _refusal(name: str, revision: str | None) -> str | None:
     from huggingface_hub import HfApi, try_to_load_from_cache
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -52,20 +54,25 @@ def _refusal(name: str) -> str | None:
         HFValidationError,
         OfflineModeIsEnabled,
         RepositoryNotFoundError,
+        RevisionNotFoundError,
     )
 
+    at = "" if revision is None else f" at revision {revision!r}"
+
     try:
-        if isinstance(try_to_load_from_cache(name, "config.json"), str):
+        if isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
             return None
-        HfApi().model_info(name, timeout=_ANSWER_S)
+        HfApi().model_info(name, revision=revision, timeout=_ANSWER_S)
     except HFValidationError:
         return "the name can be no hub id, which is NAME or OWNER/NAME"
     except OfflineModeIsEnabled:
-        return "no model of that name in the hub's cache (HF_HUB_OFFLINE forbids to ask the hub)"
+        return f"no model of that name{at} in the hub's cache (HF_HUB_OFFLINE forbids to ask the hub)"
     except GatedRepoError:
         return None  # it is there; loading it says what access it needs
     except RepositoryNotFoundError:
         return "the hub has no model of that name that you may see"
+    except RevisionNotFoundError:
+        return f"the hub has the model of that name, but not{at}"
     except HfHubHTTPError:
         return None  # the hub answers otherwise; loading tries again where that may help
     except Exception as error:  # noqa: BLE001 - of whichever HTTP library the hub's client uses

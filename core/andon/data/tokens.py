@@ -450,20 +450,20 @@ def byte_tokenizer(*, pairs: bool = False, begins: bool = False) -> HuggingFaceT
     return HuggingFaceTokenizer(tokenizer, vocabulary[pad], vocabulary[unknown])
 
 
-def pretrained_tokenizer(path_or_hub_id: str, *, local_only: bool) -> HuggingFaceTokenizer:
-    """The tokenizer of a model folder or, unless `local_only`, of a hub id. Runs no code from there.
+def pretrained_tokenizer(path_or_hub_id: str, *, local_only: bool, revision: str | None = None) -> HuggingFaceTokenizer:
+    """The tokenizer of a model folder or, unless `local_only`, of a hub id at `revision`. Runs no code from there.
 
     Without a padding token its end token pads. Raises `InputError` when there is no tokenizer, or neither token.
     """
     if not Path(path_or_hub_id).is_dir() and path_or_hub_id.startswith((".", "/", "~")):
         raise InputError([Problem("model.base", f"there is no folder {path_or_hub_id!r}")])
     if not local_only:
-        require_on_hub(path_or_hub_id)
+        require_on_hub(path_or_hub_id, revision)
     from transformers import AutoTokenizer
 
     with loading(path_or_hub_id, "model.base", "tokenizer"):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            path_or_hub_id, local_files_only=local_only, trust_remote_code=False
+            path_or_hub_id, revision=revision, local_files_only=local_only, trust_remote_code=False
         )
         if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
             what = f"the tokenizer of {path_or_hub_id!r} knows no token but special ones: are its files there?"

@@ -156,7 +156,7 @@ def _settings(report: Differences, one: Side, other: Side, digests: Collection[s
         defining.pop(key, None)
     found = []
     for key in sorted(key for key in first.keys() | second.keys() if first.get(key) != second.get(key)):
-        digested = key in NAMING and ("base" if key == "model.base" else "data") in digests
+        digested = key in NAMING and ("base" if key.startswith("model.") else "data") in digests
         note = " (a name: what it stands for is compared by its digest)" if digested else ""
         if key in defining or (key in NAMING and not digested):
             found.append(key)

@@ -205,15 +205,21 @@ def base_digest(model: nn.Module) -> int:
 
 
 def export_adapter(
-    model: nn.Module, folder: Path, base_reference: str, labels: Sequence[str], *, with_base: bool = False
+    model: nn.Module,
+    folder: Path,
+    base_reference: str,
+    labels: Sequence[str],
+    *,
+    revision: str | None = None,
+    with_base: bool = False,
 ) -> None:
     """Write what was trained: a PEFT folder, or for kind 'none' the whole model. The same bytes in every process.
 
     folder: made if absent; atomicity is its owner's affair. base_reference: where stock peft looks for the base, a hub
-    id or a path, which is looked up from the working folder of whoever loads it. labels: names in the order of their
-    ids, which transformers finds in `classifier.json` (`AutoConfig` reads it); none of a causal language model, for
-    which no file of names is written. with_base: the base's weights and a `config.json` lie in the folder too, and
-    transformers needs no other (it looks for no base where there is one).
+    id (at `revision`) or a path, which is looked up from the working folder of whoever loads it. labels: names in the
+    order of their ids, which transformers finds in `classifier.json` (`AutoConfig` reads it); none of a causal language
+    model, for which no file of names is written. with_base: the base's weights and a `config.json` lie in the folder
+    too, and transformers needs no other (it looks for no base where there is one).
     """
     from peft import PeftModel
 
@@ -223,7 +229,7 @@ def export_adapter(
     if not isinstance(model, PeftModel):
         return
     write_tensors(folder / "adapter_model.safetensors", {name: Stored(t) for name, t in adapter_tensors(model).items()})
-    _write_json(folder / "adapter_config.json", _adapter_config(model, base_reference))
+    _write_json(folder / "adapter_config.json", _adapter_config(model, base_reference, revision))
     if labels and not with_base:
         _write_json(folder / "classifier.json", _model_config(model.get_base_model(), labels))
     _write_labels(folder, labels)
@@ -356,11 +362,12 @@ def read_labels(folder: Path) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _adapter_config(model: Any, base_reference: str) -> dict[str, Any]:
+def _adapter_config(model: Any, base_reference: str, revision: str | None) -> dict[str, Any]:
     """peft's own description with its sets as sorted lists: a set's order depends on the process."""
     config = model.peft_config["default"].to_dict()
     config |= {
         "base_model_name_or_path": base_reference,
+        "revision": revision,
         "inference_mode": True,
         "modules_to_save": sorted(set(config["modules_to_save"] or ())) or None,
     }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from andon.model.build import computing, without_adapter
 from andon.model.masks import Masking, masked, masking_of, padding_of, rolled
 from andon.step.task import Batch
 
+_MOST_ROWS, _MOST_TOKENS = 64, 4096
 Shape = tuple[int, int]
 """Rows and padded length of a micro-batch."""
 
@@ -103,14 +105,36 @@ def predictions(model: nn.Module, batch: Batch) -> torch.Tensor:
         model.train(training)
 
 
-def evaluation_batches(lengths: Sequence[int], rows: int) -> tuple[tuple[int, ...], ...]:
-    """The places of rows of these lengths, longest first, in batches of `rows`: each once, whatever the workers are.
+@dataclass(frozen=True)
+class EvaluationBatching:
+    """How many rows are scored at once: at most 64, of at most `tokens` tokens or 4,096 if that is more, with padding.
 
-    Rows of like lengths are padded little. Workers share whole batches, so every batch is computed with one shape.
-    Raises `ValueError` for rows < 1.
+    tokens: of the largest micro-batch in training. A pass without gradients needs less memory than that micro-batch.
+    multiple, limit: of padded lengths, see `padded_length`. Neither the workers nor the machine enter.
     """
-    if rows < 1:
-        msg = f"cannot make batches of {rows} rows"
-        raise ValueError(msg)
-    places = sorted(range(len(lengths)), key=lambda place: -lengths[place])
-    return tuple(tuple(places[first : first + rows]) for first in range(0, len(places), rows))
+
+    tokens: int = 0
+    multiple: int = 8
+    limit: int | None = None
+
+    def of(self, lengths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """The places of rows of these lengths, longest first, in batches: each once, and one row at least in each.
+
+        Rows of like lengths are padded little. Workers share whole batches, so every batch is computed with one shape.
+        """
+        places = sorted(range(len(lengths)), key=lambda place: -lengths[place])
+        batches, first = [], 0
+        while first < len(places):
+            rows = max(self.tokens, _MOST_TOKENS) // self.padded(lengths[places[first]])
+            batches.append(tuple(places[first : first + max(1, min(rows, _MOST_ROWS))]))
+            first += len(batches[-1])
+        return tuple(batches)
+
+    def padded(self, length: int) -> int:
+        """Tokens of each row of a batch whose longest row has `length`."""
+        return padded_length(length, self.multiple, self.limit)
+
+    def largest(self, lengths: Sequence[int]) -> Shape:
+        """The shape with the most tokens among the batches of rows of these lengths, one or more."""
+        shapes = [(len(batch), self.padded(lengths[batch[0]])) for batch in self.of(lengths)]
+        return max(shapes, key=lambda shape: (shape[0] * shape[1], shape[1]))

@@ -62,7 +62,8 @@ _SEEDING = threading.Lock()
 class ModelSpec:
     """All that defines a base model. Sizes and `dropout` are the embedded model's, unused when `base` is given.
 
-    base: None (embedded), an existing folder, or a hub id. architecture: 'decoder' (Qwen3) or 'encoder' (BERT).
+    base: None (embedded), an existing folder, or a hub id. revision: of a hub id; None is its main branch.
+    architecture: 'decoder' (Qwen3) or 'encoder' (BERT).
     max_length: most tokens of a row. dtype: 'float32' or 'bfloat16', of the frozen weights. vocab_size: ids that the
     tokenizer may give. pad_id: the padding id; a decoder pools the last token that is not this one.
     labels: one name for each class, in the order of their ids. seed: of every weight that is not loaded.
@@ -86,6 +87,7 @@ class ModelSpec:
     dtype: str = "float32"
     seed: int = 0
     head: str = "classification"
+    revision: str | None = None
 
 
 def build_base(spec: ModelSpec) -> nn.Module:
@@ -239,14 +241,15 @@ def _auto_class(head: str) -> Any:
 
 
 def _pretrained(spec: ModelSpec) -> Any:
-    auto, (source, local) = _auto_class(spec.head), _source(str(spec.base))
+    auto, (source, local) = _auto_class(spec.head), _source(str(spec.base), spec.revision)
     config = _configuration(spec, source, local)  # not its values to the model, which refuses those that it lacks
-    stored = _stored_config(str(spec.base))
+    stored = _stored_config(str(spec.base), spec.revision)
     with loading(str(spec.base), "model.base"):
         model, report = auto.from_pretrained(
             source,
             config=config,
             dtype=_DTYPES[spec.dtype],
+            revision=spec.revision,
             local_files_only=local,
             trust_remote_code=False,
             ignore_mismatched_sizes=True,
@@ -254,17 +257,17 @@ def _pretrained(spec: ModelSpec) -> Any:
         )
     missing, mismatched = set(map(str, report["missing_keys"])), set(map(_key, report["mismatched_keys"]))
     drawn = _drawn_modules(model, missing | mismatched, spec)
-    require_finite_model(model, _folder_of(source, local=local), str(spec.base))
+    require_finite_model(model, _folder_of(source, spec.revision, local=local), str(spec.base))
     note = "" if spec.head == "causal" else _settle_head(model, stored, missing, mismatched, spec)
     model.andon_facts = BaseFacts(drawn, (note,) if note else (), own_code_note(stored, model))
     return model
 
 
-def _folder_of(source: str, *, local: bool) -> Path | None:
+def _folder_of(source: str, revision: str | None, *, local: bool) -> Path | None:
     """Where the files of `source` are on this disk; None: a hub id that the cache does not have."""
     from huggingface_hub import try_to_load_from_cache
 
-    found = source if local else try_to_load_from_cache(source, "config.json")
+    found = source if local else try_to_load_from_cache(source, "config.json", revision=revision)
     if not isinstance(found, str):
         return None
     return Path(found) if local else Path(found).parent
@@ -295,26 +298,26 @@ def _settle_head(model: Any, stored: Any, missing: Set[str], mismatched: Set[str
     return head_note(stored, auto, spec.head, spec.labels, kept=kept)
 
 
-def labels_in_own_order(base: str, head: str, labels: Sequence[str]) -> tuple[str, ...]:
+def labels_in_own_order(base: str, head: str, labels: Sequence[str], revision: str | None = None) -> tuple[str, ...]:
     """`labels` in the order of the outputs of the model at `base`, if that names the same classes; else as they are.
 
-    head: as in `ModelSpec`. Raises `InputError` for a base whose configuration cannot be loaded.
+    head, revision: as in `ModelSpec`. Raises `InputError` for a base whose configuration cannot be loaded.
     """
-    stored, auto = _stored_config(base), _auto_class(head)
+    stored, auto = _stored_config(base, revision), _auto_class(head)
     return in_order_of(stored, labels) if has_own_head(stored, auto) else tuple(labels)
 
 
-def _stored_config(base: str) -> Any:
+def _stored_config(base: str, revision: str | None) -> Any:
     from transformers import AutoConfig
 
-    source, local = _source(base)
+    source, local = _source(base, revision)
     with loading(base, "model.base"):
-        return AutoConfig.from_pretrained(source, local_files_only=local, trust_remote_code=False)
+        return AutoConfig.from_pretrained(source, revision=revision, local_files_only=local, trust_remote_code=False)
 
 
 def _configured(spec: ModelSpec) -> Any:
     """The model that a folder's or the hub's configuration describes, with the sizes that `spec` gives its head."""
-    auto, config = _auto_class(spec.head), _configuration(spec, *_source(str(spec.base)))
+    auto, config = _auto_class(spec.head), _configuration(spec, *_source(str(spec.base), spec.revision))
     with loading(str(spec.base), "model.base"):
         return auto.from_config(config, dtype=_DTYPES[spec.dtype], trust_remote_code=False)
 
@@ -323,7 +326,7 @@ def _configuration(spec: ModelSpec, source: str, local: bool) -> Any:
     """The configuration at `source`, with the sizes that `spec` gives the head. Refuses one of several models."""
     from transformers import AutoConfig
 
-    given = {"pad_token_id": spec.pad_id, "use_cache": False, **_label_names(spec)}
+    given = {"pad_token_id": spec.pad_id, "use_cache": False, "revision": spec.revision, **_label_names(spec)}
     with loading(str(spec.base), "model.base"):
         config = AutoConfig.from_pretrained(source, local_files_only=local, trust_remote_code=False, **given)
     faults = [Problem("model.base", f"{spec.base!r} {fault}") for fault in setting_faults(config.to_dict())]
@@ -341,14 +344,14 @@ def _configuration(spec: ModelSpec, source: str, local: bool) -> Any:
     return config
 
 
-def require_decoder(base: str) -> None:
+def require_decoder(base: str, revision: str | None = None) -> None:
     """Raise `InputError` for a base that cannot write the next token, by its configuration alone."""
-    _refuse_encoder(_stored_config(base), base)
+    _refuse_encoder(_stored_config(base, revision), base)
 
 
-def positions_of(base: str) -> int | None:
+def positions_of(base: str, revision: str | None) -> int | None:
     """How many tokens of a row have a position, by the configuration of `base` alone; None: no limit is known."""
-    positions: int | None = getattr(_stored_config(base), "max_position_embeddings", None)
+    positions: int | None = getattr(_stored_config(base, revision), "max_position_embeddings", None)
     return positions if positions and positions > 0 else None
 
 
@@ -366,10 +369,13 @@ def _is_encoder(config: Any) -> bool:
     return bool(config.is_encoder_decoder or (masked and not getattr(config, "is_decoder", False)))
 
 
-def _source(base: str) -> tuple[str, bool]:
-    """Where to load from, and whether that is a folder."""
+def _source(base: str, revision: str | None) -> tuple[str, bool]:
+    """Where to load from, and whether that is a folder. revision: of a hub id; a folder has none."""
     folder = Path(base).expanduser()
     if is_folder(folder):
+        if revision is not None:
+            what = f"is of a base on the hub, and {base!r} is a folder; leave it out ({revision!r})"
+            raise InputError([Problem("model.revision", what)])
         if (folder / "adapter_config.json").is_file():  # also beside a model: transformers would load both
             what = f"{base!r} holds an adapter: give its base model, or merge it (andon export RUN DIR --merge)"
             raise InputError([Problem("model.base", what)])
@@ -426,7 +432,7 @@ def facts_of_shape(spec: ModelSpec) -> tuple[int | None, int, str]:
     _check(spec)
     with seeded(spec.seed), torch.device("meta"):
         model: Any = _configured(spec)
-    saved = str(getattr(_stored_config(str(spec.base)), "dtype", None)).removeprefix("torch.")
+    saved = str(getattr(_stored_config(str(spec.base), spec.revision), "dtype", None)).removeprefix("torch.")
     weights = sum(parameter.numel() for parameter in model.parameters())
     return _positions(model), weights, "bfloat16" if saved == "bfloat16" else "float32"
 

@@ -1,7 +1,8 @@
 """Trainable parameters as views of one flat fp32 buffer, their gradients as views of another.
 
-One buffer makes one reduction, one digest and one optimizer call. Every tensor starts at a multiple of 16 elements
-(64 bytes), the gaps hold zeros for ever: zero gradient, zero moments, zero weights.
+One buffer makes one reduction, one digest and one optimizer call, or two if some weights do not decay; these come last.
+Every tensor starts at a multiple of 16 elements (64 bytes), the gaps hold zeros for ever: zero gradient, zero moments,
+zero weights.
 
 An optimizer sees these buffers, or others elsewhere: kernels of a GPU divide, add up a norm and update with other
 roundings than those of a CPU. Where ranks of both kinds are in one group, all of them do this on the CPU, and those on
@@ -39,6 +40,15 @@ def layout_of(parameters: Mapping[str, nn.Parameter]) -> tuple[tuple[Slot, ...],
         slots.append(Slot(name, tuple(parameter.shape), start, start + parameter.numel()))
         start += -(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT
     return tuple(slots), start
+
+
+def undecayed(model: nn.Module, trainable: Mapping[str, nn.Parameter]) -> frozenset[str]:
+    """The names of parameters that weight decay leaves alone: biases, those of norms, and all of one dimension."""
+    norms = (module for module in model.modules() if "Norm" in type(module).__name__)
+    owned = {id(parameter) for norm in norms for parameter in norm.parameters(recurse=False)}
+    return frozenset(
+        name for name, each in trainable.items() if each.dim() < 2 or id(each) in owned or name.endswith("bias")
+    )
 
 
 class FlatParameters:
@@ -98,6 +108,15 @@ class FlatParameters:
 
 
 @dataclass(frozen=True)
+class Range:
+    """A part of the flat weights: a leaf parameter that shares their storage and has its part of their gradient."""
+
+    weights: nn.Parameter
+    span: slice
+    decays: bool
+
+
+@dataclass(frozen=True)
 class Master:
     """weights: a leaf parameter [size] fp32 on `device` whose `.grad` is gradient [size] fp32. apart: whether they are
     not the model's own."""
@@ -116,6 +135,17 @@ class Master:
             gradient = torch.zeros(parameters.size, device=device)
         weights.grad = gradient
         return cls(weights, gradient, gradient.device, device is not None)
+
+    def ranges(self, split: int) -> tuple[Range, ...]:
+        """The weights before element `split`, which decay, and those from it on, which do not; only those there are."""
+        size = self.weights.numel()
+        if split in (0, size):
+            return (Range(self.weights, slice(0, size), decays=split > 0),)
+        spans = slice(0, split), slice(split, size)
+        found = tuple(Range(nn.Parameter(self.weights.data[span]), span, decays=not span.start) for span in spans)
+        for each in found:
+            each.weights.grad = self.gradient[each.span]
+        return found
 
     def take(self, parameters: FlatParameters) -> None:
         """Take over the weights that the model has."""

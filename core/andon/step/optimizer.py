@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
+from andon.step.flat import Range
 from andon_contracts.digest import join, mix_integer, seal, signed
 from andon_contracts.laws.law import Rule
 
@@ -20,7 +20,7 @@ _COUNTING = ("adamw",)
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """Which torch optimizer, and its hyperparameters. Weight decay applies to every trainable weight (seed S12)."""
+    """Which torch optimizer, and its hyperparameters. Weight decay leaves alone what `undecayed` names (seed S12)."""
 
     name: str = "adamw"
     betas: tuple[float, float] = (0.9, 0.999)
@@ -28,18 +28,15 @@ class OptimizerSpec:
     weight_decay: float = 0.01
     momentum: float = 0.0
 
-    def build(self, weights: nn.Parameter) -> torch.optim.Optimizer:
-        """The optimizer of one flat parameter. Raises `ValueError` for an unknown name."""
+    def build(self, ranges: Sequence[Range]) -> torch.optim.Optimizer:
+        """The optimizer of the ranges of one flat parameter. Raises `ValueError` for an unknown name."""
+        groups = [{"params": [r.weights], "weight_decay": self.weight_decay if r.decays else 0.0} for r in ranges]
         if self.name == "adamw":
-            return torch.optim.AdamW(
-                [weights], lr=0.0, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay, fused=True
-            )
+            return torch.optim.AdamW(groups, lr=0.0, betas=self.betas, eps=self.eps, fused=True)
         if self.name == "sgd":
             # Only a fused one can be kept from updating by its device, which a GPU needs.
-            fused = True if weights.is_cuda else None
-            return torch.optim.SGD(
-                [weights], lr=0.0, momentum=self.momentum, weight_decay=self.weight_decay, fused=fused
-            )
+            fused = True if ranges[0].weights.is_cuda else None
+            return torch.optim.SGD(groups, lr=0.0, momentum=self.momentum, fused=fused)
         msg = f"unknown optimizer {self.name!r}; there are adamw and sgd"
         raise ValueError(msg)
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from andon.step.captured import CapturedPasses
-from andon.step.flat import REPLACED, FlatParameters, Master
+from andon.step.flat import REPLACED, FlatParameters, Master, undecayed
 from andon.step.keyed import KeyedRandomness
 from andon.step.micro_batch import REPORT_FIELDS, Leaf, LeafResult, PassResult, reports_of_leaves
 from andon.step.optimizer import OptimizerSpec
@@ -82,10 +82,15 @@ class Replica:
         """
         self.model = model
         self.device = device
-        self.parameters = FlatParameters(trainable, device)
+        exempt = undecayed(model, trainable)
+        ordered = sorted(trainable, key=exempt.__contains__)  # stable: only what does not decay comes last
+        self.parameters = FlatParameters({name: trainable[name] for name in ordered}, device)
         self.spec = optimizer
         self.master = Master.of(self.parameters, master_on)
-        self.optimizer = optimizer.build(self.master.weights)
+        last = (slot.start for slot in self.parameters.slots if slot.name in exempt)
+        self._ranges = self.master.ranges(next(last, self.parameters.size))
+        self.optimizer = optimizer.build(self._ranges)
+        self._state: dict[str, torch.Tensor] = {}
         self.captured = captured
         self.keeping: frozenset[Node] | None = None
         """The sums of which the next `gradients` keeps copies, for an audit; None: none is due."""
@@ -282,6 +287,9 @@ class Replica:
 
     def apply(self) -> None:
         """One optimizer update with the rate that was set, and its weights in the model."""
+        if not self._state:
+            moments = {name: torch.zeros_like(self.master.gradient) for name in sorted(self.spec.kept - {"step"})}
+            self._hold(moments | ({"step": torch.zeros_like(self._count)} if self.spec.counts else {}))
         self.optimizer.step()
         self.master.give(self.parameters)
         if not self.spec.counts:
@@ -294,20 +302,28 @@ class Replica:
         return int(self.optimizer_state().get("step", self._count))
 
     def optimizer_state(self) -> dict[str, torch.Tensor]:
-        """The optimizer's tensors by name (moments, its own step count); empty before the first update of SGD."""
-        state = self.optimizer.state.get(self.master.weights, {})
-        return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+        """The optimizer's tensors by name (flat moments, its own step count); empty before the first update."""
+        return dict(self._state)
+
+    def _hold(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Make these tensors the optimizer's state. Each range gets its part of the moments and its own step count.
+
+        `optimizer_state` reports the count of the first range; all counts are equal.
+        """
+        self._state = dict(state)
+        for place, each in enumerate(self._ranges):
+            held = self.optimizer.state[each.weights]
+            held.clear()
+            for name, value in state.items():
+                held[name] = value[each.span] if value.dim() else value.clone() if place else value
 
     def restore(self, weights: torch.Tensor, optimizer_state: Mapping[str, torch.Tensor], updates: int) -> None:
         """Put back the flat weights, the optimizer's tensors by name, and the count of updates."""
         self.parameters.weights.data.copy_(weights)
         self.master.take(self.parameters)
         self._count.fill_(updates)
-        state = self.optimizer.state[self.master.weights]
-        state.clear()
-        for name, value in optimizer_state.items():
-            # The optimizer writes into its state, and the caller's tensors are to stay what they are.
-            state[name] = value.to(self.master.device, copy=True)
+        # The optimizer writes into its state, and the caller's tensors are to stay what they are.
+        self._hold({name: value.to(self.master.device, copy=True) for name, value in optimizer_state.items()})
 
     def layout_digest(self) -> int:
         """Digest of the names, shapes and places of the trainable tensors."""

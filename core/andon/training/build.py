@@ -32,7 +32,7 @@ from andon.step.keyed import KeyedRandomness, needs_full_interception
 from andon.step.optimizer import OptimizerSpec
 from andon.step.plan import BatchPlan
 from andon.step.replica import WEIGHTS, Replica, restore_state
-from andon.step.schedule import WarmupCosine
+from andon.step.schedule import Schedule
 from andon.step.step import TrainingStep
 from andon.step.task import Task
 from andon.training.speed import shares_of
@@ -68,7 +68,7 @@ class StepSpec:
 
 @dataclass(frozen=True)
 class RunSpec:
-    """What defines a run, besides its rows and where it runs. The rates are those of `WarmupCosine`."""
+    """What defines a run, besides its rows and where it runs. `Schedule` gives the rates."""
 
     model: ModelSpec
     adapter: AdapterSpec
@@ -76,6 +76,8 @@ class RunSpec:
     peak_lr: float
     warmup_fraction: float = 0.1
     min_lr: float = 1e-6
+    schedule: str = "cosine"
+    warmup_steps: int | None = None
     cadence: Cadence = field(default_factory=Cadence)
 
 
@@ -92,7 +94,7 @@ class Run:
     plan: BatchPlan
     replicas: list[Replica]
     step: TrainingStep
-    schedule: WarmupCosine
+    schedule: Schedule
     initial_weights: int
     base: int
 
@@ -192,9 +194,10 @@ def build_model(model: ModelSpec, adapter: AdapterSpec, seed: int) -> nn.Module:
     return attach(build_base(model), adapter, seed)
 
 
-def schedule_of(spec: RunSpec, plan: BatchPlan) -> WarmupCosine:
+def schedule_of(spec: RunSpec, plan: BatchPlan) -> Schedule:
     """The learning rate of each step of `plan`."""
-    return WarmupCosine(spec.peak_lr, plan.total_steps, spec.warmup_fraction, spec.min_lr)
+    total, warmup = plan.total_steps, spec.warmup_steps
+    return Schedule(spec.peak_lr, total, spec.warmup_fraction, spec.min_lr, spec.schedule, warmup)
 
 
 def build_step(spec: StepSpec, backend: Backend, replicas: Sequence[Replica], task: Task) -> TrainingStep:

@@ -312,6 +312,8 @@ def _command(config: Config, result: Result) -> str:
     }
     words = ["andon", "train", *(word for each in data for word in ("--data", each))]
     words += [word for flag, value in named.items() if value for word in (flag, value)]
+    if config.model.revision is not None:
+        words += ["--set", f"model.revision={json.dumps(config.model.revision)}"]
     for key in ("text_pair_column", "label_separator"):
         if getattr(config.data, key) is not None:
             words += ["--set", f"data.{key}={json.dumps(getattr(config.data, key))}"]

@@ -2,23 +2,54 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
 from andon.backend.base import Backend
 from andon.metrics.scores import Scores
-from andon.model.batches import evaluation_batches
+from andon.model.batches import EvaluationBatching
+from andon.step.replica import Replica
 from andon.tasks.task import ScoredTask
 from andon_contracts.laws.law import Judgement, settle
 from andon_contracts.laws.outcome import EVALUATED, OUTPUT, EvaluationTold, Output
 
-_ROWS = 64
+_SMALL = EvaluationBatching()
 
 
-def evaluate(backend: Backend, models: Sequence[nn.Module], task: ScoredTask, ids: Sequence[int]) -> Scores:
+@dataclass
+class Evaluator:
+    """Scores rows of a run, and those of the last and of the best evaluation after the same update without a pass.
+
+    The key is the count of updates, which is equal on all ranks. With a digest of weights, a rank with damaged weights
+    would wait alone in a gather.
+    """
+
+    backend: Backend
+    replicas: Sequence[Replica]
+    batching: EvaluationBatching
+    _known: dict[tuple[int, int, tuple[int, ...]], Scores] = field(default_factory=dict)
+
+    def __call__(self, task: ScoredTask, ids: Sequence[int]) -> Scores:
+        """Scores as `evaluate` gives them, by the weights as they are after the updates that were made or restored."""
+        key = (self.replicas[0].updates, id(task), tuple(ids))
+        if key not in self._known:
+            best = sorted(self._known.items(), key=lambda known: math.inf if known[1].loss is None else known[1].loss)
+            models = [replica.model for replica in self.replicas]
+            self._known = dict(best[:1]) | {key: evaluate(self.backend, models, task, ids, self.batching)}
+        return self._known[key]
+
+
+def evaluate(
+    backend: Backend,
+    models: Sequence[nn.Module],
+    task: ScoredTask,
+    ids: Sequence[int],
+    batching: EvaluationBatching = _SMALL,
+) -> Scores:
     """Scores of the rows `ids` by the replicas' `models`, exactly the same on any number of ranks.
 
     Whole batches are shared out, and what comes back is bits, scored alike everywhere.
@@ -26,7 +57,7 @@ def evaluate(backend: Backend, models: Sequence[nn.Module], task: ScoredTask, id
     Raises `Violation` if what came back is not each row once, in order, or is scored otherwise (`evaluation-once`), or
     is not finite (`finite`).
     """
-    row_ids, outputs = _gathered(backend, models, task, ids)
+    row_ids, outputs = _gathered(backend, models, task, ids, batching)
     told = EvaluationTold(0, (tuple(row_ids),), len(ids), {}, {}, planned=tuple(ids))
     settle(Judgement(EVALUATED, told))
     finite = outputs.isfinite().all(dim=1).tolist()
@@ -39,10 +70,10 @@ def evaluate(backend: Backend, models: Sequence[nn.Module], task: ScoredTask, id
 
 
 def _gathered(
-    backend: Backend, models: Sequence[nn.Module], task: ScoredTask, ids: Sequence[int]
+    backend: Backend, models: Sequence[nn.Module], task: ScoredTask, ids: Sequence[int], batching: EvaluationBatching
 ) -> tuple[list[int], torch.Tensor]:
     """The rows that came back, put in the order of `ids`, and their outputs, fp64 [rows, width] on the CPU."""
-    batches = evaluation_batches(task.lengths[list(ids)].tolist(), _ROWS)
+    batches = batching.of(task.lengths[list(ids)].tolist())
     # In turns, since those of one end are longer than those of the other.
     owned = [batches[rank :: backend.world_size] for rank in range(backend.world_size)]
     most = max(sum(map(len, each)) for each in owned)

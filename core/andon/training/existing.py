@@ -53,7 +53,8 @@ def config_at_hand(
     config = config_of(folder, overrides, flags)
     if config.model.base is None:
         return config
-    return config_of(folder, overrides, {**(flags or {}), "model.base": at_hand(config.model.base)})
+    base = at_hand(config.model.base, config.model.revision)
+    return config_of(folder, [*overrides, "model.revision=null"], {**(flags or {}), "model.base": base})
 
 
 def how_far(folder: RunFolder) -> str:
@@ -104,6 +105,8 @@ def require_same_as_finished(config: Config, folder: RunFolder) -> None:
     changed += [(f"data.{name}", before, now) for name, before, now in columns if before != now]
     if not _one_place(was.model.base, config.model.base):
         changed.append(("model.base", was.model.base, config.model.base))
+    elif was.model.revision != config.model.revision:
+        changed.append(("model.revision", was.model.revision, config.model.revision))
     found = [
         Problem(key, f"was {before!r} in the finished run in {folder.path}, is {now!r}; name another folder")
         for key, before, now in changed

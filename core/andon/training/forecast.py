@@ -186,7 +186,7 @@ def _in_ram(plan: MemoryPlan, ranks: int, backend: str) -> int:
     if backend not in IN_PROCESS:
         return ranks * plan.needed
     lasting = plan.weights + plan.gradient + plan.moments + plan.partials
-    phase = plan.total - lasting - plan.base - plan.ramp
+    phase = plan.needed - plan.outside - lasting - plan.base - plan.ramp
     return plan.outside + plan.base + plan.ramp + ranks * lasting + (phase if backend == "inline" else ranks * phase)
 
 

@@ -230,7 +230,7 @@ def _whole_model(folder: RunFolder, spec: ModelSpec) -> nn.Module:
     from transformers import AutoModelForSequenceClassification
 
     if spec.head in ("causal", "tokens"):
-        return build_base(replace(spec, base=str(folder.adapter), dtype="float32"))
+        return build_base(replace(spec, base=str(folder.adapter), revision=None, dtype="float32"))
     with loading(str(folder.adapter), str(folder.path)):
         model: nn.Module = AutoModelForSequenceClassification.from_pretrained(
             str(folder.adapter),

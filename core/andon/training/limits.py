@@ -24,16 +24,17 @@ _REST = 1 << 16
 def require_records_fit(config: Config, rows: Rows, plan: BatchPlan, evaluated: int) -> None:
     """Raise `InputError` for a run whose ledger, confusion matrices, summary or label names would be too long.
 
-    evaluated: the number of rows that the result is scored on. Each size is that of the worst case.
+    evaluated: the most rows that are scored at once. Each size is that of the worst case.
     """
     problems = ProblemList()
     labels = rows.train.labels
     if rows.task == CLASSIFICATION:
-        scored = max(evaluated, len(rows.validation_ids))
-        size = confusion.most_bytes(len(labels), scored)
+        size = confusion.most_bytes(len(labels), evaluated)
         if size > confusion.MOST_BYTES:
-            what = f"the confusion matrix of {scored} rows of {len(labels)} classes may take {size} bytes"
-            problems.add("data.eval", f"{what}, more than {confusion.MOST_BYTES}; evaluate on fewer rows")
+            what = f"the confusion matrix of {evaluated} rows of {len(labels)} classes may take {size} bytes"
+            problems.add(
+                "data.eval", f"{what}, more than {confusion.MOST_BYTES}; evaluate on fewer rows (training.eval_rows)"
+            )
     if rows.task != REGRESSION:
         names = [len(json.dumps(label, ensure_ascii=False).encode("utf-8", "surrogatepass")) for label in labels]
         for file, size, most in (

@@ -15,6 +15,7 @@ from andon.config.source import is_folder
 from andon.console.problems import InputError, Problem
 from andon.data.chat import EncodedRow, Encoding, encode_each
 from andon.data.conversations import ConversationSet
+from andon.data.draw import Draw
 from andon.data.labels import class_weights
 from andon.data.rows import DataSet, Examples, LabelSets, Targets, TextRows
 from andon.data.surveyed import SurveyedConversations
@@ -53,6 +54,7 @@ class Material:
 
     config: with all that was chosen; of a run on GPUs, activation checkpointing is not yet.
     task: trained on, by the ids of `plan`. validation_task: has the rows by their own ids, and scores those held back.
+    validation_ids, evaluation_ids: the rows that are scored, at most `training.eval_rows` of each.
     """
 
     config: Config
@@ -61,6 +63,7 @@ class Material:
     task: ScoredTask
     validation_task: ScoredTask
     evaluation_task: ScoredTask
+    validation_ids: tuple[int, ...]
     evaluation_ids: tuple[int, ...]
     plan: BatchPlan
     model: ModelSpec
@@ -88,7 +91,8 @@ def prepare(config: Config, cache: Path | None = None) -> Material:
     rows = read_rows(config, None if kept_in is None else Surveys(kept_in, writes=True))
     tokenizer = _tokenizer(config, rows.task)
     if HEADS[rows.task] == "causal" and config.model.base is not None:
-        require_decoder(config.model.base)  # an encoder's tokenizer has no chat template, and nobody is to add one
+        # Refused here, before the tokenizer asks for a chat template.
+        require_decoder(config.model.base, config.model.revision)
     rows = rows.numbered_by(_order_of_labels(config, rows))
     base = _base(config, rows, tokenizer)
     config = capped(config, rows.task, base)
@@ -103,12 +107,13 @@ def prepare(config: Config, cache: Path | None = None) -> Material:
     task, train_ids = _in_epochs(config, rows, whole)
     if rows.sources and not isinstance(whole, SftTask):
         whole = MixedRows(whole, 1, rows.sources)
-    evaluation_task, evaluation_ids = whole, rows.validation_ids
+    validation_ids = _sampled(config, rows.validation_ids)
+    evaluation_task, evaluation_ids = whole, validation_ids
     if rows.evaluation is not None and scored is not None:
-        evaluation_task, evaluation_ids = scored, usable_ids(scored, rows.evaluation.ids)
+        evaluation_task, evaluation_ids = scored, _sampled(config, usable_ids(scored, rows.evaluation.ids))
     plan = _plan(config, rows, train_ids, task)
     config = with_values(config, {"training.micro_batches": plan.micro_batches})
-    require_records_fit(config, rows, plan, len(evaluation_ids))
+    require_records_fit(config, rows, plan, max(len(validation_ids), len(evaluation_ids)))
     return Material(
         config=config,
         rows=rows,
@@ -116,6 +121,7 @@ def prepare(config: Config, cache: Path | None = None) -> Material:
         task=task,
         validation_task=whole,
         evaluation_task=evaluation_task,
+        validation_ids=validation_ids,
         evaluation_ids=evaluation_ids,
         plan=plan,
         model=model_spec(config, rows.train.labels, tokenizer, HEADS[rows.task]),
@@ -145,11 +151,27 @@ def usable_ids(task: ScoredTask, ids: Sequence[int]) -> tuple[int, ...]:
     return found
 
 
+def _sampled(config: Config, ids: tuple[int, ...]) -> tuple[int, ...]:
+    """At most `training.eval_rows` of the rows `ids`, drawn by the seed and in their order."""
+    most = config.training.eval_rows
+    if most is None or most >= len(ids):
+        return ids
+    return tuple(sorted(Draw(f"evaluated rows, seed {config.seed}").shuffled(ids)[:most]))
+
+
+def eval_rows_note(material: Material) -> str:
+    """How many rows are scored, if `training.eval_rows` leaves some out; else empty."""
+    rows, most = material.rows, material.config.training.eval_rows
+    sizes = {"validation": len(rows.validation_ids), "evaluation": len(rows.evaluation or ())}
+    counts = [f"{most} of {size} {what} rows" for what, size in sizes.items() if most is not None and size > most]
+    return f"note: scores are of {' and '.join(counts)} (training.eval_rows)" if counts else ""
+
+
 def _order_of_labels(config: Config, rows: Rows) -> tuple[str, ...]:
     """The labels in the order in which the base names the same classes, so that a head it brings stays meaningful."""
     if config.model.base is None or rows.task in (REGRESSION, SFT):
         return rows.train.labels
-    return labels_in_own_order(config.model.base, HEADS[rows.task], rows.train.labels)
+    return labels_in_own_order(config.model.base, HEADS[rows.task], rows.train.labels, config.model.revision)
 
 
 def _tokenizer(config: Config, task: str) -> Tokenizer:
@@ -160,7 +182,8 @@ def _tokenizer(config: Config, task: str) -> Tokenizer:
     if config.model.base is None:
         found = byte_tokenizer(pairs=config.data.text_pair_column is not None, begins=task == SFT)
     else:
-        found = pretrained_tokenizer(config.model.base, local_only=is_folder(Path(config.model.base)))
+        local = is_folder(Path(config.model.base))
+        found = pretrained_tokenizer(config.model.base, local_only=local, revision=config.model.revision)
     return found.with_tokens(new) if new else found
 
 
@@ -301,7 +324,7 @@ def conversation_task(config: Config, data: Examples, tokenizer: Tokenizer, cach
     skip_bad = config.data.bad_rows == "skip"
 
     def longest() -> int | None:
-        return None if config.model.base is None else positions_of(config.model.base)
+        return None if config.model.base is None else positions_of(config.model.base, config.model.revision)
 
     def encode(keep: Callable[[EncodedRow], None]) -> Encoding:
         return encode_each(tokenizer, data, limit, train_on, keep, skip_bad=skip_bad, longest=longest)
@@ -439,6 +462,7 @@ def model_spec(config: Config, labels: tuple[str, ...], tokenizer: Tokenizer, he
         dtype=model.dtype,
         seed=config.seed,
         head=head,
+        revision=model.revision,
     )
 
 

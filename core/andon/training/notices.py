@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from andon.config.schema import Config
 from andon.step.plan import BatchPlan
-from andon.step.schedule import WarmupCosine
+from andon.step.schedule import Schedule
 
 
 def idleness(plan: BatchPlan, config: Config, workers: int) -> str:
@@ -18,12 +18,12 @@ def idleness(plan: BatchPlan, config: Config, workers: int) -> str:
 
 def learns_nothing(plan: BatchPlan, config: Config) -> str:
     """A warning if the only update of the run is the last of its schedule, whose rate is the lowest; else empty."""
-    lowest, peak = config.schedule.min_lr, config.optimizer.lr
-    rate = WarmupCosine(peak, plan.total_steps, config.schedule.warmup_fraction, lowest).rate(1)
+    own, peak = config.schedule, config.optimizer.lr
+    rate = Schedule(peak, plan.total_steps, own.warmup_fraction, own.min_lr, own.type, own.warmup_steps).rate(1)
     if plan.total_steps > 1 or rate >= peak:
         return ""
     return (
         f"warning: the run has one update, and its learning rate is {rate:g} (optimizer.lr is {peak:g}): the schedule "
         "ends at schedule.min_lr with the last update. Set training.epochs higher or training.batch_size lower, or "
-        "schedule.warmup_fraction=1 for one update at the full rate"
+        "schedule.type=constant for one update at the full rate"
     )

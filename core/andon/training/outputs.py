@@ -93,7 +93,8 @@ def write_model_files(
 
     asked: of a model that answers, how.
     """
-    export_adapter(model, path, reference, labels, with_base=config.model.base is None)
+    named = config.model
+    export_adapter(model, path, reference, labels, revision=named.revision, with_base=named.base is None)
     write_tokenizer(path, tokenizer, config, labels, asked, padding_of(model, next(model.parameters()).device).side)
 
 

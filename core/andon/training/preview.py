@@ -16,7 +16,7 @@ from andon.model.adapter import attach, trainable_parameters
 from andon.model.build import build_base, facts_of
 from andon.step.plan import efficiency
 from andon.training.choices import placed, told_of_choices
-from andon.training.material import Material, cut_note, prepare, warnings_of
+from andon.training.material import Material, cut_note, eval_rows_note, prepare, warnings_of
 from andon.training.notices import idleness, learns_nothing
 from andon.training.rows import class_counts, notes, skip_notes, told_of_task, unfit_model
 
@@ -69,8 +69,8 @@ def describe(config: Config, row: int | None = None) -> Iterator[str]:
     if material.tokenizer.truncated:
         limit = config.model.max_length
         yield f"note: {material.tokenizer.truncated} texts are cut to {limit} tokens (model.max_length)"
-    if note := cut_note(material.evaluation_task, material.evaluation_ids, config):
-        yield note
+    cut = cut_note(material.evaluation_task, material.evaluation_ids, config)
+    yield from filter(None, (cut, eval_rows_note(material)))
     if row is not None:
         yield from _row(material, row)
 
@@ -79,7 +79,7 @@ def _data(material: Material) -> str:
     rows = material.rows
     apart = rows.evaluation is not None
     scored = f"{len(material.evaluation_ids)} to evaluate on" if apart else "on which the result is scored too"
-    held = f"{len(rows.validation_ids)} to validate, {scored}"
+    held = f"{len(material.validation_ids)} to validate, {scored}"
     return f"data: {len(rows.train_ids)} rows to train on, {held}; {rows.train.about()}"
 
 

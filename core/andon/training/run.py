@@ -40,7 +40,6 @@ from andon.step.audit import describe
 from andon.step.replica import state_tensors
 from andon.training.budget import hold_to_budget
 from andon.training.card import Result
-from andon.training.evaluation import evaluate
 from andon.training.history import History, violation_records
 from andon.training.journal import (
     FolderJournal,
@@ -50,7 +49,7 @@ from andon.training.journal import (
     evaluation_of,
     progress_from,
 )
-from andon.training.material import cut_note
+from andon.training.material import cut_note, eval_rows_note
 from andon.training.notices import idleness, learns_nothing
 from andon.training.outputs import write_adapter, write_start
 from andon.training.progress import ProgressView
@@ -99,13 +98,13 @@ def _train(session: Session, standpoint: Standpoint, stop_asked: Callable[[], bo
     run, material = session.run, session.material
 
     def validate() -> Scores:
-        return evaluate(run.backend, run.models, material.validation_task, material.rows.validation_ids)
+        return session.evaluator(material.validation_task, material.validation_ids)
 
     trainer = run.trainer(
         journal,
         progress,
         Repeats(history.steps),
-        evaluate=validate if material.rows.validation_ids else None,
+        evaluate=validate if material.validation_ids else None,
         stop_asked=stop_asked,
         clock=session.clock,
     )
@@ -310,8 +309,9 @@ def _announce(session: Session, done: int) -> None:
     if material.tokenizer.truncated:
         limit = config.model.max_length
         say(f"note: {material.tokenizer.truncated} texts were cut to {limit} tokens (model.max_length)")
-    if note := cut_note(material.evaluation_task, material.evaluation_ids, config):
-        say(note)
+    for note in (cut_note(material.evaluation_task, material.evaluation_ids, config), eval_rows_note(material)):
+        if note:
+            say(note)
 
 
 def _audit(session: Session, done: int) -> str:
@@ -335,7 +335,7 @@ def finish(session: Session, journal: Journal, outcome: Outcome, history: Histor
     run, material, progress = session.run, session.material, outcome.progress
     scores: Scores | None = None
     if outcome.reason != "preempted":
-        scores = evaluate(run.backend, run.models, material.evaluation_task, material.evaluation_ids)
+        scores = session.evaluator(material.evaluation_task, material.evaluation_ids)
     memory = hold_to_budget(run.backend, progress.step, session.planned_bytes)
     epoch, weights = run.plan.epoch_of(progress.step), run.primary.weights_digest()
     scored = evaluation_of(progress.step, epoch, scores) if scores is not None else None

@@ -37,9 +37,10 @@ from andon.step.optimizer import OptimizerSpec
 from andon.training.budget import agree_on_devices
 from andon.training.build import Run, RunSpec, StepSpec, build_run
 from andon.training.choices import placed, told_of_choices
+from andon.training.evaluation import Evaluator
 from andon.training.material import Material, padding_multiple, prepare, warnings_of
 from andon.training.rows import skip_notes, with_task
-from andon.training.study import captures
+from andon.training.study import captures, evaluation_batching
 from andon.training.trainer import Cadence
 from andon_contracts.liveness.clock import StepClock
 from andon_contracts.policy import suspended
@@ -62,6 +63,7 @@ class Session:
     started: float
     began: float
     clock: StepClock
+    evaluator: Evaluator
     planned_bytes: int = 0
 
 
@@ -175,6 +177,8 @@ def run_spec(config: Config, material: Material, world_size: int) -> RunSpec:
         peak_lr=optimizer.lr,
         warmup_fraction=config.schedule.warmup_fraction,
         min_lr=config.schedule.min_lr,
+        schedule=config.schedule.type,
+        warmup_steps=config.schedule.warmup_steps,
         cadence=Cadence(
             training.checkpoint_every,
             training.evaluate_every,
@@ -228,5 +232,6 @@ def _assemble(folder: RunFolder, material: Material, backend: Backend, started: 
         started=started,
         began=time.time() - (time.monotonic() - started),
         clock=clock,
+        evaluator=Evaluator(backend, run.replicas, evaluation_batching(material, config)),
         planned_bytes=plan.total + captured * plan.graphs if plan else 0,
     )

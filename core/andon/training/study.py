@@ -8,13 +8,11 @@ from typing import Any
 from andon.config.schema import SFT, Config, Training
 from andon.console.problems import InputError, Problem
 from andon.model.adapter import attach, trainable_parameters
-from andon.model.batches import padded_length
+from andon.model.batches import EvaluationBatching, padded_length
 from andon.model.build import build_shape
 from andon.model.memory import MemoryPlan, plan_bytes
 from andon.model.memory_trace import checkpoint_hollow, hollow, traced_activations, traced_evaluation
 from andon.training.material import Material, adapter_spec, padding_multiple
-
-_EVALUATED_ROWS = 64
 
 
 def largest(material: Material, config: Config, workers: int) -> tuple[int, int]:
@@ -25,6 +23,12 @@ def largest(material: Material, config: Config, workers: int) -> tuple[int, int]
     lengths = material.task.lengths[list(material.plan.ids)]
     longest = min(int(lengths.max()), config.model.max_length)
     return rows, padded_length(longest, padding_multiple(config), config.model.max_length)
+
+
+def evaluation_batching(material: Material, config: Config) -> EvaluationBatching:
+    """In which batches rows of `config` are scored: by M, rows and lengths alone."""
+    rows, length = largest(material, config, config.training.micro_batches)
+    return EvaluationBatching(rows * length, padding_multiple(config), config.model.max_length)
 
 
 _CAPTURED_BYTES = 1 << 31
@@ -68,8 +72,7 @@ class Study:
 
     def _plan(self, config: Config, kind: str, workers: int) -> MemoryPlan:
         rows, length = largest(self.material, config, workers)
-        scored = max(len(self.material.rows.validation_ids), len(self.material.evaluation_ids), 1)
-        evaluated = min(_EVALUATED_ROWS, scored), _padded(self.material, config)
+        evaluated = _evaluated(self.material, config)
         model, training, optimizer = self._shape(config), config.training, config.optimizer
         plan = plan_bytes(
             model,
@@ -120,10 +123,12 @@ def updated_on_host(config: Config, kind: str) -> bool:
     return config.run.backend == "mixed" and kind == "cuda"
 
 
-def _padded(material: Material, config: Config) -> int:
-    """The longest padded length of any row that may be scored; packs are trained on, their rows are scored alone."""
-    longest = max(int(task.lengths.max()) for task in (material.validation_task, material.evaluation_task))
-    return padded_length(min(longest, config.model.max_length), padding_multiple(config), config.model.max_length)
+def _evaluated(material: Material, config: Config) -> tuple[int, int]:
+    """Rows and padded length of the largest batch that is scored; packs are trained on, their rows are scored alone."""
+    scored = (material.validation_task, material.validation_ids), (material.evaluation_task, material.evaluation_ids)
+    lengths = [task.lengths[list(ids)].clamp(max=config.model.max_length).tolist() for task, ids in scored if ids]
+    batching = evaluation_batching(material, config)
+    return max((batching.largest(each) for each in lengths), key=lambda shape: (shape[0] * shape[1], shape[1]))
 
 
 def _phases(

@@ -19,7 +19,7 @@ from andon.console.problems import InputError
 from andon.metrics.scores import Scores
 from andon.run.repeats import Repeats
 from andon.step.plan import BatchPlan, GlobalBatch
-from andon.step.schedule import WarmupCosine
+from andon.step.schedule import Schedule
 from andon.step.step import Pending, RankFailed, StepResult, TrainingStep
 from andon.training.history import step_record
 from andon_contracts.laws.law import Judgement, settle
@@ -100,7 +100,7 @@ class Trainer:
     backend: Backend
     step: TrainingStep
     plan: BatchPlan
-    schedule: WarmupCosine
+    schedule: Schedule
     journal: Journal
     evaluate: Callable[[], Scores] | None
     stop_asked: Callable[[], bool]

@@ -22,12 +22,14 @@ Schedule = Callable[[int], float]
 
 
 @dataclass(frozen=True)
-class WarmupCosine:
-    """Linear warm-up, then half a cosine from `peak` down to `minimum` at the last update.
+class Published:
+    """Linear warm-up, then from `peak` half a cosine or a line down to `minimum` at the last update, or constant.
 
-    With T = `total` updates, w = floor(`fraction` * T), for update t from 1:
+    With T = `total` updates, w = `steps`, or floor(`fraction` * T) if that is None, for update t from 1:
         lr = peak * t / w                                                       for t <= w
-        lr = minimum + (peak - minimum) * (1 + cos(pi * (t - w) / (T - w))) / 2 for t >  w
+        lr = minimum + (peak - minimum) * (1 + cos(pi * (t - w) / (T - w))) / 2 for t >  w, cosine
+        lr = peak - (peak - minimum) * (t - w) / (T - w)                        for t >  w, linear
+        lr = peak                                                               for t >  w, constant
     The peak is reached at update w and the minimum at T. A `minimum` above the peak is taken as the peak.
     """
 
@@ -35,15 +37,18 @@ class WarmupCosine:
     total: int
     fraction: float = 0.1
     minimum: float = 0.0
+    kind: str = "cosine"
+    steps: int | None = None
 
     def __call__(self, step: int) -> float:
-        """The learning rate of update `step`; beyond `total` it stays at the minimum."""
+        """The learning rate of update `step`; beyond `total` it stays as it is there. Raises `KeyError` for a kind."""
         low = min(self.minimum, self.peak)
-        warmup = math.floor(self.fraction * self.total)
+        warmup = math.floor(self.fraction * self.total) if self.steps is None else self.steps
         if step <= warmup:
             return self.peak * step / warmup
         turn = min(1.0, (step - warmup) / (self.total - warmup)) if self.total > warmup else 1.0
-        return low + (self.peak - low) * 0.5 * (1.0 + math.cos(math.pi * turn))
+        gone = {"cosine": 0.5 - 0.5 * math.cos(math.pi * turn), "linear": turn, "constant": 0.0}[self.kind]
+        return self.peak - (self.peak - low) * gone
 
 
 def check(history: History, law: Schedule | None, tolerance: float = 1e-12) -> Verdict:

@@ -65,7 +65,7 @@ def _exact(law: LoopLaw, batches: Sequence[tuple[int, ...]], rates: Sequence[flo
         law.initial,
         law.trainable,
         ([piece_of(case.rows, rows, longest)] for rows in batches),
-        update_rule(case),
+        update_rule(case, matrices_only=False),
         lambda step: rates[step - 1],
         clip_norm=case.clip_norm,
     )

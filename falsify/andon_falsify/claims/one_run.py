@@ -84,11 +84,14 @@ def rates(evidence: Evidence) -> Verdict:
 
         return schedule.check(evidence.told, rate_law(evidence.trace.case))
     total = evidence.told.plan.steps
-    numbers = [evidence.settings.get(key) for key in ("optimizer.lr", "schedule.warmup_fraction", "schedule.min_lr")]
-    peak, fraction, low = (float(number) if isinstance(number, int | float) else None for number in numbers)
+    names = ("optimizer.lr", "schedule.warmup_fraction", "schedule.min_lr", "schedule.warmup_steps")
+    numbers = [evidence.settings.get(key) for key in names]
+    peak, fraction, low, steps = (float(number) if isinstance(number, int | float) else None for number in numbers)
+    kind = str(evidence.settings.get("schedule.type", "cosine"))  # runs from before there were others name none
     if peak is None or fraction is None or low is None or not total:
         return schedule.check(evidence.told, None)
-    return schedule.check(evidence.told, schedule.WarmupCosine(peak, total, fraction, low))
+    warmup = None if steps is None else int(steps)
+    return schedule.check(evidence.told, schedule.Published(peak, total, fraction, low, kind, warmup))
 
 
 def finite(evidence: Evidence) -> Verdict:

@@ -40,16 +40,16 @@ def shares(ids: tuple[int, ...], count: int) -> Shares:
     return tuple(found)
 
 
-def rate_law(case: Case) -> schedule.WarmupCosine:
+def rate_law(case: Case) -> schedule.Published:
     """The published schedule."""
-    return schedule.WarmupCosine(case.lr, case.updates(), 0.1, 1e-6)
+    return schedule.Published(case.lr, case.updates(), 0.1, 1e-6)
 
 
-def update_rule(case: Case) -> UpdateRule:
-    """The optimizer of `case` as a pure function."""
+def update_rule(case: Case, *, matrices_only: bool = True) -> UpdateRule:
+    """The optimizer of `case` as a pure function. matrices_only: norms and biases do not decay, as in our trainer."""
     if case.optimizer == "adamw":
-        return AdamW(weight_decay=case.weight_decay)
-    return Sgd(case.momentum, case.weight_decay)
+        return AdamW(weight_decay=case.weight_decay, matrices_only=matrices_only)
+    return Sgd(case.momentum, case.weight_decay, matrices_only)
 
 
 class TrainerLaw(RunLaw):

@@ -188,7 +188,15 @@ _second_base = _kept_after_updates(lambda own: [tensor.clone() for tensor in own
 _growth = _kept_after_updates(lambda own: [own.parameters.gradient[:64].clone()], once=False)
 
 
+def _norms_decay(parts: Parts, _: ExitStack) -> None:
+    for replica in parts.replicas:
+        for group in replica.optimizer.param_groups:
+            group["weight_decay"] = parts.case.weight_decay
+
+
 FAULTS = (
+    Fault("norms are decayed too", "update-law", r"step 1: \S+norm\.weight is not where one step of sgd leads",
+          _norms_decay, SGD.but(rank=0, weight_decay=0.5)),
     Fault("masks keyed by rank", "same-everywhere", "step 1, .*the loss differs first", _masks_by_rank, SGD),
     Fault("sum in the order of ranks", "same-everywhere",
           r"step 1, .*the gradient differs first \(loss,", _sum_by_rank, SGD.but(world=3)),

@@ -52,16 +52,20 @@ def clip(gradients: Tensors, limit: float | None) -> tuple[dict[str, Tensor], fl
 
 @dataclass(frozen=True)
 class Sgd:
-    """w <- w - lr * b, with b <- momentum * b + (g + weight_decay * w) and b = the first such g at first."""
+    """w <- w - lr * b, with b <- momentum * b + (g + weight_decay * w) and b = the first such g at first.
+
+    matrices_only: tensors of fewer than two dimensions do not decay.
+    """
 
     momentum: float = 0.0
     weight_decay: float = 0.0
+    matrices_only: bool = False
 
     def step(self, weights: Tensors, gradients: Tensors, state: State, lr: float) -> tuple[dict[str, Tensor], State]:
         """One update; see `UpdateRule`."""
         updated, moments = dict(weights), dict(state.first)
         for name, gradient in gradients.items():
-            moved = gradient + self.weight_decay * weights[name]
+            moved = gradient + _decay(self, weights[name]) * weights[name]
             if self.momentum:
                 moved = self.momentum * moments[name] + moved if name in moments else moved
                 moments[name] = moved
@@ -76,11 +80,13 @@ class AdamW:
     With t updates of this tensor, this one included:
         w <- w - lr * decay * w,  m <- b1 m + (1 - b1) g,  v <- b2 v + (1 - b2) g^2,
         w <- w - lr * (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + epsilon).
+    matrices_only: tensors of fewer than two dimensions do not decay.
     """
 
     betas: tuple[float, float] = (0.9, 0.999)
     epsilon: float = 1e-8
     weight_decay: float = 0.01
+    matrices_only: bool = False
 
     def step(self, weights: Tensors, gradients: Tensors, state: State, lr: float) -> tuple[dict[str, Tensor], State]:
         """One update; see `UpdateRule`."""
@@ -92,6 +98,10 @@ class AdamW:
             first[name] = fast * first.get(name, zero) + (1 - fast) * gradient
             second[name] = slow * second.get(name, zero) + (1 - slow) * gradient.square()
             mean, spread = first[name] / (1 - fast**count), second[name] / (1 - slow**count)
-            decayed = weights[name] * (1 - lr * self.weight_decay)
+            decayed = weights[name] * (1 - lr * _decay(self, weights[name]))
             updated[name] = decayed - lr * mean / (spread.sqrt() + self.epsilon)
         return updated, State(state.updates + 1, counts, first, second)
+
+
+def _decay(rule: Sgd | AdamW, weight: Tensor) -> float:
+    return 0.0 if rule.matrices_only and weight.dim() < 2 else rule.weight_decay

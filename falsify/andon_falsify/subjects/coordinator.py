@@ -12,7 +12,7 @@ from andon.pipeline import ClassifyConfig, SafetySample, TransformerConfig
 from andon.step.micro_batch import Leaf
 from andon.step.optimizer import OptimizerSpec
 from andon.step.replica import PartialGradient, Replica
-from andon.step.schedule import WarmupCosine
+from andon.step.schedule import Schedule
 from andon_contracts.policy import suspended
 from andon_contracts.violation import Violation
 from andon_falsify.subjects.assembly import frozen_of, plan_of
@@ -115,7 +115,7 @@ def _watch(rank: int, replica: Replica, case: Case, seen: Sightings) -> None:
 
 def _train(coordinator: DataParallelCoordinator, case: Case, seen: Sightings) -> None:
     plan, samples = plan_of(case), samples_of(case)
-    schedule = WarmupCosine(case.lr, plan.total_steps)
+    schedule = Schedule(case.lr, plan.total_steps)
     try:
         for step in range(1, plan.total_steps + 1):
             batch = plan.batch(step)
