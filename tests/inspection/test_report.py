@@ -95,7 +95,9 @@ def test_every_number_of_a_run_is_that_of_its_files(run: Path) -> None:
 
 def test_settings_machine_and_digests_are_those_of_the_run(run: Path) -> None:
     page, found = page_of(run), summary(run)
-    assert page.named("At a glance").by_name()["weights after the last step"] == [found["weights_digest"]]
+    glance = page.named("At a glance").by_name()
+    assert glance["weights that were kept"] == [f"{found['weights_digest']}, of step {found['kept_step']}"]
+    assert glance["weights after the last step"] == [records(run, "step")[-1].digests.weights]
     settings = page.named("Settings")
     assert settings.by_name()["optimizer.lr"] == ["0.01", "0.0025"]
     rows = [row[0] for row in settings.rows[1:]]

@@ -60,7 +60,7 @@ def changed(values: list[list[int]], pools: Sequence[Sequence[int]], column: int
 # the points
 
 
-REPORTED = [*range(len(REPORT_FIELDS)), "failed", "stop", "plan", "missing", "surplus", ""]
+REPORTED = [*range(len(REPORT_FIELDS)), *COMPUTED_FACTS, "missing", "surplus", ""]
 
 
 @pytest.mark.parametrize("odd", REPORTED)
@@ -76,9 +76,9 @@ def test_of_what_was_computed(odd: int | str, world: int, data: st.DataObject) -
     if reports:
         column = odd if isinstance(odd, int) else None
         changed(reports, [[0, 9], [0, 7], bad, [0, 2], [0, 1], bad, [0, 99], [0, 5]], column, data)
-    known = [[0, 0, -7] for _ in range(world)]
+    known = [[0, 0, 0, -7] for _ in range(world)]
     column = COMPUTED_FACTS.index(odd) if isinstance(odd, str) and odd in COMPUTED_FACTS else None
-    changed(known, [[1], [1], [8]], column, data)
+    changed(known, [[1], [1], [1], [8]], column, data)
     at = data.draw(st.integers(0, world - 1))
     most_rows, values = max(counts) + 1, []
     for rank in range(world):

@@ -43,7 +43,7 @@ def refusing(*steps: int, before: Callable[[Path], object] = lambda path: None) 
 
 
 def full_in_rank(payload: Payload) -> int:
-    setattr(checkpoint, "write_new", refusing(8))  # noqa: B010 - not for the type checker
+    setattr(checkpoint, "write_new", refusing(6))  # noqa: B010 - not for the type checker
     return train_rank(payload)
 
 
@@ -95,12 +95,12 @@ def _with_fault(payload: Payload, rank: int, fault: Callable[[RankContext], None
 
     do = TrainingStep.__call__
 
-    def step(self: TrainingStep, batch: Any, rate: float, updates: int, *, stop: bool = False) -> Any:
+    def step(self: TrainingStep, batch: Any, rate: float, updates: int, *, stop: bool = False, **named: Any) -> Any:
         context = RankContext.from_environment()
         if context.rank == rank and batch.step == AT:
             fault(context)
             stop = stop or preempted() is not None
-        return do(self, batch, rate, updates, stop=stop)
+        return do(self, batch, rate, updates, stop=stop, **named)
 
     TrainingStep.__call__ = step  # type: ignore[method-assign]
     return train_rank(payload)

@@ -136,7 +136,8 @@ def test_a_micro_batch_has_at_most_4096_tokens(overrides: list[str], rows: int, 
 
 def test_what_is_set_is_not_chosen() -> None:
     said = ["model.max_length=64", "model.dtype=float32", "training.packing=false", "training.compile=kernels"]
-    said += ["training.group_by_length=false", "training.epochs=1", "optimizer.lr=0.1", "adapter.dropout=0"]
+    said += ["training.keep=last", "training.checkpoint_minutes=null", "training.group_by_length=false"]
+    said += ["training.epochs=1", "optimizer.lr=0.1", "adapter.dropout=0"]
     settings = config(*PRETRAINED, *said)
     assert capped(settings, SFT, BASE) == settings
     assert for_rows(settings, SFT, BASE, [30], 30, on_gpus=True) == settings

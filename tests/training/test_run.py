@@ -121,6 +121,8 @@ def test_scores_of_rows_that_chose_the_checkpoint_are_not_called_held_out(
         said, called = capfd.readouterr().err, summary(tmp_path / name)["evaluated_on"]
         assert f"{called} accuracy" in said
         assert f"{called} after step 1: " in said
+        assert f"andon: next: andon predict {tmp_path / name} --data FILE\n" in said
+        assert "epoch 0 loss" in said.partition(" train_acc ")[0]
         assert other not in said
 
 
@@ -170,11 +172,12 @@ def test_without_an_adapter_everything_trains(runs: Runs, tmp_path: Path) -> Non
 def test_early_stopping_ends_where_it_ended(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     more = ("training.epochs=6", "optimizer.lr=3", "training.early_stopping_patience=1", "optimizer.clip_norm=null")
     folder = tmp_path / "run"
-    assert runs.train(folder, *more) == 0
+    assert runs.train(folder, *more, "training.max_steps=37") == 0
+    assert "note: training.epochs ends the run at step 36, before training.max_steps\n" in capsys.readouterr().err
     before = outcome(folder)
     assert before["reason"] == "early-stopping"
     assert before["steps"] < 36
     (folder / "summary.json").unlink()
-    assert runs.train(folder, *more, resume="auto") == 0
+    assert runs.train(folder, *more, "training.max_steps=37", resume="auto") == 0
     assert outcome(folder) == before
     assert f"resume: from step-{before['steps']:08d}" in capsys.readouterr().err

@@ -25,6 +25,7 @@ from tests.training.runs import Runs, checkpoints, outcome, records, summary
 
 GO_ON = "run.on_save_error=continue"
 ONE = "training.keep_checkpoints=1"
+WARNED = "the best step, 6, has no checkpoint: the run keeps the weights of the last step"
 
 
 def test_it_stops_where_nothing_else_is_asked_for(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,9 +66,9 @@ def test_an_old_checkpoint_that_cannot_be_removed_stays(
 def test_all_ranks_decide_alike(runs: Runs, whole: Path, tmp_path: Path) -> None:
     entry = "tests.training.entries:full_in_rank"
     assert runs.train(tmp_path / "run", GO_ON, backend="gloo", workers=2, entry=entry) == Exit.OK
-    assert outcome(tmp_path / "run") == outcome(whole)
+    ends_without_its_best(tmp_path / "run", whole)
     assert runs.train(tmp_path / "other", backend="gloo", workers=2, entry=entry) == Exit.USAGE
-    assert checkpoints(tmp_path / "other") == ["step-00000004", "step-00000006"]
+    assert checkpoints(tmp_path / "other") == ["step-00000004"]
 
 
 def test_the_best_that_is_on_disk_stays(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +118,19 @@ def test_checkpoints_that_somebody_removes_are_made_again(
     lost = ", and step-00000006 with it" if at == 7 else ""
     assert f"warning: {folder} was removed while the run wrote to it{lost}; made again" in said
     assert checkpoints(tmp_path / "run")[-2:] == ["step-00000008", "step-00000012"]
-    assert outcome(tmp_path / "run") == outcome(whole)
+    if at == 7:
+        assert WARNED in said
+        ends_without_its_best(tmp_path / "run", whole)
+    else:
+        assert outcome(tmp_path / "run") == outcome(whole)
+
+
+def ends_without_its_best(folder: Path, whole: Path) -> None:
+    """Every update is that of `whole`, and the weights of the last one are kept."""
+    steps, found = records(folder, "step"), summary(folder)
+    assert [step.digests for step in steps] == [step.digests for step in records(whole, "step")]
+    assert (found["best_step"], found["weights_digest"]) == (6, steps[-1].digests.weights)
+    assert found.get("kept_step") is None
 
 
 @pytest.mark.parametrize(("left", "both"), [((), True), (("state.json",), False)])
@@ -143,8 +156,10 @@ def test_a_last_checkpoint_that_somebody_removed_is_said(
     monkeypatch.setattr(checkpoint, "write_new", refusing(8, before=going))
     assert runs.inline(tmp_path / "run", GO_ON) == Exit.OK
     there = "there is none to resume from" if both else "the newest that is there is step-00000004"
-    assert f"the last one, step-00000006, was removed: {there}" in capsys.readouterr().err
-    assert outcome(tmp_path / "run") == outcome(whole)
+    said = capsys.readouterr().err
+    assert f"the last one, step-00000006, was removed: {there}" in said
+    assert WARNED in said
+    ends_without_its_best(tmp_path / "run", whole)
 
 
 @pytest.mark.parametrize(("setting", "replaced"), [("run.log_every=9", None), (GO_ON, "empty"), (GO_ON, "copy")])

@@ -29,6 +29,7 @@ PLACING = frozenset(
         "data.cache",
         "training.keep_checkpoints",
         "training.checkpoint_every",
+        "training.checkpoint_minutes",
         "contracts.enabled",
         "contracts.base_every",
         "contracts.audit_every",

@@ -285,7 +285,10 @@ class Training(Section):
     """How long and in which portions."""
 
     automatic = frozenset(
-        {"epochs", "micro_batches", "packing", "group_by_length", "compile", "activation_checkpointing"}
+        {
+            *("epochs", "micro_batches", "packing", "group_by_length", "compile", "activation_checkpointing"),
+            *("keep", "checkpoint_minutes"),
+        }
     )
 
     epochs: Steps = Field(default=2, description="auto: 3 with a pretrained base")
@@ -319,11 +322,18 @@ class Training(Section):
         description="layers compute their activations twice: less memory; auto: if memory is short",
     )
     early_stopping_patience: Count | None = Field(
-        default=None, description="epochs without a better validation loss; null: never"
+        default=None, description="evaluations without a better validation loss; null: never"
+    )
+    keep: Literal["best", "last"] = Field(
+        default="last",
+        description="the result: weights of the lowest validation loss or the last step; auto: best",
     )
     checkpoint_every: Count | None = Field(default=None, description="steps; at the end of every epoch anyway")
     eval_rows: Count | None = Field(
         default=None, description="validate and evaluate on this many rows at most, drawn from the seed; null: all"
+    )
+    checkpoint_minutes: Positive | None = Field(
+        default=None, description="between checkpoints, at most 5 % of the time; null: never; auto: 15 with a base"
     )
     evaluate_every: Count | None = Field(default=None, description="steps; at the end of every epoch anyway")
     keep_checkpoints: Count = Field(default=3, description="newest ones that stay, besides the best")
@@ -476,7 +486,7 @@ class Config(Section):
         parts = {name: given.get(name, {}) for name in ("data", *_EMBEDDED_SFT)}
         if given.get("task") != SFT or not all(isinstance(part, Mapping) for part in parts.values()):
             return given
-        if parts["data"].get("train") is not None or parts["model"].get("base") is not None:
+        if parts["model"].get("base") is not None:
             return given
         said = {name: {key: value for key, value in parts[name].items() if value != "auto"} for name in _EMBEDDED_SFT}
         return {**given, **{name: {**defaults, **said[name]} for name, defaults in _EMBEDDED_SFT.items()}}

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from andon.integrations.trackers import Attempts, numbers, writes
+from andon.run.summary import HELD_OUT, LAST_VALIDATION
 from andon_contracts.untrusted import read_lines
 
 _LOCAL = ("offline", "dryrun", "disabled")
@@ -53,7 +54,9 @@ class WandbRun:
 
     def _log(self, line: Mapping[str, Any]) -> None:
         if self._run is not None:
-            self._run.log(numbers(line), step=int(line["step"]))
+            # wandb drops lines of earlier steps: the last scores may be of one (`training.keep`).
+            least = self._run.step if line.get("what") in (HELD_OUT, LAST_VALIDATION) else 0
+            self._run.log(numbers(line), step=max(int(line["step"]), least))
             return
         self._run = self._open()
         known = self._run.step

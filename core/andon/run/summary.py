@@ -51,7 +51,9 @@ class Summary(Part):
     that were broken; `final_loss` is the loss of the last update, None before the first; `eval` holds the last scores
     as JSON, with the digest of the confusion matrix (`metrics/confusion`) in place of the matrix, `evaluated_on` says
     of which rows, `labels` in which order the classes stand in them; `wall_s` is in seconds; `reason` is that of the
-    ledger's end record. `finished` is true only for a run that reached its planned or early end: such a run is not
+    ledger's end record. `kept_step` is the step of the best checkpoint if `weights_digest` and `eval` are of its
+    weights (`training.keep`); None: they are of the last step's. `finished` is true only for a run that reached its
+    planned or early end: such a run is not
     resumed. `memory` is in bytes: `planned` and `peak` of the GPU that needed most,
     `process_peak` of rank 0's process. `data_changed`: which files of the data were no longer what was trained on as
     the run ended, and what is there instead. `dropped_values` counts what rank 0 found in the ranks' store and no rank
@@ -74,6 +76,7 @@ class Summary(Part):
     final_loss: Real | None = None
     eval: Mapping[str, Any] = field(default_factory=dict)
     best_step: Count | None = None
+    kept_step: Count | None = None
     memory: Mapping[str, Count] = field(default_factory=dict)
     evaluated_on: str = HELD_OUT
     labels: tuple[str, ...] = ()

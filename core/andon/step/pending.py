@@ -47,6 +47,8 @@ class StepResult:
     """By rank: its digests, as it saw them."""
     stop: bool = False
     """Whether any rank was asked to stop after this update; all ranks know it alike."""
+    save: bool = False
+    """Whether any rank requests a checkpoint after this update; the same on all ranks."""
 
 
 @dataclass
@@ -69,6 +71,7 @@ class Pending:
     leaves: Sequence[Leaf] = ()
     reports: tuple[LeafReport, ...] = ()
     stop: bool = False
+    save: bool = False
     norm: float = 0.0
     gradients: tuple[int, ...] = ()
     ranks: tuple[Mapping[str, int], ...] = ()
@@ -122,4 +125,5 @@ class Pending:
             leaves=self.reports,
             ranks=self.ranks,
             stop=self.stop,
+            save=self.save,
         )

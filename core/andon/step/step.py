@@ -36,7 +36,7 @@ __all__ = ["Pending", "RankFailed", "StepResult", "TrainingStep"]
 
 _PLAIN_WIDTH = 32
 """Integers in a message of the step besides the reports: its header and its values, with room to spare."""
-COMPUTED_FACTS = ("failed", "stop", "plan")
+COMPUTED_FACTS = ("failed", "stop", "save", "plan")
 RATES = ("planned", "rate")
 """What the host knows of an update before it; in this order, since a device holds a rate against the column ahead."""
 
@@ -92,28 +92,32 @@ class TrainingStep:
         self._optimizer: int | None = None
         self._weights_there: torch.Tensor | None = None
 
-    def __call__(self, batch: GlobalBatch, rate: float, updates: int, *, stop: bool = False) -> StepResult:
+    def __call__(
+        self, batch: GlobalBatch, rate: float, updates: int, *, stop: bool = False, save: bool = False
+    ) -> StepResult:
         """One update on `batch` with learning rate `rate`; `updates` is the count of updates after it.
 
-        stop: this process was asked to stop; the result says whether any was.
+        stop: this process must stop; save: it requests a checkpoint. The result combines the requests of all ranks.
 
         Raises `Violation` on every rank alike if a clause does not hold; up to the update, nothing has changed then.
         Raises `RankFailed` where another rank raised, and a rank's own error on that rank.
         """
         try:
-            return self.launch(batch, rate, updates, stop=stop).result()
+            return self.launch(batch, rate, updates, stop=stop, save=save).result()
         except BaseException:
             self._gate.open()  # nothing is under way that it would have to hold back
             raise
 
-    def launch(self, batch: GlobalBatch, rate: float, updates: int, *, stop: bool = False) -> Pending:
+    def launch(
+        self, batch: GlobalBatch, rate: float, updates: int, *, stop: bool = False, save: bool = False
+    ) -> Pending:
         """Begin the update that `__call__` describes; where it is judged late, do not wait for the device.
 
         Results are to be asked for in order, and what one raises ends the training: the updates launched after it did
         nothing. Raises as `__call__` does where nothing is judged late.
         """
         update = Pending(batch, rate, updates, checked=enforced(), late=self.late)
-        gathered, partials = self._compute(update, stop=stop)
+        gathered, partials = self._compute(update, stop=stop, save=save)
         if update.checked and self._audit.spec.due(batch.step):
             audited = self._audit(batch.step, self._agreement, update.leaves, partials, gathered.payload)
             if self.late:
@@ -143,7 +147,7 @@ class TrainingStep:
             self._gate.look(gathered.said, gathered.expected, held, want)
         update.read(gathered.table, lambda table: judge(update, gathered.observations(table)))
 
-    def _compute(self, update: Pending, *, stop: bool) -> tuple[Gathered, list[PartialGradient]]:
+    def _compute(self, update: Pending, *, stop: bool, save: bool) -> tuple[Gathered, list[PartialGradient]]:
         """Forward and backward everywhere, then one gather that says for every rank what it did, or that it failed."""
         step, roots = update.batch.step, self._reduce.roots_of_rank
 
@@ -171,7 +175,10 @@ class TrainingStep:
         gathered = self._agreement.gather(
             step,
             "computed",
-            [dict(zip(COMPUTED_FACTS, (isinstance(each, Exception), stop, content), strict=True)) for each in done],
+            [
+                dict(zip(COMPUTED_FACTS, (isinstance(each, Exception), stop, save, content), strict=True))
+                for each in done
+            ],
             [
                 padded(none.to(device) if isinstance(each, Exception) else each.reports, self._report_rows).flatten()
                 for each, device in zip(done, self._backend.devices, strict=True)
@@ -211,6 +218,7 @@ class TrainingStep:
         settle(Judgement(PLANNED, Seen(observations, None)))
         update.reports = reports_of(observations)
         update.stop = any(o.values["stop"] for o in observations)
+        update.save = any(o.values["save"] for o in observations)
         if update.checked:
             settle(Judgement(LEAVES, Leaves(update.reports, update.plan, update.batch.step)))
 

@@ -128,6 +128,15 @@ class Run:
         except ValueError as error:
             raise InputError([Problem(str(checkpoint.path), f"is no checkpoint of this run: {error}")]) from error
 
+    def load_weights(self, checkpoint: Checkpoint) -> None:
+        """Load the trained weights alone into every replica. Raises `InputError` for weights of another model."""
+        for replica in self.replicas:
+            for name, view in replica.parameters.weight_views().items():
+                saved = checkpoint.tensors.get(f"{WEIGHTS}/{name}")
+                if saved is None or saved.shape != view.shape:
+                    raise InputError([Problem(str(checkpoint.path), f"has no weights {name} of this run's model")])
+                view.copy_(saved)
+
     def trainer(
         self,
         journal: Journal,

@@ -22,6 +22,7 @@ from andon.data.chat import Asking
 from andon.data.origins import short_names
 from andon.metrics.confusion import Confusion
 from andon.run.provenance import Provenance
+from andon.run.summary import HELD_OUT
 from andon.training.card_use import PIPELINES, use
 from andon_contracts.legible import legible_line
 
@@ -99,7 +100,8 @@ class Form(Enum):
 class Result:
     """What a run came to.
 
-    labels: the classes by id. rows: that were trained on. scores: as JSON, of the rows that `evaluated_on` names, and
+    labels: the classes by id. rows: that were trained on. kept_step: the step of the weights if the validation loss
+    chose their checkpoint; None: they are the last step's. scores: as JSON, of the rows that `evaluated_on` names, and
     `confusion` the confusion matrix of these rows, if the task has one.
     weights: the digest of what was trained, 16 hex digits; it came out on `world_size` ranks of `backend`.
     """
@@ -113,6 +115,7 @@ class Result:
     world_size: int
     backend: str
     confusion: Confusion | None = None
+    kept_step: int | None = None
 
 
 def card(
@@ -242,6 +245,9 @@ def _by_class(result: Result) -> list[tuple[str, Mapping[str, Any]]]:
 def _scores(result: Result, task: str, data: str) -> Iterator[str]:
     found, counts = result.scores, _counts(task, result)
     yield f"Of the {found.get('rows')} {result.evaluated_on} rows of {_code(data)}:"
+    if result.kept_step is not None:
+        same = "" if result.evaluated_on == HELD_OUT else " These scores are of the same rows: they flatter."
+        yield f"The validation loss chose the checkpoint of step {result.kept_step} of {result.steps}.{same}"
 
     def of(score: _Score) -> str:
         count, words = counts[score.of]
@@ -317,7 +323,8 @@ def _command(config: Config, result: Result) -> str:
     for key in ("text_pair_column", "label_separator"):
         if getattr(config.data, key) is not None:
             words += ["--set", f"data.{key}={json.dumps(getattr(config.data, key))}"]
-    for key, _, value in differences(identity(Config()), identity(config)):
+    named_alone = {"data": {"train": config.data.train}, "model": {"base": config.model.base}}
+    for key, _, value in differences(identity(Config.model_validate(named_alone)), identity(config)):
         if key not in _SAID_OTHERWISE and not key.endswith((".embedded", ".weights")):
             words += ["--set", f"{key}={json.dumps(value)}"]
     return " ".join(shlex.quote(legible_line(word)) for word in words)

@@ -172,6 +172,8 @@ def for_rows(
             values.setdefault(key, value)
 
     training = config.training
+    if base is not None or config.data.train is not None:
+        choose("training.keep", "best")
     if base is None:
         choose("model.max_length", config.model.max_length)
         choose("model.dtype", "float32")
@@ -179,6 +181,7 @@ def for_rows(
         choose("optimizer.lr", _RATES[config.adapter.kind, task == SFT])
         choose("adapter.dropout", 0.05)
         choose("training.epochs", 3)
+        choose("training.checkpoint_minutes", 15.0)
         choose("model.max_length", min(-(-longest // 8) * 8, config.model.max_length))
         choose("model.dtype", base.dtype if on_gpus else "float32")
         choose("training.packing", task == SFT)

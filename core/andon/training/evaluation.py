@@ -33,9 +33,9 @@ class Evaluator:
     batching: EvaluationBatching
     _known: dict[tuple[int, int, tuple[int, ...]], Scores] = field(default_factory=dict)
 
-    def __call__(self, task: ScoredTask, ids: Sequence[int]) -> Scores:
-        """Scores as `evaluate` gives them, by the weights as they are after the updates that were made or restored."""
-        key = (self.replicas[0].updates, id(task), tuple(ids))
+    def __call__(self, task: ScoredTask, ids: Sequence[int], after: int | None = None) -> Scores:
+        """Scores as `evaluate` gives them. after: how many updates the weights have; None: as many as were made."""
+        key = (self.replicas[0].updates if after is None else after, id(task), tuple(ids))
         if key not in self._known:
             best = sorted(self._known.items(), key=lambda known: math.inf if known[1].loss is None else known[1].loss)
             models = [replica.model for replica in self.replicas]

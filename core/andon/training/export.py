@@ -64,6 +64,7 @@ def result_of(folder: RunFolder, labels: Sequence[str]) -> Result:
         labels=tuple(labels),
         rows=first.plan.rows,
         steps=summary.steps,
+        kept_step=summary.kept_step,
         scores=summary.eval,
         evaluated_on=summary.evaluated_on,
         weights=summary.weights_digest,

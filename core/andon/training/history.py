@@ -135,10 +135,10 @@ def read_history(ledger: Path, fingerprint: Mapping[str, str], checkpoint: Check
 
 
 def _note_closing(history: History, record: Record, step: int, *, comparable: bool) -> None:
-    """After the checkpoint of the last step there are only the scores of the rows never trained on, and the end."""
+    """After the checkpoint of the last step there are only the last scores, of it or of the best step, and the end."""
     if isinstance(record, Step | Broken):
         history.evaluated = history.ended = None
-    elif isinstance(record, Evaluation) and record.step == step and comparable:
+    elif isinstance(record, Evaluation) and record.step <= step == history.last and comparable:
         history.evaluated = record
     elif isinstance(record, End) and record.step == step and record.reason in _CLOSING and comparable:
         history.ended = record

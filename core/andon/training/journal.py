@@ -269,6 +269,18 @@ class FolderJournal:
         """The step of the checkpoint that was saved, or loaded, last; 0 where there is none."""
         return self._retention.last[1] if self._retention.last is not None else 0
 
+    def best_kept(self, best: int) -> int:
+        """The step of the checkpoint to keep: `best`. If `run.on_save_error=continue` skipped that checkpoint, logs a
+        warning and returns the step of the best earlier one, or 0 without any."""
+        there = self._retention.best or 0
+        if not is_complete(self._folder.checkpoints / f"step-{there:08d}"):
+            there = 0
+        if there == best or not self._retention.passing_over:
+            return best
+        instead = f"step {there}, the best before it" if there else "the last step"
+        say(f"warning: the best step, {best}, has no checkpoint: the run keeps the weights of {instead}")
+        return there
+
     @property
     def all_zero(self) -> int:
         """The number of updates of this process if the gradient of every one of them was exactly zero, else 0."""

@@ -48,7 +48,7 @@ class ProgressView:
                 bar.update(task, completed=result.step, description=f"epoch {batch.epoch} loss {result.loss:.4f}")
         elif self._is_shown(result.step) or time.perf_counter() - self._last_line > _SILENT_S:
             rate = (result.step - self._done_before) / (time.perf_counter() - self._started)
-            right = f"accuracy {result.correct / max(result.terms, 1):.3f} " if self._counts_right else ""
+            right = f"train_acc {result.correct / max(result.terms, 1):.3f} " if self._counts_right else ""
             self._line(
                 f"step {result.step}/{self._total} epoch {batch.epoch} loss {result.loss:.4f} {right}"
                 f"grad_norm {result.grad_norm:.3f} "

@@ -15,11 +15,15 @@ from andon.run.folder import State
 from andon.run.provenance import differences as other_machine
 from andon.run.provenance import fingerprint, read_provenance
 from andon.run.sealed import CheckpointError
+from andon.step.pending import UNSIGNED
 from andon.step.step import RankFailed
 from andon.training.existing import config_of, require_same_as_finished
 from andon.training.history import History, begin_anew, read_history
 from andon.training.session import Session
-from andon_contracts.digest import hex64
+from andon.training.trainer import Progress
+from andon_contracts.digest import hex64, signed
+from andon_contracts.laws.law import Judgement, settle
+from andon_contracts.laws.outcome import RESTORED, Restored
 
 _ANEW, _DONE, _REFUSED = -1, -2, -3
 """What rank 0 may answer instead of the step of a checkpoint."""
@@ -78,6 +82,33 @@ def restore(session: Session) -> Standpoint:
     if chosen.checkpoint is not None:
         session.run.restore(chosen.checkpoint)
     return chosen
+
+
+def load_best(session: Session, best: int, progress: Progress) -> int:
+    """Load the weights of rank 0's `best` step, which is returned, into every replica; 0: they stay. Collective.
+
+    Raises `InputError` on a rank that cannot read the checkpoint (`RankFailed` on the others), and
+    `Violation` on all ranks if one has other weights than the run recorded for that step (`checkpoint-whole`).
+    """
+    run, backend, error = session.run, session.run.backend, None
+    step = int(backend.gather([torch.tensor([best], device=device) for device in backend.devices])[0])
+    if step == 0:
+        return step
+    try:
+        run.load_weights(_loaded(session, step))
+    except InputError as refused:
+        again = f"put it back; or move away all checkpoints from step {step} on and resume: their steps are done again"
+        error = InputError([replace(each, what=f"{each.what}; {again}") for each in refused.problems])
+    read = [torch.tensor([error is None, signed(each.weights_digest())], device=each.device) for each in run.replicas]
+    readable, digests = zip(*(each.tolist() for each in backend.gather(read)), strict=True)
+    if error is not None:
+        raise error
+    if not all(readable):
+        raise RankFailed(f"rank {readable.index(0)} could not read the best checkpoint, of step {step}")
+    found = tuple(digest % UNSIGNED for digest in digests)
+    recorded = progress.best_weights if step == progress.best_step else 0  # 0: nobody knows
+    settle(Judgement(RESTORED, Restored({"weights": recorded or found[0]}, {"weights": found}, step)))
+    return step
 
 
 def _history(session: Session, checkpoint: Checkpoint | None) -> History:

@@ -1,7 +1,7 @@
 """One run in one process: from a checked configuration to a finished run folder, from top to bottom.
 
 A session is put together (`session`), restored to where the run stands (`resume`), agreed on and opened, trained
-(`trainer`), and closed: the last scores, the adapter, the ledger's account, and the summary last of all.
+(`trainer`), and closed: the best weights, the last scores, the adapter, the ledger's account, and the summary.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from andon.training.material import cut_note, eval_rows_note
 from andon.training.notices import idleness, learns_nothing
 from andon.training.outputs import write_adapter, write_start
 from andon.training.progress import ProgressView
-from andon.training.resume import AlreadyFinished, Standpoint, restore, run_identity
+from andon.training.resume import AlreadyFinished, Standpoint, load_best, restore, run_identity
 from andon.training.rows import changed_since, unfit_model
 from andon.training.session import Session, assembled
 from andon.training.trainer import Journal, Outcome, Progress, Trainer
@@ -296,6 +296,8 @@ def _announce(session: Session, done: int) -> None:
     idle = idleness(plan, config, backend.world_size)
     if idle:
         say(f"warning: {idle}")
+    if (config.training.max_steps or 0) > plan.total_steps:
+        say(f"note: training.epochs ends the run at step {plan.total_steps}, before training.max_steps")
     if learns_nothing(plan, config):
         say(learns_nothing(plan, config))
     if not config.training.exact:
@@ -327,19 +329,27 @@ def _audit(session: Session, done: int) -> str:
 
 
 def finish(session: Session, journal: Journal, outcome: Outcome, history: History) -> None:
-    """Score the rows never trained on (every rank takes part), then write what the run came to (rank 0).
+    """Load the best weights if they are kept, score the rows never trained on (every rank takes part), then write what
+    the run came to (rank 0).
 
     A run that was preempted gets neither scores nor an adapter: it goes on later. What the ledger has already, from a
     process that ended before its summary was there, must come out again, and is not written twice.
     """
     run, material, progress = session.run, session.material, outcome.progress
     scores: Scores | None = None
+    kept, digests = 0, {"weights": hex64(run.primary.weights_digest())}
     if outcome.reason != "preempted":
-        scores = session.evaluator(material.evaluation_task, material.evaluation_ids)
+        if session.config.training.keep == "best":
+            kept = progress.best_step
+        if kept not in (0, progress.step):
+            session.clock.at(progress.step, "best checkpoint")
+            kept = load_best(session, journal.best_kept(kept) if isinstance(journal, FolderJournal) else kept, progress)
+        scores = session.evaluator(material.evaluation_task, material.evaluation_ids, after=kept or progress.step)
     memory = hold_to_budget(run.backend, progress.step, session.planned_bytes)
-    epoch, weights = run.plan.epoch_of(progress.step), run.primary.weights_digest()
-    scored = evaluation_of(progress.step, epoch, scores) if scores is not None else None
-    end = End(progress.step, outcome.reason, {"weights": hex64(weights)}, final_loss=Real.of(progress.last_loss))
+    step, weights = kept or progress.step, run.primary.weights_digest()
+    epoch, digests = run.plan.epoch_of(step), digests | ({"kept": hex64(weights)} if kept else {})
+    scored = evaluation_of(step, epoch, scores) if scores is not None else None
+    end = End(progress.step, outcome.reason, digests, final_loss=Real.of(progress.last_loss))
     require_repeated(progress.step, (*apart("scores", history.evaluated, scored), *apart("end", history.ended, end)))
     if not isinstance(journal, FolderJournal):
         return
@@ -352,20 +362,22 @@ def finish(session: Session, journal: Journal, outcome: Outcome, history: Histor
         why = "no row changed a trained weight; look for weights of the base model that are all zero"
         say(f"warning: the gradient of all {journal.all_zero} updates was exactly zero: {why}")
     if scores is not None:
-        journal.evaluated(progress.step, epoch, scores, material.rows.last_scores, recorded=history.evaluated == scored)
-        write_adapter(session.folder, run.primary.model, material, _result(session, outcome, weights, scores, history))
+        journal.evaluated(step, epoch, scores, material.rows.last_scores, recorded=history.evaluated == scored)
+        result = _result(session, outcome, weights, scores, history, kept)
+        write_adapter(session.folder, run.primary.model, material, result)
     if history.ended != end:
         journal.append(end)
-    _summarise(session, journal, outcome, weights, scores, history, memory)
+    _summarise(session, journal, outcome, weights, scores, history, memory, kept)
 
 
-def _result(session: Session, outcome: Outcome, weights: int, scores: Scores, history: History) -> Result:
+def _result(session: Session, outcome: Outcome, weights: int, scores: Scores, history: History, kept: int) -> Result:
     """What the card of the adapter tells."""
     world, backend = _ranks(session, history)
     return Result(
         labels=tuple(session.material.labels),
         rows=len(session.run.plan.ids),
         steps=outcome.progress.step,
+        kept_step=kept or None,
         scores=scores.as_dict(),
         evaluated_on=session.material.rows.last_scores,
         weights=hex64(weights),
@@ -415,6 +427,7 @@ def _summarise(
     scores: Scores | None,
     history: History,
     memory: Mapping[str, int],
+    kept: int = 0,
 ) -> None:
     """The summary, last of all: a folder that holds a finished one is a finished run."""
     progress = outcome.progress
@@ -442,6 +455,7 @@ def _summarise(
             final_loss=Real.of(progress.last_loss),
             eval=_summarised(scores) if scores is not None else {},
             best_step=progress.best_step or None,
+            kept_step=kept or None,
             evaluated_on=session.material.rows.last_scores,
             labels=tuple(session.material.labels),
             memory=memory,

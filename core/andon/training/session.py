@@ -184,6 +184,7 @@ def run_spec(config: Config, material: Material, world_size: int) -> RunSpec:
             training.evaluate_every,
             config.contracts.base_every,
             training.early_stopping_patience,
+            None if training.checkpoint_minutes is None else 60 * training.checkpoint_minutes,
         ),
     )
 

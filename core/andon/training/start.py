@@ -14,9 +14,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from andon.config.schema import IN_PROCESS, Config
+from andon.config.schema import IN_PROCESS, SFT, Config
 from andon.console.exits import Exit
-from andon.console.messages import say
+from andon.console.messages import command_line, say
 from andon.console.problems import InputError, Problem, ProblemList
 from andon.integrations.trackers import require
 from andon.launch import preemption
@@ -111,7 +111,7 @@ def start(
             with suppress(OSError):  # it stays where anything is in it
                 folder.path.rmdir()
     if ended.exit is Exit.OK:
-        _report(folder)
+        _report(folder, config)
     return ended
 
 
@@ -258,8 +258,8 @@ def _why(result: LaunchResult) -> str:
     return result.cause
 
 
-def _report(folder: RunFolder) -> None:
-    """The last lines: what came out and where it is."""
+def _report(folder: RunFolder, config: Config) -> None:
+    """Log the last lines: scores, digest, run folder and the next command."""
     found = read_summary(folder.summary)
     told = ", ".join(f"{word} {value:.4f}" for word, value in [*quoted(found.eval).items()][:2])
     say(
@@ -267,5 +267,9 @@ def _report(folder: RunFolder) -> None:
         f"{found.evaluated_on} {told}"
     )
     broken = f"violations before it was resumed: {found.violations}" if found.violations else "no violation"
+    if found.kept_step is not None:
+        say(f"kept the weights of step {found.kept_step}, which has the lowest validation loss (training.keep=best)")
     say(f"weights {found.weights_digest}, {sum(found.contracts.values())} clause evaluations, {broken}")
     say(f"run folder {folder.path}")
+    use = "generate" if config.task == SFT else "predict"
+    say(f"next: {command_line('andon', use, folder.path, '--data', 'FILE')}")

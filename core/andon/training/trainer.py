@@ -1,8 +1,8 @@
 """Epochs, evaluation, checkpoints and early stopping around the step. The same decisions on every rank.
 
 Every decision here is a function of bits that are equal on all ranks (the step's results, the scores of a gathered
-table), so nothing has to be agreed on but what only one rank can know: that it was asked to stop, and that it could
-not write a checkpoint.
+table), so nothing has to be agreed on but what only one rank can know: that it was asked to stop, that its clock says
+that a checkpoint is due, and that it could not write a checkpoint.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from time import monotonic
 from typing import Protocol
 
 import torch
@@ -32,12 +33,17 @@ from andon_contracts.violation import Violation
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run is: what a checkpoint holds besides tensors."""
+    """Where a run is: what a checkpoint holds besides tensors.
+
+    best_weights: the digest of the weights after `best_step`; 0 if contracts were off there. bad_evaluations: the
+    number of evaluations since then, none of which had a lower validation loss.
+    """
 
     step: int = 0
     best_step: int = 0
     best_loss: float = math.inf
-    bad_epochs: int = 0
+    best_weights: int = 0
+    bad_evaluations: int = 0
     last_loss: float = math.nan
 
 
@@ -73,16 +79,19 @@ class Journal(Protocol):
 class Cadence:
     """After how many updates something is done that is no update; None: at the ends of epochs alone.
 
-    patience: epochs in a row without a better validation loss after which training ends; evaluations within an epoch
-    do not count.
+    patience: training ends after this many evaluations in a row without a better validation loss. save_s: the seconds
+    from one checkpoint to the next by rank 0's clock; None: the clock decides nothing.
     """
 
     checkpoint_every: int | None = None
     evaluate_every: int | None = None
     base_every: int = 50
     patience: int | None = None
+    save_s: float | None = None
 
 
+_WAIT = 19
+"""Rank 0 waits this many times as long as the last checkpoint took, so that saving by time takes at most 5 %."""
 _WRITTEN, _REFUSED, _BROKEN = 0, 1, 2
 """What became of a checkpoint on the rank that writes it."""
 
@@ -111,6 +120,7 @@ class Trainer:
     cadence: Cadence
     clock: StepClock
     _saved_at: int = field(default=-1, init=False)
+    _due_at: float = field(default=math.inf, init=False)
     _under_way: list[tuple[GlobalBatch, Pending]] = field(default_factory=list, init=False)
 
     def run(self) -> Outcome:
@@ -119,8 +129,9 @@ class Trainer:
         Raises `Violation` on every rank alike, `InputError` on a rank whose disk refuses (`RankFailed` on the others).
         """
         stop = False
+        self._schedule_save(0.0)
         for step in range(self.progress.step + 1, self.plan.total_steps + 1):
-            if self.cadence.patience is not None and self.progress.bad_epochs >= self.cadence.patience:
+            if self._gives_up():
                 return self._end("early-stopping")
             if stop:
                 return Outcome(self.progress, "preempted")
@@ -134,37 +145,48 @@ class Trainer:
         it that has to see the weights as it leaves them.
         """
         self.clock.at(batch.step, UPDATE)
-        # What each rank was asked goes into the update and is agreed on there: signals reach ranks at different times.
-        rate, asked = self.schedule.rate(batch.step), self.stop_asked()
+        # Signals and clocks differ between ranks, so the update's message carries each rank's requests to all.
+        rate, asked = self.schedule.rate(batch.step), {"stop": self.stop_asked(), "save": monotonic() >= self._due_at}
         if not self.step.late:
-            result = self.step(batch, rate, batch.step, stop=asked)
-            self._settle(batch, result, stopping=result.stop)
+            result = self.step(batch, rate, batch.step, **asked)
+            self._settle(batch, result, stopping=result.stop, saving=result.save)
             return result.stop
-        self._under_way.append((batch, self.step.launch(batch, rate, batch.step, stop=asked)))
-        stop = False
-        while len(self._under_way) > (0 if stop or self._due(batch.step) else 1):
+        self._under_way.append((batch, self.step.launch(batch, rate, batch.step, **asked)))
+        stop = save = False
+        while len(self._under_way) > (0 if stop or save or self._due(batch.step) else 1):
             settled, pending = self._under_way.pop(0)
             result = pending.result()
-            stop = stop or result.stop
-            self._settle(settled, result, stopping=stop and not self._under_way)
+            stop, save, last = stop or result.stop, save or result.save, not self._under_way
+            self._settle(settled, result, stopping=stop and last, saving=save and last)
         return stop
 
-    def _settle(self, batch: GlobalBatch, result: StepResult, *, stopping: bool) -> None:
-        """Write down an update that held, and do what is due after it. stopping: the run ends with it."""
+    def _schedule_save(self, took: float) -> None:
+        """Rank 0 wants the next checkpoint after `save_s`, or later if the last one, of `took` seconds, was slow."""
+        if self.cadence.save_s is not None and self.backend.ranks[0] == 0:
+            self._due_at = monotonic() + max(self.cadence.save_s, _WAIT * took)
+
+    def _gives_up(self) -> bool:
+        patience = self.cadence.patience
+        return patience is not None and self.progress.bad_evaluations >= patience
+
+    def _settle(self, batch: GlobalBatch, result: StepResult, *, stopping: bool, saving: bool) -> None:
+        """Write down an update that held, and do what is due after it. stopping: the run ends. saving: a rank asks."""
         record = step_record(batch, result, self.backend.world_size, self.backend.name)
         # Before it is written: of one step the ledger must not have two results.
         self.repeats.judge(record)
         self.progress = replace(self.progress, step=batch.step, last_loss=result.loss)
         self.weights = result.digests.get("weights", self.weights)
         self.journal.step(batch, result, record)
-        best, every = self._look(batch), self.cadence.checkpoint_every
-        saving = stopping or self.plan.is_epoch_end(batch.step) or (every is not None and batch.step % every == 0)
+        best, every, began = self._look(batch, result), self.cadence.checkpoint_every, monotonic()
+        saving = saving or stopping or best or self._gives_up() or self.plan.is_epoch_end(batch.step)
+        saving = saving or (every is not None and batch.step % every == 0)
         # What is frozen is too large to be read at each update, but no checkpoint vouches for it unread.
         if saving or batch.step % self.cadence.base_every == 0:
             self.step.attest_base(batch.step, self.base_digest)
         if saving:
             self._save(best=best, last=stopping)
             self._saved_at = batch.step
+            self._schedule_save(monotonic() - began)
 
     def _due(self, step: int) -> bool:
         """Whether after update `step` something looks at the weights, or the run ends."""
@@ -172,21 +194,24 @@ class Trainer:
         regular = (cadence.base_every, cadence.checkpoint_every, cadence.evaluate_every)
         return self.plan.is_epoch_end(step) or any(every is not None and step % every == 0 for every in regular)
 
-    def _look(self, batch: GlobalBatch) -> bool:
-        """Evaluate where it is due; at an epoch's end that also decides what is best (returned) and when to give up."""
-        epoch_end, every = self.plan.is_epoch_end(batch.step), self.cadence.evaluate_every
-        due = epoch_end or (every is not None and batch.step % every == 0)
+    def _look(self, batch: GlobalBatch, result: StepResult) -> bool:
+        """Evaluate if it is due. The validation loss decides what is best (returned) and when to give up."""
+        every = self.cadence.evaluate_every
+        due = self.plan.is_epoch_end(batch.step) or (every is not None and batch.step % every == 0)
         if self.evaluate is None or not due:
             return False
         self.clock.at(batch.step, "evaluation")
         scores = self.evaluate()
         self.journal.evaluated(batch.step, batch.epoch, scores, "validation")
-        if not epoch_end or scores.loss is None:
+        if scores.loss is None:
             return False
         if scores.loss < self.progress.best_loss:
-            self.progress = replace(self.progress, best_loss=scores.loss, best_step=batch.step, bad_epochs=0)
+            weights = result.digests.get("weights", 0)
+            self.progress = replace(
+                self.progress, best_step=batch.step, best_loss=scores.loss, best_weights=weights, bad_evaluations=0
+            )
             return True
-        self.progress = replace(self.progress, bad_epochs=self.progress.bad_epochs + 1)
+        self.progress = replace(self.progress, bad_evaluations=self.progress.bad_evaluations + 1)
         return False
 
     def _save(self, *, best: bool, last: bool) -> None:

@@ -265,7 +265,7 @@ def _nearer(value: object) -> object:
 
 def _facts(run: Told) -> dict[str, Value]:
     start, steps, summary = run.recorded.start, run.steps, run.summary
-    memory = summary.memory if summary is not None else {}
+    memory, kept = (summary.memory, summary.kept_step) if summary is not None else ({}, None)
     last = steps[max(steps)] if steps else None
     planned = start.plan.steps if start is not None else None
     workers = dict.fromkeys(f"{record.world} {record.backend}" for record in steps.values())
@@ -282,6 +282,7 @@ def _facts(run: Told) -> dict[str, Value]:
         "workers": ", then ".join(workers) or (f"{start.world} {start.backend}" if start is not None else None),
         "training loss of the last batch": last.loss.value if last is not None and last.loss is not None else None,
         "weights after the last step": last.digests.weights if last is not None else None,
+        "weights that were kept": f"{summary.weights_digest}, of step {kept}" if summary is not None and kept else None,
         "checkpoints": f"{len(run.checkpoints)}{f', the best {best[-1]}' if best else ''}",
         "seconds, last command": summary.wall_s if summary is not None else None,
         "peak memory of rank 0": _mib(memory.get("process_peak")),
