@@ -180,19 +180,6 @@ def test_values_that_go_together_are_taken() -> None:
     assert load_config(None, ["data.validation_fraction=0"]).training.early_stopping_patience is None
 
 
-@pytest.mark.parametrize("task", [[], ["task=sft"]])
-def test_the_embedded_job_keeps_its_last_weights_and_only_a_base_saves_by_time(task: list[str]) -> None:
-    for overrides, expected in (
-        ([], ("last", None)),
-        (["data.train=a.csv"], ("best", None)),
-        (["model.base=folder"], ("best", 15.0)),
-        (["training.keep=best", "training.checkpoint_minutes=1.0"], ("best", 1.0)),
-        (["model.base=folder", "training.keep=last", "training.checkpoint_minutes="], ("last", None)),
-    ):
-        training = load_config(None, [*task, *overrides]).training
-        assert (training.keep, training.checkpoint_minutes) == expected
-
-
 @pytest.mark.parametrize(
     ("content", "overrides", "expected"),
     [

@@ -163,10 +163,16 @@ def test_a_pack_is_its_rows_end_to_end() -> None:
         "positions": [[0, 1, 2, 0, 1, 0, 0, 0], [0, 1, *[0] * 6]],
         "rows": [[1, 1, 1, 2, 2, 0, 0, 0], [1, 1, *[0] * 6]],
         "weights": [[0, one, one, 0, one, 0, 0, 0], [0, one, *[0] * 6]],
-        "row_lengths": [[3, 2], [2, 0]],
         "trained": [[1, 2], [4, 9]],
     }
     assert {value.dtype for value in batch.values()} == {torch.int64}
+
+
+def test_trained_places_are_dealt_out_to_few_counts_where_lengths_are_few() -> None:
+    """3 and 1 trained tokens are 2 a pack, and 32 with lengths that are multiples of 32; place 0 has no weight."""
+    packs = [[row([1, 2, 3, 4], 1)], [row([6, 7], 1)]]
+    assert batch_of(packs, multiple=4)["trained"].tolist() == [[1, 2], [3, 5]]
+    assert batch_of(packs, multiple=32)["trained"].flatten().tolist() == [1, 2, 3, 33, *[0] * 60]
 
 
 def test_a_pack_ends_at_the_limit_and_weights_go_with_tokens() -> None:

@@ -84,6 +84,22 @@ def test_a_pretrained_base_gets_a_rate_and_dropout_of_its_own(task: str, overrid
 
 
 @pytest.mark.parametrize(
+    ("overrides", "base", "keep", "minutes"),
+    [
+        ([], None, "last", None),
+        (OWN, None, "best", None),
+        (PRETRAINED, BASE, "best", 15.0),
+        ([*PRETRAINED, "training.keep=last", "training.checkpoint_minutes=null"], BASE, "last", None),
+    ],
+)
+def test_the_embedded_run_keeps_its_last_weights_and_only_a_base_saves_by_time(
+    overrides: list[str], base: Base | None, keep: str, minutes: float | None
+) -> None:
+    training = for_rows(config(*overrides), "classification", base, [30], 30, on_gpus=False).training
+    assert (training.keep, training.checkpoint_minutes) == (keep, minutes)
+
+
+@pytest.mark.parametrize(
     ("task", "longest", "on_gpus", "expected"),
     [
         (SFT, 300, True, (304, "bfloat16", True, False, "off")),

@@ -379,7 +379,7 @@ class Run(Section):
     )
     cuda_graphs: Literal["auto", "always", "never"] = Field(
         default="auto",
-        description="of eager passes on GPUs, the same bits; auto: up to 2 GiB a micro-batch, not sft",
+        description="of eager passes on GPUs, the same bits; auto: up to 8 GiB a micro-batch",
     )
     portable: bool = Field(
         default=False,

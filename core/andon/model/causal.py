@@ -32,6 +32,8 @@ _LOGITS = {"cpu": 1 << 25, "cuda": 1 << 28}
 """How many logits are held at a time by kind of device: 128 MiB of fp32, and 1 GiB where products of few rows wait for
 memory."""
 _TRIED_LENGTHS = (9, 2, 5)
+_FEW_LENGTHS = 32
+"""Padding to a multiple of so many tokens or more is for few shapes, and not for alignment."""
 
 
 def collate_packs(packs: Sequence[Sequence[Row]], pad_id: int, multiple: int, limit: int | None) -> Batch:
@@ -39,10 +41,10 @@ def collate_packs(packs: Sequence[Sequence[Row]], pad_id: int, multiple: int, li
 
     length: the longest pack's, rounded up to `multiple` but not beyond `limit`. input_ids, positions (from 0 in each
     row), rows (1 for a pack's first row, 2, ...; 0 is padding) and weights (the bits of fp32; 0 for a row's first
-    token, which nothing predicts) are [packs, length]. row_lengths is [packs, most rows], 0 behind a pack's last.
-    trained has the places (pack * length + column) of all tokens with a weight, in order and dealt out evenly to
-    [packs, n]; 0, where no row has a trained token, fills the rest. Raises `ValueError` for a row whose weights are of
-    another length.
+    token, which nothing predicts) are [packs, length]. trained has the places (pack * length + column) of all tokens
+    with a weight, in order and dealt out evenly to [packs, n]; 0, where no row has a trained token, fills the rest. If
+    `multiple` makes few lengths, n is one of them, so that passes repeat their shapes. Raises `ValueError` for a row
+    whose weights are of another length.
     """
     counts = [[tokens.numel() for tokens, _ in rows] for rows in packs]
     length = padded_length(max(map(sum, counts)), multiple, limit)
@@ -50,7 +52,6 @@ def collate_packs(packs: Sequence[Sequence[Row]], pad_id: int, multiple: int, li
     ids = torch.full(shape, pad_id, dtype=torch.int64)
     positions, numbers = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
     weights = torch.zeros(shape, dtype=torch.float32)
-    row_lengths = torch.zeros((len(packs), max(map(len, packs))), dtype=torch.int64)
     for place, rows in enumerate(packs):
         first = 0
         for number, (tokens, given) in enumerate(rows):
@@ -62,17 +63,18 @@ def collate_packs(packs: Sequence[Sequence[Row]], pad_id: int, multiple: int, li
             positions[place, here] = torch.arange(tokens.numel())
             numbers[place, here] = number + 1
             weights[place, first + 1 : here.stop] = given[1:]
-            row_lengths[place, number] = tokens.numel()
             first = here.stop
     trained = weights.flatten().nonzero().flatten()
-    dealt = torch.zeros(len(packs) * -(-trained.numel() // len(packs)), dtype=torch.int64)
+    each = -(-trained.numel() // len(packs))
+    if multiple >= _FEW_LENGTHS:
+        each = padded_length(each, multiple, length)
+    dealt = torch.zeros(len(packs) * each, dtype=torch.int64)
     dealt[: trained.numel()] = trained
     return {
         "input_ids": ids,
         "positions": positions,
         "rows": numbers,
         "weights": weights.view(torch.int32).long(),
-        "row_lengths": row_lengths,
         "trained": dealt.view(len(packs), -1),
     }
 

@@ -402,9 +402,10 @@ def _in_epochs(config: Config, rows: Rows, whole: ScoredTask) -> tuple[ScoredTas
 
 
 def padding_multiple(config: Config) -> int:
-    """What padded lengths are a multiple of: few lengths where each of them is compiled."""
+    """What padded lengths are a multiple of: few lengths if each is compiled, or packs are captured, on GPUs."""
     training = config.training
-    if training.compile != "off":
+    captured = training.packing and device_kind(config.run) == "cuda"
+    if training.compile != "off" or captured:
         return length_step(config.model.max_length, training.compile_lengths)
     return training.pad_to_multiple_of
 

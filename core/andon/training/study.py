@@ -31,7 +31,7 @@ def evaluation_batching(material: Material, config: Config) -> EvaluationBatchin
     return EvaluationBatching(rows * length, padding_multiple(config), config.model.max_length)
 
 
-_CAPTURED_BYTES = 1 << 31
+_CAPTURED_BYTES = 1 << 33
 """Of a micro-batch whose passes are captured by themselves."""
 
 
@@ -102,10 +102,11 @@ class Study:
 def captures(config: Config, kind: str, activations: int | None) -> bool:
     """Whether a replica on a device of `kind` has its eager passes as CUDA graphs. activations: bytes of a micro-batch,
     which the graphs hold beside those of eager passes; None: not known. A large one gains little: its kernels take
-    longer than their launches. Packs of `sft` gain nothing: each is of other shapes, and a shape's first pass is eager.
+    longer than their launches. Unpacked rows of `sft` gain nothing: their passes hardly ever repeat a shape.
     """
     training, asked = config.training, config.run.cuda_graphs
-    fits = activations is not None and activations <= _CAPTURED_BYTES and config.task != SFT
+    repeats = config.task != SFT or training.packing
+    fits = activations is not None and activations <= _CAPTURED_BYTES and repeats
     # Replicas on threads share a device's generator, and one on a CPU beside GPUs has dropout drawn on the host.
     possible = kind == "cuda" and config.run.backend in ("inline", "nccl")
     possible = possible and training.compile == "off" and not training.activation_checkpointing
