@@ -78,6 +78,17 @@ def test_processes_need_a_base_each_and_replicas_in_one_share_it(data: Path) -> 
     assert together.needs[0].needed < 0.5 * three.needs[0].needed
 
 
+def test_compiled_passes_are_bounded_by_eager_ones_and_the_graphs_that_stay(data: Path) -> None:
+    settings = ["run.backend=nccl", "run.cuda_graphs=never", "training.compile_lengths=1"]
+    eager, kernels, graphs = (
+        plans(configured(data, *settings, *more), [1], Machine((LARGE,), LARGE))[0].needs[0].plan
+        for more in (["training.pad_to_multiple_of=128"], ["training.compile=kernels"], ["training.compile=graphs"])
+    )
+    assert kernels == eager
+    assert graphs == replace(eager, graphs=min(eager.activations, eager.evaluation))
+    assert graphs.graphs > 0
+
+
 def test_too_few_gpus_are_a_problem_of_that_number_alone(data: Path) -> None:
     one, two, three = plans(
         configured(data, "run.backend=nccl", "run.workers=1"), [1, 2, 3], Machine((LARGE,) * 2, LARGE)

@@ -24,7 +24,6 @@ from andon.model.memory import CUDA_UNIT, StorageWatch
 from andon.step.flat import FlatParameters
 
 _CPU = torch.device("cpu")
-_CUDA = torch.device("cuda")
 _MULTIPROCESSORS = 132
 """Of an H100 or H200: how many parts the deterministic backward pass of attention is cut into depends on it."""
 _ATTENTION_ROWS = 128
@@ -65,24 +64,13 @@ def traced_evaluation(model: nn.Module, rows: int, length: int, kind: str) -> in
 
     def look() -> object:
         with torch.no_grad():
-            return _loss(model, batch_of(model, rows, length), kind)
+            return _loss(model, _batch_of(model, rows, length), kind)
 
     model.eval()
     try:
         return _peak(model, kind, look)
     finally:
         model.train()
-
-
-def traced_loss(model: nn.Module, hidden: torch.Tensor, kind: str) -> int:
-    """Bytes that next tokens as a loss, forward and backward, add to weights and flat buffers, from what the backbone
-    gave for packs, [packs, length, hidden], which counts. model: hollow."""
-
-    def run() -> None:
-        given = torch.empty_like(hidden).requires_grad_()
-        loss_of_hidden(model, given, batch_of(model, *hidden.shape[:2]), kind).loss_sum.backward()  # type: ignore[no-untyped-call]
-
-    return _peak(model, kind, run)
 
 
 def _peak(model: nn.Module, kind: str, work: Callable[[], object]) -> int:
@@ -98,15 +86,12 @@ def _peak(model: nn.Module, kind: str, work: Callable[[], object]) -> int:
     return watch.peak
 
 
-def checkpoint_hollow(model: nn.Module, kind: str, *, compiled: bool = False) -> None:
+def checkpoint_hollow(model: nn.Module, kind: str) -> None:
     """As `checkpoint_layers`, for a trace. `backward` leaves the stand-ins, so they are entered anew."""
-    if compiled:
-        checkpoint_layers(model, _CUDA)
-    else:
-        checkpoint_layers(model, _CPU, lambda: (nullcontext(), KernelsOfCuda() if kind == "cuda" else nullcontext()))
+    checkpoint_layers(model, _CPU, lambda: (nullcontext(), KernelsOfCuda() if kind == "cuda" else nullcontext()))
 
 
-def batch_of(model: nn.Module, rows: int, length: int) -> dict[str, torch.Tensor]:
+def _batch_of(model: nn.Module, rows: int, length: int) -> dict[str, torch.Tensor]:
     """What `model` is given of `rows` rows of `length` tokens, int64: packs, of one row whose tokens are all trained,
     for a causal language model; else input_ids and attention_mask [rows, length]."""
     ids = torch.zeros((rows, length), dtype=torch.int64)
@@ -117,16 +102,16 @@ def batch_of(model: nn.Module, rows: int, length: int) -> dict[str, torch.Tensor
 
 
 def _pass(model: nn.Module, rows: int, length: int, kind: str) -> None:
-    _loss(model, batch_of(model, rows, length), kind).backward()  # type: ignore[no-untyped-call]
+    _loss(model, _batch_of(model, rows, length), kind).backward()  # type: ignore[no-untyped-call]
 
 
 def _loss(model: nn.Module, batch: Mapping[str, torch.Tensor], kind: str) -> torch.Tensor:
     """The loss sum of one micro-batch: of a classifier's kind, as all tasks but next tokens are."""
     if vocabulary_head(model) is not None:
-        with passing(model, batch, kind) as given:
+        with _passing(model, batch, kind) as given:
             hidden: Any = backbone_of(model)(**given)
         return loss_of_hidden(model, hidden.last_hidden_state, batch, kind).loss_sum
-    with passing(model, batch, kind) as given:
+    with _passing(model, batch, kind) as given:
         logits: Any = model(**given).logits
     logits = logits.float().flatten(0, -2)
     losses = nn.functional.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64), reduction="none")
@@ -134,7 +119,7 @@ def _loss(model: nn.Module, batch: Mapping[str, torch.Tensor], kind: str) -> tor
 
 
 @contextmanager
-def passing(model: nn.Module, batch: Mapping[str, torch.Tensor], kind: str) -> Iterator[dict[str, Any]]:
+def _passing(model: nn.Module, batch: Mapping[str, torch.Tensor], kind: str) -> Iterator[dict[str, Any]]:
     """Inside, what the forward pass of `model` is given of `batch` on a device of this kind, in its precision; of a
     causal language model, that of its backbone."""
     if vocabulary_head(model) is not None:
@@ -159,7 +144,7 @@ def _masking(model: nn.Module) -> Masking:
 
 def _first_that_fits(model: nn.Module) -> Masking:
     """For rows, each with its mask: by values that are not there nothing more is known."""
-    batch = batch_of(model, 2, 5)  # no two sizes alike, so that none passes for another
+    batch = _batch_of(model, 2, 5)  # no two sizes alike, so that none passes for another
     for masking in possible_maskings(model)[:-1]:
         with torch.no_grad(), computing(model, _CPU), masked(model, masking, batch["attention_mask"]) as mask:
             try:
@@ -173,7 +158,7 @@ def _first_that_fits(model: nn.Module) -> Masking:
 def _first_for_packs(model: nn.Module) -> Masking:
     """The same for packs."""
     if may_take_spans(model):
-        with torch.no_grad(), told_apart(model, Masking.SPANS, batch_of(model, 2, 5)) as given:
+        with torch.no_grad(), told_apart(model, Masking.SPANS, _batch_of(model, 2, 5)) as given:
             try:
                 backbone_of(model)(**given)
             except MISFITS:

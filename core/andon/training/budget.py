@@ -1,6 +1,6 @@
 """What a run on GPUs may need of their memory, agreed on before the first step and held against what it did need.
 
-Compiled passes keep less than eager ones, so the plan of the eager ones is the bound for both.
+Compiled passes mostly need less than eager ones, so for them the plan is only a bound, and no GPU is refused for it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _GROUPED = ("nccl", "mixed")
 
 
 def agree_on_devices(material: Material, backend: Backend) -> tuple[Material, MemoryPlan | None]:
-    """What each GPU replica may need, of eager passes; None where no rank is on a GPU, or where it cannot be planned.
+    """What each GPU replica may need; None if no rank is on a GPU, or if it cannot be planned.
 
     The material is given back with activation checkpointing chosen: on if nobody set it and memory is short, which
     gives the same bits, for eager passes. Collective where ranks are on GPUs. Raises `InputError`, the same on every
@@ -40,7 +40,7 @@ def agree_on_devices(material: Material, backend: Backend) -> tuple[Material, Me
     if not found:
         return material, None
     planned, free = _planned(material, backend), min(each.free for each in found.values())
-    # What compiled passes need is less, so there nothing is refused for it.
+    # Compiled passes may fit where the bound does not.
     if planned is None or config.training.compile != "off":
         refuse_unfit(backend.name, found, None)
         return material, planned
@@ -57,10 +57,9 @@ def agree_on_devices(material: Material, backend: Backend) -> tuple[Material, Me
 
 
 def _planned(material: Material, backend: Backend) -> MemoryPlan | None:
-    """The plan of the eager passes; None, which is said, for a model that cannot be followed without its memory."""
-    eager = with_values(material.config, {"training.compile": "off"})
+    """The plan of a GPU replica; None, with a warning, for a model that cannot be traced without memory."""
     try:
-        return Study(material).plan(eager, "cuda", backend.world_size)
+        return Study(material).plan(material.config, "cuda", backend.world_size)
     except NotPlannable as error:
         if 0 in backend.ranks:
             say(f"warning: {error}")

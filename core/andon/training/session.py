@@ -234,5 +234,5 @@ def _assemble(folder: RunFolder, material: Material, backend: Backend, started: 
         began=time.time() - (time.monotonic() - started),
         clock=clock,
         evaluator=Evaluator(backend, run.replicas, evaluation_batching(material, config)),
-        planned_bytes=plan.total + captured * plan.graphs if plan else 0,
+        planned_bytes=plan.total + plan.graphs if plan else 0,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from andon.config.schema import SFT, Config, Training
+from andon.config.schema import SFT, Config
 from andon.console.problems import InputError, Problem
 from andon.model.adapter import attach, trainable_parameters
 from andon.model.batches import EvaluationBatching, padded_length
@@ -59,7 +59,8 @@ class Study:
     def plan(self, config: Config, kind: str, workers: int) -> MemoryPlan:
         """What one of `workers` replicas on a device of `kind` needs, without what lies outside of torch.
 
-        Raises `NotPlannable` where the model's own code fails on tensors that hold nothing.
+        Of compiled passes the plan is a bound: what eager ones need, and what captured graphs hold. Raises
+        `NotPlannable` where the model's own code fails on tensors that hold nothing.
         """
         try:
             return self._plan(config, kind, workers)
@@ -84,9 +85,10 @@ class Study:
             momentum=optimizer.momentum,
             kind=kind,
         )
-        asked = (config.model.dtype, config.adapter, training, rows, length, evaluated, kind)
+        checkpointing = training.activation_checkpointing
+        asked = (config.model.dtype, config.adapter, checkpointing, rows, length, evaluated, kind)
         if asked not in self._known:
-            self._known[asked] = _phases(model, training, (rows, length), evaluated, kind)
+            self._known[asked] = _phases(model, checkpointing, (rows, length), evaluated, kind)
         activations, evaluation = self._known[asked]
         # The graphs keep their memory while an evaluation, or an eager pass of another shape, runs beside them.
         held = activations if kind == "cuda" and training.compile == "graphs" else 0
@@ -133,16 +135,11 @@ def _evaluated(material: Material, config: Config) -> tuple[int, int]:
 
 
 def _phases(
-    model: Any, training: Training, trained: tuple[int, int], scored: tuple[int, int], kind: str
+    model: Any, checkpointing: bool, trained: tuple[int, int], scored: tuple[int, int], kind: str
 ) -> tuple[int, int]:
-    """Bytes of a micro-batch and of a batch of an evaluation; trained, scored: rows and length of each."""
-    compiled = kind == "cuda" and training.compile != "off"
+    """Bytes of a micro-batch and of a batch of an evaluation, run eagerly; trained, scored: rows and length of each."""
     with hollow(model):
         evaluation = traced_evaluation(model, *scored, kind)
-        if training.activation_checkpointing:
-            checkpoint_hollow(model, kind, compiled=compiled)
-        if compiled:
-            from andon.model.memory_compiled import compiled_activations
-
-            return compiled_activations(model, *trained), evaluation
+        if checkpointing:
+            checkpoint_hollow(model, kind)
         return traced_activations(model, *trained, kind), evaluation
