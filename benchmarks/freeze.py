@@ -39,7 +39,7 @@ from andon_falsify.ranks.trainer import AndonTrainer
 from andon_falsify.subjects.placing import CPU_BACKENDS, GPU_BACKENDS
 from andon_falsify.subjects.trace import Remembering
 from andon_falsify.verdict import Counterexample
-from benchmarks.power import GOLDEN, PAGES, write
+from benchmarks.power import GOLDEN, PAGES, ROOT, write
 from benchmarks.runs import environment
 from falsify.nemesis.bench import Bench
 from falsify.nemesis.language import Nemesis
@@ -178,6 +178,14 @@ def _disturbed(nemesis: Nemesis, row: Played) -> Row:
 _SHORT = ("--set", "training.max_steps=12", "--set", "training.epochs=1")
 _UNCLIPPED = ("--set", "optimizer.clip_norm=null")
 _SGD = ("--set", "optimizer.name=sgd", "--set", "optimizer.lr=0.05", *_UNCLIPPED)
+
+
+def _on(example: str) -> tuple[str, ...]:
+    """Twelve updates, which are two epochs of a small file."""
+    data = str(ROOT / "examples" / "data" / example)
+    return ("--data", data, *_SHORT, *_UNCLIPPED, "--set", "training.epochs=2", "--set", "training.batch_size=8")
+
+
 RUNS: Mapping[str, tuple[str, ...]] = {
     "demo, gloo, 2 workers": (),
     "demo, inline, 1 worker": ("--backend", "inline", "--workers", "1"),
@@ -191,14 +199,14 @@ RUNS: Mapping[str, tuple[str, ...]] = {
     "all weights, unclipped, inline": (*_SHORT, *_SGD, "--set", "adapter.kind=none", "--backend", "inline"),
     "sft, unclipped": ("--task", "sft", *_SHORT, *_UNCLIPPED),
     "sft, packed, unclipped": ("--task", "sft", *_SHORT, *_UNCLIPPED, "--set", "training.packing=true"),
-    "regression, unclipped": ("--task", "regression", *_SHORT, *_UNCLIPPED),
-    "multi-label, unclipped": ("--task", "multi-label", *_SHORT, *_UNCLIPPED),
-    "token-classification, unclipped": ("--task", "token-classification", *_SHORT, *_UNCLIPPED),
+    "regression, unclipped": ("--task", "regression", *_on("regression.csv")),
+    "multi-label, unclipped": _on("multi_label.jsonl"),
+    "token-classification, unclipped": _on("tags.jsonl"),
     "bfloat16, unclipped": (*_SHORT, *_UNCLIPPED, "--set", "model.dtype=bfloat16"),
     "activation checkpointing, unclipped": (*_SHORT, *_UNCLIPPED, "--set", "training.activation_checkpointing=true"),
     "portable, unclipped": (*_SHORT, *_UNCLIPPED, "--set", "run.portable=true"),
 }
-"""Commands of `andon train` whose digests are frozen; all but the first use no file."""
+"""Commands of `andon train` whose digests are frozen."""
 
 REFUSALS: Mapping[str, tuple[str, ...]] = {
     "unknown key": ("train", "--set", "optimizer.learning_rate=1"),

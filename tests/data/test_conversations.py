@@ -20,7 +20,7 @@ from andon.data.conversations import (
     read_conversations,
     read_prompts,
 )
-from andon.data.tagged import embedded, read_tagged
+from andon.data.tagged import read_tagged
 from andon.data.tokens import byte_tokenizer
 
 ASKED = {"role": "user", "content": "why"}
@@ -346,10 +346,3 @@ def test_a_word_is_where_its_first_byte_is() -> None:
     rows, firsts = byte_tokenizer().encode_words(["a\u00e9 bc d", "x"], 6)
     assert [len(row) for row in rows] == [6, 1]
     assert firsts == [[0, 4, -1], [0]]
-
-
-def test_the_embedded_rows_are_the_same_for_a_seed() -> None:
-    (train, held_out), again = embedded(3), embedded(3)
-    assert (train.digest, held_out.digest) == tuple(each.digest for each in again)
-    assert not {*train.texts()} & {*held_out.texts()}
-    assert {tag for row in held_out.rows for tag in row.label} == {*range(len(train.labels))}

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from andon.backend.inprocess import InlineBackend
 from andon.cli.train import run_training
 from andon.config.load import load_config
-from andon.config.schema import MULTI_LABEL, TOKEN_CLASSIFICATION
+from andon.config.schema import MULTI_LABEL, REGRESSION, TOKEN_CLASSIFICATION
 from andon.config.source import quiet_loading
 from andon.console.problems import InputError
 from andon.data.rows import frozen_split
@@ -69,6 +69,16 @@ def test_a_resumed_run_ends_with_the_same_bits(whole: Made, tmp_path: Path) -> N
     assert outcome(folder) == outcome(alone)
     told = {verdict.outcome for verdict in verify([read_run(alone), read_run(folder)])}
     assert told <= {Outcome.HOLDS, Outcome.NOT_APPLICABLE}
+
+
+@pytest.mark.parametrize("task", [REGRESSION, MULTI_LABEL, TOKEN_CLASSIFICATION])
+def test_a_task_without_rows_names_a_small_file_that_it_learns_from(task: str, tmp_path: Path) -> None:
+    missing = rf"data\.train: task {task} needs rows: name a file with --data; a small one of the repository: (\S+)"
+    with pytest.raises(InputError, match=missing) as caught:
+        run_training(None, [*SMALL, f"task={task}"], {"run.dir": str(tmp_path / "run")})
+    assert not (tmp_path / "run").exists()
+    example = Path(__file__).parents[2] / str(caught.value).rpartition(": ")[2]
+    assert Runs(example, (f"task={task}",)).train(tmp_path / "run", "training.max_steps=1") == 0
 
 
 def test_the_task_is_recorded_and_what_is_right_is_counted(whole: Made) -> None:

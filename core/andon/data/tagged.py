@@ -1,16 +1,15 @@
-"""Rows of words with a tag each, and the embedded ones: words of shell commands, by what they are."""
+"""Rows of words with a tag each."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import ClassVar
 
 from andon.console.problems import ProblemList, did_you_mean, shown
-from andon.data.draw import Draw
 from andon.data.formats import Record, Table, open_table
 from andon.data.labels import text_fault
 from andon.data.origins import ALL_ROWS, Origins, RowSelection
@@ -18,10 +17,6 @@ from andon.data.rows import Row, TextRows
 
 TOKENS, TAGS = "tokens", "tags"
 """The columns of words and their tags, where none are named."""
-TRAIN_ROWS, EVAL_ROWS = 2225, 500
-_OPTIONS = ("-n", "-f", "-o", "--depth", "--name", "--to")
-_NAMES = ("out", "tmp", "log", "file", "path", "data", "build", "src", "key", "host")
-_COMMANDS = ("cp", "ls", "grep", "sort", "head", "tail", "find", "mkdir")
 
 
 @dataclass(frozen=True)
@@ -109,31 +104,3 @@ def _list_fault(name: str, fields: Mapping[str, object]) -> str | None:
         if fault is not None:
             return f"{name}: {shown(value)} {fault}"
     return None
-
-
-def _command(draw: Draw) -> tuple[list[str], list[str]]:
-    """The words of one command, and what each is: an option begins a span that its value goes on with."""
-    words, tags = [draw.pick(_COMMANDS)], ["O"]
-    for _ in range(1 + draw.below(4)):
-        name = draw.pick(_NAMES)
-        kind = draw.below(4)
-        if kind == 0:
-            words += [draw.pick(_OPTIONS), str(1 + draw.below(99))]
-            tags += ["B-option", "I-option"]
-        else:
-            words.append((f'"${name}"', f"/{draw.pick(_NAMES)}/{name}", name)[kind - 1])
-            tags.append(("B-variable", "B-path", "O")[kind - 1])
-    return words, tags
-
-
-def embedded(seed: int) -> tuple[Tagged, Tagged]:
-    """The data of a run that names none: rows to train on and rows never trained on, with no text in both."""
-    draw, found = Draw(f"andon words of commands {seed}"), dict[str, list[str]]()
-    while len(found) < TRAIN_ROWS + EVAL_ROWS:
-        words, tags = _command(draw)
-        found.setdefault(" ".join(words), tags)
-    names = tuple(sorted({tag for tags in found.values() for tag in tags}))
-    rows = [Row(place, text, tuple(map(names.index, tags))) for place, (text, tags) in enumerate(found.items())]
-    trained_on = Tagged(tuple(rows[:TRAIN_ROWS]), names, f"embedded words of commands, seed {seed}")
-    apart = tuple(replace(row, id=place) for place, row in enumerate(rows[TRAIN_ROWS:]))
-    return trained_on, replace(trained_on, rows=apart, source=f"{trained_on.source}, held out")

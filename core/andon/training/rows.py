@@ -13,7 +13,7 @@ from typing import Any
 
 from andon.config.schema import CLASSIFICATION, MULTI_LABEL, REGRESSION, SFT, TOKEN_CLASSIFICATION, Config, Data
 from andon.console.problems import InputError, Problem
-from andon.data import reviews, rewriting, shell, tagged
+from andon.data import rewriting, shell, tagged
 from andon.data.conversations import conversations_in, read_conversations
 from andon.data.labels import alike, likely_separator
 from andon.data.mixing import mixed
@@ -131,12 +131,14 @@ class Reader:
 
     found: why the first record of a file that names no task is of this one; empty where it is not. read: of files;
     the labels are those of the rows that are trained on, for one that is only evaluated on. embedded: of a run that
-    names none, by its seed: to train on, and never trained on.
+    names none, by its seed: to train on, and never trained on; None: the task has no data of its own. example: a small
+    file of the repository.
     """
 
     found: Callable[[Data, Mapping[str, object]], str]
     read: Callable[[Data, Sequence[Path], tuple[str, ...] | None, RowSelection], Examples]
-    embedded: Callable[[int], tuple[Examples, Examples]]
+    embedded: Callable[[int], tuple[Examples, Examples]] | None = None
+    example: str = ""
 
 
 def _is_named(data: Data, first: Mapping[str, object]) -> str:
@@ -241,12 +243,12 @@ READERS: Mapping[str, Reader] = {
         lambda data, paths, labels, rows: read(*paths, **_columns(data), labels=labels, selection=rows),
         shell.embedded,
     ),
-    TOKEN_CLASSIFICATION: Reader(_are_tagged, _tagged, tagged.embedded),
-    MULTI_LABEL: Reader(_are_label_sets, _label_sets, reviews.embedded_label_sets),
+    TOKEN_CLASSIFICATION: Reader(_are_tagged, _tagged, example="examples/data/tags.jsonl"),
+    MULTI_LABEL: Reader(_are_label_sets, _label_sets, example="examples/data/multi_label.jsonl"),
     REGRESSION: Reader(
         _is_named,
         lambda data, paths, labels, rows: read_targets(*paths, **_columns(data), selection=rows),
-        reviews.embedded_numbers,
+        example="examples/data/regression.csv",
     ),
     SFT: Reader(
         _are_conversations,
@@ -307,6 +309,9 @@ def read_rows(config: Config, surveys: Surveys | None = None) -> Rows:
     reader = READERS[task]
     files = config.data.files
     if not files:
+        if reader.embedded is None:
+            what = f"task {task} needs rows: name a file with --data; a small one of the repository: {reader.example}"
+            raise InputError([Problem("data.train", what)])
         train, evaluation = reader.embedded(config.seed)
     else:
 
