@@ -178,14 +178,7 @@ def _disturbed(nemesis: Nemesis, row: Played) -> Row:
 _SHORT = ("--set", "training.max_steps=12", "--set", "training.epochs=1")
 _UNCLIPPED = ("--set", "optimizer.clip_norm=null")
 _SGD = ("--set", "optimizer.name=sgd", "--set", "optimizer.lr=0.05", *_UNCLIPPED)
-
-
-def _on(example: str) -> tuple[str, ...]:
-    """Twelve updates, which are two epochs of a small file."""
-    data = str(ROOT / "examples" / "data" / example)
-    return ("--data", data, *_SHORT, *_UNCLIPPED, "--set", "training.epochs=2", "--set", "training.batch_size=8")
-
-
+_SMALL = (*_SHORT, *_UNCLIPPED, "--set", "training.epochs=2", "--set", "training.batch_size=8")
 RUNS: Mapping[str, tuple[str, ...]] = {
     "demo, gloo, 2 workers": (),
     "demo, inline, 1 worker": ("--backend", "inline", "--workers", "1"),
@@ -199,14 +192,13 @@ RUNS: Mapping[str, tuple[str, ...]] = {
     "all weights, unclipped, inline": (*_SHORT, *_SGD, "--set", "adapter.kind=none", "--backend", "inline"),
     "sft, unclipped": ("--task", "sft", *_SHORT, *_UNCLIPPED),
     "sft, packed, unclipped": ("--task", "sft", *_SHORT, *_UNCLIPPED, "--set", "training.packing=true"),
-    "regression, unclipped": ("--task", "regression", *_on("regression.csv")),
-    "multi-label, unclipped": _on("multi_label.jsonl"),
-    "token-classification, unclipped": _on("tags.jsonl"),
+    "regression, unclipped": ("--task", "regression", "--data", f"{ROOT}/examples/data/regression.csv", *_SMALL),
+    "multi-label, unclipped": ("--data", f"{ROOT}/examples/data/multi_label.jsonl", *_SMALL),
+    "token-classification, unclipped": ("--data", f"{ROOT}/examples/data/tags.jsonl", *_SMALL),
     "bfloat16, unclipped": (*_SHORT, *_UNCLIPPED, "--set", "model.dtype=bfloat16"),
     "activation checkpointing, unclipped": (*_SHORT, *_UNCLIPPED, "--set", "training.activation_checkpointing=true"),
     "portable, unclipped": (*_SHORT, *_UNCLIPPED, "--set", "run.portable=true"),
 }
-"""Commands of `andon train` whose digests are frozen."""
 
 REFUSALS: Mapping[str, tuple[str, ...]] = {
     "unknown key": ("train", "--set", "optimizer.learning_rate=1"),
