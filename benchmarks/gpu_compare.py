@@ -33,9 +33,7 @@ OURS, PEERS = "benchmarks.gpu_step --pairs 0", "benchmarks.gpu_peers"
 JOBS = {
     "andon": f"{OURS} --compile graphs",
     "andon, 8 micro-batches": f"{OURS} --compile graphs --micro-batches 8",
-    "andon, inexact": f"{OURS} --compile graphs --inexact",
     "andon, eager": f"{OURS} --compile off",
-    "andon, eager, inexact": f"{OURS} --compile off --inexact",
     "hf": PEERS,
     "hf, compiled": f"{PEERS} --compile",
     "hf, micro-batches of 4": f"{PEERS} --per-device 4",

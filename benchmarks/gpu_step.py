@@ -57,7 +57,6 @@ def main() -> int:
     parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--compile", choices=("off", "kernels", "graphs"), default="off")
     parser.add_argument("--captured", action="store_true", help="eager passes as CUDA graphs, like run.cuda_graphs")
-    parser.add_argument("--inexact", action="store_true", help="each rank's rows at once, and a plain all-reduce")
     parser.add_argument("--adapter", choices=("lora", "none"), default="lora", help="none trains all weights")
     parser.add_argument("--pairs", type=int, default=200, help="interleaved blocks with contracts and without")
     parser.add_argument("--steps", type=int, default=20, help="steps with contracts, timed before the pairs")
@@ -89,15 +88,13 @@ class Measurement:
         rows, per_step = len(self.task), self.shape.batch
         self.plan = BatchPlan(tuple(range(rows)), per_step, options.micro_batches, 3, -(-count * per_step // rows))
         started = time.perf_counter()
-        parts = backend.world_size if options.inexact else options.micro_batches
         update = StepSpec(
             OptimizerSpec(),
             seed=5,
             micro_batches=options.micro_batches,
             clip_norm=1.0,
-            exact=not options.inexact,
             compile=options.compile,
-            shapes=shapes_of(per_step, parts, [self.shape.length]),
+            shapes=shapes_of(per_step, options.micro_batches, [self.shape.length]),
             capture=options.captured,
         )
         replicas = build_replicas(model_of(self.shape, device, options.adapter), update, backend, self.task, 0)

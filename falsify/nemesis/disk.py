@@ -59,35 +59,25 @@ class SmallDisk(Place):
         return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def filled(spare: int = 0) -> Fault:
-    """The disk fills while the run trains, but for `spare` bytes: enough for lines, too little for a checkpoint.
-
-    Where some are left the run is to go on, and there is room again once it has said so.
-    """
+def filled() -> Fault:
+    """The disk fills while the run trains."""
 
     def strike(run: Run) -> Struck:
         run.reach(run.draw.randrange(5, 12))
         step, at = run.steps, time.monotonic()
-        filler = run.folder.parent / "filler"
-        proof = _fill(filler, spare)
-        if spare:
-            said = ("going on without it", "the disk is full")
-            run.wait_for(lambda: any(each in run.said() for each in said) or run.over(), "said")
-            filler.unlink()
-        return Struck(at, step, proof)
+        return Struck(at, step, _fill(run.folder.parent / "filler"))
 
     return Fault(strike, heal=lambda run: (run.folder.parent / "filler").unlink(missing_ok=True))
 
 
-def _fill(filler: Path, spare: int) -> str:
-    """Write until nothing more fits, then give back `spare` bytes; how much there is then."""
+def _fill(filler: Path) -> str:
+    """Write until nothing more fits; how much there is then."""
     with filler.open("wb", buffering=0) as file:
         try:
             while True:
                 file.write(bytes(_PAGE))
         except OSError as error:
-            file.truncate(max(0, file.tell() - spare))
-            return f"{error.strerror}: {filler.stat().st_size} bytes of filler, {spare} left"
+            return f"{error.strerror}: {filler.stat().st_size} bytes of filler"
 
 
 def gone(which: str) -> Fault:
@@ -314,16 +304,6 @@ NEMESES = (
         _REFUSED,
         place=SmallDisk("8m"),
         tier="seconds",
-    ),
-    Nemesis(
-        "disk full, going on",
-        (34,),
-        "a tmpfs of 8 MB, filled but for 100 KB, with run.on_save_error=continue",
-        Promise((0,), ("going on without it (run.on_save_error=continue)", "is intact|no checkpoint yet")),
-        (filled(100_000),),
-        Guard("run.on_save_error=continue", "exit 2 instead of 0", ("run.on_save_error=stop",)),
-        launched=Launch(settings=("run.on_save_error=continue",)),
-        place=SmallDisk("8m"),
     ),
     Nemesis(
         "checkpoints read-only",

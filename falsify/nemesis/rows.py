@@ -86,7 +86,11 @@ _HEARD = Guard(
     INLINE,  # one process is enough to see it
     (Plant.of("lenient_reader"),),
 )
-_EXACT = Guard("training.exact", "accepted, but the undisturbed run has no such|other bits", ("training.exact=false",))
+_EXACT = Guard(
+    "sums in the order of micro-batches",
+    "accepted, but the undisturbed run has no such|other bits",
+    plants=(Plant.of("sums_by_rank"),),
+)
 
 
 def _refused(name: str, number: int, how: str, said: str, damage: Damage, line: int | None = _LINE) -> Nemesis:

@@ -333,12 +333,6 @@ def test_compiled_passes_define_a_run_and_so_does_their_checkpointing() -> None:
     assert changed == [("training.activation_checkpointing", None, False), ("training.compile", "off", "graphs")]
 
 
-def test_workers_define_what_is_not_exact() -> None:
-    """Without the fixed tree the number of workers is part of the result, so a resume must not change it."""
-    two, three = (identity(load_config(None, ["training.exact=false"], {"run.workers": workers})) for workers in (2, 3))
-    assert ("run.workers", 2, 3) in differences(two, three)
-
-
 def test_files_and_folders_may_move() -> None:
     here, there = (
         load_config(None, [f"data.train={each}.csv", f"data.eval={each}.tsv", f"model.base={each}"]) for each in "ab"

@@ -119,7 +119,6 @@ def test_configurations_are_compared_before_a_run_starts(tmp_path: Path) -> None
         ({"  train: null": "  train: a.csv", "  base: null": "  base: ./b"}, "different: data.train, model.base"),
         ({"  text_column: null": "  text_column: t"}, "different: data.text_column"),
         ({"backend: gloo": "backend: nccl"}, "different: run.device_kind"),
-        ({"  exact: true": "  exact: false"}, "different: training.exact"),
     ],
 )
 def test_names_of_configurations_stand_for_other_things(changes: dict[str, str], said: str, tmp_path: Path) -> None:

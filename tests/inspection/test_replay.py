@@ -65,19 +65,6 @@ def test_the_folder_alone_does_not_say_how_many_processes_start(
     assert settings(RunFolder(run), None, None).run.workers == min(2, cores)
 
 
-def test_a_run_whose_bits_depend_on_its_workers_is_not_replayed_on_fewer(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
-    text = (run / "config.yaml").read_text()
-    (tmp_path / "config.yaml").write_text(
-        text.replace("workers: 2", "workers: 300").replace("exact: true", "exact: false")
-    )
-    with pytest.raises(InputError, match=r"run\.workers: the run had 300, .* has 2 cores; --workers 300 starts that"):
-        settings(RunFolder(tmp_path), None, None)
-    assert settings(RunFolder(tmp_path), 300, None).run.workers == 300
-
-
 def _rewritten(run: Path, folder: Path, change: dict[int, Step], first: Start | None = None) -> Path:
     """The run in `folder` with another ledger, whose chain is whole: what a forger, or another machine, leaves."""
     folder.mkdir()

@@ -5,19 +5,16 @@ This is the cheap test of that promise; one run of the command and the claim sam
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import pytest
 import torch
 
-from andon.backend.base import Backend
 from andon.backend.group import GroupBackend
 from andon.backend.inprocess import InlineBackend, ThreadsBackend
 from andon.step.optimizer import OptimizerSpec
-from andon.step.step import TrainingStep
 from tests.support.ranks import run_ranks
-from tests.support.toy import CPU, Settings, ToyModel, ToyTask, rate, record, replica, run
+from tests.support.toy import CPU, Settings, run
 
 pytestmark = pytest.mark.xdist_group("step_backends_agree")
 WORLDS = (1, 2, 3, 4)
@@ -70,54 +67,3 @@ def test_the_result_depends_on_what_defines_it(expected: Records) -> None:
 def test_another_seed_gives_other_masks() -> None:
     losses = {run(InlineBackend([CPU]), Settings(8, sizes=(10,), seed=seed))[0]["loss"] for seed in range(4)}
     assert len(losses) == 4
-
-
-# `exact: false`: the same update within rounding, and other bits.
-
-CLIPPED = Settings(8, clip_norm=0.2)
-
-
-class _Plain(ToyModel):
-    """Without dropout, whose masks are keyed by micro-batch: other micro-batches draw other ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dropout.p = 0.0
-
-
-def run_inexact(backend: Backend, model: type[ToyModel] = ToyModel) -> list[Mapping[str, object]]:
-    replicas = [replica(model) for _ in backend.ranks]
-    step = TrainingStep(backend, replicas, ToyTask(), CLIPPED.micro_batches, CLIPPED.clip_norm, exact=False)
-    step.attest_start({})
-    return [record(step(batch, rate(batch.step), batch.step), replicas) for batch in CLIPPED.batches()]
-
-
-def _on_group() -> tuple[list[Mapping[str, object]], list[Mapping[str, object]]]:
-    backend = GroupBackend("gloo", CPU)
-    return run_inexact(backend), run_inexact(backend, _Plain)
-
-
-def test_one_rank_computes_one_micro_batch() -> None:
-    once = run(InlineBackend([CPU]), Settings(1, clip_norm=0.2))
-    assert run_inexact(InlineBackend([CPU])) == once
-
-
-@pytest.mark.parametrize("kind", [InlineBackend, ThreadsBackend])
-def test_other_worlds_give_other_bits_and_the_same_update(kind: type[InlineBackend]) -> None:
-    finals, losses = [], []
-    for world in (1, 2, 3, 4):
-        backend = kind([CPU] * world)
-        records = run_inexact(backend, _Plain)
-        backend.close()
-        finals.append(records[-1]["state"])
-        losses.append([float.fromhex(str(each["loss"])) for each in records])
-    assert len(set(map(str, finals))) > 1
-    for found in losses[1:]:
-        assert all(math.isclose(a, b, rel_tol=1e-5) for a, b in zip(found, losses[0], strict=True))
-
-
-def test_processes_sum_what_replicas_in_one_process_sum() -> None:
-    torch.set_num_threads(1)
-    expected = (run_inexact(InlineBackend([CPU] * 2)), run_inexact(InlineBackend([CPU] * 2), _Plain))
-    for outcome in run_ranks(2, _on_group):
-        assert outcome.get() == expected

@@ -64,7 +64,7 @@ def test_ranks_without_a_row_are_those_that_no_batch_gives_any(plan: BatchPlan, 
         for rank, leaves in enumerate(rank_leaves(plan.micro_batches, world))
         if any(plan.batch(step).micro_batches(plan.micro_batches)[leaf] for leaf in leaves)
     }
-    assert plan.idle_ranks(world, plan.micro_batches) == world - len(busy)
+    assert plan.idle_ranks(world) == world - len(busy)
 
 
 def test_steps_are_counted_by_hand() -> None:

@@ -29,13 +29,12 @@ def kill_rank(payload: Payload) -> int:
     return _with_fault(payload, 1, lambda context: os.kill(os.getpid(), signal.SIGKILL))
 
 
-def refusing(*steps: int, before: Callable[[Path], object] = lambda path: None) -> Callable[..., None]:
-    """A writer of files for a disk that is full at the checkpoints of `steps`; `before` is done first there."""
+def refusing(step: int) -> Callable[..., None]:
+    """A writer of files for a disk that is full at the checkpoint of `step`."""
     write = atomic.write_new
 
     def writing(path: Path, data: bytes) -> None:
-        if any(path.parent.name.startswith(f"step-{step:08d}") for step in steps):
-            before(path)
+        if path.parent.name.startswith(f"step-{step:08d}"):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write(path, data)
 

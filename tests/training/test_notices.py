@@ -40,7 +40,7 @@ from tests.training.runs import Runs, write_jsonl
 
 def test_workers_without_rows_are_said(runs: Runs) -> None:
     idle = "56 of 60 workers have no row in any update: an update has 8 rows in 4 micro-batches"
-    assert idleness(BatchPlan((1,) * 41, 8, 4, 0, 2), load_config(None, runs.overrides(), {}), 60) == idle
+    assert idleness(BatchPlan((1,) * 41, 8, 4, 0, 2), 60) == idle
     assert f"note: {idle}" in list(describe(load_config(None, runs.overrides("run.workers=60"))))
 
 

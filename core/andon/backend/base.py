@@ -39,10 +39,6 @@ class Backend(Protocol):
         """
         ...
 
-    def total(self, local: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The sum over all ranks in whatever order is fastest, for each local replica: for `exact: false` alone."""
-        ...
-
     def close(self) -> None:
         """Give back what the backend holds. It cannot be used afterwards."""
         ...
@@ -83,13 +79,6 @@ class ClockedBackend:
         """As the backend does it, noted."""
         self._clock.wait()
         found = self._backend.exchange(local, rows)
-        self._clock.work()
-        return found
-
-    def total(self, local: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """As the backend does it, noted."""
-        self._clock.wait()
-        found = self._backend.total(local)
         self._clock.work()
         return found
 

@@ -100,13 +100,6 @@ class GroupBackend:
         parts = torch.split(received.to(self.devices[0]), [count * width for count in rows])
         return [[part.view(count, width) for part, count in zip(parts, rows, strict=True)]]
 
-    def total(self, local: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """All-reduce."""
-        whole = local[0].to(self._carrier, copy=True)
-        # Adds in an order that is the backend's: for sums that need not be exact.
-        dist.all_reduce(whole, group=self._group)
-        return [whole.to(self.devices[0])]
-
     def close(self) -> None:
         """End the connections; the group belongs to whoever made it."""
         if self._mesh is not None:

@@ -33,13 +33,6 @@ class InlineBackend:
         """The transposed list of lists; on one device nothing is copied."""
         return [[sent[index].to(device) for sent in local] for index, device in enumerate(self.devices)]
 
-    def total(self, local: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The sum in order of rank, on each replica's device."""
-        whole = local[0].clone()
-        for tensor in local[1:]:
-            whole += tensor.to(whole.device)
-        return [whole.to(device) for device in self.devices]
-
     def close(self) -> None:
         """Nothing is held."""
 

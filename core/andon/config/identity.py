@@ -52,8 +52,6 @@ def identity(config: Config) -> dict[str, Any]:
     if config.training.compile == "off":
         # The bits are the same with it and without; compiled, other operations may be fused.
         kept.pop("training.activation_checkpointing", None)
-    if not config.training.exact:
-        kept["run.workers"] = config.run.workers
     weights = [file.weight for file in config.data.files]
     if weights not in ([], [1.0]):
         kept["data.weights"] = weights

@@ -309,9 +309,6 @@ class Training(Section):
     pad_to_multiple_of: Size = Field(
         default=8, description="padded lengths are multiples of this; 1 wastes least; compile has its own lengths"
     )
-    exact: bool = Field(
-        default=True, description="false: all of a worker's rows at once; the result then depends on the workers"
-    )
     compile: Literal["off", "kernels", "graphs"] = Field(
         default="off",
         description="on GPUs: fused kernels, or these in CUDA graphs; auto: graphs for long runs",
@@ -399,10 +396,6 @@ class Run(Section):
         default=None, description="an update that takes longer ends the run; null: it is only said to be slow"
     )
     grace_s: Positive = Field(default=30.0, description="time to reach a step's end and a checkpoint after SIGTERM")
-    on_save_error: Literal["stop", "continue"] = Field(
-        default="stop",
-        description="where the disk refuses a checkpoint; continue: say so, keep the last",
-    )
     resume: Literal["never", "auto"] = Field(
         default="never", description="auto: go on from the newest valid checkpoint"
     )

@@ -15,7 +15,7 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +108,8 @@ def backend(name: str) -> dict[str, Any]:
     if name in ("inline", "threads"):
         here = (InlineBackend if name == "inline" else ThreadsBackend)([torch.device("cpu")] * _RANKS)
         try:
-            _held(here.total(here.map(lambda rank: torch.tensor([rank + 1.0])))[0].item(), _RANKS)
+            sent = here.map(lambda rank: torch.full((_RANKS, 1, 1), rank + 1.0))
+            _held([float(each) for each in here.exchange(sent, [1] * _RANKS)[0]])
         finally:
             here.close()
         return {"ranks": _RANKS}
@@ -136,14 +137,16 @@ def add_up(payload: Mapping[str, str]) -> int:
         torch.cuda.set_device(device)
     group = GroupBackend(name, device)
     try:
-        _held(group.total([torch.tensor([rank + 1.0], device=device)])[0].item(), world)
+        sent = torch.full((world, 1, 1), rank + 1.0, device=device)
+        _held([float(each) for each in group.exchange([sent], [1] * world)[0]])
     finally:
         group.close()
     return Exit.OK
 
 
-def _held(found: float, ranks: int) -> None:
-    """Raises `InputError` where the numbers from 1 to `ranks` add up to anything else."""
+def _held(numbers: Sequence[float]) -> None:
+    """Raises `InputError` if the ranks' numbers, received by rank, are not 1 to their count by their sum."""
+    ranks, found = len(numbers), sum(numbers)
     if found != ranks * (ranks + 1) / 2:
         raise InputError(f"{ranks} ranks added 1 to {ranks} up to {found:g}")
 

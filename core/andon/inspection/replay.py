@@ -73,22 +73,16 @@ def settings(folder: RunFolder, workers: int | None, backend: str | None) -> Con
     """The run's configuration, placed on `workers` and `backend` where they are given, its contracts on.
 
     The folder may be anybody's, so its number of workers never decides alone how many processes are started: without
-    `workers` an exact run, whose bits do not depend on it, is replayed on at most a worker for each core (or GPU) and
-    each micro-batch. Raises `InputError` for another run that had more workers than this machine has cores.
+    `workers` the run, whose bits do not depend on it, is replayed on at most a worker for each core (or GPU) and each
+    micro-batch.
     """
     flags = {"run.workers": workers, "run.backend": backend}
     given = {key: value for key, value in flags.items() if value is not None}
     overrides = ["contracts.enabled=true", "contracts.audit_every=0", *(["run.devices=null"] if given else [])]
     config = config_at_hand(folder, overrides, given)
-    most = max(len(os.sched_getaffinity(0)), torch.cuda.device_count())
-    if config.training.exact:
-        most = min(most, config.training.micro_batches)
+    most = min(max(len(os.sched_getaffinity(0)), torch.cuda.device_count()), config.training.micro_batches)
     if workers is not None or config.run.workers <= most:
         return config
-    if not config.training.exact:
-        what = f"the run had {config.run.workers}, which its result depends on (training.exact is false), and this "
-        what += f"machine has {most} cores; --workers {config.run.workers} starts that many all the same"
-        raise InputError([Problem("run.workers", what)])
     return config_at_hand(folder, [*overrides, "run.devices=null"], {**given, "run.workers": most})
 
 

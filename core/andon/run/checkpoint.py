@@ -96,19 +96,6 @@ def save_checkpoint(
     return final
 
 
-def is_complete(path: Path) -> bool:
-    """Whether the checkpoint at `path` has all of its files, whatever is in them."""
-    return all((path / name).is_file() for name in (MANIFEST, STATE, TENSORS))
-
-
-def require_intact(path: Path, step: int, digest: str) -> None:
-    """The checkpoint at `path`, saved of `step` with the `tree_digest` `digest`, is still there to the bit.
-
-    Asked before a run goes on although its disk refused a newer one. Raises `Violation` (`checkpoint-whole`).
-    """
-    _require_saved({path.name: int(digest, 16)}, step, lambda: {path.name: int(load_checkpoint(path).digest, 16)})
-
-
 def _write(folder: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any], sealing: Sealing) -> None:
     from safetensors.torch import save
 
@@ -173,7 +160,8 @@ def saved_steps(folder: Path) -> list[int]:
     """The steps of the complete checkpoints in `folder`, in order. Raises `InputError` if it cannot be read."""
     with storage(folder, "read"):
         named = _named(folder) if folder.is_dir() else {}
-    return sorted(step for step, paths in named.items() if is_complete(paths[0]))
+    files = MANIFEST, STATE, TENSORS
+    return sorted(step for step, paths in named.items() if all((paths[0] / name).is_file() for name in files))
 
 
 def newest_valid(folder: Path, before: float = math.inf) -> tuple[Checkpoint | None, list[str]]:

@@ -98,10 +98,10 @@ class BatchPlan:
         """The epoch, from 0, to which update `step` belongs; 0 before the first."""
         return max(step - 1, 0) // self.steps_per_epoch
 
-    def idle_ranks(self, world_size: int, micro_batches: int) -> int:
+    def idle_ranks(self, world_size: int) -> int:
         """How many of `world_size` ranks have no row in any update: too few rows, or micro-batches, for all of them."""
-        with_rows = min(self.batch_size, len(self.ids), micro_batches)
-        return sum(leaves.start >= with_rows for leaves in rank_leaves(micro_batches, world_size))
+        with_rows = min(self.batch_size, len(self.ids), self.micro_batches)
+        return sum(leaves.start >= with_rows for leaves in rank_leaves(self.micro_batches, world_size))
 
     def is_epoch_end(self, step: int) -> bool:
         """Whether update `step` is the last of its epoch, or of the run."""

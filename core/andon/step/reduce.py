@@ -68,18 +68,3 @@ class TreeReduction:
             for row, node in enumerate(nodes)
         }
         return finish((0, self.leaves), table, torch.add)
-
-
-class PlainReduction:
-    """The sum in whatever order is fastest: one leaf for each rank, and results that depend on the number of ranks."""
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-        self.roots_of_rank: tuple[tuple[Node, ...], ...] = tuple(
-            ((rank, rank + 1),) for rank in range(backend.world_size)
-        )
-
-    def __call__(self, local: Sequence[Roots]) -> list[list[torch.Tensor]]:
-        """From each local replica's one root to the sum over all ranks, in one piece."""
-        mine = [roots[(rank, rank + 1)] for rank, roots in zip(self._backend.ranks, local, strict=True)]
-        return [[whole] for whole in self._backend.total(mine)]

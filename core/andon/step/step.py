@@ -21,7 +21,7 @@ from andon.step.micro_batch import REPORT_FIELDS, Leaf, padded, plan_leaves, pla
 from andon.step.optimizer import read_reduced, read_state, rules_for_facts
 from andon.step.pending import UNSIGNED, Pending, StepResult, reads_late
 from andon.step.plan import GlobalBatch, rank_leaves
-from andon.step.reduce import PlainReduction, TreeReduction
+from andon.step.reduce import TreeReduction
 from andon.step.replica import REDUCED_FACTS, PartialGradient, Replica
 from andon.step.task import Task
 from andon_contracts.agree import Observation, bits_of, real_of
@@ -54,18 +54,16 @@ class TrainingStep:
         audit: AuditSpec = NO_AUDIT,
         *,
         late: bool | None = None,
-        exact: bool = True,
         shares: Sequence[int] | None = None,
     ) -> None:
         """replicas: one for each local rank. micro_batches: M, the leaves of the sum; never a function of world size.
 
         late: whether an update is judged when its result is asked for, and not while it is launched; None: where all
-        replicas are on GPUs. exact: otherwise each rank computes its whole share at once, whatever M is, and sums are
-        taken in whatever order is fastest, so that the bits depend on the number of ranks. shares: micro-batches of
-        each rank, where they are not to be as many for all; they change who computes a sum, and not its order.
+        replicas are on GPUs. shares: micro-batches of each rank, if they are not to be as many for all; they change
+        who computes a sum, and not its order.
 
-        Raises `ValueError` for shares that do not fit or without exact sums, where the number of replicas is not the
-        backend's, and where their optimizer cannot be kept from an update that is judged late.
+        Raises `ValueError` for shares that do not fit, if the number of replicas is not the backend's, and if their
+        optimizer cannot be kept from an update that is judged late.
         """
         if len(replicas) != len(backend.ranks):
             msg = f"{len(replicas)} replicas for {len(backend.ranks)} local ranks"
@@ -74,13 +72,10 @@ class TrainingStep:
         self._backend = backend
         self._replicas = tuple(replicas)
         self._task = task
-        self._micro_batches = micro_batches if exact else backend.world_size
+        self._micro_batches = micro_batches
         self._clip_norm = clip_norm
-        if shares is not None and not exact:
-            raise ValueError("shares are of micro-batches, which there are none of without exact sums")
-        self._owners = rank_leaves(self._micro_batches, backend.world_size, shares)
-        size = replicas[0].parameters.size
-        self._reduce = TreeReduction(micro_batches, size, backend, shares) if exact else PlainReduction(backend)
+        self._owners = rank_leaves(micro_batches, backend.world_size, shares)
+        self._reduce = TreeReduction(micro_batches, replicas[0].parameters.size, backend, shares)
         self._audit = Audit(audit, backend, replicas, task, self._owners, self._reduce.roots_of_rank)
         # One more than any rank is to compute, so that a surplus is seen.
         self._report_rows = max(map(len, self._owners)) + 1

@@ -45,9 +45,9 @@ from andon_contracts.liveness.clock import StepClock
 class StepSpec:
     """What defines an update, besides the rows and the rate that it is given.
 
-    seed: of dropout. micro_batches: M, the leaves of the sum. exact, late: see `TrainingStep`. checkpointing: whether
-    layers compute their activations again in the backward pass. compile: one of `andon.model.compiled.MODES`, for
-    models on GPUs. shapes: of the micro-batches that are compiled then. shares: micro-batches of each rank; None: as
+    seed: of dropout. micro_batches: M, the leaves of the sum. late: see `TrainingStep`. checkpointing: whether layers
+    compute their activations again in the backward pass. compile: one of `andon.model.compiled.MODES`, for models on
+    GPUs. shapes: of the micro-batches that are compiled then. shares: micro-batches of each rank; None: as
     their speed says where it differs, else as many for each. capture: whether eager passes of GPUs become CUDA
     graphs, of the same bits; not with checkpointing, for which the device's generator would be read in the middle.
     """
@@ -57,7 +57,6 @@ class StepSpec:
     micro_batches: int
     clip_norm: float | None
     audit: AuditSpec = NO_AUDIT
-    exact: bool = True
     late: bool | None = None
     checkpointing: bool = False
     compile: str = "off"
@@ -183,7 +182,7 @@ def build_run(
     built = build_model(spec.model, spec.adapter, spec.step.seed) if model is None else model
     replicas = build_replicas(built, spec.step, backend, task, plan.ids[0])
     shares = spec.step.shares
-    if shares is None and spec.step.exact:
+    if shares is None:
         shares = shares_of(backend, replicas[0], task, plan, spec.step.micro_batches, ledger)
     return Run(
         spec=spec,
@@ -219,7 +218,6 @@ def build_step(spec: StepSpec, backend: Backend, replicas: Sequence[Replica], ta
         spec.clip_norm,
         spec.audit,
         late=spec.late,
-        exact=spec.exact,
         shares=spec.shares,
     )
 

@@ -293,8 +293,8 @@ def _origin(config: Config, provenance: Provenance, result: Result) -> Iterator[
         "commit of Andon": _code(provenance.commit) if provenance.commit else "",
     }
     yield _table(("what", "value"), [(what, value) for what, value in facts.items() if value])
-    workers = "any number of workers of one kind of device" if config.training.exact else "as many workers"
-    yield f"The same weights come from the same rows and base, with these versions on {workers}, by:"
+    where = "with these versions on any number of workers of one kind of device"
+    yield f"The same weights come from the same rows and base, {where}, by:"
     yield f"    {_command(config, result)}"
 
 

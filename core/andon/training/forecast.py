@@ -147,16 +147,16 @@ def forecast(config: Config, workers: Sequence[int], machine: Machine) -> Foreca
     study = Study(material)
     worlds = tuple(_world(study, config, count, machine) for count in workers)
     short = next((world for world in worlds if not world.fits and not world.problem), None)
-    rows, length = largest(material, config, workers[0])
+    rows, length = largest(material, config)
     weights, trained = study.sizes(config)
     remedies = () if short is None else tuple(_remedies(study, config, short, machine))
     return Forecast(rows, length, weights, trained, worlds, remedies)
 
 
 def _world(study: Study, config: Config, workers: int, machine: Machine) -> WorldPlan:
-    parts = config.training.micro_batches if config.training.exact else workers
+    parts = config.training.micro_batches
     leaves = tuple(map(len, rank_leaves(parts, workers)))
-    idle = idleness(study.material.plan, config, workers)
+    idle = idleness(study.material.plan, workers)
     named = config.run.devices if workers == config.run.workers else None
     try:
         backend, devices, note = placement(
@@ -232,11 +232,9 @@ def _changes(config: Config) -> Sequence[tuple[str, Config, str]]:
     if config.run.cuda_graphs == "always":
         change("run", "cuda_graphs", "never", "same bits; small models wait for their launches")
     more = min(2 * training.micro_batches, training.batch_size)
-    while training.exact and more > training.micro_batches and more <= 8 * training.micro_batches:
+    while more > training.micro_batches and more <= 8 * training.micro_batches:
         change("training", "micro_batches", more, "another result, as valid")
         more = 0 if more == training.batch_size else min(2 * more, training.batch_size)
-    if not training.exact:
-        change("training", "exact", True, "rows in micro-batches: slower in small models")
     if not training.activation_checkpointing:
         change("training", "activation_checkpointing", True, "same bits if not compiled; about a third more time")
     if config.model.dtype == "float32" and config.adapter.kind == "lora":

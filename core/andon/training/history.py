@@ -45,17 +45,15 @@ class History:
     head: the digest of the line that the checkpoint quotes, None where the ledger is shorter. steps: those that will
     be done again, the last record of each, unless that was taken back, or was made on another machine or with other
     versions: equal bits are promised for one of both. retraction: what a violation should have taken back, where the
-    process ended before it did, or was of a version that did not. violations: recorded. best: the steps of checkpoints
-    that were the best when they were saved. evaluated, ended: the last scores and the end, where the run was
-    interrupted after them on this machine and versions. world, backend: where it ran last. kept: the step of the last
-    checkpoint. last: the highest of an update that counts.
+    process ended before it did, or was of a version that did not. violations: recorded. evaluated, ended: the last
+    scores and the end, where the run was interrupted after them on this machine and versions. world, backend: where it
+    ran last. kept: the step of the last checkpoint. last: the highest of an update that counts.
     """
 
     head: str | None = None
     steps: dict[int, Step] = field(default_factory=dict)
     retraction: Retraction | None = None
     violations: int = 0
-    best: list[int] = field(default_factory=list)
     evaluated: Evaluation | None = None
     ended: End | None = None
     world: int = 0
@@ -78,7 +76,6 @@ class History:
             self._take_back(record.step)
         elif isinstance(record, Saved):
             self.kept = record.step
-            self.best += [record.step] * record.best
         elif isinstance(record, Step):
             self.last = max(self.last, record.step)
             if record.step > after:

@@ -7,26 +7,24 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from andon.console.messages import say
 from andon.console.problems import InputError, Problem
 from andon.integrations.trackers import Tracker
 from andon.metrics.confusion import digest_of, write_confusion
 from andon.metrics.scores import Scores
-from andon.run.atomic import fsync_folder, storage, write_all, write_whole
-from andon.run.checkpoint import Checkpoint, is_complete, prune, require_intact, save_checkpoint
+from andon.run.atomic import storage, write_all, write_whole
+from andon.run.checkpoint import Checkpoint, prune, save_checkpoint
 from andon.run.folder import RunFolder
 from andon.run.ledger import LedgerWriter
 from andon.run.sealed import MANIFEST
 from andon.run.summary import HELD_OUT, LAST_VALIDATION
 from andon.step.plan import GlobalBatch
 from andon.step.step import StepResult
-from andon.training.history import History
 from andon.training.progress import ProgressView
 from andon.training.trainer import Progress
 from andon_contracts.fields import Real
@@ -44,9 +42,8 @@ class SilentJournal:
     def evaluated(self, step: int, epoch: int, scores: Scores, what: str) -> None:
         """Nothing is written."""
 
-    def checkpoint(self, progress: Progress, *, best: bool, last: bool) -> bool:
-        """Nothing is written here; what rank 0 writes is there."""
-        return True
+    def checkpoint(self, progress: Progress, *, best: bool) -> None:
+        """Nothing is written."""
 
     def close(self) -> None:
         """Nothing is held."""
@@ -107,67 +104,6 @@ def _is_up_to(line: bytes, done: int) -> bool:
         return False
 
 
-@dataclass
-class Retention:
-    """The checkpoints that stand: what a run falls back to when its disk refuses a newer one (`run.on_save_error`).
-
-    passing_over: whether to go on where the disk refuses a checkpoint. best: the step of the best that is on disk.
-
-    last: path, step and `tree_digest` of the one that was saved, or loaded, last.
-    """
-
-    passing_over: bool
-    best: int | None = None
-    last: tuple[Path, int, str] | None = None
-
-    @classmethod
-    def of(
-        cls, folder: RunFolder, checkpoint: Checkpoint | None, history: History, best: int, *, passing_over: bool
-    ) -> Retention:
-        """What stands when a run begins, or goes on from `checkpoint`. best: the step of the best evaluation, or 0.
-
-        The disk may have refused that one; the best is then the one that the ledger names before it.
-        """
-        if checkpoint is None:
-            return cls(passing_over)
-        saved = (step for step in (best, *reversed(history.best)) if step <= best)
-        there = next((step for step in saved if (folder.checkpoints / f"step-{step:08d}").is_dir()), None)
-        return cls(passing_over, there, (checkpoint.path, checkpoint.step, checkpoint.digest))
-
-    def make_again(self, folder: Path) -> None:
-        """Make the folder of checkpoints where it was removed and the run is to go on. Raises `InputError`."""
-        if not self.passing_over or os.path.lexists(folder):
-            return
-        with storage(folder):
-            folder.mkdir()
-            fsync_folder(folder.parent)
-        lost = f", and {self.last[0].name} with it" if self.last is not None else ""
-        self.last = self.best = None
-        say(f"warning: {folder} was removed while the run wrote to it{lost}; made again (run.on_save_error=continue)")
-
-    def saved(self, path: Path, step: int, digest: str, *, best: bool) -> None:
-        """One more is there."""
-        self.last = path, step, digest
-        if best:
-            self.best = step
-
-    def go_on_without(self, refused: InputError) -> None:
-        """Say that a checkpoint is not there. Raises `Violation` where the one before is not intact.
-
-        One that somebody has removed, or is removing, is not there: that is said, and is no fault of the system.
-        """
-        kept = "there is no checkpoint yet"
-        if self.last is not None and not is_complete(self.last[0]):
-            named = self.last[0].parent.glob("step-" + 8 * "[0-9]")  # not what is still being written
-            before = max(filter(is_complete, named), default=None)
-            left = "there is none to resume from" if before is None else f"the newest that is there is {before.name}"
-            kept = f"the last one, {self.last[0].name}, was removed: {left}"
-        elif self.last is not None:
-            require_intact(*self.last)
-            kept = f"the last one, {self.last[0].name}, is intact"
-        say(f"warning: {refused}; going on without it (run.on_save_error=continue); {kept}")
-
-
 class FolderJournal:
     """Writes the run folder. Each line is written at its step; a full disk is an `InputError` at that step."""
 
@@ -180,13 +116,13 @@ class FolderJournal:
         tensors: Callable[[], Mapping[str, torch.Tensor]],
         fixed_state: Mapping[str, Any],
         keep: int,
-        retention: Retention,
+        saved_at: int,
         *,
         counts_right: bool = True,
     ) -> None:
         """tensors: the state to save. fixed_state: what every checkpoint says of the run. keep: checkpoints to keep.
 
-        retention: those that are there when the run begins or goes on. counts_right: as a `ScoredTask` says it.
+        saved_at: the step of the checkpoint that the run goes on from, or 0. counts_right: as a `ScoredTask` says it.
         """
         self._counts_right = counts_right
         self._folder = folder
@@ -196,7 +132,8 @@ class FolderJournal:
         self._tensors = tensors
         self._fixed_state = dict(fixed_state)
         self._keep = keep
-        self._retention = retention
+        self.saved_at = saved_at
+        """The step of the checkpoint that was saved, or loaded, last; 0 without one."""
         self._since = time.perf_counter()
         self._norms: Counter[bool] = Counter()
 
@@ -234,52 +171,20 @@ class FolderJournal:
         self._view.evaluated(step, scores, what)
         self._view.measured(line)
 
-    def checkpoint(self, progress: Progress, *, best: bool, last: bool) -> bool:
-        """The whole state, written whole or not at all; then old ones are pruned, the best on disk is always kept.
+    def checkpoint(self, progress: Progress, *, best: bool) -> None:
+        """The whole state, written whole or not at all; then old ones are pruned, the best is always kept.
 
-        Where the disk refuses and the run may go on without (`run.on_save_error`), that is said, and the one before
-        must be intact; the last one of a run is never done without. Raises `InputError`, and `Violation` where it is
-        not intact. A ledger that cannot be written always ends the run.
+        Raises `InputError` if the disk refuses, and `Violation` if it reads back other bytes.
         """
         self._ledger.sync()
         # Reals as hex, so that a checkpoint's state is strict JSON and exact.
         exact = {name: value.hex() if isinstance(value, float) else value for name, value in asdict(progress).items()}
         state = {**self._fixed_state, "progress": exact}
-        try:
-            self._retention.make_again(self._folder.checkpoints)
-            path = save_checkpoint(self._folder.checkpoints, progress.step, self._tensors(), state, self._ledger.head)
-        except InputError as refused:
-            if last or not self._retention.passing_over:
-                raise
-            self._retention.go_on_without(refused)
-            return False
+        path = save_checkpoint(self._folder.checkpoints, progress.step, self._tensors(), state, self._ledger.head)
         digest = json.loads((path / MANIFEST).read_bytes())["digest"]
         self._ledger.append(Saved(step=progress.step, name=path.name, digest=digest, best=best))
-        self._retention.saved(path, progress.step, digest, best=best)
-        try:
-            prune(self._folder.checkpoints, self._keep, best=self._retention.best, newest=progress.step)
-        except InputError as refused:
-            if last or not self._retention.passing_over:
-                raise
-            say(f"warning: an old checkpoint stays: {refused} (run.on_save_error=continue)")
-        return True
-
-    @property
-    def saved_at(self) -> int:
-        """The step of the checkpoint that was saved, or loaded, last; 0 where there is none."""
-        return self._retention.last[1] if self._retention.last is not None else 0
-
-    def best_kept(self, best: int) -> int:
-        """The step of the checkpoint to keep: `best`. If `run.on_save_error=continue` skipped that checkpoint, logs a
-        warning and returns the step of the best earlier one, or 0 without any."""
-        there = self._retention.best or 0
-        if not is_complete(self._folder.checkpoints / f"step-{there:08d}"):
-            there = 0
-        if there == best or not self._retention.passing_over:
-            return best
-        instead = f"step {there}, the best before it" if there else "the last step"
-        say(f"warning: the best step, {best}, has no checkpoint: the run keeps the weights of {instead}")
-        return there
+        self.saved_at = progress.step
+        prune(self._folder.checkpoints, self._keep, best=progress.best_step, newest=progress.step)
 
     @property
     def all_zero(self) -> int:

@@ -7,12 +7,11 @@ from andon.step.plan import BatchPlan
 from andon.step.schedule import Schedule
 
 
-def idleness(plan: BatchPlan, config: Config, workers: int) -> str:
+def idleness(plan: BatchPlan, workers: int) -> str:
     """How many of these workers would never train on a row, and why; empty if every worker has rows."""
-    parts = config.training.micro_batches if config.training.exact else workers
-    idle = plan.idle_ranks(workers, parts)
+    idle = plan.idle_ranks(workers)
     rows = min(plan.batch_size, len(plan.ids))
-    why = f"an update has {rows} row{'s' * (rows != 1)} in {parts} micro-batches"
+    why = f"an update has {rows} row{'s' * (rows != 1)} in {plan.micro_batches} micro-batches"
     return f"{idle} of {workers} workers have no row in any update: {why}" if idle else ""
 
 

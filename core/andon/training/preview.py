@@ -59,7 +59,7 @@ def describe(config: Config, row: int | None = None) -> Iterator[str]:
         yield unfit_model(config)
     if learns_nothing(material.plan, config):
         yield learns_nothing(material.plan, config)
-    idle = idleness(material.plan, config, config.run.workers)
+    idle = idleness(material.plan, config.run.workers)
     if idle:
         yield f"note: {idle}"
     if note:

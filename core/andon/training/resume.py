@@ -84,31 +84,27 @@ def restore(session: Session) -> Standpoint:
     return chosen
 
 
-def load_best(session: Session, best: int, progress: Progress) -> int:
-    """Load the weights of rank 0's `best` step, which is returned, into every replica; 0: they stay. Collective.
+def load_best(session: Session, progress: Progress) -> None:
+    """Load the weights of the best step into every replica. Collective.
 
     Raises `InputError` on a rank that cannot read the checkpoint (`RankFailed` on the others), and
     `Violation` on all ranks if one has other weights than the run recorded for that step (`checkpoint-whole`).
     """
-    run, backend, error = session.run, session.run.backend, None
-    step = int(backend.gather([torch.tensor([best], device=device) for device in backend.devices])[0])
-    if step == 0:
-        return step
+    run, step, error = session.run, progress.best_step, None
     try:
         run.load_weights(_loaded(session, step))
     except InputError as refused:
         again = f"put it back; or move away all checkpoints from step {step} on and resume: their steps are done again"
         error = InputError([replace(each, what=f"{each.what}; {again}") for each in refused.problems])
     read = [torch.tensor([error is None, signed(each.weights_digest())], device=each.device) for each in run.replicas]
-    readable, digests = zip(*(each.tolist() for each in backend.gather(read)), strict=True)
+    readable, digests = zip(*(each.tolist() for each in run.backend.gather(read)), strict=True)
     if error is not None:
         raise error
     if not all(readable):
         raise RankFailed(f"rank {readable.index(0)} could not read the best checkpoint, of step {step}")
     found = tuple(digest % UNSIGNED for digest in digests)
-    recorded = progress.best_weights if step == progress.best_step else 0  # 0: nobody knows
-    settle(Judgement(RESTORED, Restored({"weights": recorded or found[0]}, {"weights": found}, step)))
-    return step
+    recorded = progress.best_weights or found[0]  # 0: contracts were off there
+    settle(Judgement(RESTORED, Restored({"weights": recorded}, {"weights": found}, step)))
 
 
 def _history(session: Session, checkpoint: Checkpoint | None) -> History:

@@ -44,7 +44,6 @@ from andon.training.history import History, violation_records
 from andon.training.journal import (
     FolderJournal,
     MetricsWriter,
-    Retention,
     SilentJournal,
     evaluation_of,
     progress_from,
@@ -212,7 +211,6 @@ def open_journal(session: Session, standpoint: Standpoint, progress: Progress) -
     else:
         say("resume: the ledger has the end of this run; what is written after it is written again")
     _announce(session, progress.step)
-    passing_over = config.run.on_save_error == "continue"
     return FolderJournal(
         folder=folder,
         ledger=ledger,
@@ -227,9 +225,7 @@ def open_journal(session: Session, standpoint: Standpoint, progress: Progress) -
         tensors=lambda: state_tensors(run.primary),
         fixed_state={"identity": run_identity(session), "fingerprint": fingerprint(session.environment)},
         keep=config.training.keep_checkpoints,
-        retention=Retention.of(
-            folder, standpoint.checkpoint, standpoint.history, progress.best_step, passing_over=passing_over
-        ),
+        saved_at=progress.step,
         counts_right=session.material.task.counts_right,
     )
 
@@ -293,15 +289,13 @@ def _announce(session: Session, done: int) -> None:
         f"training on {len(plan.ids)} {units}, {plan.total_steps} steps of {plan.batch_size} {units} in "
         f"{plan.micro_batches} micro-batches, {backend.world_size} {backend.name} workers"
     )
-    idle = idleness(plan, config, backend.world_size)
+    idle = idleness(plan, backend.world_size)
     if idle:
         say(f"warning: {idle}")
     if (config.training.max_steps or 0) > plan.total_steps:
         say(f"note: training.epochs ends the run at step {plan.total_steps}, before training.max_steps")
     if learns_nothing(plan, config):
         say(learns_nothing(plan, config))
-    if not config.training.exact:
-        say("training.exact=false: each worker computes its rows at once; the bits depend on the number of workers")
     if config.contracts.enabled:
         say(_audit(session, done))
     seen = material.rows.seen_in_training()
@@ -343,7 +337,7 @@ def finish(session: Session, journal: Journal, outcome: Outcome, history: Histor
             kept = progress.best_step
         if kept not in (0, progress.step):
             session.clock.at(progress.step, "best checkpoint")
-            kept = load_best(session, journal.best_kept(kept) if isinstance(journal, FolderJournal) else kept, progress)
+            load_best(session, progress)
         scores = session.evaluator(material.evaluation_task, material.evaluation_ids, after=kept or progress.step)
     memory = hold_to_budget(run.backend, progress.step, session.planned_bytes)
     step, weights = kept or progress.step, run.primary.weights_digest()

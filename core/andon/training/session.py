@@ -169,7 +169,6 @@ def run_spec(config: Config, material: Material, world_size: int) -> RunSpec:
             micro_batches=training.micro_batches,
             clip_norm=optimizer.clip_norm,
             audit=audit_spec(config, world_size),
-            exact=training.exact,
             checkpointing=training.activation_checkpointing,
             compile=training.compile,
             shapes=shapes_of(material.plan.batch_size, training.micro_batches, lengths),

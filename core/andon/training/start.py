@@ -152,8 +152,6 @@ def _require_elastic(config: Config) -> None:
         found.add("run.backend", f"{config.run.backend} has no ranks; --workers MIN:MAX needs gloo or nccl")
     if config.run.devices is not None:
         found.add("run.devices", "names a device for each worker; with --workers MIN:MAX leave it to the backend")
-    if not config.training.exact:
-        found.add("training.exact", "false: the result depends on the number of workers, so --workers must be one")
     found.raise_if_any()
 
 

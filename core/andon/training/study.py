@@ -15,11 +15,9 @@ from andon.model.memory_trace import checkpoint_hollow, hollow, traced_activatio
 from andon.training.material import Material, adapter_spec, padding_multiple
 
 
-def largest(material: Material, config: Config, workers: int) -> tuple[int, int]:
+def largest(material: Material, config: Config) -> tuple[int, int]:
     """Rows and padded length of the largest micro-batch."""
-    training = config.training
-    parts = training.micro_batches if training.exact else workers
-    rows = -(-min(material.plan.batch_size, len(material.plan.ids)) // parts)
+    rows = -(-min(material.plan.batch_size, len(material.plan.ids)) // config.training.micro_batches)
     lengths = material.task.lengths[list(material.plan.ids)]
     longest = min(int(lengths.max()), config.model.max_length)
     return rows, padded_length(longest, padding_multiple(config), config.model.max_length)
@@ -27,7 +25,7 @@ def largest(material: Material, config: Config, workers: int) -> tuple[int, int]
 
 def evaluation_batching(material: Material, config: Config) -> EvaluationBatching:
     """In which batches rows of `config` are scored: by M, rows and lengths alone."""
-    rows, length = largest(material, config, config.training.micro_batches)
+    rows, length = largest(material, config)
     return EvaluationBatching(rows * length, padding_multiple(config), config.model.max_length)
 
 
@@ -72,14 +70,14 @@ class Study:
             raise NotPlannable([Problem("model.base", what)]) from error
 
     def _plan(self, config: Config, kind: str, workers: int) -> MemoryPlan:
-        rows, length = largest(self.material, config, workers)
+        rows, length = largest(self.material, config)
         evaluated = _evaluated(self.material, config)
         model, training, optimizer = self._shape(config), config.training, config.optimizer
         plan = plan_bytes(
             model,
             trainable_parameters(model),
             optimizer.name,
-            training.micro_batches if training.exact else workers,
+            training.micro_batches,
             0,  # of a micro-batch: found below, because that leaves the model hollow
             world_size=workers,
             momentum=optimizer.momentum,

@@ -66,8 +66,8 @@ class Journal(Protocol):
         """Rows were scored after `step` updates."""
         ...
 
-    def checkpoint(self, progress: Progress, *, best: bool, last: bool) -> bool:
-        """Write the whole state after `progress.step` updates; whether it is there. last: the run ends with it."""
+    def checkpoint(self, progress: Progress, *, best: bool) -> None:
+        """Write the whole state after `progress.step` updates. best: they left the lowest validation loss so far."""
         ...
 
     def close(self) -> None:
@@ -184,7 +184,7 @@ class Trainer:
         if saving or batch.step % self.cadence.base_every == 0:
             self.step.attest_base(batch.step, self.base_digest)
         if saving:
-            self._save(best=best, last=stopping)
+            self._save(best=best)
             self._saved_at = batch.step
             self._schedule_save(monotonic() - began)
 
@@ -214,15 +214,12 @@ class Trainer:
         self.progress = replace(self.progress, bad_evaluations=self.progress.bad_evaluations + 1)
         return False
 
-    def _save(self, *, best: bool, last: bool) -> None:
-        """Have the checkpoint written, and tell every rank what became of it.
-
-        The rank that writes decides whether to go on without it (`run.on_save_error`), so all go on or none does.
-        """
+    def _save(self, *, best: bool) -> None:
+        """Have the checkpoint written, and tell every rank what became of it: all go on or none does."""
         error: InputError | Violation | None = None
         self.clock.at(self.progress.step, "checkpoint")
         try:
-            self.journal.checkpoint(self.progress, best=best, last=last)
+            self.journal.checkpoint(self.progress, best=best)
         except (InputError, Violation) as refused:
             error = refused
         outcome = _WRITTEN if error is None else _BROKEN if isinstance(error, Violation) else _REFUSED

@@ -17,7 +17,7 @@ from andon.run.ledger import LedgerWriter
 from andon.run.repeats import Repeats
 from andon.step.replica import state_tensors
 from andon.training.history import read_history, violation_records
-from andon.training.journal import FolderJournal, MetricsWriter, Retention, progress_from
+from andon.training.journal import FolderJournal, MetricsWriter, progress_from
 from andon.training.progress import ProgressView
 from andon.training.trainer import Progress
 from andon_contracts.digest import hex64
@@ -97,8 +97,7 @@ def _train(parts: Parts, folder: RunFolder, meters: dict[int, StorageMeter]) -> 
     parts.step = step = WatchedStep(parts)  # type: ignore[assignment]
     inner = None
     if parts.writes:
-        retention = Retention.of(folder, checkpoint, history, progress.best_step, passing_over=False)
-        inner = _journal(parts, folder, progress, retention)
+        inner = _journal(parts, folder, progress)
     journal = WatchedJournal(parts, step, inner, meters)
     trainer = parts.trainer(journal, progress, Repeats(history.steps))
     try:
@@ -122,7 +121,7 @@ def _fingerprint(parts: Parts) -> dict[str, str]:
     return {"machine": "this one", "devices": parts.seen.place}
 
 
-def _journal(parts: Parts, folder: RunFolder, progress: Progress, retention: Retention) -> FolderJournal:
+def _journal(parts: Parts, folder: RunFolder, progress: Progress) -> FolderJournal:
     """The trainer's own, which keeps all checkpoints and shows nothing."""
     return FolderJournal(
         folder=folder,
@@ -132,7 +131,7 @@ def _journal(parts: Parts, folder: RunFolder, progress: Progress, retention: Ret
         tensors=lambda: state_tensors(parts.primary),
         fixed_state={},
         keep=sys.maxsize,
-        retention=retention,
+        saved_at=progress.step,
     )
 
 

@@ -54,10 +54,6 @@ class WatchedBackend:
         """See `Backend.exchange`."""
         return self.inner.exchange(local, rows)
 
-    def total(self, local: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """See `Backend.total`."""
-        return self.inner.total(local)
-
     def close(self) -> None:
         """See `Backend.close`."""
         self.inner.close()

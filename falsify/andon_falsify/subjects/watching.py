@@ -121,11 +121,10 @@ class WatchedJournal:
     def evaluated(self, step: int, epoch: int, scores: Scores, what: str) -> None:
         """These runs evaluate nothing."""
 
-    def checkpoint(self, progress: Progress, *, best: bool, last: bool) -> bool:
-        """The whole state, where the case keeps files; whether there is one."""
-        if self._inner is None or self._parts.case.folder is None:
-            return False
-        return self._inner.checkpoint(progress, best=best, last=last)
+    def checkpoint(self, progress: Progress, *, best: bool) -> None:
+        """The whole state, if the case keeps files."""
+        if self._inner is not None and self._parts.case.folder is not None:
+            self._inner.checkpoint(progress, best=best)
 
     def append(self, record: Record) -> None:
         """Any other line."""
