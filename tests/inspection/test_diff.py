@@ -102,11 +102,11 @@ def _configs(tmp_path: Path, **changes: str) -> list[Path]:
 
 
 def test_configurations_are_compared_before_a_run_starts(tmp_path: Path) -> None:
-    one, other = _configs(tmp_path, **{"seed: 42": "seed: 43", "workers: 2": "workers: 3"})
+    one, other = _configs(tmp_path, **{"seed: 42": "seed: 43", "workers: auto": "workers: 3"})
     report = compare(read_side(one), read_side(other))
     assert report.result is DIFFERENT
     assert "config    seed: 42 | 43" in report.lines
-    one, other = _configs(tmp_path, **{"workers: 2": "workers: 3"})
+    one, other = _configs(tmp_path, **{"workers: auto": "workers: 3"})
     report = compare(read_side(one), read_side(other))
     assert report.result is SAME
     assert report.lines[0].startswith("config    run.workers: 2 | 3 (does not affect")
@@ -118,7 +118,7 @@ def test_configurations_are_compared_before_a_run_starts(tmp_path: Path) -> None
     [
         ({"  train: null": "  train: a.csv", "  base: null": "  base: ./b"}, "different: data.train, model.base"),
         ({"  text_column: null": "  text_column: t"}, "different: data.text_column"),
-        ({"backend: gloo": "backend: nccl"}, "different: run.device_kind"),
+        ({"backend: auto": "backend: nccl"}, "different: run.device_kind"),
     ],
 )
 def test_names_of_configurations_stand_for_other_things(changes: dict[str, str], said: str, tmp_path: Path) -> None:

@@ -198,11 +198,11 @@ def test_an_adapter_that_stock_peft_reads_otherwise_does_not_go_out(
 ) -> None:
     written = adapter._adapter_config
 
-    def halved(model: Any, reference: str) -> dict[str, Any]:
-        config = written(model, reference)
-        return config | {"lora_alpha": config["lora_alpha"] / 2}
+    def scaled(model: Any, *reference: str | None) -> dict[str, Any]:
+        config = written(model, *reference)
+        return config | {"lora_alpha": config["lora_alpha"] * 20}
 
-    monkeypatch.setattr(adapter, "_adapter_config", halved)
+    monkeypatch.setattr(adapter, "_adapter_config", scaled)
     with pytest.raises(RuntimeError, match="the written model is not the run's: on "):
         exported(made / kind, tmp_path / "out")
     assert tree(tmp_path) == set()

@@ -63,12 +63,15 @@ def test_another_seed_gives_other_bits(runs: Runs, whole: Path, tmp_path: Path) 
         assert summary(tmp_path / "run")[name] != summary(whole)[name]
 
 
+CHOSEN = ("run.backend=inline", "run.workers=1", "training.keep=best")
+
+
 def test_a_run_leaves_what_is_promised(runs: Runs, whole: Path) -> None:
     promised = {"config.yaml", "environment.json", "metrics.jsonl", "checkpoints", "adapter", "base", "ledger.jsonl"}
     promised |= {"provenance.json", "summary.json", ".lock", "confusion"}
     assert {path.name for path in whole.iterdir()} == promised
     resolved = load_config(RunFolder(whole).config)
-    assert resolved == load_config(None, runs.overrides(f"run.dir={whole}", "run.backend=inline", "run.workers=1"))
+    assert resolved == load_config(None, runs.overrides(f"run.dir={whole}", *CHOSEN))
     assert checkpoints(whole) == ["step-00000006", "step-00000008", "step-00000012"]
     provenance = json.loads((whole / "provenance.json").read_text())
     assert {"commit", "identity", "digests", "environment", "fingerprint"} == provenance.keys()

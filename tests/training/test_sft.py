@@ -177,7 +177,7 @@ def test_memory_is_planned(conversations: Runs) -> None:
     )
     rows, packs = (each["devices"][0]["each_rank"] for each in (rows, packs))
     assert 0 < rows["activations"] < packs["activations"]
-    assert rows["evaluation"] == packs["evaluation"] > 0
+    assert 0 < rows["evaluation"] <= packs["evaluation"]
 
 
 # Deep: a search over settings. test_forecast.py shows by default that each remedy needs less memory.

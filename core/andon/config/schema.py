@@ -479,7 +479,7 @@ class Config(Section):
         parts = {name: given.get(name, {}) for name in ("data", *_EMBEDDED_SFT)}
         if given.get("task") != SFT or not all(isinstance(part, Mapping) for part in parts.values()):
             return given
-        if parts["model"].get("base") is not None:
+        if parts["data"].get("train") is not None or parts["model"].get("base") is not None:
             return given
         said = {name: {key: value for key, value in parts[name].items() if value != "auto"} for name in _EMBEDDED_SFT}
         return {**given, **{name: {**defaults, **said[name]} for name, defaults in _EMBEDDED_SFT.items()}}

@@ -24,6 +24,7 @@ from andon.metrics.confusion import Confusion
 from andon.run.provenance import Provenance
 from andon.run.summary import HELD_OUT
 from andon.training.card_use import PIPELINES, use
+from andon.training.choices import automatic_keys
 from andon_contracts.legible import legible_line
 
 _MOST_LABELS, _MOST_COLUMNS = 20, 10
@@ -324,7 +325,10 @@ def _command(config: Config, result: Result) -> str:
         if getattr(config.data, key) is not None:
             words += ["--set", f"data.{key}={json.dumps(getattr(config.data, key))}"]
     named_alone = {"data": {"train": config.data.train}, "model": {"base": config.model.base}}
-    for key, _, value in differences(identity(Config.model_validate(named_alone)), identity(config)):
+    default = identity(Config.model_validate(named_alone))
+    if config.model.base is not None:  # what is chosen for it may be chosen otherwise elsewhere
+        default = {key: value for key, value in default.items() if key not in automatic_keys(config)}
+    for key, _, value in differences(default, identity(config)):
         if key not in _SAID_OTHERWISE and not key.endswith((".embedded", ".weights")):
             words += ["--set", f"{key}={json.dumps(value)}"]
     return " ".join(shlex.quote(legible_line(word)) for word in words)

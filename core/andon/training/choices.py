@@ -53,17 +53,15 @@ def inherited(config: Config, before: Config) -> Config:
 
     How many workers there are is chosen again.
     """
-    keys = [f"{name}.{key}" for name, part in _sections(config) for key in part.automatic]
-    unset = [key for key in keys if key != "run.workers" and not is_set(config, key)]
+    unset = [key for key in automatic_keys(config) if key != "run.workers" and not is_set(config, key)]
     was = {key: getattr(getattr(before, key.split(".")[0]), key.split(".")[1]) for key in unset}
     return with_values(config, was)
 
 
-def _sections(config: Config) -> Iterator[tuple[str, Section]]:
-    for name in type(config).model_fields:
-        part = getattr(config, name)
-        if isinstance(part, Section):
-            yield name, part
+def automatic_keys(config: Config) -> list[str]:
+    """The dotted keys for which a value is chosen if none is set."""
+    parts = [(name, getattr(config, name)) for name in type(config).model_fields]
+    return [f"{name}.{key}" for name, part in parts if isinstance(part, Section) for key in sorted(part.automatic)]
 
 
 # Where a run trains
