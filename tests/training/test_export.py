@@ -86,7 +86,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert three.train(folder / "embedded", f"data.eval={held}", "optimizer.lr=0.05") == 0
     assert three.train(folder / "whole", "model.architecture=encoder", "adapter.kind=none") == 0
     shutil.copytree(folder / "whole" / "adapter", folder / "base")
-    assert two.train(folder / "pretrained", *COLUMNS, f"model.base={folder / 'base'}", "optimizer.lr=0.05") == 0
+    tuned = (f"model.base={folder / 'base'}", "optimizer.lr=0.05", "training.keep=last")
+    assert two.train(folder / "pretrained", *COLUMNS, *tuned) == 0
     return folder
 
 
