@@ -90,6 +90,8 @@ def placed(config: Config, gpus: int | None = None) -> tuple[Config, str]:
     elif config.model.base is not None:
         workers, why = _cpu_workers(config, config.model.base)
     found = with_values(config, {"run.backend": backend, "run.workers": workers})
+    if backend != "nccl" and config.model.base is None:
+        return found, ""
     return found, f"auto: {workers} {backend} worker{'s' * (workers > 1)}{why}"
 
 

@@ -94,11 +94,11 @@ def start(
     config, chosen = placed(config if folder is None else as_begun(config, folder))
     if folder is not None and _nothing_to_do(config, folder):
         return Ended(folder, Exit.OK)
-    for line in filter(None, (task, chosen)):
-        say(line)
+    if task:
+        say(task)
     # All mistakes in the data at once, before ranks are started that would each find them.
     rows = read_rows(config, Surveys(cache_of(config, None if folder is None else folder.tokens), writes=False))
-    for note in notes(rows):
+    for note in filter(None, (*notes(rows), chosen)):
         say(note)
     made = folder is None
     folder = _new_folder(config) if folder is None else folder
