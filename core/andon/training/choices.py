@@ -87,10 +87,10 @@ def placed(config: Config, gpus: int | None = None) -> tuple[Config, str]:
         there = host.gpus() if gpus is None else gpus
         workers = max(min(there, _fewest_parts(config)), 1)
         why = f" of {there} GPUs: an update has {_fewest_parts(config)} micro-batches" if there > workers else ""
-    elif config.model.base is not None:
+    elif backend == "gloo" and config.model.base is not None:
         workers, why = _cpu_workers(config, config.model.base)
     found = with_values(config, {"run.backend": backend, "run.workers": workers})
-    if backend != "nccl" and config.model.base is None:
+    if backend != "nccl" and (backend != "gloo" or config.model.base is None):
         return found, ""
     return found, f"auto: {workers} {backend} worker{'s' * (workers > 1)}{why}"
 
