@@ -330,14 +330,14 @@ def test_a_column_of_another_name(run: Path, tmp_path: Path) -> None:
 def test_all_columns_go_along_and_none_is_lost_to_a_result(run: Path, tmp_path: Path, ending: str) -> None:
     rows = tmp_path / "rows.jsonl"
     more = {"label": "mine", "input_label": "other", "meta": {"a": [1]}}
-    rows.write_text("".join(json.dumps(row) + "\n" for row in ({"body": "red thing", **more}, {"body": "b", "x": 2})))
+    rows.write_text("".join(json.dumps(row) + "\n" for row in ({"text": "red thing", **more}, {"text": "b", "x": 2})))
     output = tmp_path / f"out{ending}"
-    predicted(run, rows, "--text-column", "body", "--output", output)
+    predicted(run, rows, "--output", output)
     first, second = read(output)
-    assert list(first) == ["body", "input_input_label", "input_label", "meta", "x", "label", "probability"]
-    assert (first["input_input_label"], first["input_label"], first["body"]) == ("mine", "other", "red thing")
+    assert list(first) == ["text", "input_input_label", "input_label", "meta", "x", "label", "probability"]
+    assert (first["input_input_label"], first["input_label"], first["text"]) == ("mine", "other", "red thing")
     assert (first["meta"] if ending == ".jsonl" else json.loads(first["meta"])) == more["meta"]
-    assert (second["body"], str(second["x"]).removesuffix(".0")) == ("b", "2")
+    assert (second["text"], str(second["x"]).removesuffix(".0")) == ("b", "2")
     assert first["label"] in ("red", "green", "blue")
 
 
@@ -346,7 +346,7 @@ def test_texts_are_predicted_in_order_however_they_are_batched(
 ) -> None:
     """Batches of like lengths and windows of a long file change the order of computing, and rounding at most."""
     told = records(run, texts)
-    monkeypatch.setattr("andon.training.inference._TOKENS", 1)
+    monkeypatch.setattr("andon.model.batches._MOST_ROWS", 1)
     monkeypatch.setattr("andon.training.inference._WINDOW", 2)
     alone = records(run, texts)
     assert [one["id"] for one in alone] == [one["id"] for one in told]

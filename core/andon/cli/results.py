@@ -135,7 +135,6 @@ def generate(
 
 
 def _put_rows(rows: Iterable[dict[str, Any]], output: Path | None) -> None:
-    """Print rows as they come, one JSON object each; or write them, all or none."""
     if output is not None:
         counter = count()
         write_whole(output, encoded(output, (row for row, _ in zip(rows, counter, strict=False))))
@@ -200,7 +199,6 @@ def _one_file(file: Path | None, data: Path | None) -> Path | None:
 
 
 def _check_output(output: Path | None, data: Path | None) -> None:
-    """Raise `InputError`, before anything is read, for a file that cannot be written or is the one that is read."""
     if output is None:
         return
     require_kind(output)
@@ -213,7 +211,6 @@ def _check_output(output: Path | None, data: Path | None) -> None:
 
 
 def _texts(folder: RunFolder, data: Path | None, text_column: str | None) -> Texts:
-    """What is to be labelled. Raises `InputError` with every fault of it."""
     config = config_of(folder)
     column, words = text_column or config.data.text_column, config.task == TOKEN_CLASSIFICATION
     if data is not None:
@@ -236,7 +233,6 @@ def _typed(folder: RunFolder, column: str | None) -> str:
 
 
 def _is_header(line: str, columns: Sequence[str]) -> bool:
-    """Whether a line names a column of texts beside another one, or is the first of JSON Lines."""
     fields = [field.strip(" \"'") for field in re.split(r"[,;\t]", line)]
     return (len(fields) > 1 and any(name in fields for name in columns)) or line.lstrip().startswith('{"')
 
@@ -248,8 +244,8 @@ def _records(
     labels: Sequence[str] | None,
     output: Path | None,
 ) -> Iterator[dict[str, Any]]:
-    """One record a text, in order: the columns of its file, then the prediction. columns: of all rows of the file.
-    labels: of the probabilities to tell; None: of the likeliest alone."""
+    """One record a text: the columns of its file in their order, then the prediction, which repeats no text that has a
+    column. columns: of all rows of the file. labels: of the probabilities to tell; None: of the likeliest alone."""
 
     def rounded(value: float) -> float:
         return round(value, 6) if output is None else float(f"{value:.{_DIGITS}g}")
@@ -257,13 +253,11 @@ def _records(
     for row, one in zip(rows, predictions, strict=True):
         told = one.record(labels, rounded)
         fields: Mapping[str, object] = dict.fromkeys(columns) | dict(row.fields)
-        if row.named and "text" in told and row.named[0] != "text":  # the text is in its own column
-            del told["text"]
+        if row.named:
+            repeated = ("text", "tokens") if row.named[0] == "tokens" else ("text",)
+            told = {name: value for name, value in told.items() if name not in repeated}
         taken = told.keys() | {f"{key}_{name}" for key, each in told.items() if isinstance(each, dict) for name in each}
-        found: dict[str, Any] = {}
-        for name, value in fields.items():
-            if not (name in told and name in row.named):
-                found[_free(name, taken | (fields.keys() - {name}))] = _cell(value, output)
+        found = {_free(name, taken | (fields.keys() - {name})): _cell(value, output) for name, value in fields.items()}
         yield found | told
 
 

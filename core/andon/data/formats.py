@@ -338,7 +338,10 @@ def encoded(path: Path, records: Iterable[Mapping[str, object]]) -> Iterator[byt
         table = csv.writer(held, delimiter=delimiter, quoting=csv.QUOTE_NONNUMERIC, lineterminator="\n")
         if header:
             table.writerow(rows[0])
-        table.writerows(row.values() for row in rows)
+        table.writerows(
+            [json.dumps(each, ensure_ascii=False) if isinstance(each, list) else each for each in row.values()]
+            for row in rows
+        )
         header = False
         yield held.getvalue().encode()
 
