@@ -92,9 +92,9 @@ SAME: dict[str, tuple[dict[str, object], dict[str, object]]] = {
         {
             "conversations": [
                 {"from": "user", "value": "why"},
-                {"from": "function_call", "value": json.dumps(CALL["function"])},
+                {"from": "gpt", "value": None, "tool_calls": [CALL]},
                 {"from": "observation", "value": "7"},
-                {"from": "chatgpt", "value": "so"},
+                {"from": "assistant", "value": "so"},
             ],
             "system": "be brief",
             "tools": json.dumps(TOOLS),
@@ -114,9 +114,9 @@ SAME: dict[str, tuple[dict[str, object], dict[str, object]]] = {
         {"instruction": "why", "input": "this", "output": "so", "text": "### Instruction ..."},
         with_messages({**ASKED, "content": "why\n\nthis"}, SAID),
     ),
-    "Alpaca with a history": (
-        {"instruction": "why", "input": "", "output": "so", "history": [["a", "b"]], "system": "be brief"},
-        with_messages(SYSTEM, {**ASKED, "content": "a"}, {**SAID, "content": "b"}, ASKED, SAID),
+    "Alpaca without an input": (
+        {"instruction": "why", "input": "", "output": "so", "system": "be brief"},
+        with_messages(SYSTEM, ASKED, SAID),
     ),
     "parts": (
         with_messages({**ASKED, "content": [{"type": "text", "text": "wh"}, {"type": "text", "text": "y"}]}, SAID),
@@ -198,7 +198,7 @@ BAD: dict[str, tuple[object, str]] = {
     ),
     "speaker": ({"conversations": [{"from": "narrator", "value": "x"}]}, "messages[0] has the unknown role 'narrator'"),
     "no question": ({"instruction": "", "output": "x"}, "instruction is empty"),
-    "no pair": ({"instruction": "x", "output": "x", "history": ["x"]}, "history must be a list of pairs, is ['x']"),
+    "history": ({"instruction": "x", "output": "x", "history": [["a", "b"]]}, "'history' is there, and is not read"),
     "no column": ({"dialog": [ASKED, SAID]}, "there are 'dialog'"),
     "near column": ({"message": [ASKED, SAID]}, "did you mean 'messages'?"),
     "half": ({"prompt": "x"}, "'completion' is missing"),

@@ -126,7 +126,7 @@ BAD_LINES = {
     '{"text": "a\\u0000", "label": 0}': "text holds a NUL character",
     '{"text": "", "label": 0}': "text is empty",
     '{"text": " \\t", "label": 0}': "text is only white space",
-    '{"text": null, "label": 0}': "text must be a string, is None",
+    '{"text": null, "label": 0}': "text must be a string, is null",
     '{"text": 7, "label": 0}': "text must be a string, is 7",
     '{"label": 0}': "has no column 'input' or 'text'; there are 'label'",
     '{"txet": "a", "label": 0}': "has no column 'input' or 'text'; there are 'txet', 'label'; did you mean 'txet'?",
@@ -314,7 +314,7 @@ def test_parquet_is_read_like_the_others(tmp_path: Path) -> None:
     assert pairs(read(path)) == [("a", "10"), ("b", "9")]
     assert read(path).labels == ("9", "10")
     parquet.write_table(arrow.table({"text": ["a", None], "label": [0, 1]}), path)
-    assert faults(path) == ["a.parquet row 2: text must be a string, is None"]
+    assert faults(path) == ["a.parquet row 2: text must be a string, is null"]
     assert faults(written(tmp_path, "b.parquet", b"no"))[0].startswith("b.parquet: is no Parquet file")
 
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from andon.console.problems import ProblemList, did_you_mean, shown
 from andon.data.formats import Record, Table, open_table
-from andon.data.labels import text_fault
+from andon.data.labels import column_fault, must_be
 from andon.data.origins import ALL_ROWS, Origins, RowSelection
 from andon.data.rows import RowsById
 
@@ -33,14 +33,8 @@ _COLUMNS: Mapping[str, tuple[str, ...]] = {
     "prompt and completion": ("prompt", "completion"),
     "text": ("text",),
 }
-_UNREAD = ("chat_template_kwargs",)
-"""Columns that change what a template writes, so that to leave them out would train other rows."""
 _KEYS = ("role", "content", "weight", "train", "tool_calls", "tool_call_id", "name")
-_SHAREGPT_ROLES = {
-    **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model", "function_call"), ANSWERS),
-    **dict.fromkeys(("tool", "function", "observation"), "tool"),
-}
+_SHAREGPT_ROLES = {"human": "user", "gpt": ANSWERS, "function": "tool", "observation": "tool"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +164,6 @@ def read_conversations(*paths: str | PathLike[str], selection: RowSelection = AL
 
 
 def _sourced(rows: Sequence[Conversation], origins: Origins) -> Iterator[Conversation]:
-    """The rows, those of a file of several by its name where none of them names a source."""
     start = 0
     for name, size in zip(origins.names(), origins.sizes, strict=True):
         own = rows[start : start + size]
@@ -204,7 +197,6 @@ class Reading:
         self.problems.raise_if_any()
 
     def _take(self, table: Table, record: Record) -> Conversation | None:
-        """One record as a row; None where something is wrong with it, which is noted."""
         where = table.place(record.line)
         faults: list[str] = []
         fields = _as_messages(record.fields, faults)
@@ -256,11 +248,10 @@ def _prompt(fields: Mapping[str, object], column: str | None, faults: list[str])
         return ()
     given = fields[name]
     if isinstance(given, str):
-        fault = text_fault(given)
-        faults += [f"{name} {fault}"] if fault else []
+        faults += filter(None, [column_fault(name, given)])
         return _with_tools((Message("user", given),), fields, faults)
     if not isinstance(given, list):
-        faults.append(f"{name} {_is('a string or a list of messages', given)}")
+        faults.append(f"{name} {must_be('a string or a list of messages', given)}")
         return ()
     messages = _listed(name, given, faults)
     if messages and messages[-1].role == ANSWERS:
@@ -299,26 +290,17 @@ def _as_messages(fields: Mapping[str, object], faults: list[str]) -> Mapping[str
 def _of_sharegpt(given: object) -> object:
     if not isinstance(given, dict) or "from" not in given:
         return given
-    said = {key: value for key, value in given.items() if key not in ("from", "value")}
-    role = _SHAREGPT_ROLES.get(str(given["from"]), given["from"])
-    calls = {"content": "", "tool_calls": given.get("value")} if given["from"] == "function_call" else {}
-    return said | {"role": role, "content": given.get("value")} | calls
+    more = {key: value for key, value in given.items() if key not in ("from", "value")}
+    return more | {"role": _SHAREGPT_ROLES.get(str(given["from"]), given["from"]), "content": given.get("value")}
 
 
 def _of_alpaca(fields: Mapping[str, object], faults: list[str]) -> list[object]:
     texts = {name: fields.get(name) or "" for name in ("instruction", "input", "output")}
-    for name, text in texts.items():
-        fault = text_fault(text) if isinstance(text, str) else _is("a string", text)
-        faults += [f"{name} {fault}"] if fault and (text or name != "input") else []
+    faults += filter(None, (column_fault(name, text) for name, text in texts.items() if text or name != "input"))
+    if fields.get("history"):
+        faults.append("column 'history' is there, and is not read: write such rows as messages")
     question = "\n\n".join(str(texts[name]) for name in ("instruction", "input") if texts[name])
-    history = fields.get("history") or []
-    if not isinstance(history, list) or any(not isinstance(each, list | tuple) or len(each) != 2 for each in history):
-        faults.append(f"history {_is('a list of pairs', history)}")
-        history = []
-    turns = [*history, (question, texts["output"])]
-    return [
-        {"role": role, "content": text} for pair in turns for role, text in zip(("user", ANSWERS), pair, strict=True)
-    ]
+    return [{"role": "user", "content": question}, {"role": ANSWERS, "content": texts["output"]}]
 
 
 def _with_tools(messages: tuple[Message, ...], fields: Mapping[str, object], faults: list[str]) -> tuple[Message, ...]:
@@ -327,10 +309,9 @@ def _with_tools(messages: tuple[Message, ...], fields: Mapping[str, object], fau
     if not tools or not messages:
         return messages
     if not isinstance(tools, list) or not all(map(_function, tools)):
-        faults.append(f"tools {_is('a list of objects with a name', tools)}")
+        faults.append(f"tools {must_be('a list of objects with a name', tools)}")
         return messages
-    fault = text_fault(_json(tools))
-    faults += [f"tools {fault}"] if fault else []
+    faults += filter(None, [column_fault("tools", _json(tools))])
     return (replace(messages[0], tools=_json(tools)), *messages[1:])
 
 
@@ -361,7 +342,7 @@ def _extra(given: Mapping[str, object], role: object, faults: list[str]) -> str:
     for call in calls if isinstance(calls, list) else [calls]:
         function = _function(call)
         if function is None:
-            faults.append(f"tool_calls {_is('a list of objects with a name and arguments', call)}")
+            faults.append(f"tool_calls {must_be('a list of objects with a name and arguments', call)}")
             continue
         called = {"name": function["name"], "arguments": _decoded(function.get("arguments", {}))}
         id_ = {"id": call["id"]} if call.get("id") is not None else {}
@@ -369,9 +350,8 @@ def _extra(given: Mapping[str, object], role: object, faults: list[str]) -> str:
     for key in ("tool_call_id", "name"):
         if given.get(key) is not None:
             found[key] = given[key]
-            faults += [] if isinstance(given[key], str) else [f"{key} {_is('a string', given[key])}"]
-    fault = text_fault(_json(found))
-    faults += [f"tool_calls {fault}"] if fault else []
+            faults += filter(None, [column_fault(key, given[key])])
+    faults += filter(None, [column_fault("tool_calls", _json(found))])
     return _json(found) if found else ""
 
 
@@ -389,11 +369,9 @@ def _text_of(content: object, faults: list[str]) -> object:
 
 def _form(fields: Mapping[str, object], faults: list[str]) -> Form | None:
     """The form in which a row is written; None where that was not clear and was noted."""
-    faults += [
-        f"column {name!r} is there, and is not read: render such rows yourself and give them as text"
-        for name in _UNREAD
-        if fields.get(name)
-    ]
+    if fields.get("chat_template_kwargs"):  # they change what a template writes
+        what = "column 'chat_template_kwargs' is there, and is not read"
+        faults.append(f"{what}: render such rows yourself and give them as text")
     complete = [form for form, columns in _COLUMNS.items() if all(name in fields for name in columns)]
     if len(complete) > 1:
         complete = [form for form in complete if all(fields[name] is not None for name in _COLUMNS[form])]
@@ -409,10 +387,8 @@ def _form(fields: Mapping[str, object], faults: list[str]) -> Form | None:
             hint = f"; {missing!r} is missing"
         faults.append(f"has no column {wanted}; there are {', '.join(map(shown, fields)) or 'none'}{hint}")
         return None
-    if complete == ["messages"]:
-        return "messages"
-    if complete == ["text"]:
-        return "text"
+    if complete != ["prompt and completion"]:
+        return "messages" if complete == ["messages"] else "text"
     lists = [isinstance(fields[name], list) for name in ("prompt", "completion")]
     if any(lists) and not all(lists):
         faults.append("one of prompt and completion is a list of messages; both must be strings, or both lists")
@@ -436,9 +412,7 @@ def _messages(form: Form, fields: Mapping[str, object], faults: list[str]) -> tu
         messages = [*(replace(each, weight=0.0) if each.role == ANSWERS else each for each in asked), *answered]
     else:
         texts = {name: fields[name] for name in _COLUMNS[form]}
-        for name, text in texts.items():
-            fault = text_fault(text) if isinstance(text, str) else _is("a string", text)
-            faults += [f"{name} {fault}"] if fault else []
+        faults += filter(None, (column_fault(name, text) for name, text in texts.items()))
         roles = [ANSWERS] if form == "text" else ["user", ANSWERS]
         return tuple(Message(role, str(text)) for role, text in zip(roles, texts.values(), strict=True))
     if len(faults) == before:
@@ -450,14 +424,10 @@ def _messages(form: Form, fields: Mapping[str, object], faults: list[str]) -> tu
     return tuple(messages)
 
 
-def _is(wanted: str, value: object) -> str:
-    return f"must be {wanted}, is {'null' if value is None else shown(value)}"
-
-
 def _listed(name: str, value: object, faults: list[str]) -> list[Message]:
     """The messages of one list; those with a fault are left out, and their faults noted with their place."""
     if not isinstance(value, list):
-        faults.append(f"{name} {_is('a list of messages', value)}")
+        faults.append(f"{name} {must_be('a list of messages', value)}")
         return []
     if not value:
         faults.append(f"{name} is an empty list")
@@ -471,9 +441,8 @@ def _listed(name: str, value: object, faults: list[str]) -> list[Message]:
 
 
 def _message(given: object) -> tuple[Message | None, list[str]]:
-    """One message of a list, or what is wrong with it."""
     if not isinstance(given, dict):
-        return None, [_is("an object with a role and a content", given)]
+        return None, [must_be("an object with a role and a content", given)]
     faults: list[str] = []
     role, content = given.get("role"), _text_of(given.get("content"), faults)
     extra = _extra(given, role, faults)
@@ -485,11 +454,8 @@ def _message(given: object) -> tuple[Message | None, list[str]]:
         faults.append(f"has the unknown role {shown(role)}; known are {', '.join(ROLES)}{hint}")
     if content is None:
         faults.append("has no content")
-    elif not isinstance(content, str):
-        faults.append(f"content {_is('a string', content)}")
-    elif content.strip() or (role == ANSWERS and "tool_calls" not in extra):
-        fault = text_fault(content)
-        faults += [f"content {fault}"] if fault else []
+    elif not isinstance(content, str) or content.strip() or (role == ANSWERS and "tool_calls" not in extra):
+        faults += filter(None, [column_fault("content", content)])
     for key, value in given.items():
         if key not in _KEYS and value is not None and value != []:
             faults.append(
@@ -503,12 +469,12 @@ def _weight(given: Mapping[str, object], role: object, faults: list[str]) -> flo
     """What the message counts by its `weight` or `train`; 1 where neither is there."""
     weight, train = given.get("weight"), given.get("train")
     if train is not None and not isinstance(train, bool):
-        faults.append(f"train {_is('true or false', train)}")
+        faults.append(f"train {must_be('true or false', train)}")
         return 0.0
     if weight is None:
         number = 1.0 if train is None else float(train)
     elif isinstance(weight, bool) or not isinstance(weight, int | float):
-        faults.append(f"weight {_is('a number of 0 or more', weight)}")
+        faults.append(f"weight {must_be('a number of 0 or more', weight)}")
         return 0.0
     else:
         number = _single(weight)

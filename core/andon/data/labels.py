@@ -37,6 +37,17 @@ def text_fault(text: str) -> str | None:
     return None
 
 
+def column_fault(name: str, value: object) -> str | None:
+    """Why `value`, which stands in column `name`, cannot be a text; None: it can."""
+    fault = text_fault(value) if isinstance(value, str) else must_be("a string", value)
+    return f"{name} {fault}" if fault else None
+
+
+def must_be(wanted: str, value: object) -> str:
+    """What is wrong with a value of another type."""
+    return f"must be {wanted}, is {'null' if value is None else shown(value)}"
+
+
 def label_fault(label: object, typed: bool) -> str | None:
     """Why one label by itself cannot be used, or None. `typed`: numbers are not strings (JSON), else all is text."""
     if label is None:

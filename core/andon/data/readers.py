@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 from andon.config.load import FLAGS
 from andon.console.problems import InputError, Problem, ProblemList, did_you_mean, shown
 from andon.data.formats import Note, Record, Table, open_table
-from andon.data.labels import label_fault, label_names, label_set_of, same_kind, target_of, text_fault
+from andon.data.labels import column_fault, label_fault, label_names, label_set_of, same_kind, target_of
 from andon.data.origins import ALL_ROWS, ID_COLUMN, Origins, RowSelection
 from andon.data.rows import VALUE, DataSet, Label, LabelSets, Row, Targets
 
@@ -20,6 +20,8 @@ Meant = TypeVar("Meant")
 TEXT_COLUMNS = ("input", "text")
 """Where the text is looked for when no column is named."""
 LABEL_COLUMNS = ("label",)
+Columns = Mapping[str, tuple[str, ...]]
+"""The parts of a row, `text`, `label` and for pairs `text_pair`, in this order: names under which each may stand."""
 
 
 def read(
@@ -78,9 +80,7 @@ def read_label_sets(
     Without `labels` they are those found, sorted. Raises `InputError` with every fault found: labels that are neither,
     unknown ones, one that a row names twice, and files of which no row has any.
     """
-    columns = _columns(text_column, text_pair_column, label_column)
-    if label_column is None:
-        columns = replace(columns, label=(*LABEL_COLUMNS, "labels"))
+    columns = _columns(text_column, text_pair_column, label_column, (*LABEL_COLUMNS, "labels"))
     found = _found(paths, columns, lambda label, typed: label_set_of(label, separator), selection)
     problems = found.problems
     problems.raise_if_any()
@@ -98,11 +98,11 @@ def read_label_sets(
     return LabelSets(found.rows(sets), names, found.origins.source, found.origins)
 
 
-def _columns(text: str | None, pair: str | None, label: str | None) -> _Columns:
-    """Where a row's parts stand, as named, else under the usual names. Raises `InputError` for one column twice."""
+def _columns(text: str | None, pair: str | None, label: str | None, usual: tuple[str, ...] = LABEL_COLUMNS) -> Columns:
     if pair is not None and pair in (text, label):
         raise InputError([Problem("data.text_pair_column", f"{pair!r} is named for something else too")])
-    return _Columns(_candidates(text, TEXT_COLUMNS), _candidates(label, LABEL_COLUMNS), pair)
+    second = {} if pair is None else {"text_pair": (pair,)}
+    return {"text": _candidates(text, TEXT_COLUMNS), "label": _candidates(label, usual), **second}
 
 
 def _class(label: object, typed: bool) -> tuple[int | str, str | None]:
@@ -116,23 +116,20 @@ def _target(label: object, typed: bool) -> tuple[float, str | None]:
 
 def _found(
     paths: Sequence[str | PathLike[str]],
-    columns: _Columns,
+    columns: Columns,
     meant: Callable[[object, bool], tuple[Meant, str | None]],
     selection: RowSelection,
 ) -> _Found[Meant]:
-    """All rows of the files, and what is wrong with them; raises `InputError` where one has none."""
     problems = selection.problems()
     found = _Found(problems, meant, Origins(selection.limit))
     for path in map(Path, paths):
         table = open_table(path, problems)
         if table.columns is not None:
-            columns.check(table.columns, f"{path}:1", problems.add)
+            _chosen(columns, table.columns, f"{path}:1", problems.add)
             problems.raise_if_any()
-        before = len(found.texts)
-        for record in found.begin(table):
+        found.typed = found.typed and table.typed
+        for record in found.origins.records(table, problems):
             found.take(table, record, columns)
-        if len(found.texts) == before:
-            problems.raise_if_any()
     return found
 
 
@@ -174,26 +171,25 @@ def read_texts(
     The whole file is checked at once, in bounded memory. Other columns may hold anything. Raises `InputError` with
     every fault found, each as file:line.
     """
-    wanted = [("text", _candidates(text_column, ("tokens", *TEXT_COLUMNS) if words else TEXT_COLUMNS))]
-    wanted += [("text_pair", (text_pair_column,))] if text_pair_column is not None else []
+    wanted = {"text": _candidates(text_column, ("tokens", *TEXT_COLUMNS) if words else TEXT_COLUMNS)}
+    wanted |= {} if text_pair_column is None else {"text_pair": (text_pair_column,)}
 
     def rows() -> Iterator[TextRow]:
         problems = ProblemList()
         table = open_table(path, problems)
         if table.columns is not None:
-            for what, names in wanted:
-                _column(what, names, table.columns, f"{path}:1", problems.add)
+            _chosen(wanted, table.columns, f"{path}:1", problems.add)
             problems.raise_if_any()
         for record in table.records:
             where = table.place(record.line)
-            chosen = [_column(what, names, tuple(record.fields), where, problems.add) for what, names in wanted]
-            found = [(name, _joined(record.fields[name], words=words)) for name in chosen if name is not None]
-            faults = [fault for name, text in found if (fault := _fault_of(name, text)) is not None]
+            chosen = _chosen(wanted, record.fields, where, problems.add)
+            texts = [_joined(record.fields[name], words=words) for name in chosen]
+            faults = [*filter(None, map(column_fault, chosen, texts))]
             for fault in faults:
                 problems.add(where, fault)
-            if len(found) == len(wanted) and not faults:
-                text, *pair = (str(text) for _, text in found)
-                yield TextRow(text, pair[0] if pair else None, record.fields, tuple(name for name, _ in found))
+            if texts and not faults:
+                text, *pair = map(str, texts)
+                yield TextRow(text, pair[0] if pair else None, record.fields, chosen)
         problems.raise_if_any()
 
     columns: dict[str, None] = {}
@@ -213,35 +209,14 @@ def _joined(text: object, *, words: bool) -> object:
     return text
 
 
-def _fault_of(name: str, text: object) -> str | None:
-    """Why what stands in column `name` is no text; None: it is one."""
-    if not isinstance(text, str):
-        return f"{name} must be a string, is {shown(text)}"
-    fault = text_fault(text)
-    return f"{name} {fault}" if fault else None
-
-
 def _candidates(named: str | None, usual: tuple[str, ...]) -> tuple[str, ...]:
     return usual if named is None else (named,)
 
 
-@dataclass(frozen=True)
-class _Columns:
-    """Names under which the text and the class may stand, and that of a second text, if any."""
-
-    text: tuple[str, ...]
-    label: tuple[str, ...]
-    pair: str | None = None
-
-    def check(self, there: Iterable[str], where: str, note: Note) -> tuple[str, ...] | None:
-        """The columns to use among those `there`: text, label, second text, if any; None when that was not clear and
-        was noted."""
-        there = tuple(there)
-        wanted = [("text", self.text), ("label", self.label)]
-        wanted += [("text_pair", (self.pair,))] if self.pair is not None else []
-        found = [_column(what, names, there, where, note) for what, names in wanted]
-        chosen = tuple(name for name in found if name is not None)
-        return chosen if len(chosen) == len(wanted) else None
+def _chosen(columns: Columns, there: Iterable[str], where: str, note: Note) -> tuple[str, ...]:
+    """The column of each part of a row among those `there`; empty if one was not clear, which was noted."""
+    found = [_column(what, names, tuple(there), where, note) for what, names in columns.items()]
+    return tuple(map(str, found)) if None not in found else ()
 
 
 def _column(what: str, names: tuple[str, ...], there: tuple[str, ...], where: str, note: Note) -> str | None:
@@ -285,11 +260,6 @@ class _Found(Generic[Meant]):
     texts: list[tuple[str, ...]] = field(default_factory=list)
     labels: list[Meant] = field(default_factory=list)
 
-    def begin(self, table: Table) -> Iterator[Record]:
-        """The records of this file, each to be taken."""
-        self.typed = self.typed and table.typed
-        return self.origins.records(table, self.problems)
-
     def refuse(self, faults: Iterable[tuple[int, str]]) -> None:
         """Skip the rows at these places. Raises `InputError` if bad rows are not skipped, or none is left."""
         places: set[int] = set()
@@ -304,29 +274,27 @@ class _Found(Generic[Meant]):
         self.texts, self.labels = [self.texts[place] for place in kept], [self.labels[place] for place in kept]
         self.origins.keep(kept)
 
-    def take(self, table: Table, record: Record, columns: _Columns) -> None:
+    def take(self, table: Table, record: Record, columns: Columns) -> None:
         """Keep one record, or note what is wrong with it."""
         where = table.place(record.line)
-        chosen = columns.check(record.fields, where, self.problems.add_row)
-        if chosen is None:
+        chosen = _chosen(columns, record.fields, where, self.problems.add_row)
+        if not chosen:
             return
         texts = {name: record.fields[name] for name in (chosen[0], *chosen[2:])}
         label, label_fault = self.meant(record.fields[chosen[1]], table.typed)
         faults = [
-            *(_fault_of(name, text) for name, text in texts.items()),
+            *(column_fault(name, text) for name, text in texts.items()),
             label_fault,
             *(self.origins.repeated(table, record) if ID_COLUMN not in chosen else ()),
         ]
-        for fault in faults:
-            if fault is not None:
-                self.problems.add_row(where, fault)
+        for fault in filter(None, faults):
+            self.problems.add_row(where, fault)
         if not any(faults):
             self.origins.add(record.line)
             self.texts.append(tuple(map(str, texts.values())))
             self.labels.append(label)
 
     def rows(self, labels: Iterable[Label]) -> tuple[Row[Label], ...]:
-        """The rows with these labels, one for each."""
         pairs = zip(self.texts, labels, strict=True)
         return tuple(
             Row(place, texts[0], label, texts[1] if len(texts) > 1 else None)
