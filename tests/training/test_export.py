@@ -487,8 +487,8 @@ def test_stock_transformers_answers_as_the_run_does(
     assert (ends["eos_token_id"], ends["pad_token_id"], ends["do_sample"]) == ([wanted[0]], wanted[1], False)
     assert form == "text" or any(len(answer) < 12 for answer in own), own
     prompts = summary(run)["eval"]["rows"]
-    if prompts > EXTENTS["rows"].prompts:
-        prompts = f"{EXTENTS['rows'].prompts} of {prompts}"
+    if prompts > EXTENTS["rows"][1]:
+        prompts = f"{EXTENTS['rows'][1]} of {prompts}"
     assert said[1].startswith(
         f"on {prompts} evaluation prompts, answered with 8 tokens at most, the largest difference from a logit"
     )

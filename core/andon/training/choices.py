@@ -8,14 +8,15 @@ resume.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from andon.backend import host
-from andon.config.schema import SFT, Config, Section
+from andon.config.schema import SFT, Config, Model, Section
 from andon.console.problems import InputError
+from andon.data.hub import at_hand
 
 _CAP = 512
 _CAP_SFT = 2048
@@ -53,15 +54,18 @@ def inherited(config: Config, before: Config) -> Config:
 
     How many workers there are is chosen again.
     """
-    unset = [key for key in automatic_keys(config) if key != "run.workers" and not is_set(config, key)]
-    was = {key: getattr(getattr(before, key.split(".")[0]), key.split(".")[1]) for key in unset}
-    return with_values(config, was)
+    was = {key: getattr(getattr(before, key.split(".")[0]), key.split(".")[1]) for key in automatic_keys(config)}
+    del was["run.workers"]
+    return _where_unset(config, was)
 
 
 def automatic_keys(config: Config) -> list[str]:
     """The dotted keys for which a value is chosen if none is set."""
-    parts = [(name, getattr(config, name)) for name in type(config).model_fields]
-    return [f"{name}.{key}" for name, part in parts if isinstance(part, Section) for key in sorted(part.automatic)]
+    return [f"{name}.{key}" for name, part in config if isinstance(part, Section) for key in sorted(part.automatic)]
+
+
+def _where_unset(config: Config, values: Mapping[str, Any]) -> Config:
+    return with_values(config, {key: value for key, value in values.items() if not is_set(config, key)})
 
 
 # Where a run trains
@@ -88,7 +92,7 @@ def placed(config: Config, gpus: int | None = None) -> tuple[Config, str]:
         workers = max(min(there, _fewest_parts(config)), 1)
         why = f" of {there} GPUs: an update has {_fewest_parts(config)} micro-batches" if there > workers else ""
     elif backend == "gloo" and config.model.base is not None:
-        workers, why = _cpu_workers(config, config.model.base)
+        workers, why = _cpu_workers(config)
     found = with_values(config, {"run.backend": backend, "run.workers": workers})
     if backend != "nccl" and (backend != "gloo" or config.model.base is None):
         return found, ""
@@ -107,10 +111,10 @@ def _fewest_parts(config: Config) -> int:
     return training.micro_batches if is_set(config, "training.micro_batches") else min(_PARTS, training.batch_size)
 
 
-def _cpu_workers(config: Config, base: str) -> tuple[int, str]:
+def _cpu_workers(config: Config) -> tuple[int, str]:
     """As many as have work, a core and memory: each process has the base in fp32, and trains all of it or a LoRA."""
     most = min(_fewest_parts(config), host.physical_cores())
-    free, size = host.free_ram(), _fp32_bytes(base)
+    free, size = host.free_ram(), _fp32_bytes(config.model)
     if not free or not size:
         return most, ""
     needed = size * (6 if config.adapter.kind == "none" else 1.25) + _GIB
@@ -118,17 +122,13 @@ def _cpu_workers(config: Config, base: str) -> tuple[int, str]:
     return (most, "") if fitting >= most else (fitting, f": each needs about {needed / _GIB:.1f} GiB of memory")
 
 
-def _fp32_bytes(base: str) -> int:
-    """The size of the weights of `base` in fp32; 0 if they are not on this machine."""
-    from andon.data.hub import at_hand
-
+def _fp32_bytes(model: Model) -> int:
+    """The size of the base's weights; 0 if they are not on this machine."""
     try:
-        folder = Path(at_hand(base)).expanduser()
+        folder = Path(at_hand(str(model.base), model.revision)).expanduser()
         files = [*folder.glob("*.safetensors")] or [*folder.glob("*.bin")]
         size = sum(file.stat().st_size for file in files)
-        half = any(
-            f'"{kind}"' in (folder / "config.json").read_text(encoding="utf-8") for kind in ("bfloat16", "float16")
-        )
+        half = 'float16"' in (folder / "config.json").read_text(encoding="utf-8")
     except (InputError, OSError, ValueError):
         return 0  # loading says what is wrong with it
     return size * (2 if half else 1)
@@ -165,37 +165,29 @@ def for_rows(
 
     lengths: tokens of each row of an epoch. longest: tokens of the longest row that is trained on or scored.
     """
-    values: dict[str, Any] = {}
-
-    def choose(key: str, value: object) -> None:
-        if not is_set(config, key):
-            values.setdefault(key, value)
-
-    training = config.training
+    values: dict[str, Any] = {
+        "model.max_length": config.model.max_length,
+        "model.dtype": "float32",
+        "training.packing": False,
+        "training.group_by_length": False,
+    }
     if base is not None or config.data.train is not None:
-        choose("training.keep", "best")
-    if base is None:
-        choose("model.max_length", config.model.max_length)
-        choose("model.dtype", "float32")
-    else:
-        choose("optimizer.lr", _RATES[config.adapter.kind, task == SFT])
-        choose("adapter.dropout", 0.05)
-        choose("training.epochs", 3)
-        choose("training.checkpoint_minutes", 15.0)
-        choose("model.max_length", min(-(-longest // 8) * 8, config.model.max_length))
-        choose("model.dtype", base.dtype if on_gpus else "float32")
-        choose("training.packing", task == SFT)
-        packing = values.get("training.packing", training.packing)
-        choose("training.group_by_length", not packing)
-    choose("training.packing", False)
-    choose("training.group_by_length", False)
-    config = with_values(config, values)
+        values["training.keep"] = "best"
+    if base is not None:
+        packing = config.training.packing if is_set(config, "training.packing") else task == SFT
+        values |= {
+            "optimizer.lr": _RATES[config.adapter.kind, task == SFT],
+            "adapter.dropout": 0.05,
+            "training.epochs": 3,
+            "training.checkpoint_minutes": 15.0,
+            "model.max_length": min(-(-longest // 8) * 8, config.model.max_length),
+            "model.dtype": base.dtype if on_gpus else "float32",
+            "training.packing": packing,
+            "training.group_by_length": not packing,
+        }
+    config = _where_unset(config, values)
     pays = on_gpus and base is not None and _pays(config, base, lengths)
-    return (
-        config
-        if is_set(config, "training.compile")
-        else with_values(config, {"training.compile": "graphs" if pays else "off"})
-    )
+    return _where_unset(config, {"training.compile": "graphs" if pays else "off"})
 
 
 def with_micro_batches(config: Config, rows: int, length: int) -> Config:
@@ -220,12 +212,12 @@ def _pays(config: Config, base: Base, lengths: Sequence[int]) -> bool:
     return 6.0 * base.weights * sum(lengths) * epochs >= _COMPILE_PAYS
 
 
-def told_of_choices(config: Config) -> Iterator[str]:
-    """A line with what decides a run's result and speed, for its user: of a pretrained base, much of it was chosen."""
+def settings_line(config: Config) -> str:
+    """What decides a run's result and speed, for its user: with a pretrained base, much of it was chosen."""
     model, training, adapter = config.model, config.training, config.adapter
     trained = "all weights" if adapter.kind == "none" else f"LoRA r={adapter.r}"
     layout = "packed" if training.packing else "grouped by length" if training.group_by_length else "in random order"
-    yield (
+    return (
         f"settings: {trained}, lr {config.optimizer.lr:g}, {training.epochs} epochs, batches of {training.batch_size} "
         f"rows {layout} in {training.micro_batches} micro-batches, max_length {model.max_length}, {model.dtype}, "
         f"compile {training.compile}"

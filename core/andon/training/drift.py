@@ -27,18 +27,8 @@ from andon.tasks.sft import Asked
 from andon.training.inference import TrainedRun, logits_of_texts
 from andon.training.material import HEADS
 
-
-@dataclass(frozen=True)
-class Extent:
-    """The most rows that are compared, or the most prompts and tokens of each answer. Rows are evenly spaced."""
-
-    rows: int
-    prompts: int
-    tokens: int
-
-
-EXTENTS = {"rows": Extent(8, 4, 8), "full": Extent(256, 64, 32)}
-"""By the name of the check."""
+EXTENTS = {"rows": (8, 4, 8), "full": (256, 64, 32)}
+"""By the name of the check: the most rows that are compared, or the most prompts and tokens of each answer."""
 _MOST_LOGITS = 1 << 27
 """That are kept of the run's answers, half a GiB of fp32; a large vocabulary has fewer prompts."""
 _BATCH = 16
@@ -99,14 +89,15 @@ class Questions:
         return len(self.rows) + len(self.prompts)
 
 
-def questions_of(run: TrainedRun, data: Examples, extent: Extent) -> Questions:
-    """Rows in `data`, or its prompts, evenly spaced, as many as `extent` says."""
+def questions_of(run: TrainedRun, data: Examples, check: str) -> Questions:
+    """Rows in `data`, or its prompts, evenly spaced. check: how many, by its name in `EXTENTS`."""
+    rows, prompts, tokens = EXTENTS[check]
     if isinstance(data, ConversationSet):
         vocabulary = int(without_adapter(run.model).get_input_embeddings().weight.shape[0])  # type: ignore[operator]
-        most = min(extent.prompts, max(1, _MOST_LOGITS // (vocabulary * extent.tokens)))
+        most = min(prompts, max(1, _MOST_LOGITS // (vocabulary * tokens)))
         asked = [_prompt(run, row, data) for row in _spaced(data.rows, most)]
-        return Questions((), [ids for ids in asked if ids], len(data), extent.tokens)
-    return Questions(_spaced(data.rows, extent.rows), (), len(data), extent.tokens)  # type: ignore[attr-defined]
+        return Questions((), [ids for ids in asked if ids], len(data), tokens)
+    return Questions(_spaced(data.rows, rows), (), len(data), tokens)  # type: ignore[attr-defined]
 
 
 _Item = TypeVar("_Item")

@@ -15,7 +15,7 @@ from andon.data.hub import at_hand
 from andon.run.folder import RunFolder, State
 from andon.run.ledger import LedgerError, read_ledger
 from andon.run.provenance import read_provenance
-from andon.training.choices import inherited
+from andon.training.choices import inherited, with_values
 from andon.training.rows import read_rows
 from andon_contracts.record import Retraction, Start, Step
 
@@ -54,7 +54,7 @@ def config_at_hand(
     if config.model.base is None:
         return config
     base = at_hand(config.model.base, config.model.revision)
-    return config_of(folder, [*overrides, "model.revision=null"], {**(flags or {}), "model.base": base})
+    return with_values(config, {"model.base": base, "model.revision": None})
 
 
 def how_far(folder: RunFolder) -> str:

@@ -100,13 +100,12 @@ def export_adapter_of(run: TrainedRun, target: Path, check: str = "rows") -> tup
 
 
 def _answers(run: TrainedRun, check: str) -> tuple[Questions, Said] | str:
-    """Evaluation rows with the answers of the run's own model; or a line that says why nothing is compared."""
     if check == "none":
         return NOT_COMPARED
     found = rows_of(run)
     if found is None:
         return NOT_MEASURED
-    questions = questions_of(run, found.evaluated_on, EXTENTS[check])
+    questions = questions_of(run, found.evaluated_on, check)
     return (questions, said_by_run(run, questions)) if questions else NOT_ASKED
 
 

@@ -23,7 +23,7 @@ from andon.data.rows import DataSet, Examples
 from andon.data.tokens import HuggingFaceTokenizer, Tokenizer, pretrained_tokenizer
 from andon.metrics.scores import ClassificationScores, Scores
 from andon.model.adapter import attach, base_digest, load_adapter, read_labels, trainable_parameters
-from andon.model.batches import predictions
+from andon.model.batches import EvaluationBatching, predictions
 from andon.model.build import ModelSpec, build_base, half_of
 from andon.model.causal import generate
 from andon.model.finite import require_finite_model
@@ -35,6 +35,7 @@ from andon.run.summary import labelled, read_summary
 from andon.step.replica import WEIGHTS
 from andon.tasks.encoded import EncodedRows
 from andon.tasks.sft import Asked
+from andon.tasks.task import ScoredTask
 from andon.training.evaluation import evaluate
 from andon.training.existing import config_at_hand, config_of
 from andon.training.material import (
@@ -182,7 +183,6 @@ def load_run(
 
 
 def _step_named(folder: RunFolder, checkpoint: str) -> int:
-    """The step of the checkpoint `best`, `last` or N. Raises `InputError` that lists those that are there."""
     saved = saved_steps(folder.checkpoints)
     there = f"there are {', '.join(map(str, saved))}" if saved else "there are none"
     if checkpoint in ("best", "last"):
@@ -201,7 +201,6 @@ def _step_named(folder: RunFolder, checkpoint: str) -> int:
 
 
 def _load_step(path: Path, model: nn.Module) -> None:
-    """Copy the trained weights of the checkpoint at `path` into `model`."""
     try:
         tensors = load_checkpoint(path).tensors
     except CheckpointError as error:
@@ -217,7 +216,6 @@ def _load_step(path: Path, model: nn.Module) -> None:
 
 
 def _config_of_model(folder: RunFolder, base: str | None) -> Config:
-    """The run's configuration, its base one that is on this machine wherever the run's model is made of it."""
     config = config_of(folder)
     whole = config.adapter.kind == "none"
     if base is not None and (whole or config.model.base is None):
@@ -278,20 +276,16 @@ def evaluate_run(run: TrainedRun, data: Examples) -> Scores:
     The loss is weighted as in training. Weights by frequency are those of the training rows: where these are gone or
     have changed, there is no loss, and a line says so.
     """
-    backend = InlineBackend([run.device])
-    if not isinstance(data, DataSet):
-        rows = UNWEIGHTED[run.config.task or CLASSIFICATION](run.config, data, run.tokenizer)
-        for note in skip_notes([*skipped_of(rows).values()]):
-            say(note)
-        ids = usable_ids(rows, data.ids)
-        if note := cut_note(rows, ids, run.config):
-            say(note)
-        return evaluate(backend, [run.model], rows, ids)
     weights = _weights(run)
-    task = task_of(run.config, data, run.tokenizer, weights or (1.0,) * len(run.labels))
-    if note := cut_note(task, data.ids, run.config):
-        say(note)
-    scores = evaluate(backend, [run.model], task, data.ids)
+    if isinstance(data, DataSet):
+        task: ScoredTask = task_of(run.config, data, run.tokenizer, weights or (1.0,) * len(run.labels))
+    else:
+        task = UNWEIGHTED[run.config.task or CLASSIFICATION](run.config, data, run.tokenizer)
+    ids = usable_ids(task, data.ids)
+    for note in (*skip_notes([*skipped_of(task).values()]), cut_note(task, ids, run.config)):
+        if note:
+            say(note)
+    scores = evaluate(InlineBackend([run.device]), [run.model], task, ids)
     if weights is None:
         kind = run.config.data.class_weights
         say(f"note: no loss: its weights ({kind}) come from the training rows, which are gone or have changed")
@@ -384,27 +378,15 @@ def predict(run: TrainedRun, texts: Iterable[str], *, pairs: Iterable[str] | Non
 def logits_of_texts(run: TrainedRun, texts: Sequence[str], pairs: Sequence[str] | None) -> list[torch.Tensor]:
     """The logits of each text, fp32 on the CPU: [outputs], or [length, tags] of a run that tags words.
 
-    Texts of like lengths are computed together, `_TOKENS` tokens at most with their padding.
+    Texts of like lengths are computed together, as `EvaluationBatching` says.
     """
     limit = run.config.model.max_length
     tokens, columns = encoded(run.tokenizer, texts, pairs, limit)
     asked = EncodedRows(tokens, None, pad_id=run.tokenizer.pad_id, max_length=limit, columns=columns)
     found: dict[int, torch.Tensor] = {}
-    for batch in _batches(asked.lengths.tolist()):
+    for batch in EvaluationBatching(_TOKENS, limit=limit).of(asked.lengths.tolist()):
         found |= zip(batch, predictions(run.model, asked.load(batch, run.device)).cpu(), strict=True)
     return [found[place] for place in range(len(texts))]
-
-
-def _batches(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """The places of rows of these lengths, longest first, in batches of at most `_TOKENS` tokens, or of one row."""
-    batch: list[int] = []
-    for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
-        if batch and (len(batch) + 1) * lengths[batch[0]] > _TOKENS:
-            yield batch
-            batch = []
-        batch.append(place)
-    if batch:
-        yield batch
 
 
 def _classes(run: TrainedRun, texts: Sequence[str], logits: Sequence[torch.Tensor]) -> Iterator[Prediction]:

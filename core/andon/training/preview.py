@@ -15,7 +15,7 @@ from andon.data.rows import repeated_texts
 from andon.model.adapter import attach, trainable_parameters
 from andon.model.build import build_base, facts_of
 from andon.step.plan import efficiency
-from andon.training.choices import placed, told_of_choices
+from andon.training.choices import placed, settings_line
 from andon.training.material import Material, cut_note, eval_rows_note, prepare, warnings_of
 from andon.training.notices import idleness, learns_nothing
 from andon.training.rows import class_counts, notes, skip_notes, told_of_task, unfit_model
@@ -48,7 +48,7 @@ def describe(config: Config, row: int | None = None) -> Iterator[str]:
     if chosen:
         yield chosen
     if config.model.base is not None:
-        yield from told_of_choices(config)
+        yield settings_line(config)
     yield _plan(material)
     more = f" and {len(devices) - _MOST_WORKERS} more" if len(devices) > _MOST_WORKERS else ""
     where = f"{name}: {', '.join(map(str, devices[:_MOST_WORKERS]))}{more}"

@@ -36,7 +36,7 @@ from andon.step.audit import AuditSpec, default_every
 from andon.step.optimizer import OptimizerSpec
 from andon.training.budget import agree_on_devices
 from andon.training.build import Run, RunSpec, StepSpec, build_run
-from andon.training.choices import placed, told_of_choices
+from andon.training.choices import placed, settings_line
 from andon.training.evaluation import Evaluator
 from andon.training.material import Material, padding_multiple, prepare, warnings_of
 from andon.training.rows import skip_notes, with_task
@@ -213,7 +213,7 @@ def _assemble(folder: RunFolder, material: Material, backend: Backend, started: 
     material.task.require_fit(run.primary.model, run.primary.device)
     if backend.ranks[0] == 0:
         model = run.primary.model
-        chosen = told_of_choices(config) if config.model.base is not None else ()
+        chosen = [settings_line(config)] if config.model.base is not None else []
         for note in (*chosen, *facts_of(model).notes, *warnings_of(model, material.tokenizer), *material.task.notes):
             say(note)
         skipped = (*material.rows.skipped, *material.unusable)
