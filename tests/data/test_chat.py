@@ -436,7 +436,7 @@ def test_a_skipped_row_keeps_its_place_and_trains_nothing() -> None:
     assert [(id_, where) for id_, where, _ in found.skipped] == [(1, "a.jsonl:2"), (2, "a.jsonl:3")]
     assert "model.max_length is 90" in found.skipped[0][2]
     with pytest.raises(InputError) as caught:
-        encode_each(tokens, rows_of(long), 90, "assistant", kept.append, longest=lambda: 64)
+        encode_each(tokens, rows_of(long), 90, "assistant", kept.append, positions=64)
     assert "the model has 64 positions" in str(caught.value)
     assert "--set model.max_length" not in str(caught.value)
 

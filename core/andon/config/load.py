@@ -132,7 +132,6 @@ def _override(tree: dict[str, Any], override: str, said: dict[KeyPath, str], pro
 def _put(
     tree: dict[str, Any], path: KeyPath, value: object, where: str, said: dict[KeyPath, str], problems: ProblemList
 ) -> None:
-    """Set one value in the tree, and remember who said so."""
     section = tree
     for depth, name in enumerate(path[:-1], start=1):
         inner = section.setdefault(name, {})
@@ -157,7 +156,6 @@ def _where(key_path: KeyPath, path: Path | None, document: Document, said: Mappi
 
 
 def _faults(error: ValidationError) -> Iterator[tuple[KeyPath, str]]:
-    """(key path, what is wrong) once for each key that pydantic objects to."""
     seen: set[KeyPath] = set()
     for details in error.errors(include_url=False):
         key_path = _key_path(details)

@@ -76,12 +76,10 @@ class Model(Section):
     intermediate_size: Size = 128
     dropout: Share = Field(default=0.1, description="of attention; of an encoder's hidden states too")
     max_length: Size = Field(
-        default=128,
-        description="of a row, longer ones are cut; auto: the longest row, at most 2048 (sft) or 512",
+        default=128, description="of a row, longer ones are cut; auto: the longest row, at most 2048 (sft) or 512"
     )
     dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32",
-        description="of frozen weights, what trains is float32; auto: on GPUs as the base was saved",
+        default="float32", description="of frozen weights, what trains is float32; auto: on GPUs as the base was saved"
     )
     new_tokens: Annotated[tuple[Name, ...], BeforeValidator(_as_tuple)] = Field(
         default=(), description="sft: added to the tokenizer's own, as in ['<tool>', '</tool>']; their rows train"
@@ -181,8 +179,7 @@ class Data(Section):
     """Where rows come from. Files are .jsonl, .json (an object a line, or an array), .csv, .tsv or .parquet."""
 
     train: _Train | None = Field(
-        default=None,
-        description="a file, or a list of files with path and weight; null: generated rows",
+        default=None, description="a file, or a list of files with path and weight; null: generated rows"
     )
     eval: Name | None = Field(default=None, description="file never trained on; null: held-out rows")
     text_column: Name | None = Field(default=None, description="null: input or text")
@@ -249,8 +246,7 @@ class Optimizer(Section):
 
     name: Literal["adamw", "sgd"] = "adamw"
     lr: Positive = Field(
-        default=2.5e-3,
-        description="peak learning rate; auto: LoRA 2e-4 (sft) or 1e-3, all weights 2e-5 or 5e-5",
+        default=2.5e-3, description="peak learning rate; auto: LoRA 2e-4 (sft) or 1e-3, all weights 2e-5 or 5e-5"
     )
     betas: Annotated[tuple[Share, Share], BeforeValidator(_as_tuple)] = Field(default=(0.9, 0.999), description="adamw")
     eps: Positive = Field(default=1e-8, description="adamw")
@@ -285,26 +281,21 @@ class Training(Section):
     """How long and in which portions."""
 
     automatic = frozenset(
-        {
-            *("epochs", "micro_batches", "packing", "group_by_length", "compile", "activation_checkpointing"),
-            *("keep", "checkpoint_minutes"),
-        }
+        {"epochs", "micro_batches", "packing", "group_by_length", "keep", "checkpoint_minutes"}
+        | {"compile", "activation_checkpointing"}
     )
 
     epochs: Steps = Field(default=2, description="auto: 3 with a pretrained base")
     max_steps: Steps | None = Field(default=None, description="end after this many steps; null: after the epochs")
     batch_size: Steps = Field(default=32, description="rows of one step, over all workers, before they are packed")
     micro_batches: Size = Field(
-        default=8,
-        description="parts of a batch, on which the result depends; auto: 8, more for long rows",
+        default=8, description="parts of a batch, on which the result depends; auto: 8, more for long rows"
     )
     packing: bool = Field(
-        default=False,
-        description="sft: rows share a row of max_length tokens, unseen by each other; auto: on",
+        default=False, description="sft: rows share a row of max_length tokens, unseen by each other; auto: on"
     )
     group_by_length: bool = Field(
-        default=False,
-        description="rows of similar length share a batch: less padding; auto: on unless packed",
+        default=False, description="rows of similar length share a batch: less padding; auto: on unless packed"
     )
     pad_to_multiple_of: Size = Field(
         default=8, description="padded lengths are multiples of this; 1 wastes least; compile has its own lengths"
@@ -315,15 +306,13 @@ class Training(Section):
     )
     compile_lengths: Size = Field(default=4, description="padded lengths that are compiled; each takes a minute")
     activation_checkpointing: bool = Field(
-        default=False,
-        description="layers compute their activations twice: less memory; auto: if memory is short",
+        default=False, description="layers compute their activations twice: less memory; auto: if memory is short"
     )
     early_stopping_patience: Count | None = Field(
         default=None, description="evaluations without a better validation loss; null: never"
     )
     keep: Literal["best", "last"] = Field(
-        default="last",
-        description="the result: weights of the lowest validation loss or the last step; auto: best",
+        default="last", description="the result: weights of the lowest validation loss or the last step; auto: best"
     )
     checkpoint_every: Count | None = Field(default=None, description="steps; at the end of every epoch anyway")
     eval_rows: Count | None = Field(
@@ -367,20 +356,17 @@ class Run(Section):
     automatic = frozenset({"workers", "backend"})
     workers: Workers = Field(default=2, description="ranks on this machine; auto: one a GPU, else up to one a core")
     backend: Literal["inline", "threads", "gloo", "nccl", "mixed"] = Field(
-        default="gloo",
-        description="inline, threads: in one process; gloo, nccl, mixed; auto: nccl on GPUs, else gloo",
+        default="gloo", description="inline, threads: in one process; gloo, nccl, mixed; auto: nccl on GPUs, else gloo"
     )
     cpu_fallback: bool = Field(default=False, description="true: train on the CPU if nccl finds no working GPU")
     devices: Annotated[tuple[str | int, ...], BeforeValidator(_as_tuple)] | None = Field(
         default=None, description="one for each worker, as in [0, 1] or [cuda:0, cpu]; null: the backend's own"
     )
     cuda_graphs: Literal["auto", "always", "never"] = Field(
-        default="auto",
-        description="of eager passes on GPUs, the same bits; auto: up to 8 GiB a micro-batch",
+        default="auto", description="of eager passes on GPUs, the same bits; auto: up to 8 GiB a micro-batch"
     )
     portable: bool = Field(
-        default=False,
-        description="for the same bits on any x86 CPU with AVX2; took 1.1 x to 1.4 x the time",
+        default=False, description="for the same bits on any x86 CPU with AVX2; took 1.1 x to 1.4 x the time"
     )
     dir: Name | None = Field(default=None, description="folder of the run; null: a new one under runs/")
     log_every: Count = Field(default=10, description="steps between two lines")
@@ -388,8 +374,7 @@ class Run(Section):
         default=(), description="also give metrics to these, as in [tensorboard, wandb]"
     )
     progress: Literal["auto", "always", "never", "quiet", "json"] = Field(
-        default="auto",
-        description="a bar; auto: on a terminal; never: lines; quiet: none; json: metrics to stdout",
+        default="auto", description="a bar; auto: on a terminal; never: lines; quiet: none; json: metrics to stdout"
     )
     timeout_s: Positive = Field(default=600.0, description="a rank that gives no answer for so long is given up")
     step_deadline_s: Positive | None = Field(
@@ -458,8 +443,7 @@ class Config(Section):
 
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(default=42, description="the one seed of a run")
     task: Literal["classification", "regression", "multi-label", "token-classification", "sft"] | None = Field(
-        default=None,
-        description="what is learned of a row, one of docs/usage.md; null: as the data says",
+        default=None, description="what is learned of a row, one of docs/usage.md; null: as the data says"
     )
     model: Model = Model()
     adapter: Adapter = Adapter()

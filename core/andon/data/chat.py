@@ -82,11 +82,11 @@ def encode_each(
     keep: Callable[[EncodedRow], None],
     *,
     skip_bad: bool = False,
-    longest: Callable[[], int | None] = lambda: None,
+    positions: int | None = None,
 ) -> Encoding:
     """Give `keep` every row as ids, in order, cut at its end to `max_length`, with what each token counts.
 
-    skip_bad: a row with a fault is skipped. longest: gives the most tokens that the model can read, None if unknown.
+    skip_bad: a row with a fault is skipped. positions: the most tokens that the model can read; None: not known.
 
     With the tokenizer's own chat template where it has one. Without one, a prompt and its completion stand one after
     the other between begin and end token; so do messages, each after its role, for a tokenizer that reads no special
@@ -103,7 +103,7 @@ def encode_each(
     scribe = _Scribe(tokenizer, data.form, train_on)
     problems = ProblemList(skips=skip_bad)
     skipped: list[tuple[int, str, str]] = []
-    cut = _Cut(max_length, longest, skip_bad)
+    cut = _Cut(max_length, positions, skip_bad)
     rows = iter(data.rows)
     while together := list(islice(rows, _AT_ONCE)):
         for row, weighed in scribe.weighed(together):
@@ -182,8 +182,6 @@ class _Turn:
 
 @dataclass(slots=True)
 class _Weighed:
-    """A row's ids with what each counts, uncut."""
-
     ids: list[int]
     weights: list[float]
 
@@ -225,7 +223,6 @@ class _Scribe:
                 self.opening = [base.bos_token_id]
 
     def mask_source(self) -> str:
-        """What says which tokens are trained, in a few words."""
         if self._all:
             return "all tokens"
         if self._template is None:
@@ -235,11 +232,9 @@ class _Scribe:
         return "the template's generation marks" + (", and the stop token after each" if self._extended else "")
 
     def stops(self) -> tuple[int, ...]:
-        """The ids that closed an answer so far, ascending."""
         return tuple(sorted(self._stops))
 
     def notes(self) -> Iterator[str]:
-        """What a user should know, a line each."""
         if self.dated:
             yield "the chat template writes today's date; it is given one day always, so that runs can be repeated"
         if self._spelling:
@@ -277,7 +272,6 @@ class _Scribe:
         return "".join(turns) + (f"{ANSWERS}: " if asks else "")
 
     def weighed(self, rows: Iterable[Conversation]) -> Iterator[tuple[Conversation, _Weighed | str]]:
-        """Each row with its tokens, or with what is wrong with it."""
         drafts: list[tuple[Conversation, tuple[str, list[_Turn]] | str]] = []
         for row in rows:
             try:
@@ -366,11 +360,11 @@ class _Scribe:
             if found < len(answers) and all(said in marked for said in _said(answers[found][1])):
                 place, message = answers[found]
                 if message.weight:
-                    self._require_thinking(place, message, rendered.text[start:end])
+                    self._require_thinking(place, message, marked)
                 turns.append(_Turn(place, *here, message.weight, answer=True))
                 found += 1
             elif len(weights) > 1:
-                what = f"the chat template marks more than its answers ({shown(rendered.text[start:end])})"
+                what = f"the chat template marks more than its answers ({shown(marked)})"
                 raise TemplateFault(f"{what}, and these have different weights")
             elif answers and end > start:
                 place, message = answers[max(0, found - 1)]
@@ -484,25 +478,22 @@ def _no_prefix(name: str, *, merged: bool = False) -> str:
 
 @dataclass
 class _Cut:
-    """Cuts rows to their first `most` tokens, and counts what is lost."""
-
     most: int
-    longest: Callable[[], int | None]
+    positions: int | None
     skips: bool
     rows: int = 0
     tokens: int = 0
     trained: int = 0
 
     def row(self, row: Conversation, weighed: _Weighed) -> EncodedRow | str:
-        """The row's first tokens, or what is wrong if none of them is trained."""
         ids, weights = weighed.ids[: self.most], weighed.weights[: self.most]
         if not any(weights):
             if any(weighed.weights):
                 first = next(place for place, weight in enumerate(weighed.weights) if weight)
                 what = f"its first trained token is number {first + 1}, and model.max_length is {self.most}; "
-                limit = self.longest()
+                beyond = self.positions is not None and first >= self.positions
                 least = f"--set model.max_length={first + 1} is the least that sees one"
-                what += f"the model has {limit} positions" if limit is not None and first >= limit else least
+                what += f"the model has {self.positions} positions" if beyond else least
                 what += "" if self.skips else "; to skip such rows: --set data.bad_rows=skip"
             else:
                 what = "all its answers have weight 0"
@@ -515,7 +506,6 @@ class _Cut:
         return EncodedRow(row.id, array("i", ids), array("f", weights), len(lost), trained)
 
     def notes(self) -> Iterator[str]:
-        """What a user should know of it."""
         if self.rows:
             lost = f"{self.tokens} tokens are dropped, {self.trained} of them to be trained"
             yield f"{self.rows} {'row is' if self.rows == 1 else 'rows are'} cut to {self.most} tokens: {lost}"

@@ -273,7 +273,6 @@ def conversations_in(fields: Mapping[str, object]) -> str:
 
 
 def _as_messages(fields: Mapping[str, object], faults: list[str]) -> Mapping[str, object]:
-    """A row of ShareGPT or Alpaca as one of messages; any other as it is."""
     source = conversations_in(fields)
     if "ShareGPT" in source:
         given = [_of_sharegpt(each) for each in fields["conversations"]]  # type: ignore[attr-defined]
@@ -304,7 +303,6 @@ def _of_alpaca(fields: Mapping[str, object], faults: list[str]) -> list[object]:
 
 
 def _with_tools(messages: tuple[Message, ...], fields: Mapping[str, object], faults: list[str]) -> tuple[Message, ...]:
-    """The messages, of which the first has the row's tools."""
     tools = _decoded(fields.get("tools"))
     if not tools or not messages:
         return messages
@@ -368,7 +366,6 @@ def _text_of(content: object, faults: list[str]) -> object:
 
 
 def _form(fields: Mapping[str, object], faults: list[str]) -> Form | None:
-    """The form in which a row is written; None where that was not clear and was noted."""
     if fields.get("chat_template_kwargs"):  # they change what a template writes
         what = "column 'chat_template_kwargs' is there, and is not read"
         faults.append(f"{what}: render such rows yourself and give them as text")
@@ -397,7 +394,6 @@ def _form(fields: Mapping[str, object], faults: list[str]) -> Form | None:
 
 
 def _messages(form: Form, fields: Mapping[str, object], faults: list[str]) -> tuple[Message, ...]:
-    """A row's messages, in whatever form; what is wrong with them goes to `faults`."""
     before = len(faults)
     if form == "messages":
         messages = _listed("messages", fields["messages"], faults)

@@ -203,7 +203,6 @@ def read_texts(
 
 
 def _joined(text: object, *, words: bool) -> object:
-    """A list of words as a text, where there may be one; else what stands there."""
     if words and isinstance(text, list) and all(isinstance(word, str) and len(word.split()) == 1 for word in text):
         return " ".join(text)
     return text

@@ -33,7 +33,6 @@ _COMPANIONS = (*(0,) * 14, *(1,) * 5, 2)
 
 
 def _file(draw: Draw) -> str:
-    """A literal file name."""
     return draw.pick(_NAMES) + draw.pick(_SUFFIXES)
 
 

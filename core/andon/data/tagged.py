@@ -83,7 +83,6 @@ def read_tagged(
 def _records(
     paths: Sequence[str | PathLike[str]], origins: Origins, problems: ProblemList
 ) -> Iterator[tuple[Table, Record]]:
-    """The records of the files in turn."""
     for path in map(Path, paths):
         table = open_table(path, problems)
         for record in origins.records(table, problems):

@@ -304,7 +304,6 @@ def _write_model(
 
 
 def _stored(model: nn.Module, *, merge: bool, dtype: torch.dtype | None) -> dict[str, Stored]:
-    """The tensors of the base by the names that transformers reads, with the adapter added if `merge`."""
     base: Any = without_adapter(model)
     changes = _changes(base) if merge else {}
     other = ".original_module." if merge else ".modules_to_save."

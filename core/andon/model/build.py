@@ -349,12 +349,6 @@ def require_decoder(base: str, revision: str | None = None) -> None:
     _refuse_encoder(_stored_config(base, revision), base)
 
 
-def positions_of(base: str, revision: str | None) -> int | None:
-    """How many tokens of a row have a position, by the configuration of `base` alone; None: no limit is known."""
-    positions: int | None = getattr(_stored_config(base, revision), "max_position_embeddings", None)
-    return positions if positions and positions > 0 else None
-
-
 def _refuse_encoder(config: Any, base: str) -> None:
     if _is_encoder(config):
         what = f"{base!r} is an encoder ({config.model_type}), which cannot write the next token; give a decoder"

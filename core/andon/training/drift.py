@@ -162,7 +162,6 @@ def said_by_written(
 
 
 def _with_peft(run: TrainedRun, loader: Any, folder: Path, base: str, local: Mapping[str, Any]) -> Any:
-    """The adapter in `folder` on the model at `base`, loaded as docs/usage.md shows it."""
     import transformers
     from peft import PeftModel
 

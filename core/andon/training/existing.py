@@ -127,7 +127,6 @@ def _has_other_data(was: Config, config: Config, folder: RunFolder) -> bool:
 
 
 def _files_of(config: Config) -> list[str | None]:
-    """What names data: the file to evaluate on, if any, and those to train on."""
     return [config.data.eval, *(file.path for file in config.data.files)]
 
 
@@ -196,7 +195,6 @@ def _identity_of(folder: RunFolder) -> dict[str, object] | None:
 
 
 def _data_of(folder: RunFolder) -> str | None:
-    """The digest of the data of the run in `folder`, as it began; None where that cannot be read."""
     try:
         return read_provenance(folder.provenance).digest("data")
     except InputError:

@@ -28,7 +28,6 @@ from andon.model.build import (
     facts_of,
     facts_of_shape,
     labels_in_own_order,
-    positions_of,
     require_decoder,
 )
 from andon.model.masks import padding_note
@@ -96,7 +95,7 @@ def prepare(config: Config, cache: Path | None = None) -> Material:
     rows = rows.numbered_by(_order_of_labels(config, rows))
     base = _base(config, rows, tokenizer)
     config = capped(config, rows.task, base)
-    encode = ENCODERS[rows.task](config, rows, tokenizer, kept_in)
+    encode = _encoder(config, rows, tokenizer, kept_in, base)
     whole, scored = encode(rows.train), None if rows.evaluation is None else encode(rows.evaluation)
     rows = rows.without(skipped_of(whole))
     lengths = whole.lengths[[rows.row_of(id_) for id_ in rows.train_ids]].tolist()
@@ -130,7 +129,6 @@ def prepare(config: Config, cache: Path | None = None) -> Material:
 
 
 def _base(config: Config, rows: Rows, tokenizer: Tokenizer) -> Base | None:
-    """What is known of the base before it is loaded, from its configuration alone; None: it is the embedded one."""
     if config.model.base is None:
         return None
     spec = model_spec(config, rows.train.labels, tokenizer, HEADS[rows.task])
@@ -152,7 +150,6 @@ def usable_ids(task: ScoredTask, ids: Sequence[int]) -> tuple[int, ...]:
 
 
 def _sampled(config: Config, ids: tuple[int, ...]) -> tuple[int, ...]:
-    """At most `training.eval_rows` of the rows `ids`, drawn by the seed and in their order."""
     most = config.training.eval_rows
     if most is None or most >= len(ids):
         return ids
@@ -194,8 +191,9 @@ def loss_weights(config: Config, rows: Rows) -> tuple[float, ...]:
     return class_weights(config.data.class_weights, trained_on.counts(), trained_on.labels)
 
 
-def task_of(config: Config, data: DataSet, tokenizer: Tokenizer, weights: Sequence[float]) -> ClassificationTask:
-    """The rows of `data` as what a step or an evaluation works on. weights: one a class, of the loss."""
+def task_of(config: Config, data: Examples, tokenizer: Tokenizer, weights: Sequence[float]) -> ClassificationTask:
+    """The rows of `data`, a `DataSet`, as what a step or an evaluation works on. weights: one a class, of the loss."""
+    assert isinstance(data, DataSet)
     return ClassificationTask(
         labels=[row.label for row in data.rows],
         num_labels=len(data.labels),
@@ -208,10 +206,7 @@ def task_of(config: Config, data: DataSet, tokenizer: Tokenizer, weights: Sequen
 def regression_of(config: Config, data: Examples, tokenizer: Tokenizer) -> RegressionTask:
     """The rows of `data`, which are `Targets`, as what a step or an evaluation works on."""
     assert isinstance(data, Targets)
-    return RegressionTask(
-        targets=[row.label for row in data.rows],
-        **_encoded(config, data, tokenizer),
-    )
+    return RegressionTask(targets=[row.label for row in data.rows], **_encoded(config, data, tokenizer))
 
 
 def multi_label_of(config: Config, data: Examples, tokenizer: Tokenizer) -> MultiLabelTask:
@@ -246,14 +241,9 @@ def tagging_of(config: Config, data: Examples, tokenizer: Tokenizer) -> TaggingT
 
 
 def _encoded(config: Config, data: TextRows[Any], tokenizer: Tokenizer) -> dict[str, Any]:
-    """What all tasks over texts, or pairs of them, are told alike."""
     pairs = [row.pair for row in data.rows if row.pair is not None]
     tokens, columns = encoded(tokenizer, [row.text for row in data.rows], pairs or None, config.model.max_length)
-    return {
-        "tokens": tokens,
-        "columns": columns,
-        **_batching(config, data, tokenizer),
-    }
+    return {"tokens": tokens, "columns": columns, **_batching(config, data, tokenizer)}
 
 
 def _batching(config: Config, data: Examples, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -289,45 +279,24 @@ def _typed(types: Sequence[Sequence[int]]) -> Columns:
     return {"token_type_ids": (types, 0)} if any(map(any, types)) else {}
 
 
-Encode = Callable[[Examples], ScoredTask]
-
-
-def _classification(config: Config, rows: Rows, tokenizer: Tokenizer, cache: Path | None) -> Encode:
-    weights = loss_weights(config, rows)
-
-    def encode(data: Examples) -> ScoredTask:
-        assert isinstance(data, DataSet)
-        return task_of(config, data, tokenizer, weights)
-
-    return encode
-
-
-def _require_uniform(config: Config, task: str) -> None:
-    kind = config.data.class_weights
-    if kind != "uniform":
-        raise InputError([Problem("data.class_weights", f"{kind} is of classes, and {task} has no weights")])
-
-
-def _conversations(config: Config, rows: Rows, tokenizer: Tokenizer, cache: Path | None) -> Encode:
-    _require_uniform(config, SFT)
-    return lambda data: conversation_task(config, data, tokenizer, cache)
-
-
-def conversation_task(config: Config, data: Examples, tokenizer: Tokenizer, cache: Path | None = None) -> SftTask:
+def conversation_task(
+    config: Config,
+    data: Examples,
+    tokenizer: Tokenizer,
+    cache: Path | None = None,
+    positions: int | None = None,
+) -> SftTask:
     """The rows of `data`, which are a `ConversationSet`, as what is worked on, each a row of its own.
 
-    cache: a folder that keeps their tokens.
+    cache: a folder that keeps their tokens. positions: the most tokens that the model can read; None: not known.
     """
     assert isinstance(data, ConversationSet | SurveyedConversations)
     assert isinstance(tokenizer, HuggingFaceTokenizer)
     limit, train_on = config.model.max_length, config.data.train_on
     skip_bad = config.data.bad_rows == "skip"
 
-    def longest() -> int | None:
-        return None if config.model.base is None else positions_of(config.model.base, config.model.revision)
-
     def encode(keep: Callable[[EncodedRow], None]) -> Encoding:
-        return encode_each(tokenizer, data, limit, train_on, keep, skip_bad=skip_bad, longest=longest)
+        return encode_each(tokenizer, data, limit, train_on, keep, skip_bad=skip_bad, positions=positions)
 
     if cache is None:
         found = in_memory(encode)
@@ -350,7 +319,6 @@ def conversation_task(config: Config, data: Examples, tokenizer: Tokenizer, cach
 
 
 def _new_tokens(config: Config, tokenizer: Tokenizer) -> Iterator[str]:
-    """What is said of new tokens: nothing where there are none."""
     new = config.model.new_tokens
     if new:
         said = ", ".join(f"{token!r} {id_}" for token, id_ in zip(new, tokenizer.ids_of(new), strict=True))
@@ -366,21 +334,22 @@ UNWEIGHTED: Mapping[str, Callable[[Config, Examples, Tokenizer], ScoredTask]] = 
 """By the task's name, of those without classes to be weighted: a data set by itself to what is made of it."""
 
 
-def _unweighted(task: str) -> Callable[[Config, Rows, Tokenizer, Path | None], Encode]:
-    def encoder(config: Config, rows: Rows, tokenizer: Tokenizer, cache: Path | None) -> Encode:
-        _require_uniform(config, task)
-        return lambda data: UNWEIGHTED[task](config, data, tokenizer)
+def _encoder(
+    config: Config, rows: Rows, tokenizer: Tokenizer, cache: Path | None, base: Base | None
+) -> Callable[[Examples], ScoredTask]:
+    """What makes a task of each data set of a run. cache: a folder that keeps tokens of conversations."""
+    if rows.task == CLASSIFICATION:
+        weights = loss_weights(config, rows)
+        return lambda data: task_of(config, data, tokenizer, weights)
+    kind = config.data.class_weights
+    if kind != "uniform":
+        raise InputError([Problem("data.class_weights", f"{kind} is of classes, and {rows.task} has no weights")])
+    if rows.task == SFT:
+        positions = None if base is None else base.positions
+        return lambda data: conversation_task(config, data, tokenizer, cache, positions)
+    return lambda data: UNWEIGHTED[rows.task](config, data, tokenizer)
 
-    return encoder
 
-
-ENCODERS: Mapping[str, Callable[[Config, Rows, Tokenizer, Path | None], Encode]] = {
-    CLASSIFICATION: _classification,
-    **{task: _unweighted(task) for task in UNWEIGHTED if task != SFT},
-    SFT: _conversations,
-}
-"""By the task's name: the rows of a run, their tokenizer and a folder for tokens to what makes a task of each of its
-data sets."""
 HEADS: Mapping[str, str] = {
     CLASSIFICATION: "classification",
     REGRESSION: "regression",
@@ -392,7 +361,6 @@ HEADS: Mapping[str, str] = {
 
 
 def _in_epochs(config: Config, rows: Rows, whole: ScoredTask) -> tuple[ScoredTask, tuple[int, ...]]:
-    """What is trained on of all rows, and its ids in an epoch: packs of rows, or rows, some of them several times."""
     if not config.training.packing:
         return (MixedRows(whole, rows.copies) if rows.copies > 1 else whole), rows.train_ids
     if not isinstance(whole, SftTask):

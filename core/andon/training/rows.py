@@ -1,6 +1,6 @@
 """The rows of a run, read and split; without torch, so that the command line can refuse bad data at once.
 
-What of rows depends on the task stands in `READERS` here, and what of tensors in `ENCODERS` of `training.material`.
+What of rows depends on the task stands in `READERS` here, and what of tensors in `training.material`.
 """
 
 from __future__ import annotations
@@ -142,7 +142,6 @@ class Reader:
 
 
 def _is_named(data: Data, first: Mapping[str, object]) -> str:
-    """Never found: numbers may be classes."""
     return ""
 
 
