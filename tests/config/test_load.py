@@ -133,9 +133,7 @@ BAD = {
 
 def test_every_name_of_another_trainer_leads_to_a_key_that_exists() -> None:
     keys = {f"{section}.{key}" for section, values in Config() if isinstance(values, BaseModel) for key in dict(values)}
-    # Keys that come with other parts of the same change; to be removed once they exist.
-    coming = {"schedule.type", "model.revision", "training.eval_rows"}
-    assert {meant for meant in FOREIGN_NAMES.values() if " " not in meant} - coming <= keys
+    assert {meant for meant in FOREIGN_NAMES.values() if " " not in meant} <= keys
     assert [name for name in FOREIGN_NAMES if name in {key.partition(".")[2] for key in keys}] == []
 
 
@@ -310,8 +308,7 @@ def test_where_a_run_lives_may_change(override: str) -> None:
 def test_what_a_run_computes_may_not(override: str) -> None:
     was, now = identity(Config()), identity(load_config(None, [override]))
     key = DEFINING[override]
-    context = {"training.keep"} if key.endswith(".embedded") else set()  # rows or a model of one's own choose others
-    assert [each for each in differences(was, now) if each[0] not in context] == [(key, was[key], now[key])]
+    assert differences(was, now) == [(key, was[key], now[key])]
     assert config_digest(load_config(None, [override])) != config_digest(Config())
 
 
