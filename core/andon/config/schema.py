@@ -210,13 +210,9 @@ class Data(Section):
     )
 
     @model_validator(mode="after")
-    def _eval_beside_train(self) -> Data:
+    def _eval_and_limit_beside_train(self) -> Data:
         if self.eval is not None and self.train is None:
             raise _refuse("eval", f"needs data.train: the embedded data has rows of its own for it ({self.eval!r})")
-        return self
-
-    @model_validator(mode="after")
-    def _limit_of_files(self) -> Data:
         if self.limit is not None and self.train is None:
             raise _refuse("limit", f"needs data.train; the embedded data is used as it is ({self.limit})")
         return self

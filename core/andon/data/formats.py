@@ -27,8 +27,6 @@ _LONGEST_INTEGER = 400
 _RECORDS = 1024
 """Records that are encoded together."""
 _LINES = (".jsonl", ".json")
-_MARKS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{},]')
-"""Strings of JSON, whole or up to the end of the line, and what structures it outside of them."""
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 Note = Callable[[str, str], None]
 """Takes a place and what is wrong there, as `ProblemList.add` and `ProblemList.add_row` do."""
@@ -87,69 +85,40 @@ def json_records(path: Path, problems: ProblemList) -> Table:
 
 
 def _array_records(path: Path, problems: ProblemList) -> Iterator[Record]:
-    for number, (line, element) in enumerate(_elements(path, problems), start=1):
-        value = _json_object(element, f"{path} row {number}", problems, line)
-        if value is not None:
-            yield Record(number, value)
-
-
-def _elements(path: Path, problems: ProblemList) -> Iterator[tuple[int, str]]:
-    """(line on which it begins, text) of each element of an array; the text of one is held at a time."""
-    depth = count = held = 0
-    start, closed, parts = 1, False, list[str]()
-    for number, line in numbered_lines(path, problems.add):
-        used = 0
-        for mark in () if closed else _MARKS.finditer(line):
-            opens, closes = mark[0] in "[{", mark[0] in "]}"
-            ends = depth == 1 and (closes or mark[0] == ",")
-            depth += opens - closes
-            if ends:
-                element = "".join([*parts, line[used : mark.start()]]).strip()
-                if element or count or not closes:  # nothing between [ and ] is no element
-                    yield start if parts else number, element
-                count, held, parts = count + 1, 0, []
-            if ends or (opens and depth == 1):
-                used = mark.end()
-            closed = ends and closes
-            if closed:
-                break
-        rest = line[used:]
-        if closed and rest.strip():
-            problems.add(f"{path}:{number}", f"the array ends before {shown(rest.strip())}; write all rows into one")
-            return
-        if rest.strip():
-            start, held = start if parts else number, held + len(rest)
-            parts.append(rest)
-        if held > LONGEST_LINE:
-            raise InputError([Problem(f"{path}:{start}", f"a row longer than {LONGEST_LINE} characters")])
-    if not closed:
-        problems.add(f"{path}:{start}", "the array is not closed: the file may be cut off")
+    """The whole array is held: only its end shows that it is one."""
+    text = "".join(line for _, line in numbered_lines(path, problems.add))
+    for array in _values(text, str(path), problems.add):
+        for number, value in enumerate(array, start=1):
+            yield from _record(number, value, f"{path} row {number}", problems)
 
 
 def _json_records(path: Path, problems: ProblemList) -> Iterator[Record]:
     for number, line in numbered_lines(path, problems.add_row):
         if line.strip():
-            value = _json_object(line.rstrip("\r\n"), f"{path}:{number}", problems)
-            if value is not None:
-                yield Record(number, value)
+            for value in _values(line.rstrip("\r\n"), f"{path}:{number}", problems.add_row):
+                yield from _record(number, value, f"{path}:{number}", problems)
 
 
-def _json_object(text: str, where: str, problems: ProblemList, first: int = 0) -> dict[str, Any] | None:
-    """The object that `text` is; None, and a problem of that row, if not. first: its line, if it may have several."""
-    try:
-        value = json.loads(text, object_pairs_hook=_unique, parse_int=_integer, parse_constant=_no_constant)
-    except json.JSONDecodeError as error:
-        at = f"line {first + error.lineno - 1}, column {error.colno}" if first else f"column {error.colno}"
-        problems.add_row(where, f"malformed JSON: {error.msg} at {at} ({shown(text.strip())})")
-    except RecursionError:
-        problems.add_row(where, "malformed JSON: nested too deeply")
-    except ValueError as error:
-        problems.add_row(where, f"malformed JSON: {error}")
+def _record(number: int, value: object, where: str, problems: ProblemList) -> Iterator[Record]:
+    if isinstance(value, dict):
+        yield Record(number, value)
     else:
-        if isinstance(value, dict):
-            return value
         problems.add_row(where, f"must be a JSON object, is {shown(value)}")
-    return None
+
+
+def _values(text: str, where: str, note: Note) -> list[Any]:
+    """The one value that `text` is; none, and a note, if it is no JSON."""
+    try:
+        return [json.loads(text, object_pairs_hook=_unique, parse_int=_integer, parse_constant=_no_constant)]
+    except json.JSONDecodeError as error:
+        line = error.doc.split("\n")[error.lineno - 1].strip()
+        at = f"line {error.lineno}, column {error.colno}" if "\n" in text else f"column {error.colno}"
+        note(where, f"malformed JSON: {error.msg} at {at} ({shown(line)})")
+    except RecursionError:
+        note(where, "malformed JSON: nested too deeply")
+    except ValueError as error:
+        note(where, f"malformed JSON: {error}")
+    return []
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -319,19 +319,13 @@ def generate(
         with torch.no_grad(), evaluating(model), computing(model, device):
             for batch in _prompt_batches([*map(len, prompts)], rooms, positions, _tokens_at_once(base, device)):
                 longest, room = len(prompts[batch[0]]), max(rooms[place] for place in batch)
-                ids = torch.zeros((len(batch), longest), dtype=torch.int64)
-                mask = torch.zeros_like(ids)
-                for row, place in enumerate(batch):
-                    ids[row, longest - len(prompts[place]) :] = torch.tensor(prompts[place])
-                    mask[row, longest - len(prompts[place]) :] = 1
-                settings = GenerationConfig(
-                    max_new_tokens=room,
-                    do_sample=False,
-                    use_cache=True,
-                    pad_token_id=0,
-                    eos_token_id=[*stop_ids] or None,
-                )
-                written = base.generate(ids.to(device), attention_mask=mask.to(device), generation_config=settings)
+                padding = [longest - len(prompts[place]) for place in batch]
+                rows = [[0] * empty + [*prompts[place]] for place, empty in zip(batch, padding, strict=True)]
+                mask = torch.tensor([[0] * empty + [1] * (longest - empty) for empty in padding], device=device)
+                how = {"do_sample": False, "use_cache": True, "pad_token_id": 0, "eos_token_id": [*stop_ids] or None}
+                settings = GenerationConfig(max_new_tokens=room, **how)
+                ids = torch.tensor(rows, device=device)
+                written = base.generate(ids, attention_mask=mask, generation_config=settings)
                 for place, answer in zip(batch, written[:, longest:].tolist(), strict=True):
                     ends = [end for end, token in enumerate(answer, start=1) if token in stop_ids]
                     found[place] = answer[: min([rooms[place], *ends[:1]])]

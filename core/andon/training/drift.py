@@ -42,22 +42,20 @@ below."""
 class Drift:
     """How far what a written model says is from the run's own.
 
-    rows: the number of rows compared, of the `total` of the last scores. tokens: the limit of an answer. largest: the
-    largest difference of one number. size: the run's largest number, 1 at least. changed: the number of labels or
-    answers that differ. words: the sentence for all this.
+    asked: the questions. largest: the largest difference of one number. size: the run's largest number, 1 at least.
+    changed: the number of labels or answers that differ. words: the sentence for all this.
     """
 
-    rows: int
-    total: int
-    tokens: int
+    asked: Questions
     largest: float
     size: float
     changed: int
     words: str
 
     def __str__(self) -> str:
-        of = f"{self.total}" if self.rows == self.total else f"{self.rows} of {self.total}"
-        return self.words.format(of=of, largest=f"{self.largest:.1e}", changed=self.changed, tokens=self.tokens)
+        rows, total = len(self.asked), self.asked.total
+        of = f"{total}" if rows == total else f"{rows} of {total}"
+        return self.words.format(of=of, largest=f"{self.largest:.1e}", changed=self.changed, tokens=self.asked.tokens)
 
     @property
     def within_rounding(self) -> bool:
@@ -183,9 +181,7 @@ def drift(run: TrainedRun, asked: Questions, before: Said, after: Said) -> Drift
     """The difference of what was said to the same questions, of which there must be one at least."""
     ours, theirs = before.numbers, after.numbers
     return Drift(
-        rows=len(asked),
-        total=asked.total,
-        tokens=asked.tokens,
+        asked=asked,
         largest=float((ours - theirs).abs().max()),
         size=max(1.0, float(ours.abs().max())),
         changed=sum(one != other for one, other in zip(before.decided, after.decided, strict=True)),

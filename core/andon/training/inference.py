@@ -14,7 +14,6 @@ from torch import nn
 from andon.backend.devices import named_devices
 from andon.backend.inprocess import InlineBackend
 from andon.config.schema import CLASSIFICATION, MULTI_LABEL, REGRESSION, TOKEN_CLASSIFICATION, Config
-from andon.config.source import loading
 from andon.console.messages import say
 from andon.console.problems import InputError, Problem
 from andon.data.chat import encode_prompt
@@ -24,9 +23,8 @@ from andon.data.tokens import HuggingFaceTokenizer, Tokenizer, pretrained_tokeni
 from andon.metrics.scores import ClassificationScores, Scores
 from andon.model.adapter import attach, base_digest, load_adapter, read_labels, trainable_parameters
 from andon.model.batches import EvaluationBatching, predictions
-from andon.model.build import ModelSpec, build_base, half_of
+from andon.model.build import build_base, half_of
 from andon.model.causal import generate
-from andon.model.finite import require_finite_model
 from andon.run.checkpoint import load_checkpoint, saved_steps
 from andon.run.folder import RunFolder
 from andon.run.provenance import read_provenance
@@ -169,7 +167,7 @@ def load_run(
     adapter = adapter_spec(config, tokenizer)
     spec = model_spec(config, labels, tokenizer, head)
     if adapter.kind == "none":
-        model = _whole_model(folder, spec)
+        model = build_base(replace(spec, base=str(folder.adapter), revision=None, dtype="float32"))
     else:
         model = attach(build_base(spec), adapter, config.seed)
         _require_same_base(folder, model)
@@ -222,23 +220,6 @@ def _config_of_model(folder: RunFolder, base: str | None) -> Config:
         why = "its whole model lies in its folder" if whole else "it was trained on the embedded model"
         raise InputError([Problem("--model", f"the run in {folder.path} takes no base: {why}")])
     return config if whole else config_at_hand(folder, (), {} if base is None else {"model.base": base})
-
-
-def _whole_model(folder: RunFolder, spec: ModelSpec) -> nn.Module:
-    from transformers import AutoModelForSequenceClassification
-
-    if spec.head in ("causal", "tokens"):
-        return build_base(replace(spec, base=str(folder.adapter), revision=None, dtype="float32"))
-    with loading(str(folder.adapter), str(folder.path)):
-        model: nn.Module = AutoModelForSequenceClassification.from_pretrained(
-            str(folder.adapter),
-            num_labels=spec.num_labels,
-            local_files_only=True,
-            trust_remote_code=False,
-            dtype=torch.float32,
-        )
-    require_finite_model(model, folder.adapter, str(folder.adapter))
-    return model
 
 
 def _require_same_base(folder: RunFolder, model: nn.Module) -> None:
