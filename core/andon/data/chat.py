@@ -103,19 +103,26 @@ def encode_each(
     scribe = _Scribe(tokenizer, data.form, train_on)
     problems = ProblemList(skips=skip_bad)
     skipped: list[tuple[int, str, str]] = []
-    cut = _Cut(max_length, positions, skip_bad)
+    cut = cut_tokens = cut_trained = 0
     rows = iter(data.rows)
     while together := list(islice(rows, _AT_ONCE)):
         for row, weighed in scribe.weighed(together):
-            encoded = cut.row(row, weighed) if isinstance(weighed, _Weighed) else weighed
-            if isinstance(encoded, EncodedRow):
+            fault = weighed if isinstance(weighed, str) else _untrained(weighed, max_length, positions, skip_bad)
+            if isinstance(weighed, _Weighed) and not fault:
+                encoded = _cut(row, weighed, max_length)
                 keep(encoded)
-                continue
-            problems.add_row(row.where, encoded)
-            skipped.append((row.id, row.where, encoded))
-            keep(EncodedRow(row.id, array("i", [0]), array("f", [0.0])))
+                cut, cut_tokens = cut + bool(encoded.cut), cut_tokens + encoded.cut
+                cut_trained += encoded.cut_trained
+            else:
+                problems.add_row(row.where, fault)
+                skipped.append((row.id, row.where, fault))
+                keep(EncodedRow(row.id, array("i", [0]), array("f", [0.0])))
     problems.raise_if_any()
-    return Encoding(scribe.mask_source(), scribe.stops(), (*scribe.notes(), *cut.notes()), tuple(skipped))
+    notes = [*scribe.notes()]
+    if cut:
+        lost = f"{cut_tokens} tokens are dropped, {cut_trained} of them to be trained"
+        notes.append(f"{cut} {'row is' if cut == 1 else 'rows are'} cut to {max_length} tokens: {lost}")
+    return Encoding(scribe.mask_source(), scribe.stops(), tuple(notes), tuple(skipped))
 
 
 def encode_prompt(tokenizer: HuggingFaceTokenizer, form: Form, messages: Sequence[Message]) -> list[int]:
@@ -476,36 +483,22 @@ def _no_prefix(name: str, *, merged: bool = False) -> str:
     return f"{what}, so that nothing says which tokens are the answer; {remedy}"
 
 
-@dataclass
-class _Cut:
-    most: int
-    positions: int | None
-    skips: bool
-    rows: int = 0
-    tokens: int = 0
-    trained: int = 0
+def _untrained(weighed: _Weighed, most: int, positions: int | None, skips: bool) -> str:
+    """What is wrong if none of a row's first `most` tokens is trained; else empty."""
+    if any(weighed.weights[:most]):
+        return ""
+    first = next((place for place, weight in enumerate(weighed.weights) if weight), None)
+    if first is None:
+        return "no token of it would be trained: all its answers have weight 0"
+    beyond = positions is not None and first >= positions
+    least = f"--set model.max_length={first + 1} is the least that sees one"
+    remedy = f"the model has {positions} positions" if beyond else least
+    skip = "" if skips else "; to skip such rows: --set data.bad_rows=skip"
+    what = f"its first trained token is number {first + 1}, and model.max_length is {most}"
+    return f"no token of it would be trained: {what}; {remedy}{skip}"
 
-    def row(self, row: Conversation, weighed: _Weighed) -> EncodedRow | str:
-        ids, weights = weighed.ids[: self.most], weighed.weights[: self.most]
-        if not any(weights):
-            if any(weighed.weights):
-                first = next(place for place, weight in enumerate(weighed.weights) if weight)
-                what = f"its first trained token is number {first + 1}, and model.max_length is {self.most}; "
-                beyond = self.positions is not None and first >= self.positions
-                least = f"--set model.max_length={first + 1} is the least that sees one"
-                what += f"the model has {self.positions} positions" if beyond else least
-                what += "" if self.skips else "; to skip such rows: --set data.bad_rows=skip"
-            else:
-                what = "all its answers have weight 0"
-            return f"no token of it would be trained: {what}"
-        lost = weighed.weights[self.most :]
-        trained = sum(weight > 0 for weight in lost)
-        self.rows += bool(lost)
-        self.tokens += len(lost)
-        self.trained += trained
-        return EncodedRow(row.id, array("i", ids), array("f", weights), len(lost), trained)
 
-    def notes(self) -> Iterator[str]:
-        if self.rows:
-            lost = f"{self.tokens} tokens are dropped, {self.trained} of them to be trained"
-            yield f"{self.rows} {'row is' if self.rows == 1 else 'rows are'} cut to {self.most} tokens: {lost}"
+def _cut(row: Conversation, weighed: _Weighed, most: int) -> EncodedRow:
+    lost = weighed.weights[most:]
+    ids, weights = array("i", weighed.ids[:most]), array("f", weighed.weights[:most])
+    return EncodedRow(row.id, ids, weights, len(lost), sum(weight > 0 for weight in lost))

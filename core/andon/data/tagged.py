@@ -90,7 +90,6 @@ def _records(
 
 
 def _list_fault(name: str, fields: Mapping[str, object]) -> str | None:
-    """Why a record's column holds no words; None: it does."""
     if name not in fields:
         return f"has no column {name!r}; there are {', '.join(map(shown, fields)) or 'none'}"
     values = fields[name]

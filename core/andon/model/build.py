@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -423,9 +423,7 @@ def vocabulary_head(model: nn.Module) -> nn.Module | None:
 def facts_of_shape(spec: ModelSpec) -> tuple[int | None, int, str]:
     """Of the base of `spec`, from its configuration: most tokens of a row (None: no limit), weights, and the dtype that
     it was saved in, float32 or bfloat16. Raises `InputError` for a base that cannot be loaded."""
-    _check(spec)
-    with seeded(spec.seed), torch.device("meta"):
-        model: Any = _configured(spec)
+    model: Any = build_shape(replace(spec, max_length=1))
     saved = str(getattr(_stored_config(str(spec.base), spec.revision), "dtype", None)).removeprefix("torch.")
     weights = sum(parameter.numel() for parameter in model.parameters())
     return _positions(model), weights, "bfloat16" if saved == "bfloat16" else "float32"
