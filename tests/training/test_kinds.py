@@ -28,7 +28,7 @@ from andon.model.build import build_base
 from andon.run.folder import RunFolder
 from andon.step.optimizer import OptimizerSpec
 from andon.training.build import StepSpec, build_model, build_replicas
-from andon.training.inference import Prediction, evaluate_run, load_run, named, predict, read_labelled, rows_of
+from andon.training.inference import Prediction, evaluate_run, load_run, predict, read_labelled, rows_of
 from andon.training.material import prepare
 from andon.training.preview import describe
 from andon.training.rows import read_rows
@@ -109,7 +109,7 @@ def test_a_run_scores_its_own_validation_rows_as_its_summary_has_them(whole: Mad
     if found.confusion is not None:  # the summary quotes its file
         values["confusion"] = digest_of(found.confusion)
     assert values == summary(folder)["eval"]
-    assert named(found, rows.labels)["rows"] == len(held)
+    assert found.rows == len(held)
 
 
 def test_a_run_of_pairs_is_asked_with_pairs(of_kind: Callable[[str], Made]) -> None:

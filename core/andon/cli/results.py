@@ -23,6 +23,7 @@ from andon.data.labels import text_fault
 from andon.data.readers import TEXT_COLUMNS, TextRow, Texts, read_texts
 from andon.run.atomic import write_whole
 from andon.run.folder import RunFolder
+from andon.run.summary import labelled
 from andon.training.existing import config_of, require_run, require_task
 from andon.training.rows import READERS
 from andon_contracts.legible import legible
@@ -59,11 +60,12 @@ def evaluate(
     if given is None:
         raise InputError([Problem("DATA", "name a file of rows with labels: andon eval RUN FILE")])
     require_file(given)
-    from andon.training.inference import evaluate_run, load_run, named, read_labelled
+    from andon.training.inference import evaluate_run, load_run, read_labelled
 
     rows = read_labelled(folder, given, text_column=text_column, label_column=label_column)
     trained = load_run(folder, model, checkpoint=checkpoint, device=device)
-    put(*json.dumps(named(evaluate_run(trained, rows), rows.labels), indent=2).splitlines())
+    scores = labelled(evaluate_run(trained, rows).as_dict(), rows.labels)
+    put(*json.dumps(scores, indent=2).splitlines())
 
 
 def predict(

@@ -196,13 +196,13 @@ class TrainingRun:
         """
         folder = require_run(self.path)
         from andon.training.caller import torch_as_found
-        from andon.training.inference import evaluate_run, named, read_labelled
+        from andon.training.inference import evaluate_run, read_labelled
 
         with _given() as files:
             path = Path(files.path_of(data, "data"))
             rows = read_labelled(folder, path, text_column=text_column, label_column=label_column)
             with torch_as_found(threads=None):
-                return named(evaluate_run(self._model, rows), rows.labels)
+                return labelled(evaluate_run(self._model, rows).as_dict(), rows.labels)
 
     def predict(self, texts: Iterable[str]) -> list[Predicted]:
         """What the model says of each text, in order: the likeliest label with its probability, or a number.

@@ -29,7 +29,7 @@ from andon.run.checkpoint import load_checkpoint, saved_steps
 from andon.run.folder import RunFolder
 from andon.run.provenance import read_provenance
 from andon.run.sealed import CheckpointError
-from andon.run.summary import labelled, read_summary
+from andon.run.summary import read_summary
 from andon.step.replica import WEIGHTS
 from andon.tasks.encoded import EncodedRows
 from andon.tasks.sft import Asked
@@ -273,11 +273,6 @@ def evaluate_run(run: TrainedRun, data: Examples) -> Scores:
         assert isinstance(scores, ClassificationScores)
         return replace(scores, loss=None)
     return scores
-
-
-def named(found: Scores, labels: Sequence[str]) -> dict[str, Any]:
-    """`found` as plain values for JSON, with the classes' names (`labelled`)."""
-    return labelled(found.as_dict(), labels)
 
 
 def rows_of(run: TrainedRun) -> Rows | None:

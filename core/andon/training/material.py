@@ -203,14 +203,12 @@ def task_of(config: Config, data: Examples, tokenizer: Tokenizer, weights: Seque
     )
 
 
-def regression_of(config: Config, data: Examples, tokenizer: Tokenizer) -> RegressionTask:
-    """The rows of `data`, which are `Targets`, as what a step or an evaluation works on."""
+def _regression(config: Config, data: Examples, tokenizer: Tokenizer) -> RegressionTask:
     assert isinstance(data, Targets)
     return RegressionTask(targets=[row.label for row in data.rows], **_encoded(config, data, tokenizer))
 
 
-def multi_label_of(config: Config, data: Examples, tokenizer: Tokenizer) -> MultiLabelTask:
-    """The rows of `data`, which are `LabelSets`, as what a step or an evaluation works on."""
+def _multi_label(config: Config, data: Examples, tokenizer: Tokenizer) -> MultiLabelTask:
     assert isinstance(data, LabelSets)
     return MultiLabelTask(
         labels=[row.label for row in data.rows],
@@ -220,8 +218,7 @@ def multi_label_of(config: Config, data: Examples, tokenizer: Tokenizer) -> Mult
     )
 
 
-def tagging_of(config: Config, data: Examples, tokenizer: Tokenizer) -> TaggingTask:
-    """The rows of `data`, which are `Tagged`, as what a step or an evaluation works on."""
+def _tagging(config: Config, data: Examples, tokenizer: Tokenizer) -> TaggingTask:
     assert isinstance(data, Tagged)
     if config.data.text_pair_column is not None:
         raise InputError([Problem("data.text_pair_column", "is for texts; words have tags in one text")])
@@ -326,9 +323,9 @@ def _new_tokens(config: Config, tokenizer: Tokenizer) -> Iterator[str]:
 
 
 UNWEIGHTED: Mapping[str, Callable[[Config, Examples, Tokenizer], ScoredTask]] = {
-    REGRESSION: regression_of,
-    MULTI_LABEL: multi_label_of,
-    TOKEN_CLASSIFICATION: tagging_of,
+    REGRESSION: _regression,
+    MULTI_LABEL: _multi_label,
+    TOKEN_CLASSIFICATION: _tagging,
     SFT: conversation_task,
 }
 """By the task's name, of those without classes to be weighted: a data set by itself to what is made of it."""
@@ -419,19 +416,9 @@ def model_spec(config: Config, labels: tuple[str, ...], tokenizer: Tokenizer, he
         labels=labels,
         vocab_size=min(tokenizer.ids_of(model.new_tokens), default=tokenizer.vocab_size),
         pad_id=tokenizer.pad_id,
-        base=model.base,
-        architecture=model.architecture,
-        hidden_size=model.hidden_size,
-        num_hidden_layers=model.num_hidden_layers,
-        num_attention_heads=model.num_attention_heads,
-        num_key_value_heads=model.num_key_value_heads,
-        intermediate_size=model.intermediate_size,
-        dropout=model.dropout,
-        max_length=model.max_length,
-        dtype=model.dtype,
         seed=config.seed,
         head=head,
-        revision=model.revision,
+        **model.model_dump(exclude={"new_tokens"}),
     )
 
 
@@ -446,12 +433,8 @@ def warnings_of(model: nn.Module, tokenizer: Tokenizer) -> Iterator[str]:
 def adapter_spec(config: Config, tokenizer: Tokenizer) -> AdapterSpec:
     """The adapter that `config` describes. tokenizer: of the run, with its new tokens."""
     adapter = config.adapter
-    targets = adapter.targets if adapter.targets is None or isinstance(adapter.targets, str) else tuple(adapter.targets)
     return AdapterSpec(
-        kind=adapter.kind,
-        r=adapter.r,
-        alpha=adapter.alpha,
-        dropout=adapter.dropout,
-        targets=targets or "all-linear",
+        targets=adapter.targets or "all-linear",
         new_tokens=tokenizer.ids_of(config.model.new_tokens),
+        **adapter.model_dump(exclude={"targets"}),
     )
