@@ -353,13 +353,6 @@ def test_texts_are_predicted_in_order_however_they_are_batched(
     assert [one["probability"] for one in alone] == pytest.approx([one["probability"] for one in told], abs=2e-6)
 
 
-def test_all_scores_are_probabilities_of_every_label(run: Path, texts: Path) -> None:
-    for one in records(run, texts, "--all-scores"):
-        assert list(one["scores"]) == ["blue", "green", "red"]
-        assert sum(one["scores"].values()) == pytest.approx(1, abs=2e-6)  # each is rounded to six places
-        assert one["scores"][one["label"]] == one["probability"] == max(one["scores"].values())
-
-
 @pytest.mark.parametrize("ending", [".csv", ".tsv", ".jsonl", ".parquet"])
 def test_output_is_what_is_printed(run: Path, texts: Path, tmp_path: Path, ending: str) -> None:
     told = records(run, texts, "--all-scores")
@@ -371,6 +364,9 @@ def test_output_is_what_is_printed(run: Path, texts: Path, tmp_path: Path, endin
         (one["id"], one["text"], one["label"]) for one in told
     ]
     for one, printed in zip(found, told, strict=True):
+        assert list(printed["scores"]) == ["blue", "green", "red"]
+        assert sum(printed["scores"].values()) == pytest.approx(1, abs=2e-6)  # each is rounded to six places
+        assert printed["scores"][printed["label"]] == printed["probability"] == max(printed["scores"].values())
         scores = one["scores"] if ending == ".jsonl" else {name: one[f"scores_{name}"] for name in printed["scores"]}
         for name, value in printed["scores"].items():
             assert float(scores[name]) == pytest.approx(value, abs=1e-6)
@@ -406,13 +402,8 @@ def test_an_output_is_whole_or_not_there(run: Path, texts: Path, tmp_path: Path)
 
 def test_weights_of_a_checkpoint_are_used_by_name_or_step(tmp_path: Path, texts: Path) -> None:
     runs, folder = Runs(write_jsonl(tmp_path / "train.jsonl")), tmp_path / "run"
-    settings = (
-        "optimizer.lr=0.05",
-        "training.checkpoint_every=2",
-        "training.keep_checkpoints=9",
-        "training.max_steps=6",
-    )
-    assert runs.train(folder, *settings) == 0
+    often = ("training.checkpoint_every=2", "training.keep_checkpoints=9", "training.max_steps=6")
+    assert runs.train(folder, *often, "optimizer.lr=0.05") == 0
     found = {name: records(folder, texts, "--checkpoint", name) for name in ("2", "last", "6", "best")}
     assert found["2"] != found["6"] == found["last"]
     best = summary(folder)["best_step"]
@@ -495,13 +486,14 @@ def moved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_base_that_has_moved_is_named(moved: Path) -> None:
+def test_a_base_that_has_moved_is_named(moved: Path, tmp_path: Path) -> None:
     rows = moved / "train.csv"
     with pytest.raises(InputError, match=r"base'? is no folder here; if it has moved, name its place: --model PATH"):
         predicted(moved / "run", rows)
     assert records(moved / "run", rows, "--model", moved / "there") == json.loads((moved / "before.json").read_text())
-    scored = CliRunner().invoke(app, ["eval", str(moved / "run"), str(rows), "--model", str(moved / "there")])
-    assert json.loads(scored.stdout)["rows"] == 30
+    for command in (["eval", str(rows)], ["export", str(tmp_path / "out")]):
+        given = [command[0], str(moved / "run"), *command[1:], "--model", str(moved / "there")]
+        assert CliRunner().invoke(app, given).exit_code == 0
 
 
 def test_another_base_is_refused(moved: Path, run: Path) -> None:

@@ -186,39 +186,33 @@ def halved(layer: Any, weight: torch.Tensor) -> torch.Tensor:
     return weight + layer.get_delta_weight("default") / 2
 
 
-def test_a_wrong_merge_does_not_go_out(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter, "_with_delta", halved)
-    with pytest.raises(RuntimeError, match="the written model is not the run's: on 8 of 12 evaluation rows"):
-        exported(made / "embedded", tmp_path / "out", "--merge")
-    assert tree(tmp_path) == set()
+def halved_alpha(*given: Any, written: Callable[..., dict[str, Any]] = adapter._adapter_config) -> dict[str, Any]:
+    config = written(*given)
+    return config | {"lora_alpha": config["lora_alpha"] / 2}
 
 
-@pytest.mark.parametrize("kind", ["embedded", "pretrained"])
-def test_an_adapter_that_stock_peft_reads_otherwise_does_not_go_out(
-    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+@pytest.mark.parametrize(
+    ("kind", "options", "part", "other"),
+    [
+        ("embedded", MERGE, "_with_delta", halved),
+        ("embedded", (), "_adapter_config", halved_alpha),
+        ("pretrained", (), "_adapter_config", halved_alpha),
+    ],
+)
+def test_weights_that_are_read_otherwise_do_not_go_out(
+    made: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    options: tuple[str, ...],
+    part: str,
+    other: Any,
 ) -> None:
-    written = adapter._adapter_config
-
-    def scaled(model: Any, *reference: str | None) -> dict[str, Any]:
-        config = written(model, *reference)
-        return config | {"lora_alpha": config["lora_alpha"] * 20}
-
-    monkeypatch.setattr(adapter, "_adapter_config", scaled)
-    with pytest.raises(RuntimeError, match="the written model is not the run's: on "):
-        exported(made / kind, tmp_path / "out")
+    monkeypatch.setattr(adapter, part, other)
+    rows = "8 of 12" if kind == "embedded" else r"\d+"
+    with pytest.raises(RuntimeError, match=f"the written model is not the run's: on {rows} evaluation rows"):
+        exported(made / kind, tmp_path / "out", *options)
     assert tree(tmp_path) == set()
-
-
-def test_a_base_that_has_moved_is_named(made: Path, tmp_path: Path, stock: Stock) -> None:
-    before, there = ours(made / "pretrained"), made / "there"
-    (made / "base").rename(there)
-    try:
-        with pytest.raises(InputError, match="if it has moved, name its place: --model PATH"):
-            exported(made / "pretrained", tmp_path / "out", "--merge")
-        exported(made / "pretrained", tmp_path / "adapter", "--model", there)
-        same(used(stock, tmp_path / "adapter"), before)
-    finally:
-        there.rename(made / "base")
 
 
 def test_an_export_whose_rows_are_gone_says_what_it_did_not_measure(made: Path, tmp_path: Path) -> None:

@@ -139,21 +139,6 @@ def test_what_a_tokenizer_cannot_take_is_refused(called: Runs, more: str, what: 
         prepare(config)
 
 
-@pytest.mark.parametrize(
-    ("text", "what"),
-    [
-        ('model:\n  new_tokens: ["<a>", ""]\n', ":2 model.new_tokens.1: string should have at least 1 character ('')"),
-        ('model:\n  new_tokens: [" <a>"]\n', ":2 model.new_tokens: ' <a>' begins or ends with white space"),
-        ("model:\n  new_tokens: [<a>, <b>, <a>]\n", ":2 model.new_tokens: names '<a>' twice (['<a>', '<b>', '<a>'])"),
-        ("model:\n  new_tokens: <a>\n", ":2 model.new_tokens: must be a list, is the string '<a>'"),
-    ],
-)
-def test_what_a_file_says_wrong_is_told_by_its_line(tmp_path: Path, text: str, what: str) -> None:
-    (tmp_path / "config.yaml").write_text(text)
-    with pytest.raises(InputError, match=re.escape(f"{tmp_path / 'config.yaml'}{what}")):
-        load_config(tmp_path / "config.yaml")
-
-
 def test_a_classifier_has_none(runs: Runs, tmp_path: Path) -> None:
     said = r"model.new_tokens: are for conversations \(task sft\), and this is classification \('<a>'\)"
     with pytest.raises(InputError, match=said):

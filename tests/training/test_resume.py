@@ -11,7 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -256,8 +256,13 @@ def test_a_step_done_again_with_another_result_is_a_violation(
     assert not list((folder / "checkpoints" / "step-00000007").iterdir())
 
 
-def test_what_defines_a_run_must_match(runs: Runs, interrupted: Interrupted, tmp_path: Path) -> None:
+@pytest.mark.parametrize("checkpoint", [True, False])
+def test_what_defines_a_run_must_match(
+    runs: Runs, interrupted: Interrupted, tmp_path: Path, *, checkpoint: bool
+) -> None:
     folder = interrupted(tmp_path / "run", 2)
+    for path in () if checkpoint else (folder / "checkpoints" / "step-00000002").iterdir():
+        path.unlink()
     before = (folder / "ledger.jsonl").read_bytes()
     with pytest.raises(InputError) as caught:
         runs.train(folder, "optimizer.lr=0.02", "training.batch_size=16", resume="auto")
@@ -279,30 +284,27 @@ def test_other_data_is_another_run(runs: Runs, interrupted: Interrupted, tmp_pat
     assert runs.train(folder, f"data.train={copy}", "training.keep_checkpoints=1", resume="auto") == 0
 
 
-def test_a_run_with_no_checkpoint_yet_is_still_that_run(runs: Runs, interrupted: Interrupted, tmp_path: Path) -> None:
-    folder = interrupted(tmp_path / "run", 2)
-    for path in (folder / "checkpoints" / "step-00000002").iterdir():
-        path.unlink()
-    with pytest.raises(InputError, match=r"optimizer.lr: was 0.01"):
-        runs.train(folder, "optimizer.lr=0.02", resume="auto")
-
-
-def test_a_damaged_ledger_is_refused_by_line(runs: Runs, interrupted: Interrupted, tmp_path: Path) -> None:
-    folder = interrupted(tmp_path / "run", 2)
-    lines = (folder / "ledger.jsonl").read_bytes().splitlines(True)
-    lines[1] = lines[1].replace(b'"step":1', b'"step":5')
-    (folder / "ledger.jsonl").write_bytes(b"".join(lines))
-    with pytest.raises(InputError, match=r"ledger\.jsonl:3: .*cannot be resumed"):
-        runs.train(folder, resume="auto")
-
-
-def test_a_checkpoint_goes_with_its_own_ledger_alone(runs: Runs, interrupted: Interrupted, tmp_path: Path) -> None:
-    folder = interrupted(tmp_path / "run", 2)
-    lines = (folder / "ledger.jsonl").read_bytes().splitlines(True)
-    steps = [number for number, line in enumerate(lines) if b'"kind":"step"' in line]
-    (folder / "ledger.jsonl").write_bytes(b"".join(lines[: steps[-1]]))
-    with pytest.raises(InputError, match=rf"step-00000002: line {steps[-1] + 1} of ledger.jsonl is not the one"):
-        runs.train(folder, resume="auto")
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (
+            lambda all_: [line.replace(b'"step":1', b'"step":5') for line in all_],
+            r"ledger\.jsonl:3: .*cannot be resumed",
+        ),
+        (
+            lambda lines: lines[: max(n for n, line in enumerate(lines) if b'"kind":"step"' in line)],
+            r"step-00000002: line \d+ of ledger.jsonl is not the one",
+        ),
+        (lambda lines: [b"mine\n"], r"ledger\.jsonl:1: "),
+    ],
+)
+def test_a_ledger_that_is_not_the_checkpoints_is_refused_by_line(
+    runs: Runs, interrupted: Interrupted, tmp_path: Path, harm: Callable[[list[bytes]], list[bytes]], said: str
+) -> None:
+    ledger = interrupted(tmp_path / "run", 2) / "ledger.jsonl"
+    ledger.write_bytes(b"".join(harm(ledger.read_bytes().splitlines(True))))
+    with pytest.raises(InputError, match=said):
+        runs.train(tmp_path / "run", resume="auto")
 
 
 def test_a_checkpoint_of_another_run_is_named_with_what_to_do(
@@ -340,14 +342,6 @@ def test_what_a_checkpoint_quotes_outlives_a_power_cut(
     monkeypatch.setattr(os, "fsync", fsync)
     assert runs.train(tmp_path / "run") == 0
     assert quoted == [True] * 4
-
-
-def test_what_stands_in_the_place_of_a_ledger_is_refused_by_line(runs: Runs, tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "run")
-    with folder.open_for_writing():
-        folder.ledger.write_text("mine\n")
-    with pytest.raises(InputError, match=r"ledger\.jsonl:1: "):
-        runs.train(folder.path)
 
 
 def test_a_damaged_provenance_is_refused(runs: Runs, interrupted: Interrupted, tmp_path: Path) -> None:
