@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -16,16 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from andon.console.problems import InputError
 from andon.data import template as templates
-from andon.data.chat import (
-    Encoded,
-    EncodedRow,
-    TrainOn,
-    asking,
-    encode_conversations,
-    encode_each,
-    encode_prompt,
-    show_row,
-)
+from andon.data.chat import EncodedRow, Encoding, TrainOn, asking, encode_each, encode_prompt, show_row
 from andon.data.conversations import Conversation, ConversationSet, Form, Message
 from andon.data.tokens import HuggingFaceTokenizer, byte_tokenizer, pretrained_tokenizer
 
@@ -115,6 +106,19 @@ def tokenizer(
     )
     wrapped.chat_template = template
     return HuggingFaceTokenizer(wrapped, vocabulary[pad], vocabulary["<unk>"])
+
+
+@dataclass(frozen=True)
+class Encoded(Encoding):
+    rows: tuple[EncodedRow, ...] = ()
+
+
+def encode_conversations(
+    tokens: HuggingFaceTokenizer, data: ConversationSet, most: int, train_on: TrainOn = "assistant"
+) -> Encoded:
+    rows: list[EncodedRow] = []
+    found = encode_each(tokens, data, most, train_on, rows.append)
+    return Encoded(**vars(found), rows=tuple(rows))
 
 
 def rows_of(*talks: Sequence[Message], form: Form = "messages") -> ConversationSet:

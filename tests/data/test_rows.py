@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from andon.console.problems import InputError
 from andon.data import rewriting
-from andon.data.chat import encode_conversations
+from andon.data.chat import EncodedRow, encode_each
 from andon.data.conversations import read_conversations
 from andon.data.labels import ClassWeights, alike, class_weights, label_names, same_kind
 from andon.data.mixing import mixed
@@ -365,6 +365,7 @@ def test_what_is_held_out_is_never_trained_on() -> None:
 
 
 def test_answers_are_ragged_and_fit_the_embedded_model() -> None:
-    rows = encode_conversations(byte_tokenizer(), rewriting.embedded(0)[0], 128).rows
+    rows: list[EncodedRow] = []
+    encode_each(byte_tokenizer(), rewriting.embedded(0)[0], 128, "assistant", rows.append)
     assert {sum(map(bool, row.weights)) for row in rows} == set(range(4, 13))
     assert max(len(row.ids) for row in rows) <= 40

@@ -206,8 +206,7 @@ def _suggestion(path: KeyPath) -> str:
     beside = {each[-1]: ".".join(each) for each in known if each[:-1] == path[:-1]}
     anywhere = {each[-1]: ".".join(each) for each in known}
     for names in (beside, anywhere):
-        near = did_you_mean(path[-1], names)
-        if near:
+        if near := did_you_mean(path[-1], names):
             name = near.split("'")[1]
             return f"; did you mean {names[name]!r}?"
     return f"; known here: {', '.join(beside) or 'nothing'}"

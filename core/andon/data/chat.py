@@ -58,22 +58,6 @@ class Encoding:
     skipped: tuple[tuple[int, str, str], ...] = ()
 
 
-@dataclass(frozen=True)
-class Encoded(Encoding):
-    """Rows in the order of the data, and how they were encoded."""
-
-    rows: tuple[EncodedRow, ...] = ()
-
-
-def encode_conversations(
-    tokenizer: HuggingFaceTokenizer, data: ConversationSet, max_length: int, train_on: TrainOn = "assistant"
-) -> Encoded:
-    """Every row as ids, as `encode_each` gives them one after another; raises as that does."""
-    rows: list[EncodedRow] = []
-    found = encode_each(tokenizer, data, max_length, train_on, rows.append)
-    return Encoded(**vars(found), rows=tuple(rows))
-
-
 def encode_each(
     tokenizer: HuggingFaceTokenizer,
     data: ConversationSet | SurveyedConversations,
@@ -128,7 +112,7 @@ def encode_each(
 def encode_prompt(tokenizer: HuggingFaceTokenizer, form: Form, messages: Sequence[Message]) -> list[int]:
     """The ids at which a model trained on rows of this `form` begins to answer `messages`.
 
-    Raises `InputError` for what `encode_conversations` would refuse in them.
+    Raises `InputError` for what `encode_each` would refuse in them.
     """
     scribe = _Scribe(tokenizer, form, "assistant")
     asked = Conversation(0, tuple(messages), "the prompt")
@@ -155,7 +139,7 @@ class Asking:
 
 
 def asking(tokenizer: HuggingFaceTokenizer, form: Form) -> Asking:
-    """How a model trained on rows of this `form` is asked. Raises `InputError` as `encode_conversations` does."""
+    """How a model trained on rows of this `form` is asked. Raises `InputError` as `encode_each` does."""
     scribe = _Scribe(tokenizer, form, "assistant")
     if scribe.templated:
         dated = "its chat template writes the date, which was one day always in training: answers may change with it"

@@ -65,14 +65,8 @@ class Conversation:
     source: str = ""
 
 
-@dataclass(frozen=True)
-class ConversationSet(RowsById):
-    """Conversations, all written in one form, and where they came from."""
-
-    rows: tuple[Conversation, ...]
-    source: str
-    form: Form
-    origins: Origins | None = field(default=None, compare=False, repr=False)
+class WithoutClasses:
+    """What sets of conversations have in common."""
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -82,6 +76,16 @@ class ConversationSet(RowsById):
     def about(self) -> str:
         """What is learned of a conversation."""
         return "task sft"
+
+
+@dataclass(frozen=True)
+class ConversationSet(WithoutClasses, RowsById):
+    """Conversations, all written in one form, and where they came from."""
+
+    rows: tuple[Conversation, ...]
+    source: str
+    form: Form
+    origins: Origins | None = field(default=None, compare=False, repr=False)
 
     @cached_property
     def digest(self) -> str:
@@ -181,7 +185,7 @@ class Reading:
     first: str = ""
 
     def __post_init__(self) -> None:
-        self.problems: ProblemList = self.selection.problems()
+        self.problems = ProblemList(skips=self.selection.skip_bad)
         self.origins = Origins(self.selection.limit)
 
     def rows(self, paths: Iterable[Path]) -> Iterator[Conversation]:

@@ -23,10 +23,6 @@ class RowSelection:
     skip_bad: bool = False
     limit: int | None = None
 
-    def problems(self) -> ProblemList:
-        """An empty list for the problems of these rows."""
-        return ProblemList(skips=self.skip_bad)
-
 
 ALL_ROWS = RowSelection()
 ID_COLUMN = "id"

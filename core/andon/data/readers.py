@@ -120,7 +120,7 @@ def _found(
     meant: Callable[[object, bool], tuple[Meant, str | None]],
     selection: RowSelection,
 ) -> _Found[Meant]:
-    problems = selection.problems()
+    problems = ProblemList(skips=selection.skip_bad)
     found = _Found(problems, meant, Origins(selection.limit))
     for path in map(Path, paths):
         table = open_table(path, problems)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from andon.console.problems import InputError, Problem
-from andon.data.conversations import Conversation, Form, Reading, add_form, add_row, asked, last_answer
+from andon.data.conversations import Conversation, Form, Reading, WithoutClasses, add_form, add_row, asked, last_answer
 from andon.data.origins import ALL_ROWS, Origins, RowSelection
 from andon.data.rows import fingerprint
 
@@ -65,7 +65,7 @@ def _empty() -> dict[str, array[int]]:
 
 
 @dataclass(frozen=True)
-class SurveyedConversations:
+class SurveyedConversations(WithoutClasses):
     """The rows of files, as a survey of them left `columns` and `said`. `chosen`: the ids of a part; None: all."""
 
     paths: tuple[Path, ...]
@@ -98,15 +98,6 @@ class SurveyedConversations:
     def source(self) -> str:
         """All files, as a reader is told of them."""
         return self.origins.source
-
-    @property
-    def labels(self) -> tuple[str, ...]:
-        """No classes."""
-        return ()
-
-    def about(self) -> str:
-        """What is learned of a conversation."""
-        return "task sft"
 
     @property
     def ids(self) -> tuple[int, ...]:

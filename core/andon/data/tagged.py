@@ -52,7 +52,7 @@ def read_tagged(
     what is no list of strings, empty lists and words, words with white space in them, lists of different lengths,
     unknown tags, no rows.
     """
-    problems, names = selection.problems(), (token_column or TOKENS, tag_column or TAGS)
+    problems, names = ProblemList(skips=selection.skip_bad), (token_column or TOKENS, tag_column or TAGS)
     found: list[tuple[list[str], list[str]]] = []
     origins = Origins(selection.limit)
     for table, record in _records(paths, origins, problems):

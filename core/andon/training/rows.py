@@ -327,7 +327,7 @@ def read_rows(config: Config, surveys: Surveys | None = None) -> Rows:
     ids = train.ids
     if evaluation is None and not validation_places:
         raise InputError([Problem("data", "no rows to evaluate on: name data.eval, or a data.validation_fraction > 0")])
-    train_ids, validation_ids = _picked(ids, train_places), _picked(ids, validation_places)
+    train_ids, validation_ids = (tuple(ids[place] for place in each) for each in (train_places, validation_places))
     weights = [file.weight for file in files]
     if weights in ([], [1.0]):
         return Rows(task, train, evaluation, train_ids, validation_ids)
@@ -375,7 +375,3 @@ def _touched(path: Path, started: float) -> bool:
         return path.stat().st_ctime >= started - 1.0  # the file system's clock may be a tick behind
     except OSError:
         return True
-
-
-def _picked(ids: Sequence[int], places: Sequence[int]) -> tuple[int, ...]:
-    return tuple(ids[place] for place in places)

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from andon.console.problems import InputError
-from andon.data.chat import Encoded, encode_conversations
+from andon.data.chat import EncodedRow, encode_each
 from andon.data.conversations import Conversation, ConversationSet, Message, read_conversations
 from andon.data.tokens import HuggingFaceTokenizer, byte_tokenizer
 
@@ -61,10 +61,11 @@ def conversations(draw: random.Random, folder: Path) -> str:
     path.write_bytes(damaged(draw, content))
     try:
         found = read_conversations(path)
-        encoded = encode_conversations(_bytes(), found, _LONGEST)
+        rows: list[EncodedRow] = []
+        encode_each(_bytes(), found, _LONGEST, "assistant", rows.append)
     except InputError as error:
         return "" if str(path) in str(error) else "the message does not name the file"
-    return _fault(found, encoded, _bytes())
+    return _fault(found, rows, _bytes())
 
 
 def template(draw: random.Random, folder: Path) -> str:
@@ -76,22 +77,23 @@ def template(draw: random.Random, folder: Path) -> str:
     )
     data = ConversationSet((Conversation(0, _TALK, "rows.jsonl:1"),), "rows.jsonl", "messages")
     try:
-        encoded = encode_conversations(tokenizer, data, _LONGEST)
+        rows: list[EncodedRow] = []
+        encode_each(tokenizer, data, _LONGEST, "assistant", rows.append)
     except InputError as error:
         return "" if all(line.isprintable() for line in str(error).split("\n")) else "the message holds control codes"
-    (row,) = encoded.rows
+    (row,) = rows
     answers = [each.content for each in _TALK if each.role == "assistant"]
     learned = str(tokenizer.base.decode([id_ for id_, weight in zip(row.ids, row.weights, strict=True) if weight]))
     if row.cut == 0 and not all(answer in learned for answer in answers):
         return f"an answer is not learned: {learned!r}"
-    return _fault(data, encoded, tokenizer)
+    return _fault(data, rows, tokenizer)
 
 
-def _fault(data: ConversationSet, encoded: Encoded, tokenizer: HuggingFaceTokenizer) -> str:
+def _fault(data: ConversationSet, rows: list[EncodedRow], tokenizer: HuggingFaceTokenizer) -> str:
     """What is wrong with encoded rows, whatever they were made of."""
-    if [row.id for row in encoded.rows] != [row.id for row in data.rows] or not encoded.rows:
+    if [row.id for row in rows] != [row.id for row in data.rows] or not rows:
         return "other rows were encoded than were read"
-    for row in encoded.rows:
+    for row in rows:
         if len(row.ids) != len(row.weights) or len(row.ids) > _LONGEST or row.weights[0] != 0.0:
             return f"row {row.id} has {len(row.ids)} ids, {len(row.weights)} weights"
         if not any(row.weights) or not all(0.0 <= weight < math.inf for weight in row.weights):
