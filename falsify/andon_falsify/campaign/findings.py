@@ -150,7 +150,6 @@ def joined(reports: Sequence[Report]) -> Report:
 
 
 def _united(mappings: Iterable[Mapping[str, str]]) -> dict[str, str]:
-    """All in one; a name with several values has them all, joined by "or"."""
     held: dict[str, dict[str, None]] = {}
     for mapping in mappings:
         for name, value in mapping.items():

@@ -62,6 +62,5 @@ def _require_package(make: str) -> None:
 
 
 def _version(make: str) -> str:
-    """The version of the distribution that brings the module of `make`, "" where none does."""
     names = packages_distributions().get(make.partition(":")[0].partition(".")[0], [])
     return installed(names[0]) if names else ""

@@ -64,7 +64,6 @@ def _gravity(text: str) -> int:
 
 
 def _first_line(text: str) -> str:
-    """The error without the wrapper's name and the traceback."""
     line = next((line for line in text.splitlines() if line.strip()), "an error without a text")
     line = line.removeprefix("LoopError: ")
     return line if len(line) <= _SHOWN else f"{line[:_SHOWN]}..."

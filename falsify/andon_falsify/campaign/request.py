@@ -105,7 +105,6 @@ def check_names(option: str, given: Sequence[str], known: Collection[str], what:
 
 
 def _reasons(given: Sequence[str], wrong: list[Problem]) -> dict[str, str]:
-    """`samples-once: it pads`, each, by claim."""
     found = {}
     for text in given:
         claim, _, reason = (part.strip() for part in text.partition(":"))
@@ -130,7 +129,6 @@ def _subject_problems(options: Options) -> list[Problem]:
 
 
 def _words(given: str | None) -> tuple[str, ...]:
-    """Words between commas, each once."""
     return tuple(dict.fromkeys(word.strip() for word in (given or "").split(",") if word.strip()))
 
 
@@ -148,7 +146,6 @@ def _is_number(word: str) -> bool:
 
 
 def _seeds(given: str, wrong: list[Problem]) -> tuple[int, ...]:
-    """`7`, or `0-199` for each of them."""
     first, dash, last = given.strip().partition("-")
     if _is_number(first) and _is_number(last if dash else first):
         seeds = range(int(first), int(last if dash else first) + 1)

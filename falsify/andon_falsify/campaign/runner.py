@@ -185,7 +185,6 @@ def fingerprint() -> dict[str, str]:
 
 
 def _processor() -> str:
-    """The name of the processor as Linux gives it; of elsewhere what Python knows."""
     if sys.platform == "linux":
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
             name, _, value = line.partition(":")

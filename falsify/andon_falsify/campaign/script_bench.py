@@ -129,7 +129,6 @@ class ScriptBench:
         return known[layout]
 
     def _fault(self, done: Done, case: Case) -> str:
-        """Why a run gives nothing to judge."""
         if done.error:
             return done.error
         if done.stray:
@@ -212,7 +211,6 @@ def _layout(case: Case) -> Layout:
 
 
 def _reached(step: int, ledger: Path) -> bool:
-    """Whether the ledger shows the update `step`."""
     try:
         return ledger.read_bytes().count(b'"kind":"step"') >= step
     except FileNotFoundError:
@@ -220,6 +218,5 @@ def _reached(step: int, ledger: Path) -> bool:
 
 
 def _evidence(history: History, layout: Mapping[str, int], **others: History) -> Evidence:
-    """The ledger of a run of the command, with those of `others` by what they are."""
     held = {name: (_evidence(other, {}),) for name, other in others.items()}
     return Evidence(None, history, SCRIPT, others=held, of_script=True, layout=layout)

@@ -82,7 +82,6 @@ def _laid_out(case: Case, world: int, accumulation: int) -> Case:
 
 
 def _fewer_rows(case: Case) -> Iterator[dict[str, Any]]:
-    """One batch, fewer batches, a smaller rest; then micro-batches of one row and of one row less."""
     whole, rest = divmod(len(case.rows), case.batch_size)
     sizes = [case.batch_size, case.batch_size + rest, (whole - 1) * case.batch_size + rest]
     sizes += [whole * case.batch_size + 1, whole * case.batch_size, rest, len(case.rows) - 1]

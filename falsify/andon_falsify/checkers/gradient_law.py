@@ -54,7 +54,6 @@ def check(
 
 
 def _shapes(held: Mapping[str, list[float]], law: Mapping[str, list[float]], where: str) -> list[Counterexample]:
-    """Tensors that only one side has, or of another number of elements."""
     found = []
     for name in sorted(held.keys() | law.keys()):
         planned, given = (f"{len(side[name])} elements" if name in side else "no gradient" for side in (law, held))

@@ -63,7 +63,6 @@ def _missing(accused: Sequence[float | None], reference: Sequence[float | None],
 def _worst(
     apart: Mapping[int, tuple[float, float]], pairs: Mapping[int, tuple[float, float]], factors: Mapping[str, int]
 ) -> Counterexample:
-    """The first update out of bounds, with the ratio if all compared updates have one."""
     step, (seen, law) = next(iter(apart.items()))
     ratios = [one / other for one, other in pairs.values() if other]
     single = ratios and len(ratios) == len(pairs) and all(isclose(one, ratios[0], rel_tol=1e-3) for one in ratios)

@@ -101,7 +101,6 @@ def _gaps(history: History) -> list[Counterexample]:
 
 
 def _against(resumed: History, whole: History) -> tuple[int, list[Counterexample]]:
-    """Updates compared, and the first that differs."""
     checked = 0
     for number, event in resumed.trajectory.items():
         twin = whole.trajectory.get(number)

@@ -75,7 +75,6 @@ def _exact(law: LoopLaw, batches: Sequence[tuple[int, ...]], rates: Sequence[flo
 def _rounded(
     case: Case, batches: Sequence[tuple[int, ...]], rates: Sequence[float], size: int
 ) -> list[dict[str, Tensor]]:
-    """The weights after each update of a run in fp32, in micro-batches of `size` rows."""
     trained, rows, found = model(case), dataset(case), []
     stepping = optimizer(case, trained.parameters())
     for ids, rate in zip(batches, rates, strict=True):
@@ -120,7 +119,6 @@ def alike(claim: Claim, first: Trace, others: Sequence[Trace]) -> Verdict:
 
 
 def _rows(first: Trace, other: Trace) -> Iterator[Counterexample]:
-    """The first update that trains on other rows, and another number of updates."""
     for number, event in first.seen.trajectory.items():
         twin = other.seen.trajectory.get(number)
         if twin is not None and set(twin.ids) != set(event.ids):

@@ -82,7 +82,6 @@ def _left_out(law: LoopLaw) -> Iterator[Counterexample]:
 
 
 def _worst(verdict: Verdict) -> str:
-    """The largest of the errors that `gradient_law.check` noted."""
     told = "largest relative error "
     notes = [note for note in verdict.why.split("; ") if note.startswith(told)]
     return max(notes, key=lambda note: float(note.removeprefix(told).partition(",")[0]), default=verdict.why)

@@ -61,7 +61,6 @@ def _of_every_row(law: LoopLaw) -> _EveryRow:
 def _off(
     law: LoopLaw, reported: Mapping[str, float], wanted: _EveryRow, where: str, noise: float
 ) -> Iterator[Counterexample]:
-    """What of the report of one rank is not that of every row once."""
     rows = len(law.case.rows)
     if "loss" in reported and not math.isclose(reported["loss"], wanted.loss, rel_tol=noise):
         what, ratio = "the evaluation loss is not that of every row once", reported["loss"] / wanted.loss

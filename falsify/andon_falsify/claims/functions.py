@@ -65,7 +65,6 @@ class _Table:
 
 
 def _fp32(value: float) -> float:
-    """The nearest fp32 value."""
     return float(struct.unpack("<f", struct.pack("<f", value))[0]) if math.isfinite(value) else value
 
 

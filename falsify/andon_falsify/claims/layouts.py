@@ -135,7 +135,6 @@ def _scheduled(apart: Mapping[str, Counterexample], base: History, other: Histor
 
 
 def _draws(history: History) -> str:
-    """What draws random numbers in its forward passes, "" if nothing was seen to."""
     return next((step.draws for step in history.steps if step.draws), "")
 
 

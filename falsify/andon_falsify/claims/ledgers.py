@@ -152,7 +152,6 @@ def _digest(fields: Mapping[str, object], name: str) -> object:
 
 
 def _named(verdict: Verdict, run: RecordedRun, runs: Sequence[RecordedRun]) -> Verdict:
-    """With several runs a counterexample says which of them it is from."""
     if len(runs) == 1 or not verdict.counterexamples:
         return verdict
     named = tuple(replace(each, where=f"{run.path}, {each.where}") for each in verdict.counterexamples)

@@ -36,7 +36,6 @@ def _weightless(law: LoopLaw) -> str:
 
 
 def _content(law: LoopLaw) -> list[Counterexample]:
-    """What was given to the model and is no row of the case."""
     strangers = [stranger for part in law.parts for stranger in part.strangers]
     if not strangers:
         return []
@@ -47,7 +46,6 @@ def _content(law: LoopLaw) -> list[Counterexample]:
 
 
 def _sizes(law: LoopLaw) -> list[Counterexample]:
-    """Updates of more rows than planned, and another number of updates."""
     found, size = [], law.case.global_batch
     for step in sorted(law.first.made):
         visits = law.visited(step)
@@ -61,7 +59,6 @@ def _sizes(law: LoopLaw) -> list[Counterexample]:
 
 
 def _left(law: LoopLaw) -> list[Counterexample]:
-    """Rows whose gradients no update ever used."""
     rows = sorted(row for part in law.parts for row in part.leftover)
     if not rows or law.first.violation is not None:
         return []

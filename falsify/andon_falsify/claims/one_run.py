@@ -45,7 +45,6 @@ def replicas(evidence: Evidence) -> Verdict:
 
 
 def _statistics(trace: Trace, updates: list[int]) -> list[Counterexample]:
-    """The first update before which running statistics differ."""
     held: dict[tuple[int, int], str] = trace.gathered("running")
     for step in updates:
         digests = {rank: digest for (rank, at), digest in held.items() if at == step}

@@ -38,7 +38,6 @@ def randomness(evidence: Evidence) -> Verdict:
 
 
 def _same(step: int, states: Mapping[int, str]) -> Iterator[Counterexample]:
-    """Ranks that drew from one state in `step`."""
     by_state: dict[str, list[str]] = {}
     for rank, state in states.items():
         by_state.setdefault(state, []).append(str(rank))

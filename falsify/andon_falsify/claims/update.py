@@ -100,7 +100,6 @@ def _between(law: LoopLaw, step: int) -> Iterator[Counterexample]:
 
 
 def _clipped_by(law: LoopLaw, step: int, noise: float) -> Iterator[Counterexample]:
-    """A norm that torch's clip was given, and that is not the gradient's."""
     if law.first.made[step].early:
         yield from _clipped_early(law, step)
         return

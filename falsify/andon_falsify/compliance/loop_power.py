@@ -82,8 +82,6 @@ class LoopLaboratory:
 
 
 class _Recording:
-    """A subject whose traces are kept."""
-
     def __init__(self, subject: Subject) -> None:
         self.name = subject.name
         self.traces: list[Trace] = []

@@ -157,7 +157,6 @@ def _number(fields: Mapping[str, object], name: str) -> Number | None:
 
 
 def _float(value: object) -> float | None:
-    """A JSON number as a float (infinite where an integer is too big for one), or None for anything else."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     try:

@@ -163,7 +163,6 @@ class Observer:
 
     @property
     def _due(self) -> bool:
-        """Whether the state after the last update is to be saved."""
         case, step = self._case, self._step
         every = case.checkpoint_every if case.folder is not None and isinstance(self._loop, Restores) else None
         return bool(every) and step > self._seen.resumed_from and step % (every or 1) == 0
@@ -175,7 +174,6 @@ class Observer:
             self._loop.save(folder)
 
     def _poison(self, value: float) -> None:
-        """One gradient of this rank's next backward pass is not finite."""
         parameter = next(iter(trained(unwrapped(self._loop.model)).values()))
 
         def spoil(gradient: Tensor) -> Tensor:

@@ -89,7 +89,6 @@ def _run(request: Job) -> LoopSightings:
 
 
 def _named(make: str) -> Any:
-    """The function `module:name`. Raises `ValueError` for what names none."""
     module, _, name = make.partition(":")
     found = getattr(importlib.import_module(module), name, None)
     if not callable(found):
@@ -123,7 +122,6 @@ def _restore(loop: Loop, case: Case, seen: LoopSightings) -> None:
 
 
 def _describe(loop: Loop, seen: LoopSightings, rank: int) -> None:
-    """The state that the run starts from, as plain copies."""
     model: Any = unwrapped(loop.model)
     parameters = trained(model)
     seen.sharded = any(is_sharded(parameter) for parameter in model.parameters())
@@ -142,7 +140,6 @@ def _describe(loop: Loop, seen: LoopSightings, rank: int) -> None:
 
 
 def _finish(loop: Loop, case: Case, seen: LoopSightings) -> None:
-    """What is left after the last update."""
     (rank,) = seen.ranks
     model = unwrapped(loop.model)
     last = max((step for (_, step), sight in seen.steps.items() if sight.weights), default=0)

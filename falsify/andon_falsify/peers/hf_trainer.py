@@ -21,8 +21,6 @@ from andon_falsify.subjects.case import Case
 
 
 class _Losses(TrainerCallback):
-    """Tells what the trainer logs as the loss of each update."""
-
     def __init__(self, told: Told) -> None:
         self.told = told
 

@@ -77,7 +77,6 @@ class RankPool:
         return [rank.process.pid for rank in self._ranks if rank.process.pid is not None]
 
     def _start(self) -> dict[int, Answer]:
-        """Start the ranks; the answers of all if one did not get there, else none."""
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-", dir=SERVER.folder)
         for number in range(self.world):
             berth = Berth(number, self.world, os.getpid(), self._folder.name, self._deadline_s, self.backend)

@@ -86,7 +86,6 @@ def _losses(
     class_weights: Tensor | None,
     masks: Callable[[int], Masks] | None,
 ) -> Iterator[Tensor]:
-    """The losses of the rows of each of `pieces` that has any."""
     for index, piece in enumerate(pieces):
         if len(piece.labels):
             logits = model.logits(params, piece.tokens, piece.attention, masks(index) if masks else no_dropout)

@@ -22,8 +22,6 @@ from andon_falsify.campaign.findings import SCHEMA, Report
 
 @dataclass(frozen=True)
 class _Expected:
-    """How a file states one entry of `Report.expected`."""
-
     subject: str
     claim: str
     reason: str
@@ -79,7 +77,6 @@ def read_json(path: Path) -> Report:
 
 
 def _refuse(literal: str) -> None:
-    """Raise for NaN and the infinities, which are Python's and not JSON's."""
     msg = f"{literal} is no number of JSON"
     raise ValueError(msg)
 

@@ -59,7 +59,6 @@ def _by_place(cell: Cell) -> dict[tuple[str, int], list[Finding]]:
 
 
 def _numbers(findings: Sequence[Finding]) -> dict[str, str]:
-    """What a reader of the file may want to count by."""
     return {
         "claim version": ", ".join(dict.fromkeys(str(finding.version) for finding in findings)),
         "accumulation": ", ".join(dict.fromkeys(str(finding.accumulation) for finding in findings)),
@@ -75,7 +74,6 @@ def _properties(parent: ElementTree.Element, values: Mapping[str, str]) -> None:
 
 
 def _result(case: ElementTree.Element, cell: Cell, findings: Sequence[Finding]) -> None:
-    """What is said of one test case, in words that stand alone."""
     verdict = merge(finding.verdict for finding in findings)
     reasons = [] if cell.reason is None else [f"expected to be falsified: {cell.reason}"]
     examples = [str(example) for example in verdict.counterexamples]

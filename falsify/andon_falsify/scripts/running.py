@@ -80,7 +80,6 @@ def _watched(process: subprocess.Popen[bytes], deadline_s: float, stop: Callable
 
 
 def _end_all(mark: str, process: subprocess.Popen[bytes]) -> tuple[str, ...]:
-    """Kill what carries `mark`; the commands of those that outlived a command that had ended by itself."""
     left_alone = process.poll() is not None
     deadline = time.monotonic() + (_GRACE_S if left_alone else 0.0)
     while (found := _marked(mark)) and time.monotonic() < deadline:

@@ -187,7 +187,6 @@ def frozen_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _planned_bytes(case: Case, replica: Replica, task: ClassificationTask, plan: BatchPlan) -> int:
-    """The trainer's own plan of the bytes that a replica needs."""
     leaves = [
         leaf
         for step in range(1, plan.total_steps + 1)

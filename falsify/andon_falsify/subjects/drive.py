@@ -83,7 +83,6 @@ def _deterministic() -> Iterator[None]:
 
 
 def _train(parts: Parts, folder: RunFolder, meters: dict[int, StorageMeter]) -> None:
-    """From the newest checkpoint in `folder`, or from the start."""
     checkpoint, rejected = newest_valid(folder.checkpoints)
     if rejected:
         raise RuntimeError("; ".join(rejected))
@@ -146,7 +145,6 @@ def _opening(parts: Parts, progress: Progress) -> Start | Resume:
 
 
 def _finish(parts: Parts, folder: RunFolder, meters: dict[int, StorageMeter]) -> None:
-    """What is left after the last update that was begun; one that was stopped has changed nothing."""
     for rank, replica in parts.by_rank.items():
         parts.seen.final[rank] = state_digests(replica)
         parts.seen.frozen[rank] = (parts.seen.frozen[rank][0], digest(frozen_of(replica.model)))

@@ -58,8 +58,6 @@ class MaskRecorder:
 
 
 class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Copies the masks of operations that drop."""
-
     def __init__(self, names: Sequence[str], found: dict[str, Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._names = names
@@ -139,7 +137,6 @@ def _place_of_chance(func: Any) -> int | None:
 
 
 def _place_of(name: str, module: nn.Module) -> str:
-    """The reference's name for where `module` drops, or "" where it does not."""
     short = (canonical_name(name) or "").removesuffix(".default")
     if isinstance(module, nn.Dropout):
         return short

@@ -27,7 +27,6 @@ class Loading(PlainLoop):
         self.done = state["done"]
 
     def _take(self, state: dict[str, Any]) -> None:
-        """Weights and optimizer state of `state`."""
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
 

@@ -34,7 +34,6 @@ class Wrapped(PlainLoop):
         self.model = self._wrapped()
 
     def _wrapped(self) -> nn.Module:
-        """What is called in training."""
         self.ddp = DistributedDataParallel(self.model)
         return self.ddp
 
@@ -88,7 +87,6 @@ class Scheduled(PlainLoop):
         return 0.5 * self.case.lr * (1 + math.cos(math.pi * update / (1 + self.case.updates(self.case.global_batch))))
 
     def _counted(self) -> int:
-        """The update that the schedule is at."""
         return self.done + 1
 
     def _apply(self) -> None:
@@ -110,7 +108,6 @@ class Grouped(PlainLoop):
         self.optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=case.lr)
 
     def _decays(self, name: str) -> bool:
-        """Which parameters are put into the group that decays."""
         return "norm" not in name
 
     def decay(self, name: str) -> float:
@@ -249,7 +246,6 @@ class Loaded(PlainLoop):
         return DistributedSampler(self.rows, seed=self.case.seed)
 
     def _begin(self, epoch: int) -> None:
-        """Before a pass over the rows."""
         if isinstance(self.sampler, DistributedSampler):
             self.sampler.set_epoch(epoch)
 
@@ -258,7 +254,6 @@ class Loaded(PlainLoop):
         yield from (batch for _, batch in zip(updates, self._windows(), strict=False))
 
     def _windows(self) -> Iterator[list[dict[str, Tensor]]]:
-        """The micro-batches of each update."""
         for epoch in range(self.case.epochs):
             self._begin(epoch)
             micro_batches = iter(self.loader)

@@ -163,7 +163,6 @@ _DRAWN = Inside("randomness-declared", 1, ("rng",), _MASKED)
 
 
 def _twice(step: int, rows: str, case: Case = SGD) -> Outside:
-    """Both ranks use `rows` in update `step`."""
     reason = f"step {step}: rows used more than once, by ranks 0, 1; expected each once, seen rows {rows}"
     return Outside("samples-once", reason, case)
 

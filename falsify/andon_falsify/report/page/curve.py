@@ -57,7 +57,6 @@ def _range(numbers: Sequence[float]) -> tuple[float, float]:
 
 
 def _pieces(curve: Sequence[float]) -> list[list[tuple[int, float]]]:
-    """Runs of finite numbers, each with its update from 1."""
     pieces: list[list[tuple[int, float]]] = [[]]
     for update, number in enumerate(curve, start=1):
         if isfinite(number):
@@ -77,7 +76,6 @@ def _ticks(finite: Sequence[float], law: float | None, height: Scale) -> tuple[t
 
 
 def _words(finding: Finding, finite: Sequence[float]) -> str:
-    """The picture for those who do not see it."""
     lost = len(finding.curve) - len(finite)
     said = [f"{finding.curve_name or 'one number an update'}: {len(finding.curve)} numbers"]
     said.append(f"first {finite[0]:.4g}, last {finite[-1]:.4g}, lowest {min(finite):.4g}, highest {max(finite):.4g}")
