@@ -61,24 +61,6 @@ def test_gradient_is_that_of_the_whole_batch(micro_batches: int, world: int) -> 
                 assert (ours[name] - exact).norm() <= 2e-6 * exact.norm(), name
 
 
-def test_loss_is_the_mean_over_the_global_batch() -> None:
-    """Without dropout the loss of a ragged batch is torch's own mean over all of its rows, not a mean of means."""
-    settings = Settings(5, sizes=(7,))
-    step, replicas = build(InlineBackend([CPU] * 2), settings)
-    for replica in replicas:
-        replica.model.get_submodule("dropout").p = 0.0  # type: ignore[assignment]
-    model, task = replicas[0].model, ToyTask()
-    (batch,) = settings.batches()
-    rows = list(batch.ids)
-    with torch.no_grad():
-        logits = model(task.x[rows])
-        expected = F.cross_entropy(logits.double(), task.y[rows]).item()
-        correct = int((logits.argmax(-1) == task.y[rows]).sum())
-    result = step(batch, rate(1), 1)
-    assert result.loss == pytest.approx(expected, rel=1e-6)
-    assert (result.rows, result.correct) == (7, correct)
-
-
 def test_norm_is_that_before_clipping_and_clipping_happens_once() -> None:
     """V6, V7: the reported norm is the reduced gradient's own; what the optimizer gets is scaled to the limit."""
     plain, clipped = Settings(8, sizes=(10,)), Settings(8, sizes=(10,), clip_norm=0.05)

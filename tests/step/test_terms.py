@@ -53,9 +53,11 @@ def test_the_mean_is_over_terms_and_not_over_rows(world: int) -> None:
     result = step(BATCH, 0.0, 1)
     repeated = torch.tensor([row for row in BATCH.ids for _ in range(row % 4)])
     task = ToyTask()
-    loss = nn.functional.cross_entropy(model(task.x[repeated].double()), task.y[repeated])
+    logits = model(task.x[repeated].double())
+    loss = nn.functional.cross_entropy(logits, task.y[repeated])
     loss.backward()  # type: ignore[no-untyped-call]
-    assert (result.terms, result.rows) == (len(repeated), len(BATCH.ids))
+    right = int((logits.argmax(1) == task.y[repeated]).sum())
+    assert (result.terms, result.rows, result.correct) == (len(repeated), len(BATCH.ids), right)
     assert result.loss == pytest.approx(loss.item(), rel=1e-6)
     for name, gradient in replicas[-1].reduced_gradient().items():
         wanted = model.get_parameter(name).grad

@@ -22,7 +22,7 @@ from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import prune
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
-from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
+from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import andon
@@ -367,21 +367,6 @@ def decoder_with_ragged_windows(steps: int, watch: Opens) -> nn.Module:
     return model
 
 
-def bag(*, sparse: bool) -> nn.Sequential:
-    """The mean of a row's embeddings, whose gradient may be sparse, and a head."""
-    return nn.Sequential(nn.EmbeddingBag(30, 8, sparse=sparse, mode="mean", padding_idx=0), *perceptron(8, 12, 4))
-
-
-@blind(14)
-def bag_with_sparse_adam(steps: int, watch: Opens) -> nn.Module:
-    """Sparse gradients reduced by DDP; SparseAdam for the embedding, AdamW for the rest."""
-    model = DDP(bag(sparse=True))
-    sparse = torch.optim.SparseAdam(model.module[:1].parameters(), lr=5e-3)
-    dense = torch.optim.AdamW(model.module[1:].parameters(), lr=5e-3)
-    x, lengths = texts()
-    return trained(steps, watch, model, [sparse, dense], of_rows(model, x, lengths % 4))
-
-
 class LowRank(nn.Linear):
     """A frozen linear layer and two trained factors beside it, which may be merged into it for a while."""
 
@@ -481,7 +466,8 @@ class Gathered(torch.autograd.Function):
 class Pairs(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.pictures, self.texts = convolutions(lambda width: nn.GroupNorm(2, width)), bag(sparse=False)
+        self.pictures = convolutions(lambda width: nn.GroupNorm(2, width))
+        self.texts = nn.Sequential(nn.EmbeddingBag(30, 8, mode="mean", padding_idx=0), *perceptron(8, 12, 4))
         self.logit_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
 
     def forward(self, x: Tensor, words: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -510,52 +496,7 @@ def pairs_gathered(steps: int, watch: Opens) -> nn.Module:
     return trained(steps, watch, model, optimizer, loss, behind=behind)
 
 
-@blind(19)
-def born_again(steps: int, watch: Opens) -> nn.Module:
-    """A frozen teacher in evaluation mode; every tenth update the student takes its place."""
-    model = DDP(perceptron(10, 24, 24, 4))
-    teacher = copy.deepcopy(model.module).eval().requires_grad_(False)
-    feed = batches(dealt(*table(64), seed=2))
-
-    def loss(_: int) -> Tensor:
-        x, y = next(feed)
-        logits = model(x)
-        with torch.no_grad():
-            soft = (teacher(x) / 2).softmax(1)
-        return F.cross_entropy(logits, y) + 4 * F.kl_div((logits / 2).log_softmax(1), soft, reduction="batchmean")
-
-    def behind(step: int) -> None:
-        if step % 10 == 9:
-            teacher.load_state_dict(model.module.state_dict())
-
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    return trained(steps, watch, model, optimizer, loss, behind=behind)
-
-
 # averages, plateaus, searches, climbs, clipping and freezing
-
-
-@blind(20)
-def average_on_rank_0(steps: int, watch: Opens) -> nn.Module:
-    """Rank 0 keeps an exponential average and scores it every fifth update; the others are told the score."""
-    model = DDP(convolutions(lambda width: nn.GroupNorm(4, width)))
-    x, y = pictures()
-    average = None
-    if dist.get_rank() == 0:
-        average = AveragedModel(model.module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-
-    def behind(step: int) -> None:
-        if average is not None:
-            average.update_parameters(model.module)
-        if step % 5 == 4:
-            score = torch.zeros(())
-            if average is not None:
-                with evaluating(average):
-                    score = (average(x).argmax(1) == y).float().mean()
-            dist.broadcast(score, src=0)
-
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    return trained(steps, watch, model, optimizer, of_rows(model, x, y), behind=behind)
 
 
 @blind(21)
@@ -795,16 +736,6 @@ def rolled_back(steps: int, watch: Opens) -> nn.Module:
             dist.barrier()
     w.close()
     return model
-
-
-@blind(32)
-def adam_then_sgd(steps: int, watch: Opens) -> nn.Module:
-    """Half way through, a second optimizer with a second watch takes over."""
-    model = DDP(convolutions(lambda width: nn.GroupNorm(4, width)))
-    loss, half = of_rows(model, *pictures()), steps // 2
-    trained(half, watch, model, torch.optim.Adam(model.parameters(), lr=3e-3), loss)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    return trained(steps - half, watch, model, optimizer, lambda step: loss(step + half))
 
 
 @blind(33)

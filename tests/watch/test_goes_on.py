@@ -20,15 +20,7 @@ from andon_contracts.watch import gathering
 from andon_contracts.watch.loaders import cannot_look
 from tests.support.ranks import run_ranks
 from tests.watch.packed import packed
-
-
-def _model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
-
-
-def _sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
+from tests.watch.small import net, sgd
 
 
 def _update(model: nn.Module, optimizer: torch.optim.Optimizer, rows: Tensor | None = None) -> None:
@@ -42,8 +34,8 @@ def _update(model: nn.Module, optimizer: torch.optim.Optimizer, rows: Tensor | N
 
 def _drops(names: list[str], moment: bool) -> list[str]:
     """What is said where rank 1 drops these gradients before its second update, or a moment behind its first."""
-    model = _model()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1) if moment else _sgd(model)
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1) if moment else sgd(model)
     with andon.watch(model, optimizer, action=lambda _: None) as w:
         for step in range(3):
             model(torch.ones(3, 4)).square().sum().backward()
@@ -85,7 +77,7 @@ class _Scaled(torch.optim.SGD):
 
 def test_a_step_with_a_closure_gets_all_other_arguments() -> None:
     """By place and by name, as without a watch; the closure gets those that the optimizer gives it."""
-    model = _model()
+    model = net()
     optimizer = _Scaled(model.parameters(), lr=0.1)
     seen: list[float] = []
 
@@ -110,7 +102,7 @@ def test_what_is_no_closure_is_not_taken_for_one() -> None:
             self.called = gradients
             return super().step()
 
-    model = _model()
+    model = net()
     optimizer = TakesGradients(model.parameters(), lr=0.1)
     given = [torch.ones(2)]
     with andon.watch(model, optimizer, action="raise") as w:
@@ -131,8 +123,8 @@ def _in_a_generator(model: nn.Module, optimizer: torch.optim.Optimizer) -> Itera
 
 def _leaves(code: object) -> None:
     """Rank 1 leaves first; rank 0 is still inside then, and makes a forward pass before it leaves too."""
-    model = _model()
-    optimizer = _sgd(model)
+    model = net()
+    optimizer = sgd(model)
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
     steps = _in_a_generator(model, optimizer)
     next(steps)
@@ -212,8 +204,8 @@ LOADERS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", LOADERS)
 def test_data_that_refuses_to_be_looked_at_ends_no_loop(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    model = _model()
-    optimizer = _sgd(model)
+    model = net()
+    optimizer = sgd(model)
     with andon.watch(model, optimizer, action="raise") as w:
         for _ in range(2):
             for batch in LOADERS[name]():
@@ -242,7 +234,7 @@ def test_why_rows_are_not_looked_at_is_said_once(
 
 def test_a_forward_pass_under_vmap_is_looked_at_as_any_other() -> None:
     model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5, affine=False), nn.Linear(5, 2)).eval()
-    optimizer = _sgd(model)
+    optimizer = sgd(model)
     parameters = dict(model.named_parameters())
 
     def loss(given: dict[str, Tensor], row: Tensor) -> Tensor:
@@ -328,7 +320,7 @@ def test_master_weights_are_no_mistake(kind: str, capsys: pytest.CaptureFixture[
     def laid_out(tensors: list[Tensor]) -> list[Tensor]:
         return [torch.cat([each.flatten() for each in tensors])] if kind == "flat" else tensors
 
-    model = _model().to(torch.bfloat16)
+    model = net().to(torch.bfloat16)
     copies = laid_out([p.detach().float() for p in model.parameters()])
     masters = [nn.Parameter(each) if kind == "parameters" else each.requires_grad_() for each in copies]
     optimizer = torch.optim.SGD(masters, lr=0.1)
@@ -349,7 +341,7 @@ def test_master_weights_are_no_mistake(kind: str, capsys: pytest.CaptureFixture[
 
 def test_a_group_that_the_loop_removes_ends_no_loop(capsys: pytest.CaptureFixture[str]) -> None:
     """The optimizer is another one then, and what was declared for the group does not hold any more."""
-    model = _model()
+    model = net()
     groups = [{"params": [*model[0].parameters()]}, {"params": [*model[2].parameters()]}]
     optimizer = torch.optim.SGD(groups, lr=0.1)
     with andon.watch(model, optimizer, groups={"2.*": {"lr": 0.1}}) as w:
@@ -363,7 +355,7 @@ def test_a_group_that_the_loop_removes_ends_no_loop(capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize("apart", [True, False])
 def test_a_loose_tensor_beside_the_model_is_no_mistake(apart: bool) -> None:
     """With an optimizer of its own, or in that of the model."""
-    model, temperature = _model(), torch.zeros(1, requires_grad=True)
+    model, temperature = net(), torch.zeros(1, requires_grad=True)
     held = [[*model.parameters()], [temperature]] if apart else [[*model.parameters(), temperature]]
     optimizers = [torch.optim.SGD(each, lr=0.1) for each in held]
     with andon.watch(model, optimizers, action="raise") as w:
@@ -378,7 +370,7 @@ def test_a_loose_tensor_beside_the_model_is_no_mistake(apart: bool) -> None:
 
 def test_a_parameter_that_is_left_out_is_still_found_beside_a_loose_tensor() -> None:
     """A temperature is too small to be the master weight of a layer."""
-    model, temperature = _model(), torch.zeros(1, requires_grad=True)
+    model, temperature = net(), torch.zeros(1, requires_grad=True)
     optimizer = torch.optim.SGD([*model[0].parameters(), temperature], lr=0.1)
     w = andon.watch(model, optimizer, action=lambda _: None)
     w.close()
@@ -402,7 +394,7 @@ class _Own(torch.optim.Optimizer):
 
 
 def _with(**held: Tensor) -> nn.Sequential:
-    model = _model()
+    model = net()
     for name, tensor in held.items():
         if name.startswith("frozen"):
             model[0].register_parameter(name, nn.Parameter(tensor, requires_grad=False))
@@ -433,10 +425,10 @@ def _odd_buffers() -> nn.Sequential:
 
 
 ODD: dict[str, Any] = {
-    "no rate, as Adafactor": lambda: (m := _model(), _Own(m.parameters(), lr=None)),
-    "two rates in one": lambda: (m := _model(), _Own(m.parameters(), lr=torch.tensor([0.1, 0.2]))),
-    "a group that holds itself": lambda: (m := _model(), _Own(m.parameters(), lr=0.1, own=_itself())),
-    "quantized moments": lambda: (m := _model(), _Own(m.parameters(), keeps=packed, lr=0.1)),
+    "no rate, as Adafactor": lambda: (m := net(), _Own(m.parameters(), lr=None)),
+    "two rates in one": lambda: (m := net(), _Own(m.parameters(), lr=torch.tensor([0.1, 0.2]))),
+    "a group that holds itself": lambda: (m := net(), _Own(m.parameters(), lr=0.1, own=_itself())),
+    "quantized moments": lambda: (m := net(), _Own(m.parameters(), keeps=packed, lr=0.1)),
     "quantized frozen weights": lambda: (
         m := _with(frozen=packed(3, 3)),
         _Own((p for p in m.parameters() if p.requires_grad), lr=0.1),
@@ -517,8 +509,8 @@ def _batches(loop: str) -> Iterator[tuple[Tensor, Tensor]]:
 @pytest.mark.parametrize("loop", ["epochs", "next(iter(loader))", "rows="])
 def test_a_watch_does_not_grow(loop: str) -> None:
     """It holds as much after 192 updates as after 384, both at the same place of all that comes round."""
-    model = _model()
-    optimizer = _sgd(model)
+    model = net()
+    optimizer = sgd(model)
     told = {"rows": 16} if loop == "rows=" else {}
     held: list[int] = []
     with andon.watch(model, optimizer, allow=dict.fromkeys(("samples-once", "order-renewed"), "one loop"), **told) as w:

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import andon
 from andon_contracts.laws.scale import Scale
 from andon_contracts.watch.gradient_scale import Account, Weight, parts_of
+from tests.watch.clean_loops import loss_sum
 from tests.watch.clean_models import Normed
 from tests.watch.loop import CLASSES, FEATURES, data
 from tests.watch.small import Dropping, answers, sgd
@@ -676,15 +677,9 @@ def normalised() -> nn.Module:
 Reference = Callable[[nn.Module, Sequence[int]], tuple[Tensor, int]]
 
 
-def summed(model: nn.Module, ids: Sequence[int]) -> tuple[Tensor, int]:
-    x, y = data()
-    index = torch.tensor(list(ids))
-    return nn.functional.cross_entropy(model(x[index]), y[index], reduction="sum"), len(ids)
-
-
 def balanced(model: nn.Module, ids: Sequence[int]) -> tuple[Tensor, int]:
     """Divided by a number that depends on all rows: no sum over rows."""
-    loss, count = summed(model, ids)
+    loss, count = loss_sum(model, ids)
     return loss * (1 + len(set(data()[1][torch.tensor(list(ids))].tolist()))), count
 
 
@@ -713,11 +708,11 @@ def _audited(model: Callable[[], nn.Module], reference: Reference, factor: float
 @pytest.mark.parametrize("model", [dropping, normalised, Normed])
 def test_a_right_gradient_of_random_passes_is_the_law(model: Callable[[], nn.Module]) -> None:
     """Updates 1 and 3 are audited, with the ranks' own masks and batch statistics, and nothing is found."""
-    assert answers(2, _audited, model, summed, 1.0) == [([], 2)] * 2
+    assert answers(2, _audited, model, loss_sum, 1.0) == [([], 2)] * 2
 
 
 def test_a_wrong_gradient_of_random_passes_is_named_by_its_factor() -> None:
-    for said, _ in answers(2, _audited, dropping, summed, 2.0):
+    for said, _ in answers(2, _audited, dropping, loss_sum, 2.0):
         assert "gradient-law broken at step 1" in said[0]
         assert "2.000 x the law = world size 2" in said[0]
 

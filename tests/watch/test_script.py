@@ -26,6 +26,7 @@ from andon_contracts.record import Broken, End, Step
 from andon_contracts.watch import gathering, script, standby
 from andon_contracts.watch.discovery import optimizer_of, outermost, trained_by
 from tests.support.ranks import run_ranks
+from tests.watch.small import sgd
 
 pytestmark = pytest.mark.xdist_group("test_script")
 
@@ -528,10 +529,6 @@ def test_a_device_without_room_is_said_once_and_the_loop_goes_on(capsys: pytest.
 # what nothing tells apart
 
 
-def _sgd(model: nn.Module) -> torch.optim.SGD:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
-
-
 class Wrapped(nn.Module):
     def __init__(self, model: nn.Module, name: str = "model") -> None:
         super().__init__()
@@ -542,14 +539,14 @@ def test_of_two_optimizers_that_nothing_tells_apart_none_is_guessed() -> None:
     """An older one of the same kind may still be there on one rank only: which one is used, its update says."""
     gc.collect()
     model = nn.Linear(2, 2)
-    one = _sgd(model)
+    one = sgd(model)
     assert optimizer_of(model.parameters()) is one
-    two = _sgd(model)
+    two = sgd(model)
     assert optimizer_of(model.parameters()) is None
     for optimizer in (one, two):
         assert trained_by(optimizer) == (model, [optimizer])
     both = nn.Sequential(nn.Linear(2, 2), model)
-    assert trained_by(_sgd(both[0]))[1][1:] == []
+    assert trained_by(sgd(both[0]))[1][1:] == []
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -558,10 +555,10 @@ def test_of_two_modules_the_names_decide_and_not_who_was_made_first(order: int) 
     gc.collect()
     made = {name: Wrapped(model, name) for name in ("b", "a")[::order]}
     assert outermost(model) is made["a"]
-    assert trained_by(_sgd(model))[0] is made["a"]
+    assert trained_by(sgd(model))[0] is made["a"]
 
 
-@pytest.mark.parametrize("find", [outermost, lambda model: trained_by(_sgd(model))])
+@pytest.mark.parametrize("find", [outermost, lambda model: trained_by(sgd(model))])
 def test_two_modules_that_nothing_tells_apart_are_refused_in_words(find: Callable[[nn.Module], object]) -> None:
     model = nn.Linear(2, 2)
     gc.collect()
