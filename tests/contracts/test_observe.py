@@ -344,7 +344,6 @@ def _equal(count: int) -> Tensor:
 
 
 def _true(flat: Tensor) -> float:
-    """By float64, in pieces so that no copy of the whole is made."""
     return math.sqrt(math.fsum(float(piece.double().square().sum()) for piece in flat.split(1 << 20)))
 
 

@@ -202,8 +202,6 @@ def test_of_several_the_first_conclusion_asked_for_is_named_with_all_its_ranks()
 
 @dataclass(frozen=True)
 class Peer:
-    """What can be seen of the process of a rank."""
-
     state: State
     code: int | None = None
     pid: int = 7

@@ -55,7 +55,6 @@ def build(source: Path, folder: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the built site."""
     folder = tmp_path_factory.mktemp("site")
     built = build(ROOT / "docs", folder)
     assert (built.returncode, built.stderr) == (0, "")
@@ -64,7 +63,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def browser(tmp_path: Path) -> Iterator[Browser]:
-    """A browser of its own for each test."""
     with Browser(tmp_path / "profile") as opened:
         yield opened
 

@@ -50,16 +50,6 @@ class Muted(Weighted):
     times = 0.0
 
 
-class Relabelled(PlainLoop):
-    """The model is given row 4 with the label of another class."""
-
-    def _loss_sum(self, ids: Sequence[int]) -> Tensor:
-        batch = collate([self.rows[row] for row in ids])
-        if 4 in ids:
-            batch["labels"][list(ids).index(4)] = 2
-        return self.model(**batch).loss * len(ids)
-
-
 class TensorRate(PlainLoop):
     """Right: the rate is a tensor in fp32, as torch documents it for compiled and captured steps."""
 

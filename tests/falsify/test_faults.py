@@ -133,8 +133,6 @@ PLACES = ((2,),)
 
 
 class Idle(LoopFault):
-    """A fault that is none: what is planted is the right loop."""
-
     name, right = PlainLoop.__name__, PlainLoop
 
 

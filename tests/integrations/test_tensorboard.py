@@ -109,6 +109,8 @@ def test_what_is_not_installed_is_said_before_the_run(
     with pytest.raises(InputError, match=r"run.report_to: tensorboard is not installed; run: pip install '.\[tensorb"):
         runs.train(tmp_path / "run", TRACKED)
     assert not (tmp_path / "run").exists()
+    with pytest.raises(InputError, match=r"run.report_to: wandb is not installed; run: pip install '.\[wandb"):
+        require(("wandb",))
     require(())
 
 

@@ -17,8 +17,6 @@ pytest.importorskip("wandb", reason="wandb is not installed: pip install '.[wand
 import wandb
 from wandb.proto import wandb_internal_pb2
 
-from andon.console.problems import InputError
-from andon.integrations.trackers import require
 from andon.integrations.wandb import findings
 from tests.integrations.told import measured, watched
 from tests.training.runs import Runs, outcome
@@ -102,12 +100,6 @@ def test_without_a_key_nobody_is_asked_for_one(tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
     assert (done.returncode, done.stdout) == (0, "here\n"), done.stderr
     assert "wandb: it has no key here: run wandb login, or set WANDB_MODE=offline" in done.stderr
-
-
-def test_what_is_not_installed_is_said_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("andon.integrations.trackers.find_spec", lambda name: None)
-    with pytest.raises(InputError, match=r"run.report_to: wandb is not installed; run: pip install '.\[wandb"):
-        require(("wandb",))
 
 
 def test_what_a_watch_finds_stands_beside_what_the_loop_logs(tmp_path: Path) -> None:

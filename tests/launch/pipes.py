@@ -13,8 +13,6 @@ PATIENCE_S = 60.0
 
 
 class Pipe:
-    """The reading end of one named pipe."""
-
     def __init__(self, path: Path) -> None:
         os.mkfifo(path)
         self.path = path

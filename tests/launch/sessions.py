@@ -18,7 +18,6 @@ def wait_until_empty(session: int) -> None:
 
 
 def _session(stat: Path) -> int:
-    """The session of a process that runs; 0 for one that is gone."""
     try:
         state, _, _, session, *_ = stat.read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

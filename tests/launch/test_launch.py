@@ -232,19 +232,6 @@ def test_below_the_minimum_is_an_error_that_says_so(pipe: Pipe) -> None:
     )
 
 
-def test_a_worker_that_dies_again_and_again_is_given_up(pipe: Pipe) -> None:
-    script = Script(pipe, [{"1": "SIGKILL"}, {"1": "SIGKILL"}, DONE])
-    assert script.run(1, 2, max_restarts=1).exit is Exit.OK
-    assert [workers for workers, _ in script.asked] == [2, 2, 1]
-
-
-def test_a_broken_contract_is_not_tried_again(pipe: Pipe) -> None:
-    script = Script(pipe, [{"0": "violation"}])
-    result = script.run(1, 2)
-    assert (result.exit, len(script.asked)) == (Exit.VIOLATION, 1)
-    assert "weights agree" in result.cause
-
-
 def test_an_agent_that_is_silent_is_lost(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "AGENT_S", 0.1)
     monkeypatch.setattr(supervisor, "END_S", 0.1)

@@ -30,8 +30,6 @@ Ranks = dict[int, "subprocess.Popen[bytes]"]
 
 @dataclass
 class Agent:
-    """An agent that never notices anything."""
-
     pids: dict[int, int] = field(default_factory=dict)
     done: bool = False
     ending: bool = False
@@ -42,7 +40,6 @@ class Agent:
 
 @pytest.fixture(autouse=True)
 def short_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither ranks nor an agent get seconds to end."""
     monkeypatch.setattr(supervisor, "END_S", 0.2)
     monkeypatch.setattr(supervisor, "AGENT_S", 0.2)
 

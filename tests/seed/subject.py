@@ -114,7 +114,6 @@ class Reference:
         self.optimizer = kind([group for group in groups if group["params"]], lr=config.learning_rate)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Copies of the trainable weights by name."""
         return {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
 
     def step(self, samples: Sequence[SafetySample]) -> tuple[float, float]:

@@ -35,7 +35,6 @@ NAMES = (
 
 @cache
 def table() -> dict[str, tuple[str, ...]]:
-    """The rows of docs/seed.md by id."""
     text = (ROOT / "docs" / "seed.md").read_text(encoding="utf-8")
     rows = ROWS.findall(text)
     found = {row[0]: tuple(row[1:]) for row in rows}
@@ -45,7 +44,6 @@ def table() -> dict[str, tuple[str, ...]]:
 
 @cache
 def all_tests() -> dict[str, str]:
-    """Every test of this folder with its docstring."""
     found = {}
     for path in sorted(Path(__file__).parent.glob("test_*.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:

@@ -16,7 +16,7 @@ from andon.step.audit import AuditSpec
 from andon.step.optimizer import OptimizerSpec
 from andon.step.plan import BatchPlan, GlobalBatch, efficiency, epoch_order, rank_leaves
 from andon.step.schedule import Schedule
-from andon.step.shard import balanced_bounds, shard_samples
+from andon.step.shard import balanced_bounds
 from andon.step.step import TrainingStep
 from andon.training.build import schedule_of
 from andon.training.material import prepare
@@ -140,18 +140,6 @@ def test_balanced_ranges_cover_and_differ_by_at_most_one(count: int, number: int
     assert len(sizes) == number
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] - sizes[-1] <= 1
-
-
-@given(st.lists(st.integers()), parts)
-def test_shards_keep_every_object_once_in_order(values: list[int], workers: int) -> None:
-    """F-DP-002: disjoint, complete, in order; each shard has floor(n / workers), the last also the remainder."""
-    samples = [[value] for value in values]
-    shards = shard_samples(samples, workers)
-    joined = [sample for shard in shards for sample in shard]
-    assert len(joined) == len(samples)
-    assert all(a is b for a, b in zip(joined, samples, strict=True))
-    size, rest = divmod(len(samples), workers)
-    assert [len(shard) for shard in shards] == [size] * (workers - 1) + [size + rest]
 
 
 # Unequal shares of micro-batches.

@@ -167,7 +167,6 @@ class SteepTask(ToyTask):
 
 
 def cannot_read(*_: object) -> Any:
-    """Stands in for a method of a task that fails to read its data."""
     raise OSError("the rows cannot be read")
 
 

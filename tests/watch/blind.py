@@ -22,7 +22,6 @@ from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import prune
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
-from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import andon
@@ -86,7 +85,6 @@ def batches(loader: DataLoader[Any]) -> Iterator[Any]:
 
 
 def mean_over_ranks(tensors: list[Tensor]) -> None:
-    """Each tensor becomes its mean over all ranks, through one flat message."""
     flat = torch.cat([each.reshape(-1) for each in tensors])
     dist.all_reduce(flat)
     nn.utils.vector_to_parameters(flat / dist.get_world_size(), tensors)
@@ -497,26 +495,6 @@ def pairs_gathered(steps: int, watch: Opens) -> nn.Module:
 
 
 # averages, plateaus, searches, climbs, clipping and freezing
-
-
-@blind(21)
-def averaged_from_half_way(steps: int, watch: Opens) -> nn.Module:
-    """SWA on all ranks with a rate of its own; at the end each rank renews the average's batch norms over all rows."""
-    model = DDP(convolutions(nn.BatchNorm2d))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    scheduler = SWALR(optimizer, swa_lr=0.02, anneal_epochs=5)
-    average = AveragedModel(model.module)
-    x, y = pictures()
-
-    def behind(step: int) -> None:
-        if step >= steps // 2:
-            average.update_parameters(model.module)
-            scheduler.step()
-        if step == steps - 1:
-            update_bn(DataLoader(TensorDataset(x), batch_size=8), average)
-
-    trained(steps, watch, model, optimizer, of_halves(model, x, y), behind=behind)
-    return nn.ModuleList([model, average])
 
 
 @blind(22)

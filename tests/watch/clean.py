@@ -16,8 +16,6 @@ from andon_contracts.watch import Watch
 
 @dataclass(frozen=True)
 class Seen:
-    """What a watch saw of one loop on one rank."""
-
     evaluations: int
     violations: tuple[str, ...]
     suspicions: tuple[str, ...]

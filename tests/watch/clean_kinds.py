@@ -29,7 +29,6 @@ def run_kinds(names: Sequence[str], steps: int) -> dict[str, Seen]:
 
 
 def run_twin(name: str, fault: str, steps: int) -> Seen:
-    """What a watch saw on this rank of that kind with a fault of `clean_twins`."""
     with planted(fault):
         return KINDS[name].run(steps)
 

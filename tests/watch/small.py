@@ -67,7 +67,6 @@ def answers(world: int, work: Callable[..., Any], *given: Any, **settings: float
 
 
 def raised_by(use: Callable[[], object]) -> str:
-    """What a call raises."""
     try:
         use()
     except ValueError as error:

@@ -298,16 +298,3 @@ def _one_module_apart() -> list[str]:
 def test_a_mode_that_differs_is_named_by_module_and_ranks() -> None:
     for (said,) in answers(2, _one_module_apart):
         assert "1 is in training mode on rank 0, in evaluation mode on rank 1" in said
-
-
-@pytest.mark.parametrize("name", ["0.weight", "0.bias"])
-def test_a_frozen_weight_that_changed_is_named_in_one_process_too(name: str) -> None:
-    model = net()
-    model[0].requires_grad_(False)
-
-    def change(step: int) -> None:
-        with torch.no_grad():
-            model.get_parameter(name).add_(step == 2)
-
-    found = watched(model, sgd(model[2]), 2, change).findings
-    assert [(each.clause, each.tensor) for each in found] == [("base-frozen", name)]

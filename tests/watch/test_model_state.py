@@ -546,8 +546,6 @@ def test_the_message_says_which_of_both_causes_it_is(due: float, seen: str, like
 
 
 class _Idle(torch.optim.SGD):
-    """Leaves all weights as they are."""
-
     def step(self, closure: Any = None) -> None:
         """No update."""
 
