@@ -78,7 +78,7 @@ def test_default_placement(
     ("backend", "workers", "names", "gpus", "message"),
     [
         ("nccl", 3, None, 2, "3 workers for 2 GPUs"),
-        ("nccl", 2, None, 0, "nccl needs a GPU, and torch sees none here; --backend auto"),
+        ("nccl", 2, None, 0, "nccl needs a GPU, and torch sees none here; use --backend auto"),
         ("nccl", 128, None, 4096, "at most 127 GPUs of one host"),
         ("gloo", 3, ["cpu", "cpu"], 0, "2 devices for 3 workers"),
         ("nccl", 2, [0, "cpu"], 1, "nccl needs a GPU for each worker"),

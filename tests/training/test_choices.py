@@ -10,6 +10,7 @@ from andon.backend import host
 from andon.config.identity import config_digest
 from andon.config.load import load_config, template, to_yaml
 from andon.config.schema import SFT, Config
+from andon.console.problems import InputError
 from andon.training.choices import Base, capped, for_rows, inherited, is_set, placed, with_micro_batches
 
 BASE = Base(positions=1024, weights=10**9, dtype="bfloat16")
@@ -32,6 +33,10 @@ def config(*overrides: str) -> Config:
         ([*PRETRAINED, "training.batch_size=16", "training.micro_batches=16"], 12, "nccl", 12),
         ([*PRETRAINED, "run.backend=gloo", "run.workers=3"], 4, "gloo", 3),
         ([*PRETRAINED, "run.workers=3"], 4, "nccl", 3),
+        ([*PRETRAINED, "run.workers=3"], 2, "gloo", 3),
+        ([*OWN, "run.workers=3"], 1, "gloo", 3),
+        ([*PRETRAINED, "run.backend=nccl", "run.workers=2", "run.cpu_fallback=true"], 0, "gloo", 2),
+        ([*PRETRAINED, "run.devices=[0, 1, 2]", "run.workers=auto"], 8, "nccl", 3),
         ([*PRETRAINED, "run.portable=true"], 4, "gloo", None),
         ([*PRETRAINED, "run.devices=[0, cpu]"], 4, "mixed", 2),
         ([*PRETRAINED, "run.devices=[1]"], 4, "nccl", 1),
@@ -43,6 +48,15 @@ def test_where_a_run_trains(overrides: list[str], gpus: int, backend: str, worke
     assert found.run.backend == backend
     assert found.run.workers == workers if workers is not None else found.run.workers >= 1
     assert placed(found, 0) == (found, "")  # chosen once
+
+
+def test_rows_that_are_to_be_grouped_are_not_packed_and_a_lowest_rate_above_the_chosen_one_is_refused() -> None:
+    grouped = for_rows(config(*PRETRAINED, "training.group_by_length=true"), SFT, BASE, [30], 30, on_gpus=False)
+    assert (grouped.training.packing, grouped.training.group_by_length) == (False, True)
+    assert for_rows(config(*PRETRAINED, "schedule.min_lr=1e-4"), SFT, BASE, [30], 30, on_gpus=False)
+    whole = config(*PRETRAINED, "schedule.min_lr=1e-4", "adapter.kind=none")
+    with pytest.raises(InputError, match=r"schedule\.min_lr: must not be more than optimizer\.lr, 2e-05"):
+        for_rows(whole, SFT, BASE, [30], 30, on_gpus=False)
 
 
 def test_gpus_without_work_are_said() -> None:

@@ -16,7 +16,7 @@ from andon.console.problems import InputError, Problem, ProblemList
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 _CUBLAS_SETTINGS = (":4096:8", ":16:8")
 """Those with which its results are the same from run to run."""
-NO_GPU = "--backend auto takes the CPU then, and --set run.cpu_fallback=true allows nccl to"
+NO_GPU = "use --backend auto to train on the CPU, or --set run.cpu_fallback=true to keep nccl and allow the CPU"
 """What to do if no GPU can be used."""
 _LOG = logging.getLogger(__name__)
 _MOST_GPUS = 127

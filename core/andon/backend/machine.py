@@ -95,9 +95,8 @@ def refuse_unfit(backend: str, found: Mapping[int, Accelerator], needed: int | N
 def _too_small(each: Accelerator, needed: int) -> str:
     have = f"GPU {each.index} ({each.name}) has {in_gib(each.free)} of {in_gib(each.total)} free"
     if each.total < needed:
-        return (
-            f"{have}, too small for the {in_gib(needed)} that the run needs; andon plan says which settings need less"
-        )
+        remedy = "andon plan says which settings need less, as training.activation_checkpointing=true may"
+        return f"{have}, too small for the {in_gib(needed)} that the run needs; {remedy}"
     return f"{have} and the run needs {in_gib(needed)}: another process may hold the rest"
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 _BATCH = "training.batch_size is the rows of one update over all workers"
 _BY_ANSWER = {
     "optimizer.lr": "learning_rate",
-    "optimizer.name": "optim",
+    "optimizer.name": "optim optimizer",
     "optimizer.clip_norm": "max_grad_norm gradient_clipping",
     "optimizer.betas": "adam_beta1 adam_beta2",
     "optimizer.eps": "adam_epsilon",

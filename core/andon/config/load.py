@@ -215,7 +215,10 @@ def _suggestion(path: KeyPath) -> str:
 def meant_by(name: str) -> str:
     """The dotted key of this name in any section, else what another trainer's setting of this name is called here, or a
     sentence if no key means the same; empty for an unknown name."""
-    key = next((".".join(each) for each in _known_keys() if each[-1] == name), "")
+    sections = {each[0] for each in _known_keys() if len(each) > 1}
+    key = next((".".join(each) for each in _known_keys() if each[-1] == name and each != (name,)), "")
+    if not key and name in Config.model_fields.keys() - sections:
+        return name
     return key or FOREIGN_NAMES.get(name, "")
 
 

@@ -2,7 +2,7 @@
 
 Unknown keys are refused, and so are values of another type: the string "1e-3" is no number, 3.0 no integer. Without
 any file the defaults are the embedded run: generated shell snippets, a small Qwen3, LoRA on all of it, two workers.
-Settings that are not set, and of which a pretrained base needs others, are chosen by `andon.training.choices`.
+Unset settings for which a pretrained base needs other values are chosen by `andon.training.choices`.
 """
 
 from __future__ import annotations
@@ -76,10 +76,11 @@ class Model(Section):
     intermediate_size: Size = 128
     dropout: Share = Field(default=0.1, description="of attention; of an encoder's hidden states too")
     max_length: Size = Field(
-        default=128, description="of a row, longer ones are cut; auto: the longest row, at most 2048 (sft) or 512"
+        default=128, description="tokens of a row, longer rows are cut; auto, with a base: the longest row"
     )
     dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32", description="of frozen weights, what trains is float32; auto: on GPUs as the base was saved"
+        default="float32",
+        description="of frozen weights, trained ones are float32; auto: on GPUs as the base was saved",
     )
     new_tokens: Annotated[tuple[Name, ...], BeforeValidator(_as_tuple)] = Field(
         default=(), description="sft: added to the tokenizer's own, as in ['<tool>', '</tool>']; their rows train"
@@ -277,8 +278,7 @@ class Training(Section):
     """How long and in which portions."""
 
     automatic = frozenset(
-        {"epochs", "micro_batches", "packing", "group_by_length", "keep", "checkpoint_minutes"}
-        | {"compile", "activation_checkpointing"}
+        {"epochs", "micro_batches", "packing", "group_by_length", "keep", "checkpoint_minutes"} | {"compile"}
     )
 
     epochs: Steps = Field(default=2, description="auto: 3 with a pretrained base")
@@ -288,10 +288,10 @@ class Training(Section):
         default=8, description="parts of a batch, on which the result depends; auto: 8, more for long rows"
     )
     packing: bool = Field(
-        default=False, description="sft: rows share a row of max_length tokens, unseen by each other; auto: on"
+        default=False, description="sft: several rows share one sequence of max_length tokens; auto, with a base: on"
     )
     group_by_length: bool = Field(
-        default=False, description="rows of similar length share a batch: less padding; auto: on unless packed"
+        default=False, description="rows of similar length share a batch, another order; auto, with a base: on"
     )
     pad_to_multiple_of: Size = Field(
         default=8, description="padded lengths are multiples of this; 1 wastes least; compile has its own lengths"
@@ -302,13 +302,14 @@ class Training(Section):
     )
     compile_lengths: Size = Field(default=4, description="padded lengths that are compiled; each takes a minute")
     activation_checkpointing: bool = Field(
-        default=False, description="layers compute their activations twice: less memory; auto: if memory is short"
+        default=False, description="recompute activations in the backward pass: less memory, more time"
     )
     early_stopping_patience: Count | None = Field(
         default=None, description="evaluations without a better validation loss; null: never"
     )
     keep: Literal["best", "last"] = Field(
-        default="last", description="the result: weights of the lowest validation loss or the last step; auto: best"
+        default="last",
+        description="weights that are the result: of the best validation loss, or last; auto: best",
     )
     checkpoint_every: Count | None = Field(default=None, description="steps; at the end of every epoch anyway")
     eval_rows: Count | None = Field(
@@ -350,7 +351,9 @@ class Run(Section):
     """Where a run lives and what it says; none of this but `portable` changes its result."""
 
     automatic = frozenset({"workers", "backend"})
-    workers: Workers = Field(default=2, description="ranks on this machine; auto: one a GPU, else up to one a core")
+    workers: Workers = Field(
+        default=2, description="ranks on this machine; auto: one a GPU, else with a base up to one a core, or 2"
+    )
     backend: Literal["inline", "threads", "gloo", "nccl", "mixed"] = Field(
         default="gloo", description="inline, threads: in one process; gloo, nccl, mixed; auto: nccl on GPUs, else gloo"
     )
@@ -385,7 +388,11 @@ class Run(Section):
     @classmethod
     def _a_worker_for_each_device(cls, given: Any) -> Any:
         """Devices alone say how many workers there are."""
-        if isinstance(given, Mapping) and isinstance(given.get("devices"), list | tuple) and "workers" not in given:
+        if (
+            isinstance(given, Mapping)
+            and isinstance(given.get("devices"), list | tuple)
+            and given.get("workers", "auto") == "auto"
+        ):
             return {**given, "workers": max(len(given["devices"]), 1)}
         return given
 
@@ -464,12 +471,19 @@ class Config(Section):
         said = {name: {key: value for key, value in parts[name].items() if value != "auto"} for name in _EMBEDDED_SFT}
         return {**given, **{name: {**defaults, **said[name]} for name, defaults in _EMBEDDED_SFT.items()}}
 
+    @property
+    def rate_fault(self) -> str:
+        """What is wrong with the lowest rate beside the peak; empty if nothing is."""
+        own, default = self.schedule, Schedule.model_fields["min_lr"].default
+        if own.type == "constant" or own.min_lr <= self.optimizer.lr or own.min_lr == default:
+            return ""
+        return f"must not be more than optimizer.lr, {self.optimizer.lr} ({own.min_lr})"
+
     @model_validator(mode="after")
     def _rates_fit(self) -> Config:
-        own, default = self.schedule, Schedule.model_fields["min_lr"].default
-        if own.type != "constant" and own.min_lr > self.optimizer.lr and own.min_lr != default:
-            what = f"must not be more than optimizer.lr, {self.optimizer.lr} ({self.schedule.min_lr})"
-            raise _refuse("schedule.min_lr", what)
+        known = self.model.base is None or "lr" in self.optimizer.model_fields_set  # else it is chosen later
+        if known and self.rate_fault:
+            raise _refuse("schedule.min_lr", self.rate_fault)
         return self
 
     @model_validator(mode="after")

@@ -47,7 +47,7 @@ class Origins:
 
     def __init__(self, limit: int | None = None) -> None:
         self.skipped: Sequence[Problem] = ()
-        self.notes = [] if limit is None else [f"note: no more than {limit} training rows are read (data.limit)"]
+        self.notes = [] if limit is None else [f"note: reading at most {limit} training rows (data.limit)"]
         self._limit = limit
         self._files: list[tuple[Path, str]] = []
         self._starts: list[int] = []

@@ -308,7 +308,7 @@ def generate(
     from transformers import GenerationConfig
 
     if not all(prompts):
-        raise ValueError("there is nothing to go on from: a prompt has no tokens")
+        raise ValueError("a prompt has no tokens")
     base: Any = without_adapter(model)
     device = next(base.parameters()).device
     positions = getattr(base.config, "max_position_embeddings", None) or sys.maxsize

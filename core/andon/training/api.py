@@ -228,7 +228,10 @@ class TrainingRun:
         from andon.training.inference import answer
 
         with torch_as_found(threads=None):
-            return list(answer(self._model, given, max_new_tokens))
+            try:
+                return list(answer(self._model, given, max_new_tokens))
+            finally:
+                del self._model  # its adapter may be merged now, which would change later scores by rounding
 
     def verify(self) -> Verified:
         """What `andon verify` says of the run. Raises `InputError` where the falsifier is not installed."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
 
@@ -15,7 +14,6 @@ from andon.backend.base import Backend
 from andon.backend.machine import look_at, of_all_ranks, refuse_unfit
 from andon.console.messages import say
 from andon.model.memory import MemoryPlan
-from andon.training.choices import is_set, with_values
 from andon.training.material import Material
 from andon.training.study import NotPlannable, Study, with_graphs_that_fit
 from andon_contracts.laws.law import Judgement
@@ -24,36 +22,26 @@ from andon_contracts.laws.outcome import BUDGET, Peaks
 _GROUPED = ("nccl", "mixed")
 
 
-def agree_on_devices(material: Material, backend: Backend) -> tuple[Material, MemoryPlan | None]:
+def agree_on_devices(material: Material, backend: Backend) -> MemoryPlan | None:
     """What each GPU replica may need; None if no rank is on a GPU, or if it cannot be planned.
 
-    The material is given back with activation checkpointing chosen: on if nobody set it and memory is short, which
-    gives the same bits, for eager passes. Collective where ranks are on GPUs. Raises `InputError`, the same on every
-    rank, for a GPU with too little memory free. What else keeps GPUs from training was refused before a backend was
-    made on them.
+    Collective where ranks are on GPUs. Raises `InputError`, the same on every rank, for a GPU with too little memory
+    free. What else keeps GPUs from training was refused before a backend was made on them.
     """
-    config, key = material.config, "training.activation_checkpointing"
     if backend.name not in _GROUPED:
-        return material, None
+        return None
     device = backend.devices[0]
     found = of_all_ranks(look_at(device.index or 0) if device.type == "cuda" else None)
     if not found:
-        return material, None
-    planned, free = _planned(material, backend), min(each.free for each in found.values())
+        return None
+    planned = _planned(material, backend)
     # Compiled passes may fit where the bound does not.
-    if planned is None or config.training.compile != "off":
+    if planned is None or material.config.training.compile != "off":
         refuse_unfit(backend.name, found, None)
-        return material, planned
-    planned = with_graphs_that_fit(planned, config, free)
-    if planned.needed > free and not is_set(config, key):
-        less = replace(material, config=with_values(config, {key: True}))
-        planned = _planned(less, backend) or planned
-        if planned.needed <= free:
-            material = less
-            if 0 in backend.ranks:
-                say(f"auto: {key}=true, since a GPU has too little memory without it (the same bits, more time)")
+        return planned
+    planned = with_graphs_that_fit(planned, material.config, min(each.free for each in found.values()))
     refuse_unfit(backend.name, found, planned.needed)
-    return material, planned
+    return planned
 
 
 def _planned(material: Material, backend: Backend) -> MemoryPlan | None:

@@ -1,8 +1,8 @@
 """The settings that nobody set, chosen once for the data, the base model and the devices.
 
 `placed` chooses where a run trains, before ranks are started, and needs no torch. `for_rows` chooses what depends on
-tokens and on the base: every rank does that and comes to the same, since nothing of it depends on the number of
-workers, the kind of GPU, or time. Whatever is chosen stands in the run's config.yaml, and `inherited` keeps it at a
+tokens and on the base: every rank computes the same choices, because they do not depend on the number of workers,
+the kind of GPU, or time. Whatever is chosen stands in the run's config.yaml, and `inherited` keeps it at a
 resume.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from andon.backend import host
 from andon.config.schema import SFT, Config, Model, Section
-from andon.console.problems import InputError
+from andon.console.problems import InputError, Problem
 from andon.data.hub import at_hand
 
 _CAP = 512
@@ -50,7 +50,7 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
 
 
 def inherited(config: Config, before: Config) -> Config:
-    """`config` of a resumed run, with what the run, `before`, chose when it began for all that is not set.
+    """`config` of a resumed run, with unset values filled from `before`, the run's first configuration.
 
     How many workers there are is chosen again.
     """
@@ -74,29 +74,44 @@ def _where_unset(config: Config, values: Mapping[str, Any]) -> Config:
 def placed(config: Config, gpus: int | None = None) -> tuple[Config, str]:
     """`config` with its backend and workers, and a line that says what was chosen, or "" for the embedded run.
 
-    gpus: how many there are (None: torch is asked). Without settings a run of the user's own takes all GPUs, but no
-    more than have work: min(8, batch_size) micro-batches, the fewest that are chosen. On CPUs a pretrained base gets a
-    worker for each physical core, as far as memory holds their copies of it; the embedded model gets two.
+    gpus: how many there are (None: torch is asked). Without settings, a run on the user's own data or base takes all
+    GPUs, at most one per micro-batch (min(8, batch_size), the smallest M that can be chosen). On CPUs a pretrained base
+    gets a worker for each physical core, as far as memory holds their copies of it; the embedded model gets two.
     """
     run = config.run
-    if is_set(config, "run.backend") and is_set(config, "run.workers"):
-        return config, ""
-    if config.data.train is None and config.model.base is None:
+    if config.data.train is None and config.model.base is None and not is_set(config, "run.backend"):
         return with_values(config, {"run.backend": run.backend, "run.workers": run.workers}), ""
-    backend = run.backend if is_set(config, "run.backend") else _backend(config, host.gpus() if gpus is None else gpus)
-    if is_set(config, "run.workers"):
-        return with_values(config, {"run.backend": backend}), f"auto: {run.workers} {backend} workers"
-    workers, why = run.workers, ""
-    if backend == "nccl":
-        there = host.gpus() if gpus is None else gpus
-        workers = max(min(there, _fewest_parts(config)), 1)
-        why = f" of {there} GPUs: an update has {_fewest_parts(config)} micro-batches" if there > workers else ""
-    elif backend == "gloo" and config.model.base is not None:
-        workers, why = _cpu_workers(config)
+    if is_set(config, "run.backend") and is_set(config, "run.workers") and not run.cpu_fallback:
+        return config, ""
+    there = host.gpus() if gpus is None else gpus
+    backend = run.backend if is_set(config, "run.backend") else _backend(config, there)
+    if backend == "nccl" and not there and run.cpu_fallback:
+        return _on_cpus(config, "no GPU is usable here (clause cpu-fallback)")
+    if backend == "gloo" and not is_set(config, "run.workers") and config.model.base is not None:
+        return _on_cpus(config, f"{there} GPUs are not used" if there else "")
+    if (
+        is_set(config, "run.workers")
+        and backend == "nccl"
+        and run.workers > there
+        and not is_set(config, "run.backend")
+    ):
+        return _on_cpus(config, f"{run.workers} workers were asked for, and there are {there} GPUs" if there else "")
+    if backend != "nccl" or is_set(config, "run.workers"):
+        return with_values(config, {"run.backend": backend, "run.workers": run.workers}), ""
+    most = _fewest_parts(config)
+    workers = len(run.devices) if run.devices else min(there, most) or 1
+    why = f" of {there} GPUs: an update has {most} micro-batches" if workers == most < there else ""
     found = with_values(config, {"run.backend": backend, "run.workers": workers})
-    if backend != "nccl" and (backend != "gloo" or config.model.base is None):
-        return found, ""
-    return found, f"auto: {workers} {backend} worker{'s' * (workers > 1)}{why}"
+    return found, f"auto: {workers} nccl worker{'s' * (workers > 1)}{why}"
+
+
+def _on_cpus(config: Config, why: str) -> tuple[Config, str]:
+    """`config` on gloo, with workers for the CPUs if none are set, and the line that says so."""
+    workers, memory = config.run.workers, ""
+    if not is_set(config, "run.workers") and config.model.base is not None:
+        workers, memory = _cpu_workers(config)
+    found = with_values(config, {"run.backend": "gloo", "run.workers": workers})
+    return found, f"auto: {workers} gloo worker{'s' * (workers > 1)}{': '[: 2 * bool(why or memory)]}{why or memory}"
 
 
 def _backend(config: Config, gpus: int) -> str:
@@ -119,7 +134,7 @@ def _cpu_workers(config: Config) -> tuple[int, str]:
         return most, ""
     needed = size * (6 if config.adapter.kind == "none" else 1.25) + _GIB
     fitting = max(int(free // needed), 1)
-    return (most, "") if fitting >= most else (fitting, f": each needs about {needed / _GIB:.1f} GiB of memory")
+    return (most, "") if fitting >= most else (fitting, f"each needs about {needed / _GIB:.1f} GiB of memory")
 
 
 def _fp32_bytes(model: Model) -> int:
@@ -139,7 +154,7 @@ def _fp32_bytes(model: Model) -> int:
 
 @dataclass(frozen=True)
 class Base:
-    """What choices depend on of a base model. positions: most tokens of a row (None: no limit). weights: how many.
+    """The facts about a base model that choices depend on. positions: most tokens of a row (None: no limit). weights: how many.
     dtype: that of its checkpoint, float32 or bfloat16."""
 
     positions: int | None
@@ -161,9 +176,10 @@ def capped(config: Config, task: str, base: Base | None) -> Config:
 def for_rows(
     config: Config, task: str, base: Base | None, lengths: Sequence[int], longest: int, *, on_gpus: bool
 ) -> Config:
-    """`config`, capped, with all that rows decide, but for micro-batches: every key that is not set gets a value.
+    """`config`, capped, with every unset value chosen from the rows and the base, except micro_batches.
 
-    lengths: tokens of each row of an epoch. longest: tokens of the longest row that is trained on or scored.
+    lengths: tokens of each row of an epoch. longest: tokens of the longest row that is trained on or scored. Raises
+    `InputError` for a lowest rate above the rate that is chosen.
     """
     values: dict[str, Any] = {
         "model.max_length": config.model.max_length,
@@ -174,7 +190,10 @@ def for_rows(
     if base is not None or config.data.train is not None:
         values["training.keep"] = "best"
     if base is not None:
-        packing = config.training.packing if is_set(config, "training.packing") else task == SFT
+        grouped = is_set(config, "training.group_by_length") and config.training.group_by_length
+        packing = task == SFT and not grouped
+        if is_set(config, "training.packing"):
+            packing = config.training.packing
         values |= {
             "optimizer.lr": _RATES[config.adapter.kind, task == SFT],
             "adapter.dropout": 0.05,
@@ -186,6 +205,8 @@ def for_rows(
             "training.group_by_length": not packing,
         }
     config = _where_unset(config, values)
+    if fault := config.rate_fault:
+        raise InputError([Problem("schedule.min_lr", fault)])
     pays = on_gpus and base is not None and _pays(config, base, lengths)
     return _where_unset(config, {"training.compile": "graphs" if pays else "off"})
 
@@ -213,7 +234,7 @@ def _pays(config: Config, base: Base, lengths: Sequence[int]) -> bool:
 
 
 def settings_line(config: Config) -> str:
-    """What decides a run's result and speed, for its user: with a pretrained base, much of it was chosen."""
+    """One log line with the settings that decide result and speed."""
     model, training, adapter = config.model, config.training, config.adapter
     trained = "all weights" if adapter.kind == "none" else f"LoRA r={adapter.r}"
     layout = "packed" if training.packing else "grouped by length" if training.group_by_length else "in random order"

@@ -22,7 +22,7 @@ _SMALL = EvaluationBatching()
 
 @dataclass
 class Evaluator:
-    """Scores rows of a run, and those of the last and of the best evaluation after the same update without a pass.
+    """Scores rows. Caches the last and the best evaluation, so that repeating one needs no forward pass.
 
     The key is the count of updates, which is equal on all ranks. With a digest of weights, a rank with damaged weights
     would wait alone in a gather.

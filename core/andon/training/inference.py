@@ -318,14 +318,15 @@ def answer(run: TrainedRun, prompts: Iterable[str | Sequence[Message]], max_new_
         run.model.merge_adapter(safe_merge=True)  # type: ignore[operator]
     base = run.tokenizer.base
     asked, limit = Asked.read(run.folder.adapter), run.config.model.max_length
-    waiting = iter(prompts)
+    waiting, first = iter(prompts), 0
     while window := list(islice(waiting, _PROMPTS)):
         messages = [(Message("user", each),) if isinstance(each, str) else tuple(each) for each in window]
         ids = [encode_prompt(run.tokenizer, asked.form, each) for each in messages]
-        for given in ids:
+        for number, given in enumerate(ids, start=first + 1):
             if len(given) >= limit:
                 what = f"has {len(given)} tokens, and the model was trained on {limit} (model.max_length); shorten it"
-                raise InputError([Problem("the prompt", what)])
+                raise InputError([Problem(f"prompt {number}", what)])
+        first += len(ids)
         most = [min(max_new_tokens, limit - len(given)) for given in ids]
         for prompt, found in zip(messages, generate(run.model, ids, asked.stops, most), strict=True):
             finished = bool(found) and found[-1] in asked.stops

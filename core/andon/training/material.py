@@ -51,7 +51,7 @@ from andon.training.token_cache import in_memory, kept_tokens, key_of_tokens
 class Material:
     """Everything that training needs besides a backend; a function of the configuration and the files it names.
 
-    config: with all that was chosen; of a run on GPUs, activation checkpointing is not yet.
+    config: with all that was chosen.
     task: trained on, by the ids of `plan`. validation_task: has the rows by their own ids, and scores those held back.
     validation_ids, evaluation_ids: the rows that are scored, at most `training.eval_rows` of each.
     """

@@ -11,7 +11,8 @@ def idleness(plan: BatchPlan, workers: int) -> str:
     """How many of these workers would never train on a row, and why; empty if every worker has rows."""
     idle = plan.idle_ranks(workers)
     rows = min(plan.batch_size, len(plan.ids))
-    why = f"an update has {rows} row{'s' * (rows != 1)} in {plan.micro_batches} micro-batches"
+    unit = "row" if plan.updates is None else "pack"
+    why = f"an update has {rows} {unit}{'s' * (rows != 1)} in {plan.micro_batches} micro-batches"
     return f"{idle} of {workers} workers have no row in any update: {why}" if idle else ""
 
 

@@ -90,7 +90,8 @@ def assembled(
         material = prepare(config, folder.tokens if writing else None)
         clock = StepClock(compiles=material.config.training.compile != "off")
         backend = stack.enter_context(_backend(material.config, clock))
-        yield _assemble(folder, material, backend, time.monotonic() if started is None else started, clock)
+        begun = time.monotonic() if started is None else started
+        yield _assemble(folder, material, backend, begun, clock, writing=writing)
 
 
 @contextmanager
@@ -200,9 +201,10 @@ def _tell(config: Config, backend: Backend) -> None:
         say(f"mixed: with training.{named[0]} each GPU draws dropout of its own, so who computes changes the result")
 
 
-def _assemble(folder: RunFolder, material: Material, backend: Backend, started: float, clock: StepClock) -> Session:
-    material, plan = agree_on_devices(material, backend)
-    config = material.config
+def _assemble(
+    folder: RunFolder, material: Material, backend: Backend, started: float, clock: StepClock, *, writing: bool
+) -> Session:
+    config, plan = material.config, agree_on_devices(material, backend)
     _tell(config, backend)
     spec = run_spec(config, material, backend.world_size)
     captured = captures(config, backend.devices[0].type, plan.activations if plan else None)
@@ -219,7 +221,7 @@ def _assemble(folder: RunFolder, material: Material, backend: Backend, started: 
         skipped = (*material.rows.skipped, *material.unusable)
         for note in skip_notes(material.unusable):
             say(note)
-        if skipped:
+        if skipped and writing:
             write_whole(folder.skipped, "".join(f"{problem}\n" for problem in skipped).encode())
             say(f"note: all {len(skipped)} skipped rows are listed in {folder.skipped}")
     accelerators = [torch.cuda.get_device_name(device) for device in backend.devices if device.type == "cuda"]
