@@ -154,8 +154,11 @@ def _fp32_bytes(model: Model) -> int:
 
 @dataclass(frozen=True)
 class Base:
-    """The facts about a base model that choices depend on. positions: most tokens of a row (None: no limit). weights: how many.
-    dtype: that of its checkpoint, float32 or bfloat16."""
+    """The facts about a base model that choices depend on.
+
+    positions: most tokens of a row (None: no limit). weights: how many. dtype: that of its checkpoint, float32 or
+    bfloat16.
+    """
 
     positions: int | None
     weights: int
