@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -349,11 +348,6 @@ def test_every_key_of_the_schema_either_defines_or_places() -> None:
     facts = {"data.embedded", "model.embedded", "run.device_kind"}
     found = identity(load_config(None, ["training.compile=graphs"]))  # else checkpointing has the same bits
     assert set(found) == (keys - PLACING) | facts
-
-
-def test_an_identity_survives_json() -> None:
-    config = load_config(None, ["adapter.targets=[q_proj, v_proj]", "optimizer.lr=0.1"])
-    assert differences(json.loads(json.dumps(identity(config))), identity(config)) == []
 
 
 def test_a_key_on_one_side_only_is_a_difference() -> None:

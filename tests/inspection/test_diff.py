@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from andon.config.load import template
-from andon.console.problems import InputError
 from andon.inspection.difference import Comparison, Differences, compare, read_side
 from andon.inspection.tensors import tensors_apart
 from andon.run.checkpoint import save_checkpoint
@@ -208,8 +207,3 @@ def test_other_data_is_named(run: Path, tmp_path: Path, kept: int, line: str) ->
     report = compare(read_side(run), read_side(other))
     assert report.result is DIFFERENT
     assert any(re.fullmatch(line, each) for each in report.lines), report.lines
-
-
-def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="there is no such run"):
-        read_side(tmp_path / "nothing")

@@ -96,16 +96,6 @@ def test_each_probe_finds_what_is_there(
         assert "nowhere0: no such interface" in json.loads(capsys.readouterr().out)["named"]
 
 
-# Deep: six processes, most of which import torch. `test_each_probe_finds_what_is_there` asks the probe of the network.
-@pytest.mark.deep
-def test_an_interface_that_is_not_there(tmp_path: Path) -> None:
-    told = doctor(tmp_path, temporary=tmp_path / "t", GLOO_SOCKET_IFNAME="nowhere0")
-    assert (told.code, told.problems) == (1, {"network", "backend gloo"})
-    assert "GLOO_SOCKET_IFNAME" in told.checks["network"]["todo"]
-    for name in ("network", "backend gloo"):
-        assert "nowhere0: no such interface" in told.checks[name]["found"]
-
-
 def test_what_keeps_a_run_from_this_machine_is_found(tmp_path: Path) -> None:
     """No torch, and folders that take no file. A socket's path has at most 107 bytes."""
     path = hiding(tmp_path / "h", "torch")

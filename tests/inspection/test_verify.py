@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import math
 import os
 import subprocess
 import sys
-import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,6 @@ from andon_falsify.cli.verify import verify as command
 from andon_falsify.verdict import Outcome, closing_line, exit_code
 from tests.cli.command import cli
 from tests.inspection.ledgers import PLAN, digest, resumed_run, retracted_run, start, step, whole_run, write
-from tests.repository.sources import ROOT
 
 HOLDS, FALSIFIED, NOT_APPLICABLE = Outcome.HOLDS, Outcome.FALSIFIED, Outcome.NOT_APPLICABLE
 
@@ -275,9 +272,3 @@ def test_a_command_whose_package_is_absent_says_so(tmp_path: Path) -> None:
     )
     hint = "run: pip install '.[falsify]' in a checkout of andon"
     assert (done.returncode, done.stderr) == (2, f"andon: andon judge: absent_package is not installed; {hint}\n")
-
-
-def test_the_project_declares_the_command() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    module, _, name = project["entry-points"]["andon.commands"]["verify"].partition(":")
-    assert callable(getattr(importlib.import_module(module), name))

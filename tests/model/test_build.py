@@ -60,12 +60,6 @@ def test_every_layer_starts_with_its_own_weights() -> None:
     )
 
 
-def test_the_size_of_a_head_is_hidden_over_heads() -> None:
-    model = build_base(spec())
-    assert dict(model.named_parameters())["model.layers.0.self_attn.q_proj.weight"].shape == (16, 16)
-    assert dict(model.named_parameters())["model.layers.0.self_attn.k_proj.weight"].shape == (8, 16)
-
-
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_folder_gives_back_what_was_saved(architecture: str, tmp_path: Path) -> None:
     model = build_base(spec(architecture))
@@ -83,15 +77,6 @@ def test_the_tokenizers_padding_id_wins(tmp_path: Path) -> None:
     padded = model(input_ids=torch.tensor([[1, 5, 5]]), attention_mask=torch.tensor([[1, 0, 0]])).logits
     alone = model(input_ids=torch.tensor([[1]]), attention_mask=torch.tensor([[1]])).logits
     torch.testing.assert_close(padded, alone)
-
-
-def test_a_folder_without_a_head_gets_one_from_the_seed(tmp_path: Path) -> None:
-    save_base(build_base(spec()), tmp_path, TINY.labels)
-    wanted = dataclasses.replace(TINY, base=str(tmp_path), num_labels=2, labels=("a", "b"))
-    first, again, other = (build_base(dataclasses.replace(wanted, seed=seed)) for seed in (1, 1, 2))
-    assert first.get_submodule("score").weight.shape == (2, 16)
-    assert digest(first) == digest(again)
-    assert digest(first) != digest(other)
 
 
 HEADS = [("decoder", "classification"), ("encoder", "multi-label"), ("encoder", "tokens")]
@@ -116,7 +101,7 @@ def test_a_head_of_other_classes_is_drawn_as_if_there_were_none(architecture: st
             tmp_path / "model.safetensors",
             metadata={"format": "pt"},
         )
-        assert digest(found) == digest(build_base(wanted))
+        assert digest(found) == digest(build_base(wanted)) != digest(build_base(dataclasses.replace(wanted, seed=98)))
         assert facts_of(build_base(wanted)).notes == ()
 
 
@@ -420,17 +405,20 @@ def test_the_padding_id_of_a_causal_model_is_an_id_like_any_other() -> None:
     assert bool(model.model.embed_tokens.weight.grad[3].ne(0).any())
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_folder_must_have_a_causal_models_head(tied: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "tied"), [("llama", True), ("llama", False), ("gpt2", True), ("gpt_neox", False), ("mistral", False)]
+)
+def test_a_folder_must_have_a_causal_models_head(kind: str, tied: bool, tmp_path: Path) -> None:
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
-    config = AutoConfig.for_model("llama", vocab_size=33, tie_word_embeddings=tied, **sizes)
+    sizes |= {"num_key_value_heads": 1} if kind == "mistral" else {}
+    config = AutoConfig.for_model(kind, vocab_size=33, tie_word_embeddings=tied, **sizes)
     saved = AutoModelForCausalLM.from_config(config)
     wanted = dataclasses.replace(CAUSAL, base=str(tmp_path))
     with quiet_loading():
         saved.save_pretrained(tmp_path)
     assert digest(build_base(wanted)) == digest(saved)
     tensors = load_file(tmp_path / "model.safetensors")
-    assert tied == (tensors.pop("lm_head.weight", None) is None)
+    assert tied == (tensors.pop("embed_out.weight" if kind == "gpt_neox" else "lm_head.weight", None) is None)
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     if tied:
         assert digest(build_base(wanted)) == digest(saved)
@@ -455,14 +443,3 @@ def test_a_decoder_that_does_not_know_how_to_begin_is_refused(tmp_path: Path) ->
         build_shape(base)
     AutoConfig.for_model("t5", vocab_size=33, decoder_start_token_id=0, **sizes).save_pretrained(tmp_path)
     assert build_shape(base)
-
-
-@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "mistral"])
-def test_a_folder_of_any_decoder_is_loaded(kind: str, tmp_path: Path) -> None:
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
-    if kind == "mistral":
-        sizes["num_key_value_heads"] = 1
-    saved = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, vocab_size=33, **sizes))
-    with quiet_loading():
-        saved.save_pretrained(tmp_path)
-    assert digest(build_base(dataclasses.replace(CAUSAL, base=str(tmp_path)))) == digest(saved)

@@ -290,13 +290,6 @@ def test_a_model_that_cannot_keep_rows_apart_is_refused(kind: str, settings: dic
         require_apart(_built(kind, **settings), CPU)
 
 
-def test_a_limit_to_sight_that_no_row_reaches_is_none() -> None:
-    model = _built("mistral", intermediate_size=24, num_key_value_heads=2, sliding_window=8)
-    with pytest.raises(InputError, match="sliding_window 8"):
-        require_apart(model, CPU, longest=9)
-    require_apart(model, CPU, longest=8)
-
-
 @pytest.mark.parametrize("way", ["a mask of ones", "a default cache", "positions that run on"])
 def test_rows_that_see_each_other_are_refused(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As transformers has it where it is given a mask of tokens, or keeps a cache: it says nothing."""

@@ -53,15 +53,6 @@ def test_the_loss_is_the_weighted_sum() -> None:
     assert loss.correct.dtype == torch.int64
 
 
-def test_the_gradient_is_weight_times_probability_minus_target() -> None:
-    """d/dlogit of w * ce is w * (p - onehot): for label 1 of equal logits and w = 2 it is 2 * (1/3, -2/3, 1/3)."""
-    rows = task([[0]], [1], class_weights=[5.0, 2.0, 7.0])
-    model = Fixed([[0.0, 0.0, 0.0]])
-    rows.loss_sum(model, rows.load([0], CPU)).loss_sum.backward()  # type: ignore[no-untyped-call]
-    assert model.table.grad is not None
-    torch.testing.assert_close(model.table.grad, torch.tensor([[2 / 3, -4 / 3, 2 / 3]]))
-
-
 def test_the_loss_is_taken_in_fp32_whatever_the_logits() -> None:
     """Equal logits cost ln(3) = 1.0986; with the eight bits of bfloat16 it would be 1.1016."""
     rows = task([[0]], [0])

@@ -273,17 +273,6 @@ def test_what_defines_a_run_must_match(
     assert (folder / "ledger.jsonl").read_bytes() == before
 
 
-def test_other_data_is_another_run(runs: Runs, interrupted: Interrupted, tmp_path: Path) -> None:
-    copy = tmp_path / "moved.jsonl"
-    copy.write_bytes(runs.data.read_bytes())
-    folder = interrupted(tmp_path / "run", 2)
-    copy.write_bytes(runs.data.read_bytes().replace(b"thing number 3", b"thing number 9", 1))
-    with pytest.raises(InputError, match=r"^data: was"):
-        runs.train(folder, f"data.train={copy}", resume="auto")
-    copy.write_bytes(runs.data.read_bytes())
-    assert runs.train(folder, f"data.train={copy}", "training.keep_checkpoints=1", resume="auto") == 0
-
-
 @pytest.mark.parametrize(
     ("harm", "said"),
     [
@@ -550,7 +539,7 @@ def repeated(ledger: Path, after: int, fingerprint: Mapping[str, str]) -> Mappin
 def test_the_last_record_of_each_later_step_counts(tmp_path: Path) -> None:
     path = written(tmp_path, resume(0, HERE), update(1), update(2), update(3), resume(1, HERE), update(2, loss=0.25))
     assert repeated(path, 1, HERE) == {2: update(2, loss=0.25), 3: update(3)}
-    assert repeated(path, 3, HERE) == {}
+    assert repeated(path, 3, HERE) == repeated(tmp_path / "none" / "ledger.jsonl", 0, HERE) == {}
 
 
 def test_steps_of_another_machine_are_not_comparable(tmp_path: Path) -> None:
@@ -602,7 +591,3 @@ def test_a_run_that_could_not_go_on_takes_back_all_that_stands(tmp_path: Path) -
     assert disowned(ledger_of(path)) == []
     assert read_history(path, HERE).retraction is None
     assert list(read_history(path, HERE).steps) == [1, 2]
-
-
-def test_without_a_ledger_there_is_nothing_to_repeat(tmp_path: Path) -> None:
-    assert repeated(tmp_path / "ledger.jsonl", 0, HERE) == {}
