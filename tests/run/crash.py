@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -78,18 +79,22 @@ def machine(at: int, mode: Mode, folder: Path) -> Iterator[Machine]:
 
 
 def every_failure(
-    make: Callable[[], Path],
+    place: Path,
+    prepare: Callable[[Path], object],
     act: Callable[[Path], object],
     mode: Mode,
     check: Callable[[Path, bool, Exception | None], None],
 ) -> int:
-    """Let `act` fail at each of its changes in turn, on a folder that `make` makes anew, and `check` what is left.
+    """Let `act` fail at each of its changes in turn, each time on what `prepare` put into a folder under `place`.
 
     `check` gets the folder, whether the act ran to its end, and the error that it raised. Returns the number of points.
     """
+    prepared = place / "prepared"
+    prepared.mkdir()
+    prepare(prepared)
     at = 0
     while True:
-        folder, finished, error = make(), False, None
+        folder, finished, error = Path(shutil.copytree(prepared, place / str(at))), False, None
         with machine(at, mode, folder) as failing:
             try:
                 act(folder)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import itertools
 import json
 import os
 import socket
@@ -29,13 +28,8 @@ from tests.run.crash import Mode, every_failure
 
 @pytest.mark.parametrize("mode", ["kill", "power cut", "disk full"])
 def test_a_file_is_old_or_new_at_every_point(tmp_path: Path, mode: Mode) -> None:
-    numbers = itertools.count()
-
-    def make() -> Path:
-        folder = tmp_path / str(next(numbers))
-        folder.mkdir()
+    def old(folder: Path) -> None:
         (folder / "file").write_bytes(b"old")
-        return folder
 
     def check(folder: Path, finished: bool, error: Exception | None) -> None:
         assert (folder / "file").read_bytes() in ((b"new" * 100,) if finished else (b"old", b"new" * 100))
@@ -47,7 +41,7 @@ def test_a_file_is_old_or_new_at_every_point(tmp_path: Path, mode: Mode) -> None
         assert clean_leftovers(folder) == sorted(others)
         assert [p.name for p in folder.iterdir()] == ["file"]
 
-    assert every_failure(make, lambda folder: write_whole(folder / "file", b"new" * 100), mode, check) >= 5
+    assert every_failure(tmp_path, old, lambda folder: write_whole(folder / "file", b"new" * 100), mode, check) >= 5
 
 
 @pytest.mark.parametrize("path", [Path("/proc/andon-run"), Path("/proc/andon-run/a/b")])
@@ -133,19 +127,11 @@ def test_a_folder_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["kill", "power cut", "disk full"])
 def test_no_folder_is_half(tmp_path: Path, mode: Mode) -> None:
-    numbers = itertools.count()
-
     def fill(base: Path, text: str) -> None:
         with whole_folder(base / "adapter") as folder:
             handle = os.open(folder / "file", os.O_WRONLY | os.O_CREAT, 0o666)
             os.write(handle, text.encode())
             os.close(handle)
-
-    def make() -> Path:
-        base = tmp_path / str(next(numbers))
-        base.mkdir()
-        fill(base, "old")
-        return base
 
     def check(base: Path, finished: bool, error: Exception | None) -> None:
         file = base / "adapter" / "file"
@@ -155,7 +141,7 @@ def test_no_folder_is_half(tmp_path: Path, mode: Mode) -> None:
         if finished or file.parent.exists():
             assert file.read_text() in (("new",) if finished else ("old", "new"))
 
-    assert every_failure(make, lambda base: fill(base, "new"), mode, check) >= 8
+    assert every_failure(tmp_path, lambda base: fill(base, "old"), lambda base: fill(base, "new"), mode, check) >= 8
 
 
 def test_cleaning_removes_temporaries_only(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -116,13 +117,8 @@ def test_damage_is_named_by_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["kill", "disk full"])
 def test_a_failed_append_leaves_whole_lines(tmp_path: Path, mode: Mode) -> None:
-    numbers = iter(range(1000))
-
-    def make() -> Path:
-        folder = tmp_path / str(next(numbers))
-        folder.mkdir()
-        written(folder / "ledger.jsonl", step(1))
-        return folder
+    def append(number: int) -> Callable[[Path], bytes]:
+        return lambda folder: written(folder / "ledger.jsonl", step(number))
 
     def check(folder: Path, finished: bool, error: Exception | None) -> None:
         assert error is None or (mode == "disk full" and isinstance(error, InputError))
@@ -133,7 +129,7 @@ def test_a_failed_append_leaves_whole_lines(tmp_path: Path, mode: Mode) -> None:
         assert found[1:-1] in ([], [step(2)])
         assert not finished or len(found) == 3
 
-    assert every_failure(make, lambda folder: written(folder / "ledger.jsonl", step(2)), mode, check) >= 3
+    assert every_failure(tmp_path, append(1), append(2), mode, check) >= 3
 
 
 def test_a_refused_record_leaves_the_ledger_as_it_was(tmp_path: Path) -> None:
