@@ -246,9 +246,19 @@ def test_a_limit_ends_reading_before_what_follows(tmp_path: Path) -> None:
     assert data.origins.sizes == (2, 0)
 
 
-def test_a_quote_that_is_never_closed_is_found_where_it_opens(tmp_path: Path) -> None:
-    (said,) = faults(written(tmp_path, "a.csv", 'text,label\na,0\n"b,1\nc,0\nd,1\n'))
-    assert said.startswith("a.csv:3: malformed: unexpected end of data")
+BAD_TABLES = {
+    'a.csv text,label\na,0\n"b,1\nc,0\nd,1\n': "a.csv:3: malformed: unexpected end of data",
+    'a.tsv text\tlabel\n"a\tb"\tx\n"I went\ty\nand\tx\ncame ."\ty\nend\tx\n': "a.tsv:3: a quote opens here and "
+    "closes on line 5, and the lines between look like rows",
+    "a.csv id,text,label\n7,a,0\n,b,1\n,c,1\n7,d,0\n": "a.csv:5: id '7' is there already, at a.csv:2",
+}
+
+
+@pytest.mark.parametrize("table", BAD_TABLES, ids=["an open quote", "a quote over rows", "an id twice"])
+def test_what_is_wrong_between_rows_is_said_where_it_begins(tmp_path: Path, table: str) -> None:
+    name, _, content = table.partition(" ")
+    (said,) = faults(written(tmp_path, name, content))
+    assert said.startswith(BAD_TABLES[table])
 
 
 def test_columns_that_are_missing_doubled_or_in_doubt_are_said_once(tmp_path: Path) -> None:
@@ -258,13 +268,6 @@ def test_columns_that_are_missing_doubled_or_in_doubt_are_said_once(tmp_path: Pa
     ]
     assert faults(written(tmp_path, "b.csv", "text,text,label\na,b,0\n")) == ["b.csv:1: 2 columns are named 'text'"]
     assert len(faults(written(tmp_path, "c.csv", "text,label\na,0\n"), text_column="q", label_column="c")) == 2
-
-
-def test_an_id_that_is_there_twice_is_refused_with_both_lines(tmp_path: Path) -> None:
-    content = "id,text,label\n7,a,0\n,b,1\n,c,1\n7,d,0\n"
-    (said,) = faults(written(tmp_path, "a.csv", content))
-    assert said.startswith("a.csv:5: id '7' is there already, at ")
-    assert said.endswith("a.csv:2")
 
 
 def test_one_class_only_is_refused(tmp_path: Path) -> None:
@@ -420,9 +423,3 @@ def test_a_row_of_a_tsv_whose_fields_are_all_empty_is_refused(tmp_path: Path) ->
     for name, comma in (("a.tsv", "\t"), ("a.csv", ",")):
         path = written(tmp_path, name, f"text{comma}label\none{comma}x\n{comma}\n\ntwo{comma}y\n")
         assert faults(path) == [f"{name}:3: text is empty", f"{name}:3: label is empty"]
-
-
-def test_a_tsv_that_can_be_read_in_two_ways_is_refused(tmp_path: Path) -> None:
-    path = written(tmp_path, "a.tsv", 'text\tlabel\n"a\tb"\tx\n"I went\ty\nand\tx\ncame ."\ty\nend\tx\n')
-    (said,) = faults(path)
-    assert said.startswith("a.tsv:3: a quote opens here and closes on line 5, and the lines between look like rows")

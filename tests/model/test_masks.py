@@ -152,7 +152,9 @@ def test_a_mask_by_which_some_see_more_does_not_hold_in_any_precision(
     assert tried_masking(model, CPU) is UNMASKED
 
 
-def test_on_a_gpu_what_was_tried_is_used_and_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_tried_on_a_gpu_is_used_and_nothing_is_tried_on_a_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, tried = build_base(spec("decoder")), list[nn.Module]()
 
     def trying(model: nn.Module, _: torch.device) -> Masking:
@@ -160,26 +162,24 @@ def test_on_a_gpu_what_was_tried_is_used_and_tried_once(monkeypatch: pytest.Monk
         return Masking.CAUSAL_PAIRS
 
     monkeypatch.setattr(masks, "tried_masking", trying)
+    assert masking_of(model, CPU) is TOKENS
     for _ in range(2):
         assert masking_of(model, torch.device("cuda", 0)) is Masking.CAUSAL_PAIRS
     assert tried == [model]
 
 
-@pytest.mark.parametrize("name", masks.WINDOWS)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [*((name, 4) for name in masks.WINDOWS), ("layer_types", ["full_attention", "linear_attention"])],
+)
 @pytest.mark.parametrize("nested", [False, True])
-def test_each_name_of_a_window_is_one(name: str, nested: bool) -> None:
+def test_windows_and_layers_of_another_kind_need_the_mask_of_tokens(name: str, value: object, nested: bool) -> None:
     model, text = build_base(spec("decoder")), PreTrainedConfig()
     if nested:
         model.config = Nested(attn_implementation="sdpa")
         model.config.text_config = text
     assert possible_maskings(model) != (TOKENS,)
-    setattr(text if nested else model.config, name, 4)
-    assert possible_maskings(model) == (TOKENS,)
-
-
-def test_layers_of_another_kind_are_not_full_ones() -> None:
-    model = build_base(spec("decoder"))
-    model.config.layer_types = ["full_attention", "linear_attention"]
+    setattr(text if nested else model.config, name, value)
     assert possible_maskings(model) == (TOKENS,)
 
 
@@ -270,10 +270,6 @@ def test_a_model_that_mixes_padding_in_is_said_to() -> None:
     model = _model("fnet", {"max_position_embeddings": 64})
     assert padding_of(model, CPU).change > 0.01
     assert "FNetForSequenceClassification mixes padding into its rows" in padding_note(model, CPU)
-
-
-def test_on_a_cpu_nothing_is_tried() -> None:
-    assert masking_of(build_base(spec("decoder")), CPU) is TOKENS
 
 
 def test_an_error_of_our_own_is_not_taken_for_the_model_s(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -185,31 +186,27 @@ def test_forward_and_backward_stay_within_the_plan(architecture: str, kind: str)
     assert 0.85 * expected <= counted(shape, adapter, 3, 32) <= 1.1 * expected
 
 
+NEXT_TOKENS = dataclasses.replace(CAUSAL, hidden_size=64, intermediate_size=128)
+
+
 @pytest.mark.parametrize(
-    ("architecture", "kind", "dtype"),
+    ("shape", "kind", "changes"),
     [
-        ("decoder", "lora", "bfloat16"),
-        ("decoder", "none", "float32"),
-        ("encoder", "lora", "float32"),
-        ("encoder", "none", "bfloat16"),
+        (SHAPE, "lora", {"architecture": "decoder", "dtype": "bfloat16"}),
+        (SHAPE, "none", {"architecture": "decoder", "dtype": "float32"}),
+        (SHAPE, "lora", {"architecture": "encoder", "dtype": "float32"}),
+        (SHAPE, "none", {"architecture": "encoder", "dtype": "bfloat16"}),
+        (NEXT_TOKENS, "lora", {"vocab_size": 33, "dtype": "float32"}),
+        (NEXT_TOKENS, "lora", {"vocab_size": 200_000, "dtype": "bfloat16"}),
+        (NEXT_TOKENS, "none", {"vocab_size": 200_000, "dtype": "float32"}),
+        (NEXT_TOKENS, "none", {"vocab_size": 33, "dtype": "float32"}),
     ],
 )
-def test_the_trace_is_what_lives(architecture: str, kind: str, dtype: str) -> None:
-    shape = dataclasses.replace(SHAPE, architecture=architecture, dtype=dtype)
-    adapter = dataclasses.replace(ADAPTER, kind=kind)
-    assert planned(shape, adapter, 5, 32) == pytest.approx(counted(shape, adapter, 5, 32), rel=0.05)
-
-
-@pytest.mark.parametrize(
-    ("kind", "dtype", "words"),
-    [("lora", "float32", 33), ("lora", "bfloat16", 200_000), ("none", "float32", 200_000), ("none", "float32", 33)],
-)
-def test_the_trace_of_next_tokens_is_what_lives(
-    kind: str, dtype: str, words: int, monkeypatch: pytest.MonkeyPatch
+def test_the_trace_is_what_lives(
+    shape: ModelSpec, kind: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(causal, "_LOGITS", {"cpu": 40 * 200_000})
-    shape = dataclasses.replace(CAUSAL, hidden_size=64, intermediate_size=128, vocab_size=words, dtype=dtype)
-    adapter = dataclasses.replace(ADAPTER, kind=kind)
+    shape, adapter = dataclasses.replace(shape, **changes), dataclasses.replace(ADAPTER, kind=kind)
     assert planned(shape, adapter, 5, 32) == pytest.approx(counted(shape, adapter, 5, 32), rel=0.05)
 
 

@@ -212,12 +212,9 @@ def resealed(path: Path, changes: Mapping[str, object], tensors: bytes | None = 
     (path / MANIFEST).write_bytes(json_bytes(manifest | {"sha256": _sha256(json_bytes(manifest))}))
 
 
-def test_a_header_that_claims_too_much_is_refused(tmp_path: Path) -> None:
-    for length in (1 << 62, 1 << 27, 60):
-        path = saved(tmp_path, 1)
-        resealed(path, {}, tensors=length.to_bytes(8, "little") + b"{}" + bytes(40))
-        with pytest.raises(CheckpointError, match=f"{TENSORS}: its header claims {length} bytes"):
-            load_checkpoint(path)
+def claiming(length: int) -> tuple[bytes, str]:
+    """Tensors behind a header that is said to be so long."""
+    return length.to_bytes(8, "little") + b"{}" + bytes(40), f"{TENSORS}: its header claims {length} bytes"
 
 
 @pytest.mark.parametrize(
@@ -231,8 +228,9 @@ def test_a_header_that_claims_too_much_is_refused(tmp_path: Path) -> None:
         (save({"w": torch.ones(3)}), "the tensors have digest"),
         (bytes(8), TENSORS),
         ((8).to_bytes(8, "little") + b"[[[[[[[[", TENSORS),
+        *map(claiming, (1 << 62, 1 << 27, 60)),
     ],
-    ids=range(8),
+    ids=range(11),
 )
 def test_other_tensors_under_sound_hashes_are_refused(tmp_path: Path, tensors: bytes, says: str) -> None:
     path = saved(tmp_path, 1)

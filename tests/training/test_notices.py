@@ -157,11 +157,11 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a mach
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 
 
-def decided(backend: str, allowed: bool) -> tuple[str, str]:
+def decided(backend: str, allowed: bool, *more: str) -> tuple[str, str]:
     devices = (GPU, CPU) if backend == "mixed" else (GPU, torch.device("cuda", 1))
     flags = {"run.backend": backend, "run.workers": 2, "run.cpu_fallback": allowed}
     try:
-        name, device = _usable(load_config(None, [], flags), backend, devices, torch.distributed.get_rank())
+        name, device = _usable(load_config(None, more, flags), backend, devices, torch.distributed.get_rank())
     except InputError as error:
         return "refused", str(error)
     return name, device.type
@@ -176,18 +176,10 @@ def test_all_ranks_go_to_the_cpu_if_no_gpu_works_and_that_was_asked_for(backend:
         assert "run.cpu_fallback=true" in outcome.get()[1]
 
 
-def refused() -> str:
-    config = load_config(None, ["run.devices=[0, 1]"], {"run.backend": "nccl", "run.workers": 2})
-    with pytest.raises(InputError) as caught:
-        _usable(config, "nccl", (GPU, torch.device("cuda", 1)), torch.distributed.get_rank())
-    return str(caught.value)
-
-
 @without_gpu
 def test_gpus_that_were_asked_for_by_name_are_not_passed_over() -> None:
-    for outcome in run_ranks(2, refused):
-        assert "run.devices[0]: GPU 0 cannot be used" in outcome.get()
-        assert "run.devices[1]: GPU 1 cannot be used" in outcome.get()
+    for outcome in run_ranks(2, decided, "nccl", True, "run.devices=[0, 1]"):
+        assert [f"run.devices[{n}]: GPU {n} cannot be used" in outcome.get()[1] for n in (0, 1)] == [True, True]
 
 
 def _late_clock(seconds: float) -> str:
