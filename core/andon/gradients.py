@@ -73,7 +73,6 @@ def _wrong_places(average: torch.Tensor, wanted: torch.Tensor, grads: Sequence[G
 
 
 def _fp32(values: Gradient) -> torch.Tensor:
-    """The values as one flat fp32 tensor, where they are."""
     tensor = values if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=torch.float32)
     return tensor.detach().to(torch.float32).reshape(-1)
 

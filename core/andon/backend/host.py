@@ -32,16 +32,9 @@ def physical_cores() -> int:
 
 def free_ram() -> int | None:
     """Bytes of memory that processes can still get here: the machine's, or this container's if less. None: unknown."""
-    found = [size for size in (_meminfo(), _left_in_group()) if size is not None]
-    return min(found, default=None)
-
-
-def _meminfo() -> int | None:
-    try:
-        lines = _MEMINFO.read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+    kibibytes, left = _named(_MEMINFO, "MemAvailable:"), _left_in_group()
+    found = [None if kibibytes is None else 1024 * kibibytes, left]
+    return min((size for size in found if size is not None), default=None)
 
 
 def _left_in_group() -> int | None:
@@ -51,13 +44,14 @@ def _left_in_group() -> int | None:
         )
     except OSError:
         return None
-    return max(int(limit) - int(used) + _reclaimable(), 0) if limit.isdigit() and used.isdigit() else None
+    # Files that the group has read: the kernel takes them back when memory is asked for.
+    taken_back = _named(_CGROUP / "memory.stat", "inactive_file ") or 0
+    return max(int(limit) - int(used) + taken_back, 0) if limit.isdigit() and used.isdigit() else None
 
 
-def _reclaimable() -> int:
-    """Bytes that a group holds of files that it has read: the kernel takes them back when memory is asked for."""
+def _named(file: Path, name: str) -> int | None:
     try:
-        lines = (_CGROUP / "memory.stat").read_text(encoding="ascii").splitlines()
+        lines = file.read_text(encoding="ascii").splitlines()
     except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
+        return None
+    return next((int(line.split()[1]) for line in lines if line.startswith(name)), None)

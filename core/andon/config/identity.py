@@ -47,7 +47,7 @@ def identity(config: Config) -> dict[str, Any]:
     to train on, where they are several or have another weight than 1. `run.device_kind` is cpu, cuda or
     mixed: results are the same to the bit on any number of devices of one kind, not across kinds.
     """
-    kept = {key: value for key, value in _by_key(config).items() if key not in PLACING}
+    kept = {key: value for key, value in by_dotted_key(config).items() if key not in PLACING}
     kept["task"] = config.task or CLASSIFICATION
     if config.training.compile == "off":
         # The bits are the same with it and without; compiled, other operations may be fused.
@@ -62,13 +62,11 @@ def identity(config: Config) -> dict[str, Any]:
     }
 
 
-def _by_key(config: Config) -> dict[str, Any]:
+def by_dotted_key(config: Config) -> dict[str, Any]:
+    """Every setting of `config` as a value of JSON."""
     found: dict[str, Any] = {}
     for name, value in config.model_dump(mode="json").items():
-        if isinstance(value, dict):
-            found.update({f"{name}.{key}": each for key, each in value.items()})
-        else:
-            found[name] = value
+        found |= {f"{name}.{key}": each for key, each in value.items()} if isinstance(value, dict) else {name: value}
     return found
 
 

@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -55,18 +55,20 @@ def require_file(path: Path, *, empty: bool = False) -> None:
 
 def is_there(path: Path) -> bool:
     """Whether anything is at `path`. Raises `InputError` for what can be no path, as a name that is too long."""
-    try:
-        return path.exists()
-    except (OSError, ValueError) as error:
-        raise _no_path(path, error) from error
+    return _asked(path, Path.exists)
 
 
 def is_folder(path: Path) -> bool:
     """Whether `path` is a folder. Raises `InputError` for what can be no path, as a name that is too long."""
+    return _asked(path, Path.is_dir)
+
+
+def _asked(path: Path, question: Callable[[Path], bool]) -> bool:
     try:
-        return path.is_dir()
+        return question(path)
     except (OSError, ValueError) as error:
-        raise _no_path(path, error) from error
+        what = error.strerror if isinstance(error, OSError) else str(error)
+        raise InputError([Problem(str(path), f"cannot be read: {what}")]) from error
 
 
 @contextmanager
@@ -211,8 +213,3 @@ def _leaves(value: object, key: str = "") -> Iterator[tuple[str, object]]:
             waiting += [(name, each) for each in found]
         else:
             yield name, found
-
-
-def _no_path(path: Path, error: OSError | ValueError) -> InputError:
-    what = error.strerror if isinstance(error, OSError) else str(error)
-    return InputError([Problem(str(path), f"cannot be read: {what}")])

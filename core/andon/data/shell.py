@@ -37,7 +37,6 @@ def _file(draw: Draw) -> str:
 
 
 def _word(draw: Draw) -> str:
-    """One quoted argument: a literal, an expansion, or both."""
     name = draw.pick(_NAMES)
     if draw.below(18) == 0:
         return f'"/{draw.pick(_ROOTS)}/{draw.pick(_NAMES)}/{draw.pick(_NAMES)}/{_file(draw)}"'
@@ -45,7 +44,6 @@ def _word(draw: Draw) -> str:
 
 
 def _bare(draw: Draw) -> str:
-    """One argument with an expansion outside quotes."""
     name = draw.pick(_NAMES)
     return draw.pick((f"${name}", f"${name}{draw.pick(_SUFFIXES)}"))
 
@@ -111,7 +109,6 @@ _FAULTY: tuple[Callable[[Draw], str], ...] = (_safe, _needs_quoting, _non_determ
 
 
 def _snippet(draw: Draw, label: int) -> str:
-    """One snippet of class `label`, at most `_LONGEST` bytes."""
     while True:
         commands = [_safe(draw) for _ in range(draw.pick(_COMPANIONS))]
         commands.insert(draw.below(len(commands) + 1), _FAULTY[label](draw))

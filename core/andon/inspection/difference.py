@@ -12,7 +12,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from andon.config.identity import NAMING, config_digest, differences, identity
+from andon.config.identity import NAMING, by_dotted_key, config_digest, differences, identity
 from andon.config.load import load_config
 from andon.config.schema import Config
 from andon.inspection.recorded import Recorded, open_recorded
@@ -93,14 +93,6 @@ def read_side(path: Path) -> Side:
         return Side(str(path), None, {}, recorded)
     digests = read_provenance(folder.provenance).digests if folder.provenance.exists() else {}
     return Side(str(path), config_of(folder), digests, recorded)
-
-
-def by_dotted_key(config: Config) -> dict[str, Any]:
-    """Every setting of `config` as a value of JSON."""
-    found: dict[str, Any] = {}
-    for name, value in config.model_dump(mode="json").items():
-        found |= {f"{name}.{key}": each for key, each in value.items()} if isinstance(value, dict) else {name: value}
-    return found
 
 
 def compare(one: Side, other: Side) -> Differences:
@@ -219,7 +211,6 @@ def _machines(report: Differences, one: Recorded, other: Recorded) -> bool:
 
 
 def _steps(report: Differences, one: Recorded, other: Recorded) -> bool:
-    """Whether the trajectories part, and where."""
     step, odd = first_difference(one.trajectory, other.trajectory)
     common = len(one.trajectory.keys() & other.trajectory.keys())
     _places(report, one, other)

@@ -93,7 +93,6 @@ def examine(folder: Path, limit_s: float) -> Iterator[Check]:
 
 
 def _probe(limit_s: float, *arguments: str) -> Mapping[str, Any]:
-    """What the probe found, or its `error`."""
     # In a short path where there is one: a socket's has at most 107 bytes, and TMPDIR itself is looked at apart.
     short = "/tmp" if os.access("/tmp", os.W_OK) else None
     prefix = f"ad-{os.getpid()}-"

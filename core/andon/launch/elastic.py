@@ -63,8 +63,6 @@ def launch_elastic(
 
 @dataclass
 class _Generations:
-    """The loop over generations."""
-
     crew: Crew
     payload_for: PayloadFor
     sizing: Sizing

@@ -144,7 +144,6 @@ class Heartbeat:
         return View(self._rank, self._world, others | {self._rank: mine}, self._timeouts.silent_s, self._deaf)
 
     def _told(self) -> Told:
-        """Where this rank is."""
         now = self.clock.read()
         late = now.since_s >= min(_PLACE_S, self._timeouts.timeout_s / 4)
         return replace(now, place=doing(self._owner) if late else "")
@@ -220,7 +219,6 @@ class Heartbeat:
         return True
 
     def _failure(self, error: Exception) -> Report:
-        """The end of a rank of which a thread of this failed."""
         report = unguarded(error, self._rank)
         self._exit, self._last = report.exit, report.cause
         return report

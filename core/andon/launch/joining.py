@@ -85,7 +85,6 @@ def _secret() -> bytes:
 
 
 def _torch_store(timeout: timedelta) -> Store:
-    """The store of torch's launcher."""
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     try:
         store, _, _ = next(rendezvous("env://", timeout=timeout))
@@ -217,7 +216,6 @@ class Meeting:
             ours.set(f"here {self.rank}", json.dumps(Here("").to_json()))  # again: somebody may have overwritten it
 
     def _read(self, store: Store, key: str, form: type[Form]) -> Form | None:
-        """What stands there, if it is of this form and anything does."""
         if not store.check([key]):
             return None
         return self._checked.read(key, store.get(key), lambda body: whole(form, body))

@@ -171,7 +171,6 @@ def serve(job: Job) -> int:
 
 
 def _live(work: Callable[[RankContext], int], run_folder: Path | None) -> Report:
-    """Guard the process, do the work, write the report of how it ended."""
     rank = 0
     _state.folder = run_folder
     try:
@@ -202,7 +201,6 @@ def _take_the_end() -> None:
 
 
 def _placed(report: Report) -> Report:
-    """The report with where the rank was in its work."""
     if _state.heartbeat is None:
         return report
     told = _state.heartbeat.clock.read()

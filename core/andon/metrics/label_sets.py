@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
-from andon.metrics.scores import ClassScores, class_scores
+from andon.metrics.scores import ClassScores, WithoutMatrix, class_scores
 
 
 @dataclass(frozen=True)
-class MultiLabelScores:
+class MultiLabelScores(WithoutMatrix):
     """Scores of labels over `rows` rows.
 
     subset_accuracy: rows whose labels are all right. micro_f1: of all yeses together, macro_f1: plain mean over the
@@ -26,14 +25,6 @@ class MultiLabelScores:
     macro_f1: float
     classes: tuple[ClassScores, ...]
     loss: float | None
-
-    @property
-    def confusion(self) -> None:
-        """There is no confusion matrix: a row may have several labels."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return asdict(self)
 
 
 def multi_label_scores(predicted: torch.Tensor, actual: torch.Tensor, losses: Sequence[float]) -> MultiLabelScores:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+
+from andon.metrics.scores import WithoutMatrix
 
 
 @dataclass(frozen=True)
-class RegressionScores:
+class RegressionScores(WithoutMatrix):
     """Scores of numbers over `rows` rows.
 
     mae, rmse: mean absolute error, root of the mean squared one, in the unit of the targets. pearson: the correlation,
@@ -28,14 +29,6 @@ class RegressionScores:
     pearson: float | None
     spearman: float | None
     loss: float | None
-
-    @property
-    def confusion(self) -> None:
-        """There is no confusion matrix: a row has a number and no class."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return asdict(self)
 
 
 def regression_scores(predicted: Sequence[float], actual: Sequence[float]) -> RegressionScores:

@@ -28,6 +28,19 @@ class ClassScores:
     support: int
 
 
+@dataclass(frozen=True)
+class WithoutMatrix:
+    """Scores of rows that have no confusion matrix: of a number, of several labels, or of tags by their spans."""
+
+    @property
+    def confusion(self) -> None:
+        """There is none."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+
 class Scores(Protocol):
     """Scores of an evaluation over `rows` rows, whatever the task."""
 

@@ -12,10 +12,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
-from andon.metrics.scores import ClassScores, class_scores
+from andon.metrics.scores import ClassScores, WithoutMatrix, class_scores
 
 Span = tuple[str, int, int]
 """Type, first word, last word."""
@@ -29,7 +28,7 @@ Parts = Callable[[str], tuple[str, str]]
 
 
 @dataclass(frozen=True)
-class SpanScores:
+class SpanScores(WithoutMatrix):
     """Scores of spans over `rows` rows.
 
     f1, precision, recall: of all spans together; 0.0 where a denominator is zero. types: of each type by name; support
@@ -44,14 +43,6 @@ class SpanScores:
     accuracy: float
     types: dict[str, ClassScores]
     loss: float | None
-
-    @property
-    def confusion(self) -> None:
-        """There is no confusion matrix: spans are scored, and not single tags."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return asdict(self)
 
 
 def scheme(names: Collection[str]) -> Parts:

@@ -114,8 +114,6 @@ def _locked(folder: Path) -> Iterator[None]:
 
 @dataclass
 class _Writer:
-    """A column's file, and the digest of what is in it."""
-
     file: BinaryIO
     sha: Any
     bytes: int = 0

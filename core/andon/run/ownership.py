@@ -111,7 +111,6 @@ def refuse_claimed(run: Path, file: Path) -> None:
 
 
 def _is_at(handle: int, file: Path) -> bool:
-    """Whether the open file is still the one of this name."""
     try:
         return os.path.samestat(os.fstat(handle), file.lstat())
     except FileNotFoundError:

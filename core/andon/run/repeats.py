@@ -76,7 +76,6 @@ def _explain(step: int, found: Sequence[Difference]) -> Finding:
 
 @clause("resume-exact", _explain)
 def _repeated_exactly(step: int, found: Sequence[Difference]) -> bool:
-    """A step that is done again gives what it gave."""
     return not found
 
 

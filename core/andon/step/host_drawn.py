@@ -136,7 +136,6 @@ class HostDrawnDropout(TorchFunctionMode):
 
 
 def _drops_nothing(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether this is a kind of dropout that is told to drop nothing."""
     try:
         given = inspect.signature(func).bind(*args, **kwargs)
     except (TypeError, ValueError):  # no function of Python's

@@ -218,7 +218,6 @@ class TrainingStep:
             settle(Judgement(LEAVES, Leaves(update.reports, update.plan, update.batch.step)))
 
     def _reduce_and_clip(self, update: Pending, partials: Sequence[PartialGradient]) -> None:
-        """Reduce, divide once by the count of terms, clip once, judge."""
         pieces = self._reduce([part.roots for part in partials])
 
         def take(index: int) -> torch.Tensor:

@@ -157,7 +157,6 @@ def card(
 
 
 def _told(config: Config, result: Result) -> str:
-    """What the model does, a sentence."""
     paired, count = config.data.text_pair_column is not None, len(result.labels)
     of = "a pair of texts" if paired else "a text"
     return {
@@ -170,7 +169,6 @@ def _told(config: Config, result: Result) -> str:
 
 
 def _of_use(config: Config, result: Result, asking: Asking | None) -> str:
-    """What is to be known of the code, a paragraph."""
     limit = config.model.max_length
     if asking is not None:
         by = "The tokenizer has no chat template; a prompt is written as it stands here."
@@ -238,7 +236,6 @@ def _counts(task: str, result: Result) -> dict[str, tuple[int, str]]:
 
 
 def _by_class(result: Result) -> list[tuple[str, Mapping[str, Any]]]:
-    """The scores of each class, or type of span, by name."""
     types: Mapping[str, Mapping[str, Any]] = result.scores.get("types") or {}
     return [*zip(result.labels, result.scores.get("classes") or (), strict=False), *types.items()]
 
@@ -304,7 +301,6 @@ _SAID_OTHERWISE = ("task", "run.workers", "run.device_kind")
 
 
 def _command(config: Config, result: Result) -> str:
-    """What makes the run again where its files and its base lie in the working folder."""
     files = config.data.files
     weights = ["" if file.weight == 1 else f"={file.weight!r}" for file in files]
     data = [f"{name}{weight}" for name, weight in zip(short_names([file.path for file in files]), weights, strict=True)]

@@ -170,7 +170,6 @@ def newest_unfinished(config: Config, base: Path) -> RunFolder | None:
 
 
 def _latest_first(base: Path) -> list[RunFolder]:
-    """The unfinished runs under `base`, the one whose ledger grew last before the others."""
     folders = [RunFolder(path) for path in (base.iterdir() if base.is_dir() else ()) if path.is_dir()]
     return sorted(filter(_is_unfinished, folders), key=_last_written, reverse=True)
 

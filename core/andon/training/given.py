@@ -110,7 +110,6 @@ def kept(config: Config, folder: RunFolder, given: Mapping[str, Path]) -> Config
 
 
 def _rows(data: Any, name: str) -> Iterable[object]:
-    """Whatever `data` has for rows."""
     if isinstance(data, Mapping):
         what = f"must be rows, as in [{{'text': ..., 'label': ...}}], or one split of several; is {shown(data)}"
         raise InputError([Problem(name, what)])

@@ -365,7 +365,6 @@ def finish(session: Session, journal: Journal, outcome: Outcome, history: Histor
 
 
 def _result(session: Session, outcome: Outcome, weights: int, scores: Scores, history: History, kept: int) -> Result:
-    """What the card of the adapter tells."""
     world, backend = _ranks(session, history)
     return Result(
         labels=tuple(session.material.labels),

@@ -247,7 +247,6 @@ def _train_in_ranks(config: Config, folder: RunFolder, started: float, sizing: S
 
 
 def _why(result: LaunchResult) -> str:
-    """Why a launch ended, for a reader: a user's mistakes all of them, a violation as one line."""
     report = result.report
     if report is not None and result.exit is Exit.USAGE:
         return report.message
@@ -257,7 +256,6 @@ def _why(result: LaunchResult) -> str:
 
 
 def _report(folder: RunFolder, config: Config) -> None:
-    """Log the last lines: scores, digest, run folder and the next command."""
     found = read_summary(folder.summary)
     told = ", ".join(f"{word} {value:.4f}" for word, value in [*quoted(found.eval).items()][:2])
     say(

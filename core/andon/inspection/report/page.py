@@ -10,9 +10,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from andon.config.identity import by_dotted_key
 from andon.config.schema import UNUSED_WITH_BASE, Config
 from andon.console.messages import command_line
-from andon.inspection.difference import Differences, by_dotted_key, first_difference
+from andon.inspection.difference import Differences, first_difference
 from andon.inspection.report.curves import Picture, Series, draw
 from andon.inspection.report.told import Evaluated, Told
 from andon.metrics.confusion import Confusion
@@ -239,7 +240,6 @@ class Page:
         return f" of {self.name(run)}" if len(self.runs) > 1 else ""
 
     def _beside(self, caption: str, found: Iterable[Mapping[str, Value]]) -> Table:
-        """Named values of each run in a column of its own."""
         columns = list(found)
         names = [name for name in dict.fromkeys(chain(*columns)) if any(each.get(name) is not None for each in columns)]
         rows = [[name, *(each.get(name) for each in columns)] for name in names]
@@ -292,7 +292,6 @@ def _facts(run: Told) -> dict[str, Value]:
 
 
 def _made_of(run: Told) -> dict[str, Value]:
-    """Score, model and data, as far as they are known."""
     scores, config = _last_scores(run), run.side.settings
     told = ", ".join(f"{word} {value:.4f}" for word, value in quoted(scores).items())
     found: dict[str, Value] = {"score": f"{told} ({scores['of']})" if told else None}
