@@ -68,16 +68,6 @@ def test_data_with_many_faults(tmp_path: Path) -> None:
     assert tree(tmp_path) == {"train.jsonl"}
 
 
-def test_places_where_no_run_can_be(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("mine")
-    (tmp_path / "thesis").mkdir()
-    (tmp_path / "thesis" / "thesis.doc").write_text("mine")
-    before = tree(tmp_path)
-    for path, part in (("file", "is a file"), ("file/run", "a part of the path is a file"), ("thesis", "no run")):
-        refused(cli("train", "--run-dir", tmp_path / path), part)
-    assert tree(tmp_path) == before
-
-
 @pytest.mark.parametrize("command", ["eval", "predict"])
 def test_a_run_that_does_not_exist(tmp_path: Path, command: str) -> None:
     (tmp_path / "empty").mkdir()
@@ -147,22 +137,6 @@ def test_a_target_that_matches_nothing(tmp_path: Path) -> None:
     ended = cli("train", *SETS, "--data", data, "--run-dir", tmp_path / "run", *targets)
     refused(ended, "adapter.targets: 'v_prj' matches no Linear module; did you mean 'v_proj'?", "'nothing' matches no")
     assert tree(tmp_path) == {"train.jsonl"}
-
-
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ("run.devices=[4321]", r"run.devices\[0\]: there is no GPU 4321"),
-        ("model.base=./no/such/model", "there is no folder './no/such/model'"),
-    ],
-)
-def test_what_only_a_run_finds_out(tmp_path: Path, setting: str, message: str) -> None:
-    runs = Runs(write_jsonl(tmp_path / "train.jsonl"))
-    (tmp_path / "own").mkdir()
-    for name in ("own", "new"):
-        with pytest.raises(InputError, match=message):
-            runs.train(tmp_path / name, setting)
-    assert tree(tmp_path) == {"train.jsonl", "own"}
 
 
 def test_a_full_disk(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ from andon_falsify.cli.command import internal
 from andon_falsify.history import read_history
 from andon_falsify.verdict import Outcome
 from tests.cli.command import cli
-from tests.inspection.ledgers import start, step, whole_run, write
+from tests.inspection.ledgers import step, whole_run, write
 from tests.training.runs import Runs
 
 
@@ -436,14 +436,6 @@ def test_a_pipe_in_the_place_of_a_ledger_is_not_waited_for(tmp_path: Path, comma
     said = "\n".join(ended.said)
     assert ("a pipe or a device" if command == "verify" else "it is not a regular file") in said
     assert not any(mark in said for mark in "\x1b\x07\u202e")
-
-
-def test_a_ledger_of_a_thousand_million_ranks_is_read_at_once(tmp_path: Path) -> None:
-
-    records = [start(world=10**9), step(1, (2, 0), world=10**9)]
-    ended = cli("verify", write(tmp_path / "ledger.jsonl", records))
-    assert ended.code in (1, 2)
-    assert any("999999982 more" in line for line in ended.out), ended.out
 
 
 # Text of others in messages, and commands that can be pasted

@@ -260,19 +260,6 @@ def test_the_largest_id_counts_and_not_the_number_of_words(tmp_path: Path) -> No
     assert tokenizer.vocab_size == 901
 
 
-def test_data_configuration_and_run_folders_need_no_torch() -> None:
-    """`andon --help`, a mistake in a file and a refused folder must not wait for torch, transformers or tokenizers."""
-    modules = [f"andon.data.{name}" for name in ("readers", "rows", "labels", "shell", "tokens")]
-    modules += ["andon.config.load", "andon.config.identity", "andon_contracts.record"]
-    modules += [f"andon.run.{name}" for name in ("folder", "ledger", "summary", "provenance")]
-    program = (
-        f"import sys; [__import__(name) for name in {modules}]; sys.modules['andon.run.provenance'].environment(); "
-        "print(sorted({'torch', 'transformers', 'tokenizers', 'peft', 'numpy', 'pyarrow'} & sys.modules.keys()))"
-    )
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert found.stdout == "[]\n"
-
-
 def test_types_of_a_single_text_are_told_as_stock_tells_them() -> None:
     tokenizer, texts = closing_typed(), ["abc", "abcdefghij"]
     stock = tokenizer.base(texts, truncation=True, max_length=6)["token_type_ids"]

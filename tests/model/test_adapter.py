@@ -197,13 +197,6 @@ def test_our_own_reader_is_exact_for_every_base(make: Any, of: tuple[str, ...], 
     assert tree_digest(trainable_parameters(loaded)) == tree_digest(trainable_parameters(model))
 
 
-def test_a_model_without_an_adapter_is_exported_whole(tmp_path: Path) -> None:
-    model = perturbed(adapted("encoder", adapter=AdapterSpec(kind="none")))
-    export_adapter(model, tmp_path, "unused", TINY.labels)
-    loaded = build_base(dataclasses.replace(spec("encoder"), base=str(tmp_path)))
-    assert torch.equal(logits(loaded), logits(model))
-
-
 def test_an_adapter_that_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     model = adapted()
     export_adapter(model, tmp_path, "unused", TINY.labels)

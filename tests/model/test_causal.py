@@ -17,18 +17,9 @@ import andon.model.causal
 from andon.console.problems import InputError
 from andon.model.adapter import AdapterSpec, attach, trainable_parameters
 from andon.model.build import build_base, seeded, without_adapter
-from andon.model.causal import (
-    Row,
-    collate_packs,
-    content,
-    generate,
-    loss_sum,
-    require_apart,
-    row_outputs,
-)
+from andon.model.causal import Row, collate_packs, content, generate, loss_sum, require_apart, row_outputs
 from andon.model.memory import StorageWatch
 from andon.model.new_tokens import mean_row
-from andon.step.keyed import KeyedRandomness, needs_full_interception
 from andon.step.task import LeafLoss
 from tests.model.tiny import CAUSAL, CPU, LORA, PAD, adapted, causal, causal_base, perturbed
 
@@ -142,17 +133,6 @@ def test_the_float64_loop_tells(name: str) -> None:
     batch |= MUTANTS[name](batch)
     batch["trained"] = _trained(batch["weights"])
     assert max(distances(gradients(model, loss_sum(model, batch)), exact).values()) > 1e-2
-
-
-def test_a_mean_of_means_is_another_gradient() -> None:
-    model = moved(causal())
-    _, exact = wanted(model)
-    parts = [loss_sum(model, batch_of([pack])) for pack in PACKED]
-    summed = gradients(model, torch.stack([part.loss_sum for part in parts]).sum())
-    assert max(distances(summed, exact).values()) <= 2e-6
-    parts = [loss_sum(model, batch_of([pack])) for pack in PACKED]
-    means = gradients(model, torch.stack([part.loss_sum / terms_of(part) for part in parts]).mean() * TERMS)
-    assert max(distances(means, exact).values()) > 1e-2
 
 
 def test_a_pack_is_its_rows_end_to_end() -> None:
@@ -346,27 +326,6 @@ def test_generation_ends_where_it_must_and_takes_over_no_settings() -> None:
 def test_a_batch_of_prompts_stays_within_positions_and_memory() -> None:
     found = [*andon.model.causal._prompt_batches([3, 9, 8, 1, 8], [13, 3, 4, 2, 0], 16, 26)]
     assert found == [[1, 2], [0], [3]]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_micro_batch_draws_the_same_whatever_came_before(family: str) -> None:
-    model = moved(causal(family, AdapterSpec(r=2, alpha=4.0, dropout=0.2), dropout=0.3)).train()
-    first, second = batch_of(PACKED), batch_of(SEPARATE)
-    full = needs_full_interception(lambda: loss_sum(model, first), CPU)
-
-    def gradient(randomness: KeyedRandomness, batch: Mapping[str, torch.Tensor], index: int) -> dict[str, torch.Tensor]:
-        with randomness.micro_batch(4, index):
-            return gradients(model, loss_sum(model, batch))
-
-    alone = gradient(KeyedRandomness(1, CPU, intercept_all=full), first, 2)
-    torch.rand(3)
-    again = KeyedRandomness(1, CPU, intercept_all=full)
-    gradient(again, second, 1)
-    gradient(again, first, 3)
-    found = gradient(again, first, 2)
-    assert all(torch.equal(found[name], value) for name, value in alone.items())
-    other = gradient(again, first, 3)
-    assert not all(torch.equal(other[name], value) for name, value in alone.items())
 
 
 # New tokens have rows of their own that start alike and train; no other row changes a bit.

@@ -23,13 +23,7 @@ from andon.console.problems import InputError
 from andon.model.adapter import AdapterSpec, attach
 from andon.model.batches import collate, length_step, padded_lengths, shapes_of
 from andon.model.build import backbone_of, build_base
-from andon.model.compiled import (
-    CompiledPasses,
-    _room_for,
-    compile_backbone,
-    rewriting_backend,
-    traced,
-)
+from andon.model.compiled import CompiledPasses, _room_for, compile_backbone, rewriting_backend, traced
 from andon.step.plan import GlobalBatch
 from tests.model.tiny import adapted, spec
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -33,29 +34,18 @@ def zeros(mebibytes: int) -> torch.Tensor:
     return torch.zeros(mebibytes * MIB // 4)
 
 
-def test_the_count_is_of_what_lives_at_once() -> None:
-    def one_after_the_other() -> None:
-        zeros(3)
-        zeros(2)
-
-    def both() -> tuple[torch.Tensor, torch.Tensor]:
-        return zeros(3), zeros(2)
-
-    assert measure_peak_bytes(one_after_the_other).peak == 3 * MIB
-    assert measure_peak_bytes(both).peak == 5 * MIB
-
-
-def test_views_share_and_copies_do_not() -> None:
-    def views() -> torch.Tensor:
-        whole = zeros(2)
-        return whole[:100].view(10, 10)
-
-    def copies() -> tuple[torch.Tensor, torch.Tensor]:
-        whole = zeros(2)
-        return whole, whole.clone()
-
-    assert measure_peak_bytes(views).peak == 2 * MIB
-    assert measure_peak_bytes(copies).peak == 4 * MIB
+@pytest.mark.parametrize(
+    ("work", "mebibytes"),
+    [
+        (lambda: [zeros(each) is None for each in (3, 2)], 3),
+        (lambda: [zeros(each) for each in (3, 2)], 5),
+        (lambda: zeros(2)[:100].view(10, 10), 2),
+        (lambda: (whole := zeros(2), whole.clone()), 4),
+    ],
+    ids=["one after the other", "both", "views", "copies"],
+)
+def test_the_count_is_of_what_lives_at_once(work: Callable[[], object], mebibytes: int) -> None:
+    assert measure_peak_bytes(work).peak == mebibytes * MIB
 
 
 def test_what_was_made_before_counts_when_it_is_touched() -> None:

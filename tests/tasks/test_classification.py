@@ -61,12 +61,6 @@ def test_the_loss_is_taken_in_fp32_whatever_the_logits() -> None:
     assert losses.item() == pytest.approx(math.log(3), rel=1e-6)
 
 
-def test_a_nan_is_not_masked() -> None:
-    """The seed turned NaN logits into a loss of 23.03 (V10, S18)."""
-    rows = task([[0]], [0])
-    assert math.isnan(rows.loss_sum(Fixed([[math.nan, 0.0, 0.0]]), rows.load([0], CPU)).loss_sum.item())
-
-
 def test_the_models_own_loss_stays_out_of_it() -> None:
     """It would guess its kind from the labels' dtype and write that into the config."""
     model = adapted()
@@ -98,14 +92,6 @@ def test_what_stands_behind_a_row_does_not_matter(architecture: str) -> None:
     alone = predictions(model, rows.load([0], CPU))
     torch.testing.assert_close(together[:1], alone, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(together[0], together[1], atol=1e-3)
-
-
-def test_predictions_leave_the_mode_and_no_graph() -> None:
-    model = adapted().train()
-    found = predictions(model, task([[1]], [0]).load([0], CPU))
-    assert model.training
-    assert not found.requires_grad
-    assert found.dtype == torch.float32
 
 
 @given(

@@ -210,9 +210,9 @@ def test_a_violation_of_a_rank_is_raised_here(tmp_path: Path) -> None:
     assert found.value.finding.seen in str(found.value)
 
 
-def signalled(monkeypatch: pytest.MonkeyPatch, signum: int, times: int = 1) -> None:
-    """This process gets the signal in its update of step `AT`, so many times, and not again when that is repeated."""
-    after_update(monkeypatch, AT, lambda replica: [os.kill(os.getpid(), signum) for _ in range(times)])
+def signalled(monkeypatch: pytest.MonkeyPatch, signum: int, times: int = 1, step: int = AT) -> None:
+    """This process gets the signal in its update `step`, so many times, and not again when that is repeated."""
+    after_update(monkeypatch, step, lambda replica: [os.kill(os.getpid(), signum) for _ in range(times)])
 
 
 @pytest.fixture
@@ -243,15 +243,19 @@ def test_an_interrupt_ends_at_a_step_boundary_and_is_then_raised(
 
 
 @pytest.mark.usefixtures("interruptible")
+@pytest.mark.parametrize(("step", "left"), [(AT, "the last checkpoint stands; go on"), (2, "no checkpoint had")])
 def test_a_second_interrupt_ends_at_once_and_is_raised_too(
-    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    whole: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    step: int,
+    left: str,
 ) -> None:
-    signalled(monkeypatch, signal.SIGINT, times=2)
+    signalled(monkeypatch, signal.SIGINT, times=2, step=step)
     with pytest.raises(KeyboardInterrupt):
         train(ROWS, tmp_path / "run")
-    assert (
-        "ended at once: a second SIGINT asked for it; the last checkpoint stands; go on with" in capsys.readouterr().err
-    )
+    assert f"ended at once: a second SIGINT asked for it; {left}" in capsys.readouterr().err
     assert outcome(train(ROWS, tmp_path / "run", resume="auto").path) == outcome(whole)
 
 

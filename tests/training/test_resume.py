@@ -3,8 +3,6 @@ written twice, or a refusal that says why."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
 import shutil
@@ -15,7 +13,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -341,17 +338,6 @@ def test_a_damaged_provenance_is_refused(runs: Runs, interrupted: Interrupted, t
     (folder / "provenance.json").unlink()
     assert runs.train(folder, resume="auto") == 0
     assert (folder / "provenance.json").exists()
-
-
-def test_a_second_interrupt_says_what_is_left(
-    runs: Runs, interrupted: Interrupted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun, said = interrupted(tmp_path / "begun", 2), io.StringIO()
-    monkeypatch.setattr("andon.training.run.train", Mock(side_effect=KeyboardInterrupt))
-    for folder, left in ((begun, "the last checkpoint stands"), (tmp_path / "new", "no checkpoint had been written")):
-        with contextlib.redirect_stderr(said):
-            assert runs.train(folder, resume="auto") == Exit.RANK_LOST
-        assert said.getvalue().count(left) == 1
 
 
 PROGRAM = """

@@ -54,12 +54,6 @@ def test_rows_grouped_by_length_give_the_same_bits_too(runs: Runs, whole: Path, 
     assert (verdicts["samples-once"], verdicts["plan-followed"]) == (Outcome.HOLDS, Outcome.NOT_APPLICABLE)
 
 
-def test_another_seed_gives_other_bits(runs: Runs, whole: Path, tmp_path: Path) -> None:
-    assert runs.train(tmp_path / "run", "seed=7") == 0
-    for name in ("weights_digest", "initial_weights_digest"):
-        assert summary(tmp_path / "run")[name] != summary(whole)[name]
-
-
 CHOSEN = ("run.backend=inline", "run.workers=1", "training.keep=best")
 
 
