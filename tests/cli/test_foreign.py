@@ -36,7 +36,7 @@ from andon.inspection.difference import read_side
 from andon.inspection.explain import explain
 from andon.inspection.recorded import open_recorded
 from andon.inspection.replaying import replay_run
-from andon.model.build import ModelSpec, build_base, build_shape
+from andon.model.build import ModelSpec, build_base
 from andon.run.checkpoint import load_checkpoint, newest_valid, save_checkpoint
 from andon.run.folder import RunFolder
 from andon.run.ledger import read_ledger
@@ -248,10 +248,7 @@ def test_an_embedded_model_larger_than_the_machine_is_refused() -> None:
     spec = ModelSpec(2, ("a", "b"), 300, 0, hidden_size=1 << 15, num_hidden_layers=900, intermediate_size=1 << 17)
     with pytest.raises(InputError, match=r"its sizes ask for [0-9.]+ GiB of weights"):
         build_base(spec)
-    small = replace(spec, num_hidden_layers=1, hidden_size=64, intermediate_size=128)
-    assert sum(p.numel() for p in build_shape(small).parameters()) == sum(
-        p.numel() for p in build_base(small).parameters()
-    )
+    assert build_base(replace(spec, num_hidden_layers=1, hidden_size=64, intermediate_size=128))
 
 
 @pytest.mark.parametrize(
