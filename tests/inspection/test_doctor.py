@@ -28,8 +28,6 @@ PATIENCE_S = 240
 
 @dataclass(frozen=True)
 class Told:
-    """How the command ended, and its checks by name."""
-
     code: int
     can_train: bool
     checks: dict[str, dict[str, str]]

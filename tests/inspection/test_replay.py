@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from andon.run.folder import RunFolder
 from andon.run.ledger import LedgerWriter, read_ledger
 from andon_contracts.fields import Real
 from andon_contracts.record import Record, Start, Step
-from tests.inspection.ledgers import resumed_run, whole_run, write
+from tests.inspection.ledgers import whole_run, write
 from tests.training.runs import Runs
 
 
@@ -166,9 +165,3 @@ def test_ranges(run: Path, text: str, range_: tuple[int, int]) -> None:
 def test_a_ledger_alone_cannot_be_replayed(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="is a ledger alone"):
         replay_run(write(tmp_path / "l.jsonl", whole_run()), "1", None, None)
-
-
-def test_the_last_record_of_a_step_counts(tmp_path: Path) -> None:
-    found = open_recorded(write(tmp_path / "l.jsonl", resumed_run()))
-    assert sorted(found.trajectory) == [1, 2]
-    assert json.dumps(found.fingerprints[2]) == json.dumps(found.fingerprints[0])

@@ -127,7 +127,6 @@ def test_settings_of_the_embedded_model_are_told_of_it_alone(tmp_path: Path, mon
 
 
 def configured(folder: Path, text: str) -> Path:
-    """A run folder with this configuration."""
     folder.mkdir()
     write(folder / "ledger.jsonl", whole_run())
     (folder / "config.yaml").write_text(text)

@@ -70,7 +70,6 @@ def wanted(model: nn.Module, rows: Iterable[Row] = ROWS) -> tuple[float, dict[st
 
 
 def distances(found: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """The relative L2 of each tensor."""
     assert found.keys() == exact.keys()
     return {name: float((found[name].double() - value).norm() / value.norm()) for name, value in exact.items()}
 

@@ -70,12 +70,6 @@ def test_a_place_that_cannot_be_written_is_an_input_error(tmp_path: Path, place:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["folder", "plain"]
 
 
-def test_other_errors_are_not_renamed(tmp_path: Path) -> None:
-    with pytest.raises(TypeError):
-        write_whole(tmp_path / "file", "text")  # type: ignore[arg-type]
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_limit_on_file_sizes_is_an_input_error(tmp_path: Path) -> None:
     code = (
         "import pathlib, resource, sys\n"

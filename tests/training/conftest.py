@@ -20,6 +20,5 @@ warm_up(PRELOAD)
 
 @pytest.fixture(scope="session")
 def stock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stock]:
-    """Runs programs in a process with stock transformers and without Andon."""
     with Stock(Path(tmp_path_factory.mktemp("stock"))) as started:
         yield started

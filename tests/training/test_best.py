@@ -28,7 +28,6 @@ STEEP = (
 
 
 def validated(folder: Path) -> dict[int, float]:
-    """The validation loss after each step that was evaluated."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {line["step"]: line["loss"] for line in lines if line.get("what") == "validation"}
 

@@ -235,12 +235,6 @@ def test_no_other_shares_end_earlier(count: int, times: list[int]) -> None:
     assert end(found) == min(end(shares) for shares in others if sum(shares) == count)
 
 
-def test_a_rank_that_is_three_times_as_fast_gets_three_times_as_much() -> None:
-    assert fastest_shares(8, [10, 30]) == (6, 2)
-    assert fastest_shares(8, [10, 10, 10]) == (3, 3, 2)
-    assert fastest_shares(8, [1, 1000]) == (8, 0)
-
-
 def line(number: int, shares: tuple[int, ...]) -> Step:
     """A step in which the ranks computed as many micro-batches."""
     ends = list(itertools.accumulate(shares))
