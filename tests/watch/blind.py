@@ -22,7 +22,7 @@ from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import prune
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
-from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler, Sampler, TensorDataset
 
@@ -383,16 +383,6 @@ def bag(*, sparse: bool) -> nn.Sequential:
     return nn.Sequential(nn.EmbeddingBag(30, 8, sparse=sparse, mode="mean", padding_idx=0), *perceptron(8, 12, 4))
 
 
-@blind(14)
-def bag_with_sparse_adam(steps: int, watch: Opens) -> nn.Module:
-    """Sparse gradients reduced by DDP; SparseAdam for the embedding, AdamW for the rest."""
-    model = DDP(bag(sparse=True))
-    sparse = torch.optim.SparseAdam(model.module[:1].parameters(), lr=5e-3)
-    dense = torch.optim.AdamW(model.module[1:].parameters(), lr=5e-3)
-    x, lengths = texts()
-    return trained(steps, watch, model, [sparse, dense], of_rows(model, x, lengths % 4))
-
-
 class LowRank(nn.Linear):
     """A frozen linear layer and two trained factors beside it, which may be merged into it for a while."""
 
@@ -461,20 +451,6 @@ class Experts(nn.Module):
             if len(where):
                 out = out.index_add(0, where, expert(x[where]) * weight[where, None])
         return self.head(out), asked
-
-
-@blind(16)
-def experts_left_unused(steps: int, watch: Opens) -> nn.Module:
-    """Mixture of experts, one expert for each row, so that some have none; the router's logits are kept small."""
-    model = DDP(Experts(), find_unused_parameters=True)
-    feed = batches(dealt(*table(64)))
-
-    def loss(_: int) -> Tensor:
-        x, y = next(feed)
-        logits, asked = model(x)
-        return F.cross_entropy(logits, y) + 1e-2 * asked.logsumexp(1).square().mean()
-
-    return trained(steps, watch, model, torch.optim.AdamW(model.parameters(), lr=3e-3), loss)
 
 
 @blind(17)
@@ -601,26 +577,6 @@ def average_on_rank_0(steps: int, watch: Opens) -> nn.Module:
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     return trained(steps, watch, model, optimizer, of_rows(model, x, y), behind=behind)
-
-
-@blind(21)
-def averaged_from_half_way(steps: int, watch: Opens) -> nn.Module:
-    """SWA on all ranks with a rate of its own; at the end each rank renews the average's batch norms over all rows."""
-    model = DDP(convolutions(nn.BatchNorm2d))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    scheduler = SWALR(optimizer, swa_lr=0.02, anneal_epochs=5)
-    average = AveragedModel(model.module)
-    x, y = pictures()
-
-    def behind(step: int) -> None:
-        if step >= steps // 2:
-            average.update_parameters(model.module)
-            scheduler.step()
-        if step == steps - 1:
-            update_bn(DataLoader(TensorDataset(x), batch_size=8), average)
-
-    trained(steps, watch, model, optimizer, of_halves(model, x, y), behind=behind)
-    return nn.ModuleList([model, average])
 
 
 @blind(22)
@@ -883,16 +839,6 @@ def rolled_back(steps: int, watch: Opens) -> nn.Module:
     return model
 
 
-@blind(32)
-def adam_then_sgd(steps: int, watch: Opens) -> nn.Module:
-    """Half way through, a second optimizer with a second watch takes over."""
-    model = DDP(convolutions(lambda width: nn.GroupNorm(4, width)))
-    loss, half = of_rows(model, *pictures()), steps // 2
-    trained(half, watch, model, torch.optim.Adam(model.parameters(), lr=3e-3), loss)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    return trained(steps - half, watch, model, optimizer, lambda step: loss(step + half))
-
-
 @blind(33)
 def compressed_with_residual(steps: int, watch: Opens) -> nn.Module:
     """Gradients go over the wire in bfloat16; what was rounded off stays on its rank for the next update."""
@@ -1031,31 +977,6 @@ class Weighted(Sampler[int]):
         return len(self.weights) // dist.get_world_size()
 
 
-@blind(37)
-def rare_rows_more_often(steps: int, watch: Opens) -> nn.Module:
-    """Rows of rare classes are drawn more often; the counts of hits are kept on each rank and summed every pass."""
-    model = DDP(perceptron(10, 24, 4))
-    x, y = table(64)
-    weights = 1 / y.bincount(minlength=4)[y].float()
-    feed = batches(DataLoader(TensorDataset(x, y), batch_size=local_batch(), sampler=Weighted(weights)))
-    hits = 0
-
-    def loss(_: int) -> Tensor:
-        nonlocal hits
-        rows, labels = next(feed)
-        logits = model(rows)
-        hits += int((logits.argmax(1) == labels).sum())
-        return F.cross_entropy(logits, labels)
-
-    def behind(step: int) -> None:
-        nonlocal hits
-        if step % 8 == 7:
-            summed(hits)
-            hits = 0
-
-    return trained(steps, watch, model, torch.optim.RMSprop(model.parameters(), lr=1e-3), loss, behind=behind)
-
-
 @blind(38)
 def policy_gradient(steps: int, watch: Opens) -> nn.Module:
     """PPO: each rank plays games of its own; a rollout ends where all ranks measure that the policy moved too far."""
@@ -1170,33 +1091,6 @@ def pruned_on_the_way(steps: int, watch: Opens) -> nn.Module:
 
     optimizer, loss = torch.optim.Adam(model.parameters(), lr=5e-3), of_rows(model, *table(64))
     return trained(steps, watch, model, optimizer, loss, before=cut, reduce=by_hand(model))
-
-
-@blind(42)
-def average_put_in_to_evaluate(steps: int, watch: Opens) -> nn.Module:
-    """Every fifth update the weights are put aside, the average takes their place to be scored, and they come back."""
-    model = DDP(perceptron(10, 24, 24, 4))
-    shadow = [p.detach().clone() for p in model.parameters()]
-    x, y = table(96)
-
-    def put_in(tensors: Iterable[Tensor]) -> None:
-        for p, other in zip(model.parameters(), tensors, strict=True):
-            p.copy_(other)
-
-    @torch.no_grad()
-    def behind(step: int) -> None:
-        for s, p in zip(shadow, model.parameters(), strict=True):
-            s.lerp_(p, 0.1)
-        if step % 5 == 4:
-            aside = [p.detach().clone() for p in model.parameters()]
-            with evaluating(model):
-                put_in(shadow)
-                held_out = mine(torch.arange(64, 96))
-                summed(float((model.module(x[held_out]).argmax(1) == y[held_out]).sum()))
-                put_in(aside)
-
-    optimizer, loss = torch.optim.AdamW(model.parameters(), lr=3e-3), of_loader(model, dealt(x[:64], y[:64], seed=7))
-    return trained(steps, watch, model, optimizer, loss, behind=behind)
 
 
 SUSPECTED = {
