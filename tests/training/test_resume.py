@@ -109,6 +109,13 @@ def test_without_a_checkpoint_it_starts_anew(
     assert [s.step for s in records(folder, "step")] == [1, 2, 3, *range(1, STEPS + 1)]
 
 
+def test_a_folder_alone_says_what_to_resume(runs: Runs, tmp_path: Path) -> None:
+    folder = runs.stopped(tmp_path / "run", 6)
+    flags = {"run.dir": str(folder), "run.resume": "auto", "run.backend": "inline", "run.workers": 2}
+    assert run_training(None, [], flags) == Exit.OK
+    assert summary(folder)["steps"] == STEPS
+
+
 def test_resume_auto_without_a_folder_finds_the_run(
     runs: Runs,
     interrupted: Interrupted,

@@ -85,7 +85,6 @@ class ListedCommand(TyperCommand):
 
 
 def _point_to_set(error: Any) -> None:
-    """Say how to set what an unknown option is named after, as `--lr` or `--learning-rate`."""
     from andon.config.load import meant_by
 
     meant = meant_by(error.option_name.lstrip("-").replace("-", "_"))

@@ -76,7 +76,6 @@ def plan(
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """Raises `InputError` for anything but numbers of workers."""
     parts = [part.strip() for part in text.split(",")]
     if not all(
         part.isascii() and part.isdigit() and len(part) <= 4 and 1 <= int(part) <= _MOST_WORKERS for part in parts

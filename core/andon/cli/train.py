@@ -103,6 +103,10 @@ def run_training(
     sizing, entry: as for `start`.
     """
     started = time.monotonic()
+    own = Path(str(flags.get("run.dir"))) / "config.yaml"
+    given = [key for key, value in flags.items() if value is not None and not key.startswith("run.")]
+    if not (config_path or overrides or given) and flags.get("run.resume") == "auto" and own.is_file():
+        config_path = own  # nothing but the run itself says what to train
     if is_rank():
         _be_a_rank(config_path, overrides, flags, sizing, started)
     config = load_config(config_path, overrides, flags)
@@ -126,7 +130,6 @@ def _be_a_rank(
     sizing: Sizing | None,
     started: float,
 ) -> None:
-    """One rank of torchrun; does not return. torchrun decides the number of workers."""
 
     def work(context: RankContext) -> int:
         if sizing is not None:

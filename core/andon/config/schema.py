@@ -269,7 +269,7 @@ class Schedule(Section):
     @model_validator(mode="after")
     def _one_warmup(self) -> Schedule:
         if self.warmup_steps is not None and self.warmup_fraction != type(self).model_fields["warmup_fraction"].default:
-            what = f"gives the warm-up that warmup_fraction ({self.warmup_fraction}) gives too: leave one of them out"
+            what = f"and warmup_fraction ({self.warmup_fraction}) both set the warm-up: remove one"
             raise _refuse("warmup_steps", f"{what} ({self.warmup_steps})")
         return self
 

@@ -202,7 +202,6 @@ def _plain(name: object) -> bool:
 
 
 def _leaves(value: object, key: str = "") -> Iterator[tuple[str, object]]:
-    """Each value that is no container, with the key that it stands under, however deep."""
     waiting = [(key, value)]
     while waiting:
         name, found = waiting.pop()

@@ -318,7 +318,6 @@ def _with_tools(messages: tuple[Message, ...], fields: Mapping[str, object], fau
 
 
 def _function(value: Any) -> dict[str, Any] | None:
-    """The function that a tool, or a call of one, names; None if it names none."""
     function = value.get("function", value) if isinstance(value, dict) else None
     return function if isinstance(function, dict) and isinstance(function.get("name"), str) else None
 
@@ -358,7 +357,6 @@ def _extra(given: Mapping[str, object], role: object, faults: list[str]) -> str:
 
 
 def _text_of(content: object, faults: list[str]) -> object:
-    """A list of parts of text as one text; anything else as it is."""
     if not isinstance(content, list) or not content:
         return content
     texts = [each.get("text") if isinstance(each, dict) else each for each in content]
@@ -488,7 +486,6 @@ def _weight(given: Mapping[str, object], role: object, faults: list[str]) -> flo
 
 
 def _single(weight: float) -> float:
-    """The weight as the loss has it, in single precision; infinite where it has no such number."""
     try:
         (number,) = struct.unpack("<f", struct.pack("<f", weight))
     except (OverflowError, struct.error):  # the latter for an integer that is no float either

@@ -346,7 +346,6 @@ class HuggingFaceTokenizer:
             raise InputError([self._refusal(error, first, *texts)]) from error
 
     def _refusal(self, error: BaseException, first: int, *texts: list[str]) -> Problem:
-        """Which text the tokenizer's native code gave up on, looked for one by one, and why."""
         why = f"the tokenizer fails on it ({error}); leave the row out, or use another tokenizer"
         for place, text in _numbered(first, *texts):
             try:

@@ -146,7 +146,6 @@ def _machine() -> Check:
 
 
 def _libraries(seen: Mapping[str, Any]) -> Iterator[Check]:
-    """What a run imports, each: its version, or why it cannot be imported."""
     if "error" in seen:
         what = f"{', '.join(IMPORTED)} cannot be imported: {seen['error']}"
         yield Check("libraries", "problem", what, "try: python -c 'import torch, transformers, peft'")
@@ -226,7 +225,6 @@ def _backend(name: str, seen: Mapping[str, Any]) -> Check:
 
 
 def _folder(folder: Path, limit_s: float) -> Check:
-    """The folder, or the first above it that is there: a run makes the others."""
     where = next((each for each in (folder, *folder.absolute().parents) if each.is_dir()), Path("/"))
     seen = _probe(limit_s, "folder", str(where.absolute()))
     if "error" in seen:
@@ -240,7 +238,6 @@ def _folder(folder: Path, limit_s: float) -> Check:
 
 
 def _temporary() -> Check:
-    """Where ranks are started through a socket."""
     try:
         require_sockets()
     except InputError as error:

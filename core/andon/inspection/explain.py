@@ -73,7 +73,6 @@ def _run(path: Path) -> Iterator[str]:
 
 
 def _bundle(path: Path, *, named: bool = False) -> Iterator[str]:
-    """named: by the user, who may name a link."""
     body = _json(path, follow=named)
     try:
         version = body["record"].pop("v")
@@ -226,7 +225,6 @@ def _differences(parts: Mapping[Path, Mapping[str, Any]], tensor: str) -> Iterat
 
 
 def _how_far(parts: list[Path], name: str) -> str:
-    """How copies of the tensor `name` differ that lie beside these parts of ranks."""
     copies = []
     for path in parts:
         try:

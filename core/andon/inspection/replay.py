@@ -130,7 +130,6 @@ def _require_same(session: Session, checkpoint: Checkpoint | None) -> None:
 
 
 def _compared(session: Session, found: Recorded, source: str, after: int, last: int) -> Replayed:
-    """Go on from the restored state to step `last`, or to the first step that differs."""
     place = f"{session.run.backend.world_size} {session.run.backend.name} workers"
     ours = fingerprint(session.environment)
 
@@ -155,7 +154,6 @@ def _compared(session: Session, found: Recorded, source: str, after: int, last: 
 
 
 def _state_apart(session: Session, found: Recorded, after: int) -> tuple[Difference, ...]:
-    """What is not the same in the restored state as in the ledger: the weights, or nothing."""
     if after:
         record = found.trajectory.get(after)
         then = record.digests.weights if record is not None else None

@@ -47,7 +47,6 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _first(one: torch.Tensor, other: torch.Tensor) -> str:
-    """Where two tensors of one name differ first, with both values to the bit."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return f"{one.dtype} {list(one.shape)} | {other.dtype} {list(other.shape)}"
     size = one.element_size()

@@ -48,8 +48,6 @@ def is_rank(environ: Mapping[str, str] | None = None) -> bool:
 
 
 class _Variables:
-    """Reads variables and notes every one that is missing or senseless."""
-
     _UNBOUNDED = 1 << 31
 
     def __init__(self, environ: Mapping[str, str]) -> None:

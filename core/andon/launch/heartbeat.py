@@ -172,7 +172,6 @@ class Heartbeat:
         self._beats.tell(replace(self._told(), ended=self._last[:MOST_CHARACTERS], exit=self._exit))
 
     def _fall_silent(self, error: Exception) -> None:
-        """This rank neither tells nor hears any more, because of this error."""
         if isinstance(error, DistStoreError):  # it is there and gives no answer: the way to it, or its host, is down
             return
         if isinstance(error, RuntimeError | OSError):  # from now on nobody gives signs of life
@@ -248,7 +247,6 @@ class Heartbeat:
             self._speak(diagnosis.slowness(view, self.clock.usual_s()))
 
     def _own_end(self, view: View) -> Report | None:
-        """The end of this rank, where it is for this thread to make."""
         mine, timeouts, failed = view.mine, self._timeouts, diagnosis.failed(view)
         step_s = timeouts.step_s
         if step_s is not None and mine.phase == UPDATE and mine.phase_s >= step_s and diagnosis.informed(view):

@@ -78,7 +78,6 @@ def join(kinds: str, timeout_s: float) -> tuple[Signed, int, int]:
 
 
 def _secret() -> bytes:
-    """What rank 0 has drawn, through the connections of the group. Collective."""
     told = torch.frombuffer(bytearray(drawn()), dtype=torch.uint8)
     dist.broadcast(told, 0)
     return bytes(told.tolist())
@@ -158,7 +157,6 @@ class Meeting:
         return ours
 
     def _called(self) -> str:
-        """Call rank 0 until it answers to this rank's own word; the name of the world."""
         asked, answer = f"andon/call {self.rank}", f"andon/answer {self.rank} {self._word}"
         deadline = time.monotonic() + self.timeout_s
         try:

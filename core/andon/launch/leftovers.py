@@ -32,7 +32,6 @@ def claim_and_sweep() -> None:
 
 
 def _is_left(file: Path) -> bool:
-    """Whether the folder of `file` is this user's, and its launcher is known to be gone."""
     try:
         folder = file.parent
         ours = not folder.is_symlink() and folder.stat().st_uid == os.getuid()

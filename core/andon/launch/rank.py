@@ -216,7 +216,6 @@ def _explained(report: Report) -> Report:
 
 
 def _prepare() -> None:
-    """One thread of arithmetic, tracebacks of native crashes, signals that only set a flag."""
     with contextlib.suppress(ValueError, OSError):  # stderr may have been closed
         faulthandler.enable(all_threads=False)
     # Kernels of a CPU share a sum among their threads, so that its order depends on how many there are.

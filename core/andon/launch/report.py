@@ -164,7 +164,6 @@ def _chosen(report: Report | None) -> int:
 
 
 def _remoteness(code: int, report: Report | None, ended: bool) -> int:
-    """How far from the root cause an end is: 0 may be one, 3 is the launcher's own doing."""
     if report is not None and report.exit != 0:
         # Torch's agent asks the others to end once one has failed, so being preempted may be a consequence too.
         noticed = report.exit in NOTICED.values() and not report.left

@@ -89,7 +89,6 @@ class StoreServer:
         return []
 
     def _get(self, parts: Sequence[bytes]) -> list[bytes]:
-        """The values, once all are there; nothing where they have not come in time."""
         seconds, *keys = parts
         there = self._changed.wait_for(lambda: self._has(keys), float(seconds))
         return [self._values[key] for key in keys] if there else []
@@ -209,7 +208,6 @@ class UnixStore(Store):
         return found
 
     def _ask(self, *parts: str | bytes, wait_s: float | None = None) -> list[bytes]:
-        """What the server answers; a wait that lasts longer is taken for one that was in vain."""
         try:
             connection = self._connection()
             connection.send_bytes(_packed([part.encode() if isinstance(part, str) else part for part in parts]))

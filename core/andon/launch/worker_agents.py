@@ -56,8 +56,6 @@ def be_agent(orders: Connection, job: Job) -> None:
 
 
 class _AgentLoop:
-    """One agent: at most one worker at a time."""
-
     def __init__(self, orders: Connection, job: Job) -> None:
         self._orders, self._job = orders, job
         self._worker = 0

@@ -426,14 +426,14 @@ def facts_of_shape(spec: ModelSpec) -> tuple[int | None, int, str]:
     model: Any = build_shape(replace(spec, max_length=1))
     saved = str(getattr(_stored_config(str(spec.base), spec.revision), "dtype", None)).removeprefix("torch.")
     weights = sum(parameter.numel() for parameter in model.parameters())
-    return _positions(model), weights, "bfloat16" if saved == "bfloat16" else "float32"
+    return positions_of(model), weights, "bfloat16" if saved == "bfloat16" else "float32"
 
 
 def _check_fit(model: Any, spec: ModelSpec) -> None:
     found, vocabulary = ProblemList(), model.config.vocab_size
     if spec.vocab_size > vocabulary:
         found.add("model.base", f"the tokenizer has {spec.vocab_size} ids, the model's vocabulary {vocabulary}")
-    positions = _positions(model)
+    positions = positions_of(model)
     if positions is not None and spec.max_length > positions and not _takes(model, spec, positions):
         found.add(
             "model.max_length",
@@ -443,7 +443,7 @@ def _check_fit(model: Any, spec: ModelSpec) -> None:
     found.raise_if_any()
 
 
-def _positions(model: Any) -> int | None:
+def positions_of(model: Any) -> int | None:
     """How many tokens of a row have a position, as the model's configuration and its tables say; None: no limit.
 
     A table of positions with a row for padding, as RoBERTa has it, counts from behind that row.

@@ -52,7 +52,6 @@ def storage(path: Path, doing: Literal["written", "read"] = "written") -> Iterat
 
 
 def _cannot_be_made(error: OSError) -> str | None:
-    """The message where the folder above is there and takes nothing new, as /proc; else None."""
     above = Path(os.fsdecode(error.filename)).parent if isinstance(error.filename, str | bytes) else None
     if error.errno != errno.ENOENT or above is None or not above.is_dir():
         return None

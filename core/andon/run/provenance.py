@@ -121,7 +121,6 @@ def read_provenance(path: Path) -> Provenance:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """The answer of git; None where there is no git, no repository, or it fails."""
     # A hook that calls us sets GIT_DIR for another repository.
     clean = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     # `git status` would otherwise write to the index, and leave its lock where the disk refuses.

@@ -114,7 +114,6 @@ def _check_names(folder: Path) -> None:
 
 
 def _read_regular(path: Path, size: int | None) -> bytes:
-    """The bytes of a regular file of `size` bytes (None: any)."""
     try:
         data = read_regular(path, _LIMITS[path.name] if size is None else min(size, _LIMITS[path.name]))
     except OSError as error:

@@ -208,7 +208,6 @@ class Audit:
         return agreement.gather(step, "partial sums", [{} for _ in local], local).payload
 
     def _reported(self, subject: _Subject, reported: torch.Tensor) -> list[torch.Tensor]:
-        """The word sums of the chosen micro-batches' gradients, as their rank reported them."""
         reports = reported[subject.rank].view(-1, len(REPORT_FIELDS))
         first = self._owners[subject.rank].start
         return [reports[leaf - first, REPORT_FIELDS.index("gradient")] for leaf in subject.chosen]
@@ -286,7 +285,6 @@ class Audit:
 
 
 def _filled(found: Sequence[torch.Tensor], count: int, device: torch.device) -> torch.Tensor:
-    """int64 [count] on `device`: what was found, and zeros behind it."""
     stacked = [torch.stack([each.to(device) for each in found])] if found else []
     return torch.cat([*stacked, torch.zeros(count - len(found), dtype=torch.int64, device=device)])
 

@@ -297,7 +297,6 @@ def _options(
 
 
 def _yaml(key: str, value: Any, problems: ProblemList) -> str:
-    """A setting as the command line is given it: JSON, which is YAML."""
     try:
         return json.dumps(os.fspath(value) if isinstance(value, os.PathLike) else value, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):
@@ -321,7 +320,6 @@ def _given() -> Iterator[RowFiles]:
 
 
 def _argument(where: str) -> str:
-    """What is called so on the command line, as an argument of `train`."""
     if where.startswith("--set "):
         return where.removeprefix("--set ")
     return where.removeprefix("--").replace("-", "_") if where.startswith("--") else where
@@ -360,7 +358,6 @@ def _trained(config: Config, started: float, sizing: Sizing | None, files: RowFi
 
 
 def _raise(ended: Ended) -> NoReturn:
-    """The exception that says how a run ended that did not reach its end."""
     again = f"go on with: andon.train(..., run_dir={str(ended.folder.path)!r}, resume='auto')"
     if ended.exit is Exit.USAGE:
         raise InputError.of_text(ended.why)

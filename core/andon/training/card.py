@@ -219,7 +219,6 @@ def _task(config: Config) -> str:
 
 
 def _counts(task: str, result: Result) -> dict[str, tuple[int, str]]:
-    """What a score may be of: how many, and in words."""
     found = result.scores
     rows, tokens, words = (int(found.get(key) or 0) for key in ("rows", "tokens", "words"))
     each, things = len(result.labels), "labels" if task == MULTI_LABEL else "classes"

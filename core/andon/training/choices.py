@@ -96,7 +96,7 @@ def placed(config: Config, gpus: int | None = None) -> tuple[Config, str]:
         and not is_set(config, "run.backend")
     ):
         return _on_cpus(config, f"{run.workers} workers were asked for, and there are {there} GPUs" if there else "")
-    if backend != "nccl" or is_set(config, "run.workers"):
+    if backend != "nccl" or not there or is_set(config, "run.workers"):
         return with_values(config, {"run.backend": backend, "run.workers": run.workers}), ""
     most = _fewest_parts(config)
     workers = len(run.devices) if run.devices else min(there, most) or 1

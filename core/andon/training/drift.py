@@ -227,7 +227,6 @@ def _label_sets(run: TrainedRun, asked: Questions, logits: Sequence[torch.Tensor
 
 
 def _tags(run: TrainedRun, asked: Questions, logits: Sequence[torch.Tensor]) -> Said:
-    """Of the first token of each word that was not cut off."""
     _, firsts = run.tokenizer.encode_words([row.text for row in asked.rows], run.config.model.max_length)
     parts = [row[[place for place in places if place >= 0]] for row, places in zip(logits, firsts, strict=True)]
     found = torch.cat(parts).softmax(dim=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -23,7 +24,7 @@ from andon.data.tokens import HuggingFaceTokenizer, Tokenizer, pretrained_tokeni
 from andon.metrics.scores import ClassificationScores, Scores
 from andon.model.adapter import attach, base_digest, load_adapter, read_labels, trainable_parameters
 from andon.model.batches import EvaluationBatching, predictions
-from andon.model.build import build_base, half_of
+from andon.model.build import build_base, half_of, positions_of, without_adapter
 from andon.model.causal import generate
 from andon.run.checkpoint import load_checkpoint, saved_steps
 from andon.run.folder import RunFolder
@@ -317,14 +318,14 @@ def answer(run: TrainedRun, prompts: Iterable[str | Sequence[Message]], max_new_
     if hasattr(run.model, "merge_adapter") and not (merged or half_of(run.model)):
         run.model.merge_adapter(safe_merge=True)  # type: ignore[operator]
     base = run.tokenizer.base
-    asked, limit = Asked.read(run.folder.adapter), run.config.model.max_length
+    asked, limit = Asked.read(run.folder.adapter), positions_of(without_adapter(run.model)) or sys.maxsize
     waiting, first = iter(prompts), 0
     while window := list(islice(waiting, _PROMPTS)):
         messages = [(Message("user", each),) if isinstance(each, str) else tuple(each) for each in window]
         ids = [encode_prompt(run.tokenizer, asked.form, each) for each in messages]
         for number, given in enumerate(ids, start=first + 1):
             if len(given) >= limit:
-                what = f"has {len(given)} tokens, and the model was trained on {limit} (model.max_length); shorten it"
+                what = f"has {len(given)} tokens, and the model has {limit} positions; shorten it"
                 raise InputError([Problem(f"prompt {number}", what)])
         first += len(ids)
         most = [min(max_new_tokens, limit - len(given)) for given in ids]

@@ -6,6 +6,8 @@ from andon.config.schema import Config
 from andon.step.plan import BatchPlan
 from andon.step.schedule import Schedule
 
+_FEW_UPDATES = 100
+
 
 def idleness(plan: BatchPlan, workers: int) -> str:
     """How many of these workers would never train on a row, and why; empty if every worker has rows."""
@@ -14,6 +16,12 @@ def idleness(plan: BatchPlan, workers: int) -> str:
     unit = "row" if plan.updates is None else "pack"
     why = f"an update has {rows} {unit}{'s' * (rows != 1)} in {plan.micro_batches} micro-batches"
     return f"{idle} of {workers} workers have no row in any update: {why}" if idle else ""
+
+
+def few_updates(plan: BatchPlan, config: Config) -> str:
+    """A note if a run on a pretrained base is so short that it will hardly have learned; else empty."""
+    few = config.model.base is not None and config.training.max_steps is None and plan.total_steps < _FEW_UPDATES
+    return f"note: {plan.total_steps} updates are few; for so few rows raise training.epochs" if few else ""
 
 
 def learns_nothing(plan: BatchPlan, config: Config) -> str:

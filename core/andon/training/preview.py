@@ -17,7 +17,7 @@ from andon.model.build import build_base, facts_of
 from andon.step.plan import efficiency
 from andon.training.choices import placed, settings_line
 from andon.training.material import Material, cut_note, eval_rows_note, prepare, warnings_of
-from andon.training.notices import idleness, learns_nothing
+from andon.training.notices import few_updates, idleness, learns_nothing
 from andon.training.rows import class_counts, notes, skip_notes, told_of_task, unfit_model
 
 _MOST_WORKERS = 8
@@ -57,8 +57,7 @@ def describe(config: Config, row: int | None = None) -> Iterator[str]:
     yield from skip_notes(material.unusable)
     if unfit_model(config):
         yield unfit_model(config)
-    if learns_nothing(material.plan, config):
-        yield learns_nothing(material.plan, config)
+    yield from filter(None, (learns_nothing(material.plan, config), few_updates(material.plan, config)))
     idle = idleness(material.plan, config.run.workers)
     if idle:
         yield f"note: {idle}"

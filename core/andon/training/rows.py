@@ -217,7 +217,6 @@ def _label_notes(train: TextRows[Any], counts: Sequence[int]) -> Iterator[str]:
 
 
 def _line_notes(train: TextRows[Any]) -> Iterator[str]:
-    """Of tables, in which a quote that is not closed takes in the rows behind it."""
     if train.origins is not None:
         places = [train.origins.where(row.id) for row in train.rows if any("\n" in text for text in row.texts)]
         tables = [place for place in places if Path(place.rpartition(":")[0]).suffix.lower() in (".csv", ".tsv")]

@@ -49,7 +49,7 @@ from andon.training.journal import (
     progress_from,
 )
 from andon.training.material import cut_note, eval_rows_note
-from andon.training.notices import idleness, learns_nothing
+from andon.training.notices import few_updates, idleness, learns_nothing
 from andon.training.outputs import write_adapter, write_start
 from andon.training.progress import ProgressView
 from andon.training.resume import AlreadyFinished, Standpoint, load_best, restore, run_identity
@@ -160,7 +160,6 @@ def clocks_apart(backend: Backend) -> str:
 
 
 def _versions(session: Session) -> dict[str, str]:
-    """What every rank must have alike; in `mixed` without what only ranks on GPUs have."""
     common: dict[str, object] = (
         {"devices": [], "driver": None, "sources": {}} if session.run.backend.name == "mixed" else {}
     )
@@ -282,7 +281,6 @@ def _resume(session: Session, standpoint: Standpoint, progress: Progress, torn: 
 
 
 def _announce(session: Session, done: int) -> None:
-    """What a reader is told first. done: steps that are behind it."""
     config, material, backend, plan = session.config, session.material, session.run.backend, session.run.plan
     units = "packs" if config.training.packing else "rows"
     say(
@@ -294,8 +292,8 @@ def _announce(session: Session, done: int) -> None:
         say(f"warning: {idle}")
     if (config.training.max_steps or 0) > plan.total_steps:
         say(f"note: training.epochs ends the run at step {plan.total_steps}, before training.max_steps")
-    if learns_nothing(plan, config):
-        say(learns_nothing(plan, config))
+    for note in filter(None, (learns_nothing(plan, config), few_updates(plan, config))):
+        say(note)
     if config.contracts.enabled:
         say(_audit(session, done))
     seen = material.rows.seen_in_training()

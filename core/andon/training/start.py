@@ -262,6 +262,8 @@ def _report(folder: RunFolder, config: Config) -> None:
         f"done: {found.steps} steps on {found.world_size} {found.backend} workers in {found.wall_s:.1f} s, "
         f"{found.evaluated_on} {told}"
     )
+    if found.reason == "early-stopping":
+        say(f"stopped early: the last {config.training.early_stopping_patience} evaluations had no better loss")
     broken = f"violations before it was resumed: {found.violations}" if found.violations else "no violation"
     if found.kept_step is not None:
         say(f"kept the weights of step {found.kept_step}, which has the lowest validation loss (training.keep=best)")

@@ -69,7 +69,6 @@ def _in_memory(paths: tuple[Path, ...], selection: RowSelection) -> SurveyedConv
 
 
 def _bytes_of(paths: Sequence[Path]) -> list[tuple[str, str]]:
-    """Of each file its ending, which says how it is read, and SHA-256."""
     told = []
     for path in paths:
         require_file(path)

@@ -189,7 +189,6 @@ class Trainer:
             self._schedule_save(monotonic() - began)
 
     def _due(self, step: int) -> bool:
-        """Whether after update `step` something looks at the weights, or the run ends."""
         cadence = self.cadence
         regular = (cadence.base_every, cadence.checkpoint_every, cadence.evaluate_every)
         return self.plan.is_epoch_end(step) or any(every is not None and step % every == 0 for every in regular)

@@ -306,7 +306,6 @@ def _mib(size: int | None) -> str | None:
 
 
 def _audit(run: Told) -> str | None:
-    """What was audited, as far as settings and counts tell it."""
     config = run.side.config
     if not config:
         return None
@@ -366,7 +365,6 @@ def _parted(value: object) -> list[dict[str, Any]]:
 
 
 def _labels(run: Told, count: int) -> Sequence[str]:
-    """Names of classes, where the run says them all; else their numbers."""
     labels = run.summary.labels if run.summary is not None else ()
     return labels if len(labels) == count else [str(number) for number in range(count)]
 

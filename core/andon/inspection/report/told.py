@@ -185,7 +185,6 @@ def read_told(side: Side) -> Told:
 
 
 def _metrics(folder: RunFolder) -> tuple[dict[int, float], dict[tuple[Any, ...], list[str]], int]:
-    """From metrics.jsonl: seconds by step, what was evaluated, and how many lines are none."""
     seconds: dict[int, float] = {}
     what: dict[tuple[Any, ...], list[str]] = {}
     unread = 0
