@@ -10,7 +10,6 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -298,40 +297,6 @@ def test_no_text_of_the_evaluation_set_is_trained_on(seed: int) -> None:
         assert [row.id for row in data.rows] == list(range(len(data)))
         assert data.labels == SSC_LABELS
         assert min(data.counts()) > 0.15 * len(data)
-
-
-def test_the_default_split_leaves_a_ragged_batch_of_unequal_micro_batches() -> None:
-    rows = len(frozen_split(len(embedded(42)[0]), 0.1, 42)[0])
-    last = rows % 32
-    assert last > 8
-    assert last % 8 != 0
-    assert 60 <= 2 * -(-rows // 32) <= 130
-
-
-def bytes_counted(data: DataSet) -> tuple[torch.Tensor, torch.Tensor]:
-    counts = torch.stack([torch.bincount(torch.tensor(list(r.text.encode())), minlength=257) for r in data.rows])
-    counts[:, 256] = 1
-    return counts.float().sqrt(), torch.tensor([row.label for row in data.rows])
-
-
-def test_counting_bytes_is_not_enough_to_tell_the_classes() -> None:
-    train, held_out = embedded(42)
-    features, labels = bytes_counted(train)
-    weights = torch.zeros(257, 5, requires_grad=True)
-    optimizer = torch.optim.LBFGS([weights], max_iter=200, line_search_fn="strong_wolfe")
-
-    def loss() -> float:
-        value = torch.nn.functional.cross_entropy(features @ weights, labels) + 1e-4 * weights.square().sum()
-        (weights.grad,) = torch.autograd.grad(value, [weights])
-        return float(value.detach())
-
-    optimizer.step(loss)  # type: ignore[no-untyped-call]
-    features, labels = bytes_counted(held_out)
-    accuracy = float(((features @ weights).argmax(1) == labels).float().mean())
-    assert 0.5 < accuracy < 0.9
-
-
-# The embedded instructions.
 
 
 @given(st.integers(0, 2**63 - 1), st.integers(0, 120))
