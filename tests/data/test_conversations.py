@@ -227,6 +227,7 @@ def test_a_fault_is_named_with_its_line(tmp_path: Path, name: str) -> None:
 def test_all_faults_are_said_at_once_and_mixed_forms_are_refused(tmp_path: Path) -> None:
     path = lines(
         tmp_path,
+        {"prompt": "x", "completion": ""},  # says nothing of how the others are written
         {"text": "x"},
         with_messages(ASKED, SAID),
         {"text": ""},
@@ -234,9 +235,10 @@ def test_all_faults_are_said_at_once_and_mixed_forms_are_refused(tmp_path: Path)
         {"text": "z", "id": 1},
     )
     assert faults(path) == [
-        "a.jsonl:2: has messages, the rows from a.jsonl:1 on have text; write all alike",
-        "a.jsonl:3: text is empty",
-        "a.jsonl:5: id 1 is there already, at a.jsonl:4",
+        "a.jsonl:1: completion is empty",
+        "a.jsonl:3: has messages, the rows from a.jsonl:2 on have text; write all alike",
+        "a.jsonl:4: text is empty",
+        "a.jsonl:6: id 1 is there already, at a.jsonl:5",
     ]
 
 

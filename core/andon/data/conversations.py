@@ -205,9 +205,7 @@ class Reading:
         faults: list[str] = []
         fields = _as_messages(record.fields, faults)
         form = None if faults else _form(fields, faults)
-        if form is not None and self.form is None:
-            self.form, self.first = form, where
-        if form is not None and form != self.form:
+        if form is not None and form != (self.form or form):
             faults.append(f"has {form}, the rows from {self.first} on have {self.form}; write all alike")
         messages = () if form is None else _with_tools(_messages(form, fields, faults), fields, faults)
         faults += self.origins.repeated(table, record)
@@ -217,6 +215,8 @@ class Reading:
             self.problems.add_row(where, fault)
         if faults:
             return None
+        if self.form is None:  # a row that is skipped must not say how the others are written
+            self.form, self.first = form, where
         source = record.fields.get(SOURCE_COLUMN)
         return Conversation(len(self.origins), messages, where, "" if source is None else str(source))
 
