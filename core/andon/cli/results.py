@@ -99,6 +99,8 @@ def predict(
     predictions = predict(trained, (row.text for row in firsts), pairs=pairs)
     labels = trained.labels if all_scores else None
     _put_rows(_records(rows, found.columns, predictions, labels, output), output)
+    if cut := trained.tokenizer.truncated:
+        say(f"note: {cut} texts were cut to {trained.config.model.max_length} tokens (model.max_length)")
 
 
 def generate(
