@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from andon.integrations.trackers import Attempts, numbers, writes
-from andon.run.summary import HELD_OUT, LAST_VALIDATION
 from andon_contracts.untrusted import read_lines
 
 _LOCAL = ("offline", "dryrun", "disabled")
@@ -55,7 +54,7 @@ class WandbRun:
     def _log(self, line: Mapping[str, Any]) -> None:
         if self._run is not None:
             # wandb drops lines of earlier steps: the last scores may be of one (`training.keep`).
-            least = self._run.step if line.get("what") in (HELD_OUT, LAST_VALIDATION) else 0
+            least = 0 if line.get("what") in (None, "validation") else self._run.step
             self._run.log(numbers(line), step=max(int(line["step"]), least))
             return
         self._run = self._open()

@@ -47,8 +47,8 @@ class Published:
         if step <= warmup:
             return self.peak * step / warmup
         turn = min(1.0, (step - warmup) / (self.total - warmup)) if self.total > warmup else 1.0
-        gone = {"cosine": 0.5 - 0.5 * math.cos(math.pi * turn), "linear": turn, "constant": 0.0}[self.kind]
-        return self.peak - (self.peak - low) * gone
+        left = {"cosine": 0.5 + 0.5 * math.cos(math.pi * turn), "linear": 1.0 - turn, "constant": 1.0}[self.kind]
+        return low + (self.peak - low) * left  # not down from the peak, which would leave its last digits at the end
 
 
 def check(history: History, law: Schedule | None, tolerance: float = 1e-12) -> Verdict:
