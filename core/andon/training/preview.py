@@ -15,7 +15,7 @@ from andon.data.rows import repeated_texts
 from andon.model.adapter import attach, trainable_parameters
 from andon.model.build import build_base, facts_of
 from andon.step.plan import efficiency
-from andon.training.choices import placed, settings_line
+from andon.training.choices import automatic_keys, is_set, placed, settings_line
 from andon.training.material import Material, cut_note, eval_rows_note, prepare, warnings_of
 from andon.training.notices import few_updates, idleness, learns_nothing
 from andon.training.rows import class_counts, notes, skip_notes, told_of_task, unfit_model
@@ -28,7 +28,7 @@ def describe(config: Config, row: int | None = None) -> Iterator[str]:
 
     Raises `InputError` for anything that a run of this configuration would refuse, and for a row that is not there.
     """
-    config, chosen = placed(config)
+    given, (config, chosen) = config, placed(config)
     run = config.run
     name, devices, note = placement(run.backend, run.workers, run.devices, fallback=run.cpu_fallback)
     material = prepare(config)
@@ -49,6 +49,9 @@ def describe(config: Config, row: int | None = None) -> Iterator[str]:
         yield chosen
     if config.model.base is not None:
         yield settings_line(config)
+        values = {key: getattr(getattr(config, key.split(".")[0]), key.split(".")[1]) for key in automatic_keys(config)}
+        unset = [f"{key}={values[key]}" for key in values if not is_set(given, key)]
+        yield f"chosen, since not set (docs/usage.md says why): {', '.join(unset) or 'nothing'}"
     yield _plan(material)
     more = f" and {len(devices) - _MOST_WORKERS} more" if len(devices) > _MOST_WORKERS else ""
     where = f"{name}: {', '.join(map(str, devices[:_MOST_WORKERS]))}{more}"
