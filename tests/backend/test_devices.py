@@ -68,7 +68,7 @@ NOT_USED = "4 GPUs are here and not used (--backend auto)"
 def test_default_placement(
     backend: str, workers: int, gpus: int, used: str, devices: tuple[torch.device, ...], note: str
 ) -> None:
-    """Without named devices. F-DP-004: without a GPU the run goes on on the CPU if that is asked for, and says so."""
+    """Without named devices. F-DP-004: without a GPU, `fallback` trains on the CPU and says so."""
     *found, said = placement(backend, workers, None, gpus, fallback=True)
     assert found == [used, devices]
     assert re.match(note, said)

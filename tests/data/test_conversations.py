@@ -227,7 +227,7 @@ def test_a_fault_is_named_with_its_line(tmp_path: Path, name: str) -> None:
 def test_all_faults_are_said_at_once_and_mixed_forms_are_refused(tmp_path: Path) -> None:
     path = lines(
         tmp_path,
-        {"prompt": "x", "completion": ""},  # says nothing of how the others are written
+        {"prompt": "x", "completion": ""},  # unusable, so it does not decide the form
         {"text": "x"},
         with_messages(ASKED, SAID),
         {"text": ""},

@@ -72,8 +72,8 @@ def placement(
 ) -> tuple[str, tuple[torch.device, ...], str]:
     """Where `workers` replicas live: the backend to use, a device for each, and what to tell the user (or "").
 
-    `nccl` without named devices needs a GPU for each worker. If there is no GPU at all and `fallback` is asked for, it
-    becomes `gloo` on the CPU. Raises `InputError` otherwise, and for a named device that does not exist. gpus: how many
+    `nccl` without named devices needs a GPU for each worker. With `fallback` it becomes `gloo` on the CPU if there is
+    no GPU at all. Raises `InputError` otherwise, and for a named device that does not exist. gpus: how many
     there are (None: ask torch).
     """
     cpu = torch.device("cpu")

@@ -215,7 +215,7 @@ class Reading:
             self.problems.add_row(where, fault)
         if faults:
             return None
-        if self.form is None:  # a row that is skipped must not say how the others are written
+        if self.form is None:  # only a usable row decides the form of its file
             self.form, self.first = form, where
         source = record.fields.get(SOURCE_COLUMN)
         return Conversation(len(self.origins), messages, where, "" if source is None else str(source))

@@ -13,20 +13,10 @@ from pathlib import Path
 
 import torch
 
+from andon_contracts.tensor_file import NAMES
+
 LARGEST_FILE = 5 * 10**9
 """Bytes of tensors in one file of a model, as transformers splits it."""
-_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 
 
 @dataclass(frozen=True)
@@ -66,7 +56,7 @@ def write_tensors(file: Path, tensors: Mapping[str, Stored]) -> None:
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].kind.itemsize, item[0]))  # aligns every tensor
     for name, each in ordered:
         offsets = [first, first := first + each.size]
-        header[name] = {"dtype": _NAMES[each.kind], "shape": list(each.tensor.shape), "data_offsets": offsets}
+        header[name] = {"dtype": NAMES[each.kind], "shape": list(each.tensor.shape), "data_offsets": offsets}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     with file.open("wb") as out:

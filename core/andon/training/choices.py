@@ -84,17 +84,13 @@ def placed(config: Config, gpus: int | None = None) -> tuple[Config, str]:
     if is_set(config, "run.backend") and is_set(config, "run.workers") and not run.cpu_fallback:
         return config, ""
     there = host.gpus() if gpus is None else gpus
-    backend = run.backend if is_set(config, "run.backend") else _backend(config, there)
+    asked = is_set(config, "run.backend")
+    backend = run.backend if asked else _backend(config, there)
     if backend == "nccl" and not there and run.cpu_fallback:
         return _on_cpus(config, "no GPU is usable here (clause cpu-fallback)")
     if backend == "gloo" and not is_set(config, "run.workers") and config.model.base is not None:
         return _on_cpus(config, f"{there} GPUs are not used" if there else "")
-    if (
-        is_set(config, "run.workers")
-        and backend == "nccl"
-        and run.workers > there
-        and not is_set(config, "run.backend")
-    ):
+    if backend == "nccl" and not asked and is_set(config, "run.workers") and run.workers > there:
         return _on_cpus(config, f"{run.workers} workers were asked for, and there are {there} GPUs" if there else "")
     if backend != "nccl" or not there or is_set(config, "run.workers"):
         return with_values(config, {"run.backend": backend, "run.workers": run.workers}), ""
@@ -111,7 +107,8 @@ def _on_cpus(config: Config, why: str) -> tuple[Config, str]:
     if not is_set(config, "run.workers") and config.model.base is not None:
         workers, memory = _cpu_workers(config)
     found = with_values(config, {"run.backend": "gloo", "run.workers": workers})
-    return found, f"auto: {workers} gloo worker{'s' * (workers > 1)}{': '[: 2 * bool(why or memory)]}{why or memory}"
+    line, reason = f"auto: {workers} gloo worker{'s' * (workers > 1)}", why or memory
+    return found, f"{line}: {reason}" if reason else line
 
 
 def _backend(config: Config, gpus: int) -> str:
