@@ -1,63 +1,56 @@
-"""The loop's own calls, seen while a watch is open: backward passes, clipping, reductions through `torch.distributed`,
-loss scaling, and what torch's data loaders draw and yield.
+"""The loop's own calls of torch, seen while a watch is open: backward, clip, all-reduce, loss scaling, data loaders.
 
-The calls are made as before; the listeners are told first, each that was there when the call was made: one that is told
-may begin or end to listen. A name that a script imported earlier (`from torch.nn.utils import clip_grad_norm_`) is seen
-too, because it calls the function that is replaced here; for `from torch.nn.utils import clip_grads_with_norm_` and
-`from torch.distributed import all_reduce` that is not so.
+Each call is made as before, after the listeners were told. `from torch.nn.utils import clip_grad_norm_` is seen too,
+because it calls a function that is replaced here; `from torch.nn.utils import clip_grads_with_norm_` and
+`from torch.distributed import all_reduce` are not.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.utils import clip_grad
 from torch.utils.data import dataloader
 
-from andon_contracts.liveness.halt import HaltSignal
-from andon_contracts.stacks import line_here
-from andon_contracts.watch.gradient_scale import Passes
 from andon_contracts.watch.loaders import Yielded, drawn, ended, yielded
-from andon_contracts.watch.optimizer_probe import OptimizerProbe
-from andon_contracts.watch.practice import Practice
 
 
-class Listener(Protocol):
-    """Who wants to hear of the loop's calls."""
+class Listener:
+    """Is told of the loop's calls. A listener overrides what it needs."""
 
     def clipping(self, parameters: Sequence[torch.Tensor], norm: torch.Tensor | None) -> None:
-        """The gradients of `parameters`, whose norm is `norm` (None: clipped by value), are about to be clipped."""
+        """The gradients of `parameters` are about to be clipped. norm: theirs; None: they are clipped by value."""
 
     def updates_of(self, optimizer: object) -> int | None:
-        """The updates of `optimizer` so far; None if it is not listened to."""
+        """The updates of `optimizer` so far; None: this listener does not follow it."""
 
     def skipped(self, optimizer: object) -> None:
-        """A loss scaler has left out an update of `optimizer`."""
+        """A loss scaler skipped an update of an optimizer that this listener follows."""
 
-    def unscaling(self, scaler: object, optimizer: object) -> None:
+    def unscaling(self, scaler: Any, optimizer: Any) -> None:
         """A loss scaler is about to divide the gradients of `optimizer`."""
 
     def reducing(self, tensor: torch.Tensor, group: object, waits: bool) -> None:
-        """`tensor` is about to be reduced over `group`; `resumed` follows, if the loop waits for it."""
+        """`tensor` is about to be all-reduced over `group`. waits: the call blocks; `resumed` follows."""
 
     def resumed(self) -> None:
-        """What began with `reducing` is over, or has failed."""
+        """The all-reduce returned or failed."""
 
     def lost(self, error: BaseException) -> None:
-        """A reduction raised `error`."""
+        """An all-reduce raised `error`."""
 
     def yielded(self, batch: Yielded) -> None:
-        """A data loader has given the loop a batch, perhaps ahead of its use."""
+        """A data loader gave the loop a batch, perhaps before it is used."""
 
     def backward(self, loss: torch.Tensor | None) -> None:
-        """The backward pass of `loss` begins; None: of more than one tensor, or with a gradient of its own."""
+        """The backward pass of `loss` begins. None: of several tensors, or with a gradient given by the loop."""
 
     def backward_over(self) -> None:
-        """It is over, or has failed."""
+        """The backward pass returned or failed."""
 
 
 _listeners: list[Listener] = []
@@ -65,15 +58,19 @@ _originals: list[tuple[Any, str, Callable[..., Any]]] = []
 
 
 def listen(listener: Listener) -> Callable[[], None]:
-    """Tell `listener` from now on; what ends it."""
+    """Tell `listener` from now on. Returns what ends that."""
     if not _listeners:
-        _install()
+        for home, name, around in _PATCHES:
+            original = getattr(home, name, None)
+            if original is not None:
+                _originals.append((home, name, original))
+                setattr(home, name, _wrapped(original, around))
     _listeners.append(listener)
     return functools.partial(unlisten, listener)
 
 
 def unlisten(listener: Listener) -> None:
-    """No longer tell `listener`; with the last one everything is as it was."""
+    """Stop telling `listener`. After the last one torch's functions are restored."""
     if listener in _listeners:
         _listeners.remove(listener)
         while _originals and not _listeners:
@@ -81,214 +78,119 @@ def unlisten(listener: Listener) -> None:
             setattr(home, name, original)
 
 
-def _replace(home: Any, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    original = getattr(home, name, None)
-    if original is not None:
-        _originals.append((home, name, original))
-        setattr(home, name, around(original))
+def _wrapped(original: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)  # a function, so that it binds as a method where it replaces one
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    return call
 
 
-def _install() -> None:
-    _replace(clip_grad, "_clip_grads_with_norm_", _around_clip)
-    _replace(torch.nn.utils, "clip_grads_with_norm_", _around_clip)
-    for home in (clip_grad, torch.nn.utils):
-        _replace(home, "clip_grad_value_", _around_value_clip)
-    _replace(torch.amp.GradScaler, "step", _around_scaled_step)
-    _replace(torch.amp.GradScaler, "unscale_", _around_unscale)
-    for home in (dist, dist.distributed_c10d):
-        _replace(home, "all_reduce", _around_reduce)
-    _replace(torch.autograd, "backward", _around_backward)
-    _replace(dataloader._BaseDataLoaderIter, "_next_index", _around_draw)
-    _replace(dataloader._BaseDataLoaderIter, "__next__", _around_yield)
+def _told() -> list[Listener]:
+    """The listeners of one call: a listener that is told may add or remove some."""
+    return list(_listeners)
 
 
 def _listed(parameters: Any) -> list[torch.Tensor]:
     return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
 
 
-def _around_clip(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def clip(parameters: Any, max_norm: float, total_norm: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        found = _listed(parameters)
-        for listener in list(_listeners):
-            listener.clipping(found, total_norm)
-        return original(found, max_norm, total_norm, *args, **kwargs)
-
-    return clip
+def _clip(original: Any, parameters: Any, max_norm: float, total_norm: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    found = _listed(parameters)
+    for listener in _told():
+        listener.clipping(found, total_norm)
+    return original(found, max_norm, total_norm, *args, **kwargs)
 
 
-def _around_scaled_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        # A scaler tells nobody that it left an update out; that the count stood still does.
-        before = [(listener, listener.updates_of(optimizer)) for listener in list(_listeners)]
-        result = original(scaler, optimizer, *args, **kwargs)
-        for listener, updates in before:
-            if updates is not None and listener.updates_of(optimizer) == updates:
-                listener.skipped(optimizer)
-        return result
-
-    return step
+def _clip_by_value(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+    found = _listed(parameters)
+    for listener in _told():
+        listener.clipping(found, None)
+    return original(found, *args, **kwargs)
 
 
-def _around_unscale(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def unscale(scaler: Any, optimizer: Any) -> Any:
-        for listener in list(_listeners):
-            listener.unscaling(scaler, optimizer)
-        return original(scaler, optimizer)
-
-    return unscale
-
-
-def _around_value_clip(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        found = _listed(parameters)
-        for listener in list(_listeners):
-            listener.clipping(found, None)
-        return original(found, *args, **kwargs)
-
-    return clip
+def _scaled_step(original: Any, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    # A scaler tells nobody that it skipped an update, but the count of updates stands still.
+    before = [(listener, listener.updates_of(optimizer)) for listener in _told()]
+    result = original(scaler, optimizer, *args, **kwargs)
+    for listener, updates in before:
+        if updates is not None and listener.updates_of(optimizer) == updates:
+            listener.skipped(optimizer)
+    return result
 
 
-def _around_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
-        for listener in list(_listeners):
-            listener.reducing(tensor, group, not async_op)
-        try:
-            return original(tensor, op, group, async_op)
-        except RuntimeError as error:
-            for listener in list(_listeners):
-                listener.lost(error)
-            raise
-        finally:
-            for listener in list(_listeners):
-                listener.resumed()
+def _unscale(original: Any, scaler: Any, optimizer: Any) -> Any:
+    for listener in _told():
+        listener.unscaling(scaler, optimizer)
+    return original(scaler, optimizer)
 
-    return reduce
+
+def _all_reduce(
+    original: Any, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+) -> Any:
+    for listener in _told():
+        listener.reducing(tensor, group, not async_op)
+    try:
+        return original(tensor, op, group, async_op)
+    except RuntimeError as error:
+        for listener in _told():
+            listener.lost(error)
+        raise
+    finally:
+        for listener in _told():
+            listener.resumed()
 
 
 _backward_passes: list[object] = []
-"""Those that are under way: a checkpoint makes one within one, of a part of the same loss."""
+"""Those that run: a checkpoint starts one inside another, for a part of the same loss, which is not told."""
 
 
-def _around_backward(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if _backward_passes:
-            return original(tensors, grad_tensors, *args, **kwargs)
-        alone = isinstance(tensors, torch.Tensor) and grad_tensors is None
-        for listener in list(_listeners):
-            listener.backward(tensors if alone else None)
-        _backward_passes.append(tensors)
-        try:
-            return original(tensors, grad_tensors, *args, **kwargs)
-        finally:
-            _backward_passes.pop()
-            for listener in list(_listeners):
-                listener.backward_over()
-
-    return backward
+def _backward(original: Any, tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
+    if _backward_passes:
+        return original(tensors, grad_tensors, *args, **kwargs)
+    alone = isinstance(tensors, torch.Tensor) and grad_tensors is None
+    for listener in _told():
+        listener.backward(tensors if alone else None)
+    _backward_passes.append(tensors)
+    try:
+        return original(tensors, grad_tensors, *args, **kwargs)
+    finally:
+        _backward_passes.pop()
+        for listener in _told():
+            listener.backward_over()
 
 
-def _around_draw(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def draw(iterator: Any) -> Any:
-        index = original(iterator)
-        drawn(iterator, index)
-        return index
-
-    return draw
+def _draw(original: Any, iterator: Any) -> Any:
+    index = original(iterator)
+    drawn(iterator, index)
+    return index
 
 
-def _around_yield(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def following(iterator: Any) -> Any:
-        try:
-            batch = original(iterator)
-        except StopIteration:
-            ended(iterator)
-            raise
-        # Without gradients it is an evaluation, whose rows nobody trains on.
-        if torch.is_grad_enabled():
-            found = yielded(iterator, batch)
-            for listener in list(_listeners):
-                listener.yielded(found)
-        return batch
-
-    return following
+def _yield(original: Any, iterator: Any) -> Any:
+    try:
+        batch = original(iterator)
+    except StopIteration:
+        ended(iterator)
+        raise
+    # Without gradients the loop evaluates: it does not train on these rows.
+    if torch.is_grad_enabled():
+        found = yielded(iterator, batch)
+        for listener in _told():
+            listener.yielded(found)
+    return batch
 
 
-class Hearing:
-    """What a watch hears of the loop's own calls, handed on to the optimizers that they concern."""
-
-    def __init__(
-        self, probes: Mapping[int, OptimizerProbe], signal: HaltSignal | None, practice: Practice, passes: Passes
-    ) -> None:
-        """probes: by the identity of their optimizer. signal: what stops all ranks, and knows who waits for whom."""
-        self._passes = passes
-        self._probes = probes
-        self._held = frozenset[int]().union(*(probe.held for probe in probes.values()))
-        self._practice = practice
-        self._signal = signal
-        self._begun = None if signal is None else signal.begun
-
-    def clipping(self, parameters: Sequence[torch.Tensor], norm: torch.Tensor | None) -> None:
-        """The loop is about to clip."""
-        self._practice.clips.clipping([each for each in parameters if id(each) in self._held])
-        for probe in self._probes.values():
-            probe.clipping(parameters, norm)
-
-    def updates_of(self, optimizer: object) -> int | None:
-        """The updates of `optimizer` so far; None for one that is not watched."""
-        probe = self._probes.get(id(optimizer))
-        return None if probe is None else probe.updates
-
-    def skipped(self, optimizer: object) -> None:
-        """A loss scaler has left out an update."""
-        self._practice.clips.clear()
-        self._probes[id(optimizer)].skip()
-
-    def reducing(self, tensor: torch.Tensor, group: object, waits: bool) -> None:
-        """The loop is about to reduce."""
-        self._practice.clips.reducing(tensor, group)
-        if self._begun is not None:
-            self._begun.reducing(group, waits=waits)
-        for probe in self._probes.values():
-            probe.reducing(tensor, group)
-
-    def unscaling(self, scaler: object, optimizer: object) -> None:
-        """A loss scaler is about to divide."""
-        self._practice.clips.unscaling(scaler, optimizer)
-
-    def resumed(self) -> None:
-        """The call that reduces is over."""
-        if self._begun is not None:
-            self._begun.resumed()
-
-    def lost(self, error: BaseException) -> None:
-        """A reduction of the loop failed."""
-        if self._signal is not None:
-            self._signal.lost(error)
-
-    def yielded(self, batch: Yielded) -> None:
-        """A data loader has given the loop a batch."""
-        self._practice.yielded(batch)
-
-    def backward(self, loss: torch.Tensor | None) -> None:
-        """A backward pass begins."""
-        if not any(probe.taps.muted for probe in self._probes.values()):
-            self._passes.begins(loss, line_here())
-            for probe in self._probes.values():
-                probe.taps.arrived = False
-                probe.taps.called()
-
-    def backward_over(self) -> None:
-        """It is over."""
-        if self._passes.now is not None:
-            for probe in self._probes.values():
-                probe.taps.call_over()
-                probe.scale.passed(probe.taps.arrived)
-        self._passes.ends()
+_PATCHES: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
+    (clip_grad, "_clip_grads_with_norm_", _clip),
+    (torch.nn.utils, "clip_grads_with_norm_", _clip),
+    (clip_grad, "clip_grad_value_", _clip_by_value),
+    (torch.nn.utils, "clip_grad_value_", _clip_by_value),
+    (torch.amp.GradScaler, "step", _scaled_step),
+    (torch.amp.GradScaler, "unscale_", _unscale),
+    (dist, "all_reduce", _all_reduce),
+    (dist.distributed_c10d, "all_reduce", _all_reduce),
+    (torch.autograd, "backward", _backward),
+    (dataloader._BaseDataLoaderIter, "_next_index", _draw),
+    (dataloader._BaseDataLoaderIter, "__next__", _yield),
+)
+"""What is replaced: its home, its name, and the function that is called with the original and the arguments."""

@@ -1,8 +1,9 @@
-"""An open watch: its hooks on a model and its optimizers, and what a loop can tell it."""
+"""An open watch: what a loop can tell it, and its hooks on the model and the optimizers."""
 
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -13,28 +14,41 @@ import torch
 from torch import Tensor, nn
 
 from andon_contracts.bundle import Evidence, write_cause
-from andon_contracts.ledger import LedgerFile
 from andon_contracts.legible import tell
 from andon_contracts.liveness.end_messages import POINTS, Teller, Whereabouts
 from andon_contracts.liveness.halt import HaltSignal, say_cause
+from andon_contracts.ledger import LedgerFile
 from andon_contracts.violation import Violation
+from andon_contracts.stacks import line_here
+from andon_contracts.watch.check import Check, Context, OptimizerProbe
+from andon_contracts.watch.checks.gradients import Gradients
+from andon_contracts.watch.checks.outcomes import Outcomes
+from andon_contracts.watch.checks.told import ToldByLoop
+from andon_contracts.watch.checks.weights import Weights
 from andon_contracts.watch.coverage import closing_lines, coverage, opening_lines, port_warning
 from andon_contracts.watch.exchange import Exchange
-from andon_contracts.watch.gradient_scale import Passes
-from andon_contracts.watch.intercept import Hearing, listen
+from andon_contracts.watch.gradient_scale import Passes, scale_lines
+from andon_contracts.watch.intercept import Listener, listen
 from andon_contracts.watch.judging import Verdicts
 from andon_contracts.watch.ledger import Recorder, reason_of
+from andon_contracts.watch.loaders import Yielded, outside_of_transforms
 from andon_contracts.watch.locate import REPLICATED, tensors_of
-from andon_contracts.watch.model_probe import ForwardTap, ModelProbe
-from andon_contracts.watch.optimizer_probe import OptimizerProbe
+from andon_contracts.watch.model_probe import ForwardTap, ModelProbe, Several
 from andon_contracts.watch.replicas import Replicas
 from andon_contracts.watch.rows import Rows
 from andon_contracts.watch.settings import Settings
-from andon_contracts.watch.updates import Updates
+from andon_contracts.watch.updates import Updates, add_checks, all_checks
 
 
 class Watch:
     """An open watch; made by `andon.watch`. `findings` are the violations and suspicions so far, equal on all ranks."""
+
+    # One update, as seen from here. The loop calls the model: `_forward` raises if another rank halted the run, and
+    # tells the checks. Its calls of backward, clip, all-reduce and data loaders come through `_CallRouter`, its
+    # gradients through the hooks of `checks/gradients.py`. When it calls the optimizer's step, `_before_step` judges
+    # the last update if that is still open (on GPUs), and `Updates.before` lets every check read, exchanges what they
+    # read with all ranks, and judges it: a law that does not hold becomes a message, and an error if `action` says so.
+    # After the step `_after_step` lets `Updates.after` read and judge what the update left. Then the next window begins.
 
     def __init__(
         self,
@@ -47,73 +61,37 @@ class Watch:
         ledger: LedgerFile | None = None,
     ) -> None:
         self.settings, self.closed = settings, False
-        self._subject = subject
-        self._exchange = exchange
-        self._cord, self._begun = cord, None if cord is None else cord.begun
+        self._context = context = Context(subject, settings, exchange, replicas, Rows())
         exchange.alike = not replicas.cut
-        self._cover = coverage(subject, optimizers, settings, exchange.world_size, replicas)
+        passes = Passes()
+        add_checks(context, optimizers, passes)
+        self._cover = coverage(context, all_checks(context))
         live = frozenset(name for name, cover in self._cover.items() if cover.live)
         absent = {name for name, clause in REPLICATED.items() if self._cover[clause].state == "not applicable"}
         held = {name: not replicas.cut and name not in absent for name in REPLICATED}
-        self._recorder = Recorder(ledger, subject, held)
-        self._last_error: BaseException | None = None
-        self._rows, world, passes = Rows(), exchange.world_size, Passes()
-        probes = [OptimizerProbe(each, subject, settings, self._rows, world, passes) for each in optimizers]
-        self._probes = {id(each.optimizer): each for each in probes}
-        evidence = _evidence(settings, exchange, self._rows, subject, probes)
-        self._verdicts = Verdicts(
-            settings, exchange.rank, subject.names, live, record=self._recorder.violation, evidence=evidence
+        context.recorder = Recorder(ledger, subject, held)
+        evidence = Evidence(
+            None if settings.folder is None else Path(settings.folder),
+            exchange.rank,
+            exchange.world_size,
+            lambda: list(context.rows.ids),
+            lambda named: tensors_of(context, named),
+            subject.accelerators(),
         )
+        context.verdicts = Verdicts(
+            settings, exchange.rank, subject.names, live, record=context.recorder.violation, evidence=evidence
+        )
+        self._cord = cord
         if cord is not None:
             cord.evidence = evidence
             exchange.attend(lambda: cord.heed(again=True), cord.lost, cord.begun)
-        self._updates = Updates(subject, probes, exchange, replicas, self._verdicts, self._recorder, self._rows)
-        self._reports, self._outcomes = self._updates.reports, self._updates.outcomes
-        self.hearing = Hearing(self._probes, cord, self._updates.practice, passes)
+        self._updates = Updates(context)
+        self._checks = all_checks(context)
+        self.hearing = _CallRouter(context, cord, passes)
+        self._last_error: BaseException | None = None
         self._undo: list[Callable[[], object]] = []
-        beside = len(subject.beside)
-        self._say(opening_lines(self._cover, exchange.world_size, len(subject.trainable), settings, beside))
+        self._say(opening_lines(self._cover, exchange.world_size, len(subject.trainable), settings, len(subject.beside)))
         self._begin()
-
-    def _begin(self) -> None:
-        """Acquaintance with the other ranks, the first look, and the hooks; an error in it leaves nothing open."""
-        try:
-            self._at(0)
-            if self._cord is not None:
-                self._cord.meet()  # takes some ranks longer: what follows is a gather, and all leave that together
-            self._updates.start()
-            self._at(0)
-            self._hook()
-        except BaseException as error:
-            for undo in reversed(self._undo):
-                undo()
-            for probe in self._probes.values():
-                probe.close()
-            self._recorder.close(reason_of(error))
-            self._exchange.close()
-            if self._cord is not None:
-                self._cord.end_with(type(error), error, None)
-            raise
-
-    @property
-    def findings(self) -> tuple[Violation, ...]:
-        """What did not hold so far: the first finding of each clause."""
-        return tuple(self._verdicts.findings)
-
-    @property
-    def evaluations(self) -> dict[str, int]:
-        """How often each clause was evaluated."""
-        return dict(self._verdicts.evaluations)
-
-    @property
-    def violations(self) -> int:
-        """How many findings so far are violations: neither suspicions nor silenced."""
-        return self._verdicts.counts.total()
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """The parameters whose updates are watched."""
-        return [parameter for probe in self._probes.values() for parameter in probe.parameters.values()]
 
     def batch(self, ids: Sequence[int] | Tensor, content: Sequence[object] | None = None) -> None:
         """The rows that this rank is about to train on; once for each micro-batch.
@@ -122,20 +100,14 @@ class Watch:
         Raises `ValueError` for ids or content of a wrong form, and on a closed watch.
         """
         self._demand_open()
-        self._reports.batch(ids, content)  # what it refuses is no new micro-batch
-        for probe in self._probes.values():
-            probe.taps.backward_seen = False
+        self._context.check(ToldByLoop).batch(ids, content)  # what it refuses is no new micro-batch
+        for probe in self._context.probes:
+            probe.check(Gradients).raw_hooks.backward_seen = False
 
     def loss(self, loss: float | Tensor, count: int, reported: float | None = None) -> None:
         """loss: the sum over `count` rows of this rank; reported: what the loop logs as the mean loss of the update."""
         self._demand_open()
-        self._reports.loss(loss, count, reported)
-
-    def reduced(self) -> None:
-        """The gradients are reduced and unscaled now, and not clipped yet; for loops that clip by hand."""
-        self._demand_open()
-        for probe in self._probes.values():
-            probe.reduced()
+        self._context.check(ToldByLoop).loss(loss, count, reported)
 
     def rng(self, name: str, must: Literal["differ", "agree"], state: object = None) -> None:
         """A random stream that must differ between ranks, or agree; tell it before anything is drawn from it.
@@ -145,7 +117,13 @@ class Watch:
         what cannot be compared.
         """
         self._demand_open()
-        self._reports.rng(name, must, state)
+        self._context.check(ToldByLoop).rng(name, must, state)
+
+    def reduced(self) -> None:
+        """The gradients are reduced and unscaled now, and not clipped yet; for loops that clip by hand."""
+        self._demand_open()
+        for probe in self._context.probes:
+            probe.reduced()
 
     def evaluated(
         self,
@@ -160,7 +138,7 @@ class Watch:
         Raises `ValueError` on every rank where any rank's ids, predictions and labels do not go together.
         """
         self._together()
-        self._outcomes.evaluated(ids, predictions, labels, metrics, rows)
+        self._context.check(Outcomes).evaluated(ids, predictions, labels, metrics, rows)
 
     def saved(self, path: str | Path, read: Callable[[], Mapping[str, Tensor]] | None = None) -> None:
         """A checkpoint was saved at `path`: digests of all that is live go to `path`.andon.json. Collective.
@@ -170,7 +148,7 @@ class Watch:
         `ValueError` on the others.
         """
         self._together()
-        self._outcomes.saved(path, read)
+        self._context.check(Outcomes).saved(path, read)
 
     def loaded(self, path: str | Path) -> None:
         """The checkpoint at `path` was loaded: all that is live is what was live at its save. Collective.
@@ -178,41 +156,7 @@ class Watch:
         Raises `ValueError` on every rank where the save was not told to a watch, or a rank cannot read what was.
         """
         self._together()
-        self._outcomes.loaded(path)
-
-    def _demand_open(self) -> None:
-        if self.closed:
-            raise ValueError("this watch is closed")
-
-    def _together(self) -> None:
-        """All ranks are here: what waited for that is judged."""
-        self._demand_open()
-        self._updates.judge_made()
-
-    def _say(self, lines: Sequence[str]) -> None:
-        if self._exchange.rank == 0:
-            tell(*filter(None, lines))
-
-    def _hook(self) -> None:
-        called = self._subject.called
-        for number, home in enumerate(self._subject.homes):
-            tap = ForwardTap(partial(self._forward, number))
-            self._undo.append(home.called.register_forward_pre_hook(tap).remove)
-        for wrapper in self._subject.reducers:
-            self._undo.append(wrapper.module.register_forward_pre_hook(ForwardTap(wrapper.forward)).remove)
-        self._undo += self._updates.auditor.hooks(called) + self._updates.practice.hooks()
-        if self._begun is not None and not self._subject.begins_unseen:
-            for each in self._begun.follow(self._subject.outer):
-                tap = ForwardTap(partial(self._begun.forward, each))
-                self._undo.append(each.register_forward_pre_hook(tap).remove)
-        for probe in self._probes.values():
-            self._undo.append(probe.optimizer.register_step_pre_hook(self._pre).remove)
-            self._undo.append(probe.optimizer.register_step_post_hook(self._post).remove)
-            probe.taps.cord = self._cord
-            self._undo.append(probe.close)
-            self._undo.append(_intercept_zero(probe, self._rows))
-        self._undo.append(listen(self.hearing))
-        atexit.register(self._leave)
+        self._context.check(Outcomes).loaded(path)
 
     def pull(self, reason: str) -> NoReturn:
         """Stop all ranks, whatever they are doing: this one raises `Violation` now, the others at their next hook.
@@ -222,36 +166,120 @@ class Watch:
         self._demand_open()
         if self._cord is not None:
             self._cord.pull(reason)
-        evidence, at = self._verdicts.evidence, Whereabouts(self._updates.made + 1)
+        evidence, at = self._context.verdicts.evidence, Whereabouts(self._context.updates + 1)
         cause = Teller(0, 1, at, evidence.folder).pulled(reason)
         failed = write_cause(cause, evidence, vars(at), state=True, account=True)
         if failed:
             cause = cause.with_rows(("but", f"not all of the bundle could be written: {failed}"))
         raise cause.violation()
 
-    def _at(self, place: int) -> None:
-        """Where this rank is within its step, for those who would miss it."""
-        if self._cord is not None:
-            self._cord.at(self._updates.made + 1, POINTS[place], self._updates.locator.last_equal)
+    @property
+    def findings(self) -> tuple[Violation, ...]:
+        """What did not hold so far: the first finding of each clause."""
+        return tuple(self._context.verdicts.findings)
 
-    def _heed(self, *, again: bool = False) -> None:
-        """Raise what another rank pulled the cord for."""
-        if self._cord is not None:
-            self._cord.heed(again=again)
+    @property
+    def violations(self) -> int:
+        """How many findings so far are violations: neither suspicions nor silenced."""
+        return self._context.verdicts.counts.total()
 
-    def _pre(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    @property
+    def evaluations(self) -> dict[str, int]:
+        """How often each clause was evaluated."""
+        return dict(self._context.verdicts.evaluations)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters whose updates are watched."""
+        return [parameter for probe in self._context.probes for parameter in probe.members]
+
+    def close(self) -> None:
+        """Take every hook off and say what was checked, how often, at what cost, and what was not. Not collective.
+
+        The frozen weights are read once more. Raises `Violation`, where the action is to raise, if one changed or fewer
+        updates were made than planned.
+        """
+        self._close(self._last_error)
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is not None and reason_of(error) != "finished" and self._cord is not None and not self.closed:
+            self._cord.failed(error)
+            say_cause(self._cord.cause, error)
+        self._close(error)
+
+    # the hooks, in the order in which a step meets them
+
+    def _begin(self) -> None:
+        """Meet the other ranks, look for the first time, set the hooks; an error in it leaves nothing open."""
+        try:
+            self._at(0)
+            if self._cord is not None:
+                self._cord.meet()  # takes some ranks longer: what follows is a gather, and all leave that together
+            self._updates.start()
+            self._at(0)
+            self._hook()
+        except BaseException as error:
+            for undo in reversed(self._undo):
+                undo()
+            for probe in self._context.probes:
+                probe.check(Gradients).close()
+            self._context.recorder.close(reason_of(error))
+            self._context.exchange.close()
+            if self._cord is not None:
+                self._cord.end_with(type(error), error, None)
+            raise
+
+    def _hook(self) -> None:
+        subject, begun = self._context.subject, None if self._cord is None else self._cord.begun
+        for wrapper in subject.reducers:
+            self._undo.append(wrapper.module.register_forward_pre_hook(ForwardTap(wrapper.forward)).remove)
+        several = isinstance(subject.inner, Several)
+        called = list(subject.inner.children()) if several else [subject.called]
+        before, after = ForwardTap(self._forward), ForwardTap(self._forwarded)
+        for module in {id(each): each for each in (*called, *(home.called for home in subject.homes))}.values():
+            self._undo.append(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+            self._undo.append(module.register_forward_hook(after).remove)
+        if begun is not None and not subject.begins_unseen:
+            for each in begun.follow(subject.outer):
+                self._undo.append(each.register_forward_pre_hook(ForwardTap(partial(begun.forward, each))).remove)
+        for check in self._checks:
+            self._undo += check.hooks()
+        for probe in self._context.probes:
+            self._undo.append(probe.optimizer.register_step_pre_hook(self._before_step).remove)
+            self._undo.append(probe.optimizer.register_step_post_hook(self._after_step).remove)
+            probe.check(Gradients).raw_hooks.cord = self._cord
+        self._undo.append(listen(self.hearing))
+        atexit.register(self._leave, os.getpid())
+
+    def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self._heed()
+        self._at(1)
+        if not self._context.muted:
+            with outside_of_transforms():
+                for check in self._checks:
+                    check.forward(module, args, kwargs)
+
+    def _forwarded(self, module: nn.Module, args: object, output: object) -> None:
+        if not self._context.muted:
+            for check in self._checks:
+                check.forwarded()
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if _within_a_step(optimizer):
             return None
         self._heed(again=True)
         self._at(2)
-        probe = self._probes[id(optimizer)]
+        probe = self._probe_of(optimizer)
         self._updates.judge_made()
         positional = len(args) > 1
         closure = args[1] if positional else kwargs.get("closure")
         if not callable(closure):  # what a `step` of the loop's own takes in its place
             self._updates.before(probe)
             return None
-        probe.begin_step()
+        probe.check(Weights).begin_step()
         waiting = [probe]
 
         def checked(*given: Any, **named: Any) -> Any:
@@ -262,59 +290,79 @@ class Watch:
 
         return ((args[0], checked, *args[2:]), kwargs) if positional else (args, {**kwargs, "closure": checked})
 
-    def _forward(self, home: int) -> None:
-        self._heed()
-        self._at(1)
-        self._updates.forward(home)
-
-    def _post(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if _within_a_step(optimizer):
             return
-        self._updates.after(self._probes[id(optimizer)])
+        self._updates.after(self._probe_of(optimizer))
         self._at(0)
 
-    def close(self) -> None:
-        """Take every hook off and say what was checked, how often, at what cost, and what was not. Not collective.
+    def _probe_of(self, optimizer: torch.optim.Optimizer) -> OptimizerProbe:
+        return next(probe for probe in self._context.probes if probe.optimizer is optimizer)
 
-        The frozen weights are read once more. Raises `Violation`, where the action is to raise, if one changed or fewer
-        updates were made than planned.
-        """
+    def _at(self, place: int) -> None:
+        """Tell the other ranks where this rank is within its step."""
+        if self._cord is not None:
+            self._cord.at(self._context.updates + 1, POINTS[place], self._context.last_equal)
+
+    def _heed(self, *, again: bool = False) -> None:
+        """Raise if another rank halted the run."""
+        if self._cord is not None:
+            self._cord.heed(again=again)
+
+    def _together(self) -> None:
+        """All ranks are here: what waited for that is judged."""
+        self._demand_open()
+        self._updates.judge_made()
+
+    def _demand_open(self) -> None:
+        if self.closed:
+            raise ValueError("this watch is closed")
+
+    def _say(self, lines: Sequence[str]) -> None:
+        if self._context.exchange.rank == 0:
+            tell(*filter(None, lines))
+
+    # the end
+
+    def _close(self, error: BaseException | None) -> None:
+        """Close for `error`, which ended the loop; None: it finished."""
         if self.closed:
             return
         self.closed = True
         for undo in reversed(self._undo):
             undo()
-        reason = reason_of(sys.exc_info()[1] or self._last_error)
-        spent = self._updates.spent(wait=reason == "finished")
-        unread: list[str] = []
+        context, cord, reason, unread = self._context, self._cord, reason_of(error), ""
         try:
             if reason == "finished":
-                unread.append(self._updates.judge_last())
+                unread = self._updates.judge_last()
         finally:
-            self._close(reason, spent, unread)
+            if cord is not None:
+                # What stopped the loop from elsewhere is written down here, where no line is being written.
+                cause = cord.cause
+                if cause is not None and not (cause.written or cause.clause in {each.clause for each in self.findings}):
+                    context.recorder.violation(cause.violation(), "raised", False)
+                cord.close()
+            atexit.unregister(self._leave)
+            try:
+                if reason == "finished":
+                    for check in all_checks(context):
+                        check.judge_close()
+            finally:
+                context.exchange.close()
+                context.recorder.close(reason)
+                self._say_closing(unread)
 
-    def _close(self, reason: str, spent: float, unread: list[str]) -> None:
-        if self._cord is not None:
-            # What stopped the loop from elsewhere is written down here, where no line is being written.
-            cause = self._cord.cause
-            if cause is not None and not (cause.written or cause.clause in {each.clause for each in self.findings}):
-                self._recorder.violation(cause.violation(), "raised", False)
-            self._cord.close()
-        atexit.unregister(self._leave)
-        try:
-            if reason == "finished":
-                unread += self._updates.judge_parted()
-                unread.append(self._updates.judge_base())
-                self._outcomes.judge_count(self._updates.made, over=True)
-                self._updates.practice.judge_close()
-        finally:
-            self._exchange.close()
-            self._recorder.close(reason)
-            lines = closing_lines(self._cover, self._verdicts, self._updates.steps, spent, self._reports.untold)
-            self._say([*lines, *self._updates.lines(), *unread, self._recorder.closing_line(), port_warning()])
+    def _say_closing(self, unread: str) -> None:
+        context = self._context
+        spent = context.added.seconds + sum(probe.check(Gradients).raw_hooks.spent() for probe in context.probes)
+        lines = closing_lines(self._cover, context.verdicts, context.steps, spent, context.check(ToldByLoop).untold)
+        of_checks = [line for check in all_checks(context) for line in check.closing_lines()]
+        self._say([*lines, *of_checks, unread, context.recorder.closing_line(), port_warning()])
 
-    def _leave(self) -> None:
-        """The interpreter ends, whatever ended it."""
+    def _leave(self, pid: int) -> None:
+        """The interpreter ends. Not in a forked child, whose parent goes on."""
+        if os.getpid() != pid:
+            return
         self._last_error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         try:
             self.close()
@@ -322,28 +370,61 @@ class Watch:
             # An error here would neither end the process otherwise nor be shown as what it is.
             self._say([f"andon.Violation: {found}"])
 
-    def __enter__(self) -> Watch:
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is not None and reason_of(error) != "finished" and self._cord is not None and not self.closed:
-            self._cord.failed(error)
-            say_cause(self._cord.cause, error)
-        self.close()
+class _CallRouter(Listener):
+    """Tells the checks of the loop's calls, and the halt signal of its collectives."""
 
+    def __init__(self, context: Context, halt: HaltSignal | None, passes: Passes) -> None:
+        self._context = context
+        self._checks = all_checks(context)
+        self._halt = halt
+        self._passes = passes
 
-def _evidence(
-    settings: Settings, exchange: Exchange, rows: Rows, subject: ModelProbe, probes: Sequence[OptimizerProbe]
-) -> Evidence:
-    """What this rank has for a bundle."""
-    return Evidence(
-        None if settings.folder is None else Path(settings.folder),
-        exchange.rank,
-        exchange.world_size,
-        lambda: list(rows.ids),
-        lambda named: tensors_of(subject, probes, named, gone_on=rows.gone_on),
-        subject.accelerators(),
-    )
+    def clipping(self, parameters: Sequence[Tensor], norm: Tensor | None) -> None:
+        for check in self._checks:
+            check.clipping(parameters, norm)
+
+    def updates_of(self, optimizer: object) -> int | None:
+        return next((probe.updates for probe in self._context.probes if probe.optimizer is optimizer), None)
+
+    def skipped(self, optimizer: object) -> None:
+        for check in self._checks:
+            check.skipped(optimizer)
+        next(probe for probe in self._context.probes if probe.optimizer is optimizer).skip()
+
+    def unscaling(self, scaler: Any, optimizer: Any) -> None:
+        for check in self._checks:
+            check.unscaling(scaler, optimizer)
+
+    def reducing(self, tensor: Tensor, group: object, waits: bool) -> None:
+        if self._halt is not None:
+            self._halt.begun.reducing(group, waits=waits)
+        for check in self._checks:
+            check.reducing(tensor, group, waits)
+
+    def resumed(self) -> None:
+        if self._halt is not None:
+            self._halt.begun.resumed()
+
+    def lost(self, error: BaseException) -> None:
+        if self._halt is not None:
+            self._halt.lost(error)
+
+    def yielded(self, batch: Yielded) -> None:
+        for check in self._checks:
+            check.yielded(batch)
+
+    def backward(self, loss: Tensor | None) -> None:
+        if not self._context.muted:
+            self._passes.begins(loss, line_here())
+            for check in self._checks:
+                check.backward(loss)
+
+    def backward_over(self) -> None:
+        if self._passes.now is not None:
+            for check in self._checks:
+                check.backward_over()
+        self._passes.ends()
 
 
 def _within_a_step(optimizer: torch.optim.Optimizer) -> bool:
@@ -356,28 +437,3 @@ def _within_a_step(optimizer: torch.optim.Optimizer) -> bool:
             return True
         outer = outer.f_back
     return False
-
-
-def _intercept_zero(probe: OptimizerProbe, rows: Rows) -> Callable[[], None]:
-    """See when the gradients of `probe`'s optimizer are thrown away; what ends it."""
-    optimizer = probe.optimizer
-    original, own = optimizer.zero_grad, vars(optimizer).get("zero_grad")
-    watching = [True]
-
-    def zero_grad(*args: Any, **kwargs: Any) -> None:
-        original(*args, **kwargs)
-        # Who kept this function calls it after the watch was closed, too.
-        if watching[0]:
-            if probe.taps.backward_seen:
-                rows.spent()
-            probe.discard()
-
-    def put_back() -> None:
-        watching[0] = False
-        # What the loop itself set, before or since, stays.
-        if vars(optimizer).get("zero_grad") is zero_grad:
-            del vars(optimizer)["zero_grad"]
-            vars(optimizer).update({} if own is None else {"zero_grad": own})
-
-    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
-    return put_back

@@ -1,27 +1,127 @@
-"""What no optimizer holds. Frozen weights: all read at the start, and again part by part, so that no step pays for
-all. Buffers: small ones are read at every look; large ones where a version counter of torch moved, and in turn.
+"""The frozen weights: unchanged, on every rank.
+
+All are read at the start. Before each update a part of them is read again, all of them within `ROUND` updates, and all
+at once if a version counter of torch moved; so no update pays for reading all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from operator import attrgetter
 
 import torch
 from torch import Tensor
 
+from andon_contracts.agree import Observation
+from andon_contracts.laws.law import Law, Observations, Seen, in_lockstep
+from andon_contracts.laws.update import FROZEN, frozen_tensor
 from andon_contracts.multi_tensor import ListSums, bring, listable
-from andon_contracts.observe import Observer, chained, dense_parts, flat_digest
-from andon_contracts.watch.values import text_digest
+from andon_contracts.observe import chained, dense_parts, flat_digest
+from andon_contracts.violation import Finding
+from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values
+from andon_contracts.watch.checks.weights import Weights
+from andon_contracts.watch.synchrony import State
 
 ROUND = 64
-"""Looks within which every frozen weight was read, and every large buffer."""
-SMALL_BYTES = 1 << 18
-"""A buffer of no more is read at every look, as long as all such are no more than `_PART_BYTES`."""
+"""Updates within which every frozen weight is read, and every large buffer."""
 _PART_BYTES = 1 << 20
 _version = attrgetter("_version")
+
+
+def _changed_alike(seen: Seen[object]) -> bool:
+    """Several ranks all changed what is frozen, and to the same if they began with the same: a loop may mean it."""
+    if len(seen.said) == 1 or any(o.values["base"] == o.values["first base"] for o in seen.said):
+        return False
+    return "base" not in seen.differing or "first base" in seen.differing
+
+
+def _kept(seen: Seen[object]) -> Finding | None:
+    return None if _changed_alike(seen) else FROZEN.check(seen)
+
+
+def _kept_by_all(seen: Seen[object]) -> Finding | None:
+    if not _changed_alike(seen):
+        return None
+    what = "a frozen weight changed, on all ranks alike"
+    return Finding(what, seen.step, (), frozen_tensor(seen, "frozen weights"))
+
+
+class Frozen(Check):
+    before_laws = (
+        Law("base-frozen/before", ("base", "first base"), _kept),
+        # Hardware does not change all ranks alike, so nobody is stopped for it.
+        Law("base-frozen/alike", ("base", "first base"), _kept_by_all, suspicion=True),
+    )
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        # Teachers and averages inside the model follow the trained weights.
+        follows = context.subject.followers()
+        self.unread = ""
+        """Why the frozen weights were not read at the close, as a closing line."""
+        self._base = FrozenBase([p for name, p in context.subject.frozen.items() if name not in follows])
+
+    def cover(self) -> Mapping[str, Cover]:
+        none = Cover("not applicable", "no parameter is frozen")
+        return {"base-frozen": LIVE if self.context.subject.frozen else none}
+
+    def look(self, probe: OptimizerProbe) -> list[list[Tensor]]:
+        self._base.look()
+        return self._base.waiting()
+
+    def before(self, probe: OptimizerProbe) -> Values:
+        weights = probe.check(Weights)
+        # After a merge of trained weights into the base (ReLoRA) all of it changed.
+        merged = weights.written and weights.synchrony.state is State.TOGETHER and bool(self._base)
+        return self._values(self._base.digest(whole=merged))
+
+    def _values(self, digest: int) -> Values:
+        """The digests now and at first, and the place of a weight that changed."""
+        changed = None if self._reported or digest == self._base.first else self._base.changed()
+        subject = self.context.subject
+        place = 0 if changed is None else subject.names.index(subject.name_of()[id(changed)]) + 1
+        return {"base": digest, "first base": self._base.first, "base at": place}
+
+    @property
+    def _reported(self) -> bool:
+        verdicts = self.context.verdicts
+        return verdicts.known(FROZEN.clause) or verdicts.suspected[FROZEN.clause] > 0
+
+    def align(self, said: Observations) -> Observations:
+        """The base as it is now becomes the first one, if all ranks merged what they trained into it, alike."""
+        if not self._base or not in_lockstep(said) or not all(o.values["written"] for o in said):
+            return said
+        seen: Seen[object] = Seen(said, None)
+        moved = all(o.values["base"] != o.values["first base"] for o in said)
+        apart = "weights" in seen.differing or ("base" in seen.differing and "first base" not in seen.differing)
+        if apart or not moved:
+            return said
+        self._base.accept()
+        return tuple(replace(o, values={**o.values, "first base": o.values["base"]}) for o in said)
+
+    def judge_close(self) -> None:
+        """Read all frozen weights once more. This rank alone, because closing is not collective.
+
+        If the model was changed after its last update, by a merge or a load, they may rightly be others.
+        """
+        context = self.context
+        if FROZEN.clause not in context.verdicts.live or self._reported or not context.steps:
+            return
+        touched = not (self._base.untouched and all(probe.check(Weights).untouched for probe in context.probes))
+        why = "weights were written after the last update" if touched else context.subject.became()
+        if why:
+            self.unread = f"  base-frozen: not read once more at the end, because {why}"
+            return
+        values = self._values(self._base.last_look())
+        said = (Observation(context.exchange.rank, context.updates, 0, "close", values),)
+        judgement = context.verdicts.judgement((FROZEN,), Seen[object](said, None, context.subject.names))
+        if judgement.first is not None:
+            context.verdicts.take(judgement.violation(FROZEN), context.scene(applied=True), alone=True)
+
+    def closing_lines(self) -> list[str]:
+        return [self.unread]
 
 
 class FrozenBase:
@@ -97,7 +197,7 @@ class FrozenBase:
 
     def changed(self) -> torch.nn.Parameter | None:
         """The first weight that is not what it was at first; None where there is none."""
-        for part, first, pieces in zip(_parts(self._frozen), self._first_sums, self._pieces, strict=True):
+        for part, first, pieces in zip(parts_of(self._frozen), self._first_sums, self._pieces, strict=True):
             if sums_of_parts([part]) != [first]:
                 odd = (each for each, was in zip(part, pieces, strict=False) if sums_of_parts([[each]]) != [was])
                 place = next(odd, part[0]).data_ptr()
@@ -134,7 +234,7 @@ class FrozenBase:
 
     def _read_all(self) -> int:
         self._marks = self._marked()
-        self._parts, self._readers = list(_parts(self._frozen)), {}
+        self._parts, self._readers = list(parts_of(self._frozen)), {}
         self._sums = sums_of_parts(self._parts)
         return chained(len(self._sums), self._sums)
 
@@ -196,127 +296,7 @@ def sums_of_parts(parts: Sequence[Sequence[Tensor]]) -> list[int]:
     return PartReader(parts).look().sums()
 
 
-class Buffers:
-    """The digest of a model's buffers. What is read is decided by sizes and by the update alone, so that ranks that
-    miss a look still compare the same.
-    """
-
-    def __init__(self) -> None:
-        self._small, self._large, self._part = Observer(stable=True), Observer(), Observer()
-        self._marks: list[int] | None = None
-        self._now = 0
-
-    def portable(self, portable: bool) -> None:
-        """Whether digests must be the same on all kinds of devices, because the ranks' devices differ."""
-        for reader in (self._small, self._large, self._part):
-            reader.portable = portable
-        self._marks = None
-
-    def digest(self, buffers: Sequence[Tensor], update: int) -> int:
-        """The digest in [0, 2^64) of the small ones of `buffers`, of what was last read of the large ones, and of the
-        part of these whose turn is at `update`, read now.
-        """
-        small, large = _by_size(buffers)
-        found = [self._small.look(small).digest]
-        if large:
-            marks = [*map(id, large), *map(_version, large), *map(Tensor.data_ptr, large)]
-            if marks != self._marks:
-                self._marks, self._now = marks, self._large.look(large).digest
-            found += [self._now, self._part.look(_turn(large, update)).digest]
-        return chained(len(found), found)
-
-
-class Followers:
-    """Frozen copies of what is trained, which a loop moves after it: teachers, momentum encoders, averages.
-
-    A part of them is read at each update, all within `ROUND`, and nothing is kept of it: they change at any time.
-    """
-
-    def __init__(self, copies: Sequence[Tensor]) -> None:
-        self._copies = copies
-        self._first = [flat_digest(part) for part in _parts(copies)]
-
-    def digests(self, update: int) -> dict[str, int]:
-        """Of the part whose turn is at `update`: as it is now, and as it was at the start; 0 where there is none."""
-        if not self._first:
-            return {"followed": 0, "first followed": 0}
-        turns = self._turns(update)
-        now = [flat_digest(part) for index, part in enumerate(_parts(self._copies)) if index in turns]
-        first = [self._first[index] for index in turns]
-        return {"followed": chained(len(now), now), "first followed": chained(len(first), first)}
-
-    def _turns(self, update: int) -> range:
-        parts, turn = len(self._first), update % ROUND
-        if parts < ROUND:
-            return range(update % parts, update % parts + 1)
-        return range(parts * turn // ROUND, parts * (turn + 1) // ROUND)
-
-
-class BufferLooks:
-    """The digests of buffers with which the forward passes of a window began, by the module that was called."""
-
-    def __init__(self, homes: int) -> None:
-        self._found: list[tuple[int, int, int] | None] = [None] * homes
-
-    def add(self, home: int, digests: tuple[int, int, int]) -> None:
-        """What was found of the buffers of module `home`: `BufferProbe.digests`."""
-        self._found[home] = digests
-
-    def values(self) -> dict[str, int]:
-        """The integers of a message; 0 where there was no forward pass."""
-        columns = zip(*[each or (0, 0, 0) for each in self._found], strict=True) if any(self._found) else ((0,),) * 3
-        names = ("buffers", "caches", "cache shapes")
-        return {name: chained(len(c), c) if any(c) else 0 for name, c in zip(names, columns, strict=True)}
-
-    def clear(self) -> None:
-        """Another window begins."""
-        self._found = [None] * len(self._found)
-
-
-class BufferProbe:
-    """The buffers of one module: those that a checkpoint has, and caches, which may grow on one rank alone."""
-
-    def __init__(self) -> None:
-        self._kept, self._caches = Buffers(), Buffers()
-
-    def portable(self, portable: bool) -> None:
-        """Whether digests must be the same on all kinds of devices, because the ranks' devices differ."""
-        self._kept.portable(portable)
-        self._caches.portable(portable)
-
-    def digests(self, kept: Sequence[Tensor], caches: Sequence[Tensor], update: int) -> tuple[int, int, int]:
-        """Of the buffers in a checkpoint, of the others, and of the shapes of these; 0 where there are none."""
-        return (
-            self._kept.digest(kept, update) if kept else 0,
-            self._caches.digest(caches, update) if caches else 0,
-            text_digest([tuple(each.shape) for each in caches]) if caches else 0,
-        )
-
-
-def _by_size(buffers: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """The small ones of `buffers` and the others, each in order."""
-    small: list[Tensor] = []
-    large: list[Tensor] = []
-    room = _PART_BYTES
-    for buffer in buffers:
-        size = buffer.numel() * buffer.element_size()
-        if size <= min(SMALL_BYTES, room):
-            room -= size
-            small.append(buffer)
-        else:
-            large.append(buffer)
-    return small, large
-
-
-def _turn(tensors: Sequence[Tensor], update: int) -> list[Tensor]:
-    """The parts of `tensors` whose turn it is: all of them within `ROUND` updates."""
-    parts, turn = list(_parts(tensors)), update % ROUND
-    if len(parts) < ROUND:
-        return parts[update % len(parts)]
-    return [piece for part in parts[len(parts) * turn // ROUND : len(parts) * (turn + 1) // ROUND] for piece in part]
-
-
-def _parts(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def parts_of(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """`tensors` in order as lists of views of about `_PART_BYTES`, large ones in slices."""
     part: list[Tensor] = []
     size = 0

@@ -1,0 +1,320 @@
+"""The unit of a watch: a check owns one concern, from the hooks that observe it to the laws that judge it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from andon_contracts.act import Scene, agreed
+from andon_contracts.added_time import AddedTime
+from andon_contracts.laws.law import Law, Observations, Seen, in_lockstep, ranks_where
+from andon_contracts.observe import Observer
+from andon_contracts.violation import Finding
+from andon_contracts.watch.exchange import Exchange
+from andon_contracts.watch.intercept import Listener
+from andon_contracts.watch.judging import Verdicts
+from andon_contracts.watch.ledger import Recorder
+from andon_contracts.watch.model_probe import ModelProbe
+from andon_contracts.watch.replicas import Replicas
+from andon_contracts.watch.rows import Rows
+from andon_contracts.watch.settings import Settings
+from andon_contracts.watch.values import layout_digest, rate_of
+
+Values = dict[str, int]
+Laws = Sequence[Law[Seen[object]]]
+C = TypeVar("C", bound="Check")
+
+
+@dataclass(frozen=True)
+class Cover:
+    """Whether a clause is checked here, and why not, or why only in part. remedy: the argument that would change it."""
+
+    state: Literal["live", "degraded", "not applicable", "not observable"]
+    why: str = ""
+    remedy: str = ""
+
+    @property
+    def live(self) -> bool:
+        return self.state in ("live", "degraded")
+
+
+LIVE = Cover("live")
+
+
+def declared(given: object, argument: str) -> Cover:
+    """The cover of a clause that needs an argument of `andon.watch`."""
+    return LIVE if given else Cover("not observable", f"{argument} was not given", argument)
+
+
+@dataclass
+class Context:
+    """What the checks of one watch share. `verdicts` and `recorder` are set once the checks have said what they cover."""
+
+    subject: ModelProbe
+    settings: Settings
+    exchange: Exchange
+    replicas: Replicas
+    rows: Rows
+    probes: list[OptimizerProbe] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
+    """Those of the whole loop."""
+    verdicts: Verdicts = field(init=False)
+    recorder: Recorder = field(init=False)
+    added: AddedTime = field(default_factory=AddedTime)
+    steps: int = 0
+    """The updates of all optimizers since the watch began."""
+    last_equal: int | None = None
+    """The last update after which several ranks had the same weights."""
+    muted: bool = False
+    """Whether the watch itself runs the model, for an audit: its hooks then look away."""
+    portable: bool = False
+    """Whether digests must be the same on all kinds of devices, because the ranks' devices differ."""
+    longest: int = 0
+    """The elements of the largest trained tensor on a CPU, of all ranks. Torch's norm of it is the least exact."""
+
+    @property
+    def world(self) -> int:
+        return self.exchange.world_size
+
+    @property
+    def ranks_have_own_rows(self) -> bool:
+        """Whether no two ranks rightly train on the same rows: they do if each holds a part of the model."""
+        return self.world > 1 and not self.replicas.cut and self.subject.every_rank_has_rows
+
+    @property
+    def updates(self) -> int:
+        """The updates of the optimizer that has made most, those before the watch included."""
+        return max(probe.updates for probe in self.probes)
+
+    def is_of_all_ranks(self, group: object) -> bool:
+        return group is None or (isinstance(group, dist.ProcessGroup) and dist.get_world_size(group) == self.world)
+
+    def check(self, kind: type[C]) -> C:
+        """The check of this kind of the whole loop."""
+        return next(each for each in self.checks if isinstance(each, kind))
+
+    def scene(self, *, applied: bool = False) -> Scene:
+        return Scene(self.world, applied=applied)
+
+    def scene_of(self, probe: OptimizerProbe, before: Observations, *, applied: bool) -> Scene:
+        """What a message says beside its finding. before: what the ranks observed before the update."""
+        said = agreed(before, moments=probe.states_equal) if before and in_lockstep(before) else ""
+        return Scene(self.world, applied, self.last_equal, tensors=len(probe.names), before=said)
+
+    def between_ranks(self) -> Cover:
+        """The cover of a clause that compares ranks."""
+        return LIVE if self.world > 1 else Cover("not observable", "one process: there is nothing to compare with")
+
+    def between_replicas(self) -> Cover:
+        """The cover of a clause that compares ranks that hold the same part of the model."""
+        if self.world > 1 and self.replicas.cut:
+            parts = len(set(self.replicas.parts))
+            return Cover("live", f"between the {self.replicas.copies} replicas of each of {parts} parts")
+        if self.world > 1 and self.subject.sharded:
+            return Cover("not applicable", "the parameters are sharded: no shard has a replica")
+        return self.between_ranks()
+
+
+class OptimizerProbe:
+    """The trained parameters of one optimizer, in the order of its groups.
+
+    checks: of the whole loop and of this optimizer, in the order in which their laws are judged, causes before effects.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, context: Context) -> None:
+        names = context.subject.name_of()
+        held = [p for group in optimizer.param_groups for p in group["params"] if id(p) in names and p.requires_grad]
+        self.optimizer = optimizer
+        self.context = context
+        self.checks: Sequence[Check] = ()
+        self.members = tuple(held)
+        self.parameters: dict[str, torch.nn.Parameter] = {names[id(p)]: p for p in held}
+        self.names = tuple(self.parameters)
+        self.index = {id(p): index for index, p in enumerate(held)}
+        self.held = frozenset(self.index)
+        self.layout = layout_digest(self.parameters)
+        self.longest = max((p.numel() for p in held if p.device.type == "cpu"), default=0)
+        self._slot = {name: index for index, name in enumerate(context.subject.names)}
+        self.updates = context.settings.start
+        self.skipped = 0
+        """Updates that a loss scaler skipped; the plan of rows goes on past them."""
+        self.states_equal = False
+        """Whether all ranks had the same optimizer state after the last update."""
+
+    def check(self, kind: type[C]) -> C:
+        """The check of this kind."""
+        return next(each for each in self.checks if isinstance(each, kind))
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of the first group."""
+        return rate_of(self.optimizer.param_groups[0], 0.0)
+
+    def gradients(self) -> list[Tensor]:
+        return [p.grad for p in self.members if p.grad is not None]
+
+    def place(self, member: int) -> int:
+        """The index + 1 among all parameters of the model of a member's index + 1; 0 for 0."""
+        return member and self._slot[self.names[member - 1]] + 1
+
+    def norm_share(self, tensors: Sequence[Tensor], norm: float) -> float:
+        """The part of a norm that this rank answers for; see `ModelProbe.norm_of_all`. norm: of `tensors`."""
+        subject = self.context.subject
+        return subject.norm_share(tensors, self.context.world) if subject.sharded else norm
+
+    def reduced(self) -> None:
+        """The gradient is reduced and unscaled, and not clipped yet."""
+        for check in self.checks:
+            check.reduced(self)
+
+    def updated(self) -> None:
+        """The update was made."""
+        self.context.rows.turn()
+        for check in self.checks:
+            check.updated(self)
+        self._new_window()
+
+    def skip(self) -> None:
+        """A loss scaler skipped the update, because a gradient is not finite."""
+        self.skipped += 1
+        self.context.rows.pass_over()
+        self._new_window()
+
+    def _new_window(self) -> None:
+        for check in self.checks:
+            check.new_window(self)
+
+    def discarded(self) -> None:
+        """The loop threw the gradients away."""
+        for check in self.checks:
+            check.discarded(self)
+
+    def gradients_vanished(self) -> None:
+        """A gradient was set to None within a window: the loop threw all of it away by hand."""
+        self.context.rows.discard()
+        self.discarded()
+
+
+class Check(Listener):
+    """One concern of a watched loop: what it observes, the integers it sends, its laws, and when it forgets.
+
+    A check belongs to one optimizer, or to the whole loop; `probe` says whose update it is. The order of one update:
+
+    1. The loop calls the model, `backward`, clips and reduces: `forward`, the calls of `Listener`, `reduced`.
+    2. Just before the optimizer's step: `look` starts reading tensors, `meanwhile` gives what the host knows while
+       devices still work, `before` what they answered. All ranks exchange these values.
+    3. `align` may adjust the table of all ranks, `deferred` names clauses that this update is not held to. The laws in
+       `before_laws` of all checks are evaluated in the order of the checks; then `judge` what no table can.
+    4. After the step: `look_after`, `after`, `after_laws`; `updated`, and `new_window` for the next gradients.
+
+    `new_window` also follows an update that a loss scaler skipped; `discarded`, gradients that the loop threw away.
+    No method but `judge` communicates, and `judge` does so on all ranks or on none.
+    """
+
+    before_laws: Laws = ()
+    after_laws: Laws = ()
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+
+    def observers(self) -> Iterator[Observer]:
+        """Observers whose digests must be portable if the ranks' devices differ."""
+        return iter(())
+
+    def cover(self) -> Mapping[str, Cover]:
+        """The clauses of this check, and whether they can be checked here."""
+        return {}
+
+    def ranks_met(self) -> None:
+        """All ranks opened their watch: `context.portable` and `context.longest` hold for all of them."""
+        for observer in self.observers():
+            observer.portable = self.context.portable
+
+    def hooks(self) -> list[Callable[[], None]]:
+        """Install hooks. Returns what removes them."""
+        return []
+
+    def forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """A forward pass of a watched module begins, with gradients or without."""
+
+    def forwarded(self) -> None:
+        """A forward pass of a watched module ended."""
+
+    def reduced(self, probe: OptimizerProbe) -> None:
+        """The gradient is reduced and unscaled, and not clipped yet."""
+
+    def look(self, probe: OptimizerProbe) -> list[list[Tensor]]:
+        """Start reading before an update. Returns lists of tensors to copy to the CPU before `before`."""
+        return []
+
+    def meanwhile(self, probe: OptimizerProbe) -> Values:
+        """Values that the host knows without waiting for a device. The names never change."""
+        return {}
+
+    def before(self, probe: OptimizerProbe) -> Values:
+        """Values that were read before the update. The names never change."""
+        return {}
+
+    def align(self, said: Observations) -> Observations:
+        """The table of all ranks, adjusted before it is judged."""
+        return said
+
+    def deferred(self, seen: Seen[object]) -> frozenset[str]:
+        """Clauses that are not evaluated before this update."""
+        return frozenset()
+
+    def judge(self, probe: OptimizerProbe, said: Observations, aligned: Observations) -> None:
+        """Judge what no law of the table can, from what all ranks sent before the update."""
+
+    def look_after(self, probe: OptimizerProbe) -> list[list[Tensor]]:
+        """Start reading after an update. Returns lists of tensors to copy to the CPU before `after`."""
+        return []
+
+    def after(self, probe: OptimizerProbe) -> Callable[[], Values]:
+        """A function that gives the values read after the update, once their tensors are on the CPU."""
+        return dict
+
+    def updated(self, probe: OptimizerProbe) -> None:
+        """The update was made."""
+
+    def new_window(self, probe: OptimizerProbe) -> None:
+        """The gradients of the next update begin to accumulate."""
+
+    def discarded(self, probe: OptimizerProbe) -> None:
+        """The gradients so far were thrown away."""
+
+    def judge_close(self) -> None:
+        """Judge what only the end of the loop can tell. This rank alone."""
+
+    def closing_lines(self) -> list[str]:
+        """What the closing message says of this check."""
+        return []
+
+
+
+def some(ranks: Sequence[int], world: int) -> tuple[int, ...]:
+    """The culprits of a finding: `ranks`, or none if that is all of them."""
+    return tuple(ranks) if len(ranks) < world else ()
+
+
+def parameter_name(names: Sequence[str], index: int) -> str:
+    return names[index] if 0 <= index < len(names) else f"parameter {index}"
+
+
+def indexed(seen: Seen[object], name: str, what: str) -> Finding:
+    """The finding that the parameter whose index + 1 stands in `name` is `what`."""
+    first = next(value for value in seen.column(name) if value)
+    tensor = parameter_name(seen.names, first - 1)
+    return Finding(f"{tensor} {what}", seen.step, ranks_where(seen, name), tensor)
+
+
+def none_has(law: str, name: str, what: str, *, suspicion: bool = False) -> Law[Seen[object]]:
+    """The law that no rank sends the index of a parameter in `name`; otherwise that parameter is `what`."""
+    return Law(
+        law, (name,), lambda seen: indexed(seen, name, what) if seen.any(name) else None, suspicion=suspicion
+    )

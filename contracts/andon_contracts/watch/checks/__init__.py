@@ -1,0 +1,1 @@
+"""What a watch checks, one module per concern: see `Check`."""
