@@ -3,7 +3,7 @@
 A predicate is a plain typed function over plain values. Marked with `clause` it tests a promise of the registry, and
 breaking it is a `Violation`; marked with `argument` it tests what a caller passed, and breaking it is a `ValueError`.
 `require` and `ensure` are icontract's decorators for such predicates. What all ranks said at a point of a step is held
-to a table of `laws` instead: one judgement, and one predicate over it, marked with `raises`.
+to a table of `laws` instead.
 """
 
 from __future__ import annotations
@@ -101,15 +101,6 @@ def argument(explain: Callable[..., str]) -> Callable[[Predicate], Predicate]:
     return mark
 
 
-def raises(error: Callable[..., Exception]) -> Callable[[Predicate], Predicate]:
-    """Mark a predicate whose error, once it is false, `error` makes of the same arguments."""
-
-    def mark(predicate: Predicate) -> Predicate:
-        return _with_error(predicate, error, predicate)
-
-    return mark
-
-
 def _with_error(marked: Predicate, error: Callable[..., Exception], predicate: Predicate) -> Predicate:
     # icontract passes arguments by parameter name, so the error factory must show the predicate's signature.
     error.__signature__ = inspect.signature(predicate)  # type: ignore[attr-defined]
@@ -118,18 +109,18 @@ def _with_error(marked: Predicate, error: Callable[..., Exception], predicate: P
 
 
 def require(predicate: Predicate) -> Callable[[F], F]:
-    """A precondition that stays on under `python -O`, of a predicate marked by `clause`, `argument` or `raises`."""
+    """A precondition that stays on under `python -O`, of a predicate marked by `clause` or `argument`."""
     return icontract.require(predicate, error=_error_of(predicate), enabled=True)
 
 
 def ensure(predicate: Predicate) -> Callable[[F], F]:
-    """A postcondition that stays on under `python -O`, of a predicate marked by `clause`, `argument` or `raises`."""
+    """A postcondition that stays on under `python -O`, of a predicate marked by `clause` or `argument`."""
     return icontract.ensure(predicate, error=_error_of(predicate), enabled=True)
 
 
 def _error_of(predicate: Predicate) -> Callable[..., Exception]:
     error: Callable[..., Exception] | None = getattr(predicate, "__andon_error__", None)
     if error is None:
-        msg = f"{predicate.__name__} is not marked by @clause, @argument or @raises"
+        msg = f"{predicate.__name__} is not marked by @clause or @argument"
         raise TypeError(msg)
     return error

@@ -25,7 +25,7 @@ from andon_contracts.act import Scene
 from andon_contracts.agree import Observation
 from andon_contracts.causes import first_line
 from andon_contracts.laws.law import Observations, Seen
-from andon_contracts.laws.practice import CLIPPED_ALIKE, COPIED, COURSE, JOINED, PASS, ROWS
+from andon_contracts.laws.practice import CLIPPED_ALIKE, COPIED, COURSE, JOINED, PASS, ROWS, Mode
 from andon_contracts.laws.practice import Practice as Practised
 from andon_contracts.legible import tell_once
 from andon_contracts.observe import Look, Observer
@@ -214,16 +214,18 @@ class Practice:
         if self._modes:
             self._evaluating = self._evaluating + 1 if self._modes == {False} and self._moody() else 0
             self._trained = self._trained or True in self._modes
+        evaluating = Mode.EVALUATING if self._trained else Mode.NEVER_TRAINING
+        mode = evaluating if self._evaluating > 1 else Mode.TRAINING
         return {
             "drawn": sum(len(each) for each in ids if each is not None) if known else 0,
             "drawn keys": total(torch.cat(keys)) if known else 0,
             "held": sum(len(each.ids or ()) for each in self._held),
             "given": 0,
             "order again": self._again,
-            "clipping": self.clips.seen,
+            "clipping": int(self.clips.seen),
             **self._copied(),
             "alone": int(self._updates > 0 and self.is_alone()),
-            "evaluating": (1 if self._trained else 2) if self._evaluating > 1 else 0,
+            "evaluating": int(mode),
         }
 
     def _copied(self) -> dict[str, int]:
@@ -273,7 +275,7 @@ class Practice:
         self._verdicts.judge(COURSE, seen, scene)
         if self._apart:
             return
-        if self._verdicts.alive((COPIED,)) and not COPIED.holds(seen):
+        if self._verdicts.alive((COPIED,)) and COPIED.check(seen) is not None:
             sketches = self._exchange(step, "copies", self._copies.sketches())
             seen = Seen(self._copies.without_roundings(observations, sketches, self._updates + 1), None)
         self._verdicts.judge((CLIPPED_ALIKE, COPIED), seen, scene)
