@@ -205,10 +205,7 @@ def test_trainer_and_watch_read_the_same_rows() -> None:
             assert by_id.get(law.id, law) is law
     shared = {law.id for law in (*REDUCED, *UPDATED)} & {law.id for law in (*BEFORE, *AFTER)}
     assert shared == {
-        "halt-together/any",
-        "gradients-agree/reduced",
-        "optimizers-agree/updated",
-        "replicas-agree/updated",
+        *("halt-together/any", "gradients-agree/reduced", "optimizers-agree/updated", "replicas-agree/updated")
     }
 
 
