@@ -433,16 +433,10 @@ BEFORE: tuple[Law[Seen[Reduced]], ...] = (
     ),
     update.REPLICAS,
     _none_has(
-        "gradient-fresh/before",
-        "stale",
-        "still had a gradient of the step before when this one began",
-        suspicion=True,
+        "gradient-fresh/before", "stale", "still had a gradient of the step before when this one began", suspicion=True
     ),
     _none_has(
-        "gradient-present/before",
-        "missing",
-        "has had no gradient, or none but zero, since the start",
-        suspicion=True,
+        "gradient-present/before", "missing", "has had no gradient, or none but zero, since the start", suspicion=True
     ),
     Law("collectives-agree/before", ("strided", "collectives"), _collectives),
     update.GRADIENTS,
