@@ -84,6 +84,19 @@ class Seen(Generic[W_co]):
         """Whether any rank has another value for `name` than 0."""
         return any(self.column(name))
 
+    def ranks(self, name: str) -> tuple[int, ...]:
+        """The ranks whose value `name` is not 0; none if these are all of several."""
+        ranks = tuple(each.rank for each in self.said if each.values[name])
+        return ranks if len(self.said) == 1 else self.some(ranks)
+
+    def some(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """`ranks`; none if these are all: then no rank is more to blame than another."""
+        return unless_all(ranks, len(self.said))
+
+    def odd(self, name: str) -> tuple[str, ...]:
+        """The tensors in which the ranks differ, if `name` was looked at again."""
+        return tuple(tensor for tensor, digests in self.details.get(name, {}).items() if len(set(digests)) > 1)
+
 
 @dataclass(frozen=True)
 class Law(Generic[S_contra]):
@@ -189,36 +202,21 @@ def hexadecimal(value: int) -> str:
     return f"{value % (1 << 64):016x}"
 
 
-def odd_tensors(details: Details, name: str) -> tuple[str, ...]:
-    """The tensors in which the ranks differ, if `name` was looked at again."""
-    return tuple(tensor for tensor, digests in details.get(name, {}).items() if len(set(digests)) > 1)
-
-
 def unless_all(ranks: Iterable[int], world: int) -> tuple[int, ...]:
-    """The distinct `ranks` in order; none if these are all: then no rank is more to blame than another."""
+    """The distinct `ranks` in order; none if these are all of `world`."""
     found = tuple(sorted(set(ranks)))
     return found if len(found) < world else ()
 
 
-def ranks_where(seen: Seen[object], name: str) -> tuple[int, ...]:
-    """The ranks whose value `name` is not 0; none if these are all of several."""
-    ranks = tuple(each.rank for each in seen.said if each.values[name])
-    return ranks if len(seen.said) == 1 else unless_all(ranks, len(seen.said))
-
-
 def difference(seen: Seen[object], name: str, what: str, *, real: bool = False) -> Finding:
     """The finding that the ranks differ in `name`, with the tensors if they were looked at. real: it holds a real."""
-    values, looked, tensors = seen.column(name), seen.details.get(name, {}), odd_tensors(seen.details, name)
-    shown = ", ".join(
-        f"rank {rank}: {repr(real_of(value)) if real else hexadecimal(value)}" for rank, value in enumerate(values)
-    )
-    return Finding(
-        f"{what} ({shown})" + (f"; {len(tensors)} of {len(looked)} tensors differ" if tensors else ""),
-        seen.step,
-        minority(values),
-        (*tensors, name)[0],
-        tuple((tensor, " ".join(map(hexadecimal, looked[tensor]))) for tensor in tensors),
-    )
+    values, looked, tensors = seen.column(name), seen.details.get(name, {}), seen.odd(name)
+    words = [repr(real_of(value)) if real else hexadecimal(value) for value in values]
+    what = f"{what} ({', '.join(f'rank {rank}: {word}' for rank, word in enumerate(words))})"
+    if tensors:
+        what = f"{what}; {len(tensors)} of {len(looked)} tensors differ"
+    details = tuple((tensor, " ".join(map(hexadecimal, looked[tensor]))) for tensor in tensors)
+    return Finding(what, seen.step, minority(values), (*tensors, name)[0], details)
 
 
 def agreeing(
@@ -250,16 +248,15 @@ def in_lockstep(said: Observations) -> bool:
 def _lockstep(seen: Seen[object]) -> Finding | None:
     if in_lockstep(seen.said):
         return None
-    parts = [
-        (o.step, o.sequence, o.point if o.names_match else "another point", o.rank == rank)
-        for rank, o in enumerate(seen.said)
-    ]
-    shown = ", ".join(
-        f"rank {rank}: step {step} message {sequence} ({point})" + ("" if own else f" from rank {seen.said[rank].rank}")
-        for rank, (step, sequence, point, own) in enumerate(parts)
-    )
+    parts = []
+    shown = []
+    for rank, each in enumerate(seen.said):
+        own, point = each.rank == rank, each.point if each.names_match else "another point"
+        parts.append((each.step, each.sequence, point, own))
+        sender = "" if own else f" from rank {each.rank}"
+        shown.append(f"rank {rank}: step {each.step} message {each.sequence} ({point}){sender}")
     step = majority([each.step for each in seen.said])
-    return Finding(f"the ranks are not at the same point: {shown}", step, minority(parts))
+    return Finding(f"the ranks are not at the same point: {', '.join(shown)}", step, minority(parts))
 
 
 # A device compares the whole header of each message with the one that it must have, before it applies any rule.

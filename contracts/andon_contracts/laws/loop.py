@@ -6,24 +6,12 @@ The names of the values are those that the watch observes. An index travels as i
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from enum import IntEnum
 
 from andon_contracts.agree import majority, minority, real_of
 from andon_contracts.laws import update
-from andon_contracts.laws.law import (
-    LOCKSTEP,
-    Law,
-    Rule,
-    Seen,
-    agreeing,
-    difference,
-    hexadecimal,
-    odd_tensors,
-    ranks_where,
-    unless_all,
-)
+from andon_contracts.laws.law import LOCKSTEP, Law, Seen, agreeing, difference, hexadecimal
 from andon_contracts.laws.update import Reduced, clipped_norm, is_clipped_once
 from andon_contracts.violation import NOT_SEEN_REDUCED, OTHER_SHAPES, Finding
 
@@ -81,7 +69,7 @@ def each_by_itself(limit: float | None, longest: int = 0) -> Reduced:
 
     longest: the elements of the largest tensor that is trained on a CPU. The loop clips by torch's norm of it.
     """
-    return Reduced(Rule.SAME, limit, max(_NORM_TOLERANCE, torch_norm_error(longest)))
+    return Reduced(limit=limit, norm_tolerance=max(_NORM_TOLERANCE, torch_norm_error(longest)))
 
 
 def _indexed(seen: Seen[object], name: str, what: str) -> Finding | None:
@@ -90,7 +78,7 @@ def _indexed(seen: Seen[object], name: str, what: str) -> Finding | None:
     if first is None:
         return None
     tensor = _named(seen, first - 1)
-    return Finding(f"{tensor} {what}", seen.step, ranks_where(seen, name), tensor)
+    return Finding(f"{tensor} {what}", seen.step, seen.ranks(name), tensor)
 
 
 def _named(seen: Seen[object], index: int) -> str:
@@ -100,9 +88,6 @@ def _named(seen: Seen[object], index: int) -> str:
 def _none_has(law: str, name: str, what: str, *, suspicion: bool = False) -> Law[Seen[object]]:
     """The law that on no rank `name` is the index of a parameter; a message says that the parameter is `what`."""
     return Law(law, (name,), lambda seen: _indexed(seen, name, what), suspicion=suspicion)
-
-
-# what the update starts from
 
 
 def _toggled_alike(seen: Seen[object]) -> bool:
@@ -116,7 +101,7 @@ def _changed(seen: Seen[object]) -> Finding | None:
         return None
     tensor = _named(seen, first & ((1 << PARAMETER_BITS) - 1))
     what = Change(first >> PARAMETER_BITS).text
-    return Finding(f"{tensor} is {what}", seen.step, ranks_where(seen, "change"), tensor)
+    return Finding(f"{tensor} is {what}", seen.step, seen.ranks("change"), tensor)
 
 
 def _parameters(seen: Seen[object]) -> Finding | None:
@@ -142,7 +127,7 @@ def _modes(seen: Seen[object]) -> Finding | None:
     # Ranks that hold other modules, as pipeline stages do, have no modes to compare.
     if "modes" not in seen.differing or "modules" in seen.differing:
         return None
-    odd = odd_tensors(seen.details, "modes")
+    odd = seen.odd("modes")
     if not odd:
         what = "some modules are in training mode on some ranks and in evaluation mode on others"
         return difference(seen, "modes", what)
@@ -160,7 +145,7 @@ def _hyperparameters(seen: Seen[object]) -> Finding | None:
     if "hyperparameters" not in seen.differing or "layout" in seen.differing:
         return None
     # Keys of groups, and no tensors: the message says them in words, and the finding names none.
-    odd = odd_tensors(seen.details, "hyperparameters")
+    odd = seen.odd("hyperparameters")
     named = f": {', '.join(odd[:4])}" if odd else ""
     bare = Seen(seen.said, None)
     return difference(bare, "hyperparameters", f"the hyperparameters of the optimizers are not the same{named}")
@@ -175,7 +160,7 @@ def _rate(seen: Seen[Reduced]) -> Finding | None:
     if not odd:
         return None
     shown = ", ".join(f"rank {rank}: {rate!r}, not {plan!r}" for rank, rate, plan in odd)
-    ranks = unless_all((rank for rank, _, _ in odd), len(seen.said))
+    ranks = seen.some(rank for rank, _, _ in odd)
     return Finding(f"the learning rate is not the schedule's ({shown})", seen.step, ranks, "learning rate")
 
 
@@ -193,15 +178,12 @@ def _buffers(seen: Seen[object]) -> Finding | None:
     name = "buffers" if _parted(seen, "buffers") else "caches"
     if name == "caches" and (not _parted(seen, "caches") or _parted(seen, "cache shapes")):
         return None
-    reshaped = odd_tensors(seen.details, "shapes of buffers")
-    odd = reshaped or odd_tensors(seen.details, "buffers")
+    reshaped = seen.odd("shapes of buffers")
+    odd = reshaped or seen.odd("buffers")
     what = OTHER_SHAPES if reshaped else "are not the same"
     found = difference(Seen(seen.said, None), name, f"the buffers with which the forward pass began {what}")
     # What a forward pass begins with is what the update before it left.
     return Finding(found.seen, max(found.step - 1, 0), found.ranks, (*odd, "buffers")[0])
-
-
-# what is not trained
 
 
 def _all_wrote_alike(seen: Seen[object]) -> bool:
@@ -232,9 +214,6 @@ def _followers(seen: Seen[object]) -> Finding:
     return difference(Seen(seen.said, None), "followed", "a copy of the trained weights, which follows them, differs")
 
 
-# the gradient
-
-
 def _raw(seen: Seen[object]) -> Finding | None:
     repaired = ", and it was made finite before it was used" * seen.any("repaired")
     return _indexed(seen, "nonfinite", f"has a raw local gradient that is not finite{repaired}")
@@ -246,7 +225,7 @@ def _norm(seen: Seen[object]) -> Finding | None:
         return None
     shown = ", ".join(f"rank {o.rank}: {real_of(o.values['norm'])!r}" for o in seen.said)
     what = f"the norm of the gradient is not finite ({shown}); clipping by it gives zero or NaN"
-    return Finding(what, seen.step, unless_all(odd, len(seen.said)), "gradient")
+    return Finding(what, seen.step, seen.some(odd), "gradient")
 
 
 def _collectives(seen: Seen[object]) -> Finding | None:
@@ -270,7 +249,7 @@ def _clip(seen: Seen[Reduced]) -> Finding | None:
             f"the gradient had norm {norm:.6g}; clipped once to {math.inf if limit is None else limit:g} it has "
             f"{clipped_norm(norm, limit):.6g}, the optimizer got {left:.6g}"
         )
-        return Finding(what, seen.step, unless_all(odd, len(seen.said)), "clipped gradient")
+        return Finding(what, seen.step, seen.some(odd), "clipped gradient")
     # Ranks whose reduced gradients differ are another law's matter, and so is a norm that is not finite, which compares
     # as false here.
     if "gradient" in seen.differing or not max(norms) - min(norms) > _NORM_TOLERANCE * max(norms):
@@ -284,9 +263,6 @@ CLIP: Law[Seen[Reduced]] = Law("clip-once/before", ("norm", "clipped", "gradient
 """One clipping of each rank's own norm gives what it left, and equal reduced gradients were clipped by equal norms."""
 
 
-# what a loop tells of a step
-
-
 def _loss(seen: Seen[object]) -> Finding | None:
     if not seen.any("reports"):
         return None
@@ -296,7 +272,7 @@ def _loss(seen: Seen[object]) -> Finding | None:
     if not odd:
         return None
     what = f"the loss reported is {told[odd[0]]!r}, the mean over the rows of all ranks is {mean!r}"
-    return Finding(what, seen.step, unless_all(odd, len(seen.said)), "loss")
+    return Finding(what, seen.step, seen.some(odd), "loss")
 
 
 def _streams(seen: Seen[object]) -> Finding | None:
@@ -310,9 +286,6 @@ def _streams(seen: Seen[object]) -> Finding | None:
             alike = [rank for rank, value in enumerate(values) if values.count(value) > 1]
             return Finding(f"ranks {alike} have the same state of it, and must differ", seen.step, (), name)
     return None
-
-
-# the gradient of one process
 
 
 RATIO_TOLERANCE = 1e-3
@@ -351,11 +324,8 @@ def name_ratio(ratio: float, world: int, micro_batches: int) -> str:
 def _gradient_law(seen: Seen[object]) -> Finding | None:
     if all(real_of(o.values["error"]) <= real_of(o.values["tolerance"]) for o in seen.said):
         return None
-    errors = [real_of(o.values["error"]) for o in seen.said]
     # An error that is not a number counts as the worst.
-    worst = seen.said[
-        max(range(len(errors)), key=lambda rank: errors[rank] if math.isfinite(errors[rank]) else math.inf)
-    ]
+    worst = max(seen.said, key=lambda o: size if math.isfinite(size := real_of(o.values["error"])) else math.inf)
     ratio, error, rest = (real_of(worst.values[name]) for name in ("ratio", "error", "rest"))
     likely = ""
     if rest <= RATIO_TOLERANCE and abs(ratio - 1) >= RATIO_TOLERANCE:
@@ -368,9 +338,6 @@ def _gradient_law(seen: Seen[object]) -> Finding | None:
     return Finding(what, seen.step, (), "gradient", likely=likely)
 
 
-# what the update left
-
-
 def _unapplied(seen: Seen[object]) -> Finding | None:
     first = next((each for each in seen.said if each.values["unmoved"]), None)
     if first is None:
@@ -381,12 +348,9 @@ def _unapplied(seen: Seen[object]) -> Finding | None:
         f"kept every bit, although its gradient and learning rate call for an update of about {due:.2g}; the values "
         f"that its dtype holds are {spacing:.2g} apart there{', so that the update is rounded away' * lost}"
     )
-    applied = "the optimizer holds other parameters than the model"
+    other = "the optimizer holds other parameters than the model"
     found = _indexed(seen, "unmoved", what)
-    return found and replace(found, likely="the precision is too low for this learning rate" if lost else applied)
-
-
-# the tables
+    return found and replace(found, likely="the precision is too low for this learning rate" if lost else other)
 
 
 START: tuple[Law[Seen[object]], ...] = (
@@ -465,7 +429,7 @@ def _weights_part(seen: Seen[object]) -> Finding | None:
         f"the trainable weights part here, and {NOT_SEEN_REDUCED}. Where the loop brings them together later (local "
         "SGD) this is right, and they are held to agree there; where it never does, the close says so"
     )
-    return Finding(what, seen.step, (), (*odd_tensors(seen.details, "weights"), "weights")[0])
+    return Finding(what, seen.step, (), (*seen.odd("weights"), "weights")[0])
 
 
 PARTED: tuple[Law[Seen[object]], ...] = (
@@ -488,34 +452,20 @@ GRADIENT_LAW: tuple[Law[Seen[object]], ...] = (
 """On every rank the reduced gradient before clipping is that of one process, up to rounding."""
 
 
-# a tree that a script compares
+def _tree_law(name: str, *, stops: bool = False) -> Law[Seen[object]]:
+    def check(seen: Seen[object]) -> Finding | None:
+        if name not in seen.differing:
+            return None
+        # Before the second look only the digest of all of them is known.
+        looked = seen.details.get(name, {name: seen.column(name)})
+        odd = [each for each in looked if len(set(looked[each])) > 1]
+        what = "the trees have different leaves" if name == "places" else f"{len(odd)} of {len(looked)} leaves differ"
+        details = tuple((each, " ".join(map(hexadecimal, looked[each]))) for each in odd)
+        return Finding(what, seen.step, minority(looked[odd[0]]), odd[0], details)
+
+    return Law(f"trees-agree/{name}", (name,), check, stops=stops)
 
 
-def _places(seen: Seen[object]) -> Finding | None:
-    if "places" not in seen.differing:
-        return None
-    # Before the second look only `places` itself is known.
-    looked = seen.details.get("places", {"places": seen.column("places")})
-    place = odd_tensors({"places": looked}, "places")[0]
-    column = looked[place]
-    return Finding("the trees have different leaves", seen.step, minority(column), place, (_digests(place, column),))
-
-
-def _leaves(seen: Seen[object]) -> Finding | None:
-    if "leaves" not in seen.differing:
-        return None
-    looked = seen.details.get("leaves", {"leaves": seen.column("leaves")})
-    odd = odd_tensors({"leaves": looked}, "leaves")
-    details = tuple(_digests(name, looked[name]) for name in odd)
-    what = f"{len(odd)} of {len(looked)} leaves differ"
-    return Finding(what, seen.step, minority(looked[odd[0]]), odd[0], details)
-
-
-def _digests(name: str, by_rank: Sequence[int]) -> tuple[str, str]:
-    return name, " ".join(map(hexadecimal, by_rank))
-
-
-PLACES: Law[Seen[object]] = Law("trees-agree/places", ("places",), _places, stops=True)
-LEAVES: Law[Seen[object]] = Law("trees-agree/leaves", ("leaves",), _leaves)
+PLACES, LEAVES = _tree_law("places", stops=True), _tree_law("leaves")
 TREE: tuple[Law[Seen[object]], ...] = (PLACES, LEAVES)
 """Every rank's tree has the same leaves, in the same order, with the same bits; explained after a second look."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
 
-from andon_contracts.laws.law import Law, Observations, Seen, hexadecimal, ranks_where, unless_all
+from andon_contracts.laws.law import Law, Observations, Seen, hexadecimal
 from andon_contracts.violation import Finding
 
 SURE = 2
@@ -90,13 +90,15 @@ PASS: tuple[Law[Practice], ...] = (Law("samples-once/pass", ("held",), _repeated
 
 def _order(seen: Seen[object]) -> Finding | None:
     number = max(seen.column("order again"))
-    ranks = unless_all((each.rank for each in seen.said if each.values["order again"]), len(seen.said))
+    ranks = seen.some(each.rank for each in seen.said if each.values["order again"])
     what = f"pass {number} over the data has the order of the pass before, though its sampler shuffles"
     return Finding(what, seen.step, ranks, "order of rows") if number else None
 
 
-def _mode(seen: Seen[object]) -> Finding:
-    ranks = unless_all((each.rank for each in seen.said if each.values["evaluating"]), len(seen.said))
+def _mode(seen: Seen[object], mode: Mode) -> Finding | None:
+    if mode not in seen.column("evaluating"):
+        return None
+    ranks = seen.some(each.rank for each in seen.said if each.values["evaluating"])
     once = Mode.EVALUATING in seen.column("evaluating")
     since = " since an evaluation" if once else ", and has never been in training mode"
     what = f"the model is trained in evaluation mode{since}: its dropout and its batch statistics are off"
@@ -108,14 +110,10 @@ def _any_clip(seen: Seen[object], kind: ClipSeen) -> bool:
 
 
 def _clip_placed(seen: Seen[object]) -> Finding | None:
-    if _any_clip(seen, ClipSeen.SCALED):
-        when = "while a loss scaler had them multiplied"
-    elif _any_clip(seen, ClipSeen.UNREDUCED):
-        when = "before they were reduced"
-    else:
-        return None
+    scaled, unreduced = _any_clip(seen, ClipSeen.SCALED), _any_clip(seen, ClipSeen.UNREDUCED)
+    when = "while a loss scaler had them multiplied" if scaled else "before they were reduced"
     what = f"the gradients were clipped {when}: not by the norm of what is applied"
-    return Finding(what, seen.step, (), "gradient")
+    return Finding(what, seen.step, (), "gradient") if scaled or unreduced else None
 
 
 def _clip_unfinished(seen: Seen[object]) -> Finding | None:
@@ -136,7 +134,7 @@ CLIPPED_ALIKE: Law[Seen[object]] = Law("clip-placed/ranks", ("clipping",), _clip
 
 def _alone(seen: Seen[object]) -> Finding | None:
     what = "WORLD_SIZE says that there are several processes, and this one made no process group: it trains by itself"
-    return Finding(what, seen.step, ranks_where(seen, "alone"), "process group") if seen.any("alone") else None
+    return Finding(what, seen.step, seen.ranks("alone"), "process group") if seen.any("alone") else None
 
 
 COPIES = 3
@@ -174,17 +172,8 @@ JOINED: Law[Seen[object]] = Law("ranks-joined/close", ("alone",), _alone)
 """At the close: processes that were started together trained together."""
 COURSE: tuple[Law[Seen[object]], ...] = (
     Law("order-renewed/pass", ("order again",), _order),
-    Law(
-        "training-mode/forward",
-        ("evaluating",),
-        lambda seen: _mode(seen) if Mode.EVALUATING in seen.column("evaluating") else None,
-    ),
-    Law(
-        "training-mode/never",
-        ("evaluating",),
-        lambda seen: _mode(seen) if Mode.NEVER_TRAINING in seen.column("evaluating") else None,
-        suspicion=True,
-    ),
+    Law("training-mode/forward", ("evaluating",), lambda seen: _mode(seen, Mode.EVALUATING)),
+    Law("training-mode/never", ("evaluating",), lambda seen: _mode(seen, Mode.NEVER_TRAINING), suspicion=True),
     Law("clip-placed/before", ("clipping",), _clip_placed),
     Law("clip-placed/micro-batch", ("clipping",), _clip_unfinished, suspicion=True),
     Law("ranks-joined/before", ("alone",), _alone, suspicion=True),

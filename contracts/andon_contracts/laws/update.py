@@ -10,17 +10,7 @@ import math
 from dataclasses import dataclass
 
 from andon_contracts.agree import majority, real_of
-from andon_contracts.laws.law import (
-    LOCKSTEP,
-    Law,
-    Rule,
-    Seen,
-    agreeing,
-    difference,
-    hexadecimal,
-    odd_tensors,
-    unless_all,
-)
+from andon_contracts.laws.law import LOCKSTEP, Law, Rule, Seen, agreeing, difference, hexadecimal
 from andon_contracts.violation import Finding
 
 # the start
@@ -37,9 +27,6 @@ START: tuple[Law[Seen[object]], ...] = (
     Law("start-agrees/start", (), _start),
 )
 """Before step 1 of the trainer: the same layout, and the same in everything else that was observed."""
-
-
-# before the update
 
 NORM_TOLERANCE = 2.0**-19
 """How far apart, relatively, rounding can leave the norm after clipping and the one that is expected.
@@ -92,7 +79,7 @@ def _unmoved(seen: Seen[Reduced]) -> Finding | None:
         return None if same else difference(seen, "weights", "the weights before the update are not the same")
     odd = tuple(each.rank for each in seen.said if each.values["weights"] != left)
     what = f"the weights are not those that the last update left (digest {hexadecimal(left)})"
-    tensor = (*odd_tensors(seen.details, "weights"), "weights")[0]
+    tensor = (*seen.odd("weights"), "weights")[0]
     return Finding(f"{what}; something outside the step changed them", seen.step, odd, tensor) if odd else None
 
 
@@ -126,7 +113,7 @@ def _finite(seen: Seen[object]) -> Finding | None:
         return None
     norm, checked = real_of(seen.said[0].values["norm"]), seen.said[0].point != GIVEN
     what = f"the reduced gradient or its norm ({norm}) is not finite{checked * ' although every part was'}"
-    return Finding(what, seen.step, unless_all(odd, len(seen.said)), "reduced gradient")
+    return Finding(what, seen.step, seen.some(odd), "reduced gradient")
 
 
 FINITE: Law[Seen[object]] = Law(
@@ -152,9 +139,8 @@ def _clip(seen: Seen[Reduced]) -> Finding | None:
     odd = [each for each in seen.said if not is_clipped_once(real_of(each.values["clipped"]), norm, seen.want)]
     if not odd:
         return None
-    shown = ", ".join(
-        f"rank {o.rank}: {real_of(o.values['clipped'])!r} from {real_of(o.values['norm'])!r}" for o in odd
-    )
+    told = [(each.rank, *(real_of(each.values[name]) for name in ("clipped", "norm"))) for each in odd]
+    shown = ", ".join(f"rank {rank}: {clipped!r} from {norm!r}" for rank, clipped, norm in told)
     what = f"the norm after clipping is not what one clipping to {seen.want.limit} gives ({shown})"
     return Finding(what, seen.step, tuple(each.rank for each in odd), "clipped gradient")
 
@@ -164,9 +150,6 @@ CLIP: Law[Seen[Reduced]] = Law("clip-once/reduced", ("norm", "clipped"), _clip, 
 
 REDUCED: tuple[Law[Seen[Reduced]], ...] = (LOCKSTEP, RATE, UNMOVED, GRADIENTS, FINITE, CLIP)
 """Before the trainer's update: the same finite gradient, clipped once, and the weights that the last update left."""
-
-
-# after the update
 
 
 @dataclass(frozen=True)
@@ -190,27 +173,16 @@ ONE_UPDATE: Law[Seen[Due]] = Law(
 )
 """Every rank's optimizer has taken exactly the planned number of updates."""
 
+_OTHER_STATES = "the optimizer states are not the same"
+_OTHER_WEIGHTS = "the trainable weights are not the same on every rank"
 OPTIMIZERS = agreeing(
-    "optimizers-agree/updated",
-    ("updates", "optimizer"),
-    "the optimizer states are not the same",
-    device=True,
-    look=("optimizer",),
+    "optimizers-agree/updated", ("updates", "optimizer"), _OTHER_STATES, device=True, look=("optimizer",)
 )
-REPLICAS = agreeing(
-    "replicas-agree/updated",
-    ("weights",),
-    "the trainable weights are not the same on every rank",
-    device=True,
-    look=("weights",),
-)
+REPLICAS = agreeing("replicas-agree/updated", ("weights",), _OTHER_WEIGHTS, device=True, look=("weights",))
 
 # An update too many moves moments and weights, wrong moments move weights: the cause is judged before its effects.
 UPDATED: tuple[Law[Seen[Due]], ...] = (LOCKSTEP, ONE_UPDATE, OPTIMIZERS, REPLICAS)
 """After the trainer's update: the same weights, the same moments, one update more."""
-
-
-# now and then
 
 
 BASE_POINT = "base"
@@ -220,7 +192,7 @@ BASE_POINT = "base"
 def frozen_tensor(seen: Seen[object], otherwise: str) -> str:
     """The frozen tensor that changed, as far as any rank knows it; else what the ranks differ in, or `otherwise`."""
     at = next((at for each in seen.said if (at := each.values.get("base at", 0))), 0)
-    return seen.names[at - 1] if at else (*odd_tensors(seen.details, "base"), otherwise)[0]
+    return seen.names[at - 1] if at else (*seen.odd("base"), otherwise)[0]
 
 
 def _frozen(seen: Seen[object]) -> Finding | None:
