@@ -1,4 +1,4 @@
-"""What a violation does: a message that keeps fact, inference and scope apart, a bundle, and the error itself."""
+"""What a violation causes: a message that separates fact, inference and scope, a bundle, and the error itself."""
 
 from __future__ import annotations
 
@@ -10,15 +10,20 @@ from andon_contracts.agree import Observation, minority, real_of
 from andon_contracts.bundle import Evidence, explaining, write_account, write_part
 from andon_contracts.causes import row_lines
 from andon_contracts.clauses import CLAUSES
-from andon_contracts.violation import NOT_SEEN_REDUCED, OTHER_SHAPES, Finding, Violation
+from andon_contracts.violation import NOT_SEEN_REDUCED, OTHER_SHAPES, Finding, Violation, named_ranks
 
 _OF_A_TREE = "trees-agree"
-"""The clause of `assert_same`, which is asked for by itself: there is no update, and no watch that could be silent."""
+"""The clause of `assert_same`, which a script calls outside any update and watch."""
 
 
 @dataclass(frozen=True)
 class Scene:
-    """What is known besides the finding. `last_equal`: the last update after which all weights were seen equal."""
+    """What is known besides the finding.
+
+    last_equal: the last update after which all weights were seen equal. unwritten: why the bundle is not whole.
+    goes_on: the loop makes its update all the same, because nothing is raised. by_command: the command `andon watch`
+    opened the watch, so its options silence a clause. also: other laws broken by the same observations, as effects.
+    """
 
     world: int = 1
     applied: bool = False
@@ -28,13 +33,9 @@ class Scene:
     tensors: int = 0
     bundle: str = ""
     unwritten: str = ""
-    """Why the bundle is not whole."""
     goes_on: bool = False
-    """Whether the loop makes its update all the same, because nothing is raised."""
     by_command: bool = False
-    """Whether the command `andon watch` opened the watch, so that its options are what silences a clause."""
     also: tuple[str, ...] = ()
-    """What else did not hold of the same observations: effects, as far as anybody can tell."""
 
 
 def violation(clause: str, finding: Finding, scene: Scene) -> Violation:
@@ -54,16 +55,10 @@ def conclude(found: Violation, scene: Scene, evidence: Evidence, facts: Mapping[
     at = {"step": found.step, "point": "after the update" if scene.applied else "before the update"}
     failed = write_part(place, found.clause, evidence, at, found.tensor)
     if evidence.rank == 0:
-        known = {
-            **asdict(scene),
-            "cause": whole.cause,
-            "message": str(whole),
-            "likely": _likely(found.clause, found.finding, scene),
-        }
-        failed = write_account(place, found.clause, found.finding, {**known, **facts}, evidence.devices) or failed
-    if failed:
-        scene = replace(scene, unwritten=failed)
-    return violation(found.clause, found.finding, replace(scene, bundle=str(place)))
+        likely = _likely(found.clause, found.finding, scene)
+        known = {**asdict(scene), "cause": whole.cause, "message": str(whole), "likely": likely, **facts}
+        failed = write_account(place, found.clause, found.finding, known, evidence.devices) or failed
+    return violation(found.clause, found.finding, replace(scene, bundle=str(place), unwritten=failed))
 
 
 def agreed(observations: Sequence[Observation], *, moments: bool) -> str:
@@ -73,9 +68,11 @@ def agreed(observations: Sequence[Observation], *, moments: bool) -> str:
     """
     if len(observations) == 1:
         return ""
+    columns = ("weights", "gradient", "layout", "hyperparameters")
+    same = {name for name in columns if len({o.values[name] for o in observations}) == 1}
     read = [bool(o.values["weights read"]) for o in observations]  # of some ranks alone: no one moment to name
-    weights = ["weights"] * _column_is_one(observations, "weights")
-    now = weights * all(read) + ["reduced gradient"] * _column_is_one(observations, "gradient")
+    weights = ["weights"] * ("weights" in same)
+    now = weights * all(read) + ["reduced gradient"] * ("gradient" in same)
     earlier = weights * (not any(read)) + ["moments"] * moments
     shown = [f"{_listed(now)} agreed"] if now else []
     if earlier:
@@ -86,13 +83,9 @@ def agreed(observations: Sequence[Observation], *, moments: bool) -> str:
         named = odd or range(len(rates))
         others = [] if not odd else [f"{next(r for i, r in enumerate(rates) if i not in odd)!r} on the others"]
         shown.append(f"lr differs: {', '.join([*(f'{rates[i]!r} on rank {i}' for i in named), *others])}")
-    elif _column_is_one(observations, "layout") and not _column_is_one(observations, "hyperparameters"):
+    elif "layout" in same and "hyperparameters" not in same:
         shown.append("hyperparameters differ")
     return "; ".join(shown)
-
-
-def _column_is_one(observations: Sequence[Observation], name: str) -> bool:
-    return len({o.values[name] for o in observations}) == 1
 
 
 def _listed(words: Sequence[str]) -> str:
@@ -101,28 +94,30 @@ def _listed(words: Sequence[str]) -> str:
 
 def message(clause: str, finding: Finding, scene: Scene) -> str:
     """Several lines: what is broken and where are facts, `likely` is an inference, `state` and `bundle` the scope."""
+    tree = clause == _OF_A_TREE
+    likely = _likely(clause, finding, scene)
+    silence = (
+        f"--allow {clause}=<reason>" if scene.by_command else f'andon.watch(..., allow={{"{clause}": "<reason>"}})'
+    )
     rows = [
         ("where", _where(clause, finding, scene)),
         # Between ranks the bits of an element say it; the digests that are seen besides are in the bundle.
         ("seen", "" if scene.element and CLAUSES[clause].between_ranks else finding.seen),
         *(("also", each) for each in scene.also),
         ("before", scene.before),
-        ("likely", f"{likely}  [inference, not proof]" if (likely := _likely(clause, finding, scene)) else ""),
-        ("state", "" if clause == _OF_A_TREE else _state(finding, scene)),
+        ("likely", f"{likely}  [inference, not proof]" if likely else ""),
+        ("state", "" if tree else _state(finding, scene)),
         ("bundle", f"{scene.bundle}  explain: {explaining(Path(scene.bundle))}" if scene.bundle else ""),
         ("but", f"not all of the bundle could be written: {scene.unwritten}" if scene.unwritten else ""),
-        ("silence", _silencing(clause, scene)),
+        ("silence", "" if tree else silence),
     ]
-    when = "" if clause == _OF_A_TREE else f" {_when(finding, scene)}"
-    head = f"{clause} broken{when}: {_who(clause, finding, scene.world)}."
-    return "\n".join([head, *row_lines(rows)])
-
-
-def _silencing(clause: str, scene: Scene) -> str:
-    """What silences the clause; nothing does where a script compares a tree."""
-    if clause == _OF_A_TREE:
-        return ""
-    return f"--allow {clause}=<reason>" if scene.by_command else f'andon.watch(..., allow={{"{clause}": "<reason>"}})'
+    if tree:
+        when = ""
+    elif not finding.step:
+        when = " at the start"
+    else:
+        when = f" after step {finding.step}" if scene.applied else f" at step {finding.step}, before its update"
+    return "\n".join([f"{clause} broken{when}: {_who(clause, finding, scene.world)}.", *row_lines(rows)])
 
 
 def _likely(clause: str, finding: Finding, scene: Scene) -> str:
@@ -134,36 +129,25 @@ def _likely(clause: str, finding: Finding, scene: Scene) -> str:
     return finding.likely or CLAUSES[clause].likely
 
 
-def _when(finding: Finding, scene: Scene) -> str:
-    if not finding.step:
-        return "at the start"
-    return f"after step {finding.step}" if scene.applied else f"at step {finding.step}, before its update"
-
-
 def _who(clause: str, finding: Finding, world: int) -> str:
     if world == 1:
         return "seen in the one process"
-    noun = "rank" if len(finding.ranks) == 1 else "ranks"
-    shown = f"{noun} {', '.join(map(str, finding.ranks))} of {world}"
+    shown = f"{named_ranks(finding.ranks)} of {world}"
     if not CLAUSES[clause].between_ranks:
         return f"seen on {shown}" if finding.ranks else "seen on all ranks"
-    if not finding.ranks:
-        return "ranks 0 and 1 differ" if world == 2 else _parties(finding, world)
-    others = [rank for rank in range(world) if rank not in finding.ranks]
-    verb = "differs" if len(finding.ranks) == 1 else "differ"
-    return f"{shown} {verb} from {'rank' if len(others) == 1 else 'ranks'} {', '.join(map(str, others))}"
-
-
-def _parties(finding: Finding, world: int) -> str:
-    """Which ranks agree among themselves, where none of these parties is the larger half."""
+    if finding.ranks:
+        others = [rank for rank in range(world) if rank not in finding.ranks]
+        return f"{shown} differ{'s' * (len(finding.ranks) == 1)} from {named_ranks(others)}"
+    if world == 2:
+        return "ranks 0 and 1 differ"
+    # No party of ranks that agree among themselves is the larger half.
     digests = finding.details[0][1].split() if finding.details else []
     if len(digests) != world:
         return "the ranks differ, with no majority"
     parties = [[rank for rank in range(world) if digests[rank] == one] for one in dict.fromkeys(digests)]
     if len(parties) == world:
-        return f"ranks {', '.join(map(str, range(world)))} all differ"
-    named = [f"rank{'s' * (len(party) > 1)} {', '.join(map(str, party))}" for party in parties]
-    return f"{_listed(named)} differ, with no majority"
+        return f"{named_ranks(range(world))} all differ"
+    return f"{_listed(list(map(named_ranks, parties)))} differ, with no majority"
 
 
 def _where(clause: str, finding: Finding, scene: Scene) -> str:

@@ -36,7 +36,8 @@ LIMIT_BYTES = 1 << 26
 class Evidence:
     """What a rank can put into a bundle. `folder`: where bundles go, None for nowhere; `rank` of `world`.
 
-    `tensors` gives the tensors that matter where that of a name is broken, these first, by what they are.
+    tensors: the tensors that matter if the one of that name is broken, that first. devices: the names of the
+    accelerators in use, read while they still answer.
     """
 
     folder: Path | None = None
@@ -45,7 +46,6 @@ class Evidence:
     ids: Callable[[], Sequence[int]] = tuple
     tensors: Callable[[str], Iterable[tuple[str, Tensor]]] = lambda _: ()
     devices: Sequence[str] = ()
-    """The names of the accelerators that are used, asked for while they still answer."""
 
     def place(self, step: int) -> Path | None:
         """The folder of the bundle of `step`."""
@@ -58,7 +58,7 @@ def explaining(place: Path) -> str:
 
 
 def versions(devices: Sequence[str]) -> dict[str, object]:
-    """What this process runs on, `devices` being the names of its accelerators, and the libraries that there are."""
+    """The environment of this process and the versions of its libraries. devices: the names of its accelerators."""
     found = environment(torch.get_num_threads(), devices)
     packages = found.pop("packages")
     return {**found, **(packages if isinstance(packages, dict) else {}), "torch": torch.__version__}
@@ -69,12 +69,8 @@ def write_account(
 ) -> str:
     """Write PLACE/CLAUSE.json. Empty, or why the disk took nothing: a full disk hides no violation."""
     record = Broken(clause, finding.step, finding.ranks, finding.tensor, finding.seen, dict(finding.details))
-    body = {
-        "record": {"v": version_of(record), **record.to_json()},
-        "explain": explaining(place),
-        "versions": versions(devices),
-        **facts,
-    }
+    told = {"v": version_of(record), **record.to_json()}
+    body = {"record": told, "explain": explaining(place), "versions": versions(devices), **facts}
     return _write_json(place / f"{clause}.json", body)
 
 
@@ -124,10 +120,7 @@ def write_part(
 
 
 def _write_state(folder: Path, evidence: Evidence, tensor: str, body: dict[str, object]) -> str:
-    kept: dict[str, Tensor] = {}
-    left_out: list[str] = []
-    digests: dict[str, str] = {}
-    size = 0
+    kept, left_out, digests, size = dict[str, Tensor](), list[str](), dict[str, str](), 0
     try:
         for name, found in evidence.tensors(tensor):
             if name in digests:

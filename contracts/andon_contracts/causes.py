@@ -1,4 +1,4 @@
-"""Why all ranks stop: a violation, or one of the ends that are none, told apart (issue 3 item 4)."""
+"""Why all ranks stop: a violation, or an end without one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Cause(Part):
 
     @classmethod
     def of_violation(cls, error: Violation, rank: int) -> Cause:
-        """What `error`, raised on `rank`, tells the others."""
+        """The cause that `rank` sends to the others for the `error` that it raised."""
         found = error.finding
         return cls(
             error.cause, str(error), rank, found.step, error.clause or HALT, found.seen, found.tensor, found.ranks,
@@ -54,11 +54,11 @@ class Cause(Part):
         return kind(self.text, clause=self.clause, finding=finding, cause=self.kind, bundle=self.bundle)
 
     def with_rows(self, *rows: tuple[str, str]) -> Cause:
-        """The same with further rows (name, text) under its message."""
+        """The same with these rows (name, text) added to its message."""
         return replace(self, text="\n".join([self.text, *row_lines(rows)]))
 
     def among(self, world: int) -> Cause:
-        """This, where it can be told among so many ranks. Raises `ValueError` where it cannot."""
+        """This cause, if it can come from one of `world` ranks. Raises `ValueError` if it cannot."""
         named = (*self.ranks, *([] if self.rank is None else [self.rank]))
         if any(rank >= world for rank in named):
             raise ValueError(f"a cause names rank {max(named)} of {world}")
@@ -73,7 +73,7 @@ def row_lines(rows: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def consequence(error: BaseException) -> Literal["lost", "silent"] | None:
-    """Whether an error only says that another rank is lost or silent; None where it is this rank's own.
+    """Whether an error only says that another rank is lost or silent; None if it is this rank's own.
 
     Gloo raises a plain `RuntimeError` for a peer that is gone, so its text has to be read; torch's own network and
     store errors have types.
@@ -88,7 +88,7 @@ def consequence(error: BaseException) -> Literal["lost", "silent"] | None:
 
 
 def kind_of(error: BaseException) -> Kind:
-    """What an error is that is no consequence of another rank's end."""
+    """The kind of an error that is not a consequence of another rank's end."""
     if isinstance(error, Violation):
         return error.cause
     name, text = type(error).__name__, str(error)

@@ -33,8 +33,8 @@ def write_error_file(path: Path, message: str, stack: str, when: int, **more: ob
     stack: what torch prints, as it stands, so that what is invisible in it is written out here. when: seconds since the
     epoch, by which it orders the failures of all ranks. Raises `OSError`.
     """
-    told = {"py_callstack": legible(stack), "timestamp": str(when)}
-    body = {"message": legible(message), **more, "extraInfo": told}
+    extra = {"py_callstack": legible(stack), "timestamp": str(when)}
+    body = {"message": legible(message), **more, "extraInfo": extra}
     part = Path(f"{path}.{os.getpid()}.{time.monotonic_ns()}")
     part.write_text(json.dumps({"message": body}), encoding="utf-8")
     part.replace(path)

@@ -1,4 +1,4 @@
-"""Text from anywhere, as text that every format can hold and every reader sees: what is invisible is written out."""
+"""Text from anywhere, as text that every format can hold and every reader can see."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ def legible(text: str, most: int | None = None) -> str:
     The result can be encoded as UTF-8 and stand in XML 1.0, once escaped.
     """
     kept = text if most is None else text[:most]
-    shown = _HIDDEN.sub(_written, kept)
     left = len(text) - len(kept)
-    return f"{shown} … ({left} more characters)" if left else shown
+    return _HIDDEN.sub(_written, kept) + (f" … ({left} more characters)" if left else "")
 
 
 def legible_line(text: str) -> str:

@@ -1,9 +1,8 @@
 """How a named predicate becomes a contract: enforced under `-O`, counted, with one switch.
 
-A predicate is a plain typed function over plain values. Marked with `clause` it tests a promise of the registry, and
-breaking it is a `Violation`; marked with `argument` it tests what a caller passed, and breaking it is a `ValueError`.
-`require` and `ensure` are icontract's decorators for such predicates. What all ranks said at a point of a step is held
-to a table of `laws` instead: one judgement, and one predicate over it, marked with `raises`.
+A predicate marked with `clause` tests a promise of the registry, and raises `Violation`; one marked with `argument`
+tests what a caller passed, and raises `ValueError`. `require` and `ensure` are icontract's decorators for them. What
+all ranks said at a point of a step is judged by a table of `laws` instead.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def enforced() -> bool:
 
 
 def count(name: str) -> None:
-    """A law of the clause `name` is evaluated. For those who judge without a predicate of this module."""
+    """Count one evaluation of the clause `name`."""
     _evaluations[name] += 1
 
 
@@ -67,20 +66,17 @@ def clause(name: str, explain: Callable[..., Finding]) -> Callable[[Predicate], 
     `explain` takes the predicate's own parameters and says what was seen; it runs only after the predicate was false.
     Raises `KeyError` at import for a name that is not registered.
     """
-    registered = CLAUSES[name]
+    name = CLAUSES[name].name
 
     def mark(predicate: Predicate) -> Predicate:
         @functools.wraps(predicate)
         def counted(*args: Any, **kwargs: Any) -> bool:
             if not _enforced:
                 return True
-            _evaluations[registered.name] += 1
+            count(name)
             return predicate(*args, **kwargs)
 
-        def error(*args: Any, **kwargs: Any) -> Exception:
-            return Violation.of(registered.name, explain(*args, **kwargs))
-
-        return _with_error(counted, error, predicate)
+        return _marked(counted, predicate, lambda *args, **kwargs: Violation.of(name, explain(*args, **kwargs)))
 
     return mark
 
@@ -89,47 +85,30 @@ def argument(explain: Callable[..., str]) -> Callable[[Predicate], Predicate]:
     """Mark a predicate as a test of what a caller passed; `explain` makes the message, with the value in it."""
 
     def mark(predicate: Predicate) -> Predicate:
-        @functools.wraps(predicate)
-        def tested(*args: Any, **kwargs: Any) -> bool:
-            return predicate(*args, **kwargs)
-
-        def error(*args: Any, **kwargs: Any) -> Exception:
-            return ValueError(explain(*args, **kwargs))
-
-        return _with_error(tested, error, predicate)
+        return _marked(predicate, predicate, lambda *args, **kwargs: ValueError(explain(*args, **kwargs)))
 
     return mark
 
 
-def raises(error: Callable[..., Exception]) -> Callable[[Predicate], Predicate]:
-    """Mark a predicate whose error, once it is false, `error` makes of the same arguments."""
-
-    def mark(predicate: Predicate) -> Predicate:
-        return _with_error(predicate, error, predicate)
-
-    return mark
-
-
-def _with_error(marked: Predicate, error: Callable[..., Exception], predicate: Predicate) -> Predicate:
+def _marked(tested: Predicate, predicate: Predicate, error: Callable[..., Exception]) -> Predicate:
     # icontract passes arguments by parameter name, so the error factory must show the predicate's signature.
     error.__signature__ = inspect.signature(predicate)  # type: ignore[attr-defined]
-    marked.__andon_error__ = error  # type: ignore[attr-defined]
-    return marked
+    tested.__andon_error__ = error  # type: ignore[attr-defined]
+    return tested
 
 
 def require(predicate: Predicate) -> Callable[[F], F]:
-    """A precondition that stays on under `python -O`, of a predicate marked by `clause`, `argument` or `raises`."""
+    """A precondition that stays on under `python -O`, of a predicate marked by `clause` or `argument`."""
     return icontract.require(predicate, error=_error_of(predicate), enabled=True)
 
 
 def ensure(predicate: Predicate) -> Callable[[F], F]:
-    """A postcondition that stays on under `python -O`, of a predicate marked by `clause`, `argument` or `raises`."""
+    """A postcondition that stays on under `python -O`, of a predicate marked by `clause` or `argument`."""
     return icontract.ensure(predicate, error=_error_of(predicate), enabled=True)
 
 
 def _error_of(predicate: Predicate) -> Callable[..., Exception]:
     error: Callable[..., Exception] | None = getattr(predicate, "__andon_error__", None)
     if error is None:
-        msg = f"{predicate.__name__} is not marked by @clause, @argument or @raises"
-        raise TypeError(msg)
+        raise TypeError(f"{predicate.__name__} is not marked by @clause or @argument")
     return error

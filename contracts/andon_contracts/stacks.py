@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 
-_OURS = ("andon_contracts",)
-_MACHINERY = (*_OURS, "torch", "icontract", "threading", "multiprocessing")
+_MACHINERY = ("andon_contracts", "torch", "icontract", "threading", "multiprocessing")
 """Packages of which no line is ever named."""
 _INSTALLED = tuple(
-    {os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib", "purelib", "platlib")
 )
-"""Where the code of Python and of installed packages is: what a user wrote is elsewhere."""
+"""The folders of Python's own code and of installed packages: a user's code is elsewhere."""
 _MOST_FRAMES = 64
 _PLACES = (
     ("torch.utils.data", "in the data loader"),
@@ -28,22 +27,19 @@ _PLACES = (
     ("torch.autograd", "in backward"),
     ("torch.cuda", "waiting for the device"),
 )
-"""By the package of a frame, innermost first: where a rank is, in words."""
+"""Where a rank is, in words, by the package of its innermost frame of these."""
 
 
 def stacks() -> list[dict[str, object]]:
     """Every Python thread of this process: `name`, `main`, `frames` from the outermost as `file:line function`."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
-    return [
-        {"name": names.get(ident, f"thread {ident}"), "main": ident == main, "frames": _frames(frame)}
-        for ident, frame in sys._current_frames().items()
-    ]
-
-
-def _frames(frame: Any) -> list[str]:
-    found = traceback.extract_stack(frame, limit=_MOST_FRAMES)
-    return [f"{each.filename}:{each.lineno} {each.name}" for each in found]
+    found: list[dict[str, object]] = []
+    for ident, frame in sys._current_frames().items():
+        frames = traceback.extract_stack(frame, limit=_MOST_FRAMES)
+        shown = [f"{each.filename}:{each.lineno} {each.name}" for each in frames]
+        found.append({"name": names.get(ident, f"thread {ident}"), "main": ident == main, "frames": shown})
+    return found
 
 
 def doing(ident: int) -> str:
@@ -72,14 +68,11 @@ def _line(innermost_first: Iterable[tuple[Any, int]], function: str) -> str:
             continue
         code: CodeType = frame.f_code
         shown = f"{code.co_filename}:{line}" + (f"{function}{code.co_name}" if function else "")
-        if not _is_installed(code.co_filename):
+        file = code.co_filename
+        if not file.startswith((*_INSTALLED, "<frozen ")) and f"{os.sep}site-packages{os.sep}" not in file:
             return shown
         library = library or shown
     return library
-
-
-def _is_installed(file: str) -> bool:
-    return file.startswith((*_INSTALLED, "<frozen ")) or f"{os.sep}site-packages{os.sep}" in file
 
 
 def collectives() -> tuple[Mapping[str, Any] | None, str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["violation", "failed", "out of memory", "died", "hangs", "left"]
@@ -17,38 +18,33 @@ NOT_SEEN_REDUCED = "nothing was seen to reduce their gradients"
 
 @dataclass(frozen=True)
 class Finding:
-    """What a clause saw when it did not hold: plain values only, equal on every rank that judged the same input.
+    """What a broken clause saw: plain values only, equal on every rank that judged the same input.
 
-    `ranks` are the culprits where they are known (empty: not attributable), `tensor` the name of the tensor or value,
-    `step` the number of the update (1 is the first; 0: outside a step, as at start-up). `likely` is the usual cause of
-    what was seen, where that says more than the one that the registry gives for the clause.
+    `ranks` are the culprits (empty: not known), `tensor` the name of the tensor or value, `step` the number of the
+    update (1 is the first; 0: outside a step, as at start-up). `likely` is the usual cause of what was seen, if it says
+    more than the one that the registry gives for the clause.
     """
 
     seen: str
     step: int = 0
     ranks: tuple[int, ...] = ()
     tensor: str = ""
-    details: tuple[tuple[str, str], ...] = field(default=())
+    details: tuple[tuple[str, str], ...] = ()
     likely: str = ""
 
 
 class Violation(RuntimeError):
     """A contract was broken: by a bug, by hardware, by a fault. Never by what a user typed (that is a `ValueError`).
 
-    A `RuntimeError` and not icontract's `AssertionError`, so that `except AssertionError` cannot swallow it. It
-    survives pickling, hence process boundaries, with its attributes: all arguments but the message have defaults.
-    `bundle` is the folder of what was left to look into, if any.
+    A `RuntimeError` and not icontract's `AssertionError`, so that `except AssertionError` cannot swallow it. All
+    arguments but the message have defaults, so it survives pickling with its attributes. `bundle` is the folder of the
+    bundle, if there is one.
     """
 
     def __init__(
-        self,
-        message: str,
-        *,
-        clause: str = "",
-        finding: Finding | None = None,
-        cause: Kind = "violation",
+        self, message: str, *, clause: str = "", finding: Finding | None = None, cause: Kind = "violation",
         bundle: str = "",
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(message)
         self.clause = clause
         self.cause = cause
@@ -87,14 +83,18 @@ class Halted(Violation):
 Violation.__module__ = Halted.__module__ = "andon"
 
 
+def named_ranks(ranks: Sequence[int]) -> str:
+    """`rank 1`, `ranks 0, 2`."""
+    return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"
+
+
 def describe(clause: str, finding: Finding) -> str:
     """One readable line: clause, step, rank, tensor, what was seen."""
     parts = [f"{clause} broken"]
     if finding.step:
         parts.append(f"at step {finding.step}")
     if finding.ranks:
-        noun = "rank" if len(finding.ranks) == 1 else "ranks"
-        parts.append(f"on {noun} {', '.join(map(str, finding.ranks))}")
+        parts.append(f"on {named_ranks(finding.ranks)}")
     if finding.tensor:
         parts.append(f"in {finding.tensor}")
     return f"{' '.join(parts)}: {finding.seen}"

@@ -20,12 +20,9 @@ from hypothesis import strategies as st
 
 from andon_contracts.agree import Observation, bits_of, majority, minority
 from andon_contracts.clauses import CLAUSES, Clause, Kind
+from andon_contracts.laws import update as laws
 from andon_contracts.laws.law import Details, Judgement, Law, Seen, settle
 from andon_contracts.laws.outcome import RESTORED, Restored
-from andon_contracts.laws.update import BASE as BASE_LAWS
-from andon_contracts.laws.update import REDUCED as REDUCED_LAWS
-from andon_contracts.laws.update import START as START_LAWS
-from andon_contracts.laws.update import UPDATED as UPDATED_LAWS
 from andon_contracts.laws.update import Due, Reduced
 from andon_contracts.policy import (
     argument,
@@ -38,6 +35,7 @@ from andon_contracts.policy import (
     suspended,
 )
 from andon_contracts.violation import Finding, Violation, describe
+from andon_contracts.watch.copies import _is_due
 
 STEP = 6
 Values = Mapping[str, int]
@@ -64,26 +62,26 @@ def observed(good: Values, *changes: Values, world: int = 3, step: int = STEP) -
 
 
 def start(observations: Sequence[Observation]) -> None:
-    settle(Judgement(START_LAWS, Seen(observations, None)))
+    settle(Judgement(laws.START, Seen(observations, None)))
 
 
 def reduced(observations: Sequence[Observation], limit: float | None = 0.5) -> None:
-    settle(Judgement(REDUCED_LAWS, Seen(observations, Reduced(12, limit))))
+    settle(Judgement(laws.REDUCED, Seen(observations, Reduced(12, limit))))
 
 
 def update(observations: Sequence[Observation], details: Details = MappingProxyType({})) -> None:
-    settle(Judgement(UPDATED_LAWS, Seen(observations, Due(6), details=details)))
+    settle(Judgement(laws.UPDATED, Seen(observations, Due(6), details=details)))
 
 
 def base(observations: Sequence[Observation]) -> None:
-    settle(Judgement(BASE_LAWS, Seen(observations, None)))
+    settle(Judgement(laws.BASE, Seen(observations, None)))
 
 
 JUDGES: Mapping[str, tuple[Judge, Values, Sequence[Law[Any]]]] = {
-    "start": (start, START, START_LAWS),
-    "reduced": (reduced, REDUCED, REDUCED_LAWS),
-    "update": (update, UPDATED, UPDATED_LAWS),
-    "base": (base, BASE, BASE_LAWS),
+    "start": (start, START, laws.START),
+    "reduced": (reduced, REDUCED, laws.REDUCED),
+    "update": (update, UPDATED, laws.UPDATED),
+    "base": (base, BASE, laws.BASE),
 }
 
 
@@ -196,7 +194,7 @@ def test_known_truth_names_both_of_two() -> None:
 def test_weights_that_differ_before_an_update_are_said_to_be_those_before_it() -> None:
     said = observed(REDUCED, {"weights": 0})
     with pytest.raises(Violation, match=r"replicas-agree.*the weights before the update are not the same \(rank 0: "):
-        settle(Judgement(REDUCED_LAWS, Seen(said, Reduced(limit=0.5))))
+        settle(Judgement(laws.REDUCED, Seen(said, Reduced(limit=0.5))))
 
 
 def test_the_second_look_names_the_tensors() -> None:
@@ -370,9 +368,12 @@ def test_a_clause_says_all_that_it_must(promise: Clause) -> None:
     assert len(set(promise.aliases)) == len(promise.aliases)
     assert promise.kind in get_args(Kind)
     assert promise.statement.endswith(".")
-    assert promise.source
-    assert promise.cost
     assert promise.schedule
+
+
+def test_the_clause_of_copies_names_the_updates_at_which_they_are_looked_at() -> None:
+    named = re.findall(r"[\d,]*\d", CLAUSES["copies-agree"].schedule)
+    assert [int(each.replace(",", "")) for each in named] == [number for number in range(10_000) if _is_due(number)]
 
 
 def test_the_seeds_contracts_have_a_clause() -> None:

@@ -1,17 +1,17 @@
-"""What a law is, what it is held against, and the one judgement of a point.
+"""What a law is, what it is checked against, and how the laws of one point are judged.
 
-A law is a row: what it reads, when it holds, how it is explained, and by which rules a device decides the same. The
-trainer's host path, its gate, a watch and every message read the same rows. Rows stand in tables, one for each point
-of judgement, causes before effects: the first that is broken is what a message should name.
+A law says what it reads, how that is checked, and by which rules a device decides the same. The trainer's host path,
+its gate and the watch read the same laws. Each point of judgement has a table of laws, causes before effects: a message
+names the first law that is broken.
 
-Nothing here communicates, reads a tensor or knows a trainer. Every rank judges what all ranks said, so that all find
-the same, or nobody finds anything.
+Nothing here communicates, reads a tensor or knows a trainer. Every rank judges what all ranks said, so all ranks reach
+the same finding.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 
 from andon_contracts.agree import Observation, majority, minority, real_of
 from andon_contracts.clauses import CLAUSES
-from andon_contracts.policy import count, enforced, raises, require
+from andon_contracts.policy import count, enforced
 from andon_contracts.violation import Finding, Violation
 
 Observations = Sequence[Observation]
@@ -33,7 +33,7 @@ S = TypeVar("S")
 
 
 class Rule(IntEnum):
-    """What may stand in a place of a table on a device, besides one integer that is known."""
+    """What a device may require of a value in its table, besides one known integer."""
 
     ANY = 0
     SAME = 2
@@ -54,10 +54,10 @@ Rules = Mapping[str, int]
 
 @dataclass(frozen=True)
 class Seen(Generic[W_co]):
-    """What all ranks said at one point, by rank, and what it is held to: plain values, equal on every rank.
+    """What all ranks said at one point, by rank, and what is wanted there: plain values, equal on every rank.
 
-    want: what the plan says of this point; None where ranks are only held to each other. names: of the parameters, for
-    values that are an index. details: second looks, where something differed.
+    want: what the plan says of this point; None if ranks are only compared with each other. names: of the parameters,
+    for values that are an index. details: second looks, if something differed.
     """
 
     said: Observations
@@ -84,23 +84,36 @@ class Seen(Generic[W_co]):
         """Whether any rank has another value for `name` than 0."""
         return any(self.column(name))
 
+    def ranks(self, name: str) -> tuple[int, ...]:
+        """The ranks whose value `name` is not 0; none if these are all of several."""
+        ranks = tuple(each.rank for each in self.said if each.values[name])
+        return ranks if len(self.said) == 1 else self.some(ranks)
+
+    def some(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """`ranks`; none if these are all: then no rank is more to blame than another."""
+        return unless_all(ranks, len(self.said))
+
+    def odd(self, name: str) -> tuple[str, ...]:
+        """The tensors in which the ranks differ, if `name` was looked at again."""
+        return tuple(tensor for tensor, digests in self.details.get(name, {}).items() if len(set(digests)) > 1)
+
 
 @dataclass(frozen=True)
 class Law(Generic[S_contra]):
     """One law at one point. `id` is its clause in the registry and the point: `finite/reduced`.
 
-    reads: the names of the values that it looks at. device: from what is wanted, the rules by which a device finds the
-    same of a table that the host reads later; None: this law is never judged late. look: what is looked at tensor by
-    tensor before the law is explained, where ranks differ in it. suspicion: it has innocent causes too, and only warns.
-    stops: what follows in the table is not comparable once this is broken.
+    reads: the names of the values that `check` reads. check: the finding, or None if the law holds; it is called again
+    after a second look. device: from `want`, the rules by which a device decides the same for a table that the host
+    reads later; None: this law is never judged late. look: the values that the ranks compare tensor by tensor if they
+    differ, before the finding is shown. suspicion: a right loop can break this law too, so it only warns. stops: if
+    this law is broken, the laws after it in the table cannot be judged.
 
     Raises `KeyError` for a clause that is not registered.
     """
 
     id: str
     reads: tuple[str, ...]
-    holds: Callable[[S_contra], bool]
-    explain: Callable[[S_contra], Finding]
+    check: Callable[[S_contra], Finding | None]
     device: Callable[[Any], Rules] | None = None
     look: tuple[str, ...] = ()
     suspicion: bool = False
@@ -112,64 +125,55 @@ class Law(Generic[S_contra]):
 
 
 class Judgement(Generic[S]):
-    """Laws held against what was seen: each is evaluated when it is come to, once, and counted once.
+    """Evaluates laws lazily and in order against one `Seen`. Each law is evaluated, and counted, at most once.
 
-    `seen` may be replaced by the same with second looks in it before anything is explained. tally: counts evaluations
-    by clause beside those of the process. Where contracts are suspended no law is come to.
+    `seen` may be replaced by the same with second looks in it before a violation is made. tally: counts evaluations by
+    clause beside those of the process. While contracts are suspended no law is evaluated.
     """
 
     def __init__(self, laws: Sequence[Law[S]], seen: S, tally: Counter[str] | None = None) -> None:
         self.seen = seen
         self._waiting = iter(laws if enforced() else ())
-        self._found: list[Law[S]] = []
+        self._broken: list[Law[S]] = []
         self._tally = Counter[str]() if tally is None else tally
 
     @property
     def first(self) -> Law[S] | None:
-        """The first law that does not hold; None where all do. Those behind it are not evaluated for this."""
-        return self._found[0] if self._found else self._next()
+        """The first law that is broken; None if all hold. The laws after it are not evaluated for this."""
+        return self._broken[0] if self._broken else self._next()
 
     def broken(self) -> Iterator[Law[S]]:
-        """Every law that does not hold, in order, up to one that stops."""
-        yield from self._found
+        """Every law that is broken, in order, up to one that stops."""
+        yield from self._broken
         while (law := self._next()) is not None:
             yield law
 
     def violation(self, law: Law[S]) -> Violation:
-        """What `law`, which is broken, says of what was seen."""
-        return Violation.of(law.clause, law.explain(self.seen))
+        """The violation of `law`, which is broken."""
+        finding = law.check(self.seen)
+        assert finding is not None
+        return Violation.of(law.clause, finding)
 
     def _next(self) -> Law[S] | None:
         for law in self._waiting:
             self._tally[law.clause] += 1
             count(law.clause)
-            if not law.holds(self.seen):
-                self._found.append(law)
+            if law.check(self.seen) is not None:
+                self._broken.append(law)
                 if law.stops:
                     self._waiting = iter(())
                 return law
         return None
 
 
-def _first_broken(judgement: Judgement[Any]) -> Exception:
-    law = judgement.first
-    assert law is not None
-    return judgement.violation(law)
-
-
-@raises(_first_broken)
-def unbroken(judgement: Judgement[Any]) -> bool:
-    """Every law of the judgement holds. With `require`, what a function does is done only then."""
-    return judgement.first is None
-
-
-@require(unbroken)
 def settle(judgement: Judgement[Any]) -> None:
-    """Nothing, where every law holds. Raises `Violation` of the first that does not."""
+    """Raises `Violation` of the first law that is broken, if one is."""
+    if (law := judgement.first) is not None:
+        raise judgement.violation(law)
 
 
 def rules_of(laws: Sequence[Law[Any]], want: object) -> dict[str, int]:
-    """The rules by which a device finds what `laws` find, by the name of a value.
+    """The rules by which a device decides what `laws` decide, by the name of a value.
 
     Raises `ValueError` for a law without a device form, and for laws that ask of one value what no one rule says.
     """
@@ -189,7 +193,7 @@ def rules_of(laws: Sequence[Law[Any]], want: object) -> dict[str, int]:
 
 
 def _is_one(rule: int) -> bool:
-    """Whether what obeys the rule is the same on all ranks: a known integer, or what is held."""
+    """Whether a value that obeys the rule is the same on all ranks."""
     return not isinstance(rule, Rule) or rule in (Rule.SAME, Rule.HELD)
 
 
@@ -198,51 +202,41 @@ def hexadecimal(value: int) -> str:
     return f"{value % (1 << 64):016x}"
 
 
-def odd_tensors(details: Details, name: str) -> tuple[str, ...]:
-    """The tensors in which the ranks differ, where `name` was looked at again."""
-    return tuple(tensor for tensor, digests in details.get(name, {}).items() if len(set(digests)) > 1)
-
-
-def ranks_where(seen: Seen[object], name: str) -> tuple[int, ...]:
-    """The ranks whose value `name` is not 0; none where that is all of several."""
-    ranks = tuple(each.rank for each in seen.said if each.values[name])
-    return ranks if len(ranks) < len(seen.said) or len(seen.said) == 1 else ()
+def unless_all(ranks: Iterable[int], world: int) -> tuple[int, ...]:
+    """The distinct `ranks` in order; none if these are all of `world`."""
+    found = tuple(sorted(set(ranks)))
+    return found if len(found) < world else ()
 
 
 def difference(seen: Seen[object], name: str, what: str, *, real: bool = False) -> Finding:
     """The finding that the ranks differ in `name`, with the tensors if they were looked at. real: it holds a real."""
-    values, looked, tensors = seen.column(name), seen.details.get(name, {}), odd_tensors(seen.details, name)
-    shown = ", ".join(
-        f"rank {rank}: {repr(real_of(value)) if real else hexadecimal(value)}" for rank, value in enumerate(values)
-    )
-    return Finding(
-        seen=f"{what} ({shown})" + (f"; {len(tensors)} of {len(looked)} tensors differ" if tensors else ""),
-        step=seen.step,
-        ranks=minority(values),
-        tensor=(*tensors, name)[0],
-        details=tuple((tensor, " ".join(map(hexadecimal, looked[tensor]))) for tensor in tensors),
-    )
+    values, looked, tensors = seen.column(name), seen.details.get(name, {}), seen.odd(name)
+    words = [repr(real_of(value)) if real else hexadecimal(value) for value in values]
+    what = f"{what} ({', '.join(f'rank {rank}: {word}' for rank, word in enumerate(words))})"
+    if tensors:
+        what = f"{what}; {len(tensors)} of {len(looked)} tensors differ"
+    details = tuple((tensor, " ".join(map(hexadecimal, looked[tensor]))) for tensor in tensors)
+    return Finding(what, seen.step, minority(values), (*tensors, name)[0], details)
 
 
 def agreeing(
     law: str, names: Sequence[str], what: str, *, device: bool = False, look: Sequence[str] = (), real: bool = False
 ) -> Law[Seen[object]]:
-    """The law that every rank has the same in each of `names`. device: whether one can decide it too."""
+    """The law that every rank has the same in each of `names`. device: whether a device can decide it too."""
 
-    def holds(seen: Seen[object]) -> bool:
-        return seen.differing.isdisjoint(names)
-
-    def explain(seen: Seen[object]) -> Finding:
+    def check(seen: Seen[object]) -> Finding | None:
+        if seen.differing.isdisjoint(names):
+            return None
         return difference(seen, next(name for name in names if name in seen.differing), what, real=real)
 
     def rules(_: object) -> Rules:
         return dict.fromkeys(names, Rule.SAME)
 
-    return Law(law, tuple(names), holds, explain, rules if device else None, tuple(look))
+    return Law(law, tuple(names), check, rules if device else None, tuple(look))
 
 
 def in_lockstep(said: Observations) -> bool:
-    """All ranks sent the message of the same step, sequence number and point, and each rank sent its own."""
+    """Whether all ranks sent the message of the same step, sequence number and point, and each rank its own."""
     step, sequence = said[0].step, said[0].sequence
     # A loop, because every update asks this several times.
     for rank, each in enumerate(said):
@@ -251,21 +245,20 @@ def in_lockstep(said: Observations) -> bool:
     return True
 
 
-def _explain_lockstep(seen: Seen[object]) -> Finding:
-    parts = [
-        (o.step, o.sequence, o.point if o.names_match else "another point", o.rank == rank)
-        for rank, o in enumerate(seen.said)
-    ]
-    shown = ", ".join(
-        f"rank {rank}: step {step} message {sequence} ({point})" + ("" if own else f" from rank {seen.said[rank].rank}")
-        for rank, (step, sequence, point, own) in enumerate(parts)
-    )
+def _lockstep(seen: Seen[object]) -> Finding | None:
+    if in_lockstep(seen.said):
+        return None
+    parts = []
+    shown = []
+    for rank, each in enumerate(seen.said):
+        own, point = each.rank == rank, each.point if each.names_match else "another point"
+        parts.append((each.step, each.sequence, point, own))
+        sender = "" if own else f" from rank {each.rank}"
+        shown.append(f"rank {rank}: step {each.step} message {each.sequence} ({point}){sender}")
     step = majority([each.step for each in seen.said])
-    return Finding(seen=f"the ranks are not at the same point: {shown}", step=step, ranks=minority(parts))
+    return Finding(f"the ranks are not at the same point: {', '.join(shown)}", step, minority(parts))
 
 
-# A device holds the whole header of each message against the one that it must have, ahead of any rule of a table.
-LOCKSTEP: Law[Seen[object]] = Law(
-    "halt-together/any", (), lambda seen: in_lockstep(seen.said), _explain_lockstep, lambda _: {}, stops=True
-)
+# A device compares the whole header of each message with the one that it must have, before it applies any rule.
+LOCKSTEP: Law[Seen[object]] = Law("halt-together/any", (), _lockstep, lambda _: {}, stops=True)
 """At every point: messages that do not belong together are never compared."""

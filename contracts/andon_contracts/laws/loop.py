@@ -1,57 +1,58 @@
-"""The laws that anyone's training loop can be held to, and the tables by which a watch judges a step.
+"""The laws that anyone's training loop can be held to, and the tables by which the watch judges a step.
 
-The names of the values are those that a watch observes; an index travels as its number plus one, and 0 says that there
-is none.
+The names of the values are those that the watch observes. An index travels as its number plus one; 0 means none.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
+from enum import IntEnum
 
 from andon_contracts.agree import majority, minority, real_of
 from andon_contracts.laws import update
-from andon_contracts.laws.law import (
-    LOCKSTEP,
-    Law,
-    Names,
-    Rule,
-    Seen,
-    agreeing,
-    difference,
-    hexadecimal,
-    odd_tensors,
-    ranks_where,
-)
-from andon_contracts.laws.update import LOOP_NORM_TOLERANCE, Reduced
+from andon_contracts.laws.law import LOCKSTEP, Law, Seen, agreeing, difference, hexadecimal
+from andon_contracts.laws.update import Reduced, clipped_norm, is_clipped_once
 from andon_contracts.violation import NOT_SEEN_REDUCED, OTHER_SHAPES, Finding
 
-CHANGES = (
-    "kept",
-    "replaced by another parameter",
-    "frozen or unfrozen",
-    "added, or another one was removed",
-    "trainable but not in the optimizer",
-    "in the optimizer but not a trainable parameter of the model",
-    "trainable, which was not declared",
-    "declared trainable but frozen",
-    "no longer tied to the tensor that it was declared to share",
-    "frozen or unfrozen",
-)
-"""What can have happened to a parameter, by code."""
-TOGGLED_BY_THE_LOOP = 9
-"""Frozen, or unfrozen and in its optimizer: where all ranks have it alike, a loop may mean it (gradual unfreezing)."""
+
+class Change(IntEnum):
+    """The code in the value `change`: what happened to a parameter. `text` is what a message says of it."""
+
+    text: str
+
+    def __new__(cls, code: int, text: str = "") -> Change:
+        member = int.__new__(cls, code)
+        member._value_ = code
+        member.text = text
+        return member
+
+    REPLACED = 1, "replaced by another parameter"
+    TOGGLED = 2, "frozen or unfrozen"
+    ADDED = 3, "added, or another one was removed"
+    MISSING = 4, "trainable but not in the optimizer"
+    FOREIGN = 5, "in the optimizer but not a trainable parameter of the model"
+    UNDECLARED = 6, "trainable, which was not declared"
+    FROZEN = 7, "declared trainable but frozen"
+    UNTIED = 8, "no longer tied to the tensor that it was declared to share"
+    TOGGLED_BY_THE_LOOP = 9, "frozen or unfrozen"
+    """Frozen, or unfrozen and in its optimizer: if all ranks do it alike, a loop may mean it (gradual unfreezing)."""
+
 
 PARAMETER_BITS = 32
 STREAMS = 4
 """How many random streams can be declared."""
+
+
+def change_of(change: Change, index: int) -> int:
+    """A change and the index of the parameter, as one integer."""
+    return change << PARAMETER_BITS | index
+
+
 _RATE_TOLERANCE = 1e-9
-
-
-def change_of(code: int, index: int) -> int:
-    """A code of `CHANGES` and the index of the parameter, as one integer."""
-    return code << PARAMETER_BITS | index
+"""Of a learning rate, relative: the schedule of a loop may be computed twice."""
+_NORM_TOLERANCE = 1e-3
+"""Of a norm, relative: a loop has torch's norms. Ranks whose norms are further apart have other gradients."""
 
 
 def torch_norm_error(elements: int) -> float:
@@ -64,83 +65,72 @@ def torch_norm_error(elements: int) -> float:
 
 
 def each_by_itself(limit: float | None, longest: int = 0) -> Reduced:
-    """To what a watch holds an update of a loop that clips to `limit`: each rank to what it says itself.
+    """What the watch holds an update of a loop to that clips to `limit`.
 
     longest: the elements of the largest tensor that is trained on a CPU. The loop clips by torch's norm of it.
-
-    Nobody promised that the ranks have one plan, and after other laws are broken a watch goes on: what most ranks have
-    is no truth then.
     """
-    tolerance = max(LOOP_NORM_TOLERANCE, torch_norm_error(longest))
-    return Reduced(Rule.SAME, limit, rate_tolerance=_RATE_TOLERANCE, norm_tolerance=tolerance, shared=False)
+    return Reduced(limit=limit, norm_tolerance=max(_NORM_TOLERANCE, torch_norm_error(longest)))
 
 
-def _named(names: Names, index: int) -> str:
-    return names[index] if 0 <= index < len(names) else f"parameter {index}"
+def _indexed(seen: Seen[object], name: str, what: str) -> Finding | None:
+    """The finding that a parameter is `what`; None if the value `name` is the index of a parameter on no rank."""
+    first = next((value for value in seen.column(name) if value), None)
+    if first is None:
+        return None
+    tensor = _named(seen, first - 1)
+    return Finding(f"{tensor} {what}", seen.step, seen.ranks(name), tensor)
 
 
-def _indexed(seen: Seen[object], name: str, what: str) -> Finding:
-    first = next(value for value in seen.column(name) if value)
-    tensor = _named(seen.names, first - 1)
-    return Finding(seen=f"{tensor} {what}", step=seen.step, ranks=ranks_where(seen, name), tensor=tensor)
+def _named(seen: Seen[object], index: int) -> str:
+    return seen.names[index] if 0 <= index < len(seen.names) else f"parameter {index}"
 
 
 def _none_has(law: str, name: str, what: str, *, suspicion: bool = False) -> Law[Seen[object]]:
-    """The law that on no rank `name` is the index of a parameter, which is else said to be `what`."""
-
-    def holds(seen: Seen[object]) -> bool:
-        return not seen.any(name)
-
-    def explain(seen: Seen[object]) -> Finding:
-        return _indexed(seen, name, what)
-
-    return Law(law, (name,), holds, explain, suspicion=suspicion)
-
-
-# what the update starts from
-
-
-def _explain_kept(seen: Seen[object]) -> Finding:
-    first = next((value for value in seen.column("change") if value), None)
-    if first is None:
-        return difference(seen, "layout", "the tensors differ in name, shape, dtype, order or in which are trained")
-    code, index = first >> PARAMETER_BITS, first & ((1 << PARAMETER_BITS) - 1)
-    tensor = _named(seen.names, index)
-    return Finding(f"{tensor} is {CHANGES[code]}", seen.step, ranks_where(seen, "change"), tensor)
+    """The law that on no rank `name` is the index of a parameter; a message says that the parameter is `what`."""
+    return Law(law, (name,), lambda seen: _indexed(seen, name, what), suspicion=suspicion)
 
 
 def _toggled_alike(seen: Seen[object]) -> bool:
-    return "change" not in seen.differing and seen.column("change")[0] >> PARAMETER_BITS == TOGGLED_BY_THE_LOOP
+    toggled = seen.column("change")[0] >> PARAMETER_BITS == Change.TOGGLED_BY_THE_LOOP
+    return "change" not in seen.differing and toggled
 
 
-def _explain_toggled(seen: Seen[object]) -> Finding:
-    found = _explain_kept(seen)
+def _changed(seen: Seen[object]) -> Finding | None:
+    first = next((value for value in seen.column("change") if value), None)
+    if first is None:
+        return None
+    tensor = _named(seen, first & ((1 << PARAMETER_BITS) - 1))
+    what = Change(first >> PARAMETER_BITS).text
+    return Finding(f"{tensor} is {what}", seen.step, seen.ranks("change"), tensor)
+
+
+def _parameters(seen: Seen[object]) -> Finding | None:
+    other_layout = "layout" in seen.differing
+    if not other_layout and _toggled_alike(seen):
+        return None
+    layout = "the tensors differ in name, shape, dtype, order or in which are trained"
+    return _changed(seen) or (difference(seen, "layout", layout) if other_layout else None)
+
+
+def _toggled(seen: Seen[object]) -> Finding | None:
+    found = _changed(seen) if _toggled_alike(seen) else None
+    if found is None:
+        return None
     what = f"{found.seen}, on all ranks alike; this watch sees what was trained when it was opened, a new one the rest"
     return Finding(what, found.step, (), found.tensor)
 
 
-_PARAMETERS: Law[Seen[object]] = Law(
-    "parameters-kept/before",
-    ("change", "layout"),
-    lambda seen: (not seen.any("change") or _toggled_alike(seen)) and "layout" not in seen.differing,
-    _explain_kept,
-    look=("layout",),
-)
-_TOGGLED_ALIKE: Law[Seen[object]] = Law(
-    "parameters-kept/alike",
-    ("change",),
-    lambda seen: not _toggled_alike(seen),
-    _explain_toggled,
-    suspicion=True,
-)
+_PARAMETERS: Law[Seen[object]] = Law("parameters-kept/before", ("change", "layout"), _parameters, look=("layout",))
 
 
-def _explain_modes(seen: Seen[object]) -> Finding:
-    odd = odd_tensors(seen.details, "modes")
+def _modes(seen: Seen[object]) -> Finding | None:
+    # Ranks that hold other modules, as pipeline stages do, have no modes to compare.
+    if "modes" not in seen.differing or "modules" in seen.differing:
+        return None
+    odd = seen.odd("modes")
     if not odd:
-        return difference(
-            seen, "modes", "some modules are in training mode on some ranks and in evaluation mode on others"
-        )
+        what = "some modules are in training mode on some ranks and in evaluation mode on others"
+        return difference(seen, "modes", what)
     trained = seen.details["modes"][odd[0]]
     named = [" and ".join(str(rank) for rank, each in enumerate(trained) if each == mode) for mode in (1, 0)]
     what = f"{odd[0]} is in training mode on rank {named[0]}, in evaluation mode on rank {named[1]}"
@@ -148,36 +138,34 @@ def _explain_modes(seen: Seen[object]) -> Finding:
     return Finding(what + others, seen.step, minority(trained), odd[0])
 
 
-_MODES: Law[Seen[object]] = Law(
-    "modes-agree/before",
-    ("modes", "modules"),
-    lambda seen: "modes" not in seen.differing or "modules" in seen.differing,
-    _explain_modes,
-    look=("modes",),
-)
-"""Ranks that hold other modules, as pipeline stages do, have no modes to compare."""
-
-
-def _explain_hyperparameters(seen: Seen[object]) -> Finding:
+def _hyperparameters(seen: Seen[object]) -> Finding | None:
     if "rate" in seen.differing:
         return difference(seen, "rate", "the learning rates are not the same", real=True)
-    # Keys of groups, and no tensors: they are said in words, and the finding names none.
-    odd = odd_tensors(seen.details, "hyperparameters")
+    # The groups of ranks that train other parameters have only the learning rate in common.
+    if "hyperparameters" not in seen.differing or "layout" in seen.differing:
+        return None
+    # Keys of groups, and no tensors: the message says them in words, and the finding names none.
+    odd = seen.odd("hyperparameters")
     named = f": {', '.join(odd[:4])}" if odd else ""
     bare = Seen(seen.said, None)
     return difference(bare, "hyperparameters", f"the hyperparameters of the optimizers are not the same{named}")
 
 
-_HYPERPARAMETERS: Law[Seen[object]] = Law(
-    "hyperparameters-agree/before",
-    ("hyperparameters", "rate", "layout"),
-    lambda seen: (
-        "rate" not in seen.differing and ("hyperparameters" not in seen.differing or "layout" in seen.differing)
-    ),
-    _explain_hyperparameters,
-    look=("hyperparameters",),
-)
-"""The groups of ranks that train other parameters have only the learning rate in common."""
+def _rate(seen: Seen[Reduced]) -> Finding | None:
+    odd = []
+    for each in seen.said:
+        rate, plan = real_of(each.values["rate"]), real_of(each.values["planned"])
+        if not math.isclose(rate, plan, rel_tol=_RATE_TOLERANCE, abs_tol=1e-15):
+            odd.append((each.rank, rate, plan))
+    if not odd:
+        return None
+    shown = ", ".join(f"rank {rank}: {rate!r}, not {plan!r}" for rank, rate, plan in odd)
+    ranks = seen.some(rank for rank, _, _ in odd)
+    return Finding(f"the learning rate is not the schedule's ({shown})", seen.step, ranks, "learning rate")
+
+
+RATE: Law[Seen[Reduced]] = Law("learning-rate-planned/before", ("rate", "planned"), _rate)
+"""Each rank's learning rate is the one that this rank planned: nobody promised that the ranks have one plan."""
 
 
 def _parted(seen: Seen[object], name: str) -> bool:
@@ -185,55 +173,35 @@ def _parted(seen: Seen[object], name: str) -> bool:
     return name in seen.differing and len({value for value in seen.column(name) if value}) > 1
 
 
-def _explain_buffers(seen: Seen[object]) -> Finding:
-    reshaped = odd_tensors(seen.details, "shapes of buffers")
-    odd = reshaped or odd_tensors(seen.details, "buffers")
-    what = OTHER_SHAPES if reshaped else "are not the same"
+def _buffers(seen: Seen[object]) -> Finding | None:
+    # What a checkpoint has is the same everywhere. A cache, which it has not, may be longer on one rank than another.
     name = "buffers" if _parted(seen, "buffers") else "caches"
+    if name == "caches" and (not _parted(seen, "caches") or _parted(seen, "cache shapes")):
+        return None
+    reshaped = seen.odd("shapes of buffers")
+    odd = reshaped or seen.odd("buffers")
+    what = OTHER_SHAPES if reshaped else "are not the same"
     found = difference(Seen(seen.said, None), name, f"the buffers with which the forward pass began {what}")
     # What a forward pass begins with is what the update before it left.
     return Finding(found.seen, max(found.step - 1, 0), found.ranks, (*odd, "buffers")[0])
 
 
-_BUFFERS: Law[Seen[object]] = Law(
-    "buffers-agree/before",
-    ("buffers", "caches"),
-    lambda seen: not _parted(seen, "buffers") and not (_parted(seen, "caches") and not _parted(seen, "cache shapes")),
-    _explain_buffers,
-    look=("buffers", "caches"),
-)
-"""What a checkpoint has is the same everywhere. A cache, which it has not, may be longer on one rank than another."""
-
-
-# what is not trained
-
-
-def _alike(seen: Seen[object]) -> bool:
-    """Whether several ranks all changed what is frozen, and to the same where they began with the same."""
+def _all_wrote_alike(seen: Seen[object]) -> bool:
+    """Whether several ranks all changed what is frozen, and to the same if they began with the same."""
     if len(seen.said) == 1 or any(o.values["base"] == o.values["first base"] for o in seen.said):
         return False
     return "base" not in seen.differing or "first base" in seen.differing
 
 
-def _explain_alike(seen: Seen[object]) -> Finding:
-    what = "a frozen weight changed, on all ranks alike"
-    return Finding(what, seen.step, (), update.frozen_tensor(seen, "frozen weights"))
+def _frozen(seen: Seen[object]) -> Finding | None:
+    return None if _all_wrote_alike(seen) else update.FROZEN.check(seen)
 
 
-_FROZEN: Law[Seen[object]] = Law(
-    "base-frozen/before",
-    ("base", "first base"),
-    lambda seen: update.FROZEN.holds(seen) or _alike(seen),
-    update.FROZEN.explain,
-)
-_FROZEN_ALIKE: Law[Seen[object]] = Law(
-    "base-frozen/alike",
-    ("base", "first base"),
-    lambda seen: update.FROZEN.holds(seen) or not _alike(seen),
-    _explain_alike,
-    suspicion=True,
-)
-"""What all ranks write alike a loop may mean, and hardware does not do: nobody is stopped for it."""
+def _frozen_alike(seen: Seen[object]) -> Finding | None:
+    if not _all_wrote_alike(seen):
+        return None
+    tensor = update.frozen_tensor(seen, "frozen weights")
+    return Finding("a frozen weight changed, on all ranks alike", seen.step, (), tensor)
 
 
 def _first_alone(seen: Seen[object]) -> bool:
@@ -242,103 +210,82 @@ def _first_alone(seen: Seen[object]) -> bool:
     return len(seen.said) > 1 and moved == [0]
 
 
-def _explain_followers(seen: Seen[object]) -> Finding:
+def _followers(seen: Seen[object]) -> Finding:
     return difference(Seen(seen.said, None), "followed", "a copy of the trained weights, which follows them, differs")
 
 
-_FOLLOWERS: Law[Seen[object]] = Law(
-    "base-frozen/followed",
-    ("followed", "first followed"),
-    lambda seen: "followed" not in seen.differing or _first_alone(seen),
-    _explain_followers,
-)
-_FOLLOWERS_OF_RANK_0: Law[Seen[object]] = Law(
-    "base-frozen/followed-on-0",
-    ("followed", "first followed"),
-    lambda seen: not _first_alone(seen),
-    _explain_followers,
-    suspicion=True,
-)
-"""A teacher, a momentum encoder or an average is the same on all ranks, or moved by rank 0 alone."""
-
-
-# the gradient
-
-
-def _explain_raw(seen: Seen[object]) -> Finding:
-    found = _indexed(seen, "nonfinite", "has a raw local gradient that is not finite")
+def _raw(seen: Seen[object]) -> Finding | None:
     repaired = ", and it was made finite before it was used" * seen.any("repaired")
-    return Finding(found.seen + repaired, found.step, found.ranks, found.tensor)
+    return _indexed(seen, "nonfinite", f"has a raw local gradient that is not finite{repaired}")
 
 
-def _explain_norm(seen: Seen[object]) -> Finding:
+def _norm(seen: Seen[object]) -> Finding | None:
+    odd = [o.rank for o in seen.said if not math.isfinite(real_of(o.values["norm"]))]
+    if not odd:
+        return None
     shown = ", ".join(f"rank {o.rank}: {real_of(o.values['norm'])!r}" for o in seen.said)
-    ranks = tuple(o.rank for o in seen.said if not math.isfinite(real_of(o.values["norm"])))
-    return Finding(
-        seen=f"the norm of the gradient is not finite ({shown}); clipping by it gives zero or NaN",
-        step=seen.step,
-        ranks=ranks if len(ranks) < len(seen.said) else (),
-        tensor="gradient",
-    )
+    what = f"the norm of the gradient is not finite ({shown}); clipping by it gives zero or NaN"
+    return Finding(what, seen.step, seen.some(odd), "gradient")
 
 
-def _explain_collectives(seen: Seen[object]) -> Finding:
+def _collectives(seen: Seen[object]) -> Finding | None:
     if seen.any("strided"):
         return _indexed(seen, "strided", "was given to a collective although it is not dense in memory")
-    return difference(seen, "collectives", "the ranks reduced different tensors, or in a different order")
+    what = "the ranks reduced different tensors, or in a different order"
+    return difference(seen, "collectives", what) if "collectives" in seen.differing else None
 
 
-# what a loop tells of a step
-
-
-def _mean_loss(seen: Seen[object]) -> float:
-    rows = sum(seen.column("loss rows"))
-    return sum(real_of(value) for value in seen.column("loss sum")) / max(rows, 1)
-
-
-def _wrong_reports(seen: Seen[object]) -> list[int]:
-    if not seen.any("reports"):
-        return []
-    mean = _mean_loss(seen)
-    return [
-        o.rank
-        for o in seen.said
-        if o.values["reports"] and not math.isclose(real_of(o.values["reported"]), mean, rel_tol=1e-4, abs_tol=1e-7)
+def _clip(seen: Seen[Reduced]) -> Finding | None:
+    limit = seen.want.limit
+    norms, lefts = ([real_of(each) for each in seen.column(name)] for name in ("norm", "clipped"))
+    odd = [
+        each.rank
+        for each, norm, left in zip(seen.said, norms, lefts, strict=True)
+        if not is_clipped_once(left, norm, seen.want)
     ]
+    if odd:
+        norm, left = norms[odd[0]], lefts[odd[0]]
+        what = (
+            f"the gradient had norm {norm:.6g}; clipped once to {math.inf if limit is None else limit:g} it has "
+            f"{clipped_norm(norm, limit):.6g}, the optimizer got {left:.6g}"
+        )
+        return Finding(what, seen.step, seen.some(odd), "clipped gradient")
+    # Ranks whose reduced gradients differ are another law's matter, and so is a norm that is not finite, which compares
+    # as false here.
+    if "gradient" in seen.differing or not max(norms) - min(norms) > _NORM_TOLERANCE * max(norms):
+        return None
+    shown = ", ".join(f"rank {o.rank}: {norm:.6g}" for o, norm in zip(seen.said, norms, strict=True))
+    what = f"the ranks clipped by different norms ({shown}): each its own gradient, before the reduction"
+    return Finding(what, seen.step, (), "clipped gradient")
 
 
-def _explain_loss(seen: Seen[object]) -> Finding:
-    odd = _wrong_reports(seen)
-    value = real_of(seen.said[odd[0]].values["reported"])
-    return Finding(
-        f"the loss reported is {value!r}, the mean over the rows of all ranks is {_mean_loss(seen)!r}",
-        seen.step,
-        tuple(odd) if len(odd) < len(seen.said) else (),
-        "loss",
-    )
+CLIP: Law[Seen[Reduced]] = Law("clip-once/before", ("norm", "clipped", "gradient"), _clip)
+"""One clipping of each rank's own norm gives what it left, and equal reduced gradients were clipped by equal norms."""
 
 
-def _odd_stream(seen: Seen[object]) -> int | None:
-    for stream in range(STREAMS):
-        if not seen.any(f"stream {stream} must"):
+def _loss(seen: Seen[object]) -> Finding | None:
+    if not seen.any("reports"):
+        return None
+    mean = sum(real_of(value) for value in seen.column("loss sum")) / max(sum(seen.column("loss rows")), 1)
+    told = {o.rank: real_of(o.values["reported"]) for o in seen.said if o.values["reports"]}
+    odd = [rank for rank, value in told.items() if not math.isclose(value, mean, rel_tol=1e-4, abs_tol=1e-7)]
+    if not odd:
+        return None
+    what = f"the loss reported is {told[odd[0]]!r}, the mean over the rows of all ranks is {mean!r}"
+    return Finding(what, seen.step, seen.some(odd), "loss")
+
+
+def _streams(seen: Seen[object]) -> Finding | None:
+    for name in (f"stream {stream}" for stream in range(STREAMS)):
+        if not seen.any(f"{name} must"):
             continue
-        must, values = majority(seen.column(f"stream {stream} must")), seen.column(f"stream {stream}")
-        if (must == 1 and len(set(values)) > 1) or (must == 2 and len(set(values)) < len(values)):
-            return stream
+        must, values = majority(seen.column(f"{name} must")), seen.column(name)
+        if must == 1 and len(set(values)) > 1:
+            return Finding("the ranks have different states of it, and must agree", seen.step, minority(values), name)
+        if must == 2 and len(set(values)) < len(values):
+            alike = [rank for rank, value in enumerate(values) if values.count(value) > 1]
+            return Finding(f"ranks {alike} have the same state of it, and must differ", seen.step, (), name)
     return None
-
-
-def _explain_streams(seen: Seen[object]) -> Finding:
-    stream = _odd_stream(seen) or 0
-    name = f"stream {stream}"
-    values = seen.column(name)
-    if majority(seen.column(f"{name} must")) == 1:
-        return Finding("the ranks have different states of it, and must agree", seen.step, minority(values), name)
-    alike = [rank for rank, value in enumerate(values) if values.count(value) > 1]
-    return Finding(f"ranks {alike} have the same state of it, and must differ", seen.step, (), name)
-
-
-# the gradient of one process
 
 
 RATIO_TOLERANCE = 1e-3
@@ -374,13 +321,11 @@ def name_ratio(ratio: float, world: int, micro_batches: int) -> str:
     return f" = {' or '.join(named)}" if named else ""
 
 
-def _size(error: float) -> float:
-    """Of an error that is no number, as of the worst there is."""
-    return error if math.isfinite(error) else math.inf
-
-
-def _explain_law(seen: Seen[object]) -> Finding:
-    worst = max(seen.said, key=lambda o: _size(real_of(o.values["error"])))
+def _gradient_law(seen: Seen[object]) -> Finding | None:
+    if all(real_of(o.values["error"]) <= real_of(o.values["tolerance"]) for o in seen.said):
+        return None
+    # An error that is not a number counts as the worst.
+    worst = max(seen.said, key=lambda o: size if math.isfinite(size := real_of(o.values["error"])) else math.inf)
     ratio, error, rest = (real_of(worst.values[name]) for name in ("ratio", "error", "rest"))
     likely = ""
     if rest <= RATIO_TOLERANCE and abs(ratio - 1) >= RATIO_TOLERANCE:
@@ -393,23 +338,19 @@ def _explain_law(seen: Seen[object]) -> Finding:
     return Finding(what, seen.step, (), "gradient", likely=likely)
 
 
-# what the update left
-
-
-def _explain_unapplied(seen: Seen[object]) -> Finding:
-    first = next(each for each in seen.said if each.values["unmoved"])
+def _unapplied(seen: Seen[object]) -> Finding | None:
+    first = next((each for each in seen.said if each.values["unmoved"]), None)
+    if first is None:
+        return None
     due, spacing = (real_of(first.values[f"unmoved {name}"]) for name in ("due", "spacing"))
     lost = due <= spacing / 2
     what = (
         f"kept every bit, although its gradient and learning rate call for an update of about {due:.2g}; the values "
         f"that its dtype holds are {spacing:.2g} apart there{', so that the update is rounded away' * lost}"
     )
-    applied = "the optimizer holds other parameters than the model"
-    likely = "the precision is too low for this learning rate" if lost else applied
-    return replace(_indexed(seen, "unmoved", what), likely=likely)
-
-
-# the tables
+    other = "the optimizer holds other parameters than the model"
+    found = _indexed(seen, "unmoved", what)
+    return found and replace(found, likely="the precision is too low for this learning rate" if lost else other)
 
 
 START: tuple[Law[Seen[object]], ...] = (
@@ -426,140 +367,105 @@ START: tuple[Law[Seen[object]], ...] = (
 BEFORE: tuple[Law[Seen[Reduced]], ...] = (
     LOCKSTEP,
     _PARAMETERS,
-    _TOGGLED_ALIKE,
-    _MODES,
-    _HYPERPARAMETERS,
-    update.RATE,
+    Law("parameters-kept/alike", ("change",), _toggled, suspicion=True),
+    Law("modes-agree/before", ("modes", "modules"), _modes, look=("modes",)),
+    Law(
+        "hyperparameters-agree/before",
+        ("hyperparameters", "rate", "layout"),
+        _hyperparameters,
+        look=("hyperparameters",),
+    ),
+    RATE,
     _none_has("groups-planned/before", "ungrouped", "has not the hyperparameters that were declared for its name"),
     agreeing("scaler-agrees/before", ("scale",), "the loss scales are not the same", real=True),
-    _BUFFERS,
-    Law("finite/raw", ("nonfinite", "repaired"), lambda seen: not seen.any("nonfinite"), _explain_raw),
-    _FROZEN,
-    _FROZEN_ALIKE,
-    _FOLLOWERS,
-    _FOLLOWERS_OF_RANK_0,
-    update.UNMOVED,
-    _none_has(
-        "gradient-fresh/before",
-        "stale",
-        "still had a gradient of the step before when this one began",
-        suspicion=True,
-    ),
-    _none_has(
-        "gradient-present/before",
-        "missing",
-        "has had no gradient, or none but zero, since the start",
-        suspicion=True,
+    Law("buffers-agree/before", ("buffers", "caches"), _buffers, look=("buffers", "caches")),
+    Law("finite/raw", ("nonfinite", "repaired"), _raw),
+    Law("base-frozen/before", ("base", "first base"), _frozen),
+    # What all ranks write alike a loop may mean, and hardware does not do: nobody is stopped for it.
+    Law("base-frozen/alike", ("base", "first base"), _frozen_alike, suspicion=True),
+    # A teacher, a momentum encoder or an average is the same on all ranks, or moved by rank 0 alone.
+    Law(
+        "base-frozen/followed",
+        ("followed", "first followed"),
+        lambda seen: _followers(seen) if "followed" in seen.differing and not _first_alone(seen) else None,
     ),
     Law(
-        "collectives-agree/before",
-        ("strided", "collectives"),
-        lambda seen: not seen.any("strided") and "collectives" not in seen.differing,
-        _explain_collectives,
+        "base-frozen/followed-on-0",
+        ("followed", "first followed"),
+        lambda seen: _followers(seen) if _first_alone(seen) else None,
+        suspicion=True,
     ),
+    update.REPLICAS,
+    _none_has(
+        "gradient-fresh/before", "stale", "still had a gradient of the step before when this one began", suspicion=True
+    ),
+    _none_has(
+        "gradient-present/before", "missing", "has had no gradient, or none but zero, since the start", suspicion=True
+    ),
+    Law("collectives-agree/before", ("strided", "collectives"), _collectives),
     update.GRADIENTS,
-    Law(
-        "finite/norm",
-        ("norm",),
-        lambda seen: all(math.isfinite(real_of(each)) for each in seen.column("norm")),
-        _explain_norm,
-    ),
-    update.CLIP,
-    Law(
-        "loss-reported/before",
-        ("reports", "reported", "loss sum", "loss rows"),
-        lambda seen: not _wrong_reports(seen),
-        _explain_loss,
-    ),
+    Law("finite/norm", ("norm",), _norm),
+    CLIP,
+    Law("loss-reported/before", ("reports", "reported", "loss sum", "loss rows"), _loss),
     Law(
         "randomness-declared/before",
         tuple(f"stream {stream}{must}" for stream in range(STREAMS) for must in (" must", "")),
-        lambda seen: _odd_stream(seen) is None,
-        _explain_streams,
+        _streams,
     ),
 )
-"""Before the update: causes before effects, the first that is found is what a message should name."""
+"""Before the update: causes before effects, so that a message names the first law that is broken."""
 AFTER: tuple[Law[Seen[object]], ...] = (
     LOCKSTEP,
     update.OPTIMIZERS,
     update.REPLICAS,
-    Law(
-        "update-applied/after",
-        ("unmoved", "unmoved due", "unmoved spacing"),
-        lambda seen: not seen.any("unmoved"),
-        _explain_unapplied,
-        suspicion=True,
-    ),
+    Law("update-applied/after", ("unmoved", "unmoved due", "unmoved spacing"), _unapplied, suspicion=True),
 )
 
 
-def _explain_parted(seen: Seen[object]) -> Finding:
+def _weights_part(seen: Seen[object]) -> Finding | None:
+    if "weights" not in seen.differing:
+        return None
     what = (
         f"the trainable weights part here, and {NOT_SEEN_REDUCED}. Where the loop brings them together later (local "
         "SGD) this is right, and they are held to agree there; where it never does, the close says so"
     )
-    return Finding(what, seen.step, (), (*odd_tensors(seen.details, "weights"), "weights")[0])
+    return Finding(what, seen.step, (), (*seen.odd("weights"), "weights")[0])
 
 
 PARTED: tuple[Law[Seen[object]], ...] = (
-    Law(
-        "replicas-agree/parted",
-        ("weights",),
-        lambda seen: "weights" not in seen.differing,
-        _explain_parted,
-        look=("weights",),
-        suspicion=True,
-    ),
+    Law("replicas-agree/parted", ("weights",), _weights_part, look=("weights",), suspicion=True),
 )
-"""After an update of a loop whose reducer is not known: whether parting is right, only what follows can tell."""
+"""After an update of a loop whose reducer is not known: only later updates show whether parting is right."""
 
 
-def _explain_never(seen: Seen[object]) -> Finding:
+def _never_met(seen: Seen[object]) -> Finding | None:
     since = seen.said[0].values["parted"]
     what = f"the ranks' weights parted after update {since} and never agreed again until the close"
-    return Finding(what, seen.step, (), "weights")
+    return Finding(what, seen.step, (), "weights") if seen.any("parted") else None
 
 
-NEVER_MET: tuple[Law[Seen[object]], ...] = (
-    Law("replicas-agree/close", ("parted",), lambda seen: not seen.any("parted"), _explain_never),
-)
+NEVER_MET: tuple[Law[Seen[object]], ...] = (Law("replicas-agree/close", ("parted",), _never_met),)
 """At the close, by what each rank knows of all."""
 GRADIENT_LAW: tuple[Law[Seen[object]], ...] = (
-    Law(
-        "gradient-law/audit",
-        ("ratio", "error", "rest", "tolerance", "micro-batches"),
-        lambda seen: all(real_of(o.values["error"]) <= real_of(o.values["tolerance"]) for o in seen.said),
-        _explain_law,
-    ),
+    Law("gradient-law/audit", ("ratio", "error", "rest", "tolerance", "micro-batches"), _gradient_law),
 )
 """On every rank the reduced gradient before clipping is that of one process, up to rounding."""
 
 
-# a tree that a script compares
+def _tree_law(name: str, *, stops: bool = False) -> Law[Seen[object]]:
+    def check(seen: Seen[object]) -> Finding | None:
+        if name not in seen.differing:
+            return None
+        # Before the second look only the digest of all of them is known.
+        looked = seen.details.get(name, {name: seen.column(name)})
+        odd = [each for each in looked if len(set(looked[each])) > 1]
+        what = "the trees have different leaves" if name == "places" else f"{len(odd)} of {len(looked)} leaves differ"
+        details = tuple((each, " ".join(map(hexadecimal, looked[each]))) for each in odd)
+        return Finding(what, seen.step, minority(looked[odd[0]]), odd[0], details)
+
+    return Law(f"trees-agree/{name}", (name,), check, stops=stops)
 
 
-def _explain_places(seen: Seen[object]) -> Finding:
-    place = odd_tensors(seen.details, "places")[0]
-    column = seen.details["places"][place]
-    return Finding("the trees have different leaves", seen.step, minority(column), place, (_digests(place, column),))
-
-
-def _explain_leaves(seen: Seen[object]) -> Finding:
-    looked, odd = seen.details["leaves"], odd_tensors(seen.details, "leaves")
-    what = f"{len(odd)} of {len(looked)} leaves differ"
-    details = tuple(_digests(name, looked[name]) for name in odd)
-    return Finding(what, seen.step, minority(looked[odd[0]]), odd[0], details)
-
-
-def _digests(name: str, by_rank: Sequence[int]) -> tuple[str, str]:
-    return name, " ".join(map(hexadecimal, by_rank))
-
-
-PLACES: Law[Seen[object]] = Law(
-    "trees-agree/places", ("places",), lambda seen: "places" not in seen.differing, _explain_places, stops=True
-)
-LEAVES: Law[Seen[object]] = Law(
-    "trees-agree/leaves", ("leaves",), lambda seen: "leaves" not in seen.differing, _explain_leaves
-)
+PLACES, LEAVES = _tree_law("places", stops=True), _tree_law("leaves")
 TREE: tuple[Law[Seen[object]], ...] = (PLACES, LEAVES)
 """Every rank's tree has the same leaves, in the same order, with the same bits; explained after a second look."""

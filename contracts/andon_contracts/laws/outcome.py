@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from andon_contracts.laws.law import Law, hexadecimal
+from andon_contracts.laws.law import Law, hexadecimal, unless_all
 from andon_contracts.violation import Finding
 
 
@@ -25,38 +25,25 @@ class Restored:
     ranks: tuple[int, ...] = ()
 
 
-def _first_unrestored(seen: Restored) -> str | None:
-    """The first name that is not there with the digest that was saved, or was not saved at all."""
-    saved, found = seen.saved, seen.found
-    names = dict.fromkeys([*saved, *found])
-    return next((n for n in names if n not in saved or any(d != saved[n] for d in found.get(n, (None,)))), None)
-
-
-def _explain_restored(seen: Restored) -> Finding:
+def _restored(seen: Restored) -> Finding | None:
     if seen.fault:
         return Finding(seen.fault, seen.step, seen.ranks)
-    name = _first_unrestored(seen)
-    assert name is not None
-    if name not in seen.found:
-        return Finding(f"{name} was saved and is not there", seen.step, (), name)
-    if name not in seen.saved:
-        return Finding(f"{name} is there and was not saved", seen.step, (), name)
-    saved, found = seen.saved[name], seen.found[name]
-    odd = tuple(rank for rank, digest in enumerate(found) if digest != saved)
-    now = ", ".join(dict.fromkeys(hexadecimal(found[rank]) for rank in odd))
-    what = f"{name} is not what was saved (with digest {hexadecimal(saved)}, now {now})"
-    return Finding(what, seen.step, odd if len(odd) < len(found) else (), name)
+    for name in dict.fromkeys([*seen.saved, *seen.found]):
+        if name not in seen.found:
+            return Finding(f"{name} was saved and is not there", seen.step, (), name)
+        if name not in seen.saved:
+            return Finding(f"{name} is there and was not saved", seen.step, (), name)
+        saved, found = seen.saved[name], seen.found[name]
+        odd = [rank for rank, digest in enumerate(found) if digest != saved]
+        if odd:
+            now = ", ".join(dict.fromkeys(hexadecimal(found[rank]) for rank in odd))
+            what = f"{name} is not what was saved (with digest {hexadecimal(saved)}, now {now})"
+            return Finding(what, seen.step, unless_all(odd, len(found)), name)
+    return None
 
 
-RESTORED: tuple[Law[Restored], ...] = (
-    Law(
-        "checkpoint-whole/restored",
-        (),
-        lambda seen: not seen.fault and _first_unrestored(seen) is None,
-        _explain_restored,
-    ),
-)
-"""What is there is what was digested at the save: by name, with that digest on every rank, and nothing else."""
+RESTORED: tuple[Law[Restored], ...] = (Law("checkpoint-whole/restored", (), _restored),)
+"""Live, or on the disk, is what was digested at the save: by name, with that digest on every rank, and nothing else."""
 
 
 @dataclass(frozen=True)
@@ -85,40 +72,37 @@ class EvaluationTold:
         return self.ids[:1] if all(part == first for part in self.ids) else self.ids
 
 
-def _wrong_metrics(told: EvaluationTold) -> list[tuple[str, int, float]]:
-    return [
+def _evaluated(told: EvaluationTold) -> Finding | None:
+    wrong = [
         (name, rank, value)
         for name, by_rank in told.told.items()
         for rank, value in enumerate(by_rank)
         if value is not None and not math.isclose(value, told.counted[name], rel_tol=1e-6, abs_tol=1e-9)
     ]
-
-
-def _evaluation_fault(told: EvaluationTold) -> str:
+    training = [(rank, name) for rank, name in enumerate(told.training) if name]
     counts = Counter(row for part in told.counted_once for row in part)
     twice = [row for row, count in counts.items() if count > 1]
     if twice:
-        return f"rows {twice[:8]} were counted more than once"
-    if told.rows is not None and len(counts) != told.rows:
-        return f"{len(counts)} of {told.rows} rows were counted"
-    if told.planned is not None and tuple(row for part in told.ids for row in part) != told.planned:
-        return f"the {len(counts)} rows that were counted are not the planned ones in their order"
-    for name, rank, value in _wrong_metrics(told):
-        return f"{name} is told as {value!r} on rank {rank}, the rows give {told.counted[name]!r}"
-    for name in filter(None, told.training):
-        return f"batch norm {name} was in training mode: what it gave for a row depended on the rows beside it"
-    return "" if told.repeated else "the same weights gave other predictions for the same rows before"
+        what = f"rows {twice[:8]} were counted more than once"
+    elif told.rows is not None and len(counts) != told.rows:
+        what = f"{len(counts)} of {told.rows} rows were counted"
+    elif told.planned is not None and tuple(row for part in told.ids for row in part) != told.planned:
+        what = f"the {len(counts)} rows that were counted are not the planned ones in their order"
+    elif wrong:
+        name, rank, value = wrong[0]
+        what = f"{name} is told as {value!r} on rank {rank}, the rows give {told.counted[name]!r}"
+    elif training:
+        module = training[0][1]
+        what = f"batch norm {module} was in training mode: what it gave for a row depended on the rows beside it"
+    elif not told.repeated:
+        what = "the same weights gave other predictions for the same rows before"
+    else:
+        return None
+    ranks = [rank for _, rank, _ in wrong] or [rank for rank, _ in training]
+    return Finding(what, told.step, unless_all(ranks, len(told.ids)), "evaluation")
 
 
-def _explain_evaluation(told: EvaluationTold) -> Finding:
-    training = {rank for rank, name in enumerate(told.training) if name}
-    ranks = tuple(sorted({rank for _, rank, _ in _wrong_metrics(told)} or training))
-    return Finding(_evaluation_fault(told), told.step, ranks if len(ranks) < len(told.ids) else (), "evaluation")
-
-
-EVALUATED: tuple[Law[EvaluationTold], ...] = (
-    Law("evaluation-once/told", (), lambda told: not _evaluation_fault(told), _explain_evaluation),
-)
+EVALUATED: tuple[Law[EvaluationTold], ...] = (Law("evaluation-once/told", (), _evaluated),)
 """Each row counted once, metrics from the rows' counts, the same predictions for the same weights, no batch norm in
 training mode."""
 
@@ -133,12 +117,14 @@ class Output:
     step: int = 0
 
 
-def _explain_output(seen: Output) -> Finding:
+def _output(seen: Output) -> Finding | None:
+    if not seen.odd:
+        return None
     of_many = f": {len(seen.odd)} of {seen.rows} rows have none, row {seen.odd[0]} first" if seen.rows > 1 else ""
     return Finding(f"the model gives no finite {seen.name}{of_many}", seen.step, (), seen.name)
 
 
-OUTPUT: tuple[Law[Output], ...] = (Law("finite/output", (), lambda seen: not seen.odd, _explain_output),)
+OUTPUT: tuple[Law[Output], ...] = (Law("finite/output", (), _output),)
 """No NaN or Inf is scored or handed out: as a prediction it would count as some class."""
 
 
@@ -151,22 +137,16 @@ class Count:
     over: bool
 
 
-def _explain_count(seen: Count) -> Finding:
-    what = f"the run ended after {seen.made} updates" if seen.over else f"update {seen.made + 1} is about to be made"
-    return Finding(
-        f"{what}, {seen.planned} were planned", seen.made if seen.over else seen.made + 1, (), "count of updates"
-    )
+def _counted(seen: Count) -> Finding | None:
+    if seen.made == seen.planned if seen.over else seen.made < seen.planned:
+        return None
+    step = seen.made if seen.over else seen.made + 1
+    what = f"the run ended after {step} updates" if seen.over else f"update {step} is about to be made"
+    return Finding(f"{what}, {seen.planned} were planned", step, (), "count of updates")
 
 
-COUNTED: tuple[Law[Count], ...] = (
-    Law(
-        "updates-planned/counted",
-        (),
-        lambda seen: seen.made == seen.planned if seen.over else seen.made < seen.planned,
-        _explain_count,
-    ),
-)
-"""A run that is over has made the planned number of updates, one that is not has made fewer."""
+COUNTED: tuple[Law[Count], ...] = (Law("updates-planned/counted", (), _counted),)
+"""A run that is over has made the planned number of updates; a run that is not over has made fewer."""
 
 
 MEMORY_SLACK = 1.1
@@ -181,17 +161,12 @@ class Peaks:
     planned: int
     step: int
 
-    def over(self) -> tuple[int, ...]:
-        """The ranks that held more than the plan and its slack."""
-        return tuple(rank for rank, peak in enumerate(self.peaks) if peak > self.planned * MEMORY_SLACK)
 
-
-def _explain_peaks(seen: Peaks) -> Finding:
+def _peaks(seen: Peaks) -> Finding | None:
+    over = tuple(rank for rank, peak in enumerate(seen.peaks) if peak > seen.planned * MEMORY_SLACK)
     what = f"{max(seen.peaks)} bytes at the peak, {seen.planned} were planned and a tenth more is allowed"
-    return Finding(what, seen.step, seen.over())
+    return Finding(what, seen.step, over) if over else None
 
 
-BUDGET: tuple[Law[Peaks], ...] = (
-    Law("memory-budget/peaks", (), lambda seen: not seen.over(), _explain_peaks, suspicion=True),
-)
+BUDGET: tuple[Law[Peaks], ...] = (Law("memory-budget/peaks", (), _peaks, suspicion=True),)
 """No rank's GPU held more at once than the plan and a tenth; a plan that is off makes no result wrong."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from andon_contracts.agree import minority
-from andon_contracts.laws.law import Law, Rule, Seen, agreeing
+from andon_contracts.laws.law import Law, Rule, Seen, agreeing, unless_all
 from andon_contracts.violation import Finding
 
 
@@ -51,91 +51,62 @@ class Leaves:
     step: int
 
 
-def _explain_partition(seen: Leaves) -> Finding:
+def _partition(seen: Leaves) -> Finding | None:
     used = [(report.rank, report.index, report.rows) for report in seen.reports]
     wanted = [(leaf.rank, leaf.index, len(leaf.ids)) for leaf in seen.plan]
+    if used == wanted:
+        return None
     ranks = sorted({rank for rank, _, _ in wanted + used})
     odd = tuple(rank for rank in ranks if [u for u in used if u[0] == rank] != [w for w in wanted if w[0] == rank])
     what = f"micro-batches (rank, index, rows) were to be {wanted}, used were {used}"
     return Finding(what, seen.step, odd)
 
 
-def _explain_content(seen: Leaves) -> Finding:
+def _content(seen: Leaves) -> Finding | None:
     odd = [(r, leaf) for r, leaf in zip(seen.reports, seen.plan, strict=True) if r.content != leaf.content]
+    if not odd:
+        return None
     first = odd[0][1].index
     rows = [row for _, leaf in odd for row in leaf.ids]
-    return Finding(
-        f"the model was not given the planned rows (micro-batch {first}, among rows {rows[:8]})",
-        seen.step,
-        tuple(sorted({report.rank for report, _ in odd})),
-        f"micro-batch {first}",
-    )
+    what = f"the model was not given the planned rows (micro-batch {first}, among rows {rows[:8]})"
+    return Finding(what, seen.step, tuple(sorted({report.rank for report, _ in odd})), f"micro-batch {first}")
 
 
-def _uncounted(seen: Leaves) -> list[tuple[LeafReport, LeafPlan]]:
-    pairs = zip(seen.reports, seen.plan, strict=True)
-    return [(report, leaf) for report, leaf in pairs if report.terms != leaf.terms]
-
-
-def _explain_terms(seen: Leaves) -> Finding:
-    odd = _uncounted(seen)
+def _terms(seen: Leaves) -> Finding | None:
+    odd = [(r, leaf) for r, leaf in zip(seen.reports, seen.plan, strict=True) if r.terms != leaf.terms]
+    if not odd:
+        return None
     report, leaf = odd[0]
-    return Finding(
-        f"the loss of micro-batch {leaf.index} is a sum of {report.terms} terms, its rows have {leaf.terms}",
-        seen.step,
-        tuple(sorted({report.rank for report, _ in odd})),
-        f"loss of micro-batch {leaf.index}",
-    )
+    name = f"loss of micro-batch {leaf.index}"
+    what = f"the {name} is a sum of {report.terms} terms, its rows have {leaf.terms}"
+    return Finding(what, seen.step, tuple(sorted({each.rank for each, _ in odd})), name)
 
 
-def _infinite(seen: Leaves) -> list[LeafReport]:
-    return [report for report in seen.reports if report.nonfinite or not math.isfinite(report.loss_sum)]
-
-
-def _explain_infinite(seen: Leaves) -> Finding:
-    odd = _infinite(seen)
+def _finite(seen: Leaves) -> Finding | None:
+    odd = [report for report in seen.reports if report.nonfinite or not math.isfinite(report.loss_sum)]
+    if not odd:
+        return None
     first = odd[0]
-    what = "loss" if not math.isfinite(first.loss_sum) else "gradient"
+    name = f"{'gradient' if math.isfinite(first.loss_sum) else 'loss'} of micro-batch {first.index}"
     ids = next(leaf.ids for leaf in seen.plan if leaf.index == first.index)
-    return Finding(
-        f"the {what} of micro-batch {first.index} is not finite (loss {first.loss_sum}); its rows are {list(ids)}",
-        seen.step,
-        tuple(sorted({report.rank for report in odd})),
-        f"{what} of micro-batch {first.index}",
-    )
+    what = f"the {name} is not finite (loss {first.loss_sum}); its rows are {list(ids)}"
+    return Finding(what, seen.step, tuple(sorted({report.rank for report in odd})), name)
 
 
 LEAVES: tuple[Law[Leaves], ...] = (
     Law(
         "samples-once/computed",
         ("index", "rows"),
-        lambda seen: (
-            [(r.rank, r.index, r.rows) for r in seen.reports]
-            == [(leaf.rank, leaf.index, len(leaf.ids)) for leaf in seen.plan]
-        ),
-        _explain_partition,
+        _partition,
         lambda leaf: {"index": leaf.index, "rows": len(leaf.ids)},
         stops=True,
     ),
-    Law(
-        "content-planned/computed",
-        ("content",),
-        lambda seen: all(r.content == leaf.content for r, leaf in zip(seen.reports, seen.plan, strict=True)),
-        _explain_content,
-        lambda leaf: {"content": leaf.content},
-    ),
-    Law(
-        "content-planned/terms",
-        ("terms",),
-        lambda seen: not _uncounted(seen),
-        _explain_terms,
-        lambda leaf: {"terms": leaf.terms},
-    ),
+    Law("content-planned/computed", ("content",), _content, lambda leaf: {"content": leaf.content}),
+    Law("content-planned/terms", ("terms",), _terms, lambda leaf: {"terms": leaf.terms}),
     Law(
         "finite/computed",
         ("loss_bits", "total_bits"),
-        lambda seen: not _infinite(seen),
-        _explain_infinite,
+        _finite,
         lambda _: {"loss_bits": Rule.FINITE, "total_bits": Rule.FINITE},
     ),
 )
@@ -178,47 +149,40 @@ class BatchTold:
     before: frozenset[int] = frozenset()
     """The rows that the epoch before this one lacked when it ended, if this is the first update since."""
 
-    def union(self) -> list[int]:
-        """All ids, in order of rank."""
-        return [row for part in self.ids for row in part]
 
+def _samples_told(told: BatchTold) -> Finding | None:
+    union = Counter(row for part in told.ids for row in part)
 
-def _rows_fault(told: BatchTold) -> tuple[str, tuple[int, ...]]:
-    """What is wrong with the ids, and on which ranks; empty where nothing is."""
-    union = Counter(told.union())
-
-    def holders(rows: Sequence[int]) -> tuple[int, ...]:
-        found = tuple(rank for rank, part in enumerate(told.ids) if set(part) & set(rows))
-        return found if len(found) < len(told.ids) else ()
+    def found(what: str, rows: Sequence[int]) -> Finding:
+        holders = unless_all((rank for rank, part in enumerate(told.ids) if set(part) & set(rows)), len(told.ids))
+        return Finding(what, told.step, holders, "global batch")
 
     repeated = [row for row, count in union.items() if count > 1]
     if repeated:
-        return f"rows {repeated[:8]} were used more than once", holders(repeated)
+        return found(f"rows {repeated[:8]} were used more than once", repeated)
     if told.planned is not None and union != Counter(told.planned):
         extra, lacking = sorted(union - Counter(told.planned)), sorted(Counter(told.planned) - union)
-        return f"rows {lacking[:8]} were planned and not used, rows {extra[:8]} used and not planned", holders(extra)
+        return found(f"rows {lacking[:8]} were planned and not used, rows {extra[:8]} used and not planned", extra)
     if told.rows is None:
-        return "", ()
+        return None
     outside = [row for row in union if row >= told.rows]
-    again = [row for row in union if row in told.epoch]
     if outside:
-        return f"rows {outside[:8]} are none of the {told.rows}", holders(outside)
+        return found(f"rows {outside[:8]} are none of the {told.rows}", outside)
     late = [row for row in union if row in told.before]
     if late and len(late) == len(union):
-        return f"rows {late[:8]} came when the rows of the epoch had begun to come again without them", holders(late)
+        return found(f"rows {late[:8]} came when the rows of the epoch had begun to come again without them", late)
+    again = [row for row in union if row in told.epoch]
     if again and not begins_anew(told, union):
-        return (
-            f"rows {again[:8]} came again when {told.rows - len(told.epoch)} rows of the epoch had not come",
-            holders(again),
-        )
-    return "", ()
+        lacking_rows = told.rows - len(told.epoch)
+        return found(f"rows {again[:8]} came again when {lacking_rows} rows of the epoch had not come", again)
+    return None
 
 
 def begins_anew(told: BatchTold, union: Iterable[int]) -> bool:
     """Whether an update with the rows `union` may begin an epoch although the one before lacks some rows.
 
-    A loop may leave out batches on purpose: the rest of an epoch is then small, and a new one draws from all rows. Of
-    an update that brings most of what was lacking, or one that comes long before the end, that cannot be.
+    A loop may leave out batches on purpose: the rest of an epoch is then small, and a new epoch draws from all rows.
+    An update that brings most of what was lacking, or comes long before the end, does not begin one.
     """
     if told.rows is None:
         return False
@@ -233,49 +197,33 @@ def begins_anew(told: BatchTold, union: Iterable[int]) -> bool:
 _SKIPPED = 4
 """An epoch that lacks more than one row of so many was not ended by leaving batches out."""
 
-
-def _explain_rows(told: BatchTold) -> Finding:
-    what, ranks = _rows_fault(told)
-    return Finding(what, told.step, ranks, "global batch")
-
-
-SAMPLES_TOLD: Law[BatchTold] = Law("samples-once/told", ("ids",), lambda told: not _rows_fault(told)[0], _explain_rows)
+SAMPLES_TOLD: Law[BatchTold] = Law("samples-once/told", ("ids",), _samples_told)
 """The union of the ranks' rows is the planned batch, or at least has each row once, also within its epoch."""
 
 
-def _odd_contents(told: BatchTold) -> list[tuple[int, int]]:
+def _content_told(told: BatchTold) -> Finding | None:
     expected = told.expected or {}
-    return [
+    odd = [
         (rank, row)
         for rank, (ids, contents) in enumerate(zip(told.ids, told.contents, strict=True))
         for row, content in zip(ids, contents, strict=False)
         if expected.get(row, content) != content
     ]
+    if not odd:
+        return None
+    what = f"rows {[row for _, row in odd][:8]} had other contents than the data set has for them"
+    return Finding(what, told.step, unless_all((rank for rank, _ in odd), len(told.ids)), f"row {odd[0][1]}")
 
 
-def _explain_told_content(told: BatchTold) -> Finding:
-    odd = _odd_contents(told)
-    ranks = tuple(sorted({rank for rank, _ in odd}))
-    return Finding(
-        f"rows {[row for _, row in odd][:8]} had other contents than the data set has for them",
-        told.step,
-        ranks if len(ranks) < len(told.ids) else (),
-        f"row {odd[0][1]}",
-    )
-
-
-CONTENT_TOLD: Law[BatchTold] = Law(
-    "content-planned/told", ("contents",), lambda told: not _odd_contents(told), _explain_told_content
-)
+CONTENT_TOLD: Law[BatchTold] = Law("content-planned/told", ("contents",), _content_told)
 """Every row had the content that the data set has for its id."""
 
 
-def _explain_data(seen: Seen[object]) -> Finding:
+def _data(seen: Seen[object]) -> Finding | None:
     what = "the ranks' data sets have different contents for the rows of this batch"
-    return Finding(what, seen.step, minority(seen.column("data")), "data set")
+    differ = "data" in seen.differing
+    return Finding(what, seen.step, minority(seen.column("data")), "data set") if differ else None
 
 
-DATA: tuple[Law[Seen[object]], ...] = (
-    Law("content-planned/data", ("data",), lambda seen: "data" not in seen.differing, _explain_data),
-)
+DATA: tuple[Law[Seen[object]], ...] = (Law("content-planned/data", ("data",), _data),)
 """Every rank's data set has the same contents for the rows of the batch."""

@@ -118,51 +118,37 @@ class Scaled:
         """The number of the update."""
         return self.said[0].step
 
-    @property
-    def short(self) -> str:
-        """How far short of a full one this window is, where it was divided as the full one before; "": it was not."""
-        now, before = self.now, self.before
-        if now is None or before is None or now.right or not before.right or now.line != before.line or now.chosen:
-            return ""
-        for what, here, full in (("micro-batches", now.passes, before.passes), ("terms", now.terms, before.terms)):
-            if 0 < here < full and close(now.first / before.first, here / full):
-                return f"{here} of {full} {what}"
-        return ""
 
-    @property
-    def misscaled(self) -> bool:
-        """Whether a factor of the layout is too much or too few, in this update and in the last one that was known."""
-        now, before = self.now, self.before
-        if now is None or before is None or now.right or now.line != before.line:
-            return False
-        if not close(now.first, before.first):
-            return False
-        # Halves of losses are common, and twice a loss is not.
-        if now.chosen and now.first < 1:
-            return False
-        world, passes = len(self.said), max(now.passes, 1)
-        # Half a square is a loss by custom, where the half stands in the loss.
-        if now.squared and close(now.first, 0.5) and now.first / now.factor / world < 0.5 * (1 + _CLOSE):
-            return False
-        layout = {world, passes, world * passes, world**2} - {1}
-        return any(close(now.first, each) or close(now.first, 1 / each) for each in layout)
+def _short(seen: Scaled) -> Finding | None:
+    """A window with less than a full one in it that is divided like the full one before."""
+    now, before = seen.now, seen.before
+    if now is None or before is None or now.right or not before.right or now.line != before.line or now.chosen:
+        return None
+    for what, here, full in (("micro-batches", now.passes, before.passes), ("terms", now.terms, before.terms)):
+        if 0 < here < full and close(now.first / before.first, here / full):
+            shown = f"{now.shown(len(seen.said))}, and {before.first:.3f} times in the window before"
+            window = f"a window of {here} of {full} {what} is divided like a full one"
+            return Finding(f"{shown}: {window}", seen.step, (), "gradient")
+    return None
 
 
-def _explain_factor(seen: Scaled) -> Finding:
-    assert seen.now is not None
-    what = seen.now.shown(len(seen.said))
+def _factor_of_layout(seen: Scaled) -> Finding | None:
+    """A factor of the layout too much or too few, in this update and in the last one whose scale is known."""
+    now, before = seen.now, seen.before
+    if now is None or before is None or now.right or now.line != before.line or not close(now.first, before.first):
+        return None
+    # Halves of losses are common, and twice a loss is not.
+    if now.chosen and now.first < 1:
+        return None
+    world, passes = len(seen.said), max(now.passes, 1)
+    # Half a square is a loss by custom, if the half stands in the loss.
+    if now.squared and close(now.first, 0.5) and now.first / now.factor / world < 0.5 * (1 + _CLOSE):
+        return None
+    layout = {world, passes, world * passes, world**2} - {1}
+    if not any(close(now.first, each) or close(now.first, 1 / each) for each in layout):
+        return None
     twice = "the loss is divided twice, by the number of micro-batches or the world size, or it is scaled on purpose"
-    return Finding(what, seen.step, (), "gradient", likely=twice if seen.now.first < 1 else "")
-
-
-def _explain_short(seen: Scaled) -> Finding:
-    assert seen.now is not None
-    assert seen.before is not None
-    what = (
-        f"{seen.now.shown(len(seen.said))}, and {seen.before.first:.3f} times in the window before: a window of "
-        f"{seen.short} is divided like a full one"
-    )
-    return Finding(what, seen.step, (), "gradient")
+    return Finding(now.shown(world), seen.step, (), "gradient", likely=twice if now.first < 1 else "")
 
 
 _READS = (
@@ -171,7 +157,7 @@ _READS = (
     *(f"dot {what} {place}" for what in ("raw", "kept") for place in (0, 1)),
 )
 SCALE: tuple[Law[Scaled], ...] = (
-    Law("gradient-scale/short", _READS, lambda seen: not seen.short, _explain_short, suspicion=True),
-    Law("gradient-scale/before", _READS, lambda seen: not seen.misscaled, _explain_factor, suspicion=True),
+    Law("gradient-scale/short", _READS, _short, suspicion=True),
+    Law("gradient-scale/before", _READS, _factor_of_layout, suspicion=True),
 )
-"""At every update of which it is known: the terms of the global batch weigh together what those of a mean do."""
+"""At every update whose scale is known: the terms of the global batch weigh together what those of a mean do."""

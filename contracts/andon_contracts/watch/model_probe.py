@@ -17,11 +17,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
-from andon_contracts.laws.loop import TOGGLED_BY_THE_LOOP, change_of
+from andon_contracts.laws.loop import Change, change_of
 from andon_contracts.observe import norm_of, plain
 from andon_contracts.watch.values import text_digest
 
-_REPLACED, _TOGGLED, _ADDED, _MISSING, _FOREIGN, _UNDECLARED, _FROZEN, _UNTIED = range(1, 9)
 _modules_of, _parameters_of, _requires_grad = map(attrgetter, ("_modules", "_parameters", "requires_grad"))
 _WRAPPERS = ("module", "_orig_mod", "_forward_module")
 
@@ -263,20 +262,20 @@ class ModelProbe:
         if self._declared is not None:
             for i, slot in enumerate(self.slots):
                 if slot.trainable != any(fnmatch.fnmatchcase(slot.name, pattern) for pattern in self._declared):
-                    return change_of(_UNDECLARED if slot.trainable else _FROZEN, i)
+                    return change_of(Change.UNDECLARED if slot.trainable else Change.FROZEN, i)
         copies = self._copies()
         missing = [i for i, s in enumerate(self.slots) if s.trainable and id(s.parameter) not in held | copies]
         if missing and not self._has_masters(missing):
-            return change_of(_MISSING, missing[0])
+            return change_of(Change.MISSING, missing[0])
         beside = set(map(id, self.beside))
         for each in self._optimizers:
             for parameter in (p for group in each.param_groups for p in group["params"]):
                 if parameter.requires_grad and id(parameter) not in index and id(parameter) not in beside:
-                    return change_of(_FOREIGN, len(self.slots))
+                    return change_of(Change.FOREIGN, len(self.slots))
         by_name = {slot.name: slot for slot in self.slots}
         for one, other in self._tied:
             if by_name[one].parameter is not by_name[other].parameter:
-                return change_of(_UNTIED, self.names.index(one))
+                return change_of(Change.UNTIED, self.names.index(one))
         return 0
 
     def followers(self) -> dict[str, nn.Parameter]:
@@ -318,16 +317,16 @@ class ModelProbe:
         if not all(map(is_, now, self._held)):
             now = _by_other_names(now, self.slots)
         if not all(map(is_, now, self._held)):
-            return change_of(_REPLACED, _first_odd(list(map(id, now)), list(map(id, self._held))))
+            return change_of(Change.REPLACED, _first_odd(list(map(id, now)), list(map(id, self._held))))
         if self._sizes() != self._counts:
-            return change_of(_ADDED, len(self.slots))
+            return change_of(Change.ADDED, len(self.slots))
         trainable = list(map(_requires_grad, now))
         if trainable != self._trainable:
             trainable = self._toggled_back(trainable, stepping)
         if trainable != self._trainable:
             return self._toggled(trainable)
         if self._members() != self._groups:
-            return change_of(_FOREIGN, len(self.slots))
+            return change_of(Change.FOREIGN, len(self.slots))
         return 0
 
     def _toggled(self, trainable: list[bool]) -> int:
@@ -339,8 +338,8 @@ class ModelProbe:
         for index, (slot, now) in enumerate(zip(self.slots, trainable, strict=True)):
             thawed = frozenset([id(slot.parameter)] if now and not slot.trainable else [])
             if thawed and (not thawed <= held or any(each.holds(thawed) for each in self.reducers)):
-                return change_of(_TOGGLED, index)
-        return change_of(TOGGLED_BY_THE_LOOP, _first_odd(trainable, self._trainable))
+                return change_of(Change.TOGGLED, index)
+        return change_of(Change.TOGGLED_BY_THE_LOOP, _first_odd(trainable, self._trainable))
 
     def _toggled_back(self, trainable: list[bool], stepping: torch.optim.Optimizer | None) -> list[bool]:
         """`trainable` by slot, as if what waits for the turn of another optimizer than `stepping` were not frozen."""
