@@ -1,8 +1,7 @@
 """The only collective of ours: what every rank observed, by rank, with step and sequence in every message.
 
-An observation is plain integers by name. On the wire it is one int64 vector of a length that all ranks know, with a
-header (schema, rank, step, sequence, point, digest of the names), so that a rank that skipped a step is a finding and
-not a mispairing.
+An observation is plain integers by name. On the wire it is one int64 vector whose length all ranks know. Its header
+(schema, rank, step, sequence, point, digest of the names) makes a rank that skipped a step a finding, not a mispairing.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,19 +29,23 @@ Gather = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 """From one int64 vector for each local replica to one for each rank, in order of rank."""
 
 HEADER = 6
-"""Integers ahead of the values of a message."""
+"""The integers before the values of a message."""
 _LOOK = datetime.timedelta(seconds=0.2)
 _SCHEMA = 1
 _WORD = 8
 V = TypeVar("V", bound=Hashable)
 _WRAP = 1 << 64
 _SPEAKER = slice(_WORD, 2 * _WORD)
-"""Where in the bytes of a message its rank is."""
+"""Where the bytes of a message hold its rank."""
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What one rank saw at one point of one step. Values are integers of 64 bits (signed or unsigned)."""
+    """What one rank saw at one point of one step. Values are integers of 64 bits (signed or unsigned).
+
+    payload: further int64 values, on their device until they are gathered; all ranks know how many. names_match: the
+    message was for the point and the names that the reader expected.
+    """
 
     rank: int
     step: int
@@ -50,27 +53,26 @@ class Observation:
     point: str
     values: Mapping[str, int]
     payload: torch.Tensor | None = None
-    """Further int64 values whose number all ranks know, kept on their device until they are gathered."""
     names_match: bool = True
 
 
 def bits_of(value: float) -> int:
-    """The 64 bits of a real, so that it can be compared exactly and travel as an integer."""
+    """The 64 bits of a float, so that it can be compared exactly and sent as an integer."""
     return int(struct.unpack("<q", struct.pack("<d", value))[0])
 
 
 def real_of(bits: int) -> float:
-    """The real whose 64 bits these are."""
+    """The float with these 64 bits."""
     return float(struct.unpack("<d", struct.pack("<q", signed(bits)))[0])
 
 
 def majority(values: Sequence[V]) -> V:
-    """The value that most ranks have; of several, that of the lowest rank. The same on all ranks that judge."""
+    """The value that most ranks have; in a tie, that of the lowest rank. All ranks that judge find the same."""
     return Counter(values).most_common(1)[0][0]
 
 
 def minority(values: Sequence[Hashable]) -> tuple[int, ...]:
-    """The ranks that differ from the strict majority; none without one (as 1 against 1), where nobody can tell."""
+    """The ranks that differ from the strict majority; empty if there is none (1 against 1), as nobody can tell."""
     most = majority(values)
     odd = tuple(rank for rank, value in enumerate(values) if value != most)
     return odd if 2 * len(odd) < len(values) else ()
@@ -79,7 +81,7 @@ def minority(values: Sequence[Hashable]) -> tuple[int, ...]:
 def gather_observations(local: Sequence[Observation], gather: Gather) -> tuple[Observation, ...]:
     """Every rank's observation, by rank. Each rank passes those of its own replicas; all pass the same names.
 
-    Raises whatever `gather` raises (a peer that died, a timeout); judging is left to `laws`.
+    Raises whatever `gather` raises (a dead rank, a timeout). `laws` judge the result.
     """
     names, point = tuple(local[0].values), local[0].point
     end = HEADER + len(names)
@@ -88,13 +90,12 @@ def gather_observations(local: Sequence[Observation], gather: Gather) -> tuple[O
 
 
 def gather_short(mine: Observation, gather: GroupGather) -> tuple[Observation, ...]:
-    """What `gather_observations` gives for an observation without a payload, where `gather` takes it the shorter way.
+    """`gather_observations` through the sockets of `gather`, for an observation without a payload.
 
-    A message that is the same as this rank's, but for who speaks, is not taken apart again.
+    A message that equals this rank's but for the speaker is not decoded again.
     """
-    names, count = tuple(mine.values), HEADER + len(mine.values)
-    head = header(mine.rank, mine.step, mine.sequence, mine.point, names)
-    sent = array("Q", [*head, *(value % _WRAP for value in mine.values.values())]).tobytes()
+    names = tuple(mine.values)
+    sent = _words(mine).tobytes()
     own = received(array("q", sent), mine.point, names, None)
     found = []
     for message in gather.messages(sent):
@@ -102,12 +103,12 @@ def gather_short(mine: Observation, gather: GroupGather) -> tuple[Observation, .
             rank = int.from_bytes(message[_SPEAKER], sys.byteorder, signed=True)
             found.append(Observation(rank, own.step, own.sequence, own.point, own.values))
         else:
-            found.append(received(array("q", message[: _WORD * count]), mine.point, names, None))
+            found.append(received(array("q", message), mine.point, names, None))
     return tuple(found)
 
 
 def header(rank: int, step: int, sequence: int, point: str, names: Sequence[str]) -> list[int]:
-    """The `HEADER` integers ahead of a message of these values' names: who speaks, of which point of which step."""
+    """The `HEADER` integers of a message: who speaks, of which point of which step, with values of these names."""
     return [_SCHEMA, rank, step, sequence, *_signature(point, tuple(names))]
 
 
@@ -117,33 +118,31 @@ def _signature(point: str, names: tuple[str, ...]) -> tuple[int, int]:
 
 
 def received(row: Sequence[int], point: str, names: Sequence[str], payload: torch.Tensor | None) -> Observation:
-    """The observation in a message of header and values, as a rank reads it that expects `names` at `point`."""
+    """The observation in a message of header and values, for a rank that expects `names` at `point`."""
     _, rank, step, sequence, *_ = row[:HEADER]
     same = list(row[:HEADER]) == header(rank, step, sequence, point, names)
     values = dict(zip(names, row[HEADER : HEADER + len(names)], strict=True))
     return Observation(rank, step, sequence, point, values, payload=payload, names_match=same)
 
 
-def _encode(observation: Observation) -> torch.Tensor:
-    values = observation.values
-    head = header(observation.rank, observation.step, observation.sequence, observation.point, tuple(values))
-    words = array("Q", [*head, *(value % _WRAP for value in values.values())])
-    vector = torch.frombuffer(words, dtype=torch.int64)
-    if observation.payload is None:
+def _words(seen: Observation) -> array[int]:
+    head = header(seen.rank, seen.step, seen.sequence, seen.point, tuple(seen.values))
+    return array("Q", [*head, *(value % _WRAP for value in seen.values.values())])
+
+
+def _encode(seen: Observation) -> torch.Tensor:
+    vector = torch.frombuffer(_words(seen), dtype=torch.int64)
+    if seen.payload is None:
         return vector
-    return torch.cat([vector.to(observation.payload.device), observation.payload.flatten()])
+    return torch.cat([vector.to(seen.payload.device), seen.payload.flatten()])
 
-
-# Groups of our own over the ranks of the loop's, apart from torch's register of groups. Torch names a group of some of
-# the ranks by these ranks and by how many groups there are, so that one that is made after another was destroyed finds
-# the addresses of that one in the store. The names here are used once.
 
 _idle: list[Any] = []
-"""Groups that this rank has done with, while others may still be reading what it sent last."""
+"""Groups that this rank has closed, while others may still be reading what it sent last."""
 
 
 def own_group(group: dist.ProcessGroup | None, timeout: datetime.timedelta) -> Any:
-    """A gloo group of our own over the ranks of `group`, in their order; None where there is only this process.
+    """A gloo group of our own over the ranks of `group`, in their order; None if there is only this process.
 
     Collective on these ranks. Raises `ValueError` on a rank that is not one of `group`.
     """
@@ -153,37 +152,17 @@ def own_group(group: dist.ProcessGroup | None, timeout: datetime.timedelta) -> A
     if dist.get_rank() not in ranks:
         msg = f"andon.watch: rank {dist.get_rank()} is not one of the group, which has ranks {ranks}"
         raise ValueError(msg)
+    # Not in torch's register: torch names a group by its ranks and by how many groups there are, so one that is made
+    # after another was destroyed finds the addresses of that one in the store. These names are used once. They are
+    # counted in the store, so that a process which replaces another goes on with its number.
     shared = dist.distributed_c10d._get_default_store()
     name = "andon/group/" + ("all" if group is None else "-".join(map(str, ranks)))
-    # Counted in the store: a process that takes another's place goes on with its number.
     number = shared.add(f"{name} of {dist.get_rank()}", 1)
     made = dist.ProcessGroupGloo(
         PrefixStore(f"{name}/{number}", shared), ranks.index(dist.get_rank()), len(ranks), timeout
     )
-    # All ranks have come here, so that none reads from an older group any more.
-    _idle.clear()
+    _idle.clear()  # all ranks have come here, so none reads from an older group any more
     return made
-
-
-def _let_go(group: Any, unfinished: Any) -> None:
-    """Keep `group`, with its threads and connections, for no longer than until the next one is made.
-
-    At once would be too early: gloo drops what it has sent and no other rank has received yet. unfinished: a collective
-    that this rank began and did not wait for, if there is one; its group is kept for good, since the end of a group
-    waits for its collectives.
-    """
-    if unfinished is None or unfinished.is_completed():
-        _idle.append(group)
-    else:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-
-
-class _Closed:
-    """What there is after the end of a group: no answer, rather than that of this rank alone."""
-
-    def allgather(self, *_: object) -> NoReturn:
-        """Raises `ValueError`."""
-        raise ValueError("nothing is gathered any more")
 
 
 class GroupGather:
@@ -191,13 +170,14 @@ class GroupGather:
 
     Messages up to `width` integers are sent at that width, so that a rank at another point is read and judged: a
     collective of unequal lengths would end its process. Longer ones must have one length on all ranks.
-    After `connect`, those up to `width` take the shorter way between ranks of one machine.
+    After `connect`, those up to `width` go through sockets between ranks of one machine.
     """
 
     def __init__(self, group: Any, width: int) -> None:
         """group: one of `own_group`, or any of torch with a backend for the CPU."""
         self.rank = 0 if group is None else group.rank()
         self.world_size = 1 if group is None else group.size()
+        self._alone = group is None
         self._group: Any = group
         if isinstance(group, dist.ProcessGroup):
             self._group = group._get_backend(torch.device("cpu"))
@@ -209,70 +189,69 @@ class GroupGather:
         """Called with the error that ended a gather, before it is raised."""
         self._mesh: Mesh | None = None
 
-    @property
-    def connected(self) -> bool:
-        """Whether short messages go through sockets."""
-        return self._mesh is not None
-
     def connect(self) -> None:
-        """Let short messages go through sockets from now on, where the ranks can reach each other so. Collective."""
+        """Send short messages through sockets from now on, if the ranks can reach each other so. Collective."""
         self._mesh = self.sockets()
 
     def sockets(self) -> Mesh | None:
-        """Connections to all ranks, for whoever called to close; None where there is no way to all. Collective."""
-        if self._group is None:
+        """Connections to all ranks, which the caller closes; None if not all reach each other. Collective."""
+        if self._alone:
             return None
-        timeout = self._group.options._timeout
 
         def numbers(mine: Sequence[int]) -> list[list[int]]:
             return [row.tolist() for row in self._through_group(torch.tensor(mine, device="cpu"))]
 
-        return connect(self.rank, self.world_size, numbers, timeout.total_seconds())
+        return connect(self.rank, self.world_size, numbers, self._group.options._timeout.total_seconds())
 
     def takes(self, count: int) -> bool:
-        """Whether `messages` takes one of `count` values: where there are sockets, or no other rank."""
-        return (self._mesh is not None or self._group is None) and HEADER + count <= self._width
+        """Whether `messages` can send `count` values."""
+        return (self._mesh is not None or self._alone) and HEADER + count <= self._width
 
     def messages(self, sent: bytes) -> list[bytes]:
-        """The message of each rank, by rank, as long as `sent`, the one of this rank. Several ranks: through sockets.
+        """The message of each rank, by rank, all as long as `sent`, that of this rank. Through sockets.
 
-        Raises `DistNetworkError` where a rank is gone, and what `heed` raises.
+        Raises `DistNetworkError` if a rank is gone, and what `heed` raises.
         """
         if self._mesh is None:
             return [sent]
         filled = sent.ljust(_WORD * self._width, b"\0")
         try:
-            received = self._mesh.gather(filled, self.heed)
+            found = self._mesh.gather(filled, self.heed)
         except dist.DistNetworkError as error:
             if self.lost is not None:
                 self.lost(error)
             raise
-        received[self.rank] = filled
-        return [received[rank][: len(sent)] for rank in range(self.world_size)]
+        found[self.rank] = filled
+        return [found[rank][: len(sent)] for rank in range(self.world_size)]
 
     def close(self) -> None:
-        """End the sockets, and let the group go."""
+        """End the sockets and let the group go. Later gathers raise `ValueError`."""
         if self._mesh is not None:
             self._mesh.close()
-        if self._group is not None and not isinstance(self._group, _Closed):
-            _let_go(self._group, self._unfinished)
-            self._group, self._unfinished = _Closed(), None
+        if self._group is None:
+            return
+        if self._unfinished is None or self._unfinished.is_completed():
+            # Kept until the next group is made: gloo drops what it has sent and other ranks have not yet received.
+            _idle.append(self._group)
+        else:
+            # Kept for good: the end of a group waits for its collectives.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+        self._group, self._unfinished = None, None
 
     def __call__(self, local: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The vector of each rank, by rank, from the one of this rank. Raises what the group raises."""
         (mine,) = local
-        if self._group is None:
+        if self._alone:
             return [mine]
-        if self._mesh is not None and mine.numel() <= self._width:
-            return self._through_mesh(mine.cpu())
-        return self._through_group(mine)
-
-    def _through_mesh(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        if self._mesh is None or mine.numel() > self._width:
+            return self._through_group(mine)
+        mine = mine.cpu()
         sent = ctypes.string_at(mine.data_ptr(), _WORD * mine.numel())
         return [torch.frombuffer(bytearray(row), dtype=torch.int64) for row in self.messages(sent)]
 
     def _through_group(self, mine: torch.Tensor) -> list[torch.Tensor]:
-        assert self._group is not None
+        if self._group is None:
+            raise ValueError("nothing is gathered any more")
         length = mine.numel()
         sent = mine.new_zeros(max(self._width, length))
         sent[:length] = mine
@@ -289,18 +268,13 @@ class GroupGather:
                 self._unfinished = None
                 return
             except RuntimeError:
-                # A wait that ends early says the same as a collective that failed: only the work knows, and the last
-                # rank may have answered in between.
+                # A wait that timed out raises the same as a collective that failed; only the work knows which.
                 if work.is_completed():
-                    self._take_answer(work)
-                    return
+                    break
             if self.heed is not None:
                 self.heed()
-
-    def _take_answer(self, work: Any) -> None:
-        """Raise what a collective that is over raised, if it did."""
         try:
-            work.wait()
+            work.wait()  # raises what the collective raised, unless the last rank has answered in between
         except RuntimeError as error:
             if self.lost is not None:
                 self.lost(error)

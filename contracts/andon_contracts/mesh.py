@@ -1,8 +1,8 @@
-"""Short messages between the ranks of one machine, through sockets that connect each with each.
+"""Short messages between the ranks of one machine, through sockets that connect each rank with each.
 
-Gloo hands a collective from thread to thread, which takes several times as long as the message itself; a watch gathers
-a few hundred bytes twice a step. The sockets are made with the help of a gather that works, and used only where that
-shows that all ranks reach each other.
+Gloo hands a collective from thread to thread, which takes several times as long as the message itself, and a watch
+gathers a few hundred bytes twice a step. A gather that works sets the sockets up. They are used only if it shows that
+all ranks reach each other.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from pathlib import Path
 import torch.distributed as dist
 
 MOST = 16
-"""Up to so many ranks are connected: every rank sends its message to every other one."""
+"""At most so many ranks are connected: every rank sends its message to every other one."""
 _ADDRESS_BYTES = 104
-"""What the address of such a socket may have on all systems."""
+"""The length of a socket's address that all systems allow."""
 _LOOK = struct.pack("ll", 0, 200_000)
-"""How long a wait lasts until it heeds: seconds and microseconds, as the system wants them."""
+"""How long a wait lasts until it heeds: seconds and microseconds, in the system's format."""
 _AWAKE_S = 100e-6
 _OPENING_S = 10.0
 _RANK_BYTES = 8
@@ -33,22 +33,20 @@ Numbers = Callable[[Sequence[int]], Sequence[Sequence[int]]]
 
 
 class Mesh:
-    """Open connections of this rank to all others, by rank."""
+    """Open connections of this rank to all others, by rank. timeout_s: how long a gather waits for another rank."""
 
     def __init__(self, peers: Mapping[int, socket.socket], timeout_s: float) -> None:
-        """timeout_s: how long a gather waits for another rank."""
-        self._peers = peers
-        self._timeout_s = timeout_s
+        self._peers, self._timeout_s = peers, timeout_s
         for peer in peers.values():
-            # A wait with a limit of the socket's own is one call of the system; one of Python's is two.
+            # The socket's own timeout makes a wait one system call; Python's makes it two.
             peer.settimeout(None)
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _LOOK)
 
     def gather(self, message: bytes, heed: Callable[[], None] | None = None) -> dict[int, bytes]:
-        """The message of each other rank, all as long as `message`. All ranks gather alike.
+        """The message of each other rank, all as long as `message`. Collective.
 
-        heed: called now and then while this waits; what it raises ends the wait. Raises `DistNetworkError` where
-        another rank is gone, or silent for the timeout.
+        heed: called now and then during the wait, which ends with what it raises. Raises `DistNetworkError` if another
+        rank is gone, or silent for the timeout.
         """
         try:
             for peer in self._peers.values():
@@ -58,12 +56,16 @@ class Mesh:
             raise dist.DistNetworkError(f"Connection closed by peer: {error}") from error
 
     def _receive(self, rank: int, size: int, heed: Callable[[], None] | None) -> bytes:
-        received = b""
-        began = time.monotonic()
+        peer, received, began = self._peers[rank], b"", time.monotonic()
         while len(received) < size:
+            # Most ranks answer sooner than this one could fall asleep and wake up, so at first it polls. It does not
+            # yield meanwhile: another thread or process would keep this core for longer than the answer takes.
+            polls = time.monotonic() - began < _AWAKE_S
             try:
-                part = self._part(rank, size - len(received), began)
+                part = peer.recv(size - len(received), socket.MSG_DONTWAIT if polls else 0)
             except BlockingIOError:
+                if polls:
+                    continue
                 if time.monotonic() - began > self._timeout_s:
                     msg = f"Timed out waiting {self._timeout_s:g} s for rank {rank}"
                     raise dist.DistNetworkError(msg) from None
@@ -75,62 +77,40 @@ class Mesh:
             received += part
         return received
 
-    def _part(self, rank: int, size: int, began: float) -> bytes:
-        """At most `size` bytes of what `rank` sent. Raises `BlockingIOError` where nothing came for `_LOOK`.
-
-        Ranks mostly come within less than it takes to fall asleep and to be woken up: so at first this stays awake. It
-        does not give way meanwhile: whatever else runs on this core would keep it for longer than this takes.
-        """
-        peer = self._peers[rank]
-        while time.monotonic() - began < _AWAKE_S:
-            try:
-                return peer.recv(size, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                continue
-        return peer.recv(size)
-
     def close(self) -> None:
-        """End the connections."""
         for peer in self._peers.values():
             peer.close()
 
 
 def connect(rank: int, world: int, gather: Numbers, timeout_s: float) -> Mesh | None:
-    """Connect the ranks with each other; None on every rank where that is not possible for all. Collective.
+    """Connect the ranks with each other; None on every rank if that is not possible for all. Collective.
 
-    timeout_s: how long a gather is to wait. Raises what `gather` raises.
+    timeout_s: how long a gather of the mesh waits. Raises what `gather` raises.
     """
     if not 1 < world <= MOST or not hasattr(socket, "AF_UNIX"):
         return None
     peers: dict[int, socket.socket] = {}
-    with ExitStack() as undo:
-        undo.callback(_close, peers)
-        if not _connected(peers, rank, world, gather):
-            return None
-        undo.pop_all()
-    return Mesh(peers, timeout_s)
-
-
-def _close(peers: Mapping[int, socket.socket]) -> None:
-    for peer in peers.values():
-        peer.close()
-
-
-def _connected(peers: dict[int, socket.socket], rank: int, world: int, gather: Numbers) -> bool:
-    """Fill `peers`; whether every rank could. All ranks listen, call those below them, and answer those above."""
-    with ExitStack() as undo:
-        listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-        address = _listen(listener, world, undo)
-        addresses = [bytes(numbers).rstrip(b"\0").decode() for numbers in gather(list(address))]
-        called = all(addresses) and _call(peers, rank, addresses[:rank])
-        # Who answers has been called by all, so that nobody waits for a call that does not come.
-        return _all(gather, called) and _all(gather, _answer(peers, listener, world - 1 - rank))
+    connected = False
+    try:
+        with ExitStack() as undo:
+            listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            address = _listen(listener, world, undo)
+            addresses = [bytes(numbers).rstrip(b"\0").decode() for numbers in gather(list(address))]
+            # All ranks listen, call those below them, and then answer those above: these have called by then, so that
+            # no rank waits for a call that does not come.
+            called = all(addresses) and _call(peers, rank, addresses[:rank])
+            connected = _all(gather, called) and _all(gather, _answer(peers, listener, world - 1 - rank))
+    finally:
+        if not connected:
+            for peer in peers.values():
+                peer.close()
+    return Mesh(peers, timeout_s) if connected else None
 
 
 def _listen(listener: socket.socket, world: int, undo: ExitStack) -> bytes:
-    """Where `listener` listens; zeros where it cannot. `undo` takes away what that leaves on the disk."""
+    """The address at which `listener` listens, or zeros if it cannot. `undo` removes what that leaves on the disk."""
     try:
-        folder = tempfile.mkdtemp(prefix="andon-")  # nobody but this user can enter it
+        folder = tempfile.mkdtemp(prefix="andon-")  # only this user can enter it
         undo.callback(shutil.rmtree, folder, ignore_errors=True)
         address = str(Path(folder) / "s")
         listener.bind(address)
@@ -141,20 +121,20 @@ def _listen(listener: socket.socket, world: int, undo: ExitStack) -> bytes:
 
 
 def _call(peers: dict[int, socket.socket], rank: int, addresses: Sequence[str]) -> bool:
-    """Connect to the ranks below this one and say who calls. Whether all were reached."""
-    for other, address in enumerate(addresses):
-        peer = peers[other] = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        peer.settimeout(_OPENING_S)
-        try:
+    """Connect to the ranks below this one and send this rank. Returns whether all were reached."""
+    try:
+        for other, address in enumerate(addresses):
+            peer = peers[other] = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            peer.settimeout(_OPENING_S)
             peer.connect(address)
             peer.sendall(rank.to_bytes(_RANK_BYTES, "little"))
-        except OSError:
-            return False
+    except OSError:
+        return False
     return True
 
 
 def _answer(peers: dict[int, socket.socket], listener: socket.socket, count: int) -> bool:
-    """Accept the calls of the ranks above this one. Whether all came."""
+    """Accept the calls of the ranks above this one. Returns whether all came."""
     listener.settimeout(_OPENING_S)
     try:
         for _ in range(count):

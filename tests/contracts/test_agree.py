@@ -118,7 +118,7 @@ def _gather() -> GroupGather:
 def _exchanged() -> list[list[list[int]]]:
     gather = _gather()
     gather.connect()
-    assert gather.connected
+    assert gather.takes(WIDTH - HEADER)
     rank = gather.rank
     # Short messages, one of the full width, and one too long for the sockets.
     lengths = [1, 7, WIDTH, 3 * WIDTH] + [5] * ROUNDS
@@ -135,7 +135,6 @@ def test_every_rank_has_what_every_rank_sent(world: int) -> None:
     if world == 1:
         gather = GroupGather(None, WIDTH)
         gather.connect()
-        assert not gather.connected
         assert [row.tolist() for row in gather([torch.tensor([4, -5])])] == [[4, -5]]
         assert gather.takes(WIDTH - HEADER)
         assert gather.messages(b"12345678") == [b"12345678"]
@@ -259,7 +258,7 @@ def _nowhere() -> list[list[int]]:
         tempfile.tempdir = "/nowhere"
     gather = _gather()
     gather.connect()
-    assert not gather.connected
+    assert not gather.takes(1)
     return [row.tolist() for row in gather([torch.tensor([dist.get_rank()])])]
 
 

@@ -20,10 +20,9 @@ from torch.distributed import DistBackendError, DistNetworkError
 
 from andon.console.exits import Exit
 from andon_contracts.causes import Cause, consequence, first_line, kind_of
-from andon_contracts.liveness.diagnosis import Sign, View, behind, gone, informed, lasts_s, lost, slowness, speaks, whom
+from andon_contracts.liveness.diagnosis import Sign, View, gone, informed, lasts_s, lost, slowness, speaks, whom
 from andon_contracts.liveness.end_messages import POINTS, Teller, Whereabouts
-from andon_contracts.liveness.halt_link import News
-from andon_contracts.liveness.peer_monitor import PeerMonitor
+from andon_contracts.liveness.halt_link import News, PeerMonitor
 from andon_contracts.liveness.pending_collectives import PendingCollectives
 from andon_contracts.liveness.process import Process, State, ending, memory_kills, who_kills
 from andon_contracts.liveness.rules import NOTICED, Conclusion, Patience, Seen, conclude, first
@@ -320,11 +319,6 @@ def view(*signs: Sign, rank: int = 0) -> View:
 
 def test_who_only_noticed_another_ends_with_an_exit_that_says_so() -> None:
     assert NOTICED == {"lost": Exit.RANK_LOST, "silent": Exit.RANK_SILENT}
-
-
-def test_ranks_that_have_come_less_far_are_behind() -> None:
-    assert behind({0: WAITS, 1: WORKS, 2: WAITS}) == [1]
-    assert behind({0: WAITS, 1: WAITS}) == []
 
 
 @pytest.mark.parametrize(

@@ -21,11 +21,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
 import andon
 from andon_contracts.liveness.end_messages import POINTS, Teller, Whereabouts
+from andon_contracts.liveness.halt import HaltSignal
 from andon_contracts.liveness.pending_collectives import BACKWARD, REDUCTION, Counts, PendingCollectives, Waiting, stuck
+from andon_contracts.liveness.signed import Signed
 from andon_contracts.violation import Halted, Violation
 from tests.support.ranks import run_ranks
 from tests.watch.small import answers, clauses, loss_of, net, sgd
@@ -255,6 +258,22 @@ def test_an_error_that_multiprocessing_catches_is_heard(tmp_path: Path) -> None:
     assert (tmp_path / "said").read_text().startswith("failed: rank 1 of 2 failed at step 1")
 
 
+def test_a_closed_watch_has_no_part_in_how_a_process_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closed in another order than opened, it is still called by the excepthook of the one that was opened later."""
+    uncaught, alarms = list[object](), list[float]()
+    monkeypatch.setattr(sys, "excepthook", lambda *error: uncaught.append(error[1]))
+    monkeypatch.setattr("andon_contracts.liveness.blocked.alarm", alarms.append)
+    signals = []
+    for _ in range(2):
+        board, begun = Signed(HashStore(), bytes(32)), PendingCollectives([0, 1])
+        signals.append(HaltSignal(board, 0, 2, begun, hard_stop=True, patience_s=1.0, warns=False))
+    for each in signals:
+        each.close()
+    error = ValueError(REASON)
+    sys.excepthook(ValueError, error, None)
+    assert (uncaught, alarms) == ([error], [])
+
+
 SCRIPT = f"""
 import os, time, torch, torch.distributed as dist, andon
 dist.init_process_group("gloo")
@@ -314,7 +333,7 @@ def _unforeseen(*_: object, **__: object) -> None:
 
 
 GUARDS: dict[str, Callable[[andon.Watch], object]] = {
-    "andon-halt-link": lambda w: setattr(w._cord._link, "_progress", _unforeseen),
+    "andon-halt-link": lambda w: setattr(w._cord, "progress", _unforeseen),
     "andon-cord": lambda w: setattr(w._cord._monitor, "_look", _unforeseen),
 }
 WORDS = (

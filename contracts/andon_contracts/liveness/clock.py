@@ -1,6 +1,6 @@
-"""Where a rank is in its training, and when its process did not run: the time that accuses somebody, and that does not.
+"""Where a rank is in its training, and for how long, without the time in which its process did not run.
 
-Noted by the main thread for the price of reading a clock, read by the thread that looks after the rank.
+The main thread notes it for the price of reading a clock; the threads that guard the rank read it.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from collections import deque
 from andon_contracts.liveness.diagnosis import UPDATE, Told
 
 COMPILING = "compiling update"
-"""The first update of a process that compiles its passes: no deadline holds there, and it tells no usual time."""
+"""The phase of the first update of a process that compiles: without a deadline, and not part of the usual time."""
 _STEPS_KEPT, _GAPS_KEPT = 15, 64
 _SHARE = 0.25
-"""A process that used less of a gap than this did not run in it; one that holds the interpreter in native code did."""
+"""A process that used less CPU time than this share of a gap did not run in it. One whose native code holds the
+interpreter lock did."""
 
 
 class Pauses:
-    """Notes the gaps between looks at the clock that threads of this process take all the time.
+    """Finds the times in which this process did not run, as gaps between looks at the clock by any of its threads.
 
-    Until the first look there are none: time passes for a process that nobody watches, too.
+    Before `begin` there are none.
     """
 
     def __init__(self) -> None:
@@ -32,23 +33,23 @@ class Pauses:
         self._looked: tuple[float, float] | None = None
 
     def begin(self, least_s: float) -> None:
-        """Look from now on. least_s: gaps that are shorter are none."""
+        """Gaps of `least_s` or longer count from now on."""
         with self._lock:
             self._least_s, self._looked = least_s, (time.monotonic(), time.process_time())
 
     def look(self) -> None:
-        """Look at the clock; from any thread. To be called several times in `least_s`."""
+        """Look at the clock; to be called several times in `least_s`, from any thread."""
         with self._lock:
             if self._looked is None:
                 return
             last, used = self._looked
             self._looked = now, used_now = time.monotonic(), time.process_time()
-            # A process that used its processor meanwhile was not stopped: only the threads that look here waited.
+            # If the process used its processor meanwhile, only the threads that look here waited.
             if now - last >= self._least_s and used_now - used < _SHARE * (now - last):
                 self._noted.append((last, now))
 
     def ran_s(self, since: float) -> tuple[float, float]:
-        """For how many seconds since then (`time.monotonic`) this process ran, and for how many it did not."""
+        """The seconds since then (`time.monotonic`) in which this process ran, and those in which it did not."""
         now = time.monotonic()
         self.look()
         with self._lock:
@@ -58,10 +59,9 @@ class Pauses:
 
 
 class StepClock:
-    """The clock of one rank. `at`, `wait` and `work` are for the one thread that trains.
+    """The clock of one rank. Only the thread that trains calls `at`, `wait` and `work`.
 
-    compiles: whether passes are compiled in the first update. pauses: when this process did not run; who looks
-    after the rank keeps them.
+    compiles: passes are compiled in the first update. pauses: kept by whoever guards the rank.
     """
 
     def __init__(self, *, compiles: bool = False) -> None:
@@ -76,27 +76,27 @@ class StepClock:
         """This rank begins `phase` of `step` (1 is the first)."""
         ticks, last, before, _, _, began = self._noted
         now = time.monotonic()
-        if phase == UPDATE and self._compiles(step):
-            phase = COMPILING
+        if phase == UPDATE:
+            if not self._compiled:
+                self._compiled, self._compiles_at = True, step
+            if step == self._compiles_at:
+                phase = COMPILING
         if phase == UPDATE and before == UPDATE and step > last:
             self._took.append(now - began)
-        # One assignment: whoever reads sees all of it or nothing.
+        # One assignment, so that other threads read all of it or nothing.
         self._noted = (ticks, step, phase, False, now, now if step != last or phase != before else began)
-
-    def _compiles(self, step: int) -> bool:
-        if not self._compiled:
-            self._compiled, self._compiles_at = True, step
-        return step == self._compiles_at
 
     def wait(self) -> None:
         """A collective begins."""
-        ticks, step, phase, _, _, began = self._noted
-        self._noted = (ticks + 1, step, phase, True, time.monotonic(), began)
+        self._tick(waits=True)
 
     def work(self) -> None:
         """The collective is over."""
+        self._tick(waits=False)
+
+    def _tick(self, *, waits: bool) -> None:
         ticks, step, phase, _, _, began = self._noted
-        self._noted = (ticks + 1, step, phase, False, time.monotonic(), began)
+        self._noted = (ticks + 1, step, phase, waits, time.monotonic(), began)
 
     def read(self) -> Told:
         """What was noted last; from any thread."""
@@ -105,6 +105,6 @@ class StepClock:
         return Told(ticks, step, phase, waits, since_s, self.pauses.ran_s(began)[0], paused_s=paused_s)
 
     def usual_s(self) -> float:
-        """The median of the last steps, in seconds; 0 before the second one."""
+        """The median of the last steps, in seconds; 0 before the second step."""
         took = list(self._took)
         return statistics.median(took) if took else 0.0

@@ -1,4 +1,4 @@
-"""The message of each end that is no violation: who, what, in which step, and what is known besides."""
+"""The message of each end that is not a violation: who, what, in which step, and what else is known."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from andon_contracts.violation import Kind
 
 POINTS = ("before its forward pass", "in its forward or backward pass", "at its update")
 """Where a rank can be within a step, in order."""
+_INFERRED = "  [inference, not proof]"
 
 
 @dataclass(frozen=True)
 class Whereabouts(Part):
-    """How far a rank is: the update at which it works (1 is the first), at which of the `POINTS`, since how many
-    seconds; and the last update after which all weights were seen equal."""
+    """How far a rank is: at which update (1 is the first), at which of the `POINTS`, for how long; and the last update
+    after which all weights were equal."""
 
     step: Count = 0
     point: str = ""
@@ -29,14 +30,11 @@ class Whereabouts(Part):
 
     @property
     def order(self) -> tuple[int, int]:
-        """What is greater the further a rank is."""
+        """Greater, the further a rank is."""
         return self.step, POINTS.index(self.point) if self.point in POINTS else 0
 
     def at_least(self, other: Whereabouts) -> Whereabouts:
-        """Where a rank is that told this of itself, at some time, to one that is at `other` now.
-
-        Ranks pass an update together, so that none is a step behind one that has begun it.
-        """
+        """Where a rank that once was here is now that another rank is at `other`: they pass an update together."""
         return self if self.step >= other.step else replace(other, point="", since_s=0.0)
 
     def __str__(self) -> str:
@@ -45,7 +43,7 @@ class Whereabouts(Part):
 
 @dataclass(frozen=True)
 class Teller:
-    """Who composes messages: `rank` of `world`, which is `at` some step, with `folder` for bundles, if any."""
+    """Composes causes on `rank` of `world`, which is `at` some step; `folder` is for bundles, if any."""
 
     rank: int
     world: int
@@ -56,33 +54,26 @@ class Teller:
         """This rank raised `error` in `line` of the loop."""
         kind = kind_of(error)
         verb = "ran out of memory" if kind == "out of memory" else "failed"
-        return self._cause(kind, self.rank, verb, first_line(error), self.at, ("where", line))
+        return self._end(kind, self.rank, first_line(error), self.at, ("where", line), verb=verb)
 
     def died(self, rank: int, process: Process, code: int | None, kills: int, at: Whereabouts) -> Cause:
-        """The process of `rank` is gone. kills: how many the system ended for want of memory since the watch began."""
+        """The process of `rank` is gone. kills: how many the kernel ended for memory since the watch began."""
         likely = f"memory ran out: the system ended {kills} process{'es' * (kills != 1)} for that since the watch began"
-        row = ("likely", f"{likely}  [inference, not proof]" if kills > 0 and code in (None, -9) else "")
-        seen = f"its process {process.pid} on {process.host} {ending(code)}"
-        return self._cause("died", rank, "died", seen, at, row)
+        row = ("likely", likely + _INFERRED if kills > 0 and code in (None, -9) else "")
+        return self._end("died", rank, f"its process {process.pid} on {process.host} {ending(code)}", at, row)
 
     def stopped(self, rank: int, process: Process, at: Whereabouts) -> Cause:
-        """The process of `rank` is there and does not run."""
-        seen = f"its process {process.pid} on {process.host} is {STOPPED}"
-        return self._cause("hangs", rank, "hangs", seen, at)
+        return self._end("hangs", rank, f"its process {process.pid} on {process.host} is {STOPPED}", at)
 
     def silent(self, rank: int, process: Process, seconds: float, at: Whereabouts) -> Cause:
-        """A rank on another machine gives no sign of life."""
-        seen = (
-            f"its process {process.pid} on {process.host} has given no sign of life for {seconds:.0f} s: "
-            "it died, is stopped, or cannot be reached"
-        )
-        return self._cause("hangs", rank, "hangs", seen, at)
+        """A rank on another machine sends no heartbeats."""
+        seen = f"its process {process.pid} on {process.host} has given no sign of life for {seconds:.0f} s"
+        return self._end("hangs", rank, f"{seen}: it died, is stopped, or cannot be reached", at)
 
     def behind(self, rank: int, at: Whereabouts) -> Cause:
         """The process of `rank` runs, but the others waited for it until a timeout."""
-        passed = f"it passed no hook for {at.since_s:.0f} s"
-        seen = f"its process runs, but the others waited for it until their timeout; {passed}"
-        return self._cause("hangs", rank, "hangs", seen, at)
+        seen = "its process runs, but the others waited for it until their timeout"
+        return self._end("hangs", rank, f"{seen}; it passed no hook for {at.since_s:.0f} s", at)
 
     def ahead(self, rank: int, at: Whereabouts) -> Cause:
         """This rank waited in a collective of the loop until a timeout, and `rank` is further and runs."""
@@ -90,7 +81,7 @@ class Teller:
             f"it waited in a collective until its timeout, while rank {rank} has been at {at} for {at.since_s:.0f} s: "
             "one of them left out an update or a collective that the other one made"
         )
-        return self._cause("hangs", None, "waited in vain", seen, self.at, who=self.rank)
+        return self._end("hangs", None, seen, self.at, verb="waited in vain")
 
     def passed(self, others: Mapping[int, str], waiting: int) -> Cause:
         """This rank waits in a gather for `others`, which wait for it: each rank with what it is in.
@@ -105,55 +96,48 @@ class Teller:
             f"{self.rank} would have to join, so that none of them can go on"
         )
         head = f"{who} of {self.world} went past {place}, at which rank {self.rank} waits: {seen}"
-        # Whoever is alone did what the others did not; of two nobody can tell.
+        # A rank that is alone did what the others did not; with two ranks nobody can tell.
         alone = not waiting and several
         too_much = f"rank {self.rank} makes {'an update' if update else 'a call'} that the others do not make"
         likely = too_much if alone else f"{who} left it out, by a decision that was not one on all ranks"
-        row = ("likely", f"{likely}  [inference, not proof]")
         ranks = (self.rank,) if alone else tuple(others)
-        return replace(self._told("violation", ranks[0], head, seen, self.at, row), ranks=ranks)
+        cause = self._cause("violation", ranks[0], head, seen, self.at, ("likely", likely + _INFERRED))
+        return replace(cause, ranks=ranks)
 
     def left(self, rank: int, at: Whereabouts) -> Cause:
-        """`rank` closed its watch or ended in order, and the others still needed it."""
-        return self._cause("left", rank, "left", "it closed its watch, or ended, while the others went on", at)
+        """`rank` ended in order while the others still needed it."""
+        return self._end("left", rank, "it closed its watch, or ended, while the others went on", at)
 
     def unknown(self, error: BaseException) -> Cause:
         """This rank lost another one, and nothing says which."""
         seen = f"another rank died, hangs or cannot be reached; which one is not known ({first_line(error)})"
-        return self._cause("died", None, "lost another rank", seen, self.at, who=self.rank)
+        return self._end("died", None, seen, self.at, verb="lost another rank")
 
     def unguarded(self, guard: str, error: BaseException) -> Cause:
-        """A thread that guards this rank ended by `error`: nobody here would notice any more what the others end by."""
+        """A thread that guards this rank ended by `error`: it would no longer notice the end of another rank."""
         seen = f"its thread {guard}, which guards it, ended by an error of its own ({first_line(error)})"
-        return self._cause("failed", self.rank, "is unguarded", seen, self.at)
+        return self._end("failed", self.rank, seen, self.at, verb="is unguarded")
 
     def pulled(self, reason: str) -> Cause:
         """The loop of this rank told all to stop."""
         head = f"rank {self.rank} of {self.world} pulled the cord at {self.at}: {reason}"
-        return self._told("violation", self.rank, head, reason, self.at)
+        return self._cause("violation", self.rank, head, reason, self.at)
+
+    def _end(
+        self, kind: Kind, rank: int | None, seen: str, at: Whereabouts, *rows: tuple[str, str], verb: str = ""
+    ) -> Cause:
+        who = self.rank if rank is None else rank
+        head = f"rank {who} of {self.world} {verb or kind} at {at}, which is no violation: {seen}"
+        return self._cause(kind, rank, head, seen, at, *rows)
 
     def _cause(
-        self,
-        kind: Kind,
-        rank: int | None,
-        verb: str,
-        seen: str,
-        at: Whereabouts,
-        *rows: tuple[str, str],
-        who: int | None = None,
-    ) -> Cause:
-        head = f"rank {who if rank is None else rank} of {self.world} {verb} at {at}, which is no violation: {seen}"
-        return self._told(kind, rank, head, seen, at, *rows)
-
-    def _told(
         self, kind: Kind, rank: int | None, head: str, seen: str, at: Whereabouts, *rows: tuple[str, str]
     ) -> Cause:
         place = None if self.folder is None else self.folder / str(at.step)
-        shown = (
-            *rows,
+        rows += (
             ("state", "" if at.last_equal is None else f"last state known equal: step {at.last_equal}"),
             ("bundle", "" if place is None else f"{place}  explain: {explaining(place)}"),
         )
-        text = "\n".join([head if head.endswith(".") else f"{head}.", *row_lines(shown)])
+        text = "\n".join([head if head.endswith(".") else f"{head}.", *row_lines(rows)])
         ranks = () if rank is None else (rank,)
         return Cause(kind, text, rank, at.step, HALT, seen, "", ranks, "" if place is None else str(place))

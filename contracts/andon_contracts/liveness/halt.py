@@ -1,11 +1,4 @@
-"""Halt together: what one rank found reaches all others, whatever they are doing (issue 3 item 4).
-
-The cord is a key in a store (`halt_link`). A rank that learns that it was pulled writes its part of the bundle, and
-raises: at its next hook; where it sleeps or reads, by a signal to its main thread (`blocked`). A rank that is blocked
-where no Python runs, as in a collective, is ended by its own thread with `hard_stop`, and one that cannot even do that
-by who pulled, if it runs on the same machine. Without `hard_stop` its groups are aborted where the backend can;
-otherwise its own timeout ends it, or the end of the rank that it waits for, and the message says which.
-"""
+"""Halt together: when one rank stops, all ranks stop for the same cause, whatever they are doing (issue 3 item 4)."""
 
 from __future__ import annotations
 
@@ -17,8 +10,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
+from types import TracebackType
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -30,26 +23,45 @@ from andon_contracts.error_file import tell_launcher
 from andon_contracts.legible import tell
 from andon_contracts.liveness import blocked
 from andon_contracts.liveness.end_messages import Teller, Whereabouts
-from andon_contracts.liveness.halt_link import POLL_S, HaltLink, Progress
-from andon_contracts.liveness.last_words import within
-from andon_contracts.liveness.peer_monitor import LOOK_S, PeerMonitor
+from andon_contracts.liveness.halt_link import LOOK_S, POLL_S, HaltLink, PeerMonitor, Progress
 from andon_contracts.liveness.pending_collectives import PendingCollectives
+from andon_contracts.liveness.process import within
 from andon_contracts.liveness.signed import TAKEN_AWAY_S, Signed
 from andon_contracts.stacks import doing, line_of
 from andon_contracts.violation import Violation
 
 _RAISE_S = 0.4
-"""How long a rank has to come to a hook of ours, before its main thread is interrupted."""
+"""How long a rank that has learned the cause may take to come to a hook, before its main thread is interrupted."""
 _UNBLOCK_S = 0.6
-"""How long it has then, before `hard_stop` ends it, or its groups are aborted."""
+"""How long it may take then, before `hard_stop` ends it, or its groups are aborted."""
 _SETTLE_S = 2.0
-"""How long who pulled waits for the others."""
+"""How long the rank that published the cause waits for the others."""
 _LAST_S = 2.0
-"""With `hard_stop`: how long a rank that raised, and that nobody caught, has to end."""
+"""With `hard_stop`: how long a rank may take to end after an error that nobody caught."""
 
 
 class HaltSignal:
-    """What any rank may pull, once. `cause` is why, on every rank; `evidence` what this rank has for a bundle."""
+    """Stops all ranks for one `cause`: the first that any rank publishes, the same on every rank.
+
+    What happens, in this order, and why:
+
+    1. Publish (`pull`, `failed`, `lost`, or the monitor): one key of a store, whose first writer wins (`HaltLink`).
+       Otherwise ranks that find trouble at the same time would raise different errors.
+    2. Learn: on each rank the thread of the link polls the key. `learn` sets `cause`, `_known` and `_awake`.
+    3. Leave evidence, the part of the bundle and torch's error file, before anything can end the process.
+    4. Raise: the loop calls `heed` at each hook and while a gather waits. This sets `_raised`, and is done only once,
+       so that a loop that catches the error can save what it has.
+    5. Interrupt, after `_RAISE_S`: a signal makes the main thread call `heed`, or a sleeping rank would never stop.
+    6. Unblock, after `_UNBLOCK_S`: no Python runs, as in a collective. With `hard_stop` the process ends here, and the
+       rank that published kills those of its machine that cannot even do that (SIGSTOP). Without it groups are aborted,
+       which NCCL can do and gloo cannot.
+    7. End: an error that nobody caught, or `close`, sets `_released`. With `hard_stop` a process that crashed and does
+       not end within `_LAST_S`, because of its threads or a device, is ended.
+
+    Three threads: that of the loop; "andon-halt-link", which alone waits for the store; "andon-cord", which looks out
+    for trouble and takes steps 3 and 5 to 7, because the loop may be blocked. `_pulling` makes the two act on one cause
+    if both find something; `_leaving` makes both wait until the evidence is on the disk.
+    """
 
     def __init__(
         self,
@@ -62,53 +74,44 @@ class HaltSignal:
         patience_s: float,
         warns: bool,
     ) -> None:
-        """begun: what this rank has begun that needs the others.
+        """begun: what this rank has begun that needs the others. To be made by the thread of the loop.
 
-        patience_s: how long a process may be stopped, or one on another machine silent, before it hangs. warns: a
-        thread of this that ends by an error of its own halts nobody, and all ranks say so.
+        patience_s: after how long a stopped process, or a silent one on another machine, counts as hanging. warns: do
+        not halt if a guarding thread fails.
         """
         self.begun = begun
         self.cause: Cause | None = None
         self.evidence = Evidence(rank=rank, world=world_size)
-        self._rank, self._world, self._hard_stop = rank, world_size, hard_stop
-        self._at = Whereabouts(point="before the first update")
-        self._at_time = time.monotonic()
+        self._rank, self._world, self._hard_stop, self._warns = rank, world_size, hard_stop, warns
+        self._at, self._at_time = Whereabouts(point="before the first update"), time.monotonic()
         self._known, self._raised, self._released = threading.Event(), threading.Event(), threading.Event()
         self._over, self._awake = threading.Event(), threading.Event()
-        self._pulled_here, self._crashed = False, False
-        self._leaving, self._evidence_left = threading.Lock(), False
-        self._pulling = threading.Lock()
+        self._pulling, self._leaving = threading.Lock(), threading.Lock()
+        self._pulled_here, self._crashed, self._evidence_left, self._warned = False, False, False, ""
         self._owner, self._process = threading.get_ident(), os.getpid()
-        self._kept = _shared_store()
-        self._warns, self._warned = warns, ""
-        self._link = HaltLink(
-            board, rank, world_size, self._learn, self._progress, self._warn, self._deafened, _keeper(self._kept)
-        )
+        self._shared = _shared_store()  # kept alive: this process may be the one in which it lives
+        self._link = HaltLink(board, rank, world_size, self, _keeper(self._shared))
         self._monitor = PeerMonitor(self._link, rank, patience_s, begun)
         self._interruptible = blocked.enlist(self.heed)
-        self._hook: Callable[..., object] = sys.excepthook
-        self._mine = self._excepthook
+        self._hook, self._mine = sys.excepthook, self._excepthook
         sys.excepthook = self._mine
-        # A process of multiprocessing catches what its function raises, and ends without the interpreter's last calls.
+        # Processes of multiprocessing catch what their function raises, and end without the interpreter's last calls.
         self._last_call = multiprocessing.util.Finalize(None, self._at_exit, exitpriority=100)
-        self._thread = threading.Thread(target=self._watch, name="andon-cord", daemon=True)
+        self._thread = threading.Thread(target=self._guard, name="andon-cord", daemon=True)
         self._thread.start()
 
-    # what a rank does
+    # For the thread of the loop.
 
     def at(self, step: int, point: str, last_equal: int | None) -> None:
         """This rank works at update `step` and has come to `point`."""
         self._at, self._at_time = Whereabouts(step, point, 0.0, last_equal), time.monotonic()
 
     def meet(self) -> None:
-        """All ranks have made their cord: know who they are, before any of them can die. Takes a moment."""
+        """Learn which processes the other ranks are, before any can die. All ranks have made their signal. Short."""
         self._link.meet()
 
     def heed(self, *, again: bool = False) -> None:
-        """Raise `Violation` if any rank pulled the cord.
-
-        Once, so that a loop that caught it can save what it has; `again` before an update, which nothing excuses.
-        """
+        """Raise `Violation` if there is a cause, the first time only. again: every time, as before an update."""
         if self.cause is not None and (again or not self._raised.is_set()):
             self._raised.set()
             raise self.cause.violation()
@@ -118,17 +121,17 @@ class HaltSignal:
         raise self._pull(self._teller.pulled(reason)).violation()
 
     def lost(self, error: BaseException) -> None:
-        """A collective raised `error`: raise `Violation` from it where it only says that another rank is gone."""
+        """A collective raised `error`: raise `Violation` instead if that only says that another rank is gone."""
         if consequence(error) is not None and not self._raised.is_set():
             raise self._pull(self._cause_behind(error)).violation() from error
 
     def failed(self, error: BaseException) -> None:
-        """`error` ends this rank's loop: the others need not wait for it. That of a forked child is its own affair."""
-        if self._over.is_set() or os.getpid() != self._process:
+        """`error` ends this rank's loop, so the others need not wait for it. Ignored in a forked child."""
+        if not self._open:
             return
         if self.cause is not None:
             self._raised.set()
-            self._tell_launcher(self.cause)
+            tell_launcher(self.cause.text, late=self.cause.rank != self._rank)
         elif consequence(error) is not None:
             self._pull(self._cause_behind(error))
         elif isinstance(error, Violation):
@@ -137,20 +140,19 @@ class HaltSignal:
             self._pull(self._teller.failed(error, line_of(error)))
 
     def end_with(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """As the end of a `with` block: `failed` with the error that leaves it, if one does, and `close`."""
+        """The end of a `with` block: `failed` with the error that leaves it, if any, and `close`."""
         if error is not None:
             self.failed(error)
-            say_cause(self.cause, error)  # the interpreter asks nobody of ours any more, once this is closed
+            say_cause(self.cause, error)  # after `close` the excepthook no longer does
         self.close()
 
     def close(self) -> None:
-        """This rank is done: say so, and stop looking."""
+        """This rank is done: say so, and stop guarding it."""
         if self._over.is_set():
             return
         if self.cause is not None and os.getpid() == self._process:
-            self._leave_evidence(self.cause, with_state=False)  # a loop that raised at once is faster than the thread
-        self._over.set()
-        for event in (self._awake, self._raised, self._released):
+            self._leave_evidence(self.cause, with_state=False)  # a loop that raised may be faster than the thread
+        for event in (self._over, self._awake, self._raised, self._released):
             event.set()
         blocked.dismiss(self.heed)
         if sys.excepthook is self._mine:
@@ -162,46 +164,17 @@ class HaltSignal:
         if threading.current_thread() is not self._thread:
             self._thread.join(LOOK_S)
 
-    # how it comes about
+    @property
+    def _open(self) -> bool:
+        return not self._over.is_set() and os.getpid() == self._process
 
     @property
     def _teller(self) -> Teller:
-        return Teller(self._rank, self._world, self._whereabouts(), self.evidence.folder)
-
-    def _whereabouts(self) -> Whereabouts:
-        return replace(self._at, since_s=time.monotonic() - self._at_time)
-
-    def _progress(self) -> Progress:
-        return Progress(self._whereabouts(), self.begun.told())
-
-    def _learn(self, cause: Cause) -> None:
-        if self.cause is None:
-            self.cause = cause
-        self._known.set()
-        self._awake.set()
-
-    def _pull(self, cause: Cause) -> Cause:
-        """Publish `cause` from the thread of the loop, leave what there is to leave, and wait for the others."""
-        self._pulled_here = True
-        self._raised.set()
-        first = self._publish(cause)
-        self._leave_evidence(first, with_state=True)
-        self._tell_launcher(first)
-        self._link.acknowledge()
-        self._settle()
-        return first
-
-    def _publish(self, cause: Cause) -> Cause:
-        with self._pulling:  # the loop and our thread may find something at once, and are to act on one cause
-            if self.cause is None:
-                self._link.publish(cause)
-                if not self._known.wait(_SETTLE_S / 2):
-                    self._learn(cause)  # the store does not answer: at least this rank acts on what it knows
-        assert self.cause is not None
-        return self.cause
+        at = replace(self._at, since_s=time.monotonic() - self._at_time)
+        return Teller(self._rank, self._world, at, self.evidence.folder)
 
     def _cause_behind(self, error: BaseException) -> Cause:
-        """Who is gone, or whom the others wait for, where `error` says that somebody is."""
+        """Who is gone, or is waited for, if `error` says that somebody is."""
         deadline = time.monotonic() + _SETTLE_S / 2
         while self.cause is None:
             found = self._monitor.missing(self._teller, error)
@@ -212,84 +185,128 @@ class HaltSignal:
             self._known.wait(POLL_S / 2)
         return self.cause
 
+    def _pull(self, cause: Cause) -> Cause:
+        """Publish `cause`, leave the evidence, and wait for the others. Returns the cause that won."""
+        self._pulled_here = True
+        self._raised.set()
+        first = self._publish(cause)
+        self._leave_evidence(first, with_state=True)
+        tell_launcher(first.text, late=first.rank != self._rank)
+        self._link.acknowledge()
+        self._settle()
+        return first
+
+    # For the threads of the loop and "andon-cord".
+
+    def _publish(self, cause: Cause) -> Cause:
+        with self._pulling:
+            if self.cause is None:
+                self._link.publish(cause)
+                if not self._known.wait(_SETTLE_S / 2):
+                    self.learn(cause)  # the store does not answer: at least this rank acts
+        assert self.cause is not None
+        return self.cause
+
     def _settle(self) -> None:
-        """Wait until all on this machine know or are gone; with `hard_stop` end those that cannot even know."""
+        """Wait until all ranks of this machine know or are gone; with `hard_stop` kill those that cannot even know."""
         deadline = time.monotonic() + (_SETTLE_S if self._hard_stop else _SETTLE_S / 2)
-        # One that is stopped will not learn of it however long one waits.
+        # A stopped process will not learn it, however long this waits.
         while time.monotonic() < deadline and any(each.look() == "runs" for each in self._monitor.unaware().values()):
             time.sleep(POLL_S / 4)
-        if self._hard_stop:
-            for rank, process in self._monitor.unaware().items():
-                if self.cause is not None and process.error_file:
-                    tell_launcher(self.cause.text, late=self.cause.rank != rank, path=process.error_file)
-                if process.kill():
-                    tell(f"andon: rank {rank} of {self._world} could not end itself, and rank {self._rank} ended it")
+        for rank, process in self._monitor.unaware().items() if self._hard_stop else ():
+            if self.cause is not None and process.error_file:
+                tell_launcher(self.cause.text, late=self.cause.rank != rank, path=process.error_file)
+            if process.kill():
+                tell(f"andon: rank {rank} of {self._world} could not end itself, and rank {self._rank} ended it")
 
-    # the thread that looks out, and acts where the loop cannot
-
-    def _watch(self) -> None:
-        trouble: Callable[[Teller], Cause | None] = self._monitor.trouble
-        # Once more after an error of its own: to tell the other ranks of it, or to halt where they do.
-        for _ in range(2):
-            try:
-                self._look_out(trouble)
+    def _leave_evidence(self, cause: Cause, *, with_state: bool) -> None:
+        with self._leaving:
+            if self._evidence_left:
                 return
-            except Exception as error:  # noqa: BLE001 - whatever it is, this rank must not go on as if it were guarded
-                cause = self._teller.unguarded(self._thread.name, error)
-            if self.cause is not None:  # it halts already, and this was to see to it
-                break
-            if self._warns:
-                self._warn(_headline(cause))
-                self._link.warn(_headline(cause))
-            trouble = _always(None if self._warns else cause)
-        tell(cause.text)
-        if self._interruptible:
-            blocked.interrupt()
+            self._evidence_left = True
+            at = {**vars(self._teller.at), "doing": doing(self._owner)}
+            failed = write_cause(cause, self.evidence, at, state=with_state, account=self._monitor.lowest_live())
+            if failed:
+                tell(f"andon: rank {self._rank} could not write all of its bundle: {failed}")
 
-    def _deafened(self, error: Exception) -> Cause | str:
-        """The link of this rank ended: what is to become of it."""
-        cause = self._teller.unguarded("andon-halt-link", error)
-        if not self._warns:
-            return cause
-        self._warn(_headline(cause))
-        return _headline(cause)
+    # For the thread of the link, as its `Listener`.
 
-    def _warn(self, text: str) -> None:
-        """Say, once, that a rank trains on unguarded."""
+    def learn(self, cause: Cause) -> None:
+        if self.cause is None:
+            self.cause = cause
+        self._known.set()
+        self._awake.set()
+
+    def progress(self) -> Progress:
+        return Progress(self._teller.at, self.begun.told())
+
+    def warn(self, text: str) -> None:
         if text != self._warned:
             self._warned = text
             tell(f"andon: {text}")
 
-    def _look_out(self, trouble: Callable[[Teller], Cause | None]) -> None:
+    def link_failed(self, error: Exception) -> Cause | str:
+        failure = self._teller.unguarded("andon-halt-link", error)
+        return self._warn_of(failure) if self._warns else failure
+
+    def _warn_of(self, failure: Cause) -> str:
+        text = failure.text.partition("\n")[0]
+        self.warn(text)
+        return text
+
+    # The thread "andon-cord".
+
+    def _guard(self) -> None:
+        failure: Cause | None = None
+        # Once more after an error of its own: to publish it, or still to halt when the others do.
+        for _ in range(2):
+            try:
+                self._look_out(failure)
+                return
+            except Exception as error:  # noqa: BLE001 - whatever it is, this rank must not go on as if it were guarded
+                failure = self._teller.unguarded(self._thread.name, error)
+            if self.cause is not None:  # the halt itself failed
+                break
+            if self._warns:
+                self._link.warn(self._warn_of(failure))
+        assert failure is not None
+        tell(failure.text)
+        if self._interruptible:
+            blocked.interrupt()
+
+    def _look_out(self, failure: Cause | None) -> None:
+        """Wait for a cause, or for trouble, and act on it. failure: why this looks out for trouble no more."""
         while not self._over.is_set():
             self._awake.wait(LOOK_S)
             self._awake.clear()
             if self._over.is_set():
                 return
-            found = None if self._known.is_set() else trouble(self._teller)
+            found = None if self._warns else failure
+            if self._known.is_set():
+                found = None
+            elif failure is None:
+                found = self._monitor.trouble(self._teller)
             if found is not None:
                 self._publish(found)
             if self.cause is not None:
-                self._act(settle=found is not None)
+                self._act(self.cause, settle=found is not None)
                 return
 
-    def _act(self, *, settle: bool) -> None:
-        assert self.cause is not None
-        cause = self.cause
-        if self._pulled_here:
-            self._see_out()
-            return
-        self._leave_evidence(cause, with_state=False)
-        self._tell_launcher(cause)
-        self._link.acknowledge()
-        if settle:
-            self._settle()
-        if not self._raised.wait(_RAISE_S) and self._interruptible:
-            blocked.interrupt()
-        if self._raised.wait(_UNBLOCK_S):
-            self._see_out()
-        elif not self._over.is_set():
-            self._unblock(cause)
+    def _act(self, cause: Cause, *, settle: bool) -> None:
+        if not self._pulled_here:
+            self._leave_evidence(cause, with_state=False)
+            tell_launcher(cause.text, late=cause.rank != self._rank)
+            self._link.acknowledge()
+            if settle:
+                self._settle()
+            if not self._raised.wait(_RAISE_S) and self._interruptible:
+                blocked.interrupt()
+            if not self._raised.wait(_UNBLOCK_S) and not self._over.is_set():
+                self._unblock(cause)
+        self._released.wait()
+        if self._hard_stop and self._crashed:
+            time.sleep(_LAST_S)
+            _end_process("")
 
     def _unblock(self, cause: Cause) -> None:
         place = doing(self._owner)
@@ -301,55 +318,38 @@ class HaltSignal:
         if not aborted or not self._raised.wait(_UNBLOCK_S):
             tell(f"{cause.text}\n  blocked  rank {self._rank} {place}: {blocked.what_ends(place, aborted)}")
         self._raised.wait()
-        self._see_out()
 
-    def _see_out(self) -> None:
-        """With `hard_stop`: a rank whose error nobody caught ends, whatever holds its process up."""
-        self._released.wait()
-        if self._hard_stop and self._crashed:
-            time.sleep(_LAST_S)
-            _end_process("")
+    # The end of the process.
 
-    def _leave_evidence(self, cause: Cause, *, with_state: bool) -> None:
-        """Once, by the thread of the loop or by that of the cord; the other one waits until it is on the disk."""
-        with self._leaving:
-            if self._evidence_left:
-                return
-            self._evidence_left = True
-            at = {**vars(self._whereabouts()), "doing": doing(self._owner)}
-            failed = write_cause(cause, self.evidence, at, state=with_state, account=self._monitor.lowest_live())
-            if failed:
-                tell(f"andon: rank {self._rank} could not write all of its bundle: {failed}")
-
-    def _tell_launcher(self, cause: Cause) -> None:
-        tell_launcher(cause.text, late=cause.rank != self._rank)
-
-    def _excepthook(self, kind: type[BaseException], error: BaseException, trace: object) -> None:
+    def _excepthook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not self._open:  # a hook that was installed after this one still calls it
+            self._hook(kind, error, trace)
+            return
         self.failed(error)
         self._hook(kind, error, trace)
         say_cause(self.cause, error)
         self._crash()
 
-    def _crash(self) -> None:
-        """Nobody caught the error: the process is to end now."""
-        self._crashed = True
-        self._released.set()
-        if self._hard_stop:
-            blocked.alarm(2 * _LAST_S)  # the interpreter's last calls may wait for good, for threads or a device
-
     def _at_exit(self) -> None:
         error = sys.exc_info()[1]
         if isinstance(error, SystemExit):
-            error = error.__context__ if error.code else None  # `sys.exit(1)` while it is handled ends by it
+            error = error.__context__ if error.code else None  # `sys.exit(1)` in an `except` block ends by its error
         if error is None:
             self.close()
         else:
             self.failed(error)
             self._crash()
 
+    def _crash(self) -> None:
+        """Nobody caught the error, so the process ends now."""
+        self._crashed = True
+        self._released.set()
+        if self._hard_stop:
+            blocked.alarm(2 * _LAST_S)  # the interpreter's last calls may wait for threads or a device for ever
+
 
 def say_cause(cause: Cause | None, error: BaseException) -> None:
-    """Say what ends all ranks, where `error`, which ends this one, does not."""
+    """Print what ends all ranks, unless it is `error`, which ends this one."""
     if cause is not None and cause.text != str(error) and not isinstance(error, KeyboardInterrupt):
         tell(cause.text)
 
@@ -362,7 +362,7 @@ def own_store(name: str) -> Store | None:
     clone = getattr(shared, "clone", None)
     if clone is not None:
         with contextlib.suppress(RuntimeError, NotImplementedError):
-            # The loop's own connection answers one question at a time, and may wait for a key for minutes.
+            # The loop's own connection answers one request at a time, and may wait for a key for minutes.
             shared = clone()
             shared.set_timeout(datetime.timedelta(seconds=TAKEN_AWAY_S))
     return PrefixStore(f"andon/{name}", shared)
@@ -375,24 +375,15 @@ def _shared_store() -> Store | None:
 
 
 def _keeper(shared: Store | None) -> int | None:
-    """The rank in whose process the store lives: torch's launcher keeps its own, a file needs no process."""
+    """The rank in whose process the store lives; None for torch's launcher, which keeps its own, and for a file."""
     while isinstance(shared, PrefixStore):
         shared = shared.underlying_store
-    if not isinstance(shared, TCPStore) or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return None
-    return 0
-
-
-def _headline(cause: Cause) -> str:
-    return cause.text.partition("\n")[0]
-
-
-def _always(cause: Cause | None) -> Callable[[Teller], Cause | None]:
-    return lambda teller: cause
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return 0 if isinstance(shared, TCPStore) and not agent else None
 
 
 def _end_process(text: str) -> NoReturn:
-    """Print `text` and end, even where nobody reads what is printed, or the loop holds the lock of standard output."""
+    """Print `text` and end, even if nobody reads what is printed, or the loop holds the lock of standard output."""
 
     def last_words() -> None:
         if text:
@@ -400,7 +391,7 @@ def _end_process(text: str) -> NoReturn:
         sys.stdout.flush()
 
     within(_RAISE_S, last_words)
-    # As the interpreter does when it ends: a loader's process that is blocked would not notice by itself.
+    # As the interpreter does at its end: a worker of a loader that is blocked would not notice by itself.
     for child in multiprocessing.active_children():
         if child.daemon:
             child.kill()

@@ -1,40 +1,57 @@
-"""What ranks tell each other about halting, over a store that is apart from every group (issue 3 item 4).
+"""What the ranks of a watched loop know of each other without a launcher, and tell each other to halt (issue 3 item 4).
 
-Everything here returns at once or after a stated time: only the thread of the link waits for the store.
+`HaltLink` carries it, over a store that is independent of every process group. `PeerMonitor` looks at it, and at the
+processes of this machine; from that, `rules` conclude who is gone, stopped or silent.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Protocol
 
-from andon_contracts.causes import HALT, Cause
+from andon_contracts.causes import HALT, Cause, consequence
 from andon_contracts.fields import Count, Part
-from andon_contracts.liveness.end_messages import Whereabouts
-from andon_contracts.liveness.pending_collectives import Counts
-from andon_contracts.liveness.process import Lasting, Process
+from andon_contracts.liveness.end_messages import Teller, Whereabouts
+from andon_contracts.liveness.pending_collectives import Counts, PendingCollectives, Waiting, stuck
+from andon_contracts.liveness.process import Lasting, Process, memory_kills
+from andon_contracts.liveness.rules import (
+    ENDED_BY_ITSELF,
+    PRESENT,
+    UNHEARD,
+    Conclusion,
+    Patience,
+    Seen,
+    conclude,
+    first,
+)
 from andon_contracts.liveness.signed import Signed
 from andon_contracts.liveness.store_link import MOST_CHARACTERS, Heartbeats, StoreLink, whole
 
+LOOK_S = 0.5
+"""How often a rank looks out for trouble."""
+_EVERY_LOOK, _CALM = 16, 4
+"""After so many looks at the ranks that wait for this one, only every fourth asks them."""
 POLL_S = 0.2
-"""How often a rank asks whether somebody pulled the cord."""
+"""How often a rank reads whether there is a cause to halt."""
 _HURRIED_S = 0.02
-"""The same until it knows whom to look out for, and once there is something to end."""
+"""The same until it has heard of all ranks nearby, and once there is a cause."""
 _BEAT_S = 1.0
 _ANSWER_S = 1.0
 _NEAR = 32
-"""So many ranks on either side may run on the same machine and are looked at there."""
+"""So many ranks on either side may run on the same machine, where their processes can be looked at."""
 _PULLED = "pulled"
 _WARNED = "unguarded"
 
 
 @dataclass(frozen=True)
 class Progress(Part):
-    """What a rank of a watched loop tells of itself every second."""
+    """The heartbeat of a rank of a watched loop, sent every second."""
 
     at: Whereabouts
     begun: Counts
@@ -42,7 +59,7 @@ class Progress(Part):
 
 @dataclass(frozen=True)
 class Said(Part):
-    """What a rank says to all others that is no reason to halt."""
+    """A warning of one rank to all others, for which nobody halts."""
 
     rank: Count
     text: str
@@ -50,87 +67,82 @@ class Said(Part):
 
 @dataclass(frozen=True)
 class News:
-    """What the store says of all ranks: those that left in order, and where each one was a second ago."""
+    """What the store says of all ranks: which have left in order, and where each was a second ago."""
 
     left: frozenset[int]
     at: Mapping[int, Whereabouts]
 
 
-class HaltLink:
-    """The ranks' line to each other. What it is given is called in the thread of the link.
+class Listener(Protocol):
+    """What a link calls, in its own thread.
 
-    learn: with the cause that was first. warn: with what another rank says to all. failed: with an error of the link,
-    which ends it; gives why all are to halt then, or what is to be said to all.
+    learn: with the first cause of all ranks. progress: for the heartbeat. warn: with the warning of another rank.
+    link_failed: with an error that ends the link; returns the cause to publish, or the text to warn the others with.
     """
 
-    def __init__(
-        self,
-        board: Signed,
-        rank: int,
-        world: int,
-        learn: Callable[[Cause], None],
-        progress: Callable[[], Progress],
-        warn: Callable[[str], None],
-        failed: Callable[[Exception], Cause | str],
-        keeper: int | None = None,
-    ) -> None:
-        """keeper: the rank in whose process the store lives; None where it outlives the ranks."""
+    def learn(self, cause: Cause) -> None: ...
+    def progress(self) -> Progress: ...
+    def warn(self, text: str) -> None: ...
+    def link_failed(self, error: Exception) -> Cause | str: ...
+
+
+class HaltLink:
+    """The line between the ranks. Only its thread waits for the store; all methods return after a bounded time.
+
+    The first cause that any rank puts under the key "pulled" is the cause of all. Each rank puts it back if somebody
+    deletes it.
+    """
+
+    def __init__(self, board: Signed, rank: int, world: int, listener: Listener, keeper: int | None = None) -> None:
+        """keeper: the rank in whose process the store lives; None if it outlives the ranks."""
         self.processes: Mapping[int, Process] = {}
         self.ended: frozenset[int] = frozenset()
-        """Of the ranks nearby, those that know of the cause and have left their evidence."""
+        """The ranks nearby that know the cause and have left their evidence."""
         self.left: frozenset[int] = frozenset()
-        """Of the ranks nearby, those that had left in order when the cause came."""
+        """The ranks nearby that had left in order when the cause came."""
         self.broken = False
-        """Whether the store is gone, and its keeper did not say good-bye."""
+        """The store is gone, and its keeper did not say good-bye."""
         self.silent_s = 0.0
-        """How long the next rank, on another machine, has given no sign of life."""
-        self._board, self._rank, self._world, self.keeper = board, rank, world, keeper
-        self.following = (rank + 1) % world
-        self._learn, self._progress, self._warn, self._unguarded = learn, progress, warn, failed
+        """How long the next rank, on another machine, has sent no heartbeat."""
+        self._board, self._rank, self._world, self._listener = board, rank, world, listener
+        self.keeper, self.following, self.checked = keeper, (rank + 1) % world, board.checked
         self._told = ""
-        """The cause as it stands on the board, once it is known."""
+        """The cause as it is on the board, once it is known."""
         self._keeper_left = False
-        self.checked = board.checked
         self._beats, self._beat_at = Heartbeats(board, rank, Progress, self.checked), 0.0
         self._silence, self._heard_last = Lasting(2 * _BEAT_S), object()
         self._near = sorted({(rank + offset) % world for offset in range(-_NEAR, _NEAR + 1)} - {rank})
         self._met = threading.Event()
-        # Before the thread has the store: a rank that dies at once must have said who it was.
-        self._beats.tell(progress())
+        # Before the thread has the store, so that a rank that dies at once has said which process it was.
+        self._beats.tell(listener.progress())
         self._link = StoreLink("andon-halt-link", self._routine, self._failed)
 
-    # what the other threads of this rank ask for
+    # For the other threads of this rank.
 
     def meet(self) -> None:
-        """Wait until this rank knows whom to look out for; called when all ranks have made their link."""
+        """Wait until this rank knows the processes nearby; to be called after all ranks have made their link."""
         self._met.wait(5 * _ANSWER_S)
 
     def publish(self, cause: Cause) -> None:
-        """Tell all ranks to stop for `cause`; the first that is told wins, and all learn that one."""
+        """Halt all ranks. The first cause wins, and all ranks learn that one."""
         self._link.post(lambda: self._pull(cause))
 
     def warn(self, text: str) -> None:
-        """Say this on all other ranks."""
+        """Warn all other ranks."""
         self._link.post(lambda: self._spread(text))
 
     def acknowledge(self) -> None:
-        """Tell the others that this rank knows, and has left what it has to leave."""
+        """Tell the others that this rank knows the cause and has left its evidence."""
         self._link.post(lambda: self._board.set(f"ended {self._rank}", "1"))
 
     def ask(self) -> News | None:
-        """What the store says now; None where it does not answer in time."""
-        found: list[News] = []
-        self._link.ask(lambda: found.append(self._news()), _ANSWER_S)
-        return found[0] if found else None
+        """What the store says now; None if it does not answer in time."""
+        return self._link.ask(self._news, _ANSWER_S)
 
     def heard(self) -> Mapping[int, Counts]:
-        """What the ranks nearby have begun, as they told last; nothing where the store does not answer in time."""
-        found: dict[int, Counts] = {}
-        near = self._near
-        self._link.ask(
-            lambda: found.update({rank: beat.told.begun for rank, beat in self._beats.hear(near).items()}), _ANSWER_S
-        )
-        return found
+        """What the ranks nearby have begun, by their last heartbeats; empty if the store does not answer in time."""
+        beats = self._link.ask(lambda: self._beats.hear(self._near), _ANSWER_S) or {}
+        return {rank: beat.told.begun for rank, beat in beats.items()}
 
     def answers(self) -> bool:
         """Whether the store has answered within the last second."""
@@ -140,17 +152,16 @@ class HaltLink:
         """Say that this rank is done and will not be missed, and end the thread. Takes at most two seconds."""
         self._link.close(self._say_goodbye, 2 * _ANSWER_S)
 
-    # the thread
+    # The thread.
 
     def _routine(self) -> float | None:
-        """Hear what there is to hear; seconds until the next time, None once nobody needs this rank any more."""
+        """One look at the board. Returns the seconds until the next, or None once no rank needs this one any more."""
         if not self._told:
             self._take(self._board.get(_PULLED))
         if self._told:
             if self._board.read(_PULLED, self._form) is None:  # the others have to find it too
                 self._board.set(_PULLED, self._told)
-            self.ended = frozenset(r for r in self._near if self._board.check([f"ended {r}"]))
-            self.left = frozenset(r for r in self._near if self._board.check([f"left {r}"]))
+            self.ended, self.left = self._marked("ended", self._near), self._marked("left", self._near)
             return _HURRIED_S
         if not self.processes:
             heard = self._beats.hear(self._near)
@@ -162,7 +173,7 @@ class HaltLink:
             self._board.set(f"saw {self._rank}", "1")
             return None
         if time.monotonic() - self._beat_at >= _BEAT_S:
-            self._tell_progress()
+            self._beat()
         return POLL_S if self.processes else _HURRIED_S
 
     def _failed(self, error: Exception) -> None:
@@ -170,31 +181,31 @@ class HaltLink:
         if isinstance(error, RuntimeError | OSError) and not ours:
             self.broken = not self._keeper_left  # the store is gone: its keeper ended, in order or not
             return
-        told = self._unguarded(error)
-        with suppress(Exception):  # what it is of, may be this very store
+        told = self._listener.link_failed(error)
+        with suppress(Exception):  # the error may come from this very store
             self._spread(told) if isinstance(told, str) else self._pull(told)
         if not isinstance(told, str) and not self._told:
-            self._learn(told)  # at least this rank acts on it
+            self._listener.learn(told)  # at least this rank acts on it
 
-    def _tell_progress(self) -> None:
+    def _beat(self) -> None:
         self._beat_at = time.monotonic()
-        self._beats.tell(self._progress())
+        self._beats.tell(self._listener.progress())
         found = self._board.read(_WARNED, lambda body: whole(Said, body))
         if found is not None and found.rank != self._rank:
-            self._warn(found.text)
+            self._listener.warn(found.text)
         following = self.following
         if following in self.processes and self.processes[following].look() == "elsewhere":
             heard = self._beats.hear([following]).get(following)
             silent = [following] if heard is not None and heard is self._heard_last else []
-            # Seconds in which this thread ran, so that a pause of the whole job counts for nothing.
+            # Counts only the seconds in which this thread ran, so that a pause of the whole job accuses nobody.
             self.silent_s = self._silence.look(silent).get(following, 0.0)
             self._heard_last = heard
 
     def _pull(self, cause: Cause) -> None:
-        """Put the cause on the board where none is yet; learn which one it is."""
+        """Put the cause on the board if none is there yet, and learn which one is."""
         told = self._encoded(cause)
         self._take(self._board.compare_set(_PULLED, "", told))
-        if not self._told:  # what stands there is of a rank, and no cause
+        if not self._told:  # a rank signed what is there, but it is not a cause
             self._board.set(_PULLED, told)
             self._take(told.encode())
 
@@ -202,7 +213,7 @@ class HaltLink:
         self._board.set(_WARNED, json.dumps(Said(self._rank, text[:MOST_CHARACTERS]).to_json()))
 
     def _encoded(self, cause: Cause) -> str:
-        """As the others can read it: an error of the loop's own may hold anything."""
+        """The cause as the others can read it: an error that the loop raised may contain anything."""
         cause = replace(cause, text=cause.text[:MOST_CHARACTERS], seen=cause.seen[:MOST_CHARACTERS])
         try:
             told = json.dumps(cause.to_json())
@@ -216,24 +227,147 @@ class HaltLink:
         cause = self.checked.read(_PULLED, raw, self._form) if raw and not self._told else None
         if cause is not None:
             self._told = raw.decode()
-            self._learn(cause)
+            self._listener.learn(cause)
 
     def _form(self, body: object) -> Cause:
         return whole(Cause, body).among(self._world)
 
+    def _marked(self, mark: str, ranks: Iterable[int]) -> frozenset[int]:
+        return frozenset(rank for rank in ranks if self._board.check([f"{mark} {rank}"]))
+
     def _news(self) -> News:
         ranks = range(self._world)
         at = {rank: beat.told.at for rank, beat in self._beats.hear(ranks).items()}
-        return News(frozenset(r for r in ranks if self._board.check([f"left {r}"])), at)
+        return News(self._marked("left", ranks), at)
 
     def _say_goodbye(self) -> None:
-        self._tell_progress()
+        self._beat()
         self._board.set(f"left {self._rank}", "1")
         if self.keeper is not None and self.keeper != self._rank:
             self._board.set(f"saw {self._rank}", "1")
         elif self.keeper is not None and not self._told:
-            # With this process the store ends: the others must not take that for its death.
+            # The store ends with this process. The others must not take that for its death.
             others = [f"saw {rank}" for rank in range(self._world) if rank != self._rank]
             deadline = time.monotonic() + 3 * POLL_S
             while not self._board.check(others) and time.monotonic() < deadline:
                 time.sleep(POLL_S / 20)
+
+
+class PeerMonitor:
+    """What one rank sees of the others: the processes of its machine, and the heartbeats of the next rank elsewhere."""
+
+    def __init__(self, link: HaltLink, rank: int, patience_s: float, begun: PendingCollectives) -> None:
+        """patience_s: how long a process may be stopped, or one on another machine silent."""
+        self._link, self._rank, self._patience_s, self._begun = link, rank, patience_s, begun
+        self._waiting: Waiting | None = None
+        self._looks = 0
+        self._kills = memory_kills()
+        self._left: set[int] = set()
+        self._stopped = Lasting(LOOK_S)
+
+    def trouble(self, teller: Teller) -> Cause | None:
+        """A rank that died, has been stopped or silent for too long, or waits for this one while this one waits for it.
+
+        To be called every `LOOK_S`.
+        """
+        processes = self._link.processes
+        lasting = self._stopped.look(rank for rank, process in processes.items() if process.look() == "stopped")
+        late = any(seconds >= self._patience_s for seconds in (self._link.silent_s, *lasting.values()))
+        seen, news = self._look(ask=late)  # a rank that has left in order is not missed
+        seen = {rank: replace(each, stopped_s=lasting.get(rank, 0.0)) for rank, each in seen.items()}
+        return self._cause(teller, seen, news, self._patience_s, (*ENDED_BY_ITSELF, *UNHEARD)) or self._stuck(teller)
+
+    def missing(self, teller: Teller, error: BaseException) -> Cause | None:
+        """The rank for which the collective that raised `error` waited: dead, stopped, gone in order, or behind."""
+        waited = consequence(error) == "silent"
+        seen, news = self._look(ask=True)
+        order: tuple[Conclusion, ...] = (*ENDED_BY_ITSELF, *UNHEARD, "left")
+        found = self._cause(teller, seen, news, 0.0, (*order, "behind") if waited else order)
+        if found is not None or news is None or not waited:
+            return found
+        ahead = max(news.at, key=lambda rank: news.at[rank].order, default=self._rank)
+        further = ahead != self._rank and news.at[ahead].order > news.at.get(self._rank, teller.at).order
+        return teller.ahead(ahead, news.at[ahead]) if further else None
+
+    def unaware(self) -> Mapping[int, Process]:
+        """The ranks of this machine that live, have not left, and have not said that they know the cause."""
+        known = self._link.ended | self._link.left | self._left
+        # A store that does not answer says nothing of who knows. That a process is stopped, no store has to say.
+        states = ("runs", "stopped") if self._link.answers() else ("stopped",)
+        processes = self._link.processes.items()
+        return {rank: process for rank, process in processes if process.look() in states and rank not in known}
+
+    def lowest_live(self) -> bool:
+        """Whether this rank is the lowest that lives, and so writes what one rank has to write."""
+        processes = self._link.processes
+        if not processes:
+            return self._rank == 0
+        before = [
+            conclude(Seen(processes[rank].look()), Patience(stopped_s=0.0)) for rank in processes if rank < self._rank
+        ]
+        return len(before) == self._rank and not PRESENT.intersection(before)
+
+    def _stuck(self, teller: Teller) -> Cause | None:
+        """Ranks nearby that wait for this one, while it waits for them in a gather."""
+        waiting = self._begun.waiting
+        self._looks = self._looks + 1 if waiting is self._waiting else 0
+        self._waiting = waiting
+        if waiting is None or self._looks < 1 or (self._looks > _EVERY_LOOK and self._looks % _CALM):
+            return None
+        told = self._link.heard()
+        found = stuck(waiting, told)
+        # If it still is the same gather, this rank has begun nothing since before the others told.
+        if not found or self._begun.waiting is not waiting:
+            return None
+        return teller.passed(found, sum(each.gathers >= waiting.gather for each in told.values()))
+
+    def _look(self, *, ask: bool) -> tuple[dict[int, Seen], News | None]:
+        """What is seen of the others, and what the store says, which is asked with `ask` or if a process is gone.
+
+        A process that is gone is left out while the store does not say whether it left in order.
+        """
+        link = self._link
+        states = {rank: process.look() for rank, process in link.processes.items()}
+        gone = {rank for rank, state in states.items() if state == "gone"} - self._left
+        codes = {rank: link.processes[rank].exit_code() for rank in gone}
+        news = link.ask() if ask or gone else None
+        told = news or News(frozenset(), {})
+        self._left |= {rank for rank in gone if codes[rank] == 0 or rank in told.left}
+        left, mine = self._left | told.left, told.at.get(self._rank)
+        seen: dict[int, Seen] = {}
+        for rank in sorted((states.keys() | told.at.keys() | told.left) - {self._rank}):
+            keeper_lost = link.broken and rank == link.keeper
+            if news is None and rank in gone - left and not keeper_lost:
+                continue
+            silent_s = math.inf if keeper_lost and rank in states else link.silent_s * (rank == link.following)
+            behind = mine is not None and rank in told.at and told.at[rank].order < mine.order
+            code = 0 if rank in left else codes.get(rank)
+            seen[rank] = Seen(states.get(rank, "elsewhere"), rank in left, code, 0.0, silent_s, behind)
+        return seen, news
+
+    def _cause(
+        self, teller: Teller, seen: Mapping[int, Seen], news: News | None, stopped_s: float, order: Iterable[Conclusion]
+    ) -> Cause | None:
+        """The first of these conclusions that holds for any rank, as a cause."""
+        patience = Patience(stopped_s, self._patience_s, unseen=True)
+        found, ranks = first({rank: conclude(each, patience) for rank, each in seen.items()}, order)
+        if not ranks:
+            return None
+        if found == "behind" and news is not None:
+            told = news.at
+            last = min(ranks, key=lambda rank: told[rank].order)
+            return teller.behind(last, told[last])
+        rank = ranks[0]
+        news = news or self._link.ask()
+        place = (news.at.get(rank) if news is not None else None) or Whereabouts()
+        at = place.at_least(teller.at)
+        if found == "left":
+            return teller.left(rank, at)
+        process = self._link.processes[rank]
+        if found == "stopped":
+            return teller.stopped(rank, process, at)
+        if found == "silent":
+            return teller.silent(rank, process, self._link.silent_s, at)
+        now = memory_kills()
+        kills = 0 if now is None or self._kills is None else now - self._kills
+        return teller.died(rank, process, seen[rank].exit, kills, at)

@@ -1,4 +1,4 @@
-"""Whether others reach the store of a launcher whose ranks are all on this machine (proc(5), Linux alone)."""
+"""Whether other machines can reach the store of a launcher whose ranks are all on this one (proc(5), Linux alone)."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ _LOOPBACK = "lo"
 
 
 def open_store(environ: Mapping[str, str] | None = None, net: Path = Path("/proc/net")) -> str:
-    """What to say of a store that listens to other machines, though no rank is on one; empty: nothing.
+    """A warning if the store listens to other machines although no rank is on one; empty if there is no reason.
 
-    Nothing either on a machine without a network, on one where the store is not, and where the launcher does not say
-    how many ranks are here. environ: the variables of torch's launcher.
+    Empty too on a machine without a network or without the store, and if the launcher does not say how many ranks are
+    here. environ: the variables of torch's launcher.
     """
-    given = os.environ if environ is None else environ
-    port = given.get("MASTER_PORT", "")
-    here = "WORLD_SIZE" in given and given["WORLD_SIZE"] == given.get("LOCAL_WORLD_SIZE")
-    if not here or not port.isdecimal() or not _has_network(net):
+    variables = os.environ if environ is None else environ
+    port = variables.get("MASTER_PORT", "")
+    here = "WORLD_SIZE" in variables and variables["WORLD_SIZE"] == variables.get("LOCAL_WORLD_SIZE")
+    interfaces = [line.split()[0] for line in _lines(net / "route")[1:]]
+    interfaces += [line.split()[-1] for line in _lines(net / "if_inet6")]
+    if not here or not port.isdecimal() or all(interface == _LOOPBACK for interface in interfaces):
         return ""
     open_at = [address for address in _listening(int(port), net) if not address.is_loopback]
     if not open_at:
@@ -31,14 +33,8 @@ def open_store(environ: Mapping[str, str] | None = None, net: Path = Path("/proc
     return f"torchrun listens {where} (port {port}): {risk}"
 
 
-def _has_network(net: Path) -> bool:
-    routes = [line.split()[0] for line in _lines(net / "route")[1:]]
-    addresses = [line.split()[-1] for line in _lines(net / "if_inet6")]
-    return any(interface != _LOOPBACK for interface in (*routes, *addresses))
-
-
 def _listening(port: int, net: Path) -> Iterator[IPv4Address | IPv6Address]:
-    """The addresses at which something listens at this port: words of 32 bits in the byte order of this machine."""
+    """The addresses that listen at this port. The kernel prints words of 32 bits in the byte order of the machine."""
     for line in (*_lines(net / "tcp")[1:], *_lines(net / "tcp6")[1:]):
         fields = line.split()
         host, _, number = fields[1].partition(":")
@@ -51,5 +47,5 @@ def _listening(port: int, net: Path) -> Iterator[IPv4Address | IPv6Address]:
 def _lines(path: Path) -> list[str]:
     try:
         return path.read_text().splitlines()
-    except OSError:  # another system, or none of this kind of address
+    except OSError:  # another system, or no address of this kind
         return []

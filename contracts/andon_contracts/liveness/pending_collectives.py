@@ -1,10 +1,10 @@
-"""What each rank has begun that cannot end without all of them: whether two ranks wait for each other is counted.
+"""Detects two ranks that wait for each other, by counting what each begins that needs all ranks.
 
 A rank that left out an update goes on to the next backward pass of DDP, or to the next reduction, and waits there for
-the others, who wait for it in a gather of the watch. Each counts what it begins: gathers, backward passes that reduce,
-and reductions of its loop by group. A rank that is in its n-th gather cannot begin anything else; one that has begun a
-backward pass or a reduction more than that, before its own n-th gather, needs the first to begin it too. So both are
-there for good, however long either of them may otherwise take. Nothing here waits, reads a tensor or communicates.
+the others, while they wait for it in a gather of the watch. Each rank counts the gathers, the backward passes that
+reduce, and the reductions of its loop by group. A rank in its n-th gather can begin nothing else. Another rank that,
+before its own n-th gather, has begun one backward pass or reduction more needs the first to begin it too. So neither
+can ever go on, however slow they may be. Nothing here waits, reads a tensor or communicates.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ REDUCTION = "a reduction over all ranks"
 
 @dataclass(frozen=True)
 class Counts(Part):
-    """What a rank has begun, as it tells the others; it is in the `number`-th reduction of `group`, if in one."""
+    """What a rank has begun, as it tells the others. It is in the `number`-th reduction of `group`, if in one."""
 
     gathers: Count
     backwards: Count
@@ -38,51 +38,40 @@ class Counts(Part):
 
 @dataclass(frozen=True)
 class Waiting:
-    """A rank in a gather: its number, and what this rank has begun before it, reductions by the name of their group."""
+    """A rank in its `gather`-th gather, and what it has begun before: reductions by the name of their group."""
 
     gather: int
     backwards: int
     reductions: Mapping[str, int]
 
-    def needed_by(self, told: Counts) -> str:
-        """What the rank that told this is in, and cannot leave before this one leaves its gather; "" for nothing."""
-        if told.gathers >= self.gather:
-            return ""
-        if told.backwards > self.backwards:
-            return BACKWARD
-        return REDUCTION if told.number > self.reductions.get(told.group, 0) else ""
-
 
 class PendingCollectives:
-    """The counts of one rank, kept by the thread that trains, and read by any other."""
+    """The counts of one rank: written by the thread that trains, read by any other."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
-        """ranks: those that are watched together, by their number among all."""
+        """ranks: those that are watched together, by their number in the world."""
         self.armed = False
         """Whether the next backward pass reduces: a forward pass of DDP has said so."""
+        self.waiting: Waiting | None = None
+        """The gather that this rank is in; the same object while it lasts."""
         self._ranks = frozenset(ranks)
         self._parameters: frozenset[int] = frozenset()
         self._gathers, self._backwards = 0, 0
         self._reductions: Counter[str] = Counter()
         self._inside: tuple[str, int] | None = None
-        self._waiting: Waiting | None = None
         self._whole: dict[str, bool] = {}
         self._owner = threading.get_ident()
 
-    # what the loop does
-
     def follow(self, model: nn.Module) -> list[DistributedDataParallel]:
-        """The modules in `model` whose backward passes reduce over all ranks; `forward` is to be told of each call."""
+        """The modules in `model` whose backward passes reduce over all ranks. Each forward pass calls `forward`."""
         modules = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
         found = [each for each in modules if self._ranks <= set(dist.get_process_group_ranks(each.process_group))]
         self._parameters = frozenset(id(p) for each in found for p in each.parameters())
         return found
 
     def forward(self, module: DistributedDataParallel) -> None:
-        """A forward pass of a module that `follow` gave begins.
-
-        What a communication hook does with the gradients, and with which ranks, is its own affair.
-        """
+        """A forward pass of a module that `follow` returned begins."""
+        # A communication hook may do anything with the gradients, with any ranks.
         hooked = getattr(module, "_comm_hooks", ())
         if torch.is_grad_enabled() and module.require_backward_grad_sync and not hooked:
             self.armed = True
@@ -94,7 +83,7 @@ class PendingCollectives:
             self._backwards += 1
 
     def reducing(self, group: Any, *, waits: bool) -> None:
-        """The loop reduces over `group` (None: all ranks). waits: until it is done, when `resumed` is called."""
+        """The loop reduces over `group` (None: all ranks). waits: until it calls `resumed`."""
         if threading.get_ident() != self._owner:
             return
         group = group or dist.group.WORLD
@@ -111,33 +100,30 @@ class PendingCollectives:
             self._inside = None
 
     def gathering(self) -> None:
-        """A gather of ours begins."""
+        """A gather of the watch begins."""
         self._gathers += 1
-        # A forward pass may have been without a backward pass of what is watched: then there may be one more to come.
-        backwards = self._backwards + self.armed
-        self._waiting = Waiting(self._gathers, backwards, self._reductions)
+        # If a forward pass was not followed by its backward pass, that pass may still come.
+        self.waiting = Waiting(self._gathers, self._backwards + self.armed, self._reductions)
 
     def gathered(self) -> None:
-        """It is over."""
-        self._waiting = None
-
-    # what other threads ask
-
-    @property
-    def waiting(self) -> Waiting | None:
-        """The gather that this rank is in; the same object as long as it is."""
-        return self._waiting
+        """The gather is over."""
+        self.waiting = None
 
     def told(self) -> Counts:
-        """For the other ranks. The gathers are read last: what is said of the rest was so before they were more."""
+        """For the other ranks, from any thread. Gathers are read last: the other counts are no newer than they."""
         backwards, inside = self._backwards, self._inside or ("", 0)
         return Counts(self._gathers, backwards, *inside)
 
 
 def stuck(waiting: Waiting, told: Mapping[int, Counts]) -> dict[int, str]:
-    """The ranks that wait for the one that is `waiting`, which waits for them, each with what it is in.
+    """The ranks that cannot go on before this rank leaves the gather in which it waits for them, by what they are in.
 
     told: what each other rank told of itself last.
     """
-    found = {rank: waiting.needed_by(each) for rank, each in told.items()}
-    return {rank: what for rank, what in found.items() if what}
+    found = {}
+    for rank, each in told.items():
+        if each.gathers < waiting.gather and each.backwards > waiting.backwards:
+            found[rank] = BACKWARD
+        elif each.gathers < waiting.gather and each.number > waiting.reductions.get(each.group, 0):
+            found[rank] = REDUCTION
+    return found

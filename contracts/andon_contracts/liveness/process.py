@@ -1,4 +1,4 @@
-"""Whether a process lives, is stopped or is gone: read from the system where it runs on the same machine."""
+"""One process: whether it runs, is stopped or is gone (read from /proc on the same machine), and how it ended."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import functools
 import os
 import signal
 import socket
+import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +18,12 @@ from andon_contracts.error_file import VARIABLE
 from andon_contracts.fields import Count, Part
 
 State = Literal["runs", "stopped", "gone", "elsewhere"]
+"""elsewhere: on another machine, or the system does not say."""
 _PROC, _GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 _STATE, _STARTED, _EXIT_CODE = 0, 19, 49
-"""Places of fields 3, 22 and 52 of proc(5) in /proc/PID/stat, counted after the command's name."""
+"""Indices of fields 3, 22 and 52 of proc(5) in /proc/PID/stat, counted after the command's name."""
 STOPPED = "stopped (by a signal, a debugger)"
 STOPPED_BY = "stopped by a signal (SIGSTOP), or a debugger"
-"""The state in which a process is there and does not run, of a rank and of what ranks are started by."""
 _HINTS = {
     signal.SIGSEGV: "a crash in native code",
     signal.SIGBUS: "a crash in native code, or a full shared-memory file system",
@@ -32,10 +33,11 @@ _HINTS = {
 
 @dataclass(frozen=True)
 class Process(Part):
-    """One process for good: a pid alone may be given to another process, a pid with its start time may not.
+    """Identifies one process for good: the system reuses a pid, but not a pid with its start time.
 
-    `started` counts clock ticks since boot. `machine` names a boot and a space of process ids; empty: this one, as far
-    as `alive`, `stopped` and `send` go. `error_file` is what torch's launcher reads of it, if there is one.
+    `started` counts clock ticks since boot. `machine` names a boot and a namespace of process ids. Only `look` and
+    `kill` read it; the other methods assume a process of this machine. `error_file` is the one that torch's launcher
+    reads for this process, if any.
     """
 
     pid: Count
@@ -46,23 +48,23 @@ class Process(Part):
 
     @classmethod
     def here(cls) -> Process:
-        """This process, as others may be told of it."""
+        """This process, as it is sent to other ranks."""
         fields = _fields(os.getpid())
         started = int(fields[_STARTED]) if fields else 0
         return cls(os.getpid(), started, _machine(), socket.gethostname(), os.environ.get(VARIABLE, ""))
 
     @classmethod
     def of(cls, pid: int) -> Process | None:
-        """The process of this machine that has this pid now; None where there is none that runs."""
+        """The process of this machine that has this pid now; None if none runs."""
         started = start_time(pid)
         return None if started is None else cls(pid, started)
 
     def look(self) -> State:
-        """What it does now; `elsewhere` where that cannot be seen from here."""
+        """Its state now, or `elsewhere` for a process of another machine."""
         return self.state() if self.machine and self.machine == _machine() else "elsewhere"
 
     def state(self) -> State:
-        """As `look`, of a process of this machine; `elsewhere` where the system does not say."""
+        """Its state now, as a process of this machine. A zombie is gone."""
         fields = _fields(self.pid)
         if fields is None:
             return "elsewhere"
@@ -71,15 +73,15 @@ class Process(Part):
         return "stopped" if fields[_STATE] in "Tt" else "runs"
 
     def alive(self) -> bool:
-        """Whether it, a process of this machine, is still there and not a zombie. A stopped process is alive."""
+        """True if it is not gone. A stopped process is alive."""
         return self.state() != "gone"
 
     def stopped(self) -> bool:
-        """Whether it is there, but a signal (SIGSTOP) or a debugger keeps it from running."""
+        """True if a signal (SIGSTOP) or a debugger keeps it from running."""
         return self.state() == "stopped"
 
     def exit_code(self) -> int | None:
-        """The code with which it ended, a signal as a negative number; None where nobody has kept it."""
+        """Its exit code, a signal as a negative number; None once its parent has reaped it."""
         fields = _fields(self.pid) or []
         if len(fields) <= _EXIT_CODE or int(fields[_STARTED]) != self.started or fields[_STATE] != "Z":
             return None
@@ -87,49 +89,38 @@ class Process(Part):
         return -(status & 0x7F) if status & 0x7F else status >> 8
 
     def send(self, signum: int) -> bool:
-        """Send a signal to this process of this machine, and to no other; False where it has ended already."""
-        return self._signal(signum)
-
-    def _signal(self, signum: int) -> bool:
-        if not self.alive():
-            return False
+        """Send a signal to this process and to no other. False if it has ended."""
+        handle = None
         try:
-            self._reach(signum)
+            with suppress(OSError, AttributeError):  # a kernel before 5.3, no more descriptors, or no such process
+                handle = os.pidfd_open(self.pid)
+            # The handle stays bound to one process. Only after it is open does this check that it is the right one.
+            if not self.alive():
+                return False
+            if handle is None:
+                os.kill(self.pid, signum)
+            else:
+                signal.pidfd_send_signal(handle, signum)
         except ProcessLookupError:
             return False
+        finally:
+            if handle is not None:
+                os.close(handle)
         return True
 
-    def _reach(self, signum: int) -> None:
-        """Raises `ProcessLookupError` where it has ended meanwhile, by whichever call."""
-        try:
-            handle = os.pidfd_open(self.pid)
-        except ProcessLookupError:
-            raise
-        except (OSError, AttributeError):  # a kernel before 5.3, or no more descriptors
-            os.kill(self.pid, signum)
-            return
-        try:
-            # The handle is of one process: that it still is the right one is asked once more.
-            if not self.alive():
-                raise ProcessLookupError
-            signal.pidfd_send_signal(handle, signum)
-        finally:
-            os.close(handle)
-
     def kill(self) -> bool:
-        """End it, whatever it does; whether it was there to be ended. Nothing on another machine."""
-        if self.look() not in ("runs", "stopped"):
+        """Kill it if it runs or is stopped on this machine. Returns whether the signal was sent."""
+        try:
+            return self.look() in ("runs", "stopped") and self.send(signal.SIGKILL)
+        except PermissionError:
             return False
-        with suppress(PermissionError):
-            return self._signal(signal.SIGKILL)
-        return False
 
 
 class Lasting:
-    """For how long things have been so, in seconds in which whoever looks at them ran itself.
+    """Measures for how long conditions have held, in seconds in which the observing process ran itself.
 
-    A gap between two looks of more than `most_s` counts as that much: it is the looker's own. Stopped together with
-    what it looks at, or on a machine that slept, it must accuse nobody as it wakes.
+    A gap between two looks counts for at most `most_s`: a longer one means that the observer did not run. Without this
+    limit an observer that was stopped, or slept with its machine, would accuse the others as it wakes.
     """
 
     def __init__(self, most_s: float) -> None:
@@ -138,21 +129,36 @@ class Lasting:
         self._looked = time.monotonic()
 
     def look(self, so: Iterable[int]) -> Mapping[int, float]:
-        """For how long each of those (by number) that are `so` now has been so at every look since."""
+        """For each number in `so`, the seconds since it first was in `so` at every look."""
         now = time.monotonic()
         gap, self._looked = min(now - self._looked, self._most_s), now
         self._seconds = {each: self._seconds.get(each, 0.0) + gap for each in so}
         return self._seconds
 
 
+def within(seconds: float, words: Callable[[], None]) -> bool:
+    """Run `words` in a thread and wait at most `seconds`, so that no disk, reader or group can block an exit.
+
+    Returns whether it was done in time.
+    """
+    speaking = threading.Thread(target=words, name="andon-end", daemon=True)
+    try:
+        speaking.start()
+    except RuntimeError:  # no more threads on this machine: better to block than to lose the words
+        words()
+        return True
+    speaking.join(seconds)
+    return not speaking.is_alive()
+
+
 def start_time(pid: int) -> int | None:
-    """When the process started, in clock ticks since boot; None where it does not run (gone, or a zombie)."""
+    """When the process started, in clock ticks since boot; None if it is gone or a zombie."""
     fields = _fields(pid)
     return int(fields[_STARTED]) if fields and fields[_STATE] not in "ZX" else None
 
 
 def ending(code: int | None) -> str:
-    """How a process ended, in words."""
+    """How a process with this exit code ended, in words."""
     if code is None:
         return "is gone"
     if code >= 0:
@@ -166,21 +172,12 @@ def ending(code: int | None) -> str:
     return f"was killed by {name}" + (f" ({hint})" if hint else "")
 
 
-def memory_kills() -> int | None:
-    """How many processes the system has ended since it started because memory ran out; None where it does not say."""
-    try:
-        lines = (_PROC / "vmstat").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
-
-
 def who_kills(
     before: tuple[int | None, int | None], now: tuple[int | None, int | None], limit_bytes: int | None
 ) -> str:
-    """Who sent a SIGKILL that came between two counts of kills for want of memory, (of our cgroup, of the machine).
+    """Explain a SIGKILL by two counts of out-of-memory kills, each for (our cgroup, the machine).
 
-    limit_bytes: of the cgroup's memory; None: it has none.
+    limit_bytes: the memory limit of the cgroup; None: it has none.
     """
     group, machine = (None if a is None or b is None else b - a for a, b in zip(before, now, strict=True))
     if group:
@@ -193,30 +190,35 @@ def who_kills(
     return "out of memory, or killed by hand"
 
 
+def memory_kills() -> int | None:
+    """How many processes of this machine the kernel has killed for memory since boot; None if it does not say."""
+    return _kills_in(_PROC / "vmstat")
+
+
 def group_kills() -> int | None:
-    """How many processes of this one's memory cgroup the kernel has ended for want of memory; None where it does not
-    say, as of the root."""
-    folder = _memory_group()
-    for name in ("memory.events", "memory.oom_control"):
-        with suppress(OSError, ValueError):
-            lines = dict(line.split(maxsplit=1) for line in (folder / name).read_text().splitlines())
-            if "oom_kill" in lines:
-                return int(lines["oom_kill"])
+    """The same for the memory cgroup of this process; None for the root, for example, which has no count."""
+    found = (_kills_in(_memory_group() / name) for name in ("memory.events", "memory.oom_control"))
+    return next((kills for kills in found if kills is not None), None)
+
+
+def _kills_in(path: Path) -> int | None:
+    with suppress(OSError, ValueError, KeyError):
+        return int(dict(line.split(maxsplit=1) for line in path.read_text().splitlines())["oom_kill"])
     return None
 
 
 def _memory_group() -> Path:
-    """The folder of this process's memory cgroup, of version 1 where that has the memory, else 2.
+    """The folder of this process's memory cgroup: of version 1 if that controls memory, else of version 2.
 
-    In a container the path that the kernel tells may be another one's: what is mounted is then the container's own.
+    In a container the kernel may report a path outside of it. What is mounted is then the container's own group.
     """
-    told: dict[str, str] = {}
+    paths: dict[str, str] = {}
     with suppress(OSError):
         for line in (_PROC / "self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
-            told |= dict.fromkeys(controllers.split(","), path)
-    mounted = _GROUPS / "memory" if "memory" in told else _GROUPS
-    folder = mounted / told.get("memory", told.get("", "/")).lstrip("/")
+            paths |= dict.fromkeys(controllers.split(","), path)
+    mounted = _GROUPS / "memory" if "memory" in paths else _GROUPS
+    folder = mounted / paths.get("memory", paths.get("", "/")).lstrip("/")
     return folder if folder.is_dir() else mounted
 
 
@@ -224,14 +226,14 @@ def _memory_limit() -> int | None:
     for name in ("memory.max", "memory.limit_in_bytes"):
         with suppress(OSError, ValueError):
             found = int((_memory_group() / name).read_text())
-            return found if found < 1 << 60 else None  # version 1 says a huge number for none
+            return found if found < 1 << 60 else None  # version 1 gives a huge number for no limit
     return None
 
 
 def _fields(pid: int) -> list[str] | None:
-    """What the system says of a process: nothing where it is gone, None where that cannot be read."""
+    """The fields of /proc/PID/stat after the command: empty if the process is gone, None if it cannot be read."""
     try:
-        # The command's name stands in brackets, may hold brackets itself, and need not be text.
+        # The command's name stands in brackets, may contain brackets, and need not be text.
         stat = (_PROC / str(pid) / "stat").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return []
@@ -251,4 +253,4 @@ def _machine() -> str:
 
 
 _KILLS_BEFORE = group_kills(), memory_kills()
-"""As this process began: what is counted from then on was killed while it ran."""
+"""The counts when this process began. Later kills happened while it ran."""

@@ -1,7 +1,7 @@
-"""How ranks leave each other values: a board, the one thread of a rank that speaks with it, and signs of life on it.
+"""How ranks leave each other values: a board, the one thread of a rank that talks to it, and heartbeats on it.
 
-A store is a board, torch's or one behind a socket that permissions protect. Whoever can reach a board can put anything
-there: guards take it for what it is only where `signed` says that a rank put it there, and `Checked` alone reads it.
+A board is a store: torch's, or one behind a socket that permissions protect. Whoever reaches it can put anything there.
+`signed` drops what no rank of this run has put there; `Checked` alone parses the rest, by a strict form.
 """
 
 from __future__ import annotations
@@ -17,94 +17,84 @@ from typing import Any, Generic, NoReturn, Protocol, TypeVar
 from andon_contracts.fields import Count, Part
 from andon_contracts.liveness.process import Process
 
-Told = TypeVar("Told", bound=Part)
+Form = TypeVar("Form", bound=Part)
 Read = TypeVar("Read")
 MOST_CHARACTERS = 1 << 16
-"""How much text of one kind a rank may tell; more of it is left out."""
+"""The longest text that a rank sends; the rest is cut off."""
 MOST_BYTES = 1 << 20
-"""What is longer is none of ours: JSON needs six bytes for a character, and no value has more than two such texts."""
+"""Longer values are dropped: JSON needs six bytes for a character, and no value has more than two such texts."""
 
 
 class Board(Protocol):
-    """Values by name, which any rank may put and read.
+    """Values by key, which any rank may put and read.
 
-    Each call may take long, and raises `RuntimeError` or `OSError` once the board is gone. A rank calls it in one
-    thread alone.
+    A call may take long. It raises `RuntimeError` or `OSError` once the board is gone. A rank calls it in one thread.
     """
 
-    def set(self, key: str, value: str, /) -> None:
-        """Put a value in the place of what is there."""
-
-    def get(self, key: str, /) -> bytes:
-        """The value of a name that is there."""
-        ...
-
+    def set(self, key: str, value: str, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
     def check(self, keys: list[str], /) -> bool:
         """Whether all of these are there."""
         ...
 
     def multi_get(self, keys: list[str], /) -> list[bytes]:
-        """The values of names that are there, by one question."""
+        """The values of keys that are all there, by one request."""
         ...
 
     def compare_set(self, key: str, expected: Any, value: str, /) -> bytes:
-        """Put a value where there is what is expected (text or bytes; "": nothing); what is there afterwards."""
+        """Set the value if `expected` (text or bytes; "": no value) is there. Returns the value afterwards."""
         ...
 
 
 class Checked:
-    """Values of a board, each read by one checked form. What is none is dropped, and counted as `dropped`."""
+    """Parses values of a board by one strict form, and drops and counts those that do not have it."""
 
     def __init__(self) -> None:
         self.dropped = 0
         self._last: dict[str, int] = {}
 
     def read(self, key: str, raw: bytes, form: Callable[[object], Read]) -> Read | None:
-        """What `form` makes of the JSON found under `key`; None where that is none, or `form` raises `ValueError`."""
+        """What `form` makes of the JSON under `key`; None if it is not JSON, or `form` raises `ValueError`."""
         try:
-            return form(_json(raw))
-        except (ValueError, RecursionError):  # the form's words for what is wrong may nest as deeply
+            if len(raw) > MOST_BYTES:
+                raise ValueError(f"{len(raw)} bytes")
+            return form(json.loads(raw.decode("utf-8"), parse_constant=_refuse))
+        except (ValueError, RecursionError):  # deeply nested JSON also recurses in the form's own error messages
             self.drop(key, raw)
             return None
 
     def drop(self, key: str, raw: bytes) -> None:
-        """Count what was found under `key`, however often the same is found there."""
+        """Count a value, but once only while it stays the same."""
         if self._last.get(key) != hash(raw):
             self._last[key] = hash(raw)
             self.dropped += 1
 
     def account(self, rank: int) -> str:
-        """What was dropped, in words; empty: nothing."""
+        """How many values were dropped, in words; empty for none."""
         many = f"{self.dropped} value{'s' * (self.dropped != 1)}"
         return f"rank {rank} dropped {many} of the ranks' store that no rank had put there" if self.dropped else ""
-
-
-def _json(raw: bytes) -> object:
-    if len(raw) > MOST_BYTES:
-        raise ValueError(f"{len(raw)} bytes")
-    return json.loads(raw.decode("utf-8"), parse_constant=_refuse)
-
-
-def whole(form: type[Told], body: object) -> Told:
-    """`body` as this form, with every field that a rank writes. Raises `ValueError` for anything else."""
-    found = form.from_json(body)
-    if found.to_json() != body:
-        raise ValueError(f"{form.__name__} lacks a field")
-    return found
 
 
 def _refuse(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number of ours")
 
 
+def whole(form: type[Form], body: object) -> Form:
+    """`body` as this form, with no field left to its default. Raises `ValueError` for anything else."""
+    found = form.from_json(body)
+    if found.to_json() != body:
+        raise ValueError(f"{form.__name__} lacks a field")
+    return found
+
+
 class StoreLink:
-    """The thread of this rank that speaks with a board, so that one which does not answer blocks nobody else."""
+    """The one thread of a rank that talks to a board, so that a board which does not answer blocks no other thread."""
 
     def __init__(self, name: str, routine: Callable[[], float | None], failed: Callable[[Exception], None]) -> None:
-        """routine: done at once, and again after the seconds that it gives, or sooner; None: never again.
+        """routine: runs at once, and again after the seconds that it returns, or sooner; None: never again.
 
-        failed: called in the thread with the error of the routine or of a request, before who asked for it goes on.
-        The thread ends then: what becomes of a rank without it, is for `failed` to decide.
+        failed: runs in the thread with the error of the routine or of a request, before the caller of `ask` goes on.
+        The thread then ends. What becomes of a rank without it, `failed` decides.
         """
         self._routine, self._failed = routine, failed
         self._requests: deque[tuple[Callable[[], object], threading.Event]] = deque()
@@ -118,27 +108,29 @@ class StoreLink:
         return self._thread.is_alive() and time.monotonic() - self._answered < within_s
 
     def hurry(self) -> None:
-        """Have the routine done now."""
+        """Run the routine now."""
         self._awake.set()
 
     def post(self, request: Callable[[], object]) -> threading.Event:
-        """Have this done in the thread; what is set once it was, or the thread has ended."""
+        """Run `request` in the thread. The event is set once it has run, or the thread has ended."""
         done = threading.Event()
         self._requests.append((request, done))
         self._awake.set()
         return done
 
-    def ask(self, request: Callable[[], object], within_s: float) -> None:
-        """Have this done in the thread and wait for it, but no longer than that."""
+    def ask(self, request: Callable[[], Read], within_s: float) -> Read | None:
+        """Run `request` in the thread and return its result; None if it failed or took longer."""
+        answer: list[Read] = []
         if self._thread.is_alive():
-            self.post(request).wait(within_s)
+            self.post(lambda: answer.append(request())).wait(within_s)
+        return answer[0] if answer else None
 
     def close(self, last: Callable[[], object], within_s: float) -> None:
-        """Have this done and end the thread; wait for it, but no longer than that. Nothing in the thread itself."""
+        """Run `last`, end the thread, and wait for it no longer than that. Does nothing in the thread itself."""
         if threading.current_thread() is not self._thread and self._thread.is_alive():
             self._requests.append((last, threading.Event()))
             self._over = True
-            # Last, so that whatever the thread has missed, it looks again at once and not after its pause.
+            # Set last, so that the thread looks again at once, whatever it has missed.
             self._awake.set()
             self._thread.join(within_s)
 
@@ -148,7 +140,7 @@ class StoreLink:
             while True:
                 self._awake.wait(pause)
                 self._awake.clear()
-                over = self._over  # before the last look at the requests, so that none comes after it
+                over = self._over  # read before the last look at the requests, so that none is missed
                 while self._requests:
                     request, doing = self._requests.popleft()
                     request()
@@ -158,51 +150,52 @@ class StoreLink:
                 if again is None:
                     return
                 self._answered, pause = time.monotonic(), again
-        except Exception as error:  # noqa: BLE001 - whatever it is, somebody has to hear of it
+        except Exception as error:  # noqa: BLE001 - whatever it is, `failed` has to know of it
             self._failed(error)
         finally:
             doing.set()
-            while self._requests:  # not by iterating: others may still append
+            while self._requests:  # not by iterating: other threads may still append
                 self._requests.popleft()[1].set()
 
 
 @dataclass(frozen=True)
-class Beat(Generic[Told]):
-    """One sign of life: the process that gave it, and what it told."""
+class Beat(Generic[Form]):
+    """One heartbeat: the process that sent it, and what it said of itself."""
 
     process: Process
-    told: Told
+    told: Form
 
 
 @dataclass(frozen=True)
-class _Sign(Part):
-    """A beat as it stands on a board."""
+class _Envelope(Part):
+    """A heartbeat as it is on a board."""
 
     number: Count
     process: Process
     told: Mapping[str, Any]
 
 
-class Heartbeats(Generic[Told]):
-    """The signs of life of all ranks on one board. For the thread of a link alone."""
+class Heartbeats(Generic[Form]):
+    """The heartbeats of all ranks on one board. For the thread of a link alone."""
 
-    def __init__(self, board: Board, rank: int, form: type[Told], checked: Checked) -> None:
+    def __init__(self, board: Board, rank: int, form: type[Form], checked: Checked) -> None:
         self._board, self._rank, self._form, self._checked = board, rank, form, checked
         self._here, self._number = Process.here(), 0
         self._raw: dict[int, bytes] = {}
-        self._heard: dict[int, Beat[Told]] = {}
+        self._heard: dict[int, Beat[Form]] = {}
         self._numbers: dict[int, int] = {}
-        """Of the last sign that was heard of each rank: an older one is not heard again."""
+        """Of the last heartbeat of each rank. An older one that somebody puts back is dropped."""
 
-    def tell(self, told: Told) -> None:
-        """Give a sign of life of this rank."""
-        self._number += 1  # so that each is another, also where nothing has changed with the rank
-        self._board.set(f"beat {self._rank}", json.dumps(_Sign(self._number, self._here, told.to_json()).to_json()))
+    def tell(self, told: Form) -> None:
+        """Send a heartbeat of this rank. Its number makes it new even if nothing has changed with the rank."""
+        self._number += 1
+        body = _Envelope(self._number, self._here, told.to_json())
+        self._board.set(f"beat {self._rank}", json.dumps(body.to_json()))
 
-    def hear(self, ranks: Iterable[int]) -> dict[int, Beat[Told]]:
-        """The last sign of those of these ranks that have given any: the same object as long as it is the last.
+    def hear(self, ranks: Iterable[int]) -> dict[int, Beat[Form]]:
+        """The last heartbeat of those of these ranks that have sent any: the same object until the next one.
 
-        One question for all that were heard before; only of the others it must be asked whether they came.
+        Takes one request for all ranks heard before, and one more for each other rank.
         """
         known = [rank for rank in ranks if rank in self._raw or self._board.check([f"beat {rank}"])]
         found = self._board.multi_get([f"beat {rank}" for rank in known]) if known else []
@@ -214,8 +207,8 @@ class Heartbeats(Generic[Told]):
                     self._heard[rank] = beat
         return {rank: self._heard[rank] for rank in known if rank in self._heard}
 
-    def _read(self, rank: int, body: object) -> Beat[Told]:
-        found = whole(_Sign, body)
+    def _read(self, rank: int, body: object) -> Beat[Form]:
+        found = whole(_Envelope, body)
         beat = Beat(found.process, whole(self._form, found.told))
         if found.number <= self._numbers.get(rank, 0):
             raise ValueError(f"number {found.number} was heard before")

@@ -30,7 +30,7 @@ from andon.launch.orphan import die_with_parent
 from andon.launch.preemption import PREEMPTION_SIGNALS
 from andon.launch.report import Report, path_of, write_for_torch
 from andon_contracts.legible import legible_line
-from andon_contracts.liveness.last_words import within
+from andon_contracts.liveness.process import within
 
 if TYPE_CHECKING:
     from andon.launch.heartbeat import Heartbeat
