@@ -1,17 +1,12 @@
-"""The versioned schema of one ledger line, and the chain that links lines (design, One record; issue 3 item 6).
+"""One ledger line: the dataclasses of its kinds, its bytes, and the chain that links lines.
 
 A line is one JSON object with sorted keys and no spaces, ended by a line feed:
 `{"kind":K,"prev":H,"seq":n,"v":4,...}`. `seq` counts from 0. `prev` is the first 16 hexadecimal digits of SHA-256 of
-the line before, without its line feed, and zeros for the first. The chain is evidence of corruption, not of tampering:
-who rewrites a line can rewrite the rest.
+the line before, without its line feed, and zeros in the first line. The chain is evidence of corruption, not of
+tampering: who rewrites a line can rewrite the rest.
 
-A line is an append-only format: a reader refuses what it does not know, so a new field is a new version. Version 2
-lets be left out what only our own trainer knows of a step, so that a watch of another's loop can write one, and adds
-what such a watch knows. Version 3 lets be left out what a witness from outside does not see, names the algorithm of
-each digest where a run begins (one field holds SHA-256 here and sums of words there), refers to tensors that are kept
-elsewhere, and takes steps back (`Retraction`). Version 4 names the task of a run, and counts the terms of a loss where
-they are not its rows. Version 5 says what draws random numbers in the forward passes of an update. A line is read by
-the rules of its own version, and written as version 4 unless it has something of version 5.
+A reader refuses a version or a field that it does not know, so a new field needs a new version. A field that is None is
+left out: a watch of a foreign loop and the falsifier's witness know less of a step than our own trainer does.
 """
 
 from __future__ import annotations
@@ -23,29 +18,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, get_args
 
-from andon_contracts.fields import Count, Hex16, Part, Real, json_object, may_lack, read_field, since
+from andon_contracts.fields import Count, Hex16, Part, Real, json_object, read_field
 
-SCHEMA_VERSION = 5
-"""The newest version that is read and written; older versions are read as well."""
-_WRITTEN = 4
-"""The version of a line without later fields, which a reader of that version still takes."""
+SCHEMA_VERSION = 4
+"""The version of every line: the only one that is written or read."""
 GENESIS = "0" * 16
-"""What the first line has for `prev`."""
+"""`prev` of the first line."""
 MAX_LINE = 1 << 24
 """The longest line, in bytes, that is written or read."""
 TRAINER_DIGESTS: Mapping[str, str] = dict.fromkeys(("weights", "gradient", "optimizer", "base"), "tensor-digest") | {
     "content": "content-sums",
     "data": "sha256",
 }
-"""By which algorithm our own trainer digests each thing."""
+"""The algorithm of each digest that our own trainer writes."""
 WATCH_DIGESTS: Mapping[str, str] = dict.fromkeys(("weights", "gradient", "optimizer", "base"), "flat-digest") | {
     "content": "text-digest"
 }
-"""The same of a watch, which digests the tensors of a group in one pass, and of rows what it was told."""
+"""The algorithm of each digest that a watch writes: it digests the tensors of a group in one pass."""
 
-_MAY_LACK, _SINCE_2 = may_lack(2), since(2)
-_MAY_LACK_3, _SINCE_3 = may_lack(3), since(3)
-_SINCE_4, _SINCE_5 = since(4), since(5)
 _ENVELOPE = frozenset({"v", "kind", "seq", "prev"})
 
 
@@ -57,24 +47,24 @@ class Plan(Part):
     class.
     """
 
-    rows: Count | None = field(metadata=_MAY_LACK)
-    batch_size: Count | None = field(metadata=_MAY_LACK)
-    micro_batches: Count | None = field(metadata=_MAY_LACK)
-    seed: Count | None = field(metadata=_MAY_LACK)
-    epochs: Count | None = field(metadata=_MAY_LACK)
-    steps: Count | None = field(metadata=_MAY_LACK)
-    ids: tuple[Count, ...] | None = field(default=None, metadata=_SINCE_3)
-    task: str | None = field(default=None, metadata=_SINCE_4)
+    rows: Count | None
+    batch_size: Count | None
+    micro_batches: Count | None
+    seed: Count | None
+    epochs: Count | None
+    steps: Count | None
+    ids: tuple[Count, ...] | None = None
+    task: str | None = None
 
 
 @dataclass(frozen=True)
 class StepDigests(Part):
     """The digests of one step: planned content, reduced gradient before clipping, state after the update."""
 
-    content: Hex16 | None = field(metadata=_MAY_LACK)
-    gradient: Hex16 | None = field(metadata=_MAY_LACK_3)
-    weights: Hex16 | None = field(metadata=_MAY_LACK_3)
-    optimizer: Hex16 | None = field(metadata=_MAY_LACK_3)
+    content: Hex16 | None
+    gradient: Hex16 | None
+    weights: Hex16 | None
+    optimizer: Hex16 | None
 
 
 @dataclass(frozen=True)
@@ -87,7 +77,7 @@ class RankPart(Part):
     rank: Count
     leaves: tuple[Count, ...]
     ids: tuple[Count, ...]
-    weights: Hex16 | None = field(metadata=_MAY_LACK)
+    weights: Hex16 | None
     gradient: Hex16 | None = None
     optimizer: Hex16 | None = None
     content: Hex16 | None = None
@@ -108,8 +98,8 @@ class Start(Part):
     digests: Mapping[str, Hex16]
     world: Count
     backend: str
-    writer: str | None = field(default=None, metadata=_SINCE_2)
-    algorithms: Mapping[str, str] | None = field(default=None, metadata=_SINCE_3)
+    writer: str | None = None
+    algorithms: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -128,25 +118,25 @@ class Step(Part):
 
     kind: ClassVar[str] = "step"
     step: Count
-    epoch: Count | None = field(metadata=_MAY_LACK)
-    position: Count | None = field(metadata=_MAY_LACK)
+    epoch: Count | None
+    position: Count | None
     ids: tuple[Count, ...]
-    count: Count | None = field(metadata=_MAY_LACK)
+    count: Count | None
     lr: Real
-    loss: Real | None = field(metadata=_MAY_LACK)
-    grad_norm: Real | None = field(metadata=_MAY_LACK)
-    correct: Count | None = field(metadata=_MAY_LACK)
+    loss: Real | None
+    grad_norm: Real | None
+    correct: Count | None
     world: Count
     backend: str
     digests: StepDigests
     ranks: tuple[RankPart, ...]
-    weights_norm: Real | None = field(default=None, metadata=_SINCE_2)
-    gradient_at: str | None = field(default=None, metadata=_SINCE_2)
-    optimizer_index: Count | None = field(default=None, metadata=_SINCE_2)
-    skipped: bool | None = field(default=None, metadata=_SINCE_2)
-    tensors: Mapping[str, str] | None = field(default=None, metadata=_SINCE_3)
-    terms: Count | None = field(default=None, metadata=_SINCE_4)
-    draws: str | None = field(default=None, metadata=_SINCE_5)
+    weights_norm: Real | None = None
+    gradient_at: str | None = None
+    optimizer_index: Count | None = None
+    skipped: bool | None = None
+    tensors: Mapping[str, str] | None = None
+    terms: Count | None = None
+    draws: str | None = None
 
 
 @dataclass(frozen=True)
@@ -159,7 +149,7 @@ class Evaluation(Part):
 
     kind: ClassVar[str] = "eval"
     step: Count
-    epoch: Count | None = field(metadata=_MAY_LACK)
+    epoch: Count | None
     rows: Count
     scores: Mapping[str, Real]
     confusion: Hex16 | None = None
@@ -192,8 +182,8 @@ class Resume(Part):
     backend: str
     name: str | None = None
     torn: Count = 0
-    writer: str | None = field(default=None, metadata=_SINCE_3)
-    algorithms: Mapping[str, str] | None = field(default=None, metadata=_SINCE_3)
+    writer: str | None = None
+    algorithms: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -211,8 +201,8 @@ class Broken(Part):
     tensor: str
     seen: str
     details: Mapping[str, str] = field(default_factory=dict)
-    action: str | None = field(default=None, metadata=_SINCE_2)
-    applied: bool | None = field(default=None, metadata=_SINCE_2)
+    action: str | None = None
+    applied: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -224,7 +214,6 @@ class Retraction(Part):
     """
 
     kind: ClassVar[str] = "retraction"
-    since_version: ClassVar[int] = 3
     step: Count
     last: Count
     clause: str
@@ -270,7 +259,7 @@ def encode(record: Record, seq: int, prev: str) -> bytes:
     # Read back before it is written: all that follows in the chain would be lost with a line that no reader takes.
     if type(record).from_json(body) != record:
         raise ValueError(f"a {record.kind} record does not survive JSON: a field has a value of a wrong type")
-    envelope = {"v": version_of(record), "kind": record.kind, "seq": read_field(Count, seq, "seq"), "prev": prev}
+    envelope = {"v": SCHEMA_VERSION, "kind": record.kind, "seq": read_field(Count, seq, "seq"), "prev": prev}
     read_field(Hex16, prev, "prev")
     # One text for one record, since the chain goes by bytes.
     text = json.dumps(body | envelope, sort_keys=True, separators=(",", ":"), allow_nan=False)
@@ -280,35 +269,23 @@ def encode(record: Record, seq: int, prev: str) -> bytes:
     return line
 
 
-def version_of(record: Record) -> int:
-    """The version that `record` is written as."""
-    return SCHEMA_VERSION if isinstance(record, Step) and record.draws is not None else _WRITTEN
-
-
 def decode_line(line: bytes) -> Line:
-    """The record of `line` and its place. Raises `ValueError` for what is no line of this version, or too long."""
+    """The record of `line` and its place. Raises `ValueError` for a line that `encode` does not write."""
     if len(line) > MAX_LINE:
         raise ValueError(f"the line has {len(line)} bytes, more than {MAX_LINE}")
     try:
-        # Python takes more than JSON: NaN, and of a key that stands twice the last, where others take the first.
         data = _DECODER.decode(line.decode("ascii"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not a line of JSON: {error}") from None
     found = json_object(data, "the line")
-    version = found.get("v")
-    if type(version) is not int or not 1 <= version <= SCHEMA_VERSION:
-        raise ValueError(f"version {version!r} is none of 1 to {SCHEMA_VERSION}")
-    kind = found.get("kind")
-    if not isinstance(kind, str) or kind not in KINDS or version < getattr(KINDS[kind], "since_version", 1):
+    version, kind = found.get("v"), found.get("kind")
+    if type(version) is not int or version != SCHEMA_VERSION:
+        raise ValueError(f"version {version!r} is not {SCHEMA_VERSION}, the only one that is read")
+    if not isinstance(kind, str) or kind not in KINDS:
         raise ValueError(f"unknown kind {kind!r}")
     body = {name: value for name, value in found.items() if name not in _ENVELOPE}
     seq, prev = read_field(Count, found.get("seq"), "seq"), read_field(Hex16, found.get("prev"), "prev")
-    return Line(seq, prev, KINDS[kind].from_json(body, version=version))
-
-
-def decode(line: bytes) -> Record:
-    """The record of `line`. Raises `ValueError` for what is no line of this version, or too long."""
-    return decode_line(line).record
+    return Line(seq, prev, KINDS[kind].from_json(body))
 
 
 def chain(previous_line: bytes) -> str:
@@ -335,4 +312,5 @@ def _no_constant(name: str) -> object:
     raise ValueError(f"{name} is not JSON")
 
 
+# Python's decoder takes more than JSON: NaN, and the last of two equal keys, where other decoders take the first.
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant)
