@@ -11,10 +11,6 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin, get_type_hints
 
-_HEX16 = re.compile(r"[0-9a-f]{16}")
-_COUNTS = 1 << 63
-_PAIR = {"hex", "value"}
-
 Hex16 = Annotated[str, "hex16"]
 """A digest: 16 lower-case hexadecimal digits."""
 Count = Annotated[int, "count"]
@@ -22,7 +18,10 @@ Count = Annotated[int, "count"]
 Seconds = Annotated[float, "seconds"]
 """A float that is finite and not negative."""
 _Reader = Callable[[Any, str], Any]
-"""Turns a JSON value into a field's value; the text names the place of the value in error messages."""
+"""Turns a JSON value into a field's value; the text names its place in the message of a `ValueError`."""
+_COUNTS = 1 << 63
+_HEX16 = re.compile("[0-9a-f]{16}")
+_PAIR = {"hex", "value"}
 
 
 @dataclass(frozen=True)
@@ -36,16 +35,13 @@ class Real:
 
     @classmethod
     def of(cls, value: float) -> Self:
-        """The record of `value`."""
         return cls(float(value).hex())
 
     @property
     def value(self) -> float:
-        """The number itself."""
         return float.fromhex(self.hex)
 
     def to_json(self) -> dict[str, object]:
-        """The pair `{"value", "hex"}`."""
         return {"hex": self.hex, "value": self.value if math.isfinite(self.value) else None}
 
     @classmethod
@@ -69,7 +65,6 @@ class Part:
     """Base of a record and of its nested objects. A field that is None is left out of the JSON."""
 
     def to_json(self) -> dict[str, object]:
-        """Plain JSON values by field name."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return {name: _plain(value) for name, value in values.items() if value is not None}
 
@@ -85,9 +80,9 @@ class Part:
         for name, read in readers.items():
             if name in data:
                 values[name] = read(data[name], prefix + name)
+            elif required.get(name):
+                raise ValueError(f"{prefix}{name} is missing")
             elif name in required:
-                if required[name]:
-                    raise ValueError(f"{prefix}{name} is missing")
                 values[name] = None
         return cls(**values)
 
@@ -114,9 +109,7 @@ def _plain(value: object) -> object:
         return value.to_json()
     if isinstance(value, Mapping):
         return {name: _plain(item) for name, item in value.items()}
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    return value
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
 @cache  # a ledger has millions of fields
@@ -151,21 +144,17 @@ def _reader(hint: Any) -> _Reader:
     return partial(_read_if, lambda value: type(value) is hint, f"a {hint.__name__}")
 
 
+_MARKED: Mapping[str, tuple[Callable[[Any], object], str]] = {
+    "count": (lambda value: type(value) is int and 0 <= value < _COUNTS, "an integer from 0"),
+    "seconds": (lambda value: type(value) is float and 0 <= value < math.inf, "a finite float from 0"),
+    "hex16": (lambda value: isinstance(value, str) and _HEX16.fullmatch(value), "16 hexadecimal digits"),
+}
+
+
 def _read_if(right: Callable[[Any], object], wanted: str, value: Any, where: str) -> Any:
     if not right(value):
         raise _fault(where, wanted, value)
     return value
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < _COUNTS
-
-
-_MARKED: Mapping[str, tuple[Callable[[Any], object], str]] = {
-    "count": (_is_count, "an integer from 0"),
-    "seconds": (lambda value: type(value) is float and 0 <= value < math.inf, "a finite float from 0"),
-    "hex16": (lambda value: isinstance(value, str) and _HEX16.fullmatch(value), "16 hexadecimal digits"),
-}
 
 
 def _read_list(read: _Reader, value: Any, where: str) -> tuple[Any, ...]:

@@ -26,26 +26,19 @@ GENESIS = "0" * 16
 """`prev` of the first line."""
 MAX_LINE = 1 << 24
 """The longest line, in bytes, that is written or read."""
-TRAINER_DIGESTS: Mapping[str, str] = dict.fromkeys(("weights", "gradient", "optimizer", "base"), "tensor-digest") | {
-    "content": "content-sums",
-    "data": "sha256",
-}
+_TENSORS = ("weights", "gradient", "optimizer", "base")
+TRAINER_DIGESTS: Mapping[str, str] = {
+    **dict.fromkeys(_TENSORS, "tensor-digest"), "content": "content-sums", "data": "sha256",
+}  # fmt: skip
 """The algorithm of each digest that our own trainer writes."""
-WATCH_DIGESTS: Mapping[str, str] = dict.fromkeys(("weights", "gradient", "optimizer", "base"), "flat-digest") | {
-    "content": "text-digest"
-}
+WATCH_DIGESTS: Mapping[str, str] = {**dict.fromkeys(_TENSORS, "flat-digest"), "content": "text-digest"}
 """The algorithm of each digest that a watch writes: it digests the tensors of a group in one pass."""
-
 _ENVELOPE = frozenset({"v", "kind", "seq", "prev"})
 
 
 @dataclass(frozen=True)
 class Plan(Part):
-    """What the run will train on: rows of the training set, size of the global batch, leaves, seed, length.
-
-    `ids`: the rows that an epoch visits, where they are named one by one. `task`: what is learned of a row; None: its
-    class.
-    """
+    """The plan of a run. `ids`: the rows of an epoch, if they are named one by one. `task`: None is classification."""
 
     rows: Count | None
     batch_size: Count | None
@@ -59,7 +52,7 @@ class Plan(Part):
 
 @dataclass(frozen=True)
 class StepDigests(Part):
-    """The digests of one step: planned content, reduced gradient before clipping, state after the update."""
+    """Digests of one step: planned content, reduced gradient before clipping, state after the update."""
 
     content: Hex16 | None
     gradient: Hex16 | None
@@ -69,9 +62,9 @@ class StepDigests(Part):
 
 @dataclass(frozen=True)
 class RankPart(Part):
-    """What one rank did in a step: the micro-batches and rows that it computed, and what it then held.
+    """One rank in a step: its micro-batches (`leaves`) and rows, and the digests of its state after the update.
 
-    A digest is left out where the rank holds something that no other one should hold (shards).
+    A rank has no digest of a shard, because no other rank should have the same.
     """
 
     rank: Count
@@ -85,10 +78,7 @@ class RankPart(Part):
 
 @dataclass(frozen=True)
 class Start(Part):
-    """The first line of a run: what defines it and the state that it starts from. `writer`: None is our trainer.
-
-    `algorithms`: by which algorithm each digest of the run is made, by the field that holds it.
-    """
+    """The first line of a run. `writer`: None is our trainer. `algorithms`: the algorithm of each digest, by field."""
 
     kind: ClassVar[str] = "start"
     run: str
@@ -106,14 +96,13 @@ class Start(Part):
 class Step(Part):
     """One update. `step` is its number from 1, `position` that of its first row in the epoch, `ids` its rows in order.
 
-    `loss` is the mean over the `terms` of its sum (None: one for each of the `count` rows), `grad_norm` the norm before
-    clipping, `correct` the terms that were predicted right.
-    From a watch: `weights_norm` is the 2-norm of the trained parameters after the update; `gradient_at` is "optimizer"
-    where digest and norm are of the gradient that the optimizer got, since nobody said when it was reduced and not yet
-    clipped; `optimizer_index` counts from 0 where several optimizers are watched, and the weights are then its own;
-    `skipped`: the loss scaler let the update change nothing; `draws`: what draws random numbers in its forward passes,
-    in words, of the first updates. From a witness: `tensors` says under which name the tensors of this update are kept,
-    by what they are; the line never holds them.
+    `loss` is the mean over `terms` terms (None: one for each of the `count` rows), `grad_norm` the norm before
+    clipping, `correct` the number of terms that were predicted right.
+    From a watch: `weights_norm` is the 2-norm of the trained parameters after the update. `gradient_at` is "optimizer"
+    if digest and norm are of the gradient that the optimizer got, because nobody reported the reduced one before
+    clipping. `optimizer_index` counts from 0 if several optimizers are watched; the weights are then its own.
+    `skipped`: the loss scaler skipped the update. `draws`: what draws random numbers in forward passes (first updates).
+    From the falsifier's witness: `tensors` names the tensors of this update that are stored elsewhere.
     """
 
     kind: ClassVar[str] = "step"
@@ -143,8 +132,7 @@ class Step(Part):
 class Evaluation(Part):
     """Scores after `step` updates on `rows` rows.
 
-    `confusion` is the digest of the file with the confusion matrix that they come from: K classes have K * K cells, and
-    a line has at most `MAX_LINE` bytes. None: the task has no such matrix, or the writer keeps none.
+    `confusion` is the digest of the file with the confusion matrix, if there is one: it may be longer than a line.
     """
 
     kind: ClassVar[str] = "eval"
@@ -157,7 +145,7 @@ class Evaluation(Part):
 
 @dataclass(frozen=True)
 class Saved(Part):
-    """A checkpoint that counts: its folder's name and the digest of its tensors."""
+    """A complete checkpoint: the name of its folder and the digest of its tensors."""
 
     kind: ClassVar[str] = "checkpoint"
     step: Count
@@ -170,7 +158,7 @@ class Saved(Part):
 class Resume(Part):
     """The run goes on after `step` updates, from the checkpoint `name` (None: from the start).
 
-    `torn` is the number of bytes of an unfinished last line that were cut off the ledger first.
+    `torn` is the number of bytes of an unfinished last line that were cut off the ledger.
     """
 
     kind: ClassVar[str] = "resume"
@@ -190,8 +178,8 @@ class Resume(Part):
 class Broken(Part):
     """A violation: the clause and its finding.
 
-    `action` says what a watch did: "raised", "warned", "called" (a function of the user's), "suspected" (a sign that
-    has innocent causes too); None: the run ended. `applied`: the update of that step was made before it was found.
+    `action` is what a watch did: "raised", "warned", "called" (a function of the user), "suspected" (a warning about
+    something that a right loop may do too); None: the run ended. `applied`: it was found after the update was made.
     """
 
     kind: ClassVar[str] = "violation"
@@ -207,10 +195,10 @@ class Broken(Part):
 
 @dataclass(frozen=True)
 class Retraction(Part):
-    """The updates after `step`, up to `last`, no longer count: `clause` was broken after they had been written down.
+    """The updates after `step`, up to `last`, no longer count, because any of them may have caused a later violation.
 
-    What broke it may have been there since any of them. `step` is that of the last checkpoint that counts, from which
-    a resumed run goes on; what it does again is not held to these updates. `seen` is what the violation saw.
+    `step` is the last checkpoint, from which a resumed run goes on; its updates are not compared with these. `clause`
+    and `seen` are those of the violation.
     """
 
     kind: ClassVar[str] = "retraction"
@@ -247,7 +235,7 @@ class Line:
 
 
 class LineTooLong(ValueError):
-    """A record that takes more than `MAX_LINE` bytes, as that of a step with a million rows."""
+    """A record takes more than `MAX_LINE` bytes, such as a step with a million rows."""
 
 
 def encode(record: Record, seq: int, prev: str) -> bytes:
@@ -256,12 +244,11 @@ def encode(record: Record, seq: int, prev: str) -> bytes:
     Raises `ValueError` for a record that a reader would refuse, `LineTooLong` for one that takes too many bytes.
     """
     body = record.to_json()
-    # Read back before it is written: all that follows in the chain would be lost with a line that no reader takes.
+    # Read it back before it is written: a line that readers refuse would lose every line after it.
     if type(record).from_json(body) != record:
         raise ValueError(f"a {record.kind} record does not survive JSON: a field has a value of a wrong type")
     envelope = {"v": SCHEMA_VERSION, "kind": record.kind, "seq": read_field(Count, seq, "seq"), "prev": prev}
     read_field(Hex16, prev, "prev")
-    # One text for one record, since the chain goes by bytes.
     text = json.dumps(body | envelope, sort_keys=True, separators=(",", ":"), allow_nan=False)
     line = text.encode("ascii") + b"\n"
     if len(line) > MAX_LINE:
@@ -289,7 +276,7 @@ def decode_line(line: bytes) -> Line:
 
 
 def chain(previous_line: bytes) -> str:
-    """What the line after `previous_line` has for `prev`; a line feed at its end does not count."""
+    """`prev` of the line after `previous_line`, whose line feed does not count."""
     return hashlib.sha256(previous_line.removesuffix(b"\n")).hexdigest()[:16]
 
 

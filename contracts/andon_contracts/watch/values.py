@@ -16,7 +16,7 @@ import hashlib
 import pathlib
 import uuid
 import zlib
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -79,26 +79,24 @@ def kept_digest(value: object) -> int:
 class Text:
     """Caches the `text_digest` of a plain value that nobody can change in place and that seldom is another."""
 
-    _digest_of = staticmethod(text_digest)
-
-    def __init__(self) -> None:
+    def __init__(self, digest_of: Callable[[object], int] = text_digest) -> None:
+        self._digest_of = digest_of
         self._value: object = self
         self._digest = 0
 
     def digest(self, value: object) -> int:
-        """The digest of `value`."""
         if value != self._value:
             self._value, self._digest = value, self._digest_of(value)
         return self._digest
 
 
 class Nest(Text):
-    """Caches the `kept_digest` of a nest; one with parts that can change in place is digested every time."""
+    """Caches the `kept_digest` of a nest, unless a part of it can change in place."""
 
-    _digest_of = staticmethod(kept_digest)
+    def __init__(self) -> None:
+        super().__init__(kept_digest)
 
     def digest(self, value: object) -> int:
-        """The digest of `value`: lists and mappings of plain values, made anew each time, or anything."""
         return super().digest(value) if _is_fixed(value) else kept_digest(value)
 
 
