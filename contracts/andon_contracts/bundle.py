@@ -23,7 +23,7 @@ from torch import Tensor
 from andon_contracts.causes import Cause, first_line
 from andon_contracts.digest import hex64, tensor_digest
 from andon_contracts.fingerprint import environment
-from andon_contracts.record import Broken, version_of
+from andon_contracts.record import SCHEMA_VERSION, Broken
 from andon_contracts.stacks import collectives, stacks
 from andon_contracts.tensor_file import NAMES, open_private, write_tensors
 from andon_contracts.violation import Finding
@@ -69,7 +69,7 @@ def write_account(
 ) -> str:
     """Write PLACE/CLAUSE.json. Empty, or why the disk took nothing: a full disk hides no violation."""
     record = Broken(clause, finding.step, finding.ranks, finding.tensor, finding.seen, dict(finding.details))
-    told = {"v": version_of(record), **record.to_json()}
+    told = {"v": SCHEMA_VERSION, **record.to_json()}
     body = {"record": told, "explain": explaining(place), "versions": versions(devices), **facts}
     return _write_json(place / f"{clause}.json", body)
 

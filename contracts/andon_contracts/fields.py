@@ -1,8 +1,4 @@
-"""Typed fields of JSON objects: dataclasses that read and write themselves, strictly and to the bit.
-
-A field may be younger than its format (`since`), or may be left out only since a version (`may_lack`): an object of an
-older version is read by the rules that it was written under.
-"""
+"""Dataclasses that write themselves as JSON objects and read them back strictly, bit for bit."""
 
 from __future__ import annotations
 
@@ -12,13 +8,8 @@ import re
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin, get_type_hints
-
-_HEX16 = re.compile(r"[0-9a-f]{16}")
-_SINCE, _OPTIONAL = "since", "optional since"
-_NEWEST = 1 << 31
-_PAIR = {"hex", "value"}
 
 Hex16 = Annotated[str, "hex16"]
 """A digest: 16 lower-case hexadecimal digits."""
@@ -26,44 +17,36 @@ Count = Annotated[int, "count"]
 """An integer in [0, 2^63)."""
 Seconds = Annotated[float, "seconds"]
 """A float that is finite and not negative."""
-
-
-def since(version: int) -> Mapping[str, int]:
-    """Metadata of a field that objects before `version` do not have; its default is None."""
-    return {_SINCE: version}
-
-
-def may_lack(version: int) -> Mapping[str, int]:
-    """Metadata of a field that objects before `version` must have; from then on it may be left out, and is None."""
-    return {_OPTIONAL: version}
+_Reader = Callable[[Any, str], Any]
+"""Turns a JSON value into a field's value; the text names its place in the message of a `ValueError`."""
+_COUNTS = 1 << 63
+_HEX16 = re.compile("[0-9a-f]{16}")
+_PAIR = {"hex", "value"}
 
 
 @dataclass(frozen=True)
 class Real:
     """A real number that compares to the bit and survives JSON: `float.hex()`, with the value beside it for people.
 
-    NaN and the infinities have the hex `nan`, `inf` and `-inf`, and the value null. NaNs of all payloads are one.
+    NaN and the infinities have the hex `nan`, `inf` and `-inf`, and the value null. NaNs of all payloads are equal.
     """
 
     hex: str
 
     @classmethod
     def of(cls, value: float) -> Self:
-        """The record of `value`."""
         return cls(float(value).hex())
 
     @property
     def value(self) -> float:
-        """The number itself."""
         return float.fromhex(self.hex)
 
     def to_json(self) -> dict[str, object]:
-        """The pair `{"value", "hex"}`."""
         return {"hex": self.hex, "value": self.value if math.isfinite(self.value) else None}
 
     @classmethod
     def from_json(cls, data: object, where: str = "real") -> Self:
-        """The inverse of `to_json`. Raises `ValueError` where value and hex do not say the same."""
+        """The inverse of `to_json`. Raises `ValueError` if value and hex are not the same number."""
         if not isinstance(data, dict) or data.keys() != _PAIR or not isinstance(data["hex"], str):
             raise _fault(where, "{value, hex}", json_object(data, where))
         text, value = data["hex"], data["value"]
@@ -79,38 +62,29 @@ class Real:
 
 @dataclass(frozen=True)
 class Part:
-    """A record or a piece of one. Fields that are None are left out of the line."""
+    """Base of a record and of its nested objects. A field that is None is left out of the JSON."""
 
     def to_json(self) -> dict[str, object]:
-        """Plain JSON values by field name."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return {name: _plain(value) for name, value in values.items() if value is not None}
 
     @classmethod
-    def from_json(cls, data: object, where: str = "", version: int = _NEWEST) -> Self:
-        """The inverse of `to_json`, by the rules of `version`.
-
-        Raises `ValueError` naming a field that is missing, unknown or ill-typed.
-        """
-        specs = _specs(cls, version)
-        if not isinstance(data, dict) or not data.keys() <= specs.keys():
-            found = json_object(data, where or cls.__name__.lower())
-            unknown = sorted(set(found) - specs.keys())
-            raise ValueError(f"{where or cls.__name__.lower()} has the unknown field {unknown[0]!r}")
-        values = {}
-        for name, (read, left_out) in specs.items():
+    def from_json(cls, data: object, where: str = "") -> Self:
+        """The inverse of `to_json`. Raises `ValueError` naming a field that is missing, unknown or ill-typed."""
+        readers, required = _fields(cls)  # type: ignore[arg-type] # to mypy `type[Self]` is not hashable
+        if not isinstance(data, dict) or not data.keys() <= readers.keys():
+            name = where or cls.__name__.lower()
+            raise ValueError(f"{name} has the unknown field {min(json_object(data, name).keys() - readers.keys())!r}")
+        prefix = f"{where}." if where else ""
+        values: dict[str, Any] = {}
+        for name, read in readers.items():
             if name in data:
-                values[name] = read(data[name], f"{where}.{name}" if where else name, version)
-            elif left_out is _MISSING:
-                raise ValueError(f"{where}.{name} is missing" if where else f"{name} is missing")
-            elif left_out is None:
+                values[name] = read(data[name], prefix + name)
+            elif required.get(name):
+                raise ValueError(f"{prefix}{name} is missing")
+            elif name in required:
                 values[name] = None
         return cls(**values)
-
-
-def _fault(where: str, wanted: str, found: object) -> ValueError:
-    text = repr(found)
-    return ValueError(f"{where} must be {wanted}, not {text if len(text) <= 80 else text[:77] + '...'}")
 
 
 def json_object(data: object, where: str) -> dict[str, Any]:
@@ -120,132 +94,80 @@ def json_object(data: object, where: str) -> dict[str, Any]:
     return data
 
 
+def read_field(hint: Any, value: Any, where: str) -> Any:
+    """The JSON value `value` as the type `hint`. Raises `ValueError` naming `where` otherwise."""
+    return _reader(hint)(value, where)
+
+
+def _fault(where: str, wanted: str, found: object) -> ValueError:
+    text = repr(found)
+    return ValueError(f"{where} must be {wanted}, not {text if len(text) <= 80 else text[:77] + '...'}")
+
+
 def _plain(value: object) -> object:
     if isinstance(value, Real | Part):
         return value.to_json()
     if isinstance(value, Mapping):
         return {name: _plain(item) for name, item in value.items()}
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    return value
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
-_Reader = Callable[[Any, str, int], Any]
-"""From a value of JSON, the place that a message names, and a version to what the value is read as."""
-_MISSING, _DEFAULT = object(), object()
-"""A field that is left out is a mistake, or has the default of its class. A ledger has millions of fields: what a type
-says of the reading is worked out once."""
-
-_Specs = Mapping[str, tuple[_Reader, object]]
-_known_specs: dict[tuple[type[Part], int], _Specs] = {}
-
-
-def _specs(part: type[Part], version: int) -> _Specs:
-    """By name, the fields of `part` that an object of `version` may have, and what it means that one is left out."""
-    if (part, version) not in _known_specs:
-        _known_specs[part, version] = _specs_of(part, version)
-    return _known_specs[part, version]
-
-
-def _specs_of(part: type[Part], version: int) -> _Specs:
+@cache  # a ledger has millions of fields
+def _fields(part: type[Part]) -> tuple[Mapping[str, _Reader], Mapping[str, bool]]:
+    """The reader of each field, and if the object must have a field without a default (else it is None)."""
     hints = get_type_hints(part, include_extras=True)
-    found: dict[str, tuple[_Reader, object]] = {}
-    for spec in dataclasses.fields(part):
-        if spec.metadata.get(_SINCE, 0) <= version:
-            required = spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING
-            may_lack = spec.metadata.get(_OPTIONAL, _NEWEST + 1) <= version
-            left_out = None if may_lack else _MISSING if required else _DEFAULT
-            found[spec.name] = (_reader(hints[spec.name]), left_out)
-    return found
-
-
-def read_field(hint: Any, value: Any, where: str, version: int = _NEWEST) -> Any:
-    """`value` from JSON as what `hint` says in `version`. Raises `ValueError` naming `where` otherwise."""
-    return _reader(hint)(value, where, version)
+    specs = dataclasses.fields(part)
+    bare = [s.name for s in specs if s.default is dataclasses.MISSING and s.default_factory is dataclasses.MISSING]
+    required = {name: type(None) not in get_args(hints[name]) for name in bare}
+    return {spec.name: _reader(hints[spec.name]) for spec in specs}, required
 
 
 @cache
 def _reader(hint: Any) -> _Reader:
-    if hint is Any:
-        return lambda value, where, version: value
     origin, inner = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return lambda value, where: value
     if origin in (Union, types.UnionType):
         (only,) = (option for option in inner if option is not type(None))
         return _reader(only)
     if origin is Annotated:
-        return _MARKED[inner[1]]
+        return partial(_read_if, *_MARKED[inner[1]])
     if origin is tuple:
-        return _read_counts if inner[0] == Count else _list_reader(_reader(inner[0]))
+        return _read_counts if inner[0] == Count else partial(_read_list, _reader(inner[0]))
     if origin is Literal:
-        return _choice_reader(inner)
+        return partial(_read_if, lambda value: type(value) is str and value in inner, f"one of {', '.join(inner)}")
     if origin is not None:
-        return _object_reader(_reader(inner[1]))
-    if issubclass(hint, Part):
+        return partial(_read_object, _reader(inner[1]))
+    if issubclass(hint, Part | Real):
         read: _Reader = hint.from_json
         return read
-    if issubclass(hint, Real):
-        return lambda value, where, version: hint.from_json(value, where)
-    return _plain_reader(hint)
+    return partial(_read_if, lambda value: type(value) is hint, f"a {hint.__name__}")
 
 
-def _list_reader(read: _Reader) -> _Reader:
-    def items(value: Any, where: str, version: int) -> tuple[Any, ...]:
-        if not isinstance(value, list):
-            raise _fault(where, "a list", value)
-        return tuple(read(item, f"{where}[{i}]", version) for i, item in enumerate(value))
-
-    return items
+_MARKED: Mapping[str, tuple[Callable[[Any], object], str]] = {
+    "count": (lambda value: type(value) is int and 0 <= value < _COUNTS, "an integer from 0"),
+    "seconds": (lambda value: type(value) is float and 0 <= value < math.inf, "a finite float from 0"),
+    "hex16": (lambda value: isinstance(value, str) and _HEX16.fullmatch(value), "16 hexadecimal digits"),
+}
 
 
-def _choice_reader(options: tuple[str, ...]) -> _Reader:
-    def choice(value: Any, where: str, version: int) -> str:
-        if type(value) is not str or value not in options:
-            raise _fault(where, f"one of {', '.join(options)}", value)
-        return value
-
-    return choice
+def _read_if(right: Callable[[Any], object], wanted: str, value: Any, where: str) -> Any:
+    if not right(value):
+        raise _fault(where, wanted, value)
+    return value
 
 
-def _object_reader(read: _Reader) -> _Reader:
-    def entries(value: Any, where: str, version: int) -> dict[str, Any]:
-        return {name: read(item, f"{where}.{name}", version) for name, item in json_object(value, where).items()}
-
-    return entries
-
-
-def _plain_reader(kind: type) -> _Reader:
-    def plain(value: Any, where: str, version: int) -> Any:
-        if type(value) is not kind:
-            raise _fault(where, f"a {kind.__name__}", value)
-        return value
-
-    return plain
+def _read_list(read: _Reader, value: Any, where: str) -> tuple[Any, ...]:
+    if not isinstance(value, list):
+        raise _fault(where, "a list", value)
+    return tuple(read(item, f"{where}[{i}]") for i, item in enumerate(value))
 
 
-def _read_count(value: Any, where: str, version: int) -> int:
-    if type(value) is int and 0 <= value < _COUNTS:
-        return value
-    raise _fault(where, "an integer from 0", value)
-
-
-def _read_seconds(value: Any, where: str, version: int) -> float:
-    if type(value) is float and 0 <= value < math.inf:
-        return value
-    raise _fault(where, "a finite float from 0", value)
-
-
-def _read_hex16(value: Any, where: str, version: int) -> str:
-    if isinstance(value, str) and _HEX16.fullmatch(value):
-        return value
-    raise _fault(where, "16 hexadecimal digits", value)
-
-
-_COUNTS = 1 << 63
-_MARKED: Mapping[str, _Reader] = {"count": _read_count, "seconds": _read_seconds, "hex16": _read_hex16}
-_each_count = _list_reader(_read_count)
-
-
-def _read_counts(value: Any, where: str, version: int) -> tuple[int, ...]:
-    # The rows of a batch: most of what a ledger holds. Where one of them is wrong, the slower way names it.
+def _read_counts(value: Any, where: str) -> tuple[int, ...]:
+    # Most of a ledger is row ids: check the whole list at once, and read item by item only to name a wrong one.
     right = type(value) is list and {*map(type, value)} == {int} and min(value) >= 0 and max(value) < _COUNTS
-    return tuple(value) if right else _each_count(value, where, version)
+    return tuple(value) if right else _read_list(_reader(Count), value, where)
+
+
+def _read_object(read: _Reader, value: Any, where: str) -> dict[str, Any]:
+    return {name: read(item, f"{where}.{name}") for name, item in json_object(value, where).items()}

@@ -1,4 +1,4 @@
-"""What a process runs on, and the part of it that bits depend on (design, The same bits, rule 9)."""
+"""What a process runs on, and the part of it that bits depend on."""
 
 from __future__ import annotations
 
@@ -8,41 +8,28 @@ import re
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 _PACKAGES = ("andon", "torch", "transformers", "peft", "safetensors", "tokenizers", "numpy", "icontract")
 # Under the names of their wheels for CUDA 12 and 13.
 _ACCELERATOR_PACKAGES = (
-    "triton",
-    "pytorch-triton",
-    "nvidia-cublas",
-    "nvidia-cublas-cu12",
-    "nvidia-cudnn-cu12",
-    "nvidia-cudnn-cu13",
-)
-# What changes which kernel runs, or how it splits its work. No other variable is recorded: they may hold secrets.
+    "triton", "pytorch-triton", "nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13",
+)  # fmt: skip
+_BIT_PACKAGES = ("torch", "transformers", "peft", "numpy")
+# These choose a kernel or how it splits its work. No other variable is recorded, because it may hold a secret.
 _FLAGS = (
-    "ATEN_CPU_CAPABILITY",
-    "CUDA_FORCE_PTX_JIT",
-    "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE",
-    "CUDA_VISIBLE_DEVICES",
-    "DISABLE_ADDMM_CUDA_LT",
-    "DISABLE_PTXAS_OPT",
-    "DNNL_MAX_CPU_ISA",
-    "KMP_AFFINITY",
-    "MKL_CBWR",
-    "MKL_ENABLE_INSTRUCTIONS",
-    "MKL_NUM_THREADS",
-    "NVIDIA_TF32_OVERRIDE",
-    "OMP_NUM_THREADS",
-    "ONEDNN_MAX_CPU_ISA",
-    "PYTHONHASHSEED",
-    "PYTORCH_NVML_BASED_CUDA_CHECK",
-    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
-    "TORCH_BLAS_PREFER_CUBLASLT",
+    "ATEN_CPU_CAPABILITY CUDA_FORCE_PTX_JIT CUDA_MPS_ACTIVE_THREAD_PERCENTAGE CUDA_VISIBLE_DEVICES "
+    "DISABLE_ADDMM_CUDA_LT DISABLE_PTXAS_OPT DNNL_MAX_CPU_ISA KMP_AFFINITY MKL_CBWR MKL_ENABLE_INSTRUCTIONS "
+    "MKL_NUM_THREADS NVIDIA_TF32_OVERRIDE OMP_NUM_THREADS ONEDNN_MAX_CPU_ISA PYTHONHASHSEED "
+    "PYTORCH_NVML_BASED_CUDA_CHECK TORCH_ALLOW_TF32_CUBLAS_OVERRIDE TORCH_BLAS_PREFER_CUBLASLT"
 )
-# Compilers and libraries of kernels have many switches, which change with their versions. Values are recorded of those
-# that are known to choose kernels. Of another with such a name, unless it is of places, caches, logs or secrets, only
-# that it is set: it may hold a password all the same.
+# These place the work, and leave the bits as they are.
+_PLACING_FLAGS = (
+    "CUDA_VISIBLE_DEVICES KMP_AFFINITY MKL_NUM_THREADS OMP_NUM_THREADS PYTHONHASHSEED PYTORCH_NVML_BASED_CUDA_CHECK"
+)
+# Compilers and libraries of kernels have many switches, which change with their versions. The values of those known to
+# choose kernels are recorded. Of another with such a prefix only that it is set: it may hold a password. Names that
+# `_NO_SWITCH` matches (places, caches, logs, secrets) are not recorded at all.
 _SWITCHES: Mapping[str, str] = {
     "CUBLASLT_": "WORKSPACE_SIZE",
     "CUBLAS_": "EMULATE_DOUBLE_PRECISION EMULATE_SINGLE_PRECISION EMULATION_STRATEGY WORKSPACE_CONFIG",
@@ -69,30 +56,19 @@ _NO_SWITCH = re.compile(
     r"_(API|AUTH|CACHE|CREDENTIALS?|DEBUG|DIR|DUMP|FILENAME|HOME|HOST|JOB|KEY|LOG|LOGGING|LOGINFO|LOGPATH|PASS|PASSWORD"
     r"|PATH|PORT|PRINT|PROFILE|PROTON|PROVENANCE|REDIS|SECRET|THREADS|TIMEOUT|TOKEN|TRACE|URL|USER|VERBOSE|WORKER)(_|$)"
 )
-_PLACING_FLAGS = frozenset(
-    {
-        "CUDA_VISIBLE_DEVICES",
-        "KMP_AFFINITY",
-        "MKL_NUM_THREADS",
-        "OMP_NUM_THREADS",
-        "PYTHONHASHSEED",
-        "PYTORCH_NVML_BASED_CUDA_CHECK",
-    }
-)
 _INSTRUCTIONS = frozenset({"avx", "avx2", "fma", "f16c", "amx_bf16", "amx_int8", "amx_tile", "asimd", "sve", "bf16"})
-_PORTABLE = {"cpu": "any with AVX2", "instructions": "avx2"}
-_BIT_PACKAGES = ("torch", "transformers", "peft", "numpy")
 _DRIVER = Path("/proc/driver/nvidia/version")
+_CPUS = Path("/proc/cpuinfo")
 
 
 def environment(threads: int | None = None, devices: Sequence[str] = ()) -> dict[str, object]:
     """What the run runs on: versions (read, not imported), machine, CPU, instruction sets, threads, flags.
 
-    `threads` is the number of intra-op threads of a replica, `devices` the names of the accelerators' models; the
-    caller knows them, because asking for them would start torch. With devices: their driver, and what makes kernels
-    for them.
+    `threads` is the number of intra-op threads of a replica, `devices` the names of the accelerators' models: the
+    caller knows them, and asking for them here would start torch. With devices: their driver, and the libraries that
+    make kernels for them.
     """
-    cpu = _cpu()
+    model, instructions = _cpu()
     names = (*_PACKAGES, *_ACCELERATOR_PACKAGES) if devices else _PACKAGES
     return {
         "python": platform.python_version(),
@@ -100,8 +76,8 @@ def environment(threads: int | None = None, devices: Sequence[str] = ()) -> dict
         "machine": platform.machine(),
         "libc": " ".join(platform.libc_ver()).strip(),
         "packages": {name: version_of(name) for name in names},
-        "cpu": cpu["model"],
-        "instructions": cpu["instructions"],
+        "cpu": model,
+        "instructions": instructions,
         "cores": len(os.sched_getaffinity(0)),
         "threads": threads,
         "devices": sorted(set(devices)),
@@ -110,35 +86,41 @@ def environment(threads: int | None = None, devices: Sequence[str] = ()) -> dict
     }
 
 
-def fingerprint(environment: Mapping[str, object]) -> dict[str, str]:
+def fingerprint(environment: Mapping[str, Any]) -> dict[str, str]:
     """The part of `environment` that bits depend on, flat: equal fingerprints promise equal bits, others nothing.
 
     Versions of libraries and of Python, machine, libc, CPU model and instruction sets, threads of a replica, models of
-    accelerators, and flags that choose kernels. The number of cores, workers or accelerators is not in it. With
-    accelerators also what makes their kernels: driver, Triton, cuBLAS, cuDNN, andon, and its `sources` where given.
-    An environment that says `portable` has the CPU that any is held to in the place of its own, and how it adds.
+    accelerators, and flags that choose kernels; not the number of cores, workers or accelerators. With accelerators
+    also what makes their kernels: driver, Triton, cuBLAS, cuDNN, andon, and its `sources` if given. An environment
+    with `portable` (how products are summed) names the least CPU that such a run needs instead of its own.
     """
-    packages = _mapping(environment["packages"])
-    flags = _mapping(environment["flags"])
+    packages, flags = environment["packages"], environment["flags"]
     names = (*_BIT_PACKAGES, *(("andon", *_ACCELERATOR_PACKAGES) if environment["devices"] else ()))
     found = {name: str(packages[name]) for name in names if packages.get(name) is not None}
     for name in ("machine", "libc", "cpu", "instructions", "threads"):
         found[name] = str(environment[name])
     if environment.get("portable"):
-        found |= _PORTABLE | {"products": str(environment["portable"])}
-    # The order of rows is drawn by Python's generator.
+        found |= {"cpu": "any with AVX2", "instructions": "avx2", "products": str(environment["portable"])}
+    # Python's generator draws the order of rows.
     found["python"] = ".".join(str(environment["python"]).split(".")[:2])
-    devices = environment["devices"]
-    found["devices"] = ", ".join(map(str, devices)) if isinstance(devices, list) else str(devices)
+    found["devices"] = ", ".join(environment["devices"])
     if environment.get("driver") is not None:
         found["driver"] = str(environment["driver"])
-    found |= {f"source {name}": str(digest) for name, digest in _mapping(environment.get("sources")).items()}
-    return found | {f"flag {name}": str(flags[name]) for name in sorted(flags.keys() - _PLACING_FLAGS)}
+    found |= {f"source {name}": str(digest) for name, digest in (environment.get("sources") or {}).items()}
+    return found | {f"flag {name}": str(flags[name]) for name in sorted(flags.keys() - {*_PLACING_FLAGS.split()})}
+
+
+def version_of(library: str) -> str | None:
+    """The version of an installed library, None if it is not installed."""
+    try:
+        return metadata.version(library)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _flag(name: str) -> str | None:
-    """What is recorded of the variable `name`; None where nothing is, as of all that may hold a secret."""
-    if name in _FLAGS:
+    """The value that is recorded of the variable `name`, None if none is, as for every one that may hold a secret."""
+    if name in _FLAGS.split():
         return os.environ[name]
     if name == "PTXAS_OPTIONS":  # any text
         return "set"
@@ -151,31 +133,16 @@ def _flag(name: str) -> str | None:
 
 
 def _driver() -> str | None:
-    """The version of NVIDIA's kernel driver; None where it does not say."""
-    try:
-        first = _DRIVER.read_text(encoding="utf-8", errors="replace").partition("\n")[0]
-    except OSError:
-        return None
+    """The version of NVIDIA's kernel driver, None if there is none."""
+    first, _, _ = _text_of(_DRIVER).partition("\n")
     found = re.search(r"\s(\d+(?:\.\d+)+)\s", f"{first} ")
     return found[1] if found is not None else None
 
 
-def version_of(library: str) -> str | None:
-    """The version of an installed library; None where it is not installed."""
-    try:
-        return metadata.version(library)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _cpu() -> dict[str, str]:
-    """Model and instruction sets as the kernel names them; empty where it does not."""
+def _cpu() -> tuple[str, str]:
+    """Model and instruction sets as the kernel names them; the sets are empty if it does not."""
     model, flags = platform.processor() or platform.machine(), ""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
+    for line in _text_of(_CPUS).splitlines():
         name, _, value = (part.strip() for part in line.partition(":"))
         if name == "model name":
             model = value
@@ -183,8 +150,11 @@ def _cpu() -> dict[str, str]:
             flags = value
             break
     known = {flag for flag in flags.split() if flag in _INSTRUCTIONS or flag.startswith(("avx512", "avx_"))}
-    return {"model": model, "instructions": " ".join(sorted(known))}
+    return model, " ".join(sorted(known))
 
 
-def _mapping(value: object) -> Mapping[str, object]:
-    return value if isinstance(value, Mapping) else {}
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

@@ -1,7 +1,6 @@
-"""The file of a ledger: lines appended whole by one writer, verified as they are read (design, One record).
+"""The file of a ledger: lines appended whole by one writer, and verified as they are read.
 
-Who trains with `andon train` and who only watches write the same file; what differs is what a refusing disk means to
-them, so here it is an `OSError`.
+`andon train` and a watch write the same file. A disk that refuses raises `OSError` here, and each handles it.
 """
 
 from __future__ import annotations
@@ -17,11 +16,9 @@ from typing import Self
 from andon_contracts.record import GENESIS, MAX_LINE, Line, Record, chain, decode_line, encode, link
 from andon_contracts.untrusted import open_regular
 
-_BEGINNING = 16
-
 
 class LedgerError(ValueError):
-    """A ledger that is not the one that was written; the message names the file and the line."""
+    """A ledger that was changed after it was written; the message names the file and the line."""
 
 
 def write_all(handle: int, data: bytes | memoryview) -> None:
@@ -41,18 +38,18 @@ def fsync_folder(folder: Path) -> None:
 
 
 def tampered(handle: int, path: Path, size: int) -> str:
-    """What another program did to the file at `path`, to which only `handle` appends; empty if nothing.
+    """What another program did to the file at `path`, to which only `handle` should append; "" if nothing.
 
-    size: the bytes that the file had, or was given, so far. Lines that are written into a file without a name, or after
-    the start of the file was cut off (log rotation by `copytruncate`), are lost, and no disk refuses them.
+    size: the bytes that the file should have. A write to a file that lost its name or its start (log rotation by
+    `copytruncate`) succeeds, but its lines are lost.
     """
     now = os.fstat(handle)
+    removed = "was removed, moved or replaced while the run wrote to it; its lines would be lost"
     try:
-        in_place = os.path.samestat(now, path.lstat())
+        if not os.path.samestat(now, path.lstat()):
+            return removed
     except (FileNotFoundError, NotADirectoryError):
-        in_place = False
-    if not in_place:
-        return "was removed, moved or replaced while the run wrote to it; its lines would be lost"
+        return removed
     if now.st_size == size:
         return ""
     done = "truncated" if now.st_size < size else "written to"
@@ -61,61 +58,58 @@ def tampered(handle: int, path: Path, size: int) -> str:
 
 
 class LedgerFile:
-    """Appends records to the ledger at `path`, which is created if it is not there.
+    """Appends records to the ledger at `path`, which is created if it does not exist.
 
-    What is there is verified first. A line without its end, as a crash leaves it, is cut off; `torn` is its number of
-    bytes, for the record of the resume. Raises `LedgerError` for any other damage, for a file of something else, of
-    which nothing is cut off, and `OSError` for a disk that refuses. There may be one writer at a time: `append`, `sync`
-    and `close` raise `LedgerError` where another program truncated, wrote to or replaced the file. What is no file of a
-    disk, as a pipe or a device, is written to only.
+    Lines that exist are verified first. A last line without its end, as a crash leaves it, is cut off; `torn` is its
+    number of bytes. Raises `LedgerError` for any other damage and for another kind of file, which is not changed, and
+    `OSError` if the disk refuses. There is one writer: `append`, `sync` and `close` raise `LedgerError` if another
+    program truncated, wrote to or replaced the file. A pipe or a device is written to and never read.
     """
 
     def __init__(self, path: Path, *, alone: bool = False) -> None:
-        """alone: keep every other process that asks for the same away until this one closes.
-
-        Then raises `BlockingIOError`, and changes nothing, where another one is there first.
-        """
+        """alone: lock the file. Raises `BlockingIOError`, and changes nothing, if another process has the lock."""
         self.path = path
         self._place = path.absolute()  # the process may change its working folder
         self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
-            # Before anything is cut off: what looks torn may be the line that another one is writing.
+            # Lock before cutting: what looks torn may be the line that another process is writing.
             if alone:
                 fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._kept = stat.S_ISREG(os.fstat(self._handle).st_mode)
-            self._count, self._digest, self._size = _scan(path) if self._kept else (0, GENESIS, 0)
-            self.torn = os.fstat(self._handle).st_size - self._size if self._kept else 0
-            if self.torn and not self._count and not _begins_a_ledger(os.pread(self._handle, _BEGINNING, 0)):
-                raise LedgerError(f"{path}:1: not the beginning of a ledger")
+            self._count, self._digest, self._size, self.torn = 0, GENESIS, 0, 0
+            if self._kept:
+                for _, line in read_lines(path):
+                    self._count, self._digest, self._size = self._count + 1, chain(line), self._size + len(line)
+                self.torn = os.fstat(self._handle).st_size - self._size
             if self.torn:
+                if not self._count and not _begins_a_ledger(os.pread(self._handle, 16, 0)):
+                    raise LedgerError(f"{path}:1: not the beginning of a ledger")
                 os.ftruncate(self._handle, self._size)
                 os.fsync(self._handle)
-            # The name of a new file has to survive a power cut as its lines do.
-            fsync_folder(path.parent)
+            fsync_folder(path.parent)  # the name of a new file must survive a power cut as its lines do
         except BaseException:
             os.close(self._handle)
             raise
 
     @property
     def head(self) -> tuple[int, str]:
-        """The number of lines and the digest of the last one: what a checkpoint or summary quotes."""
+        """The number of lines and the digest of the last one, which checkpoints and summaries quote."""
         return self._count, self._digest
 
     def append(self, record: Record) -> None:
-        """Write `record` as the next line, whole: on a disk that refuses (`OSError`), nothing of it stays."""
+        """Write `record` as the next line; if the disk refuses (`OSError`), nothing of the line stays."""
         line = encode(record, self._count, self._digest)
         self._require_alone()
         try:
             write_all(self._handle, line)
             self._count, self._digest, self._size = self._count + 1, chain(line), self._size + len(line)
         except BaseException:
-            # The chain goes on from whole lines alone, also where the caller goes on after this.
             if self._kept:
                 os.ftruncate(self._handle, self._size)
             raise
 
     def sync(self) -> None:
-        """Make all lines so far survive a power cut; done before a checkpoint that quotes the head."""
+        """Make all lines so far survive a power cut; a checkpoint that quotes the head needs it."""
         if self._kept:
             self._require_alone()
             os.fsync(self._handle)
@@ -126,7 +120,6 @@ class LedgerFile:
             raise LedgerError(f"{self.path}: {what}")
 
     def close(self) -> None:
-        """Sync and close; more than once is harmless."""
         if self._handle >= 0:
             try:
                 self.sync()
@@ -150,15 +143,14 @@ class LedgerFile:
 def read_lines(path: Path, *, follow: bool = False) -> Iterator[tuple[Line, bytes]]:
     """The lines of the ledger at `path` with their bytes, verified as they are read; a torn last one is left out.
 
-    follow: where `path` is a link, those of what it leads to. Raises `LedgerError` at the first line that does not fit,
-    `FileNotFoundError`, and `OSError` for what is no regular file.
+    follow: follow `path` if it is a link. Raises `LedgerError` at the first line that does not fit, and `OSError` as
+    `open_regular` does.
     """
     count, digest = 0, GENESIS
     with open_regular(path, follow=follow) as file:
         while raw := file.readline(MAX_LINE + 1):
-            # Torn: a crash leaves such a line, and whoever writes on cuts it off.
             if not raw.endswith(b"\n") and len(raw) <= MAX_LINE:
-                return
+                return  # torn by a crash; the next writer cuts it off
             try:
                 line = decode_line(raw)
                 link(line, count, digest)
@@ -169,14 +161,6 @@ def read_lines(path: Path, *, follow: bool = False) -> Iterator[tuple[Line, byte
 
 
 def _begins_a_ledger(piece: bytes) -> bool:
-    """Whether a crash may have left these first bytes of a first line: its keys are sorted. Some disks leave zeros."""
+    # Keys are sorted, so a first line begins with one of these. Some disks leave zeros after a crash.
     starts = (b'{"algorithms":', b'{"backend":')
     return not piece.strip(b"\0") or any(piece[: len(start)] == start[: len(piece)] for start in starts)
-
-
-def _scan(path: Path) -> tuple[int, str, int]:
-    """Number of lines, digest of the last, bytes of the whole lines."""
-    count, digest, size = 0, GENESIS, 0
-    for _, raw in read_lines(path):
-        count, digest, size = count + 1, chain(raw), size + len(raw)
-    return count, digest, size

@@ -1,17 +1,12 @@
-"""The versioned schema of one ledger line, and the chain that links lines (design, One record; issue 3 item 6).
+"""One ledger line: the dataclasses of its kinds, its bytes, and the chain that links lines.
 
 A line is one JSON object with sorted keys and no spaces, ended by a line feed:
 `{"kind":K,"prev":H,"seq":n,"v":4,...}`. `seq` counts from 0. `prev` is the first 16 hexadecimal digits of SHA-256 of
-the line before, without its line feed, and zeros for the first. The chain is evidence of corruption, not of tampering:
-who rewrites a line can rewrite the rest.
+the line before, without its line feed, and zeros in the first line. The chain is evidence of corruption, not of
+tampering: who rewrites a line can rewrite the rest.
 
-A line is an append-only format: a reader refuses what it does not know, so a new field is a new version. Version 2
-lets be left out what only our own trainer knows of a step, so that a watch of another's loop can write one, and adds
-what such a watch knows. Version 3 lets be left out what a witness from outside does not see, names the algorithm of
-each digest where a run begins (one field holds SHA-256 here and sums of words there), refers to tensors that are kept
-elsewhere, and takes steps back (`Retraction`). Version 4 names the task of a run, and counts the terms of a loss where
-they are not its rows. Version 5 says what draws random numbers in the forward passes of an update. A line is read by
-the rules of its own version, and written as version 4 unless it has something of version 5.
+A reader refuses a version or a field that it does not know, so a new field needs a new version. A field that is None is
+left out: a watch of a foreign loop and the falsifier's witness know less of a step than our own trainer does.
 """
 
 from __future__ import annotations
@@ -23,71 +18,59 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, get_args
 
-from andon_contracts.fields import Count, Hex16, Part, Real, json_object, may_lack, read_field, since
+from andon_contracts.fields import Count, Hex16, Part, Real, json_object, read_field
 
-SCHEMA_VERSION = 5
-"""The newest version that is read and written; older versions are read as well."""
-_WRITTEN = 4
-"""The version of a line without later fields, which a reader of that version still takes."""
+SCHEMA_VERSION = 4
+"""The version of every line: the only one that is written or read."""
 GENESIS = "0" * 16
-"""What the first line has for `prev`."""
+"""`prev` of the first line."""
 MAX_LINE = 1 << 24
 """The longest line, in bytes, that is written or read."""
-TRAINER_DIGESTS: Mapping[str, str] = dict.fromkeys(("weights", "gradient", "optimizer", "base"), "tensor-digest") | {
-    "content": "content-sums",
-    "data": "sha256",
-}
-"""By which algorithm our own trainer digests each thing."""
-WATCH_DIGESTS: Mapping[str, str] = dict.fromkeys(("weights", "gradient", "optimizer", "base"), "flat-digest") | {
-    "content": "text-digest"
-}
-"""The same of a watch, which digests the tensors of a group in one pass, and of rows what it was told."""
-
-_MAY_LACK, _SINCE_2 = may_lack(2), since(2)
-_MAY_LACK_3, _SINCE_3 = may_lack(3), since(3)
-_SINCE_4, _SINCE_5 = since(4), since(5)
+_TENSORS = ("weights", "gradient", "optimizer", "base")
+TRAINER_DIGESTS: Mapping[str, str] = {
+    **dict.fromkeys(_TENSORS, "tensor-digest"), "content": "content-sums", "data": "sha256",
+}  # fmt: skip
+"""The algorithm of each digest that our own trainer writes."""
+WATCH_DIGESTS: Mapping[str, str] = {**dict.fromkeys(_TENSORS, "flat-digest"), "content": "text-digest"}
+"""The algorithm of each digest that a watch writes: it digests the tensors of a group in one pass."""
 _ENVELOPE = frozenset({"v", "kind", "seq", "prev"})
 
 
 @dataclass(frozen=True)
 class Plan(Part):
-    """What the run will train on: rows of the training set, size of the global batch, leaves, seed, length.
+    """The plan of a run. `ids`: the rows of an epoch, if they are named one by one. `task`: None is classification."""
 
-    `ids`: the rows that an epoch visits, where they are named one by one. `task`: what is learned of a row; None: its
-    class.
-    """
-
-    rows: Count | None = field(metadata=_MAY_LACK)
-    batch_size: Count | None = field(metadata=_MAY_LACK)
-    micro_batches: Count | None = field(metadata=_MAY_LACK)
-    seed: Count | None = field(metadata=_MAY_LACK)
-    epochs: Count | None = field(metadata=_MAY_LACK)
-    steps: Count | None = field(metadata=_MAY_LACK)
-    ids: tuple[Count, ...] | None = field(default=None, metadata=_SINCE_3)
-    task: str | None = field(default=None, metadata=_SINCE_4)
+    rows: Count | None
+    batch_size: Count | None
+    micro_batches: Count | None
+    seed: Count | None
+    epochs: Count | None
+    steps: Count | None
+    ids: tuple[Count, ...] | None = None
+    task: str | None = None
 
 
 @dataclass(frozen=True)
 class StepDigests(Part):
-    """The digests of one step: planned content, reduced gradient before clipping, state after the update."""
+    """Digests of one step: planned content, reduced gradient before clipping, state after the update."""
 
-    content: Hex16 | None = field(metadata=_MAY_LACK)
-    gradient: Hex16 | None = field(metadata=_MAY_LACK_3)
-    weights: Hex16 | None = field(metadata=_MAY_LACK_3)
-    optimizer: Hex16 | None = field(metadata=_MAY_LACK_3)
+    content: Hex16 | None
+    gradient: Hex16 | None
+    weights: Hex16 | None
+    optimizer: Hex16 | None
 
 
 @dataclass(frozen=True)
 class RankPart(Part):
-    """What one rank did in a step: the micro-batches and rows that it computed, and what it then held.
+    """One rank in a step: its micro-batches (`leaves`) and rows, and the digests of its state after the update.
 
-    A digest is left out where the rank holds something that no other one should hold (shards).
+    A rank has no digest of a shard, because no other rank should have the same.
     """
 
     rank: Count
     leaves: tuple[Count, ...]
     ids: tuple[Count, ...]
-    weights: Hex16 | None = field(metadata=_MAY_LACK)
+    weights: Hex16 | None
     gradient: Hex16 | None = None
     optimizer: Hex16 | None = None
     content: Hex16 | None = None
@@ -95,10 +78,7 @@ class RankPart(Part):
 
 @dataclass(frozen=True)
 class Start(Part):
-    """The first line of a run: what defines it and the state that it starts from. `writer`: None is our trainer.
-
-    `algorithms`: by which algorithm each digest of the run is made, by the field that holds it.
-    """
+    """The first line of a run. `writer`: None is our trainer. `algorithms`: the algorithm of each digest, by field."""
 
     kind: ClassVar[str] = "start"
     run: str
@@ -108,58 +88,56 @@ class Start(Part):
     digests: Mapping[str, Hex16]
     world: Count
     backend: str
-    writer: str | None = field(default=None, metadata=_SINCE_2)
-    algorithms: Mapping[str, str] | None = field(default=None, metadata=_SINCE_3)
+    writer: str | None = None
+    algorithms: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True)
 class Step(Part):
     """One update. `step` is its number from 1, `position` that of its first row in the epoch, `ids` its rows in order.
 
-    `loss` is the mean over the `terms` of its sum (None: one for each of the `count` rows), `grad_norm` the norm before
-    clipping, `correct` the terms that were predicted right.
-    From a watch: `weights_norm` is the 2-norm of the trained parameters after the update; `gradient_at` is "optimizer"
-    where digest and norm are of the gradient that the optimizer got, since nobody said when it was reduced and not yet
-    clipped; `optimizer_index` counts from 0 where several optimizers are watched, and the weights are then its own;
-    `skipped`: the loss scaler let the update change nothing; `draws`: what draws random numbers in its forward passes,
-    in words, of the first updates. From a witness: `tensors` says under which name the tensors of this update are kept,
-    by what they are; the line never holds them.
+    `loss` is the mean over `terms` terms (None: one for each of the `count` rows), `grad_norm` the norm before
+    clipping, `correct` the number of terms that were predicted right.
+    From a watch: `weights_norm` is the 2-norm of the trained parameters after the update. `gradient_at` is "optimizer"
+    if digest and norm are of the gradient that the optimizer got, because nobody reported the reduced one before
+    clipping. `optimizer_index` counts from 0 if several optimizers are watched; the weights are then its own.
+    `skipped`: the loss scaler skipped the update. `draws`: what draws random numbers in forward passes (first updates).
+    From the falsifier's witness: `tensors` names the tensors of this update that are stored elsewhere.
     """
 
     kind: ClassVar[str] = "step"
     step: Count
-    epoch: Count | None = field(metadata=_MAY_LACK)
-    position: Count | None = field(metadata=_MAY_LACK)
+    epoch: Count | None
+    position: Count | None
     ids: tuple[Count, ...]
-    count: Count | None = field(metadata=_MAY_LACK)
+    count: Count | None
     lr: Real
-    loss: Real | None = field(metadata=_MAY_LACK)
-    grad_norm: Real | None = field(metadata=_MAY_LACK)
-    correct: Count | None = field(metadata=_MAY_LACK)
+    loss: Real | None
+    grad_norm: Real | None
+    correct: Count | None
     world: Count
     backend: str
     digests: StepDigests
     ranks: tuple[RankPart, ...]
-    weights_norm: Real | None = field(default=None, metadata=_SINCE_2)
-    gradient_at: str | None = field(default=None, metadata=_SINCE_2)
-    optimizer_index: Count | None = field(default=None, metadata=_SINCE_2)
-    skipped: bool | None = field(default=None, metadata=_SINCE_2)
-    tensors: Mapping[str, str] | None = field(default=None, metadata=_SINCE_3)
-    terms: Count | None = field(default=None, metadata=_SINCE_4)
-    draws: str | None = field(default=None, metadata=_SINCE_5)
+    weights_norm: Real | None = None
+    gradient_at: str | None = None
+    optimizer_index: Count | None = None
+    skipped: bool | None = None
+    tensors: Mapping[str, str] | None = None
+    terms: Count | None = None
+    draws: str | None = None
 
 
 @dataclass(frozen=True)
 class Evaluation(Part):
     """Scores after `step` updates on `rows` rows.
 
-    `confusion` is the digest of the file with the confusion matrix that they come from: K classes have K * K cells, and
-    a line has at most `MAX_LINE` bytes. None: the task has no such matrix, or the writer keeps none.
+    `confusion` is the digest of the file with the confusion matrix, if there is one: it may be longer than a line.
     """
 
     kind: ClassVar[str] = "eval"
     step: Count
-    epoch: Count | None = field(metadata=_MAY_LACK)
+    epoch: Count | None
     rows: Count
     scores: Mapping[str, Real]
     confusion: Hex16 | None = None
@@ -167,7 +145,7 @@ class Evaluation(Part):
 
 @dataclass(frozen=True)
 class Saved(Part):
-    """A checkpoint that counts: its folder's name and the digest of its tensors."""
+    """A complete checkpoint: the name of its folder and the digest of its tensors."""
 
     kind: ClassVar[str] = "checkpoint"
     step: Count
@@ -180,7 +158,7 @@ class Saved(Part):
 class Resume(Part):
     """The run goes on after `step` updates, from the checkpoint `name` (None: from the start).
 
-    `torn` is the number of bytes of an unfinished last line that were cut off the ledger first.
+    `torn` is the number of bytes of an unfinished last line that were cut off the ledger.
     """
 
     kind: ClassVar[str] = "resume"
@@ -192,16 +170,16 @@ class Resume(Part):
     backend: str
     name: str | None = None
     torn: Count = 0
-    writer: str | None = field(default=None, metadata=_SINCE_3)
-    algorithms: Mapping[str, str] | None = field(default=None, metadata=_SINCE_3)
+    writer: str | None = None
+    algorithms: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True)
 class Broken(Part):
     """A violation: the clause and its finding.
 
-    `action` says what a watch did: "raised", "warned", "called" (a function of the user's), "suspected" (a sign that
-    has innocent causes too); None: the run ended. `applied`: the update of that step was made before it was found.
+    `action` is what a watch did: "raised", "warned", "called" (a function of the user), "suspected" (a warning about
+    something that a right loop may do too); None: the run ended. `applied`: it was found after the update was made.
     """
 
     kind: ClassVar[str] = "violation"
@@ -211,20 +189,19 @@ class Broken(Part):
     tensor: str
     seen: str
     details: Mapping[str, str] = field(default_factory=dict)
-    action: str | None = field(default=None, metadata=_SINCE_2)
-    applied: bool | None = field(default=None, metadata=_SINCE_2)
+    action: str | None = None
+    applied: bool | None = None
 
 
 @dataclass(frozen=True)
 class Retraction(Part):
-    """The updates after `step`, up to `last`, no longer count: `clause` was broken after they had been written down.
+    """The updates after `step`, up to `last`, no longer count, because any of them may have caused a later violation.
 
-    What broke it may have been there since any of them. `step` is that of the last checkpoint that counts, from which
-    a resumed run goes on; what it does again is not held to these updates. `seen` is what the violation saw.
+    `step` is the last checkpoint, from which a resumed run goes on; its updates are not compared with these. `clause`
+    and `seen` are those of the violation.
     """
 
     kind: ClassVar[str] = "retraction"
-    since_version: ClassVar[int] = 3
     step: Count
     last: Count
     clause: str
@@ -258,7 +235,7 @@ class Line:
 
 
 class LineTooLong(ValueError):
-    """A record that takes more than `MAX_LINE` bytes, as that of a step with a million rows."""
+    """A record takes more than `MAX_LINE` bytes, such as a step with a million rows."""
 
 
 def encode(record: Record, seq: int, prev: str) -> bytes:
@@ -267,12 +244,11 @@ def encode(record: Record, seq: int, prev: str) -> bytes:
     Raises `ValueError` for a record that a reader would refuse, `LineTooLong` for one that takes too many bytes.
     """
     body = record.to_json()
-    # Read back before it is written: all that follows in the chain would be lost with a line that no reader takes.
+    # Read it back before it is written: a line that readers refuse would lose every line after it.
     if type(record).from_json(body) != record:
         raise ValueError(f"a {record.kind} record does not survive JSON: a field has a value of a wrong type")
-    envelope = {"v": version_of(record), "kind": record.kind, "seq": read_field(Count, seq, "seq"), "prev": prev}
+    envelope = {"v": SCHEMA_VERSION, "kind": record.kind, "seq": read_field(Count, seq, "seq"), "prev": prev}
     read_field(Hex16, prev, "prev")
-    # One text for one record, since the chain goes by bytes.
     text = json.dumps(body | envelope, sort_keys=True, separators=(",", ":"), allow_nan=False)
     line = text.encode("ascii") + b"\n"
     if len(line) > MAX_LINE:
@@ -280,39 +256,27 @@ def encode(record: Record, seq: int, prev: str) -> bytes:
     return line
 
 
-def version_of(record: Record) -> int:
-    """The version that `record` is written as."""
-    return SCHEMA_VERSION if isinstance(record, Step) and record.draws is not None else _WRITTEN
-
-
 def decode_line(line: bytes) -> Line:
-    """The record of `line` and its place. Raises `ValueError` for what is no line of this version, or too long."""
+    """The record of `line` and its place. Raises `ValueError` for a line that `encode` does not write."""
     if len(line) > MAX_LINE:
         raise ValueError(f"the line has {len(line)} bytes, more than {MAX_LINE}")
     try:
-        # Python takes more than JSON: NaN, and of a key that stands twice the last, where others take the first.
         data = _DECODER.decode(line.decode("ascii"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not a line of JSON: {error}") from None
     found = json_object(data, "the line")
-    version = found.get("v")
-    if type(version) is not int or not 1 <= version <= SCHEMA_VERSION:
-        raise ValueError(f"version {version!r} is none of 1 to {SCHEMA_VERSION}")
-    kind = found.get("kind")
-    if not isinstance(kind, str) or kind not in KINDS or version < getattr(KINDS[kind], "since_version", 1):
+    version, kind = found.get("v"), found.get("kind")
+    if type(version) is not int or version != SCHEMA_VERSION:
+        raise ValueError(f"version {version!r} is not {SCHEMA_VERSION}, the only one that is read")
+    if not isinstance(kind, str) or kind not in KINDS:
         raise ValueError(f"unknown kind {kind!r}")
     body = {name: value for name, value in found.items() if name not in _ENVELOPE}
     seq, prev = read_field(Count, found.get("seq"), "seq"), read_field(Hex16, found.get("prev"), "prev")
-    return Line(seq, prev, KINDS[kind].from_json(body, version=version))
-
-
-def decode(line: bytes) -> Record:
-    """The record of `line`. Raises `ValueError` for what is no line of this version, or too long."""
-    return decode_line(line).record
+    return Line(seq, prev, KINDS[kind].from_json(body))
 
 
 def chain(previous_line: bytes) -> str:
-    """What the line after `previous_line` has for `prev`; a line feed at its end does not count."""
+    """`prev` of the line after `previous_line`, whose line feed does not count."""
     return hashlib.sha256(previous_line.removesuffix(b"\n")).hexdigest()[:16]
 
 
@@ -335,4 +299,5 @@ def _no_constant(name: str) -> object:
     raise ValueError(f"{name} is not JSON")
 
 
+# Python's decoder takes more than JSON: NaN, and the last of two equal keys, where other decoders take the first.
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant)

@@ -1,7 +1,7 @@
-"""Tensors on the disk without pickle: the safetensors format, written and read with torch alone.
+"""Tensors on disk in the safetensors format, written and read with torch alone.
 
-Eight bytes of length, a JSON header that says where each tensor lies, the bytes. Reading runs no code that the file
-brings, and believes no length that it gives.
+The format is 8 bytes of length, a JSON header with the place of each tensor, and the bytes. Reading runs no code from
+the file and trusts no length in it.
 """
 
 from __future__ import annotations
@@ -21,21 +21,11 @@ from torch import Tensor
 from andon_contracts.untrusted import read_regular
 
 NAMES: Mapping[torch.dtype, str] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""The kinds of tensors that the format has, by its names for them."""
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+"""The dtypes that the format has, with its names for them."""
 _DTYPES = {name: dtype for dtype, name in NAMES.items()}
 _MOST_HEADER = 1 << 26
 _MOST_BYTES = 1 << 42
@@ -43,18 +33,17 @@ _MOST_DIMENSIONS = 64
 
 
 def open_private(path: Path) -> BinaryIO:
-    """`path`, made anew for writing, for its owner alone (0600) whatever the umask: rows and weights go into it."""
+    """Create `path` anew for writing, readable by its owner alone (0600): it will hold rows or weights."""
     path.unlink(missing_ok=True)
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    # A umask may have taken the owner's own rights away.
-    os.fchmod(handle, 0o600)
+    os.fchmod(handle, 0o600)  # a umask may have taken the owner's own rights away
     return os.fdopen(handle, "wb")
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
     """Write dense tensors to `path`, whole or not at all.
 
-    Raises `OSError` where the disk refuses, and `ValueError` for a kind of tensor that is not in `NAMES`.
+    Raises `OSError` if the disk refuses, and `ValueError` for a dtype that is not in `NAMES`.
     """
     odd = [f"{name} ({tensor.dtype})" for name, tensor in tensors.items() if tensor.dtype not in NAMES]
     if odd:
@@ -66,8 +55,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         begin, end = end, end + tensor.nbytes
         header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
-    # Tensors begin at a multiple of 8, as the format has it for those who map the file.
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # the format aligns tensors, for readers that map the file
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open_private(part) as file:
@@ -80,10 +68,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 
 
 def read_tensors(path: Path, most: int = _MOST_BYTES) -> dict[str, Tensor]:
-    """The tensors of the file `path` of at most so many bytes, on the CPU.
-
-    Raises `OSError`, and `ValueError` for what is no such file.
-    """
+    """The tensors of the file `path`, on the CPU. Raises `ValueError` for another kind of file, and `OSError` as
+    `read_regular` does, also for more than `most` bytes."""
     data = read_regular(path, most)
     size = struct.unpack("<Q", data[:8])[0] if len(data) >= 8 else _MOST_HEADER
     if size > min(len(data) - 8, _MOST_HEADER):

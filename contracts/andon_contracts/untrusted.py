@@ -1,7 +1,7 @@
-"""Files that may be from anybody: opened only where they are regular files of a bounded size (SECURITY.md).
+"""Files that anybody may have written: only regular files of a bounded size are read (SECURITY.md).
 
-To open a pipe is to wait for who writes to it, a device may give bytes for ever, a file with holes claims more bytes
-than there is memory, and a link leads to a file that whoever made the folder was never allowed to read.
+A pipe blocks its reader until somebody writes, a device may give bytes without end, a sparse file claims more bytes
+than there is memory, and a link may lead to a file that the owner of the folder must not read.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 MOST_JSON = 1 << 26
-"""Bytes of a JSON file that one of ours may have."""
+"""The largest JSON file that Andon writes, in bytes."""
 
 
 def open_regular(path: Path, *, follow: bool = False) -> BinaryIO:
-    """The regular file at `path`, open for reading; nothing is waited for.
+    """Open the regular file at `path` for reading, without waiting.
 
-    follow: open what a link leads to, as where a user named the path himself. Raises `OSError` with the reason as its
-    `strerror`: none there, a link, no regular file, or a disk that fails.
+    follow: follow a link, for a path that the user gave. Raises `OSError` with the reason as its `strerror`: no file, a
+    link, not a regular file, or a disk that fails.
     """
-    # To open a pipe that nobody writes to would wait for good.
+    # O_NONBLOCK: opening a pipe without a writer would wait for ever.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     try:
         handle = os.open(path, flags)
@@ -41,9 +41,9 @@ def open_regular(path: Path, *, follow: bool = False) -> BinaryIO:
 
 
 def read_regular(path: Path, most: int, *, follow: bool = False) -> bytes:
-    """The bytes of the regular file at `path`, read once.
+    """The bytes of the regular file at `path`.
 
-    Raises `OSError` as `open_regular` does, and for one of more than `most` bytes or than the machine has memory.
+    Raises `OSError` as `open_regular` does, and for a file of more than `most` bytes or than the machine has memory.
     """
     with open_regular(path, follow=follow) as file:
         found = os.fstat(file.fileno())
@@ -54,9 +54,9 @@ def read_regular(path: Path, most: int, *, follow: bool = False) -> bytes:
 
 
 def read_lines(path: Path, most: int) -> Iterator[bytes]:
-    """The lines of the regular file at `path`. One of more than `most` bytes, or without an end, is the last, and cut.
+    """The lines of the regular file at `path`; the last is one that does not end within `most` bytes.
 
-    A file of holes claims terabytes of one line. Raises `OSError` as `open_regular` does.
+    Raises `OSError` as `open_regular` does.
     """
     with open_regular(path) as file:
         while line := file.readline(most):
@@ -66,7 +66,7 @@ def read_lines(path: Path, most: int) -> Iterator[bytes]:
 
 
 def read_json(path: Path, most: int = MOST_JSON, *, follow: bool = False) -> Any:
-    """What the JSON file at `path` holds. Raises as `read_regular` does, and `ValueError` where it is none."""
+    """The value in the JSON file at `path`. Raises as `read_regular` does, and `ValueError` if it is not JSON."""
     data = read_regular(path, most, follow=follow)
     try:
         return json.loads(data)

@@ -17,7 +17,7 @@ from andon_contracts import bundle
 from andon_contracts.act import Scene, conclude
 from andon_contracts.bundle import Evidence, write_part
 from andon_contracts.error_file import VARIABLE, tell_launcher, write_error_file
-from andon_contracts.record import Broken
+from andon_contracts.record import SCHEMA_VERSION, Broken
 from andon_contracts.stacks import doing, stacks
 from andon_contracts.tensor_file import NAMES, read_tensors, write_tensors
 from andon_contracts.violation import Finding, Violation
@@ -33,8 +33,8 @@ def test_the_account_holds_the_ledgers_record(tmp_path: Path) -> None:
     """One schema: what a ledger line would say of the violation is read by the ledger's own reader."""
     error = conclude(Violation.of("replicas-agree", FINDING), Scene(world=2), _evidence(tmp_path, 0, {}), {})
     body = json.loads((tmp_path / "4" / "replicas-agree.json").read_text())
-    version = body["record"].pop("v")
-    record = Broken.from_json(body["record"], version=version)
+    assert body["record"].pop("v") == SCHEMA_VERSION
+    record = Broken.from_json(body["record"])
     assert record == Broken("replicas-agree", 4, (1,), "w", "they differ", {"w": "aa bb"})
     assert body["message"] == str(error)
     assert error.bundle == str(tmp_path / "4")

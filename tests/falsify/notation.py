@@ -23,6 +23,7 @@ from typing import Any
 
 from andon_falsify.history import History, chain_digest, read_lines
 from andon_falsify.history.events import RowId
+from andon_falsify.history.parse import VERSION
 from andon_falsify.verdict import Outcome, Verdict
 
 HOLDS, FALSIFIED, UNKNOWN, INAPPLICABLE = Outcome.HOLDS, Outcome.FALSIFIED, Outcome.UNKNOWN, Outcome.NOT_APPLICABLE
@@ -44,8 +45,7 @@ def history(text: str, name: str = "history", *, world: int | None = None, backe
             body = b"{not json"
         else:
             fields = _fields(segment, world, backend)
-            version = 3 if fields.get("kind") == "retraction" else 1
-            body = json.dumps({"v": version, "seq": len(lines), "prev": prev, **fields}).encode()
+            body = json.dumps({"v": VERSION, "seq": len(lines), "prev": prev, **fields}).encode()
         lines.append(body + b"\n")
         prev = chain_digest(body)
     return read_lines(lines, name)

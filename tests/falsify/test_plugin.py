@@ -164,7 +164,7 @@ def test_forgets_to_hold(court):
 
 @pytest.mark.claim("loss-finite")
 def test_holds(court):
-    line = b'{"v":1,"kind":"step","step":1,"loss":1.0,"grad_norm":1.0}\\n'
+    line = b'{"v":4,"kind":"step","step":1,"loss":1.0,"grad_norm":1.0}\\n'
     court.hold(loss_finite.check(read_lines([line], "it")))
 
 

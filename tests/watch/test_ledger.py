@@ -292,7 +292,9 @@ def test_a_line_that_another_writer_is_writing_is_not_cut_off(tmp_path: Path, mo
 
 
 def test_the_environment_names_a_ledger_and_a_keyword_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A watch that is refused does not use the name up."""
     monkeypatch.setenv("ANDON_LEDGER", str(tmp_path / "named.jsonl"))
+    assert "every" in raised_by(lambda: andon.watch(net(), sgd(net()), every=-1))
     for given in (None, tmp_path / "keyword.jsonl", None):
         with andon.watch(model := net(), sgd(model), ledger=given):
             pass

@@ -1,6 +1,6 @@
-"""The ledger of a watched loop: what a watch saw of every update, as one line, on rank 0 (issue 3 item 6).
+"""The ledger of a watched loop: rank 0 writes one line for each update.
 
-Nothing is gathered for it: it is made of what the ranks tell each other anyway, and of what the loop told.
+It needs no collective: its values are those that the ranks exchange for the checks, and what the loop reported.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ from andon_contracts.watch.model_probe import ModelProbe
 from andon_contracts.watch.values import layout_digest, text_digest
 
 VARIABLE = "ANDON_LEDGER"
-"""The environment variable that names a ledger where the loop does not."""
+"""The environment variable that names a ledger if the loop names none."""
 WRITER = "watch"
 _RESTARTS = "TORCHELASTIC_RESTART_COUNT"
-_taken: set[Path] = set()
+_written: set[Path] = set()
+"""The ledgers that watches of this process have begun to write."""
 
 
 @dataclass(frozen=True)
@@ -65,10 +66,11 @@ class Told:
 
 
 def ledger_path(given: str | os.PathLike[str] | None, writer: int) -> Path | None:
-    """Where the watch of this process writes: as given, else as the environment says.
+    """The path that the watch of this process writes to: `given`, else what the environment names, else None.
 
-    The environment's name holds for every watch of a script: a second one in this process, and one whose writing rank
-    `writer` is another than 0, get a name of their own beside it.
+    All watches of a script share the environment's name. A later watch of this process gets a numbered name next to a
+    ledger that an earlier one has begun. A watch whose rank 0 is another rank `writer` of the world has that rank
+    in the name.
     """
     if given is not None:
         return Path(given)
@@ -77,19 +79,18 @@ def ledger_path(given: str | os.PathLike[str] | None, writer: int) -> Path | Non
         return None
     path = Path(named)
     stem = f"{path.stem}-rank{writer}" if writer else path.stem
-    path = path.with_name(stem + path.suffix)
-    number = 1
-    while (free := path.with_name(f"{path.stem}-{number}{path.suffix}" if number > 1 else path.name)) in _taken:
+    path, number = path.with_name(stem + path.suffix), 1
+    while path in _written:
         number += 1
-    _taken.add(free)
-    return free
+        path = path.with_name(f"{stem}-{number}{path.suffix}")
+    return path
 
 
 def open_ledger(path: Path, start: int) -> LedgerFile:
-    """The ledger at `path`, to be written by this process alone.
+    """Open the ledger at `path` for this process alone.
 
-    One with lines is only gone on with: after `start` updates, or where torch's launcher restarted the ranks. Raises
-    `ValueError` where it is another run's, is damaged, is being written, or the disk refuses.
+    A ledger with lines is continued only after `start` > 0 updates or a restart by torch's launcher. Raises
+    `ValueError` if it belongs to another run, is damaged, is being written, or the disk refuses.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -110,12 +111,12 @@ def open_ledger(path: Path, start: int) -> LedgerFile:
 class Recorder:
     """Writes the lines of one watch.
 
-    A disk that refuses, a file that another program changed, and an update of more rows than a line takes end the
-    ledger, with a warning, and never the loop.
+    If the disk refuses, another program changes the file, or an update has more rows than a line can hold, the ledger
+    ends with a warning; the loop goes on.
     """
 
     def __init__(self, file: LedgerFile | None, subject: ModelProbe, held: Mapping[str, bool]) -> None:
-        """file: None writes nothing. held: whether all ranks should hold one "weights", "gradient", "optimizer"."""
+        """file: None writes nothing. held: if all ranks should hold the same "weights", "gradient", "optimizer"."""
         self.lost = ""
         self._file = file
         self._subject = subject
@@ -124,70 +125,86 @@ class Recorder:
         self._last: tuple[int, dict[str, str]] = (0, {})
 
     def opened(self, world: int, optimizers: Sequence[torch.optim.Optimizer], rows: int | None, start: int) -> None:
-        """The watch began after `start` updates: a start line, or a resume line where there are lines already."""
+        """The watch opened after `start` updates: writes a start line, or a resume line if the file has lines."""
         if self._file is None:
             return
-        identity = _identity(self._subject, optimizers)
         digests = {"weights": hexadecimal(flat_digest(self._subject.trainable.values()))}
+        self._last = (start, dict(digests))
         if self._subject.frozen:
             digests["base"] = hexadecimal(flat_digest(self._subject.frozen.values()))
-        self._last = (start, {"weights": digests["weights"]})
-        machine = _fingerprint(self._subject)
-        if self._file.head[0]:
-            torn = self._file.torn
-            self._append(Resume(start, identity, machine, digests, world, _backend(), "the loop's own", torn))
-            return
-        plan = Plan(rows=rows, batch_size=None, micro_batches=None, seed=None, epochs=None, steps=None)
-        name = Path(sys.argv[0] if sys.argv else "").name or WRITER
-        self._append(Start(name, machine, identity, plan, digests, world, _backend(), WRITER, WATCH_DIGESTS))
-        if start:
-            self._append(Resume(start, identity, machine, digests, world, _backend(), "the loop's own"))
+        again = bool(self._file.head[0])
+        if not again:
+            plan = Plan(rows=rows, batch_size=None, micro_batches=None, seed=None, epochs=None, steps=None)
+            name = Path(sys.argv[0] if sys.argv else "").name or WRITER
+            identity, machine = _identity(self._subject, optimizers), _fingerprint(self._subject)
+            self._append(Start(name, machine, identity, plan, digests, world, _backend(), WRITER, WATCH_DIGESTS))
+        if again or start:
+            self._resume(start, "the loop's own", world, optimizers, digests, self._file.torn if again else 0)
+
+    def loaded(self, step: int, name: str, world: int, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """The loop loaded a checkpoint and goes on after `step` updates."""
+        if self._file is not None:
+            digests = {"weights": hexadecimal(flat_digest(self._subject.trainable.values()))}
+            self._resume(step, name, world, optimizers, digests)
+
+    def _resume(
+        self,
+        step: int,
+        name: str,
+        world: int,
+        optimizers: Sequence[torch.optim.Optimizer],
+        digests: Mapping[str, str],
+        torn: int = 0,
+    ) -> None:
+        identity, machine = _identity(self._subject, optimizers), _fingerprint(self._subject)
+        self._append(Resume(step, identity, machine, digests, world, _backend(), name, torn))
 
     def step(
-        self,
-        before: Observations,
-        after: Observations,
-        told: Told,
-        *,
-        step: int,
-        index: int | None,
-        draws: str,
+        self, before: Observations, after: Observations, told: Told, *, step: int, index: int | None, draws: str
     ) -> None:
-        """One update, from what all ranks saw before and after it and what was told of its rows.
+        """One update, from the values of all ranks before and after it and the rows that the loop reported.
 
-        draws: what draws random numbers in its forward passes, "" where nothing does or nobody looked.
+        draws: the modules that draw random numbers in its forward passes; "" if none does or nobody looked.
         """
         if self._file is None:
             return
         reduced = any(o.values["reduced seen"] for o in before)
         skipped = any(o.values["skipped"] for o in before)
-        parts = {
+        by_rank = {
             "gradient": [hexadecimal(o.values["reduced" if reduced else "gradient"]) for o in before],
             "weights": [hexadecimal(o.values["weights"]) for o in after],
             "optimizer": [hexadecimal(o.values["optimizer"]) for o in after],
         }
-        whole = {name: self._one(name, digests) for name, digests in parts.items()}
-        ranks = tuple(self._rank(rank, parts, told) for rank in range(len(after)))
-        loss, count = _loss(before)
-        contents = sorted(zip(told.union, told.contents, strict=True)) if told.contents else None
-        content = None if contents is None else hexadecimal(text_digest(contents))
+        # Ranks that hold different shards have no digest of their own in the line, and one digest together.
+        whole = {
+            name: digests[0]
+            if self._held[name]
+            else hexadecimal(join({f"rank {rank}": int(digest, 16) for rank, digest in enumerate(digests)}))
+            for name, digests in by_rank.items()
+        }
+        ranks = []
+        for rank in range(len(after)):
+            held = {name: digests[rank] if self._held[name] else None for name, digests in by_rank.items()}
+            ranks.append(RankPart(rank, (), told.ids[rank] if told.ids else (), **held))
+        ids, rows = told.union, sum(o.values["loss rows"] for o in before)
+        content = hexadecimal(text_digest(sorted(zip(ids, told.contents, strict=True)))) if told.contents else None
         self._last = (step, {"weights": whole["weights"], "optimizer": whole["optimizer"]})
         self._append(
             Step(
                 step=step,
                 epoch=told.epoch,
                 position=told.position,
-                ids=told.union,
-                count=len(told.union) or count,
+                ids=ids,
+                count=len(ids) or rows or None,
                 lr=Real.of(real_of(before[0].values["rate"])),
-                loss=loss,
-                grad_norm=None if skipped else Real.of(self._norm(before, "norm share")),
+                loss=Real.of(sum(real_of(o.values["loss sum"]) for o in before) / rows) if rows else None,
+                grad_norm=None if skipped else self._norm(before),
                 correct=None,
                 world=len(after),
                 backend=_backend(),
                 digests=StepDigests(content, whole["gradient"], whole["weights"], whole["optimizer"]),
-                ranks=ranks,
-                weights_norm=Real.of(self._norm(after, "norm share")),
+                ranks=tuple(ranks),
+                weights_norm=self._norm(after),
                 gradient_at=None if reduced else "optimizer",
                 optimizer_index=index,
                 skipped=skipped or None,
@@ -195,57 +212,26 @@ class Recorder:
             )
         )
 
-    def _rank(self, rank: int, parts: Mapping[str, Sequence[str]], told: Told) -> RankPart:
-        ids = told.ids[rank] if told.ids else ()
-        weights, gradient, optimizer = (
-            parts[name][rank] if self._held[name] else None for name in ("weights", "gradient", "optimizer")
-        )
-        return RankPart(rank, (), ids, weights, gradient, optimizer)
-
-    def _one(self, name: str, digests: Sequence[str]) -> str:
-        """The digest of all: rank 0's where every rank holds the same, else one of all ranks' parts."""
-        if self._held[name]:
-            return digests[0]
-        return hexadecimal(join({f"rank {rank}": int(digest, 16) for rank, digest in enumerate(digests)}))
-
-    def _norm(self, observations: Observations, name: str) -> float:
-        return self._subject.norm_of_all([real_of(o.values[name]) for o in observations])
+    def _norm(self, observations: Observations) -> Real:
+        return Real.of(self._subject.norm_of_all([real_of(o.values["norm share"]) for o in observations]))
 
     def violation(self, found: Violation, action: str, applied: bool) -> None:
-        """What did not hold, and what was done about it."""
+        """A broken clause, and what the watch did about it."""
         self._violations += action != "suspected"
-        finding = found.finding
-        self._append(
-            Broken(
-                found.clause,
-                finding.step,
-                finding.ranks,
-                finding.tensor,
-                finding.seen,
-                dict(finding.details),
-                action,
-                applied or None,
-            )
-        )
+        at = found.finding
+        details = dict(at.details)
+        self._append(Broken(found.clause, at.step, at.ranks, at.tensor, at.seen, details, action, applied or None))
 
     def saved(self, step: int, name: str, digests: Mapping[str, int]) -> None:
         """The loop saved a checkpoint."""
         self._append(Saved(step, name, hexadecimal(join({key: value % (1 << 64) for key, value in digests.items()}))))
-
-    def loaded(self, step: int, name: str, world: int, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """The loop loaded a checkpoint and goes on after `step` updates."""
-        if self._file is None:
-            return
-        digests = {"weights": hexadecimal(flat_digest(self._subject.trainable.values()))}
-        identity, machine = _identity(self._subject, optimizers), _fingerprint(self._subject)
-        self._append(Resume(step, identity, machine, digests, world, _backend(), name))
 
     def evaluated(self, step: int, rows: int, scores: Mapping[str, float]) -> None:
         """The loop evaluated."""
         self._append(Evaluation(step, None, rows, {name: Real.of(score) for name, score in scores.items()}))
 
     def close(self, reason: str) -> None:
-        """The last line, for `reason`; the file is closed."""
+        """Writes the last line, with `reason`, and closes the file."""
         if self._file is None:
             return
         step, digests = self._last
@@ -256,7 +242,7 @@ class Recorder:
             self._lose(error)
 
     def closing_line(self) -> str:
-        """Where the ledger is, its head, and whether it is whole; empty where none is written."""
+        """The path of the ledger with its head, or why it ends early; "" if none is written."""
         if self._file is None:
             return ""
         count, digest = self._file.head
@@ -265,6 +251,7 @@ class Recorder:
     def _append(self, record: Record) -> None:
         if self._file is None or self.lost:
             return
+        _written.add(self._file.path)
         try:
             self._file.append(record)
         except (OSError, LedgerError, LineTooLong) as error:
@@ -279,29 +266,22 @@ class Recorder:
 
 
 def reason_of(error: BaseException | None) -> str:
-    """Why a watch ends, from the error that is on its way if there is one."""
+    """The reason of an end line: "finished", "violation" or "failed", by the exception in flight if there is one."""
     if isinstance(error, Violation) and not isinstance(error, Halted):
         return "violation"
-    # `sys.exit(0)` in the loop, and the `close` of a generator that holds it, are ways to end it and no failures.
+    # `sys.exit(0)` in the loop, and `close` of a generator that contains the loop, end it without a failure.
     ended = error is None or isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and not error.code)
     return "finished" if ended else "failed"
 
 
-def _loss(before: Observations) -> tuple[Real | None, int | None]:
-    rows = sum(o.values["loss rows"] for o in before)
-    if not rows:
-        return None, None
-    return Real.of(sum(real_of(o.values["loss sum"]) for o in before) / rows), rows
-
-
 def _identity(subject: ModelProbe, optimizers: Sequence[torch.optim.Optimizer]) -> str:
-    """What makes two watched runs runs of one thing, as far as a watch can know: the layout and the optimizers."""
+    # All that a watch knows of what is trained, whatever the number of ranks: the layout and the optimizers.
     shown = [layout_digest(subject.trainable), layout_digest(subject.frozen)]
     return hashlib.sha256(repr([shown, [type(each).__name__ for each in optimizers]]).encode()).hexdigest()
 
 
 def _fingerprint(subject: ModelProbe) -> dict[str, str]:
-    # The digests of a watch are of other things than the trainer's, so their ledgers are not to be compared.
+    # A watch digests other bytes than the trainer, so their ledgers must not be compared.
     return fingerprint(environment(torch.get_num_threads(), subject.accelerators())) | {"digests": WRITER}
 
 

@@ -21,7 +21,6 @@ from andon_contracts.observe import plain
 from andon_contracts.watch.exchange import WIDTH, Exchange, by_rank
 from andon_contracts.watch.values import text_digest, value_digest
 
-_LEAF = "leaf"
 _SHOWN, _BEFORE, _MOST = 60, 20, 1 << 16
 """Characters of a value that are shown, those of them before the first difference, and those that are compared."""
 
@@ -47,7 +46,7 @@ def assert_same(
 
 
 def _flatten(tree: Any, name: str, leaves: dict[str, Any], kinds: dict[str, str]) -> None:
-    """The leaves of `tree`, and what stands at each place of it, both by the path that leads there."""
+    """Add the leaves of `tree`, and the kind of each place ("mapping", "sequence", "leaf"), by path."""
     if isinstance(tree, nn.Module | torch.optim.Optimizer):
         tree = tree.state_dict()
     if isinstance(tree, Mapping):
@@ -59,38 +58,34 @@ def _flatten(tree: Any, name: str, leaves: dict[str, Any], kinds: dict[str, str]
         for index, value in enumerate(tree):
             _flatten(value, f"{name}[{index}]", leaves, kinds)
     else:
-        kinds[name] = _LEAF
+        kinds[name] = "leaf"
         leaves[name] = tree
 
 
-def _digests(leaves: Mapping[str, Any]) -> tuple[dict[str, int], str]:
-    """The digest of each leaf, and what cannot be compared; "" where all can."""
-    try:
-        return {
-            name: tensor_digest(plain(leaf))
-            if isinstance(leaf, Tensor) and not leaf.is_meta
-            else text_digest(type(leaf).__name__, value_digest(leaf, name))
-            for name, leaf in leaves.items()
-        }, ""
-    except ValueError as error:
-        return {}, str(error)
-
-
 def _compare(leaves: Mapping[str, Any], kinds: Mapping[str, str], exchange: Exchange) -> None:
-    digests, problem = _digests(leaves)
+    digests: dict[str, int] = {}
+    problem = ""
+    try:
+        for name, leaf in leaves.items():
+            whole = isinstance(leaf, Tensor) and not leaf.is_meta
+            digests[name] = (
+                tensor_digest(plain(leaf)) if whole else text_digest(type(leaf).__name__, value_digest(leaf, name))
+            )
+    except ValueError as error:
+        digests, problem = {}, str(error)
     told = {"problem": int(bool(problem)), "places": text_digest(list(kinds.items())), "leaves": text_digest(digests)}
-    whole = exchange(0, "tree", told)
-    foreign = [str(o.rank) for o in whole if o.values["problem"]]
+    seen = exchange(0, "tree", told)
+    foreign = [str(o.rank) for o in seen if o.values["problem"]]
     if foreign:
         other = f"the tree of rank {', '.join(foreign)} holds what cannot be compared; its own message says what"
         raise ValueError(f"andon.assert_same: {problem or other}")
-    judgement = Judgement(TREE, Seen(whole, None))
+    judgement = Judgement(TREE, Seen(seen, None))
     law = judgement.first
     if law is None:
         return
     looked: Mapping[str, Sequence[int]]
     if law is PLACES:
-        looked, element = _places(kinds, exchange)
+        looked, element = _odd_place(kinds, exchange)
     else:
         looked = exchange.spread(0, "leaves", digests)
         odd = next(name for name, found in looked.items() if len(set(found)) > 1)
@@ -101,26 +96,27 @@ def _compare(leaves: Mapping[str, Any], kinds: Mapping[str, str], exchange: Exch
     raise violation(found.clause, found.finding, Scene(exchange.world_size, element=element, tensors=tensors))
 
 
-def _places(kinds: Mapping[str, str], exchange: Exchange) -> tuple[dict[str, list[int]], str]:
-    """What stands at the first place that not all ranks' trees have alike, as digests by rank, and in words; where they
-    have all places alike they have them in another order, which is said of the whole tree."""
+def _odd_place(kinds: Mapping[str, str], exchange: Exchange) -> tuple[dict[str, list[int]], str]:
+    """The first place at which the ranks' trees differ, with the digest of each rank's kind there, and a text of both.
+
+    Trees with the same places in another order differ as a whole, at "tree".
+    """
     held: list[dict[str, str]] = [dict(json.loads(text)) for text in exchange.texts(0, json.dumps([*kinds.items()]))]
     places = dict.fromkeys(place for one in held for place in one)
     columns = {place: [one.get(place, "nothing") for one in held] for place in places}
     odd = {place: column for place, column in columns.items() if len(set(column)) > 1}
     if odd:
         first, column = next(iter(odd.items()))
-        shown = by_rank([f"a {kind}" if kind != "nothing" else kind for kind in column])
-        seen = f"{shown}; {len(odd) - 1} more places" if len(odd) > 1 else shown
+        text = by_rank([f"a {kind}" if kind != "nothing" else kind for kind in column])
+        text += f"; {len(odd) - 1} more places" if len(odd) > 1 else ""
     else:
-        orders = [list(one) for one in held]
-        column = next(list(here) for here in zip(*orders, strict=True) if len(set(here)) > 1)
-        first, seen = "tree", f"the same leaves in another order: {by_rank(column)}"
-    return {first: [text_digest(kind) for kind in column]}, seen
+        first, column = "tree", next(list(here) for here in zip(*held, strict=True) if len(set(here)) > 1)
+        text = f"the same leaves in another order: {by_rank(column)}"
+    return {first: [text_digest(kind) for kind in column]}, text
 
 
 def _difference(leaf: Any, exchange: Exchange) -> str:
-    """The first element in which a tensor differs, or what each rank has; "" where that looks the same."""
+    """The first element in which a tensor differs, or each rank's value; "" if they look the same."""
     is_tensor = isinstance(leaf, Tensor)
     texts = exchange.texts(0, f"{leaf.dtype} {tuple(leaf.shape)}" if is_tensor else repr(leaf)[:_MOST])
     if len(set(texts)) > 1:
@@ -130,12 +126,11 @@ def _difference(leaf: Any, exchange: Exchange) -> str:
 
 
 def _around_difference(texts: Sequence[str]) -> list[str]:
-    """Short texts as they are; of long ones what stands around the first place at which they differ."""
+    """Short texts as they are; of long ones the part around the first character in which they differ."""
     if max(map(len, texts)) <= _SHOWN:
         return list(texts)
     columns = enumerate(zip(*texts, strict=False))
     same = next((place for place, here in columns if len(set(here)) > 1), min(map(len, texts)))
     start = max(0, same - _BEFORE)
-    ends = ["..." if len(text) > start + _SHOWN else "" for text in texts]
     begin = "..." if start else ""
-    return [f"{begin}{text[start : start + _SHOWN]}{end}" for text, end in zip(texts, ends, strict=True)]
+    return [f"{begin}{text[start : start + _SHOWN]}{'...' if len(text) > start + _SHOWN else ''}" for text in texts]

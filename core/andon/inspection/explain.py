@@ -75,8 +75,8 @@ def _run(path: Path) -> Iterator[str]:
 def _bundle(path: Path, *, named: bool = False) -> Iterator[str]:
     body = _json(path, follow=named)
     try:
-        version = body["record"].pop("v")
-        record = Broken.from_json(body["record"], version=version)
+        del body["record"]["v"]
+        record = Broken.from_json(body["record"])
     except (KeyError, AttributeError, TypeError, ValueError) as error:
         problem = f"is no bundle: it has no record of a violation ({error})"
         raise InputError([Problem(str(path), problem)]) from error

@@ -10,14 +10,8 @@ from typing import Any
 
 from andon_falsify.history.events import Event, Number, Plan, RankStep, RowId, StartEvent, StepEvent, whole
 
-VERSIONS = (1, 2, 3, 4, 5)
-"""Version 2 lets more be left out and adds what a watch of another's loop knows, version 3 what a witness
-knows, version 4 the terms of a loss, version 5 what draws random numbers in forward passes.
-
-What is left out is None in all of them.
-"""
-_RETRACTING = 3
-"""The version that takes updates back."""
+VERSION = 4
+"""The only version of a line. A field that a line leaves out is None."""
 KINDS = frozenset({"start", "step", "eval", "checkpoint", "resume", "violation", "retraction", "end"})
 
 
@@ -31,8 +25,8 @@ def parse_line(text: str, line: int, digest: str) -> Event:
     Raises `LineError` for text that is no JSON object, another version, an unknown kind, or a field of a wrong type.
     """
     fields = _object(text)
-    if whole(fields.get("v")) not in VERSIONS:
-        msg = f"version {_quote(fields.get('v'))} is none of {', '.join(map(str, VERSIONS))}"
+    if whole(fields.get("v")) != VERSION:
+        msg = f"version {_quote(fields.get('v'))} is not {VERSION}, the only one that is read"
         raise LineError(msg)
     kind = fields.get("kind")
     if not isinstance(kind, str) or kind not in KINDS:
@@ -108,8 +102,8 @@ def _step(fields: Mapping[str, object], base: Event) -> StepEvent:
 
 def _retraction(fields: Mapping[str, object]) -> None:
     kept, last = whole(fields.get("step")), whole(fields.get("last"))
-    if (whole(fields.get("v")) or 0) < _RETRACTING or kept is None or last is None or not 0 <= kept < last:
-        msg = f"a retraction of version {_quote(fields.get('v'))} from {_quote(kept)} to {_quote(last)}"
+    if kept is None or last is None or not 0 <= kept < last:
+        msg = f"a retraction from {_quote(kept)} to {_quote(last)}"
         raise LineError(msg)
 
 
