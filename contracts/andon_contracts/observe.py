@@ -574,10 +574,6 @@ class Extremes:
         for raw in self._raw.values():
             raw.flush()
 
-    def seconds(self, *, wait: bool = True) -> float:
-        """How long GPUs took so far to read what waited. wait: for them, to the last."""
-        return sum(raw.added.seconds(wait=wait) for raw in self._raw.values())
-
     def waiting(self) -> list[list[Tensor]]:
         """What is read of devices, in lists that may be brought to the CPU before `read`."""
         self.flush()

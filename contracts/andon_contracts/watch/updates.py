@@ -97,7 +97,7 @@ class Updates:
         self._buffers = [BufferProbe() for _ in subject.homes]
         self._seen_before: Observations = ()
         self._aligned: Observations = ()
-        self._added = AddedTime(subject.gpu())
+        self._added = AddedTime()
         self._late = False
         """Whether an update is judged before the next one."""
         self._made: _Made | None = None
@@ -108,12 +108,9 @@ class Updates:
         """The updates of the optimizer that has made most, those before the watch included."""
         return max(probe.updates for probe in self._probes)
 
-    def spent(self, *, wait: bool) -> float:
-        """Seconds that looking at updates and at gradients took so far.
-
-        wait: for GPUs, to the last of it; while the cord is there, which ends a wait for a rank that is gone.
-        """
-        return self._added.seconds(wait=wait) + sum(probe.taps.spent(wait=wait) for probe in self._probes)
+    def spent(self) -> float:
+        """Seconds of the host that looking at updates and at gradients took so far."""
+        return self._added.seconds + sum(probe.taps.spent() for probe in self._probes)
 
     def start(self) -> None:
         """Acquaintance with the other ranks' replicas, and the first look at them. Collective."""

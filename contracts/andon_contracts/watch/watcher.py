@@ -285,15 +285,14 @@ class Watch:
         for undo in reversed(self._undo):
             undo()
         reason = reason_of(sys.exc_info()[1] or self._last_error)
-        spent = self._updates.spent(wait=reason == "finished")
         unread: list[str] = []
         try:
             if reason == "finished":
                 unread.append(self._updates.judge_last())
         finally:
-            self._close(reason, spent, unread)
+            self._close(reason, unread)
 
-    def _close(self, reason: str, spent: float, unread: list[str]) -> None:
+    def _close(self, reason: str, unread: list[str]) -> None:
         if self._cord is not None:
             # What stopped the loop from elsewhere is written down here, where no line is being written.
             cause = self._cord.cause
@@ -310,7 +309,8 @@ class Watch:
         finally:
             self._exchange.close()
             self._recorder.close(reason)
-            lines = closing_lines(self._cover, self._verdicts, self._updates.steps, spent, self._reports.untold)
+            steps, spent = self._updates.steps, self._updates.spent()
+            lines = closing_lines(self._cover, self._verdicts, steps, spent, self._reports.untold)
             self._say([*lines, *self._updates.lines(), *unread, self._recorder.closing_line(), port_warning()])
 
     def _leave(self) -> None:
