@@ -7,7 +7,6 @@ do together, or at the close, with what the other ranks say within some seconds.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -320,7 +319,7 @@ class Updates:
         """For the end: what was seen of the rows and of the scale of gradients, which a reference says better."""
         scales = [] if self._settings.reference is not None else [probe.scale for probe in self._probes]
         found = [*self.practice.lines(), self.practice.line_of_copies()]
-        return [*filter(None, found), *scale_lines(scales, self._exchange.world_size, sys.argv)]
+        return [*filter(None, found), *scale_lines(scales)]
 
     def judge_base(self) -> str:
         """Read all frozen weights once more, and hold them to the start: this rank alone, because a close is.
