@@ -14,11 +14,10 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from andon_contracts.digest import kernels
+from andon_contracts.digest import WORD, kernels
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes whose extremes one launch finds."""
-_WORD = 8
 
 
 def on_device(values: Tensor, device: torch.device) -> Tensor:
@@ -87,7 +86,7 @@ class ListSums:
         self._bytes = sum(size for size, _, _ in rows)
         self._there = [index for index, (size, _, _) in enumerate(rows) if size]
         filled = [rows[index] for index in self._there]
-        *first, self._programs = self._kernels.first_programs([-(-size // _WORD) for size, _, _ in filled], self._bytes)
+        *first, self._programs = self._kernels.first_programs([-(-size // WORD) for size, _, _ in filled], self._bytes)
         table = [(0, *row, begin) for row, begin in zip(filled, first, strict=True)]
         self._rows = torch.tensor(table, device="cpu").view(-1, 5)
         self._places: list[int] = []
