@@ -24,12 +24,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from andon_contracts.digest import mix64, mix_integer
+from andon_contracts.digest import WORD, mix64, mix_integer
 
 ROW, STRIDE = 129, 131
 _BLOCK = 1 << 19
 """Words that are folded at once: 4 MiB."""
-_WORD = 8
 MOST_SUMS = _BLOCK // ROW + 3 * STRIDE
 """So many sums are folded at once."""
 
@@ -43,7 +42,7 @@ def _weights() -> Tensor:
 def _copied(flat: Tensor) -> Tensor:
     """The bytes of `flat` as int64 words of their own, the last one filled up with zeros."""
     raw = flat.view(torch.uint8)
-    words = torch.zeros(-(-raw.numel() // _WORD), dtype=torch.int64, device="cpu")
+    words = torch.zeros(-(-raw.numel() // WORD), dtype=torch.int64, device="cpu")
     words.view(torch.uint8)[: raw.numel()] = raw
     return words
 
@@ -51,8 +50,8 @@ def _copied(flat: Tensor) -> Tensor:
 def _words(flat: Tensor) -> tuple[Tensor, Tensor | None]:
     """The bytes of `flat` as int64 words: those in place, where its memory is aligned to words, and those copied."""
     width = flat.element_size()
-    aligned = not (flat.storage_offset() * width % _WORD or flat.data_ptr() % _WORD)
-    over = flat.numel() % max(1, _WORD // width)
+    aligned = not (flat.storage_offset() * width % WORD or flat.data_ptr() % WORD)
+    over = flat.numel() % max(1, WORD // width)
     if aligned and not over:
         return flat.view(torch.int64), None
     body = flat[: flat.numel() - over]
@@ -85,22 +84,23 @@ def checksum(flat: Tensor) -> int:
 
 
 class Summed:
-    """The checksum of pieces of memory that are copied into `room` one after the other. Their sizes never change."""
+    """The checksums of pieces of memory that are copied into `room` one after the other. Their sizes never change."""
 
     def __init__(self, sizes: Sequence[int], room: Tensor) -> None:
-        """sizes: of the pieces, in bytes, whose `sums_in` are at most `MOST_SUMS`; room: 1-dim int64 on a CPU with
-        `room_of` words for the largest."""
-        self._sums = torch.zeros(sum(map(sums_in, sizes)), dtype=torch.int64, device="cpu")
-        self._halves = self._sums.view(torch.int32)
-        self._weights = _weights()[: self._halves.numel()]
+        """sizes: of the pieces, in bytes; room: 1-dim int64 on a CPU with `room_of` words for the largest."""
         self._pieces: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-        place = 0
+        batches: list[tuple[Tensor, int]] = []
         for size in sizes:
             rows, lines = _whole(size, ROW), _whole(size, STRIDE)
-            of_rows, of_lines = self._sums[place : place + rows], self._sums[place + rows : place + rows + STRIDE]
+            count = rows + STRIDE
+            if not batches or batches[-1][1] + count > MOST_SUMS:
+                batches.append((torch.zeros(MOST_SUMS, dtype=torch.int64, device="cpu"), 0))
+            sums, place = batches[-1]
+            of_rows, of_lines = torch.split(sums[place : place + count], [rows, STRIDE])
             by_row, by_line = room[: rows * ROW].view(rows, ROW), room[: lines * STRIDE].view(lines, STRIDE)
             self._pieces.append((by_row, of_rows, by_line, of_lines))
-            place += rows + STRIDE
+            batches[-1] = sums, place + count
+        self._batches = [(sums[:count].view(torch.int32), _weights()[: 2 * count]) for sums, count in batches]
 
     def take(self, piece: int) -> None:
         """The room begins with the bytes of this piece now, and with zeros behind them, to `room_of` words."""
@@ -108,19 +108,14 @@ class Summed:
         torch.sum(by_row, 1, out=of_rows)
         torch.sum(by_line, 0, out=of_lines)
 
-    def fold(self) -> int:
-        """The checksum in [0, 2^64) of all pieces, after all have been taken."""
-        return mix_integer(int(torch.dot(self._halves.to(torch.int64), self._weights)))
+    def fold(self) -> list[int]:
+        """One checksum in [0, 2^64) for each run of pieces that have at most `MOST_SUMS` sums, after all were taken."""
+        return [mix_integer(int(torch.dot(halves.to(torch.int64), weights))) for halves, weights in self._batches]
 
 
 def _whole(size: int, length: int) -> int:
     """How many rows or lines of `length` words hold `size` bytes."""
-    return -(-size // (length * _WORD))
-
-
-def sums_in(size: int) -> int:
-    """How many sums a piece of `size` bytes has."""
-    return _whole(size, ROW) + STRIDE
+    return -(-size // (length * WORD))
 
 
 def room_of(size: int) -> int:

@@ -30,7 +30,8 @@ GOLDEN = 0x9E3779B97F4A7C15
 """The odd constant that spaces positions: 2^64 divided by the golden ratio."""
 
 _MASK = (1 << 64) - 1
-_WORD = 8
+WORD = 8
+"""Bytes of a word."""
 # Two buffers and the ramp of 65,536 words stay in a second-level cache; an accelerator wants fewer, larger launches.
 _CPU_WORDS = 1 << 16
 _ACCELERATOR_WORDS = 1 << 20
@@ -109,7 +110,7 @@ def mix_integer(value: int) -> int:
 @functools.lru_cache(maxsize=4096)
 def _header(*parts: object) -> int:
     text = "\x1f".join(map(str, ("andon-digest-1", *parts)))
-    return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:_WORD], "little")
+    return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:WORD], "little")
 
 
 @functools.lru_cache(maxsize=8)
@@ -147,11 +148,11 @@ def _words(tensor: Tensor, chunk: int) -> Iterator[Tensor]:
         pieces = _pieces(tensor, chunk)
     else:
         raw = _row_major_bytes(tensor)
-        whole = raw.numel() - raw.numel() % _WORD
-        if raw.storage_offset() % _WORD or raw.data_ptr() % _WORD:
+        whole = raw.numel() - raw.numel() % WORD
+        if raw.storage_offset() % WORD or raw.data_ptr() % WORD:
             whole = 0
-        for first in range(0, whole, chunk * _WORD):
-            yield raw[first : min(first + chunk * _WORD, whole)].view(torch.int64)
+        for first in range(0, whole, chunk * WORD):
+            yield raw[first : min(first + chunk * WORD, whole)].view(torch.int64)
         pieces = [raw[whole:]]
     buffer: Tensor | None = None
     filled = 0
@@ -159,7 +160,7 @@ def _words(tensor: Tensor, chunk: int) -> Iterator[Tensor]:
         taken = 0
         while taken < piece.numel():
             if buffer is None:
-                buffer = torch.empty(chunk * _WORD, dtype=torch.uint8, device=piece.device)
+                buffer = torch.empty(chunk * WORD, dtype=torch.uint8, device=piece.device)
             count = min(piece.numel() - taken, buffer.numel() - filled)
             buffer[filled : filled + count].copy_(piece[taken : taken + count])
             taken, filled = taken + count, filled + count
@@ -167,7 +168,7 @@ def _words(tensor: Tensor, chunk: int) -> Iterator[Tensor]:
                 yield buffer.view(torch.int64)
                 filled = 0
     if buffer is not None and filled:
-        padded = -(-filled // _WORD) * _WORD
+        padded = -(-filled // WORD) * WORD
         buffer[filled:padded].zero_()
         yield buffer[:padded].view(torch.int64)
 
@@ -182,15 +183,15 @@ def word_sum_tensor(tensor: Tensor, start: int = 0) -> Tensor:
     size = tensor.numel() * tensor.element_size()
     offset = tensor.storage_offset() * tensor.element_size()
     total: Tensor | None = None
-    there = kernels() if tensor.is_cuda and size >= _WORD and tensor.is_contiguous() else None
-    if there is not None and not (offset % _WORD or tensor.data_ptr() % _WORD):
-        raw, whole = _row_major_bytes(tensor), size - size % _WORD
+    there = kernels() if tensor.is_cuda and size >= WORD and tensor.is_contiguous() else None
+    if there is not None and not (offset % WORD or tensor.data_ptr() % WORD):
+        raw, whole = _row_major_bytes(tensor), size - size % WORD
         total = there.word_sum_on_device(raw[:whole].view(torch.int64), start)
         if whole == size:
             return total
-        tensor, start, size = raw[whole:], start + whole // _WORD, size - whole
+        tensor, start, size = raw[whole:], start + whole // WORD, size - whole
     limit = _CPU_WORDS if tensor.device.type == "cpu" else _ACCELERATOR_WORDS
-    chunk = max(1, min(limit, -(-size // _WORD)))
+    chunk = max(1, min(limit, -(-size // WORD)))
     ramp = _ramp(tensor.device, limit)
     mixed = torch.empty(chunk, dtype=torch.int64, device=tensor.device)
     scratch = torch.empty_like(mixed)

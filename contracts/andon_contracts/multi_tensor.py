@@ -14,12 +14,10 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from andon_contracts.added_time import AddedTime
-from andon_contracts.digest import kernels
+from andon_contracts.digest import WORD, kernels
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes whose extremes one launch finds."""
-_WORD = 8
 
 
 def on_device(values: Tensor, device: torch.device) -> Tensor:
@@ -88,7 +86,7 @@ class ListSums:
         self._bytes = sum(size for size, _, _ in rows)
         self._there = [index for index, (size, _, _) in enumerate(rows) if size]
         filled = [rows[index] for index in self._there]
-        *first, self._programs = self._kernels.first_programs([-(-size // _WORD) for size, _, _ in filled], self._bytes)
+        *first, self._programs = self._kernels.first_programs([-(-size // WORD) for size, _, _ in filled], self._bytes)
         table = [(0, *row, begin) for row, begin in zip(filled, first, strict=True)]
         self._rows = torch.tensor(table, device="cpu").view(-1, 5)
         self._places: list[int] = []
@@ -172,7 +170,6 @@ class RawGradients:
 
     def __init__(self, device: torch.device, most: int) -> None:
         self._device, self._most = device, most
-        self.added = AddedTime(device)
         self._indices: list[int] = []
         self._held: list[Tensor] = []
         self._versions: list[int] = []
@@ -208,8 +205,7 @@ class RawGradients:
 
     def look(self, indices: list[int], gradients: Sequence[Tensor]) -> None:
         """Read gradients of one dtype as they are now, by the stream at hand. No wait for it."""
-        with self.added:
-            self.keys.append(list_extremes(gradients))
+        self.keys.append(list_extremes(gradients))
         self.owners.append(indices)
 
     def flush(self) -> None:
@@ -220,7 +216,7 @@ class RawGradients:
             i for i, g, v in zip(self._indices, self._held, self._versions, strict=True) if g._version != v
         ]
         current = torch.cuda.current_stream(self._device)
-        with torch.cuda.stream(self._stream), self.added:
+        with torch.cuda.stream(self._stream):
             keys = list_extremes(self._held)
         if self._stream is not None and current != self._stream:
             # A backward pass may have a stream of its own, and the keys are read on this one.

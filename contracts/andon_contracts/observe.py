@@ -1,16 +1,13 @@
-"""What is read of tensors: digests, norms, whether they are finite, their extremes. For the trainer and for a watch.
+"""Digests, norms, extremes and finiteness of tensors, for the trainer and for a watch.
 
-A look waits for nothing: what it finds stays on the device of the tensors, and whoever asks for a value as a number
-waits for the device then. There are three ways to look.
+A look does not wait for a GPU. Its results stay on the device until a caller asks for a number. There are three ways:
 
-`word_sums` is for flat memory, and gives an integer of each: the trainer keeps weights, gradient and moments flat, and
-its gate compares the sums where they are. They are portable: one value on every device.
-
-An `Observer` is for a list of hundreds of tensors, as a loop has them, and gives one digest for all. On a CPU it is
-the checksum that is fastest there, unless it is to be `portable`, which takes several times as long on a CPU: only
-where ranks on CPUs are compared with ranks on other devices. On a GPU it is always portable, and one launch.
-
-`Extremes` are taken where gradients appear, on a GPU of many at once, and read together.
+- `word_sums` reads flat memory: one integer per tensor, the same on every device. The trainer keeps weights, gradient
+  and moments flat, and its gate compares the sums on the device.
+- An `Observer` reads a list of hundreds of tensors, as a loop has them, and gives one digest. On a CPU that is the
+  checksum. A `portable` one has the word sums there too, which take several times as long: only for ranks on CPUs that
+  are compared with ranks on other devices. On a GPU the digest is always portable, and takes one launch.
+- `Extremes` reads gradients as they appear, on a GPU many in one launch.
 """
 
 from __future__ import annotations
@@ -20,44 +17,41 @@ import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import attrgetter
 
 import torch
 from torch import Tensor
 
-from andon_contracts.checksum import MOST_SUMS, Summed, checksum, room_of, sums_in
-from andon_contracts.digest import kernels, word_sum_tensor
-from andon_contracts.multi_tensor import ListSums, RawGradients, bring, listable
+from andon_contracts.checksum import Summed, checksum, room_of
+from andon_contracts.digest import WORD, kernels, word_sum_tensor
+from andon_contracts.multi_tensor import FLOATS, ListSums, RawGradients, bring, listable
 from andon_contracts.norms import sum_of_squares
 
 ORDINARY = (Tensor, torch.nn.Parameter)
 """Types of tensors that are what they hold, unless they are sparse."""
 _CHUNK_BYTES = 1 << 24
 _GROUP_BYTES = 1 << 19
-"""So much is copied and looked at together: so that on a CPU it is still in a cache."""
+"""Tensors are copied and read together up to this size, because it fits the cache of a CPU."""
 _SMALL_BYTES = 1 << 18
+"""Larger tensors are read alone."""
 _LEAST_BYTES, _MOST_SHARE = 1 << 25, 16
-"""Raw gradients wait to be read until they are so many bytes, or one in so many of all, whichever is more."""
-_WORD = 8
-_MASK = (1 << 64) - 1
-_NARROW = (torch.float32, torch.bfloat16, torch.float16)
+"""Raw gradients are read as soon as they have so many bytes, or one in so many of all bytes, whichever is more."""
 _LONG = 1 << 17
 """Of more elements on a CPU, torch's own norm may be off by more than 5e-4 (`laws.loop.torch_norm_error`)."""
 _WITH_VALUES = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _dtype_of, _device_of = attrgetter("dtype"), attrgetter("device")
 _unrecorded: Callable[[], AbstractContextManager[None]] = getattr(torch._C, "_AutoDispatchBelowAutograd", torch.no_grad)
-"""As `no_grad`, but autograd is not even asked, which for many small tensors takes as long as reading them."""
+"""As `no_grad`, but skips autograd's dispatch, which for many small tensors takes as long as reading them."""
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return type(tensor) in ORDINARY and tensor.layout == torch.strided and not (tensor.is_nested or tensor.is_quantized)
 
 
 def plain(tensor: Tensor) -> Tensor:
     """The dense tensor of this rank behind `tensor`: the local part of a distributed, the values of a sparse one."""
-    local = getattr(tensor, "to_local", None)
-    found: Tensor = local() if local is not None else tensor
-    found = found.detach()
-    if found.layout == torch.strided and type(found) in ORDINARY and not (found.is_nested or found.is_quantized):
-        return found
-    parts = dense_parts(found)
+    parts = dense_parts(tensor)
     return parts[0] if len(parts) == 1 else torch.cat([p.contiguous().view(-1).view(torch.uint8) for p in parts])
 
 
@@ -69,6 +63,8 @@ def dense_parts(tensor: Tensor) -> list[Tensor]:
     if hasattr(tensor, "to_local"):
         tensor = tensor.to_local()
     tensor = tensor.detach()
+    if _is_dense(tensor):
+        return [tensor]
     if type(tensor) not in ORDINARY and hasattr(tensor, "__tensor_flatten__") and not tensor.is_nested:
         names, _ = tensor.__tensor_flatten__()
         return [part for name in names for part in dense_parts(getattr(tensor, name))]
@@ -83,10 +79,8 @@ def dense_parts(tensor: Tensor) -> list[Tensor]:
 
 def numbers(scalars: Sequence[Tensor]) -> list[float]:
     """The values of 0-dim tensors of one dtype, with one wait for each device."""
-    if not scalars:
-        return []
-    if len(scalars) == 1:
-        return [scalars[0].item()]  # a stack of one would be a launch more for nothing
+    if len(scalars) <= 1:
+        return [scalar.item() for scalar in scalars]  # a stack of one would be a launch more for nothing
     if len({scalar.device for scalar in scalars}) > 1:
         scalars = [scalar.cpu() for scalar in scalars]
     found: list[float] = torch.stack(list(scalars)).tolist()
@@ -94,12 +88,16 @@ def numbers(scalars: Sequence[Tensor]) -> list[float]:
 
 
 def _local_parts(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """`tensors`, with the part of this rank in the place of each distributed one: itself, that is, and no alias."""
+    """`tensors`, with this rank's part in the place of each distributed tensor: the same object each time, no alias."""
     distributed = {kind for kind in set(map(type, tensors)) if hasattr(kind, "to_local")}
     if not distributed:
         return tensors
     with torch.no_grad():  # with a graph it would be another tensor each time
         return tuple(t.to_local() if type(t) in distributed else t for t in tensors)  # type: ignore[attr-defined]
+
+
+def _cat(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 # Flat memory: one integer of each.
@@ -123,20 +121,14 @@ def word_sums(flats: Sequence[Tensor], *, finite: bool) -> Tensor:
 
 def _one_pass(tensor: Tensor) -> bool:
     """Whether the kernel can read `tensor`: fp32, in whole and aligned words."""
-    return (
-        tensor.dtype == torch.float32
-        and tensor.is_contiguous()
-        and tensor.numel() > 0
-        and tensor.numel() % 2 == 0
-        and tensor.data_ptr() % _WORD == 0
-        and tensor.storage_offset() % 2 == 0
-    )
+    whole = tensor.dtype == torch.float32 and tensor.is_contiguous() and tensor.numel() > 0 and tensor.numel() % 2 == 0
+    return whole and tensor.data_ptr() % WORD == 0 and tensor.storage_offset() % 2 == 0
 
 
 def finite_total(tensor: Tensor) -> Tensor:
     """0-dim fp64 on the device of `tensor` (fp32 or less): finite exactly where every element is. No wait for it."""
-    # What is not finite stays so in any sum, and in fp64 finite fp32 cannot overflow it. A CPU is slow at a sum in
-    # fp64 of fp32 (each element is converted), so there the elements are looked at if their own sum is not finite.
+    # NaN and Inf stay in any sum, and finite fp32 numbers cannot overflow fp64. A CPU is slow at a sum in fp64 of fp32
+    # (it converts each element), so there the elements are looked at if their own sum is not finite.
     if tensor.device.type != "cpu":
         return tensor.sum(dtype=torch.float64)
     total = tensor.sum().double()
@@ -147,7 +139,7 @@ def finite_total(tensor: Tensor) -> Tensor:
 
 def nonfinite(tensor: Tensor) -> Tensor:
     """0-dim bool on the tensor's device: whether any element is NaN or Inf. No wait for the device."""
-    if tensor.dtype in _NARROW:
+    if tensor.dtype in FLOATS:
         return torch.isfinite(finite_total(tensor)).logical_not()
     return torch.isfinite(tensor).all().logical_not()
 
@@ -157,17 +149,18 @@ def nonfinite(tensor: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class Look:
-    """What one look at a list of tensors found, where they are. To ask for `digest` or `norm` waits for the device,
+    """The results of one look at a list of tensors, on their devices. Reading `digest` or `norm` waits for the device,
     unless `waiting` and `norms` were brought to the CPU before.
     """
 
     count: int
     beside: int
     sums: list[int | tuple[int, int]]
-    """In order: numbers where a CPU found them, else which of those `waiting` has it, and at which place."""
+    """In order: a number that a CPU found, or which tensor of `waiting` has it, and at which place."""
     waiting: list[Tensor]
     """1-dim int64 on a device."""
     norms: list[Tensor]
+    """The 2-norm of all elements; empty if it was not asked for."""
 
     @property
     def digest(self) -> int:
@@ -179,12 +172,12 @@ class Look:
 
     @property
     def norm(self) -> float:
-        """The 2-norm of all elements, as `norm_of` gives it; 0.0 where it was not asked for."""
-        return _joined(self.norms)
+        """The 2-norm of all elements, as `norm_of` gives it; 0.0 if it was not asked for."""
+        return float(self.norms[0]) if self.norms else 0.0
 
 
 class Observer:
-    """Looks at one list of tensors again and again; what was found of its layout is kept while that stays.
+    """Looks at one list of tensors again and again, and keeps the layout of its reads until the tensors change.
 
     The digest binds bits and order; names and shapes are to be compared apart. It is one on all CPUs; `portable` ones,
     as all other devices give them, are one everywhere.
@@ -194,17 +187,21 @@ class Observer:
         """stable: the tensors are mostly the same ones in the same memory, as weights are and gradients are not."""
         self.portable = portable
         self._stable = stable
-        self._layout: list[object] = []
+        self._kinds: list[object] | None = None
+        self._special = False
+        """Whether a tensor of these kinds is read by way of `plain`."""
+        self._layout: list[object] | None = None
+        self._order: list[_Group | tuple[int, int]] = []
+        """In the order of the digest: a group, or which of `_lists` has the sum and at which place."""
+        self._lists: list[_GpuList] = []
+        self._summed = Summed((), _scratch())
+        self._copied = False
+        """Whether the groups hold copies of the tensors, which must not be read again."""
         self._places: list[int] = []
         self._held: Sequence[Tensor] = ()
-        self._groups: list[_Group] = []
-        self._summed: list[Summed] = []
-        self._listed: list[_Listed] = []
-        self._special = False
-        self._copied = False
 
     def look(self, tensors: Sequence[Tensor], *, norm: bool = False, beside: int = 0) -> Look:
-        """What is found of the bits of `tensors` now; norm: of their norm too. No wait for a device.
+        """Read the bits of `tensors` now; norm: their norm too. No wait for a device.
 
         beside: a digest in [0, 2^64) of what else is known of them, which becomes a part of theirs.
         """
@@ -212,18 +209,25 @@ class Observer:
         try:
             return self._look(tensors, norm, beside)
         except RuntimeError:
-            # Other devices or kinds of tensors under the dtypes and sizes of before; or what comes up again.
-            self._layout, self._groups = [], []
+            # Other devices or kinds of tensors under the dtypes and sizes of before; or an error that comes up again.
+            self._kinds = self._layout = None
             return self._look(tensors, norm, beside, anew=True)
 
     def _look(self, tensors: Sequence[Tensor], norm: bool, beside: int, *, anew: bool = False) -> Look:
         if anew or not self._stable or self._copied or self._moved(tensors):
-            layout = [*map(_dtype_of, tensors), *map(Tensor.numel, tensors), *map(_device_of, tensors)]
-            if layout != self._layout:
-                with torch.no_grad():
-                    self._plan(tensors, layout)
-            # An operator of a sparse or a distributed tensor is found through autograd's keys.
-            with torch.no_grad() if self._special else _unrecorded():
+            layout = _layout(tensors)
+            if layout != self._kinds:
+                self._kinds, self._special = layout, any(not _is_dense(t) or t.is_complex() for t in tensors)
+            if self._special:
+                with (
+                    torch.no_grad()
+                ):  # an operator of a sparse or a distributed tensor is found through autograd's keys
+                    tensors = [plain(tensor).resolve_conj().resolve_neg() for tensor in tensors]
+                layout = _layout(tensors)  # a sparse tensor may have more values than before
+            with _unrecorded():
+                if layout != self._layout:
+                    self._plan(tensors)
+                    self._layout = layout
                 self._fill(tensors)
         with _unrecorded():
             return self._read(len(tensors), norm, beside)
@@ -238,179 +242,163 @@ class Observer:
         self._places, self._held = places, tensors
         return moved
 
+    def _plan(self, tensors: Sequence[Tensor]) -> None:
+        lists: dict[torch.device, list[list[int]]] = {}
+        self._order = []
+        for members in _grouped(tensors):
+            device = tensors[members[0]].device
+            if listable(device):
+                groups = lists.setdefault(device, [])
+                self._order.append((list(lists).index(device), len(groups)))
+                groups.append(members)
+            else:
+                self._order.append(_Group(members, tensors, flat=self._stable))
+        self._lists = [_GpuList(groups, tensors) for groups in lists.values()]
+        copied = [group for group in self._order if isinstance(group, _Group) and group.copied is not None]
+        self._summed = Summed([group.size for group in copied], _scratch())
+        for piece, group in enumerate(copied):
+            group.piece = piece
+
     def _fill(self, tensors: Sequence[Tensor]) -> None:
-        # What is not contiguous is copied where it is made flat: such a copy must not be kept.
         self._copied = self._special or (self._stable and not all(map(Tensor.is_contiguous, tensors)))
         if self._copied:
             self._places = []  # of a look before this one, which must not be taken for the last
-        if self._special:
-            tensors = [plain(tensor).resolve_conj().resolve_neg() for tensor in tensors]
-        for group in self._groups:
-            members = [tensors[index] for index in group.members]
-            if group.in_place:
-                group.flat = [member.contiguous() for member in members]
-                continue
-            group.flat = [*(members if group.places else [member.flatten() for member in members]), *group.filler]
-
-    def _plan(self, tensors: Sequence[Tensor], layout: list[object]) -> None:
-        """Which tensors are copied together: small ones of one dtype and device; a large one stays alone."""
-        self._layout = layout
-        self._special = any(type(t) not in ORDINARY or t.layout != torch.strided or t.is_complex() for t in tensors)
-        self._groups = []
-        open_: dict[Hashable, _Group] = {}
-        for index, tensor in enumerate(map(plain, tensors)):
-            size = tensor.numel() * tensor.element_size()
-            kind = (tensor.dtype, tensor.device)
-            group = open_.get(kind)
-            if group is None or size > _SMALL_BYTES or group.size + size > _GROUP_BYTES:
-                group = _Group(tensor.device)
-                self._groups.append(group)
-                if size <= _SMALL_BYTES:
-                    open_[kind] = group
-            group.members.append(index)
-            group.sizes.append(size)
-            group.size += size
-        self._sum_copies(tensors)
-        self._listed = []
-        for device in filter(listable, dict.fromkeys(group.device for group in self._groups)):
-            groups = [group for group in self._groups if group.device == device]
-            self._listed.append(_Listed(len(self._listed), groups))
-
-    def _sum_copies(self, tensors: Sequence[Tensor]) -> None:
-        """Where groups are copied on a CPU: into which room, and with which others each is summed."""
-        batches: list[list[_Group]] = []
-        most = 0
-        for group in self._groups:
-            first = plain(tensors[group.members[0]])
-            if len(group.members) > 1 and group.on_cpu and first.itemsize <= _WORD:
-                group.copy_into(_scratch(), first.dtype)
-                if not (self._stable or self._special):
-                    group.place([plain(tensors[index]) for index in group.members])
-                most += sums_in(group.size)
-                if not batches or most > MOST_SUMS:
-                    batches.append([])
-                    most = sums_in(group.size)
-                batches[-1].append(group)
-        self._summed = [Summed([group.size for group in batch], _scratch()) for batch in batches]
-        for batch, summed in zip(batches, self._summed, strict=True):
-            for piece, group in enumerate(batch):
-                group.take = functools.partial(summed.take, piece)
+        for group in (*self._order, *self._lists):
+            if not isinstance(group, tuple):
+                group.fill(tensors)
 
     def _read(self, count: int, norm: bool, beside: int) -> Look:
-        waiting = [listed.look() for listed in self._listed]
-        norms = [each for listed in self._listed for each in listed.norms()] if norm else []
+        waiting = [each.sums() for each in self._lists]
+        norms = [found for each in self._lists for found in each.norms()] if norm else []
         alone: list[int | tuple[int, int]] = []
-        for group in self._groups:
-            if group.source is not None:
-                alone.append(group.source)
+        for group in self._order:
+            if isinstance(group, tuple):
+                alone.append(group)
+                continue
+            part = group.joined()
+            if not group.on_cpu:
+                alone.append((len(waiting), 0))
+                waiting.append(word_sum_tensor(part).view(1))
+            elif self.portable:
+                alone.append(int(word_sum_tensor(part)))
+            elif group.copied is None:
+                alone.append(checksum(part))
             else:
-                part = group.together()
-                if not group.on_cpu:
-                    alone.append((len(waiting), 0))
-                    waiting.append(word_sum_tensor(part).view(1))
-                elif self.portable:
-                    alone.append(int(word_sum_tensor(part)))
-                elif group.take is None:
-                    alone.append(checksum(part))
-                else:
-                    group.take()
-                if norm:
-                    norms.append(_norm(part))
+                self._summed.take(group.piece)
+            if norm:
+                norms.append(_norm(part))
             if not self._stable:
                 group.flat = []
-        together = [] if self.portable else [summed.fold() for summed in self._summed]
-        return Look(count, beside, [*together, *alone], waiting, _fewer(norms))
+        if not self._stable:
+            for each in self._lists:
+                each.flat = []
+        together = [] if self.portable else self._summed.fold()
+        return Look(count, beside, [*together, *alone], waiting, _joined(norms))
 
 
-@dataclass(slots=True)
+def _layout(tensors: Sequence[Tensor]) -> list[object]:
+    return [*map(_dtype_of, tensors), *map(Tensor.numel, tensors), *map(_device_of, tensors)]
+
+
+def _grouped(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Which of these dense tensors are read together: small ones of one dtype and device. A large one stays alone."""
+    groups: list[list[int]] = []
+    open_: dict[Hashable, tuple[list[int], int]] = {}
+    for index, tensor in enumerate(tensors):
+        kind = (tensor.dtype, tensor.device)
+        members, size = open_.get(kind, (None, 0))
+        if tensor.nbytes > _SMALL_BYTES:
+            groups.append([index])
+        elif members is None or size + tensor.nbytes > _GROUP_BYTES:
+            groups.append([index])
+            open_[kind] = groups[-1], tensor.nbytes
+        else:
+            members.append(index)
+            open_[kind] = members, size + tensor.nbytes
+    return groups
+
+
 class _Group:
-    """Tensors that are looked at as one, by their places in the list; `size` in bytes; `flat` what is looked at."""
+    """Tensors that are read as one. Several small ones of a CPU are copied into memory that all groups share."""
 
-    device: torch.device
-    members: list[int] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
-    """Of the members, in bytes."""
-    size: int = 0
-    flat: list[Tensor] = field(default_factory=list)
-    filler: list[Tensor] = field(default_factory=list)
-    """The zeros that are copied behind the others, to whole rows and lines."""
-    places: list[Tensor] = field(default_factory=list)
-    """Where in the room each one is copied to, where they are not made flat first."""
-    room: Tensor | None = None
     copied: Tensor | None = None
-    """The room without the zeros."""
-    take: Callable[[], None] | None = None
-    """Sums what is in the room, where that is of a CPU."""
-    source: tuple[int, int] | None = None
-    """Which launch finds the sum, and its place among those, where one launch reads a list."""
-    in_place: bool = False
-    """Whether that reads every member where it lies, because each begins with a whole word of the group."""
+    """Where they are copied to."""
+    piece = 0
+    """Their number in the observer's `Summed`, if they are copied."""
 
-    @property
-    def on_cpu(self) -> bool:
-        """Whether the members are a CPU's."""
-        return self.device.type == "cpu"
+    def __init__(self, members: list[int], tensors: Sequence[Tensor], *, flat: bool) -> None:
+        """flat: make them flat before they are copied, which pays if they are the same ones in the next look."""
+        first = tensors[members[0]]
+        self.size = sum(tensors[index].nbytes for index in members)
+        self.on_cpu = first.device.type == "cpu"
+        self.flat: list[Tensor] = []
+        self._members = members
+        self._filler: list[Tensor] = []
+        self._places: list[Tensor] = []
+        if self.on_cpu and len(members) > 1 and first.itemsize <= WORD:
+            self._room = _scratch()[: room_of(self.size)].view(first.dtype)
+            self.copied = self._room[: self.size // first.itemsize]
+            self._filler = [torch.zeros(self._room.numel() - self.copied.numel(), dtype=first.dtype, device="cpu")]
+            if not flat:
+                parts = [*(tensors[index] for index in members), *self._filler]
+                rooms = torch.split(self._room, [*map(Tensor.numel, parts)])
+                self._places = [room.view(part.shape) for room, part in zip(rooms, parts, strict=True)]
 
-    def copy_into(self, words: Tensor, dtype: torch.dtype) -> None:
-        """Let `together` copy tensors of `dtype` into `words`, with zeros behind them."""
-        self.room = words[: room_of(self.size)].view(dtype)
-        self.copied = self.room[: self.size // dtype.itemsize]
-        self.filler = [torch.zeros(self.room.numel() - self.copied.numel(), dtype=dtype, device="cpu")]
+    def fill(self, tensors: Sequence[Tensor]) -> None:
+        members = [tensors[index] for index in self._members]
+        self.flat = [*(members if self._places else [each.contiguous().view(-1) for each in members]), *self._filler]
 
-    def place(self, members: Sequence[Tensor]) -> None:
-        """Let `together` copy tensors of the shapes of `members` as they are: tensors that are new each time would have
-        to be made flat each time.
-        """
-        assert self.room is not None
-        sizes = [*map(Tensor.numel, members), *map(Tensor.numel, self.filler)]
-        parts = zip(torch.split(self.room, sizes), [*members, *self.filler], strict=True)
-        self.places = [part.view(member.shape) for part, member in parts]
-
-    def together(self) -> Tensor:
+    def joined(self) -> Tensor:
         """All elements as one 1-dim tensor, to be read before the next group is."""
-        if self.copied is not None and self.places:
-            torch._foreach_copy_(self.places, self.flat)
-            return self.copied
-        if self.copied is not None:
-            torch.cat(self.flat, out=self.room)
-            return self.copied
-        return self.flat[0].detach() if len(self.flat) == 1 else torch.cat(self.flat)
+        if self.copied is None:
+            return _cat(self.flat).detach()
+        if self._places:
+            torch._foreach_copy_(self._places, self.flat)
+        else:
+            torch.cat(self.flat, out=self._room)
+        return self.copied
 
 
-class _Listed:
-    """Groups of one device, whose sums one launch finds."""
+class _GpuList:
+    """Groups of one GPU. One launch finds all their sums."""
 
-    def __init__(self, number: int, groups: Sequence[_Group]) -> None:
-        """number: of the launch, among those of the look."""
-        rows: list[tuple[int, int, int]] = []
-        for place, group in enumerate(groups):
-            begins = list(itertools.accumulate(group.sizes, initial=0))
-            group.source, group.in_place = (number, place), not any(begin % _WORD for begin in begins[:-1])
-            if group.in_place:
-                rows += [(size, begin // _WORD, place) for begin, size in zip(begins, group.sizes, strict=False)]
-            else:
-                rows.append((group.size, 0, place))
+    def __init__(self, groups: list[list[int]], tensors: Sequence[Tensor]) -> None:
+        self.flat: list[list[Tensor]] = []
+        """The members of each group, contiguous."""
         self._groups = groups
-        self._sums = ListSums(groups[0].device, rows)
+        self._in_place: list[bool] = []
+        """Whether each member begins with a whole word of its group, and so is read where it lies."""
+        rows: list[tuple[int, int, int]] = []
+        for place, members in enumerate(groups):
+            sizes = [tensors[index].nbytes for index in members]
+            *begins, total = itertools.accumulate(sizes, initial=0)
+            self._in_place.append(not any(begin % WORD for begin in begins))
+            if self._in_place[place]:
+                rows += [(size, begin // WORD, place) for size, begin in zip(sizes, begins, strict=True)]
+            else:
+                rows.append((total, 0, place))
+        self._sums = ListSums(tensors[groups[0][0]].device, rows)
 
-    def look(self) -> Tensor:
+    def fill(self, tensors: Sequence[Tensor]) -> None:
+        self.flat = [[tensors[index].contiguous() for index in members] for members in self._groups]
+
+    def sums(self) -> Tensor:
         """int64 [groups] on the device."""
-        return self._sums.look([each for group in self._groups for each in _as_read(group)])
+        read: list[Tensor] = []
+        for members, in_place in zip(self.flat, self._in_place, strict=True):
+            read += members if in_place else [torch.cat([each.view(-1) for each in members])]
+        return self._sums.look(read)
 
     def norms(self) -> list[Tensor]:
         """0-dim tensors, whose 2-norm is that of all elements."""
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for tensor in (each for group in self._groups for each in group.flat):
+        for tensor in itertools.chain.from_iterable(self.flat):
             by_dtype.setdefault(tensor.dtype, []).append(tensor)
         return [
             norm
             for dtype, same in by_dtype.items()
             for norm in torch._foreach_norm(same, 2, dtype=torch.float32 if dtype.itemsize < 4 else dtype)
         ]
-
-
-def _as_read(group: _Group) -> list[Tensor]:
-    return group.flat if group.in_place else [torch.cat(group.flat)]
 
 
 @functools.lru_cache(maxsize=1)
@@ -421,11 +409,12 @@ def _scratch() -> Tensor:
 
 def chained(digest: int, following: Iterable[int]) -> int:
     """One digest in [0, 2^64) of `digest` and those `following`, in their order."""
+    mask = (1 << 64) - 1
     for value in following:
         # `mix_integer`, written out: a GPU's weights have hundreds of sums.
-        digest = digest + value & _MASK
-        digest = (digest ^ digest >> 30) * 0xBF58476D1CE4E5B9 & _MASK
-        digest = (digest ^ digest >> 27) * 0x94D049BB133111EB & _MASK
+        digest = digest + value & mask
+        digest = (digest ^ digest >> 30) * 0xBF58476D1CE4E5B9 & mask
+        digest = (digest ^ digest >> 27) * 0x94D049BB133111EB & mask
         digest ^= digest >> 31
     return digest
 
@@ -437,53 +426,43 @@ def flat_digest(tensors: Iterable[Tensor]) -> int:
 
 def norm_of(tensors: Iterable[Tensor]) -> float:
     """The 2-norm of all elements. It overflows if their squares overflow fp32, because torch's clipping does so too."""
-    return _joined([_norm(part) for part in _chunks(tensors)])
+    norms = _joined([_norm(part) for part in _chunks(tensors)])
+    return float(norms[0]) if norms else 0.0
 
 
 def _chunks(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """The elements of `tensors` in order as 1-dim tensors, to be read and not kept; small neighbours of one kind are
-    copied together, since to look at each costs more than to read it.
+    """The elements of `tensors` in order as 1-dim tensors, to be read and not kept. Small neighbours of one kind are
+    copied together, since a read of each would cost more than its elements.
     """
     small: list[Tensor] = []
     kind: Hashable = None
     size = 0
     for tensor in map(plain, tensors):
-        bytes_ = tensor.numel() * tensor.element_size()
-        mine = (tensor.dtype, tensor.device)
-        if small and (mine != kind or size + bytes_ > _CHUNK_BYTES or bytes_ > _SMALL_BYTES):
-            yield torch.cat(small) if len(small) > 1 else small[0]
+        mine, large = (tensor.dtype, tensor.device), tensor.nbytes > _SMALL_BYTES
+        if small and (large or mine != kind or size + tensor.nbytes > _CHUNK_BYTES):
+            yield _cat(small)
             small, size = [], 0
-        if bytes_ > _SMALL_BYTES:
+        if large:
             yield tensor.reshape(-1)
-            continue
-        small.append(tensor.reshape(-1))
-        kind, size = mine, size + bytes_
+        else:
+            small.append(tensor.reshape(-1))
+            kind, size = mine, size + tensor.nbytes
     if small:
-        yield torch.cat(small) if len(small) > 1 else small[0]
+        yield _cat(small)
 
 
 def _norm(part: Tensor) -> Tensor:
-    if part.device.type == "cpu" and part.dtype in _NARROW and part.numel() > _LONG:
+    if part.device.type == "cpu" and part.dtype in FLOATS and part.numel() > _LONG:
         return torch.tensor(sum_of_squares(part), dtype=torch.float64, device="cpu").float().sqrt()
     norm: Tensor = torch.linalg.vector_norm(part.float() if part.element_size() < 4 else part)
     return norm
 
 
-def _joined(norms: Sequence[Tensor]) -> float:
+def _joined(norms: list[Tensor]) -> list[Tensor]:
+    """At most one norm, that of all: one number is brought to the host."""
     if len(norms) <= 1:
-        return float(norms[0]) if norms else 0.0
-    return float(_norm_of_norms(norms))
-
-
-def _norm_of_norms(norms: Sequence[Tensor]) -> Tensor:
-    found: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0]) for norm in norms]))
-    return found
-
-
-def _fewer(norms: list[Tensor]) -> list[Tensor]:
-    """One of many that are on an accelerator, so that one number is brought to the host."""
-    there = len(norms) > 1 and any(norm.device.type != "cpu" for norm in norms)
-    return [_norm_of_norms(norms)] if there else norms
+        return norms
+    return [torch.linalg.vector_norm(torch.stack([norm.to(norms[0]) for norm in norms]))]
 
 
 # Gradients as they appear: the smallest and the largest element of each.
@@ -492,7 +471,7 @@ def _fewer(norms: list[Tensor]) -> list[Tensor]:
 def extremes(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """The smallest and the largest element, 0-dim, without a wait for the device; zeros for an empty tensor.
 
-    Both are finite where all elements are, whatever their squares are; both are NaN where one is, zero where all are.
+    Both are finite if all elements are, whatever their squares are. Both are NaN if one is, zero if all are.
     """
     if type(tensor) not in ORDINARY or tensor.layout != torch.strided:
         tensor = plain(tensor)
@@ -508,38 +487,37 @@ def extremes(tensor: Tensor) -> tuple[Tensor, Tensor]:
 class Extremes:
     """The `extremes` of the gradients of some parameters, of any number of backward passes.
 
-    They are written into places that are kept, so that a look costs one operation and reading costs one for all. Those
-    of a GPU wait to be read many at once: until `flush`, unless another hook may change them before.
+    They are written into tables that are kept: a look costs one operation, and one wait reads a table. Gradients of a
+    GPU wait to be read many at once: until `flush`, unless another hook may change them before.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self.any = False
         """Whether there is one."""
-        self._kinds = [(parameter.dtype, parameter.device) for parameter in parameters]
+        self._parameters = parameters
         self._plain = [
             type(p) in ORDINARY and p.layout == torch.strided and p.is_floating_point() and p.numel() > 0
             for p in parameters
         ]
         self._passes = [0] * len(parameters)
-        self._rooms: list[_Room] = []
+        """By parameter, how many gradients are in the tables: that of each pass is in a table of its own."""
+        self._tables: list[_Tables] = []
         self._others: list[tuple[int, Tensor, Tensor]] = []
-        self._parameters = parameters
-        self._raw: dict[torch.device, RawGradients] = {}
-        whole = sum(parameter.nbytes for parameter in parameters)
-        for device in filter(listable, {parameter.device for parameter in parameters}):
-            self._raw[device] = RawGradients(device, max(_LEAST_BYTES, whole // _MOST_SHARE))
+        most = max(_LEAST_BYTES, sum(parameter.nbytes for parameter in parameters) // _MOST_SHARE)
+        devices = filter(listable, {parameter.device for parameter in parameters})
+        self._raw = {device: RawGradients(device, most) for device in devices}
 
     def add(self, index: int, gradient: Tensor) -> None:
         """A backward pass gave `gradient` to parameter `index`."""
         self.any = True
-        if self._plain[index] and self._raw and self._waits(index, gradient):
-            return
         if self._plain[index]:
+            if self._raw and self._waits(index, gradient):
+                return
             number = self._passes[index]
-            if number == len(self._rooms):
-                self._rooms.append(_Room(self._kinds))
+            if number == len(self._tables):
+                self._tables.append(_Tables(self._parameters))
             try:
-                torch.aminmax(gradient, out=self._rooms[number].places[index])
+                torch.aminmax(gradient, out=self._tables[number].places[index])
             except RuntimeError:
                 # Of another dtype, layout or device than its parameter was, empty, or itself to be differentiated.
                 self._plain[index] = False
@@ -547,6 +525,13 @@ class Extremes:
                 self._passes[index] = number + 1
                 return
         self._others.append((index, *extremes(gradient)))
+
+    def _waits(self, index: int, gradient: Tensor) -> bool:
+        parameter = self._parameters[index]
+        raw = self._raw.get(gradient.device)
+        # Another hook may write to the gradient; a write that was not foreseen is seen by its version.
+        told = len(parameter._backward_hooks or ()) > 1 or bool(parameter._post_accumulate_grad_hooks)
+        return raw is not None and not told and index not in raw.changed and raw.add(index, gradient)
 
     def add_all(self, indices: Sequence[int], gradients: Sequence[Tensor]) -> None:
         """The same of many, as they are now: on a GPU, those of one dtype in one launch. No wait for it."""
@@ -562,21 +547,10 @@ class Extremes:
         for (device, _), found in together.items():
             self._raw[device].look([index for index, _ in found], [gradient for _, gradient in found])
 
-    def _waits(self, index: int, gradient: Tensor) -> bool:
-        parameter = self._parameters[index]
-        raw = self._raw.get(gradient.device)
-        # What else is told of the gradient may write to it; a write that was not foreseen is seen by its version.
-        told = len(parameter._backward_hooks or ()) > 1 or bool(parameter._post_accumulate_grad_hooks)
-        return raw is not None and not told and index not in raw.changed and raw.add(index, gradient)
-
     def flush(self) -> None:
         """Read what waits: a backward pass ends, and gradients are about to be reduced or changed. No wait."""
         for raw in self._raw.values():
             raw.flush()
-
-    def seconds(self, *, wait: bool = True) -> float:
-        """How long GPUs took so far to read what waited. wait: for them, to the last."""
-        return sum(raw.added.seconds(wait=wait) for raw in self._raw.values())
 
     def waiting(self) -> list[list[Tensor]]:
         """What is read of devices, in lists that may be brought to the CPU before `read`."""
@@ -589,15 +563,10 @@ class Extremes:
         return there or any(raw.has(index) for raw in self._raw.values())
 
     def read(self) -> list[tuple[int, float, float]]:
-        """(parameter, smallest, largest) of each; one wait for each table of places that was used."""
+        """(parameter, smallest, largest) of each; one wait for each table that was used."""
         found = [each for raw in self._raw.values() for each in raw.read()]
         for number in range(max(self._passes, default=0)):
-            places = self._rooms[number].read()
-            if min(self._passes) <= number:
-                places = [place for place in places if self._passes[place[0]] > number]
-            found += places
-        if not self._others:
-            return found
+            found += [place for place in self._tables[number].read() if self._passes[place[0]] > number]
         lows, highs = numbers([low for _, low, _ in self._others]), numbers([high for _, _, high in self._others])
         return found + [(other[0], low, high) for other, low, high in zip(self._others, lows, highs, strict=True)]
 
@@ -610,12 +579,13 @@ class Extremes:
             raw.clear()
 
 
-class _Room:
-    """Places for the extremes of one pass: a table [2, parameters] for each dtype and device."""
+class _Tables:
+    """The extremes of one pass: a table [2, parameters] for each dtype and device."""
 
-    def __init__(self, kinds: Sequence[tuple[torch.dtype, torch.device]]) -> None:
+    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self.places: dict[int, tuple[Tensor, Tensor]] = {}
         self._tables: list[tuple[list[int], Tensor]] = []
+        kinds = [(parameter.dtype, parameter.device) for parameter in parameters]
         for dtype, device in dict.fromkeys(kinds):
             owners = [index for index, kind in enumerate(kinds) if kind == (dtype, device)]
             table = torch.zeros(2, len(owners), dtype=dtype, device=device)

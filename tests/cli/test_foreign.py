@@ -17,8 +17,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -51,7 +49,6 @@ from andon_contracts.bundle import Evidence, write_account, write_part
 from andon_contracts.record import SCHEMA_VERSION, Broken, Step
 from andon_contracts.untrusted import read_regular
 from andon_contracts.violation import Finding, Violation
-from andon_contracts.watch.gradient_scale import scale_lines
 from andon_falsify.claims.ledgers import read_run, verify
 from andon_falsify.cli.command import internal
 from andon_falsify.history import read_history
@@ -547,19 +544,3 @@ def test_every_command_that_is_printed_can_be_pasted(
         history.read_history(run / "ledger.jsonl", {})
     anew = str(resumed.value).partition("begin anew: ")[2]
     assert shlex.split(anew) == [*begun, "--run-dir", "ANOTHER_FOLDER"]
-
-
-def test_the_command_for_a_script_keeps_its_arguments() -> None:
-    """What `andon watch` says would tell the scale: one word for --script, and in it each argument as it was."""
-    account: Any = SimpleNamespace(account=SimpleNamespace(updates=0))
-    command = ["my script.py", "--batch=4", "--accumulate", "2", "it's $(touch X)", "{}", "--$(x)batch=3"]
-    (line,) = scale_lines([account], 2, command)
-    words = shlex.split(line.partition(": andon falsify ")[2])
-    assert words[0] == "--script"
-    torchrun, arguments = words[1].split(" watch ", 1)
-    assert torchrun == "torchrun --standalone --nproc-per-node {world} -m andon"
-    assert shlex.split(arguments) == [
-        *("my script.py", "--batch={local_batch}", "--accumulate", "{accumulation}", "it's $(touch X)", "{}"),
-        "--$(x)batch={local_batch}",
-    ]
-    assert words[2:] == []

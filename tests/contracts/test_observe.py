@@ -81,6 +81,25 @@ def test_another_layout_under_the_same_dtypes_is_read_anew() -> None:
     assert sparse != observer.look([dense, torch.tensor([0.0, 3.0, 0.0]).to_sparse()]).digest
 
 
+@pytest.mark.parametrize("stable", [False, True])
+def test_a_sparse_tensor_may_have_more_values_than_before(stable: bool) -> None:
+    observer, dense = Observer(stable=stable), torch.arange(6.0)
+    for count in (1, 300, 2):
+        sparse = torch.zeros(300, 4)
+        sparse[:count] = torch.arange(1.0, 1 + 4 * count).view(count, 4)
+        assert observer.look([sparse.to_sparse(1), dense]).digest == Observer().look([sparse[:count], dense]).digest
+
+
+@pytest.mark.parametrize("stable", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_tensor_with_gaps_in_memory_has_the_digest_of_its_copy(dtype: torch.dtype, stable: bool) -> None:
+    with_gaps = torch.arange(4_000).to(dtype)[::2]
+    observer = Observer(stable=stable)
+    for value in (1, 2):
+        with_gaps[-1] = value
+        assert observer.look([with_gaps]).digest == Observer().look([with_gaps.contiguous()]).digest
+
+
 @pytest.mark.parametrize(
     "made",
     [lambda: torch.ones(300, 400).T, lambda: torch.ones(4, 5), lambda: torch.ones(90_000)],

@@ -47,7 +47,7 @@ def test_a_graph_is_followed_without_a_wait() -> None:
     assert parts is not None
     found = parts.weight()
     assert found is not None
-    assert (found.first, found.terms, found.each, found.chosen) == (pytest.approx(0.5), 5, pytest.approx(0.1), False)
+    assert (found.first, found.terms, found.chosen) == (pytest.approx(0.5), 5, False)
 
 
 @pytest.mark.parametrize("fused", [False, True])

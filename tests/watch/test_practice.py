@@ -10,7 +10,6 @@ import io
 import itertools
 import multiprocessing
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -409,34 +408,11 @@ def test_a_process_that_is_to_be_alone_says_so(monkeypatch: pytest.MonkeyPatch) 
     assert (watch.violations, watch.findings) == (0, ())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "filled"),
-    [
-        (
-            ["train.py", "--lr", "1e-3", "--batch-size", "8", "--accum=2"],
-            "--batch-size {local_batch} --accum={accumulation}'",
-        ),
-        (["train.py", "--accum", "2"], "--accum {accumulation}'; put {local_batch} where it takes them"),
-        (["train.py", "--lr", "1e-3"], "--lr 1e-3'; put {local_batch} and {accumulation} where it takes them"),
-    ],
-)
-def test_the_closing_lines_name_the_command_that_would_see_the_scale(arguments: list[str], filled: str) -> None:
-    """The script's own arguments stand in it, with the places that the falsifier fills."""
-    lines = [line for outcome in run_ranks(2, scale, arguments) for line in outcome.get()]
-    assert len(lines) == 1, "the graph of this loss says nothing of it"
-    assert lines[0].endswith(filled)
-
-
 def _said(course: Course, about: str) -> list[str]:
     text = io.StringIO()
     with contextlib.redirect_stderr(text):
         course.run()
     return [line for line in text.getvalue().splitlines() if line.startswith(f"  {about}:")]
-
-
-def scale(arguments: list[str]) -> list[str]:
-    sys.argv = arguments
-    return _said(Course(distributed, epochs=1, loss=lambda logits, _: logits.square().sum()), "gradient scale")
 
 
 def closing() -> list[str]:

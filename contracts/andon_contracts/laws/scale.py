@@ -37,8 +37,7 @@ class Scale:
 
     line: of the loop, as a digest, that asked for the backward passes. passes: those of each rank, 0 where ranks have
     different numbers. terms: in the means and sums of all ranks, 0 where that is not known. chosen: whether a factor is
-    no whole number, as who weighs a loss writes it. squared: whether the losses are of squares. spread: by how much the
-    weight of a term on one rank or pass exceeds that of another, 0.0 where that is not known. factor: of the sum over
+    no whole number, as who weighs a loss writes it. squared: whether the losses are of squares. factor: of the sum over
     the ranks, what the loop made its gradient.
     """
 
@@ -49,7 +48,6 @@ class Scale:
     terms: int
     chosen: bool
     squared: bool
-    spread: float
     factor: float
 
     def shown(self, world: int) -> str:
@@ -91,7 +89,6 @@ def scale_of(said: Sequence[Observation]) -> Scale | None:
         return None
     first, alike = ([real_of(each.values[name]) for each in said] for name in ("weight first", "weight alike"))
     terms = [each.values["weight terms"] for each in said]
-    least = min(real_of(each.values["weight low"]) for each in said)
     return Scale(
         factor * math.fsum(first),
         factor * math.fsum(alike),
@@ -100,7 +97,6 @@ def scale_of(said: Sequence[Observation]) -> Scale | None:
         sum(terms) if all(terms) else 0,
         any(each.values["weight chosen"] for each in said),
         all(each.values["weight squares"] for each in said),
-        max(real_of(each.values["weight high"]) for each in said) / least if least > 0 else 0.0,
         factor,
     )
 

@@ -9,9 +9,7 @@ there, since the host would wait for its device: it comes with what else is brou
 from __future__ import annotations
 
 import math
-import re
-import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,14 +29,7 @@ _AS_IT_IS = frozenset(
     f"{name}Backward"
     for name in ("Alias", "Clone", "ReshapeAlias", "Squeeze", "ToCopy", "UnsafeView", "Unsqueeze", "View")
 )
-_PLACES = (
-    (re.compile(r"^--?\S*accum", re.IGNORECASE), "{accumulation}"),
-    (re.compile(r"^--?\S*batch", re.IGNORECASE), "{local_batch}"),
-)
-"""Options of scripts by which the falsifier sets how many rows and micro-batches a rank has."""
 _REDUCES, _JOINS = ("MeanBackward0", "SumBackward0"), ("StackBackward0", "CatBackward0")
-_EVEN = 1.01
-"""Terms whose weights differ by less are of parts of nearly one size."""
 _OVER_TERMS = _AS_IT_IS | {"MeanBackward", "SumBackward"}
 _TIMES = ("MulBackward0", "MulBackward1", "DivBackward0", "DivBackward1")
 _BY_ELEMENT = frozenset(
@@ -93,7 +84,7 @@ class Weight:
     """What a loss weighs: `first`, its first part; `alike`, all parts that weigh as much, perhaps halves of one loss.
 
     chosen: whether a factor is no whole number, as who weighs a loss writes it. squared: whether the first part is of
-    squares. terms: in the parts that are alike, and each: the weight of a term of the first; 0 where that is not known.
+    squares. terms: in the parts that are alike; 0 where that is not known.
     """
 
     first: float
@@ -101,7 +92,6 @@ class Weight:
     chosen: bool
     squared: bool
     terms: int
-    each: float
 
 
 class LossParts:
@@ -134,7 +124,6 @@ class LossParts:
             first.chosen or not all(scalars[place].is_integer() for place, _ in first.factor.scalars),
             first.squared,
             round(sum(terms[place] for place in alike)) if known else 0,
-            weights[0] / terms[0] if known else 0.0,
         )
 
     def _below(self, node: Any, factor: _Product, chosen: bool) -> list[_Part]:
@@ -339,12 +328,6 @@ class Account:
     right: int = 0
     least: float = math.inf
     most: float = 0.0
-    even: int = 0
-    """In how many every term weighed the same; in `uneven` one weighed more than another, by at least a hundredth, and
-    `spread` is the most by which one did. Of the others it is not known.
-    """
-    uneven: int = 0
-    spread: float = 1.0
     changed: bool = False
     """Whether the loop changed gradients after the backward pass by factors of no pattern, as a clipping by hand does:
     two updates of one line, neither of which has the scale of a mean, differ both in their scale and in the factor
@@ -360,23 +343,10 @@ class Account:
             self.known, self.right = self.known + 1, self.right + scale.right
             shown = 1.0 if scale.right else scale.first
             self.least, self.most = min(self.least, shown), max(self.most, shown)
-            self.uneven += scale.spread > _EVEN
-            self.even += 0 < scale.spread <= _EVEN
-            self.spread = max(self.spread, scale.spread)
             if not scale.right:
                 before = self._wrong.get(scale.line, scale)
                 self.changed |= not (close(scale.first, before.first) or close(scale.factor, before.factor))
                 self._wrong[scale.line] = scale
-
-    @property
-    def whole(self) -> bool:
-        """Whether every update was seen to be right, but for a first one that a watch came too late for."""
-        return 0 < self.known == self.right == self.even >= self.updates - 1
-
-    @property
-    def odd(self) -> bool:
-        """Whether anything was seen that is no mean over all terms."""
-        return (self.right < self.known and not self.changed) or self.uneven > 0
 
     def line(self) -> str:
         """It in words; "" where of no update anything was known."""
@@ -389,8 +359,7 @@ class Account:
         of = f"in {self.known} of {self.updates} updates, by the losses and reductions that were seen"
         between = f"{self.least:.3f}" + f" to {self.most:.3f}" * (f"{self.least:.3f}" != f"{self.most:.3f}")
         shown = "that of a mean" if self.right == self.known else f"{between} of a mean's"
-        uneven = f"; in {self.uneven} of them a term counted up to {self.spread:.2f} times as much as another"
-        return f"  gradient scale: {shown} {of}" + uneven * (self.uneven > 0)
+        return f"  gradient scale: {shown} {of}"
 
 
 class GradientScale:
@@ -484,8 +453,6 @@ class GradientScale:
             "weight first": bits_of(sum(weight.first for weight in weights)),
             "weight alike": bits_of(sum(weight.alike for weight in weights)),
             "weight terms": sum(weight.terms for weight in weights) if counted else 0,
-            "weight low": bits_of(min(weight.each for weight in weights) if counted else 0.0),
-            "weight high": bits_of(max(weight.each for weight in weights) if counted else 0.0),
             "weight chosen": int(any(weight.chosen for weight in weights)),
             "weight squares": int(bool(weights) and all(weight.squared for weight in weights)),
             **{
@@ -508,35 +475,6 @@ class GradientScale:
         self._known = True
 
 
-def scale_lines(scales: Sequence[GradientScale], world: int, command: Sequence[str]) -> list[str]:
-    """For the end: what was seen of the scale of gradients, and what would tell where it was not, or is no mean's.
-
-    command: the script with its arguments, as it was started.
-    """
-    accounts = [each.account for each in scales if each.account.updates]
-    lines = list(dict.fromkeys(filter(None, (each.line() for each in accounts))))
-    if world == 1 or not scales or (accounts and all(each.whole for each in accounts)):
-        return lines
-    if any(each.odd for each in accounts):
-        head = "where that is not meant, this tells why"
-    else:
-        head = "not all of it was seen; this would tell" if lines else "not checked without reference=; this would"
-    return [*lines, _would_tell(command, head)]
-
-
-def _would_tell(command: Sequence[str], head: str) -> str:
-    """The one command that would tell whether the gradient has the right scale, with the arguments of this script."""
-    shown = list[str]()
-    for word in command:
-        name, has_value, _ = word.partition("=")
-        place = next((place for option, place in _PLACES if option.search(name)), "")
-        held = next((place for option, place in _PLACES if shown and option.search(shown[-1])), "")
-        if place and has_value:
-            shown.append(f"{shlex.quote(name)}={place}")
-        else:
-            shown.append(held if held and not word.startswith("-") else shlex.quote(word))
-    script = " ".join(shown)
-    lacks = [place for place in ("{local_batch}", "{accumulation}") if place not in script]
-    known = f"; put {' and '.join(lacks)} where it takes them" if "{local_batch}" in lacks else ""
-    run = f"torchrun --standalone --nproc-per-node {{world}} -m andon watch {script}"
-    return f"  gradient scale: {head}: andon falsify --script {shlex.quote(run)}{known}"
+def scale_lines(scales: Iterable[GradientScale]) -> list[str]:
+    """The closing lines about the scale of the gradient, without repetitions."""
+    return list(dict.fromkeys(filter(None, (each.account.line() for each in scales))))
