@@ -447,7 +447,6 @@ def test_errors_look_as_they_would_alone(tmp_path: Path) -> None:
     [
         ([], "name the script to run"),
         (["nothing.py"], "can't open file 'nothing.py'"),
-        (["--checks", "audit", __file__], "only a line in the script can give"),
         (["--allow", "replicas-agre=x", __file__], "did you mean 'replicas-agree'"),
         (["--allow", "replicas-agree", __file__], "must give a reason"),
         (["--action", "cry", __file__], "invalid choice"),

@@ -41,7 +41,6 @@ def watch(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     *,
-    checks: str = "step",
     action: Action = "warn",
     allow: Mapping[str, str] | None = None,
     log: Callable[[dict[str, object]], None] | None = None,
@@ -67,29 +66,32 @@ def watch(
     patience: datetime.timedelta = _PATIENCE,
     verbose: bool = False,
 ) -> Watch:
-    """Hold a training loop to the contracts of a step. Collective: call it on every rank, after wrapping the model.
+    """Check every update of a training loop. Collective: call it on every rank, after wrapping the model.
 
-    checks: "step" looks at every update; "audit" also recomputes every `every`-th gradient with `reference`.
-    action: "warn", "raise", or a function of the `Violation`. A suspicion only ever warns.
-    allow: clause to reason; findings of it are counted and nothing more.
-    log: is given a dict for each finding. group: the replicas (default: all ranks).
-    folder: where bundles are written; None writes none.
-    ledger: the file that rank 0 writes a line of every update to; None: what ANDON_LEDGER names, if it names one.
-    trainable: name patterns of what is to be trained; tied: pairs of names that must be one tensor.
-    clip: the norm that the loop clips to. groups: name pattern to hyperparameters. schedule: the learning rate of an
-    update, 1 being the first. scaler: the loss scaler. reference: the loss sum and count of a global batch by ids.
-    plan: the ids of an update's global batch. rows: the number of rows of an epoch. contents: the rows of ids, as
-    they are told to `Watch.batch`. start: the updates done before. updates: how many there are to be at the end.
-    replicate: the group, or the dimension of a device mesh, of the ranks that hold what this one holds, where not all
-    do; shards say it themselves. hard_stop: end ranks that are blocked elsewhere.
-    timeout: how long a rank waits for the others. patience: how long a rank's process may be stopped, or one on another
-    machine give no sign of life, before all halt. verbose: list every clause at the opening, and how it is looked at.
+    action: what a violation does: "warn", "raise", or a function of the `Violation`. A suspicion only ever warns.
+    allow: from a clause to the reason why it is silenced; its findings are only counted.
+    log: receives a dict for each finding. group: the data-parallel ranks (default: all).
+    folder: where bundles of violations are written; None writes none.
+    ledger: the file where rank 0 writes a line for every update; None: the file that ANDON_LEDGER names, if any.
+    trainable: name patterns of the parameters to be trained. tied: pairs of names that must be one tensor.
+    clip: the gradient norm that the loop clips to. groups: from a name pattern to hyperparameters.
+    schedule: from the number of an update, 1 being the first, to its learning rate. scaler: the loss scaler.
+    reference: from the model and the ids of a global batch to the sum and the number of their losses. It alone decides
+    about audits: with it every `every`-th gradient is computed again, without it none is.
+    plan: from the number of an update to the ids of its global batch. rows: the number of rows of an epoch.
+    contents: from ids to the rows that `Watch.batch` receives for them.
+    start: the updates made before. updates: how many updates there are in all at the end.
+    replicate: the group, or the device mesh of one dimension, of the ranks that hold what this rank holds, if not all
+    do; shards tell that by their own mesh. hard_stop: end ranks that are blocked where no Python runs.
+    timeout: how long a rank waits for the others. patience: how long the process of a rank may be stopped, or a rank on
+    another machine may give no sign of life, before all ranks halt.
+    verbose: list every clause at the opening, and how it is checked.
 
-    Raises `ValueError` on every rank where any rank got something wrong, and what `action` says for what does not
-    hold at the start already.
+    Raises `ValueError` on every rank if any rank has a wrong argument. What is wrong with the model or the ranks at the
+    start already is a finding, which `action` decides about.
     """
     settings = Settings(
-        checks=checks, action=action, allow=dict(allow or {}), log=log, folder=folder, trainable=trainable,
+        action=action, allow=dict(allow or {}), log=log, folder=folder, trainable=trainable,
         tied=tuple(tied), clip=clip, groups=dict(groups or {}), schedule=schedule, scaler=scaler, reference=reference,
         every=every, plan=plan, rows=rows, contents=contents, start=start,
         updates=updates, hard_stop=hard_stop, verbose=verbose,

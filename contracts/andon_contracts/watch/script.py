@@ -52,7 +52,6 @@ def _parser() -> argparse.ArgumentParser:
         "--allow", metavar="CLAUSE=REASON", action="append", default=[], help="silence a clause; may be repeated"
     )
     parser.add_argument("--folder", metavar="PATH", help="where bundles of violations are written")
-    parser.add_argument("--checks", default="step", help="step; an audit needs a reference, so a line in the script")
     parser.add_argument("--hard-stop", action="store_true", help="end ranks that are blocked where no Python runs")
     parser.add_argument("--verbose", action="store_true", help="list every clause at the opening")
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
@@ -66,9 +65,6 @@ def parse(arguments: Sequence[str]) -> Asked:
     given = parser.parse_args(arguments)
     allow = {clause.strip(): reason.strip() for clause, _, reason in (text.partition("=") for text in given.allow)}
     problems = allow_problems(allow)
-    if given.checks != "step":
-        audit = "an audit needs reference=, which only a line in the script can give: andon.watch(..., reference=)"
-        problems.append(audit if given.checks == "audit" else f"--checks is 'step', not {given.checks!r}")
     if not given.command:
         problems.append("name the script to run")
     elif not given.module:

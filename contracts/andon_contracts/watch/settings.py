@@ -38,7 +38,6 @@ class Scaler(Protocol):
 class Settings:
     """All that was said to `watch`; its docstring says what each means."""
 
-    checks: str = "step"
     action: Action = "warn"
     allow: Mapping[str, str] = field(default_factory=dict)
     log: Callable[[dict[str, object]], None] | None = None
@@ -71,7 +70,6 @@ class Settings:
         """
         given = {name: getattr(self, name) is not None for name in _GIVEN}
         shown = {
-            "checks": self.checks,
             "action": self.action if isinstance(self.action, str) else "callable",
             "allow": sorted(self.allow),
             "trainable": self.trainable and list(self.trainable),
@@ -88,12 +86,8 @@ class Settings:
     def problems(self, subject: ModelProbe) -> list[str]:
         """All that is wrong with what was said about `subject`, in words."""
         found: list[str] = []
-        if self.checks not in ("step", "audit"):
-            found.append(f"checks must be 'step' or 'audit', not {self.checks!r}")
         if self.action not in ("warn", "raise") and not callable(self.action):
             found.append(f"action must be 'warn', 'raise' or a function of a violation, not {self.action!r}")
-        if self.checks == "audit" and self.reference is None:
-            found.append("checks='audit' needs reference=, a function of the model and ids to (loss sum, count)")
         found += self._not_counts() + subject.without_values()
         if _is_count(self.every) and self.every < 1:
             found.append(f"every must be at least 1, not {self.every}")
