@@ -35,17 +35,6 @@ def optimizer_of(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer | 
     return found[0][0] if found and len(found[0]) == 1 else None
 
 
-def optimizer_that_reduces(tensor: torch.Tensor) -> torch.optim.Optimizer | None:
-    """The living optimizer of whose gradients `tensor` is one, or has as many elements as all; else the only one with
-    gradients, if any.
-    """
-    gradients = {each: [p.grad for p in members(each) if p.grad is not None] for each in _optimizers()}
-    found = [each for each, held in gradients.items() if any(one is tensor for one in held)]
-    found = found or [each for each, held in gradients.items() if sum(one.numel() for one in held) == tensor.numel()]
-    found = found or [each for each, held in gradients.items() if held]
-    return found[0] if len(found) == 1 else None
-
-
 def trained_by(optimizer: torch.optim.Optimizer) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
     """The outermost module that holds what `optimizer` trains, and all optimizers that share in its parameters.
 

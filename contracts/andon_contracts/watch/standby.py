@@ -2,13 +2,11 @@
 
 Torch's global step hooks say when an optimizer makes its first update, or the clip call just before it: every rank
 comes to that together, so the watch is opened there. What was before, the raw gradients and buffers of the very first
-window, is not seen. Where ranks are about to reduce different tensors, which would end the loop, it is opened before
-that.
+window, is not seen.
 """
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
@@ -18,8 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from andon_contracts.causes import first_line
 from andon_contracts.legible import legible_line, tell
-from andon_contracts.watch.discovery import members, optimizer_of, optimizer_that_reduces, trained_by
-from andon_contracts.watch.first_reductions import FirstReductions
+from andon_contracts.watch.discovery import members, optimizer_of, trained_by
 from andon_contracts.watch.gathering import Gathering
 from andon_contracts.watch.intercept import listen, unlisten
 from andon_contracts.watch.opening import CannotLook, is_watched, opened_so_far, watch_script
@@ -44,7 +41,6 @@ class Standby:
         self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._running: list[torch.optim.Optimizer] = []
         self._clipped: set[int] = set()
-        self._reductions = FirstReductions()
         self._gathering = Gathering()
         self._handles: list[Any] = []
         self._left_out: set[str] = set()
@@ -69,14 +65,9 @@ class Standby:
                 each.__exit__(kind, error, trace)
 
     @property
-    def idle(self) -> bool:
-        """Whether no watch was opened in this time, by the script itself neither."""
-        return opened_so_far() == self._opened_before
-
-    @property
     def saw_nothing(self) -> bool:
-        """Whether no optimizer was seen either."""
-        return self.idle and not self._left_out
+        """True if no watch was opened, by the script itself neither, and no optimizer was left out."""
+        return opened_so_far() == self._opened_before and not self._left_out
 
     @property
     def violated(self) -> bool:
@@ -113,23 +104,10 @@ class Standby:
         if opened is not None:
             opened.hearing.clipping(parameters, norm)
 
-    def reducing(self, tensor: torch.Tensor, group: object, waits: bool) -> None:
-        """The script is about to reduce: what the ranks hold is compared now where that would end it."""
-        told = self._reductions.apart(tensor, group) if self.idle else []
-        if not told:
-            return
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            each = ", ".join(f"rank {rank} {what}" for rank, what in enumerate(told))
-            tell(f"andon watch: the ranks reduce different tensors: {each}")
-        optimizer = optimizer_that_reduces(tensor)
-        opened = None if optimizer is None or optimizer in self._seen else self._open(optimizer)
-        if opened is not None:
-            opened.hearing.reducing(tensor, group, waits)
-
     def _ignored(self, *args: object, **named: object) -> None:
         """Calls that do not matter before there is a watch."""
 
-    updates_of = skipped = unscaling = resumed = lost = backward = backward_over = yielded = _ignored
+    updates_of = skipped = unscaling = reducing = resumed = lost = backward = backward_over = yielded = _ignored
 
     def _open(self, optimizer: torch.optim.Optimizer) -> Watch | None:
         """A watch of what `optimizer` trains; None, with one line, if it cannot be watched."""
