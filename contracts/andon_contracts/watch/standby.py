@@ -19,7 +19,8 @@ from andon_contracts.legible import legible_line, tell
 from andon_contracts.watch.discovery import members, optimizer_of, trained_by
 from andon_contracts.watch.gathering import Gathering
 from andon_contracts.watch.intercept import listen, unlisten
-from andon_contracts.watch.opening import CannotLook, is_watched, opened_so_far, watch_script
+from andon_contracts.watch.opening import CannotLook, is_watched, open_watch, opened_so_far
+from andon_contracts.watch.settings import Settings
 from andon_contracts.watch.watcher import Watch
 
 
@@ -37,7 +38,7 @@ class Standby:
     def __init__(self, options: Mapping[str, Any]) -> None:
         self.watches: list[Watch] = []
         self._opened_before = opened_so_far()
-        self._options = dict(options)
+        self._settings = Settings(**options, by_command=True)
         self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._running: list[torch.optim.Optimizer] = []
         self._clipped: set[int] = set()
@@ -134,7 +135,7 @@ class Standby:
         self._make_way(optimizers, model)
         self._seen.update(optimizers)
         try:
-            opened = watch_script(model, optimizers, **self._options)
+            opened = open_watch(model, optimizers, self._settings)
         except CannotLook as error:
             self._leave_out(str(error))
             return None
