@@ -23,7 +23,7 @@ from torch import nn
 import andon
 from andon.run.ledger import read_ledger
 from andon_contracts.record import Broken, End, Step
-from andon_contracts.watch import gathering, script, standby
+from andon_contracts.watch import gathering, script
 from andon_contracts.watch.discovery import optimizer_of, outermost, trained_by
 from tests.support.ranks import run_ranks
 from tests.watch.small import sgd
@@ -342,7 +342,7 @@ def test_a_ledger_that_cannot_be_written_is_still_refused(tmp_path: Path, monkey
     (tmp_path / "loop.py").write_text(_ONE + OWN_LINE.replace("import andon\n", "").replace(_WITH, "if True:"))
     (tmp_path / "notes.txt").write_text("no ledger\n")
     monkeypatch.setenv("ANDON_LEDGER", str(tmp_path / "notes.txt"))
-    with pytest.raises(standby.CannotWatch) as refused:
+    with pytest.raises(script.CannotWatch) as refused:
         script.main([str(tmp_path / "loop.py")])
     assert refused.value.code == 2
     assert "is another file" in refused.value.why

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,14 +26,15 @@ from andon_contracts.watch.optimizer_probe import OptimizerProbe
 from andon_contracts.watch.practice import Practice
 
 
-class Listener(Protocol):
-    """Who wants to hear of the loop's calls."""
+class Listener:
+    """What can be heard of the loop's calls; a listener overrides the methods that it needs."""
 
     def clipping(self, parameters: Sequence[torch.Tensor], norm: torch.Tensor | None) -> None:
         """The gradients of `parameters`, whose norm is `norm` (None: clipped by value), are about to be clipped."""
 
     def updates_of(self, optimizer: object) -> int | None:
         """The updates of `optimizer` so far; None if it is not listened to."""
+        return None
 
     def skipped(self, optimizer: object) -> None:
         """A loss scaler has left out an update of `optimizer`."""
@@ -221,7 +222,7 @@ def _around_yield(original: Callable[..., Any]) -> Callable[..., Any]:
     return following
 
 
-class Hearing:
+class Hearing(Listener):
     """What a watch hears of the loop's own calls, handed on to the optimizers that they concern."""
 
     def __init__(
