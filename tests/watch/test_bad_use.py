@@ -132,7 +132,6 @@ OPENED: dict[str, tuple[Callable[[], object], str]] = {
     "an optimizer of another model": (lambda: andon.watch(net(), sgd(net())), "optimizer of another"),
     "watched twice": (_twice, "watched already"),
     "a group of one of three replicas": (_alone_with_a_replica, "the model's replicas are 3"),
-    "an audit without a reference": (lambda: _open(checks="audit"), "needs reference="),
     "a clause that is none": (lambda: _open(allow={"replicas-agre": "x"}), "did you mean 'replicas-agree'"),
     "a group without the last rank": (_without_the_last_rank, ""),
 }

@@ -266,7 +266,7 @@ def _meets(script: str) -> list[str | None]:
     """What each meeting of this rank says, by who comes to which."""
     os.environ["WORLD_SIZE"] = "2"
     gathering._BEAT_S, gathering._STUCK_S, gathering._SURE_S = 0.05, 0.2, 0.5
-    gathering._LONGEST_S = 0.5 if script == "late" else 60.0
+    gathering._LONGEST_S = {"late": 0.5, "absent": 0.9}.get(script, 60.0)
     here, rank = gathering.Gathering(), dist.get_rank()
     if script == "together":
         return [here.meet("Adam"), here.meet("SGD")]
@@ -276,8 +276,8 @@ def _meets(script: str) -> list[str | None]:
         found = [here.meet("Adam")] if rank == 0 else []
         dist.broadcast(torch.ones(2), 0)
         return found
-    if script == "ended":
-        if rank == 1:
+    if script in ("ended", "absent"):
+        if rank == 1 and script == "ended":
             here.close()
         return [here.meet("Adam")] if rank == 0 else []
     # Rank 0 has an optimizer that rank 1 has not; then both come to one, rank 1 too late for the others of it.
@@ -290,24 +290,25 @@ _ABSENT = "rank 1 did not come to the first update of"
 
 
 @pytest.mark.parametrize(
-    ("script", "first", "second"),
+    ("script", "wanted"),
     [
-        ("together", [None, None], [None, None]),
-        ("refused", ["nothing tells them apart", None], ["nothing tells them apart", None]),
-        ("actor", [f"{_ABSENT} Adam (rank 1 waits in a collective, "], []),
-        ("ended", [f"{_ABSENT} Adam (rank 1 has ended its script)"], []),
-        ("late", [f"{_ABSENT} probe", None], [None]),
+        ("together", [[None, None], [None, None]]),
+        ("refused", [["nothing tells them apart", None], ["nothing tells them apart", None]]),
+        ("actor", [[f"{_ABSENT} Adam (rank 1 waits in a collective, "], []]),
+        ("ended", [[f"{_ABSENT} Adam (rank 1 has ended its script)"], []]),
+        ("late", [[f"{_ABSENT} probe", None], [None]]),
+        ("absent", [["rank 1, 2 did not come to the first update of Adam within 1 s"], [], []]),
     ],
 )
-def test_ranks_meet_before_a_watch_is_opened(script: str, first: list[str | None], second: list[str | None]) -> None:
+def test_ranks_meet_before_a_watch_is_opened(script: str, wanted: list[list[str | None]]) -> None:
     """All open one, or none does for the reason of the one that cannot.
 
     A rank that waits elsewhere, or has ended, is seen long before the patience is over; an optimizer of one rank does
-    not keep the others from being watched.
+    not keep the others from being watched. Several absent ranks cost the patience once.
     """
-    for outcome, wanted in zip(run_ranks(2, _meets, script), (first, second), strict=True):
-        found = [said and said[: len(known or "")] for said, known in zip(outcome.get(), wanted, strict=True)]
-        assert found == wanted
+    for outcome, known in zip(run_ranks(len(wanted), _meets, script), wanted, strict=True):
+        found = [said and said[: len(why or "")] for said, why in zip(outcome.get(), known, strict=True)]
+        assert found == known
 
 
 # tensors of a loop beside its model

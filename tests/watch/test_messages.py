@@ -21,7 +21,7 @@ import andon
 from andon_contracts.clauses import CLAUSES
 from andon_contracts.violation import Violation
 from andon_contracts.watch.exchange import Element
-from andon_contracts.watch.standby import Standby
+from andon_contracts.watch.script import Standby
 from tests.watch.small import answers, net, sgd, watched
 
 

@@ -1,14 +1,14 @@
-"""What an optimizer trains, found in a process that says nothing: its modules, and the other optimizers of these.
+"""Finds what an optimizer trains in a process that does not say it: its modules, and their other optimizers.
 
-Objects are found through the garbage collector, once for each optimizer that makes its first update: nothing of torch
-is replaced for it, and the order in which they are found has no part in the answer, so that ranks agree.
+Objects are found through the garbage collector, once for each optimizer that makes its first update. So nothing of
+torch is replaced for it. The order in which objects are found does not affect the answer, so that ranks agree.
 """
 
 from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -26,40 +26,38 @@ def members(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def optimizer_of(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer | None:
-    """The living optimizer that holds the first of `parameters` that any holds, and of several such the largest.
+    """The living optimizer that holds the earliest of `parameters`; of several such the one that holds most.
 
-    None where nothing tells two of them apart: the one that makes an update is known then.
+    None if nothing tells two of them apart: the first update shows which one the loop uses.
     """
     place = {id(parameter): index for index, parameter in enumerate(parameters)}
     found = _alike([each for each in _optimizers() if _places(each, place)], place)
     return found[0][0] if found and len(found[0]) == 1 else None
 
 
-def optimizer_that_reduces(tensor: torch.Tensor) -> torch.optim.Optimizer | None:
-    """The living optimizer of whose gradients `tensor` is one, or has as many elements as all; else the only one with
-    gradients, if any.
-    """
-    gradients = {each: [p.grad for p in members(each) if p.grad is not None] for each in _optimizers()}
-    found = [each for each, held in gradients.items() if any(one is tensor for one in held)]
-    found = found or [each for each, held in gradients.items() if sum(one.numel() for one in held) == tensor.numel()]
-    found = found or [each for each, held in gradients.items() if held]
-    return found[0] if len(found) == 1 else None
-
-
 def trained_by(optimizer: torch.optim.Optimizer) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
     """The outermost module that holds what `optimizer` trains, and all optimizers that share in its parameters.
 
-    Where no single module holds all of it, or none holds a parameter, a `Several` of what does. Raises `ValueError`
-    where several modules hold it and nothing that is alike in all processes tells them apart.
+    If no single module holds all of it, or none holds a parameter, a `Several` of what does. Raises `ValueError` if
+    several modules hold it and nothing that is alike in all processes tells them apart.
     """
     wanted = members(optimizer)
-    model = _model_of(wanted)
+    left = {id(parameter): index for index, parameter in enumerate(wanted)}
+    roots, chosen = _roots(left), list[nn.Module]()
+    while roots:
+        chosen.append(_best(roots, left))
+        held = {id(parameter) for parameter in chosen[-1].parameters()}
+        left = {key: index for key, index in left.items() if key not in held}
+        roots = [root for root in roots if any(id(parameter) in left for parameter in root.parameters())]
+    loose = [p for p in wanted if id(p) in left and isinstance(p, nn.Parameter)]
+    model = chosen[0] if len(chosen) == 1 and not loose else Several(chosen, loose)
+
     place = {id(parameter): index for index, parameter in enumerate(model.parameters())}
     found, taken = [optimizer], set(map(id, wanted))
     others = [each for each in _optimizers() if each is not optimizer and _places(each, place)]
     for alike in _alike(others, place):
         mine = set(map(id, members(alike[0])))
-        # Of two that nothing tells apart, one was thrown away: which one, its first update says.
+        # Of two that nothing tells apart the script has thrown one away. The first update shows which.
         if len(alike) == 1 and not mine & taken:
             found.append(alike[0])
             taken |= mine
@@ -67,19 +65,19 @@ def trained_by(optimizer: torch.optim.Optimizer) -> tuple[nn.Module, list[torch.
 
 
 def outermost(model: nn.Module) -> nn.Module:
-    """The outermost module that holds `model`, the one that reduces its gradients where there is one.
+    """The outermost module that holds `model`; of several the one that reduces its gradients.
 
-    Raises `ValueError` where several do and nothing tells them apart.
+    Raises `ValueError` if several do and nothing tells them apart.
     """
     held = {id(parameter): index for index, parameter in enumerate(model.parameters())}
-    roots = _roots(set(held))
+    roots = _roots(held)
     return _best(roots, held) if roots else model
 
 
 def reducers_of(model: nn.Module) -> list[DistributedDataParallel]:
     """The wrappers that reduce gradients of parameters of `model`: in it in order, then those around it or its parts.
 
-    Of several wrappers of one module, each: the loop calls one of them.
+    If a module has several wrappers, all of them: the loop may call any.
     """
     inside = [each for each in model.modules() if isinstance(each, DistributedDataParallel)]
     known, held = set(map(id, inside)), {id(parameter) for parameter in model.parameters()}
@@ -89,16 +87,14 @@ def reducers_of(model: nn.Module) -> list[DistributedDataParallel]:
     return inside + sorted(mine, key=lambda each: place.get(id(unwrap(each)[0]), len(place)))
 
 
-def _order(optimizer: torch.optim.Optimizer, place: Mapping[int, int]) -> tuple[int, int, list[int], str, int]:
-    """The first parameter comes first, then who holds more; then what else tells optimizers of the same ones apart."""
-    held = sorted(_places(optimizer, place))
-    return held[0], -len(held), held, type(optimizer).__qualname__, len(optimizer.state)
-
-
 def _alike(optimizers: Iterable[torch.optim.Optimizer], place: Mapping[int, int]) -> list[list[torch.optim.Optimizer]]:
-    """`optimizers` in order; those that nothing tells apart together."""
-    keyed = sorted(((_order(each, place), each) for each in optimizers), key=lambda pair: pair[0])
-    return [[each for _, each in pairs] for _, pairs in itertools.groupby(keyed, key=lambda pair: pair[0])]
+    """`optimizers` in an order that is alike on all ranks; those that nothing tells apart are in one list."""
+
+    def order(optimizer: torch.optim.Optimizer) -> tuple[int, int, list[int], str, int]:
+        held = sorted(_places(optimizer, place))
+        return held[0], -len(held), held, type(optimizer).__qualname__, len(optimizer.state)
+
+    return [list(group) for _, group in itertools.groupby(sorted(optimizers, key=order), key=order)]
 
 
 def _places(optimizer: torch.optim.Optimizer, place: Mapping[int, int]) -> list[int]:
@@ -106,55 +102,42 @@ def _places(optimizer: torch.optim.Optimizer, place: Mapping[int, int]) -> list[
 
 
 def _optimizers() -> list[torch.optim.Optimizer]:
-    # A wrapper that only hands on the groups of another has none of its own.
+    # A wrapper that only hands on the groups of another optimizer has none of its own.
     return [each for each in _living(torch.optim.Optimizer) if "param_groups" in vars(each)]
 
 
 def _living(kind: type[Kind]) -> list[Kind]:
-    # The type, not isinstance: a proxy may do anything when it is asked for its class. Each type is asked once: there
-    # may be a million objects.
+    # By type and not isinstance: a proxy may do anything when it is asked for its class. Each type is asked once,
+    # because there may be a million objects.
     objects = gc.get_objects()
     wanted = {each for each in set(map(type, objects)) if issubclass(each, kind)}
     return [each for each in objects if type(each) in wanted] if wanted else []
 
 
-def _model_of(wanted: Sequence[torch.Tensor]) -> nn.Module:
-    left = {id(parameter): index for index, parameter in enumerate(wanted)}
-    roots = _roots(set(left))
-    chosen: list[nn.Module] = []
-    while roots:
-        best = _best(roots, left)
-        held = {id(parameter) for parameter in best.parameters()}
-        chosen.append(best)
-        left = {key: index for key, index in left.items() if key not in held}
-        roots = [root for root in roots if any(id(parameter) in left for parameter in root.parameters())]
-    loose = [p for p in wanted if id(p) in left and isinstance(p, nn.Parameter)]
-    return chosen[0] if len(chosen) == 1 and not loose else Several(chosen, loose)
-
-
-def _merit(root: nn.Module, left: Mapping[int, int]) -> tuple[int, bool, int, int, str, int]:
-    """How well `root` stands for a model: it holds much of what is left, reduces it, and holds little else.
-
-    left: the places of the parameters; of modules that hold different ones, that of the first one comes first.
-    """
-    held = {id(parameter) for parameter in root.parameters()}
-    wrappers = unwrap(root)[1]
-    reduces = any(isinstance(wrapper, DistributedDataParallel) for wrapper in wrappers)
-    mine = held & set(left)
-    first = min((left[key] for key in mine), default=len(left))
-    return len(mine), reduces, -len(held), len(wrappers), type(root).__qualname__, -first
-
-
 def _best(roots: Sequence[nn.Module], left: Mapping[int, int]) -> nn.Module:
-    """The root of most merit, and of several such the one whose modules and names come first.
+    """The root that stands best for the model of the parameters `left`, which are given with their places.
 
-    Raises `ValueError` where that leaves several that are not wrappers of one.
+    It holds most of them, reduces their gradients and holds little else; then its first parameter decides, then the
+    names and types of its modules. Raises `ValueError` if that leaves several that are not wrappers of one module.
     """
-    most = max(_merit(root, left) for root in roots)
-    first = [root for root in roots if _merit(root, left) == most]
+
+    def merit(root: nn.Module) -> tuple[int, bool, int, int, str, int]:
+        held = {id(parameter) for parameter in root.parameters()}
+        wrappers = unwrap(root)[1]
+        reduces = any(isinstance(wrapper, DistributedDataParallel) for wrapper in wrappers)
+        mine = [left[key] for key in held if key in left]
+        return len(mine), reduces, -len(held), len(wrappers), type(root).__qualname__, -min(mine, default=len(left))
+
+    def shape(root: nn.Module) -> list[str]:
+        modules = [f"{name} {type(each).__module__}.{type(each).__qualname__}" for name, each in root.named_modules()]
+        buffers = [f"{name} {tuple(each.shape)}" for name, each in root.named_buffers()]
+        return [*modules, *(name for name, _ in root.named_parameters()), *buffers]
+
+    most = max(map(merit, roots))
+    first = [root for root in roots if merit(root) == most]
     if len(first) > 1:
-        shapes = [_shape(root) for root in first]
-        first = [root for root, shape in zip(first, shapes, strict=True) if shape == min(shapes)]
+        least = min(map(shape, first))
+        first = [root for root in first if shape(root) == least]
     if len({id(unwrap(root)[0]) for root in first}) > 1:
         kinds = f"{len(first)} modules {type(first[0]).__qualname__}"
         msg = f"{kinds} hold what the optimizer trains, and nothing tells them apart: say which one by andon.watch(...)"
@@ -162,15 +145,8 @@ def _best(roots: Sequence[nn.Module], left: Mapping[int, int]) -> nn.Module:
     return first[0]
 
 
-def _shape(root: nn.Module) -> list[str]:
-    """What a module is made of, by names and types: alike in every process that made it alike."""
-    modules = [f"{name} {type(each).__module__}.{type(each).__qualname__}" for name, each in root.named_modules()]
-    buffers = [f"{name} {tuple(each.shape)}" for name, each in root.named_buffers()]
-    return [*modules, *(name for name, _ in root.named_parameters()), *buffers]
-
-
-def _roots(wanted: set[int]) -> list[nn.Module]:
-    """The modules that hold one of `wanted`, at any depth, and lie in no other module."""
+def _roots(wanted: Collection[int]) -> list[nn.Module]:
+    """The modules that hold a parameter of these identities, at any depth, and lie in no other module."""
     modules = [each for each in _living(nn.Module) if "_modules" in vars(each) and not isinstance(each, Several)]
     parents: dict[int, list[nn.Module]] = {}
     for module in modules:

@@ -1,8 +1,7 @@
-"""What the ranks of a watch tell each other: numbered observations, and on a mismatch closer and closer looks."""
+"""What the ranks of a watch gather: numbered observations, and closer and closer looks at tensors that differ."""
 
 from __future__ import annotations
 
-import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from andon_contracts.act import Scene, violation
 from andon_contracts.agree import GroupGather, Observation, gather_observations, gather_short, minority
 from andon_contracts.digest import digests_by_name, mix64
 from andon_contracts.laws.law import LOCKSTEP, Judgement, Seen
+from andon_contracts.liveness.diagnosis import named
 from andon_contracts.liveness.pending_collectives import PendingCollectives
 from andon_contracts.observe import plain
 from andon_contracts.watch.values import text_digest
@@ -42,35 +42,27 @@ class Element:
     def _shown(self, bits: int) -> str:
         width = self.dtype.itemsize
         shown = f"{bits % (1 << 8 * width):#0{2 * width + 2}x}"
-        return f"{shown} ({_decimal(bits, self.dtype)})" if self.dtype.is_floating_point else shown
+        if not self.dtype.is_floating_point:
+            return shown
+        number = torch.tensor([bits], device="cpu").to(_INTEGER[width]).view(self.dtype).item()
+        # The fewest digits that are this number and no other of its dtype.
+        for digits in range(1, 17):
+            short = f"{number:.{digits}g}"
+            if torch.tensor(float(short), dtype=self.dtype, device="cpu").item() == number:
+                return f"{shown} ({short})"
+        return f"{shown} ({number:.17g})"
 
 
 def by_rank(shown: Sequence[str]) -> str:
-    """What each rank has, in words: `2 on rank 1, 3 on the others`, or rank by rank where no majority agrees."""
+    """The value of each rank in words: `2 on rank 1, 3 on the others`, or rank by rank if no majority agrees."""
     odd = minority(shown)
-    named = [f"{shown[rank]} on rank {rank}" for rank in odd or range(len(shown))]
+    words = [f"{shown[rank]} on rank {rank}" for rank in odd or range(len(shown))]
     others = [f"{next(one for rank, one in enumerate(shown) if rank not in odd)} on the others"] if odd else []
-    return ", ".join(named + others)
-
-
-def has_no(noun: str, ranks: Sequence[int]) -> str:
-    """That these ranks lack what the others have, in words."""
-    several = len(ranks) > 1
-    return f"rank{'s' * several} {', '.join(map(str, ranks))} {'have' if several else 'has'} no {noun}"
-
-
-def _decimal(bits: int, dtype: torch.dtype) -> str:
-    """The number with the fewest digits that are this number and no other of its dtype."""
-    number = torch.tensor([bits], device="cpu").to(_INTEGER[dtype.itemsize]).view(dtype).item()
-    for digits in range(1, 17):
-        short = f"{number:.{digits}g}"
-        if torch.tensor(float(short), dtype=dtype, device="cpu").item() == number:
-            return short
-    return f"{number:.17g}"
+    return ", ".join(words + others)
 
 
 class Exchange:
-    """Gathers observations over a group of our own, numbering every message. All ranks must call alike."""
+    """Gathers observations over a group of its own and numbers every message. All ranks must make the same calls."""
 
     def __init__(self, gather: GroupGather) -> None:
         self._gather = gather
@@ -79,7 +71,7 @@ class Exchange:
         self.rank = gather.rank
         self.world_size = gather.world_size
         self.alike = True
-        """Whether every rank should hold the same tensors; where not, no element of them is compared."""
+        """Whether every rank should hold the same tensors. If not, no element of them is compared."""
 
     def attend(
         self, heed: Callable[[], None], lost: Callable[[BaseException], None], begun: PendingCollectives
@@ -91,46 +83,44 @@ class Exchange:
         self._gather.heed, self._gather.lost, self._begun = heed, lost, begun
 
     def connect(self) -> None:
-        """Take the shorter way to ranks of this machine, where that leads to all of them. Collective."""
+        """Connect to the other ranks directly if all are on this machine. Collective."""
         self._gather.connect()
 
     def close(self) -> None:
-        """Nothing will be exchanged any more."""
+        """Take the group down."""
         self._gather.close()
 
     def __call__(
         self, step: int, point: str, values: Mapping[str, int], payload: Tensor | None = None, *, judged: bool = False
     ) -> tuple[Observation, ...]:
-        """Every rank's observation of `values`, by rank; a payload must have one length on all ranks.
+        """Every rank's observation of `values`, by rank. A payload must have one length on all ranks.
 
-        judged: who calls judges itself whether the ranks are at the same point. Otherwise raises `Violation` of
-        `halt-together` where they are not, whatever a watch does on a finding: there is no answer to go on with.
+        judged: the caller checks itself that the ranks are at the same point. Otherwise raises `Violation` of
+        `halt-together` if they are not, whatever the action of the watch, because there is no answer to go on with.
         """
         self._sequence += 1
         mine = Observation(self.rank, step, self._sequence, point, values, payload)
-        if self._begun is None:
-            seen = self._gathered(mine)
-        else:
-            self._begun.gathering()
-            try:
-                seen = self._gathered(mine)
-            finally:
-                self._begun.gathered()
+        begun = self._begun
+        if begun is not None:
+            begun.gathering()
+        try:
+            if payload is None and self._gather.takes(len(values)):
+                seen = gather_short(mine, self._gather)
+            else:
+                seen = gather_observations([mine], self._gather)
+        finally:
+            if begun is not None:
+                begun.gathered()
         judgement = Judgement(() if judged else (LOCKSTEP,), Seen(seen, None))
         if judgement.first is not None:
             found = judgement.violation(judgement.first)
             raise violation(found.clause, found.finding, Scene(self.world_size))
         return seen
 
-    def _gathered(self, mine: Observation) -> tuple[Observation, ...]:
-        if mine.payload is None and self._gather.takes(len(mine.values)):
-            return gather_short(mine, self._gather)
-        return gather_observations([mine], self._gather)
-
     def closing(self, step: int, point: str, values: Mapping[str, int], within_s: float) -> tuple[Observation, ...]:
-        """What every rank observed, at the close, where another may have ended: waits `within_s` seconds at most.
+        """The last gather, at the close: waits at most `within_s` seconds, because another rank may have ended.
 
-        Raises `TimeoutError`, and what the group raises where a rank is gone. Nothing can be exchanged after that.
+        Raises `TimeoutError`, and what the group raises if a rank is gone.
         """
         until = time.monotonic() + within_s
 
@@ -138,7 +128,7 @@ class Exchange:
             if time.monotonic() > until:
                 raise TimeoutError(f"not every rank closed its watch within {within_s:g} s")
 
-        # Nobody has failed who ends before another.
+        # A rank that ends before another one has not failed.
         self._gather.heed, self._gather.lost, self._begun = heed, None, None
         return self(step, point, values, judged=True)
 
@@ -146,40 +136,38 @@ class Exchange:
         """By rank, some columns of integers of one length on each rank. Two gathers."""
         # The lengths first: a collective takes one length of all ranks.
         counts = [o.values["count"] for o in self(step, "count", {"count": len(columns[0])})]
-        most = max(counts)
-        table = torch.zeros(len(columns), most, dtype=torch.int64, device="cpu")
+        table = torch.zeros(len(columns), max(counts), dtype=torch.int64, device="cpu")
         for index, column in enumerate(columns):
             table[index, : len(column)] = torch.tensor(list(column), dtype=torch.int64, device="cpu")
-        seen = self(step, "rows", {}, table.flatten())
+        tables = self._payloads(step, "rows", {}, table.flatten())
         return [
-            [list(row[:count]) for row in o.payload.view(len(columns), most).tolist()]
-            for o, count in zip(seen, counts, strict=True)
-            if o.payload is not None
+            [row[:count] for row in each.view(len(columns), max(counts)).tolist()]
+            for each, count in zip(tables, counts, strict=True)
         ]
 
+    def _payloads(self, step: int, point: str, values: Mapping[str, int], payload: Tensor) -> list[Tensor]:
+        return [o.payload for o in self(step, point, values, payload) if o.payload is not None]
+
     def look(self, step: int, name: str, tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-        """The digest of each of `tensors` on each rank, by tensor; nothing where the ranks have others."""
+        """The digest of each of `tensors` on each rank, by tensor; empty if the ranks do not have the same names."""
         return self.spread(step, f"tensors of {name}", digests_by_name({n: plain(t) for n, t in tensors.items()}))
 
     def spread(self, step: int, point: str, values: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
-        """Each of any number of `values` on each rank, by name; nothing where the ranks do not have the same names."""
-        if not self._one(step, len(values), text_digest(list(values))):
+        """Each of any number of `values` on each rank, by name; empty if the ranks do not have the same names."""
+        sizes = self(step, "sizes", {"0": len(values), "1": text_digest(list(values))})
+        if any(o.values != sizes[0].values for o in sizes):
             return {}
         seen = self(step, point, values)
         return {name: tuple(o.values[name] for o in seen) for name in values}
 
-    def _one(self, step: int, *shown: int) -> bool:
-        seen = self(step, "sizes", {str(index): value for index, value in enumerate(shown)})
-        return all(o.values == seen[0].values for o in seen)
-
     def texts(self, step: int, text: str) -> tuple[str, ...]:
-        """Every rank's `text`, by rank. Two gathers, for use where something differs already."""
+        """Every rank's `text`, by rank. Two gathers, for use after a difference was found."""
         raw = text.encode("utf-8", "backslashreplace")
         sizes = [o.values["bytes"] for o in self(step, "length", {"bytes": len(raw)})]
         padded = bytearray(raw.ljust(-(-max(*sizes, 1) // 8) * 8, b"\0"))
-        seen = self(step, "text", {"bytes": len(raw)}, torch.frombuffer(padded, dtype=torch.int64))
-        held = [b"".join(struct.pack("=q", each) for each in o.payload.tolist()) for o in seen if o.payload is not None]
-        return tuple(one[:size].decode("utf-8") for one, size in zip(held, sizes, strict=True))
+        held = self._payloads(step, "text", {"bytes": len(raw)}, torch.frombuffer(padded, dtype=torch.int64))
+        found = [bytes(each.view(torch.uint8).tolist()) for each in held]
+        return tuple(each[:size].decode("utf-8") for each, size in zip(found, sizes, strict=True))
 
     def first_difference(self, step: int, tensor: Tensor | None, noun: str = "tensor") -> Element | str | None:
         """The first element in which the ranks' `tensor`s differ; None if they do not. A few gathers.
@@ -189,45 +177,40 @@ class Exchange:
         if not self.alike:
             return None
         held = None if tensor is None else plain(tensor)
-        words = None if held is None else _bits(held)
+        words = None if held is None else element_bits(held).flatten()
         counts = [o.values["0"] for o in self(step, "sizes", {"0": -1 if words is None else words.numel()})]
         if tensor is None or held is None or words is None or len(set(counts)) > 1:
             lacking = [rank for rank, count in enumerate(counts) if count < 0]
-            return has_no(noun, lacking) if 0 < len(lacking) < len(counts) else None
+            verb = "have" if len(lacking) > 1 else "has"
+            return f"{named(lacking)} {verb} no {noun}" if 0 < len(lacking) < len(counts) else None
         first, size = 0, words.numel()
         while size > _BLOCKS:
             per_block = -(-size // _BLOCKS)
-            rows = self._rows(step, _block_sums(words[first : first + size], per_block))
-            block = _first_odd(rows)
+            block = self._first_odd(step, _block_sums(words[first : first + size], per_block))[0]
             if block is None:
                 return None
             first, size = first + block * per_block, min(per_block, size - block * per_block)
-        rows = self._rows(step, words[first : first + size])
-        odd = _first_odd(rows)
+        odd, bits = self._first_odd(step, words[first : first + size])
         if odd is None:
             return None
         shape = tensor.shape if tensor.numel() == held.numel() else held.shape
         index = tuple(int(i) for i in torch.unravel_index(torch.tensor(first + odd, device="cpu"), shape))
-        return Element(index, tuple(int(row[odd]) for row in rows), held.dtype)
+        return Element(index, bits, held.dtype)
 
-    def _rows(self, step: int, words: Tensor) -> list[Tensor]:
-        seen = self(step, "elements", {"count": words.numel()}, words.cpu())
-        return [o.payload for o in seen if o.payload is not None]
+    def _first_odd(self, step: int, words: Tensor) -> tuple[int | None, tuple[int, ...]]:
+        """The place of the first word in which ranks differ, if they do, and this word on each rank."""
+        rows = torch.stack(self._payloads(step, "elements", {"count": words.numel()}, words.cpu()))
+        odd = (rows != rows[0]).any(0).nonzero()
+        return (int(odd[0]), tuple(rows[:, int(odd[0])].tolist())) if odd.numel() else (None, ())
 
 
-def _bits(tensor: Tensor) -> Tensor:
-    flat = tensor.contiguous().reshape(-1)
-    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
-    return flat.view(_INTEGER[flat.element_size()]).to(torch.int64)
+def element_bits(tensor: Tensor) -> Tensor:
+    """The bits of each element as int64, [..., 2] for complex elements."""
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return real.contiguous().view(_INTEGER[real.element_size()]).to(torch.int64)
 
 
 def _block_sums(words: Tensor, per_block: int) -> Tensor:
     places = torch.arange(words.numel(), dtype=torch.int64, device=words.device)
     mixed = mix64(words * 0x9E3779B97F4A7C1 + mix64(places))
     return torch.nn.functional.pad(mixed, (0, -words.numel() % per_block)).view(-1, per_block).sum(1)
-
-
-def _first_odd(rows: Sequence[Tensor]) -> int | None:
-    stacked = torch.stack(list(rows))
-    odd = (stacked != stacked[0]).any(0).nonzero()
-    return int(odd[0]) if odd.numel() else None

@@ -1,14 +1,14 @@
-"""`andon.watch`: what was said is checked on all ranks, a group of our own is made, and the hooks are set."""
+"""`andon.watch`: checks its arguments on all ranks, makes a process group of its own, and opens a `Watch`."""
 
 from __future__ import annotations
 
 import datetime
 import os
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from torch import nn
 
 from andon_contracts.agree import GroupGather, Observation, own_group
 from andon_contracts.causes import first_line
-from andon_contracts.ledger import LedgerFile
 from andon_contracts.liveness.halt import HaltSignal, own_store
 from andon_contracts.liveness.pending_collectives import PendingCollectives
 from andon_contracts.liveness.signed import Signed, drawn, secret_in, words_of
@@ -26,22 +25,20 @@ from andon_contracts.watch.exchange import WIDTH, Exchange
 from andon_contracts.watch.ledger import ledger_path, open_ledger
 from andon_contracts.watch.model_probe import ModelProbe
 from andon_contracts.watch.replicas import Replicas, Replicate, part_of, replicas_of
-from andon_contracts.watch.settings import Action, Plan, Reference, Scaler, Schedule, Settings
+from andon_contracts.watch.settings import PATIENCE, TIMEOUT, Action, Plan, Reference, Scaler, Schedule, Settings
 from andon_contracts.watch.watcher import Watch
 
 _open: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Watch]] = weakref.WeakKeyDictionary()
-"""The latest watch of each optimizer, by a weak reference: it holds the optimizer, which would else never end."""
-_opened_so_far: list[int] = [0]
-_cords: dict[str, int] = {}
-_TIMEOUT = datetime.timedelta(minutes=30)
-_PATIENCE = datetime.timedelta(seconds=30)
+"""The latest watch of each optimizer. A strong reference to the watch would keep its optimizer alive for ever."""
+_opened = [0]
+_halt_signals: Counter[str] = Counter()
+"""How many halt signals each group of ranks has had in this process, which is the same number on all of its ranks."""
 
 
 def watch(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     *,
-    checks: str = "step",
     action: Action = "warn",
     allow: Mapping[str, str] | None = None,
     log: Callable[[dict[str, object]], None] | None = None,
@@ -63,170 +60,114 @@ def watch(
     updates: int | None = None,
     replicate: Replicate | None = None,
     hard_stop: bool = False,
-    timeout: datetime.timedelta = _TIMEOUT,
-    patience: datetime.timedelta = _PATIENCE,
+    timeout: datetime.timedelta = TIMEOUT,
+    patience: datetime.timedelta = PATIENCE,
     verbose: bool = False,
 ) -> Watch:
-    """Hold a training loop to the contracts of a step. Collective: call it on every rank, after wrapping the model.
+    """Check every update of a training loop. Collective: call it on every rank, after wrapping the model.
 
-    checks: "step" looks at every update; "audit" also recomputes every `every`-th gradient with `reference`.
-    action: "warn", "raise", or a function of the `Violation`. A suspicion only ever warns.
-    allow: clause to reason; findings of it are counted and nothing more.
-    log: is given a dict for each finding. group: the replicas (default: all ranks).
-    folder: where bundles are written; None writes none.
-    ledger: the file that rank 0 writes a line of every update to; None: what ANDON_LEDGER names, if it names one.
-    trainable: name patterns of what is to be trained; tied: pairs of names that must be one tensor.
-    clip: the norm that the loop clips to. groups: name pattern to hyperparameters. schedule: the learning rate of an
-    update, 1 being the first. scaler: the loss scaler. reference: the loss sum and count of a global batch by ids.
-    plan: the ids of an update's global batch. rows: the number of rows of an epoch. contents: the rows of ids, as
-    they are told to `Watch.batch`. start: the updates done before. updates: how many there are to be at the end.
-    replicate: the group, or the dimension of a device mesh, of the ranks that hold what this one holds, where not all
-    do; shards say it themselves. hard_stop: end ranks that are blocked elsewhere.
-    timeout: how long a rank waits for the others. patience: how long a rank's process may be stopped, or one on another
-    machine give no sign of life, before all halt. verbose: list every clause at the opening, and how it is looked at.
+    action: what a violation does: "warn", "raise", or a function of the `Violation`. A suspicion only ever warns.
+    allow: from a clause to the reason why it is silenced; its findings are only counted.
+    log: receives a dict for each finding. group: the data-parallel ranks (default: all).
+    folder: where bundles of violations are written; None writes none.
+    ledger: the file where rank 0 writes a line for every update; None: the file that ANDON_LEDGER names, if any.
+    trainable: name patterns of the parameters to be trained. tied: pairs of names that must be one tensor.
+    clip: the gradient norm that the loop clips to. groups: from a name pattern to hyperparameters.
+    schedule: from the number of an update, 1 being the first, to its learning rate. scaler: the loss scaler.
+    reference: from the model and the ids of a global batch to the sum and the number of their losses. It alone decides
+    about audits: with it every `every`-th gradient is computed again, without it none is.
+    plan: from the number of an update to the ids of its global batch. rows: the number of rows of an epoch.
+    contents: from ids to the rows that `Watch.batch` receives for them.
+    start: the updates made before. updates: how many updates there are in all at the end.
+    replicate: the group, or the device mesh of one dimension, of the ranks that hold what this rank holds, if not all
+    do; shards tell that by their own mesh. hard_stop: end ranks that are blocked where no Python runs.
+    timeout: how long a rank waits for the others. patience: how long the process of a rank may be stopped, or a rank on
+    another machine may give no sign of life, before all ranks halt.
+    verbose: list every clause at the opening, and how it is checked.
 
-    Raises `ValueError` on every rank where any rank got something wrong, and what `action` says for what does not
-    hold at the start already.
+    Raises `ValueError` on every rank if any rank has a wrong argument. What is wrong with the model or the ranks at the
+    start already is a finding, which `action` decides about.
     """
     settings = Settings(
-        checks=checks, action=action, allow=dict(allow or {}), log=log, folder=folder, trainable=trainable,
+        action=action, allow=dict(allow or {}), log=log, group=group, folder=folder, ledger=ledger, trainable=trainable,
         tied=tuple(tied), clip=clip, groups=dict(groups or {}), schedule=schedule, scaler=scaler, reference=reference,
-        every=every, plan=plan, rows=rows, contents=contents, start=start,
-        updates=updates, hard_stop=hard_stop, verbose=verbose,
+        every=every, plan=plan, rows=rows, contents=contents, start=start, updates=updates, replicate=replicate,
+        hard_stop=hard_stop, timeout=timeout, patience=patience, verbose=verbose,
     )  # fmt: skip
-    place = _Place(group, replicate, timeout, patience)
-    optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
-    return _opened(model, optimizers, settings, place, ledger)
-
-
-def watch_script(
-    model: nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
-    *,
-    action: Action = "warn",
-    allow: Mapping[str, str] | None = None,
-    folder: str | None = None,
-    hard_stop: bool = False,
-    verbose: bool = False,
-) -> Watch:
-    """As `watch` with these options, for the command `andon watch`: messages name the command's own options."""
-    settings = Settings(
-        action=action, allow=dict(allow or {}), folder=folder, hard_stop=hard_stop, verbose=verbose, by_command=True
-    )
-    return _opened(model, optimizers, settings, _Place(None, None, _TIMEOUT, _PATIENCE), None)
+    return open_watch(model, list(optimizer) if isinstance(optimizer, Sequence) else [optimizer], settings)
 
 
 class CannotLook(ValueError):
     """`andon watch` cannot watch what it found, on any rank. The user made no mistake."""
 
 
-@dataclass(frozen=True)
-class _Place:
-    """The ranks of a watch, those that hold the same of them, and how long they wait for each other."""
-
-    group: dist.ProcessGroup | None
-    replicate: Replicate | None
-    timeout: datetime.timedelta
-    patience: datetime.timedelta
-
-
-def _opened(
-    model: nn.Module, given: Sequence[Any], settings: Settings, place: _Place, ledger: str | os.PathLike[str] | None
-) -> Watch:
-    """A watch as `watch` describes it, with `settings`. Where that is refused, nothing stays open."""
+def open_watch(model: nn.Module, given: Sequence[Any], settings: Settings) -> Watch:
+    """Open a watch of the optimizers `given`, as `watch` does. If any rank refuses, nothing stays open."""
     with ExitStack() as undo:
-        exchange = Exchange(GroupGather(own_group(place.group, place.timeout), WIDTH))
+        exchange = Exchange(GroupGather(own_group(settings.group, settings.timeout), WIDTH))
         undo.callback(exchange.close)
-        path = ledger_path(ledger, _first_rank(place.group)) if exchange.rank == 0 else None
         optimizers = [_unwrapped(each) for each in given]
         problems = _wrong_types(model, optimizers)
-        subject = None if problems else _subject(model, optimizers, settings, problems)
+        subject, file, part, copies = None, None, 0, 0
+        if not problems:
+            try:
+                subject = ModelProbe(model, optimizers, settings.trainable, settings.tied, reducers_of(model))
+            except Exception as error:  # noqa: BLE001 - modules and parameters are the user's own: they may raise anything
+                problems.append(f"the model cannot be looked through: {first_line(error)}")
         if subject is not None:
-            problems = settings.problems(subject) + _conflicts(model, optimizers, exchange)
-        part = _part(subject, place.replicate, exchange.rank, problems)
-        of_the_model = len(problems)
-        file = _opened_ledger(path, settings.start, problems)
-        if file is not None:
-            undo.callback(file.close)
-        # What signs the ranks' signs of life goes from rank 0 to the others here, and not through their store.
-        told = {"records": int(file is not None), **part, **words_of(drawn())}
-        # All that the user tells the command is checked before this, but for the ledger.
-        told["mistakes"] = len(problems) - (of_the_model if settings.by_command else 0)
-        seen = _agreed(exchange, problems, settings.digests(), told)
-        replicas = _replicas(seen, place.replicate)
+            problems += settings.problems(subject) + _conflicts(model, optimizers, exchange)
+            try:
+                part, copies = part_of(subject, settings.replicate, exchange.rank)
+            except ValueError as error:
+                problems.append(str(error))
+        # The command has checked its own options. So only a ledger that cannot be opened is a mistake of its user.
+        excused = len(problems) if settings.by_command else 0
+        path = ledger_path(settings.ledger, _first_rank(settings.group)) if exchange.rank == 0 else None
+        if path is not None and not problems:
+            try:
+                file = open_ledger(path, settings.start)
+                undo.callback(file.close)
+            except ValueError as error:
+                problems.append(str(error))
+        # The secret that signs heartbeats goes from rank 0 to the others in this gather, and never into their store.
+        told = {"records": int(file is not None), "part": part, "copies": copies, **words_of(drawn())}
+        seen = _agreed(exchange, problems, settings, {**told, "mistakes": len(problems) - excused})
         assert subject is not None
+        try:
+            replicas = replicas_of([o.values["part"] for o in seen], [o.values["copies"] for o in seen])
+        except ValueError:
+            if settings.replicate is not None:
+                raise
+            # Several pipeline stages, for example, each with a mesh of its own: which shards are alike is unknown.
+            replicas = Replicas(tuple(range(len(seen))))
         settings = replace(settings, recording=bool(seen[0].values["records"]))
-        cord = _cord(exchange, settings, place, secret_in(seen[0].values))
-        if cord is not None:
-            undo.push(cord.end_with)
-        opened = Watch(subject, optimizers, settings, exchange, replicas, cord, file)
+        halt = _halt_signal(exchange, settings, secret_in(seen[0].values))
+        if halt is not None:
+            undo.push(halt.end_with)
+        opened = Watch(subject, optimizers, settings, exchange, replicas, halt, file)
         undo.pop_all()
     for each in optimizers:
         _open[each] = weakref.ref(opened)
-    _opened_so_far[0] += 1
+    _opened[0] += 1
     return opened
 
 
-def _first_rank(group: dist.ProcessGroup | None) -> int:
-    """The rank in the world of rank 0 of `group`, which writes; torchrun's number where there is no group at all."""
-    if not dist.is_available() or not dist.is_initialized():
-        return int(os.environ.get("RANK", "0"))
-    return 0 if group is None else dist.get_process_group_ranks(group)[0]
-
-
-def _part(subject: ModelProbe | None, replicate: Replicate | None, rank: int, problems: list[str]) -> dict[str, int]:
-    """Which part of the model this rank holds, for the others; what is wrong with `replicate` joins `problems`."""
-    part, copies = 0, 0
-    if subject is not None:
-        try:
-            part, copies = part_of(subject, replicate, rank)
-        except ValueError as error:
-            problems.append(str(error))
-    return {"part": part, "copies": copies}
-
-
-def _subject(
-    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], settings: Settings, problems: list[str]
-) -> ModelProbe | None:
-    """What is watched; None if the model cannot even be looked through, which joins `problems`."""
-    try:
-        return ModelProbe(model, optimizers, settings.trainable, settings.tied, reducers_of(model))
-    except Exception as error:  # noqa: BLE001 - modules and parameters are the user's own, and may raise anything
-        problems.append(f"the model cannot be looked through: {first_line(error)}")
-        return None
-
-
-def _replicas(seen: Sequence[Observation], given: Replicate | None) -> Replicas:
-    """The replicas of each part. Raises `ValueError` if those that the user named are not a partition of the ranks."""
-    try:
-        return replicas_of([o.values["part"] for o in seen], [o.values["copies"] for o in seen])
-    except ValueError:
-        if given is not None:
-            raise
-        # Meshes of their own in several pipeline stages, say: which shards are alike is not known.
-        return Replicas(tuple(range(len(seen))))
-
-
-def _opened_ledger(path: Path | None, start: int, problems: list[str]) -> LedgerFile | None:
-    """The ledger, if one is to be written and nothing is wrong yet; what is wrong with it joins `problems`."""
-    if path is None or problems:
-        return None
-    try:
-        return open_ledger(path, start)
-    except ValueError as error:
-        problems.append(str(error))
-        return None
-
-
 def opened_so_far() -> int:
-    """How many watches were opened in this process, closed ones too."""
-    return _opened_so_far[0]
+    """How many watches this process has opened, those that are closed included."""
+    return _opened[0]
 
 
 def is_watched(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a watch of this optimizer is open."""
+    """True if a watch of `optimizer` is open."""
     latest = _open[optimizer]() if optimizer in _open else None
     return latest is not None and not latest.closed
+
+
+def _first_rank(group: dist.ProcessGroup | None) -> int:
+    """The global rank of rank 0 of `group`, which writes the ledger; torchrun's number if no group was made."""
+    if not dist.is_available() or not dist.is_initialized():
+        return int(os.environ.get("RANK", "0"))
+    return 0 if group is None else dist.get_process_group_ranks(group)[0]
 
 
 def _wrong_types(model: object, optimizers: Sequence[object]) -> list[str]:
@@ -240,14 +181,14 @@ def _wrong_types(model: object, optimizers: Sequence[object]) -> list[str]:
     ]
 
 
-def _cord(exchange: Exchange, settings: Settings, place: _Place, secret: bytes) -> HaltSignal | None:
-    """What any rank may pull to stop all; its name in the store is one on the ranks of the group and on no others."""
+def _halt_signal(exchange: Exchange, settings: Settings, secret: bytes) -> HaltSignal | None:
+    """The signal by which any rank stops all. Its name in the store is unique to this watch and alike on its ranks."""
     if exchange.world_size == 1:
         return None
-    ranks = dist.get_process_group_ranks(place.group or dist.group.WORLD)
-    name = "all" if place.group is None else "-".join(map(str, ranks))
-    number = _cords[name] = _cords.get(name, 0) + 1
-    store = own_store(f"{name}/{number}")
+    ranks = dist.get_process_group_ranks(settings.group or dist.group.WORLD)
+    name = "all" if settings.group is None else "-".join(map(str, ranks))
+    _halt_signals[name] += 1
+    store = own_store(f"{name}/{_halt_signals[name]}")
     if store is None:
         return None
     return HaltSignal(
@@ -256,7 +197,7 @@ def _cord(exchange: Exchange, settings: Settings, place: _Place, secret: bytes) 
         exchange.world_size,
         PendingCollectives(ranks),
         hard_stop=settings.hard_stop,
-        patience_s=place.patience.total_seconds(),
+        patience_s=settings.patience.total_seconds(),
         warns=settings.action == "warn",
     )
 
@@ -287,19 +228,20 @@ def _conflicts(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], ex
 
 
 def _agreed(
-    exchange: Exchange, problems: Sequence[str], settings: Mapping[str, int], values: Mapping[str, int]
+    exchange: Exchange, problems: Sequence[str], settings: Settings, values: Mapping[str, int]
 ) -> tuple[Observation, ...]:
-    """What every rank says of `values`.
+    """Gather `values` from every rank, with the settings and the number of `problems`.
 
-    Raises `ValueError` on every rank where any rank has problems, or where the ranks were told different things.
+    Raises `ValueError` on every rank if any rank has problems, or if the ranks have different settings.
     """
-    told = {f"told {name}": digest for name, digest in settings.items()}
+    digests = settings.digests()
+    told = {f"told {name}": digest for name, digest in digests.items()}
     seen = exchange(0, "settings", {"problems": len(problems), **told, **values})
     found = list(problems)
     others = [str(o.rank) for o in seen if o.values["problems"] and o.rank != exchange.rank]
     if others and not found:
         found.append(f"rank {', '.join(others)} was told something wrong; its own message says what")
-    differing = [name for name in settings if len({o.values[f"told {name}"] for o in seen}) > 1]
+    differing = [name for name in digests if len({o.values[f"told {name}"] for o in seen}) > 1]
     if differing and not any(o.values["problems"] for o in seen):
         found.append(f"the ranks watch with different settings: {', '.join(differing)}")
     if found:

@@ -1,6 +1,9 @@
-"""`andon watch SCRIPT ARGS`: a training script as it is, watched without a line in it (issue 3).
+"""`andon watch SCRIPT ARGS`: runs a training script as it is, and watches every torch optimizer that makes an update.
 
-Needs torch and icontract alone; `python -m andon_contracts.watch` is the same where nothing else is installed.
+Torch's global step hooks report the first update of an optimizer, and `intercept` the clip call just before it. Every
+rank comes to that, so the watch is opened there. The raw gradients and the buffers before it are not seen.
+
+Needs torch and icontract alone; `python -m andon_contracts.watch` is the same command if nothing else is installed.
 """
 
 from __future__ import annotations
@@ -12,32 +15,61 @@ import runpy
 import sys
 import traceback
 import types
+import weakref
 import zipfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from andon_contracts.causes import first_line
 from andon_contracts.error_file import tell_launcher
-from andon_contracts.legible import tell
+from andon_contracts.legible import legible_line, tell
 from andon_contracts.violation import Halted, Violation
-from andon_contracts.watch.settings import allow_problems
-from andon_contracts.watch.standby import Standby
+from andon_contracts.watch.discovery import members, optimizer_of, trained_by
+from andon_contracts.watch.gathering import Gathering
+from andon_contracts.watch.intercept import Listener, listen
+from andon_contracts.watch.opening import CannotLook, is_watched, open_watch, opened_so_far
+from andon_contracts.watch.settings import Settings, allow_problems
+from andon_contracts.watch.watcher import Watch
 
 _FAILED, _VIOLATION = 1, 70
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What was asked for: options of the watch, the ledger, and the script or module with its own arguments."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the script that `arguments` (those of the process if None) name, watched; returns the exit code.
 
-    options: dict[str, Any]
-    ledger: str | None
-    module: bool
-    command: list[str]
+    What the script raises passes through, its own `SystemExit` too.
+    """
+    asked = _parse(sys.argv[1:] if arguments is None else arguments)
+    if asked.ledger is not None:
+        os.environ["ANDON_LEDGER"] = os.path.abspath(asked.ledger)
+    _hide_our_frames()
+    standby = Standby({name: getattr(asked, name) for name in ("action", "allow", "folder", "hard_stop", "verbose")})
+    try:
+        with standby:
+            _run(asked.command, is_module=asked.module)
+    except Violation as found:
+        # The whole message once for each machine, its first line from the other ranks.
+        text = f"andon.{type(found).__name__}: {found}"
+        tell_launcher(text, late=False)
+        local = os.environ.get("LOCAL_RANK", "0")
+        tell(text if local == "0" else f"rank {os.environ.get('RANK', local)}: {text.partition(chr(10))[0]}")
+        return _FAILED if isinstance(found, Halted) and not standby.violated else _VIOLATION
+    except SystemExit as ended:
+        if not ended.code:
+            standby.tell_if_idle()
+        if ended.code or not standby.violated:
+            raise
+        return _VIOLATION
+    standby.tell_if_idle()
+    return _VIOLATION if standby.violated else 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The options of the command. Exits with 2 and lists all mistakes if there are any."""
     parser = argparse.ArgumentParser(
         prog="andon watch",
         usage="andon watch [OPTIONS] SCRIPT [ARGS...]  |  andon watch [OPTIONS] -m MODULE [ARGS...]",
@@ -52,95 +84,49 @@ def _parser() -> argparse.ArgumentParser:
         "--allow", metavar="CLAUSE=REASON", action="append", default=[], help="silence a clause; may be repeated"
     )
     parser.add_argument("--folder", metavar="PATH", help="where bundles of violations are written")
-    parser.add_argument("--checks", default="step", help="step; an audit needs a reference, so a line in the script")
     parser.add_argument("--hard-stop", action="store_true", help="end ranks that are blocked where no Python runs")
     parser.add_argument("--verbose", action="store_true", help="list every clause at the opening")
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGS...]")
-    return parser
-
-
-def parse(arguments: Sequence[str]) -> Asked:
-    """What `arguments` ask for. Exits with 2, all that is wrong said, where they make no sense."""
-    parser = _parser()
-    given = parser.parse_args(arguments)
-    allow = {clause.strip(): reason.strip() for clause, _, reason in (text.partition("=") for text in given.allow)}
-    problems = allow_problems(allow)
-    if given.checks != "step":
-        audit = "an audit needs reference=, which only a line in the script can give: andon.watch(..., reference=)"
-        problems.append(audit if given.checks == "audit" else f"--checks is 'step', not {given.checks!r}")
-    if not given.command:
+    asked = parser.parse_args(arguments)
+    pairs = (text.partition("=") for text in asked.allow)
+    asked.allow = {clause.strip(): reason.strip() for clause, _, reason in pairs}
+    problems = allow_problems(asked.allow)
+    if not asked.command:
         problems.append("name the script to run")
-    elif not given.module:
-        problems += _unrunnable(given.command[0])
+    elif not asked.module:
+        name = asked.command[0]
+        if _is_program(name):
+            if Path(name).is_dir():
+                entries = os.listdir(name)
+            else:
+                with zipfile.ZipFile(name) as archive:
+                    entries = archive.namelist()
+            if not {"__main__.py", "__main__.pyc"} & set(entries):
+                problems.append(f"can't find '__main__' module in {name!r}")
+        elif not Path(name).is_file():
+            problems.append(f"can't open file {name!r}")
     if problems:
         parser.error("; ".join(problems))
-    options = {"action": given.action, "allow": allow, "folder": given.folder, "hard_stop": given.hard_stop}
-    options["verbose"] = given.verbose
-    return Asked(options, given.ledger, given.module, given.command)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what `arguments` (those of the process if None) ask for, watched; returns the exit code.
-
-    What the script raises passes through, its own `SystemExit` too.
-    """
-    asked = parse(sys.argv[1:] if arguments is None else arguments)
-    if asked.ledger is not None:
-        os.environ["ANDON_LEDGER"] = os.path.abspath(asked.ledger)
-    _hide_our_frames()
-    standby = Standby(asked.options)
-    try:
-        with standby:
-            _run(asked)
-    except Violation as found:
-        _report(found)
-        return _FAILED if isinstance(found, Halted) and not standby.violated else _VIOLATION
-    except SystemExit as ended:
-        if not ended.code:
-            _tell_of_nothing(idle=standby.saw_nothing)
-        if ended.code or not standby.violated:
-            raise
-        return _VIOLATION
-    _tell_of_nothing(idle=standby.saw_nothing)
-    return _VIOLATION if standby.violated else 0
-
-
-def _tell_of_nothing(*, idle: bool) -> None:
-    if idle:
-        several = os.environ.get("WORLD_SIZE", "1") != "1"
-        which = f"rank {os.environ.get('RANK', '?')}: " if several else ""
-        tell(f"andon watch: {which}no optimizer of torch made an update, so nothing was watched")
-
-
-def _unrunnable(name: str) -> list[str]:
-    """Why Python could not run what `name` names, if it could not."""
-    if _is_program(name):
-        with_main = [(Path(name) / f"__main__{end}").is_file() for end in (".py", ".pyc")]
-        if Path(name).is_file():
-            with zipfile.ZipFile(name) as archive:
-                with_main = [f"__main__{end}" in archive.namelist() for end in (".py", ".pyc")]
-        return [] if any(with_main) else [f"can't find '__main__' module in {name!r}"]
-    return [] if Path(name).is_file() else [f"can't open file {name!r}"]
+    return asked
 
 
 def _is_program(name: str) -> bool:
-    """Whether `name` is a folder or an archive, whose `__main__` Python runs."""
+    """True for a folder or an archive: Python runs the `__main__` in it."""
     return Path(name).is_dir() or zipfile.is_zipfile(name)
 
 
-def _run(asked: Asked) -> None:
-    """The script or module as Python runs one: it is `__main__`, and its folder is looked in first for modules."""
-    sys.argv = list(asked.command)
-    name = asked.command[0]
-    if asked.module:
+def _run(command: Sequence[str], *, is_module: bool) -> None:
+    """Run a script or module as Python does: it is `__main__`, and modules are looked for in its folder first."""
+    sys.argv = list(command)
+    name = command[0]
+    if is_module:
         runpy.run_module(name, run_name="__main__", alter_sys=True)
         return
     if not sys.flags.safe_path:
         sys.path[0] = name if _is_program(name) else str(Path(name).resolve().parent)
     if _is_program(name):
-        # It looks for modules there again, which changes nothing.
-        runpy.run_path(name, run_name="__main__")
+        runpy.run_path(name, run_name="__main__")  # puts `name` into sys.path once more, which changes nothing
         return
     main_module = types.ModuleType("__main__")
     vars(main_module).update(__file__=name, __builtins__=__builtins__)
@@ -150,28 +136,138 @@ def _run(asked: Asked) -> None:
     exec(code, vars(main_module))
 
 
-def _report(found: Violation) -> None:
-    """The whole message once for each machine, its first line from the other ranks."""
-    text = f"andon.{type(found).__name__}: {found}"
-    tell_launcher(text, late=False)
-    local = os.environ.get("LOCAL_RANK", "0")
-    shown = text if local == "0" else f"rank {os.environ.get('RANK', local)}: {text.partition(chr(10))[0]}"
-    tell(shown)
-
-
 def _hide_our_frames() -> None:
-    """Let a traceback begin where the script does: leave out what ran before it, by the files on the stack now."""
-    before = {each.f_code.co_filename for each, _ in traceback.walk_stack(None)} | {__file__, runpy.__file__}
+    """Let tracebacks begin at the script: leave out the frames of the files that are on the stack now."""
+    before = {each.f_code.co_filename for each, _ in traceback.walk_stack(None)}
+    before |= {__file__, runpy.__file__, "<frozen runpy>"}
     shown = sys.excepthook
 
     def show(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-        while trace is not None and _file(trace) in before:
+        while trace is not None and trace.tb_frame.f_code.co_filename in before:
             trace = trace.tb_next
         shown(kind, error.with_traceback(trace), trace)
 
     sys.excepthook = show
 
 
-def _file(trace: types.TracebackType) -> str:
-    name = trace.tb_frame.f_code.co_filename
-    return str(runpy.__file__) if name == "<frozen runpy>" else name
+class CannotWatch(SystemExit):
+    """A wrong option of the command. A `SystemExit`, so that no `except Exception` of the script hides it."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(2)
+        self.why = why
+
+
+class Standby(Listener):
+    """Opens a watch, with these `options` of `Settings`, for every optimizer of this process that makes an update."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._settings = Settings(**options, by_command=True)
+        self._watches: list[Watch] = []
+        self._opened_before = opened_so_far()
+        self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._running: list[torch.optim.Optimizer] = []
+        self._clipped: set[int] = set()
+        self._gathering = Gathering()
+        self._undo: list[Callable[[], object]] = []
+        self._left_out: set[str] = set()
+
+    def __enter__(self) -> Self:
+        before, after = register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)
+        self._undo = [before.remove, after.remove, listen(self), self._gathering.close]
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        for undo in self._undo:
+            undo()
+        for each in self._watches:
+            if isinstance(error, SystemExit):  # the script ends by itself
+                each.close()
+            else:
+                each.__exit__(kind, error, trace)
+
+    @property
+    def violated(self) -> bool:
+        """True if a watch found what it was asked to raise for."""
+        return self._settings.action == "raise" and any(each.violations for each in self._watches)
+
+    def tell_if_idle(self) -> None:
+        """Print a line if no watch was opened, by the script itself neither, and no optimizer was left out."""
+        if opened_so_far() == self._opened_before and not self._left_out:
+            several = os.environ.get("WORLD_SIZE", "1") != "1"
+            which = f"rank {os.environ.get('RANK', '?')}: " if several else ""
+            tell(f"andon watch: {which}no optimizer of torch made an update, so nothing was watched")
+
+    def _before(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        if optimizer in self._running:  # its last update raised, so that its post-hook never ran
+            del self._running[self._running.index(optimizer) :]
+        # An optimizer that deals its state out over ranks makes its update by another one inside.
+        mine = set(map(id, members(optimizer)))
+        is_inside = any(mine <= set(map(id, members(outer))) for outer in self._running)
+        self._running.append(optimizer)
+        if not is_inside and optimizer not in self._seen:
+            self._open(optimizer)
+
+    def _after(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        # An inner update that raised never ended, so its optimizer still lies above this one.
+        while self._running and self._running.pop() is not optimizer:
+            pass
+
+    def clipping(self, parameters: Sequence[torch.Tensor], norm: torch.Tensor | None) -> None:
+        """Open a watch here, because an optimizer of these parameters is about to make its first update."""
+        if not parameters or id(parameters[0]) in self._clipped:
+            return
+        self._clipped.add(id(parameters[0]))
+        optimizer = optimizer_of(parameters)
+        if optimizer is None or optimizer in self._seen:
+            return
+        opened = self._open(optimizer)
+        if opened is not None:
+            opened.hearing.clipping(parameters, norm)
+
+    def _open(self, optimizer: torch.optim.Optimizer) -> Watch | None:
+        """Open a watch of all that `optimizer` trains. If it cannot be watched, print one line and return None."""
+        self._seen.add(optimizer)
+        if is_watched(optimizer):
+            return None
+        held, kind = members(optimizer), type(optimizer).__qualname__
+        if not any(isinstance(each, torch.nn.Parameter) for each in held):
+            self._leave_out(f"{kind} trains only tensors that are no parameters of a module")
+            return None
+        why = ""
+        try:
+            model, optimizers = trained_by(optimizer)
+        except ValueError as error:
+            why = str(error)
+        except Exception as error:  # noqa: BLE001 - it asks objects of the script, which may raise anything
+            why = f"what {kind} trains cannot be found: {first_line(error)}"
+        refused = self._gathering.meet(f"{kind} of {len(held)} tensors", why)
+        if refused is not None:
+            self._leave_out(refused)
+            return None
+        if any(is_watched(each) for each in optimizers):
+            optimizers = [optimizer]
+        # An open watch of this model would miss what the new optimizer trains.
+        mine = {id(parameter) for parameter in model.parameters()}
+        for each in self._watches:
+            if not each.closed and any(id(parameter) in mine for parameter in each.parameters):
+                tell("andon watch: another optimizer trains this model now, so it is watched anew")
+                each.close()
+        self._seen.update(optimizers)
+        try:
+            opened = open_watch(model, optimizers, self._settings)
+        except CannotLook as error:
+            self._leave_out(str(error).removeprefix("andon.watch: "))
+            return None
+        except ValueError as error:
+            why = str(error).removeprefix("andon.watch: ")
+            tell(f"andon watch: {why}")
+            raise CannotWatch(why) from None
+        self._watches.append(opened)
+        return opened
+
+    def _leave_out(self, why: str) -> None:
+        """Print once, on one rank, why an optimizer is not watched. An empty `why` was printed before."""
+        if why and why not in self._left_out and self._gathering.is_first(why):
+            tell(f"andon watch: an optimizer is not watched, and the script goes on: {legible_line(why)}")
+        self._left_out.add(why)

@@ -1,18 +1,22 @@
-"""What a user can say to a watch, checked before anything is hooked."""
+"""The arguments of `andon.watch`, and what is wrong with them."""
 
 from __future__ import annotations
 
+import datetime
 import difflib
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, SupportsFloat, SupportsIndex, TypeGuard
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from andon_contracts.clauses import CLAUSES
 from andon_contracts.violation import Violation
 from andon_contracts.watch.model_probe import ModelProbe, unknown_names
+from andon_contracts.watch.replicas import Replicate
 from andon_contracts.watch.values import text_digest
 
 Action = Literal["warn", "raise"] | Callable[[Violation], None]
@@ -22,9 +26,8 @@ Schedule = Callable[[int], float]
 """From the number of an update, 1 being the first, to its learning rate."""
 Plan = Callable[[int], Sequence[int]]
 """From the number of an update to the ids of its global batch."""
-
-
-_GIVEN = ("schedule", "scaler", "reference", "plan", "contents")
+TIMEOUT = datetime.timedelta(minutes=30)
+PATIENCE = datetime.timedelta(seconds=30)
 
 
 class Scaler(Protocol):
@@ -36,13 +39,14 @@ class Scaler(Protocol):
 
 @dataclass(frozen=True)
 class Settings:
-    """All that was said to `watch`; its docstring says what each means."""
+    """The arguments of `watch`, whose docstring says what each means, with those of a ledger and of the command."""
 
-    checks: str = "step"
     action: Action = "warn"
     allow: Mapping[str, str] = field(default_factory=dict)
     log: Callable[[dict[str, object]], None] | None = None
+    group: dist.ProcessGroup | None = None
     folder: str | None = None
+    ledger: str | os.PathLike[str] | None = None
     trainable: Sequence[str] | None = None
     tied: Sequence[tuple[str, str]] = ()
     clip: float | None = None
@@ -56,45 +60,46 @@ class Settings:
     contents: Callable[[Sequence[int]], Sequence[Any]] | None = None
     start: int = 0
     updates: int | None = None
+    replicate: Replicate | None = None
     hard_stop: bool = False
+    timeout: datetime.timedelta = TIMEOUT
+    patience: datetime.timedelta = PATIENCE
+    verbose: bool = False
     recording: bool = False
     """Whether rank 0 writes a ledger: all ranks then look at what only a ledger needs."""
-    verbose: bool = False
-    """Whether the opening lines list every clause."""
     by_command: bool = False
-    """Whether the command `andon watch` asked for it, so that messages name its options."""
+    """Whether the command `andon watch` opened the watch, so that messages name its options."""
 
     def digests(self) -> dict[str, int]:
-        """What must be the same on all ranks, so that they make the same collectives, by name; in [0, 2^62).
-
-        Of functions it is whether they were given; `log` and `folder` are each rank's own affair.
+        """The digests, in [0, 2^62), of the arguments that must be equal on all ranks, so that all make one number of
+        collectives. Of a function only whether it is there; `log` and `folder` may differ.
         """
-        given = {name: getattr(self, name) is not None for name in _GIVEN}
-        shown = {
-            "checks": self.checks,
+        functions = ("schedule", "scaler", "reference", "plan", "contents")
+        compared: dict[str, object] = {name: getattr(self, name) is not None for name in functions}
+        compared |= {
             "action": self.action if isinstance(self.action, str) else "callable",
             "allow": sorted(self.allow),
             "trainable": self.trainable and list(self.trainable),
             "tied": list(self.tied),
             "clip": self.clip,
-            "groups": sorted((n, sorted(v)) for n, v in self.groups.items()),
+            "groups": sorted((name, sorted(values)) for name, values in self.groups.items()),
             "every": self.every,
             "rows": self.rows,
             "start": self.start,
             "updates": self.updates,
         }
-        return {name: text_digest(value) for name, value in (given | shown).items()}
+        return {name: text_digest(value) for name, value in compared.items()}
 
     def problems(self, subject: ModelProbe) -> list[str]:
-        """All that is wrong with what was said about `subject`, in words."""
+        """All that is wrong with these settings for `subject`, in words."""
         found: list[str] = []
-        if self.checks not in ("step", "audit"):
-            found.append(f"checks must be 'step' or 'audit', not {self.checks!r}")
         if self.action not in ("warn", "raise") and not callable(self.action):
             found.append(f"action must be 'warn', 'raise' or a function of a violation, not {self.action!r}")
-        if self.checks == "audit" and self.reference is None:
-            found.append("checks='audit' needs reference=, a function of the model and ids to (loss sum, count)")
-        found += self._not_counts() + subject.without_values()
+        for name in ("every", "start", "rows", "updates"):
+            given = getattr(self, name)
+            if not _is_count(given) and not (given is None and name in ("rows", "updates")):
+                found.append(f"{name} must be a whole number, not {type(given).__name__}")
+        found += subject.without_values()
         if _is_count(self.every) and self.every < 1:
             found.append(f"every must be at least 1, not {self.every}")
         if _is_count(self.updates) and _is_count(self.start) and self.updates < self.start:
@@ -103,33 +108,18 @@ class Settings:
             found.append(f"clip must be above 0, not {self.clip!r}")
         if self.scaler is not None and not callable(getattr(self.scaler, "get_scale", None)):
             found.append(f"scaler must have get_scale(), as torch.amp.GradScaler has; {self.scaler!r} has not")
-        found += self._not_callable() + allow_problems(self.allow)
+        for name in ("schedule", "reference", "plan", "contents", "log"):
+            given = getattr(self, name)
+            if given is not None and not callable(given):
+                found.append(f"{name} must be a function, not {type(given).__name__}")
+        found += allow_problems(self.allow)
         named = [*(self.trainable or ()), *self.groups, *(name for pair in self.tied for name in pair)]
         found += [f"no parameter is named {name!r}" for name in unknown_names(named, subject.names)]
         if not subject.trainable:
-            found.append("the model has no trainable parameter")
-        else:
-            found += [
-                f"optimizer {number} holds no parameter of this model: is it the optimizer of another one?"
-                for number in subject.strange_optimizers()
-            ]
-        return found
-
-    def _not_counts(self) -> list[str]:
-        """What must be a whole number and is none; what may be left out is None then."""
-        counts = {"every": self.every, "start": self.start, "rows": self.rows, "updates": self.updates}
-        return [
-            f"{name} must be a whole number, not {type(given).__name__}"
-            for name, given in counts.items()
-            if not _is_count(given) and not (given is None and name in ("rows", "updates"))
-        ]
-
-    def _not_callable(self) -> list[str]:
-        functions = {name: getattr(self, name) for name in ("schedule", "reference", "plan", "contents", "log")}
-        return [
-            f"{name} must be a function, not {type(given).__name__}"
-            for name, given in functions.items()
-            if given is not None and not callable(given)
+            return [*found, "the model has no trainable parameter"]
+        return found + [
+            f"optimizer {number} holds no parameter of this model: is it the optimizer of another one?"
+            for number in subject.strange_optimizers()
         ]
 
 
@@ -138,11 +128,11 @@ def _is_count(given: object) -> TypeGuard[int]:
 
 
 def allow_problems(allow: Mapping[str, str]) -> list[str]:
-    """All that is wrong with `allow`, in words: names that are no clause, reasons that are none."""
-    found = [_unknown_clause(name) for name in allow if name not in CLAUSES]
-    return found + [f"allow[{n!r}] must give a reason" for n, reason in allow.items() if not reason]
-
-
-def _unknown_clause(name: str) -> str:
-    close = difflib.get_close_matches(name, CLAUSES, 1)
-    return f"allow names {name!r}, which is no clause" + (f"; did you mean {close[0]!r}?" if close else "")
+    """All that is wrong with `allow`, in words: unknown clauses and empty reasons."""
+    found = []
+    for name in allow:
+        if name not in CLAUSES:
+            close = difflib.get_close_matches(name, CLAUSES, 1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            found.append(f"allow names {name!r}, which is no clause{hint}")
+    return found + [f"allow[{name!r}] must give a reason" for name, reason in allow.items() if not reason]
