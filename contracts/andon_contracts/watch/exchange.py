@@ -21,7 +21,8 @@ from andon_contracts.watch.values import text_digest
 WIDTH = 96
 """Integers in a message: its header and its values, with room to spare."""
 _BLOCKS = 1024
-_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""The integer dtype of each size in bytes."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def has_no(noun: str, ranks: Sequence[int]) -> str:
 
 def _decimal(bits: int, dtype: torch.dtype) -> str:
     """The number with the fewest digits that are this number and no other of its dtype."""
-    number = torch.tensor([bits], device="cpu").to(_INTEGER[dtype.itemsize]).view(dtype).item()
+    number = torch.tensor([bits], device="cpu").to(INTEGER[dtype.itemsize]).view(dtype).item()
     for digits in range(1, 17):
         short = f"{number:.{digits}g}"
         if torch.tensor(float(short), dtype=dtype, device="cpu").item() == number:
@@ -218,7 +219,7 @@ class Exchange:
 def _bits(tensor: Tensor) -> Tensor:
     flat = tensor.contiguous().reshape(-1)
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
-    return flat.view(_INTEGER[flat.element_size()]).to(torch.int64)
+    return flat.view(INTEGER[flat.element_size()]).to(torch.int64)
 
 
 def _block_sums(words: Tensor, per_block: int) -> Tensor:
