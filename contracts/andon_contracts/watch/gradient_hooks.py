@@ -10,13 +10,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from andon_contracts.liveness.pending_collectives import PendingCollectives
+from andon_contracts.liveness.halt import HaltSignal
 from andon_contracts.observe import ORDINARY, Extremes, extremes, numbers
 from andon_contracts.watch.values import text_digest
 
@@ -55,28 +54,6 @@ class Raw:
     def nonzero(self) -> set[int]:
         """The parameters that received a gradient with a nonzero element."""
         return {owner for owner, low, high in self.extremes if low != 0 or high != 0}
-
-
-class _Halt(Protocol):
-    """The halt signal: `cause` is None until a rank gives it, `heed` raises for it, `begun` counts backward passes."""
-
-    begun: PendingCollectives
-
-    @property
-    def cause(self) -> object | None: ...
-
-    def heed(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class _Left:
-    """A gradient that was there when the first one of a window arrived, with its version and extremes of that time."""
-
-    index: int
-    gradient: Tensor
-    version: int
-    low: Tensor
-    high: Tensor
 
 
 @dataclass
@@ -186,7 +163,7 @@ class GradientHooks:
         shown: the index of a parameter, and a function that receives each of its gradients.
         """
         self.muted = False
-        self.cord: _Halt | None = None
+        self.cord: HaltSignal | None = None
         self.backward_seen = False
         self.arrived = False
         """Whether a gradient has come since this was last set to False."""
@@ -203,7 +180,8 @@ class GradientHooks:
         """The passes of this window by torch's number; one may run within another."""
         self._found_in_grad = _FoundInGrad(parameters)
         self._read_at_end: frozenset[int] = frozenset()
-        self._left: list[_Left] = []
+        self._left: list[tuple[int, Tensor, int, Tensor, Tensor]] = []
+        """The gradients that were there when the window began: parameter, gradient, and its version and extremes then."""
         self._timed, self._windows, self._timed_windows, self._timed_s = True, 1, 1, 0.0
         self._started = bytearray(self._count)
         self._handles: dict[int, RemovableHandle] = {}
@@ -216,10 +194,9 @@ class GradientHooks:
                 self._handles[index] = _hooked_first(parameter, self._hook(index, parameter))
 
     def _restore_all_hooks(self, *, begun: bool = True) -> None:
-        """begun: a pass of this window may have given gradients already."""
         self._found_in_grad.disable()
         self._hook_all()
-        if begun:  # they are of this window, and not left over from before it
+        if begun:  # gradients that are there may be of this window, and not left over from before it
             self._started = bytearray(b"\x01" * self._count)
 
     def called(self) -> None:
@@ -280,7 +257,7 @@ class GradientHooks:
                 if not self._started[index]:
                     self._started[index] = True
                     if held is not None:
-                        self._left.append(_Left(index, held, held._version, *extremes(held)))
+                        self._left.append((index, held, held._version, *extremes(held)))
                 self._seen.add(index, gradient)
                 if ours.plain:
                     ours.plain = held is None and _is_plain(gradient) and not _is_hooked(parameter, ours=1)
@@ -360,15 +337,14 @@ class GradientHooks:
             self._found_in_grad.judge(seen, one_pass=self._called == len(self._passes) == 1)
         # Written so that NaN, with which no comparison holds, is bad.
         bad = [owner for owner, low, high in seen if not (low > -_INFINITE and high < _INFINITE)]
-        left = []
-        for each in self._left:
-            # Backward adds in place, or, if it keeps a graph, puts a sum with that graph there; `autograd.grad`
-            # does neither.
-            now = self._parameters[each.index].grad
-            if each.gradient._version != each.version or (now is not None and now.requires_grad):
-                left.append(each)
-        lows, highs = numbers([each.low for each in left]), numbers([each.high for each in left])
-        stale = [each.index for each, low, high in zip(left, lows, highs, strict=True) if low or high]
+        added: list[tuple[int, Tensor, Tensor]] = []
+        for index, gradient, version, low, high in self._left:
+            # A backward pass adds in place, or puts a sum with a graph there. `autograd.grad` does neither.
+            now = self._parameters[index].grad
+            if gradient._version != version or (now is not None and now.requires_grad):
+                added.append((index, low, high))
+        lows, highs = numbers([low for _, low, _ in added]), numbers([high for _, _, high in added])
+        stale = [index for (index, _, _), low, high in zip(added, lows, highs, strict=True) if low or high]
         return Raw(min(bad, default=-1) + 1, min(stale, default=-1) + 1, seen)
 
     def reset(self) -> None:
@@ -388,7 +364,6 @@ class GradientHooks:
             self._hook_all()
 
     def close(self) -> None:
-        """Remove the hooks."""
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
@@ -406,7 +381,7 @@ def _is_plain(gradient: Tensor) -> bool:
 
 
 def _hooked_first(parameter: torch.nn.Parameter, hook: Callable[[Tensor], None]) -> RemovableHandle:
-    """Let `hook` receive the gradients of `parameter` before the hooks that are there already, which may change them."""
+    """Let `hook` receive gradients before the hooks that `parameter` has already, which may change them."""
     handle: RemovableHandle = parameter.register_hook(hook)  # type: ignore[no-untyped-call]
     hooks = parameter._backward_hooks or {}
     # Torch calls them in the order of insertion, which `OrderedDict.move_to_end` does not change.
@@ -430,12 +405,11 @@ class Reductions:
         self.clear()
 
     def clear(self) -> None:
-        """A new window begins."""
         self._calls: list[tuple[object, ...]] = []
         self._next, self.strided = 0, 0
 
     def add(self, tensor: Tensor) -> bool:
-        """The loop is about to reduce `tensor`. Returns whether that is the gradient of a member."""
+        """The loop is about to reduce `tensor`. Returns whether it is the gradient of a member."""
         # Loops mostly reduce the gradients in order.
         if self._next < len(self._members) and _is(tensor, self._members[self._next].grad):
             index = self._next

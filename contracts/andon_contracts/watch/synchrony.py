@@ -1,9 +1,8 @@
 """When the ranks of a loop must agree: before each update, after it, or where the loop synchronises its weights.
 
 If DDP, FSDP2 or collectives of the loop were seen to reduce, the ranks must agree before the update. Otherwise they
-must agree after it: an optimizer may reduce inside its `step`. If nothing was seen to reduce and the weights differ, the
-loop may average them later, as local SGD does. That is known once they agree again. Until then it is a suspicion, and
-at the close a violation.
+must agree after it: an optimizer may reduce inside its `step`. If nothing was seen to reduce and weights differ, the
+loop may average them later, as local SGD does: a suspicion until they agree again, and at the close a violation.
 """
 
 from __future__ import annotations
