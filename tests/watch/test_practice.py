@@ -24,9 +24,11 @@ from torch.utils.data.distributed import DistributedSampler
 
 import andon
 from andon_contracts.agree import Observation
+from andon_contracts.observe import Observer
 from andon_contracts.watch.copies import Copies
 from andon_contracts.watch.loaders import places_of, yielded
 from andon_contracts.watch.model_probe import ModelProbe
+from andon_contracts.watch.values import text_digest
 from tests.support.ranks import run_ranks
 
 ROWS = 40
@@ -306,16 +308,8 @@ def stays_in_evaluation(model: nn.Module) -> None:
 
 
 WRONG = {
-    "the order of the first epoch, begun anew": (
-        Course(Kept([0, 1], tells=False)),
-        "order-renewed",
-        7,
-    ),
-    "the same stream on all ranks": (
-        Course(streamed(whole=True)),
-        "samples-once",
-        3,
-    ),
+    "the order of the first epoch, begun anew": (Course(Kept([0, 1], tells=False)), "order-renewed", 7),
+    "the same stream on all ranks": (Course(streamed(whole=True)), "samples-once", 3),
     "the same rows from workers": (Course(same_from_workers, epochs=1), "samples-once", 1),
     "clipped on one rank": (Course(distributed, behind=clips_on_one_rank), "clip-placed", 1),
     "average kept up on one rank": (Course(distributed, behind=Following((0, 1), (0,))), "copies-agree", 2),
@@ -363,6 +357,25 @@ def test_copies_that_were_rounded_apart_are_one(apart: float, updates: int, alik
     kept_up = [replace(each, values={**each.values, "copies changed": int(each.rank == 0)}) for each in said]
     assert copies[0].without_roundings(kept_up, sketches, updates) == kept_up
     assert copies[0].apart == 0
+
+
+@pytest.mark.parametrize("differ", [False, True])
+def test_copies_of_ranks_on_different_devices_have_portable_states(
+    monkeypatch: pytest.MonkeyPatch, differ: bool
+) -> None:
+    """A GPU gives the sums of words for them; among CPUs alone a checksum is faster."""
+    model = nn.Linear(6, 4)
+    with andon.watch(model, torch.optim.SGD(model.parameters(), lr=0.1)) as watch, monkeypatch.context() as patch:
+        kinds = [0 if differ else 1, 1]
+
+        def said(step: int, point: str, own: dict[str, int]) -> Any:
+            return [Observation(rank, step, 0, point, own | {"on the CPU": kinds[rank]}) for rank in (0, 1)]
+
+        patch.setattr(watch._updates, "_exchange", said)
+        watch._updates._devices_differ()
+    shadows = [p.detach().clone() for p in model.parameters()]
+    sums = Observer(portable=differ).look(shadows).digest
+    assert watch._updates.practice.copies.values(2)["copy 0"] == (sums + text_digest("list")) >> 2
 
 
 def _open_behind(updates: int, model: nn.Module, rank: int = 0, **told: Any) -> Any:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from andon_contracts.agree import Observation, bits_of, real_of
 from andon_contracts.laws.law import Observations
 from andon_contracts.laws.practice import COPIES
-from andon_contracts.observe import flat_digest, plain
+from andon_contracts.observe import Observer, plain
 from andon_contracts.watch.model_probe import ModelProbe
 from andon_contracts.watch.values import text_digest
 
@@ -39,31 +39,43 @@ class Copies:
     """The copies of a model that this rank keeps."""
 
     def __init__(self, subject: ModelProbe) -> None:
+        self.portable = False
+        """Whether states must be equal on all kinds of devices, because the ranks' devices differ."""
+        self.apart = 0.0
+        """The largest difference between the ranks' copies that was taken for rounding, as a share of their norm."""
         self._subject = subject
         self._found: list[Any] = []
         self._states: list[int] = []
         self._held: list[list[Tensor]] = []
         """The tensors of each copy that the last look saw, in the order of their states."""
-        self.apart = 0.0
-        """The largest difference between the ranks' copies that was taken for rounding, as a share of their norm."""
 
     def values(self, update: int) -> dict[str, int]:
         """Before an update: the state of each copy, 0 for none, and which of them are kept up.
 
-        They are searched for before update 2, and each time 16 times as far, since that takes as long as a step; and
-        looked at again before the next update. A copy that has another state then, and is not the weights as they are,
-        is kept up: what was taken in between (the best so far, by what this rank saw) is the weights.
+        They are searched for before updates 2, 32, 512 and so on, since that takes as long as a step, and looked at
+        again before the next update. A copy that has another state then, and is not the weights as they are, is kept
+        up: a copy that was taken in between (the best so far, by what this rank saw) is the weights.
         """
-        if _is_due(update):
+        due = update > 1 and update & (update - 1) == 0 and update.bit_length() % 4 == 2
+        if due:
             self._found = self._search()
-        (seen, self._held), before = self._look(), self._states
-        if _is_due(update):
-            self._states = [state for state, _ in seen]
-        else:
-            self._found, self._states = [], []
-        states = [*(state for state, _ in seen), *[0] * COPIES][:COPIES]
-        changed = sum(1 << i for i, (state, fresh) in enumerate(seen) if before and not fresh and state not in before)
-        return {**{f"copy {place}": state for place, state in enumerate(states)}, "copies changed": changed}
+        seen: list[tuple[int, bool, list[Tensor]]] = []
+        for each in self._found:
+            held = self._tensors_of(each)
+            apart = _distance(held, self._subject.parameters.values()) if held else math.inf
+            if apart <= _NEAR:
+                digest = Observer(portable=self.portable).look(held).digest
+                seen.append(((digest + text_digest(type(each).__name__)) >> 2 or 1, apart == 0.0, held))
+        # Of too many none is compared.
+        seen = sorted(seen, key=lambda each: each[:2]) if len(seen) <= COPIES else []
+        self._held = [held for _, _, held in seen]
+        states, before = [state for state, _, _ in seen], self._states
+        self._found, self._states = (self._found, states) if due else ([], [])
+        changed = sum(
+            1 << i for i, (state, fresh, _) in enumerate(seen) if before and not fresh and state not in before
+        )
+        padded = [*states, *[0] * COPIES][:COPIES]
+        return {**{f"copy {place}": state for place, state in enumerate(padded)}, "copies changed": changed}
 
     def sketches(self) -> dict[str, int]:
         """For each copy of the last look: random sums of its elements (equal signs on all ranks), and its rounding."""
@@ -125,41 +137,34 @@ class Copies:
             and known.isdisjoint(map(id, self._tensors_of(each) or tensors.values()))
         ]
 
-    def _look(self) -> tuple[list[tuple[int, bool]], list[list[Tensor]]]:
-        """The states of all copies found, which are the weights as they are, and the tensors; nothing of too many."""
-        seen: list[tuple[int, bool, list[Tensor]]] = []
-        for each in self._found:
-            held = self._tensors_of(each)
-            apart = _distance(held, self._subject.parameters.values()) if held else math.inf
-            if apart <= _NEAR:
-                state = (flat_digest(held) + text_digest(type(each).__name__)) >> 2 or 1
-                seen.append((state, apart == 0.0, held))
-        seen = sorted(seen, key=lambda each: each[:2]) if len(seen) <= COPIES else []
-        return [(state, fresh) for state, fresh, _ in seen], [held for _, _, held in seen]
-
     def _tensors_of(self, each: Any) -> list[Tensor]:
         """The tensors of an object that holds one of the same form for each parameter, or for each trained one."""
         tensors = dict(self._subject.parameters)
-        forms = (tensors, {name: p for name, p in tensors.items() if p.requires_grad})
+        forms = [tensors, {name: p for name, p in tensors.items() if p.requires_grad}]
+        named: dict[Any, Any] = {}
         if isinstance(each, nn.Module):
-            named = {} if each is self._subject.inner else dict(each.named_parameters())
-            forms = (tensors, tensors)
+            forms = [tensors]
+            if each is not self._subject.inner:
+                named = dict(each.named_parameters())
+        elif len(each) < 2:
+            pass
         elif isinstance(each, dict):
-            named = (
-                {}
-                if len(each) < 2 or any(isinstance(v, nn.Parameter) or _has_graph(v) for v in each.values())
-                else each
-            )
-        else:
-            lone = len(each) < 2 or not isinstance(each[0], Tensor) or any(map(_has_graph, each))
+            if not any(isinstance(value, nn.Parameter) or _has_graph(value) for value in each.values()):
+                named = each
+        elif isinstance(each[0], Tensor) and not any(map(_has_graph, each)):
             names = next((form for form in forms if len(form) == len(each)), {})
-            named = {} if lone else dict(zip(names, each, strict=True))
-        return next((list(named.values()) for form in forms if named and _alike(named, form)), [])
-
-
-def _is_due(update: int) -> bool:
-    """Whether the update is number 2, 32, 512, 8,192 and so on."""
-    return update > 1 and update & (update - 1) == 0 and update.bit_length() % 4 == 2
+            named = dict(zip(names, each, strict=True))
+        for form in forms:
+            if (
+                named
+                and list(named) == list(form)
+                and all(
+                    isinstance(one, Tensor) and one.shape == other.shape and not one.is_meta
+                    for one, other in zip(named.values(), form.values(), strict=True)
+                )
+            ):
+                return list(named.values())
+        return []
 
 
 @torch.no_grad()
@@ -198,11 +203,3 @@ def _has_graph(held: object) -> bool:
     It may be anything, modules that load themselves when they are asked for an attribute among it.
     """
     return issubclass(type(held), Tensor) and bool(getattr(held, "requires_grad", False))
-
-
-def _alike(held: dict[Any, Any], parameters: dict[str, nn.Parameter]) -> bool:
-    """Whether the one has a tensor of the same name and shape for each of the others, in order."""
-    return list(held) == list(parameters) and all(
-        isinstance(one, Tensor) and one.shape == other.shape and not one.is_meta
-        for one, other in zip(held.values(), parameters.values(), strict=True)
-    )

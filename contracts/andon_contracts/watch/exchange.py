@@ -21,7 +21,8 @@ from andon_contracts.watch.values import text_digest
 WIDTH = 96
 """Integers in a message: its header and its values, with room to spare."""
 _BLOCKS = 1024
-_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""The integer dtype of each size in bytes."""
 
 
 @dataclass(frozen=True)

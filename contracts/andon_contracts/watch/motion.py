@@ -14,9 +14,8 @@ from andon_contracts.multi_tensor import FLOATS, bring, equal_each, extremes_of_
 from andon_contracts.observe import extremes, numbers, plain
 from andon_contracts.watch.values import rate_of
 
-_SPARSE = 64
 _FEW = 8
-"""A parameter of so few elements may rightly be left as it is in one update, as Rprop does where a sign turns."""
+"""One update may rightly leave a parameter of so few elements as it is, as Rprop does if a sign turns."""
 _NOISE = 1e-5
 """Gradients that are so much smaller than the largest are rounding errors of zero, as before a batch norm."""
 _CERTAIN = 2.0**-10
@@ -29,8 +28,8 @@ rate where the gradient exceeds 1: LARS scales by 1e-3 of the weights' norm, Ada
 class Unmoved:
     """A member that kept every bit, at the element whose update was due most clearly.
 
-    due: the update of that element, or an estimate of it where the arithmetic of the optimizer is not known. spacing:
-    the distance to the next value that the dtype of the member holds.
+    due: the update of that element, an estimate if the arithmetic of the optimizer is not known. spacing: the distance
+    to the next value that the dtype of the member holds.
     """
 
     member: int
@@ -38,14 +37,19 @@ class Unmoved:
     spacing: float
 
 
+def is_sampled(window: int) -> bool:
+    """Whether costly checks run in this window: one of the first four, a power of two, or a multiple of 64."""
+    return window <= 4 or window & (window - 1) == 0 or window % 64 == 0
+
+
 class Motion:
-    """The `members` of `optimizer` before an update, of some updates, and which of them it left as they were.
+    """Finds the `members` that an update of `optimizer` left as they were, in sampled windows.
 
     A right update may leave every bit of a weight as it was: it is rounded away if it is below half the distance to the
     next number. A small rate does that (a warm-up from 0, the last steps of a schedule), and so does a small gradient
     (before a norm that starts at 0). So a member is reported only if the optimizer's own arithmetic asks for an update
-    of some element that float32 would have held. 16-bit weights are held to float32 as well: what they lose by
-    themselves is the fault.
+    of some element that float32 would have held. 16-bit weights are judged as float32 too: an update that only their
+    own dtype rounds away is the fault.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, members: Sequence[torch.nn.Parameter]) -> None:
@@ -53,14 +57,14 @@ class Motion:
         self._members = members
         self._before: list[Tensor] = []
         self._gradients: dict[int, Tensor] = {}
-        """Of the members that have to move."""
+        """The gradients of the members that have to move."""
         self._again: set[int] = set()
         """Small members that kept every bit in the last window: some optimizers leave one update of them out."""
 
     def remember(self, window: int) -> None:
-        """What is there before update `window` of the watch, of those updates that are looked at."""
+        """Copy the members before update `window` of the watch, if that is one to be checked."""
         self._before, self._gradients = [], {}
-        if window <= 4 or window & (window - 1) == 0 or window % _SPARSE == 0 or self._again:
+        if is_sampled(window) or self._again:
             self._before = [plain(p).clone() for p in self._members]
             rates = {id(p): _rate(group) for group in self._optimizer.param_groups for p in group["params"]}
             there = {
@@ -85,10 +89,8 @@ class Motion:
         return [each for each in found if each.member not in few or each.member in again]
 
     def _overdue(self, index: int, gradient: Tensor) -> Unmoved | None:
-        """A member that kept every bit, if it had to move.
-
-        None if its update may have been rounded away, if the loop took it out of the optimizer meanwhile, or if its
-        elements are not stored one by one, as those of quantized weights.
+        """A member that kept every bit. None if its update may have been rounded away, if the loop took it out of the
+        optimizer meanwhile, or if its elements are not stored one by one, as those of quantized weights.
         """
         member = self._members[index]
         weight = plain(member)
@@ -97,8 +99,11 @@ class Motion:
         if group is None or weight.dtype != member.dtype or weight.shape != g.shape:
             return None
         due, certain = _due(self._optimizer, group, member, g)
-        # An update and a decay are rounded one after the other, so that less than a whole spacing may be lost.
-        sizes = due * certain / _spacing(weight.abs())
+        # An update and a decay are rounded one after the other, so that less than a whole spacing may be lost: the
+        # distance to the next larger number of float32, or of float64.
+        held = weight.abs() if weight.dtype == torch.float64 else weight.abs().float()
+        spacings = (torch.nextafter(held, torch.full_like(held, math.inf)) - held).double()
+        sizes = due * certain / spacings
         place = int(sizes.argmax())
         if not float(sizes.reshape(-1)[place]) > 1:
             return None
@@ -140,21 +145,16 @@ def _due(
     return rate * g.abs().double().clamp(max=1.0), certain
 
 
-def _spacing(sizes: Tensor) -> Tensor:
-    """The distance from each number to the next larger one, of float32, or of float64 for that."""
-    held = sizes if sizes.dtype == torch.float64 else sizes.float()
-    return (torch.nextafter(held, torch.full_like(held, math.inf)) - held).double()
-
-
 def _extremes_of(tensors: Sequence[Tensor]) -> list[tuple[float, float]]:
     """The `extremes` of each, none of which is empty: those of a GPU with Triton with one launch for each dtype."""
     lists: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    others: dict[int, tuple[Tensor, Tensor]] = {}
     for index, tensor in enumerate(map(plain, tensors)):
         if tensor.dtype in FLOATS and tensor.is_contiguous() and listable(tensor.device):
             lists.setdefault((tensor.device, tensor.dtype), []).append(index)
+        else:
+            others[index] = extremes(tensors[index])
     keys = [list_extremes([plain(tensors[i]) for i in each]) for each in lists.values()]
-    listed = {i for each in lists.values() for i in each}
-    others = {i: extremes(tensor) for i, tensor in enumerate(tensors) if i not in listed}
     lows, highs = numbers([low for low, _ in others.values()]), numbers([high for _, high in others.values()])
     found = dict(zip(others, zip(lows, highs, strict=True), strict=True))
     bring(keys)
