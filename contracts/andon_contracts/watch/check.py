@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from andon_contracts.act import Scene, agreed
 from andon_contracts.added_time import AddedTime
-from andon_contracts.laws.law import Law, Observations, Seen, in_lockstep, ranks_where
+from andon_contracts.laws.law import Law, Observations, Seen, in_lockstep
 from andon_contracts.observe import Observer
 from andon_contracts.violation import Finding
 from andon_contracts.watch.exchange import Exchange
@@ -53,7 +53,7 @@ def declared(given: object, argument: str) -> Cover:
 
 @dataclass
 class Context:
-    """What the checks of one watch share. `verdicts` and `recorder` are set once the checks have said what they cover."""
+    """What the checks of one watch share. `verdicts` and `recorder` are set after the checks said what they cover."""
 
     subject: ModelProbe
     settings: Settings
@@ -296,25 +296,19 @@ class Check(Listener):
         return []
 
 
-
-def some(ranks: Sequence[int], world: int) -> tuple[int, ...]:
-    """The culprits of a finding: `ranks`, or none if that is all of them."""
-    return tuple(ranks) if len(ranks) < world else ()
-
-
 def parameter_name(names: Sequence[str], index: int) -> str:
     return names[index] if 0 <= index < len(names) else f"parameter {index}"
 
 
-def indexed(seen: Seen[object], name: str, what: str) -> Finding:
-    """The finding that the parameter whose index + 1 stands in `name` is `what`."""
-    first = next(value for value in seen.column(name) if value)
+def indexed(seen: Seen[object], name: str, what: str) -> Finding | None:
+    """The finding that the parameter whose index + 1 a rank sends in `name` is `what`; None if all ranks send 0."""
+    first = next((value for value in seen.column(name) if value), None)
+    if first is None:
+        return None
     tensor = parameter_name(seen.names, first - 1)
-    return Finding(f"{tensor} {what}", seen.step, ranks_where(seen, name), tensor)
+    return Finding(f"{tensor} {what}", seen.step, seen.ranks(name), tensor)
 
 
 def none_has(law: str, name: str, what: str, *, suspicion: bool = False) -> Law[Seen[object]]:
-    """The law that no rank sends the index of a parameter in `name`; otherwise that parameter is `what`."""
-    return Law(
-        law, (name,), lambda seen: indexed(seen, name, what) if seen.any(name) else None, suspicion=suspicion
-    )
+    """The law that no rank sends the index of a parameter in `name`; a message says that this parameter is `what`."""
+    return Law(law, (name,), lambda seen: indexed(seen, name, what), suspicion=suspicion)

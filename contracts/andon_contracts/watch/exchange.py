@@ -45,7 +45,7 @@ class Element:
         shown = f"{bits % (1 << 8 * width):#0{2 * width + 2}x}"
         if not self.dtype.is_floating_point:
             return shown
-        number = torch.tensor([bits], device="cpu").to(_INTEGER[width]).view(self.dtype).item()
+        number = torch.tensor([bits], device="cpu").to(INTEGER[width]).view(self.dtype).item()
         # The fewest digits that are this number and no other of its dtype.
         for digits in range(1, 17):
             short = f"{number:.{digits}g}"
@@ -208,7 +208,7 @@ class Exchange:
 def element_bits(tensor: Tensor) -> Tensor:
     """The bits of each element as int64, [..., 2] for complex elements."""
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return real.contiguous().view(_INTEGER[real.element_size()]).to(torch.int64)
+    return real.contiguous().view(INTEGER[real.element_size()]).to(torch.int64)
 
 
 def _block_sums(words: Tensor, per_block: int) -> Tensor:

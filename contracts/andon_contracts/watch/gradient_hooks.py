@@ -181,7 +181,7 @@ class GradientHooks:
         self._found_in_grad = _FoundInGrad(parameters)
         self._read_at_end: frozenset[int] = frozenset()
         self._left: list[tuple[int, Tensor, int, Tensor, Tensor]] = []
-        """The gradients that were there when the window began: parameter, gradient, and its version and extremes then."""
+        """The gradients that were there when the window began: parameter, gradient, its version and extremes then."""
         self._timed, self._windows, self._timed_windows, self._timed_s = True, 1, 1, 0.0
         self._started = bytearray(self._count)
         self._handles: dict[int, RemovableHandle] = {}

@@ -270,7 +270,11 @@ def reason_of(error: BaseException | None) -> str:
     if isinstance(error, Violation) and not isinstance(error, Halted):
         return "violation"
     # `sys.exit(0)` in the loop, and `close` of a generator that contains the loop, end it without a failure.
-    ended = error is None or isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and not error.code)
+    ended = (
+        error is None
+        or isinstance(error, GeneratorExit | StopIteration)
+        or (isinstance(error, SystemExit) and not error.code)
+    )
     return "finished" if ended else "failed"
 
 

@@ -8,6 +8,7 @@ import fnmatch
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import partial
 from multiprocessing.util import sub_debug
 from operator import attrgetter, is_
@@ -19,9 +20,40 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
-from andon_contracts.laws.loop import Change, change_of
 from andon_contracts.observe import norm_of, plain
 from andon_contracts.watch.values import text_digest
+
+
+class Change(IntEnum):
+    """The code in the value `change`: what happened to a parameter. `text` is what a message says of it."""
+
+    text: str
+
+    def __new__(cls, code: int, text: str = "") -> Change:
+        member = int.__new__(cls, code)
+        member._value_ = code
+        member.text = text
+        return member
+
+    REPLACED = 1, "replaced by another parameter"
+    TOGGLED = 2, "frozen or unfrozen"
+    ADDED = 3, "added, or another one was removed"
+    MISSING = 4, "trainable but not in the optimizer"
+    FOREIGN = 5, "in the optimizer but not a trainable parameter of the model"
+    UNDECLARED = 6, "trainable, which was not declared"
+    FROZEN = 7, "declared trainable but frozen"
+    UNTIED = 8, "no longer tied to the tensor that it was declared to share"
+    TOGGLED_BY_THE_LOOP = 9, "frozen or unfrozen"
+    """Frozen, or unfrozen and in its optimizer: if all ranks do it alike, a loop may mean it (gradual unfreezing)."""
+
+
+PARAMETER_BITS = 32
+
+
+def change_of(change: Change, index: int) -> int:
+    """A change and the index of the parameter, as one integer."""
+    return change << PARAMETER_BITS | index
+
 
 _modules_of, _parameters_of, _requires_grad = map(attrgetter, ("_modules", "_parameters", "requires_grad"))
 _WRAPPERS = ("module", "_orig_mod", "_forward_module")

@@ -13,16 +13,35 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from andon_contracts.act import Scene, violation
-from andon_contracts.agree import GroupGather, own_group
+from andon_contracts.agree import GroupGather, minority, own_group
 from andon_contracts.digest import tensor_digest
-from andon_contracts.laws.law import Judgement, Seen
-from andon_contracts.laws.loop import PLACES, TREE
+from andon_contracts.laws.law import Judgement, Law, Seen, hexadecimal
 from andon_contracts.observe import plain
+from andon_contracts.violation import Finding
 from andon_contracts.watch.exchange import WIDTH, Exchange, by_rank
 from andon_contracts.watch.values import text_digest, value_digest
 
 _SHOWN, _BEFORE, _MOST = 60, 20, 1 << 16
 """Characters of a value that are shown, those of them before the first difference, and those that are compared."""
+
+
+def _tree_law(name: str, *, stops: bool = False) -> Law[Seen[object]]:
+    def check(seen: Seen[object]) -> Finding | None:
+        if name not in seen.differing:
+            return None
+        # Before the second look only the digest of all of them is known.
+        looked = seen.details.get(name, {name: seen.column(name)})
+        odd = [each for each in looked if len(set(looked[each])) > 1]
+        what = "the trees have different leaves" if name == "places" else f"{len(odd)} of {len(looked)} leaves differ"
+        details = tuple((each, " ".join(map(hexadecimal, looked[each]))) for each in odd)
+        return Finding(what, seen.step, minority(looked[odd[0]]), odd[0], details)
+
+    return Law(f"trees-agree/{name}", (name,), check, stops=stops)
+
+
+_PLACES, _LEAVES = _tree_law("places", stops=True), _tree_law("leaves")
+_TREE = (_PLACES, _LEAVES)
+"""Every rank's tree has the same leaves, in the same order, with the same bits; explained after a second look."""
 
 
 def assert_same(
@@ -79,12 +98,12 @@ def _compare(leaves: Mapping[str, Any], kinds: Mapping[str, str], exchange: Exch
     if foreign:
         other = f"the tree of rank {', '.join(foreign)} holds what cannot be compared; its own message says what"
         raise ValueError(f"andon.assert_same: {problem or other}")
-    judgement = Judgement(TREE, Seen(seen, None))
+    judgement = Judgement(_TREE, Seen(seen, None))
     law = judgement.first
     if law is None:
         return
     looked: Mapping[str, Sequence[int]]
-    if law is PLACES:
+    if law is _PLACES:
         looked, element = _odd_place(kinds, exchange)
     else:
         looked = exchange.spread(0, "leaves", digests)
@@ -92,7 +111,7 @@ def _compare(leaves: Mapping[str, Any], kinds: Mapping[str, str], exchange: Exch
         element = _difference(leaves[odd], exchange)
     judgement.seen = replace(judgement.seen, details={law.reads[0]: looked})
     found = judgement.violation(law)
-    tensors = 0 if law is PLACES else len(leaves)
+    tensors = 0 if law is _PLACES else len(leaves)
     raise violation(found.clause, found.finding, Scene(exchange.world_size, element=element, tensors=tensors))
 
 

@@ -19,7 +19,7 @@ from andon_contracts.watch.checks.applied import Applied
 from andon_contracts.watch.checks.audit import Audit
 from andon_contracts.watch.checks.buffers import Buffers
 from andon_contracts.watch.checks.clipping import Clipping, ClipPlace
-from andon_contracts.watch.checks.copies_check import ModelCopies
+from andon_contracts.watch.checks.copies import ModelCopies
 from andon_contracts.watch.checks.frozen import Frozen
 from andon_contracts.watch.checks.gradients import Gradients
 from andon_contracts.watch.checks.mode import Mode

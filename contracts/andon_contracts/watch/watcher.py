@@ -14,20 +14,20 @@ import torch
 from torch import Tensor, nn
 
 from andon_contracts.bundle import Evidence, write_cause
+from andon_contracts.ledger import LedgerFile
 from andon_contracts.legible import tell
 from andon_contracts.liveness.end_messages import POINTS, Teller, Whereabouts
 from andon_contracts.liveness.halt import HaltSignal, say_cause
-from andon_contracts.ledger import LedgerFile
-from andon_contracts.violation import Violation
 from andon_contracts.stacks import line_here
-from andon_contracts.watch.check import Check, Context, OptimizerProbe
+from andon_contracts.violation import Violation
+from andon_contracts.watch.check import Context, OptimizerProbe
 from andon_contracts.watch.checks.gradients import Gradients
 from andon_contracts.watch.checks.outcomes import Outcomes
 from andon_contracts.watch.checks.told import ToldByLoop
 from andon_contracts.watch.checks.weights import Weights
 from andon_contracts.watch.coverage import closing_lines, coverage, opening_lines, port_warning
 from andon_contracts.watch.exchange import Exchange
-from andon_contracts.watch.gradient_scale import Passes, scale_lines
+from andon_contracts.watch.gradient_scale import Passes
 from andon_contracts.watch.intercept import Listener, listen
 from andon_contracts.watch.judging import Verdicts
 from andon_contracts.watch.ledger import Recorder, reason_of
@@ -46,9 +46,9 @@ class Watch:
     # One update, as seen from here. The loop calls the model: `_forward` raises if another rank halted the run, and
     # tells the checks. Its calls of backward, clip, all-reduce and data loaders come through `_CallRouter`, its
     # gradients through the hooks of `checks/gradients.py`. When it calls the optimizer's step, `_before_step` judges
-    # the last update if that is still open (on GPUs), and `Updates.before` lets every check read, exchanges what they
-    # read with all ranks, and judges it: a law that does not hold becomes a message, and an error if `action` says so.
-    # After the step `_after_step` lets `Updates.after` read and judge what the update left. Then the next window begins.
+    # the last update if that is still open (on GPUs). Then `Updates.before` lets every check read, exchanges what they
+    # read with all ranks, and judges it: a law that does not hold becomes a message, or an error if `action` says so.
+    # After the step `_after_step` lets `Updates.after` read and judge what the update left, and the next window begins.
 
     def __init__(
         self,
@@ -88,9 +88,13 @@ class Watch:
         self._updates = Updates(context)
         self._checks = all_checks(context)
         self.hearing = _CallRouter(context, cord, passes)
+        self._handled = sys.exc_info()[1]
+        """An error that the loop was handling when the watch opened, and that does not end it."""
         self._last_error: BaseException | None = None
         self._undo: list[Callable[[], object]] = []
-        self._say(opening_lines(self._cover, exchange.world_size, len(subject.trainable), settings, len(subject.beside)))
+        self._say(
+            opening_lines(self._cover, exchange.world_size, len(subject.trainable), settings, len(subject.beside))
+        )
         self._begin()
 
     def batch(self, ids: Sequence[int] | Tensor, content: Sequence[object] | None = None) -> None:
@@ -199,7 +203,8 @@ class Watch:
         The frozen weights are read once more. Raises `Violation`, where the action is to raise, if one changed or fewer
         updates were made than planned.
         """
-        self._close(self._last_error)
+        error = sys.exc_info()[1]
+        self._close(self._last_error if error is None or error is self._handled else error)
 
     def __enter__(self) -> Watch:
         return self
@@ -238,7 +243,7 @@ class Watch:
             self._undo.append(wrapper.module.register_forward_pre_hook(ForwardTap(wrapper.forward)).remove)
         several = isinstance(subject.inner, Several)
         called = list(subject.inner.children()) if several else [subject.called]
-        before, after = ForwardTap(self._forward), ForwardTap(self._forwarded)
+        before, after = ForwardTap(self._forward, arguments=True), ForwardTap(self._forwarded)
         for module in {id(each): each for each in (*called, *(home.called for home in subject.homes))}.values():
             self._undo.append(module.register_forward_pre_hook(before, with_kwargs=True).remove)
             self._undo.append(module.register_forward_hook(after).remove)
@@ -262,7 +267,7 @@ class Watch:
                 for check in self._checks:
                     check.forward(module, args, kwargs)
 
-    def _forwarded(self, module: nn.Module, args: object, output: object) -> None:
+    def _forwarded(self) -> None:
         if not self._context.muted:
             for check in self._checks:
                 check.forwarded()

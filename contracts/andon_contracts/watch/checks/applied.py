@@ -24,15 +24,14 @@ def _applied(seen: Seen[object]) -> Finding | None:
     )
     applied = "the optimizer holds other parameters than the model"
     likely = "the precision is too low for this learning rate" if lost else applied
-    return replace(indexed(seen, "unmoved", what), likely=likely)
+    found = indexed(seen, "unmoved", what)
+    return None if found is None else replace(found, likely=likely)
 
 
 class Applied(Check):
     """What one optimizer's update moved."""
 
-    after_laws = (
-        Law("update-applied/after", ("unmoved", "unmoved due", "unmoved spacing"), _applied, suspicion=True),
-    )
+    after_laws = (Law("update-applied/after", ("unmoved", "unmoved due", "unmoved spacing"), _applied, suspicion=True),)
 
     def __init__(self, context: Context, probe: OptimizerProbe) -> None:
         super().__init__(context)

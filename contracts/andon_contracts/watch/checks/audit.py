@@ -1,8 +1,8 @@
 """The audit: a reduced gradient is recomputed with `reference=` in this one process, and compared.
 
-If forward passes draw random numbers, or a row's result depends on the rows beside it, the gradient is recomputed batch
-by batch as the ranks had them, each from the random state that it began with. That needs a loss that is a sum over rows;
-otherwise nothing is judged.
+If forward passes draw random numbers, or a row's result depends on the rows beside it, the gradient is recomputed
+batch by batch as the ranks had them, each from the random state that it began with. That needs a loss that is a sum
+over rows; otherwise nothing is judged.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class Audit(Check):
         return parts
 
     def _law(self, reference: Reference, parts: Sequence[_ForwardPass]) -> list[Tensor]:
-        """The gradient of the mean loss over the rows of `parts`. Buffers, random state and `.grad` stay as they were."""
+        """The gradient of the mean loss over the rows of `parts`. Buffers, random state and `.grad` are kept."""
         parameters = list(self._probe.parameters.values())
         total = [torch.zeros_like(p) for p in parameters]
         rows = 0.0

@@ -1,7 +1,7 @@
 """The buffers with which a forward pass starts: the same on every rank that shares them.
 
-Small buffers are read at the first forward pass of each update. Large ones are read if a version counter of torch moved,
-and in parts, all of them within `ROUND` updates.
+Small buffers are read at the first forward pass of each update. Large ones are read if a version counter of torch
+moved, and in parts, all of them within `ROUND` updates.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from andon_contracts.laws.law import Law, Seen, difference, odd_tensors
+from andon_contracts.laws.law import Law, Seen, difference
 from andon_contracts.observe import Observer, chained
 from andon_contracts.violation import OTHER_SHAPES, Finding
 from andon_contracts.watch.check import Check, Context, Cover, OptimizerProbe, Values
@@ -40,8 +40,8 @@ def _buffers_agree(seen: Seen[object]) -> Finding | None:
     caches = _parted(seen, "caches") and not _parted(seen, "cache shapes")
     if not (_parted(seen, "buffers") or caches):
         return None
-    reshaped = odd_tensors(seen.details, "shapes of buffers")
-    odd = reshaped or odd_tensors(seen.details, "buffers")
+    reshaped = seen.odd("shapes of buffers")
+    odd = reshaped or seen.odd("buffers")
     what = OTHER_SHAPES if reshaped else "are not the same"
     name = "buffers" if _parted(seen, "buffers") else "caches"
     found = difference(Seen(seen.said, None), name, f"the buffers with which the forward pass began {what}")
@@ -162,5 +162,3 @@ def _turn(tensors: Sequence[Tensor], update: int) -> list[Tensor]:
     if len(parts) < ROUND:
         return parts[update % len(parts)]
     return [piece for part in parts[len(parts) * turn // ROUND : len(parts) * (turn + 1) // ROUND] for piece in part]
-
-

@@ -14,11 +14,14 @@ from torch import Tensor
 
 from andon_contracts.agree import bits_of, real_of
 from andon_contracts.laws.law import Law, Observations, Seen
-from andon_contracts.laws.update import FACTOR_STEP, LOOP_NORM_TOLERANCE, NORM_FLOOR, clipped_norm
+from andon_contracts.laws.update import Reduced, clipped_norm, is_clipped_once
 from andon_contracts.observe import norm_of, plain
 from andon_contracts.violation import Finding
-from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values, declared, some
+from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values, declared
 from andon_contracts.watch.checks.gradients import Gradients
+
+_NORM_TOLERANCE = 1e-3
+"""Of torch's norms, relative. Ranks whose norms are further apart have different gradients."""
 
 
 def torch_norm_error(elements: int) -> float:
@@ -35,25 +38,24 @@ def clip_once(limit: float, longest: int) -> Law[Seen[object]]:
 
     longest: the elements of the largest tensor that is trained on a CPU; the loop clips by torch's norm of it.
     """
-    tolerance = max(LOOP_NORM_TOLERANCE, torch_norm_error(longest))
+    want = Reduced(limit=limit, norm_tolerance=max(_NORM_TOLERANCE, torch_norm_error(longest)))
 
     def check(seen: Seen[object]) -> Finding | None:
         odd = []
         for each in seen.said:
             norm, clipped = real_of(each.values["norm"]), real_of(each.values["clipped"])
-            left = clipped_norm(norm, limit)
-            if not abs(clipped - left) <= tolerance * left + FACTOR_STEP * norm + NORM_FLOOR:
-                odd.append((each.rank, norm, left, clipped))
+            if not is_clipped_once(clipped, norm, want):
+                odd.append((each.rank, norm, clipped))
         if odd:
-            _, norm, left, clipped = odd[0]
+            _, norm, clipped = odd[0]
             what = (
-                f"the gradient had norm {norm:.6g}; clipped once to {limit:g} it has {left:.6g}, the optimizer got "
-                f"{clipped:.6g}"
+                f"the gradient had norm {norm:.6g}; clipped once to {limit:g} it has {clipped_norm(norm, limit):.6g}, "
+                f"the optimizer got {clipped:.6g}"
             )
-            return Finding(what, seen.step, some([rank for rank, *_ in odd], len(seen.said)), "clipped gradient")
+            return Finding(what, seen.step, seen.some([rank for rank, *_ in odd]), "clipped gradient")
         norms = list(map(real_of, seen.column("norm")))
         # A reduced gradient has one norm. If the gradients themselves differ, clipping is not the cause.
-        if "gradient" in seen.differing or not max(norms) - min(norms) > LOOP_NORM_TOLERANCE * max(norms):
+        if "gradient" in seen.differing or not max(norms) - min(norms) > _NORM_TOLERANCE * max(norms):
             return None
         shown = ", ".join(f"rank {rank}: {norm:.6g}" for rank, norm in enumerate(norms))
         what = f"the ranks clipped by different norms ({shown}): each its own gradient, before the reduction"
@@ -247,6 +249,6 @@ def _norm(tensors: Sequence[Tensor], order: float) -> float:
 def _order_of(gradients: Sequence[Tensor], norm: float) -> float:
     """The order of `norm`: 2, unless it is only the norm of another order."""
     longest = max((t.numel() for t in gradients if t.device.type == "cpu"), default=0)
-    alike = max(LOOP_NORM_TOLERANCE, torch_norm_error(longest))
+    alike = max(_NORM_TOLERANCE, torch_norm_error(longest))
     orders = (2.0, math.inf, 1.0)
     return next((o for o in orders if math.isclose(_norm(gradients, o), norm, rel_tol=alike)), 2.0)

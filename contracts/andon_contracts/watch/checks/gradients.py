@@ -19,7 +19,7 @@ from andon_contracts.laws.update import GRADIENTS
 from andon_contracts.multi_tensor import bring
 from andon_contracts.observe import ORDINARY, Look, Observer, plain
 from andon_contracts.violation import Finding
-from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values, indexed, none_has, some
+from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values, indexed, none_has
 from andon_contracts.watch.checks.scale import Scale
 from andon_contracts.watch.gradient_hooks import GradientHooks, Raw, Reductions
 from andon_contracts.watch.model_probe import ForwardTap
@@ -32,9 +32,9 @@ _PATIENCE = 16
 
 
 def _raw_finite(seen: Seen[object]) -> Finding | None:
-    if not seen.any("nonfinite"):
-        return None
     found = indexed(seen, "nonfinite", "has a raw local gradient that is not finite")
+    if found is None:
+        return None
     repaired = ", and it was made finite before it was used" * seen.any("repaired")
     return Finding(found.seen + repaired, found.step, found.ranks, found.tensor)
 
@@ -46,7 +46,7 @@ def _norm_finite(seen: Seen[object]) -> Finding | None:
         return None
     shown = ", ".join(f"rank {rank}: {norm!r}" for rank, norm in enumerate(norms))
     what = f"the norm of the gradient is not finite ({shown}); clipping by it gives zero or NaN"
-    return Finding(what, seen.step, some(ranks, len(norms)), "gradient")
+    return Finding(what, seen.step, seen.some(ranks), "gradient")
 
 
 def _collectives_agree(seen: Seen[object]) -> Finding | None:
@@ -117,7 +117,12 @@ class Gradients(Check):
 
     def hooks(self) -> list[Callable[[], None]]:
         """The hooks on parameters are there already; `zero_grad` says when the loop throws gradients away."""
-        return [self.raw_hooks.close, self._coverage.close, _intercept_zero(self._probe.optimizer, self._zeroed)]
+        return [self.close, _intercept_zero(self._probe.optimizer, self._zeroed)]
+
+    def close(self) -> None:
+        """Remove the hooks on parameters and modules."""
+        self.raw_hooks.close()
+        self._coverage.close()
 
     def _zeroed(self) -> None:
         rows = self.context.rows

@@ -14,9 +14,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from andon_contracts.agree import Observation, minority
-from andon_contracts.laws.law import Law, Observations, Seen, difference, odd_tensors, ranks_where
+from andon_contracts.laws.law import Law, Observations, Seen, difference
 from andon_contracts.violation import Finding
-from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values, some
+from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values
 from andon_contracts.watch.model_probe import random_state
 from andon_contracts.watch.values import Text
 
@@ -35,7 +35,7 @@ def _modes_agree(seen: Seen[object]) -> Finding | None:
     # Ranks with different modules, as pipeline stages have, have no modes to compare.
     if "modes" not in seen.differing or "modules" in seen.differing:
         return None
-    odd = odd_tensors(seen.details, "modes")
+    odd = seen.odd("modes")
     if not odd:
         what = "some modules are in training mode on some ranks and in evaluation mode on others"
         return difference(seen, "modes", what)
@@ -53,7 +53,7 @@ def _trains_in(mode: _Mode, since: str) -> Callable[[Seen[object]], Finding | No
             return None
         what = f"the model is trained in evaluation mode{since}: its dropout and its batch statistics are off"
         ranks = [rank for rank, each in enumerate(column) if each]
-        return Finding(what, seen.step, some(ranks, len(column)), "mode of the model")
+        return Finding(what, seen.step, seen.some(ranks), "mode of the model")
 
     return check
 
@@ -62,7 +62,7 @@ def _joined(seen: Seen[object]) -> Finding | None:
     if not seen.any("alone"):
         return None
     what = "WORLD_SIZE says that there are several processes, and this one made no process group: it trains by itself"
-    return Finding(what, seen.step, ranks_where(seen, "alone"), "process group")
+    return Finding(what, seen.step, seen.ranks("alone"), "process group")
 
 
 _MODES = Law("modes-agree/before", ("modes", "modules"), _modes_agree, look=("modes",))

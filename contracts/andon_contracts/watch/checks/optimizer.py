@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from andon_contracts.agree import bits_of, real_of
-from andon_contracts.laws.law import Law, Seen, agreeing, difference, odd_tensors
+from andon_contracts.laws.law import Law, Seen, agreeing, difference
 from andon_contracts.laws.update import OPTIMIZERS
 from andon_contracts.observe import Look, Observer
 from andon_contracts.violation import Finding
-from andon_contracts.watch.check import Check, Context, Cover, OptimizerProbe, Values, declared, none_has, some
+from andon_contracts.watch.check import Check, Context, Cover, OptimizerProbe, Values, declared, none_has
 from andon_contracts.watch.optimizer_state import OptimizerState
 from andon_contracts.watch.values import Nest, kept_digest
 
@@ -29,7 +29,7 @@ def _hyperparameters_agree(seen: Seen[object]) -> Finding | None:
     if "hyperparameters" not in seen.differing or "layout" in seen.differing:
         return None
     # The second look gives keys of groups, not tensors: the text names them, and the finding has no tensor.
-    odd = odd_tensors(seen.details, "hyperparameters")
+    odd = seen.odd("hyperparameters")
     named = f": {', '.join(odd[:4])}" if odd else ""
     what = f"the hyperparameters of the optimizers are not the same{named}"
     return difference(Seen(seen.said, None), "hyperparameters", what)
@@ -46,7 +46,7 @@ def _rate_planned(seen: Seen[object]) -> Finding | None:
     shown = ", ".join(f"rank {rank}: {rate!r}, not {planned!r}" for rank, rate, planned in odd)
     ranks = [rank for rank, _, _ in odd]
     what = f"the learning rate is not the schedule's ({shown})"
-    return Finding(what, seen.step, some(ranks, len(seen.said)), "learning rate")
+    return Finding(what, seen.step, seen.some(ranks), "learning rate")
 
 
 class Optimizer(Check):

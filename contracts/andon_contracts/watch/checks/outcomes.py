@@ -90,7 +90,10 @@ class Outcomes(Check):
         parts = exchange.columns(step, table)
         triples = [row for part in parts for row in zip(*part, strict=True)]
         counted = {"accuracy": sum(p == y for _, p, y in triples) / max(len(triples), 1)}
-        weights, of_rows = text_digest([o.values["weights"] for o in seen]), text_digest(sorted(r for r, _, _ in triples))
+        weights, of_rows = (
+            text_digest([o.values["weights"] for o in seen]),
+            text_digest(sorted(r for r, _, _ in triples)),
+        )
         answers = text_digest(sorted(triples))
         evaluation = EvaluationTold(
             step,
@@ -115,7 +118,9 @@ class Outcomes(Check):
         if read is not None:
             on_disk = self.context.exchange.spread(step, "on disk", self._read(read))
             parameters = self.context.subject.parameters
-            self._judge_restored({n: d for n, d in digests.items() if n.removeprefix("weights ") in parameters}, on_disk)
+            self._judge_restored(
+                {n: d for n, d in digests.items() if n.removeprefix("weights ") in parameters}, on_disk
+            )
 
     def _write(self, path: Path, digests: Mapping[str, int]) -> None:
         """Let rank 0 write. When this returns, every rank can read the file."""
@@ -201,7 +206,7 @@ def _table(
 
 def live_digests(probes: Sequence[OptimizerProbe]) -> dict[str, int]:
     """The digests of weights, buffers, optimizer states and hyperparameters, by name. Collective if sharded."""
-    subject = probes[0].subject
+    subject = probes[0].context.subject
     found = {f"weights {n}": d for n, d in digests_by_name(_dense(subject.parameters)).items()}
     found |= {f"buffer {n}": d for n, d in digests_by_name(_dense(subject.buffers_by_name())).items()}
     for probe in probes:

@@ -1,8 +1,9 @@
 """Which rows the ranks train on, and in which order, as their data loaders and forward passes show without being told.
 
-A loader's batch is not always trained on at once: Accelerate reads one batch ahead, the Trainer of transformers a whole
-accumulation window. A batch counts as trained on when a forward pass gets its memory. If no forward pass does (the batch
-was copied to a device), the oldest batch of the loader that yielded last counts. Batches left at the close were not used.
+A loader's batch is not always trained on at once: Accelerate reads one batch ahead, the Trainer of transformers a
+whole accumulation window. A batch counts as trained on when a forward pass gets its memory. If no forward pass does
+(the batch was copied to a device), the oldest batch of the loader that yielded last counts. Batches that are left at
+the close were not used.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from andon_contracts.laws.law import Law, Observations, Seen
+from andon_contracts.laws.law import Law, Observations, Seen, unless_all
 from andon_contracts.observe import Look, Observer
 from andon_contracts.violation import Finding
-from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values, some
+from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values
 from andon_contracts.watch.loaders import Pass, Yielded, cannot_look, is_under_way, places_of, tensors_in, total
 
 _AHEAD = 64
@@ -86,7 +87,7 @@ def _order_renewed(seen: Seen[object]) -> Finding | None:
         return None
     ranks = [each.rank for each in seen.said if each.values["order again"]]
     what = f"pass {number} over the data has the order of the pass before, though its sampler shuffles"
-    return Finding(what, seen.step, some(ranks, len(seen.said)), "order of rows")
+    return Finding(what, seen.step, seen.some(ranks), "order of rows")
 
 
 _ROWS = (
@@ -235,7 +236,7 @@ class LoadedRows(Check):
             again = counted.repeated()
             ranks = sorted({rank for key in again for rank in counted.ranks[key]})
             repeated = sorted(counted.row[key] for key in again)
-            found = _RowsSeen(step, repeated=repeated, ranks=some(ranks, self.context.world))
+            found = _RowsSeen(step, repeated=repeated, ranks=unless_all(ranks, self.context.world))
             self.context.verdicts.judge(_PASS, found, self.context.scene())
         for number in [each for each in self._passes if each < max(numbers, default=0) - 1]:
             del self._passes[number]

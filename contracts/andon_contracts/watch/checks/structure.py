@@ -4,25 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from andon_contracts.laws.law import LOCKSTEP, Law, Seen, difference, ranks_where
+from andon_contracts.laws.law import LOCKSTEP, Law, Seen, difference
 from andon_contracts.laws.update import REPLICAS
 from andon_contracts.observe import Observer
 from andon_contracts.violation import Finding
 from andon_contracts.watch.check import LIVE, Check, Cover, OptimizerProbe, Values, none_has, parameter_name
 from andon_contracts.watch.model_probe import PARAMETER_BITS, Change
 from andon_contracts.watch.values import roles_digest
-
-_WORDS = {
-    Change.REPLACED: "replaced by another parameter",
-    Change.TOGGLED: "frozen or unfrozen",
-    Change.ADDED: "added, or another one was removed",
-    Change.MISSING: "trainable but not in the optimizer",
-    Change.FOREIGN: "in the optimizer but not a trainable parameter of the model",
-    Change.UNDECLARED: "trainable, which was not declared",
-    Change.FROZEN: "declared trainable but frozen",
-    Change.UNTIED: "no longer tied to the tensor that it was declared to share",
-    Change.TOGGLED_BY_THE_LOOP: "frozen or unfrozen",
-}
 
 
 def _toggled_alike(seen: Seen[object]) -> bool:
@@ -34,8 +22,8 @@ def _toggled_alike(seen: Seen[object]) -> bool:
 def _changed(seen: Seen[object]) -> Finding:
     first = next(value for value in seen.column("change") if value)
     tensor = parameter_name(seen.names, first & ((1 << PARAMETER_BITS) - 1))
-    what = f"{tensor} is {_WORDS[Change(first >> PARAMETER_BITS)]}"
-    return Finding(what, seen.step, ranks_where(seen, "change"), tensor)
+    what = f"{tensor} is {Change(first >> PARAMETER_BITS).text}"
+    return Finding(what, seen.step, seen.ranks("change"), tensor)
 
 
 def _kept(seen: Seen[object]) -> Finding | None:

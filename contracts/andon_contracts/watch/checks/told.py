@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from andon_contracts.agree import bits_of, majority, minority, real_of
-from andon_contracts.laws.law import Law, Observations, Seen
+from andon_contracts.laws.law import Law, Observations, Seen, unless_all
 from andon_contracts.observe import flat_digest
 from andon_contracts.violation import Finding
-from andon_contracts.watch.check import Check, Context, Cover, OptimizerProbe, Values, some
+from andon_contracts.watch.check import Check, Context, Cover, OptimizerProbe, Values
 from andon_contracts.watch.ledger import Told
 from andon_contracts.watch.rows import contents_of, ids_of
 from andon_contracts.watch.values import text_digest, value_digest
@@ -53,7 +53,7 @@ def _rows_once(told: BatchTold) -> Finding | None:
 
     def finding(what: str, rows: Sequence[int]) -> Finding:
         holders = [rank for rank, part in enumerate(told.ids) if set(part) & set(rows)]
-        return Finding(what, told.step, some(holders, len(told.ids)), "global batch")
+        return Finding(what, told.step, unless_all(holders, len(told.ids)), "global batch")
 
     repeated = [row for row, count in union.items() if count > 1]
     if repeated:
@@ -78,7 +78,7 @@ def _contents_planned(told: BatchTold) -> Finding | None:
         return None
     what = f"rows {[row for _, row in odd][:8]} had other contents than the data set has for them"
     ranks = sorted({rank for rank, _ in odd})
-    return Finding(what, told.step, some(ranks, len(told.ids)), f"row {odd[0][1]}")
+    return Finding(what, told.step, unless_all(ranks, len(told.ids)), f"row {odd[0][1]}")
 
 
 def _same_data(seen: Seen[object]) -> Finding | None:
@@ -95,7 +95,7 @@ def _loss_reported(seen: Seen[object]) -> Finding | None:
     if not odd:
         return None
     what = f"the loss reported is {reported[odd[0]]!r}, the mean over the rows of all ranks is {mean!r}"
-    return Finding(what, seen.step, some(odd, len(seen.said)), "loss")
+    return Finding(what, seen.step, seen.some(odd), "loss")
 
 
 def _as_expected(seen: Seen[object]) -> Finding | None:

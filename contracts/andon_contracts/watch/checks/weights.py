@@ -12,7 +12,7 @@ from operator import attrgetter
 from torch import Tensor
 
 from andon_contracts.agree import Observation, bits_of
-from andon_contracts.laws.law import Law, Seen, agreeing, odd_tensors
+from andon_contracts.laws.law import Law, Seen, agreeing
 from andon_contracts.laws.update import REPLICAS
 from andon_contracts.observe import Look, Observer
 from andon_contracts.violation import NOT_SEEN_REDUCED, Finding
@@ -30,7 +30,7 @@ def _not_parted(seen: Seen[object]) -> Finding | None:
         f"the trainable weights part here, and {NOT_SEEN_REDUCED}. Where the loop brings them together later (local "
         "SGD) this is right, and they are held to agree there; where it never does, the close says so"
     )
-    return Finding(what, seen.step, (), (*odd_tensors(seen.details, "weights"), "weights")[0])
+    return Finding(what, seen.step, (), (*seen.odd("weights"), "weights")[0])
 
 
 def _met(seen: Seen[object]) -> Finding | None:

@@ -1,7 +1,7 @@
-"""What a loop keeps beside its model and of its form: an average of weights, a teacher, a list or table of shadows.
+"""Copies of the model that the loop keeps beside it: averages of weights, teachers, a table of shadow weights.
 
-Nobody names it, so it is looked for among the objects of the process, now and then. What is no nearer to the weights
-than nothing would be (moments, residuals of a compression, a rank's own gradients) is none of it.
+Nobody names them, so they are searched for among the objects of the process, now and then. What is no nearer to the
+weights than zero would be (moments, residuals of a compression, a rank's own gradients) is not a copy.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import compress
 from typing import Any
@@ -18,12 +18,17 @@ import torch
 from torch import Tensor, nn
 
 from andon_contracts.agree import Observation, bits_of, real_of
-from andon_contracts.laws.law import Observations
-from andon_contracts.laws.practice import COPIES
+from andon_contracts.causes import first_line
+from andon_contracts.laws.law import Law, Observations, Seen, hexadecimal
+from andon_contracts.legible import tell_once
 from andon_contracts.observe import Observer, plain
+from andon_contracts.violation import Finding
+from andon_contracts.watch.check import Check, Context, Cover, OptimizerProbe, Values
 from andon_contracts.watch.model_probe import ModelProbe
 from andon_contracts.watch.values import text_digest
 
+COPIES = 3
+"""How many copies of the model are compared."""
 _HOLDERS = frozenset({list, dict, OrderedDict})
 _NEAR = 0.5
 """A copy is no farther from the weights than this share of their norm."""
@@ -33,6 +38,77 @@ _CHUNK = 1 << 16
 _EPS = torch.finfo(torch.float32).eps
 _ROUNDED = 2.0
 """Copies count as equal up to rounding within this many spacings of their dtype, times the root of the updates."""
+
+
+def _copies_agree(seen: Seen[object]) -> Finding | None:
+    """A rank lacks a copy that another rank, with as many copies, kept up."""
+    if "weights" in seen.differing:
+        return None
+    kept = [[state for i in range(COPIES) if (state := each.values[f"copy {i}"])] for each in seen.said]
+    changed = [
+        (len(states), state)
+        for each, states in zip(seen.said, kept, strict=True)
+        for place, state in enumerate(states)
+        if each.values["copies changed"] >> place & 1
+    ]
+    ranks = tuple(
+        rank
+        for rank, states in enumerate(kept)
+        if any(len(states) == count and state not in states for count, state in changed)
+    )
+    if not ranks:
+        return None
+    shown = ", ".join(f"rank {rank}: {' '.join(map(hexadecimal, each))}" for rank, each in enumerate(kept))
+    what = f"a copy of the model beside it was kept up, and is not the same on the ranks that keep one ({shown})"
+    culprits = ranks if 2 * len(ranks) < len(seen.said) else ()
+    return Finding(what, max(seen.step - 1, 0), culprits, "copy of the model")
+
+
+COPIED = Law("copies-agree/before", (*(f"copy {i}" for i in range(COPIES)), "copies changed"), _copies_agree)
+"""One rank alone may keep a copy; all that keep one have the same."""
+
+
+class ModelCopies(Check):
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._copies = Copies(context.subject)
+        self._updates = 0
+        self._given_up = not context.ranks_have_own_rows
+
+    def ranks_met(self) -> None:
+        self._copies.portable = self.context.portable
+
+    def cover(self) -> Mapping[str, Cover]:
+        return {"copies-agree": self.context.between_ranks()}
+
+    def meanwhile(self, probe: OptimizerProbe) -> Values:
+        if self._given_up:
+            return self._copies.values(0)
+        try:
+            return self._copies.values(self._updates + 1)
+        except Exception as error:  # noqa: BLE001 - any object of the process may raise if it is asked for its class
+            self._copies, self._given_up = Copies(self.context.subject), True
+            why = f"an object raises {first_line(error)}"
+            tell_once("copies", f"andon.watch: copies of the model are not looked for: {why}")
+            return self._copies.values(0)
+
+    def judge(self, probe: OptimizerProbe, said: Observations, aligned: Observations) -> None:
+        context, step = self.context, said[0].step
+        if not context.ranks_have_own_rows or not context.verdicts.alive((COPIED,)):
+            return
+        seen = Seen[object](said, None)
+        if COPIED.check(seen) is not None:
+            sketches = context.exchange(step, "copies", self._copies.sketches())
+            seen = Seen(self._copies.without_roundings(said, sketches, self._updates + 1), None)
+        context.verdicts.judge((COPIED,), seen, context.scene())
+
+    def updated(self, probe: OptimizerProbe) -> None:
+        self._updates += 1
+
+    def closing_lines(self) -> list[str]:
+        apart = self._copies.apart
+        what = f"  copies: those of the model that the ranks keep differ by up to {apart:.1g} of their norm"
+        return [f"{what}, which is rounding"] if apart else []
 
 
 class Copies:
