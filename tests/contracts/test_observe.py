@@ -32,9 +32,9 @@ from andon_contracts.digest import (
     tree_digest,
     word_sum,
 )
-from andon_contracts.laws.loop import torch_norm_error
 from andon_contracts.norms import flat_norm, sum_of_squares
 from andon_contracts.observe import Extremes, Observer, finite_total, nonfinite, norm_of, plain, word_sums
+from andon_contracts.watch.checks.clipping import torch_norm_error
 
 
 @pytest.mark.parametrize("place", [0, 999, 1000])

@@ -37,7 +37,7 @@ class Kind:
 
 
 def seen_by(*watches: Watch) -> Seen:
-    found = [(each.clause in w._verdicts.counts, str(each)) for w in watches for each in w.findings]
+    found = [(each.clause in w._context.verdicts.counts, str(each)) for w in watches for each in w.findings]
     return Seen(
         sum(sum(w.evaluations.values()) for w in watches),
         tuple(said for certain, said in found if certain),

@@ -22,10 +22,10 @@ import andon
 from andon_contracts.act import Scene, message
 from andon_contracts.agree import Observation, bits_of
 from andon_contracts.laws.law import Judgement, Seen, settle
-from andon_contracts.laws.loop import GRADIENT_LAW
 from andon_contracts.ledger import LedgerFile
 from andon_contracts.violation import Violation
 from andon_contracts.watch import Watch
+from andon_contracts.watch.checks.audit import GRADIENT_LAW
 from andon_contracts.watch.discovery import optimizer_of
 from tests.watch.small import answers, clauses, loss_of, net, raised_by, sgd
 
@@ -287,7 +287,7 @@ def _loaded(model: nn.Module, optimizers: list[torch.optim.Optimizer], folder: P
     """The updates that each optimizer has made by what was saved."""
     with andon.watch(model, optimizers, action="raise") as w:
         w.loaded(folder / "c")
-        return [probe.updates for probe in w._probes.values()]
+        return [probe.updates for probe in w._context.probes]
 
 
 def test_each_optimizer_goes_on_with_its_own_count(tmp_path: Path) -> None:

@@ -13,13 +13,32 @@ from hypothesis import strategies as st
 
 from andon_contracts.agree import Observation, bits_of
 from andon_contracts.clauses import CLAUSES
-from andon_contracts.laws import loop, update
-from andon_contracts.laws.law import Details, Judgement, Law, Seen
-from andon_contracts.laws.loop import AFTER, BEFORE, START, TREE, Change, change_of, each_by_itself, name_ratio
+from andon_contracts.laws import update
+from andon_contracts.laws.law import LOCKSTEP, Details, Judgement, Law, Seen
 from andon_contracts.laws.update import REDUCED, UPDATED, Due, Reduced
 from andon_contracts.policy import evaluations, reset_evaluations, suspended
+from andon_contracts.watch.checks import applied, buffers, frozen, gradients, mode, optimizer, structure, told, weights
+from andon_contracts.watch.checks.audit import name_ratio
+from andon_contracts.watch.checks.clipping import clip_once
 from andon_contracts.watch.judging import Verdicts
+from andon_contracts.watch.model_probe import Change, change_of
+from andon_contracts.watch.same import _TREE
 from andon_contracts.watch.settings import Settings
+
+CHECKS = (
+    structure.Structure,
+    mode.Mode,
+    optimizer.Optimizer,
+    buffers.Buffers,
+    weights.Weights,
+    frozen.Frozen,
+    gradients.Gradients,
+    told.ToldByLoop,
+    applied.Applied,
+)
+BEFORE = (LOCKSTEP, *(law for check in CHECKS for law in check.before_laws), clip_once(1e9, 0))
+AFTER = (LOCKSTEP, *(law for check in CHECKS for law in check.after_laws))
+START = structure.START
 
 
 def values(text: str) -> dict[str, int]:
@@ -31,8 +50,8 @@ def values(text: str) -> dict[str, int]:
 RIGHT = values(
     "change=0, layout=5, hyperparameters=6, rate:0.1, planned:0.1, ungrouped=0, modes=7, modules=7, buffers=8, "
     "caches=9, cache shapes=9, reduces=1, written=0, nonfinite=0, repaired=0, collectives=9, strided=0, weights=10, "
-    "gradient=11, norm:2.0, clipped:2.0, stale=0, missing=0, scale=0, base=12, first base=12, followed=12, "
-    "first followed=12, rows=0, with content=0, loss sum=0, loss rows=0, reports=0, reported=0, optimizer=13, "
+    "gradient=11, norm:2.0, clipped:2.0, stale=0, missing=0, scale=0, base=12, first base=12, "
+    "rows=0, with content=0, loss sum=0, loss rows=0, reports=0, reported=0, optimizer=13, "
     "updates=4, unmoved=0, unmoved due:1e-3, unmoved spacing:1e-8"
 ) | {f"stream {index}{must}": 0 for index in range(4) for must in ("", " must")}
 
@@ -45,7 +64,7 @@ WRONG = {
     "scaler-agrees": "scale=1",
     "buffers-agree": "buffers=1, caches=1",
     "finite": "nonfinite=1, norm:nan",
-    "base-frozen": "base=0, followed=0",
+    "base-frozen": "base=0",
     "replicas-agree": "weights=0",
     "gradient-fresh": "stale=1",
     "gradient-present": "missing=1",
@@ -65,11 +84,11 @@ def _seen(**of_the_second: int) -> tuple[Observation, ...]:
 
 def _judgement(table: str, observations: Sequence[Observation], live: Any = ALL) -> tuple[Judgement[Any], Verdicts]:
     verdicts = Verdicts(Settings(action=lambda _: None), 0, ["a", "b"], live)
-    seen = Seen(observations, each_by_itself(1e9), verdicts.names)
+    seen = Seen(observations, None, verdicts.names)
     return verdicts.judgement(verdicts.alive(TABLES[table]), seen), verdicts
 
 
-TABLES: Mapping[str, Sequence[Law[Seen[Reduced]]]] = {"before": BEFORE, "after": AFTER}
+TABLES: Mapping[str, Sequence[Law[Seen[object]]]] = {"before": BEFORE, "after": AFTER}
 
 
 @pytest.mark.parametrize("table", TABLES)
@@ -122,7 +141,7 @@ class _Reading(dict[str, int]):
 
 
 ROWS = [
-    *((law, each_by_itself(0.5)) for law in (*START, *BEFORE, *AFTER)),
+    *((law, None) for law in (*START, *BEFORE, *AFTER)),
     *((law, Reduced(12, 0.5)) for law in REDUCED),
     *((law, Due(4)) for law in UPDATED),
 ]
@@ -189,7 +208,7 @@ def test_trees_are_held_to_two_rows(changed: str, details: Details, seen: str, t
     """Other places come before other leaves; the second look says which, and who is alone with it."""
     good = values("problem=0, places=3, leaves=4")
     said = [Observation(rank, 0, 1, "tree", good | (values(changed) if rank == 1 else {})) for rank in range(3)]
-    judgement = Judgement(TREE, Seen(said, None, details=details))
+    judgement = Judgement(_TREE, Seen(said, None, details=details))
     found = [judgement.violation(law) for law in judgement.broken()]
     assert [(each.clause, each.finding.seen, each.finding.ranks) for each in found] == [
         ("trees-agree", seen, (1,)) for _ in told
@@ -216,7 +235,7 @@ CLIPS = (
     *((1 + 0.9e-3, True, False), (1 + 1.1e-3, True, True)),
 )
 CLIPPED = 2.0 * (1.0 / (2.0 + 1e-6))
-RATE, CLIP = (update.RATE, loop.RATE), (update.CLIP, loop.CLIP)
+RATE, CLIP = (update.RATE, optimizer.Optimizer.before_laws[1]), (update.CLIP, clip_once(1.0, 0))
 HELD = [
     *((RATE, [f"rate:{0.1 * factor!r}, planned:0.1"] * 3, *broken) for factor, *broken in RATES),
     *((CLIP, [f"norm:2.0, clipped:{CLIPPED * factor!r}"] * 3, *broken) for factor, *broken in CLIPS),
@@ -235,7 +254,7 @@ def test_trainer_and_watch_have_their_own_measure(
     laws: Sequence[Law[Any]], ranks: list[str], ours: bool, theirs: bool
 ) -> None:
     said = [Observation(rank, 3, 9, "here", RIGHT | values(each)) for rank, each in enumerate(ranks)]
-    wants = (Reduced(limit=1.0), each_by_itself(1.0))
+    wants = (Reduced(limit=1.0), None)
     broken = [law.check(Seen(said, want)) is not None for law, want in zip(laws, wants, strict=True)]
     assert broken == [ours, theirs]
 

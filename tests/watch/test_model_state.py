@@ -18,8 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 import andon
 from andon_contracts.agree import Observation, bits_of
 from andon_contracts.laws.law import Judgement, Seen
-from andon_contracts.laws.loop import AFTER, BEFORE
-from andon_contracts.watch.model_state import ROUND, SMALL_BYTES, Buffers, FrozenBase
+from andon_contracts.watch.checks.applied import Applied
+from andon_contracts.watch.checks.buffers import SMALL_BYTES, BufferReader
+from andon_contracts.watch.checks.frozen import ROUND, Frozen, FrozenBase
 from andon_contracts.watch.motion import Motion, Unmoved
 from andon_contracts.watch.optimizer_state import OptimizerState
 from tests.watch.packed import packed
@@ -66,7 +67,7 @@ def test_a_frozen_weight_that_torch_changes_is_seen_at_once(change: Callable[[nn
 def test_a_buffer_that_changes_below_torch_is_seen(elements: int, looks: int) -> None:
     """No version counter moves. A small buffer is seen at the next look, a large one within `ROUND` updates."""
     pairs = [[torch.ones(3), torch.zeros(0), torch.ones(elements)] for _ in range(2)]
-    ranks = [Buffers(), Buffers()]
+    ranks = [BufferReader(), BufferReader()]
     assert all(ranks[0].digest(pairs[0], update) == ranks[1].digest(pairs[1], update) for update in range(9))
     pairs[1][-1].data.view(torch.int32)[-1] ^= 1
     seen = [ranks[0].digest(pairs[0], update) != ranks[1].digest(pairs[1], update) for update in range(9, 9 + looks)]
@@ -76,7 +77,7 @@ def test_a_buffer_that_changes_below_torch_is_seen(elements: int, looks: int) ->
 def test_ranks_that_miss_looks_compare_the_same_parts_of_buffers() -> None:
     """A rank without rows has no forward pass; what is read at an update depends on the update alone."""
     made = [[torch.ones(2_000_000)], [torch.ones(2_000_000)]]
-    ranks = [Buffers(), Buffers()]
+    ranks = [BufferReader(), BufferReader()]
     for update in range(1, 12):
         for (buffer,) in made:
             buffer.data[:] = float(update)  # alike on both, below every counter
@@ -229,7 +230,7 @@ def test_a_base_that_changed_in_a_short_run_is_found_at_the_close() -> None:
     assert "at the close" in str(found)
     held = _frozen_run(lambda model: None)
     assert not held.findings
-    rows = sum(law.clause == "base-frozen" for law in BEFORE)
+    rows = sum(law.clause == "base-frozen" for law in Frozen.before_laws)
     assert held.evaluations["base-frozen"] == 3 * rows + 1
 
 
@@ -551,7 +552,7 @@ def test_what_16_bits_lose_is_found_and_what_float32_would_lose_too_is_not(rate:
 )
 def test_the_message_says_which_of_both_causes_it_is(due: float, seen: str, likely: str) -> None:
     values = {"unmoved": 1, "unmoved due": bits_of(due), "unmoved spacing": bits_of(2.0**-7)}
-    law = next(each for each in AFTER if each.clause == "update-applied")
+    law = Applied.after_laws[0]
     found = Judgement((law,), Seen((Observation(0, 3, 9, "here", values),), None, ("head",))).violation(law).finding
     kept = f"head kept every bit, although its gradient and learning rate call for an update of about {due:.2g};"
     assert kept in found.seen

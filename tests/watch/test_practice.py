@@ -25,7 +25,7 @@ from torch.utils.data.distributed import DistributedSampler
 import andon
 from andon_contracts.agree import Observation
 from andon_contracts.observe import Observer
-from andon_contracts.watch.copies import Copies
+from andon_contracts.watch.checks.copies import Copies, ModelCopies
 from andon_contracts.watch.loaders import places_of, yielded
 from andon_contracts.watch.model_probe import ModelProbe
 from andon_contracts.watch.values import text_digest
@@ -366,16 +366,11 @@ def test_copies_of_ranks_on_different_devices_have_portable_states(
     """A GPU gives the sums of words for them; among CPUs alone a checksum is faster."""
     model = nn.Linear(6, 4)
     with andon.watch(model, torch.optim.SGD(model.parameters(), lr=0.1)) as watch, monkeypatch.context() as patch:
-        kinds = [0 if differ else 1, 1]
-
-        def said(step: int, point: str, own: dict[str, int]) -> Any:
-            return [Observation(rank, step, 0, point, own | {"on the CPU": kinds[rank]}) for rank in (0, 1)]
-
-        patch.setattr(watch._updates, "_exchange", said)
-        watch._updates._devices_differ()
+        patch.setattr(watch._context, "portable", differ)
+        watch._context.check(ModelCopies).ranks_met()
     shadows = [p.detach().clone() for p in model.parameters()]
     sums = Observer(portable=differ).look(shadows).digest
-    assert watch._updates.practice.copies.values(2)["copy 0"] == (sums + text_digest("list")) >> 2
+    assert watch._context.check(ModelCopies)._copies.values(2)["copy 0"] == (sums + text_digest("list")) >> 2
 
 
 def _open_behind(updates: int, model: nn.Module, rank: int = 0, **told: Any) -> Any:

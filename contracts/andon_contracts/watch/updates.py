@@ -32,6 +32,7 @@ from andon_contracts.watch.checks.told import ToldByLoop
 from andon_contracts.watch.checks.weights import PARTED, Weights
 from andon_contracts.watch.gradient_scale import Passes
 from andon_contracts.watch.locate import Locator
+from andon_contracts.watch.model_probe import ModelProbe
 
 _AT_THE_CLOSE_S = 5.0
 """Seconds that a rank waits at its close for what the others saw after the last update."""
@@ -74,6 +75,11 @@ class _UnjudgedUpdate:
     ids: list[int]
 
 
+def _judged_late(subject: ModelProbe) -> bool:
+    """Whether an update is judged before the next one, because a device makes it that may not be waited for."""
+    return subject.gpu() is not None
+
+
 class Updates:
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -92,7 +98,7 @@ class Updates:
         context.exchange.connect()
         kinds = {parameter.device.type for parameter in subject.parameters.values()}
         longest = max((probe.longest for probe in context.probes), default=0)
-        own = {"on the CPU": int(kinds == {"cpu"}), "late": int(subject.gpu() is not None), "longest": longest}
+        own = {"on the CPU": int(kinds == {"cpu"}), "late": int(_judged_late(subject)), "longest": longest}
         devices: Seen[object] = Seen(context.exchange(0, "devices", own), None)
         self._late = all(devices.column("late"))
         context.portable, context.longest = "on the CPU" in devices.differing, max(devices.column("longest"))

@@ -61,7 +61,7 @@ def clip_once(limit: float, longest: int) -> Law[Seen[object]]:
         what = f"the ranks clipped by different norms ({shown}): each its own gradient, before the reduction"
         return Finding(what, seen.step, (), "clipped gradient")
 
-    return Law("clip-once/reduced", ("norm", "clipped", "gradient"), check)
+    return Law("clip-once/before", ("norm", "clipped", "gradient"), check)
 
 
 class ClipSeen(IntFlag):

@@ -111,6 +111,11 @@ class ModelCopies(Check):
         return [f"{what}, which is rounding"] if apart else []
 
 
+def is_due(update: int) -> bool:
+    """Whether copies are searched for before this update: 2, 32, 512, 8,192 and so on."""
+    return update > 1 and update & (update - 1) == 0 and update.bit_length() % 4 == 2
+
+
 class Copies:
     """The copies of a model that this rank keeps."""
 
@@ -132,7 +137,7 @@ class Copies:
         again before the next update. A copy that has another state then, and is not the weights as they are, is kept
         up: a copy that was taken in between (the best so far, by what this rank saw) is the weights.
         """
-        due = update > 1 and update & (update - 1) == 0 and update.bit_length() % 4 == 2
+        due = is_due(update)
         if due:
             self._found = self._search()
         seen: list[tuple[int, bool, list[Tensor]]] = []

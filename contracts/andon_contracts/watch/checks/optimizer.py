@@ -59,7 +59,7 @@ class Optimizer(Check):
             _hyperparameters_agree,
             look=("hyperparameters",),
         ),
-        Law("learning-rate-planned/reduced", ("rate", "planned"), _rate_planned),
+        Law("learning-rate-planned/before", ("rate", "planned"), _rate_planned),
         none_has("groups-planned/before", "ungrouped", "has not the hyperparameters that were declared for its name"),
         agreeing("scaler-agrees/before", ("scale",), "the loss scales are not the same", real=True),
     )

@@ -12,7 +12,7 @@ from operator import attrgetter
 from torch import Tensor
 
 from andon_contracts.agree import Observation, bits_of
-from andon_contracts.laws.law import Law, Seen, agreeing
+from andon_contracts.laws.law import Law, Seen
 from andon_contracts.laws.update import REPLICAS
 from andon_contracts.observe import Look, Observer
 from andon_contracts.violation import NOT_SEEN_REDUCED, Finding
@@ -47,14 +47,7 @@ _MET_AT_CLOSE = Law("replicas-agree/close", ("parted",), _met)
 class Weights(Check):
     """The weights of one optimizer."""
 
-    before_laws = (
-        agreeing(
-            "replicas-agree/reduced",
-            ("weights",),
-            "the trainable weights are not the same on every rank",
-            look=("weights",),
-        ),
-    )
+    before_laws = (REPLICAS,)
     after_laws = (REPLICAS,)
 
     def __init__(self, context: Context, probe: OptimizerProbe) -> None:
