@@ -25,7 +25,6 @@ from andon_contracts.violation import Finding, Violation
 Observations = Sequence[Observation]
 Details = Mapping[str, Mapping[str, Sequence[int]]]
 """Second looks after a mismatch: by what was observed, then by tensor, the digests by rank."""
-Names = Sequence[str]
 
 W_co = TypeVar("W_co", covariant=True)
 S_contra = TypeVar("S_contra", contravariant=True)
@@ -62,7 +61,7 @@ class Seen(Generic[W_co]):
 
     said: Observations
     want: W_co
-    names: Names = ()
+    names: Sequence[str] = ()
     details: Details = field(default_factory=dict)
 
     @cached_property

@@ -220,13 +220,9 @@ def _audited(seen: Seen[object]) -> Finding | None:
     then, now = (hexadecimal(first.values[f"{part} {when}"]) for when in ("then", "now"))
     whose = f"rank {by} computed again" if of == by else f"rank {by} gets"
     unsure = "; either of both may be wrong" * (len(shared) > 1)
-    return Finding(
-        f"the {what} has digest {then} on rank {of}, {whose} {now}{unsure}",
-        first.step,
-        tuple(sorted(shared)),
-        what,
-        tuple((f"rank {each.values['subject']}", f"audited by rank {each.rank}") for each in odd),
-    )
+    told = f"the {what} has digest {then} on rank {of}, {whose} {now}{unsure}"
+    details = tuple((f"rank {each.values['subject']}", f"audited by rank {each.rank}") for each in odd)
+    return Finding(told, first.step, tuple(sorted(shared)), what, details)
 
 
 AUDITED: tuple[Law[Seen[object]], ...] = (LOCKSTEP, Law("audit/audited", ("leaves", "sums"), _audited))
