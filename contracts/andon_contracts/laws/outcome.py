@@ -15,7 +15,7 @@ from andon_contracts.violation import Finding
 class Restored:
     """What is live, or on the disk, against what was saved: digests by name, those found by rank.
 
-    fault: why it is not known what is there; "" where it is. ranks: of whom that is said, where they are known.
+    fault: why it is not known what is there; "" if it is known. ranks: the ranks with the fault, if they are known.
     """
 
     saved: Mapping[str, int]
