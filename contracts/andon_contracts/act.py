@@ -95,29 +95,33 @@ def _listed(words: Sequence[str]) -> str:
 def message(clause: str, finding: Finding, scene: Scene) -> str:
     """Several lines: what is broken and where are facts, `likely` is an inference, `state` and `bundle` the scope."""
     tree = clause == _OF_A_TREE
-    likely = _likely(clause, finding, scene)
-    silence = (
-        f"--allow {clause}=<reason>" if scene.by_command else f'andon.watch(..., allow={{"{clause}": "<reason>"}})'
-    )
+    where, likely = finding.tensor, _likely(clause, finding, scene)
+    if where and finding.details and scene.tensors:
+        where += f" ({len(finding.details)} of {scene.tensors} {'leaves' if tree else 'tensors'})"
+    if where and scene.element:
+        where += f", {scene.element}"
+    when, state = " at the start", "no step was applied"
+    if finding.step:
+        when = f" after step {finding.step}" if scene.applied else f" at step {finding.step}, before its update"
+        before = "not applied yet, and the loop goes on" if scene.goes_on else "not applied"
+        state = f"step {finding.step} was {'applied' if scene.applied else before}"
+    if scene.last_equal is not None:
+        state += f"; last state known equal: step {scene.last_equal}"
+    allow = f"--allow {clause}=<reason>" if scene.by_command else f'andon.watch(..., allow={{"{clause}": "<reason>"}})'
     rows = [
-        ("where", _where(clause, finding, scene)),
+        ("where", where),
         # Between ranks the bits of an element say it; the digests that are seen besides are in the bundle.
         ("seen", "" if scene.element and CLAUSES[clause].between_ranks else finding.seen),
         *(("also", each) for each in scene.also),
         ("before", scene.before),
         ("likely", f"{likely}  [inference, not proof]" if likely else ""),
-        ("state", "" if tree else _state(finding, scene)),
+        ("state", "" if tree else state),
         ("bundle", f"{scene.bundle}  explain: {explaining(Path(scene.bundle))}" if scene.bundle else ""),
         ("but", f"not all of the bundle could be written: {scene.unwritten}" if scene.unwritten else ""),
-        ("silence", "" if tree else silence),
+        ("silence", "" if tree else allow),
     ]
-    if tree:
-        when = ""
-    elif not finding.step:
-        when = " at the start"
-    else:
-        when = f" after step {finding.step}" if scene.applied else f" at step {finding.step}, before its update"
-    return "\n".join([f"{clause} broken{when}: {_who(clause, finding, scene.world)}.", *row_lines(rows)])
+    head = f"{clause} broken{'' if tree else when}: {_who(clause, finding, scene.world)}."
+    return "\n".join([head, *row_lines(rows)])
 
 
 def _likely(clause: str, finding: Finding, scene: Scene) -> str:
@@ -148,20 +152,3 @@ def _who(clause: str, finding: Finding, world: int) -> str:
     if len(parties) == world:
         return f"{named_ranks(range(world))} all differ"
     return f"{_listed(list(map(named_ranks, parties)))} differ, with no majority"
-
-
-def _where(clause: str, finding: Finding, scene: Scene) -> str:
-    if not finding.tensor:
-        return ""
-    noun = "leaves" if clause == _OF_A_TREE else "tensors"
-    count = f" ({len(finding.details)} of {scene.tensors} {noun})" if finding.details and scene.tensors else ""
-    return f"{finding.tensor}{count}{', ' + scene.element if scene.element else ''}"
-
-
-def _state(finding: Finding, scene: Scene) -> str:
-    done = "no step was applied"
-    if finding.step:
-        before = "not applied yet, and the loop goes on" if scene.goes_on else "not applied"
-        done = f"step {finding.step} was {'applied' if scene.applied else before}"
-    known = "" if scene.last_equal is None else f"; last state known equal: step {scene.last_equal}"
-    return done + known

@@ -1,4 +1,4 @@
-"""The bundle: what is needed to look into a violation, or into another end, without the processes that saw it.
+"""The bundle: the files by which a violation, or another end, can be examined after its processes are gone.
 
 FOLDER/STEP/CLAUSE.json is the account, written by the lowest live rank: the ledger's record of the violation, the
 message, versions. FOLDER/STEP/CLAUSE/ has a part for each live rank, written by that rank, without a collective:
@@ -57,28 +57,24 @@ def explaining(place: Path) -> str:
     return f"andon explain {shlex.quote(str(place))}"
 
 
-def versions(devices: Sequence[str]) -> dict[str, object]:
-    """The environment of this process and the versions of its libraries. devices: the names of its accelerators."""
-    found = environment(torch.get_num_threads(), devices)
-    packages = found.pop("packages")
-    return {**found, **(packages if isinstance(packages, dict) else {}), "torch": torch.__version__}
-
-
 def write_account(
     place: Path, clause: str, finding: Finding, facts: Mapping[str, object], devices: Sequence[str] = ()
 ) -> str:
-    """Write PLACE/CLAUSE.json. Empty, or why the disk took nothing: a full disk hides no violation."""
+    """Write PLACE/CLAUSE.json. Returns why the disk refused, or "": a full disk hides no violation."""
     record = Broken(clause, finding.step, finding.ranks, finding.tensor, finding.seen, dict(finding.details))
+    versions = environment(torch.get_num_threads(), devices)
+    packages = versions.pop("packages")
+    versions |= {**(packages if isinstance(packages, dict) else {}), "torch": torch.__version__}
     told = {"v": SCHEMA_VERSION, **record.to_json()}
-    body = {"record": told, "explain": explaining(place), "versions": versions(devices), **facts}
+    body = {"record": told, "explain": explaining(place), "versions": versions, **facts}
     return _write_json(place / f"{clause}.json", body)
 
 
 def write_cause(cause: Cause, evidence: Evidence, at: Mapping[str, object], *, state: bool, account: bool) -> str:
-    """Write what this rank knows where `cause` ends all ranks. Empty, or why not all could be written.
+    """Write what this rank knows when `cause` ends all ranks. Returns why not all could be written, or "".
 
-    at: where this rank is. state: tensors too. account: the account as well. Nothing where the cause has its bundle, or
-    none is to be written.
+    at: where this rank is. state: tensors too. account: the account as well. Writes nothing if the cause has its bundle
+    already, or there is no folder.
     """
     place = evidence.place(cause.step)
     if place is None or cause.written:
@@ -97,10 +93,10 @@ def write_cause(cause: Cause, evidence: Evidence, at: Mapping[str, object], *, s
 def write_part(
     place: Path, clause: str, evidence: Evidence, at: Mapping[str, object], tensor: str | None = None
 ) -> str:
-    """Write what this rank knows under PLACE/CLAUSE/. Empty, or why the disk took nothing.
+    """Write what this rank knows under PLACE/CLAUSE/. Returns why the disk refused, or "".
 
-    at: where this rank is. tensor: the one that is broken, with which the state is written too; None writes no
-    tensors, as from a thread that must not wait for a device.
+    at: where this rank is. tensor: the one that is broken, and the state with it; None writes no tensors, as from a
+    thread that must not wait for a device.
     """
     folder, rank = place / clause, evidence.rank
     record, why = collectives()

@@ -9,7 +9,6 @@ import sysconfig
 import threading
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
-from types import CodeType
 from typing import Any
 
 import torch
@@ -66,9 +65,8 @@ def _line(innermost_first: Iterable[tuple[Any, int]], function: str) -> str:
     for frame, line in innermost_first:
         if str(frame.f_globals.get("__name__", "")).partition(".")[0] in _MACHINERY:
             continue
-        code: CodeType = frame.f_code
-        shown = f"{code.co_filename}:{line}" + (f"{function}{code.co_name}" if function else "")
-        file = code.co_filename
+        file = frame.f_code.co_filename
+        shown = f"{file}:{line}" + (f"{function}{frame.f_code.co_name}" if function else "")
         if not file.startswith((*_INSTALLED, "<frozen ")) and f"{os.sep}site-packages{os.sep}" not in file:
             return shown
         library = library or shown

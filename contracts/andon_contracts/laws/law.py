@@ -25,7 +25,6 @@ from andon_contracts.violation import Finding, Violation
 Observations = Sequence[Observation]
 Details = Mapping[str, Mapping[str, Sequence[int]]]
 """Second looks after a mismatch: by what was observed, then by tensor, the digests by rank."""
-Names = Sequence[str]
 
 W_co = TypeVar("W_co", covariant=True)
 S_contra = TypeVar("S_contra", contravariant=True)
@@ -62,7 +61,7 @@ class Seen(Generic[W_co]):
 
     said: Observations
     want: W_co
-    names: Names = ()
+    names: Sequence[str] = ()
     details: Details = field(default_factory=dict)
 
     @cached_property
@@ -140,30 +139,25 @@ class Judgement(Generic[S]):
     @property
     def first(self) -> Law[S] | None:
         """The first law that is broken; None if all hold. The laws after it are not evaluated for this."""
-        return self._broken[0] if self._broken else self._next()
+        return next(self.broken(), None)
 
     def broken(self) -> Iterator[Law[S]]:
         """Every law that is broken, in order, up to one that stops."""
         yield from self._broken
-        while (law := self._next()) is not None:
-            yield law
-
-    def violation(self, law: Law[S]) -> Violation:
-        """The violation of `law`, which is broken."""
-        finding = law.check(self.seen)
-        assert finding is not None
-        return Violation.of(law.clause, finding)
-
-    def _next(self) -> Law[S] | None:
-        for law in self._waiting:
+        while (law := next(self._waiting, None)) is not None:
             self._tally[law.clause] += 1
             count(law.clause)
             if law.check(self.seen) is not None:
                 self._broken.append(law)
                 if law.stops:
                     self._waiting = iter(())
-                return law
-        return None
+                yield law
+
+    def violation(self, law: Law[S]) -> Violation:
+        """The violation of `law`, which is broken."""
+        finding = law.check(self.seen)
+        assert finding is not None
+        return Violation.of(law.clause, finding)
 
 
 def settle(judgement: Judgement[Any]) -> None:
@@ -229,10 +223,8 @@ def agreeing(
             return None
         return difference(seen, next(name for name in names if name in seen.differing), what, real=real)
 
-    def rules(_: object) -> Rules:
-        return dict.fromkeys(names, Rule.SAME)
-
-    return Law(law, tuple(names), check, rules if device else None, tuple(look))
+    same = dict.fromkeys(names, Rule.SAME)
+    return Law(law, tuple(names), check, (lambda _: same) if device else None, tuple(look))
 
 
 def in_lockstep(said: Observations) -> bool:

@@ -15,7 +15,7 @@ from andon_contracts.violation import Finding
 class Restored:
     """What is live, or on the disk, against what was saved: digests by name, those found by rank.
 
-    fault: why it is not known what is there; "" where it is. ranks: of whom that is said, where they are known.
+    fault: why it is not known what is there; "" if it is known. ranks: the ranks with the fault, if they are known.
     """
 
     saved: Mapping[str, int]
@@ -50,19 +50,19 @@ RESTORED: tuple[Law[Restored], ...] = (Law("checkpoint-whole/restored", (), _res
 class EvaluationTold:
     """One evaluation: the ids of all ranks, how many rows there are (None: unknown), metrics told and recomputed.
 
-    planned: the rows in the order in which those of all ranks, end to end, must be; None: in any.
+    told: by metric, what each rank reports; None if it reports nothing. repeated: the same rows had the same
+    predictions when the same weights were evaluated before. training: by rank, the batch norm that was in training mode
+    when the model was last called for it; "" for none. planned: the order of the rows of all ranks, end to end; None:
+    any order.
     """
 
     step: int
     ids: tuple[tuple[int, ...], ...]
     rows: int | None
     told: Mapping[str, Sequence[float | None]]
-    """By metric, what each rank reports; None where it reports nothing."""
     counted: Mapping[str, float]
     repeated: bool = True
-    """Whether the same rows had the same predictions when the same weights were evaluated before."""
     training: tuple[str, ...] = ()
-    """By rank, the batch norm that was in training mode when the model was last called for it; "" for none."""
     planned: tuple[int, ...] | None = None
 
     @property

@@ -93,6 +93,7 @@ def _finite(seen: Leaves) -> Finding | None:
     return Finding(what, seen.step, tuple(sorted({report.rank for report in odd})), name)
 
 
+_SUMS = ("loss_bits", "total_bits")
 LEAVES: tuple[Law[Leaves], ...] = (
     Law(
         "samples-once/computed",
@@ -103,29 +104,15 @@ LEAVES: tuple[Law[Leaves], ...] = (
     ),
     Law("content-planned/computed", ("content",), _content, lambda leaf: {"content": leaf.content}),
     Law("content-planned/terms", ("terms",), _terms, lambda leaf: {"terms": leaf.terms}),
-    Law(
-        "finite/computed",
-        ("loss_bits", "total_bits"),
-        _finite,
-        lambda _: {"loss_bits": Rule.FINITE, "total_bits": Rule.FINITE},
-    ),
+    Law("finite/computed", _SUMS, _finite, lambda _: dict.fromkeys(_SUMS, Rule.FINITE)),
 )
 """Before the reduction: each micro-batch of the plan computed by its owner, once, in order, from the rows as they are
 in the data, with finite results. On a device the rules are of one report, from its plan."""
 
 
-PLANNED: tuple[Law[Seen[object]], ...] = (
-    agreeing(
-        "content-planned/planned",
-        ("plan",),
-        "the ranks planned different rows, or the same rows have different contents",
-        device=True,
-    ),
-)
+_OTHER_ROWS = "the ranks planned different rows, or the same rows have different contents"
+PLANNED = (agreeing("content-planned/planned", ("plan",), _OTHER_ROWS, device=True),)
 """All ranks planned the same rows in the same order and have the same data for them, so that they judge alike."""
-
-
-# what a loop tells
 
 
 @dataclass(frozen=True)
@@ -134,7 +121,8 @@ class BatchTold:
 
     `ids` and `contents` by rank; `planned` the ids of the plan (None: no plan); `epoch` the rows that the present
     epoch has had, of `rows` (None: unknown), not copied: its owner adds to the set after the judgement;
-    `expected` the content of each id (empty: unknown).
+    `expected` the content of each id (empty: unknown). resumed: the present epoch had begun before anything was told,
+    so it may end at any time. before: the rows that the epoch before lacked when it ended, in the first update since.
     """
 
     step: int
@@ -145,9 +133,7 @@ class BatchTold:
     rows: int | None = None
     expected: Mapping[int, int] | None = None
     resumed: bool = False
-    """Whether the present epoch had begun before anything was told: it may end at any time."""
     before: frozenset[int] = frozenset()
-    """The rows that the epoch before this one lacked when it ended, if this is the first update since."""
 
 
 def _samples_told(told: BatchTold) -> Finding | None:
@@ -197,25 +183,22 @@ def begins_anew(told: BatchTold, union: Iterable[int]) -> bool:
 _SKIPPED = 4
 """An epoch that lacks more than one row of so many was not ended by leaving batches out."""
 
-SAMPLES_TOLD: Law[BatchTold] = Law("samples-once/told", ("ids",), _samples_told)
+SAMPLES_TOLD = Law("samples-once/told", ("ids",), _samples_told)
 """The union of the ranks' rows is the planned batch, or at least has each row once, also within its epoch."""
 
 
 def _content_told(told: BatchTold) -> Finding | None:
-    expected = told.expected or {}
-    odd = [
-        (rank, row)
-        for rank, (ids, contents) in enumerate(zip(told.ids, told.contents, strict=True))
-        for row, content in zip(ids, contents, strict=False)
-        if expected.get(row, content) != content
-    ]
+    expected, odd = told.expected or {}, []
+    for rank, (ids, contents) in enumerate(zip(told.ids, told.contents, strict=True)):
+        pairs = zip(ids, contents, strict=False)
+        odd += [(rank, row) for row, content in pairs if expected.get(row, content) != content]
     if not odd:
         return None
     what = f"rows {[row for _, row in odd][:8]} had other contents than the data set has for them"
     return Finding(what, told.step, unless_all((rank for rank, _ in odd), len(told.ids)), f"row {odd[0][1]}")
 
 
-CONTENT_TOLD: Law[BatchTold] = Law("content-planned/told", ("contents",), _content_told)
+CONTENT_TOLD = Law("content-planned/told", ("contents",), _content_told)
 """Every row had the content that the data set has for its id."""
 
 

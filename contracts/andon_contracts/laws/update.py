@@ -66,9 +66,7 @@ def _rate(seen: Seen[Reduced]) -> Finding | None:
     return Finding(what, seen.step, tuple(each.rank for each in odd) if certain else (), "learning rate")
 
 
-RATE: Law[Seen[Reduced]] = Law(
-    "learning-rate-planned/reduced", ("rate", "planned"), _rate, lambda _: {"rate": Rule.MOST}
-)
+RATE = Law("learning-rate-planned/reduced", ("rate", "planned"), _rate, lambda _: {"rate": Rule.MOST})
 """Every rank's optimizer holds the learning rate that is planned for this update."""
 
 
@@ -83,9 +81,7 @@ def _unmoved(seen: Seen[Reduced]) -> Finding | None:
     return Finding(f"{what}; something outside the step changed them", seen.step, odd, tensor) if odd else None
 
 
-UNMOVED: Law[Seen[Reduced]] = Law(
-    "replicas-agree/reduced", ("weights",), _unmoved, lambda want: {"weights": want.left}, look=("weights",)
-)
+UNMOVED = Law("replicas-agree/reduced", ("weights",), _unmoved, lambda want: {"weights": want.left}, look=("weights",))
 """Before an update all ranks have the weights that the last one left."""
 
 
@@ -95,7 +91,7 @@ def _kept(seen: Seen[int]) -> Finding | None:
     return Finding(f"{what}; something outside the step changed it", seen.step, odd, "optimizer") if odd else None
 
 
-KEPT: Law[Seen[int]] = Law("optimizers-agree/reduced", ("optimizer",), _kept)
+KEPT = Law("optimizers-agree/reduced", ("optimizer",), _kept)
 """Only for a rank that is alone: with others, the loss of a state is seen after the update has used it."""
 
 GRADIENTS = agreeing(
@@ -116,9 +112,7 @@ def _finite(seen: Seen[object]) -> Finding | None:
     return Finding(what, seen.step, seen.some(odd), "reduced gradient")
 
 
-FINITE: Law[Seen[object]] = Law(
-    "finite/reduced", ("nonfinite", "norm"), _finite, lambda _: {"nonfinite": 0, "norm": Rule.FINITE}
-)
+FINITE = Law("finite/reduced", ("nonfinite", "norm"), _finite, lambda _: {"nonfinite": 0, "norm": Rule.FINITE})
 """The reduced gradient and its norm are finite on every rank."""
 
 
@@ -145,7 +139,7 @@ def _clip(seen: Seen[Reduced]) -> Finding | None:
     return Finding(what, seen.step, tuple(each.rank for each in odd), "clipped gradient")
 
 
-CLIP: Law[Seen[Reduced]] = Law("clip-once/reduced", ("norm", "clipped"), _clip, lambda _: {"clipped": Rule.CLIPPED})
+CLIP = Law("clip-once/reduced", ("norm", "clipped"), _clip, lambda _: {"clipped": Rule.CLIPPED})
 """On every rank the norm after clipping is what one clipping of the norm before it gives, up to rounding."""
 
 REDUCED: tuple[Law[Seen[Reduced]], ...] = (LOCKSTEP, RATE, UNMOVED, GRADIENTS, FINITE, CLIP)
@@ -168,9 +162,7 @@ def _one_update(seen: Seen[Due]) -> Finding | None:
     return Finding(f"{due} updates were due, taken were {shown}", seen.step, odd, "count of updates")
 
 
-ONE_UPDATE: Law[Seen[Due]] = Law(
-    "one-update/updated", ("updates",), _one_update, lambda want: {"updates": want.updates}
-)
+ONE_UPDATE = Law("one-update/updated", ("updates",), _one_update, lambda want: {"updates": want.updates})
 """Every rank's optimizer has taken exactly the planned number of updates."""
 
 _OTHER_STATES = "the optimizer states are not the same"
@@ -205,7 +197,7 @@ def _frozen(seen: Seen[object]) -> Finding | None:
     return Finding(f"a frozen {what} changed{again}", seen.step, odd, frozen_tensor(seen, name))
 
 
-FROZEN: Law[Seen[object]] = Law("base-frozen/base", ("base", "first base"), _frozen)
+FROZEN = Law("base-frozen/base", ("base", "first base"), _frozen)
 """Every rank's digest of what is frozen is the one that it had at the start."""
 
 BASE: tuple[Law[Seen[object]], ...] = (LOCKSTEP, FROZEN)
@@ -228,13 +220,9 @@ def _audited(seen: Seen[object]) -> Finding | None:
     then, now = (hexadecimal(first.values[f"{part} {when}"]) for when in ("then", "now"))
     whose = f"rank {by} computed again" if of == by else f"rank {by} gets"
     unsure = "; either of both may be wrong" * (len(shared) > 1)
-    return Finding(
-        f"the {what} has digest {then} on rank {of}, {whose} {now}{unsure}",
-        first.step,
-        tuple(sorted(shared)),
-        what,
-        tuple((f"rank {each.values['subject']}", f"audited by rank {each.rank}") for each in odd),
-    )
+    told = f"the {what} has digest {then} on rank {of}, {whose} {now}{unsure}"
+    details = tuple((f"rank {each.values['subject']}", f"audited by rank {each.rank}") for each in odd)
+    return Finding(told, first.step, tuple(sorted(shared)), what, details)
 
 
 AUDITED: tuple[Law[Seen[object]], ...] = (LOCKSTEP, Law("audit/audited", ("leaves", "sums"), _audited))
