@@ -10,7 +10,6 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from andon_contracts.record import GENESIS, MAX_LINE, Line, Record, chain, decode_line, encode, link
@@ -130,9 +129,7 @@ class LedgerFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             self.close()
         except ValueError:

@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, get_args
+from typing import ClassVar, NamedTuple, get_args
 
 from andon_contracts.fields import Count, Hex16, Part, Real, json_object, read_field
 
@@ -221,12 +220,10 @@ class End(Part):
 
 
 Record = Start | Step | Evaluation | Saved | Resume | Broken | Retraction | End
-KINDS: Mapping[str, type[Record]] = types.MappingProxyType({kind.kind: kind for kind in get_args(Record)})
-"""The class of every kind of record."""
+KINDS: Mapping[str, type[Record]] = {record.kind: record for record in get_args(Record)}
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """A record with its place in the chain."""
 
     seq: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -38,11 +39,8 @@ def assert_same(
     leaves: dict[str, Any] = {}
     kinds: dict[str, str] = {}
     _flatten(tree, "tree", leaves, kinds)
-    exchange = Exchange(GroupGather(own_group(group, timeout), WIDTH))
-    try:
+    with closing(Exchange(GroupGather(own_group(group, timeout), WIDTH))) as exchange:
         _compare(leaves, kinds, exchange)
-    finally:
-        exchange.close()
 
 
 def _flatten(tree: Any, name: str, leaves: dict[str, Any], kinds: dict[str, str]) -> None:
@@ -119,18 +117,15 @@ def _difference(leaf: Any, exchange: Exchange) -> str:
     """The first element in which a tensor differs, or each rank's value; "" if they look the same."""
     is_tensor = isinstance(leaf, Tensor)
     texts = exchange.texts(0, f"{leaf.dtype} {tuple(leaf.shape)}" if is_tensor else repr(leaf)[:_MOST])
-    if len(set(texts)) > 1:
-        return by_rank(_around_difference(texts))
-    element = exchange.first_difference(0, leaf) if is_tensor else None
-    return "" if element is None else str(element)
-
-
-def _around_difference(texts: Sequence[str]) -> list[str]:
-    """Short texts as they are; of long ones the part around the first character in which they differ."""
+    if len(set(texts)) == 1:
+        element = exchange.first_difference(0, leaf) if is_tensor else None
+        return "" if element is None else str(element)
     if max(map(len, texts)) <= _SHOWN:
-        return list(texts)
+        return by_rank(texts)
+    # Of long texts, the part around the first character in which they differ.
     columns = enumerate(zip(*texts, strict=False))
     same = next((place for place, here in columns if len(set(here)) > 1), min(map(len, texts)))
     start = max(0, same - _BEFORE)
     begin = "..." if start else ""
-    return [f"{begin}{text[start : start + _SHOWN]}{'...' if len(text) > start + _SHOWN else ''}" for text in texts]
+    shown = [f"{begin}{text[start : start + _SHOWN]}{'...' if len(text) > start + _SHOWN else ''}" for text in texts]
+    return by_rank(shown)
