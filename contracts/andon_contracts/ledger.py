@@ -133,7 +133,7 @@ class LedgerFile:
         try:
             self.close()
         except ValueError:
-            if error is None:  # else the error that is being raised comes first
+            if error is None:  # else the exception in flight matters more
                 raise
 
 

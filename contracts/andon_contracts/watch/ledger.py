@@ -151,7 +151,7 @@ class Recorder:
     ) -> None:
         """One update, from the values of all ranks before and after it and the rows that the loop reported.
 
-        draws: the modules that draw random numbers in its forward passes; "" if none does or nobody looked.
+        draws: the modules that draw random numbers in its forward passes; "" if no module does or nothing was checked.
         """
         if self._file is None:
             return

@@ -1,4 +1,4 @@
-"""`andon.assert_same`: any tree of tensors and values is equal on all ranks, or who differs where."""
+"""`andon.assert_same`: compares a tree of tensors and values on all ranks, and reports which rank differs where."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _SHOWN, _BEFORE, _MOST = 60, 20, 1 << 16
 def assert_same(
     tree: Any, *, group: dist.ProcessGroup | None = None, timeout: datetime.timedelta = datetime.timedelta(minutes=30)
 ) -> None:
-    """Every rank has the same `tree`, to the bit. Collective.
+    """Check that every rank has the same `tree`, to the bit. Collective.
 
-    tree: tensors, modules, optimizers (anything with a `state_dict`), mappings, sequences and plain values, nested.
-    Raises `Violation` of `trees-agree` on every rank, naming leaf, ranks in the minority and first differing element
-    (of values: what each rank has; of leaves that not every rank has: which rank does),
-    and `ValueError` on every rank where any rank's tree holds what cannot be compared.
+    tree: tensors, modules, optimizers, mappings, sequences and plain values, nested. Raises `Violation` of
+    `trees-agree` on every rank, with the leaf, the ranks in the minority and the first differing element (of a value:
+    each rank's; of a leaf that some ranks lack: which have it), and `ValueError` on every rank if any rank's tree
+    contains a value that cannot be compared.
     """
     leaves: dict[str, Any] = {}
     kinds: dict[str, str] = {}
