@@ -129,7 +129,7 @@ class Recorder:
         self._last = (start, dict(digests))
         if self._subject.frozen:
             digests["base"] = hexadecimal(flat_digest(self._subject.frozen.values()))
-        identity, machine = _identity(self._subject, optimizers), _fingerprint(self._subject)
+        identity, machine = _origin(self._subject, optimizers)
         again = bool(self._file.head[0])
         if not again:
             plan = Plan(rows=rows, batch_size=None, micro_batches=None, seed=None, epochs=None, steps=None)
@@ -143,7 +143,7 @@ class Recorder:
         """The loop loaded a checkpoint and goes on after `step` updates."""
         if self._file is not None:
             digests = {"weights": hexadecimal(flat_digest(self._subject.trainable.values()))}
-            identity, machine = _identity(self._subject, optimizers), _fingerprint(self._subject)
+            identity, machine = _origin(self._subject, optimizers)
             self._append(Resume(step, identity, machine, digests, world, _backend(), name))
 
     def step(
@@ -258,15 +258,12 @@ def reason_of(error: BaseException | None) -> str:
     return "finished" if ended else "failed"
 
 
-def _identity(subject: ModelProbe, optimizers: Sequence[torch.optim.Optimizer]) -> str:
-    # All that a watch knows of what is trained, whatever the number of ranks: the layout and the optimizers.
+def _origin(subject: ModelProbe, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[str, dict[str, str]]:
+    """What a watch knows of the identity of a run on any number of ranks, and the fingerprint of this machine."""
     shown = [layout_digest(subject.trainable), layout_digest(subject.frozen)]
-    return hashlib.sha256(repr([shown, [type(each).__name__ for each in optimizers]]).encode()).hexdigest()
-
-
-def _fingerprint(subject: ModelProbe) -> dict[str, str]:
-    # A watch digests other bytes than the trainer, so their ledgers must not be compared.
-    return fingerprint(environment(torch.get_num_threads(), subject.accelerators())) | {"digests": _WRITER}
+    identity = hashlib.sha256(repr([shown, [type(each).__name__ for each in optimizers]]).encode()).hexdigest()
+    machine = fingerprint(environment(torch.get_num_threads(), subject.accelerators()))
+    return identity, machine | {"digests": _WRITER}  # a watch digests other bytes than the trainer
 
 
 def _backend() -> str:
