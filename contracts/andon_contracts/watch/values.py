@@ -77,7 +77,7 @@ def kept_digest(value: object) -> int:
 
 
 class Text:
-    """Caches the `text_digest` of an immutable value that seldom changes from call to call."""
+    """Caches the `text_digest` of a plain value that nobody changes in place and that seldom differs between calls."""
 
     def __init__(self, digest_of: Callable[[object], int] = text_digest) -> None:
         self._digest_of = digest_of
