@@ -26,7 +26,7 @@ _PAIR = {"hex", "value"}
 
 @dataclass(frozen=True)
 class Real:
-    """A real number that compares to the bit and survives JSON: `float.hex()`, with the value beside it for people.
+    """A float with exact equality that survives JSON: `float.hex()`, with the decimal value for readers.
 
     NaN and the infinities have the hex `nan`, `inf` and `-inf`, and the value null. NaNs of all payloads are equal.
     """
@@ -62,7 +62,7 @@ class Real:
 
 @dataclass(frozen=True)
 class Part:
-    """Base of a record and of its nested objects. A field that is None is left out of the JSON."""
+    """Base of a record and of its nested objects. The JSON leaves out fields that are None."""
 
     def to_json(self) -> dict[str, object]:
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
@@ -114,7 +114,7 @@ def _plain(value: object) -> object:
 
 @cache  # a ledger has millions of fields
 def _fields(part: type[Part]) -> tuple[Mapping[str, _Reader], Mapping[str, bool]]:
-    """The reader of each field, and if the object must have a field without a default (else it is None)."""
+    """Readers by field; and by field without a default, if the JSON must have it (otherwise the field is None)."""
     hints = get_type_hints(part, include_extras=True)
     specs = dataclasses.fields(part)
     bare = [s.name for s in specs if s.default is dataclasses.MISSING and s.default_factory is dataclasses.MISSING]

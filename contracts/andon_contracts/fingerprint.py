@@ -119,7 +119,7 @@ def version_of(library: str) -> str | None:
 
 
 def _flag(name: str) -> str | None:
-    """The value that is recorded of the variable `name`, None if none is, as for every one that may hold a secret."""
+    """The text to record for the environment variable `name`; None for a variable that may hold a secret."""
     if name in _FLAGS.split():
         return os.environ[name]
     if name == "PTXAS_OPTIONS":  # any text
@@ -133,7 +133,7 @@ def _flag(name: str) -> str | None:
 
 
 def _driver() -> str | None:
-    """The version of NVIDIA's kernel driver, None if there is none."""
+    """The version of NVIDIA's kernel driver, if it is loaded."""
     first, _, _ = _text_of(_DRIVER).partition("\n")
     found = re.search(r"\s(\d+(?:\.\d+)+)\s", f"{first} ")
     return found[1] if found is not None else None

@@ -10,7 +10,6 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from andon_contracts.record import GENESIS, MAX_LINE, Line, Record, chain, decode_line, encode, link
@@ -130,13 +129,11 @@ class LedgerFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             self.close()
         except ValueError:
-            if error is None:  # else the error that is being raised comes first
+            if error is None:  # else the exception in flight matters more
                 raise
 
 

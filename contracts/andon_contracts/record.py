@@ -3,25 +3,24 @@
 A line is one JSON object with sorted keys and no spaces, ended by a line feed:
 `{"kind":K,"prev":H,"seq":n,"v":4,...}`. `seq` counts from 0. `prev` is the first 16 hexadecimal digits of SHA-256 of
 the line before, without its line feed, and zeros in the first line. The chain is evidence of corruption, not of
-tampering: who rewrites a line can rewrite the rest.
+tampering: an attacker can rewrite all lines after a changed one.
 
-A reader refuses a version or a field that it does not know, so a new field needs a new version. A field that is None is
-left out: a watch of a foreign loop and the falsifier's witness know less of a step than our own trainer does.
+A reader refuses an unknown version or field, so a new field needs a new version. A line leaves out fields that are
+None: a watch of a foreign loop and the falsifier's witness know less about a step than our own trainer.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, get_args
+from typing import ClassVar, NamedTuple, get_args
 
 from andon_contracts.fields import Count, Hex16, Part, Real, json_object, read_field
 
 SCHEMA_VERSION = 4
-"""The version of every line: the only one that is written or read."""
+"""The version of every line; readers refuse any other."""
 GENESIS = "0" * 16
 """`prev` of the first line."""
 MAX_LINE = 1 << 24
@@ -99,9 +98,9 @@ class Step(Part):
     `loss` is the mean over `terms` terms (None: one for each of the `count` rows), `grad_norm` the norm before
     clipping, `correct` the number of terms that were predicted right.
     From a watch: `weights_norm` is the 2-norm of the trained parameters after the update. `gradient_at` is "optimizer"
-    if digest and norm are of the gradient that the optimizer got, because nobody reported the reduced one before
-    clipping. `optimizer_index` counts from 0 if several optimizers are watched; the weights are then its own.
-    `skipped`: the loss scaler skipped the update. `draws`: what draws random numbers in forward passes (first updates).
+    if digest and norm are of the optimizer's input, because nobody reported the reduced gradient before clipping.
+    `optimizer_index` counts from 0 if several optimizers are watched; the weights are then its own. `skipped`: the loss
+    scaler skipped the update. `draws`: what draws random numbers in the forward passes (first updates only).
     From the falsifier's witness: `tensors` names the tensors of this update that are stored elsewhere.
     """
 
@@ -221,12 +220,10 @@ class End(Part):
 
 
 Record = Start | Step | Evaluation | Saved | Resume | Broken | Retraction | End
-KINDS: Mapping[str, type[Record]] = types.MappingProxyType({kind.kind: kind for kind in get_args(Record)})
-"""The class of every kind of record."""
+KINDS: Mapping[str, type[Record]] = {record.kind: record for record in get_args(Record)}
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """A record with its place in the chain."""
 
     seq: int
@@ -241,7 +238,7 @@ class LineTooLong(ValueError):
 def encode(record: Record, seq: int, prev: str) -> bytes:
     """The line of `record`, line feed included.
 
-    Raises `ValueError` for a record that a reader would refuse, `LineTooLong` for one that takes too many bytes.
+    Raises `ValueError` for a record that readers would refuse, `LineTooLong` for a line of more than `MAX_LINE` bytes.
     """
     body = record.to_json()
     # Read it back before it is written: a line that readers refuse would lose every line after it.
@@ -267,7 +264,7 @@ def decode_line(line: bytes) -> Line:
     found = json_object(data, "the line")
     version, kind = found.get("v"), found.get("kind")
     if type(version) is not int or version != SCHEMA_VERSION:
-        raise ValueError(f"version {version!r} is not {SCHEMA_VERSION}, the only one that is read")
+        raise ValueError(f"version {version!r} is not {SCHEMA_VERSION}")
     if not isinstance(kind, str) or kind not in KINDS:
         raise ValueError(f"unknown kind {kind!r}")
     body = {name: value for name, value in found.items() if name not in _ENVELOPE}

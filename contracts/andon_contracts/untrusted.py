@@ -54,7 +54,7 @@ def read_regular(path: Path, most: int, *, follow: bool = False) -> bytes:
 
 
 def read_lines(path: Path, most: int) -> Iterator[bytes]:
-    """The lines of the regular file at `path`; the last is one that does not end within `most` bytes.
+    """The lines of the regular file at `path`; stops after the first without an end in `most` bytes.
 
     Raises `OSError` as `open_regular` does.
     """

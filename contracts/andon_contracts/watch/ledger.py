@@ -42,10 +42,7 @@ from andon_contracts.watch.judging import say
 from andon_contracts.watch.model_probe import ModelProbe
 from andon_contracts.watch.values import layout_digest, text_digest
 
-VARIABLE = "ANDON_LEDGER"
-"""The environment variable that names a ledger if the loop names none."""
-WRITER = "watch"
-_RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+_WRITER = "watch"
 _written: set[Path] = set()
 """The ledgers that watches of this process have begun to write."""
 
@@ -74,7 +71,7 @@ def ledger_path(given: str | os.PathLike[str] | None, writer: int) -> Path | Non
     """
     if given is not None:
         return Path(given)
-    named = os.environ.get(VARIABLE)
+    named = os.environ.get("ANDON_LEDGER")
     if not named:
         return None
     path = Path(named)
@@ -102,7 +99,7 @@ def open_ledger(path: Path, start: int) -> LedgerFile:
         raise ValueError(f"ledger: {path} is being written by another process") from None
     except OSError as error:
         raise ValueError(f"ledger: {path} cannot be written: {error.strerror}") from None
-    if file.head[0] and not start and os.environ.get(_RESTARTS, "0") == "0":
+    if file.head[0] and not start and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         file.close()
         raise ValueError(f"ledger: {path} holds a run already; name another, or say start= where this one goes on")
     return file
@@ -132,39 +129,29 @@ class Recorder:
         self._last = (start, dict(digests))
         if self._subject.frozen:
             digests["base"] = hexadecimal(flat_digest(self._subject.frozen.values()))
+        identity, machine = _origin(self._subject, optimizers)
         again = bool(self._file.head[0])
         if not again:
             plan = Plan(rows=rows, batch_size=None, micro_batches=None, seed=None, epochs=None, steps=None)
-            name = Path(sys.argv[0] if sys.argv else "").name or WRITER
-            identity, machine = _identity(self._subject, optimizers), _fingerprint(self._subject)
-            self._append(Start(name, machine, identity, plan, digests, world, _backend(), WRITER, WATCH_DIGESTS))
+            name = Path(sys.argv[0] if sys.argv else "").name or _WRITER
+            self._append(Start(name, machine, identity, plan, digests, world, _backend(), _WRITER, WATCH_DIGESTS))
         if again or start:
-            self._resume(start, "the loop's own", world, optimizers, digests, self._file.torn if again else 0)
+            torn = self._file.torn if again else 0
+            self._append(Resume(start, identity, machine, digests, world, _backend(), "the loop's own", torn))
 
     def loaded(self, step: int, name: str, world: int, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """The loop loaded a checkpoint and goes on after `step` updates."""
         if self._file is not None:
             digests = {"weights": hexadecimal(flat_digest(self._subject.trainable.values()))}
-            self._resume(step, name, world, optimizers, digests)
-
-    def _resume(
-        self,
-        step: int,
-        name: str,
-        world: int,
-        optimizers: Sequence[torch.optim.Optimizer],
-        digests: Mapping[str, str],
-        torn: int = 0,
-    ) -> None:
-        identity, machine = _identity(self._subject, optimizers), _fingerprint(self._subject)
-        self._append(Resume(step, identity, machine, digests, world, _backend(), name, torn))
+            identity, machine = _origin(self._subject, optimizers)
+            self._append(Resume(step, identity, machine, digests, world, _backend(), name))
 
     def step(
         self, before: Observations, after: Observations, told: Told, *, step: int, index: int | None, draws: str
     ) -> None:
         """One update, from the values of all ranks before and after it and the rows that the loop reported.
 
-        draws: the modules that draw random numbers in its forward passes; "" if none does or nobody looked.
+        draws: the modules that draw random numbers in its forward passes; "" if no module does or nothing was checked.
         """
         if self._file is None:
             return
@@ -216,18 +203,15 @@ class Recorder:
         return Real.of(self._subject.norm_of_all([real_of(o.values["norm share"]) for o in observations]))
 
     def violation(self, found: Violation, action: str, applied: bool) -> None:
-        """A broken clause, and what the watch did about it."""
         self._violations += action != "suspected"
         at = found.finding
         details = dict(at.details)
         self._append(Broken(found.clause, at.step, at.ranks, at.tensor, at.seen, details, action, applied or None))
 
     def saved(self, step: int, name: str, digests: Mapping[str, int]) -> None:
-        """The loop saved a checkpoint."""
         self._append(Saved(step, name, hexadecimal(join({key: value % (1 << 64) for key, value in digests.items()}))))
 
     def evaluated(self, step: int, rows: int, scores: Mapping[str, float]) -> None:
-        """The loop evaluated."""
         self._append(Evaluation(step, None, rows, {name: Real.of(score) for name, score in scores.items()}))
 
     def close(self, reason: str) -> None:
@@ -278,15 +262,12 @@ def reason_of(error: BaseException | None) -> str:
     return "finished" if ended else "failed"
 
 
-def _identity(subject: ModelProbe, optimizers: Sequence[torch.optim.Optimizer]) -> str:
-    # All that a watch knows of what is trained, whatever the number of ranks: the layout and the optimizers.
+def _origin(subject: ModelProbe, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[str, dict[str, str]]:
+    """What a watch knows of the identity of a run on any number of ranks, and the fingerprint of this machine."""
     shown = [layout_digest(subject.trainable), layout_digest(subject.frozen)]
-    return hashlib.sha256(repr([shown, [type(each).__name__ for each in optimizers]]).encode()).hexdigest()
-
-
-def _fingerprint(subject: ModelProbe) -> dict[str, str]:
-    # A watch digests other bytes than the trainer, so their ledgers must not be compared.
-    return fingerprint(environment(torch.get_num_threads(), subject.accelerators())) | {"digests": WRITER}
+    identity = hashlib.sha256(repr([shown, [type(each).__name__ for each in optimizers]]).encode()).hexdigest()
+    machine = fingerprint(environment(torch.get_num_threads(), subject.accelerators()))
+    return identity, machine | {"digests": _WRITER}  # a watch digests other bytes than the trainer
 
 
 def _backend() -> str:

@@ -1,10 +1,11 @@
-"""`andon.assert_same`: any tree of tensors and values is equal on all ranks, or who differs where."""
+"""`andon.assert_same`: compares a tree of tensors and values on all ranks, and reports which rank differs where."""
 
 from __future__ import annotations
 
 import datetime
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -47,21 +48,18 @@ _TREE = (_PLACES, _LEAVES)
 def assert_same(
     tree: Any, *, group: dist.ProcessGroup | None = None, timeout: datetime.timedelta = datetime.timedelta(minutes=30)
 ) -> None:
-    """Every rank has the same `tree`, to the bit. Collective.
+    """Check that every rank has the same `tree`, to the bit. Collective.
 
-    tree: tensors, modules, optimizers (anything with a `state_dict`), mappings, sequences and plain values, nested.
-    Raises `Violation` of `trees-agree` on every rank, naming leaf, ranks in the minority and first differing element
-    (of values: what each rank has; of leaves that not every rank has: which rank does),
-    and `ValueError` on every rank where any rank's tree holds what cannot be compared.
+    tree: tensors, modules, optimizers, mappings, sequences and plain values, nested. Raises `Violation` of
+    `trees-agree` on every rank, with the leaf, the ranks in the minority and the first differing element (of a value:
+    each rank's; of a leaf that some ranks lack: which have it), and `ValueError` on every rank if any rank's tree
+    contains a value that cannot be compared.
     """
     leaves: dict[str, Any] = {}
     kinds: dict[str, str] = {}
     _flatten(tree, "tree", leaves, kinds)
-    exchange = Exchange(GroupGather(own_group(group, timeout), WIDTH))
-    try:
+    with closing(Exchange(GroupGather(own_group(group, timeout), WIDTH))) as exchange:
         _compare(leaves, kinds, exchange)
-    finally:
-        exchange.close()
 
 
 def _flatten(tree: Any, name: str, leaves: dict[str, Any], kinds: dict[str, str]) -> None:
@@ -138,18 +136,15 @@ def _difference(leaf: Any, exchange: Exchange) -> str:
     """The first element in which a tensor differs, or each rank's value; "" if they look the same."""
     is_tensor = isinstance(leaf, Tensor)
     texts = exchange.texts(0, f"{leaf.dtype} {tuple(leaf.shape)}" if is_tensor else repr(leaf)[:_MOST])
-    if len(set(texts)) > 1:
-        return by_rank(_around_difference(texts))
-    element = exchange.first_difference(0, leaf) if is_tensor else None
-    return "" if element is None else str(element)
-
-
-def _around_difference(texts: Sequence[str]) -> list[str]:
-    """Short texts as they are; of long ones the part around the first character in which they differ."""
+    if len(set(texts)) == 1:
+        element = exchange.first_difference(0, leaf) if is_tensor else None
+        return "" if element is None else str(element)
     if max(map(len, texts)) <= _SHOWN:
-        return list(texts)
+        return by_rank(texts)
+    # Of long texts, the part around the first character in which they differ.
     columns = enumerate(zip(*texts, strict=False))
     same = next((place for place, here in columns if len(set(here)) > 1), min(map(len, texts)))
     start = max(0, same - _BEFORE)
     begin = "..." if start else ""
-    return [f"{begin}{text[start : start + _SHOWN]}{'...' if len(text) > start + _SHOWN else ''}" for text in texts]
+    shown = [f"{begin}{text[start : start + _SHOWN]}{'...' if len(text) > start + _SHOWN else ''}" for text in texts]
+    return by_rank(shown)

@@ -1,7 +1,7 @@
 """Digests of nested tensors, arrays and plain values: of all their content, and equal in every process.
 
 `repr` alone will not do: it shortens a large tensor or array, orders a set by the hash seed of its process, and shows
-the address of an object that has no `repr` of its own.
+the address of an object without its own `repr`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import hashlib
 import pathlib
 import uuid
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ _BY_REPR = (
 )  # fmt: skip
 """Types whose `repr` says all of a value, and the same in every process."""
 _OWN = 3
-"""Levels of a nest that its caller builds anew each time, so that nobody else can change them."""
+"""Levels of a nest that the caller builds for each call, so no other code can change them."""
 
 
 def text_digest(*parts: object) -> int:
@@ -77,7 +77,7 @@ def kept_digest(value: object) -> int:
 
 
 class Text:
-    """Caches the `text_digest` of a plain value that nobody can change in place and that seldom is another."""
+    """Caches the `text_digest` of a plain value that nobody changes in place and that seldom differs between calls."""
 
     def __init__(self, digest_of: Callable[[object], int] = text_digest) -> None:
         self._digest_of = digest_of
@@ -187,26 +187,21 @@ def _hash(content: bytes) -> str:
 
 
 def _place(value: Any) -> str:
-    """The path to the first foreign value in `value`, which has one: [0], .name or ['key'], one after the other."""
-    for place, part in _parts(value):
+    """The path to the first foreign value in `value`, which has one: a chain of [0], .name or ['key']."""
+    if _is_array(value):
+        value = value.tolist()
+    parts: list[tuple[str, Any]] = []
+    if isinstance(value, Mapping):
+        parts = [part for key, item in value.items() for part in (("'s keys", key), (f"[{key!r}]", item))]
+    elif isinstance(value, Set):
+        parts = [("'s items", item) for item in value]
+    elif isinstance(value, Sequence):
+        parts = [(f"[{index}]", item) for index, item in enumerate(value)]
+    elif dataclasses.is_dataclass(value):
+        parts = [(f".{field.name}", getattr(value, field.name)) for field in dataclasses.fields(value)]
+    for place, part in parts:
         foreign: list[object] = []
         _form(part, foreign)
         if foreign:
             return place + _place(part)
     return ""
-
-
-def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """The parts of a nest in the order of `_form`, with their places in it."""
-    if _is_array(value):
-        value = value.tolist()
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield "'s keys", key
-            yield f"[{key!r}]", item
-    elif isinstance(value, Set):
-        yield from (("'s items", item) for item in value)
-    elif isinstance(value, Sequence):
-        yield from ((f"[{index}]", item) for index, item in enumerate(value))
-    elif dataclasses.is_dataclass(value):
-        yield from ((f".{field.name}", getattr(value, field.name)) for field in dataclasses.fields(value))

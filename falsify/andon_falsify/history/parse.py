@@ -11,7 +11,7 @@ from typing import Any
 from andon_falsify.history.events import Event, Number, Plan, RankStep, RowId, StartEvent, StepEvent, whole
 
 VERSION = 4
-"""The only version of a line. A field that a line leaves out is None."""
+"""The only version of a line. Fields that a line leaves out are None."""
 KINDS = frozenset({"start", "step", "eval", "checkpoint", "resume", "violation", "retraction", "end"})
 
 
@@ -26,7 +26,7 @@ def parse_line(text: str, line: int, digest: str) -> Event:
     """
     fields = _object(text)
     if whole(fields.get("v")) != VERSION:
-        msg = f"version {_quote(fields.get('v'))} is not {VERSION}, the only one that is read"
+        msg = f"version {_quote(fields.get('v'))} is not {VERSION}"
         raise LineError(msg)
     kind = fields.get("kind")
     if not isinstance(kind, str) or kind not in KINDS:
