@@ -125,8 +125,7 @@ def _difference(leaf: Any, exchange: Exchange) -> str:
     texts = exchange.texts(0, f"{leaf.dtype} {tuple(leaf.shape)}" if is_tensor else repr(leaf)[:_MOST])
     if len(set(texts)) > 1:
         return by_rank(_around_difference(texts))
-    element = exchange.first_difference(0, leaf) if is_tensor else None
-    return "" if element is None else str(element)
+    return exchange.first_difference(0, leaf) if is_tensor else ""
 
 
 def _around_difference(texts: Sequence[str]) -> list[str]:
