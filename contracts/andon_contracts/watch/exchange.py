@@ -73,7 +73,6 @@ class Exchange:
         self._gather.connect()
 
     def close(self) -> None:
-        """Take the group down."""
         self._gather.close()
 
     def __call__(

@@ -76,11 +76,9 @@ class Verdicts:
     _causes: list[_Cause] = field(default_factory=list)
 
     def alive(self, laws: Sequence[Law[S]]) -> tuple[Law[S], ...]:
-        """Those of `laws` that can be judged here."""
         return tuple(law for law in laws if law.clause in self.live)
 
     def judgement(self, laws: Sequence[Law[S]], seen: S) -> Judgement[S]:
-        """Judge what was seen by `laws`, which are alive, and count the evaluations here."""
         return Judgement(laws, seen, self.evaluations)
 
     def judge(self, laws: Sequence[Law[S]], seen: S, scene: Scene) -> bool:

@@ -41,7 +41,6 @@ class Locator:
     """The last update after which all ranks had the same weights, if there are several ranks."""
 
     def start(self, judgement: Judgement[Seen[object]]) -> None:
-        """Act upon what is broken at the start."""
         tensors = self.subject.parameters
         self._look(judgement, START, 0, None)
         scene = Scene(self.exchange.world_size, tensors=len(tensors))
@@ -50,7 +49,6 @@ class Locator:
     def before(
         self, probe: OptimizerProbe, judgement: Judgement[Seen[Reduced]], laws: Sequence[Law[Seen[Reduced]]]
     ) -> None:
-        """Act upon what is broken of `laws` before an update of `probe`'s optimizer."""
         said = judgement.seen.said
         self._look(judgement, laws, said[0].step, probe)
         tensors: dict[str, Mapping[str, Tensor]] = {
