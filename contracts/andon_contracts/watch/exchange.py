@@ -48,7 +48,7 @@ def element_text(index: Sequence[int], bits: Sequence[int], dtype: torch.dtype) 
 
 
 class Exchange:
-    """Gathers observations over a group of its own and numbers every message. All ranks must make the same calls."""
+    """Gathers observations over a separate group and numbers every message. All ranks must make the same calls."""
 
     def __init__(self, gather: GroupGather) -> None:
         self._gather = gather
@@ -62,7 +62,7 @@ class Exchange:
     def attend(
         self, heed: Callable[[], None], lost: Callable[[BaseException], None], begun: PendingCollectives
     ) -> None:
-        """Call `heed` now and then while a gather waits, and `lost` with the error of one that failed.
+        """Call `heed` now and then while a gather waits, and `lost` with the error of a gather that failed.
 
         begun: counts the gathers.
         """
@@ -80,8 +80,8 @@ class Exchange:
     ) -> tuple[Observation, ...]:
         """Every rank's observation of `values`, by rank. A payload must have one length on all ranks.
 
-        judged: the caller checks itself that the ranks are at the same point. Otherwise raises `Violation` of
-        `halt-together` if they are not, whatever the action of the watch, because there is no answer to go on with.
+        judged: the caller checks that the ranks are at the same point. Otherwise raises `Violation` of `halt-together`
+        if they are not, even if the action is to warn, because there is no answer to continue with.
         """
         self._sequence += 1
         mine = Observation(self.rank, step, self._sequence, point, values, payload)

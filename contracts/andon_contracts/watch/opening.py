@@ -1,4 +1,4 @@
-"""`andon.watch`: checks its arguments on all ranks, makes a process group of its own, and opens a `Watch`."""
+"""`andon.watch`: checks its arguments on all ranks, makes a separate process group, and opens a `Watch`."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def watch(
     plan: from the number of an update to the ids of its global batch. rows: the number of rows of an epoch.
     contents: from ids to the rows that `Watch.batch` receives for them.
     start: the updates made before. updates: how many updates there are in all at the end.
-    replicate: the group, or the device mesh of one dimension, of the ranks that hold what this rank holds, if not all
-    do; shards tell that by their own mesh. hard_stop: end ranks that are blocked where no Python runs.
+    replicate: the process group or one-dimensional device mesh of the ranks with the same parameters (default: all
+    ranks, or as the mesh of the shards says). hard_stop: end ranks that are blocked while no Python runs.
     timeout: how long a rank waits for the others. patience: how long the process of a rank may be stopped, or a rank on
     another machine may give no sign of life, before all ranks halt. verbose: list every clause at the opening.
 
@@ -138,7 +138,7 @@ def open_watch(model: nn.Module, given: Sequence[Any], settings: Settings) -> Wa
         except ValueError:
             if settings.replicate is not None:
                 raise
-            # Several pipeline stages, for example, each with a mesh of its own: which shards are alike is unknown.
+            # Pipeline stages with separate meshes, for example: the same shard cannot be recognized across stages.
             replicas = Replicas(tuple(range(len(seen))))
         settings = replace(settings, recording=bool(seen[0].values["records"]))
         halt = _halt_signal(exchange, settings, secret_in(seen[0].values))
@@ -180,7 +180,7 @@ def _wrong_types(model: object, optimizers: Sequence[object]) -> list[str]:
 
 
 def _halt_signal(exchange: Exchange, settings: Settings, secret: bytes) -> HaltSignal | None:
-    """The signal by which any rank stops all. Its name in the store is unique to this watch and alike on its ranks."""
+    """The signal by which any rank stops all. All ranks of this watch, and no others, use its key in the store."""
     if exchange.world_size == 1:
         return None
     ranks = dist.get_process_group_ranks(settings.group or dist.group.WORLD)
@@ -203,7 +203,7 @@ def _halt_signal(exchange: Exchange, settings: Settings, secret: bytes) -> HaltS
 def _unwrapped(optimizer: Any) -> Any:
     """The optimizer inside a wrapper that delegates: Accelerate's, Fabric's, torch's `PostLocalSGDOptimizer`."""
     while True:
-        # What never came to `Optimizer.__init__` has no hooks of its own, whatever its type: another one steps for it.
+        # A subclass that never called `Optimizer.__init__` has no hooks: it steps by another optimizer.
         delegates = isinstance(optimizer, torch.optim.Optimizer) and not hasattr(optimizer, "_optimizer_step_pre_hooks")
         names = ("optimizer", "optim") if delegates else ("optimizer",)
         found = (getattr(optimizer, name, None) for name in names)

@@ -55,7 +55,7 @@ _SURE_S = 3.0
 _STUCK_S, _BUSY_S = 5.0, 0.1
 """A rank waits in a collective if it is in one call for so long and computes less between two looks."""
 _scripts = itertools.count()
-"""Numbers the scripts of this process, alike on all ranks."""
+"""Numbers the scripts of this process; a script has the same number on all ranks."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -199,7 +199,7 @@ class Standby(Listener):
 
     @property
     def violated(self) -> bool:
-        """True if a watch found what it was asked to raise for."""
+        """True if a watch with `--action raise` found a violation."""
         return self._settings.action == "raise" and any(each.violations for each in self._watches)
 
     def tell_if_idle(self) -> None:
@@ -288,8 +288,8 @@ class Gathering:
 
     Opening a watch is collective, so a rank must not begin it unless all ranks do. Not every right script trains on
     every rank: a learner updates weights while actors wait for them in a broadcast. So a rank that comes to a first
-    update waits for the others in the store, where it disturbs no collective of the script, and gives up if they do not
-    come. The ranks decide by one value that the store sets once: a rank that comes later reads it and does not wait.
+    update waits for the others through the store, without a collective, and gives up if they do not come. The ranks
+    decide by one value that the store sets once: a rank that comes later reads it and does not wait.
     """
 
     def __init__(self) -> None:
@@ -319,7 +319,7 @@ class Gathering:
     def meet(self, what: str, refuses: str = "") -> str | None:
         """Meet the others at an update of `what`; None if all ranks are here, else why no watch is to be opened.
 
-        refuses: why this rank cannot open one, which the others are told. After the last attempt this returns "".
+        refuses: why this rank cannot open a watch; the others receive it. After the last attempt this returns "".
         """
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
             return refuses or None
