@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, TensorD
 
 import andon
 from andon_contracts import legible
-from andon_contracts.watch import gathering
+from andon_contracts.watch import script
 from andon_contracts.watch.loaders import cannot_look
 from tests.support.ranks import run_ranks
 from tests.watch.packed import packed
@@ -262,22 +262,22 @@ def test_a_forward_pass_under_vmap_is_looked_at_as_any_other() -> None:
 # ranks that do different things
 
 
-def _meets(script: str) -> list[str | None]:
+def _meets(case: str) -> list[str | None]:
     """What each meeting of this rank says, by who comes to which."""
     os.environ["WORLD_SIZE"] = "2"
-    gathering._BEAT_S, gathering._STUCK_S, gathering._SURE_S = 0.05, 0.2, 0.5
-    gathering._LONGEST_S = {"late": 0.5, "absent": 0.9}.get(script, 60.0)
-    here, rank = gathering.Gathering(), dist.get_rank()
-    if script == "together":
+    script._BEAT_S, script._STUCK_S, script._SURE_S = 0.05, 0.2, 0.5
+    script._LONGEST_S = {"late": 0.5, "absent": 0.9}.get(case, 60.0)
+    here, rank = script.Gathering(), dist.get_rank()
+    if case == "together":
         return [here.meet("Adam"), here.meet("SGD")]
-    if script == "refused":
+    if case == "refused":
         return [here.meet("Adam", "nothing tells them apart" if rank == 1 else ""), here.meet("SGD")]
-    if script == "actor":
+    if case == "actor":
         found = [here.meet("Adam")] if rank == 0 else []
         dist.broadcast(torch.ones(2), 0)
         return found
-    if script in ("ended", "absent"):
-        if rank == 1 and script == "ended":
+    if case in ("ended", "absent"):
+        if rank == 1 and case == "ended":
             here.close()
         return [here.meet("Adam")] if rank == 0 else []
     # Rank 0 has an optimizer that rank 1 has not; then both come to one, rank 1 too late for the others of it.
@@ -290,7 +290,7 @@ _ABSENT = "rank 1 did not come to the first update of"
 
 
 @pytest.mark.parametrize(
-    ("script", "wanted"),
+    ("case", "wanted"),
     [
         ("together", [[None, None], [None, None]]),
         ("refused", [["nothing tells them apart", None], ["nothing tells them apart", None]]),
@@ -300,13 +300,13 @@ _ABSENT = "rank 1 did not come to the first update of"
         ("absent", [["rank 1, 2 did not come to the first update of Adam within 1 s"], [], []]),
     ],
 )
-def test_ranks_meet_before_a_watch_is_opened(script: str, wanted: list[list[str | None]]) -> None:
+def test_ranks_meet_before_a_watch_is_opened(case: str, wanted: list[list[str | None]]) -> None:
     """All open one, or none does for the reason of the one that cannot.
 
     A rank that waits elsewhere, or has ended, is seen long before the patience is over; an optimizer of one rank does
     not keep the others from being watched. Several absent ranks cost the patience once.
     """
-    for outcome, known in zip(run_ranks(len(wanted), _meets, script), wanted, strict=True):
+    for outcome, known in zip(run_ranks(len(wanted), _meets, case), wanted, strict=True):
         found = [said and said[: len(why or "")] for said, why in zip(outcome.get(), known, strict=True)]
         assert found == known
 

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import andon
 from andon_contracts.clauses import CLAUSES
 from andon_contracts.violation import Violation
-from andon_contracts.watch.exchange import Element
+from andon_contracts.watch.exchange import element_text
 from andon_contracts.watch.script import Standby
 from tests.watch.small import answers, net, sgd, watched
 
@@ -170,7 +170,7 @@ def test_the_command_names_its_own_option() -> None:
 def test_bits_of_a_real_have_its_number_beside_them(value: float, dtype: torch.dtype, shown: str) -> None:
     tensor = torch.tensor([value], dtype=dtype)
     bits = int(tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]).item())
-    assert str(Element((3,), (bits, bits), dtype)) == f"first at [3]: {shown} on rank 0, {shown} on rank 1"
+    assert element_text((3,), (bits, bits), dtype) == f"first at [3]: {shown} on rank 0, {shown} on rank 1"
 
 
 # on standard error, behind the user's own line

@@ -26,7 +26,7 @@ def members(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def optimizer_of(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer | None:
-    """The living optimizer that holds the earliest of `parameters`; of several such the one that holds most.
+    """The living optimizer that holds the earliest of `parameters`. If several do, the one that holds most of them.
 
     None if nothing tells two of them apart: the first update shows which one the loop uses.
     """
@@ -39,7 +39,7 @@ def trained_by(optimizer: torch.optim.Optimizer) -> tuple[nn.Module, list[torch.
     """The outermost module that holds what `optimizer` trains, and all optimizers that share in its parameters.
 
     If no single module holds all of it, or none holds a parameter, a `Several` of what does. Raises `ValueError` if
-    several modules hold it and nothing that is alike in all processes tells them apart.
+    several modules hold it and nothing that all processes see tells them apart.
     """
     wanted = members(optimizer)
     left = {id(parameter): index for index, parameter in enumerate(wanted)}
@@ -65,7 +65,7 @@ def trained_by(optimizer: torch.optim.Optimizer) -> tuple[nn.Module, list[torch.
 
 
 def outermost(model: nn.Module) -> nn.Module:
-    """The outermost module that holds `model`; of several the one that reduces its gradients.
+    """The outermost module that holds `model`. If there are several, the one that reduces its gradients.
 
     Raises `ValueError` if several do and nothing tells them apart.
     """
@@ -88,7 +88,7 @@ def reducers_of(model: nn.Module) -> list[DistributedDataParallel]:
 
 
 def _alike(optimizers: Iterable[torch.optim.Optimizer], place: Mapping[int, int]) -> list[list[torch.optim.Optimizer]]:
-    """`optimizers` in an order that is alike on all ranks; those that nothing tells apart are in one list."""
+    """`optimizers` in an order that all ranks agree on; optimizers that nothing tells apart share a list."""
 
     def order(optimizer: torch.optim.Optimizer) -> tuple[int, int, list[int], str, int]:
         held = sorted(_places(optimizer, place))
@@ -102,23 +102,23 @@ def _places(optimizer: torch.optim.Optimizer, place: Mapping[int, int]) -> list[
 
 
 def _optimizers() -> list[torch.optim.Optimizer]:
-    # A wrapper that only hands on the groups of another optimizer has none of its own.
+    # A wrapper that only forwards `param_groups` of another optimizer lacks the attribute.
     return [each for each in _living(torch.optim.Optimizer) if "param_groups" in vars(each)]
 
 
 def _living(kind: type[Kind]) -> list[Kind]:
-    # By type and not isinstance: a proxy may do anything when it is asked for its class. Each type is asked once,
-    # because there may be a million objects.
+    # `type` instead of `isinstance`, because a proxy may run any code for `__class__`. There may be a million objects,
+    # so every type is checked once.
     objects = gc.get_objects()
     wanted = {each for each in set(map(type, objects)) if issubclass(each, kind)}
     return [each for each in objects if type(each) in wanted] if wanted else []
 
 
 def _best(roots: Sequence[nn.Module], left: Mapping[int, int]) -> nn.Module:
-    """The root that stands best for the model of the parameters `left`, which are given with their places.
+    """The root that is most likely the model of the parameters `left`, from identity to place.
 
-    It holds most of them, reduces their gradients and holds little else; then its first parameter decides, then the
-    names and types of its modules. Raises `ValueError` if that leaves several that are not wrappers of one module.
+    It holds most of them, reduces their gradients and holds little else. Then its first parameter decides, then the
+    names and types of its modules. Raises `ValueError` if several remain that do not wrap one module.
     """
 
     def merit(root: nn.Module) -> tuple[int, bool, int, int, str, int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,35 +24,6 @@ INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integer dtype of each size in bytes."""
 
 
-@dataclass(frozen=True)
-class Element:
-    """The first element in which ranks differ: its index in the tensor, and its bits on each rank.
-
-    dtype: what the bits say; of floating dtypes the number is shown beside them.
-    """
-
-    index: tuple[int, ...]
-    bits: tuple[int, ...]
-    dtype: torch.dtype
-
-    def __str__(self) -> str:
-        where = f"first at {list(self.index)}: " if self.index else ""
-        return where + by_rank([self._shown(bits) for bits in self.bits])
-
-    def _shown(self, bits: int) -> str:
-        width = self.dtype.itemsize
-        shown = f"{bits % (1 << 8 * width):#0{2 * width + 2}x}"
-        if not self.dtype.is_floating_point:
-            return shown
-        number = torch.tensor([bits], device="cpu").to(INTEGER[width]).view(self.dtype).item()
-        # The fewest digits that are this number and no other of its dtype.
-        for digits in range(1, 17):
-            short = f"{number:.{digits}g}"
-            if torch.tensor(float(short), dtype=self.dtype, device="cpu").item() == number:
-                return f"{shown} ({short})"
-        return f"{shown} ({number:.17g})"
-
-
 def by_rank(shown: Sequence[str]) -> str:
     """The value of each rank in words: `2 on rank 1, 3 on the others`, or rank by rank if no majority agrees."""
     odd = minority(shown)
@@ -62,8 +32,24 @@ def by_rank(shown: Sequence[str]) -> str:
     return ", ".join(words + others)
 
 
+def element_text(index: Sequence[int], bits: Sequence[int], dtype: torch.dtype) -> str:
+    """An element in which ranks differ: its index in the tensor, its bits on each rank, and their number if it is real.
+
+    The number has the fewest digits that are this number and no other of its dtype.
+    """
+    shown = []
+    for each in bits:
+        shown.append(f"{each % (1 << 8 * dtype.itemsize):#0{2 * dtype.itemsize + 2}x}")
+        if dtype.is_floating_point:
+            number = torch.tensor([each], device="cpu").to(INTEGER[dtype.itemsize]).view(dtype).item()
+            texts = [f"{number:.{digits}g}" for digits in range(1, 18)]
+            exact = (t for t in texts if torch.tensor(float(t), dtype=dtype, device="cpu").item() == number)
+            shown[-1] += f" ({next(exact, texts[-1])})"
+    return (f"first at {list(index)}: " if index else "") + by_rank(shown)
+
+
 class Exchange:
-    """Gathers observations over a group of its own and numbers every message. All ranks must make the same calls."""
+    """Gathers observations over a separate group and numbers every message. All ranks must make the same calls."""
 
     def __init__(self, gather: GroupGather) -> None:
         self._gather = gather
@@ -77,7 +63,7 @@ class Exchange:
     def attend(
         self, heed: Callable[[], None], lost: Callable[[BaseException], None], begun: PendingCollectives
     ) -> None:
-        """Call `heed` now and then while a gather waits, and `lost` with the error of one that failed.
+        """Call `heed` now and then while a gather waits, and `lost` with the error of a gather that failed.
 
         begun: counts the gathers.
         """
@@ -88,7 +74,6 @@ class Exchange:
         self._gather.connect()
 
     def close(self) -> None:
-        """Take the group down."""
         self._gather.close()
 
     def __call__(
@@ -96,8 +81,8 @@ class Exchange:
     ) -> tuple[Observation, ...]:
         """Every rank's observation of `values`, by rank. A payload must have one length on all ranks.
 
-        judged: the caller checks itself that the ranks are at the same point. Otherwise raises `Violation` of
-        `halt-together` if they are not, whatever the action of the watch, because there is no answer to go on with.
+        judged: the caller checks that the ranks are at the same point. Otherwise raises `Violation` of `halt-together`
+        if they are not, even if the action is to warn, because there is no answer to continue with.
         """
         self._sequence += 1
         mine = Observation(self.rank, step, self._sequence, point, values, payload)
@@ -163,46 +148,39 @@ class Exchange:
 
     def texts(self, step: int, text: str) -> tuple[str, ...]:
         """Every rank's `text`, by rank. Two gathers, for use after a difference was found."""
-        raw = text.encode("utf-8", "backslashreplace")
-        sizes = [o.values["bytes"] for o in self(step, "length", {"bytes": len(raw)})]
-        padded = bytearray(raw.ljust(-(-max(*sizes, 1) // 8) * 8, b"\0"))
-        held = self._payloads(step, "text", {"bytes": len(raw)}, torch.frombuffer(padded, dtype=torch.int64))
-        found = [bytes(each.view(torch.uint8).tolist()) for each in held]
-        return tuple(each[:size].decode("utf-8") for each, size in zip(found, sizes, strict=True))
+        columns = self.columns(step, [list(text.encode("utf-8", "backslashreplace"))])
+        return tuple(bytes(column).decode("utf-8") for (column,) in columns)
 
-    def first_difference(self, step: int, tensor: Tensor | None, noun: str = "tensor") -> Element | str | None:
-        """The first element in which the ranks' `tensor`s differ; None if they do not. A few gathers.
+    def first_difference(self, step: int, tensor: Tensor | None, noun: str = "tensor") -> str:
+        """The first element in which the ranks' `tensor`s differ, in words; "" if they do not. A few gathers.
 
         tensor: None on a rank that has none. If only some ranks have one, the result says which have no `noun`.
         """
         if not self.alike:
-            return None
+            return ""
         held = None if tensor is None else plain(tensor)
         words = None if held is None else element_bits(held).flatten()
         counts = [o.values["0"] for o in self(step, "sizes", {"0": -1 if words is None else words.numel()})]
         if tensor is None or held is None or words is None or len(set(counts)) > 1:
             lacking = [rank for rank, count in enumerate(counts) if count < 0]
             verb = "have" if len(lacking) > 1 else "has"
-            return f"{named(lacking)} {verb} no {noun}" if 0 < len(lacking) < len(counts) else None
+            return f"{named(lacking)} {verb} no {noun}" if 0 < len(lacking) < len(counts) else ""
         first, size = 0, words.numel()
-        while size > _BLOCKS:
-            per_block = -(-size // _BLOCKS)
-            block = self._first_odd(step, _block_sums(words[first : first + size], per_block))[0]
-            if block is None:
-                return None
+        while True:
+            per_block = max(-(-size // _BLOCKS), 1)
+            part = words[first : first + size]
+            sums = part if per_block == 1 else _block_sums(part, per_block)
+            rows = torch.stack(self._payloads(step, "elements", {"count": sums.numel()}, sums.cpu()))
+            odd = (rows != rows[0]).any(0).nonzero()
+            if not odd.numel():
+                return ""
+            block = int(odd[0])
+            if per_block == 1:
+                break
             first, size = first + block * per_block, min(per_block, size - block * per_block)
-        odd, bits = self._first_odd(step, words[first : first + size])
-        if odd is None:
-            return None
         shape = tensor.shape if tensor.numel() == held.numel() else held.shape
-        index = tuple(int(i) for i in torch.unravel_index(torch.tensor(first + odd, device="cpu"), shape))
-        return Element(index, bits, held.dtype)
-
-    def _first_odd(self, step: int, words: Tensor) -> tuple[int | None, tuple[int, ...]]:
-        """The place of the first word in which ranks differ, if they do, and this word on each rank."""
-        rows = torch.stack(self._payloads(step, "elements", {"count": words.numel()}, words.cpu()))
-        odd = (rows != rows[0]).any(0).nonzero()
-        return (int(odd[0]), tuple(rows[:, int(odd[0])].tolist())) if odd.numel() else (None, ())
+        index = torch.unravel_index(torch.tensor(first + block, device="cpu"), shape)
+        return element_text([int(i) for i in index], rows[:, block].tolist(), held.dtype)
 
 
 def element_bits(tensor: Tensor) -> Tensor:

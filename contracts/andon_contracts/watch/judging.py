@@ -1,4 +1,4 @@
-"""What becomes of a law that a watched loop breaks: counted, silenced, printed, raised or called, as was asked."""
+"""Acts upon the laws that a watched loop breaks: counts, silences, prints, raises or calls, by the settings."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class _Case:
 
 @dataclass
 class Verdicts:
-    """Judges observations alike on every rank, counts, and warns, raises or calls as was asked."""
+    """Judges observations with the same result on every rank, counts, and warns, raises or calls by the settings."""
 
     settings: Settings
     rank: int
@@ -76,11 +76,9 @@ class Verdicts:
     _causes: list[_Cause] = field(default_factory=list)
 
     def alive(self, laws: Sequence[Law[S]]) -> tuple[Law[S], ...]:
-        """Those of `laws` that can be judged here."""
         return tuple(law for law in laws if law.clause in self.live)
 
     def judgement(self, laws: Sequence[Law[S]], seen: S) -> Judgement[S]:
-        """Judge what was seen by `laws`, which are alive, and count the evaluations here."""
         return Judgement(laws, seen, self.evaluations)
 
     def judge(self, laws: Sequence[Law[S]], seen: S, scene: Scene) -> bool:
@@ -103,7 +101,7 @@ class Verdicts:
         """Act upon the broken laws: the first violation is the finding, and the others are its effects.
 
         closer: looks closer, with collectives, at a finding: all ranks do it or none. facts: more for the bundle.
-        Raises `Violation` on every rank alike if the action is to raise.
+        Raises `Violation` on every rank if the action is to raise.
         """
         broken: list[tuple[Violation, bool]] = []
         for law in judgement.broken():
@@ -126,7 +124,7 @@ class Verdicts:
     ) -> None:
         """Act upon one finding.
 
-        alone: this rank judges by itself, so that there is no bundle. by_all: each of the others finds the same.
+        alone: only this rank judges here, so that there is no bundle. by_all: every other rank finds the same.
         """
         if found.clause in self.settings.allow:
             self.silenced[found.clause] += 1

@@ -127,7 +127,7 @@ class Locator:
                 return scene
             noun = "gradient" if found.clause == "gradients-agree" else "tensor"
             element = self._exchange.first_difference(step, named.get(name), noun)
-            return replace(scene, element=" ".join(filter(None, [key, "" if element is None else str(element)])))
+            return replace(scene, element=" ".join(filter(None, [key, element])))
 
         return look
 

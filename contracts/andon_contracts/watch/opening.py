@@ -1,4 +1,4 @@
-"""`andon.watch`: checks its arguments on all ranks, makes a process group of its own, and opens a `Watch`."""
+"""`andon.watch`: checks its arguments on all ranks, makes a separate process group, and opens a `Watch`."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ from andon_contracts.watch.watcher import Watch
 _open: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Watch]] = weakref.WeakKeyDictionary()
 """The latest watch of each optimizer. A strong reference to the watch would keep its optimizer alive for ever."""
 _opened = [0]
+"""How many watches this process has opened, those that are closed included."""
 _halt_signals: Counter[str] = Counter()
 """How many halt signals each group of ranks has had in this process, which is the same number on all of its ranks."""
 
@@ -68,9 +69,9 @@ def watch(
 
     action: what a violation does: "warn", "raise", or a function of the `Violation`. A suspicion only ever warns.
     allow: from a clause to the reason why it is silenced; its findings are only counted.
-    log: receives a dict for each finding. group: the data-parallel ranks (default: all).
-    folder: where bundles of violations are written; None writes none.
-    ledger: the file where rank 0 writes a line for every update; None: the file that ANDON_LEDGER names, if any.
+    log: receives a dict for each finding. group: the data-parallel ranks (default: all). folder: where bundles of
+    violations are written, if any. ledger: where rank 0 writes a line for every update (default: the file that
+    ANDON_LEDGER names, if any).
     trainable: name patterns of the parameters to be trained. tied: pairs of names that must be one tensor.
     clip: the gradient norm that the loop clips to. groups: from a name pattern to hyperparameters.
     schedule: from the number of an update, 1 being the first, to its learning rate. scaler: the loss scaler.
@@ -79,11 +80,10 @@ def watch(
     plan: from the number of an update to the ids of its global batch. rows: the number of rows of an epoch.
     contents: from ids to the rows that `Watch.batch` receives for them.
     start: the updates made before. updates: how many updates there are in all at the end.
-    replicate: the group, or the device mesh of one dimension, of the ranks that hold what this rank holds, if not all
-    do; shards tell that by their own mesh. hard_stop: end ranks that are blocked where no Python runs.
+    replicate: the process group or one-dimensional device mesh of the ranks with the same parameters (default: all
+    ranks, or as the mesh of the shards says). hard_stop: end ranks that are blocked while no Python runs.
     timeout: how long a rank waits for the others. patience: how long the process of a rank may be stopped, or a rank on
-    another machine may give no sign of life, before all ranks halt.
-    verbose: list every clause at the opening, and how it is checked.
+    another machine may give no sign of life, before all ranks halt. verbose: list every clause at the opening.
 
     Raises `ValueError` on every rank if any rank has a wrong argument. What is wrong with the model or the ranks at the
     start already is a finding, which `action` decides about.
@@ -138,7 +138,7 @@ def open_watch(model: nn.Module, given: Sequence[Any], settings: Settings) -> Wa
         except ValueError:
             if settings.replicate is not None:
                 raise
-            # Several pipeline stages, for example, each with a mesh of its own: which shards are alike is unknown.
+            # Pipeline stages with separate meshes, for example: the same shard cannot be recognized across stages.
             replicas = Replicas(tuple(range(len(seen))))
         settings = replace(settings, recording=bool(seen[0].values["records"]))
         halt = _halt_signal(exchange, settings, secret_in(seen[0].values))
@@ -153,12 +153,10 @@ def open_watch(model: nn.Module, given: Sequence[Any], settings: Settings) -> Wa
 
 
 def opened_so_far() -> int:
-    """How many watches this process has opened, those that are closed included."""
     return _opened[0]
 
 
 def is_watched(optimizer: torch.optim.Optimizer) -> bool:
-    """True if a watch of `optimizer` is open."""
     latest = _open[optimizer]() if optimizer in _open else None
     return latest is not None and not latest.closed
 
@@ -182,7 +180,7 @@ def _wrong_types(model: object, optimizers: Sequence[object]) -> list[str]:
 
 
 def _halt_signal(exchange: Exchange, settings: Settings, secret: bytes) -> HaltSignal | None:
-    """The signal by which any rank stops all. Its name in the store is unique to this watch and alike on its ranks."""
+    """The signal by which any rank stops all. All ranks of this watch, and no others, use its key in the store."""
     if exchange.world_size == 1:
         return None
     ranks = dist.get_process_group_ranks(settings.group or dist.group.WORLD)
@@ -205,7 +203,7 @@ def _halt_signal(exchange: Exchange, settings: Settings, secret: bytes) -> HaltS
 def _unwrapped(optimizer: Any) -> Any:
     """The optimizer inside a wrapper that delegates: Accelerate's, Fabric's, torch's `PostLocalSGDOptimizer`."""
     while True:
-        # What never came to `Optimizer.__init__` has no hooks of its own, whatever its type: another one steps for it.
+        # A subclass that never called `Optimizer.__init__` has no hooks: it steps by another optimizer.
         delegates = isinstance(optimizer, torch.optim.Optimizer) and not hasattr(optimizer, "_optimizer_step_pre_hooks")
         names = ("optimizer", "optim") if delegates else ("optimizer",)
         found = (getattr(optimizer, name, None) for name in names)
@@ -220,10 +218,9 @@ def _conflicts(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], ex
     if any(map(is_watched, optimizers)):
         found.append("the optimizer is watched already: close that watch first")
     wrapped = vars(model).get("process_group")  # a module of the user's own may raise for a name that it lacks
-    if isinstance(wrapped, dist.ProcessGroup) and dist.get_world_size(wrapped) != exchange.world_size:
-        found.append(
-            f"the group has {exchange.world_size} ranks, but the model's replicas are {dist.get_world_size(wrapped)}"
-        )
+    replicas = dist.get_world_size(wrapped) if isinstance(wrapped, dist.ProcessGroup) else exchange.world_size
+    if replicas != exchange.world_size:
+        found.append(f"the group has {exchange.world_size} ranks, but the model's replicas are {replicas}")
     return found
 
 

@@ -1,7 +1,7 @@
 """Which ranks hold the same tensors: all of them, or, on a mesh with a replicate dimension, those of one shard.
 
-Ranks of different shards hold different bits and are right. So gathered digests are aligned before they are judged: 0
-for a rank that holds what most ranks of its shard hold, another number for one that does not.
+Ranks of different shards rightly hold different bits. So gathered digests are aligned before they are judged: a rank
+that agrees with most ranks of its shard gets 0, any other rank another number.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def part_of(subject: ModelProbe, given: Replicate | None, rank: int) -> tuple[in
 
 
 def replicas_of(parts: Sequence[int], copies: Sequence[int]) -> Replicas:
-    """The replicas, from what every rank says of its own part. Raises `ValueError` if that is no partition."""
+    """The replicas, from the part that every rank names. Raises `ValueError` if these do not partition the ranks."""
     for rank, (part, count) in enumerate(zip(parts, copies, strict=True)):
         if count and list(parts).count(part) != count:
             msg = f"replicate= must cut the ranks into groups: rank {rank} names {count} replicas, {list(parts)} say so"

@@ -137,8 +137,7 @@ def _difference(leaf: Any, exchange: Exchange) -> str:
     is_tensor = isinstance(leaf, Tensor)
     texts = exchange.texts(0, f"{leaf.dtype} {tuple(leaf.shape)}" if is_tensor else repr(leaf)[:_MOST])
     if len(set(texts)) == 1:
-        element = exchange.first_difference(0, leaf) if is_tensor else None
-        return "" if element is None else str(element)
+        return exchange.first_difference(0, leaf) if is_tensor else ""
     if max(map(len, texts)) <= _SHOWN:
         return by_rank(texts)
     # Of long texts, the part around the first character in which they differ.

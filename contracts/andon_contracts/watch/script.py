@@ -10,32 +10,52 @@ from __future__ import annotations
 
 import argparse
 import io
+import itertools
+import json
 import os
 import runpy
 import sys
+import threading
+import time
 import traceback
 import types
 import weakref
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from andon_contracts.causes import first_line
 from andon_contracts.error_file import tell_launcher
 from andon_contracts.legible import legible_line, tell
+from andon_contracts.liveness.halt import own_store
+from andon_contracts.stacks import doing
 from andon_contracts.violation import Halted, Violation
 from andon_contracts.watch.discovery import members, optimizer_of, trained_by
-from andon_contracts.watch.gathering import Gathering
 from andon_contracts.watch.intercept import Listener, listen
 from andon_contracts.watch.opening import CannotLook, is_watched, open_watch, opened_so_far
 from andon_contracts.watch.settings import Settings, allow_problems
+from andon_contracts.watch.values import text_digest
 from andon_contracts.watch.watcher import Watch
 
 _FAILED, _VIOLATION = 1, 70
+_LONGEST_S, _AGAIN_S = 120.0, 5.0
+"""How long a rank waits for all others at a first update, but at most a third of their group's timeout; and how long it
+waits the second time. After that it opens no watch any more."""
+_LOOK_S, _BEAT_S = 0.1, 1.0
+"""How often a rank that waits looks for the others, and any rank where its main thread is."""
+_SURE_S = 3.0
+"""How long a rank waits before it believes a report that another one waits elsewhere: that wait may just be over."""
+_STUCK_S, _BUSY_S = 5.0, 0.1
+"""A rank waits in a collective if it is in one call for so long and computes less between two looks."""
+_scripts = itertools.count()
+"""Numbers the scripts of this process; a script has the same number on all ranks."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -80,9 +100,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--action", choices=("warn", "raise"), default="warn", help="on a violation (default: warn)")
     parser.add_argument("--ledger", metavar="PATH", help="write a line of every update (as ANDON_LEDGER does)")
-    parser.add_argument(
-        "--allow", metavar="CLAUSE=REASON", action="append", default=[], help="silence a clause; may be repeated"
-    )
+    allow_help = "silence a clause; may be repeated"
+    parser.add_argument("--allow", metavar="CLAUSE=REASON", action="append", default=[], help=allow_help)
     parser.add_argument("--folder", metavar="PATH", help="where bundles of violations are written")
     parser.add_argument("--hard-stop", action="store_true", help="end ranks that are blocked where no Python runs")
     parser.add_argument("--verbose", action="store_true", help="list every clause at the opening")
@@ -150,14 +169,6 @@ def _hide_our_frames() -> None:
     sys.excepthook = show
 
 
-class CannotWatch(SystemExit):
-    """A wrong option of the command. A `SystemExit`, so that no `except Exception` of the script hides it."""
-
-    def __init__(self, why: str) -> None:
-        super().__init__(2)
-        self.why = why
-
-
 class Standby(Listener):
     """Opens a watch, with these `options` of `Settings`, for every optimizer of this process that makes an update."""
 
@@ -188,7 +199,7 @@ class Standby(Listener):
 
     @property
     def violated(self) -> bool:
-        """True if a watch found what it was asked to raise for."""
+        """True if a watch with `--action raise` found a violation."""
         return self._settings.action == "raise" and any(each.violations for each in self._watches)
 
     def tell_if_idle(self) -> None:
@@ -260,9 +271,8 @@ class Standby(Listener):
             self._leave_out(str(error).removeprefix("andon.watch: "))
             return None
         except ValueError as error:
-            why = str(error).removeprefix("andon.watch: ")
-            tell(f"andon watch: {why}")
-            raise CannotWatch(why) from None
+            tell(f"andon watch: {str(error).removeprefix('andon.watch: ')}")
+            raise SystemExit(2) from None  # no `except Exception` of the script hides it
         self._watches.append(opened)
         return opened
 
@@ -271,3 +281,130 @@ class Standby(Listener):
         if why and why not in self._left_out and self._gathering.is_first(why):
             tell(f"andon watch: an optimizer is not watched, and the script goes on: {legible_line(why)}")
         self._left_out.add(why)
+
+
+class Gathering:
+    """The meetings of the ranks of one script, and a thread that tells the others if this rank waits elsewhere.
+
+    Opening a watch is collective, so a rank must not begin it unless all ranks do. Not every right script trains on
+    every rank: a learner updates weights while actors wait for them in a broadcast. So a rank that comes to a first
+    update waits for the others through the store, without a collective, and gives up if they do not come. The ranks
+    decide by one value that the store sets once: a rank that comes later reads it and does not wait.
+    """
+
+    def __init__(self) -> None:
+        self._name = f"standby/{next(_scripts)}"
+        self._round = 0
+        self._patience = [_LONGEST_S, _AGAIN_S]
+        self._over = threading.Event()
+        self._main = threading.get_ident()
+        # A single process has no peers to inform, and a thread would make a later fork unsafe.
+        self._thread = threading.Thread(target=self._tell_where, name="andon-standby", daemon=True)
+        if os.environ.get("WORLD_SIZE", "1") != "1":
+            self._thread.start()
+
+    def close(self) -> None:
+        """Tell the others that the script has ended."""
+        self._over.set()
+        if self._thread.ident is not None:
+            self._thread.join(1.0)
+
+    def is_first(self, text: str) -> bool:
+        """True on the first rank that asks about this text, so that one rank says what several found."""
+        with suppress(RuntimeError, ValueError):
+            store = own_store(self._name)
+            return store is None or store.add(f"said/{text_digest(text)}", 1) == 1
+        return True
+
+    def meet(self, what: str, refuses: str = "") -> str | None:
+        """Meet the others at an update of `what`; None if all ranks are here, else why no watch is to be opened.
+
+        refuses: why this rank cannot open a watch; the others receive it. After the last attempt this returns "".
+        """
+        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+            return refuses or None
+        if not self._patience:
+            return refuses
+        try:
+            store = own_store(self._name)
+            assert store is not None
+            while True:
+                key, self._round = f"{self._round}", self._round + 1
+                late = store.check([f"{key}/verdict"])
+                store.set(f"{key}/here/{dist.get_rank()}", what)
+                verdict = _agreed(store, key, what, refuses) if refuses else self._await(store, key, what)
+                given_up, why = json.loads(verdict)
+                # If the others gave up on an optimizer that this rank does not have, all meet again at the next one.
+                if not (late and why and given_up != what):
+                    return str(why) or None
+        except (RuntimeError, ValueError, TypeError) as error:
+            self._patience.clear()
+            return f"the ranks' store does not answer ({type(error).__name__})"
+
+    def _await(self, store: Store, key: str, what: str) -> str:
+        """Wait for all other ranks together, against one deadline; returns the verdict."""
+
+        def read(name: str) -> str:
+            return bytes(store.get(name)).decode() if store.check([name]) else ""
+
+        began, ranks = time.monotonic(), range(dist.get_world_size())
+        patience = min(self._patience[0], _timeout_of_group_s() / 3)
+        while True:
+            if verdict := read(f"{key}/verdict"):
+                return verdict
+            if store.check([f"{key}/here/{rank}" for rank in ranks]):
+                return _agreed(store, key, what, "")
+            waited = time.monotonic() - began
+            if waited > min(_SURE_S, patience):
+                others = [rank for rank in ranks if not store.check([f"{key}/here/{rank}"])]
+                elsewhere = [f"rank {rank} {away}" for rank in others if (away := read(f"away/{rank}"))]
+                if others and (waited > patience or len(elsewhere) == len(others)):
+                    del self._patience[0]
+                    if not self._patience:
+                        store.set(f"away/{dist.get_rank()}", "has given up waiting for the others")
+                    missing = f"rank {', '.join(map(str, others))} did not come to the first update of {what}"
+                    seen = f" ({'; '.join(elsewhere)})" if elsewhere else f" within {waited:.0f} s"
+                    return _agreed(store, key, what, missing + seen)
+            time.sleep(_LOOK_S)
+
+    def _tell_where(self) -> None:
+        """The thread: tell the other ranks while the main thread waits in a collective, and when the script is over."""
+        told, last, computed, since = "", None, 0.0, time.monotonic()
+        clock = time.pthread_getcpuclockid(self._main)
+        store: Store | None = None
+        while True:
+            over = self._over.wait(_BEAT_S)
+            here, before, computed = _in_collective(self._main), computed, time.clock_gettime(clock)
+            if here != last or computed - before > _BUSY_S:
+                last, since = here, time.monotonic()
+            stuck = here is not None and time.monotonic() - since >= _STUCK_S
+            text = "has ended its script" if over else f"waits {doing(self._main)}" if stuck else ""
+            with suppress(RuntimeError, ValueError):  # without the store nobody is left who would ask
+                if text != told and (store := store or own_store(self._name)) is not None:
+                    store.set(f"away/{dist.get_rank()}", text)
+                    told = text
+            if over:
+                return
+
+
+def _agreed(store: Store, key: str, what: str, why: str) -> str:
+    """The verdict of a meeting: this one, unless another rank was faster."""
+    return bytes(store.compare_set(f"{key}/verdict", "", json.dumps([what, why]))).decode()
+
+
+def _in_collective(ident: int) -> tuple[int, int] | None:
+    """Identifies the call of `torch.distributed` that the thread is in; None if it is in none. Keeps no frame alive."""
+    frame: Any = sys._current_frames().get(ident)
+    if frame is None or not str(frame.f_globals.get("__name__", "")).startswith("torch.distributed"):
+        return None
+    return id(frame), frame.f_lasti
+
+
+def _timeout_of_group_s() -> float:
+    """How long the script's own collectives wait, the least of all kinds of devices."""
+    group = dist.distributed_c10d._get_default_group()
+    found = [30 * 60.0]
+    for kind in ("cpu", "cuda"):
+        with suppress(RuntimeError, AttributeError):  # the group has no backend for it, or one without a timeout
+            found.append(group._get_backend(torch.device(kind)).options._timeout.total_seconds())
+    return min(found)
