@@ -306,10 +306,7 @@ LATE: dict[str, tuple[int, Callable[..., Any], list[tuple[str, int] | None]]] = 
         *(LAST, lambda watch, step, _: [*map(step, range(1, LAST + 1)), _found(watch.close)]),
         [None] * LAST + [("replicas-agree", LAST)],
     ),
-    NEXT: (
-        *(2, lambda watch, step, _: [*map(step, range(1, LAST))]),
-        [None, None, ("replicas-agree", 2)],
-    ),
+    NEXT: (*(2, lambda watch, step, _: [*map(step, range(1, LAST))]), [None, None, ("replicas-agree", 2)]),
     "before a save": (
         *(1, lambda watch, step, folder: [step(1), _found(lambda: watch.saved(folder + "/checkpoint.pt"))]),
         [None, ("replicas-agree", 1)],

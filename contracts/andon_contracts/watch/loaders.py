@@ -1,7 +1,7 @@
-"""What torch's data loaders give a loop: the rows of each batch by their indices, as it was yielded, pass by pass.
+"""The rows of each batch that torch's data loaders yield to a loop, by their indices, pass by pass.
 
-Drawn is not yielded: with workers an iterator draws ahead, and with `in_order=False` it yields in another order. So
-each draw is kept under the number that the iterator itself gives it, until that number is no longer outstanding.
+With workers an iterator draws indices ahead, and with `in_order=False` it yields batches in another order. So each draw
+is kept under the number that the iterator gives it, until that number is no longer outstanding.
 """
 
 from __future__ import annotations
@@ -27,24 +27,21 @@ _SHUFFLERS = ("SeedableRandomSampler", "SubsetRandomSampler")
 """Samplers, beside torch's own, whose passes are permutations that must not come again."""
 _REPEATS = ("repetitions", "num_repeats")
 """How samplers that repeat rows on purpose (RASampler, RepeatAugSampler) call the number of times."""
-_SAMPLED = 64
-"""So many elements of a row, spread over it, stand for its content."""
-_LONGEST = 4096
-"""Integers of a row that are more than these are not taken for tokens."""
-_IGNORED = -100
-"""What torch's losses take for no label."""
-_REMEMBERED = 64
-"""So many rows of a pass are kept in their order."""
-_DEEPEST = 4
+_SAMPLED, _REMEMBERED, _DEEPEST = 64, 64, 4
+"""Elements of a row that stand for its content; rows of a pass that are kept in order; levels of nesting."""
+_LONGEST, _IGNORED = 4096, -100
+"""The most integers of a row that are taken for tokens, and the label that torch's losses ignore."""
+_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(eq=False)
 class Pass:
     """One pass of a loop over a data loader, on this rank.
 
-    number: 1 for the first one over this sampler. size: the rows of the data set; 0: unknown. shuffles: whether the
-    sampler is one of those that promise another permutation in each pass. most: how often a row may come in it;
-    0: unknown, or any number of times.
+    number: 1 for the first one over this sampler. size: the rows of the data set; 0: unknown. shuffles: the sampler
+    promises another permutation in each pass. most: how often a row may come in it; 0: unknown, or any number of times.
+    order: the first rows, in order. batches: those that were trained on. rows: those that were yielded. over: the
+    loader has come to its end. iterator: yields the batches; None once the loop has let it go.
     """
 
     number: int
@@ -54,23 +51,18 @@ class Pass:
     sampler: str
     before: Pass | None = None
     order: list[int] = field(default_factory=list)
-    """The first rows, in order."""
     batches: int = 0
-    """How many batches were trained on."""
     rows: int = 0
-    """How many rows were yielded."""
     over: bool = False
-    """Whether the loader has come to its end."""
     iterator: Callable[[], Any] = lambda: None
-    """What yields its batches; None once the loop has let it go."""
 
 
 @dataclass(eq=False)
 class Yielded:
-    """A batch of a data loader. keys: of each row its index and content; None where either cannot be seen.
+    """A batch of a data loader. keys: of each row its index and content; None if either cannot be seen.
 
-    places: which storages hold its tensors, by which it is known in a forward pass. kept: what keeps each of them from
-    being another one's once its memory is free: an address alone is soon given to the next batch.
+    places: the storages of its tensors, by which a forward pass recognizes it. kept: keeps their addresses from being
+    given to the next batch once their memory is free. so_far: the rows that the pass had yielded with it.
     """
 
     source: Pass
@@ -79,7 +71,6 @@ class Yielded:
     places: frozenset[int]
     kept: tuple[StorageWeakRef, ...]
     so_far: int = 0
-    """How many rows the pass had yielded with it."""
 
 
 _drawn: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
@@ -98,7 +89,20 @@ def drawn(iterator: Any, index: Any) -> None:
 def yielded(iterator: Any, batch: object) -> Yielded:
     """The batch that the loop receives now. Never raises: the rows of an unreadable batch stay unknown."""
     try:
-        return _seen(iterator, batch)
+        # A number is outstanding until its batch was yielded, in whatever order workers answer.
+        outstanding, waiting = _drawn.get(iterator, {}), getattr(iterator, "_task_info", {})
+        taken = [outstanding.pop(number) for number in list(outstanding) if number not in waiting]
+        ids = _ids(taken[0] if len(taken) == 1 else None, iterator._dataset)
+        found = _passes.get(iterator)
+        if found is None or iterator._num_yielded == 1:
+            found = _passes[iterator] = _begun(iterator)
+        tensors = list(tensors_in(batch))
+        keys = None if ids is None else row_keys(ids, tensors)
+        found.rows += 0 if ids is None else len(ids)
+        found.order += (ids or ())[: _REMEMBERED - len(found.order)]
+        storages = (each.untyped_storage() for each in tensors if each.numel())
+        kept = tuple(StorageWeakRef(each) for each in storages)  # type: ignore[no-untyped-call]
+        return Yielded(found, ids, keys, places_of(tensors), kept, found.rows)
     except Exception as error:  # noqa: BLE001 - datasets, samplers and batches are the loop's own and may raise anything
         cannot_look("a batch of a data loader", error)
         return Yielded(Pass(1, 0, False, 0, ""), None, None, frozenset(), ())
@@ -106,50 +110,23 @@ def yielded(iterator: Any, batch: object) -> Yielded:
 
 def cannot_look(what: str, error: Exception) -> None:
     """Say, once, why rows are not looked at."""
-    line = f"andon.watch: {what} raises {first_line(error)} if looked at: the rows of this run are not checked"
-    tell_once(what, line)
-
-
-def _seen(iterator: Any, batch: object) -> Yielded:
-    index = _index(iterator)
-    ids = _ids(index, iterator._dataset)
-    found = _passes.get(iterator)
-    if found is None or iterator._num_yielded == 1:
-        found = _passes[iterator] = _begun(iterator)
-    tensors = list(tensors_in(batch))
-    keys = None if ids is None else row_keys(ids, tensors)
-    found.rows += 0 if ids is None else len(ids)
-    found.order += (ids or ())[: _REMEMBERED - len(found.order)]
-    storages = (each.untyped_storage() for each in tensors if each.numel())
-    kept = tuple(StorageWeakRef(each) for each in storages)  # type: ignore[no-untyped-call]
-    return Yielded(found, ids, keys, places_of(tensors), kept, found.rows)
+    why = f"{what} raises {first_line(error)} if looked at"
+    tell_once(what, f"andon.watch: {why}: the rows of this run are not checked")
 
 
 def is_under_way(found: Pass) -> bool:
-    """Whether more batches may come of this pass, or its end."""
+    """Whether the pass may yet yield a batch or end."""
     iterator = found.iterator()
     return not found.over and iterator is not None and _passes.get(iterator) is found
 
 
 def ended(iterator: Any) -> None:
-    """The iterator has nothing more to give."""
     found = _passes.get(iterator)
     if found is not None:
         found.over = True
 
 
-def _index(iterator: Any) -> Any:
-    """What was drawn for the batch that was yielded last; None where that is not known."""
-    # A number is outstanding until its batch was yielded, in whatever order workers answer.
-    outstanding = _drawn.get(iterator, {})
-    waiting = getattr(iterator, "_task_info", {})
-    gone = [number for number in outstanding if number not in waiting]
-    taken = [outstanding.pop(number) for number in gone]
-    return taken[0] if len(taken) == 1 else None
-
-
 def _ids(index: Any, dataset: Any) -> tuple[int, ...] | None:
-    """The rows of a drawn index in the innermost data set of subsets."""
     listed = index if isinstance(index, list | tuple) else [index]
     try:
         found = [each.__index__() for each in listed]
@@ -169,12 +146,25 @@ def _begun(iterator: Any) -> Pass:
         before = None
     if before is not None and not before.batches:
         before = before.before  # a look at a first batch, or an evaluation
-    inner = _innermost(sampler)
-    shuffles = _shuffles(inner)
+    inner = sampler
+    for _ in range(_DEEPEST):  # the sampler of rows, inside those that make batches of them or deal them out
+        # Not by their truth, for which Python would ask them for a length that they may not have.
+        inside = (getattr(inner, name, None) for name in ("batch_sampler", "sampler"))
+        inner = next((each for each in inside if each is not None), inner)
+    if isinstance(inner, DistributedSampler):
+        shuffles = bool(inner.shuffle) and type(inner) is DistributedSampler
+    elif type(inner) is RandomSampler:
+        shuffles = not inner.replacement
+    else:
+        shuffles = type(inner).__name__ in _SHUFFLERS
+    try:
+        size = len(iterator._dataset)
+    except Exception:  # noqa: BLE001 - an iterable dataset has no length, and one with a sampler of its own needs none
+        size = 0
     repeats = next((getattr(inner, name) for name in _REPEATS if isinstance(getattr(inner, name, None), int)), 1)
     found = Pass(
         1 if before is None else before.number + 1,
-        _size_of(iterator._dataset),
+        size,
         shuffles,
         1 if shuffles or type(inner).__name__ == "SequentialSampler" else repeats if repeats > 1 else 0,
         type(inner).__name__,
@@ -188,38 +178,12 @@ def _begun(iterator: Any) -> Pass:
     return found
 
 
-def _size_of(dataset: Any) -> int:
-    """Its number of rows; 0 if it does not say."""
-    try:
-        return len(dataset)
-    except Exception:  # noqa: BLE001 - an iterable dataset has no length, and one with a sampler of its own needs none
-        return 0
-
-
-def _innermost(sampler: Any) -> Any:
-    """The sampler of rows inside of those that make batches of it, or deal it out."""
-    for _ in range(_DEEPEST):
-        # Not by their truth, for which Python would ask them for a length that they may not have.
-        found = (getattr(sampler, name, None) for name in ("batch_sampler", "sampler"))
-        inner = next((each for each in found if each is not None), None)
-        if inner is None:
-            break
-        sampler = inner
-    return sampler
-
-
-def _shuffles(sampler: Any) -> bool:
-    if isinstance(sampler, DistributedSampler):
-        return bool(sampler.shuffle) and type(sampler) is DistributedSampler
-    if type(sampler) is RandomSampler:
-        return not sampler.replacement
-    return type(sampler).__name__ in _SHUFFLERS
-
-
 def tensors_in(value: object, depth: int = _DEEPEST) -> Iterator[Tensor]:
     """The tensors in a batch or in the arguments of a call, in order, without their autograd."""
     if isinstance(value, Tensor):
-        value = unwrapped(value)
+        # Inside a transform of `torch.func` the tensor with memory is within others.
+        while torch._C._functorch.is_functorch_wrapped_tensor(value):
+            value = torch._C._functorch.get_unwrapped(value)
         if value.layout == torch.strided and not value.is_meta and not value.is_nested:
             yield value.detach()
     elif depth and isinstance(value, Mapping):
@@ -228,13 +192,6 @@ def tensors_in(value: object, depth: int = _DEEPEST) -> Iterator[Tensor]:
     elif depth and isinstance(value, list | tuple):
         for each in value:
             yield from tensors_in(each, depth - 1)
-
-
-def unwrapped(tensor: Tensor) -> Tensor:
-    """The tensor with memory inside of those by which `torch.func` transforms a function of it."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return tensor
 
 
 def outside_of_transforms() -> AbstractContextManager[object]:
@@ -250,44 +207,31 @@ def places_of(tensors: Sequence[Tensor]) -> frozenset[int]:
 
 
 def row_keys(ids: Sequence[int], tensors: Sequence[Tensor]) -> Tensor | None:
-    """int64 [rows]: one key for each row's index and content; None where no tensor on the CPU has a row for each."""
+    """int64 [rows]: a key of each row's index and content; None if no tensor on the CPU has as many rows."""
     own = [t for t in tensors if t.dim() and t.shape[0] == len(ids) and t.device.type == "cpu" and t.numel()]
     if not own or not ids:
         return None
     found = mix64(torch.tensor(ids, dtype=torch.int64, device="cpu"))
-    mask = next(filter(_is_mask, own), None)
+    # A mask says which tokens of the other tensors are padding.
+    mask = next((t for t in own if _is_tokens(t) and bool(((t == 0) | (t == 1)).all())), None)
     for place, tensor in enumerate(own, start=1):
-        words, shown = _words(_spread(tensor)), None
+        rows, shown = tensor.reshape(tensor.shape[0], -1), None
+        if not _is_tokens(tensor):  # of a long row some elements, spread evenly over it
+            rows = rows[:, :: max(rows.shape[1] // _SAMPLED, 1)]
+        real = torch.view_as_real(rows).flatten(1) if rows.is_complex() else rows.contiguous()
+        words = real.view(_INTEGER[real.element_size()]).to(torch.int64)
         if _is_tokens(tensor):
             shown = (words != 0) & (words != _IGNORED)
             if mask is not None and mask.shape == tensor.shape:
                 shown &= mask != 0
         mixed = mix64(words + (place << 32))
-        # How far a row is padded depends on the rows beside it: padding counts for nothing, and places neither.
+        # Padding and positions are left out: they depend on the other rows of the batch.
         found = mix64(found + (mixed if shown is None else mixed * shown).sum(1))
     return found
 
 
 def _is_tokens(tensor: Tensor) -> bool:
     return tensor.dim() == 2 and not tensor.dtype.is_floating_point and tensor.shape[1] <= _LONGEST
-
-
-def _is_mask(tensor: Tensor) -> bool:
-    """Whether it says which places of the others are padding."""
-    return _is_tokens(tensor) and bool(((tensor == 0) | (tensor == 1)).all())
-
-
-def _spread(tensor: Tensor) -> Tensor:
-    """[rows, elements]: some elements of each row, spread evenly over it; of tokens all."""
-    rows = tensor.reshape(tensor.shape[0], -1)
-    return rows if _is_tokens(tensor) else rows[:, :: max(rows.shape[1] // _SAMPLED, 1)]
-
-
-def _words(rows: Tensor) -> Tensor:
-    """int64 [rows, elements]: the bits of each element."""
-    real = torch.view_as_real(rows).flatten(1) if rows.is_complex() else rows.contiguous()
-    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return real.view(kinds[real.element_size()]).to(torch.int64)
 
 
 def total(keys: Tensor) -> int:
