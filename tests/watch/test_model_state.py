@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -131,6 +133,7 @@ def test_a_base_that_changes_alike_without_a_merge_is_seen_from_the_first_update
 
 
 def test_a_model_that_is_saved_whole_under_a_watch_loads_without_a_word_of_it(tmp_path: Path) -> None:
+    """Also where andon is not installed, and here with `weights_only`."""
     model, rows = nn.Linear(3, 2), torch.ones(4, 3)
     optimizer = sgd(model)
     with andon.watch(model, optimizer):
@@ -140,6 +143,11 @@ def test_a_model_that_is_saved_whole_under_a_watch_loads_without_a_word_of_it(tm
         with torch.serialization.safe_globals([nn.Linear]):
             loaded = torch.load(tmp_path / "model.pt", weights_only=True)
         assert torch.equal(loaded(rows), model(rows))
+        hidden = "import sys, torch; sys.modules['andon_contracts'] = sys.modules['andon'] = None"
+        shown = "print(torch.load(sys.argv[1], weights_only=False)(torch.ones(4, 3)).tolist())"
+        command = [sys.executable, "-c", f"{hidden}; {shown}", tmp_path / "model.pt"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert (done.stdout, done.returncode) == (f"{model(rows).tolist()}\n", 0), done.stderr
 
 
 class _Contrast(nn.Module):

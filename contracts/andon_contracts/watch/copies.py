@@ -1,7 +1,7 @@
-"""What a loop keeps beside its model and of its form: an average of weights, a teacher, a list or table of shadows.
+"""Copies of a model that a loop keeps beside it: an average of weights, a teacher, a list or table of shadows.
 
-Nobody names it, so it is looked for among the objects of the process, now and then. What is no nearer to the weights
-than nothing would be (moments, residuals of a compression, a rank's own gradients) is none of it.
+They are searched for among all objects of the process. Tensors that are no nearer to the weights than zeros (moments,
+residuals of a compression, a rank's own gradients) are not copies.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from andon_contracts.agree import Observation, bits_of, real_of
 from andon_contracts.laws.law import Observations
 from andon_contracts.laws.practice import COPIES
-from andon_contracts.observe import flat_digest, plain
+from andon_contracts.observe import Observer, plain
 from andon_contracts.watch.model_probe import ModelProbe
 from andon_contracts.watch.values import text_digest
 
@@ -29,6 +29,7 @@ _NEAR = 0.5
 """A copy is no farther from the weights than this share of their norm."""
 _SIGNS = 8
 """Random sums of a copy that ranks compare. The mean square of their differences is that of the copies, within half."""
+_SKETCH = (*(f"sum {index}" for index in range(_SIGNS)), "spacing", "norm")
 _CHUNK = 1 << 16
 _EPS = torch.finfo(torch.float32).eps
 _ROUNDED = 2.0
@@ -36,50 +37,61 @@ _ROUNDED = 2.0
 
 
 class Copies:
-    """The copies of a model that this rank keeps."""
+    """The copies of a model that this rank keeps.
+
+    portable: whether states must be equal on all kinds of devices, because the ranks' devices differ. apart: the
+    largest difference between the ranks' copies that was taken for rounding, as a share of their norm.
+    """
 
     def __init__(self, subject: ModelProbe) -> None:
         self._subject = subject
         self._found: list[Any] = []
         self._states: list[int] = []
         self._held: list[list[Tensor]] = []
-        """The tensors of each copy that the last look saw, in the order of their states."""
+        self.portable = False
         self.apart = 0.0
-        """The largest difference between the ranks' copies that was taken for rounding, as a share of their norm."""
 
     def values(self, update: int) -> dict[str, int]:
         """Before an update: the state of each copy, 0 for none, and which of them are kept up.
 
-        They are searched for before update 2, and each time 16 times as far, since that takes as long as a step; and
-        looked at again before the next update. A copy that has another state then, and is not the weights as they are,
-        is kept up: what was taken in between (the best so far, by what this rank saw) is the weights.
+        They are searched for before updates 2, 32, 512 and so on, which takes as long as a step. A copy is kept up if
+        it has another state before the next update and does not equal the weights, as a copy of the best ones would.
         """
-        if _is_due(update):
+        due = update > 1 and update & (update - 1) == 0 and update.bit_length() % 4 == 2
+        if due:
             self._found = self._search()
-        (seen, self._held), before = self._look(), self._states
-        if _is_due(update):
-            self._states = [state for state, _ in seen]
-        else:
-            self._found, self._states = [], []
-        states = [*(state for state, _ in seen), *[0] * COPIES][:COPIES]
-        changed = sum(1 << i for i, (state, fresh) in enumerate(seen) if before and not fresh and state not in before)
-        return {**{f"copy {place}": state for place, state in enumerate(states)}, "copies changed": changed}
+        seen: list[tuple[int, bool, list[Tensor]]] = []
+        for each in self._found:
+            held = self._tensors_of(each)
+            apart = _distance(held, self._subject.parameters.values()) if held else math.inf
+            if apart <= _NEAR:
+                digest = Observer(portable=self.portable).look(held).digest
+                seen.append(((digest + text_digest(type(each).__name__)) >> 2 or 1, apart == 0.0, held))
+        # Of too many none is compared.
+        seen = sorted(seen, key=lambda each: each[:2]) if len(seen) <= COPIES else []
+        self._held = [held for _, _, held in seen]
+        states, before = [state for state, _, _ in seen], self._states
+        self._found, self._states = (self._found, states) if due else ([], [])
+        changed = sum(
+            1 << i for i, (state, fresh, _) in enumerate(seen) if before and not fresh and state not in before
+        )
+        padded = [*states, *[0] * COPIES][:COPIES]
+        return {**{f"copy {place}": state for place, state in enumerate(padded)}, "copies changed": changed}
 
     def sketches(self) -> dict[str, int]:
         """For each copy of the last look: random sums of its elements (equal signs on all ranks), and its rounding."""
         found: dict[str, int] = {}
         for place in range(COPIES):
-            sums, spacing, norm = _sketch(self._held[place] if place < len(self._held) else ())
-            found |= {f"sum {index} of copy {place}": bits_of(each) for index, each in enumerate(sums)}
-            found |= {f"spacing of copy {place}": bits_of(spacing), f"norm of copy {place}": bits_of(norm)}
+            sketch = _sketch(self._held[place] if place < len(self._held) else ())
+            found |= {f"{name} of copy {place}": bits_of(x) for name, x in zip(_SKETCH, sketch, strict=True)}
         return found
 
     def without_roundings(self, observations: Observations, sketches: Observations, updates: int) -> Observations:
         """`observations`, in which copies that are the same up to rounding have one state: that of the lowest rank.
 
-        An average that each rank began with weights of its own, and whose first decay is 0, is the weights plus the
-        rounding of a difference from then on. Each update adds a rounding: their sum grows as the root of `updates`.
-        Rounding explains nothing if some ranks keep up more copies than others: then a rank does not update its own.
+        An average that each rank began with weights of its own, and whose first decay is 0, is the weights plus one
+        rounding for each update: their sum grows as the root of `updates`. If some ranks keep up more copies than
+        others, a rank does not update its own, and rounding explains nothing.
         """
         if len({each.values["copies changed"].bit_count() for each in observations}) > 1:
             self.apart = 0.0
@@ -90,8 +102,7 @@ class Copies:
             states: dict[str, int] = {}
             for place in range(COPIES):
                 state = each.values[f"copy {place}"]
-                sums = [real_of(sketch.values[f"sum {index} of copy {place}"]) for index in range(_SIGNS)]
-                spacing, norm = (real_of(sketch.values[f"{name} of copy {place}"]) for name in ("spacing", "norm"))
+                *sums, spacing, norm = [real_of(sketch.values[f"{name} of copy {place}"]) for name in _SKETCH]
                 for other, theirs, least in known:
                     apart = math.dist(sums, theirs) / math.sqrt(_SIGNS)
                     if state and other != state and apart <= _ROUNDED * math.sqrt(updates) * max(spacing, least):
@@ -104,7 +115,7 @@ class Copies:
         return found
 
     def _search(self) -> list[Any]:
-        """What has a tensor of the same form for each parameter, and holds none that is trained, and no gradient."""
+        """The objects that have a tensor like each parameter, of which none is trained or a gradient."""
         tensors = self._subject.parameters
         sizes = {len(tensors), sum(each.requires_grad for each in tensors.values())}
         model = type(self._subject.inner)
@@ -125,41 +136,29 @@ class Copies:
             and known.isdisjoint(map(id, self._tensors_of(each) or tensors.values()))
         ]
 
-    def _look(self) -> tuple[list[tuple[int, bool]], list[list[Tensor]]]:
-        """The states of all copies found, which are the weights as they are, and the tensors; nothing of too many."""
-        seen: list[tuple[int, bool, list[Tensor]]] = []
-        for each in self._found:
-            held = self._tensors_of(each)
-            apart = _distance(held, self._subject.parameters.values()) if held else math.inf
-            if apart <= _NEAR:
-                state = (flat_digest(held) + text_digest(type(each).__name__)) >> 2 or 1
-                seen.append((state, apart == 0.0, held))
-        seen = sorted(seen, key=lambda each: each[:2]) if len(seen) <= COPIES else []
-        return [(state, fresh) for state, fresh, _ in seen], [held for _, _, held in seen]
-
     def _tensors_of(self, each: Any) -> list[Tensor]:
         """The tensors of an object that holds one of the same form for each parameter, or for each trained one."""
         tensors = dict(self._subject.parameters)
-        forms = (tensors, {name: p for name, p in tensors.items() if p.requires_grad})
+        forms = [tensors, {name: p for name, p in tensors.items() if p.requires_grad}]
+        named: dict[Any, Any] = {}
         if isinstance(each, nn.Module):
-            named = {} if each is self._subject.inner else dict(each.named_parameters())
-            forms = (tensors, tensors)
+            forms = [tensors]
+            if each is not self._subject.inner:
+                named = dict(each.named_parameters())
+        elif len(each) < 2:
+            pass
         elif isinstance(each, dict):
-            named = (
-                {}
-                if len(each) < 2 or any(isinstance(v, nn.Parameter) or _has_graph(v) for v in each.values())
-                else each
-            )
-        else:
-            lone = len(each) < 2 or not isinstance(each[0], Tensor) or any(map(_has_graph, each))
+            if not any(isinstance(value, nn.Parameter) or _has_graph(value) for value in each.values()):
+                named = each
+        elif isinstance(each[0], Tensor) and not any(map(_has_graph, each)):
             names = next((form for form in forms if len(form) == len(each)), {})
-            named = {} if lone else dict(zip(names, each, strict=True))
-        return next((list(named.values()) for form in forms if named and _alike(named, form)), [])
-
-
-def _is_due(update: int) -> bool:
-    """Whether the update is number 2, 32, 512, 8,192 and so on."""
-    return update > 1 and update & (update - 1) == 0 and update.bit_length() % 4 == 2
+            named = dict(zip(names, each, strict=True))
+        form = next((form for form in forms if list(form) == list(named)), None)
+        if not named or form is None:
+            return []
+        pairs = zip(named.values(), form.values(), strict=True)
+        alike = all(isinstance(one, Tensor) and one.shape == other.shape and not one.is_meta for one, other in pairs)
+        return list(named.values()) if alike else []
 
 
 @torch.no_grad()
@@ -174,8 +173,8 @@ def _distance(held: Sequence[Tensor], parameters: Iterable[Tensor]) -> float:
 
 
 @torch.no_grad()
-def _sketch(tensors: Sequence[Tensor]) -> tuple[list[float], float, float]:
-    """Sums of all elements under random signs, the norm of the elements' spacings, and that of the elements."""
+def _sketch(tensors: Sequence[Tensor]) -> list[float]:
+    """Sums of all elements under random signs, the norm of the elements' spacings, and the norm of the elements."""
     generator = torch.Generator().manual_seed(_SIGNS)
     places = torch.arange(_SIGNS, dtype=torch.uint8, device="cpu")
     sums, spacings, squares = torch.zeros(_SIGNS, dtype=torch.float64, device="cpu"), 0.0, 0.0
@@ -189,20 +188,9 @@ def _sketch(tensors: Sequence[Tensor]) -> tuple[list[float], float, float]:
             sums += values @ ((drawn >> places & 1).double() * 2 - 1)
             square = float(values.square().sum())
             spacings, squares = spacings + eps**2 * square, squares + square
-    return sums.tolist(), math.sqrt(spacings), math.sqrt(squares)
+    return [*sums.tolist(), math.sqrt(spacings), math.sqrt(squares)]
 
 
 def _has_graph(held: object) -> bool:
-    """Whether it is a tensor that is trained, or computed of such, as the weights of a step within a step are.
-
-    It may be anything, modules that load themselves when they are asked for an attribute among it.
-    """
+    # By its type: some modules load themselves if they are asked for an attribute.
     return issubclass(type(held), Tensor) and bool(getattr(held, "requires_grad", False))
-
-
-def _alike(held: dict[Any, Any], parameters: dict[str, nn.Parameter]) -> bool:
-    """Whether the one has a tensor of the same name and shape for each of the others, in order."""
-    return list(held) == list(parameters) and all(
-        isinstance(one, Tensor) and one.shape == other.shape and not one.is_meta
-        for one, other in zip(held.values(), parameters.values(), strict=True)
-    )

@@ -1,6 +1,4 @@
-"""What is watched: the module inside its wrappers, its parameters by name, and what must stay as it was; hooks that see
-its forward passes; the random state from which it draws.
-"""
+"""The module that is watched, its wrappers and optimizers, hooks for its forward passes, and its random state."""
 
 from __future__ import annotations
 
@@ -8,7 +6,9 @@ import fnmatch
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter, is_
+from functools import partial
+from multiprocessing.util import sub_debug
+from operator import attrgetter, eq, is_
 
 import torch
 import torch.distributed as dist
@@ -54,14 +54,6 @@ def is_sharded(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "placements") and any(not p.is_replicate() for p in tensor.placements)
 
 
-def pieces(tensor: torch.Tensor) -> int:
-    """In how many parts the tensor is dealt out; 1 where every rank holds all of it."""
-    found = 1
-    for dimension, placement in enumerate(getattr(tensor, "placements", ())):
-        found *= 1 if placement.is_replicate() else tensor.device_mesh.size(dimension)  # type: ignore[attr-defined]
-    return found
-
-
 @dataclass(frozen=True)
 class ParameterSlot:
     """A place in the model that holds a parameter."""
@@ -84,9 +76,8 @@ class ModelProbe:
         tied: Sequence[tuple[str, str]],
         reducers: Sequence[DistributedDataParallel] = (),
     ) -> None:
-        """declared: name patterns of the trainable parameters; tied: pairs of names that share a tensor.
-
-        reducers: what wraps `model`, parts of it or what holds it, wherever that stands.
+        """declared: name patterns of the trainable parameters; tied: pairs of names that share a tensor; reducers: the
+        wrappers of `model`, of its parts or of what holds it.
         """
         self.outer = model
         self.inner, wrapping = unwrap(model)
@@ -98,35 +89,34 @@ class ModelProbe:
         # Hooks inside of what is compiled do not run.
         self.called = self.inner if compiled is None else wrapping[compiled]
         self.compiled = compiled is not None or in_place
-        self.begins_unseen = in_place or (
-            compiled is not None and "DistributedDataParallel" in self.wrappers[compiled:]
-        )
+        within = () if compiled is None else self.wrappers[compiled:]
+        self.begins_unseen = in_place or "DistributedDataParallel" in within
         self.homes = _homes(self.called, self.inner, reducers)
         self.modules = list(self.inner.modules())
-        self.named = text_digest([name for name, _ in self.inner.named_modules()])
+        by_name = list(self.inner.named_modules())
+        self.named = text_digest([name for name, _ in by_name])
         """The digest of the modules' names, in order."""
-        self.slots = [
-            ParameterSlot(
-                owner, attribute, f"{prefix}.{attribute}" if prefix else attribute, parameter, parameter.requires_grad
-            )
-            for prefix, owner in self.inner.named_modules()
-            for attribute, parameter in owner._parameters.items()
-            if parameter is not None
-        ]
+        self.slots: list[ParameterSlot] = []
+        for prefix, owner in by_name:
+            for attribute, p in owner._parameters.items():
+                if p is not None:
+                    name = f"{prefix}.{attribute}" if prefix else attribute
+                    self.slots.append(ParameterSlot(owner, attribute, name, p, p.requires_grad))
         self._owners = [slot.owner for slot in self.slots]
         self._attributes = [slot.attribute for slot in self.slots]
         self._held = [slot.parameter for slot in self.slots]
         self._trainable = [slot.trainable for slot in self.slots]
         self.names = tuple(slot.name for slot in self.slots)
-        self.parameters = self._first_of_each()
+        first = {id(slot.parameter): slot for slot in reversed(self.slots)}
+        self.parameters = {slot.name: slot.parameter for slot in self.slots if first[id(slot.parameter)] is slot}
         self.trainable = {name: p for name, p in self.parameters.items() if p.requires_grad}
         self.frozen = {name: p for name, p in self.parameters.items() if not p.requires_grad}
-        self._norms = [
-            (n, m) for n, m in self.inner.named_modules() if isinstance(m, _BatchNorm) and m.track_running_stats
-        ]
+        self._norms = [(n, m) for n, m in by_name if isinstance(m, _BatchNorm) and m.track_running_stats]
         self.sharded = any(is_sharded(parameter) for parameter in self.parameters.values())
-        self.every_rank_has_rows = not self.sharded or self._only_data_parallel()
-        """Whether no ranks share the rows of a batch, as they do under tensor parallelism."""
+        meshes = [getattr(parameter, "device_mesh", None) for parameter in self.parameters.values()]
+        fsdp = hasattr(self.inner, "set_requires_gradient_sync") and all(m is None or m.ndim == 1 for m in meshes)
+        self.every_rank_has_rows = fsdp or not self.sharded
+        """False if ranks share the rows of a batch, as they do under tensor parallelism."""
         self._optimizers = tuple(optimizers)
         self.beside = self._beside()
         """Optimizer tensors outside the model. Their updates are not checked."""
@@ -135,16 +125,6 @@ class ModelProbe:
         self._declared = declared
         self._tied = tied
 
-    def _only_data_parallel(self) -> bool:
-        meshes = [getattr(parameter, "device_mesh", None) for parameter in self.parameters.values()]
-        return hasattr(self.inner, "set_requires_gradient_sync") and all(m is None or m.ndim == 1 for m in meshes)
-
-    def _first_of_each(self) -> dict[str, nn.Parameter]:
-        found: dict[int, tuple[str, nn.Parameter]] = {}
-        for slot in self.slots:
-            found.setdefault(id(slot.parameter), (slot.name, slot.parameter))
-        return dict(found.values())
-
     def _members(self) -> list[list[int]]:
         return [list(map(id, group["params"])) for each in self._optimizers for group in each.param_groups]
 
@@ -152,21 +132,17 @@ class ModelProbe:
         return [*map(len, map(_modules_of, self.modules)), *map(len, map(_parameters_of, self.modules))]
 
     def name_of(self) -> Mapping[int, str]:
-        """The name of each parameter by its identity."""
         return {id(parameter): name for name, parameter in self.parameters.items()}
 
     def gpu(self) -> torch.device | None:
-        """The GPU that holds the first parameter that is trained, whose time is the loop's; None where none does."""
-        held = (parameter.device for parameter in self.trainable.values() if parameter.is_cuda)
-        return next(held, None)
+        """The GPU of the first parameter that is trained on a GPU, which computes the loop's updates; None: no GPU."""
+        return next((parameter.device for parameter in self.trainable.values() if parameter.is_cuda), None)
 
     def accelerators(self) -> list[str]:
-        """The names of the accelerators that hold parameters."""
         used = {parameter.device for parameter in self.parameters.values() if parameter.device.type == "cuda"}
         return [torch.cuda.get_device_name(device) for device in used]
 
     def buffers(self) -> list[torch.Tensor]:
-        """The buffers that are there now, in the order of the modules."""
         return [b for module in self.modules for b in module._buffers.values() if b is not None]
 
     def buffers_by_name(self) -> dict[str, torch.Tensor]:
@@ -177,7 +153,6 @@ class ModelProbe:
         return {name: b for name, b in self.inner.named_buffers() if id(b) in held}
 
     def modes(self) -> bytes:
-        """The mode of every module, in order."""
         return bytes([module.training for module in self.modules])
 
     def modes_by_name(self) -> dict[str, int]:
@@ -185,72 +160,58 @@ class ModelProbe:
         return {name or "the model": int(each.training) for name, each in self.inner.named_modules()}
 
     def norm_in_training(self) -> int:
-        """The number, from 1, of the first batch norm with statistics of its own that is in training mode; 0: none."""
+        """The number, from 1, of the first batch norm with running statistics that is in training mode; 0: none."""
         return next((number for number, (_, norm) in enumerate(self._norms, 1) if norm.training), 0)
 
     def norm_name(self, number: int) -> str:
-        """What `norm_in_training` gave, by its name; "" for 0."""
+        """The name of the batch norm that `norm_in_training` numbered; "" for 0."""
         return self._norms[number - 1][0] if number else ""
 
     def strange_optimizers(self) -> list[int]:
         """The numbers, from 1, of the optimizers that hold parameters, but of another model than this one."""
-        mine, beside = {id(parameter) for parameter in self.parameters.values()}, set(map(id, self.beside))
-        return [
-            number
-            for number, each in enumerate(self._optimizers, 1)
-            if {id(member) for group in each.param_groups for member in group["params"]}.isdisjoint(mine)
-            and not {id(member) for group in each.param_groups for member in group["params"]} <= beside
-        ]
+        mine, beside = set(map(id, self.parameters.values())), set(map(id, self.beside))
+        held = [set(map(id, _held_by([each]))) for each in self._optimizers]
+        return [n for n, each in enumerate(held, 1) if each.isdisjoint(mine) and not each <= beside]
 
     def _beside(self) -> list[Tensor]:
-        """What the optimizers hold that is no parameter of the model, and is not meant to be one.
-
-        A tensor that is no `nn.Parameter` (a temperature, a latent, a master weight) cannot be in a module. A parameter
-        of the form of a trained one in another precision is its master weight.
+        """The tensors of the optimizers that are not meant to be parameters of the model: those that are no
+        `nn.Parameter` (a temperature, a latent), and those of the shape of a trained one in another precision, which
+        are its master weights.
         """
         shaped = [p for p in self.parameters.values() if not isinstance(p, UninitializedParameter)]
         forms = {(tuple(p.shape), p.dtype) for p in shaped if p.requires_grad}
-        shapes, mine = {shape for shape, _ in forms}, {id(parameter) for parameter in self.parameters.values()}
-        members = (p for each in self._optimizers for group in each.param_groups for p in group["params"])
+        shapes, mine = {shape for shape, _ in forms}, set(map(id, self.parameters.values()))
+        others = (p for p in _held_by(self._optimizers) if id(p) not in mine)
         return [
             p
-            for p in members
-            if id(p) not in mine
-            and not isinstance(p, UninitializedParameter)
-            and (
-                not isinstance(p, nn.Parameter) or (tuple(p.shape) in shapes and (tuple(p.shape), p.dtype) not in forms)
+            for p in others
+            if not isinstance(p, nn.Parameter)
+            or (
+                not isinstance(p, UninitializedParameter)
+                and tuple(p.shape) in shapes
+                and (tuple(p.shape), p.dtype) not in forms
             )
         ]
 
-    def _has_masters(self, missing: Sequence[int]) -> bool:
-        """Whether what the optimizers hold beside the model can be the master weights of these slots' parameters.
-
-        They may be one flat tensor, of which each rank holds its part.
-        """
-        ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-        sizes = {id(self.slots[i].parameter): self.slots[i].parameter.numel() for i in missing}
-        return sum(sizes.values()) <= ranks * sum(each.numel() for each in self.beside)
-
     def without_values(self) -> list[str]:
-        """What is wrong, in words, with parameters that have no values to look at."""
+        """Messages about parameters that have no values to look at."""
         lazy = [name for name, p in self.parameters.items() if isinstance(p, UninitializedParameter)]
         meta = [name for name, p in self.parameters.items() if p.is_meta and name not in lazy]
-        found = []
-        if lazy:
-            found.append(f"{_few(lazy)} have no shape yet: call the lazy module once, before the watch is opened")
-        if meta:
-            found.append(f"{_few(meta)} are on the meta device and have no values: load the model first")
-        return found
+        no_shape = "have no shape yet: call the lazy module once, before the watch is opened"
+        no_values = "are on the meta device and have no values: load the model first"
+        return [f"{_few(names)} {what}" for names, what in ((lazy, no_shape), (meta, no_values)) if names]
 
     def norm_share(self, tensors: Iterable[torch.Tensor], world: int) -> float:
-        """The part of the 2-norm of `tensors` that this rank answers for, of `world`; see `norm_of_all`."""
+        """The part of the 2-norm of `tensors` that this rank contributes, one of `world`; see `norm_of_all`."""
         if not self.sharded:
             return norm_of(tensors)
         by_pieces: dict[int, list[torch.Tensor]] = {}
         for tensor in tensors:
-            by_pieces.setdefault(pieces(tensor), []).append(tensor)
-        squares = (norm_of(each) ** 2 * n / world for n, each in by_pieces.items())
-        return math.sqrt(sum(squares))
+            pieces = 1
+            for dimension, placement in enumerate(getattr(tensor, "placements", ())):
+                pieces *= 1 if placement.is_replicate() else tensor.device_mesh.size(dimension)  # type: ignore[attr-defined]
+            by_pieces.setdefault(pieces, []).append(tensor)
+        return math.sqrt(sum(norm_of(each) ** 2 * n / world for n, each in by_pieces.items()))
 
     def norm_of_all(self, shares: Sequence[float]) -> float:
         """The 2-norm of tensors from every rank's `norm_share`: its own where each rank holds all of them."""
@@ -258,24 +219,23 @@ class ModelProbe:
 
     def fault_at_start(self) -> int:
         """A `change_of` for the first disagreement of model, optimizers and what was declared; 0: none."""
-        index = {id(slot.parameter): i for i, slot in reversed(list(enumerate(self.slots)))}
-        held = {member for group in self._groups for member in group}
         if self._declared is not None:
             for i, slot in enumerate(self.slots):
                 if slot.trainable != any(fnmatch.fnmatchcase(slot.name, pattern) for pattern in self._declared):
                     return change_of(_UNDECLARED if slot.trainable else _FROZEN, i)
-        copies = self._copies()
-        missing = [i for i, s in enumerate(self.slots) if s.trainable and id(s.parameter) not in held | copies]
-        if missing and not self._has_masters(missing):
+        held = {member for group in self._groups for member in group} | self._copies()
+        missing = [i for i, s in enumerate(self.slots) if s.trainable and id(s.parameter) not in held]
+        # Master weights beside the model may be one flat tensor, of which each rank holds its part.
+        ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        sizes = {id(self._held[i]): self._held[i].numel() for i in missing}
+        if sum(sizes.values()) > ranks * sum(each.numel() for each in self.beside):
             return change_of(_MISSING, missing[0])
-        beside = set(map(id, self.beside))
-        for each in self._optimizers:
-            for parameter in (p for group in each.param_groups for p in group["params"]):
-                if parameter.requires_grad and id(parameter) not in index and id(parameter) not in beside:
-                    return change_of(_FOREIGN, len(self.slots))
-        by_name = {slot.name: slot for slot in self.slots}
+        known = set(map(id, (*self._held, *self.beside)))
+        if any(parameter.requires_grad and id(parameter) not in known for parameter in _held_by(self._optimizers)):
+            return change_of(_FOREIGN, len(self.slots))
+        by_name = dict(zip(self.names, self._held, strict=True))
         for one, other in self._tied:
-            if by_name[one].parameter is not by_name[other].parameter:
+            if by_name[one] is not by_name[other]:
                 return change_of(_UNTIED, self.names.index(one))
         return 0
 
@@ -285,10 +245,8 @@ class ModelProbe:
         return {name: parameter for name, parameter in self.frozen.items() if id(parameter) in copies}
 
     def _copies(self) -> set[int]:
-        """The parameters, by identity, of modules that nobody trains and that have the layout of one that is trained.
-
-        And its values, or half as many elements as all that is trained: a frozen layer of many that are made alike is
-        no copy of one that is trained.
+        """The parameters, by identity, of modules that no optimizer trains and that have the layout of a trained one,
+        and its values, or half as many elements as all that is trained: layers that are made alike are not copies.
         """
         # An optimizer may be given the frozen ones as well, as MoCo's is, and leaves them as they are.
         held = {member for group in self._groups for member in group} - set(map(id, self.frozen.values()))
@@ -309,69 +267,50 @@ class ModelProbe:
         return found
 
     def change(self, stepping: torch.optim.Optimizer | None = None) -> int:
-        """A `change_of` for the first thing that is not as it was at the start; 0 where all is.
+        """A `change_of` for the first thing that is not as it was at the start; 0: nothing changed.
 
-        stepping: whose update it is. What only other optimizers hold may be frozen until it is their turn, as loops do
-        with adversaries; None: nothing may be.
+        stepping: the optimizer that makes an update. What only other optimizers hold may be frozen meanwhile, as loops
+        do with adversaries.
         """
         now = list(map(dict.get, map(_parameters_of, self._owners), self._attributes))
         if not all(map(is_, now, self._held)):
-            now = _by_other_names(now, self.slots)
-        if not all(map(is_, now, self._held)):
-            return change_of(_REPLACED, _first_odd(list(map(id, now)), list(map(id, self._held))))
+            # Pruning gives a parameter another name in its module.
+            renamed = [any(slot.parameter is each for each in slot.owner._parameters.values()) for slot in self.slots]
+            now = [was if p is None and same else p for p, was, same in zip(now, self._held, renamed, strict=True)]
+            if not all(map(is_, now, self._held)):
+                return change_of(_REPLACED, list(map(is_, now, self._held)).index(False))
         if self._sizes() != self._counts:
             return change_of(_ADDED, len(self.slots))
         trainable = list(map(_requires_grad, now))
+        if trainable != self._trainable and stepping is not None:
+            others = [each for each in self._optimizers if each is not stepping]
+            waiting = set(map(id, _held_by(others))) - set(map(id, _held_by([stepping])))
+            was = [slot.trainable and id(slot.parameter) in waiting for slot in self.slots]
+            trainable = [now or before for now, before in zip(trainable, was, strict=True)]
         if trainable != self._trainable:
-            trainable = self._toggled_back(trainable, stepping)
-        if trainable != self._trainable:
-            return self._toggled(trainable)
+            # A loop may freeze parameters, or unfreeze those that its optimizers hold, but not inside a wrapper: that
+            # reduces only what was trainable when it was made.
+            held = set(map(id, _held_by(self._optimizers)))
+            for index, (slot, thawed) in enumerate(zip(self.slots, trainable, strict=True)):
+                this = frozenset({id(slot.parameter)})
+                if thawed and not slot.trainable and (not this <= held or any(r.holds(this) for r in self.reducers)):
+                    return change_of(_TOGGLED, index)
+            return change_of(TOGGLED_BY_THE_LOOP, list(map(eq, trainable, self._trainable)).index(False))
         if self._members() != self._groups:
             return change_of(_FOREIGN, len(self.slots))
         return 0
 
-    def _toggled(self, trainable: list[bool]) -> int:
-        """A `change_of` for what was frozen or unfrozen; which of it a loop may mean: less, or more that is trained.
-
-        What is unfrozen in a wrapper nobody reduces: that knows only what was trained when it was made.
-        """
-        held = {member for group in self._members() for member in group}
-        for index, (slot, now) in enumerate(zip(self.slots, trainable, strict=True)):
-            thawed = frozenset([id(slot.parameter)] if now and not slot.trainable else [])
-            if thawed and (not thawed <= held or any(each.holds(thawed) for each in self.reducers)):
-                return change_of(_TOGGLED, index)
-        return change_of(TOGGLED_BY_THE_LOOP, _first_odd(trainable, self._trainable))
-
-    def _toggled_back(self, trainable: list[bool], stepping: torch.optim.Optimizer | None) -> list[bool]:
-        """`trainable` by slot, as if what waits for the turn of another optimizer than `stepping` were not frozen."""
-        if stepping is None:
-            return trainable
-        waiting: set[int] = set()
-        for each in self._optimizers:
-            if each is not stepping:
-                waiting |= {id(p) for group in each.param_groups for p in group["params"]}
-        waiting -= {id(p) for group in stepping.param_groups for p in group["params"]}
-        waits = [id(parameter) in waiting for parameter in self._held]
-        return [now or (was and late) for now, was, late in zip(trainable, self._trainable, waits, strict=True)]
-
     def became(self) -> str:
-        """What the model was made into since the start, by words of what is done when training is over; "": nothing."""
-        now = {id(parameter) for parameter in self.inner.parameters()}
-        if self.change() or now != {id(parameter) for parameter in self.parameters.values()}:
+        """What the loop made of the model since the start, as at the end of training, in words; "": nothing."""
+        if self.change() or set(map(id, self.inner.parameters())) != set(map(id, self.parameters.values())):
             return "the model has other parameters now"
         if any(getattr(module, "merged", False) is True for module in self.inner.modules()):
             return "an adapter is merged into its base now"
         return ""
 
 
-def _by_other_names(found: list[nn.Parameter | None], slots: Sequence[ParameterSlot]) -> list[nn.Parameter | None]:
-    """`found` by slot, with the parameter where its module has the same one by another name, as pruning makes it."""
-    return [
-        slot.parameter
-        if now is None and any(slot.parameter is each for each in slot.owner._parameters.values())
-        else now
-        for now, slot in zip(found, slots, strict=True)
-    ]
+def _held_by(optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
+    return [parameter for each in optimizers for group in each.param_groups for parameter in group["params"]]
 
 
 def _layout(module: nn.Module) -> object:
@@ -379,38 +318,35 @@ def _layout(module: nn.Module) -> object:
 
 
 def _same_values(one: nn.Module, other: nn.Module) -> bool:
-    pairs = zip(one.parameters(), other.parameters(), strict=True)
     return all(
         a.device == b.device and a.dtype == b.dtype and not a.is_meta and torch.equal(plain(a), plain(b))
-        for a, b in pairs
+        for a, b in zip(one.parameters(), other.parameters(), strict=True)
     )
 
 
 class WrapperProbe:
-    """A wrapper that reduces gradients behind a backward pass: whether it does so in the present window."""
+    """A wrapper that reduces gradients when a backward pass ends: whether it does so in the present window."""
 
     def __init__(self, module: DistributedDataParallel) -> None:
         self.module = module
         self._parameters = {id(p) for p in module.parameters()}
+        self.turn()
+
+    def turn(self) -> None:
         self._called = self._asked = False
 
     def holds(self, members: frozenset[int]) -> bool:
-        """Whether any of the parameters, by identity, is one of its own."""
+        """Whether it has any of these parameters, which are given by identity."""
         return not self._parameters.isdisjoint(members)
 
     def forward(self) -> None:
-        """A forward pass of the wrapper begins."""
         if torch.is_grad_enabled():
             self._called = True
             self._asked |= bool(self.module.require_backward_grad_sync)
 
-    def turn(self) -> None:
-        """Another window begins."""
-        self._called = self._asked = False
-
     @property
     def reduces(self) -> bool:
-        """Whether the gradients are to be those of all ranks. What goes past the wrapper is a fault and no choice.
+        """Whether the gradients are to be those of all ranks. A reduction that bypasses the wrapper is a fault.
 
         The first window of a watch that opens with the update was not seen: there it is as the wrapper stands now.
         """
@@ -420,13 +356,13 @@ class WrapperProbe:
 
 @dataclass(frozen=True)
 class Home:
-    """A module whose buffers are to agree when it is called, because it stands in a wrapper, or in none at all."""
+    """A module whose buffers are compared at each of its forward calls: it is in a wrapper, or in no wrapper at all."""
 
     called: nn.Module
     inner: nn.Module
 
     def buffers(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The buffers that a checkpoint has, and those that it has not, in the order of the modules."""
+        """The buffers that a checkpoint contains, and the others, in the order of the modules."""
         kept: list[Tensor] = []
         caches: list[Tensor] = []
         for module in self.inner.modules():
@@ -437,7 +373,7 @@ class Home:
 
 
 def _homes(called: nn.Module, inner: nn.Module, reducers: Sequence[DistributedDataParallel]) -> list[Home]:
-    """Where buffers are looked at. Those outside of all wrappers nobody makes alike: each rank has its own."""
+    """Where buffers are compared. Outside of all wrappers nothing makes them equal: each rank has its own."""
     inside = set(map(id, inner.modules()))
     found: dict[int, Home] = {}
     for each in reducers:
@@ -452,10 +388,6 @@ def _homes(called: nn.Module, inner: nn.Module, reducers: Sequence[DistributedDa
     return list(found.values()) if found or told_not_to else [Home(called, inner)]
 
 
-def _first_odd(found: Sequence[object], known: Sequence[object]) -> int:
-    return next(index for index, (one, other) in enumerate(zip(found, known, strict=True)) if one != other)
-
-
 def _few(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more parameters" if len(names) > 3 else "")
 
@@ -466,25 +398,26 @@ def unknown_names(names: Iterable[str], known: Sequence[str]) -> list[str]:
 
 
 class ForwardTap:
-    """A hook before or after a forward pass. Copies of the model (an average of weights, say) are not watched."""
+    """A hook before or after a forward pass, which calls `see`; arguments: with all that torch gives the hook.
 
-    def __init__(self, see: Callable[[], None] | None) -> None:
+    A model is copied and saved with its hooks. A copy's hook is a function of the standard library that ignores its
+    arguments: copies are not watched, and a model that was saved whole loads without this package.
+    """
+
+    def __init__(self, see: Callable[..., None], *, arguments: bool = False) -> None:
         self._see = see
+        self._arguments = arguments
 
-    def __call__(self, module: nn.Module, *seen: object) -> None:
-        """The module's forward pass begins, or ends."""
-        if self._see is not None and not torch.compiler.is_compiling() and not torch._C._is_tracing():
-            self._see()
+    def __call__(self, *given: object) -> None:
+        if not torch.compiler.is_compiling() and not torch._C._is_tracing():
+            self._see(*(given if self._arguments else ()))
 
-    def __deepcopy__(self, memo: object) -> ForwardTap:
-        return ForwardTap(None)
-
-    def __reduce__(self) -> tuple[type[ForwardTap], tuple[None]]:
-        return ForwardTap, (None,)
+    def __reduce__(self) -> tuple[type[partial[None]], tuple[Callable[..., None]]]:
+        return partial, (sub_debug,)
 
 
-# A loop that saves its whole model saves these with it, and may load it with `weights_only`.
-torch.serialization.add_safe_globals([ForwardTap])
+# For `torch.load(weights_only=True)` of such a file. `getattr`, as for a bound method, would allow a file too much.
+torch.serialization.add_safe_globals([partial, sub_debug])
 
 
 def random_state(device: torch.device) -> Tensor | None:
@@ -507,4 +440,4 @@ def restore_random(state: Tensor, device: torch.device) -> None:
 
 def mixes_rows(module: nn.Module) -> bool:
     """Whether a row's result depends on the rows beside it, as with batch statistics."""
-    return any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in module.modules())
+    return any(isinstance(m, _BatchNorm) and m.training for m in module.modules())

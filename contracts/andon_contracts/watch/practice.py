@@ -12,7 +12,6 @@ import os
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,6 +43,7 @@ from andon_contracts.watch.loaders import (
     total,
 )
 from andon_contracts.watch.model_probe import ForwardTap, ModelProbe, Several, random_state
+from andon_contracts.watch.motion import is_sampled
 from andon_contracts.watch.rows import Rows
 
 _AHEAD = 64
@@ -57,7 +57,6 @@ rows does so all the time.
 _DRAWING = 4
 """Number of updates in which forward passes are checked for random draws: a model that draws does so from the start."""
 _NAMED = 3
-_SPARSE = 64
 _LEAST = 6
 """Fewer rows may come in the same order by chance."""
 _MOST = 1 << 16
@@ -98,7 +97,7 @@ class Practice:
         self._modes: set[bool] = set()
         self._forwards = 0
         self.clips = ClipPlace(lambda: self._forwards, lambda: rows.discarded)
-        self._copies, self._hidden = Copies(subject), False
+        self.copies, self._hidden = Copies(subject), False
         self._updates = 0
         self._trained = False
         self._random: Tensor | None = None
@@ -121,7 +120,7 @@ class Practice:
         several = isinstance(self._subject.inner, Several)
         whole = list(self._subject.inner.children()) if several else [self._subject.called]
         modules = {id(each): each for each in (*whole, *(home.called for home in self._subject.homes))}
-        tap, after = _Tap(self._forward), ForwardTap(self._forwarded)
+        tap, after = ForwardTap(self._forward, arguments=True), ForwardTap(self._forwarded)
         before = [each.register_forward_pre_hook(tap, with_kwargs=True).remove for each in modules.values()]
         return [*before, *(each.register_forward_hook(after).remove for each in modules.values())]
 
@@ -233,12 +232,12 @@ class Practice:
         """
         if not self._apart and not self._hidden:
             try:
-                return self._copies.values(self._updates + 1)
+                return self.copies.values(self._updates + 1)
             except Exception as error:  # noqa: BLE001 - see above
-                self._copies, self._hidden = Copies(self._subject), True
+                self.copies, self._hidden = Copies(self._subject), True
                 why = f"an object raises {first_line(error)}"
                 tell_once("copies", f"andon.watch: copies of the model are not looked for: {why}")
-        return self._copies.values(0)
+        return self.copies.values(0)
 
     def waiting(self) -> list[Tensor]:
         """What devices have yet to say, in a list that may be brought to the CPU before `given`."""
@@ -274,8 +273,8 @@ class Practice:
         if self._apart:
             return
         if self._verdicts.alive((COPIED,)) and not COPIED.holds(seen):
-            sketches = self._exchange(step, "copies", self._copies.sketches())
-            seen = Seen(self._copies.without_roundings(observations, sketches, self._updates + 1), None)
+            sketches = self._exchange(step, "copies", self.copies.sketches())
+            seen = Seen(self.copies.without_roundings(observations, sketches, self._updates + 1), None)
         self._verdicts.judge((CLIPPED_ALIKE, COPIED), seen, scene)
         if seen.any("drawn") or seen.any("given"):
             one = {name: len(set(seen.column(name))) == 1 and seen.any(name) for name in ("drawn keys", "given", "raw")}
@@ -286,7 +285,7 @@ class Practice:
         rows = [row for each in self._window for row in each.ids or ()]
         self._verdicts.judge(ROWS, Practised(observations, self._alike, self._unseen, rows=rows), scene)
         window = step - self._verdicts.settings.start
-        if (window <= 4 or window & (window - 1) == 0 or window % _SPARSE == 0) and seen.any("held"):
+        if is_sampled(window) and seen.any("held"):
             self._judge_passes(observations, scene)
 
     def _judge_passes(self, observations: Observations, scene: Scene) -> None:
@@ -338,7 +337,7 @@ class Practice:
 
     def line_of_copies(self) -> str:
         """How far copies are apart that differ by a rounding; "" if none were seen to."""
-        apart = self._copies.apart
+        apart = self.copies.apart
         what = f"  copies: those of the model that the ranks keep differ by up to {apart:.1g} of their norm"
         return f"{what}, which is rounding" if apart else ""
 
@@ -393,27 +392,6 @@ class _Counted:
     def rows(self, keys: list[int]) -> list[int]:
         """Their indices."""
         return sorted(self._row[key] for key in keys)
-
-
-@dataclass
-class _Tap:
-    """A hook before a forward pass. Copies of the model are not watched."""
-
-    see: Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], None] | None
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """The module's forward pass begins."""
-        if self.see is not None and not torch.compiler.is_compiling() and not torch._C._is_tracing():
-            self.see(module, args, kwargs)
-
-    def __deepcopy__(self, memo: object) -> _Tap:
-        return _Tap(None)
-
-    def __reduce__(self) -> tuple[type[_Tap], tuple[None]]:
-        return _Tap, (None,)
-
-
-torch.serialization.add_safe_globals([_Tap])  # as `ForwardTap`
 
 
 def _drops(module: nn.Module) -> float:

@@ -155,6 +155,7 @@ class Updates:
             each.portable(differ)
         for probe in self._probes:
             probe.portable(differ)
+        self.practice.copies.portable = differ
         return differ
 
     def forward(self, home: int) -> None:
