@@ -52,11 +52,8 @@ class _Loop:
         torch.manual_seed(0)
         self.model = _Two()
         self.parameters = list(self.model.parameters())
-        self.thrown = 0
-        self.hooks = _hooks(self.parameters, thin=thin, discarded=self._discarded)
-
-    def _discarded(self) -> None:
-        self.thrown += 1
+        self.thrown: list[None] = []
+        self.hooks = _hooks(self.parameters, thin=thin, discarded=lambda: self.thrown.append(None))
 
     def backward(self, heads: str, seed: int, poison: float | None = None) -> None:
         x = torch.randn(4, 5, generator=torch.Generator().manual_seed(seed))
@@ -100,8 +97,7 @@ class _Pass:
     heads: str
     seed: int
     poison: float | None = None
-    thrown: bool = False
-    """Whether what came before was set to None by hand."""
+    thrown: bool = False  # whether the gradients before it were set to None by hand
 
 
 def _acquainted(*, thin: bool = True, heads: str = "AB") -> _Loop:

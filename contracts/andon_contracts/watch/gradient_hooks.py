@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -23,17 +23,15 @@ _INFINITE = float("inf")
 _TIMED = 8
 """The hooks of every so many-th window are timed: looking at the clock takes as long as much of what they do."""
 _AGREED, _RECHECK = 2, 64
-"""Hooks are thinned out after so many windows in a row that allow it. Every 64th window has all hooks again."""
-_NO_PASS = -1
-"""The number that torch gives outside of any backward pass."""
+"""Hooks are thinned out after two windows in a row that allow it. Every 64th window has all hooks again."""
 
 
 @dataclass(frozen=True)
 class Raw:
-    """What the hooks saw in one window of backward passes.
+    """What one window of backward passes showed. extremes: (parameter, smallest, largest element) of each gradient.
 
-    nonfinite, stale: the first parameter with a gradient that is not finite, or that was not zero when the window
-    began, by its index plus one; 0: none. extremes: (parameter, smallest, largest element) of each gradient.
+    nonfinite, stale: index plus one of the first parameter whose gradient is not finite, or was not zero when the
+    window began; 0: none.
     """
 
     nonfinite: int
@@ -58,10 +56,8 @@ class Raw:
 
 @dataclass
 class _Pass:
-    """A backward pass that has begun.
-
-    came: the address of each gradient by parameter, in order of arrival. plain: each parameter had no gradient and no
-    other hook, and received a gradient with memory of its own.
+    """A backward pass that has begun. came: the address of each gradient by parameter, in order of arrival. plain: each
+    parameter had no gradient and no other hook, and received a gradient that fills its storage.
     """
 
     at_end: bool
@@ -78,25 +74,21 @@ class _FoundInGrad:
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self._parameters = parameters
         self._extremes = Extremes(parameters)
-        self._windows_left = _AGREED
-        self._disabled = False
+        self.windows_left = _AGREED
+        self.disabled = False
         self._read: tuple[int, ...] = ()
         self.first = -1
         self.all: frozenset[int] = frozenset()
 
-    @property
-    def shown(self) -> bool:
-        return not (self._windows_left or self._disabled)
-
     def disable(self) -> None:
-        self._disabled = True
+        self.disabled = True
 
     def recheck(self) -> None:
-        self._windows_left = max(self._windows_left, 1)
+        self.windows_left = max(self.windows_left, 1)
 
     def read(self, ended: _Pass) -> None:
         """Read `.grad` when the first pass of an update ends, after all parameters had a hook in it."""
-        if self._disabled or not ended.plain:
+        if self.disabled or not ended.plain:
             return
         gradients = [gradient for index in ended.came if (gradient := self._parameters[index].grad) is not None]
         # A copy does not count: it may lie in a bucket of DDP's, which may be reduced there before the pass ends.
@@ -112,15 +104,15 @@ class _FoundInGrad:
         read, found = self._read, self._extremes.read() if self._read else []
         self.clear()
         if not (read and one_pass):
-            self._windows_left = _AGREED
+            self.windows_left = _AGREED
             return
         if not all(low > -_INFINITE and high < _INFINITE for _, low, high in found):
             return
         if sorted(found) != sorted(raw):
-            self._disabled = True
+            self.disabled = True
         if (read[0], frozenset(read)) != (self.first, self.all):
-            self.first, self.all, self._windows_left = read[0], frozenset(read), _AGREED
-        self._windows_left = max(self._windows_left - 1, 0)
+            self.first, self.all, self.windows_left = read[0], frozenset(read), _AGREED
+        self.windows_left = max(self.windows_left - 1, 0)
 
     def clear(self) -> None:
         self._read = ()
@@ -130,26 +122,21 @@ class _FoundInGrad:
 class GradientHooks:
     """The raw gradients of `parameters` since the last update of their optimizer.
 
-    A hook computes the smallest and the largest element of a gradient and never waits for a device. On a GPU it leaves
-    gradients to be read many at once, at the latest when the pass ends: before a wrapper puts its sum in their place.
+    A hook computes the smallest and the largest element and waits for no device. On a GPU many gradients are read at
+    once, at the latest when the pass ends: before a wrapper puts its sum in their place.
 
     Per-parameter hooks cost more host time than reading the gradients costs a GPU, so they are thinned out. In most
     loops an update is one backward pass over the same parameters, each of which starts it with `.grad` None, and DDP
-    reduces in buckets of its own. So the raw gradient stays in `.grad` until the pass ends. After two updates in which
+    reduces in buckets of its own: the raw gradient stays in `.grad` until the pass ends. After two updates in which
     that held bit for bit, only the parameter whose gradient arrives first keeps a hook.
 
-    The invariant while hooks are thinned out (`at_end`): when a pass ends, `.grad` is what a hook on every parameter
-    would have received. Five places restore all hooks, for good, when an update is not like the two before:
-
-    - `called`: a second pass, or a parameter that has a gradient already or a hook of the loop's;
-    - `see`, at the first gradient of a pass: a pass within a pass, or one that the loop was not seen to call for;
-    - `reducing`: the loop reduces a gradient before the pass ends;
-    - `call_over`: gradients are there after a pass that no hook saw;
-    - `read`: other parameters have a gradient than before.
-
-    The last two know it only after the fact and read gradients as they are then. Besides, every 64th window has all
-    hooks and compares both ways again. Without the invariant a watch would take a sum or a repaired gradient for what
-    the rank computed: a NaN that was repaired, or rows that two ranks share, would pass unseen.
+    The invariant of thinned hooks (`at_end`): when a pass ends, `.grad` is what a hook on every parameter would have
+    received. All hooks return, for good, when an update is not like those two: a second pass, or a gradient or another
+    hook is there before a pass (`called`); a pass within a pass, or one that the loop did not call for (`see`); a
+    reduction within a pass (`reducing`); a pass that no hook saw (`call_over`); gradients of other parameters (`read`).
+    The last two are known after the fact, and gradients are read as they are then. Every 64th window has all hooks and
+    compares both ways. If the invariant breaks, a watch takes a sum or a repaired gradient for what the rank computed:
+    a repaired NaN, or rows that two ranks share, stay unseen.
     """
 
     def __init__(
@@ -158,9 +145,8 @@ class GradientHooks:
         discarded: Callable[[], None],
         shown: tuple[int, Callable[[Tensor], None]],
     ) -> None:
-        """discarded: called when a gradient turns out to have been set to None within a window.
-
-        shown: the index of a parameter, and a function that receives each of its gradients.
+        """discarded: called when the loop set a gradient to None within a window. shown: the index of a parameter, and
+        a function that receives each of its gradients.
         """
         self.muted = False
         self.cord: HaltSignal | None = None
@@ -168,11 +154,10 @@ class GradientHooks:
         self.arrived = False
         """Whether a gradient has come since this was last set to False."""
         self.at_end = False
-        """Whether gradients are read in `.grad` when their pass ends, and few parameters have a hook."""
+        """True while hooks are thinned out and `.grad` is read when a pass ends."""
         self._discarded = discarded
         self._shown = shown
         self._parameters = parameters
-        self._count = len(parameters)
         self._seen = Extremes(parameters)
         self._called = 0
         """The loop's calls for a backward pass that gave a gradient, or may yet."""
@@ -181,9 +166,9 @@ class GradientHooks:
         self._found_in_grad = _FoundInGrad(parameters)
         self._read_at_end: frozenset[int] = frozenset()
         self._left: list[tuple[int, Tensor, int, Tensor, Tensor]] = []
-        """The gradients that were there when the window began: parameter, gradient, its version and extremes then."""
+        """Gradients from before the window: parameter, gradient, and its version and extremes when the window began."""
         self._timed, self._windows, self._timed_windows, self._timed_s = True, 1, 1, 0.0
-        self._started = bytearray(self._count)
+        self._started = bytearray(len(parameters))
         self._handles: dict[int, RemovableHandle] = {}
         self._hook_all()
 
@@ -197,7 +182,7 @@ class GradientHooks:
         self._found_in_grad.disable()
         self._hook_all()
         if begun:  # gradients that are there may be of this window, and not left over from before it
-            self._started = bytearray(b"\x01" * self._count)
+            self._started = bytearray(b"\x01" * len(self._parameters))
 
     def called(self) -> None:
         """The loop calls for a backward pass, which has not begun."""
@@ -219,7 +204,7 @@ class GradientHooks:
             return
         if self.at_end and any(parameter.grad is not None for parameter in self._parameters):
             self.backward_seen = self.arrived = True
-            self._add_present(range(self._count))
+            self._add_present()
             self._restore_all_hooks()
         else:
             self._called -= 1  # a pass of other parameters than these
@@ -275,7 +260,7 @@ class GradientHooks:
             return  # the loop threw the window away meanwhile
         began = time.perf_counter() if self._timed else 0.0
         if ended.at_end:
-            self._read_at_end = self._add_present(range(self._count))
+            self._read_at_end = self._add_present()
             for index in self._read_at_end:  # the pass counts as reducing although few parameters have a hook
                 if self.cord is None or not self.cord.begun.armed:
                     break
@@ -287,20 +272,21 @@ class GradientHooks:
         if self._timed:
             self._timed_s += time.perf_counter() - began
 
-    def _add_present(self, indices: Iterable[int]) -> frozenset[int]:
-        """Read `.grad` of `indices` as it is now. Returns the parameters that have one."""
-        there = [(index, gradient) for index in indices if (gradient := self._parameters[index].grad) is not None]
-        self._seen.add_all([index for index, _ in there], [gradient for _, gradient in there])
-        return frozenset(index for index, _ in there)
+    def _add_present(self, known: frozenset[int] = frozenset()) -> frozenset[int]:
+        """Read each `.grad` as it is now, but those of `known`. Returns the parameters that were read."""
+        there = {i: p.grad for i, p in enumerate(self._parameters) if p.grad is not None and i not in known}
+        self._seen.add_all(list(there), list(there.values()))
+        return frozenset(there)
 
     def reducing(self, gradient: bool) -> None:
         """The loop reduces a tensor. gradient: it is the `.grad` of a parameter."""
-        if gradient and torch._C._current_graph_task_id() != _NO_PASS:
+        if gradient and torch._C._current_graph_task_id() != -1:  # within a backward pass
             self._restore_all_hooks()
 
-    def spent(self) -> float:
-        """Seconds of the host in the hooks, estimated from those of every `_TIMED`th window."""
-        return self._timed_s * self._windows / self._timed_windows
+    def spent(self, *, wait: bool) -> float:
+        """Seconds in the hooks, those of every `_TIMED`th window, which stand for the others too; and of GPUs, which
+        are waited for or not."""
+        return self._timed_s * self._windows / self._timed_windows + self._seen.seconds(wait=wait)
 
     @property
     def started(self) -> bool:
@@ -319,7 +305,7 @@ class GradientHooks:
     def discard(self) -> None:
         """Forget the gradients of this window: the loop threw them away."""
         self._clear()
-        self._started = bytearray(b"\x01" * self._count)
+        self._started = bytearray(b"\x01" * len(self._parameters))
         self._discarded()
 
     def waiting(self) -> list[list[Tensor]]:
@@ -330,7 +316,7 @@ class GradientHooks:
         """What the window showed. Waits once for each device, unless `waiting` was brought before."""
         if self.at_end and self._read_at_end != self._found_in_grad.all:
             self._found_in_grad.disable()
-            self._add_present(index for index in range(self._count) if index not in self._read_at_end)
+            self._add_present(self._read_at_end)
         seen = self._seen.read()
         if not self.at_end:
             self._found_in_grad.judge(seen, one_pass=self._called == len(self._passes) == 1)
@@ -349,18 +335,18 @@ class GradientHooks:
     def reset(self) -> None:
         """A new window begins: the optimizer has used the gradients."""
         self._clear()
-        self._started = bytearray(self._count)
+        self._started = bytearray(len(self._parameters))
         self._windows += 1
         self._timed = self._windows % _TIMED == 1
         self._timed_windows += self._timed
         if self._windows % _RECHECK == 0:
             self._found_in_grad.recheck()
-        if self._found_in_grad.shown:
+        if self._found_in_grad.windows_left or self._found_in_grad.disabled:
+            self._hook_all()
+        else:
             self.at_end = True
             for index in self._handles.keys() - {self._found_in_grad.first, self._shown[0]}:
                 self._handles.pop(index).remove()
-        else:
-            self._hook_all()
 
     def close(self) -> None:
         for handle in self._handles.values():
@@ -374,7 +360,7 @@ def _is_hooked(parameter: torch.nn.Parameter, *, ours: int) -> bool:
 
 
 def _is_plain(gradient: Tensor) -> bool:
-    """Whether it is an ordinary dense tensor with memory of its own."""
+    """True for an ordinary dense tensor that fills its storage."""
     plain = type(gradient) in ORDINARY and gradient.layout == torch.strided
     return plain and gradient.untyped_storage().nbytes() == gradient.nbytes
 
@@ -391,9 +377,8 @@ def _hooked_first(parameter: torch.nn.Parameter, hook: Callable[[Tensor], None])
 
 class Reductions:
     """The loop's reductions in one window. A tensor is identified by its memory, looked up anew at each call: memory
-    that an allocator gave out again is not mistaken, and all ranks of a right loop record the same calls.
-
-    strided: the last member (index plus one) that was reduced although its gradient has holes in memory; 0: none.
+    that an allocator gave out again is not mistaken, and all ranks of a right loop record the same calls. strided: the
+    last member (index plus one) that was reduced although its gradient has holes in memory; 0: none.
     """
 
     def __init__(self, members: Sequence[torch.nn.Parameter]) -> None:
@@ -416,7 +401,7 @@ class Reductions:
             alike = self._alike.get((tensor.numel(), tensor.dtype), ())
             index = next((index for index in alike if _is(tensor, self._members[index].grad)), -1)
         strided = tensor.layout == torch.strided and not tensor.is_contiguous()
-        # A backend sums memory as it lies: permuted alike on all ranks it comes out right, with holes it does not.
+        # A backend sums raw memory. The sum is right if all ranks have the same permutation, but not with holes.
         order = tensor.stride() if strided else ()
         self._calls.append((index, tuple(tensor.shape), order, str(tensor.dtype)))
         if index >= 0:

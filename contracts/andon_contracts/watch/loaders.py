@@ -22,7 +22,6 @@ from torch.utils.data.distributed import DistributedSampler
 from andon_contracts.causes import first_line
 from andon_contracts.digest import mix64
 from andon_contracts.legible import tell_once
-from andon_contracts.watch.exchange import INTEGER
 
 _SHUFFLERS = ("SeedableRandomSampler", "SubsetRandomSampler")
 """Samplers, beside torch's own, whose passes are permutations that must not come again."""
@@ -32,6 +31,7 @@ _SAMPLED, _REMEMBERED, _DEEPEST = 64, 64, 4
 """Elements of a row that stand for its content; rows of a pass that are kept in order; levels of nesting."""
 _LONGEST, _IGNORED = 4096, -100
 """The most integers of a row that are taken for tokens, and the label that torch's losses ignore."""
+_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(eq=False)
@@ -89,7 +89,20 @@ def drawn(iterator: Any, index: Any) -> None:
 def yielded(iterator: Any, batch: object) -> Yielded:
     """The batch that the loop receives now. Never raises: the rows of an unreadable batch stay unknown."""
     try:
-        return _seen(iterator, batch)
+        # A number is outstanding until its batch was yielded, in whatever order workers answer.
+        outstanding, waiting = _drawn.get(iterator, {}), getattr(iterator, "_task_info", {})
+        taken = [outstanding.pop(number) for number in list(outstanding) if number not in waiting]
+        ids = _ids(taken[0] if len(taken) == 1 else None, iterator._dataset)
+        found = _passes.get(iterator)
+        if found is None or iterator._num_yielded == 1:
+            found = _passes[iterator] = _begun(iterator)
+        tensors = list(tensors_in(batch))
+        keys = None if ids is None else row_keys(ids, tensors)
+        found.rows += 0 if ids is None else len(ids)
+        found.order += (ids or ())[: _REMEMBERED - len(found.order)]
+        storages = (each.untyped_storage() for each in tensors if each.numel())
+        kept = tuple(StorageWeakRef(each) for each in storages)  # type: ignore[no-untyped-call]
+        return Yielded(found, ids, keys, places_of(tensors), kept, found.rows)
     except Exception as error:  # noqa: BLE001 - datasets, samplers and batches are the loop's own and may raise anything
         cannot_look("a batch of a data loader", error)
         return Yielded(Pass(1, 0, False, 0, ""), None, None, frozenset(), ())
@@ -97,42 +110,23 @@ def yielded(iterator: Any, batch: object) -> Yielded:
 
 def cannot_look(what: str, error: Exception) -> None:
     """Say, once, why rows are not looked at."""
-    line = f"andon.watch: {what} raises {first_line(error)} if looked at: the rows of this run are not checked"
-    tell_once(what, line)
-
-
-def _seen(iterator: Any, batch: object) -> Yielded:
-    # A number is outstanding until its batch was yielded, in whatever order workers answer.
-    outstanding, waiting = _drawn.get(iterator, {}), getattr(iterator, "_task_info", {})
-    taken = [outstanding.pop(number) for number in list(outstanding) if number not in waiting]
-    ids = _ids(taken[0] if len(taken) == 1 else None, iterator._dataset)
-    found = _passes.get(iterator)
-    if found is None or iterator._num_yielded == 1:
-        found = _passes[iterator] = _begun(iterator)
-    tensors = list(tensors_in(batch))
-    keys = None if ids is None else row_keys(ids, tensors)
-    found.rows += 0 if ids is None else len(ids)
-    found.order += (ids or ())[: _REMEMBERED - len(found.order)]
-    storages = (each.untyped_storage() for each in tensors if each.numel())
-    kept = tuple(StorageWeakRef(each) for each in storages)  # type: ignore[no-untyped-call]
-    return Yielded(found, ids, keys, places_of(tensors), kept, found.rows)
+    why = f"{what} raises {first_line(error)} if looked at"
+    tell_once(what, f"andon.watch: {why}: the rows of this run are not checked")
 
 
 def is_under_way(found: Pass) -> bool:
-    """Whether more batches may come of this pass, or its end."""
+    """Whether the pass may yet yield a batch or end."""
     iterator = found.iterator()
     return not found.over and iterator is not None and _passes.get(iterator) is found
 
 
 def ended(iterator: Any) -> None:
-    """The iterator has nothing more to give."""
     found = _passes.get(iterator)
     if found is not None:
         found.over = True
 
 
 def _ids(index: Any, dataset: Any) -> tuple[int, ...] | None:
-    """The rows of a drawn index in the innermost data set of subsets."""
     listed = index if isinstance(index, list | tuple) else [index]
     try:
         found = [each.__index__() for each in listed]
@@ -213,7 +207,7 @@ def places_of(tensors: Sequence[Tensor]) -> frozenset[int]:
 
 
 def row_keys(ids: Sequence[int], tensors: Sequence[Tensor]) -> Tensor | None:
-    """int64 [rows]: one key for each row's index and content; None where no tensor on the CPU has a row for each."""
+    """int64 [rows]: a key of each row's index and content; None if no tensor on the CPU has as many rows."""
     own = [t for t in tensors if t.dim() and t.shape[0] == len(ids) and t.device.type == "cpu" and t.numel()]
     if not own or not ids:
         return None
@@ -225,13 +219,13 @@ def row_keys(ids: Sequence[int], tensors: Sequence[Tensor]) -> Tensor | None:
         if not _is_tokens(tensor):  # of a long row some elements, spread evenly over it
             rows = rows[:, :: max(rows.shape[1] // _SAMPLED, 1)]
         real = torch.view_as_real(rows).flatten(1) if rows.is_complex() else rows.contiguous()
-        words = real.view(INTEGER[real.element_size()]).to(torch.int64)
+        words = real.view(_INTEGER[real.element_size()]).to(torch.int64)
         if _is_tokens(tensor):
             shown = (words != 0) & (words != _IGNORED)
             if mask is not None and mask.shape == tensor.shape:
                 shown &= mask != 0
         mixed = mix64(words + (place << 32))
-        # How far a row is padded depends on the rows beside it: padding counts for nothing, and places neither.
+        # Padding and positions are left out: they depend on the other rows of the batch.
         found = mix64(found + (mixed if shown is None else mixed * shown).sum(1))
     return found
 

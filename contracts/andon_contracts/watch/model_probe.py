@@ -1,6 +1,4 @@
-"""What is watched: the module inside its wrappers, its parameters by name, and what must stay as it was; hooks that see
-its forward passes; the random state from which it draws.
-"""
+"""The module that is watched, its wrappers and optimizers, hooks for its forward passes, and its random state."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
 from multiprocessing.util import sub_debug
-from operator import attrgetter, is_
+from operator import attrgetter, eq, is_
 
 import torch
 import torch.distributed as dist
@@ -22,7 +20,6 @@ from torch.nn.parameter import UninitializedParameter
 
 from andon_contracts.observe import norm_of, plain
 from andon_contracts.watch.values import text_digest
-
 
 class Change(IntEnum):
     """The code in the value `change`: what happened to a parameter. `text` is what a message says of it."""
@@ -109,9 +106,8 @@ class ModelProbe:
         tied: Sequence[tuple[str, str]],
         reducers: Sequence[DistributedDataParallel] = (),
     ) -> None:
-        """declared: name patterns of the trainable parameters; tied: pairs of names that share a tensor.
-
-        reducers: what wraps `model`, parts of it or what holds it, wherever that stands.
+        """declared: name patterns of the trainable parameters; tied: pairs of names that share a tensor; reducers: the
+        wrappers of `model`, of its parts or of what holds it.
         """
         self.outer = model
         self.inner, wrapping = unwrap(model)
@@ -123,35 +119,29 @@ class ModelProbe:
         # Hooks inside of what is compiled do not run.
         self.called = self.inner if compiled is None else wrapping[compiled]
         self.compiled = compiled is not None or in_place
-        self.begins_unseen = in_place or (
-            compiled is not None and "DistributedDataParallel" in self.wrappers[compiled:]
-        )
+        within = () if compiled is None else self.wrappers[compiled:]
+        self.begins_unseen = in_place or "DistributedDataParallel" in within
         self.homes = _homes(self.called, self.inner, reducers)
         self.modules = list(self.inner.modules())
-        self.named = text_digest([name for name, _ in self.inner.named_modules()])
+        by_name = list(self.inner.named_modules())
+        self.named = text_digest([name for name, _ in by_name])
         """The digest of the modules' names, in order."""
-        self.slots = [
-            ParameterSlot(
-                owner, attribute, f"{prefix}.{attribute}" if prefix else attribute, parameter, parameter.requires_grad
-            )
-            for prefix, owner in self.inner.named_modules()
-            for attribute, parameter in owner._parameters.items()
-            if parameter is not None
-        ]
+        self.slots: list[ParameterSlot] = []
+        for prefix, owner in by_name:
+            for attribute, p in owner._parameters.items():
+                if p is not None:
+                    name = f"{prefix}.{attribute}" if prefix else attribute
+                    self.slots.append(ParameterSlot(owner, attribute, name, p, p.requires_grad))
         self._owners = [slot.owner for slot in self.slots]
         self._attributes = [slot.attribute for slot in self.slots]
         self._held = [slot.parameter for slot in self.slots]
         self._trainable = [slot.trainable for slot in self.slots]
         self.names = tuple(slot.name for slot in self.slots)
-        first: dict[int, ParameterSlot] = {}
-        for slot in self.slots:
-            first.setdefault(id(slot.parameter), slot)
-        self.parameters = {slot.name: slot.parameter for slot in first.values()}
+        first = {id(slot.parameter): slot for slot in reversed(self.slots)}
+        self.parameters = {slot.name: slot.parameter for slot in self.slots if first[id(slot.parameter)] is slot}
         self.trainable = {name: p for name, p in self.parameters.items() if p.requires_grad}
         self.frozen = {name: p for name, p in self.parameters.items() if not p.requires_grad}
-        self._norms = [
-            (n, m) for n, m in self.inner.named_modules() if isinstance(m, _BatchNorm) and m.track_running_stats
-        ]
+        self._norms = [(n, m) for n, m in by_name if isinstance(m, _BatchNorm) and m.track_running_stats]
         self.sharded = any(is_sharded(parameter) for parameter in self.parameters.values())
         meshes = [getattr(parameter, "device_mesh", None) for parameter in self.parameters.values()]
         fsdp = hasattr(self.inner, "set_requires_gradient_sync") and all(m is None or m.ndim == 1 for m in meshes)
@@ -172,7 +162,6 @@ class ModelProbe:
         return [*map(len, map(_modules_of, self.modules)), *map(len, map(_parameters_of, self.modules))]
 
     def name_of(self) -> Mapping[int, str]:
-        """The name of each parameter by its identity."""
         return {id(parameter): name for name, parameter in self.parameters.items()}
 
     def gpu(self) -> torch.device | None:
@@ -180,12 +169,10 @@ class ModelProbe:
         return next((parameter.device for parameter in self.trainable.values() if parameter.is_cuda), None)
 
     def accelerators(self) -> list[str]:
-        """The names of the accelerators that hold parameters."""
         used = {parameter.device for parameter in self.parameters.values() if parameter.device.type == "cuda"}
         return [torch.cuda.get_device_name(device) for device in used]
 
     def buffers(self) -> list[torch.Tensor]:
-        """The buffers that are there now, in the order of the modules."""
         return [b for module in self.modules for b in module._buffers.values() if b is not None]
 
     def buffers_by_name(self) -> dict[str, torch.Tensor]:
@@ -196,7 +183,6 @@ class ModelProbe:
         return {name: b for name, b in self.inner.named_buffers() if id(b) in held}
 
     def modes(self) -> bytes:
-        """The mode of every module, in order."""
         return bytes([module.training for module in self.modules])
 
     def modes_by_name(self) -> dict[str, int]:
@@ -218,10 +204,9 @@ class ModelProbe:
         return [n for n, each in enumerate(held, 1) if each.isdisjoint(mine) and not each <= beside]
 
     def _beside(self) -> list[Tensor]:
-        """The tensors of the optimizers that are not parameters of the model, and are not meant to be.
-
-        A tensor that is no `nn.Parameter` (a temperature, a latent, a master weight) cannot be in a module. A parameter
-        of the form of a trained one in another precision is its master weight.
+        """The tensors of the optimizers that are not meant to be parameters of the model: those that are no
+        `nn.Parameter` (a temperature, a latent), and those of the shape of a trained one in another precision, which
+        are its master weights.
         """
         shaped = [p for p in self.parameters.values() if not isinstance(p, UninitializedParameter)]
         forms = {(tuple(p.shape), p.dtype) for p in shaped if p.requires_grad}
@@ -242,12 +227,9 @@ class ModelProbe:
         """Messages about parameters that have no values to look at."""
         lazy = [name for name, p in self.parameters.items() if isinstance(p, UninitializedParameter)]
         meta = [name for name, p in self.parameters.items() if p.is_meta and name not in lazy]
-        found = []
-        if lazy:
-            found.append(f"{_few(lazy)} have no shape yet: call the lazy module once, before the watch is opened")
-        if meta:
-            found.append(f"{_few(meta)} are on the meta device and have no values: load the model first")
-        return found
+        no_shape = "have no shape yet: call the lazy module once, before the watch is opened"
+        no_values = "are on the meta device and have no values: load the model first"
+        return [f"{_few(names)} {what}" for names, what in ((lazy, no_shape), (meta, no_values)) if names]
 
     def norm_share(self, tensors: Iterable[torch.Tensor], world: int) -> float:
         """The part of the 2-norm of `tensors` that this rank contributes, one of `world`; see `norm_of_all`."""
@@ -267,7 +249,6 @@ class ModelProbe:
 
     def fault_at_start(self) -> int:
         """A `change_of` for the first disagreement of model, optimizers and what was declared; 0: none."""
-        index = {id(slot.parameter): i for i, slot in reversed(list(enumerate(self.slots)))}
         if self._declared is not None:
             for i, slot in enumerate(self.slots):
                 if slot.trainable != any(fnmatch.fnmatchcase(slot.name, pattern) for pattern in self._declared):
@@ -279,11 +260,10 @@ class ModelProbe:
         sizes = {id(self._held[i]): self._held[i].numel() for i in missing}
         if sum(sizes.values()) > ranks * sum(each.numel() for each in self.beside):
             return change_of(Change.MISSING, missing[0])
-        beside = set(map(id, self.beside))
-        for parameter in _held_by(self._optimizers):
-            if parameter.requires_grad and id(parameter) not in index and id(parameter) not in beside:
-                return change_of(Change.FOREIGN, len(self.slots))
-        by_name = {slot.name: slot.parameter for slot in self.slots}
+        known = set(map(id, (*self._held, *self.beside)))
+        if any(parameter.requires_grad and id(parameter) not in known for parameter in _held_by(self._optimizers)):
+            return change_of(Change.FOREIGN, len(self.slots))
+        by_name = dict(zip(self.names, self._held, strict=True))
         for one, other in self._tied:
             if by_name[one] is not by_name[other]:
                 return change_of(Change.UNTIED, self.names.index(one))
@@ -295,10 +275,8 @@ class ModelProbe:
         return {name: parameter for name, parameter in self.frozen.items() if id(parameter) in copies}
 
     def _copies(self) -> set[int]:
-        """The parameters, by identity, of modules that no optimizer trains and that have the layout of a trained one.
-
-        And its values, or half as many elements as all that is trained: a frozen layer of many that are made alike is
-        no copy of one that is trained.
+        """The parameters, by identity, of modules that no optimizer trains and that have the layout of a trained one,
+        and its values, or half as many elements as all that is trained: layers that are made alike are not copies.
         """
         # An optimizer may be given the frozen ones as well, as MoCo's is, and leaves them as they are.
         held = {member for group in self._groups for member in group} - set(map(id, self.frozen.values()))
@@ -321,8 +299,8 @@ class ModelProbe:
     def change(self, stepping: torch.optim.Optimizer | None = None) -> int:
         """A `change_of` for the first thing that is not as it was at the start; 0: nothing changed.
 
-        stepping: the optimizer that makes an update. Parameters that only other optimizers hold may be frozen until it
-        is their turn, as loops do with adversaries; None: none may be.
+        stepping: the optimizer that makes an update. What only other optimizers hold may be frozen meanwhile, as loops
+        do with adversaries.
         """
         now = list(map(dict.get, map(_parameters_of, self._owners), self._attributes))
         if not all(map(is_, now, self._held)):
@@ -330,17 +308,15 @@ class ModelProbe:
             renamed = [any(slot.parameter is each for each in slot.owner._parameters.values()) for slot in self.slots]
             now = [was if p is None and same else p for p, was, same in zip(now, self._held, renamed, strict=True)]
             if not all(map(is_, now, self._held)):
-                return change_of(Change.REPLACED, _first_odd(list(map(id, now)), list(map(id, self._held))))
+                return change_of(Change.REPLACED, list(map(is_, now, self._held)).index(False))
         if self._sizes() != self._counts:
             return change_of(Change.ADDED, len(self.slots))
         trainable = list(map(_requires_grad, now))
         if trainable != self._trainable and stepping is not None:
             others = [each for each in self._optimizers if each is not stepping]
             waiting = set(map(id, _held_by(others))) - set(map(id, _held_by([stepping])))
-            waits = [id(parameter) in waiting for parameter in self._held]
-            trainable = [
-                on or (was and later) for on, was, later in zip(trainable, self._trainable, waits, strict=True)
-            ]
+            was = [slot.trainable and id(slot.parameter) in waiting for slot in self.slots]
+            trainable = [now or before for now, before in zip(trainable, was, strict=True)]
         if trainable != self._trainable:
             # A loop may freeze parameters, or unfreeze those that its optimizers hold, but not inside a wrapper: that
             # reduces only what was trainable when it was made.
@@ -349,7 +325,7 @@ class ModelProbe:
                 this = frozenset({id(slot.parameter)})
                 if thawed and not slot.trainable and (not this <= held or any(r.holds(this) for r in self.reducers)):
                     return change_of(Change.TOGGLED, index)
-            return change_of(Change.TOGGLED_BY_THE_LOOP, _first_odd(trainable, self._trainable))
+            return change_of(Change.TOGGLED_BY_THE_LOOP, list(map(eq, trainable, self._trainable)).index(False))
         if self._members() != self._groups:
             return change_of(Change.FOREIGN, len(self.slots))
         return 0
@@ -387,7 +363,6 @@ class WrapperProbe:
         self.turn()
 
     def turn(self) -> None:
-        """A new window begins."""
         self._called = self._asked = False
 
     def holds(self, members: frozenset[int]) -> bool:
@@ -395,7 +370,6 @@ class WrapperProbe:
         return not self._parameters.isdisjoint(members)
 
     def forward(self) -> None:
-        """A forward pass of the wrapper begins."""
         if torch.is_grad_enabled():
             self._called = True
             self._asked |= bool(self.module.require_backward_grad_sync)
@@ -444,10 +418,6 @@ def _homes(called: nn.Module, inner: nn.Module, reducers: Sequence[DistributedDa
     return list(found.values()) if found or told_not_to else [Home(called, inner)]
 
 
-def _first_odd(found: Sequence[object], known: Sequence[object]) -> int:
-    return next(index for index, (one, other) in enumerate(zip(found, known, strict=True)) if one != other)
-
-
 def _few(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more parameters" if len(names) > 3 else "")
 
@@ -460,20 +430,17 @@ def unknown_names(names: Iterable[str], known: Sequence[str]) -> list[str]:
 class ForwardTap:
     """A hook before or after a forward pass, which calls `see`; arguments: with all that torch gives the hook.
 
-    Copies of the model are not watched. A model that is saved whole is saved with its hooks: in the file a hook is a
-    function of the standard library that ignores its arguments, so that the model loads without this package.
+    A model is copied and saved with its hooks. A copy's hook is a function of the standard library that ignores its
+    arguments: copies are not watched, and a model that was saved whole loads without this package.
     """
 
-    def __init__(self, see: Callable[..., None] | None, *, arguments: bool = False) -> None:
+    def __init__(self, see: Callable[..., None], *, arguments: bool = False) -> None:
         self._see = see
         self._arguments = arguments
 
     def __call__(self, *given: object) -> None:
-        if self._see is not None and not torch.compiler.is_compiling() and not torch._C._is_tracing():
+        if not torch.compiler.is_compiling() and not torch._C._is_tracing():
             self._see(*(given if self._arguments else ()))
-
-    def __deepcopy__(self, memo: object) -> ForwardTap:
-        return ForwardTap(None)
 
     def __reduce__(self) -> tuple[type[partial[None]], tuple[Callable[..., None]]]:
         return partial, (sub_debug,)
@@ -503,4 +470,4 @@ def restore_random(state: Tensor, device: torch.device) -> None:
 
 def mixes_rows(module: nn.Module) -> bool:
     """Whether a row's result depends on the rows beside it, as with batch statistics."""
-    return any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in module.modules())
+    return any(isinstance(m, _BatchNorm) and m.training for m in module.modules())

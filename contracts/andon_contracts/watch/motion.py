@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from andon_contracts.multi_tensor import FLOATS, bring, equal_each, extremes_of_keys, list_extremes, listable
-from andon_contracts.observe import extremes, numbers, plain
+from andon_contracts.multi_tensor import equal_each
+from andon_contracts.observe import Extremes, plain
 from andon_contracts.watch.values import rate_of
 
 _FEW = 8
@@ -19,9 +19,8 @@ _FEW = 8
 _NOISE = 1e-5
 """Gradients that are so much smaller than the largest are rounding errors of zero, as before a batch norm."""
 _CERTAIN = 2.0**-10
-"""An optimizer of unknown arithmetic is taken to move an element by at least this part of rate x gradient, or of the
-rate where the gradient exceeds 1: LARS scales by 1e-3 of the weights' norm, Adafactor by as much of their size.
-"""
+"""An optimizer of unknown arithmetic moves an element by at least this part of rate x min(gradient, 1): LARS scales by
+1e-3 of the weights' norm, Adafactor by as much of their size."""
 
 
 @dataclass(frozen=True)
@@ -45,19 +44,17 @@ def is_sampled(window: int) -> bool:
 class Motion:
     """Finds the `members` that an update of `optimizer` left as they were, in sampled windows.
 
-    A right update may leave every bit of a weight as it was: it is rounded away if it is below half the distance to the
-    next number. A small rate does that (a warm-up from 0, the last steps of a schedule), and so does a small gradient
-    (before a norm that starts at 0). So a member is reported only if the optimizer's own arithmetic asks for an update
-    of some element that float32 would have held. 16-bit weights are judged as float32 too: an update that only their
-    own dtype rounds away is the fault.
+    A right update is rounded away if it is below half the distance to the next number, as at a small rate (a warm-up
+    from 0) or with a small gradient (before a norm that starts at 0). So a member is reported only if the optimizer's
+    own arithmetic asks for an update of some element that float32 would have held. 16-bit weights are judged as float32
+    too: an update that only their own dtype rounds away is the fault.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, members: Sequence[torch.nn.Parameter]) -> None:
         self._optimizer = optimizer
         self._members = members
         self._before: list[Tensor] = []
-        self._gradients: dict[int, Tensor] = {}
-        """The gradients of the members that have to move."""
+        self._gradients: dict[int, Tensor] = {}  # of the members that have to move
         self._again: set[int] = set()
         """Small members that kept every bit in the last window: some optimizers leave one update of them out."""
 
@@ -72,10 +69,12 @@ class Motion:
                 for i, p in enumerate(self._members)
                 if p.grad is not None and plain(p.grad).numel() and rates.get(id(p))
             }
-            found = zip(there, _extremes_of(list(there.values())), strict=True)
-            sizes = {i: max(abs(low), abs(high)) for i, (low, high) in found}
-            least = _NOISE * max(sizes.values(), default=0.0)
-            self._gradients = {i: there[i] for i, size in sizes.items() if size > least}
+            gradients = list(map(plain, there.values()))
+            found = Extremes(gradients)  # type: ignore[arg-type]
+            found.add_all(range(len(gradients)), gradients)
+            sizes = [max(abs(low), abs(high)) for _, low, high in sorted(found.read())]
+            least = _NOISE * max(sizes, default=0.0)
+            self._gradients = {i: there[i] for i, size in zip(there, sizes, strict=True) if size > least}
 
     def unmoved(self) -> list[Unmoved]:
         """The members that kept every bit although an update was due that float32 holds."""
@@ -121,9 +120,8 @@ def _rate(group: dict[str, Any]) -> float:
 def _due(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], member: torch.nn.Parameter, g: Tensor
 ) -> tuple[Tensor, float]:
-    """By how much an optimizer moves each element of a member, in float64, and the least part of it that is certain.
-
-    After the step: moments are those by which the member was moved. g: the gradient before the step.
+    """By how much a step moved each element of a member, in float64, and the least part of it that is certain. g: the
+    gradient before the step.
     """
     kind, rate, weight = type(optimizer), _rate(group), plain(member)
     state = optimizer.state.get(member)  # of an optimizer that torch does not have this may be anything
@@ -143,21 +141,3 @@ def _due(
     # A search along a line may find no better place, and rightly stays.
     certain = 0.0 if isinstance(optimizer, torch.optim.LBFGS) else _CERTAIN
     return rate * g.abs().double().clamp(max=1.0), certain
-
-
-def _extremes_of(tensors: Sequence[Tensor]) -> list[tuple[float, float]]:
-    """The `extremes` of each, none of which is empty: those of a GPU with Triton with one launch for each dtype."""
-    lists: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    others: dict[int, tuple[Tensor, Tensor]] = {}
-    for index, tensor in enumerate(map(plain, tensors)):
-        if tensor.dtype in FLOATS and tensor.is_contiguous() and listable(tensor.device):
-            lists.setdefault((tensor.device, tensor.dtype), []).append(index)
-        else:
-            others[index] = extremes(tensors[index])
-    keys = [list_extremes([plain(tensors[i]) for i in each]) for each in lists.values()]
-    lows, highs = numbers([low for low, _ in others.values()]), numbers([high for _, high in others.values()])
-    found = dict(zip(others, zip(lows, highs, strict=True), strict=True))
-    bring(keys)
-    for each, these in zip(lists.values(), keys, strict=True):
-        found |= zip(each, extremes_of_keys(these), strict=True)
-    return [found[index] for index in range(len(tensors))]

@@ -16,8 +16,8 @@ from andon_contracts.watch.values import Nest, state_tensors
 class OptimizerState:
     """The state of `optimizer` for `members`, in one order on all ranks: by member, then by the text of the names.
 
-    Where all of it was tensors, `_sizes` is how much was kept for each member, and `_names` and `_values` are the names
-    and tensors of it all. They are held, so that no other tensor can have their identities.
+    `_sizes`, `_names` and `_values` are the layout of the last look, if all values were tensors. The tensors are held,
+    so that no other one can have their identities.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, members: Sequence[torch.nn.Parameter]) -> None:
@@ -35,18 +35,18 @@ class OptimizerState:
     def look(self) -> Look:
         """Read all tensors, names and other values of the state as it is now. Waits for no device."""
         kept = list(map(self._optimizer.state.get, self._members))
-        if not self._as_before(kept):
-            self._sort_all(kept)
+        as_before = (
+            self._sizes is not None
+            and set(map(type, kept)) == {dict}
+            and list(map(len, kept)) == self._sizes  # type: ignore[arg-type]
+            and list(chain.from_iterable(kept)) == self._names  # type: ignore[arg-type]
+            and all(map(is_, chain.from_iterable(map(dict.values, kept)), self._values))  # type: ignore[arg-type]
+        )
+        if not as_before:
+            self._sort(kept)
         return self.observer.look(self._tensors, beside=self._digest_of_rest)
 
-    def _as_before(self, kept: Sequence[object]) -> bool:
-        if self._sizes is None or set(map(type, kept)) != {dict} or list(map(len, kept)) != self._sizes:  # type: ignore[arg-type]
-            return False
-        if list(chain.from_iterable(kept)) != self._names:  # type: ignore[arg-type]
-            return False
-        return all(map(is_, chain.from_iterable(map(dict.values, kept)), self._values))  # type: ignore[arg-type]
-
-    def _sort_all(self, kept: Sequence[object]) -> None:
+    def _sort(self, kept: Sequence[object]) -> None:
         tensors: list[Tensor] = []
         rest: list[object] = []
         for each in kept:
@@ -54,12 +54,11 @@ class OptimizerState:
                 state_tensors(each, tensors, rest)
                 continue
             names = tuple(each)
-            order = self._orders.get(names)
-            if order is None:
+            if names not in self._orders:
                 # Ranks may have filled it in different orders, and names may be of several types.
-                order = self._orders[names] = tuple(sorted(names, key=repr))
-            rest.append(order)
-            for name in order:
+                self._orders[names] = tuple(sorted(names, key=repr))
+            rest.append(self._orders[names])
+            for name in self._orders[names]:
                 if isinstance(each[name], Tensor):
                     tensors.append(each[name])
                 else:
@@ -68,8 +67,7 @@ class OptimizerState:
         # copy all moments to where their words begin.
         tensors.sort(key=lambda each: each.numel() * each.element_size() % 8 != 0)
         self._tensors, self._digest_of_rest = tuple(tensors), self._rest.digest(rest)
-        self._sizes = None
         nests = [each for each in kept if type(each) is dict]
         self._values = [value for nest in nests for value in nest.values()]
-        if len(nests) == len(kept) and all(isinstance(value, Tensor) for value in self._values):
-            self._sizes, self._names = list(map(len, nests)), list(chain.from_iterable(nests))
+        all_tensors = len(nests) == len(kept) and all(isinstance(value, Tensor) for value in self._values)
+        self._sizes, self._names = list(map(len, nests)) if all_tensors else None, list(chain.from_iterable(nests))

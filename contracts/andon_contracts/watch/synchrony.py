@@ -13,7 +13,7 @@ from enum import Enum
 from andon_contracts.laws.law import Seen
 
 _SEVERAL = 2
-"""After so many updates that moved the weights alike, weights that part are a fault, whoever reduces."""
+"""After so many updates that left equal weights, weights that differ are a fault, even if nothing seems to reduce."""
 _GAPS, _SLACK = 4, 16
 """Weights that agree now and then are overdue after four times the longest time apart, and sixteen updates."""
 _OF_GRADIENTS = frozenset({"gradients-agree"})
@@ -22,26 +22,23 @@ _OF_WEIGHTS = frozenset({"replicas-agree"})
 
 
 class Reducer(Enum):
-    """What was seen to reduce the gradients of an update.
-
-    LEFT_OUT: a wrapper that reduces was told not to, or has a communication hook of the loop's.
-    """
+    """Whether anything was seen to reduce the gradients of an update."""
 
     UNKNOWN = 0
     KNOWN = 1
-    LEFT_OUT = 2
+    LEFT_OUT = 2  # a wrapper that reduces was told not to, or has a communication hook of the loop's
 
 
 class State(Enum):
     """How the ranks' weights are."""
 
-    TOGETHER = "equal after every update so far, or held to it"
-    APART = "they parted, and nobody knows yet whether they will be brought together"
-    LOCAL = "they part, and were brought together before"
+    TOGETHER = "equal after every update, as far as the loop is known"
+    APART = "different for the first time: a fault, unless the loop averages them later"
+    LOCAL = "different between the updates at which the loop averages them"
 
 
 class Synchrony:
-    """What the updates of one optimizer have shown of how its ranks agree. All ranks have the same.
+    """How the ranks of one optimizer agree, by its updates so far; the same on all ranks.
 
     since: the update after which the weights parted last. met: how often they agreed again. longest: the most updates
     after which they did. known: in the window at hand, the ranks must agree before the update.
@@ -102,16 +99,16 @@ class Synchrony:
         return _OF_STATES | _OF_WEIGHTS
 
     def parted(self, step: int) -> bool:
-        """Whether the weights parted just after update `step`, and may be a fault or not."""
+        """Whether the weights parted just after update `step`: a fault, or local SGD."""
         return self.state is State.APART and self.since == step
 
     def overdue(self, step: int) -> bool:
-        """Whether weights that agreed now and then have been apart for far longer than ever before."""
+        """Whether weights that a loop averages now and then have been apart for far longer than ever before."""
         return self.state is State.LOCAL and step - self.since > _GAPS * self.longest + _SLACK
 
     @property
     def watchful(self) -> bool:
-        """Whether the weights are to be read before every update, whatever their versions say."""
+        """Whether the weights must be read before every update, even if their versions did not change."""
         return self.state is not State.TOGETHER
 
     def _meet(self, step: int) -> None:

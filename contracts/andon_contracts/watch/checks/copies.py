@@ -34,6 +34,7 @@ _NEAR = 0.5
 """A copy is no farther from the weights than this share of their norm."""
 _SIGNS = 8
 """Random sums of a copy that ranks compare. The mean square of their differences is that of the copies, within half."""
+_SKETCH = (*(f"sum {index}" for index in range(_SIGNS)), "spacing", "norm")
 _CHUNK = 1 << 16
 _EPS = torch.finfo(torch.float32).eps
 _ROUNDED = 2.0
@@ -117,25 +118,25 @@ def is_due(update: int) -> bool:
 
 
 class Copies:
-    """The copies of a model that this rank keeps."""
+    """The copies of a model that this rank keeps.
+
+    portable: whether states must be equal on all kinds of devices, because the ranks' devices differ. apart: the
+    largest difference between the ranks' copies that was taken for rounding, as a share of their norm.
+    """
 
     def __init__(self, subject: ModelProbe) -> None:
-        self.portable = False
-        """Whether states must be equal on all kinds of devices, because the ranks' devices differ."""
-        self.apart = 0.0
-        """The largest difference between the ranks' copies that was taken for rounding, as a share of their norm."""
         self._subject = subject
         self._found: list[Any] = []
         self._states: list[int] = []
         self._held: list[list[Tensor]] = []
-        """The tensors of each copy that the last look saw, in the order of their states."""
+        self.portable = False
+        self.apart = 0.0
 
     def values(self, update: int) -> dict[str, int]:
         """Before an update: the state of each copy, 0 for none, and which of them are kept up.
 
-        They are searched for before updates 2, 32, 512 and so on, since that takes as long as a step, and looked at
-        again before the next update. A copy that has another state then, and is not the weights as they are, is kept
-        up: a copy that was taken in between (the best so far, by what this rank saw) is the weights.
+        They are searched for before updates 2, 32, 512 and so on, which takes as long as a step. A copy is kept up if
+        it has another state before the next update and does not equal the weights, as a copy of the best ones would.
         """
         due = is_due(update)
         if due:
@@ -162,17 +163,16 @@ class Copies:
         """For each copy of the last look: random sums of its elements (equal signs on all ranks), and its rounding."""
         found: dict[str, int] = {}
         for place in range(COPIES):
-            sums, spacing, norm = _sketch(self._held[place] if place < len(self._held) else ())
-            found |= {f"sum {index} of copy {place}": bits_of(each) for index, each in enumerate(sums)}
-            found |= {f"spacing of copy {place}": bits_of(spacing), f"norm of copy {place}": bits_of(norm)}
+            sketch = _sketch(self._held[place] if place < len(self._held) else ())
+            found |= {f"{name} of copy {place}": bits_of(x) for name, x in zip(_SKETCH, sketch, strict=True)}
         return found
 
     def without_roundings(self, observations: Observations, sketches: Observations, updates: int) -> Observations:
         """`observations`, in which copies that are the same up to rounding have one state: that of the lowest rank.
 
-        An average that each rank began with weights of its own, and whose first decay is 0, is the weights plus the
-        rounding of a difference from then on. Each update adds a rounding: their sum grows as the root of `updates`.
-        Rounding explains nothing if some ranks keep up more copies than others: then a rank does not update its own.
+        An average that each rank began with weights of its own, and whose first decay is 0, is the weights plus one
+        rounding for each update: their sum grows as the root of `updates`. If some ranks keep up more copies than
+        others, a rank does not update its own, and rounding explains nothing.
         """
         if len({each.values["copies changed"].bit_count() for each in observations}) > 1:
             self.apart = 0.0
@@ -183,8 +183,7 @@ class Copies:
             states: dict[str, int] = {}
             for place in range(COPIES):
                 state = each.values[f"copy {place}"]
-                sums = [real_of(sketch.values[f"sum {index} of copy {place}"]) for index in range(_SIGNS)]
-                spacing, norm = (real_of(sketch.values[f"{name} of copy {place}"]) for name in ("spacing", "norm"))
+                *sums, spacing, norm = [real_of(sketch.values[f"{name} of copy {place}"]) for name in _SKETCH]
                 for other, theirs, least in known:
                     apart = math.dist(sums, theirs) / math.sqrt(_SIGNS)
                     if state and other != state and apart <= _ROUNDED * math.sqrt(updates) * max(spacing, least):
@@ -197,7 +196,7 @@ class Copies:
         return found
 
     def _search(self) -> list[Any]:
-        """What has a tensor of the same form for each parameter, and holds none that is trained, and no gradient."""
+        """The objects that have a tensor like each parameter, of which none is trained or a gradient."""
         tensors = self._subject.parameters
         sizes = {len(tensors), sum(each.requires_grad for each in tensors.values())}
         model = type(self._subject.inner)
@@ -235,17 +234,12 @@ class Copies:
         elif isinstance(each[0], Tensor) and not any(map(_has_graph, each)):
             names = next((form for form in forms if len(form) == len(each)), {})
             named = dict(zip(names, each, strict=True))
-        for form in forms:
-            if (
-                named
-                and list(named) == list(form)
-                and all(
-                    isinstance(one, Tensor) and one.shape == other.shape and not one.is_meta
-                    for one, other in zip(named.values(), form.values(), strict=True)
-                )
-            ):
-                return list(named.values())
-        return []
+        form = next((form for form in forms if list(form) == list(named)), None)
+        if not named or form is None:
+            return []
+        pairs = zip(named.values(), form.values(), strict=True)
+        alike = all(isinstance(one, Tensor) and one.shape == other.shape and not one.is_meta for one, other in pairs)
+        return list(named.values()) if alike else []
 
 
 @torch.no_grad()
@@ -260,8 +254,8 @@ def _distance(held: Sequence[Tensor], parameters: Iterable[Tensor]) -> float:
 
 
 @torch.no_grad()
-def _sketch(tensors: Sequence[Tensor]) -> tuple[list[float], float, float]:
-    """Sums of all elements under random signs, the norm of the elements' spacings, and that of the elements."""
+def _sketch(tensors: Sequence[Tensor]) -> list[float]:
+    """Sums of all elements under random signs, the norm of the elements' spacings, and the norm of the elements."""
     generator = torch.Generator().manual_seed(_SIGNS)
     places = torch.arange(_SIGNS, dtype=torch.uint8, device="cpu")
     sums, spacings, squares = torch.zeros(_SIGNS, dtype=torch.float64, device="cpu"), 0.0, 0.0
@@ -275,12 +269,9 @@ def _sketch(tensors: Sequence[Tensor]) -> tuple[list[float], float, float]:
             sums += values @ ((drawn >> places & 1).double() * 2 - 1)
             square = float(values.square().sum())
             spacings, squares = spacings + eps**2 * square, squares + square
-    return sums.tolist(), math.sqrt(spacings), math.sqrt(squares)
+    return [*sums.tolist(), math.sqrt(spacings), math.sqrt(squares)]
 
 
 def _has_graph(held: object) -> bool:
-    """Whether it is a tensor that is trained, or computed of such, as the weights of a step within a step are.
-
-    It may be anything, modules that load themselves when they are asked for an attribute among it.
-    """
+    # By its type: some modules load themselves if they are asked for an attribute.
     return issubclass(type(held), Tensor) and bool(getattr(held, "requires_grad", False))
