@@ -17,16 +17,17 @@ from hypothesis import strategies as st
 
 from andon_contracts.agree import (
     HEADER,
+    MOST,
     GroupGather,
     Observation,
     bits_of,
+    connect,
     gather_observations,
     gather_short,
     own_group,
     real_of,
 )
 from andon_contracts.digest import signed
-from andon_contracts.mesh import MOST, connect
 from tests.support.ranks import run_ranks
 
 words = st.integers(0, (1 << 64) - 1)

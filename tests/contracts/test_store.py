@@ -124,7 +124,7 @@ class Rank:
     def warn(self, text: str) -> None:
         raise AssertionError(text)
 
-    def link_failed(self, error: Exception) -> str:
+    def unguarded(self, thread: str, error: Exception) -> str:
         raise error
 
 

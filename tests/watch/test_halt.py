@@ -262,7 +262,7 @@ def test_a_closed_watch_has_no_part_in_how_a_process_ends(monkeypatch: pytest.Mo
     """Closed in another order than opened, it is still called by the excepthook of the one that was opened later."""
     uncaught, alarms = list[object](), list[float]()
     monkeypatch.setattr(sys, "excepthook", lambda *error: uncaught.append(error[1]))
-    monkeypatch.setattr("andon_contracts.liveness.blocked.alarm", alarms.append)
+    monkeypatch.setattr("andon_contracts.liveness.halt._alarm", alarms.append)
     signals = []
     for _ in range(2):
         board, begun = Signed(HashStore(), bytes(32)), PendingCollectives([0, 1])

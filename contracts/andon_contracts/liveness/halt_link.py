@@ -33,18 +33,13 @@ from andon_contracts.liveness.rules import (
 from andon_contracts.liveness.signed import Signed
 from andon_contracts.liveness.store_link import MOST_CHARACTERS, Heartbeats, StoreLink, whole
 
-LOOK_S = 0.5
-"""How often a rank looks out for trouble."""
-_EVERY_LOOK, _CALM = 16, 4
-"""After so many looks at the ranks that wait for this one, only every fourth asks them."""
-POLL_S = 0.2
-"""How often a rank reads whether there is a cause to halt."""
-_HURRIED_S = 0.02
-"""The same until it has heard of all ranks nearby, and once there is a cause."""
+LOOK_S = 0.5  # how often a rank looks out for trouble
+_EVERY_LOOK, _CALM = 16, 4  # after so many looks at the ranks that wait for this one, only every fourth asks them
+POLL_S = 0.2  # how often a rank reads whether there is a cause to halt
+_HURRIED_S = 0.02  # the same until it has heard of all ranks nearby, and once there is a cause
 _BEAT_S = 1.0
 _ANSWER_S = 1.0
-_NEAR = 32
-"""So many ranks on either side may run on the same machine, where their processes can be looked at."""
+_NEAR = 32  # so many ranks on either side may run on the same machine, where their processes can be looked at
 _PULLED = "pulled"
 _WARNED = "unguarded"
 
@@ -74,40 +69,33 @@ class News:
 
 
 class Listener(Protocol):
-    """What a link calls, in its own thread.
+    """What a link calls, in its own thread: for the cause, its heartbeat, a warning of another rank, and its own end.
 
-    learn: with the first cause of all ranks. progress: for the heartbeat. warn: with the warning of another rank.
-    link_failed: with an error that ends the link; returns the cause to publish, or the text to warn the others with.
+    `unguarded` returns the cause for which all halt, or the text with which the others are warned.
     """
 
     def learn(self, cause: Cause) -> None: ...
     def progress(self) -> Progress: ...
     def warn(self, text: str) -> None: ...
-    def link_failed(self, error: Exception) -> Cause | str: ...
+    def unguarded(self, thread: str, error: Exception) -> Cause | str: ...
 
 
 class HaltLink:
     """The line between the ranks. Only its thread waits for the store; all methods return after a bounded time.
 
     The first cause that any rank puts under the key "pulled" is the cause of all. Each rank puts it back if somebody
-    deletes it.
+    deletes it. keeper: the rank in whose process the store lives; None if it outlives the ranks.
     """
 
     def __init__(self, board: Signed, rank: int, world: int, listener: Listener, keeper: int | None = None) -> None:
-        """keeper: the rank in whose process the store lives; None if it outlives the ranks."""
         self.processes: Mapping[int, Process] = {}
-        self.ended: frozenset[int] = frozenset()
-        """The ranks nearby that know the cause and have left their evidence."""
-        self.left: frozenset[int] = frozenset()
-        """The ranks nearby that had left in order when the cause came."""
-        self.broken = False
-        """The store is gone, and its keeper did not say good-bye."""
-        self.silent_s = 0.0
-        """How long the next rank, on another machine, has sent no heartbeat."""
+        self.ended: frozenset[int] = frozenset()  # the ranks nearby that know the cause and have left their evidence
+        self.left: frozenset[int] = frozenset()  # the ranks nearby that had left in order when the cause came
+        self.broken = False  # the store is gone, and its keeper did not say good-bye
+        self.silent_s = 0.0  # how long the next rank, on another machine, has sent no heartbeat
         self._board, self._rank, self._world, self._listener = board, rank, world, listener
         self.keeper, self.following, self.checked = keeper, (rank + 1) % world, board.checked
-        self._told = ""
-        """The cause as it is on the board, once it is known."""
+        self._told = ""  # the cause as it is on the board, once it is known
         self._keeper_left = False
         self._beats, self._beat_at = Heartbeats(board, rank, Progress, self.checked), 0.0
         self._silence, self._heard_last = Lasting(2 * _BEAT_S), object()
@@ -124,11 +112,9 @@ class HaltLink:
         self._met.wait(5 * _ANSWER_S)
 
     def publish(self, cause: Cause) -> None:
-        """Halt all ranks. The first cause wins, and all ranks learn that one."""
         self._link.post(lambda: self._pull(cause))
 
     def warn(self, text: str) -> None:
-        """Warn all other ranks."""
         self._link.post(lambda: self._spread(text))
 
     def acknowledge(self) -> None:
@@ -136,7 +122,6 @@ class HaltLink:
         self._link.post(lambda: self._board.set(f"ended {self._rank}", "1"))
 
     def ask(self) -> News | None:
-        """What the store says now; None if it does not answer in time."""
         return self._link.ask(self._news, _ANSWER_S)
 
     def heard(self) -> Mapping[int, Counts]:
@@ -145,7 +130,6 @@ class HaltLink:
         return {rank: beat.told.begun for rank, beat in beats.items()}
 
     def answers(self) -> bool:
-        """Whether the store has answered within the last second."""
         return self._link.answers(_ANSWER_S)
 
     def leave(self) -> None:
@@ -181,7 +165,7 @@ class HaltLink:
         if isinstance(error, RuntimeError | OSError) and not ours:
             self.broken = not self._keeper_left  # the store is gone: its keeper ended, in order or not
             return
-        told = self._listener.link_failed(error)
+        told = self._listener.unguarded("andon-halt-link", error)
         with suppress(Exception):  # the error may come from this very store
             self._spread(told) if isinstance(told, str) else self._pull(told)
         if not isinstance(told, str) and not self._told:
@@ -202,7 +186,6 @@ class HaltLink:
             self._heard_last = heard
 
     def _pull(self, cause: Cause) -> None:
-        """Put the cause on the board if none is there yet, and learn which one is."""
         told = self._encoded(cause)
         self._take(self._board.compare_set(_PULLED, "", told))
         if not self._told:  # a rank signed what is there, but it is not a cause
@@ -257,7 +240,6 @@ class PeerMonitor:
     """What one rank sees of the others: the processes of its machine, and the heartbeats of the next rank elsewhere."""
 
     def __init__(self, link: HaltLink, rank: int, patience_s: float, begun: PendingCollectives) -> None:
-        """patience_s: how long a process may be stopped, or one on another machine silent."""
         self._link, self._rank, self._patience_s, self._begun = link, rank, patience_s, begun
         self._waiting: Waiting | None = None
         self._looks = 0
@@ -266,10 +248,7 @@ class PeerMonitor:
         self._stopped = Lasting(LOOK_S)
 
     def trouble(self, teller: Teller) -> Cause | None:
-        """A rank that died, has been stopped or silent for too long, or waits for this one while this one waits for it.
-
-        To be called every `LOOK_S`.
-        """
+        """Every `LOOK_S`: a rank that died, is stopped or silent for too long, or in a deadlock with this one."""
         processes = self._link.processes
         lasting = self._stopped.look(rank for rank, process in processes.items() if process.look() == "stopped")
         late = any(seconds >= self._patience_s for seconds in (self._link.silent_s, *lasting.values()))
@@ -322,10 +301,7 @@ class PeerMonitor:
         return teller.passed(found, sum(each.gathers >= waiting.gather for each in told.values()))
 
     def _look(self, *, ask: bool) -> tuple[dict[int, Seen], News | None]:
-        """What is seen of the others, and what the store says, which is asked with `ask` or if a process is gone.
-
-        A process that is gone is left out while the store does not say whether it left in order.
-        """
+        """What is seen of the others, and what the store says, if it is asked: with `ask`, or if a process is gone."""
         link = self._link
         states = {rank: process.look() for rank, process in link.processes.items()}
         gone = {rank for rank, state in states.items() if state == "gone"} - self._left
@@ -338,7 +314,7 @@ class PeerMonitor:
         for rank in sorted((states.keys() | told.at.keys() | told.left) - {self._rank}):
             keeper_lost = link.broken and rank == link.keeper
             if news is None and rank in gone - left and not keeper_lost:
-                continue
+                continue  # the store has yet to say whether it left in order
             silent_s = math.inf if keeper_lost and rank in states else link.silent_s * (rank == link.following)
             behind = mine is not None and rank in told.at and told.at[rank].order < mine.order
             code = 0 if rank in left else codes.get(rank)
