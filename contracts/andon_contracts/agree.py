@@ -83,9 +83,12 @@ def minority(values: Sequence[Hashable]) -> tuple[int, ...]:
 def gather_observations(local: Sequence[Observation], gather: Gather) -> tuple[Observation, ...]:
     """Every rank's observation, by rank. Each rank passes those of its own replicas; all pass the same names."""
     names, point = tuple(local[0].values), local[0].point
-    end = HEADER + len(names)
-    vectors = gather([_encode(observation) for observation in local])
-    return tuple(received(vector[:end].tolist(), point, names, vector[end:]) for vector in vectors)
+    end, sent = HEADER + len(names), []
+    for seen in local:
+        vector = torch.frombuffer(_words(seen), dtype=torch.int64)
+        payload = seen.payload
+        sent.append(vector if payload is None else torch.cat([vector.to(payload.device), payload.flatten()]))
+    return tuple(received(vector[:end].tolist(), point, names, vector[end:]) for vector in gather(sent))
 
 
 def gather_short(mine: Observation, gather: GroupGather) -> tuple[Observation, ...]:
@@ -124,13 +127,6 @@ def received(row: Sequence[int], point: str, names: Sequence[str], payload: torc
 def _words(seen: Observation) -> array[int]:
     head = header(seen.rank, seen.step, seen.sequence, seen.point, tuple(seen.values))
     return array("Q", [*head, *(value % _WRAP for value in seen.values.values())])
-
-
-def _encode(seen: Observation) -> torch.Tensor:
-    vector = torch.frombuffer(_words(seen), dtype=torch.int64)
-    if seen.payload is None:
-        return vector
-    return torch.cat([vector.to(seen.payload.device), seen.payload.flatten()])
 
 
 _idle: list[Any] = []  # groups that this rank has closed, while others may still be reading what it sent last

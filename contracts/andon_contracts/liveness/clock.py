@@ -93,7 +93,6 @@ class StepClock:
         self._noted = (ticks + 1, step, phase, waits, time.monotonic(), began)
 
     def read(self) -> Told:
-        """What was noted last; from any thread."""
         ticks, step, phase, waits, since, began = self._noted
         since_s, paused_s = self.pauses.ran_s(since)
         return Told(ticks, step, phase, waits, since_s, self.pauses.ran_s(began)[0], paused_s=paused_s)

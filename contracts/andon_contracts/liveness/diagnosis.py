@@ -134,7 +134,6 @@ def failed(view: View) -> list[int]:
 
 
 def _explained(view: View, patience: Patience, order: Iterable[Conclusion]) -> str:
-    """The first of these conclusions that holds for any other rank, in words; empty if none does."""
     found, ranks = first(view.concluded(patience), order)
     if not ranks:
         return ""
@@ -197,14 +196,13 @@ def slowness(view: View, usual_s: float) -> str:
 
 
 def _unheard(view: View) -> str:
-    """Who trains on, as far as is known, and gives no signs of life; empty: none."""
     # A rank that was stopped a moment ago keeps none waiting yet.
     found, ranks = first(view.concluded(view.patience(0.0 if view.deaf else view.silence_s)), UNHEARD)
     if not ranks:
         return ""
     sign = view.signs[ranks[0]]
-    seen = f"{'has' if len(ranks) == 1 else 'have'} given no sign of life for {sign.silent_s:.1f} s"
-    what = f"{_is(ranks)} stopped" if found == "stopped" else seen
+    silent = f"{'has' if len(ranks) == 1 else 'have'} given no sign of life for {sign.silent_s:.1f} s"
+    what = f"{_is(ranks)} stopped" if found == "stopped" else silent
     return f"{view.name(ranks)} {what}, last seen in {sign.where}"
 
 

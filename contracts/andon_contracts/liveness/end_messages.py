@@ -30,7 +30,6 @@ class Whereabouts(Part):
 
     @property
     def order(self) -> tuple[int, int]:
-        """Greater, the further a rank is."""
         return self.step, POINTS.index(self.point) if self.point in POINTS else 0
 
     def at_least(self, other: Whereabouts) -> Whereabouts:

@@ -420,19 +420,14 @@ def _alarm(seconds: float) -> None:
 
 
 def _abort_groups() -> tuple[str, ...]:
-    """Abort all groups of this process whose backend can do it. Returns the names of these backends."""
-    aborted = set()
-    groups = dist.distributed_c10d._world.pg_map if dist.is_available() and dist.is_initialized() else ()
-    for group in list(groups):
-        for backend in _backends_of(group):
-            if backend.name() in _CAN_ABORT:
-                backend.abort()
-                aborted.add(str(backend.name()))
-    return tuple(sorted(aborted))
+    groups = list(dist.distributed_c10d._world.pg_map) if dist.is_available() and dist.is_initialized() else []
+    backends = [each for group in groups for each in _backends_of(group) if each.name() in _CAN_ABORT]
+    for each in backends:
+        each.abort()
+    return tuple(sorted({str(each.name()) for each in backends}))
 
 
 def _what_ends(place: str, aborted: tuple[str, ...]) -> str:
-    """What will end a rank that is blocked in `place`, after the groups of the backends `aborted` were aborted."""
     if aborted:
         return f"its {', '.join(aborted)} groups were aborted; it raises when the aborted call returns"
     if "in a collective" not in place:

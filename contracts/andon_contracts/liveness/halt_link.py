@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from andon_contracts.causes import HALT, Cause, consequence
+from andon_contracts.causes import Cause, consequence
 from andon_contracts.fields import Count, Part
 from andon_contracts.liveness.end_messages import Teller, Whereabouts
 from andon_contracts.liveness.pending_collectives import Counts, PendingCollectives, Waiting, stuck
@@ -62,10 +62,8 @@ class Said(Part):
 
 @dataclass(frozen=True)
 class News:
-    """What the store says of all ranks: which have left in order, and where each was a second ago."""
-
-    left: frozenset[int]
-    at: Mapping[int, Whereabouts]
+    left: frozenset[int]  # all ranks that have left in order
+    at: Mapping[int, Whereabouts]  # where each rank was a second ago
 
 
 class Listener(Protocol):
@@ -174,16 +172,15 @@ class HaltLink:
     def _beat(self) -> None:
         self._beat_at = time.monotonic()
         self._beats.tell(self._listener.progress())
-        found = self._board.read(_WARNED, lambda body: whole(Said, body))
-        if found is not None and found.rank != self._rank:
-            self._listener.warn(found.text)
-        following = self.following
-        if following in self.processes and self.processes[following].look() == "elsewhere":
-            heard = self._beats.hear([following]).get(following)
-            silent = [following] if heard is not None and heard is self._heard_last else []
+        said = self._board.read(_WARNED, lambda body: whole(Said, body))
+        if said is not None and said.rank != self._rank:
+            self._listener.warn(said.text)
+        rank = self.following
+        if rank in self.processes and self.processes[rank].look() == "elsewhere":
+            heard = self._beats.hear([rank]).get(rank)
+            silent = [rank] if heard is not None and heard is self._heard_last else []
             # Counts only the seconds in which this thread ran, so that a pause of the whole job accuses nobody.
-            self.silent_s = self._silence.look(silent).get(following, 0.0)
-            self._heard_last = heard
+            self.silent_s, self._heard_last = self._silence.look(silent).get(rank, 0.0), heard
 
     def _pull(self, cause: Cause) -> None:
         told = self._encoded(cause)
@@ -201,10 +198,9 @@ class HaltLink:
         try:
             told = json.dumps(cause.to_json())
             self._form(json.loads(told))
+            return told
         except (TypeError, ValueError):
-            kept = replace(cause, step=0, clause=HALT, seen="", tensor="", ranks=(), bundle="", written=False)
-            told = json.dumps(kept.to_json())
-        return told
+            return json.dumps(Cause(cause.kind, cause.text, cause.rank).to_json())
 
     def _take(self, raw: bytes) -> None:
         cause = self.checked.read(_PULLED, raw, self._form) if raw and not self._told else None
@@ -219,9 +215,8 @@ class HaltLink:
         return frozenset(rank for rank in ranks if self._board.check([f"{mark} {rank}"]))
 
     def _news(self) -> News:
-        ranks = range(self._world)
-        at = {rank: beat.told.at for rank, beat in self._beats.hear(ranks).items()}
-        return News(self._marked("left", ranks), at)
+        beats = self._beats.hear(range(self._world))
+        return News(self._marked("left", range(self._world)), {rank: beat.told.at for rank, beat in beats.items()})
 
     def _say_goodbye(self) -> None:
         self._beat()
@@ -324,7 +319,6 @@ class PeerMonitor:
     def _cause(
         self, teller: Teller, seen: Mapping[int, Seen], news: News | None, stopped_s: float, order: Iterable[Conclusion]
     ) -> Cause | None:
-        """The first of these conclusions that holds for any rank, as a cause."""
         patience = Patience(stopped_s, self._patience_s, unseen=True)
         found, ranks = first({rank: conclude(each, patience) for rank, each in seen.items()}, order)
         if not ranks:

@@ -67,7 +67,6 @@ class PendingCollectives:
         return found
 
     def forward(self, module: DistributedDataParallel) -> None:
-        """A forward pass of a module that `follow` returned begins."""
         # A communication hook may do anything with the gradients, with any ranks.
         hooked = getattr(module, "_comm_hooks", ())
         if torch.is_grad_enabled() and module.require_backward_grad_sync and not hooked:

@@ -149,7 +149,6 @@ def start_time(pid: int) -> int | None:
 
 
 def ending(code: int | None) -> str:
-    """How a process with this exit code ended, in words."""
     if code is None:
         return "is gone"
     if code >= 0:

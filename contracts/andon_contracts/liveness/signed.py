@@ -67,8 +67,7 @@ class Signed:
         return all(self.get(key) for key in keys)
 
     def multi_get(self, keys: list[str], /) -> list[bytes]:
-        """Takes two requests if all are there."""
-        found: Sequence[bytes] = []
+        found: Sequence[bytes] = []  # by two requests, if all are there
         with suppress(DistStoreError):  # somebody deleted one in between
             found = self._board.multi_get(keys) if self._board.check(keys) else []
         found = found or [self._raw(key) for key in keys]
