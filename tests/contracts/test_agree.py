@@ -210,22 +210,14 @@ def test_a_rank_that_is_gone_is_an_error_that_says_so() -> None:
     assert all(text.startswith("Connection closed by peer") for text in (texts[0], texts[2]))
 
 
-class Pulled(Exception):
-    """Raised by the halt callback."""
-
-
 def _waits() -> str:
     gather = _gather()
     gather.connect()
     if gather.rank == 1:
         dist.barrier()
         return "late"
-
-    def heed() -> None:
-        raise Pulled
-
-    gather.heed = heed
-    with pytest.raises(Pulled):
+    gather.heed = _stop
+    with pytest.raises(InterruptedError):
         gather([torch.tensor([1])])
     dist.barrier()
     return "heeded"
