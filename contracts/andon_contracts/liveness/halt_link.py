@@ -237,10 +237,8 @@ class PeerMonitor:
     def __init__(self, link: HaltLink, rank: int, patience_s: float, begun: PendingCollectives) -> None:
         self._link, self._rank, self._patience_s, self._begun = link, rank, patience_s, begun
         self._waiting: Waiting | None = None
-        self._looks = 0
-        self._kills = memory_kills()
         self._left: set[int] = set()
-        self._stopped = Lasting(LOOK_S)
+        self._looks, self._kills, self._stopped = 0, memory_kills() or 0, Lasting(LOOK_S)
 
     def trouble(self, teller: Teller) -> Cause | None:
         """Every `LOOK_S`: a rank that died, is stopped or silent for too long, or in a deadlock with this one."""
@@ -276,10 +274,9 @@ class PeerMonitor:
         processes = self._link.processes
         if not processes:
             return self._rank == 0
-        before = [
-            conclude(Seen(processes[rank].look()), Patience(stopped_s=0.0)) for rank in processes if rank < self._rank
-        ]
-        return len(before) == self._rank and not PRESENT.intersection(before)
+        states = [processes[rank].look() for rank in processes if rank < self._rank]
+        before = {conclude(Seen(state), Patience(stopped_s=0.0)) for state in states}
+        return len(states) == self._rank and not PRESENT & before
 
     def _stuck(self, teller: Teller) -> Cause | None:
         """Ranks nearby that wait for this one, while it waits for them in a gather."""
@@ -323,14 +320,12 @@ class PeerMonitor:
         found, ranks = first({rank: conclude(each, patience) for rank, each in seen.items()}, order)
         if not ranks:
             return None
-        if found == "behind" and news is not None:
-            told = news.at
+        told = {} if news is None else news.at
+        if found == "behind" and told:
             last = min(ranks, key=lambda rank: told[rank].order)
             return teller.behind(last, told[last])
-        rank = ranks[0]
-        news = news or self._link.ask()
-        place = (news.at.get(rank) if news is not None else None) or Whereabouts()
-        at = place.at_least(teller.at)
+        rank, news = ranks[0], news or self._link.ask()
+        at = (Whereabouts() if news is None else news.at.get(rank, Whereabouts())).at_least(teller.at)
         if found == "left":
             return teller.left(rank, at)
         process = self._link.processes[rank]
@@ -338,6 +333,5 @@ class PeerMonitor:
             return teller.stopped(rank, process, at)
         if found == "silent":
             return teller.silent(rank, process, self._link.silent_s, at)
-        now = memory_kills()
-        kills = 0 if now is None or self._kills is None else now - self._kills
+        kills = (memory_kills() or 0) - self._kills  # 0 if the system does not count them
         return teller.died(rank, process, seen[rank].exit, kills, at)
