@@ -9,13 +9,19 @@ from __future__ import annotations
 import ctypes
 import datetime
 import functools
+import shutil
+import socket
 import struct
 import sys
+import tempfile
+import time
 import zlib
 from array import array
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -23,46 +29,42 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from andon_contracts.digest import signed
-from andon_contracts.mesh import Mesh, connect
 
-Gather = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
-"""From one int64 vector for each local replica to one for each rank, in order of rank."""
-
-HEADER = 6
-"""The integers before the values of a message."""
-_LOOK = datetime.timedelta(seconds=0.2)
+Gather = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]  # int64 vectors of local replicas to those of all
+HEADER = 6  # the integers before the values of a message
+_LOOK = datetime.timedelta(seconds=0.2)  # how long a wait lasts until it heeds
 _SCHEMA = 1
 _WORD = 8
 V = TypeVar("V", bound=Hashable)
 _WRAP = 1 << 64
-_SPEAKER = slice(_WORD, 2 * _WORD)
-"""Where the bytes of a message hold its rank."""
+_SPEAKER = slice(_WORD, 2 * _WORD)  # where the bytes of a message hold its rank
+MOST = 16  # at most so many ranks are connected: every rank sends its message to every other one
+_ADDRESS_BYTES = 104  # the length of a socket's address that all systems allow
+_LOOK_TIMEVAL = struct.pack("ll", 0, 200_000)  # the same, as the system's seconds and microseconds
+_AWAKE_S = 100e-6
+_OPENING_S = 10.0
+_RANK_BYTES = 8
+Numbers = Callable[[Sequence[int]], Sequence[Sequence[int]]]  # a gather: from integers of one rank to those of each
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What one rank saw at one point of one step. Values are integers of 64 bits (signed or unsigned).
-
-    payload: further int64 values, on their device until they are gathered; all ranks know how many. names_match: the
-    message was for the point and the names that the reader expected.
-    """
+    """What one rank saw at one point of one step. Values are integers of 64 bits (signed or unsigned)."""
 
     rank: int
     step: int
     sequence: int
     point: str
     values: Mapping[str, int]
-    payload: torch.Tensor | None = None
-    names_match: bool = True
+    payload: torch.Tensor | None = None  # further int64, on their device until the gather; all ranks know how many
+    names_match: bool = True  # whether the message was for the point and the names that the reader expected
 
 
 def bits_of(value: float) -> int:
-    """The 64 bits of a float, so that it can be compared exactly and sent as an integer."""
     return int(struct.unpack("<q", struct.pack("<d", value))[0])
 
 
 def real_of(bits: int) -> float:
-    """The float with these 64 bits."""
     return float(struct.unpack("<d", struct.pack("<q", signed(bits)))[0])
 
 
@@ -79,21 +81,18 @@ def minority(values: Sequence[Hashable]) -> tuple[int, ...]:
 
 
 def gather_observations(local: Sequence[Observation], gather: Gather) -> tuple[Observation, ...]:
-    """Every rank's observation, by rank. Each rank passes those of its own replicas; all pass the same names.
-
-    Raises whatever `gather` raises (a dead rank, a timeout). `laws` judge the result.
-    """
+    """Every rank's observation, by rank. Each rank passes those of its own replicas; all pass the same names."""
     names, point = tuple(local[0].values), local[0].point
-    end = HEADER + len(names)
-    vectors = gather([_encode(observation) for observation in local])
-    return tuple(received(vector[:end].tolist(), point, names, vector[end:]) for vector in vectors)
+    end, sent = HEADER + len(names), []
+    for seen in local:
+        vector = torch.frombuffer(_words(seen), dtype=torch.int64)
+        payload = seen.payload
+        sent.append(vector if payload is None else torch.cat([vector.to(payload.device), payload.flatten()]))
+    return tuple(received(vector[:end].tolist(), point, names, vector[end:]) for vector in gather(sent))
 
 
 def gather_short(mine: Observation, gather: GroupGather) -> tuple[Observation, ...]:
-    """`gather_observations` through the sockets of `gather`, for an observation without a payload.
-
-    A message that equals this rank's but for the speaker is not decoded again.
-    """
+    """`gather_observations` through the sockets of `gather`, without payloads. Decodes only what differs from mine."""
     names = tuple(mine.values)
     sent = _words(mine).tobytes()
     own = received(array("q", sent), mine.point, names, None)
@@ -118,7 +117,7 @@ def _signature(point: str, names: tuple[str, ...]) -> tuple[int, int]:
 
 
 def received(row: Sequence[int], point: str, names: Sequence[str], payload: torch.Tensor | None) -> Observation:
-    """The observation in a message of header and values, for a rank that expects `names` at `point`."""
+    """The observation in a message of header and values, for a rank that expects these names at this point."""
     _, rank, step, sequence, *_ = row[:HEADER]
     same = list(row[:HEADER]) == header(rank, step, sequence, point, names)
     values = dict(zip(names, row[HEADER : HEADER + len(names)], strict=True))
@@ -130,15 +129,7 @@ def _words(seen: Observation) -> array[int]:
     return array("Q", [*head, *(value % _WRAP for value in seen.values.values())])
 
 
-def _encode(seen: Observation) -> torch.Tensor:
-    vector = torch.frombuffer(_words(seen), dtype=torch.int64)
-    if seen.payload is None:
-        return vector
-    return torch.cat([vector.to(seen.payload.device), seen.payload.flatten()])
-
-
-_idle: list[Any] = []
-"""Groups that this rank has closed, while others may still be reading what it sent last."""
+_idle: list[Any] = []  # groups that this rank has closed, while others may still be reading what it sent last
 
 
 def own_group(group: dist.ProcessGroup | None, timeout: datetime.timedelta) -> Any:
@@ -158,15 +149,130 @@ def own_group(group: dist.ProcessGroup | None, timeout: datetime.timedelta) -> A
     shared = dist.distributed_c10d._get_default_store()
     name = "andon/group/" + ("all" if group is None else "-".join(map(str, ranks)))
     number = shared.add(f"{name} of {dist.get_rank()}", 1)
-    made = dist.ProcessGroupGloo(
-        PrefixStore(f"{name}/{number}", shared), ranks.index(dist.get_rank()), len(ranks), timeout
-    )
+    store = PrefixStore(f"{name}/{number}", shared)
+    made = dist.ProcessGroupGloo(store, ranks.index(dist.get_rank()), len(ranks), timeout)
     _idle.clear()  # all ranks have come here, so none reads from an older group any more
     return made
 
 
+class Mesh:
+    """Sockets between the ranks of one machine, by rank, for short messages. timeout_s: how long a gather waits.
+
+    Gloo hands a collective from thread to thread, which takes several times as long as the message itself, and a watch
+    gathers a few hundred bytes twice a step.
+    """
+
+    def __init__(self, peers: Mapping[int, socket.socket], timeout_s: float) -> None:
+        self._peers, self._timeout_s = peers, timeout_s
+        for peer in peers.values():
+            # The socket's own timeout makes a wait one system call; Python's makes it two.
+            peer.settimeout(None)
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _LOOK_TIMEVAL)
+
+    def gather(self, message: bytes, heed: Callable[[], None] | None = None) -> dict[int, bytes]:
+        """The message of each other rank, all as long as `message`. Collective. `heed` may raise to end the wait.
+
+        Raises `DistNetworkError` if another rank is gone, or silent for the timeout.
+        """
+        try:
+            for peer in self._peers.values():
+                peer.sendall(message)
+            return {rank: self._receive(rank, len(message), heed) for rank in self._peers}
+        except ConnectionError as error:
+            raise dist.DistNetworkError(f"Connection closed by peer: {error}") from error
+
+    def _receive(self, rank: int, size: int, heed: Callable[[], None] | None) -> bytes:
+        peer, received, began = self._peers[rank], b"", time.monotonic()
+        while len(received) < size:
+            # Most ranks answer sooner than this one could fall asleep and wake up, so at first it polls. It does not
+            # yield meanwhile: another thread or process would keep this core for longer than the answer takes.
+            polls = time.monotonic() - began < _AWAKE_S
+            try:
+                part = peer.recv(size - len(received), socket.MSG_DONTWAIT if polls else 0)
+            except BlockingIOError:
+                if time.monotonic() - began > self._timeout_s:
+                    msg = f"Timed out waiting {self._timeout_s:g} s for rank {rank}"
+                    raise dist.DistNetworkError(msg) from None
+                if heed is not None and not polls:
+                    heed()
+                continue
+            if not part:
+                raise ConnectionError(f"rank {rank} is gone")
+            received += part
+        return received
+
+    def close(self) -> None:
+        for peer in self._peers.values():
+            peer.close()
+
+
+def connect(rank: int, world: int, gather: Numbers, timeout_s: float) -> Mesh | None:
+    """Connect the ranks with each other; None on every rank if that is not possible for all. Collective."""
+    if not 1 < world <= MOST or not hasattr(socket, "AF_UNIX"):
+        return None
+    peers: dict[int, socket.socket] = {}
+    connected = False
+    try:
+        with ExitStack() as undo:
+            listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            address = _listen(listener, world, undo)
+            addresses = [bytes(numbers).rstrip(b"\0").decode() for numbers in gather(list(address))]
+            # All ranks listen, call those below them, and then answer those above: these have called by then, so that
+            # no rank waits for a call that does not come.
+            called = all(addresses) and _call(peers, rank, addresses[:rank])
+            connected = _all(gather, called) and _all(gather, _answer(peers, listener, world - 1 - rank))
+    finally:
+        if not connected:
+            for peer in peers.values():
+                peer.close()
+    return Mesh(peers, timeout_s) if connected else None
+
+
+def _listen(listener: socket.socket, world: int, undo: ExitStack) -> bytes:
+    """The address at which `listener` listens, or zeros if it cannot. `undo` removes what that leaves on the disk."""
+    try:
+        folder = tempfile.mkdtemp(prefix="andon-")  # only this user can enter it
+        undo.callback(shutil.rmtree, folder, ignore_errors=True)
+        address = str(Path(folder) / "s")
+        listener.bind(address)
+        listener.listen(world)
+    except OSError:
+        return bytes(_ADDRESS_BYTES)
+    return address.encode().ljust(_ADDRESS_BYTES, b"\0")
+
+
+def _call(peers: dict[int, socket.socket], rank: int, addresses: Sequence[str]) -> bool:
+    """Call the ranks below this one, and say who calls. Returns whether all were reached."""
+    try:
+        for other, address in enumerate(addresses):
+            peer = peers[other] = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            peer.settimeout(_OPENING_S)
+            peer.connect(address)
+            peer.sendall(rank.to_bytes(_RANK_BYTES, "little"))
+    except OSError:
+        return False
+    return True
+
+
+def _answer(peers: dict[int, socket.socket], listener: socket.socket, count: int) -> bool:
+    """Accept the calls of the ranks above this one. Returns whether all came."""
+    listener.settimeout(_OPENING_S)
+    try:
+        for _ in range(count):
+            peer, _unnamed = listener.accept()
+            peer.settimeout(_OPENING_S)
+            peers[int.from_bytes(peer.recv(_RANK_BYTES), "little")] = peer
+    except OSError:
+        return False
+    return True
+
+
+def _all(gather: Numbers, here: bool) -> bool:
+    return all(numbers[0] for numbers in gather([int(here)]))
+
+
 class GroupGather:
-    """A `Gather` over a process group of our own, on the CPU. One process without a group gathers from itself.
+    """A `Gather` over a group on the CPU: one of `own_group`, or of torch. Without a group, of this process alone.
 
     Messages up to `width` integers are sent at that width, so that a rank at another point is read and judged: a
     collective of unequal lengths would end its process. Longer ones must have one length on all ranks.
@@ -174,7 +280,6 @@ class GroupGather:
     """
 
     def __init__(self, group: Any, width: int) -> None:
-        """group: one of `own_group`, or any of torch with a backend for the CPU."""
         self.rank = 0 if group is None else group.rank()
         self.world_size = 1 if group is None else group.size()
         self._alone = group is None
@@ -183,10 +288,8 @@ class GroupGather:
             self._group = group._get_backend(torch.device("cpu"))
         self._unfinished: Any = None
         self._width = width
-        self.heed: Callable[[], None] | None = None
-        """Called now and then while a gather waits; what it raises ends the wait."""
-        self.lost: Callable[[RuntimeError], None] | None = None
-        """Called with the error that ended a gather, before it is raised."""
+        self.heed: Callable[[], None] | None = None  # called now and then during a gather; may raise to end it
+        self.lost: Callable[[RuntimeError], None] | None = None  # called with an error, before it ends a gather
         self._mesh: Mesh | None = None
 
     def connect(self) -> None:
@@ -204,14 +307,10 @@ class GroupGather:
         return connect(self.rank, self.world_size, numbers, self._group.options._timeout.total_seconds())
 
     def takes(self, count: int) -> bool:
-        """Whether `messages` can send `count` values."""
         return (self._mesh is not None or self._alone) and HEADER + count <= self._width
 
     def messages(self, sent: bytes) -> list[bytes]:
-        """The message of each rank, by rank, all as long as `sent`, that of this rank. Through sockets.
-
-        Raises `DistNetworkError` if a rank is gone, and what `heed` raises.
-        """
+        """The message of each rank, by rank, all as long as `sent`, through sockets. Raises `DistNetworkError`."""
         if self._mesh is None:
             return [sent]
         filled = sent.ljust(_WORD * self._width, b"\0")
@@ -239,7 +338,6 @@ class GroupGather:
         self._group, self._unfinished = None, None
 
     def __call__(self, local: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The vector of each rank, by rank, from the one of this rank. Raises what the group raises."""
         (mine,) = local
         if self._alone:
             return [mine]

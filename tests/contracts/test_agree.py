@@ -17,16 +17,17 @@ from hypothesis import strategies as st
 
 from andon_contracts.agree import (
     HEADER,
+    MOST,
     GroupGather,
     Observation,
     bits_of,
+    connect,
     gather_observations,
     gather_short,
     own_group,
     real_of,
 )
 from andon_contracts.digest import signed
-from andon_contracts.mesh import MOST, connect
 from tests.support.ranks import run_ranks
 
 words = st.integers(0, (1 << 64) - 1)
@@ -209,22 +210,14 @@ def test_a_rank_that_is_gone_is_an_error_that_says_so() -> None:
     assert all(text.startswith("Connection closed by peer") for text in (texts[0], texts[2]))
 
 
-class Pulled(Exception):
-    """Raised by the halt callback."""
-
-
 def _waits() -> str:
     gather = _gather()
     gather.connect()
     if gather.rank == 1:
         dist.barrier()
         return "late"
-
-    def heed() -> None:
-        raise Pulled
-
-    gather.heed = heed
-    with pytest.raises(Pulled):
+    gather.heed = _stop
+    with pytest.raises(InterruptedError):
         gather([torch.tensor([1])])
     dist.barrier()
     return "heeded"

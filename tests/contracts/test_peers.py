@@ -47,6 +47,11 @@ def test_a_process_says_what_others_see_of_it(child: tuple[subprocess.Popen[byte
     assert (process.pid, process.machine) == (started.pid, Process.here().machine)
     assert process.look() == "runs"
     assert process.exit_code() is None
+    assert started.stdin is not None
+    started.stdin.write(b"7\n")
+    started.stdin.flush()
+    os.waitid(os.P_PID, started.pid, os.WEXITED | os.WNOWAIT)
+    assert process.exit_code() == 7
 
 
 def test_a_stopped_process_is_told_from_a_gone_one(child: tuple[subprocess.Popen[bytes], Process]) -> None:
@@ -76,15 +81,6 @@ def test_a_signal_to_a_process_that_ends_meanwhile_reached_nobody(
 
     monkeypatch.setattr(os, "pidfd_open", too_late)
     assert not process.send(signal.SIGTERM)
-
-
-def test_an_exit_code_is_read(child: tuple[subprocess.Popen[bytes], Process]) -> None:
-    started, process = child
-    assert started.stdin is not None
-    started.stdin.write(b"7\n")
-    started.stdin.flush()
-    os.waitid(os.P_PID, started.pid, os.WEXITED | os.WNOWAIT)
-    assert process.exit_code() == 7
 
 
 @pytest.mark.parametrize(

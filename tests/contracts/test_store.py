@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -109,23 +110,11 @@ PROGRESS = Progress(Whereabouts(2, "at its update", 0.5, 1), Counts(3, 2, "all",
 CAUSE = Cause("died", "rank 1 of 2 died.", 1, 2, ranks=(1,))
 
 
-class Rank:
-    """A rank that a link tells of causes."""
-
-    def __init__(self) -> None:
-        self.learned: list[Cause] = []
-
-    def learn(self, cause: Cause) -> None:
-        self.learned.append(cause)
-
-    def progress(self) -> Progress:
-        return PROGRESS
-
-    def warn(self, text: str) -> None:
-        raise AssertionError(text)
-
-    def link_failed(self, error: Exception) -> str:
+def listener(learned: list[Cause]) -> Any:
+    def unguarded(thread: str, error: Exception) -> str:
         raise error
+
+    return SimpleNamespace(learn=learned.append, progress=lambda: PROGRESS, warn=print, unguarded=unguarded)
 
 
 def beat(told: Part) -> dict[str, Any]:
@@ -144,12 +133,12 @@ def heard(form: type[Part], *values: bytes) -> tuple[Beat[Any] | None, int]:
 
 
 def pulled(value: bytes) -> tuple[list[Cause], int]:
-    store, rank = HashStore(), Rank()
+    store, learned = HashStore(), list[Cause]()
     store.set("pulled", signature(value) + value)  # type: ignore[arg-type]
-    link = HaltLink(Signed(store, SECRET), 0, WORLD, rank)
+    link = HaltLink(Signed(store, SECRET), 0, WORLD, listener(learned))
     link._link.ask(lambda: None, 5.0)
     link.leave()
-    return rank.learned, link.checked.dropped
+    return learned, link.checked.dropped
 
 
 def signature(value: bytes) -> bytes:
@@ -247,13 +236,13 @@ def test_a_field_that_is_missing_is_not_taken_for_its_default() -> None:
 
 
 def test_a_cause_is_told_where_garbage_stands() -> None:
-    store, ranks = HashStore(), Rank()
+    store, learned = HashStore(), list[Cause]()
     store.set("pulled", b"\xff garbage")  # type: ignore[arg-type]
-    links = [HaltLink(Signed(store, SECRET), rank, WORLD, ranks) for rank in range(WORLD)]
+    links = [HaltLink(Signed(store, SECRET), rank, WORLD, listener(learned)) for rank in range(WORLD)]
     links[0].publish(CAUSE)
     for link in links:
         link._link.ask(link._routine, 5.0)
-    assert ranks.learned == [CAUSE, CAUSE]
+    assert learned == [CAUSE, CAUSE]
     store.set("pulled", "garbage again")
     links[1]._link.ask(link._routine, 5.0)
     assert json.loads(Signed(store, SECRET).get("pulled")) == CAUSE.to_json()
@@ -262,14 +251,14 @@ def test_a_cause_is_told_where_garbage_stands() -> None:
 
 
 def test_a_cause_that_holds_what_no_form_takes_is_told_all_the_same() -> None:
-    rank = Rank()
-    link = HaltLink(Signed(HashStore(), SECRET), 0, WORLD, rank)
+    learned: list[Cause] = []
+    link = HaltLink(Signed(HashStore(), SECRET), 0, WORLD, listener(learned))
     odd = Cause("violation", "x" * 3_000_000, 0, -1, "../../mine", ranks=(7, -1), tensor=object())  # type: ignore[arg-type]
     link.publish(odd)
     link._link.ask(lambda: None, 5.0)
     link.leave()
-    assert [(found.kind, found.rank, found.clause) for found in rank.learned] == [("violation", 0, "halt-together")]
-    assert set(rank.learned[0].text) == {"x"}
+    assert [(found.kind, found.rank, found.clause) for found in learned] == [("violation", 0, "halt-together")]
+    assert set(learned[0].text) == {"x"}
     assert link.checked.dropped == 0
 
 

@@ -16,15 +16,11 @@ COMPILING = "compiling update"
 """The phase of the first update of a process that compiles: without a deadline, and not part of the usual time."""
 _STEPS_KEPT, _GAPS_KEPT = 15, 64
 _SHARE = 0.25
-"""A process that used less CPU time than this share of a gap did not run in it. One whose native code holds the
-interpreter lock did."""
+"""Of CPU time in a gap: a process that used less did not run. One whose native code holds the interpreter lock did."""
 
 
 class Pauses:
-    """Finds the times in which this process did not run, as gaps between looks at the clock by any of its threads.
-
-    Before `begin` there are none.
-    """
+    """The times since `begin` in which this process did not run: gaps between looks at the clock by any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -38,7 +34,7 @@ class Pauses:
             self._least_s, self._looked = least_s, (time.monotonic(), time.process_time())
 
     def look(self) -> None:
-        """Look at the clock; to be called several times in `least_s`, from any thread."""
+        """To be called several times in `least_s`, from any thread."""
         with self._lock:
             if self._looked is None:
                 return
@@ -59,7 +55,7 @@ class Pauses:
 
 
 class StepClock:
-    """The clock of one rank. Only the thread that trains calls `at`, `wait` and `work`.
+    """The clock of one rank. Only the thread that trains calls `at`, `wait` and `work` (before and after a collective).
 
     compiles: passes are compiled in the first update. pauses: kept by whoever guards the rank.
     """
@@ -87,11 +83,9 @@ class StepClock:
         self._noted = (ticks, step, phase, False, now, now if step != last or phase != before else began)
 
     def wait(self) -> None:
-        """A collective begins."""
         self._tick(waits=True)
 
     def work(self) -> None:
-        """The collective is over."""
         self._tick(waits=False)
 
     def _tick(self, *, waits: bool) -> None:
@@ -99,7 +93,6 @@ class StepClock:
         self._noted = (ticks + 1, step, phase, waits, time.monotonic(), began)
 
     def read(self) -> Told:
-        """What was noted last; from any thread."""
         ticks, step, phase, waits, since, began = self._noted
         since_s, paused_s = self.pauses.ran_s(since)
         return Told(ticks, step, phase, waits, since_s, self.pauses.ran_s(began)[0], paused_s=paused_s)

@@ -19,30 +19,23 @@ from andon_contracts.liveness.rules import (
     first,
 )
 
-UPDATE = "update"
-"""The phase in which steps are timed, and a deadline of a step holds."""
+UPDATE = "update"  # the phase in which steps are timed, and a deadline of a step holds
 
 
 @dataclass(frozen=True)
 class Told(Part):
-    """What a heartbeat says of its rank. Seconds leave out the time in which the process did not run.
+    """What a heartbeat says of its rank. Seconds leave out the time in which its process did not run."""
 
-    ticks: the collectives that it has begun or left; all ranks count alike. waits: it is in one. since_s: for how long
-    nothing has changed with it. phase_s: for how long it has been in its phase of this step. place: where its main
-    thread is, if it has been there for long. ended, exit: what it says at its own end, and its exit code. paused_s: how
-    long its process did not run since something changed.
-    """
-
-    ticks: Count = 0
+    ticks: Count = 0  # the collectives that it has begun or left; all ranks count alike
     step: Count = 0
     phase: str = "start"
-    waits: bool = False
-    since_s: Seconds = 0.0
-    phase_s: Seconds = 0.0
-    place: str = ""
-    ended: str = ""
+    waits: bool = False  # in a collective
+    since_s: Seconds = 0.0  # for how long nothing has changed with it
+    phase_s: Seconds = 0.0  # for how long it has been in its phase of this step
+    place: str = ""  # where its main thread is, if it has been there for long
+    ended: str = ""  # what it says at its own end
     exit: Count = 0
-    paused_s: Seconds = 0.0
+    paused_s: Seconds = 0.0  # how long its process did not run, since something changed
 
     @property
     def where(self) -> str:
@@ -51,34 +44,27 @@ class Told(Part):
 
 @dataclass(frozen=True)
 class Sign(Told):
-    """The last heartbeat of a rank as it is seen here, its seconds counted on up to now.
+    """The last heartbeat of a rank as it is seen here, its seconds counted on up to now. It is not sent."""
 
-    silent_s: how old it is. state: of its process, if that can be seen. host: where that is.
-    """
-
-    silent_s: float = 0.0
+    silent_s: float = 0.0  # how old it is
     state: State = "elsewhere"
     host: str = ""
 
     @property
     def doing(self) -> str:
-        """Where the rank is, and for how long."""
         seconds = max(self.since_s, 0.0 if self.waits else self.phase_s)
         return f"in {self.where} for {seconds:.1f} s" + (f", {self.place}" if self.place else "")
 
 
 @dataclass(frozen=True)
 class View:
-    """All ranks as `rank` of `world` sees them, itself included. silence_s: for how long a rank may be silent.
-
-    deaf: why heartbeats come no more, for which no rank is to blame; empty while they come.
-    """
+    """All ranks as `rank` of `world` sees them, itself included."""
 
     rank: int
     world: int
     signs: Mapping[int, Sign]
-    silence_s: float
-    deaf: str = ""
+    silence_s: float  # for how long a rank may be silent
+    deaf: str = ""  # why heartbeats come no more, for which no rank is to blame
 
     @property
     def mine(self) -> Sign:
@@ -86,19 +72,13 @@ class View:
 
     def concluded(self, patience: Patience) -> dict[int, Conclusion]:
         """What is concluded of each other rank. A process counts as stopped for as long as its rank is silent."""
-        seen = {
-            rank: Seen(
-                sign.state,
-                said=bool(sign.ended),
-                exit=sign.exit if sign.ended else None,
-                stopped_s=sign.silent_s,
-                silent_s=sign.silent_s,
-                behind=sign.ticks < self.mine.ticks,
-            )
-            for rank, sign in self.signs.items()
-            if rank != self.rank
-        }
-        return {rank: conclude(each, patience) for rank, each in seen.items()}
+        found = {}
+        for rank, sign in self.signs.items():
+            if rank != self.rank:
+                code, behind = sign.exit if sign.ended else None, sign.ticks < self.mine.ticks
+                seen = Seen(sign.state, bool(sign.ended), code, sign.silent_s, sign.silent_s, behind)
+                found[rank] = conclude(seen, patience)
+        return found
 
     def patience(self, stopped_s: float = 0.0, *, unseen: bool = False) -> Patience:
         """For how long others may be stopped, and silent: without a limit if none can be heard."""
@@ -130,13 +110,11 @@ def gone(view: View) -> str:
 
 def whom(view: View) -> str:
     """Why this rank waited in vain: the ranks that are gone, stopped, silent or behind, and what is known of them."""
-    found = gone(view)
-    if found:
-        return found
-    if view.mine.paused_s > view.mine.since_s:
-        return f"this process did not run for {view.mine.paused_s:.1f} s (it was stopped, or its machine slept)"
+    paused = f"this process did not run for {view.mine.paused_s:.1f} s (it was stopped, or its machine slept)"
     return (
-        _explained(view, view.patience(), (*UNHEARD, "followed"))
+        gone(view)
+        or (paused if view.mine.paused_s > view.mine.since_s else "")
+        or _explained(view, view.patience(), (*UNHEARD, "followed"))
         or view.deaf
         or _explained(view, view.patience(), ("left", "behind"))
         or f"all ranks give signs of life, and none got through to the others in {view.mine.where}"
@@ -156,7 +134,6 @@ def failed(view: View) -> list[int]:
 
 
 def _explained(view: View, patience: Patience, order: Iterable[Conclusion]) -> str:
-    """The first of these conclusions that holds for any other rank, in words; empty if none does."""
     found, ranks = first(view.concluded(patience), order)
     if not ranks:
         return ""
@@ -219,14 +196,13 @@ def slowness(view: View, usual_s: float) -> str:
 
 
 def _unheard(view: View) -> str:
-    """Who trains on, as far as is known, and gives no signs of life; empty: none."""
     # A rank that was stopped a moment ago keeps none waiting yet.
     found, ranks = first(view.concluded(view.patience(0.0 if view.deaf else view.silence_s)), UNHEARD)
     if not ranks:
         return ""
     sign = view.signs[ranks[0]]
-    seen = f"{'has' if len(ranks) == 1 else 'have'} given no sign of life for {sign.silent_s:.1f} s"
-    what = f"{_is(ranks)} stopped" if found == "stopped" else seen
+    silent = f"{'has' if len(ranks) == 1 else 'have'} given no sign of life for {sign.silent_s:.1f} s"
+    what = f"{_is(ranks)} stopped" if found == "stopped" else silent
     return f"{view.name(ranks)} {what}, last seen in {sign.where}"
 
 

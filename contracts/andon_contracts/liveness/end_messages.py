@@ -30,7 +30,6 @@ class Whereabouts(Part):
 
     @property
     def order(self) -> tuple[int, int]:
-        """Greater, the further a rank is."""
         return self.step, POINTS.index(self.point) if self.point in POINTS else 0
 
     def at_least(self, other: Whereabouts) -> Whereabouts:
@@ -51,7 +50,6 @@ class Teller:
     folder: Path | None = None
 
     def failed(self, error: BaseException, line: str) -> Cause:
-        """This rank raised `error` in `line` of the loop."""
         kind = kind_of(error)
         verb = "ran out of memory" if kind == "out of memory" else "failed"
         return self._end(kind, self.rank, first_line(error), self.at, ("where", line), verb=verb)
@@ -66,17 +64,14 @@ class Teller:
         return self._end("hangs", rank, f"its process {process.pid} on {process.host} is {STOPPED}", at)
 
     def silent(self, rank: int, process: Process, seconds: float, at: Whereabouts) -> Cause:
-        """A rank on another machine sends no heartbeats."""
         seen = f"its process {process.pid} on {process.host} has given no sign of life for {seconds:.0f} s"
         return self._end("hangs", rank, f"{seen}: it died, is stopped, or cannot be reached", at)
 
     def behind(self, rank: int, at: Whereabouts) -> Cause:
-        """The process of `rank` runs, but the others waited for it until a timeout."""
         seen = "its process runs, but the others waited for it until their timeout"
         return self._end("hangs", rank, f"{seen}; it passed no hook for {at.since_s:.0f} s", at)
 
     def ahead(self, rank: int, at: Whereabouts) -> Cause:
-        """This rank waited in a collective of the loop until a timeout, and `rank` is further and runs."""
         seen = (
             f"it waited in a collective until its timeout, while rank {rank} has been at {at} for {at.since_s:.0f} s: "
             "one of them left out an update or a collective that the other one made"
@@ -84,10 +79,7 @@ class Teller:
         return self._end("hangs", None, seen, self.at, verb="waited in vain")
 
     def passed(self, others: Mapping[int, str], waiting: int) -> Cause:
-        """This rank waits in a gather for `others`, which wait for it: each rank with what it is in.
-
-        waiting: how many further ranks wait as this one does.
-        """
+        """This rank, as `waiting` further ones, waits in a gather for `others`, which wait for it in what is named."""
         update = self.at.point == POINTS[2]
         place = f"update {self.at.step}" if update else f"a line of the watch at {self.at}"
         several, who = len(others) > 1, named(others)
@@ -105,11 +97,9 @@ class Teller:
         return replace(cause, ranks=ranks)
 
     def left(self, rank: int, at: Whereabouts) -> Cause:
-        """`rank` ended in order while the others still needed it."""
         return self._end("left", rank, "it closed its watch, or ended, while the others went on", at)
 
     def unknown(self, error: BaseException) -> Cause:
-        """This rank lost another one, and nothing says which."""
         seen = f"another rank died, hangs or cannot be reached; which one is not known ({first_line(error)})"
         return self._end("died", None, seen, self.at, verb="lost another rank")
 
@@ -119,7 +109,6 @@ class Teller:
         return self._end("failed", self.rank, seen, self.at, verb="is unguarded")
 
     def pulled(self, reason: str) -> Cause:
-        """The loop of this rank told all to stop."""
         head = f"rank {self.rank} of {self.world} pulled the cord at {self.at}: {reason}"
         return self._cause("violation", self.rank, head, reason, self.at)
 

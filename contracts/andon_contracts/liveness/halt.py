@@ -7,13 +7,16 @@ import datetime
 import multiprocessing
 import multiprocessing.util
 import os
+import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from types import TracebackType
-from typing import NoReturn
+from types import FrameType, TracebackType
+from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
@@ -21,7 +24,6 @@ from andon_contracts.bundle import Evidence, write_cause
 from andon_contracts.causes import Cause, consequence, first_line
 from andon_contracts.error_file import tell_launcher
 from andon_contracts.legible import tell
-from andon_contracts.liveness import blocked
 from andon_contracts.liveness.end_messages import Teller, Whereabouts
 from andon_contracts.liveness.halt_link import LOOK_S, POLL_S, HaltLink, PeerMonitor, Progress
 from andon_contracts.liveness.pending_collectives import PendingCollectives
@@ -32,12 +34,14 @@ from andon_contracts.violation import Violation
 
 _RAISE_S = 0.4
 """How long a rank that has learned the cause may take to come to a hook, before its main thread is interrupted."""
-_UNBLOCK_S = 0.6
-"""How long it may take then, before `hard_stop` ends it, or its groups are aborted."""
-_SETTLE_S = 2.0
-"""How long the rank that published the cause waits for the others."""
-_LAST_S = 2.0
-"""With `hard_stop`: how long a rank may take to end after an error that nobody caught."""
+_UNBLOCK_S = 0.6  # how long it may take then, before `hard_stop` ends it, or its groups are aborted
+_SETTLE_S = 2.0  # how long the rank that published the cause waits for the others
+_LAST_S = 2.0  # with `hard_stop`: how long a rank may take to end after an error that nobody caught
+
+# A real-time signal: those with names mean something to shells, launchers and libraries.
+_SIGNAL = signal.SIGRTMIN + 7
+_CAN_ABORT = frozenset({"nccl"})  # Gloo has the method too, but it does nothing
+_heeding: list[Callable[[], None]] = []
 
 
 class HaltSignal:
@@ -74,10 +78,8 @@ class HaltSignal:
         patience_s: float,
         warns: bool,
     ) -> None:
-        """begun: what this rank has begun that needs the others. To be made by the thread of the loop.
-
-        patience_s: after how long a stopped process, or a silent one on another machine, counts as hanging. warns: do
-        not halt if a guarding thread fails.
+        """begun: what this rank has begun that needs the others. patience_s: after how long a stopped process, or a
+        silent one on another machine, counts as hanging. warns: if a guarding thread fails, only warn.
         """
         self.begun = begun
         self.cause: Cause | None = None
@@ -89,12 +91,11 @@ class HaltSignal:
         self._pulling, self._leaving = threading.Lock(), threading.Lock()
         self._pulled_here, self._crashed, self._evidence_left, self._warned = False, False, False, ""
         self._owner, self._process = threading.get_ident(), os.getpid()
-        self._shared = _shared_store()  # kept alive: this process may be the one in which it lives
+        self._shared = _shared_store()  # kept alive, since it may live in this process
         self._link = HaltLink(board, rank, world_size, self, _keeper(self._shared))
         self._monitor = PeerMonitor(self._link, rank, patience_s, begun)
-        self._interruptible = blocked.enlist(self.heed)
-        self._hook, self._mine = sys.excepthook, self._excepthook
-        sys.excepthook = self._mine
+        _enlist(self.heed)
+        self._hook, sys.excepthook = sys.excepthook, self._excepthook
         # Processes of multiprocessing catch what their function raises, and end without the interpreter's last calls.
         self._last_call = multiprocessing.util.Finalize(None, self._at_exit, exitpriority=100)
         self._thread = threading.Thread(target=self._guard, name="andon-cord", daemon=True)
@@ -103,11 +104,10 @@ class HaltSignal:
     # For the thread of the loop.
 
     def at(self, step: int, point: str, last_equal: int | None) -> None:
-        """This rank works at update `step` and has come to `point`."""
         self._at, self._at_time = Whereabouts(step, point, 0.0, last_equal), time.monotonic()
 
     def meet(self) -> None:
-        """Learn which processes the other ranks are, before any can die. All ranks have made their signal. Short."""
+        """Learn which processes the others are, before any can die; to be called when all have made their signal."""
         self._link.meet()
 
     def heed(self, *, again: bool = False) -> None:
@@ -147,15 +147,14 @@ class HaltSignal:
         self.close()
 
     def close(self) -> None:
-        """This rank is done: say so, and stop guarding it."""
         if self._over.is_set():
             return
         if self.cause is not None and os.getpid() == self._process:
             self._leave_evidence(self.cause, with_state=False)  # a loop that raised may be faster than the thread
         for event in (self._over, self._awake, self._raised, self._released):
             event.set()
-        blocked.dismiss(self.heed)
-        if sys.excepthook is self._mine:
+        _dismiss(self.heed)
+        if sys.excepthook == self._excepthook:
             sys.excepthook = self._hook
         self._last_call.cancel()
         self._link.leave()
@@ -174,7 +173,6 @@ class HaltSignal:
         return Teller(self._rank, self._world, at, self.evidence.folder)
 
     def _cause_behind(self, error: BaseException) -> Cause:
-        """Who is gone, or is waited for, if `error` says that somebody is."""
         deadline = time.monotonic() + _SETTLE_S / 2
         while self.cause is None:
             found = self._monitor.missing(self._teller, error)
@@ -186,7 +184,6 @@ class HaltSignal:
         return self.cause
 
     def _pull(self, cause: Cause) -> Cause:
-        """Publish `cause`, leave the evidence, and wait for the others. Returns the cause that won."""
         self._pulled_here = True
         self._raised.set()
         first = self._publish(cause)
@@ -232,8 +229,7 @@ class HaltSignal:
     # For the thread of the link, as its `Listener`.
 
     def learn(self, cause: Cause) -> None:
-        if self.cause is None:
-            self.cause = cause
+        self.cause = self.cause or cause
         self._known.set()
         self._awake.set()
 
@@ -245,11 +241,10 @@ class HaltSignal:
             self._warned = text
             tell(f"andon: {text}")
 
-    def link_failed(self, error: Exception) -> Cause | str:
-        failure = self._teller.unguarded("andon-halt-link", error)
-        return self._warn_of(failure) if self._warns else failure
-
-    def _warn_of(self, failure: Cause) -> str:
+    def unguarded(self, thread: str, error: Exception) -> Cause | str:
+        failure = self._teller.unguarded(thread, error)
+        if not self._warns:
+            return failure
         text = failure.text.partition("\n")[0]
         self.warn(text)
         return text
@@ -257,39 +252,31 @@ class HaltSignal:
     # The thread "andon-cord".
 
     def _guard(self) -> None:
-        failure: Cause | None = None
-        # Once more after an error of its own: to publish it, or still to halt when the others do.
-        for _ in range(2):
-            try:
-                self._look_out(failure)
-                return
-            except Exception as error:  # noqa: BLE001 - whatever it is, this rank must not go on as if it were guarded
-                failure = self._teller.unguarded(self._thread.name, error)
-            if self.cause is not None:  # the halt itself failed
-                break
-            if self._warns:
-                self._link.warn(self._warn_of(failure))
-        assert failure is not None
-        tell(failure.text)
-        if self._interruptible:
-            blocked.interrupt()
+        try:
+            self._look_out()
+        except Exception as error:  # noqa: BLE001 - whatever it is, this rank does not halt in silence
+            tell(self._teller.unguarded("andon-cord", error).text)
+            _interrupt(self.heed)
 
-    def _look_out(self, failure: Cause | None) -> None:
-        """Wait for a cause, or for trouble, and act on it. failure: why this looks out for trouble no more."""
+    def _look_out(self) -> None:
+        looks = True
         while not self._over.is_set():
             self._awake.wait(LOOK_S)
             self._awake.clear()
             if self._over.is_set():
                 return
-            found = None if self._warns else failure
-            if self._known.is_set():
-                found = None
-            elif failure is None:
-                found = self._monitor.trouble(self._teller)
-            if found is not None:
+            found: Cause | str | None = None
+            if looks and not self._known.is_set():
+                try:
+                    found = self._monitor.trouble(self._teller)
+                except Exception as error:  # noqa: BLE001 - this rank must not go on as if it were guarded
+                    looks, found = False, self.unguarded("andon-cord", error)
+            if isinstance(found, str):
+                self._link.warn(found)
+            elif found is not None:
                 self._publish(found)
             if self.cause is not None:
-                self._act(self.cause, settle=found is not None)
+                self._act(self.cause, settle=isinstance(found, Cause))
                 return
 
     def _act(self, cause: Cause, *, settle: bool) -> None:
@@ -299,8 +286,8 @@ class HaltSignal:
             self._link.acknowledge()
             if settle:
                 self._settle()
-            if not self._raised.wait(_RAISE_S) and self._interruptible:
-                blocked.interrupt()
+            if not self._raised.wait(_RAISE_S):
+                _interrupt(self.heed)
             if not self._raised.wait(_UNBLOCK_S) and not self._over.is_set():
                 self._unblock(cause)
         self._released.wait()
@@ -311,24 +298,23 @@ class HaltSignal:
     def _unblock(self, cause: Cause) -> None:
         place = doing(self._owner)
         if self._hard_stop:
-            _end_process(
-                f"{cause.text}\n  ended    rank {self._rank}, which was blocked {place}: no hook ran (hard_stop)"
-            )
-        aborted = blocked.abort_groups()
+            ended = f"rank {self._rank}, which was blocked {place}: no hook ran (hard_stop)"
+            _end_process(f"{cause.text}\n  ended    {ended}")
+        aborted = _abort_groups()
         if not aborted or not self._raised.wait(_UNBLOCK_S):
-            tell(f"{cause.text}\n  blocked  rank {self._rank} {place}: {blocked.what_ends(place, aborted)}")
+            tell(f"{cause.text}\n  blocked  rank {self._rank} {place}: {_what_ends(place, aborted)}")
         self._raised.wait()
 
     # The end of the process.
 
     def _excepthook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not self._open:  # a hook that was installed after this one still calls it
-            self._hook(kind, error, trace)
-            return
+        # After `close`, the hook of a watch that was opened later still calls this one. It then must do nothing else.
+        guarded = self._open
         self.failed(error)
         self._hook(kind, error, trace)
-        say_cause(self.cause, error)
-        self._crash()
+        if guarded:
+            say_cause(self.cause, error)
+            self._crash()
 
     def _at_exit(self) -> None:
         error = sys.exc_info()[1]
@@ -341,11 +327,10 @@ class HaltSignal:
             self._crash()
 
     def _crash(self) -> None:
-        """Nobody caught the error, so the process ends now."""
         self._crashed = True
         self._released.set()
         if self._hard_stop:
-            blocked.alarm(2 * _LAST_S)  # the interpreter's last calls may wait for threads or a device for ever
+            _alarm(2 * _LAST_S)  # the interpreter's last calls may wait for threads or a device for ever
 
 
 def say_cause(cause: Cause | None, error: BaseException) -> None:
@@ -356,22 +341,18 @@ def say_cause(cause: Cause | None, error: BaseException) -> None:
 
 def own_store(name: str) -> Store | None:
     """A connection of our own to the process group's store, with keys under `name`; None without a group."""
-    shared = _shared_store()
-    if shared is None:
-        return None
-    clone = getattr(shared, "clone", None)
-    if clone is not None:
+    shared: Any = _shared_store()
+    if hasattr(shared, "clone"):
         with contextlib.suppress(RuntimeError, NotImplementedError):
             # The loop's own connection answers one request at a time, and may wait for a key for minutes.
-            shared = clone()
+            shared = shared.clone()
             shared.set_timeout(datetime.timedelta(seconds=TAKEN_AWAY_S))
-    return PrefixStore(f"andon/{name}", shared)
+    return None if shared is None else PrefixStore(f"andon/{name}", shared)
 
 
 def _shared_store() -> Store | None:
-    if not dist.is_available() or not dist.is_initialized():
-        return None
-    return dist.distributed_c10d._get_default_store()
+    initialized = dist.is_available() and dist.is_initialized()
+    return dist.distributed_c10d._get_default_store() if initialized else None
 
 
 def _keeper(shared: Store | None) -> int | None:
@@ -396,3 +377,70 @@ def _end_process(text: str) -> NoReturn:
         if child.daemon:
             child.kill()
     os._exit(1)
+
+
+# How to reach a main thread that comes to no hook. A blocking call of Python (a sleep, a read, a queue) returns when a
+# signal handler raises. Native code goes on, and the handler runs only when Python runs again.
+
+
+def _handle(number: int, frame: FrameType | None) -> None:
+    for heed in list(_heeding):
+        heed()
+
+
+def _enlist(heed: Callable[[], None]) -> None:
+    """Let `_interrupt` call `heed`, unless this is not the main thread, or somebody else uses the signal."""
+    free = signal.getsignal(_SIGNAL) in (signal.SIG_DFL, signal.SIG_IGN, _handle)
+    if free and threading.current_thread() is threading.main_thread():
+        signal.signal(_SIGNAL, _handle)
+        _heeding.append(heed)
+
+
+def _dismiss(heed: Callable[[], None]) -> None:
+    if heed in _heeding:
+        _heeding.remove(heed)
+        if not _heeding and signal.getsignal(_SIGNAL) is _handle:
+            with contextlib.suppress(ValueError):  # only the main thread may; else the handler stays, and calls nothing
+                signal.signal(_SIGNAL, signal.SIG_IGN)  # not the default: a signal may still be on its way
+
+
+def _interrupt(heed: Callable[[], None]) -> None:
+    """If `heed` is enlisted: make the main thread call all that are, as soon as it runs Python."""
+    main = threading.main_thread()
+    if heed in _heeding and main.ident is not None and main.is_alive():
+        signal.pthread_kill(main.ident, _SIGNAL)
+
+
+def _alarm(seconds: float) -> None:
+    """Let the kernel end this process by SIGALRM after that time, even if no thread can run and no lock is free."""
+    if threading.current_thread() is threading.main_thread():
+        # The default action ends the process; a handler of Python would need the interpreter.
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+
+
+def _abort_groups() -> tuple[str, ...]:
+    groups = list(dist.distributed_c10d._world.pg_map) if dist.is_available() and dist.is_initialized() else []
+    backends = [each for group in groups for each in _backends_of(group) if each.name() in _CAN_ABORT]
+    for each in backends:
+        each.abort()
+    return tuple(sorted({str(each.name()) for each in backends}))
+
+
+def _what_ends(place: str, aborted: tuple[str, ...]) -> str:
+    if aborted:
+        return f"its {', '.join(aborted)} groups were aborted; it raises when the aborted call returns"
+    if "in a collective" not in place:
+        return "it raises when Python runs again; hard_stop=True ends it at once"
+    backends = _backends_of(dist.distributed_c10d._get_default_group()) if dist.is_initialized() else ()
+    waits = sorted({f"{each.name()}: {each.options._timeout}" for each in backends})
+    return (
+        "its group cannot be aborted; it ends with the rank that it waits for, or by the group's own timeout "
+        f"({', '.join(waits)}); hard_stop=True ends it at once"
+    )
+
+
+def _backends_of(group: dist.ProcessGroup) -> Iterator[Any]:
+    for device in ("cuda", "cpu"):
+        with contextlib.suppress(RuntimeError):  # the group has no backend for that device
+            yield group._get_backend(torch.device(device))

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from andon_contracts.causes import HALT, Cause, consequence
+from andon_contracts.causes import Cause, consequence
 from andon_contracts.fields import Count, Part
 from andon_contracts.liveness.end_messages import Teller, Whereabouts
 from andon_contracts.liveness.pending_collectives import Counts, PendingCollectives, Waiting, stuck
@@ -33,18 +33,13 @@ from andon_contracts.liveness.rules import (
 from andon_contracts.liveness.signed import Signed
 from andon_contracts.liveness.store_link import MOST_CHARACTERS, Heartbeats, StoreLink, whole
 
-LOOK_S = 0.5
-"""How often a rank looks out for trouble."""
-_EVERY_LOOK, _CALM = 16, 4
-"""After so many looks at the ranks that wait for this one, only every fourth asks them."""
-POLL_S = 0.2
-"""How often a rank reads whether there is a cause to halt."""
-_HURRIED_S = 0.02
-"""The same until it has heard of all ranks nearby, and once there is a cause."""
+LOOK_S = 0.5  # how often a rank looks out for trouble
+_EVERY_LOOK, _CALM = 16, 4  # after so many looks at the ranks that wait for this one, only every fourth asks them
+POLL_S = 0.2  # how often a rank reads whether there is a cause to halt
+_HURRIED_S = 0.02  # the same until it has heard of all ranks nearby, and once there is a cause
 _BEAT_S = 1.0
 _ANSWER_S = 1.0
-_NEAR = 32
-"""So many ranks on either side may run on the same machine, where their processes can be looked at."""
+_NEAR = 32  # so many ranks on either side may run on the same machine, where their processes can be looked at
 _PULLED = "pulled"
 _WARNED = "unguarded"
 
@@ -67,47 +62,38 @@ class Said(Part):
 
 @dataclass(frozen=True)
 class News:
-    """What the store says of all ranks: which have left in order, and where each was a second ago."""
-
-    left: frozenset[int]
-    at: Mapping[int, Whereabouts]
+    left: frozenset[int]  # all ranks that have left in order
+    at: Mapping[int, Whereabouts]  # where each rank was a second ago
 
 
 class Listener(Protocol):
-    """What a link calls, in its own thread.
+    """What a link calls, in its own thread: for the cause, its heartbeat, a warning of another rank, and its own end.
 
-    learn: with the first cause of all ranks. progress: for the heartbeat. warn: with the warning of another rank.
-    link_failed: with an error that ends the link; returns the cause to publish, or the text to warn the others with.
+    `unguarded` returns the cause for which all halt, or the text with which the others are warned.
     """
 
     def learn(self, cause: Cause) -> None: ...
     def progress(self) -> Progress: ...
     def warn(self, text: str) -> None: ...
-    def link_failed(self, error: Exception) -> Cause | str: ...
+    def unguarded(self, thread: str, error: Exception) -> Cause | str: ...
 
 
 class HaltLink:
     """The line between the ranks. Only its thread waits for the store; all methods return after a bounded time.
 
     The first cause that any rank puts under the key "pulled" is the cause of all. Each rank puts it back if somebody
-    deletes it.
+    deletes it. keeper: the rank in whose process the store lives; None if it outlives the ranks.
     """
 
     def __init__(self, board: Signed, rank: int, world: int, listener: Listener, keeper: int | None = None) -> None:
-        """keeper: the rank in whose process the store lives; None if it outlives the ranks."""
         self.processes: Mapping[int, Process] = {}
-        self.ended: frozenset[int] = frozenset()
-        """The ranks nearby that know the cause and have left their evidence."""
-        self.left: frozenset[int] = frozenset()
-        """The ranks nearby that had left in order when the cause came."""
-        self.broken = False
-        """The store is gone, and its keeper did not say good-bye."""
-        self.silent_s = 0.0
-        """How long the next rank, on another machine, has sent no heartbeat."""
+        self.ended: frozenset[int] = frozenset()  # the ranks nearby that know the cause and have left their evidence
+        self.left: frozenset[int] = frozenset()  # the ranks nearby that had left in order when the cause came
+        self.broken = False  # the store is gone, and its keeper did not say good-bye
+        self.silent_s = 0.0  # how long the next rank, on another machine, has sent no heartbeat
         self._board, self._rank, self._world, self._listener = board, rank, world, listener
         self.keeper, self.following, self.checked = keeper, (rank + 1) % world, board.checked
-        self._told = ""
-        """The cause as it is on the board, once it is known."""
+        self._told = ""  # the cause as it is on the board, once it is known
         self._keeper_left = False
         self._beats, self._beat_at = Heartbeats(board, rank, Progress, self.checked), 0.0
         self._silence, self._heard_last = Lasting(2 * _BEAT_S), object()
@@ -124,11 +110,9 @@ class HaltLink:
         self._met.wait(5 * _ANSWER_S)
 
     def publish(self, cause: Cause) -> None:
-        """Halt all ranks. The first cause wins, and all ranks learn that one."""
         self._link.post(lambda: self._pull(cause))
 
     def warn(self, text: str) -> None:
-        """Warn all other ranks."""
         self._link.post(lambda: self._spread(text))
 
     def acknowledge(self) -> None:
@@ -136,7 +120,6 @@ class HaltLink:
         self._link.post(lambda: self._board.set(f"ended {self._rank}", "1"))
 
     def ask(self) -> News | None:
-        """What the store says now; None if it does not answer in time."""
         return self._link.ask(self._news, _ANSWER_S)
 
     def heard(self) -> Mapping[int, Counts]:
@@ -145,7 +128,6 @@ class HaltLink:
         return {rank: beat.told.begun for rank, beat in beats.items()}
 
     def answers(self) -> bool:
-        """Whether the store has answered within the last second."""
         return self._link.answers(_ANSWER_S)
 
     def leave(self) -> None:
@@ -181,7 +163,7 @@ class HaltLink:
         if isinstance(error, RuntimeError | OSError) and not ours:
             self.broken = not self._keeper_left  # the store is gone: its keeper ended, in order or not
             return
-        told = self._listener.link_failed(error)
+        told = self._listener.unguarded("andon-halt-link", error)
         with suppress(Exception):  # the error may come from this very store
             self._spread(told) if isinstance(told, str) else self._pull(told)
         if not isinstance(told, str) and not self._told:
@@ -190,19 +172,17 @@ class HaltLink:
     def _beat(self) -> None:
         self._beat_at = time.monotonic()
         self._beats.tell(self._listener.progress())
-        found = self._board.read(_WARNED, lambda body: whole(Said, body))
-        if found is not None and found.rank != self._rank:
-            self._listener.warn(found.text)
-        following = self.following
-        if following in self.processes and self.processes[following].look() == "elsewhere":
-            heard = self._beats.hear([following]).get(following)
-            silent = [following] if heard is not None and heard is self._heard_last else []
+        said = self._board.read(_WARNED, lambda body: whole(Said, body))
+        if said is not None and said.rank != self._rank:
+            self._listener.warn(said.text)
+        rank = self.following
+        if rank in self.processes and self.processes[rank].look() == "elsewhere":
+            heard = self._beats.hear([rank]).get(rank)
+            silent = [rank] if heard is not None and heard is self._heard_last else []
             # Counts only the seconds in which this thread ran, so that a pause of the whole job accuses nobody.
-            self.silent_s = self._silence.look(silent).get(following, 0.0)
-            self._heard_last = heard
+            self.silent_s, self._heard_last = self._silence.look(silent).get(rank, 0.0), heard
 
     def _pull(self, cause: Cause) -> None:
-        """Put the cause on the board if none is there yet, and learn which one is."""
         told = self._encoded(cause)
         self._take(self._board.compare_set(_PULLED, "", told))
         if not self._told:  # a rank signed what is there, but it is not a cause
@@ -218,10 +198,9 @@ class HaltLink:
         try:
             told = json.dumps(cause.to_json())
             self._form(json.loads(told))
+            return told
         except (TypeError, ValueError):
-            kept = replace(cause, step=0, clause=HALT, seen="", tensor="", ranks=(), bundle="", written=False)
-            told = json.dumps(kept.to_json())
-        return told
+            return json.dumps(Cause(cause.kind, cause.text, cause.rank).to_json())
 
     def _take(self, raw: bytes) -> None:
         cause = self.checked.read(_PULLED, raw, self._form) if raw and not self._told else None
@@ -236,9 +215,8 @@ class HaltLink:
         return frozenset(rank for rank in ranks if self._board.check([f"{mark} {rank}"]))
 
     def _news(self) -> News:
-        ranks = range(self._world)
-        at = {rank: beat.told.at for rank, beat in self._beats.hear(ranks).items()}
-        return News(self._marked("left", ranks), at)
+        beats = self._beats.hear(range(self._world))
+        return News(self._marked("left", range(self._world)), {rank: beat.told.at for rank, beat in beats.items()})
 
     def _say_goodbye(self) -> None:
         self._beat()
@@ -257,19 +235,13 @@ class PeerMonitor:
     """What one rank sees of the others: the processes of its machine, and the heartbeats of the next rank elsewhere."""
 
     def __init__(self, link: HaltLink, rank: int, patience_s: float, begun: PendingCollectives) -> None:
-        """patience_s: how long a process may be stopped, or one on another machine silent."""
         self._link, self._rank, self._patience_s, self._begun = link, rank, patience_s, begun
         self._waiting: Waiting | None = None
-        self._looks = 0
-        self._kills = memory_kills()
         self._left: set[int] = set()
-        self._stopped = Lasting(LOOK_S)
+        self._looks, self._kills, self._stopped = 0, memory_kills() or 0, Lasting(LOOK_S)
 
     def trouble(self, teller: Teller) -> Cause | None:
-        """A rank that died, has been stopped or silent for too long, or waits for this one while this one waits for it.
-
-        To be called every `LOOK_S`.
-        """
+        """Every `LOOK_S`: a rank that died, is stopped or silent for too long, or in a deadlock with this one."""
         processes = self._link.processes
         lasting = self._stopped.look(rank for rank, process in processes.items() if process.look() == "stopped")
         late = any(seconds >= self._patience_s for seconds in (self._link.silent_s, *lasting.values()))
@@ -302,10 +274,9 @@ class PeerMonitor:
         processes = self._link.processes
         if not processes:
             return self._rank == 0
-        before = [
-            conclude(Seen(processes[rank].look()), Patience(stopped_s=0.0)) for rank in processes if rank < self._rank
-        ]
-        return len(before) == self._rank and not PRESENT.intersection(before)
+        states = [processes[rank].look() for rank in processes if rank < self._rank]
+        before = {conclude(Seen(state), Patience(stopped_s=0.0)) for state in states}
+        return len(states) == self._rank and not PRESENT & before
 
     def _stuck(self, teller: Teller) -> Cause | None:
         """Ranks nearby that wait for this one, while it waits for them in a gather."""
@@ -322,10 +293,7 @@ class PeerMonitor:
         return teller.passed(found, sum(each.gathers >= waiting.gather for each in told.values()))
 
     def _look(self, *, ask: bool) -> tuple[dict[int, Seen], News | None]:
-        """What is seen of the others, and what the store says, which is asked with `ask` or if a process is gone.
-
-        A process that is gone is left out while the store does not say whether it left in order.
-        """
+        """What is seen of the others, and what the store says, if it is asked: with `ask`, or if a process is gone."""
         link = self._link
         states = {rank: process.look() for rank, process in link.processes.items()}
         gone = {rank for rank, state in states.items() if state == "gone"} - self._left
@@ -338,7 +306,7 @@ class PeerMonitor:
         for rank in sorted((states.keys() | told.at.keys() | told.left) - {self._rank}):
             keeper_lost = link.broken and rank == link.keeper
             if news is None and rank in gone - left and not keeper_lost:
-                continue
+                continue  # the store has yet to say whether it left in order
             silent_s = math.inf if keeper_lost and rank in states else link.silent_s * (rank == link.following)
             behind = mine is not None and rank in told.at and told.at[rank].order < mine.order
             code = 0 if rank in left else codes.get(rank)
@@ -348,19 +316,16 @@ class PeerMonitor:
     def _cause(
         self, teller: Teller, seen: Mapping[int, Seen], news: News | None, stopped_s: float, order: Iterable[Conclusion]
     ) -> Cause | None:
-        """The first of these conclusions that holds for any rank, as a cause."""
         patience = Patience(stopped_s, self._patience_s, unseen=True)
         found, ranks = first({rank: conclude(each, patience) for rank, each in seen.items()}, order)
         if not ranks:
             return None
-        if found == "behind" and news is not None:
-            told = news.at
+        told = {} if news is None else news.at
+        if found == "behind" and told:
             last = min(ranks, key=lambda rank: told[rank].order)
             return teller.behind(last, told[last])
-        rank = ranks[0]
-        news = news or self._link.ask()
-        place = (news.at.get(rank) if news is not None else None) or Whereabouts()
-        at = place.at_least(teller.at)
+        rank, news = ranks[0], news or self._link.ask()
+        at = (Whereabouts() if news is None else news.at.get(rank, Whereabouts())).at_least(teller.at)
         if found == "left":
             return teller.left(rank, at)
         process = self._link.processes[rank]
@@ -368,6 +333,5 @@ class PeerMonitor:
             return teller.stopped(rank, process, at)
         if found == "silent":
             return teller.silent(rank, process, self._link.silent_s, at)
-        now = memory_kills()
-        kills = 0 if now is None or self._kills is None else now - self._kills
+        kills = (memory_kills() or 0) - self._kills  # 0 if the system does not count them
         return teller.died(rank, process, seen[rank].exit, kills, at)

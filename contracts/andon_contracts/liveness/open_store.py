@@ -13,10 +13,9 @@ _LOOPBACK = "lo"
 
 
 def open_store(environ: Mapping[str, str] | None = None, net: Path = Path("/proc/net")) -> str:
-    """A warning if the store listens to other machines although no rank is on one; empty if there is no reason.
+    """A warning if the store of torch's launcher listens to other machines although no rank is on one; else empty.
 
-    Empty too on a machine without a network or without the store, and if the launcher does not say how many ranks are
-    here. environ: the variables of torch's launcher.
+    Empty too on a machine without a network or the store, and if the launcher does not say how many ranks are here.
     """
     variables = os.environ if environ is None else environ
     port = variables.get("MASTER_PORT", "")

@@ -46,14 +46,11 @@ class Waiting:
 
 
 class PendingCollectives:
-    """The counts of one rank: written by the thread that trains, read by any other."""
+    """The counts of one rank: written by the thread that trains, read by any other. ranks: watched, in the world."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
-        """ranks: those that are watched together, by their number in the world."""
-        self.armed = False
-        """Whether the next backward pass reduces: a forward pass of DDP has said so."""
-        self.waiting: Waiting | None = None
-        """The gather that this rank is in; the same object while it lasts."""
+        self.armed = False  # whether the next backward pass reduces: a forward pass of DDP has said so
+        self.waiting: Waiting | None = None  # the gather that this rank is in; the same object while it lasts
         self._ranks = frozenset(ranks)
         self._parameters: frozenset[int] = frozenset()
         self._gathers, self._backwards = 0, 0
@@ -70,14 +67,12 @@ class PendingCollectives:
         return found
 
     def forward(self, module: DistributedDataParallel) -> None:
-        """A forward pass of a module that `follow` returned begins."""
         # A communication hook may do anything with the gradients, with any ranks.
         hooked = getattr(module, "_comm_hooks", ())
         if torch.is_grad_enabled() and module.require_backward_grad_sync and not hooked:
             self.armed = True
 
     def backward(self, parameter: nn.Parameter) -> None:
-        """A backward pass has come to `parameter`, while `armed`."""
         if id(parameter) in self._parameters:
             self.armed = False
             self._backwards += 1
@@ -95,18 +90,15 @@ class PendingCollectives:
             self._inside = (name, self._reductions[name]) if waits else None
 
     def resumed(self) -> None:
-        """The loop's reduction is done."""
         if threading.get_ident() == self._owner:
             self._inside = None
 
     def gathering(self) -> None:
-        """A gather of the watch begins."""
         self._gathers += 1
         # If a forward pass was not followed by its backward pass, that pass may still come.
         self.waiting = Waiting(self._gathers, self._backwards + self.armed, self._reductions)
 
     def gathered(self) -> None:
-        """The gather is over."""
         self.waiting = None
 
     def told(self) -> Counts:
@@ -116,10 +108,7 @@ class PendingCollectives:
 
 
 def stuck(waiting: Waiting, told: Mapping[int, Counts]) -> dict[int, str]:
-    """The ranks that cannot go on before this rank leaves the gather in which it waits for them, by what they are in.
-
-    told: what each other rank told of itself last.
-    """
+    """The ranks that cannot go on before the one that is `waiting` leaves its gather, each with what it is in."""
     found = {}
     for rank, each in told.items():
         if each.gathers < waiting.gather and each.backwards > waiting.backwards:

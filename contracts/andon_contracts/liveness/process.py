@@ -17,8 +17,7 @@ from typing import Literal
 from andon_contracts.error_file import VARIABLE
 from andon_contracts.fields import Count, Part
 
-State = Literal["runs", "stopped", "gone", "elsewhere"]
-"""elsewhere: on another machine, or the system does not say."""
+State = Literal["runs", "stopped", "gone", "elsewhere"]  # elsewhere: on another machine, or the system does not say
 _PROC, _GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 _STATE, _STARTED, _EXIT_CODE = 0, 19, 49
 """Indices of fields 3, 22 and 52 of proc(5) in /proc/PID/stat, counted after the command's name."""
@@ -33,11 +32,10 @@ _HINTS = {
 
 @dataclass(frozen=True)
 class Process(Part):
-    """Identifies one process for good: the system reuses a pid, but not a pid with its start time.
+    """Identifies one process for good: the system reuses a pid, but not a pid with its start time (ticks since boot).
 
-    `started` counts clock ticks since boot. `machine` names a boot and a namespace of process ids. Only `look` and
-    `kill` read it; the other methods assume a process of this machine. `error_file` is the one that torch's launcher
-    reads for this process, if any.
+    `machine` names a boot and a namespace of process ids. Only `look` and `kill` read it; the other methods assume this
+    machine. `error_file` is the one that torch's launcher reads for this process, if any.
     """
 
     pid: Count
@@ -48,10 +46,8 @@ class Process(Part):
 
     @classmethod
     def here(cls) -> Process:
-        """This process, as it is sent to other ranks."""
-        fields = _fields(os.getpid())
-        started = int(fields[_STARTED]) if fields else 0
-        return cls(os.getpid(), started, _machine(), socket.gethostname(), os.environ.get(VARIABLE, ""))
+        pid, error_file = os.getpid(), os.environ.get(VARIABLE, "")
+        return cls(pid, start_time(pid) or 0, _machine(), socket.gethostname(), error_file)
 
     @classmethod
     def of(cls, pid: int) -> Process | None:
@@ -73,11 +69,9 @@ class Process(Part):
         return "stopped" if fields[_STATE] in "Tt" else "runs"
 
     def alive(self) -> bool:
-        """True if it is not gone. A stopped process is alive."""
         return self.state() != "gone"
 
     def stopped(self) -> bool:
-        """True if a signal (SIGSTOP) or a debugger keeps it from running."""
         return self.state() == "stopped"
 
     def exit_code(self) -> int | None:
@@ -119,8 +113,8 @@ class Process(Part):
 class Lasting:
     """Measures for how long conditions have held, in seconds in which the observing process ran itself.
 
-    A gap between two looks counts for at most `most_s`: a longer one means that the observer did not run. Without this
-    limit an observer that was stopped, or slept with its machine, would accuse the others as it wakes.
+    A gap between two looks counts for at most `most_s`. Otherwise an observer that was stopped, or whose machine slept,
+    would accuse the others as it wakes.
     """
 
     def __init__(self, most_s: float) -> None:
@@ -137,10 +131,7 @@ class Lasting:
 
 
 def within(seconds: float, words: Callable[[], None]) -> bool:
-    """Run `words` in a thread and wait at most `seconds`, so that no disk, reader or group can block an exit.
-
-    Returns whether it was done in time.
-    """
+    """Run `words`, but let its disk, reader or group block an exit no longer than that. Returns whether it was done."""
     speaking = threading.Thread(target=words, name="andon-end", daemon=True)
     try:
         speaking.start()
@@ -158,7 +149,6 @@ def start_time(pid: int) -> int | None:
 
 
 def ending(code: int | None) -> str:
-    """How a process with this exit code ended, in words."""
     if code is None:
         return "is gone"
     if code >= 0:
@@ -175,10 +165,7 @@ def ending(code: int | None) -> str:
 def who_kills(
     before: tuple[int | None, int | None], now: tuple[int | None, int | None], limit_bytes: int | None
 ) -> str:
-    """Explain a SIGKILL by two counts of out-of-memory kills, each for (our cgroup, the machine).
-
-    limit_bytes: the memory limit of the cgroup; None: it has none.
-    """
+    """Explain a SIGKILL by two counts of kills for memory, each for (our cgroup, the machine); limit: of our cgroup."""
     group, machine = (None if a is None or b is None else b - a for a, b in zip(before, now, strict=True))
     if group:
         limit = "" if limit_bytes is None else f", whose limit is {limit_bytes / 2**30:.1f} GiB"
@@ -197,8 +184,8 @@ def memory_kills() -> int | None:
 
 def group_kills() -> int | None:
     """The same for the memory cgroup of this process; None for the root, for example, which has no count."""
-    found = (_kills_in(_memory_group() / name) for name in ("memory.events", "memory.oom_control"))
-    return next((kills for kills in found if kills is not None), None)
+    kills = _kills_in(_memory_group() / "memory.events")
+    return _kills_in(_memory_group() / "memory.oom_control") if kills is None else kills
 
 
 def _kills_in(path: Path) -> int | None:
@@ -208,10 +195,7 @@ def _kills_in(path: Path) -> int | None:
 
 
 def _memory_group() -> Path:
-    """The folder of this process's memory cgroup: of version 1 if that controls memory, else of version 2.
-
-    In a container the kernel may report a path outside of it. What is mounted is then the container's own group.
-    """
+    """The folder of this process's memory cgroup: of version 1 if that controls memory, else of version 2."""
     paths: dict[str, str] = {}
     with suppress(OSError):
         for line in (_PROC / "self/cgroup").read_text().splitlines():
@@ -219,7 +203,7 @@ def _memory_group() -> Path:
             paths |= dict.fromkeys(controllers.split(","), path)
     mounted = _GROUPS / "memory" if "memory" in paths else _GROUPS
     folder = mounted / paths.get("memory", paths.get("", "/")).lstrip("/")
-    return folder if folder.is_dir() else mounted
+    return folder if folder.is_dir() else mounted  # in a container the path may be outside, and its own is mounted
 
 
 def _memory_limit() -> int | None:
@@ -252,5 +236,4 @@ def _machine() -> str:
         return ""
 
 
-_KILLS_BEFORE = group_kills(), memory_kills()
-"""The counts when this process began. Later kills happened while it ran."""
+_KILLS_BEFORE = group_kills(), memory_kills()  # the counts when this process began. Later kills happened while it ran

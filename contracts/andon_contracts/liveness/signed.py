@@ -22,16 +22,13 @@ from andon_contracts.liveness.store_link import MOST_BYTES, Board, Checked, Read
 _WORDS = ("secret 0", "secret 1", "secret 2", "secret 3")
 _SECRET = struct.Struct("<4Q")
 _SIGNATURE_CHARACTERS = 64
-TAKEN_AWAY_S = 5.0
-"""The timeout for a board that others reach: anybody may delete a value between two requests."""
+TAKEN_AWAY_S = 5.0  # the timeout for a board that others reach: anybody may delete a value between two requests
 _NOTHING = "-"
 """Comparing a value with this, and setting it to this, reads it without waiting for it. Unsigned, so never ours."""
-_TRIES = 100
-"""How often a forged value is replaced by comparison, before it is overwritten."""
+_TRIES = 100  # how often a forged value is replaced by comparison, before it is overwritten
 
 
 def drawn() -> bytes:
-    """A new secret."""
     return secrets.token_bytes(_SECRET.size)
 
 
@@ -52,11 +49,11 @@ def _signature(secret: bytes, key: str, value: bytes) -> str:
 class Signed:
     """A `Board` that shows only values with a signature of this run; `checked` counts the others.
 
-    No call waits for a value: one that was deleted, at any time, is missing.
+    No call waits for a value: one that was deleted, at any time, is missing (`get` gives b""). board: used by no other
+    thread, with a timeout of `TAKEN_AWAY_S` if others reach it.
     """
 
     def __init__(self, board: Board, secret: bytes) -> None:
-        """board: used by no other thread, with a timeout of `TAKEN_AWAY_S` if others reach it."""
         self.checked = Checked()
         self._board, self._secret = board, secret
 
@@ -64,16 +61,13 @@ class Signed:
         self._board.set(key, self._signed(key, value))
 
     def get(self, key: str, /) -> bytes:
-        """The value that a rank put there; empty if there is none."""
         return self._verified(key, self._raw(key))
 
     def check(self, keys: list[str], /) -> bool:
-        """Whether ranks have put all of these there."""
         return all(self.get(key) for key in keys)
 
     def multi_get(self, keys: list[str], /) -> list[bytes]:
-        """The values that ranks put there, empty for none. Takes two requests if all are there."""
-        found: Sequence[bytes] = []
+        found: Sequence[bytes] = []  # by two requests, if all are there
         with suppress(DistStoreError):  # somebody deleted one in between
             found = self._board.multi_get(keys) if self._board.check(keys) else []
         found = found or [self._raw(key) for key in keys]
@@ -104,7 +98,6 @@ class Signed:
         return self._board.compare_set(key, _NOTHING, _NOTHING)
 
     def _verified(self, key: str, raw: bytes) -> bytes:
-        """The value behind a valid signature; empty, and counted, without one."""
         if raw in (b"", _NOTHING.encode()):
             return b""
         signature, value = raw[:_SIGNATURE_CHARACTERS], raw[_SIGNATURE_CHARACTERS:]

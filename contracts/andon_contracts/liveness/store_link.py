@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 from andon_contracts.fields import Count, Part
@@ -19,31 +20,24 @@ from andon_contracts.liveness.process import Process
 
 Form = TypeVar("Form", bound=Part)
 Read = TypeVar("Read")
-MOST_CHARACTERS = 1 << 16
-"""The longest text that a rank sends; the rest is cut off."""
+MOST_CHARACTERS = 1 << 16  # the longest text that a rank sends; the rest is cut off
 MOST_BYTES = 1 << 20
 """Longer values are dropped: JSON needs six bytes for a character, and no value has more than two such texts."""
 
 
 class Board(Protocol):
-    """Values by key, which any rank may put and read.
+    """Values by key, which any rank may put and read, as in a store of torch.
 
     A call may take long. It raises `RuntimeError` or `OSError` once the board is gone. A rank calls it in one thread.
+    check: whether all keys are there. compare_set: sets the value if `expected` (text or bytes; "": no value) is there,
+    and returns the value afterwards.
     """
 
     def set(self, key: str, value: str, /) -> None: ...
     def get(self, key: str, /) -> bytes: ...
-    def check(self, keys: list[str], /) -> bool:
-        """Whether all of these are there."""
-        ...
-
-    def multi_get(self, keys: list[str], /) -> list[bytes]:
-        """The values of keys that are all there, by one request."""
-        ...
-
-    def compare_set(self, key: str, expected: Any, value: str, /) -> bytes:
-        """Set the value if `expected` (text or bytes; "": no value) is there. Returns the value afterwards."""
-        ...
+    def check(self, keys: list[str], /) -> bool: ...
+    def multi_get(self, keys: list[str], /) -> list[bytes]: ...
+    def compare_set(self, key: str, expected: Any, value: str, /) -> bytes: ...
 
 
 class Checked:
@@ -64,13 +58,11 @@ class Checked:
             return None
 
     def drop(self, key: str, raw: bytes) -> None:
-        """Count a value, but once only while it stays the same."""
         if self._last.get(key) != hash(raw):
             self._last[key] = hash(raw)
             self.dropped += 1
 
     def account(self, rank: int) -> str:
-        """How many values were dropped, in words; empty for none."""
         many = f"{self.dropped} value{'s' * (self.dropped != 1)}"
         return f"rank {rank} dropped {many} of the ranks' store that no rank had put there" if self.dropped else ""
 
@@ -93,8 +85,7 @@ class StoreLink:
     def __init__(self, name: str, routine: Callable[[], float | None], failed: Callable[[Exception], None]) -> None:
         """routine: runs at once, and again after the seconds that it returns, or sooner; None: never again.
 
-        failed: runs in the thread with the error of the routine or of a request, before the caller of `ask` goes on.
-        The thread then ends. What becomes of a rank without it, `failed` decides.
+        failed: runs in the thread, which then ends, with an error of the routine or a request, before `ask` returns.
         """
         self._routine, self._failed = routine, failed
         self._requests: deque[tuple[Callable[[], object], threading.Event]] = deque()
@@ -104,11 +95,9 @@ class StoreLink:
         self._thread.start()
 
     def answers(self, within_s: float) -> bool:
-        """Whether the board has answered within so many seconds."""
         return self._thread.is_alive() and time.monotonic() - self._answered < within_s
 
     def hurry(self) -> None:
-        """Run the routine now."""
         self._awake.set()
 
     def post(self, request: Callable[[], object]) -> threading.Event:
@@ -130,8 +119,7 @@ class StoreLink:
         if threading.current_thread() is not self._thread and self._thread.is_alive():
             self._requests.append((last, threading.Event()))
             self._over = True
-            # Set last, so that the thread looks again at once, whatever it has missed.
-            self._awake.set()
+            self._awake.set()  # last, so that the thread looks again at once, whatever it has missed
             self._thread.join(within_s)
 
     def _run(self) -> None:
@@ -164,6 +152,7 @@ class Beat(Generic[Form]):
 
     process: Process
     told: Form
+    number: int
 
 
 @dataclass(frozen=True)
@@ -183,34 +172,26 @@ class Heartbeats(Generic[Form]):
         self._here, self._number = Process.here(), 0
         self._raw: dict[int, bytes] = {}
         self._heard: dict[int, Beat[Form]] = {}
-        self._numbers: dict[int, int] = {}
-        """Of the last heartbeat of each rank. An older one that somebody puts back is dropped."""
 
     def tell(self, told: Form) -> None:
-        """Send a heartbeat of this rank. Its number makes it new even if nothing has changed with the rank."""
-        self._number += 1
+        self._number += 1  # makes each heartbeat new, even if nothing has changed with the rank
         body = _Envelope(self._number, self._here, told.to_json())
         self._board.set(f"beat {self._rank}", json.dumps(body.to_json()))
 
     def hear(self, ranks: Iterable[int]) -> dict[int, Beat[Form]]:
-        """The last heartbeat of those of these ranks that have sent any: the same object until the next one.
-
-        Takes one request for all ranks heard before, and one more for each other rank.
-        """
+        """The last heartbeat of each of these ranks that has sent any: the same object until the next one."""
         known = [rank for rank in ranks if rank in self._raw or self._board.check([f"beat {rank}"])]
         found = self._board.multi_get([f"beat {rank}" for rank in known]) if known else []
         for rank, raw in zip(known, found, strict=True):
             if self._raw.get(rank) != raw and raw:
                 self._raw[rank] = raw
-                beat = self._checked.read(f"beat {rank}", raw, lambda body, rank=rank: self._read(rank, body))  # type: ignore[misc]
+                beat = self._checked.read(f"beat {rank}", raw, partial(self._read, rank))
                 if beat is not None:
                     self._heard[rank] = beat
         return {rank: self._heard[rank] for rank in known if rank in self._heard}
 
     def _read(self, rank: int, body: object) -> Beat[Form]:
         found = whole(_Envelope, body)
-        beat = Beat(found.process, whole(self._form, found.told))
-        if found.number <= self._numbers.get(rank, 0):
-            raise ValueError(f"number {found.number} was heard before")
-        self._numbers[rank] = found.number
-        return beat
+        if found.number <= (self._heard[rank].number if rank in self._heard else 0):
+            raise ValueError(f"number {found.number} was heard before")  # somebody put an older one back
+        return Beat(found.process, whole(self._form, found.told), found.number)

@@ -9,8 +9,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from andon_contracts.agree import GroupGather
-from andon_contracts.mesh import Mesh
+from andon_contracts.agree import GroupGather, Mesh
 
 T = TypeVar("T")
 
