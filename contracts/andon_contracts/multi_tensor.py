@@ -38,7 +38,7 @@ def bring_later(*held: list[Tensor]) -> Callable[[], None]:
         for index, tensor in enumerate(each):
             if tensor.device.type != "cpu":
                 by_device.setdefault(tensor.device, []).append((each, index))
-    sent = [_brought_from(device, places) for device, places in by_device.items()]
+    sent = [_send(device, places) for device, places in by_device.items()]
 
     def wait() -> None:
         for finish in sent:
@@ -47,26 +47,25 @@ def bring_later(*held: list[Tensor]) -> Callable[[], None]:
     return wait
 
 
-def _brought_from(device: torch.device, places: list[tuple[list[Tensor], int]]) -> Callable[[], None]:
+def _send(device: torch.device, places: list[tuple[list[Tensor], int]]) -> Callable[[], None]:
     # Wide elements first, so that each lies where its dtype can be read.
     places.sort(key=lambda place: -place[0][place[1]].element_size())
     tensors = [each[index].detach() for each, index in places]
     flat = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
     there = flat[0] if len(flat) == 1 else torch.cat(flat)
-    sizes = [part.numel() for part in flat]
-    arrived: torch.cuda.Event | None = None
-    if device.type == "cuda":
+    arrived = torch.cuda.Event() if device.type == "cuda" else None
+    if arrived is None:
+        raw = there.cpu()
+    else:
         raw = torch.empty(there.numel(), dtype=torch.uint8, device="cpu", pin_memory=True)
         raw.copy_(there, non_blocking=True)
-        arrived = torch.cuda.Event()
         arrived.record(torch.cuda.current_stream(device))
-    else:
-        raw = there.cpu()
 
     def finish() -> None:
         if arrived is not None:
             arrived.synchronize()
-        for (each, index), tensor, part in zip(places, tensors, torch.split(raw, sizes), strict=True):
+        parts = torch.split(raw, [part.numel() for part in flat])
+        for (each, index), tensor, part in zip(places, tensors, parts, strict=True):
             each[index] = part.view(tensor.dtype).view(tensor.shape)
 
     return finish

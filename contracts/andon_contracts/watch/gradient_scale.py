@@ -72,12 +72,11 @@ class _Part(NamedTuple):
     squared: bool
 
 
-@dataclass(frozen=True)
-class Weight:
+class Weight(NamedTuple):
     """What a loss weighs: `first`, its first part; `alike`, all parts that weigh as much, perhaps halves of one loss.
 
-    chosen: whether a factor is no whole number, as who weighs a loss writes it. squared: whether the first part is of
-    squares. terms: in the parts that are alike; 0 where that is not known.
+    chosen: a factor is not a whole number, as if the loss was weighed on purpose. squared: the terms of the first part
+    are squares. terms: in the parts that are alike, or 0 if unknown.
     """
 
     first: float
@@ -110,36 +109,33 @@ class LossParts:
         if not weights or not 0 < weights[0] < math.inf:
             return None
         alike = [place for place, each in enumerate(weights) if math.isclose(each, weights[0], rel_tol=1e-6)]
-        known = all(0 < terms[place] < math.inf for place in alike)
-        first = self._parts[0]
+        counted, first = [terms[place] for place in alike], self._parts[0]
         return Weight(
             weights[0],
             sum(weights[place] for place in alike),
             # Counts of rows, ranks and micro-batches are whole numbers.
             first.factor.chosen or not all(scalars[place].is_integer() for place, _ in first.factor.scalars),
             first.squared,
-            round(sum(terms[place] for place in alike)) if known else 0,
+            round(sum(counted)) if all(0 < count < math.inf for count in counted) else 0,
         )
 
     def _below(self, node: Any, factor: _Product, *, mean: bool = False, count: int = 0) -> list[_Part]:
-        """The parts below `node`, whose value counts `factor` times.
-
-        count: of how many elements a mean or a sum above `node` is, which it reduces; 0 for a scalar.
-        """
+        """The parts below `node`, which counts `factor` times. count: elements to be reduced; 0: `node` is a scalar."""
         while True:
             if not count:
                 self._left -= 1
                 if node is None or not self._left:
                     raise _Unknown
             name, inputs = ("", []) if node is None else (node.name(), _inputs(node))
-            one = (name in _REDUCES and _elements(node) == 1) or (name in _JOINS and len(inputs) == 1)
-            if name.rstrip("012") in _AS_IT_IS or (one and not count):
+            reduced = math.prod(map(int, node._saved_self_sym_sizes)) if name in _REDUCES and not count else 0
+            one = reduced == 1 or (name in _JOINS and len(inputs) == 1 and not count)
+            if one or name.rstrip("012") in _AS_IT_IS:
                 node = inputs[0]
             elif name in _TIMES and not (count and _by_tensor(node)):
                 node, by = self._factor(node, name, inputs)  # what multiplies every element multiplies the mean
                 factor = factor.times(by)
             elif name in _REDUCES and not count:
-                node, mean, count = inputs[0], name.startswith("Mean"), _elements(node)
+                node, mean, count = inputs[0], name.startswith("Mean"), reduced
             else:
                 break
         if name in ("AddBackward0", "SubBackward0") and not count:
@@ -206,10 +202,10 @@ class LossParts:
 
 
 def parts_of(loss: Tensor) -> LossParts | None:
-    """What `loss`, a scalar with a graph, is made of; None where its graph does not say. Of the `weight` of that:
+    """What `loss`, a scalar with a graph, is made of; None where its graph does not say.
 
-    A mean of n terms weighs 1, a sum of n terms n; half of either half of that. Waits for no device, and reads nothing
-    for which the loop has hooks of its own: those of a checkpoint would compute its part of the model again.
+    A mean of n terms weighs 1, a sum of n terms n. Waits for no device, and reads nothing for which the loop has hooks
+    of its own: those of a checkpoint would compute its part of the model again.
     """
     if loss.grad_fn is None or loss.numel() != 1:
         return None
@@ -241,10 +237,10 @@ def _inputs(node: Any) -> list[Any]:
 
 
 def _node(node: Any, place: int) -> Any:
-    """The node that made output `place` of `node`; DDP's own where that cannot be told, which no weight is read of.
+    """The node that made output `place` of `node`; DDP's own node, of which no weight is read, where that is unknown.
 
-    DDP hands every output of a model on as it is where it looks for unused parameters, as the HF Trainer has it for
-    most models, and in the first pass of a static graph. What is no tensor is an output there and no input.
+    DDP hands each output on by a node of its own if it looks for unused parameters, as under the HF Trainer, and in the
+    first pass of a static graph. An output that is not a tensor has no input there.
     """
     while node is not None and node.name() == "_DDPSinkBackward":
         if len(node.next_functions) != len(node._input_metadata):
@@ -253,8 +249,7 @@ def _node(node: Any, place: int) -> Any:
     return node
 
 
-def _by_tensor(node: Any) -> bool:
-    """Whether elements are multiplied each by its own, as by a mask."""
+def _by_tensor(node: Any) -> bool:  # whether elements are multiplied each by its own number, as by a mask
     held = [getattr(node, f"_saved_{name}", None) for name in ("other", "self") if not _hooked(node, name)]
     return any(isinstance(each, Tensor) and each.numel() != 1 for each in held)
 
@@ -271,10 +266,6 @@ def _has(node: Any, name: str) -> bool:
 
 def _saved(node: Any, name: str) -> Any:
     return None if _hooked(node, name) else getattr(node, f"_saved_{name}")
-
-
-def _elements(node: Any) -> int:
-    return math.prod(map(int, node._saved_self_sym_sizes))
 
 
 class Pass(NamedTuple):
@@ -313,8 +304,7 @@ class Account:
     two updates of one line, neither of which has the scale of a mean, differ both in their scale and in the factor
     between raw and reduced gradient. A wrong division leaves one of the two as it was.
     """
-    _wrong: dict[int, Scale] = field(default_factory=dict)
-    """The last of such updates, by line."""
+    _wrong: dict[int, Scale] = field(default_factory=dict)  # the last of such updates, by line
 
     def add(self, scale: Scale | None) -> None:
         """One more update, whose scale this is."""
@@ -337,8 +327,7 @@ class Account:
             of = f"in {self.known - self.right} of {self.updates} updates"
             others = f"; that of a mean in {self.right}" * (self.right > 0)
             return f"  gradient scale: not comparable {of}: the gradients were changed after the backward pass{others}"
-        least, most = f"{self.least:.3f}", f"{self.most:.3f}"
-        between = least if least == most else f"{least} to {most}"
+        between = " to ".join(dict.fromkeys((f"{self.least:.3f}", f"{self.most:.3f}")))
         shown = "that of a mean" if self.right == self.known else f"{between} of a mean's"
         of = f"in {self.known} of {self.updates} updates, by the losses and reductions that were seen"
         return f"  gradient scale: {shown} {of}"
@@ -370,7 +359,7 @@ class GradientScale:
         if now is None or now.parts is None:
             self._known = False
         elif self._known:
-            if not self._is_seen(now):
+            if not self._seen or self._seen[-1] is not now:
                 self._seen.append(now)
             dots = self._dots(gradient)
             if dots is not None:
@@ -378,15 +367,12 @@ class GradientScale:
 
     def passed(self, arrived: bool) -> None:
         """A backward pass is over. arrived: any gradient of the optimizer did, so that the one looked at had to."""
-        if arrived and not self._is_seen(self._passes.now):
+        if arrived and (not self._seen or self._seen[-1] is not self._passes.now):
             self._known = False
 
-    def _is_seen(self, now: Pass | None) -> bool:
-        return bool(self._seen) and self._seen[-1] is now
-
     def _dots(self, gradient: Tensor) -> Tensor | None:
-        """Two products with numbers of no pattern: what is added over ranks is so in these; None, and nothing is known
-        of the window, where the gradient does not lie plainly.
+        """Two products with random numbers: sums over ranks are sums of these. None if the gradient is not contiguous;
+        then nothing is known of the window.
         """
         if type(gradient) is not Tensor or gradient.layout != torch.strided or not gradient.is_contiguous():
             self._known = False
