@@ -56,6 +56,8 @@ def _is_dense(tensor: Tensor) -> bool:
 
 def plain(tensor: Tensor) -> Tensor:
     """The dense tensor of this rank behind `tensor`: the local part of a distributed, the values of a sparse one."""
+    if _is_dense(tensor):  # most are, and a list of parts would cost as much again
+        return tensor.detach()
     parts = dense_parts(tensor)
     return parts[0] if len(parts) == 1 else torch.cat([p.contiguous().view(-1).view(torch.uint8) for p in parts])
 
@@ -437,15 +439,15 @@ def _chunks(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     kind: Hashable = None
     size = 0
     for tensor in map(plain, tensors):
-        mine, large = (tensor.dtype, tensor.device), tensor.nbytes > _SMALL_BYTES
-        if small and (large or mine != kind or size + tensor.nbytes > _CHUNK_BYTES):
+        mine, bytes_ = (tensor.dtype, tensor.device), tensor.nbytes
+        if small and (mine != kind or size + bytes_ > _CHUNK_BYTES or bytes_ > _SMALL_BYTES):
             yield _cat(small)
             small, size = [], 0
-        if large:
+        if bytes_ > _SMALL_BYTES:
             yield tensor.reshape(-1)
         else:
             small.append(tensor.reshape(-1))
-            kind, size = mine, size + tensor.nbytes
+            kind, size = mine, size + bytes_
     if small:
         yield _cat(small)
 
@@ -613,7 +615,10 @@ class Extremes:
         """(parameter, smallest, largest) of each; one wait for each table that was used."""
         found = [each for raw in self._raw.values() for each in raw.read()]
         for number in range(max(self._passes, default=0)):
-            found += [place for place in self._tables[number].read() if self._passes[place[0]] > number]
+            places = self._tables[number].read()
+            if min(self._passes) <= number:
+                places = [place for place in places if self._passes[place[0]] > number]
+            found += places
         lows, highs = numbers([low for _, low, _ in self._others]), numbers([high for _, _, high in self._others])
         return found + [(other[0], low, high) for other, low, high in zip(self._others, lows, highs, strict=True)]
 
