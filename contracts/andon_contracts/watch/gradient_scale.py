@@ -119,38 +119,38 @@ class LossParts:
             round(sum(counted)) if all(0 < count < math.inf for count in counted) else 0,
         )
 
-    def _below(self, node: Any, factor: _Product, *, mean: bool = False, count: int = 0) -> list[_Part]:
-        """The parts below `node`, which counts `factor` times. count: elements to be reduced; 0: `node` is a scalar."""
+    def _below(self, node: Any, factor: _Product, *, mean: bool = False, count: int | None = None) -> list[_Part]:
+        """The parts below `node`, which counts `factor` times. count: elements to reduce; None of a scalar."""
         while True:
-            if not count:
+            if count is None:
                 self._left -= 1
                 if node is None or not self._left:
                     raise _Unknown
             name, inputs = ("", []) if node is None else (node.name(), _inputs(node))
-            reduced = math.prod(map(int, node._saved_self_sym_sizes)) if name in _REDUCES and not count else 0
-            one = reduced == 1 or (name in _JOINS and len(inputs) == 1 and not count)
+            reduced = math.prod(map(int, node._saved_self_sym_sizes)) if name in _REDUCES and count is None else 0
+            one = reduced == 1 or (name in _JOINS and len(inputs) == 1 and count is None)
             if one or name.rstrip("012") in _AS_IT_IS:
                 node = inputs[0]
-            elif name in _TIMES and not (count and _by_tensor(node)):
+            elif name in _TIMES and (count is None or not _by_tensor(node)):
                 node, by = self._factor(node, name, inputs)  # what multiplies every element multiplies the mean
                 factor = factor.times(by)
-            elif name in _REDUCES and not count:
+            elif name in _REDUCES and count is None:
                 node, mean, count = inputs[0], name.startswith("Mean"), reduced
             else:
                 break
-        if name in ("AddBackward0", "SubBackward0") and not count:
+        if name in ("AddBackward0", "SubBackward0") and count is None:
             numbers = zip(inputs, (_ONE, _Product(float(node._saved_alpha))), strict=False)
             there = [(each, by) for each, by in numbers if each is not None]
             return [part for each, by in there for part in self._below(each, factor.times(by))]
-        if name in _JOINS and len(inputs) == count:
+        if count and name in _JOINS and len(inputs) == count:
             factor = factor.times(_Product(1 / count)) if mean else factor
             return [part for each in inputs for part in self._below(each, factor)]
-        if mean:
+        if mean and count is not None:
             return [_Part(factor, _Product(float(count)), False, _is_square(node))]
         # A loss of torch. How many terms a sum has is unknown where a mask or a weight may have multiplied them.
         reduction: Any = None if node is None else node._saved_reduction
-        summed = bool(count) or reduction != _MEAN
-        if summed and reduction != (_NONE if count else _SUM):
+        summed = count is not None or reduction != _MEAN
+        if summed and reduction != (_SUM if count is None else _NONE):
             raise _Unknown
         terms = self._terms(node, reduction)
         if summed and not terms.number:
