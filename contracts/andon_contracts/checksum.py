@@ -39,26 +39,6 @@ def _weights() -> Tensor:
     return mix64(torch.arange(1, 2 * MOST_SUMS + 1, dtype=torch.int64, device="cpu"))
 
 
-def _copied(flat: Tensor) -> Tensor:
-    """The bytes of `flat` as int64 words of their own, the last one filled up with zeros."""
-    raw = flat.view(torch.uint8)
-    words = torch.zeros(-(-raw.numel() // WORD), dtype=torch.int64, device="cpu")
-    words.view(torch.uint8)[: raw.numel()] = raw
-    return words
-
-
-def _words(flat: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The bytes of `flat` as int64 words: those in place, where its memory is aligned to words, and those copied."""
-    width = flat.element_size()
-    aligned = not (flat.storage_offset() * width % WORD or flat.data_ptr() % WORD)
-    over = flat.numel() % max(1, WORD // width)
-    if aligned and not over:
-        return flat.view(torch.int64), None
-    body = flat[: flat.numel() - over]
-    last = _copied(flat[flat.numel() - over :]) if over else None
-    return body.view(torch.int64) if aligned else _copied(body), last
-
-
 def _fold(sums: Tensor) -> int:
     halves = sums.view(torch.int32).to(torch.int64)
     return int(torch.dot(halves, _weights()[: halves.numel()]))
@@ -76,11 +56,22 @@ def _sums(words: Tensor) -> Tensor:
 
 def checksum(flat: Tensor) -> int:
     """The checksum in [0, 2^64) of the bytes of `flat`: 1-dim, contiguous, of any dtype, on a CPU."""
-    words, last = _words(flat)
+    over = flat.nbytes % WORD
+    aligned = not (flat.storage_offset() * flat.element_size() % WORD or flat.data_ptr() % WORD)
+    if aligned and not over:
+        words = flat.view(torch.int64)
+    else:
+        raw = flat.view(torch.uint8)
+        whole = raw[: raw.numel() - over]
+        words = (whole if aligned else whole.clone()).view(torch.int64)
     total = 0
     for block in torch.split(words, _BLOCK) if words.numel() > _BLOCK else (words,):
         total = mix_integer(total + _fold(_sums(block)))
-    return total if last is None else mix_integer(total + _fold(last))
+    if over:
+        last = torch.zeros(WORD, dtype=torch.uint8, device="cpu")
+        last[:over] = raw[-over:]
+        total = mix_integer(total + _fold(last.view(torch.int64)))
+    return total
 
 
 class Summed:
@@ -113,8 +104,7 @@ class Summed:
         return [mix_integer(int(torch.dot(halves.to(torch.int64), weights))) for halves, weights in self._batches]
 
 
-def _whole(size: int, length: int) -> int:
-    """How many rows or lines of `length` words hold `size` bytes."""
+def _whole(size: int, length: int) -> int:  # how many rows or lines of `length` words hold `size` bytes
     return -(-size // (length * WORD))
 
 

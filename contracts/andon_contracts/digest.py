@@ -1,4 +1,4 @@
-"""The 64-bit digest of tensors: one value on every device, additive over shards (design, Digest; issue 2 item 5).
+"""The 64-bit digest of tensors: one value on every device, additive over shards. It is not a cryptographic digest.
 
 Definition. The bytes of a tensor in row-major order are read as little-endian 64-bit words w_0, w_1, ..., the last
 one padded with zero bytes. With G = 0x9E3779B97F4A7C15 and mix the finaliser of splitmix64 (Steele, Lea and Flood,
@@ -11,7 +11,7 @@ one padded with zero bytes. With G = 0x9E3779B97F4A7C15 and mix the finaliser of
 where header is the first 8 bytes, little-endian, of SHA-256 of a canonical text. The words are mixed before they are
 summed, so the sum is not linear in them: a sum of words times odd weights misses pairs of opposite sign flips, of which
 a tensor of some million elements has thousands. mix is a bijection, so a change of a single word is always seen. Any
-other change that nobody made on purpose is missed with probability about 2^-64. It is not a cryptographic digest.
+other change that nobody made on purpose is missed with probability about 2^-64.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.util
+import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
@@ -28,10 +29,9 @@ from torch import Tensor
 
 GOLDEN = 0x9E3779B97F4A7C15
 """The odd constant that spaces positions: 2^64 divided by the golden ratio."""
-
-_MASK = (1 << 64) - 1
 WORD = 8
 """Bytes of a word."""
+_MASK = (1 << 64) - 1
 # Two buffers and the ramp of 65,536 words stay in a second-level cache; an accelerator wants fewer, larger launches.
 _CPU_WORDS = 1 << 16
 _ACCELERATOR_WORDS = 1 << 20
@@ -39,9 +39,9 @@ _ACCELERATOR_WORDS = 1 << 20
 
 @functools.cache
 def has_triton() -> bool:
-    """Whether Triton is installed. Where it is not, a warning says so once: the same is then computed by torch.
+    """Whether Triton is installed. If not, torch computes the same, and one warning says so.
 
-    A Triton that is installed and broken is not found here: its own error ends what uses it.
+    A broken installation counts as one: its own error ends what uses it.
     """
     found = importlib.util.find_spec("triton") is not None
     if not found:
@@ -125,17 +125,13 @@ def _row_major_bytes(tensor: Tensor) -> Tensor:
 
 def _pieces(tensor: Tensor, elements: int) -> Iterator[Tensor]:
     """The row-major bytes of `tensor` as contiguous uint8 pieces; copies at most `elements` elements at a time."""
-    if tensor.numel() == 0:
-        return
     if tensor.is_contiguous() or tensor.numel() <= elements:
         yield _row_major_bytes(tensor.contiguous())
-        return
-    rows = max(1, elements // (tensor.numel() // tensor.shape[0]))
-    if tensor.shape[0] == 1:
+    elif tensor.shape[0] == 1:
         yield from _pieces(tensor[0], elements)
-        return
-    for first in range(0, tensor.shape[0], rows):
-        yield from _pieces(tensor[first : first + rows], elements)
+    else:
+        for part in torch.split(tensor, max(1, elements // (tensor.numel() // tensor.shape[0]))):
+            yield from _pieces(part, elements)
 
 
 def _words(tensor: Tensor, chunk: int) -> Iterator[Tensor]:
@@ -143,31 +139,27 @@ def _words(tensor: Tensor, chunk: int) -> Iterator[Tensor]:
 
     Where they are aligned to words they are views, else all come in one buffer, which is filled anew each time.
     """
-    pieces: Iterable[Tensor]
-    if not tensor.is_contiguous() or not tensor.numel():
-        pieces = _pieces(tensor, chunk)
-    else:
+    pieces: Iterable[Tensor] = _pieces(tensor, chunk)
+    if tensor.is_contiguous():
         raw = _row_major_bytes(tensor)
-        whole = raw.numel() - raw.numel() % WORD
-        if raw.storage_offset() % WORD or raw.data_ptr() % WORD:
-            whole = 0
+        whole = 0 if raw.storage_offset() % WORD or raw.data_ptr() % WORD else raw.numel() - raw.numel() % WORD
         for first in range(0, whole, chunk * WORD):
             yield raw[first : min(first + chunk * WORD, whole)].view(torch.int64)
+        if whole == raw.numel():
+            return
         pieces = [raw[whole:]]
-    buffer: Tensor | None = None
+    buffer = torch.empty(chunk * WORD, dtype=torch.uint8, device=tensor.device)
     filled = 0
     for piece in pieces:
-        taken = 0
-        while taken < piece.numel():
-            if buffer is None:
-                buffer = torch.empty(chunk * WORD, dtype=torch.uint8, device=piece.device)
-            count = min(piece.numel() - taken, buffer.numel() - filled)
-            buffer[filled : filled + count].copy_(piece[taken : taken + count])
-            taken, filled = taken + count, filled + count
+        left = piece
+        while left.numel():
+            part = left[: buffer.numel() - filled]
+            buffer[filled : filled + part.numel()].copy_(part)
+            left, filled = left[part.numel() :], filled + part.numel()
             if filled == buffer.numel():
                 yield buffer.view(torch.int64)
                 filled = 0
-    if buffer is not None and filled:
+    if filled:
         padded = -(-filled // WORD) * WORD
         buffer[filled:padded].zero_()
         yield buffer[:padded].view(torch.int64)
@@ -190,13 +182,13 @@ def word_sum_tensor(tensor: Tensor, start: int = 0) -> Tensor:
         if whole == size:
             return total
         tensor, start, size = raw[whole:], start + whole // WORD, size - whole
+    if total is None:
+        total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     limit = _CPU_WORDS if tensor.device.type == "cpu" else _ACCELERATOR_WORDS
     chunk = max(1, min(limit, -(-size // WORD)))
     ramp = _ramp(tensor.device, limit)
     mixed = torch.empty(chunk, dtype=torch.int64, device=tensor.device)
     scratch = torch.empty_like(mixed)
-    if total is None:
-        total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for words in _words(tensor, chunk):
         count = words.numel()
         here = torch.add(words, ramp[:count], out=mixed[:count])
@@ -219,10 +211,7 @@ def word_sum(tensor: Tensor, start: int = 0) -> int:
 
 def seal(total: int, dtype: torch.dtype, shape: Sequence[int]) -> int:
     """The `tensor_digest` of a tensor of `dtype` and `shape` whose `word_sum` from 0 is `total`, as of its shards."""
-    size = dtype.itemsize
-    for extent in shape:
-        size *= extent
-    return mix_integer(total + _header("tensor", size, dtype, *shape))
+    return mix_integer(total + _header("tensor", dtype.itemsize * math.prod(shape), dtype, *shape))
 
 
 def tensor_digest(tensor: Tensor) -> int:
@@ -248,10 +237,8 @@ def tree_digest(tree: Mapping[str, Tensor]) -> int:
 def digests_by_name(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """The `tensor_digest` of each tensor. A device is waited for once, not for each tensor."""
     sums = [word_sum_tensor(tensor) for tensor in tensors.values()]
-    if len({total.device for total in sums}) == 1:
-        totals: list[int] = torch.stack(sums).tolist()
-    else:
-        totals = [int(total) for total in sums]
+    one_device = len({total.device for total in sums}) == 1
+    totals: list[int] = torch.stack(sums).tolist() if one_device else [int(total) for total in sums]
     named = zip(tensors.items(), totals, strict=True)
     return {name: seal(total, tensor.dtype, tensor.shape) for (name, tensor), total in named}
 

@@ -1,12 +1,12 @@
-"""What the digests sum, as Triton kernels: the CPU's values, at the speed of reading the memory once.
+"""Triton kernels of the digests and extremes: the CPU's values, at the speed of reading the memory once.
 
-To be imported only where Triton is: `andon_contracts.digest.kernels` gives this module or says that there is none.
+`andon_contracts.digest.kernels` gives this module, which can be imported only if Triton is installed.
 
-Each program mixes a run of 64-bit words with their positions and adds one partial sum atomically; sums modulo 2^64
-commute, so neither the grid nor the order is part of the result. The same pass can count the fp32 values that are not
-finite, and one launch takes several tensors of one size. Rows of token ids have a program each.
+Each program mixes a run of 64-bit words with their positions and adds one partial sum atomically. Sums modulo 2^64
+commute, so the result depends neither on the grid nor on the order. The same pass can count the fp32 values that are
+not finite, and one launch takes several tensors of one size. Rows of token ids have a program each.
 
-Triton launches on the current GPU, which need not be that of the tensors: hence the guards round every launch.
+The guards round every launch select the device of the tensors, because Triton launches on the current GPU.
 """
 
 from __future__ import annotations
@@ -18,16 +18,22 @@ import torch
 import triton
 import triton.language as tl
 
+from andon_contracts.digest import WORD
+
 _BLOCK = 1024
-_ROUNDS_LARGE = 32
-_ROUNDS_SMALL = 4
-_SMALL_WORDS = 1 << 24
+_ROUNDS_LARGE, _ROUNDS_SMALL, _SMALL_WORDS = 32, 4, 1 << 24
 _WARPS = 4
-_WORD = 8
+_COLUMNS, _ROWS = 256, 64
+_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 MOST = 3
-"""Tensors that one launch takes."""
-_COLUMNS = 256
-_ROWS = 64
+"""Tensors that one launch of `word_sums_and_nonfinite` takes."""
+
+
+@triton.jit
+def _mix(z):  # type: ignore[no-untyped-def]
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    return z ^ (z >> 31)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -44,16 +50,11 @@ def _mixed_sums(  # type: ignore[no-untyped-def]
         place = (program * ROUNDS + turn) * BLOCK + tl.arange(0, BLOCK)
         inside = place < count
         word = tl.load(words + shift + place, mask=inside, other=0).to(tl.uint64, bitcast=True)
-        z = word + (place + start).to(tl.uint64) * 0x9E3779B97F4A7C15
-        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
-        z = (z ^ (z >> 27)) * 0x94D049BB133111EB
-        z = z ^ (z >> 31)
-        total += tl.where(inside, z, 0)
+        total += tl.where(inside, _mix(word + (place + start).to(tl.uint64) * 0x9E3779B97F4A7C15), 0)
         if FINITE:
             low = (word.to(tl.uint32) & 0x7F800000) == 0x7F800000
             high = ((word >> 32).to(tl.uint32) & 0x7F800000) == 0x7F800000
             nonfinite += low.to(tl.int32) + high.to(tl.int32)
-    # Integer addition commutes to the bit, so the order of these is not part of the result.
     tl.atomic_add(out + 2 * which, tl.sum(total, axis=0).to(tl.int64, bitcast=True))
     if FINITE:
         tl.atomic_add(out + 2 * which + 1, tl.sum(nonfinite.to(tl.int64), axis=0))
@@ -70,11 +71,14 @@ def word_sums_and_nonfinite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return _launch(tensors, 0, finite=True)
 
 
+def _rounds(total_bytes: int) -> int:
+    return _ROUNDS_SMALL if total_bytes < _SMALL_WORDS * WORD else _ROUNDS_LARGE
+
+
 def _launch(tensors: Sequence[torch.Tensor], start: int, *, finite: bool) -> torch.Tensor:
     words = tensors[0]
-    count = words.numel()
-    shifts = [(tensor.data_ptr() - words.data_ptr()) // _WORD for tensor in tensors] + [0] * (MOST - len(tensors))
-    rounds = _ROUNDS_SMALL if count < _SMALL_WORDS else _ROUNDS_LARGE
+    count, rounds = words.numel(), _rounds(words.nbytes)
+    shifts = [(tensor.data_ptr() - words.data_ptr()) // WORD for tensor in tensors] + [0] * (MOST - len(tensors))
     programs = max(1, triton.cdiv(count, _BLOCK * rounds))
     out = torch.zeros((len(tensors), 2), dtype=torch.int64, device=words.device)
     with torch.cuda.device_of(words):
@@ -82,13 +86,6 @@ def _launch(tensors: Sequence[torch.Tensor], start: int, *, finite: bool) -> tor
             words, out, shifts[1], shifts[2], count, start, _BLOCK, rounds, finite, num_warps=_WARPS
         )
     return out
-
-
-@triton.jit
-def _mix(z):  # type: ignore[no-untyped-def]
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
-    return z ^ (z >> 31)
 
 
 @triton.jit(do_not_specialize=["columns", "stride"])  # type: ignore[untyped-decorator]
@@ -143,25 +140,25 @@ def bound_sums_on_device(rows: torch.Tensor, runs: torch.Tensor) -> torch.Tensor
     return out
 
 
+# Lists of tensors. Each has a row in an int64 table on the device, of `LIST_COLUMNS` numbers: its address, its size (in
+# bytes for sums, in elements for extremes), the position of its first word, the place of its result, its first program.
+
 LIST_COLUMNS = 5
-"""Of a row for `list_sums_on_device`: address, bytes, position of the first word, place of the sum, first program."""
-EXTREME_COLUMNS = 3
-"""Of a row for `list_extremes_on_device`: address, elements, first program."""
 NO_EXTREMES = (0x7FFFFFFF, -0x80000000)
 """The keys of the smallest and the largest of no elements."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _row_of(rows, count, program, STEPS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _row_of(rows, count, program, STEPS: tl.constexpr):  # type: ignore[no-untyped-def]
     # The last row whose first program is not behind this one, by halving.
     low = program * 0
     high = low + count
     for _ in range(STEPS):
         middle = (low + high) // 2
-        right = tl.load(rows + middle * COLUMNS + COLUMNS - 1) <= program
+        right = tl.load(rows + middle * 5 + 4) <= program
         low = tl.where(right, middle, low)
         high = tl.where(right, high, middle)
-    return low
+    return rows + low * 5
 
 
 @triton.jit
@@ -170,9 +167,9 @@ def _placed(word, place, start, inside):  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
-def _list_sums(rows, out, count, STEPS: tl.constexpr, BLOCK: tl.constexpr, ROUNDS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _list_sums(rows, out, count, STEPS: tl.constexpr, BLOCK: tl.constexpr, ROUNDS: tl.constexpr):  # type: ignore[no-untyped-def]
     program = tl.program_id(0).to(tl.int64)
-    row = rows + _row_of(rows, count, program, STEPS, COLUMNS) * COLUMNS
+    row = _row_of(rows, count, program, STEPS)
     address = tl.load(row)
     size = tl.load(row + 1)
     start = tl.load(row + 2)
@@ -225,21 +222,14 @@ def _key(value):  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
 def _list_extremes(  # type: ignore[no-untyped-def]
-    rows,
-    out,
-    count,
-    TYPE: tl.constexpr,
-    STEPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROUNDS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    rows, out, count, STEPS: tl.constexpr, BLOCK: tl.constexpr, ROUNDS: tl.constexpr, TYPE: tl.constexpr
 ):
     program = tl.program_id(0).to(tl.int64)
-    found = _row_of(rows, count, program, STEPS, COLUMNS)
-    row = rows + found * COLUMNS
+    row = _row_of(rows, count, program, STEPS)
     address = tl.load(row)
     size = tl.load(row + 1)
-    chunk = program - tl.load(row + 2)
+    keys = out + 2 * tl.load(row + 3)
+    chunk = program - tl.load(row + 4)
     first = chunk * ROUNDS * BLOCK
     low = tl.full([BLOCK], 0x7FFFFFFF, dtype=tl.int32)
     high = tl.full([BLOCK], -0x80000000, dtype=tl.int32)
@@ -257,17 +247,8 @@ def _list_extremes(  # type: ignore[no-untyped-def]
             key = _key(tl.load(values + place, mask=inside, other=0.0))
             low = tl.minimum(low, tl.where(inside, key, 0x7FFFFFFF))
             high = tl.maximum(high, tl.where(inside, key, -0x80000000))
-    tl.atomic_min(out + 2 * found, tl.min(low, axis=0))
-    tl.atomic_max(out + 2 * found + 1, tl.max(high, axis=0))
-
-
-def _rounds(total_bytes: int) -> int:
-    return _ROUNDS_SMALL if total_bytes < _SMALL_WORDS * _WORD else _ROUNDS_LARGE
-
-
-def _steps(count: int) -> int:
-    """Halvings that find one row of `count`; in fours, so that few kernels are compiled."""
-    return -(-count.bit_length() // 4) * 4
+    tl.atomic_min(keys, tl.min(low, axis=0))
+    tl.atomic_max(keys + 1, tl.max(high, axis=0))
 
 
 def first_programs(counts: Sequence[int], total_bytes: int) -> list[int]:
@@ -277,16 +258,19 @@ def first_programs(counts: Sequence[int], total_bytes: int) -> list[int]:
     return list(accumulate((-(-count // most) for count in counts), initial=0))
 
 
+def _sizes(rows: torch.Tensor, total_bytes: int) -> tuple[int, int, int, int]:
+    count = rows.shape[0]
+    # So many halvings find one row of `count`. They come in fours, so that few kernels are compiled.
+    return count, -(-count.bit_length() // 4) * 4, _BLOCK, _rounds(total_bytes)
+
+
 def list_sums_on_device(rows: torch.Tensor, out: torch.Tensor, programs: int, total_bytes: int) -> None:
     """Add to `out` (int64 on the device) the word sum of each row's tensor, at its place there.
 
     rows: int64 [n, `LIST_COLUMNS`] on the device, with the `first_programs` of all words, begun ones among them.
     """
-    count = rows.shape[0]
     with torch.cuda.device_of(out):
-        _list_sums[(programs,)](
-            rows, out, count, _steps(count), _BLOCK, _rounds(total_bytes), LIST_COLUMNS, num_warps=_WARPS
-        )
+        _list_sums[(programs,)](rows, out, *_sizes(rows, total_bytes), num_warps=_WARPS)
 
 
 def list_extremes_on_device(
@@ -294,22 +278,8 @@ def list_extremes_on_device(
 ) -> None:
     """Put the keys of the smallest and the largest element of each row's tensor into `out`, int32 [n, 2] on the device.
 
-    It holds `NO_EXTREMES` before. rows: int64 [n, `EXTREME_COLUMNS`] on the device. A key is the bits of the element in
+    It holds `NO_EXTREMES` before. rows: int64 [n, `LIST_COLUMNS`] on the device. A key is the bits of the element in
     fp32, all but the sign turned over where that is set: in the order of the keys a NaN is beyond the infinities.
     """
-    count = rows.shape[0]
     with torch.cuda.device_of(out):
-        _list_extremes[(programs,)](
-            rows,
-            out,
-            count,
-            _TYPES[dtype],
-            _steps(count),
-            _BLOCK,
-            _rounds(total_bytes),
-            EXTREME_COLUMNS,
-            num_warps=_WARPS,
-        )
-
-
-_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+        _list_extremes[(programs,)](rows, out, *_sizes(rows, total_bytes), _TYPES[dtype], num_warps=_WARPS)

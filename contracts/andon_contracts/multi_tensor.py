@@ -1,9 +1,7 @@
-"""A list of tensors on a GPU, read in one launch where Triton is: no tensor is copied, and nothing is waited for.
+"""Reads lists of tensors on a GPU in one launch, if Triton is installed. Copies no tensor and does not wait.
 
-A launch reads where each tensor lies from a table on the device. The table is copied there, from memory that the device
-reads by itself, when a tensor has moved; weights and moments stay where they are.
-
-`bring` is the one wait: of any number of results, together. `bring_later` begins the copies, to be waited for later.
+A launch reads the addresses of the tensors from a table on the device, which is copied again only if a tensor moved.
+Weights and moments stay where they are. `bring` waits once, for any number of results.
 """
 
 from __future__ import annotations
@@ -26,21 +24,21 @@ def on_device(values: Tensor, device: torch.device) -> Tensor:
 
 
 def bring(*held: list[Tensor]) -> None:
-    """Put in the place of each tensor that lies on an accelerator its copy on the CPU, with one wait for each device.
+    """Replace each tensor on an accelerator by its copy on the CPU, with one wait for each device.
 
-    They are small: what was found of others.
+    For small results, because they are copied together.
     """
     bring_later(*held)()
 
 
 def bring_later(*held: list[Tensor]) -> Callable[[], None]:
-    """Begin what `bring` does, behind what the devices have to do now; the rest, with the wait, is what is returned."""
+    """Start the copies of `bring`, after what the devices have to do now. Returns a function that waits for them."""
     by_device: dict[torch.device, list[tuple[list[Tensor], int]]] = {}
     for each in held:
         for index, tensor in enumerate(each):
             if tensor.device.type != "cpu":
                 by_device.setdefault(tensor.device, []).append((each, index))
-    sent = [_brought_from(device, places) for device, places in by_device.items()]
+    sent = [_send(device, places) for device, places in by_device.items()]
 
     def wait() -> None:
         for finish in sent:
@@ -49,26 +47,25 @@ def bring_later(*held: list[Tensor]) -> Callable[[], None]:
     return wait
 
 
-def _brought_from(device: torch.device, places: list[tuple[list[Tensor], int]]) -> Callable[[], None]:
+def _send(device: torch.device, places: list[tuple[list[Tensor], int]]) -> Callable[[], None]:
     # Wide elements first, so that each lies where its dtype can be read.
     places.sort(key=lambda place: -place[0][place[1]].element_size())
     tensors = [each[index].detach() for each, index in places]
     flat = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
     there = flat[0] if len(flat) == 1 else torch.cat(flat)
-    sizes = [part.numel() for part in flat]
-    arrived: torch.cuda.Event | None = None
-    if device.type == "cuda":
+    arrived = torch.cuda.Event() if device.type == "cuda" else None
+    if arrived is None:
+        raw = there.cpu()
+    else:
         raw = torch.empty(there.numel(), dtype=torch.uint8, device="cpu", pin_memory=True)
         raw.copy_(there, non_blocking=True)
-        arrived = torch.cuda.Event()
         arrived.record(torch.cuda.current_stream(device))
-    else:
-        raw = there.cpu()
 
     def finish() -> None:
         if arrived is not None:
             arrived.synchronize()
-        for (each, index), tensor, part in zip(places, tensors, torch.split(raw, sizes), strict=True):
+        parts = torch.split(raw, [part.numel() for part in flat])
+        for (each, index), tensor, part in zip(places, tensors, parts, strict=True):
             each[index] = part.view(tensor.dtype).view(tensor.shape)
 
     return finish
@@ -77,18 +74,16 @@ def _brought_from(device: torch.device, places: list[tuple[list[Tensor], int]]) 
 class ListSums:
     """The word sums of tensors on `device`, of sizes that never change; several may add up to one."""
 
-    def __init__(
-        self, device: torch.device, rows: Sequence[tuple[int, int, int]], *, by: ModuleType | None = None
-    ) -> None:
-        """rows: (bytes, position of the first word, place of the sum) of each. by: the kernels, if not a GPU's."""
-        self._device, self._kernels = device, by or _kernels()
+    def __init__(self, device: torch.device, rows: Sequence[tuple[int, int, int]]) -> None:
+        """rows: (bytes, position of the first word, place of the sum) of each."""
+        self._device, self._kernels = device, _kernels()
         self._count = 1 + max((place for _, _, place in rows), default=-1)
         self._bytes = sum(size for size, _, _ in rows)
         self._there = [index for index, (size, _, _) in enumerate(rows) if size]
         filled = [rows[index] for index in self._there]
         *first, self._programs = self._kernels.first_programs([-(-size // WORD) for size, _, _ in filled], self._bytes)
         table = [(0, *row, begin) for row, begin in zip(filled, first, strict=True)]
-        self._rows = torch.tensor(table, device="cpu").view(-1, 5)
+        self._rows = torch.tensor(table, device="cpu").view(-1, self._kernels.LIST_COLUMNS)
         self._places: list[int] = []
         self._table = self._rows
 
@@ -106,18 +101,18 @@ class ListSums:
         return out
 
 
-def list_extremes(tensors: Sequence[Tensor], *, by: ModuleType | None = None) -> Tensor:
+def list_extremes(tensors: Sequence[Tensor]) -> Tensor:
     """int32 [n, 2] on the device of `tensors`: the keys of the extremes of each, to be read by `extremes_of_keys`.
 
-    They are contiguous and not empty, and of one dtype of `FLOATS`. No wait for the device. by: the kernels, if not a
-    GPU's.
+    They are contiguous and not empty, and of one dtype of `FLOATS`. No wait for the device.
     """
-    found, first = by or _kernels(), tensors[0]
+    found, first = _kernels(), tensors[0]
     counts = [tensor.numel() for tensor in tensors]
     size = sum(counts) * first.element_size()
     *begins, programs = found.first_programs(counts, size)
-    places = [tensor.data_ptr() for tensor in tensors]
-    rows = on_device(torch.tensor([places, counts, begins], device="cpu").T.contiguous(), first.device)
+    known = torch.tensor([[tensor.data_ptr() for tensor in tensors], counts, begins], device="cpu")
+    index = torch.arange(len(tensors), device="cpu")
+    rows = on_device(torch.stack([known[0], known[1], index * 0, index, known[2]], 1), first.device)
     none = torch.tensor([found.NO_EXTREMES] * len(tensors), dtype=torch.int32, device="cpu")
     out = on_device(none, first.device)
     found.list_extremes_on_device(rows, out, programs, size, first.dtype)
@@ -170,30 +165,27 @@ class RawGradients:
 
     def __init__(self, device: torch.device, most: int) -> None:
         self._device, self._most = device, most
-        self._indices: list[int] = []
-        self._held: list[Tensor] = []
-        self._versions: list[int] = []
+        self._held: list[tuple[int, Tensor, int]] = []
+        """(parameter, its gradient, the version of that) of what waits."""
         self._bytes = 0
         self._stream: torch.cuda.Stream | None = None
         self.owners: list[list[int]] = []
-        """By launch, the indices of the gradients."""
+        """By launch, the parameters."""
         self.keys: list[Tensor] = []
-        """By launch, what `list_extremes` gave."""
+        """By launch, the result of `list_extremes`."""
         self.changed: list[int] = []
-        """Which gradients were written before they were read, with what follows a backward pass: read at once, then."""
+        """Parameters whose gradient was written between `add` and its read; these gradients must be read at once."""
 
     def add(self, index: int, gradient: Tensor) -> bool:
         """Take the gradient of parameter `index`; whether it is one of those that can be read together."""
         if not self.takes(gradient):
             return False
         stream = torch.cuda.current_stream(self._device)
-        if self._held and (stream != self._stream or gradient.dtype != self._held[0].dtype):
+        if self._held and (stream != self._stream or gradient.dtype != self._held[0][1].dtype):
             self.flush()
         self._stream = stream
-        self._indices.append(index)
-        self._held.append(gradient.detach())
-        self._versions.append(gradient._version)
-        self._bytes += gradient.numel() * gradient.element_size()
+        self._held.append((index, gradient.detach(), gradient._version))
+        self._bytes += gradient.nbytes
         if self._bytes > self._most:
             self.flush()
         return True
@@ -212,19 +204,15 @@ class RawGradients:
         """Read what waits, behind what the device has to do. No wait for it."""
         if not self._held:
             return
-        self.changed += [
-            i for i, g, v in zip(self._indices, self._held, self._versions, strict=True) if g._version != v
-        ]
+        self.changed += [index for index, gradient, version in self._held if gradient._version != version]
         current = torch.cuda.current_stream(self._device)
         with torch.cuda.stream(self._stream):
-            keys = list_extremes(self._held)
+            self.look([index for index, _, _ in self._held], [gradient for _, gradient, _ in self._held])
         if self._stream is not None and current != self._stream:
             # A backward pass may have a stream of its own, and the keys are read on this one.
             current.wait_stream(self._stream)
-            keys.record_stream(current)
-        self.keys.append(keys)
-        self.owners.append(self._indices)
-        self._indices, self._held, self._versions, self._bytes = [], [], [], 0
+            self.keys[-1].record_stream(current)
+        self._held, self._bytes = [], 0
 
     def read(self) -> list[tuple[int, float, float]]:
         """(parameter, smallest, largest) of each gradient; one wait, unless `keys` were brought before."""
@@ -238,9 +226,8 @@ class RawGradients:
 
     def has(self, index: int) -> bool:
         """Whether there is one of parameter `index`."""
-        return index in self._indices or any(index in owners for owners in self.owners)
+        return any(index == held[0] for held in self._held) or any(index in owners for owners in self.owners)
 
     def clear(self) -> None:
         """Forget all of them."""
-        self._indices, self._held, self._versions, self._bytes = [], [], [], 0
-        self.owners, self.keys = [], []
+        self._held, self._bytes, self.owners, self.keys = [], 0, [], []

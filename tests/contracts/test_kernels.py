@@ -10,7 +10,6 @@ import importlib.util
 import math
 import os
 from collections.abc import Callable
-from types import ModuleType
 
 import pytest
 import torch
@@ -31,12 +30,6 @@ on_a_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA GPU")
 SIZES = st.sampled_from([0, 1, 2, 7, 8, 15, 1000, 4096 * 8, 4096 * 8 + 6, 2 * 4096 * 8 + 13])
 
 
-def _kernels() -> ModuleType:
-    from andon_contracts import kernels
-
-    return kernels
-
-
 @with_kernels
 @settings(max_examples=25)
 @given(st.lists(st.tuples(SIZES, st.integers(0, 17), st.integers(0, 2)), min_size=1, max_size=12))
@@ -45,7 +38,7 @@ def test_sums_are_those_of_each_tensor_wherever_it_lies(made: list[tuple[int, in
     there = memory.to(DEVICE)
     rows = [(size, 3 * index, place) for index, (size, _, place) in enumerate(made)]
     views = [there[offset : offset + size] for size, offset, _ in made]
-    sums = ListSums(DEVICE, rows, by=_kernels()).look(views).tolist()
+    sums = ListSums(DEVICE, rows).look(views).tolist()
     for place, found in enumerate(sums):
         expected = sum(
             word_sum(memory[offset : offset + size], start)
@@ -57,7 +50,7 @@ def test_sums_are_those_of_each_tensor_wherever_it_lies(made: list[tuple[int, in
 
 @with_kernels
 def test_a_tensor_that_moved_is_read_where_it_is_now() -> None:
-    sums = ListSums(DEVICE, [(80, 0, 0), (24, 0, 1)], by=_kernels())
+    sums = ListSums(DEVICE, [(80, 0, 0), (24, 0, 1)])
     first = [torch.arange(10, device=DEVICE), torch.arange(3, device=DEVICE)]
     second = [torch.arange(10, 20, device=DEVICE), first[1]]
     for tensors in (first, second, first, first):
@@ -78,7 +71,7 @@ def test_extremes_are_those_of_each_tensor(dtype: torch.dtype, made: list[tuple[
     for value, tensor in zip(odd, tensors, strict=False):
         tensor[-1] = value
     views = [tensor.to(DEVICE)[offset:] for tensor, (_, offset) in zip(tensors, made, strict=True)]
-    found = extremes_of_keys(list_extremes(views, by=_kernels()).cpu())
+    found = extremes_of_keys(list_extremes(views).cpu())
     expected = [
         tuple(float(end) for end in torch.aminmax(tensor[o:])) for tensor, (_, o) in zip(tensors, made, strict=True)
     ]

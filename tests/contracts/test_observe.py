@@ -396,7 +396,7 @@ def test_the_bits_are_those_of_a_cpu_with_other_vectors() -> None:
     # Every CPU rounds divisions the same way.
     flat = torch.arange(1, 3_000_001).remainder(1009) / torch.arange(1, 3_000_001).remainder(997).add(1)
     program = (
-        "import torch; torch.set_num_threads(3); from andon_contracts.norms import flat_norm; "
+        "import torch; torch.set_num_threads(3); from andon_contracts.observe import flat_norm; "
         "flat = torch.arange(1, 3_000_001).remainder(1009) / torch.arange(1, 3_000_001).remainder(997).add(1); "
         "print(float(flat_norm(flat)).hex())"
     )

@@ -133,12 +133,6 @@ def test_a_base_that_changes_alike_without_a_merge_is_seen_from_the_first_update
     assert answers(2, _touched_before, update) == [[("base-frozen", update)]] * 2
 
 
-WITHOUT_ANDON = """
-import sys
-sys.modules["andon_contracts"] = sys.modules["andon"] = None
-import torch
-print(torch.load(sys.argv[1], weights_only=False)(torch.ones(4, 3)).tolist())
-"""
 
 
 def test_a_model_that_is_saved_whole_under_a_watch_loads_without_a_word_of_it(tmp_path: Path) -> None:

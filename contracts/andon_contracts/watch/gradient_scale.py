@@ -1,9 +1,10 @@
-"""What the losses of an update weigh, read off the graph of each loss before its backward pass, and one number each of
-a raw and of a reduced gradient, of which their quotient is the factor of the reduction (`laws/scale`).
+"""The scale of an update's gradient (`laws/scale`): what its losses weigh, and by which factor the loop reduces.
 
-A graph is followed from the loss through what multiplies, adds and stacks scalars, down to the means and sums over
-terms. Whatever else stands there makes the weight unknown, and nothing is judged. A number in a tensor is not read
-there, since the host would wait for its device: it comes with what else is brought at the update.
+The weight of a loss is read off its graph before the backward pass. The graph is followed from the loss through what
+multiplies, adds and stacks scalars, down to the means and sums over terms. Anything else makes the weight unknown, and
+nothing is judged. A number in a tensor is read at the update, with what else is brought, not to wait for its device.
+
+The factor is the quotient of one number of a reduced gradient and the same number of the raw ones.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,10 +28,10 @@ _NODES = 64
 """A graph with more of them ahead of its means is not followed."""
 _AS_IT_IS = frozenset(
     f"{name}Backward"
-    for name in ("Alias", "Clone", "ReshapeAlias", "Squeeze", "ToCopy", "UnsafeView", "Unsqueeze", "View")
+    for name in ("Alias", "Clone", "Neg", "ReshapeAlias", "Squeeze", "ToCopy", "UnsafeView", "Unsqueeze", "View")
 )
+"""Nodes that leave a value as it is. A sign does not count: it is nobody's weight."""
 _REDUCES, _JOINS = ("MeanBackward0", "SumBackward0"), ("StackBackward0", "CatBackward0")
-_OVER_TERMS = _AS_IT_IS | {"MeanBackward", "SumBackward"}
 _TIMES = ("MulBackward0", "MulBackward1", "DivBackward0", "DivBackward1")
 _BY_ELEMENT = frozenset(
     f"{name}Backward0"
@@ -46,13 +47,14 @@ class _Unknown(Exception):
 
 @dataclass(frozen=True)
 class _Product:
-    """A number, times each of the scalars at these places to its power."""
+    """A number, times each of the scalars at these places to its power. chosen: a factor was not a whole number."""
 
     number: float
     scalars: tuple[tuple[int, int], ...] = ()
+    chosen: bool = False
 
     def times(self, other: _Product) -> _Product:
-        return _Product(self.number * other.number, self.scalars + other.scalars)
+        return _Product(self.number * other.number, self.scalars + other.scalars, self.chosen or other.chosen)
 
     def value(self, scalars: Sequence[float]) -> float:
         return self.number * math.prod(scalars[place] ** power for place, power in self.scalars)
@@ -61,30 +63,20 @@ class _Product:
 _ONE, _NOT_KNOWN = _Product(1.0), _Product(0.0)
 
 
-@dataclass(frozen=True)
-class _Part:
-    """One mean or sum over terms: by what it is multiplied, and how many terms it has, 0 where that is not known.
-
-    squared: whether the terms are squares.
-    """
+class _Part(NamedTuple):
+    """One mean or sum over terms. terms: how many, or 0 if unknown. squared: whether they are squares."""
 
     factor: _Product
     terms: _Product
     summed: bool
-    chosen: bool
     squared: bool
 
-    def weight(self, scalars: Sequence[float]) -> float:
-        """What its terms weigh together."""
-        return abs(self.factor.value(scalars)) * (self.terms.value(scalars) if self.summed else 1.0)
 
-
-@dataclass(frozen=True)
-class Weight:
+class Weight(NamedTuple):
     """What a loss weighs: `first`, its first part; `alike`, all parts that weigh as much, perhaps halves of one loss.
 
-    chosen: whether a factor is no whole number, as who weighs a loss writes it. squared: whether the first part is of
-    squares. terms: in the parts that are alike; 0 where that is not known.
+    chosen: a factor is not a whole number, as if the loss was weighed on purpose. squared: the terms of the first part
+    are squares. terms: in the parts that are alike, or 0 if unknown.
     """
 
     first: float
@@ -102,94 +94,83 @@ class LossParts:
         self._left = _NODES
         self.scalars: list[Tensor] = []
         """The numbers of the graph that lie in tensors; they may be brought to the CPU before `weight`."""
-        self._parts = self._below(_node(loss.grad_fn, loss.output_nr), _ONE, False)
+        self._parts = self._below(_node(loss.grad_fn, loss.output_nr), _ONE)
 
     def weight(self) -> Weight | None:
         """What the loss weighs; None where its numbers do not tell."""
         try:
             scalars = [float(each) for each in self.scalars]
-            weights = [part.weight(scalars) for part in self._parts]
             terms = [part.terms.value(scalars) for part in self._parts]
+            factors = [abs(part.factor.value(scalars)) for part in self._parts]
         except (ArithmeticError, RuntimeError, TypeError, ValueError):
             return None
+        counts = [count if part.summed else 1.0 for part, count in zip(self._parts, terms, strict=True)]
+        weights = [factor * count for factor, count in zip(factors, counts, strict=True)]
         if not weights or not 0 < weights[0] < math.inf:
             return None
         alike = [place for place, each in enumerate(weights) if math.isclose(each, weights[0], rel_tol=1e-6)]
-        known = all(0 < terms[place] < math.inf for place in alike)
-        first = self._parts[0]
+        counted, first = [terms[place] for place in alike], self._parts[0]
         return Weight(
             weights[0],
             sum(weights[place] for place in alike),
             # Counts of rows, ranks and micro-batches are whole numbers.
-            first.chosen or not all(scalars[place].is_integer() for place, _ in first.factor.scalars),
+            first.factor.chosen or not all(scalars[place].is_integer() for place, _ in first.factor.scalars),
             first.squared,
-            round(sum(terms[place] for place in alike)) if known else 0,
+            round(sum(counted)) if all(0 < count < math.inf for count in counted) else 0,
         )
 
-    def _below(self, node: Any, factor: _Product, chosen: bool) -> list[_Part]:
-        """The parts below `node`, whose value counts `factor` times."""
-        self._left -= 1
-        if node is None or not self._left:
-            raise _Unknown
-        name, inputs = node.name(), _inputs(node)
-        one = (name in _REDUCES and _elements(node) == 1) or (name in _JOINS and len(inputs) == 1)
-        if one or name.rstrip("012") in _AS_IT_IS or name == "NegBackward0":  # the sign of a loss is nobody's weight
-            return self._below(inputs[0], factor, chosen)
-        if name in _TIMES:
-            place, by, of_choice = self._factor(node, name, inputs)
-            return self._below(inputs[place], factor.times(by), chosen or of_choice)
-        if name in ("AddBackward0", "SubBackward0"):
-            terms = zip(inputs, (_ONE, _Product(float(node._saved_alpha))), strict=False)
-            there = [(each, by) for each, by in terms if each is not None]
-            return [part for each, by in there for part in self._below(each, factor.times(by), chosen)]
-        if name in _REDUCES:
-            return self._over(node, name, inputs[0], factor, chosen)
-        if node._saved_reduction == _MEAN:
-            return [_Part(factor, self._terms(node, _MEAN), False, chosen, _is_square(node))]
-        return [self._sum(node, _SUM, factor, chosen)]
-
-    def _over(self, node: Any, name: str, below: Any, factor: _Product, chosen: bool) -> list[_Part]:
-        """A mean or a sum over more than one element."""
-        count = _elements(node)
-        # What multiplies every element multiplies the mean.
-        while below is not None:
-            inner, inputs = below.name(), _inputs(below)
-            if inner in _TIMES and not _by_tensor(below):
-                place, by, of_choice = self._factor(below, inner, inputs)
-                below, factor, chosen = inputs[place], factor.times(by), chosen or of_choice
-            elif inner == "NegBackward0" or inner.rstrip("012") in _AS_IT_IS:
-                below = inputs[0]
+    def _below(self, node: Any, factor: _Product, *, mean: bool = False, count: int | None = None) -> list[_Part]:
+        """The parts below `node`, which counts `factor` times. count: elements to reduce; None of a scalar."""
+        while True:
+            if count is None:
+                self._left -= 1
+                if node is None or not self._left:
+                    raise _Unknown
+            name, inputs = ("", []) if node is None else (node.name(), _inputs(node))
+            reduced = math.prod(map(int, node._saved_self_sym_sizes)) if name in _REDUCES and count is None else 0
+            one = reduced == 1 or (name in _JOINS and len(inputs) == 1 and count is None)
+            if one or name.rstrip("012") in _AS_IT_IS:
+                node = inputs[0]
+            elif name in _TIMES and (count is None or not _by_tensor(node)):
+                node, by = self._factor(node, name, inputs)  # what multiplies every element multiplies the mean
+                factor = factor.times(by)
+            elif name in _REDUCES and count is None:
+                node, mean, count = inputs[0], name.startswith("Mean"), reduced
             else:
                 break
-        if below is not None and below.name() in _JOINS and len(below.next_functions) == count:
-            by = factor.times(_Product(1 / count)) if name.startswith("Mean") else factor
-            return [part for each in _inputs(below) for part in self._below(each, by, chosen)]
-        if name.startswith("Mean"):
-            return [_Part(factor, _Product(float(count)), False, chosen, _is_square(below))]
-        # A sum over what a mask or a weight may have been multiplied with has nobody knows how many terms.
-        return [self._sum(below, _NONE, factor, chosen)]
+        if name in ("AddBackward0", "SubBackward0") and count is None:
+            numbers = zip(inputs, (_ONE, _Product(float(node._saved_alpha))), strict=False)
+            there = [(each, by) for each, by in numbers if each is not None]
+            return [part for each, by in there for part in self._below(each, factor.times(by))]
+        if count and name in _JOINS and len(inputs) == count:
+            factor = factor.times(_Product(1 / count)) if mean else factor
+            return [part for each in inputs for part in self._below(each, factor)]
+        if mean and count is not None:
+            return [_Part(factor, _Product(float(count)), False, _is_square(node))]
+        # A loss of torch. How many terms a sum has is unknown where a mask or a weight may have multiplied them.
+        reduction: Any = None if node is None else node._saved_reduction
+        summed = count is not None or reduction != _MEAN
+        if summed and reduction != (_SUM if count is None else _NONE):
+            raise _Unknown
+        terms = self._terms(node, reduction)
+        if summed and not terms.number:
+            raise _Unknown
+        return [_Part(factor, terms, summed, _is_square(node))]
 
-    def _factor(self, node: Any, name: str, inputs: list[Any]) -> tuple[int, _Product, bool]:
-        """Which input of a product or quotient has a graph, by what it is multiplied, and whether that is of choice.
+    def _factor(self, node: Any, name: str, inputs: list[Any]) -> tuple[Any, _Product]:
+        """Which input of a product or quotient has a graph, and by what that is multiplied.
 
         Raises `_Unknown` for two losses multiplied, for something divided by one, and for what is no number.
         """
         graphs = [place for place, each in enumerate(inputs) if each is not None]
-        if len(graphs) != 1 or (graphs[0] == 1 and name.startswith("Div")):
+        divides = name.startswith("Div")
+        if len(graphs) != 1 or (graphs[0] == 1 and divides):
             raise _Unknown
         value = _saved(node, "other" if graphs[0] == 0 else "self")
-        divides = name.startswith("Div")
         if isinstance(value, Tensor):
-            return graphs[0], self._read(value, -1 if divides else 1), False
+            return inputs[graphs[0]], self._read(value, -1 if divides else 1)
         number = float(value)
-        return graphs[0], _Product(1 / number if divides else number), not number.is_integer()
-
-    def _sum(self, node: Any, reduction: int, factor: _Product, chosen: bool) -> _Part:
-        """A sum over the terms of a loss of torch, whose reduction is this one. Raises `_Unknown` for anything else."""
-        terms = self._terms(node, reduction) if node is not None and node._saved_reduction == reduction else _NOT_KNOWN
-        if not terms.number:
-            raise _Unknown
-        return _Part(factor, terms, True, chosen, _is_square(node))
+        return inputs[graphs[0]], _Product(1 / number if divides else number, chosen=not number.is_integer())
 
     def _terms(self, node: Any, reduction: int) -> _Product:
         """How many terms a loss of torch has, or the weight of their classes."""
@@ -200,7 +181,7 @@ class LossParts:
             if total is None or (reduction == _SUM and _has(node, "weight")):
                 return _NOT_KNOWN
             return self._read(total, 1)
-        if name not in _BY_ELEMENT or any(_has(node, each) for each in ("weight", "pos_weight")):
+        if name not in _BY_ELEMENT or _has(node, "weight") or _has(node, "pos_weight"):
             return _NOT_KNOWN
         values = _saved(node, "self")
         # The terms of a row with several elements are its elements to one, and the row to another.
@@ -221,10 +202,10 @@ class LossParts:
 
 
 def parts_of(loss: Tensor) -> LossParts | None:
-    """What `loss`, a scalar with a graph, is made of; None where its graph does not say. Of the `weight` of that:
+    """What `loss`, a scalar with a graph, is made of; None where its graph does not say.
 
-    A mean of n terms weighs 1, a sum of n terms n; half of either half of that. Waits for no device, and reads nothing
-    for which the loop has hooks of its own: those of a checkpoint would compute its part of the model again.
+    A mean of n terms weighs 1, a sum of n terms n. Waits for no device, and reads nothing for which the loop has hooks
+    of its own: those of a checkpoint would compute its part of the model again.
     """
     if loss.grad_fn is None or loss.numel() != 1:
         return None
@@ -245,23 +226,21 @@ def _is_square(node: Any) -> bool:
             # `(p - t) * (p - t)` is two nodes of one kind over the same inputs.
             one, other = inputs
             return one is other or (one.name() == other.name() and one.next_functions == other.next_functions)
-        if name in _TIMES or name == "NegBackward0" or name.rstrip("012") in _OVER_TERMS:
-            node = next((each for each in inputs if each is not None), None)
-        else:
+        if name not in _TIMES and name.rstrip("012") not in _AS_IT_IS | {"MeanBackward", "SumBackward"}:
             return bool(name == "MseLossBackward0")
+        node = next((each for each in inputs if each is not None), None)
     return False
 
 
 def _inputs(node: Any) -> list[Any]:
-    """The nodes that made what `node` was made of; None for what has no graph."""
     return [_node(each, place) for each, place in node.next_functions]
 
 
 def _node(node: Any, place: int) -> Any:
-    """The node that made output `place` of `node`; DDP's own where that cannot be told, which no weight is read of.
+    """The node that made output `place` of `node`; DDP's own node, of which no weight is read, where that is unknown.
 
-    DDP hands every output of a model on as it is where it looks for unused parameters, as the HF Trainer has it for
-    most models, and in the first pass of a static graph. What is no tensor is an output there and no input.
+    DDP hands each output on by a node of its own if it looks for unused parameters, as under the HF Trainer, and in the
+    first pass of a static graph. An output that is not a tensor has no input there.
     """
     while node is not None and node.name() == "_DDPSinkBackward":
         if len(node.next_functions) != len(node._input_metadata):
@@ -270,34 +249,26 @@ def _node(node: Any, place: int) -> Any:
     return node
 
 
-def _by_tensor(node: Any) -> bool:
-    """Whether elements are multiplied each by its own, as by a mask."""
+def _by_tensor(node: Any) -> bool:  # whether elements are multiplied each by its own number, as by a mask
     held = [getattr(node, f"_saved_{name}", None) for name in ("other", "self") if not _hooked(node, name)]
     return any(isinstance(each, Tensor) and each.numel() != 1 for each in held)
 
 
-def _has(node: Any, name: str) -> bool:
-    """Whether the graph holds such a tensor, as far as it may be asked."""
-    return _hooked(node, name) or getattr(node, f"_saved_{name}", None) is not None
-
-
 def _hooked(node: Any, name: str) -> bool:
-    """Whether what the graph holds under this name has a hook of the loop on it."""
+    """Whether what the graph holds under this name has a hook of the loop on it: then it must not be read."""
     raw = getattr(node, f"_raw_saved_{name}", None)
     return raw is not None and raw.unpack_hook is not None
 
 
+def _has(node: Any, name: str) -> bool:
+    return _hooked(node, name) or getattr(node, f"_saved_{name}", None) is not None
+
+
 def _saved(node: Any, name: str) -> Any:
-    """What the graph holds under this name; None where that is nothing, or has a hook of the loop on it."""
     return None if _hooked(node, name) else getattr(node, f"_saved_{name}")
 
 
-def _elements(node: Any) -> int:
-    return math.prod(map(int, node._saved_self_sym_sizes))
-
-
-@dataclass(frozen=True)
-class Pass:
+class Pass(NamedTuple):
     """A backward pass of the loop: what its loss is made of, and the line that asked for it."""
 
     parts: LossParts | None
@@ -321,7 +292,7 @@ class Passes:
 
 @dataclass
 class Account:
-    """What is said of the scale of all updates at the end."""
+    """The scales of all updates, for the closing line."""
 
     updates: int = 0
     known: int = 0
@@ -333,20 +304,20 @@ class Account:
     two updates of one line, neither of which has the scale of a mean, differ both in their scale and in the factor
     between raw and reduced gradient. A wrong division leaves one of the two as it was.
     """
-    _wrong: dict[int, Scale] = field(default_factory=dict)
-    """The last of such updates, by line."""
+    _wrong: dict[int, Scale] = field(default_factory=dict)  # the last of such updates, by line
 
     def add(self, scale: Scale | None) -> None:
         """One more update, whose scale this is."""
         self.updates += 1
-        if scale is not None:
-            self.known, self.right = self.known + 1, self.right + scale.right
-            shown = 1.0 if scale.right else scale.first
-            self.least, self.most = min(self.least, shown), max(self.most, shown)
-            if not scale.right:
-                before = self._wrong.get(scale.line, scale)
-                self.changed |= not (close(scale.first, before.first) or close(scale.factor, before.factor))
-                self._wrong[scale.line] = scale
+        if scale is None:
+            return
+        self.known, self.right = self.known + 1, self.right + scale.right
+        shown = 1.0 if scale.right else scale.first
+        self.least, self.most = min(self.least, shown), max(self.most, shown)
+        if not scale.right:
+            before = self._wrong.get(scale.line, scale)
+            self.changed |= not (close(scale.first, before.first) or close(scale.factor, before.factor))
+            self._wrong[scale.line] = scale
 
     def line(self) -> str:
         """It in words; "" where of no update anything was known."""
@@ -356,9 +327,9 @@ class Account:
             of = f"in {self.known - self.right} of {self.updates} updates"
             others = f"; that of a mean in {self.right}" * (self.right > 0)
             return f"  gradient scale: not comparable {of}: the gradients were changed after the backward pass{others}"
-        of = f"in {self.known} of {self.updates} updates, by the losses and reductions that were seen"
-        between = f"{self.least:.3f}" + f" to {self.most:.3f}" * (f"{self.least:.3f}" != f"{self.most:.3f}")
+        between = " to ".join(dict.fromkeys((f"{self.least:.3f}", f"{self.most:.3f}")))
         shown = "that of a mean" if self.right == self.known else f"{between} of a mean's"
+        of = f"in {self.known} of {self.updates} updates, by the losses and reductions that were seen"
         return f"  gradient scale: {shown} {of}"
 
 
@@ -376,38 +347,32 @@ class GradientScale:
         self._numbers: Tensor | None = None
         self._before: Scale | None = None
         self.account = Account()
-        fits = [
-            place
-            for place, p in enumerate(members)
-            if p.layout == torch.strided and p.is_floating_point() and p.numel() > 1
-        ]
+        dense = ((i, p) for i, p in enumerate(members) if p.layout == torch.strided and p.is_floating_point())
         # What lies nearest to the loss has a gradient also where an adapter begins at zero.
-        self.place = fits[-1] if fits else -1
+        self.place = max((place for place, parameter in dense if parameter.numel() > 1), default=-1)
         """Of the parameter that is looked at among `members`; -1: none is."""
-        self._of = members[self.place] if fits else None
+        self._of = members[self.place] if self.place >= 0 else None
 
     def see(self, gradient: Tensor) -> None:
         """A raw gradient of that parameter arrives."""
         now = self._passes.now
         if now is None or now.parts is None:
             self._known = False
-        if not self._known:
-            return
-        assert now is not None
-        if not any(each is now for each in self._seen[-1:]):
-            self._seen.append(now)
-        dots = self._dots(gradient)
-        if dots is not None:
-            self._raw = dots if self._raw is None else self._raw + dots
+        elif self._known:
+            if not self._seen or self._seen[-1] is not now:
+                self._seen.append(now)
+            dots = self._dots(gradient)
+            if dots is not None:
+                self._raw = dots if self._raw is None else self._raw + dots
 
     def passed(self, arrived: bool) -> None:
         """A backward pass is over. arrived: any gradient of the optimizer did, so that the one looked at had to."""
-        if arrived and not any(each is self._passes.now for each in self._seen[-1:]):
+        if arrived and (not self._seen or self._seen[-1] is not self._passes.now):
             self._known = False
 
     def _dots(self, gradient: Tensor) -> Tensor | None:
-        """Two products with numbers of no pattern: what is added over ranks is so in these; None, and nothing is known
-        of the window, where the gradient does not lie plainly.
+        """Two products with random numbers: sums over ranks are sums of these. None if the gradient is not contiguous;
+        then nothing is known of the window.
         """
         if type(gradient) is not Tensor or gradient.layout != torch.strided or not gradient.is_contiguous():
             self._known = False
@@ -428,10 +393,8 @@ class GradientScale:
         if len(self._of._backward_hooks or ()) > 1 or self._of._post_accumulate_grad_hooks:
             self._known = False
             return
-        dots = self._dots(self._of.grad)
-        if dots is not None:
-            # A fused optimizer divides by the scale of the loss in its step.
-            scale = getattr(self._optimizer, "grad_scale", None)
+        dots, scale = self._dots(self._of.grad), getattr(self._optimizer, "grad_scale", None)
+        if dots is not None:  # a fused optimizer divides by the scale of the loss in its step
             self.dots = [self._raw, dots if scale is None else dots / scale]
 
     def waiting(self) -> list[list[Tensor]]:
@@ -445,21 +408,17 @@ class GradientScale:
         found = [None if each.parts is None else each.parts.weight() for each in self._seen]
         known = self._known and len(lines) < 2 and (bool(self.dots) or not found) and None not in found
         weights = [each for each in found if each is not None] if known else []
-        counted = bool(weights) and all(weight.terms for weight in weights)
         raw, kept = (each.tolist() for each in self.dots) if known and self.dots else ([0.0, 0.0], [0.0, 0.0])
         return {
             "weight passes": len(weights) if known else UNKNOWN,
             "weight line": text_digest(sorted(lines)) if weights else 0,
             "weight first": bits_of(sum(weight.first for weight in weights)),
             "weight alike": bits_of(sum(weight.alike for weight in weights)),
-            "weight terms": sum(weight.terms for weight in weights) if counted else 0,
+            "weight terms": sum(weight.terms for weight in weights) if all(weight.terms for weight in weights) else 0,
             "weight chosen": int(any(weight.chosen for weight in weights)),
             "weight squares": int(bool(weights) and all(weight.squared for weight in weights)),
-            **{
-                f"dot {what} {place}": bits_of(each[place])
-                for what, each in (("raw", raw), ("kept", kept))
-                for place in (0, 1)
-            },
+            **{f"dot raw {place}": bits_of(raw[place]) for place in (0, 1)},
+            **{f"dot kept {place}": bits_of(kept[place]) for place in (0, 1)},
         }
 
     def judged(self, said: Observations) -> Scaled:

@@ -19,8 +19,7 @@ from andon.step.optimizer import OptimizerSpec
 from andon.step.task import Batch, Task
 from andon.step.tree import Node, fold
 from andon_contracts.digest import tensor_digest, tree_digest, word_sum_tensor
-from andon_contracts.norms import flat_norm
-from andon_contracts.observe import finite_total, word_sums
+from andon_contracts.observe import finite_total, flat_norm, word_sums
 
 WEIGHTS = "weights"
 OPTIMIZER = "optimizer"
