@@ -32,8 +32,17 @@ from andon_contracts.digest import (
     tree_digest,
     word_sum,
 )
-from andon_contracts.norms import flat_norm, sum_of_squares
-from andon_contracts.observe import Extremes, Observer, finite_total, nonfinite, norm_of, plain, word_sums
+from andon_contracts.observe import (
+    Extremes,
+    Observer,
+    finite_total,
+    flat_norm,
+    nonfinite,
+    norm_of,
+    plain,
+    sum_of_squares,
+    word_sums,
+)
 from andon_contracts.watch.checks.clipping import torch_norm_error
 
 

@@ -20,8 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import andon
-from andon_contracts.laws.scale import Scale
-from andon_contracts.watch.gradient_scale import Account, Weight, parts_of
+from andon_contracts.watch.checks.scale import Account, Scale, Weight, parts_of
 from tests.watch.clean_loops import loss_sum
 from tests.watch.clean_models import Normed
 from tests.watch.loop import CLASSES, FEATURES, data

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import andon
-from andon_contracts.watch.gradient_scale import parts_of
+from andon_contracts.watch.checks.scale import parts_of
 from tests.support.ranks import run_ranks
 from tests.watch.test_gradient_scale import PARTS
 

@@ -18,11 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 import andon
 from andon_contracts.agree import Observation, bits_of
 from andon_contracts.laws.law import Judgement, Seen
-from andon_contracts.watch.checks.applied import Applied
+from andon_contracts.watch.checks.applied import Applied, Motion, Unmoved
 from andon_contracts.watch.checks.buffers import SMALL_BYTES, BufferReader
 from andon_contracts.watch.checks.frozen import ROUND, Frozen, FrozenBase
-from andon_contracts.watch.motion import Motion, Unmoved
-from andon_contracts.watch.optimizer_state import OptimizerState
+from andon_contracts.watch.checks.optimizer import OptimizerState
 from tests.watch.packed import packed
 from tests.watch.small import answers, clauses, loss_of, net, sgd, watched
 
@@ -131,8 +130,6 @@ def _touched_before(update: int) -> list[tuple[str, int]]:
 def test_a_base_that_changes_alike_without_a_merge_is_seen_from_the_first_update_on(update: int) -> None:
     """A merge writes what is trained as well; before the first update nothing was left that could be written over."""
     assert answers(2, _touched_before, update) == [[("base-frozen", update)]] * 2
-
-
 
 
 def test_a_model_that_is_saved_whole_under_a_watch_loads_without_a_word_of_it(tmp_path: Path) -> None:

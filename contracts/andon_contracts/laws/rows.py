@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from andon_contracts.agree import minority
-from andon_contracts.laws.law import Law, Rule, Seen, agreeing, unless_all
+from andon_contracts.laws.law import Law, Rule, agreeing
 from andon_contracts.violation import Finding
 
 
@@ -113,100 +111,3 @@ in the data, with finite results. On a device the rules are of one report, from 
 _OTHER_ROWS = "the ranks planned different rows, or the same rows have different contents"
 PLANNED = (agreeing("content-planned/planned", ("plan",), _OTHER_ROWS, device=True),)
 """All ranks planned the same rows in the same order and have the same data for them, so that they judge alike."""
-
-
-@dataclass(frozen=True)
-class BatchTold:
-    """The rows of one update as all ranks told them, and what they were to be.
-
-    `ids` and `contents` by rank; `planned` the ids of the plan (None: no plan); `epoch` the rows that the present
-    epoch has had, of `rows` (None: unknown), not copied: its owner adds to the set after the judgement;
-    `expected` the content of each id (empty: unknown). resumed: the present epoch had begun before anything was told,
-    so it may end at any time. before: the rows that the epoch before lacked when it ended, in the first update since.
-    """
-
-    step: int
-    ids: tuple[tuple[int, ...], ...]
-    contents: tuple[tuple[int, ...], ...]
-    planned: tuple[int, ...] | None = None
-    epoch: Set[int] = frozenset()
-    rows: int | None = None
-    expected: Mapping[int, int] | None = None
-    resumed: bool = False
-    before: frozenset[int] = frozenset()
-
-
-def _samples_told(told: BatchTold) -> Finding | None:
-    union = Counter(row for part in told.ids for row in part)
-
-    def found(what: str, rows: Sequence[int]) -> Finding:
-        holders = unless_all((rank for rank, part in enumerate(told.ids) if set(part) & set(rows)), len(told.ids))
-        return Finding(what, told.step, holders, "global batch")
-
-    repeated = [row for row, count in union.items() if count > 1]
-    if repeated:
-        return found(f"rows {repeated[:8]} were used more than once", repeated)
-    if told.planned is not None and union != Counter(told.planned):
-        extra, lacking = sorted(union - Counter(told.planned)), sorted(Counter(told.planned) - union)
-        return found(f"rows {lacking[:8]} were planned and not used, rows {extra[:8]} used and not planned", extra)
-    if told.rows is None:
-        return None
-    outside = [row for row in union if row >= told.rows]
-    if outside:
-        return found(f"rows {outside[:8]} are none of the {told.rows}", outside)
-    late = [row for row in union if row in told.before]
-    if late and len(late) == len(union):
-        return found(f"rows {late[:8]} came when the rows of the epoch had begun to come again without them", late)
-    again = [row for row in union if row in told.epoch]
-    if again and not begins_anew(told, union):
-        lacking_rows = told.rows - len(told.epoch)
-        return found(f"rows {again[:8]} came again when {lacking_rows} rows of the epoch had not come", again)
-    return None
-
-
-def begins_anew(told: BatchTold, union: Iterable[int]) -> bool:
-    """Whether an update with the rows `union` may begin an epoch although the one before lacks some rows.
-
-    A loop may leave out batches on purpose: the rest of an epoch is then small, and a new epoch draws from all rows.
-    An update that brings most of what was lacking, or comes long before the end, does not begin one.
-    """
-    if told.rows is None:
-        return False
-    if told.resumed:
-        return True
-    rows = set(union)
-    lacking = told.rows - len(told.epoch)
-    brought = len(rows - told.epoch)
-    return lacking * _SKIPPED <= told.rows and brought <= 1 + 2 * len(rows) * lacking / told.rows
-
-
-_SKIPPED = 4
-"""An epoch that lacks more than one row of so many was not ended by leaving batches out."""
-
-SAMPLES_TOLD = Law("samples-once/told", ("ids",), _samples_told)
-"""The union of the ranks' rows is the planned batch, or at least has each row once, also within its epoch."""
-
-
-def _content_told(told: BatchTold) -> Finding | None:
-    expected, odd = told.expected or {}, []
-    for rank, (ids, contents) in enumerate(zip(told.ids, told.contents, strict=True)):
-        pairs = zip(ids, contents, strict=False)
-        odd += [(rank, row) for row, content in pairs if expected.get(row, content) != content]
-    if not odd:
-        return None
-    what = f"rows {[row for _, row in odd][:8]} had other contents than the data set has for them"
-    return Finding(what, told.step, unless_all((rank for rank, _ in odd), len(told.ids)), f"row {odd[0][1]}")
-
-
-CONTENT_TOLD = Law("content-planned/told", ("contents",), _content_told)
-"""Every row had the content that the data set has for its id."""
-
-
-def _data(seen: Seen[object]) -> Finding | None:
-    what = "the ranks' data sets have different contents for the rows of this batch"
-    differ = "data" in seen.differing
-    return Finding(what, seen.step, minority(seen.column("data")), "data set") if differ else None
-
-
-DATA: tuple[Law[Seen[object]], ...] = (Law("content-planned/data", ("data",), _data),)
-"""Every rank's data set has the same contents for the rows of the batch."""

@@ -283,10 +283,9 @@ class GradientHooks:
         if gradient and torch._C._current_graph_task_id() != -1:  # within a backward pass
             self._restore_all_hooks()
 
-    def spent(self, *, wait: bool) -> float:
-        """Seconds in the hooks, those of every `_TIMED`th window, which stand for the others too; and of GPUs, which
-        are waited for or not."""
-        return self._timed_s * self._windows / self._timed_windows + self._seen.seconds(wait=wait)
+    def spent(self) -> float:
+        """Seconds of the host in the hooks, estimated from those of every `_TIMED`th window."""
+        return self._timed_s * self._windows / self._timed_windows
 
     @property
     def started(self) -> bool:

@@ -21,6 +21,7 @@ from torch.nn.parameter import UninitializedParameter
 from andon_contracts.observe import norm_of, plain
 from andon_contracts.watch.values import text_digest
 
+
 class Change(IntEnum):
     """The code in the value `change`: what happened to a parameter. `text` is what a message says of it."""
 

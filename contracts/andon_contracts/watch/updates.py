@@ -26,11 +26,10 @@ from andon_contracts.watch.checks.mode import Mode
 from andon_contracts.watch.checks.optimizer import Optimizer
 from andon_contracts.watch.checks.outcomes import Outcomes
 from andon_contracts.watch.checks.rows import LoadedRows
-from andon_contracts.watch.checks.scale import Scale
+from andon_contracts.watch.checks.scale import GradientScale, Passes
 from andon_contracts.watch.checks.structure import START, Structure
 from andon_contracts.watch.checks.told import ToldByLoop
 from andon_contracts.watch.checks.weights import PARTED, Weights
-from andon_contracts.watch.gradient_scale import Passes
 from andon_contracts.watch.locate import Locator
 from andon_contracts.watch.model_probe import ModelProbe
 
@@ -49,7 +48,7 @@ def add_checks(context: Context, optimizers: Sequence[torch.optim.Optimizer], pa
     context.checks = [structure, mode, buffers, frozen, told, outcomes, rows, place, copies]
     for optimizer in optimizers:
         probe = OptimizerProbe(optimizer, context)
-        weights, scale = Weights(context, probe), Scale(context, probe, passes)
+        weights, scale = Weights(context, probe), GradientScale(context, probe, passes)
         gradients = Gradients(context, probe, scale)
         probe.checks = [
             *(structure, mode, Optimizer(context, probe), buffers, weights, frozen, gradients),

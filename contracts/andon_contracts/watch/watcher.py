@@ -23,11 +23,11 @@ from andon_contracts.violation import Violation
 from andon_contracts.watch.check import Context, OptimizerProbe
 from andon_contracts.watch.checks.gradients import Gradients
 from andon_contracts.watch.checks.outcomes import Outcomes
+from andon_contracts.watch.checks.scale import Passes
 from andon_contracts.watch.checks.told import ToldByLoop
 from andon_contracts.watch.checks.weights import Weights
 from andon_contracts.watch.coverage import closing_lines, coverage, opening_lines, port_warning
 from andon_contracts.watch.exchange import Exchange
-from andon_contracts.watch.gradient_scale import Passes
 from andon_contracts.watch.intercept import Listener, listen
 from andon_contracts.watch.judging import Verdicts
 from andon_contracts.watch.ledger import Recorder, reason_of
@@ -361,7 +361,7 @@ class Watch:
         context = self._context
         spent = context.added.seconds + sum(probe.check(Gradients).raw_hooks.spent() for probe in context.probes)
         lines = closing_lines(self._cover, context.verdicts, context.steps, spent, context.check(ToldByLoop).untold)
-        of_checks = [line for check in all_checks(context) for line in check.closing_lines()]
+        of_checks = dict.fromkeys(line for check in self._checks for line in check.closing_lines())
         self._say([*lines, *of_checks, unread, context.recorder.closing_line(), port_warning()])
 
     def _leave(self, pid: int) -> None:

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from andon_contracts.agree import bits_of, real_of
 from andon_contracts.laws.law import Law, Seen
+from andon_contracts.multi_tensor import equal_each
+from andon_contracts.observe import Extremes, plain
 from andon_contracts.violation import Finding
-from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values, indexed
-from andon_contracts.watch.motion import Motion, Unmoved
+from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values, indexed, is_sampled
+from andon_contracts.watch.values import rate_of
+
+_FEW = 8
+"""One update may rightly leave a parameter of so few elements as it is, as Rprop does if a sign turns."""
+_NOISE = 1e-5
+"""Gradients that are so much smaller than the largest are rounding errors of zero, as before a batch norm."""
+_CERTAIN = 2.0**-10
+"""An optimizer of unknown arithmetic moves an element by at least this part of rate x min(gradient, 1): LARS scales by
+1e-3 of the weights' norm, Adafactor by as much of their size."""
 
 
 def _applied(seen: Seen[object]) -> Finding | None:
@@ -54,3 +69,118 @@ class Applied(Check):
             "unmoved spacing": bits_of(first.spacing),
         }
         return lambda: found
+
+
+@dataclass(frozen=True)
+class Unmoved:
+    """A member that kept every bit, at the element whose update was due most clearly.
+
+    due: the update of that element, an estimate if the arithmetic of the optimizer is not known. spacing: the distance
+    to the next value that the dtype of the member holds.
+    """
+
+    member: int
+    due: float
+    spacing: float
+
+
+class Motion:
+    """Finds the `members` that an update of `optimizer` left as they were, in sampled windows.
+
+    A right update is rounded away if it is below half the distance to the next number, as at a small rate (a warm-up
+    from 0) or with a small gradient (before a norm that starts at 0). So a member is reported only if the optimizer's
+    own arithmetic asks for an update of some element that float32 would have held. 16-bit weights are judged as float32
+    too: an update that only their own dtype rounds away is the fault.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, members: Sequence[torch.nn.Parameter]) -> None:
+        self._optimizer = optimizer
+        self._members = members
+        self._before: list[Tensor] = []
+        self._gradients: dict[int, Tensor] = {}  # of the members that have to move
+        self._again: set[int] = set()
+        """Small members that kept every bit in the last window: some optimizers leave one update of them out."""
+
+    def remember(self, window: int) -> None:
+        """Copy the members before update `window` of the watch, if that is one to be checked."""
+        self._before, self._gradients = [], {}
+        if is_sampled(window) or self._again:
+            self._before = [plain(p).clone() for p in self._members]
+            rates = {id(p): _rate(group) for group in self._optimizer.param_groups for p in group["params"]}
+            there = {
+                i: p.grad
+                for i, p in enumerate(self._members)
+                if p.grad is not None and plain(p.grad).numel() and rates.get(id(p))
+            }
+            gradients = list(map(plain, there.values()))
+            found = Extremes(gradients)  # type: ignore[arg-type]
+            found.add_all(range(len(gradients)), gradients)
+            sizes = [max(abs(low), abs(high)) for _, low, high in sorted(found.read())]
+            least = _NOISE * max(sizes, default=0.0)
+            self._gradients = {i: there[i] for i, size in zip(there, sizes, strict=True) if size > least}
+
+    def unmoved(self) -> list[Unmoved]:
+        """The members that kept every bit although an update was due that float32 holds."""
+        moved = {i: plain(self._members[i]) for i in self._gradients}
+        (before, self._before), (gradients, self._gradients) = (self._before, []), (self._gradients, {})
+        equal = equal_each([before[i] for i in moved], list(moved.values()))
+        kept = [i for i, same in zip(moved, equal, strict=True) if same]
+        found = [each for i in kept if (each := self._overdue(i, gradients[i])) is not None]
+        few = {each.member for each in found if self._members[each.member].numel() <= _FEW}
+        again, self._again = few & self._again, few
+        return [each for each in found if each.member not in few or each.member in again]
+
+    def _overdue(self, index: int, gradient: Tensor) -> Unmoved | None:
+        """A member that kept every bit. None if its update may have been rounded away, if the loop took it out of the
+        optimizer meanwhile, or if its elements are not stored one by one, as those of quantized weights.
+        """
+        member = self._members[index]
+        weight = plain(member)
+        group = next((g for g in self._optimizer.param_groups if any(p is member for p in g["params"])), None)
+        g = plain(gradient.to_dense() if gradient.layout != torch.strided else gradient)
+        if group is None or weight.dtype != member.dtype or weight.shape != g.shape:
+            return None
+        due, certain = _due(self._optimizer, group, member, g)
+        # An update and a decay are rounded one after the other, so that less than a whole spacing may be lost: the
+        # distance to the next larger number of float32, or of float64.
+        held = weight.abs() if weight.dtype == torch.float64 else weight.abs().float()
+        spacings = (torch.nextafter(held, torch.full_like(held, math.inf)) - held).double()
+        sizes = due * certain / spacings
+        place = int(sizes.argmax())
+        if not float(sizes.reshape(-1)[place]) > 1:
+            return None
+        element = weight.reshape(-1)[place].abs()
+        limits = torch.finfo(member.dtype)
+        power = 2.0 ** math.floor(math.log2(max(float(element), limits.smallest_normal)))
+        return Unmoved(index, float(due.reshape(-1)[place]), limits.eps * power)
+
+
+def _rate(group: dict[str, Any]) -> float:
+    """The learning rate of a group: 1 if it has none, 0 (which judges nothing) if it is not one number."""
+    return rate_of(group, 0.0 if "lr" in group else 1.0)
+
+
+def _due(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], member: torch.nn.Parameter, g: Tensor
+) -> tuple[Tensor, float]:
+    """By how much a step moved each element of a member, in float64, and the least part of it that is certain. g: the
+    gradient before the step.
+    """
+    kind, rate, weight = type(optimizer), _rate(group), plain(member)
+    state = optimizer.state.get(member)  # of an optimizer that torch does not have this may be anything
+    kept = {key: plain(each) for key, each in state.items() if isinstance(each, Tensor)} if type(state) is dict else {}
+    if kind is torch.optim.SGD and not weight.is_complex():
+        g = (-g if group["maximize"] else g).double() + group["weight_decay"] * weight.double()
+        momentum = float(group["momentum"])
+        buffer = kept["momentum_buffer"].double() if momentum and "momentum_buffer" in kept else g
+        return rate * (g + momentum * buffer if group["nesterov"] else buffer).abs(), 1.0
+    if kind in (torch.optim.Adam, torch.optim.AdamW) and {"exp_avg", "step"} <= kept.keys() and not weight.is_complex():
+        steps, betas = float(kept["step"]), [float(each) for each in group["betas"]]
+        first, second = (1 - beta**steps for beta in betas)
+        squares = kept["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"].double() / second
+        moved = rate * kept["exp_avg"].double().abs() / first / (squares.sqrt() + group["eps"])
+        decay = group["weight_decay"] if group.get("decoupled_weight_decay", kind is torch.optim.AdamW) else 0.0
+        return torch.maximum(moved, rate * decay * weight.double().abs()), 1.0
+    # A search along a line may find no better place, and rightly stays.
+    certain = 0.0 if isinstance(optimizer, torch.optim.LBFGS) else _CERTAIN
+    return rate * g.abs().double().clamp(max=1.0), certain

@@ -21,8 +21,7 @@ from andon_contracts.multi_tensor import ListSums, bring, listable
 from andon_contracts.observe import chained, dense_parts, flat_digest
 from andon_contracts.violation import Finding
 from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values
-from andon_contracts.watch.checks.weights import Weights
-from andon_contracts.watch.synchrony import State
+from andon_contracts.watch.checks.weights import State, Weights
 
 ROUND = 64
 """Updates within which every frozen weight is read, and every large buffer."""

@@ -20,7 +20,7 @@ from andon_contracts.multi_tensor import bring
 from andon_contracts.observe import ORDINARY, Look, Observer, plain
 from andon_contracts.violation import Finding
 from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values, indexed, none_has
-from andon_contracts.watch.checks.scale import Scale
+from andon_contracts.watch.checks.scale import GradientScale
 from andon_contracts.watch.gradient_hooks import GradientHooks, Raw, Reductions
 from andon_contracts.watch.model_probe import ForwardTap
 from andon_contracts.watch.values import Text
@@ -79,10 +79,11 @@ class Gradients(Check):
         Law("finite/norm", ("norm",), _norm_finite),
     )
 
-    def __init__(self, context: Context, probe: OptimizerProbe, scale: Scale) -> None:
+    def __init__(self, context: Context, probe: OptimizerProbe, scale: GradientScale) -> None:
         super().__init__(context)
         self._probe = probe
         self.raw_hooks = GradientHooks(probe.members, probe.gradients_vanished, (scale.place, scale.see))
+        scale.arrived = lambda: self.raw_hooks.arrived
         self._coverage = GradientCoverage(context, probe, self.raw_hooks)
         self._reductions = Reductions(probe.members)
         self._observer = Observer()

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from andon_contracts.laws.law import Law, Observations, Seen, unless_all
 from andon_contracts.observe import Look, Observer
 from andon_contracts.violation import Finding
-from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values
+from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values, is_sampled
 from andon_contracts.watch.loaders import Pass, Yielded, cannot_look, is_under_way, places_of, tensors_in, total
 
 _AHEAD = 64
@@ -31,7 +31,6 @@ _ALWAYS, _IN_A_ROW = 16, 4
 """Inputs of forward passes are read in the first 16 updates, and then in 4 of each 16: a loop that does not deal out
 rows does so all the time.
 """
-_SPARSE = 64
 _LEAST = 6
 """Fewer rows may come in the same order by chance."""
 _MOST = 1 << 16
@@ -212,7 +211,7 @@ class LoadedRows(Check):
         rows = [row for each in self._window for row in each.ids or ()]
         verdicts.judge(_ROWS, _RowsSeen(seen.step, self._alike, self._unseen, rows), scene)
         window = seen.step - self.context.settings.start
-        if (window <= 4 or window & (window - 1) == 0 or window % _SPARSE == 0) and seen.any("held"):
+        if is_sampled(window) and seen.any("held"):
             self._judge_passes(seen.step)
 
     def _judge_passes(self, step: int) -> None:
