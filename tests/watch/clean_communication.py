@@ -454,5 +454,5 @@ LOOPS: dict[str, Callable[[int], Seen]] = {
 KINDS = {
     **{name: Kind(loop, suspected=frozenset({"replicas-agree"})) for name, loop in PARTS.items()},
     **{name: Kind(loop) for name, loop in LOOPS.items()},
-    "DDP inside a task, average on rank 0": Kind(holding(on=(0,)), suspected=frozenset({"base-frozen"})),
+    "DDP inside a task, average on rank 0": Kind(holding(on=(0,))),
 }

@@ -244,7 +244,8 @@ class Told:
             if self.scaled:
                 total = loss.detach().double()
                 dist.all_reduce(total)
-                w.loss(loss.detach(), len(mine), float(total / len(ids)))
+                w.loss(loss.detach(), len(mine))
+                w.expect("loss", float(total / len(ids)), "mean")
             scaler.step(optimizer)
             scaler.update()
             if self.scored and number % PER_EPOCH == 0:

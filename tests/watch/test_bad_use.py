@@ -93,7 +93,7 @@ CLOSED: dict[str, Callable[[Watch], object]] = {
     "batch": lambda w: w.batch([1]),
     "loss": lambda w: w.loss(1.0, 1),
     "reduced": lambda w: w.reduced(),
-    "rng": lambda w: w.rng("dropout", "differ"),
+    "expect": lambda w: w.expect("dropout", 1, "differ"),
     "evaluated": lambda w: w.evaluated([1], [0], [0]),
     "saved": lambda w: w.saved(NOWHERE),
     "loaded": lambda w: w.loaded(NOWHERE),
@@ -106,7 +106,7 @@ TOLD: dict[str, tuple[Callable[[Watch], object], str]] = {
     ),
     "loaded without a save": (lambda w: w.loaded(NOWHERE), "does not say what was saved"),
     "loaded from elsewhere on one rank": (_saved_and_one_reads_another, "does not say what was saved"),
-    "a random stream with another word": (lambda w: w.rng("dropout", "same"), "'differ' or 'agree', not 'same'"),
+    "a value with another word": (lambda w: w.expect("seed", 1, "same"), "'agree', 'differ' or 'mean', not 'same'"),
     "content of other rows": (lambda w: w.batch([1, 2, 3], [0, 0]), "content has 2 rows, ids has 3"),
     "nested ids": (lambda w: w.batch([[1, 2]]), "flat sequence"),
 }

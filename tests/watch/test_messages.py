@@ -190,7 +190,7 @@ def test_two_lines_open_a_watch_and_the_table_is_there_for_who_asks(capsys: pyte
     assert re.fullmatch(words, first)
     for argument in ("schedule=", "groups=", "clip=", "reference=", "updates="):
         assert f"({argument})" in second
-    assert second.startswith("  not watched: replicas-agree, gradients-agree")
+    assert second.startswith("  not watched: replicas-agree, optimizers-agree, gradients-agree")
     capsys.readouterr()
     with andon.watch(model, sgd(model), verbose=True):
         table = capsys.readouterr().err.splitlines()

@@ -377,7 +377,7 @@ def _generators() -> list[list[str]]:
     for seeds, must in (((4, 4), "agree"), ((4, 5), "agree"), ((4, 4), "differ")):
         model = net()
         with andon.watch(model, optimizer := sgd(model), action=lambda found: None) as watch:
-            watch.rng("augmentation", must, torch.Generator().manual_seed(seeds[dist.get_rank()]))
+            watch.expect("augmentation", torch.Generator().manual_seed(seeds[dist.get_rank()]), must)
             loss_of(model).backward()
             optimizer.step()
         found.append(clauses(watch))

@@ -176,6 +176,7 @@ def test_what_nobody_told_is_not_counted_as_evaluated(capfd: pytest.CaptureFixtu
         with andon.watch(model, optimizer) as w:
             if told:
                 w.loss(1.0, 1)
+                w.expect("loss", 1.0, "mean")
             loss_of(model).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -361,7 +362,7 @@ def _told() -> list[str]:
             raised_by(lambda: andon.assert_same({"a": {1: object() if last else 0}})),
             raised_by(lambda: andon.assert_same({"a": _array(7 + last)})),
             raised_by(lambda: w.batch([4], [{"x": object()}])),
-            raised_by(lambda: w.rng("numpy", "agree", {"x": object()})),
+            raised_by(lambda: w.expect("numpy", {"x": object()}, "agree")),
         ]
 
 

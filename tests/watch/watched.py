@@ -132,10 +132,10 @@ class Watched:
     # the calls of the loop
 
     def _update(self, inner: Callable[..., Tensor], batch: list[int]) -> Tensor:
-        if "rng" in self._lines:
-            self.watch.rng("dropout", "differ")
+        if "expect" in self._lines:
+            self.watch.expect("dropout", torch.get_rng_state(), "differ")
             if hasattr(self.loop, "stream"):
-                self.watch.rng("order", "agree", self.loop.stream)
+                self.watch.expect("order", self.loop.stream, "agree")
         return inner(batch)
 
     def _loss_sum(self, inner: Callable[..., Tensor], ids: Sequence[int]) -> Tensor:
@@ -158,7 +158,7 @@ class Watched:
     def _add_over_ranks(self, inner: Callable[..., None], total: Tensor) -> None:
         inner(total)
         if "loss" in self._lines:
-            self.watch.loss(0.0, 0, float(total))
+            self.watch.expect("loss", float(total), "mean")
 
     def _apply(self, inner: Callable[[], None]) -> None:
         if "reduced" in self._lines:

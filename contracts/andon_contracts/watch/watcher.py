@@ -108,20 +108,21 @@ class Watch:
         for probe in self._context.probes:
             probe.check(Gradients).raw_hooks.backward_seen = False
 
-    def loss(self, loss: float | Tensor, count: int, reported: float | None = None) -> None:
-        """loss: the sum over `count` rows of this rank; reported: what the loop logs as the mean loss of the update."""
+    def loss(self, loss: float | Tensor, count: int) -> None:
+        """loss: the sum of the losses of `count` rows of this rank; once for each micro-batch."""
         self._demand_open()
-        self._context.check(ToldByLoop).loss(loss, count, reported)
+        self._context.check(ToldByLoop).loss(loss, count)
 
-    def rng(self, name: str, must: Literal["differ", "agree"], state: object = None) -> None:
-        """A random stream that must differ between ranks, or agree; tell it before anything is drawn from it.
+    def expect(self, name: str, value: object, must: Literal["agree", "differ", "mean"]) -> None:
+        """A value of this update that the ranks compare: before the update, on every rank alike.
 
-        state: a tensor, array, `torch.Generator` or plain values (`random.getstate()`); None: torch's on the CPU.
-        Raises `ValueError` for a fifth stream, for another word than "differ" and "agree", and for a state that holds
-        what cannot be compared.
+        value: a tensor, array, `torch.Generator` or plain values (`random.getstate()`). must: "agree": the same on all
+        ranks. "differ": another one on each, as random states before a draw. "mean": the mean loss over the rows of all
+        ranks, as told to `loss`; a number.
+        Raises `ValueError` for a fifth name to compare, another word, and a value that cannot be compared.
         """
         self._demand_open()
-        self._context.check(ToldByLoop).rng(name, must, state)
+        self._context.check(ToldByLoop).expect(name, value, must)
 
     def reduced(self) -> None:
         """The gradients are reduced and unscaled now, and not clipped yet; for loops that clip by hand."""

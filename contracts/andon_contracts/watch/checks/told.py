@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -146,8 +145,8 @@ class ToldByLoop(Check):
         return {
             "samples-once": Cover("live" if planned else "degraded", of_rows),
             "content-planned": Cover("live" if contents else "degraded", "" if contents else no_contents),
-            "loss-reported": Cover("live", "where w.loss tells one"),
-            "randomness-declared": Cover("live", "where w.rng declares streams"),
+            "loss-reported": Cover("live", "where w.expect tells one"),
+            "randomness-declared": Cover("live", "where w.expect tells values"),
         }
 
     def batch(self, ids: Sequence[int] | Tensor, content: Sequence[object] | None = None) -> None:
@@ -155,24 +154,24 @@ class ToldByLoop(Check):
         found = ids_of(ids)
         self._rows.add(found, [] if content is None else contents_of(content, len(found)))
 
-    def loss(self, loss: float | Tensor, count: int, reported: float | None = None) -> None:
+    def loss(self, loss: float | Tensor, count: int) -> None:
         """As `Watch.loss`."""
-        self.untold.discard("loss-reported")
         self._rows.loss_sum += float(loss)
         self._rows.loss_rows += count
-        self._rows.reported = reported
 
-    def rng(self, name: str, must: Literal["differ", "agree"], state: object = None) -> None:
-        """As `Watch.rng`."""
-        if must not in ("agree", "differ"):
-            raise ValueError(f"must is 'differ' or 'agree', not {must!r}")
+    def expect(self, name: str, value: object, must: str) -> None:
+        """As `Watch.expect`."""
+        if must not in ("agree", "differ", "mean"):
+            raise ValueError(f"must is 'agree', 'differ' or 'mean', not {must!r}")
+        if must == "mean":
+            self.untold.discard("loss-reported")
+            self._rows.reported = float(value)  # type: ignore[arg-type]
+            return
         if name not in self._expected and len(self._expected) == EXPECTED:
-            raise ValueError(f"{name!r} is one random stream more than {EXPECTED}")
+            raise ValueError(f"{name!r} is one value more than {EXPECTED} that can be compared")
         self.untold.discard("randomness-declared")
-        found: Any = torch.get_rng_state() if state is None else state
-        if isinstance(found, torch.Generator):
-            found = found.get_state()
-        digest = flat_digest([found]) if isinstance(found, Tensor) else value_digest(found, f"the state of {name!r}")
+        found = value.get_state() if isinstance(value, torch.Generator) else value
+        digest = flat_digest([found]) if isinstance(found, Tensor) else value_digest(found, f"the value of {name!r}")
         self._expected[name] = (_Must[must.upper()], digest)
 
     def compare_data(self) -> None:

@@ -159,7 +159,7 @@ class DrawnOnOne(Timed, Streamed):
 
 DROPOUT, _MASKED = SGD.but(dropout=0.1), WATCHED.but(dropout=0.1)
 _CONTENT = Inside("content-planned", 1, ("batch", "content", "contents"))
-_DRAWN = Inside("randomness-declared", 1, ("rng",), _MASKED)
+_DRAWN = Inside("randomness-declared", 1, ("expect",), _MASKED)
 
 
 def _twice(step: int, rows: str, case: Case = SGD) -> Outside:
@@ -205,5 +205,5 @@ FAULTS = (
               Outside("randomness-apart",
                       "step 2, ranks 0, 1: training goes on without dropout.*the model in evaluation mode")),
     LoopFault("F59", "shared stream drawn on one rank", DrawnOnOne,
-              Inside("randomness-declared", 4, ("rng",), _MASKED, at=4), _twice(1, "2 .* 5 ")),
+              Inside("randomness-declared", 4, ("expect",), _MASKED, at=4), _twice(1, "2 .* 5 ")),
 )  # fmt: skip
