@@ -169,19 +169,19 @@ class Mesh:
             peer.settimeout(None)
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _LOOK_TIMEVAL)
 
-    def gather(self, message: bytes, heed: Callable[[], None] | None = None) -> dict[int, bytes]:
-        """The message of each other rank, all as long as `message`. Collective. `heed` may raise to end the wait.
+    def gather(self, message: bytes, raise_if_halted: Callable[[], None] | None = None) -> dict[int, bytes]:
+        """The message of each other rank, all as long as `message`. Collective. `raise_if_halted` may end the wait.
 
         Raises `DistNetworkError` if another rank is gone, or silent for the timeout.
         """
         try:
             for peer in self._peers.values():
                 peer.sendall(message)
-            return {rank: self._receive(rank, len(message), heed) for rank in self._peers}
+            return {rank: self._receive(rank, len(message), raise_if_halted) for rank in self._peers}
         except ConnectionError as error:
             raise dist.DistNetworkError(f"Connection closed by peer: {error}") from error
 
-    def _receive(self, rank: int, size: int, heed: Callable[[], None] | None) -> bytes:
+    def _receive(self, rank: int, size: int, raise_if_halted: Callable[[], None] | None) -> bytes:
         peer, received, began = self._peers[rank], b"", time.monotonic()
         while len(received) < size:
             # Most ranks answer sooner than this one could fall asleep and wake up, so at first it polls. It does not
@@ -193,8 +193,8 @@ class Mesh:
                 if time.monotonic() - began > self._timeout_s:
                     msg = f"Timed out waiting {self._timeout_s:g} s for rank {rank}"
                     raise dist.DistNetworkError(msg) from None
-                if heed is not None and not polls:
-                    heed()
+                if raise_if_halted is not None and not polls:
+                    raise_if_halted()
                 continue
             if not part:
                 raise ConnectionError(f"rank {rank} is gone")
@@ -288,7 +288,9 @@ class GroupGather:
             self._group = group._get_backend(torch.device("cpu"))
         self._unfinished: Any = None
         self._width = width
-        self.heed: Callable[[], None] | None = None  # called now and then during a gather; may raise to end it
+        self.raise_if_halted: Callable[[], None] | None = (
+            None  # called now and then during a gather; may raise to end it
+        )
         self.lost: Callable[[RuntimeError], None] | None = None  # called with an error, before it ends a gather
         self._mesh: Mesh | None = None
 
@@ -315,7 +317,7 @@ class GroupGather:
             return [sent]
         filled = sent.ljust(_WORD * self._width, b"\0")
         try:
-            found = self._mesh.gather(filled, self.heed)
+            found = self._mesh.gather(filled, self.raise_if_halted)
         except dist.DistNetworkError as error:
             if self.lost is not None:
                 self.lost(error)
@@ -369,8 +371,8 @@ class GroupGather:
                 # A wait that timed out raises the same as a collective that failed; only the work knows which.
                 if work.is_completed():
                     break
-            if self.heed is not None:
-                self.heed()
+            if self.raise_if_halted is not None:
+                self.raise_if_halted()
         try:
             work.wait()  # raises what the collective raised, unless the last rank has answered in between
         except RuntimeError as error:

@@ -1,7 +1,7 @@
 """Reads lists of tensors on a GPU in one launch, if Triton is installed. Copies no tensor and does not wait.
 
 A launch reads the addresses of the tensors from a table on the device, which is copied again only if a tensor moved.
-Weights and moments stay where they are. `bring` waits once, for any number of results.
+Weights and moments stay where they are. `to_cpu` waits once, for any number of results.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ def on_device(values: Tensor, device: torch.device) -> Tensor:
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
-def bring(*held: list[Tensor]) -> None:
+def to_cpu(*held: list[Tensor]) -> None:
     """Replace each tensor on an accelerator by its copy on the CPU, with one wait for each device.
 
     For small results, because they are copied together.
     """
-    bring_later(*held)()
+    start_to_cpu(*held)()
 
 
-def bring_later(*held: list[Tensor]) -> Callable[[], None]:
-    """Start the copies of `bring`, after what the devices have to do now. Returns a function that waits for them."""
+def start_to_cpu(*held: list[Tensor]) -> Callable[[], None]:
+    """Start the copies of `to_cpu`, after what the devices have to do now. Returns a function that waits for them."""
     by_device: dict[torch.device, list[tuple[list[Tensor], int]]] = {}
     for each in held:
         for index, tensor in enumerate(each):
@@ -151,7 +151,7 @@ def equal_each(ones: Sequence[Tensor], others: Sequence[Tensor]) -> list[bool]:
     for device, places in lists.items():
         reader = ListSums(device, [(ones[index].nbytes, 0, place) for place, index in enumerate(places)])
         sums = [reader.look([each[index] for index in places]) for each in (ones, others)]
-        bring(sums)
+        to_cpu(sums)
         equal |= zip(places, sums[0].eq(sums[1]).tolist(), strict=True)
     return [equal[index] for index in range(len(ones))]
 
@@ -217,7 +217,7 @@ class RawGradients:
     def read(self) -> list[tuple[int, float, float]]:
         """(parameter, smallest, largest) of each gradient; one wait, unless `keys` were brought before."""
         self.flush()
-        bring(self.keys)
+        to_cpu(self.keys)
         return [
             (owner, low, high)
             for owners, keys in zip(self.owners, self.keys, strict=True)

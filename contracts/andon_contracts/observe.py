@@ -25,7 +25,7 @@ from torch import Tensor
 
 from andon_contracts.checksum import Summed, checksum, room_of
 from andon_contracts.digest import WORD, kernels, word_sum_tensor
-from andon_contracts.multi_tensor import FLOATS, ListSums, RawGradients, bring, listable
+from andon_contracts.multi_tensor import FLOATS, ListSums, RawGradients, listable, to_cpu
 
 ORDINARY = (Tensor, torch.nn.Parameter)
 """Types of tensors that are what they hold, unless they are sparse."""
@@ -166,7 +166,7 @@ class Look:
     @property
     def digest(self) -> int:
         """The digest in [0, 2^64) of the tensors' bits in order, with what stood `beside` them."""
-        bring(self.waiting)
+        to_cpu(self.waiting)
         found = [each.tolist() for each in self.waiting]
         sums = [each if isinstance(each, int) else found[each[0]][each[1]] for each in self.sums]
         return (chained(self.count, sums) + self.beside) % (1 << 64)

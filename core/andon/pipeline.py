@@ -29,7 +29,7 @@ from andon.tasks.classification import ClassificationTask
 from andon.training.build import StepSpec, build_replicas
 from andon.training.build import build_model as build_trainable
 from andon_contracts.agree import Observation, bits_of, real_of
-from andon_contracts.laws.law import Judgement, Seen, settle
+from andon_contracts.laws.law import Judgement, Seen, enforce
 from andon_contracts.laws.outcome import OUTPUT, Output
 from andon_contracts.laws.rows import LEAVES, LeafReport, Leaves
 from andon_contracts.laws.update import GIVEN, REDUCED, Reduced
@@ -427,7 +427,7 @@ class ClassifyPipeline:
         node = (first, first + self.micro_batches)
         partial = self.replica.gradients(step, leaves, [node], rows, checked=enforced())
         reports = reports_of([Observation(0, step, 0, "accumulated", {}, partial.reports)])
-        settle(Judgement(LEAVES, Leaves(reports, plan, step)))
+        enforce(Judgement(LEAVES, Leaves(reports, plan, step)))
         return partial, reports
 
     def apply_accumulated_gradients(self, total_samples: int) -> float:
@@ -455,7 +455,7 @@ class ClassifyPipeline:
         if checked:
             held = zip((*RATES, *REDUCED_FACTS), (bits_of(self._rate), bits_of(replica.rate), *facts), strict=True)
             said = Observation(0, step, 0, point, read_reduced(replica.parameters.size, dict(held)))
-            settle(Judgement(REDUCED, Seen([said], Reduced(limit=limit))))
+            enforce(Judgement(REDUCED, Seen([said], Reduced(limit=limit))))
         replica.apply()
         return real_of(facts[REDUCED_FACTS.index("norm") if checked else 0])
 
@@ -519,4 +519,4 @@ class ClassifyPipeline:
 
     def _judge_output(self, name: str, values: torch.Tensor) -> None:
         odd = (0,) if nonfinite(values) else ()
-        settle(Judgement(OUTPUT, Output(name, 1, odd, self.replica.updates)))
+        enforce(Judgement(OUTPUT, Output(name, 1, odd, self.replica.updates)))

@@ -84,7 +84,7 @@ def _leaves_a_gather() -> list[list[int]]:
     timeout = datetime.timedelta(seconds=600)
     gather = GroupGather(own_group(None, timeout), 1)
     if dist.get_rank() == 0:
-        gather.heed = _stop
+        gather.raise_if_halted = _stop
         with pytest.raises(InterruptedError):
             gather([torch.tensor([1])])
         gather.close()
@@ -216,7 +216,7 @@ def _waits() -> str:
     if gather.rank == 1:
         dist.barrier()
         return "late"
-    gather.heed = _stop
+    gather.raise_if_halted = _stop
     with pytest.raises(InterruptedError):
         gather([torch.tensor([1])])
     dist.barrier()

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from andon_contracts.digest import has_triton, mix64, row_digests, tensor_digest, word_sum
-from andon_contracts.multi_tensor import ListSums, bring, equal_each, extremes_of_keys, list_extremes
+from andon_contracts.multi_tensor import ListSums, equal_each, extremes_of_keys, list_extremes, to_cpu
 from andon_contracts.observe import Extremes, Observer, norm_of, word_sums
 
 HAS_GPU = torch.cuda.is_available()
@@ -81,7 +81,7 @@ def test_extremes_are_those_of_each_tensor(dtype: torch.dtype, made: list[tuple[
 def test_what_lies_on_a_cpu_is_brought_as_it_is() -> None:
     one, other = [torch.arange(3)], [torch.tensor(1.5), torch.tensor([True])]
     before = [*one, *other]
-    bring(one, [], other)
+    to_cpu(one, [], other)
     assert all(now is was for now, was in zip([*one, *other], before, strict=True))
 
 
@@ -99,7 +99,7 @@ def test_what_devices_found_is_brought_together() -> None:
     ]
     other = [torch.tensor([True, False, True], device="cuda"), torch.full((2, 2), math.inf, device="cuda").double()]
     expected = [each.cpu() for each in [*held, *other]]
-    bring(held, other)
+    to_cpu(held, other)
     for now, was in zip([*held, *other], expected, strict=True):
         assert (now.device.type, now.dtype, now.tolist()) == ("cpu", was.dtype, was.tolist())
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from andon_contracts.agree import Observation, bits_of, majority, minority
 from andon_contracts.clauses import CLAUSES, Clause, Kind
 from andon_contracts.laws import update as laws
-from andon_contracts.laws.law import Details, Judgement, Law, Seen, settle
+from andon_contracts.laws.law import Details, Judgement, Law, Seen, enforce
 from andon_contracts.laws.outcome import RESTORED, Restored
 from andon_contracts.laws.update import Due, Reduced
 from andon_contracts.policy import (
@@ -62,19 +62,19 @@ def observed(good: Values, *changes: Values, world: int = 3, step: int = STEP) -
 
 
 def start(observations: Sequence[Observation]) -> None:
-    settle(Judgement(laws.START, Seen(observations, None)))
+    enforce(Judgement(laws.START, Seen(observations, None)))
 
 
 def reduced(observations: Sequence[Observation], limit: float | None = 0.5) -> None:
-    settle(Judgement(laws.REDUCED, Seen(observations, Reduced(12, limit))))
+    enforce(Judgement(laws.REDUCED, Seen(observations, Reduced(12, limit))))
 
 
 def update(observations: Sequence[Observation], details: Details = MappingProxyType({})) -> None:
-    settle(Judgement(laws.UPDATED, Seen(observations, Due(6), details=details)))
+    enforce(Judgement(laws.UPDATED, Seen(observations, Due(6), details=details)))
 
 
 def base(observations: Sequence[Observation]) -> None:
-    settle(Judgement(laws.BASE, Seen(observations, None)))
+    enforce(Judgement(laws.BASE, Seen(observations, None)))
 
 
 JUDGES: Mapping[str, tuple[Judge, Values, Sequence[Law[Any]]]] = {
@@ -194,7 +194,7 @@ def test_known_truth_names_both_of_two() -> None:
 def test_weights_that_differ_before_an_update_are_said_to_be_those_before_it() -> None:
     said = observed(REDUCED, {"weights": 0})
     with pytest.raises(Violation, match=r"replicas-agree.*the weights before the update are not the same \(rank 0: "):
-        settle(Judgement(laws.REDUCED, Seen(said, Reduced(limit=0.5))))
+        enforce(Judgement(laws.REDUCED, Seen(said, Reduced(limit=0.5))))
 
 
 def test_the_second_look_names_the_tensors() -> None:
@@ -445,8 +445,8 @@ WHOLE = Restored({"a": 1, "b": 2}, {"b": (2, 2), "a": (1, 1)}, 7)
 
 
 def test_what_is_there_as_it_was_saved_is_whole() -> None:
-    settle(Judgement(RESTORED, WHOLE))
-    settle(Judgement(RESTORED, Restored({}, {}, 7)))
+    enforce(Judgement(RESTORED, WHOLE))
+    enforce(Judgement(RESTORED, Restored({}, {}, 7)))
 
 
 @pytest.mark.parametrize(
@@ -462,7 +462,7 @@ def test_what_is_not_as_it_was_saved_is_named(
     found: Mapping[str, tuple[int, ...]], ranks: tuple[int, ...], tensor: str, seen: str
 ) -> None:
     with pytest.raises(Violation) as caught:
-        settle(Judgement(RESTORED, replace(WHOLE, found=found)))
+        enforce(Judgement(RESTORED, replace(WHOLE, found=found)))
     assert (caught.value.clause, caught.value.step) == ("checkpoint-whole", 7)
     assert (caught.value.finding.ranks, caught.value.tensor) == (ranks, tensor)
     assert seen in caught.value.finding.seen
@@ -470,7 +470,7 @@ def test_what_is_not_as_it_was_saved_is_named(
 
 def test_what_cannot_be_read_or_is_heard_of_is_said_of_its_rank() -> None:
     with pytest.raises(Violation, match="checkpoint-whole broken at step 7 on rank 0: it is cut") as caught:
-        settle(Judgement(RESTORED, Restored({}, {}, 7, "it is cut", (0,))))
+        enforce(Judgement(RESTORED, Restored({}, {}, 7, "it is cut", (0,))))
     assert caught.value.rank == 0
     with pytest.raises(Violation, match="checkpoint-whole broken at step 7: it is cut"):
-        settle(Judgement(RESTORED, replace(WHOLE, fault="it is cut")))
+        enforce(Judgement(RESTORED, replace(WHOLE, fault="it is cut")))

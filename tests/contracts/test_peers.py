@@ -21,7 +21,7 @@ from torch.distributed import DistBackendError, DistNetworkError
 from andon.console.exits import Exit
 from andon_contracts.causes import Cause, consequence, first_line, kind_of
 from andon_contracts.liveness.diagnosis import Sign, View, gone, informed, lasts_s, lost, slowness, speaks, whom
-from andon_contracts.liveness.end_messages import POINTS, Teller, Whereabouts
+from andon_contracts.liveness.end_messages import POINTS, EndMessages, Position
 from andon_contracts.liveness.halt_link import News, PeerMonitor
 from andon_contracts.liveness.pending_collectives import PendingCollectives
 from andon_contracts.liveness.process import Process, State, ending, memory_kills, who_kills
@@ -226,11 +226,11 @@ class Told:
         return self.news
 
 
-HERE = Whereabouts(4, "at its update")
-BEFORE = Whereabouts(4, "before its forward pass")
+HERE = Position(4, "at its update")
+BEFORE = Position(4, "before its forward pass")
 
 
-def monitor(peer: Peer, *, at: Whereabouts = HERE, left: bool = False, silent_s: float = 0.0) -> PeerMonitor:
+def monitor(peer: Peer, *, at: Position = HERE, left: bool = False, silent_s: float = 0.0) -> PeerMonitor:
     news = News(frozenset({1}) if left else frozenset(), {0: HERE, 1: at, 2: HERE})
     link = Told({1: peer, 2: Peer("runs")}, news, silent_s)
     return PeerMonitor(link, 0, PATIENCE.silent_s, PendingCollectives(range(WORLD)))  # type: ignore[arg-type]
@@ -266,7 +266,7 @@ def test_a_watch_and_a_heartbeat_come_to_one_conclusion(
     watched: dict[str, object], beating: Sign, said: str, word: str
 ) -> None:
     error = DistStoreError("Timed out waiting for rank 1")
-    found = monitor(**watched).missing(Teller(0, WORLD, HERE), error)  # type: ignore[arg-type]
+    found = monitor(**watched).missing(EndMessages(0, WORLD, HERE), error)  # type: ignore[arg-type]
     assert found is not None
     assert found.text.startswith("rank 1 of 3 ")
     assert said in found.text
@@ -275,10 +275,10 @@ def test_a_watch_and_a_heartbeat_come_to_one_conclusion(
 
 
 def test_who_is_itself_the_last_accuses_nobody_of_hanging() -> None:
-    ahead = Whereabouts(5, "before its forward pass")
+    ahead = Position(5, "before its forward pass")
     link = Told({1: Peer("runs"), 2: Peer("runs")}, News(frozenset(), {0: HERE, 1: HERE, 2: ahead}))
     found = PeerMonitor(link, 0, 5.0, PendingCollectives(range(WORLD))).missing(  # type: ignore[arg-type]
-        Teller(0, WORLD, HERE), DistStoreError("Timed out waiting")
+        EndMessages(0, WORLD, HERE), DistStoreError("Timed out waiting")
     )
     assert found is not None
     assert found.text.startswith("rank 0 of 3 waited in vain at step 4")
@@ -287,7 +287,7 @@ def test_who_is_itself_the_last_accuses_nobody_of_hanging() -> None:
 
 @pytest.mark.parametrize("left", [True, False])
 def test_only_who_did_not_leave_in_order_is_missed(left: bool) -> None:
-    found = monitor(Peer("elsewhere"), left=left, silent_s=6.0).trouble(Teller(0, WORLD, HERE))
+    found = monitor(Peer("elsewhere"), left=left, silent_s=6.0).trouble(EndMessages(0, WORLD, HERE))
     assert (found is None) == left
 
 
@@ -295,9 +295,9 @@ def test_nothing_is_said_of_one_that_is_gone_before_the_store_says_whether_it_le
     watching = monitor(Peer("gone"))
     link: Told = watching._link  # type: ignore[assignment]
     news, link.news = link.news, None
-    assert watching.trouble(Teller(0, WORLD, HERE)) is None
+    assert watching.trouble(EndMessages(0, WORLD, HERE)) is None
     link.news = news
-    found = watching.trouble(Teller(0, WORLD, HERE))
+    found = watching.trouble(EndMessages(0, WORLD, HERE))
     assert found is not None
     assert found.kind == "died"
 
@@ -395,13 +395,13 @@ def test_only_what_cannot_be_seen_may_be_lost() -> None:
 @pytest.mark.parametrize("explanation", [whom, lost])
 def test_nobody_is_silent_where_nobody_can_be_heard(explanation: Callable[[View], str]) -> None:
     far = replace(WAITS, silent_s=60.0, state="elsewhere")
-    deaf = replace(view(WAITS, far, far), deaf="the ranks' store is gone (x)")
-    assert explanation(deaf) == "the ranks' store is gone (x)"
-    assert slowness(deaf, 0.0) == "the ranks' store is gone (x); rank 0 of 3 is in the update of step 4 for 6.0 s"
-    said = replace(deaf, signs={**deaf.signs, 1: replace(far, ended="LookupError: x", exit=Exit.CRASHED)})
+    link_error = replace(view(WAITS, far, far), link_error="the ranks' store is gone (x)")
+    assert explanation(link_error) == "the ranks' store is gone (x)"
+    assert slowness(link_error, 0.0) == "the ranks' store is gone (x); rank 0 of 3 is in the update of step 4 for 6.0 s"
+    said = replace(link_error, signs={**link_error.signs, 1: replace(far, ended="LookupError: x", exit=Exit.CRASHED)})
     assert explanation(said) == "rank 1 of 3 ended: LookupError: x"
     assert slowness(said, 0.0).startswith("rank 1 of 3 ended: LookupError: x")
-    stopped = replace(deaf, signs={**deaf.signs, 2: replace(far, state="stopped")})
+    stopped = replace(link_error, signs={**link_error.signs, 2: replace(far, state="stopped")})
     assert slowness(stopped, 0.0).startswith("rank 2 of 3 is stopped")
 
 
@@ -496,22 +496,22 @@ def test_a_cause_travels_whole() -> None:
     ("cause", "line"),
     [
         (
-            Teller(1, 4, Whereabouts(3, POINTS[1])).failed(ValueError("boom"), "train.py:7 in loop"),
+            EndMessages(1, 4, Position(3, POINTS[1])).failed(ValueError("boom"), "train.py:7 in loop"),
             "rank 1 of 4 failed at step 3, in its forward or backward pass, which is no violation: ValueError: boom.",
         ),
         (
-            Teller(1, 4, Whereabouts(3, POINTS[2])).failed(MemoryError(), ""),
+            EndMessages(1, 4, Position(3, POINTS[2])).failed(MemoryError(), ""),
             "rank 1 of 4 ran out of memory at step 3, at its update, which is no violation: MemoryError.",
         ),
         (
-            Teller(0, 4, Whereabouts(9)).left(3, Whereabouts(9, POINTS[0])),
+            EndMessages(0, 4, Position(9)).left(3, Position(9, POINTS[0])),
             (
                 "rank 3 of 4 left at step 9, before its forward pass, which is no violation: "
                 "it closed its watch, or ended, while the others went on."
             ),
         ),
         (
-            Teller(0, 4, Whereabouts(9)).behind(3, Whereabouts(9, POINTS[0], 31.2)),
+            EndMessages(0, 4, Position(9)).behind(3, Position(9, POINTS[0], 31.2)),
             (
                 "rank 3 of 4 hangs at step 9, before its forward pass, which is no violation: its process runs, but "
                 "the others waited for it until their timeout; it passed no hook for 31 s."
@@ -527,7 +527,7 @@ def test_each_end_has_its_own_words(cause: Cause, line: str) -> None:
 
 def test_the_cord_pulled_by_hand_is_a_violation() -> None:
     """A user stops the run because something is wrong."""
-    cause = Teller(1, 4, Whereabouts(3, POINTS[0], last_equal=2)).pulled("a row twice")
+    cause = EndMessages(1, 4, Position(3, POINTS[0], last_equal=2)).pulled("a row twice")
     assert cause.text.splitlines() == [
         "rank 1 of 4 pulled the cord at step 3, before its forward pass: a row twice.",
         "  state    last state known equal: step 2",
@@ -536,6 +536,6 @@ def test_the_cord_pulled_by_hand_is_a_violation() -> None:
 
 
 def test_a_rank_is_at_least_where_the_others_let_it_be() -> None:
-    told = Whereabouts(3, POINTS[2], 0.5, last_equal=2)
-    assert told.at_least(Whereabouts(8, POINTS[1], last_equal=7)) == Whereabouts(8, "", last_equal=7)
-    assert told.at_least(Whereabouts(3, POINTS[1], last_equal=2)) == told
+    told = Position(3, POINTS[2], 0.5, last_equal=2)
+    assert told.at_least(Position(8, POINTS[1], last_equal=7)) == Position(8, "", last_equal=7)
+    assert told.at_least(Position(3, POINTS[1], last_equal=2)) == told

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import HashStore
 from andon_contracts.causes import Cause
 from andon_contracts.fields import Part
 from andon_contracts.liveness.diagnosis import Told
-from andon_contracts.liveness.end_messages import Whereabouts
+from andon_contracts.liveness.end_messages import Position
 from andon_contracts.liveness.halt_link import HaltLink, Progress
 from andon_contracts.liveness.open_store import open_store
 from andon_contracts.liveness.pending_collectives import Counts
@@ -106,7 +106,7 @@ def test_a_secret_is_gathered_as_integers() -> None:
 
 WORLD = 2
 TOLD = Told(3, 2, "update", waits=True, since_s=0.5, phase_s=0.75, place="train.py:7", ended="x", exit=1, paused_s=0.25)
-PROGRESS = Progress(Whereabouts(2, "at its update", 0.5, 1), Counts(3, 2, "all", 1))
+PROGRESS = Progress(Position(2, "at its update", 0.5, 1), Counts(3, 2, "all", 1))
 CAUSE = Cause("died", "rank 1 of 2 died.", 1, 2, ranks=(1,))
 
 

@@ -67,8 +67,8 @@ def end(payload: Payload) -> int:
     if how.startswith("resize "):
         _resize(Path(payload["pipe"]).parent, int(how.removeprefix("resize ")))
         how = "wait"
-    if how in ("wait", "deaf"):
-        _wait(deaf=how == "deaf")
+    if how in ("wait", "link_error"):
+        _wait(link_error=how == "link_error")
         return Exit.PREEMPTED
     return int(how)
 
@@ -112,9 +112,9 @@ def _agents(folder: Path) -> list[dict[str, int]]:
     return found
 
 
-def _wait(*, deaf: bool) -> None:
+def _wait(*, link_error: bool) -> None:
     step = threading.Event()
-    while deaf or not preempted():
+    while link_error or not preempted():
         step.wait(0.02)
 
 

@@ -184,7 +184,7 @@ def test_a_store_that_is_gone_accuses_nobody() -> None:
     with alone(client, 2, timeouts=Timeouts(1.0)) as made:
         made.wait_until_known(1, "ticks")
         del store
-        wait_for(lambda: made.heart.view().deaf)
+        wait_for(lambda: made.heart.view().link_error)
         assert made.heart.explain(Exit.RANK_LOST).startswith("the ranks' store is gone (")
         assert made.heart.explain(Exit.RANK_SILENT).startswith("the ranks' store is gone (")
 

@@ -105,7 +105,7 @@ def test_how_a_rank_ended_is_said_in_one_line_and_the_rest_is_in_its_report(
 
 
 def test_a_rank_that_does_not_listen_is_ended(pipe: Pipe) -> None:
-    result = end(pipe, r0="deaf", r1="raise")
+    result = end(pipe, r0="link_error", r1="raise")
     assert result.exits == {0: -signal.SIGKILL, 1: Exit.CRASHED}
     assert result.first is not None
     assert result.first.rank == 1

@@ -73,7 +73,7 @@ def signalled(pipe: Pipe, signals: list[signal.Signals], group: bool) -> Iterato
 
 @pytest.mark.parametrize("elastic", [False, True])
 @pytest.mark.parametrize(
-    ("signals", "group", "deaf", "timeout_s", "expected", "exits"),
+    ("signals", "group", "link_error", "timeout_s", "expected", "exits"),
     [
         ([USR1], False, "", 60, (Exit.PREEMPTED, "ended at a step boundary on SIGUSR1"), AT_A_BOUNDARY),
         ([TERM], True, "", 60, (Exit.PREEMPTED, "ended at a step boundary on SIGTERM"), AT_A_BOUNDARY),
@@ -90,12 +90,12 @@ def test_a_signal_ends_ranks_at_a_step_boundary(
     elastic: bool,
     signals: list[signal.Signals],
     group: bool,
-    deaf: str,
+    link_error: str,
     timeout_s: float,
     expected: tuple[Exit, str],
     exits: dict[int, int],
 ) -> None:
-    payload = {"pipe": str(pipe.path), "how": dict.fromkeys(deaf, "deaf")}
+    payload = {"pipe": str(pipe.path), "how": dict.fromkeys(link_error, "link_error")}
     entry, folder = "tests.launch.entries:end", pipe.path.parent
     with signalled(pipe, signals, group):
         if elastic:
@@ -126,7 +126,7 @@ def launcher(folder: Path, *entries: tuple[str, dict[str, Any]], elastic: bool) 
 
 @pytest.mark.parametrize("elastic", [False, True])
 def test_nothing_outlives_a_killed_launcher(pipe: Pipe, elastic: bool) -> None:
-    payload = {"pipe": str(pipe.path), "how": {"0": "deaf", "1": "deaf"}}
+    payload = {"pipe": str(pipe.path), "how": {"0": "link_error", "1": "link_error"}}
     with launcher(pipe.path.parent, ("end", payload), elastic=elastic) as process:
         parents = {parent_of(int(pid)) for _, pid in pipe.lines(2)}
         assert len(parents) == (2 if elastic else 1)

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import andon
 from andon_contracts.act import Scene, message
 from andon_contracts.agree import Observation, bits_of
-from andon_contracts.laws.law import Judgement, Seen, settle
+from andon_contracts.laws.law import Judgement, Seen, enforce
 from andon_contracts.ledger import LedgerFile
 from andon_contracts.violation import Violation
 from andon_contracts.watch import Watch
@@ -361,7 +361,7 @@ def _gradient_law(*ranks: Mapping[str, float]) -> Violation:
         for rank, reals in enumerate(ranks)
     ]
     with pytest.raises(Violation) as caught:
-        settle(Judgement(GRADIENT_LAW, Seen(said, None)))
+        enforce(Judgement(GRADIENT_LAW, Seen(said, None)))
     return caught.value
 
 

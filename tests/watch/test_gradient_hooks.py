@@ -325,7 +325,7 @@ def _counted_outside() -> tuple[bool, list[int]]:
     hooks = _hooks([*trunk.parameters(), *head.parameters()], thin=True)
     begun = PendingCollectives([0, 1])
     (followed,) = begun.follow(trunk)
-    hooks.cord = SimpleNamespace(begun=begun, cause=None, heed=lambda: None)  # that nobody pulls
+    hooks.halt = SimpleNamespace(pending=begun, cause=None, raise_if_halted=lambda: None)  # that nobody pulls
     counts = []
     for _ in range(5):
         begun.forward(followed)

@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
 import andon
-from andon_contracts.liveness.end_messages import POINTS, Teller, Whereabouts
+from andon_contracts.liveness.end_messages import POINTS, EndMessages, Position
 from andon_contracts.liveness.halt import HaltSignal
 from andon_contracts.liveness.pending_collectives import BACKWARD, REDUCTION, Counts, PendingCollectives, Waiting, stuck
 from andon_contracts.liveness.signed import Signed
@@ -78,7 +78,7 @@ def test_all_ranks_raise_the_same_wherever_they_are(place: str) -> None:
     errors = [outcome.error for outcome in run_ranks(3, _stop, place)]
     assert {type(error) for error in errors} == {Violation}, errors
     assert len({str(error) for error in errors}) == 1
-    assert str(errors[0]).startswith(f"rank 1 of 3 pulled the cord at step 1, before its forward pass: {REASON}.")
+    assert str(errors[0]).startswith(f"rank 1 of 3 pulled the halt at step 1, before its forward pass: {REASON}.")
     assert {(error.clause, error.step, error.rank) for error in errors if isinstance(error, Violation)} == {
         ("halt-together", 1, 1)
     }
@@ -428,7 +428,7 @@ def test_all_halt_at_the_update_that_one_rank_leaves_out(world: int, wrapped: bo
 def test_of_three_ranks_the_one_that_waits_alone_is_named() -> None:
     """The two others left nothing out: it makes an update too many, or makes a call that they do not make."""
     for point, words in ((POINTS[2], "makes an update"), (POINTS[0], "makes a call")):
-        teller = Teller(0, 3, Whereabouts(3, point, last_equal=2))
+        teller = EndMessages(0, 3, Position(3, point, last_equal=2))
         alone = teller.passed({1: BACKWARD, 2: BACKWARD}, waiting=0)
         assert (alone.ranks, alone.step, alone.kind) == ((0,), 3, "violation")
         assert f"rank 0 {words} that the others do not make" in alone.text

@@ -160,7 +160,7 @@ class Judgement(Generic[S]):
         return Violation.of(law.clause, finding)
 
 
-def settle(judgement: Judgement[Any]) -> None:
+def enforce(judgement: Judgement[Any]) -> None:
     """Raises `Violation` of the first law that is broken, if one is."""
     if (law := judgement.first) is not None:
         raise judgement.violation(law)

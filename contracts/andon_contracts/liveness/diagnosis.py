@@ -64,7 +64,7 @@ class View:
     world: int
     signs: Mapping[int, Sign]
     silence_s: float  # for how long a rank may be silent
-    deaf: str = ""  # why heartbeats come no more, for which no rank is to blame
+    link_error: str = ""  # why heartbeats come no more, for which no rank is to blame
 
     @property
     def mine(self) -> Sign:
@@ -82,7 +82,7 @@ class View:
 
     def patience(self, stopped_s: float = 0.0, *, unseen: bool = False) -> Patience:
         """For how long others may be stopped, and silent: without a limit if none can be heard."""
-        return Patience(stopped_s, math.inf if self.deaf else self.silence_s, unseen)
+        return Patience(stopped_s, math.inf if self.link_error else self.silence_s, unseen)
 
     def fresh(self) -> dict[int, Sign]:
         """The ranks that give signs of life, this one among them."""
@@ -115,7 +115,7 @@ def whom(view: View) -> str:
         gone(view)
         or (paused if view.mine.paused_s > view.mine.since_s else "")
         or _explained(view, view.patience(), (*UNHEARD, "followed"))
-        or view.deaf
+        or view.link_error
         or _explained(view, view.patience(), ("left", "behind"))
         or f"all ranks give signs of life, and none got through to the others in {view.mine.where}"
     )
@@ -125,7 +125,7 @@ def lost(view: View) -> str:
     """Who may have died where this rank cannot see it; no rank whose process is seen to live. Empty: none."""
     patience = view.patience(math.inf, unseen=True)
     known = _explained(view, patience, ("silent", "failed", "followed"))
-    return known or view.deaf or _explained(view, patience, ["left"])
+    return known or view.link_error or _explained(view, patience, ["left"])
 
 
 def failed(view: View) -> list[int]:
@@ -176,8 +176,8 @@ def slowness(view: View, usual_s: float) -> str:
     found = gone(view) or _explained(view, view.patience(), ["followed"]) or _unheard(view)
     if found:
         return f"{found}; {len(fresh)} wait{'s' * (len(fresh) == 1)}{usual}"
-    if view.deaf:
-        return f"{view.deaf}; {view.name([view.rank])} is {view.mine.doing}{usual}"
+    if view.link_error:
+        return f"{view.link_error}; {view.name([view.rank])} is {view.mine.doing}{usual}"
     furthest = max(sign.ticks for sign in fresh.values())
     late = sorted(rank for rank, sign in fresh.items() if sign.ticks < furthest and not sign.waits)
     waits = [sign for sign in fresh.values() if sign.waits]
@@ -197,7 +197,7 @@ def slowness(view: View, usual_s: float) -> str:
 
 def _unheard(view: View) -> str:
     # A rank that was stopped a moment ago keeps none waiting yet.
-    found, ranks = first(view.concluded(view.patience(0.0 if view.deaf else view.silence_s)), UNHEARD)
+    found, ranks = first(view.concluded(view.patience(0.0 if view.link_error else view.silence_s)), UNHEARD)
     if not ranks:
         return ""
     sign = view.signs[ranks[0]]

@@ -19,7 +19,7 @@ _INFERRED = "  [inference, not proof]"
 
 
 @dataclass(frozen=True)
-class Whereabouts(Part):
+class Position(Part):
     """How far a rank is: at which update (1 is the first), at which of the `POINTS`, for how long; and the last update
     after which all weights were equal."""
 
@@ -32,7 +32,7 @@ class Whereabouts(Part):
     def order(self) -> tuple[int, int]:
         return self.step, POINTS.index(self.point) if self.point in POINTS else 0
 
-    def at_least(self, other: Whereabouts) -> Whereabouts:
+    def at_least(self, other: Position) -> Position:
         """Where a rank that once was here is now that another rank is at `other`: they pass an update together."""
         return self if self.step >= other.step else replace(other, point="", since_s=0.0)
 
@@ -41,12 +41,12 @@ class Whereabouts(Part):
 
 
 @dataclass(frozen=True)
-class Teller:
+class EndMessages:
     """Composes causes on `rank` of `world`, which is `at` some step; `folder` is for bundles, if any."""
 
     rank: int
     world: int
-    at: Whereabouts
+    at: Position
     folder: Path | None = None
 
     def failed(self, error: BaseException, line: str) -> Cause:
@@ -54,24 +54,24 @@ class Teller:
         verb = "ran out of memory" if kind == "out of memory" else "failed"
         return self._end(kind, self.rank, first_line(error), self.at, ("where", line), verb=verb)
 
-    def died(self, rank: int, process: Process, code: int | None, kills: int, at: Whereabouts) -> Cause:
+    def died(self, rank: int, process: Process, code: int | None, kills: int, at: Position) -> Cause:
         """The process of `rank` is gone. kills: how many the kernel ended for memory since the watch began."""
         likely = f"memory ran out: the system ended {kills} process{'es' * (kills != 1)} for that since the watch began"
         row = ("likely", likely + _INFERRED if kills > 0 and code in (None, -9) else "")
         return self._end("died", rank, f"its process {process.pid} on {process.host} {ending(code)}", at, row)
 
-    def stopped(self, rank: int, process: Process, at: Whereabouts) -> Cause:
+    def stopped(self, rank: int, process: Process, at: Position) -> Cause:
         return self._end("hangs", rank, f"its process {process.pid} on {process.host} is {STOPPED}", at)
 
-    def silent(self, rank: int, process: Process, seconds: float, at: Whereabouts) -> Cause:
+    def silent(self, rank: int, process: Process, seconds: float, at: Position) -> Cause:
         seen = f"its process {process.pid} on {process.host} has given no sign of life for {seconds:.0f} s"
         return self._end("hangs", rank, f"{seen}: it died, is stopped, or cannot be reached", at)
 
-    def behind(self, rank: int, at: Whereabouts) -> Cause:
+    def behind(self, rank: int, at: Position) -> Cause:
         seen = "its process runs, but the others waited for it until their timeout"
         return self._end("hangs", rank, f"{seen}; it passed no hook for {at.since_s:.0f} s", at)
 
-    def ahead(self, rank: int, at: Whereabouts) -> Cause:
+    def ahead(self, rank: int, at: Position) -> Cause:
         seen = (
             f"it waited in a collective until its timeout, while rank {rank} has been at {at} for {at.since_s:.0f} s: "
             "one of them left out an update or a collective that the other one made"
@@ -96,7 +96,7 @@ class Teller:
         cause = self._cause("violation", ranks[0], head, seen, self.at, ("likely", likely + _INFERRED))
         return replace(cause, ranks=ranks)
 
-    def left(self, rank: int, at: Whereabouts) -> Cause:
+    def left(self, rank: int, at: Position) -> Cause:
         return self._end("left", rank, "it closed its watch, or ended, while the others went on", at)
 
     def unknown(self, error: BaseException) -> Cause:
@@ -113,15 +113,13 @@ class Teller:
         return self._cause("violation", self.rank, head, reason, self.at)
 
     def _end(
-        self, kind: Kind, rank: int | None, seen: str, at: Whereabouts, *rows: tuple[str, str], verb: str = ""
+        self, kind: Kind, rank: int | None, seen: str, at: Position, *rows: tuple[str, str], verb: str = ""
     ) -> Cause:
         who = self.rank if rank is None else rank
         head = f"rank {who} of {self.world} {verb or kind} at {at}, which is no violation: {seen}"
         return self._cause(kind, rank, head, seen, at, *rows)
 
-    def _cause(
-        self, kind: Kind, rank: int | None, head: str, seen: str, at: Whereabouts, *rows: tuple[str, str]
-    ) -> Cause:
+    def _cause(self, kind: Kind, rank: int | None, head: str, seen: str, at: Position, *rows: tuple[str, str]) -> Cause:
         place = None if self.folder is None else self.folder / str(at.step)
         rows += (
             ("state", "" if at.last_equal is None else f"last state known equal: step {at.last_equal}"),

@@ -24,7 +24,7 @@ from andon_contracts.bundle import Evidence, write_cause
 from andon_contracts.causes import Cause, consequence, first_line
 from andon_contracts.error_file import tell_launcher
 from andon_contracts.legible import tell
-from andon_contracts.liveness.end_messages import Teller, Whereabouts
+from andon_contracts.liveness.end_messages import EndMessages, Position
 from andon_contracts.liveness.halt_link import LOOK_S, POLL_S, HaltLink, PeerMonitor, Progress
 from andon_contracts.liveness.pending_collectives import PendingCollectives
 from andon_contracts.liveness.process import within
@@ -53,9 +53,10 @@ class HaltSignal:
        Otherwise ranks that find trouble at the same time would raise different errors.
     2. Learn: on each rank the thread of the link polls the key. `learn` sets `cause`, `_known` and `_awake`.
     3. Leave evidence, the part of the bundle and torch's error file, before anything can end the process.
-    4. Raise: the loop calls `heed` at each hook and while a gather waits. This sets `_raised`, and is done only once,
-       so that a loop that catches the error can save what it has.
-    5. Interrupt, after `_RAISE_S`: a signal makes the main thread call `heed`, or a sleeping rank would never stop.
+    4. Raise: the loop calls `raise_if_halted` at each hook and while a gather waits. This sets `_raised`, and is done
+       only once, so that a loop that catches the error can save what it has.
+    5. Interrupt, after `_RAISE_S`: a signal makes the main thread call `raise_if_halted`, or a sleeping rank would
+       never stop.
     6. Unblock, after `_UNBLOCK_S`: no Python runs, as in a collective. With `hard_stop` the process ends here, and the
        rank that published kills those of its machine that cannot even do that (SIGSTOP). Without it groups are aborted,
        which NCCL can do and gloo cannot.
@@ -72,20 +73,20 @@ class HaltSignal:
         board: Signed,
         rank: int,
         world_size: int,
-        begun: PendingCollectives,
+        pending: PendingCollectives,
         *,
         hard_stop: bool,
         patience_s: float,
         warns: bool,
     ) -> None:
-        """begun: what this rank has begun that needs the others. patience_s: after how long a stopped process, or a
+        """pending: what this rank has begun that needs the others. patience_s: after how long a stopped process, or a
         silent one on another machine, counts as hanging. warns: if a guarding thread fails, only warn.
         """
-        self.begun = begun
+        self.pending = pending
         self.cause: Cause | None = None
         self.evidence = Evidence(rank=rank, world=world_size)
         self._rank, self._world, self._hard_stop, self._warns = rank, world_size, hard_stop, warns
-        self._at, self._at_time = Whereabouts(point="before the first update"), time.monotonic()
+        self._at, self._at_time = Position(point="before the first update"), time.monotonic()
         self._known, self._raised, self._released = threading.Event(), threading.Event(), threading.Event()
         self._over, self._awake = threading.Event(), threading.Event()
         self._pulling, self._leaving = threading.Lock(), threading.Lock()
@@ -93,8 +94,8 @@ class HaltSignal:
         self._owner, self._process = threading.get_ident(), os.getpid()
         self._shared = _shared_store()  # kept alive, since it may live in this process
         self._link = HaltLink(board, rank, world_size, self, _keeper(self._shared))
-        self._monitor = PeerMonitor(self._link, rank, patience_s, begun)
-        _enlist(self.heed)
+        self._monitor = PeerMonitor(self._link, rank, patience_s, pending)
+        _enlist(self.raise_if_halted)
         self._hook, sys.excepthook = sys.excepthook, self._excepthook
         # Processes of multiprocessing catch what their function raises, and end without the interpreter's last calls.
         self._last_call = multiprocessing.util.Finalize(None, self._at_exit, exitpriority=100)
@@ -104,13 +105,13 @@ class HaltSignal:
     # For the thread of the loop.
 
     def at(self, step: int, point: str, last_equal: int | None) -> None:
-        self._at, self._at_time = Whereabouts(step, point, 0.0, last_equal), time.monotonic()
+        self._at, self._at_time = Position(step, point, 0.0, last_equal), time.monotonic()
 
     def meet(self) -> None:
         """Learn which processes the others are, before any can die; to be called when all have made their signal."""
         self._link.meet()
 
-    def heed(self, *, again: bool = False) -> None:
+    def raise_if_halted(self, *, again: bool = False) -> None:
         """Raise `Violation` if there is a cause, the first time only. again: every time, as before an update."""
         if self.cause is not None and (again or not self._raised.is_set()):
             self._raised.set()
@@ -153,7 +154,7 @@ class HaltSignal:
             self._leave_evidence(self.cause, with_state=False)  # a loop that raised may be faster than the thread
         for event in (self._over, self._awake, self._raised, self._released):
             event.set()
-        _dismiss(self.heed)
+        _dismiss(self.raise_if_halted)
         if sys.excepthook == self._excepthook:
             sys.excepthook = self._hook
         self._last_call.cancel()
@@ -168,9 +169,9 @@ class HaltSignal:
         return not self._over.is_set() and os.getpid() == self._process
 
     @property
-    def _teller(self) -> Teller:
+    def _teller(self) -> EndMessages:
         at = replace(self._at, since_s=time.monotonic() - self._at_time)
-        return Teller(self._rank, self._world, at, self.evidence.folder)
+        return EndMessages(self._rank, self._world, at, self.evidence.folder)
 
     def _cause_behind(self, error: BaseException) -> Cause:
         deadline = time.monotonic() + _SETTLE_S / 2
@@ -234,7 +235,7 @@ class HaltSignal:
         self._awake.set()
 
     def progress(self) -> Progress:
-        return Progress(self._teller.at, self.begun.told())
+        return Progress(self._teller.at, self.pending.told())
 
     def warn(self, text: str) -> None:
         if text != self._warned:
@@ -256,7 +257,7 @@ class HaltSignal:
             self._look_out()
         except Exception as error:  # noqa: BLE001 - whatever it is, this rank does not halt in silence
             tell(self._teller.unguarded("andon-cord", error).text)
-            _interrupt(self.heed)
+            _interrupt(self.raise_if_halted)
 
     def _look_out(self) -> None:
         looks = True
@@ -287,7 +288,7 @@ class HaltSignal:
             if settle:
                 self._settle()
             if not self._raised.wait(_RAISE_S):
-                _interrupt(self.heed)
+                _interrupt(self.raise_if_halted)
             if not self._raised.wait(_UNBLOCK_S) and not self._over.is_set():
                 self._unblock(cause)
         self._released.wait()
@@ -384,30 +385,30 @@ def _end_process(text: str) -> NoReturn:
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
-    for heed in list(_heeding):
-        heed()
+    for raise_if_halted in list(_heeding):
+        raise_if_halted()
 
 
-def _enlist(heed: Callable[[], None]) -> None:
-    """Let `_interrupt` call `heed`, unless this is not the main thread, or somebody else uses the signal."""
+def _enlist(raise_if_halted: Callable[[], None]) -> None:
+    """Let `_interrupt` call `raise_if_halted`, unless this is not the main thread, or somebody else uses the signal."""
     free = signal.getsignal(_SIGNAL) in (signal.SIG_DFL, signal.SIG_IGN, _handle)
     if free and threading.current_thread() is threading.main_thread():
         signal.signal(_SIGNAL, _handle)
-        _heeding.append(heed)
+        _heeding.append(raise_if_halted)
 
 
-def _dismiss(heed: Callable[[], None]) -> None:
-    if heed in _heeding:
-        _heeding.remove(heed)
+def _dismiss(raise_if_halted: Callable[[], None]) -> None:
+    if raise_if_halted in _heeding:
+        _heeding.remove(raise_if_halted)
         if not _heeding and signal.getsignal(_SIGNAL) is _handle:
             with contextlib.suppress(ValueError):  # only the main thread may; else the handler stays, and calls nothing
                 signal.signal(_SIGNAL, signal.SIG_IGN)  # not the default: a signal may still be on its way
 
 
-def _interrupt(heed: Callable[[], None]) -> None:
-    """If `heed` is enlisted: make the main thread call all that are, as soon as it runs Python."""
+def _interrupt(raise_if_halted: Callable[[], None]) -> None:
+    """If `raise_if_halted` is enlisted: make the main thread call all that are, as soon as it runs Python."""
     main = threading.main_thread()
-    if heed in _heeding and main.ident is not None and main.is_alive():
+    if raise_if_halted in _heeding and main.ident is not None and main.is_alive():
         signal.pthread_kill(main.ident, _SIGNAL)
 
 

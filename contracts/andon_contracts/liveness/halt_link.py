@@ -17,9 +17,9 @@ from typing import Protocol
 
 from andon_contracts.causes import Cause, consequence
 from andon_contracts.fields import Count, Part
-from andon_contracts.liveness.end_messages import Teller, Whereabouts
+from andon_contracts.liveness.end_messages import EndMessages, Position
 from andon_contracts.liveness.pending_collectives import Counts, PendingCollectives, Waiting, stuck
-from andon_contracts.liveness.process import Lasting, Process, memory_kills
+from andon_contracts.liveness.process import ConditionTimer, Process, memory_kills
 from andon_contracts.liveness.rules import (
     ENDED_BY_ITSELF,
     PRESENT,
@@ -48,8 +48,8 @@ _WARNED = "unguarded"
 class Progress(Part):
     """The heartbeat of a rank of a watched loop, sent every second."""
 
-    at: Whereabouts
-    begun: Counts
+    at: Position
+    pending: Counts
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Said(Part):
 @dataclass(frozen=True)
 class News:
     left: frozenset[int]  # all ranks that have left in order
-    at: Mapping[int, Whereabouts]  # where each rank was a second ago
+    at: Mapping[int, Position]  # where each rank was a second ago
 
 
 class Listener(Protocol):
@@ -96,7 +96,7 @@ class HaltLink:
         self._told = ""  # the cause as it is on the board, once it is known
         self._keeper_left = False
         self._beats, self._beat_at = Heartbeats(board, rank, Progress, self.checked), 0.0
-        self._silence, self._heard_last = Lasting(2 * _BEAT_S), object()
+        self._silence, self._heard_last = ConditionTimer(2 * _BEAT_S), object()
         self._near = sorted({(rank + offset) % world for offset in range(-_NEAR, _NEAR + 1)} - {rank})
         self._met = threading.Event()
         # Before the thread has the store, so that a rank that dies at once has said which process it was.
@@ -125,7 +125,7 @@ class HaltLink:
     def heard(self) -> Mapping[int, Counts]:
         """What the ranks nearby have begun, by their last heartbeats; empty if the store does not answer in time."""
         beats = self._link.ask(lambda: self._beats.hear(self._near), _ANSWER_S) or {}
-        return {rank: beat.told.begun for rank, beat in beats.items()}
+        return {rank: beat.told.pending for rank, beat in beats.items()}
 
     def answers(self) -> bool:
         return self._link.answers(_ANSWER_S)
@@ -234,13 +234,13 @@ class HaltLink:
 class PeerMonitor:
     """What one rank sees of the others: the processes of its machine, and the heartbeats of the next rank elsewhere."""
 
-    def __init__(self, link: HaltLink, rank: int, patience_s: float, begun: PendingCollectives) -> None:
-        self._link, self._rank, self._patience_s, self._begun = link, rank, patience_s, begun
+    def __init__(self, link: HaltLink, rank: int, patience_s: float, pending: PendingCollectives) -> None:
+        self._link, self._rank, self._patience_s, self._pending = link, rank, patience_s, pending
         self._waiting: Waiting | None = None
         self._left: set[int] = set()
-        self._looks, self._kills, self._stopped = 0, memory_kills() or 0, Lasting(LOOK_S)
+        self._looks, self._kills, self._stopped = 0, memory_kills() or 0, ConditionTimer(LOOK_S)
 
-    def trouble(self, teller: Teller) -> Cause | None:
+    def trouble(self, teller: EndMessages) -> Cause | None:
         """Every `LOOK_S`: a rank that died, is stopped or silent for too long, or in a deadlock with this one."""
         processes = self._link.processes
         lasting = self._stopped.look(rank for rank, process in processes.items() if process.look() == "stopped")
@@ -249,7 +249,7 @@ class PeerMonitor:
         seen = {rank: replace(each, stopped_s=lasting.get(rank, 0.0)) for rank, each in seen.items()}
         return self._cause(teller, seen, news, self._patience_s, (*ENDED_BY_ITSELF, *UNHEARD)) or self._stuck(teller)
 
-    def missing(self, teller: Teller, error: BaseException) -> Cause | None:
+    def missing(self, teller: EndMessages, error: BaseException) -> Cause | None:
         """The rank for which the collective that raised `error` waited: dead, stopped, gone in order, or behind."""
         waited = consequence(error) == "silent"
         seen, news = self._look(ask=True)
@@ -278,9 +278,9 @@ class PeerMonitor:
         before = {conclude(Seen(state), Patience(stopped_s=0.0)) for state in states}
         return len(states) == self._rank and not PRESENT & before
 
-    def _stuck(self, teller: Teller) -> Cause | None:
+    def _stuck(self, teller: EndMessages) -> Cause | None:
         """Ranks nearby that wait for this one, while it waits for them in a gather."""
-        waiting = self._begun.waiting
+        waiting = self._pending.waiting
         self._looks = self._looks + 1 if waiting is self._waiting else 0
         self._waiting = waiting
         if waiting is None or self._looks < 1 or (self._looks > _EVERY_LOOK and self._looks % _CALM):
@@ -288,7 +288,7 @@ class PeerMonitor:
         told = self._link.heard()
         found = stuck(waiting, told)
         # If it still is the same gather, this rank has begun nothing since before the others told.
-        if not found or self._begun.waiting is not waiting:
+        if not found or self._pending.waiting is not waiting:
             return None
         return teller.passed(found, sum(each.gathers >= waiting.gather for each in told.values()))
 
@@ -314,7 +314,12 @@ class PeerMonitor:
         return seen, news
 
     def _cause(
-        self, teller: Teller, seen: Mapping[int, Seen], news: News | None, stopped_s: float, order: Iterable[Conclusion]
+        self,
+        teller: EndMessages,
+        seen: Mapping[int, Seen],
+        news: News | None,
+        stopped_s: float,
+        order: Iterable[Conclusion],
     ) -> Cause | None:
         patience = Patience(stopped_s, self._patience_s, unseen=True)
         found, ranks = first({rank: conclude(each, patience) for rank, each in seen.items()}, order)
@@ -325,7 +330,7 @@ class PeerMonitor:
             last = min(ranks, key=lambda rank: told[rank].order)
             return teller.behind(last, told[last])
         rank, news = ranks[0], news or self._link.ask()
-        at = (Whereabouts() if news is None else news.at.get(rank, Whereabouts())).at_least(teller.at)
+        at = (Position() if news is None else news.at.get(rank, Position())).at_least(teller.at)
         if found == "left":
             return teller.left(rank, at)
         process = self._link.processes[rank]

@@ -110,7 +110,7 @@ class Process(Part):
             return False
 
 
-class Lasting:
+class ConditionTimer:
     """Measures for how long conditions have held, in seconds in which the observing process ran itself.
 
     A gap between two looks counts for at most `most_s`. Otherwise an observer that was stopped, or whose machine slept,

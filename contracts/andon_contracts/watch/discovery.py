@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from andon_contracts.watch.model_probe import Several, unwrap
+from andon_contracts.watch.model_probe import ModuleGroup, unwrap
 
 Kind = TypeVar("Kind")
 
@@ -38,7 +38,7 @@ def optimizer_of(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer | 
 def trained_by(optimizer: torch.optim.Optimizer) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
     """The outermost module that holds what `optimizer` trains, and all optimizers that share in its parameters.
 
-    If no single module holds all of it, or none holds a parameter, a `Several` of what does. Raises `ValueError` if
+    If no single module holds all of it, or none holds a parameter, a `ModuleGroup` of what does. Raises `ValueError` if
     several modules hold it and nothing that all processes see tells them apart.
     """
     wanted = members(optimizer)
@@ -50,7 +50,7 @@ def trained_by(optimizer: torch.optim.Optimizer) -> tuple[nn.Module, list[torch.
         left = {key: index for key, index in left.items() if key not in held}
         roots = [root for root in roots if any(id(parameter) in left for parameter in root.parameters())]
     loose = [p for p in wanted if id(p) in left and isinstance(p, nn.Parameter)]
-    model = chosen[0] if len(chosen) == 1 and not loose else Several(chosen, loose)
+    model = chosen[0] if len(chosen) == 1 and not loose else ModuleGroup(chosen, loose)
 
     place = {id(parameter): index for index, parameter in enumerate(model.parameters())}
     found, taken = [optimizer], set(map(id, wanted))
@@ -147,7 +147,7 @@ def _best(roots: Sequence[nn.Module], left: Mapping[int, int]) -> nn.Module:
 
 def _roots(wanted: Collection[int]) -> list[nn.Module]:
     """The modules that hold a parameter of these identities, at any depth, and lie in no other module."""
-    modules = [each for each in _living(nn.Module) if "_modules" in vars(each) and not isinstance(each, Several)]
+    modules = [each for each in _living(nn.Module) if "_modules" in vars(each) and not isinstance(each, ModuleGroup)]
     parents: dict[int, list[nn.Module]] = {}
     for module in modules:
         for child in module._modules.values():

@@ -54,20 +54,20 @@ class Exchange:
     def __init__(self, gather: GroupGather) -> None:
         self._gather = gather
         self._sequence = 0
-        self._begun: PendingCollectives | None = None
+        self._pending: PendingCollectives | None = None
         self.rank = gather.rank
         self.world_size = gather.world_size
         self.alike = True
         """Whether every rank should hold the same tensors. If not, no element of them is compared."""
 
     def attend(
-        self, heed: Callable[[], None], lost: Callable[[BaseException], None], begun: PendingCollectives
+        self, raise_if_halted: Callable[[], None], lost: Callable[[BaseException], None], pending: PendingCollectives
     ) -> None:
-        """Call `heed` now and then while a gather waits, and `lost` with the error of a gather that failed.
+        """Call `raise_if_halted` now and then while a gather waits, and `lost` with the error of a gather that failed.
 
-        begun: counts the gathers.
+        pending: counts the gathers.
         """
-        self._gather.heed, self._gather.lost, self._begun = heed, lost, begun
+        self._gather.raise_if_halted, self._gather.lost, self._pending = raise_if_halted, lost, pending
 
     def connect(self) -> None:
         """Connect to the other ranks directly if all are on this machine. Collective."""
@@ -86,17 +86,17 @@ class Exchange:
         """
         self._sequence += 1
         mine = Observation(self.rank, step, self._sequence, point, values, payload)
-        begun = self._begun
-        if begun is not None:
-            begun.gathering()
+        pending = self._pending
+        if pending is not None:
+            pending.gathering()
         try:
             if payload is None and self._gather.takes(len(values)):
                 seen = gather_short(mine, self._gather)
             else:
                 seen = gather_observations([mine], self._gather)
         finally:
-            if begun is not None:
-                begun.gathered()
+            if pending is not None:
+                pending.gathered()
         judgement = Judgement(() if judged else (LOCKSTEP,), Seen(seen, None))
         if judgement.first is not None:
             found = judgement.violation(judgement.first)
@@ -110,12 +110,12 @@ class Exchange:
         """
         until = time.monotonic() + within_s
 
-        def heed() -> None:
+        def raise_if_halted() -> None:
             if time.monotonic() > until:
                 raise TimeoutError(f"not every rank closed its watch within {within_s:g} s")
 
         # A rank that ends before another one has not failed.
-        self._gather.heed, self._gather.lost, self._begun = heed, None, None
+        self._gather.raise_if_halted, self._gather.lost, self._pending = raise_if_halted, None, None
         return self(step, point, values, judged=True)
 
     def columns(self, step: int, columns: Sequence[Sequence[int]]) -> list[list[list[int]]]:

@@ -149,7 +149,7 @@ class GradientHooks:
         a function that receives each of its gradients.
         """
         self.muted = False
-        self.cord: HaltSignal | None = None
+        self.halt: HaltSignal | None = None
         self.backward_seen = False
         self.arrived = False
         """Whether a gradient has come since this was last set to False."""
@@ -218,12 +218,12 @@ class GradientHooks:
             # The clock is no small part of what a hook costs, so some windows are timed for all.
             timed = self._timed
             began = time.perf_counter() if timed else 0.0
-            cord = self.cord
-            if cord is not None:
-                if cord.cause is not None:
-                    cord.heed()
-                if cord.begun.armed:
-                    cord.begun.backward(parameter)
+            halt = self.halt
+            if halt is not None:
+                if halt.cause is not None:
+                    halt.raise_if_halted()
+                if halt.pending.armed:
+                    halt.pending.backward(parameter)
             self.backward_seen = self.arrived = True
             held = parameter.grad
             if held is None and self._started[index] and not self.at_end and self._seen.has(index):
@@ -262,9 +262,9 @@ class GradientHooks:
         if ended.at_end:
             self._read_at_end = self._add_present()
             for index in self._read_at_end:  # the pass counts as reducing although few parameters have a hook
-                if self.cord is None or not self.cord.begun.armed:
+                if self.halt is None or not self.halt.pending.armed:
                     break
-                self.cord.begun.backward(self._parameters[index])
+                self.halt.pending.backward(self._parameters[index])
         else:
             self._seen.flush()
             if len(self._passes) == 1:

@@ -138,7 +138,7 @@ def tensors_of(context: Context, named: str) -> Iterator[tuple[str, Tensor]]:
     Names say what a tensor is: `weights NAME`, `gradient NAME`, `optimizer NAME KEY`, `buffer NAME`. Gradients
     and buffers are left out if they are already of a later update than the finding.
     """
-    subject, probes, gone_on = context.subject, context.probes, context.rows.gone_on
+    subject, probes, is_past = context.subject, context.probes, context.rows.is_past
     for names in ([named], [name for probe in probes for name in probe.names]):
         for kind in ("weights", "gradient", "optimizer"):
             for probe, name in ((probe, name) for probe in probes for name in names if name in probe.parameters):
@@ -147,11 +147,11 @@ def tensors_of(context: Context, named: str) -> Iterator[tuple[str, Tensor]]:
                     yield f"weights {name}", plain(parameter)
                 elif kind == "optimizer":
                     yield from ((f"optimizer {name} {key}", each) for key, each in _states_of(probe, name).items())
-                elif parameter.grad is not None and not gone_on:
+                elif parameter.grad is not None and not is_past:
                     yield f"gradient {name}", plain(parameter.grad)
     if named in subject.frozen:
         yield f"weights {named}", plain(subject.frozen[named])
-    if not gone_on:
+    if not is_past:
         yield from ((f"buffer {name}", plain(buffer)) for name, buffer in subject.buffers_by_name().items())
 
 

@@ -69,7 +69,7 @@ def unwrap(model: nn.Module) -> tuple[nn.Module, tuple[nn.Module, ...]]:
         model = inner
 
 
-class Several(nn.Module):
+class ModuleGroup(nn.Module):
     """Modules, inside their wrappers, and loose parameters that one optimizer trains and no module holds together."""
 
     def __init__(self, modules: Sequence[nn.Module], loose: Sequence[nn.Parameter]) -> None:
@@ -121,8 +121,8 @@ class ModelProbe:
         self.called = self.inner if compiled is None else wrapping[compiled]
         self.compiled = compiled is not None or in_place
         within = () if compiled is None else self.wrappers[compiled:]
-        self.begins_unseen = in_place or "DistributedDataParallel" in within
-        self.homes = _homes(self.called, self.inner, reducers)
+        self.forward_is_compiled = in_place or "DistributedDataParallel" in within
+        self.buffer_scopes = _homes(self.called, self.inner, reducers)
         self.modules = list(self.inner.modules())
         by_name = list(self.inner.named_modules())
         self.named = text_digest([name for name, _ in by_name])
@@ -180,7 +180,7 @@ class ModelProbe:
         """The buffers that are there now and are compared, by name."""
         if not self.reducers:
             return {name: b for name, b in self.inner.named_buffers() if not b.is_meta}
-        held = {id(b) for home in self.homes for kept in home.buffers() for b in kept}
+        held = {id(b) for home in self.buffer_scopes for kept in home.buffers() for b in kept}
         return {name: b for name, b in self.inner.named_buffers() if id(b) in held}
 
     def modes(self) -> bytes:
@@ -386,7 +386,7 @@ class WrapperProbe:
 
 
 @dataclass(frozen=True)
-class Home:
+class BufferScope:
     """A module whose buffers are compared at each of its forward calls: it is in a wrapper, or in no wrapper at all."""
 
     called: nn.Module
@@ -403,10 +403,10 @@ class Home:
         return kept, caches
 
 
-def _homes(called: nn.Module, inner: nn.Module, reducers: Sequence[DistributedDataParallel]) -> list[Home]:
+def _homes(called: nn.Module, inner: nn.Module, reducers: Sequence[DistributedDataParallel]) -> list[BufferScope]:
     """Where buffers are compared. Outside of all wrappers nothing makes them equal: each rank has its own."""
     inside = set(map(id, inner.modules()))
-    found: dict[int, Home] = {}
+    found: dict[int, BufferScope] = {}
     for each in reducers:
         # Told not to share buffers, a wrapper leaves each rank its own on purpose.
         if each.broadcast_buffers:
@@ -414,9 +414,9 @@ def _homes(called: nn.Module, inner: nn.Module, reducers: Sequence[DistributedDa
             compiled = next((w for w in wrapping if type(w).__name__ == "OptimizedModule"), innermost)
             at = called if innermost is inner else compiled
             if id(innermost) in inside or innermost is inner:
-                found.setdefault(id(innermost), Home(at, innermost))
+                found.setdefault(id(innermost), BufferScope(at, innermost))
     told_not_to = bool(reducers) and not any(each.broadcast_buffers for each in reducers)
-    return list(found.values()) if found or told_not_to else [Home(called, inner)]
+    return list(found.values()) if found or told_not_to else [BufferScope(called, inner)]
 
 
 def _few(names: Sequence[str]) -> str:

@@ -68,7 +68,7 @@ class Rows:
         self.passed: list[list[int]] = []
         """Those of windows that were computed and whose update a loss scaler left out, by window."""
         self.used = False
-        self.gone_on = False
+        self.is_past = False
         """Whether the loop has gone on from the update that is looked at, with other gradients and buffers."""
         self.discarded = 0
         """How often gradients were thrown away."""
@@ -94,13 +94,13 @@ class Rows:
         self.batches = self.batches[-1:] if self._fresh else []
 
     @contextmanager
-    def of_update(self, ids: list[int], *, gone_on: bool) -> Iterator[None]:
+    def of_update(self, ids: list[int], *, is_past: bool) -> Iterator[None]:
         """Inside, what is told is of the update that was made of these rows, whichever have come since."""
-        now, self.ids, self.gone_on = self.ids, ids, gone_on
+        now, self.ids, self.is_past = self.ids, ids, is_past
         try:
             yield
         finally:
-            self.ids, self.gone_on = now, False
+            self.ids, self.is_past = now, False
 
     def pass_over(self) -> None:
         """The window's update is left out: its rows are used up all the same."""

@@ -234,7 +234,7 @@ class Standby(Listener):
             return
         opened = self._open(optimizer)
         if opened is not None:
-            opened.hearing.clipping(parameters, norm)
+            opened.calls.clipping(parameters, norm)
 
     def _open(self, optimizer: torch.optim.Optimizer) -> Watch | None:
         """Open a watch of all that `optimizer` trains. If it cannot be watched, print one line and return None."""

@@ -13,7 +13,7 @@ import torch
 
 from andon_contracts.causes import first_line
 from andon_contracts.laws.law import LOCKSTEP, Judgement, Law, Observations, Seen, in_lockstep
-from andon_contracts.multi_tensor import bring_later
+from andon_contracts.multi_tensor import start_to_cpu
 from andon_contracts.watch.check import Check, Context, OptimizerProbe, Values
 from andon_contracts.watch.checks.applied import Applied
 from andon_contracts.watch.checks.audit import Audit
@@ -124,7 +124,7 @@ class Updates:
         """The optimizer of `probe` is about to make an update. Collective."""
         context, checks, step = self._context, probe.checks, probe.updates + 1
         with context.added:
-            arrive = bring_later(*(tensors for check in checks for tensors in check.look(probe)))
+            arrive = start_to_cpu(*(tensors for check in checks for tensors in check.look(probe)))
             values: Values = {}
             for check in checks:
                 values |= check.meanwhile(probe)
@@ -157,7 +157,7 @@ class Updates:
         with context.added:
             probe.updates += 1
             context.steps += 1
-            arrive = bring_later(*(tensors for check in probe.checks for tensors in check.look_after(probe)))
+            arrive = start_to_cpu(*(tensors for check in probe.checks for tensors in check.look_after(probe)))
             parts = [check.after(probe) for check in probe.checks]
 
             def values() -> Values:
@@ -183,7 +183,7 @@ class Updates:
             said = context.exchange(made.step, point, made.values(), judged=True)
             judgement, laws = self._judge_after(made.probe, said)
             if judgement.first is not None:
-                with context.rows.of_update(made.ids, gone_on=self._late):
+                with context.rows.of_update(made.ids, is_past=self._late):
                     self._locator.after(made.probe, judgement, laws, self._aligned)
             self._note_equal(made.step, judgement.seen)
             made.probe.states_equal = "optimizer" not in judgement.seen.differing

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from andon_contracts.bundle import Evidence, write_cause
 from andon_contracts.ledger import LedgerFile
 from andon_contracts.legible import tell
-from andon_contracts.liveness.end_messages import POINTS, Teller, Whereabouts
+from andon_contracts.liveness.end_messages import POINTS, EndMessages, Position
 from andon_contracts.liveness.halt import HaltSignal, say_cause
 from andon_contracts.stacks import line_here
 from andon_contracts.violation import Violation
@@ -33,7 +33,7 @@ from andon_contracts.watch.judging import Verdicts
 from andon_contracts.watch.ledger import Recorder, reason_of
 from andon_contracts.watch.loaders import Yielded, outside_of_transforms
 from andon_contracts.watch.locate import REPLICATED, tensors_of
-from andon_contracts.watch.model_probe import ForwardTap, ModelProbe, Several
+from andon_contracts.watch.model_probe import ForwardTap, ModelProbe, ModuleGroup
 from andon_contracts.watch.replicas import Replicas
 from andon_contracts.watch.rows import Rows
 from andon_contracts.watch.settings import Settings
@@ -57,7 +57,7 @@ class Watch:
         settings: Settings,
         exchange: Exchange,
         replicas: Replicas,
-        cord: HaltSignal | None = None,
+        halt: HaltSignal | None = None,
         ledger: LedgerFile | None = None,
     ) -> None:
         self.settings, self.closed = settings, False
@@ -81,13 +81,13 @@ class Watch:
         context.verdicts = Verdicts(
             settings, exchange.rank, subject.names, live, record=context.recorder.violation, evidence=evidence
         )
-        self._cord = cord
-        if cord is not None:
-            cord.evidence = evidence
-            exchange.attend(lambda: cord.heed(again=True), cord.lost, cord.begun)
+        self._halt = halt
+        if halt is not None:
+            halt.evidence = evidence
+            exchange.attend(lambda: halt.raise_if_halted(again=True), halt.lost, halt.pending)
         self._updates = Updates(context)
         self._checks = all_checks(context)
-        self.hearing = _CallRouter(context, cord, passes)
+        self.calls = _CallRouter(context, halt, passes)
         self._handled = sys.exc_info()[1]
         """An error that the loop was handling when the watch opened, and that does not end it."""
         self._last_error: BaseException | None = None
@@ -169,10 +169,10 @@ class Watch:
         A rank that is blocked in a collective is ended with `hard_stop`, otherwise by its own timeout.
         """
         self._demand_open()
-        if self._cord is not None:
-            self._cord.pull(reason)
-        evidence, at = self._context.verdicts.evidence, Whereabouts(self._context.updates + 1)
-        cause = Teller(0, 1, at, evidence.folder).pulled(reason)
+        if self._halt is not None:
+            self._halt.pull(reason)
+        evidence, at = self._context.verdicts.evidence, Position(self._context.updates + 1)
+        cause = EndMessages(0, 1, at, evidence.folder).pulled(reason)
         failed = write_cause(cause, evidence, vars(at), state=True, account=True)
         if failed:
             cause = cause.with_rows(("but", f"not all of the bundle could be written: {failed}"))
@@ -211,9 +211,9 @@ class Watch:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is not None and reason_of(error) != "finished" and self._cord is not None and not self.closed:
-            self._cord.failed(error)
-            say_cause(self._cord.cause, error)
+        if error is not None and reason_of(error) != "finished" and self._halt is not None and not self.closed:
+            self._halt.failed(error)
+            say_cause(self._halt.cause, error)
         self._close(error)
 
     # the hooks, in the order in which a step meets them
@@ -222,8 +222,8 @@ class Watch:
         """Meet the other ranks, look for the first time, set the hooks; an error in it leaves nothing open."""
         try:
             self._at(0)
-            if self._cord is not None:
-                self._cord.meet()  # takes some ranks longer: what follows is a gather, and all leave that together
+            if self._halt is not None:
+                self._halt.meet()  # takes some ranks longer: what follows is a gather, and all leave that together
             self._updates.start()
             self._at(0)
             self._hook()
@@ -234,34 +234,34 @@ class Watch:
                 probe.check(Gradients).close()
             self._context.recorder.close(reason_of(error))
             self._context.exchange.close()
-            if self._cord is not None:
-                self._cord.end_with(type(error), error, None)
+            if self._halt is not None:
+                self._halt.end_with(type(error), error, None)
             raise
 
     def _hook(self) -> None:
-        subject, begun = self._context.subject, None if self._cord is None else self._cord.begun
+        subject, pending = self._context.subject, None if self._halt is None else self._halt.pending
         for wrapper in subject.reducers:
             self._undo.append(wrapper.module.register_forward_pre_hook(ForwardTap(wrapper.forward)).remove)
-        several = isinstance(subject.inner, Several)
+        several = isinstance(subject.inner, ModuleGroup)
         called = list(subject.inner.children()) if several else [subject.called]
         before, after = ForwardTap(self._forward, arguments=True), ForwardTap(self._forwarded)
-        for module in {id(each): each for each in (*called, *(home.called for home in subject.homes))}.values():
+        for module in {id(each): each for each in (*called, *(home.called for home in subject.buffer_scopes))}.values():
             self._undo.append(module.register_forward_pre_hook(before, with_kwargs=True).remove)
             self._undo.append(module.register_forward_hook(after).remove)
-        if begun is not None and not subject.begins_unseen:
-            for each in begun.follow(subject.outer):
-                self._undo.append(each.register_forward_pre_hook(ForwardTap(partial(begun.forward, each))).remove)
+        if pending is not None and not subject.forward_is_compiled:
+            for each in pending.follow(subject.outer):
+                self._undo.append(each.register_forward_pre_hook(ForwardTap(partial(pending.forward, each))).remove)
         for check in self._checks:
             self._undo += check.hooks()
         for probe in self._context.probes:
             self._undo.append(probe.optimizer.register_step_pre_hook(self._before_step).remove)
             self._undo.append(probe.optimizer.register_step_post_hook(self._after_step).remove)
-            probe.check(Gradients).raw_hooks.cord = self._cord
-        self._undo.append(listen(self.hearing))
+            probe.check(Gradients).raw_hooks.halt = self._halt
+        self._undo.append(listen(self.calls))
         atexit.register(self._leave, os.getpid())
 
     def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self._heed()
+        self._raise_if_halted()
         self._at(1)
         if not self._context.muted:
             with outside_of_transforms():
@@ -276,7 +276,7 @@ class Watch:
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if _within_a_step(optimizer):
             return None
-        self._heed(again=True)
+        self._raise_if_halted(again=True)
         self._at(2)
         probe = self._probe_of(optimizer)
         self._updates.judge_made()
@@ -307,13 +307,13 @@ class Watch:
 
     def _at(self, place: int) -> None:
         """Tell the other ranks where this rank is within its step."""
-        if self._cord is not None:
-            self._cord.at(self._context.updates + 1, POINTS[place], self._context.last_equal)
+        if self._halt is not None:
+            self._halt.at(self._context.updates + 1, POINTS[place], self._context.last_equal)
 
-    def _heed(self, *, again: bool = False) -> None:
+    def _raise_if_halted(self, *, again: bool = False) -> None:
         """Raise if another rank halted the run."""
-        if self._cord is not None:
-            self._cord.heed(again=again)
+        if self._halt is not None:
+            self._halt.raise_if_halted(again=again)
 
     def _together(self) -> None:
         """All ranks are here: what waited for that is judged."""
@@ -337,17 +337,17 @@ class Watch:
         self.closed = True
         for undo in reversed(self._undo):
             undo()
-        context, cord, reason, unread = self._context, self._cord, reason_of(error), ""
+        context, halt, reason, unread = self._context, self._halt, reason_of(error), ""
         try:
             if reason == "finished":
                 unread = self._updates.judge_last()
         finally:
-            if cord is not None:
+            if halt is not None:
                 # What stopped the loop from elsewhere is written down here, where no line is being written.
-                cause = cord.cause
+                cause = halt.cause
                 if cause is not None and not (cause.written or cause.clause in {each.clause for each in self.findings}):
                     context.recorder.violation(cause.violation(), "raised", False)
-                cord.close()
+                halt.close()
             atexit.unregister(self._leave)
             try:
                 if reason == "finished":
@@ -404,13 +404,13 @@ class _CallRouter(Listener):
 
     def reducing(self, tensor: Tensor, group: object, waits: bool) -> None:
         if self._halt is not None:
-            self._halt.begun.reducing(group, waits=waits)
+            self._halt.pending.reducing(group, waits=waits)
         for check in self._checks:
             check.reducing(tensor, group, waits)
 
     def resumed(self) -> None:
         if self._halt is not None:
-            self._halt.begun.resumed()
+            self._halt.pending.resumed()
 
     def lost(self, error: BaseException) -> None:
         if self._halt is not None:

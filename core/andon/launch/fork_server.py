@@ -20,7 +20,7 @@ from typing import Any
 from andon.console.exits import Exit
 from andon.console.problems import InputError, Problem
 from andon_contracts.causes import first_line
-from andon_contracts.liveness.process import STOPPED_BY, Lasting, Process, ending
+from andon_contracts.liveness.process import STOPPED_BY, ConditionTimer, Process, ending
 
 STOPPED_S = 5.0
 """Seconds that the fork server may be stopped while a process is started."""
@@ -180,7 +180,7 @@ def starting() -> Iterator[None]:
 
 def _watch(over: threading.Event, ended: threading.Event) -> None:
     """Until `over`, or until the fork server has been stopped for too long and is `ended`."""
-    stopped = Lasting(2 * _LOOK_S)
+    stopped = ConditionTimer(2 * _LOOK_S)
     while not over.wait(_LOOK_S):
         server = running()
         stopped_s = stopped.look([server.pid] if server is not None and server.stopped() else [])

@@ -206,7 +206,7 @@ class Heartbeat:
 
     def _expects_last_words(self, view: View) -> bool:
         """Whether a rank is seen to be gone, and what it told the store before it went may still be to be heard."""
-        if view.deaf or "died" not in view.concluded(view.patience()).values():
+        if view.link_error or "died" not in view.concluded(view.patience()).values():
             self._words_by = None
             return False
         if self._words_by is None:

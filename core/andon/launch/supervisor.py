@@ -23,7 +23,7 @@ from andon.console.messages import say
 from andon.launch.preemption import PREEMPTION_SIGNALS, taken
 from andon.launch.report import Report
 from andon_contracts.liveness.diagnosis import named
-from andon_contracts.liveness.process import STOPPED_BY, Lasting, Process
+from andon_contracts.liveness.process import STOPPED_BY, ConditionTimer, Process
 from andon_contracts.liveness.rules import Patience, Seen, conclude, first
 
 POLL_S = 0.05
@@ -160,7 +160,7 @@ class Supervisor:
         self._agent, self._wake, self._folder, self._timeout_s = agent, wake, run_folder, timeout_s
         self._launch = launch
         self._silence_s = silence_s
-        self._stopped = Lasting(END_S)
+        self._stopped = ConditionTimer(END_S)
         self._all: tuple[int, ...] = ()
         self._live: dict[int, Process] = {}
         self._told_to_end = False

@@ -24,7 +24,7 @@ from torch import Tensor
 from andon.run.atomic import fsync_folder, json_bytes, remove, storage, temporary_beside, write_new
 from andon.run.sealed import MANIFEST, STATE, TENSORS, CheckpointError, Sealing, manifest_of, read_sealed
 from andon_contracts.digest import digests_by_name, hex64, join, tree_digest
-from andon_contracts.laws.law import Judgement, settle
+from andon_contracts.laws.law import Judgement, enforce
 from andon_contracts.laws.outcome import RESTORED, Restored
 from andon_contracts.record import GENESIS
 
@@ -62,7 +62,7 @@ def _require_saved(saved: Mapping[str, int], step: int, read: Callable[[], Mappi
         found = read()
     except CheckpointError as error:
         fault = f"what was written cannot be read back: {error}"
-    settle(Judgement(RESTORED, Restored(saved, {name: (digest,) for name, digest in found.items()}, step, fault)))
+    enforce(Judgement(RESTORED, Restored(saved, {name: (digest,) for name, digest in found.items()}, step, fault)))
 
 
 def save_checkpoint(

@@ -28,7 +28,7 @@ from andon.step.task import Task
 from andon.step.tree import Node, finish
 from andon_contracts.agree import Observation
 from andon_contracts.digest import word_sum_tensor
-from andon_contracts.laws.law import Judgement, Seen, settle
+from andon_contracts.laws.law import Judgement, Seen, enforce
 from andon_contracts.laws.update import AUDITED
 
 _PERCENT = 100
@@ -118,7 +118,7 @@ class Audited:
                 raise error
         observations = self.gathered.observations(table)
         found = [replace(each, values=_found(each, self.subjects)) for each in observations]
-        settle(Judgement(AUDITED, Seen(found, None)))
+        enforce(Judgement(AUDITED, Seen(found, None)))
         failed = [each.rank for each in observations if each.values["failed"]]
         if failed:
             msg = f"rank {failed[0]} failed in the audit of step {self.gathered.step}"

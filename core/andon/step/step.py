@@ -26,7 +26,7 @@ from andon.step.replica import REDUCED_FACTS, PartialGradient, Replica
 from andon.step.task import Task
 from andon_contracts.agree import Observation, bits_of, real_of
 from andon_contracts.digest import signed
-from andon_contracts.laws.law import LOCKSTEP, Judgement, Rule, Seen, rules_of, settle
+from andon_contracts.laws.law import LOCKSTEP, Judgement, Rule, Seen, enforce, rules_of
 from andon_contracts.laws.rows import LEAVES, PLANNED, Leaves
 from andon_contracts.laws.update import BASE, BASE_POINT, KEPT, REDUCED, START, UPDATED, Due, Reduced
 from andon_contracts.observe import word_sums
@@ -205,17 +205,17 @@ class TrainingStep:
             if isinstance(each, Exception):
                 raise each
         # First: in a message of another point of a step the same columns mean something else.
-        settle(Judgement((LOCKSTEP,), Seen(observations, None)))
+        enforce(Judgement((LOCKSTEP,), Seen(observations, None)))
         failed = [o.rank for o in observations if o.values["failed"]]
         if failed:
             msg = f"rank {failed[0]} failed in the forward or backward pass of step {update.batch.step}"
             raise RankFailed(msg)
-        settle(Judgement(PLANNED, Seen(observations, None)))
+        enforce(Judgement(PLANNED, Seen(observations, None)))
         update.reports = reports_of(observations)
         update.stop = any(o.values["stop"] for o in observations)
         update.save = any(o.values["save"] for o in observations)
         if update.checked:
-            settle(Judgement(LEAVES, Leaves(update.reports, update.plan, update.batch.step)))
+            enforce(Judgement(LEAVES, Leaves(update.reports, update.plan, update.batch.step)))
 
     def _reduce_and_clip(self, update: Pending, partials: Sequence[PartialGradient]) -> None:
         pieces = self._reduce([part.roots for part in partials])
@@ -247,11 +247,11 @@ class TrainingStep:
         said = [replace(each, values=read_reduced(size, each.values)) for each in observations]
         want = Reduced(Rule.SAME if self._weights is None else self._weights, self._clip_norm)
         looks = {"gradient": Replica.reduced_gradient, "weights": _weights}
-        settle(self._agreement.judgement(REDUCED, Seen(said, want), looks))
+        enforce(self._agreement.judgement(REDUCED, Seen(said, want), looks))
         # Several ranks compare their moments after each update; a lone one only has what it left itself.
         if self._backend.world_size == 1 and not self.late and self._optimizer is not None:
             kept = {"optimizer": signed(self._replicas[0].optimizer_digest())}
-            settle(Judgement((KEPT,), Seen([replace(said[0], values=kept)], self._optimizer)))
+            enforce(Judgement((KEPT,), Seen([replace(said[0], values=kept)], self._optimizer)))
         update.norm = real_of(said[0].values["norm"])
         update.gradients = tuple(each.values["gradient"] for each in said)
 
@@ -272,7 +272,7 @@ class TrainingStep:
         spec, size = self._replicas[0].spec, self._replicas[0].parameters.size
         said = [replace(each, values=read_state(spec, size, each.values)) for each in observations]
         looks = {"weights": _weights, "optimizer": Replica.optimizer_state}
-        settle(self._agreement.judgement(UPDATED, Seen(said, Due(update.updates)), looks))
+        enforce(self._agreement.judgement(UPDATED, Seen(said, Due(update.updates)), looks))
         self._weights, self._optimizer = said[0].values["weights"], said[0].values["optimizer"]
         update.ranks = tuple(
             {
@@ -293,7 +293,7 @@ class TrainingStep:
         digests = self._backend.map(lambda index: self._replicas[index].base_digest())
         observed = [{"base": digest, "first base": expected} for digest in digests]
         observations = self._agreement.observe(step, BASE_POINT, observed)
-        settle(self._agreement.judgement(BASE, Seen(observations, None), {"base": Replica.frozen}))
+        enforce(self._agreement.judgement(BASE, Seen(observations, None), {"base": Replica.frozen}))
 
     def attest_start(self, observed: Mapping[str, int]) -> None:
         """All ranks start from the same layout, weights, base and whatever else is `observed` (name to digest).
@@ -305,7 +305,7 @@ class TrainingStep:
             for r in self._replicas
         ]
         observations = self._agreement.observe(0, "start", values)
-        settle(Judgement(START, Seen(observations, None)))
+        enforce(Judgement(START, Seen(observations, None)))
         self._weights = observations[0].values["weights"] if enforced() else None
         self._optimizer = signed(self._replicas[0].optimizer_digest()) if enforced() else None
         self._weights_there = None

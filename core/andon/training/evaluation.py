@@ -14,7 +14,7 @@ from andon.metrics.scores import Scores
 from andon.model.batches import EvaluationBatching
 from andon.step.replica import Replica
 from andon.tasks.task import ScoredTask
-from andon_contracts.laws.law import Judgement, settle
+from andon_contracts.laws.law import Judgement, enforce
 from andon_contracts.laws.outcome import EVALUATED, OUTPUT, EvaluationTold, Output
 
 _SMALL = EvaluationBatching()
@@ -59,13 +59,13 @@ def evaluate(
     """
     row_ids, outputs = _gathered(backend, models, task, ids, batching)
     told = EvaluationTold(0, (tuple(row_ids),), len(ids), {}, {}, planned=tuple(ids))
-    settle(Judgement(EVALUATED, told))
+    enforce(Judgement(EVALUATED, told))
     finite = outputs.isfinite().all(dim=1).tolist()
     odd = tuple(row for row, whole in zip(row_ids, finite, strict=True) if not whole)
-    settle(Judgement(OUTPUT, Output(task.output, len(row_ids), odd)))
+    enforce(Judgement(OUTPUT, Output(task.output, len(row_ids), odd)))
     result = task.score(row_ids, outputs)
     counted = {"rows": float(len(ids))}
-    settle(Judgement(EVALUATED, replace(told, told={"rows": [float(result.rows)]}, counted=counted)))
+    enforce(Judgement(EVALUATED, replace(told, told={"rows": [float(result.rows)]}, counted=counted)))
     return result
 
 

@@ -22,7 +22,7 @@ from andon.training.history import History, begin_anew, read_history
 from andon.training.session import Session
 from andon.training.trainer import Progress
 from andon_contracts.digest import hex64, signed
-from andon_contracts.laws.law import Judgement, settle
+from andon_contracts.laws.law import Judgement, enforce
 from andon_contracts.laws.outcome import RESTORED, Restored
 
 _ANEW, _DONE, _REFUSED = -1, -2, -3
@@ -104,7 +104,7 @@ def load_best(session: Session, progress: Progress) -> None:
         raise RankFailed(f"rank {readable.index(0)} could not read the best checkpoint, of step {step}")
     found = tuple(digest % UNSIGNED for digest in digests)
     recorded = progress.best_weights or found[0]  # 0: contracts were off there
-    settle(Judgement(RESTORED, Restored({"weights": recorded}, {"weights": found}, step)))
+    enforce(Judgement(RESTORED, Restored({"weights": recorded}, {"weights": found}, step)))
 
 
 def _history(session: Session, checkpoint: Checkpoint | None) -> History:

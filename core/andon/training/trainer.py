@@ -23,7 +23,7 @@ from andon.step.plan import BatchPlan, GlobalBatch
 from andon.step.schedule import Schedule
 from andon.step.step import Pending, RankFailed, StepResult, TrainingStep
 from andon.training.history import step_record
-from andon_contracts.laws.law import Judgement, settle
+from andon_contracts.laws.law import Judgement, enforce
 from andon_contracts.laws.outcome import RESTORED, Restored
 from andon_contracts.liveness.clock import StepClock
 from andon_contracts.liveness.diagnosis import UPDATE
@@ -229,7 +229,7 @@ class Trainer:
         for rank, what in enumerate(map(int, outcomes)):
             if what == _BROKEN:
                 seen = f"rank {rank} did not read back what it wrote"
-                settle(Judgement(RESTORED, Restored({}, {}, self.progress.step, seen, (rank,))))
+                enforce(Judgement(RESTORED, Restored({}, {}, self.progress.step, seen, (rank,))))
             if what == _REFUSED:
                 msg = f"rank {rank} could not write the checkpoint of step {self.progress.step}"
                 raise RankFailed(msg)

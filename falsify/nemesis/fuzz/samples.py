@@ -15,7 +15,7 @@ from andon.config.schema import Config
 from andon.run.summary import Head, Summary
 from andon_contracts.causes import Cause
 from andon_contracts.fields import Part, Real
-from andon_contracts.liveness.end_messages import Whereabouts
+from andon_contracts.liveness.end_messages import Position
 from andon_contracts.liveness.halt_link import Progress, Said
 from andon_contracts.liveness.pending_collectives import Counts
 from andon_contracts.liveness.store_link import whole
@@ -107,7 +107,7 @@ def run_files() -> dict[str, bytes]:
 def messages() -> tuple[tuple[bytes, Callable[[object], object]], ...]:
     """What ranks tell each other, each with the form by which it is read."""
     cause = Cause("violation", "they differ", 1, 3, "replicas-agree", "they differ", "w", (1,))
-    progress = Progress(Whereabouts(1, "before the update", 0.5, 1), Counts(3, 2, "world", 1))
+    progress = Progress(Position(1, "before the update", 0.5, 1), Counts(3, 2, "world", 1))
     return (
         (_bytes(cause), lambda body: whole(Cause, body).among(2)),
         (_bytes(progress), lambda body: whole(Progress, body)),

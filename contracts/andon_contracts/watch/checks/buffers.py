@@ -20,7 +20,7 @@ from andon_contracts.watch.check import Check, Context, Cover, OptimizerProbe, V
 from andon_contracts.watch.checks.frozen import ROUND, parts_of
 from andon_contracts.watch.checks.gradients import Gradients
 from andon_contracts.watch.loaders import outside_of_transforms
-from andon_contracts.watch.model_probe import ForwardTap, Several
+from andon_contracts.watch.model_probe import ForwardTap, ModuleGroup
 from andon_contracts.watch.values import text_digest
 
 SMALL_BYTES = 1 << 18
@@ -54,7 +54,7 @@ class Buffers(Check):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        scopes = len(context.subject.homes)
+        scopes = len(context.subject.buffer_scopes)
         self._readers = [(BufferReader(), BufferReader()) for _ in range(scopes)]
         """By scope, for the buffers that a checkpoint has, and for the others."""
         self._digests: dict[OptimizerProbe, list[tuple[int, int, int] | None]] = {}
@@ -64,13 +64,13 @@ class Buffers(Check):
         subject, found = self.context.subject, self.context.between_ranks()
         if self.context.world == 1:
             pass
-        elif not subject.reducers and isinstance(subject.inner, Several):
+        elif not subject.reducers and isinstance(subject.inner, ModuleGroup):
             found = Cover("not observable", "several modules: no one forward pass after which to look")
-        elif not subject.homes:
+        elif not subject.buffer_scopes:
             found = Cover("not applicable", "DDP was told not to share buffers: each rank has its own")
         elif not subject.buffers_by_name():
             found = Cover("not applicable", "the model has no buffers")
-        elif subject.begins_unseen:
+        elif subject.forward_is_compiled:
             found = Cover("not observable", "compiled code broadcasts them, and hooks in it do not run")
         return {"buffers-agree": found}
 
@@ -79,8 +79,10 @@ class Buffers(Check):
             reader.portable(self.context.portable)
 
     def hooks(self) -> list[Callable[[], None]]:
-        homes = enumerate(self.context.subject.homes) if "buffers-agree" in self.context.verdicts.live else ()
-        taps = [(home.called, ForwardTap(partial(self._called, scope))) for scope, home in homes]
+        buffer_scopes = (
+            enumerate(self.context.subject.buffer_scopes) if "buffers-agree" in self.context.verdicts.live else ()
+        )
+        taps = [(home.called, ForwardTap(partial(self._called, scope))) for scope, home in buffer_scopes]
         return [called.register_forward_pre_hook(tap).remove for called, tap in taps]
 
     def _called(self, scope: int) -> None:
@@ -88,7 +90,7 @@ class Buffers(Check):
         if not torch.is_grad_enabled() or context.muted:
             return
         probes = [probe for probe in context.probes if not probe.check(Gradients).raw_hooks.started]
-        kept, caches = context.subject.homes[scope].buffers()
+        kept, caches = context.subject.buffer_scopes[scope].buffers()
         # A transform of `torch.func` may call the model with buffers of its own.
         if not probes or any(map(torch._C._functorch.is_functorch_wrapped_tensor, (*kept, *caches))):
             return

@@ -17,7 +17,7 @@ from torch import Tensor
 from andon_contracts.agree import Observation
 from andon_contracts.laws.law import Law, Observations, Seen, in_lockstep
 from andon_contracts.laws.update import FROZEN, frozen_tensor
-from andon_contracts.multi_tensor import ListSums, bring, listable
+from andon_contracts.multi_tensor import ListSums, listable, to_cpu
 from andon_contracts.observe import chained, dense_parts, flat_digest
 from andon_contracts.violation import Finding
 from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values
@@ -248,7 +248,7 @@ class PartLook:
 
     def sums(self) -> list[int]:
         """One in [0, 2^64) for each part, in order. Waits for the devices, unless `waiting` was brought to the CPU."""
-        bring(self.waiting)
+        to_cpu(self.waiting)
         found = dict(self.found)
         for places, sums in zip(self.places, self.waiting, strict=True):
             found |= {place: value % (1 << 64) for place, value in zip(places, sums.tolist(), strict=True)}

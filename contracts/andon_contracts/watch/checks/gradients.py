@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from andon_contracts.agree import bits_of, real_of
 from andon_contracts.laws.law import Law, Seen, difference
 from andon_contracts.laws.update import GRADIENTS
-from andon_contracts.multi_tensor import bring
+from andon_contracts.multi_tensor import to_cpu
 from andon_contracts.observe import ORDINARY, Look, Observer, plain
 from andon_contracts.violation import Finding
 from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values, indexed, none_has
@@ -158,7 +158,7 @@ class Gradients(Check):
     def reduced(self, probe: OptimizerProbe) -> None:
         if self.loop_norm is None and self._needs_norm:
             look = self._look_at_gradient(norm=True)
-            bring(look.waiting, look.norms)
+            to_cpu(look.waiting, look.norms)
             self.loop_norm = look.norm
             if self.context.settings.recording:
                 self._reduced, self._share = look, self._probe.norm_share(self._probe.gradients(), look.norm)
