@@ -174,7 +174,7 @@ class OptimizerProbe:
 
     def updated(self) -> None:
         """The update was made."""
-        self.context.rows.turn()
+        self.context.rows.new_window()
         for check in self.checks:
             check.updated(self)
         self._new_window()
@@ -182,7 +182,7 @@ class OptimizerProbe:
     def skip(self) -> None:
         """A loss scaler skipped the update, because a gradient is not finite."""
         self.skipped += 1
-        self.context.rows.pass_over()
+        self.context.rows.skip_window()
         self._new_window()
 
     def _new_window(self) -> None:

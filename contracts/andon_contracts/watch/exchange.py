@@ -57,10 +57,10 @@ class Exchange:
         self._pending: PendingCollectives | None = None
         self.rank = gather.rank
         self.world_size = gather.world_size
-        self.alike = True
+        self.comparable = True
         """Whether every rank should hold the same tensors. If not, no element of them is compared."""
 
-    def attend(
+    def set_callbacks(
         self, raise_if_halted: Callable[[], None], lost: Callable[[BaseException], None], pending: PendingCollectives
     ) -> None:
         """Call `raise_if_halted` now and then while a gather waits, and `lost` with the error of a gather that failed.
@@ -103,7 +103,9 @@ class Exchange:
             raise violation(found.clause, found.finding, Scene(self.world_size))
         return seen
 
-    def closing(self, step: int, point: str, values: Mapping[str, int], within_s: float) -> tuple[Observation, ...]:
+    def gather_at_close(
+        self, step: int, point: str, values: Mapping[str, int], within_s: float
+    ) -> tuple[Observation, ...]:
         """The last gather, at the close: waits at most `within_s` seconds, because another rank may have ended.
 
         Raises `TimeoutError`, and what the group raises if a rank is gone.
@@ -118,7 +120,7 @@ class Exchange:
         self._gather.raise_if_halted, self._gather.lost, self._pending = raise_if_halted, None, None
         return self(step, point, values, judged=True)
 
-    def columns(self, step: int, columns: Sequence[Sequence[int]]) -> list[list[list[int]]]:
+    def gather_columns(self, step: int, columns: Sequence[Sequence[int]]) -> list[list[list[int]]]:
         """By rank, some columns of integers of one length on each rank. Two gathers."""
         # The lengths first: a collective takes one length of all ranks.
         counts = [o.values["count"] for o in self(step, "count", {"count": len(columns[0])})]
@@ -134,11 +136,11 @@ class Exchange:
     def _payloads(self, step: int, point: str, values: Mapping[str, int], payload: Tensor) -> list[Tensor]:
         return [o.payload for o in self(step, point, values, payload) if o.payload is not None]
 
-    def look(self, step: int, name: str, tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    def gather_digests(self, step: int, name: str, tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
         """The digest of each of `tensors` on each rank, by tensor; empty if the ranks do not have the same names."""
-        return self.spread(step, f"tensors of {name}", digests_by_name({n: plain(t) for n, t in tensors.items()}))
+        return self.gather_named(step, f"tensors of {name}", digests_by_name({n: plain(t) for n, t in tensors.items()}))
 
-    def spread(self, step: int, point: str, values: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+    def gather_named(self, step: int, point: str, values: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
         """Each of any number of `values` on each rank, by name; empty if the ranks do not have the same names."""
         sizes = self(step, "sizes", {"0": len(values), "1": text_digest(list(values))})
         if any(o.values != sizes[0].values for o in sizes):
@@ -146,9 +148,9 @@ class Exchange:
         seen = self(step, point, values)
         return {name: tuple(o.values[name] for o in seen) for name in values}
 
-    def texts(self, step: int, text: str) -> tuple[str, ...]:
+    def gather_texts(self, step: int, text: str) -> tuple[str, ...]:
         """Every rank's `text`, by rank. Two gathers, for use after a difference was found."""
-        columns = self.columns(step, [list(text.encode("utf-8", "backslashreplace"))])
+        columns = self.gather_columns(step, [list(text.encode("utf-8", "backslashreplace"))])
         return tuple(bytes(column).decode("utf-8") for (column,) in columns)
 
     def first_difference(self, step: int, tensor: Tensor | None, noun: str = "tensor") -> str:
@@ -156,7 +158,7 @@ class Exchange:
 
         tensor: None on a rank that has none. If only some ranks have one, the result says which have no `noun`.
         """
-        if not self.alike:
+        if not self.comparable:
             return ""
         held = None if tensor is None else plain(tensor)
         words = None if held is None else element_bits(held).flatten()

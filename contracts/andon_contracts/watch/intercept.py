@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.nn.utils import clip_grad
 from torch.utils.data import dataloader
 
-from andon_contracts.watch.loaders import Yielded, drawn, ended, yielded
+from andon_contracts.watch.loaders import Yielded, note_end, note_index, yielded
 
 
 class Listener:
@@ -162,7 +162,7 @@ def _backward(original: Any, tensors: Any, grad_tensors: Any = None, *args: Any,
 
 def _draw(original: Any, iterator: Any) -> Any:
     index = original(iterator)
-    drawn(iterator, index)
+    note_index(iterator, index)
     return index
 
 
@@ -170,7 +170,7 @@ def _yield(original: Any, iterator: Any) -> Any:
     try:
         batch = original(iterator)
     except StopIteration:
-        ended(iterator)
+        note_end(iterator)
         raise
     # Without gradients the loop evaluates: it does not train on these rows.
     if torch.is_grad_enabled():

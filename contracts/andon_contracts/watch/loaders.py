@@ -35,7 +35,7 @@ _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(eq=False)
-class Pass:
+class LoaderPass:
     """One pass of a loop over a data loader, on this rank.
 
     number: 1 for the first one over this sampler. size: the rows of the data set; 0: unknown. shuffles: the sampler
@@ -47,13 +47,13 @@ class Pass:
     number: int
     size: int
     shuffles: bool
-    most: int
+    most_repeats: int
     sampler: str
-    before: Pass | None = None
+    before: LoaderPass | None = None
     order: list[int] = field(default_factory=list)
     batches: int = 0
     rows: int = 0
-    over: bool = False
+    finished: bool = False
     iterator: Callable[[], Any] = lambda: None
 
 
@@ -61,26 +61,26 @@ class Pass:
 class Yielded:
     """A batch of a data loader. keys: of each row its index and content; None if either cannot be seen.
 
-    places: the storages of its tensors, by which a forward pass recognizes it. kept: keeps their addresses from being
+    storage_ids: the storages of its tensors, by which a forward pass recognizes it. storages: keeps their addresses from being
     given to the next batch once their memory is free. so_far: the rows that the pass had yielded with it.
     """
 
-    source: Pass
+    source: LoaderPass
     ids: tuple[int, ...] | None
     keys: Tensor | None
-    places: frozenset[int]
-    kept: tuple[StorageWeakRef, ...]
+    storage_ids: frozenset[int]
+    storages: tuple[StorageWeakRef, ...]
     so_far: int = 0
 
 
 _drawn: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
-_passes: weakref.WeakKeyDictionary[Any, Pass] = weakref.WeakKeyDictionary()
+_passes: weakref.WeakKeyDictionary[Any, LoaderPass] = weakref.WeakKeyDictionary()
 """The present pass of each iterator."""
-_latest: weakref.WeakKeyDictionary[Any, Pass] = weakref.WeakKeyDictionary()
+_latest: weakref.WeakKeyDictionary[Any, LoaderPass] = weakref.WeakKeyDictionary()
 """The latest pass over each sampler."""
 
 
-def drawn(iterator: Any, index: Any) -> None:
+def note_index(iterator: Any, index: Any) -> None:
     """An iterator of a data loader has drawn the index of a batch, or of a row."""
     # Only an iterator with workers numbers what it draws; another has one batch under way.
     _drawn.setdefault(iterator, {})[getattr(iterator, "_send_idx", 0)] = index
@@ -95,35 +95,35 @@ def yielded(iterator: Any, batch: object) -> Yielded:
         ids = _ids(taken[0] if len(taken) == 1 else None, iterator._dataset)
         found = _passes.get(iterator)
         if found is None or iterator._num_yielded == 1:
-            found = _passes[iterator] = _begun(iterator)
+            found = _passes[iterator] = _new_pass(iterator)
         tensors = list(tensors_in(batch))
         keys = None if ids is None else row_keys(ids, tensors)
         found.rows += 0 if ids is None else len(ids)
         found.order += (ids or ())[: _REMEMBERED - len(found.order)]
         storages = (each.untyped_storage() for each in tensors if each.numel())
         kept = tuple(StorageWeakRef(each) for each in storages)  # type: ignore[no-untyped-call]
-        return Yielded(found, ids, keys, places_of(tensors), kept, found.rows)
+        return Yielded(found, ids, keys, storage_ids(tensors), kept, found.rows)
     except Exception as error:  # noqa: BLE001 - datasets, samplers and batches are the loop's own and may raise anything
-        cannot_look("a batch of a data loader", error)
-        return Yielded(Pass(1, 0, False, 0, ""), None, None, frozenset(), ())
+        report_unreadable("a batch of a data loader", error)
+        return Yielded(LoaderPass(1, 0, False, 0, ""), None, None, frozenset(), ())
 
 
-def cannot_look(what: str, error: Exception) -> None:
+def report_unreadable(what: str, error: Exception) -> None:
     """Say, once, why rows are not looked at."""
     why = f"{what} raises {first_line(error)} if looked at"
     tell_once(what, f"andon.watch: {why}: the rows of this run are not checked")
 
 
-def is_under_way(found: Pass) -> bool:
+def is_running(found: LoaderPass) -> bool:
     """Whether the pass may yet yield a batch or end."""
     iterator = found.iterator()
-    return not found.over and iterator is not None and _passes.get(iterator) is found
+    return not found.finished and iterator is not None and _passes.get(iterator) is found
 
 
-def ended(iterator: Any) -> None:
+def note_end(iterator: Any) -> None:
     found = _passes.get(iterator)
     if found is not None:
-        found.over = True
+        found.finished = True
 
 
 def _ids(index: Any, dataset: Any) -> tuple[int, ...] | None:
@@ -138,7 +138,7 @@ def _ids(index: Any, dataset: Any) -> tuple[int, ...] | None:
     return tuple(found)
 
 
-def _begun(iterator: Any) -> Pass:
+def _new_pass(iterator: Any) -> LoaderPass:
     sampler = iterator._index_sampler
     try:
         before = _latest.get(sampler)
@@ -162,7 +162,7 @@ def _begun(iterator: Any) -> Pass:
     except Exception:  # noqa: BLE001 - an iterable dataset has no length, and one with a sampler of its own needs none
         size = 0
     repeats = next((getattr(inner, name) for name in _REPEATS if isinstance(getattr(inner, name, None), int)), 1)
-    found = Pass(
+    found = LoaderPass(
         1 if before is None else before.number + 1,
         size,
         shuffles,
@@ -201,7 +201,7 @@ def outside_of_transforms() -> AbstractContextManager[object]:
     return temporarily_clear_interpreter_stack()
 
 
-def places_of(tensors: Sequence[Tensor]) -> frozenset[int]:
+def storage_ids(tensors: Sequence[Tensor]) -> frozenset[int]:
     """Which storages hold `tensors`: their views have the same, copies others."""
     return frozenset(each.untyped_storage()._cdata for each in tensors if each.numel())
 
@@ -234,6 +234,6 @@ def _is_tokens(tensor: Tensor) -> bool:
     return tensor.dim() == 2 and not tensor.dtype.is_floating_point and tensor.shape[1] <= _LONGEST
 
 
-def total(keys: Tensor) -> int:
+def keys_digest(keys: Tensor) -> int:
     """One integer in int64 of a set of keys, whatever their order."""
     return int(mix64(keys).sum())

@@ -97,7 +97,7 @@ def watch(
     return open_watch(model, list(optimizer) if isinstance(optimizer, Sequence) else [optimizer], settings)
 
 
-class CannotLook(ValueError):
+class CannotWatch(ValueError):
     """`andon watch` cannot watch what it found, on any rank. The user made no mistake."""
 
 
@@ -243,5 +243,5 @@ def _agreed(
         found.append(f"the ranks watch with different settings: {', '.join(differing)}")
     if found:
         msg = "andon.watch: " + "; ".join(found)
-        raise ValueError(msg) if any(o.values["mistakes"] for o in seen) else CannotLook(msg)
+        raise ValueError(msg) if any(o.values["mistakes"] for o in seen) else CannotWatch(msg)
     return seen

@@ -65,33 +65,33 @@ class Rows:
         self.loss_rows = 0
         self.reported: float | None = None
         self.batches: list[Batch] = []
-        self.passed: list[list[int]] = []
+        self.skipped_windows: list[list[int]] = []
         """Those of windows that were computed and whose update a loss scaler left out, by window."""
         self.used = False
         self.is_past = False
         """Whether the loop has gone on from the update that is looked at, with other gradients and buffers."""
         self.discarded = 0
         """How often gradients were thrown away."""
-        self._fresh = 0
+        self._unused = 0
 
     def add(self, ids: Sequence[int], contents: Sequence[int]) -> None:
         """A batch is about to be used."""
         self.used = True
         self.batches.append(Batch(len(ids)))
-        self._fresh = len(ids)
+        self._unused = len(ids)
         self.ids.extend(ids)
         self.contents.extend(contents)
 
-    def spent(self) -> None:
+    def mark_used(self) -> None:
         """The batch at hand has been through the backward pass: it shares the fate of the gradients."""
-        self._fresh = 0
+        self._unused = 0
 
     def discard(self) -> None:
         """The gradients so far were thrown away, and with them all rows but those of the batch at hand."""
         self.discarded += 1
-        kept = len(self.ids) - self._fresh
+        kept = len(self.ids) - self._unused
         del self.ids[:kept], self.contents[:kept]
-        self.batches = self.batches[-1:] if self._fresh else []
+        self.batches = self.batches[-1:] if self._unused else []
 
     @contextmanager
     def of_update(self, ids: list[int], *, is_past: bool) -> Iterator[None]:
@@ -102,16 +102,16 @@ class Rows:
         finally:
             self.ids, self.is_past = now, False
 
-    def pass_over(self) -> None:
+    def skip_window(self) -> None:
         """The window's update is left out: its rows are used up all the same."""
-        self.passed.append(self.ids)
-        self.turn()
+        self.skipped_windows.append(self.ids)
+        self.new_window()
 
-    def turn(self) -> None:
+    def new_window(self) -> None:
         """The update has used them."""
         self.ids, self.contents = [], []
         self.loss_sum, self.loss_rows, self.reported = 0.0, 0, None
-        self.batches, self._fresh = [], 0
+        self.batches, self._unused = [], 0
 
     @property
     def latest(self) -> Batch | None:

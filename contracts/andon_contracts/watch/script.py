@@ -39,7 +39,7 @@ from andon_contracts.stacks import doing
 from andon_contracts.violation import Halted, Violation
 from andon_contracts.watch.discovery import members, optimizer_of, trained_by
 from andon_contracts.watch.intercept import Listener, listen
-from andon_contracts.watch.opening import CannotLook, is_watched, open_watch, opened_so_far
+from andon_contracts.watch.opening import CannotWatch, is_watched, open_watch, opened_so_far
 from andon_contracts.watch.settings import Settings, allow_problems
 from andon_contracts.watch.values import text_digest
 from andon_contracts.watch.watcher import Watch
@@ -48,9 +48,9 @@ _FAILED, _VIOLATION = 1, 70
 _LONGEST_S, _AGAIN_S = 120.0, 5.0
 """How long a rank waits for all others at a first update, but at most a third of their group's timeout; and how long it
 waits the second time. After that it opens no watch any more."""
-_LOOK_S, _BEAT_S = 0.1, 1.0
+_POLL_S, _REPORT_S = 0.1, 1.0
 """How often a rank that waits looks for the others, and any rank where its main thread is."""
-_SURE_S = 3.0
+_CONFIRM_S = 3.0
 """How long a rank waits before it believes a report that another one waits elsewhere: that wait may just be over."""
 _STUCK_S, _BUSY_S = 5.0, 0.1
 """A rank waits in a collective if it is in one call for so long and computes less between two looks."""
@@ -80,11 +80,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _FAILED if isinstance(found, Halted) and not standby.violated else _VIOLATION
     except SystemExit as ended:
         if not ended.code:
-            standby.tell_if_idle()
+            standby.report_if_idle()
         if ended.code or not standby.violated:
             raise
         return _VIOLATION
-    standby.tell_if_idle()
+    standby.report_if_idle()
     return _VIOLATION if standby.violated else 0
 
 
@@ -179,13 +179,13 @@ class Standby(Listener):
         self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._running: list[torch.optim.Optimizer] = []
         self._clipped: set[int] = set()
-        self._gathering = Gathering()
+        self._rendezvous = Rendezvous()
         self._undo: list[Callable[[], object]] = []
-        self._left_out: set[str] = set()
+        self._unwatched: set[str] = set()
 
     def __enter__(self) -> Self:
         before, after = register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)
-        self._undo = [before.remove, after.remove, listen(self), self._gathering.close]
+        self._undo = [before.remove, after.remove, listen(self), self._rendezvous.close]
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
@@ -202,9 +202,9 @@ class Standby(Listener):
         """True if a watch with `--action raise` found a violation."""
         return self._settings.action == "raise" and any(each.violations for each in self._watches)
 
-    def tell_if_idle(self) -> None:
+    def report_if_idle(self) -> None:
         """Print a line if no watch was opened, by the script itself neither, and no optimizer was left out."""
-        if opened_so_far() == self._opened_before and not self._left_out:
+        if opened_so_far() == self._opened_before and not self._unwatched:
             several = os.environ.get("WORLD_SIZE", "1") != "1"
             which = f"rank {os.environ.get('RANK', '?')}: " if several else ""
             tell(f"andon watch: {which}no optimizer of torch made an update, so nothing was watched")
@@ -243,7 +243,7 @@ class Standby(Listener):
             return None
         held, kind = members(optimizer), type(optimizer).__qualname__
         if not any(isinstance(each, torch.nn.Parameter) for each in held):
-            self._leave_out(f"{kind} trains only tensors that are no parameters of a module")
+            self._report_unwatched(f"{kind} trains only tensors that are no parameters of a module")
             return None
         why = ""
         try:
@@ -252,9 +252,9 @@ class Standby(Listener):
             why = str(error)
         except Exception as error:  # noqa: BLE001 - it asks objects of the script, which may raise anything
             why = f"what {kind} trains cannot be found: {first_line(error)}"
-        refused = self._gathering.meet(f"{kind} of {len(held)} tensors", why)
+        refused = self._rendezvous.meet(f"{kind} of {len(held)} tensors", why)
         if refused is not None:
-            self._leave_out(refused)
+            self._report_unwatched(refused)
             return None
         if any(is_watched(each) for each in optimizers):
             optimizers = [optimizer]
@@ -267,8 +267,8 @@ class Standby(Listener):
         self._seen.update(optimizers)
         try:
             opened = open_watch(model, optimizers, self._settings)
-        except CannotLook as error:
-            self._leave_out(str(error).removeprefix("andon.watch: "))
+        except CannotWatch as error:
+            self._report_unwatched(str(error).removeprefix("andon.watch: "))
             return None
         except ValueError as error:
             tell(f"andon watch: {str(error).removeprefix('andon.watch: ')}")
@@ -276,14 +276,14 @@ class Standby(Listener):
         self._watches.append(opened)
         return opened
 
-    def _leave_out(self, why: str) -> None:
+    def _report_unwatched(self, why: str) -> None:
         """Print once, on one rank, why an optimizer is not watched. An empty `why` was printed before."""
-        if why and why not in self._left_out and self._gathering.is_first(why):
+        if why and why not in self._unwatched and self._rendezvous.is_first(why):
             tell(f"andon watch: an optimizer is not watched, and the script goes on: {legible_line(why)}")
-        self._left_out.add(why)
+        self._unwatched.add(why)
 
 
-class Gathering:
+class Rendezvous:
     """The meetings of the ranks of one script, and a thread that tells the others if this rank waits elsewhere.
 
     Opening a watch is collective, so a rank must not begin it unless all ranks do. Not every right script trains on
@@ -299,7 +299,7 @@ class Gathering:
         self._over = threading.Event()
         self._main = threading.get_ident()
         # A single process has no peers to inform, and a thread would make a later fork unsafe.
-        self._thread = threading.Thread(target=self._tell_where, name="andon-standby", daemon=True)
+        self._thread = threading.Thread(target=self._report_waits, name="andon-standby", daemon=True)
         if os.environ.get("WORLD_SIZE", "1") != "1":
             self._thread.start()
 
@@ -355,7 +355,7 @@ class Gathering:
             if store.check([f"{key}/here/{rank}" for rank in ranks]):
                 return _agreed(store, key, what, "")
             waited = time.monotonic() - began
-            if waited > min(_SURE_S, patience):
+            if waited > min(_CONFIRM_S, patience):
                 others = [rank for rank in ranks if not store.check([f"{key}/here/{rank}"])]
                 elsewhere = [f"rank {rank} {away}" for rank in others if (away := read(f"away/{rank}"))]
                 if others and (waited > patience or len(elsewhere) == len(others)):
@@ -365,15 +365,15 @@ class Gathering:
                     missing = f"rank {', '.join(map(str, others))} did not come to the first update of {what}"
                     seen = f" ({'; '.join(elsewhere)})" if elsewhere else f" within {waited:.0f} s"
                     return _agreed(store, key, what, missing + seen)
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
 
-    def _tell_where(self) -> None:
+    def _report_waits(self) -> None:
         """The thread: tell the other ranks while the main thread waits in a collective, and when the script is over."""
         told, last, computed, since = "", None, 0.0, time.monotonic()
         clock = time.pthread_getcpuclockid(self._main)
         store: Store | None = None
         while True:
-            over = self._over.wait(_BEAT_S)
+            over = self._over.wait(_REPORT_S)
             here, before, computed = _in_collective(self._main), computed, time.clock_gettime(clock)
             if here != last or computed - before > _BUSY_S:
                 last, since = here, time.monotonic()

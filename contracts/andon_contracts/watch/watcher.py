@@ -62,7 +62,7 @@ class Watch:
     ) -> None:
         self.settings, self.closed = settings, False
         self._context = context = Context(subject, settings, exchange, replicas, Rows())
-        exchange.alike = not replicas.cut
+        exchange.comparable = not replicas.cut
         passes = Passes()
         add_checks(context, optimizers, passes)
         self._cover = coverage(context, all_checks(context))
@@ -84,7 +84,7 @@ class Watch:
         self._halt = halt
         if halt is not None:
             halt.evidence = evidence
-            exchange.attend(lambda: halt.raise_if_halted(again=True), halt.lost, halt.pending)
+            exchange.set_callbacks(lambda: halt.raise_if_halted(again=True), halt.lost, halt.pending)
         self._updates = Updates(context)
         self._checks = all_checks(context)
         self.calls = _CallRouter(context, halt, passes)
