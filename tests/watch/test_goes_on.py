@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, TensorD
 import andon
 from andon_contracts import legible
 from andon_contracts.watch import script
-from andon_contracts.watch.loaders import report_unreadable
+from andon_contracts.watch.intercept import report_unreadable
 from tests.support.ranks import run_ranks
 from tests.watch.packed import packed
 from tests.watch.small import net, sgd

@@ -24,7 +24,7 @@ import andon
 from andon_contracts.agree import Observation
 from andon_contracts.observe import Observer
 from andon_contracts.watch.checks.copies import Copies, ModelCopies
-from andon_contracts.watch.loaders import storage_ids, yielded
+from andon_contracts.watch.intercept import storage_ids, yielded
 from andon_contracts.watch.model_probe import ModelProbe
 from andon_contracts.watch.values import text_digest
 from tests.support.ranks import run_ranks

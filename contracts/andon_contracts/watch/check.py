@@ -15,12 +15,11 @@ from andon_contracts.added_time import AddedTime
 from andon_contracts.laws.law import Law, Observations, Seen, in_lockstep
 from andon_contracts.observe import Observer
 from andon_contracts.violation import Finding
-from andon_contracts.watch.exchange import Exchange
+from andon_contracts.watch.exchange import Exchange, Replicas
 from andon_contracts.watch.intercept import Listener
 from andon_contracts.watch.judging import Verdicts
 from andon_contracts.watch.ledger import Recorder
 from andon_contracts.watch.model_probe import ModelProbe
-from andon_contracts.watch.replicas import Replicas
 from andon_contracts.watch.rows import Rows
 from andon_contracts.watch.settings import Settings
 from andon_contracts.watch.values import layout_digest, rate_of

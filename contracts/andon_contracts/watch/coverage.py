@@ -1,4 +1,4 @@
-"""What a watch can see here, said before it begins, and what it saw, said at the end."""
+"""The lines that a watch prints at its opening and at its close: which clauses it checks here, and what it found."""
 
 from __future__ import annotations
 
@@ -16,75 +16,65 @@ from andon_contracts.watch.settings import Settings
 
 
 def coverage(context: Context, checks: Sequence[Check]) -> dict[str, Cover]:
-    """Each clause that a watch knows, in the order of the registry, with whether it is checked here."""
-    found = {"halt-together": context.between_ranks()}
+    """Each clause of a watch, in the order of the registry, and whether it is checked here."""
+    covers = {"halt-together": context.between_ranks()}
     for check in checks:
-        found |= check.cover()
-    return {name: found[name] for name in CLAUSES if name in found}
+        covers |= check.cover()
+    return {name: covers[name] for name in CLAUSES if name in covers}
 
 
 def opening_lines(
-    found: Mapping[str, Cover], world: int, trainable: int, settings: Settings, beside: int = 0
+    covers: Mapping[str, Cover], world: int, trainable: int, settings: Settings, beside: int = 0
 ) -> list[str]:
-    """What a watch prints when it begins: what is watched, and what is not with the line that would change it.
+    """The lines at the opening: what is watched, what is not, and which arguments would change that.
 
-    With `verbose` a table of all clauses besides. beside: how many tensors the optimizers hold beside the model.
+    `settings.verbose` adds a table of all clauses. beside: the number of tensors of the optimizers outside the model.
     """
     head = f"andon.watch: {world} rank{'s' * (world > 1)}, {trainable} trainable tensors"
-    live = sum(cover.live for cover in found.values())
-    table = "--verbose" if settings.by_command else "verbose=True"
-    missing = [f"{name} ({cover.remedy})" for name, cover in found.items() if cover.remedy and not cover.live]
-    whys = dict.fromkeys(c.why for c in found.values() if c.state == "not observable" and not c.remedy)
-    unseen = [f"{', '.join(n for n, c in found.items() if c.why == why and not c.live)} ({why})" for why in whys]
-    where = (
-        "a line in the script would: andon.watch(model, optimizer, ...)"
-        if settings.by_command
-        else "these arguments would"
-    )
-    lines = [
-        f"{head}; {live} of {len(found)} clauses are held" + f", {table} lists them" * (not settings.verbose),
-        f"  not watched: {', '.join([*unseen, *missing])}" + f"; {where}" * bool(missing) if missing or unseen else "",
-    ]
+    live = sum(cover.live for cover in covers.values())
+    table, where = "verbose=True", "these arguments would"
+    if settings.by_command:
+        table, where = "--verbose", "a line in the script would: andon.watch(model, optimizer, ...)"
+    missing = [f"{name} ({cover.remedy})" for name, cover in covers.items() if cover.remedy and not cover.live]
+    whys = dict.fromkeys(c.why for c in covers.values() if c.state == "not observable" and not c.remedy)
+    unseen = [f"{', '.join(n for n, c in covers.items() if c.why == why and not c.live)} ({why})" for why in whys]
+    lines = [f"{head}; {live} of {len(covers)} clauses are held" + f", {table} lists them" * (not settings.verbose)]
+    if missing or unseen:
+        lines.append(f"  not watched: {', '.join([*unseen, *missing])}" + f"; {where}" * bool(missing))
     if beside:
-        held = counted(beside, "tensor")
-        lines.append(f"  not watched: the updates of {held} of the optimizers beside the model's parameters")
+        tensors = counted(beside, "tensor")
+        lines.append(f"  not watched: the updates of {tensors} of the optimizers beside the model's parameters")
     if settings.verbose:
-        width = max(map(len, found))
-        lines += [f"  {name:<{width}}  {cover.state:<14}  {cover.why}".rstrip() for name, cover in found.items()]
-    return [*filter(None, [*lines, _apart()])]
-
-
-def _apart() -> str:
-    """What is said where a launcher started several ranks, and this one has not joined the others."""
-    asked = os.environ.get("WORLD_SIZE", "")
+        width = max(map(len, covers))
+        lines += [f"  {name:<{width}}  {cover.state:<14}  {cover.why}".rstrip() for name, cover in covers.items()]
+    launched = os.environ.get("WORLD_SIZE", "")
     joined = dist.is_available() and dist.is_initialized()
-    if joined or not asked.isdecimal() or int(asked) < 2:
-        return ""
-    return f"  warning: WORLD_SIZE is {asked}, but no process group was made: the ranks train apart, not compared"
+    if not joined and launched.isdecimal() and int(launched) > 1:
+        apart = "but no process group was made: the ranks train apart, not compared"
+        lines.append(f"  warning: WORLD_SIZE is {launched}, {apart}")
+    return lines
 
 
 def closing_lines(
-    found: Mapping[str, Cover], verdicts: Verdicts, steps: int, spent: float, untold: Collection[str] = ()
+    covers: Mapping[str, Cover], verdicts: Verdicts, steps: int, spent: float, untold: Collection[str] = ()
 ) -> list[str]:
-    """What was checked, how often, at what cost, and what was not checked.
+    """The lines at the close: what was checked, how often, at what cost, and what was not checked.
 
-    spent: seconds that the watch took. untold: clauses of what the loop may tell and did not: they count as unchecked.
+    spent: seconds that the watch took. untold: clauses for which the loop passed no values; they count as unchecked.
     """
     evaluated = {name: count for name, count in verdicts.evaluations.items() if count and name not in untold}
-    ran = [name for name in found if name in evaluated]
-    unchecked = [name for name in found if name not in evaluated]
-    total, first = sum(evaluated.values()), verdicts.first_steps
-    seen = f"{counted(len(verdicts.counts), 'violation')}, {counted(len(verdicts.suspected), 'suspicion')}"
-    lines = [
-        f"andon.watch: {counted(steps, 'step')}, {len(ran)} of {len(found)} clauses evaluated {counted(total, 'time')}",
-        f"  {seen}, {1000 * spent / max(steps, 1):.3g} ms per step",
-    ]
+    unchecked = [name for name in covers if name not in evaluated]
+    times, first = counted(sum(evaluated.values()), "time"), verdicts.first_steps
+    findings = f"{counted(len(verdicts.counts), 'violation')}, {counted(len(verdicts.suspected), 'suspicion')}"
+    clauses = f"{len(covers) - len(unchecked)} of {len(covers)} clauses"
     repeated = (verdicts.counts + verdicts.suspected).items()
-    lines += [f"  {name}: {counted(count, 'time')}, first at step {first[name]}" for name, count in repeated]
-    lines += [f"  {name}: {counted(count, 'time')}, silenced by allow" for name, count in verdicts.silenced.items()]
-    if unchecked:
-        lines.append(f"  not checked: {', '.join(unchecked)}")
-    return lines
+    lines = [
+        f"andon.watch: {counted(steps, 'step')}, {clauses} evaluated {times}",
+        f"  {findings}, {1000 * spent / max(steps, 1):.3g} ms per step",
+        *(f"  {name}: {counted(count, 'time')}, first at step {first[name]}" for name, count in repeated),
+        *(f"  {name}: {counted(count, 'time')}, silenced by allow" for name, count in verdicts.silenced.items()),
+    ]
+    return [*lines, f"  not checked: {', '.join(unchecked)}"] if unchecked else lines
 
 
 def port_warning() -> str:

@@ -1,7 +1,7 @@
-"""Finds what an optimizer trains in a process that does not say it: its modules, and their other optimizers.
+"""Finds what an optimizer trains in a process that does not declare it: its modules, and their other optimizers.
 
-Objects are found through the garbage collector, once for each optimizer that makes its first update. So nothing of
-torch is replaced for it. The order in which objects are found does not affect the answer, so that ranks agree.
+The garbage collector lists the objects, once for each optimizer that makes its first update. So nothing of torch is
+patched for it. The order in which objects are listed does not affect the result, so that ranks agree.
 """
 
 from __future__ import annotations
@@ -28,50 +28,48 @@ def members(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 def optimizer_of(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer | None:
     """The living optimizer that holds the earliest of `parameters`. If several do, the one that holds most of them.
 
-    None if nothing tells two of them apart: the first update shows which one the loop uses.
+    None if two of them cannot be distinguished: the first update shows which one the loop uses.
     """
-    place = {id(parameter): index for index, parameter in enumerate(parameters)}
-    found = _alike([each for each in _optimizers() if _places(each, place)], place)
-    return found[0][0] if found and len(found[0]) == 1 else None
+    ranked = _ranked(_index(parameters))
+    return ranked[0][0] if ranked and len(ranked[0]) == 1 else None
 
 
 def trained_by(optimizer: torch.optim.Optimizer) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
     """The outermost module that holds what `optimizer` trains, and all optimizers that share in its parameters.
 
-    If no single module holds all of it, or none holds a parameter, a `ModuleGroup` of what does. Raises `ValueError` if
-    several modules hold it and nothing that all processes see tells them apart.
+    If no single module holds all of it, or a parameter lies in no module, the model is a `ModuleGroup`. Raises
+    `ValueError` if several modules hold it and nothing that all processes see distinguishes them.
     """
     wanted = members(optimizer)
-    left = {id(parameter): index for index, parameter in enumerate(wanted)}
-    roots, chosen = _roots(left), list[nn.Module]()
+    missing = _index(wanted)
+    roots, chosen = _roots(missing), list[nn.Module]()
     while roots:
-        chosen.append(_best(roots, left))
-        held = {id(parameter) for parameter in chosen[-1].parameters()}
-        left = {key: index for key, index in left.items() if key not in held}
-        roots = [root for root in roots if any(id(parameter) in left for parameter in root.parameters())]
-    loose = [p for p in wanted if id(p) in left and isinstance(p, nn.Parameter)]
+        chosen.append(_best(roots, missing))
+        for parameter in chosen[-1].parameters():
+            missing.pop(id(parameter), None)
+        roots = [root for root in roots if any(id(parameter) in missing for parameter in root.parameters())]
+    loose = [p for p in wanted if id(p) in missing and isinstance(p, nn.Parameter)]
     model = chosen[0] if len(chosen) == 1 and not loose else ModuleGroup(chosen, loose)
 
-    place = {id(parameter): index for index, parameter in enumerate(model.parameters())}
-    found, taken = [optimizer], set(map(id, wanted))
-    others = [each for each in _optimizers() if each is not optimizer and _places(each, place)]
-    for alike in _alike(others, place):
-        mine = set(map(id, members(alike[0])))
-        # Of two that nothing tells apart the script has thrown one away. The first update shows which.
-        if len(alike) == 1 and not mine & taken:
-            found.append(alike[0])
-            taken |= mine
-    return model, sorted(found, key=lambda each: min(_places(each, place), default=len(place)))
+    index = _index(model.parameters())
+    optimizers, taken = [optimizer], set(map(id, wanted))
+    for group in _ranked(index, but=optimizer):
+        own = set(map(id, members(group[0])))
+        # If two cannot be distinguished, the script has dropped one of them. The first update shows which.
+        if len(group) == 1 and not own & taken:
+            optimizers.append(group[0])
+            taken |= own
+    return model, sorted(optimizers, key=lambda each: min(_positions(each, index), default=len(index)))
 
 
 def outermost(model: nn.Module) -> nn.Module:
     """The outermost module that holds `model`. If there are several, the one that reduces its gradients.
 
-    Raises `ValueError` if several do and nothing tells them apart.
+    Raises `ValueError` if several remain that cannot be distinguished.
     """
-    held = {id(parameter): index for index, parameter in enumerate(model.parameters())}
-    roots = _roots(held)
-    return _best(roots, held) if roots else model
+    index = _index(model.parameters())
+    roots = _roots(index)
+    return _best(roots, index) if roots else model
 
 
 def reducers_of(model: nn.Module) -> list[DistributedDataParallel]:
@@ -80,30 +78,36 @@ def reducers_of(model: nn.Module) -> list[DistributedDataParallel]:
     If a module has several wrappers, all of them: the loop may call any.
     """
     inside = [each for each in model.modules() if isinstance(each, DistributedDataParallel)]
-    known, held = set(map(id, inside)), {id(parameter) for parameter in model.parameters()}
+    known, held = set(map(id, inside)), _index(model.parameters())
     around = [each for each in _living(DistributedDataParallel) if id(each) not in known and "_modules" in vars(each)]
-    mine = [each for each in around if any(id(parameter) in held for parameter in each.parameters())]
-    place = {id(module): index for index, module in enumerate(model.modules())}
-    return inside + sorted(mine, key=lambda each: place.get(id(unwrap(each)[0]), len(place)))
+    around = [each for each in around if any(id(parameter) in held for parameter in each.parameters())]
+    index = {id(module): position for position, module in enumerate(model.modules())}
+    return inside + sorted(around, key=lambda each: index.get(id(unwrap(each)[0]), len(index)))
 
 
-def _alike(optimizers: Iterable[torch.optim.Optimizer], place: Mapping[int, int]) -> list[list[torch.optim.Optimizer]]:
-    """`optimizers` in an order that all ranks agree on; optimizers that nothing tells apart share a list."""
+def _index(parameters: Iterable[torch.Tensor]) -> dict[int, int]:
+    """From the identity of each parameter to its position."""
+    return {id(parameter): position for position, parameter in enumerate(parameters)}
+
+
+def _positions(optimizer: torch.optim.Optimizer, index: Mapping[int, int]) -> list[int]:
+    return sorted(index[id(p)] for p in members(optimizer) if id(p) in index)
+
+
+def _ranked(index: Mapping[int, int], but: object = None) -> list[list[torch.optim.Optimizer]]:
+    """The living optimizers of these parameters, in an order that all ranks agree on.
+
+    Optimizers that cannot be distinguished share a list.
+    """
 
     def order(optimizer: torch.optim.Optimizer) -> tuple[int, int, list[int], str, int]:
-        held = sorted(_places(optimizer, place))
+        held = _positions(optimizer, index)
         return held[0], -len(held), held, type(optimizer).__qualname__, len(optimizer.state)
 
-    return [list(group) for _, group in itertools.groupby(sorted(optimizers, key=order), key=order)]
-
-
-def _places(optimizer: torch.optim.Optimizer, place: Mapping[int, int]) -> list[int]:
-    return [place[id(p)] for p in members(optimizer) if id(p) in place]
-
-
-def _optimizers() -> list[torch.optim.Optimizer]:
     # A wrapper that only forwards `param_groups` of another optimizer lacks the attribute.
-    return [each for each in _living(torch.optim.Optimizer) if "param_groups" in vars(each)]
+    living = [each for each in _living(torch.optim.Optimizer) if "param_groups" in vars(each) and each is not but]
+    holders = sorted((each for each in living if _positions(each, index)), key=order)
+    return [list(group) for _, group in itertools.groupby(holders, key=order)]
 
 
 def _living(kind: type[Kind]) -> list[Kind]:
@@ -114,10 +118,10 @@ def _living(kind: type[Kind]) -> list[Kind]:
     return [each for each in objects if type(each) in wanted] if wanted else []
 
 
-def _best(roots: Sequence[nn.Module], left: Mapping[int, int]) -> nn.Module:
-    """The root that is most likely the model of the parameters `left`, from identity to place.
+def _best(roots: Sequence[nn.Module], index: Mapping[int, int]) -> nn.Module:
+    """The root that is most likely the model of the parameters in `index`.
 
-    It holds most of them, reduces their gradients and holds little else. Then its first parameter decides, then the
+    It holds most of them, reduces their gradients and holds few others. Then its first parameter decides, then the
     names and types of its modules. Raises `ValueError` if several remain that do not wrap one module.
     """
 
@@ -125,8 +129,8 @@ def _best(roots: Sequence[nn.Module], left: Mapping[int, int]) -> nn.Module:
         held = {id(parameter) for parameter in root.parameters()}
         wrappers = unwrap(root)[1]
         reduces = any(isinstance(wrapper, DistributedDataParallel) for wrapper in wrappers)
-        mine = [left[key] for key in held if key in left]
-        return len(mine), reduces, -len(held), len(wrappers), type(root).__qualname__, -min(mine, default=len(left))
+        own = [index[key] for key in held if key in index]
+        return len(own), reduces, -len(held), len(wrappers), type(root).__qualname__, -min(own, default=len(index))
 
     def shape(root: nn.Module) -> list[str]:
         modules = [f"{name} {type(each).__module__}.{type(each).__qualname__}" for name, each in root.named_modules()]
@@ -153,10 +157,10 @@ def _roots(wanted: Collection[int]) -> list[nn.Module]:
         for child in module._modules.values():
             parents.setdefault(id(child), []).append(module)
     waiting = [m for m in modules if any(id(p) in wanted for p in vars(m).get("_parameters", {}).values())]
-    seen: dict[int, nn.Module] = {}
+    holders: dict[int, nn.Module] = {}
     while waiting:
         module = waiting.pop()
-        if id(module) not in seen:
-            seen[id(module)] = module
+        if id(module) not in holders:
+            holders[id(module)] = module
             waiting.extend(parents.get(id(module), ()))
-    return [module for key, module in seen.items() if key not in parents]
+    return [module for key, module in holders.items() if key not in parents]

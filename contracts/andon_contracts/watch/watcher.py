@@ -27,14 +27,12 @@ from andon_contracts.watch.checks.scale import Passes
 from andon_contracts.watch.checks.told import ToldByLoop
 from andon_contracts.watch.checks.weights import Weights
 from andon_contracts.watch.coverage import closing_lines, coverage, opening_lines, port_warning
-from andon_contracts.watch.exchange import Exchange
-from andon_contracts.watch.intercept import Listener, listen
+from andon_contracts.watch.exchange import Exchange, Replicas
+from andon_contracts.watch.intercept import Listener, Yielded, listen, outside_of_transforms
 from andon_contracts.watch.judging import Verdicts
 from andon_contracts.watch.ledger import Recorder, reason_of
-from andon_contracts.watch.loaders import Yielded, outside_of_transforms
 from andon_contracts.watch.locate import REPLICATED, tensors_of
 from andon_contracts.watch.model_probe import ForwardTap, ModelProbe, ModuleGroup
-from andon_contracts.watch.replicas import Replicas
 from andon_contracts.watch.rows import Rows
 from andon_contracts.watch.settings import Settings
 from andon_contracts.watch.updates import Updates, add_checks, all_checks

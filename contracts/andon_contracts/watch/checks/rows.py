@@ -21,7 +21,7 @@ from andon_contracts.laws.law import Law, Observations, Seen, unless_all
 from andon_contracts.observe import Look, Observer
 from andon_contracts.violation import Finding
 from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values, is_sampled
-from andon_contracts.watch.loaders import (
+from andon_contracts.watch.intercept import (
     LoaderPass,
     Yielded,
     is_running,
