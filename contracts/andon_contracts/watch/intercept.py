@@ -5,7 +5,7 @@ name is covered, because it calls a patched function. Imported `clip_grads_with_
 
 A data loader's batch is known by the indices of its rows. With workers an iterator draws indices ahead, and with
 `in_order=False` it yields batches in another order. So an index is stored under the iterator's own number for it, and
-it belongs to the yielded batch once that number is no longer outstanding.
+it belongs to the yielded batch once the iterator has dropped that number.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ _originals: list[tuple[Any, str, Callable[..., Any]]] = []
 
 
 def listen(listener: Listener) -> Callable[[], None]:
-    """Pass the loop's calls to `listener` from now on. Returns a function that ends this."""
+    """Pass the loop's calls to `listener` from now on. Returns a function that removes it."""
     if not _listeners:
         for owner, name, around in _PATCHES:
             original = getattr(owner, name, None)
@@ -384,8 +384,3 @@ def row_keys(ids: Sequence[int], tensors: Sequence[Tensor]) -> Tensor | None:
 
 def _is_tokens(tensor: Tensor) -> bool:
     return tensor.dim() == 2 and not tensor.dtype.is_floating_point and tensor.shape[1] <= _LONGEST
-
-
-def keys_digest(keys: Tensor) -> int:
-    """One integer in int64 of a set of keys, whatever their order."""
-    return int(mix64(keys).sum())

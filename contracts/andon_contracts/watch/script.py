@@ -37,9 +37,16 @@ from andon_contracts.legible import legible_line, tell
 from andon_contracts.liveness.halt import own_store
 from andon_contracts.stacks import doing
 from andon_contracts.violation import Halted, Violation
-from andon_contracts.watch.discovery import members, optimizer_of, trained_by
 from andon_contracts.watch.intercept import Listener, listen
-from andon_contracts.watch.opening import CannotWatch, is_watched, open_watch, opened_so_far
+from andon_contracts.watch.opening import (
+    CannotWatch,
+    is_watched,
+    members,
+    open_watch,
+    opened_so_far,
+    optimizer_of,
+    trained_by,
+)
 from andon_contracts.watch.settings import Settings, allow_problems
 from andon_contracts.watch.values import text_digest
 from andon_contracts.watch.watcher import Watch
@@ -47,7 +54,7 @@ from andon_contracts.watch.watcher import Watch
 _FAILED, _VIOLATION = 1, 70
 _LONGEST_S, _AGAIN_S = 120.0, 5.0
 """How long a rank waits for all others at a first update, but at most a third of their group's timeout; and how long it
-waits the second time. After that it opens no more watches."""
+waits the second time. After that the rank watches nothing new."""
 _POLL_S, _REPORT_S = 0.1, 1.0
 """How often a waiting rank polls for the others, and how often any rank reports where its main thread is."""
 _CONFIRM_S = 3.0

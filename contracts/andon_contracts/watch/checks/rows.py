@@ -17,19 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from andon_contracts.digest import mix64
 from andon_contracts.laws.law import Law, Observations, Seen, unless_all
 from andon_contracts.observe import Look, Observer
 from andon_contracts.violation import Finding
 from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values, is_sampled
-from andon_contracts.watch.intercept import (
-    LoaderPass,
-    Yielded,
-    is_running,
-    keys_digest,
-    report_unreadable,
-    storage_ids,
-    tensors_in,
-)
+from andon_contracts.watch.intercept import LoaderPass, Yielded, is_running, report_unreadable, storage_ids, tensors_in
 
 _AHEAD = 64
 """So many batches may be yielded before they are used."""
@@ -197,7 +190,7 @@ class LoadedRows(Check):
         known = bool(ids) and len(keys) == len(ids) and None not in ids
         return {
             "drawn": sum(len(each) for each in ids if each is not None) if known else 0,
-            "drawn keys": keys_digest(torch.cat(keys)) if known else 0,
+            "drawn keys": int(mix64(torch.cat(keys)).sum()) if known else 0,
             "held": sum(len(each.ids or ()) for each in self._held),
             "order again": self._order_again,
         }
