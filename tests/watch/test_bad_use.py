@@ -26,7 +26,7 @@ from andon_contracts.ledger import LedgerFile
 from andon_contracts.violation import Violation
 from andon_contracts.watch import Watch
 from andon_contracts.watch.checks.audit import GRADIENT_LAW
-from andon_contracts.watch.discovery import optimizer_of
+from andon_contracts.watch.opening import optimizer_of
 from tests.watch.small import answers, clauses, loss_of, net, raised_by, sgd
 
 

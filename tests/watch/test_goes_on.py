@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, TensorD
 import andon
 from andon_contracts import legible
 from andon_contracts.watch import script
-from andon_contracts.watch.loaders import cannot_look
+from andon_contracts.watch.intercept import report_unreadable
 from tests.support.ranks import run_ranks
 from tests.watch.packed import packed
 from tests.watch.small import net, sgd
@@ -221,8 +221,8 @@ def test_why_rows_are_not_looked_at_is_said_once(
     """The error of each batch has other words, as an index or an address: there is one line all the same."""
     monkeypatch.setattr(legible, "_told", set())
     for index in range(3):
-        cannot_look("a batch of a data loader", IndexError(f"no row {index}"))
-    cannot_look("what the model is given", IndexError("no row 3"))
+        report_unreadable("a batch of a data loader", IndexError(f"no row {index}"))
+    report_unreadable("what the model is given", IndexError("no row 3"))
     assert [line.partition(" if ")[0] for line in capsys.readouterr().err.splitlines()] == [
         "andon.watch: a batch of a data loader raises IndexError: no row 0",
         "andon.watch: what the model is given raises IndexError: no row 3",
@@ -265,9 +265,9 @@ def test_a_forward_pass_under_vmap_is_looked_at_as_any_other() -> None:
 def _meets(case: str) -> list[str | None]:
     """What each meeting of this rank says, by who comes to which."""
     os.environ["WORLD_SIZE"] = "2"
-    script._BEAT_S, script._STUCK_S, script._SURE_S = 0.05, 0.2, 0.5
+    script._REPORT_S, script._STUCK_S, script._CONFIRM_S = 0.05, 0.2, 0.5
     script._LONGEST_S = {"late": 0.5, "absent": 0.9}.get(case, 60.0)
-    here, rank = script.Gathering(), dist.get_rank()
+    here, rank = script.Rendezvous(), dist.get_rank()
     if case == "together":
         return [here.meet("Adam"), here.meet("SGD")]
     if case == "refused":

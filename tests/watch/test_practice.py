@@ -24,7 +24,7 @@ import andon
 from andon_contracts.agree import Observation
 from andon_contracts.observe import Observer
 from andon_contracts.watch.checks.copies import Copies, ModelCopies
-from andon_contracts.watch.loaders import places_of, yielded
+from andon_contracts.watch.intercept import storage_ids, yielded
 from andon_contracts.watch.model_probe import ModelProbe
 from andon_contracts.watch.values import text_digest
 from tests.support.ranks import run_ranks
@@ -425,8 +425,8 @@ def test_a_batch_is_not_mistaken_for_what_got_its_memory() -> None:
     iterator = iter(DataLoader(TensorDataset(torch.zeros(16, 4096)), batch_size=4))
     (batch,) = next(iterator)
     seen = yielded(iterator, [batch])
-    assert places_of([batch[1:].detach()]) == seen.places
-    assert not places_of([batch.clone()]) & seen.places
+    assert storage_ids([batch[1:].detach()]) == seen.storage_ids
+    assert not storage_ids([batch.clone()]) & seen.storage_ids
     del batch
     later = [torch.empty(4, 4096) for _ in range(50)]
-    assert not any(places_of([each]) & seen.places for each in later)
+    assert not any(storage_ids([each]) & seen.storage_ids for each in later)

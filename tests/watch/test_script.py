@@ -24,7 +24,7 @@ import andon
 from andon.run.ledger import read_ledger
 from andon_contracts.record import Broken, End, Step
 from andon_contracts.watch import script
-from andon_contracts.watch.discovery import optimizer_of, outermost, trained_by
+from andon_contracts.watch.opening import optimizer_of, outermost, trained_by
 from tests.support.ranks import run_ranks
 from tests.watch.small import sgd
 

@@ -27,7 +27,7 @@ from andon_contracts.laws.law import Seen
 from andon_contracts.violation import Violation
 from andon_contracts.watch import Watch, updates
 from andon_contracts.watch.checks.weights import Reducer, State, Synchrony
-from andon_contracts.watch.replicas import Replicas, replicas_of
+from andon_contracts.watch.exchange import Replicas, replicas_of
 from andon_falsify.faults.planting import patched
 from tests.watch.clean import ignore
 from tests.watch.clean_communication import backward

@@ -376,7 +376,7 @@ def test_what_a_loop_tells_is_compared_whole_or_refused() -> None:
         assert said[0].startswith(f"ValueError: {tree}")
         assert said[1].startswith("Violation: trees-agree broken")
         assert said[2].startswith("ValueError: content[0]['x'] is a builtins.object")
-        assert said[3].startswith("ValueError: the state of 'numpy'['x'] is a builtins.object")
+        assert said[3].startswith("ValueError: the value of 'numpy'['x'] is a builtins.object")
 
 
 # what an optimizer keeps

@@ -15,12 +15,11 @@ from andon_contracts.added_time import AddedTime
 from andon_contracts.laws.law import Law, Observations, Seen, in_lockstep
 from andon_contracts.observe import Observer
 from andon_contracts.violation import Finding
-from andon_contracts.watch.exchange import Exchange
+from andon_contracts.watch.exchange import Exchange, Replicas
 from andon_contracts.watch.intercept import Listener
 from andon_contracts.watch.judging import Verdicts
 from andon_contracts.watch.ledger import Recorder
 from andon_contracts.watch.model_probe import ModelProbe
-from andon_contracts.watch.replicas import Replicas
 from andon_contracts.watch.rows import Rows
 from andon_contracts.watch.settings import Settings
 from andon_contracts.watch.values import layout_digest, rate_of
@@ -174,7 +173,7 @@ class OptimizerProbe:
 
     def updated(self) -> None:
         """The update was made."""
-        self.context.rows.turn()
+        self.context.rows.new_window()
         for check in self.checks:
             check.updated(self)
         self._new_window()
@@ -182,7 +181,7 @@ class OptimizerProbe:
     def skip(self) -> None:
         """A loss scaler skipped the update, because a gradient is not finite."""
         self.skipped += 1
-        self.context.rows.pass_over()
+        self.context.rows.skip_window()
         self._new_window()
 
     def _new_window(self) -> None:

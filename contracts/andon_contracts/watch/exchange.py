@@ -1,51 +1,61 @@
-"""What the ranks of a watch gather: numbered observations, and closer and closer looks at tensors that differ."""
+"""The gathers of a watch: numbered observations, digests of tensors, the first element that differs, and replicas."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from andon_contracts.act import Scene, violation
-from andon_contracts.agree import GroupGather, Observation, gather_observations, gather_short, minority
+from andon_contracts.agree import GroupGather, Observation, gather_observations, gather_short, majority, minority
 from andon_contracts.digest import digests_by_name, mix64
-from andon_contracts.laws.law import LOCKSTEP, Judgement, Seen
+from andon_contracts.laws.law import LOCKSTEP, Judgement, Observations, Seen
 from andon_contracts.liveness.diagnosis import named
 from andon_contracts.liveness.pending_collectives import PendingCollectives
 from andon_contracts.observe import plain
+from andon_contracts.watch.model_probe import ModelProbe, is_sharded
 from andon_contracts.watch.values import text_digest
 
 WIDTH = 96
 """Integers in a message: its header and its values, with room to spare."""
 _BLOCKS = 1024
-INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""The integer dtype of each size in bytes."""
+_WRAP = 1 << 64
+_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def by_rank(shown: Sequence[str]) -> str:
     """The value of each rank in words: `2 on rank 1, 3 on the others`, or rank by rank if no majority agrees."""
     odd = minority(shown)
     words = [f"{shown[rank]} on rank {rank}" for rank in odd or range(len(shown))]
-    others = [f"{next(one for rank, one in enumerate(shown) if rank not in odd)} on the others"] if odd else []
+    others = [f"{next(text for rank, text in enumerate(shown) if rank not in odd)} on the others"] if odd else []
     return ", ".join(words + others)
 
 
 def element_text(index: Sequence[int], bits: Sequence[int], dtype: torch.dtype) -> str:
-    """An element in which ranks differ: its index in the tensor, its bits on each rank, and their number if it is real.
+    """Describes an element that differs: its index in the tensor, and its bits on each rank.
 
-    The number has the fewest digits that are this number and no other of its dtype.
+    A real number follows its bits, with the fewest digits that identify it in its dtype.
     """
     shown = []
-    for each in bits:
-        shown.append(f"{each % (1 << 8 * dtype.itemsize):#0{2 * dtype.itemsize + 2}x}")
+    for value in bits:
+        shown.append(f"{value % (1 << 8 * dtype.itemsize):#0{2 * dtype.itemsize + 2}x}")
         if dtype.is_floating_point:
-            number = torch.tensor([each], device="cpu").to(INTEGER[dtype.itemsize]).view(dtype).item()
+            number = torch.tensor([value], device="cpu").to(_INTEGER[dtype.itemsize]).view(dtype).item()
             texts = [f"{number:.{digits}g}" for digits in range(1, 18)]
             exact = (t for t in texts if torch.tensor(float(t), dtype=dtype, device="cpu").item() == number)
             shown[-1] += f" ({next(exact, texts[-1])})"
     return (f"first at {list(index)}: " if index else "") + by_rank(shown)
+
+
+def element_bits(tensor: Tensor) -> Tensor:
+    """The bits of each element as int64, [..., 2] for complex elements."""
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return real.contiguous().view(_INTEGER[real.element_size()]).to(torch.int64)
 
 
 class Exchange:
@@ -57,56 +67,47 @@ class Exchange:
         self._pending: PendingCollectives | None = None
         self.rank = gather.rank
         self.world_size = gather.world_size
-        self.alike = True
+        self.connect = gather.connect
+        self.close = gather.close
+        self.comparable = True
         """Whether every rank should hold the same tensors. If not, no element of them is compared."""
 
-    def attend(
+    def set_callbacks(
         self, raise_if_halted: Callable[[], None], lost: Callable[[BaseException], None], pending: PendingCollectives
     ) -> None:
-        """Call `raise_if_halted` now and then while a gather waits, and `lost` with the error of a gather that failed.
-
-        pending: counts the gathers.
-        """
+        """A gather calls `raise_if_halted` while it waits, and `lost` if it fails. `pending` counts the gathers."""
         self._gather.raise_if_halted, self._gather.lost, self._pending = raise_if_halted, lost, pending
-
-    def connect(self) -> None:
-        """Connect to the other ranks directly if all are on this machine. Collective."""
-        self._gather.connect()
-
-    def close(self) -> None:
-        self._gather.close()
 
     def __call__(
         self, step: int, point: str, values: Mapping[str, int], payload: Tensor | None = None, *, judged: bool = False
     ) -> tuple[Observation, ...]:
-        """Every rank's observation of `values`, by rank. A payload must have one length on all ranks.
+        """Gather `values`. Returns every rank's observation, by rank. A payload must have one length on all ranks.
 
-        judged: the caller checks that the ranks are at the same point. Otherwise raises `Violation` of `halt-together`
-        if they are not, even if the action is to warn, because there is no answer to continue with.
+        judged: the caller checks that the ranks are at the same point. Otherwise this raises `Violation` of
+        `halt-together` if they are not, whatever the action is: the gathered values cannot be used.
         """
         self._sequence += 1
-        mine = Observation(self.rank, step, self._sequence, point, values, payload)
-        pending = self._pending
-        if pending is not None:
-            pending.gathering()
+        own = Observation(self.rank, step, self._sequence, point, values, payload)
+        if self._pending is not None:
+            self._pending.gathering()
         try:
-            if payload is None and self._gather.takes(len(values)):
-                seen = gather_short(mine, self._gather)
-            else:
-                seen = gather_observations([mine], self._gather)
+            short = payload is None and self._gather.takes(len(values))
+            seen = gather_short(own, self._gather) if short else gather_observations([own], self._gather)
         finally:
-            if pending is not None:
-                pending.gathered()
+            if self._pending is not None:
+                self._pending.gathered()
         judgement = Judgement(() if judged else (LOCKSTEP,), Seen(seen, None))
         if judgement.first is not None:
-            found = judgement.violation(judgement.first)
-            raise violation(found.clause, found.finding, Scene(self.world_size))
+            broken = judgement.violation(judgement.first)
+            raise violation(broken.clause, broken.finding, Scene(self.world_size))
         return seen
 
-    def closing(self, step: int, point: str, values: Mapping[str, int], within_s: float) -> tuple[Observation, ...]:
+    def gather_at_close(
+        self, step: int, point: str, values: Mapping[str, int], within_s: float
+    ) -> tuple[Observation, ...]:
         """The last gather, at the close: waits at most `within_s` seconds, because another rank may have ended.
 
-        Raises `TimeoutError`, and what the group raises if a rank is gone.
+        Raises `TimeoutError`, and the group's own error if a rank is gone.
         """
         until = time.monotonic() + within_s
 
@@ -114,12 +115,12 @@ class Exchange:
             if time.monotonic() > until:
                 raise TimeoutError(f"not every rank closed its watch within {within_s:g} s")
 
-        # A rank that ends before another one has not failed.
+        # A rank that ends before this one has not failed, so a lost connection is not reported.
         self._gather.raise_if_halted, self._gather.lost, self._pending = raise_if_halted, None, None
         return self(step, point, values, judged=True)
 
-    def columns(self, step: int, columns: Sequence[Sequence[int]]) -> list[list[list[int]]]:
-        """By rank, some columns of integers of one length on each rank. Two gathers."""
+    def gather_columns(self, step: int, columns: Sequence[Sequence[int]]) -> list[list[list[int]]]:
+        """By rank, its `columns` of integers. All columns of a rank have one length. Two gathers."""
         # The lengths first: a collective takes one length of all ranks.
         counts = [o.values["count"] for o in self(step, "count", {"count": len(columns[0])})]
         table = torch.zeros(len(columns), max(counts), dtype=torch.int64, device="cpu")
@@ -127,18 +128,18 @@ class Exchange:
             table[index, : len(column)] = torch.tensor(list(column), dtype=torch.int64, device="cpu")
         tables = self._payloads(step, "rows", {}, table.flatten())
         return [
-            [row[:count] for row in each.view(len(columns), max(counts)).tolist()]
-            for each, count in zip(tables, counts, strict=True)
+            [row[:count] for row in gathered.view(len(columns), max(counts)).tolist()]
+            for gathered, count in zip(tables, counts, strict=True)
         ]
 
     def _payloads(self, step: int, point: str, values: Mapping[str, int], payload: Tensor) -> list[Tensor]:
         return [o.payload for o in self(step, point, values, payload) if o.payload is not None]
 
-    def look(self, step: int, name: str, tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    def gather_digests(self, step: int, name: str, tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
         """The digest of each of `tensors` on each rank, by tensor; empty if the ranks do not have the same names."""
-        return self.spread(step, f"tensors of {name}", digests_by_name({n: plain(t) for n, t in tensors.items()}))
+        return self.gather_named(step, f"tensors of {name}", digests_by_name({n: plain(t) for n, t in tensors.items()}))
 
-    def spread(self, step: int, point: str, values: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+    def gather_named(self, step: int, point: str, values: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
         """Each of any number of `values` on each rank, by name; empty if the ranks do not have the same names."""
         sizes = self(step, "sizes", {"0": len(values), "1": text_digest(list(values))})
         if any(o.values != sizes[0].values for o in sizes):
@@ -146,22 +147,22 @@ class Exchange:
         seen = self(step, point, values)
         return {name: tuple(o.values[name] for o in seen) for name in values}
 
-    def texts(self, step: int, text: str) -> tuple[str, ...]:
+    def gather_texts(self, step: int, text: str) -> tuple[str, ...]:
         """Every rank's `text`, by rank. Two gathers, for use after a difference was found."""
-        columns = self.columns(step, [list(text.encode("utf-8", "backslashreplace"))])
+        columns = self.gather_columns(step, [list(text.encode("utf-8", "backslashreplace"))])
         return tuple(bytes(column).decode("utf-8") for (column,) in columns)
 
     def first_difference(self, step: int, tensor: Tensor | None, noun: str = "tensor") -> str:
         """The first element in which the ranks' `tensor`s differ, in words; "" if they do not. A few gathers.
 
-        tensor: None on a rank that has none. If only some ranks have one, the result says which have no `noun`.
+        tensor: None on a rank without one. If only some ranks have a tensor, the result names those without a `noun`.
         """
-        if not self.alike:
+        if not self.comparable:
             return ""
-        held = None if tensor is None else plain(tensor)
-        words = None if held is None else element_bits(held).flatten()
+        local = None if tensor is None else plain(tensor)
+        words = None if local is None else element_bits(local).flatten()
         counts = [o.values["0"] for o in self(step, "sizes", {"0": -1 if words is None else words.numel()})]
-        if tensor is None or held is None or words is None or len(set(counts)) > 1:
+        if tensor is None or local is None or words is None or len(set(counts)) > 1:
             lacking = [rank for rank, count in enumerate(counts) if count < 0]
             verb = "have" if len(lacking) > 1 else "has"
             return f"{named(lacking)} {verb} no {noun}" if 0 < len(lacking) < len(counts) else ""
@@ -178,18 +179,104 @@ class Exchange:
             if per_block == 1:
                 break
             first, size = first + block * per_block, min(per_block, size - block * per_block)
-        shape = tensor.shape if tensor.numel() == held.numel() else held.shape
+        shape = tensor.shape if tensor.numel() == local.numel() else local.shape
         index = torch.unravel_index(torch.tensor(first + block, device="cpu"), shape)
-        return element_text([int(i) for i in index], rows[:, block].tolist(), held.dtype)
-
-
-def element_bits(tensor: Tensor) -> Tensor:
-    """The bits of each element as int64, [..., 2] for complex elements."""
-    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return real.contiguous().view(INTEGER[real.element_size()]).to(torch.int64)
+        return element_text([int(i) for i in index], rows[:, block].tolist(), local.dtype)
 
 
 def _block_sums(words: Tensor, per_block: int) -> Tensor:
-    places = torch.arange(words.numel(), dtype=torch.int64, device=words.device)
-    mixed = mix64(words * 0x9E3779B97F4A7C1 + mix64(places))
+    positions = torch.arange(words.numel(), dtype=torch.int64, device=words.device)
+    mixed = mix64(words * 0x9E3779B97F4A7C1 + mix64(positions))
     return torch.nn.functional.pad(mixed, (0, -words.numel() % per_block)).view(-1, per_block).sum(1)
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """The part of the model that each rank holds, by rank. Ranks with the same number are replicas of each other.
+
+    On a mesh with a replicate dimension, ranks of different shards rightly hold different bits. So their digests are
+    aligned before they are judged: a rank that agrees with most ranks of its part gets 0, any other another number.
+    """
+
+    parts: tuple[int, ...]
+
+    @property
+    def copies(self) -> int:
+        """How many ranks hold each part, at least."""
+        return min(map(self.parts.count, self.parts))
+
+    @property
+    def cut(self) -> bool:
+        """True if there are several parts, each with replicas that can be compared."""
+        return len(set(self.parts)) > 1 and self.copies > 1
+
+    def align(self, observations: Observations) -> Observations:
+        """`observations` with digests that are equal on all ranks if those of each part are."""
+        if not self.cut:
+            return observations
+        names = [name for name in ("weights", "gradient", "optimizer") if name in observations[0].values]
+        columns = {name: self.aligned([o.values[name] for o in observations]) for name in names}
+        return tuple(
+            replace(o, values={**o.values, **{name: column[rank] for name, column in columns.items()}})
+            for rank, o in enumerate(observations)
+        )
+
+    def align_tensors(self, digests: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
+        """The same for digests by tensor, then by rank."""
+        return {name: self.aligned(values) for name, values in digests.items()}
+
+    def aligned(self, values: Sequence[int]) -> tuple[int, ...]:
+        """Each rank's offset from the majority of its part; all ranks of a part without a majority share one number.
+
+        If there are no parts to align, the `values` themselves.
+        """
+        if not self.cut:
+            return tuple(values)
+        offsets = [0] * len(values)
+        for part in set(self.parts):
+            ranks = [rank for rank, other in enumerate(self.parts) if other == part]
+            own = [values[rank] % _WRAP for rank in ranks]
+            undecided = len(set(own)) > 1 and not minority(own)
+            for rank, value in zip(ranks, own, strict=True):
+                offsets[rank] = (text_digest(own) or 1) if undecided else (value - majority(own)) % _WRAP
+        return tuple(offsets)
+
+
+def part_of(subject: ModelProbe, replicate: Any, rank: int) -> tuple[int, int]:
+    """The number of the part that this rank holds, and how many ranks hold it; (0, 0) for the whole model.
+
+    replicate: the user's argument; None: the mesh of the shards decides. Without replicas every rank has a part of its
+    own. Raises `ValueError` for a mesh of several dimensions.
+    """
+    if replicate is not None:
+        if getattr(replicate, "ndim", 1) != 1:
+            msg = f"replicate= is a group or a mesh of one dimension, not of {replicate.ndim}: pass mesh['its name']"
+            raise ValueError(msg)
+        group = replicate.get_group() if hasattr(replicate, "get_group") else replicate
+        if not isinstance(group, dist.ProcessGroup):
+            msg = f"replicate= is a process group or a device mesh, not {type(replicate).__name__}"
+            raise ValueError(msg)
+        ranks = dist.get_process_group_ranks(group)
+        return min(ranks), len(ranks)
+    parts = set()
+    for shard in filter(is_sharded, subject.parameters.values()):
+        mesh, part, copies = shard.device_mesh, 0, 1  # type: ignore[attr-defined]
+        for dimension, coordinate in enumerate(mesh.get_coordinate()):
+            if shard.placements[dimension].is_replicate():  # type: ignore[attr-defined]
+                copies *= mesh.size(dimension)
+            else:
+                part = part * mesh.size(dimension) + coordinate
+        parts.add((part, copies))
+    if not parts:
+        return 0, 0
+    first = parts.pop()
+    return first if not parts and first[1] > 1 else (rank, 1)
+
+
+def replicas_of(parts: Sequence[int], copies: Sequence[int]) -> Replicas:
+    """The replicas, from the part that every rank names. Raises `ValueError` if these do not partition the ranks."""
+    for rank, (part, count) in enumerate(zip(parts, copies, strict=True)):
+        if count and list(parts).count(part) != count:
+            msg = f"replicate= must cut the ranks into groups: rank {rank} names {count} replicas, {list(parts)} say so"
+            raise ValueError(msg)
+    return Replicas(tuple(parts))

@@ -1,28 +1,50 @@
-"""The loop's own calls of torch, seen while a watch is open: backward, clip, all-reduce, loss scaling, data loaders.
+"""The loop's own calls of torch while a watch is open: backward, clip, all-reduce, loss scaling, data loaders.
 
-Each call is made as before, after the listeners were told. `from torch.nn.utils import clip_grad_norm_` is seen too,
-because it calls a function that is replaced here; `from torch.nn.utils import clip_grads_with_norm_` and
-`from torch.distributed import all_reduce` are not.
+Each patched function notifies the listeners, then calls the original. A `clip_grad_norm_` that the loop imported by
+name is covered, because it calls a patched function. Imported `clip_grads_with_norm_` and `all_reduce` are not.
+
+A data loader's batch is known by the indices of its rows. With workers an iterator draws indices ahead, and with
+`in_order=False` it yields batches in another order. So an index is stored under the iterator's own number for it, and
+it belongs to the yielded batch once the iterator has dropped that number.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import clip_grad
-from torch.utils.data import dataloader
+from torch.utils.data import RandomSampler, Subset, dataloader
+from torch.utils.data.distributed import DistributedSampler
 
-from andon_contracts.watch.loaders import Yielded, drawn, ended, yielded
+from andon_contracts.causes import first_line
+from andon_contracts.digest import mix64
+from andon_contracts.legible import tell_once
+from andon_contracts.watch.exchange import element_bits
+
+_SHUFFLERS = ("SeedableRandomSampler", "SubsetRandomSampler")
+"""Samplers, beside torch's own, whose passes are permutations that must not repeat."""
+_REPEATS = ("repetitions", "num_repeats")
+"""How samplers that repeat rows on purpose (RASampler, RepeatAugSampler) call the number of times."""
+_SAMPLED, _REMEMBERED, _DEEPEST = 64, 64, 4
+"""Elements that stand for a row's content; rows of a pass whose order is stored; levels of nesting."""
+_LONGEST, _IGNORED = 4096, -100
+"""The most integers of a row that count as tokens, and the label that torch's losses ignore."""
 
 
 class Listener:
-    """Is told of the loop's calls. A listener overrides what it needs."""
+    """Receives the loop's calls. A listener overrides what it needs."""
 
-    def clipping(self, parameters: Sequence[torch.Tensor], norm: torch.Tensor | None) -> None:
+    def clipping(self, parameters: Sequence[Tensor], norm: Tensor | None) -> None:
         """The gradients of `parameters` are about to be clipped. norm: theirs; None: they are clipped by value."""
 
     def updates_of(self, optimizer: object) -> int | None:
@@ -34,7 +56,7 @@ class Listener:
     def unscaling(self, scaler: Any, optimizer: Any) -> None:
         """A loss scaler is about to divide the gradients of `optimizer`."""
 
-    def reducing(self, tensor: torch.Tensor, group: object, waits: bool) -> None:
+    def reducing(self, tensor: Tensor, group: object, waits: bool) -> None:
         """`tensor` is about to be all-reduced over `group`. waits: the call blocks; `resumed` follows."""
 
     def resumed(self) -> None:
@@ -44,9 +66,9 @@ class Listener:
         """An all-reduce raised `error`."""
 
     def yielded(self, batch: Yielded) -> None:
-        """A data loader gave the loop a batch, perhaps before it is used."""
+        """A data loader yielded a batch to the loop, perhaps long before the loop uses it."""
 
-    def backward(self, loss: torch.Tensor | None) -> None:
+    def backward(self, loss: Tensor | None) -> None:
         """The backward pass of `loss` begins. None: of several tensors, or with a gradient given by the loop."""
 
     def backward_over(self) -> None:
@@ -58,24 +80,23 @@ _originals: list[tuple[Any, str, Callable[..., Any]]] = []
 
 
 def listen(listener: Listener) -> Callable[[], None]:
-    """Tell `listener` from now on. Returns what ends that."""
+    """Pass the loop's calls to `listener` from now on. Returns a function that removes it."""
     if not _listeners:
-        for home, name, around in _PATCHES:
-            original = getattr(home, name, None)
+        for owner, name, around in _PATCHES:
+            original = getattr(owner, name, None)
             if original is not None:
-                _originals.append((home, name, original))
-                setattr(home, name, _wrapped(original, around))
+                _originals.append((owner, name, original))
+                setattr(owner, name, _wrapped(original, around))
     _listeners.append(listener)
     return functools.partial(unlisten, listener)
 
 
 def unlisten(listener: Listener) -> None:
-    """Stop telling `listener`. After the last one torch's functions are restored."""
+    """Remove `listener`. Without any listener torch's functions are restored."""
     if listener in _listeners:
         _listeners.remove(listener)
         while _originals and not _listeners:
-            home, name, original = _originals.pop()
-            setattr(home, name, original)
+            setattr(*_originals.pop())
 
 
 def _wrapped(original: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
@@ -86,32 +107,27 @@ def _wrapped(original: Callable[..., Any], around: Callable[..., Any]) -> Callab
     return call
 
 
-def _told() -> list[Listener]:
-    """The listeners of one call: a listener that is told may add or remove some."""
-    return list(_listeners)
+def _notify(event: str, *values: Any) -> None:
+    # Over a copy of the list, because a listener may add or remove some.
+    for listener in list(_listeners):
+        getattr(listener, event)(*values)
 
 
-def _listed(parameters: Any) -> list[torch.Tensor]:
-    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-
-
-def _clip(original: Any, parameters: Any, max_norm: float, total_norm: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    found = _listed(parameters)
-    for listener in _told():
-        listener.clipping(found, total_norm)
-    return original(found, max_norm, total_norm, *args, **kwargs)
+def _clip(original: Any, parameters: Any, max_norm: float, total_norm: Tensor, *args: Any, **kwargs: Any) -> Any:
+    clipped = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    _notify("clipping", clipped, total_norm)
+    return original(clipped, max_norm, total_norm, *args, **kwargs)
 
 
 def _clip_by_value(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
-    found = _listed(parameters)
-    for listener in _told():
-        listener.clipping(found, None)
-    return original(found, *args, **kwargs)
+    clipped = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    _notify("clipping", clipped, None)
+    return original(clipped, *args, **kwargs)
 
 
 def _scaled_step(original: Any, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    # A scaler tells nobody that it skipped an update, but the count of updates stands still.
-    before = [(listener, listener.updates_of(optimizer)) for listener in _told()]
+    # A scaler does not report that it skipped an update, but the count of updates does not rise.
+    before = [(listener, listener.updates_of(optimizer)) for listener in _listeners]
     result = original(scaler, optimizer, *args, **kwargs)
     for listener, updates in before:
         if updates is not None and listener.updates_of(optimizer) == updates:
@@ -120,49 +136,43 @@ def _scaled_step(original: Any, scaler: Any, optimizer: Any, *args: Any, **kwarg
 
 
 def _unscale(original: Any, scaler: Any, optimizer: Any) -> Any:
-    for listener in _told():
-        listener.unscaling(scaler, optimizer)
+    _notify("unscaling", scaler, optimizer)
     return original(scaler, optimizer)
 
 
 def _all_reduce(
-    original: Any, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+    original: Any, tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
 ) -> Any:
-    for listener in _told():
-        listener.reducing(tensor, group, not async_op)
+    _notify("reducing", tensor, group, not async_op)
     try:
         return original(tensor, op, group, async_op)
     except RuntimeError as error:
-        for listener in _told():
-            listener.lost(error)
+        _notify("lost", error)
         raise
     finally:
-        for listener in _told():
-            listener.resumed()
+        _notify("resumed")
 
 
 _backward_passes: list[object] = []
-"""Those that run: a checkpoint starts one inside another, for a part of the same loss, which is not told."""
+"""Those that run now. A checkpoint starts one inside another, for a part of the same loss; listeners see the outer."""
 
 
 def _backward(original: Any, tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
     if _backward_passes:
         return original(tensors, grad_tensors, *args, **kwargs)
-    alone = isinstance(tensors, torch.Tensor) and grad_tensors is None
-    for listener in _told():
-        listener.backward(tensors if alone else None)
+    _notify("backward", tensors if isinstance(tensors, Tensor) and grad_tensors is None else None)
     _backward_passes.append(tensors)
     try:
         return original(tensors, grad_tensors, *args, **kwargs)
     finally:
         _backward_passes.pop()
-        for listener in _told():
-            listener.backward_over()
+        _notify("backward_over")
 
 
-def _draw(original: Any, iterator: Any) -> Any:
+def _draw_index(original: Any, iterator: Any) -> Any:
     index = original(iterator)
-    drawn(iterator, index)
+    # Only an iterator with workers numbers its indices. Any other has one batch outstanding.
+    _indices.setdefault(iterator, {})[getattr(iterator, "_send_idx", 0)] = index
     return index
 
 
@@ -170,13 +180,12 @@ def _yield(original: Any, iterator: Any) -> Any:
     try:
         batch = original(iterator)
     except StopIteration:
-        ended(iterator)
+        if iterator in _passes:
+            _passes[iterator].finished = True
         raise
     # Without gradients the loop evaluates: it does not train on these rows.
     if torch.is_grad_enabled():
-        found = yielded(iterator, batch)
-        for listener in _told():
-            listener.yielded(found)
+        _notify("yielded", yielded(iterator, batch))
     return batch
 
 
@@ -190,7 +199,188 @@ _PATCHES: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
     (dist, "all_reduce", _all_reduce),
     (dist.distributed_c10d, "all_reduce", _all_reduce),
     (torch.autograd, "backward", _backward),
-    (dataloader._BaseDataLoaderIter, "_next_index", _draw),
+    (dataloader._BaseDataLoaderIter, "_next_index", _draw_index),
     (dataloader._BaseDataLoaderIter, "__next__", _yield),
 )
-"""What is replaced: its home, its name, and the function that is called with the original and the arguments."""
+"""What is replaced: its owner, its name, and the function that receives the original and the arguments."""
+
+
+# the batches of data loaders
+
+
+@dataclass(eq=False)
+class LoaderPass:
+    """One pass of a loop over a data loader, on this rank.
+
+    number: 1 for the first pass over this sampler. size: the rows of the data set; 0: unknown. shuffles: the sampler
+    promises another permutation in each pass. most_repeats: how often a row may occur; 0: unknown or unlimited.
+    order: the first rows, in order. batches: the number that were trained on. rows: the number that were yielded.
+    finished: the loader reached its end. iterator: returns the iterator, or None once the loop has dropped it.
+    """
+
+    number: int = 1
+    size: int = 0
+    shuffles: bool = False
+    most_repeats: int = 0
+    sampler: str = ""
+    before: LoaderPass | None = None
+    order: list[int] = field(default_factory=list)
+    batches: int = 0
+    rows: int = 0
+    finished: bool = False
+    iterator: Callable[[], Any] = lambda: None
+
+
+@dataclass(eq=False)
+class Yielded:
+    """A batch of a data loader. keys: each row's index and content, hashed; None if they cannot be read.
+
+    storage_ids: the storages of its tensors, by which a forward pass recognizes it. storages: these references keep an
+    address from being reused for the next batch. so_far: the rows that the pass has yielded, with this batch.
+    """
+
+    source: LoaderPass
+    ids: tuple[int, ...] | None
+    keys: Tensor | None
+    storage_ids: frozenset[int]
+    storages: tuple[StorageWeakRef, ...]
+    so_far: int = 0
+
+
+_indices: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
+"""By iterator and its number for them, the indices that it drew and that no yielded batch has used."""
+_passes: weakref.WeakKeyDictionary[Any, LoaderPass] = weakref.WeakKeyDictionary()
+"""The present pass of each iterator."""
+_latest: weakref.WeakKeyDictionary[Any, LoaderPass] = weakref.WeakKeyDictionary()
+"""The latest pass over each sampler."""
+
+
+def yielded(iterator: Any, batch: object) -> Yielded:
+    """Describes the batch that the loop receives now. Never raises: the rows of an unreadable batch stay unknown."""
+    try:
+        # A number is outstanding until its batch was yielded, in whatever order workers answer.
+        drawn, outstanding = _indices.get(iterator, {}), getattr(iterator, "_task_info", {})
+        indices = [drawn.pop(number) for number in list(drawn) if number not in outstanding]
+        ids = _ids(indices[0] if len(indices) == 1 else None, iterator._dataset)
+        source = _passes.get(iterator)
+        if source is None or iterator._num_yielded == 1:
+            source = _passes[iterator] = _new_pass(iterator)
+        tensors = list(tensors_in(batch))
+        keys = None if ids is None else row_keys(ids, tensors)
+        source.rows += len(ids or ())
+        source.order += (ids or ())[: _REMEMBERED - len(source.order)]
+        storages = (each.untyped_storage() for each in tensors if each.numel())
+        references = tuple(StorageWeakRef(each) for each in storages)  # type: ignore[no-untyped-call]
+        return Yielded(source, ids, keys, storage_ids(tensors), references, source.rows)
+    except Exception as error:  # noqa: BLE001 - datasets, samplers and batches are the loop's own and may raise anything
+        report_unreadable("a batch of a data loader", error)
+        return Yielded(LoaderPass(), None, None, frozenset(), ())
+
+
+def report_unreadable(what: str, error: Exception) -> None:
+    """Print once that the rows of this run are not checked, because reading `what` raised `error`."""
+    why = f"{what} raises {first_line(error)} if looked at"
+    tell_once(what, f"andon.watch: {why}: the rows of this run are not checked")
+
+
+def is_running(source: LoaderPass) -> bool:
+    """Whether the pass may yet yield a batch or end."""
+    iterator = source.iterator()
+    return not source.finished and iterator is not None and _passes.get(iterator) is source
+
+
+def _ids(index: Any, dataset: Any) -> tuple[int, ...] | None:
+    try:
+        ids = [each.__index__() for each in (index if isinstance(index, list | tuple) else [index])]
+        while isinstance(dataset, Subset):
+            ids = [dataset.indices[each].__index__() for each in ids]
+            dataset = dataset.dataset
+    except (AttributeError, TypeError, IndexError):
+        return None  # keys that are not integers, or an iterable dataset, which has none
+    return tuple(ids)
+
+
+def _new_pass(iterator: Any) -> LoaderPass:
+    sampler = inner = iterator._index_sampler
+    try:
+        before = _latest.get(sampler)
+    except TypeError:  # a list of indices, for example: weak references to it are impossible
+        before = None
+    if before is not None and not before.batches:
+        before = before.before  # nothing was trained on: the loop looked at a first batch, or evaluated
+    for _ in range(_DEEPEST):  # the sampler of rows, inside those that make batches of them or deal them out
+        # Not by their truth, for which Python would ask them for a length that they may not have.
+        inside = (getattr(inner, name, None) for name in ("batch_sampler", "sampler"))
+        inner = next((each for each in inside if each is not None), inner)
+    if isinstance(inner, DistributedSampler):
+        shuffles = bool(inner.shuffle) and type(inner) is DistributedSampler
+    elif type(inner) is RandomSampler:
+        shuffles = not inner.replacement
+    else:
+        shuffles = type(inner).__name__ in _SHUFFLERS
+    try:
+        size = len(iterator._dataset)
+    except Exception:  # noqa: BLE001 - an iterable dataset has no length, and a custom sampler does not need one
+        size = 0
+    repeats = next((getattr(inner, name) for name in _REPEATS if isinstance(getattr(inner, name, None), int)), 1)
+    most_repeats = 1 if shuffles or type(inner).__name__ == "SequentialSampler" else repeats if repeats > 1 else 0
+    number = 1 if before is None else before.number + 1
+    source = LoaderPass(number, size, shuffles, most_repeats, type(inner).__name__, before)
+    source.iterator = weakref.ref(iterator)
+    if before is not None:
+        before.before = None  # only the pass before is needed: drop older ones
+    with suppress(TypeError):
+        _latest[sampler] = source
+    return source
+
+
+def tensors_in(value: object, depth: int = _DEEPEST) -> Iterator[Tensor]:
+    """The tensors in a batch or in the arguments of a call, in order, detached."""
+    if isinstance(value, Tensor):
+        # A transform of `torch.func` wraps the tensor that has memory.
+        while torch._C._functorch.is_functorch_wrapped_tensor(value):
+            value = torch._C._functorch.get_unwrapped(value)
+        if value.layout == torch.strided and not value.is_meta and not value.is_nested:
+            yield value.detach()
+    elif depth and isinstance(value, Mapping | list | tuple):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_in(each, depth - 1)
+
+
+def outside_of_transforms() -> AbstractContextManager[object]:
+    """Inside, `torch.func` transforms (`vmap`, `grad` and the like) do not apply to operations."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return nullcontext()
+    return temporarily_clear_interpreter_stack()
+
+
+def storage_ids(tensors: Sequence[Tensor]) -> frozenset[int]:
+    """Identifies the storages of `tensors`: a view shares its tensor's storage, a copy has another one."""
+    return frozenset(each.untyped_storage()._cdata for each in tensors if each.numel())
+
+
+def row_keys(ids: Sequence[int], tensors: Sequence[Tensor]) -> Tensor | None:
+    """int64 [rows]: a key of each row's index and content; None if no tensor on the CPU has as many rows."""
+    own = [t for t in tensors if t.dim() and t.shape[0] == len(ids) and t.device.type == "cpu" and t.numel()]
+    if not own or not ids:
+        return None
+    keys = mix64(torch.tensor(ids, dtype=torch.int64, device="cpu"))
+    # A mask says which tokens of the other tensors are padding.
+    mask = next((t for t in own if _is_tokens(t) and bool(((t == 0) | (t == 1)).all())), None)
+    for position, tensor in enumerate(own, start=1):
+        rows = tensor.reshape(tensor.shape[0], -1)
+        if not _is_tokens(tensor):  # some elements, spread evenly over a long row
+            rows = rows[:, :: max(rows.shape[1] // _SAMPLED, 1)]
+        words = element_bits(rows).flatten(1)
+        mixed = mix64(words + (position << 32))
+        # Padding and positions are left out: they depend on the other rows of the batch.
+        if _is_tokens(tensor):
+            mixed = mixed * ((words != 0) & (words != _IGNORED))
+            if mask is not None and mask.shape == tensor.shape:
+                mixed = mixed * (mask != 0)
+        keys = mix64(keys + mixed.sum(1))
+    return keys
+
+
+def _is_tokens(tensor: Tensor) -> bool:
+    return tensor.dim() == 2 and not tensor.dtype.is_floating_point and tensor.shape[1] <= _LONGEST

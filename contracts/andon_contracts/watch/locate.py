@@ -79,7 +79,7 @@ class Locator:
 
         probe: whose parameters are looked at; None: those of the model.
         """
-        look, spread = self._exchange.look, self._exchange.spread
+        look, spread = self._exchange.gather_digests, self._exchange.gather_named
         parameters = self._subject.parameters if probe is None else probe.parameters
         found: dict[str, Mapping[str, Sequence[int]]] = {}
         if name == "weights":
@@ -121,7 +121,7 @@ class Locator:
             named, name, key = tensors.get(found.clause), found.tensor, ""
             if found.clause == "optimizers-agree" and probe is not None:
                 named = _states_of(probe, name) if name in probe.parameters else {}
-                spread = self._exchange.look(step, "state", named)
+                spread = self._exchange.gather_digests(step, "state", named)
                 name = key = next((one for one, digests in spread.items() if len(set(digests)) > 1), "")
             if named is None:
                 return scene

@@ -1,33 +1,38 @@
-"""`andon.watch`: checks its arguments on all ranks, makes a separate process group, and opens a `Watch`."""
+"""`andon.watch`: checks its arguments on all ranks, makes a separate process group, and opens a `Watch`.
+
+It also finds what an optimizer trains: the wrappers of its model, and for `andon watch` the model itself.
+"""
 
 from __future__ import annotations
 
 import datetime
+import gc
+import itertools
 import os
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from andon_contracts.agree import GroupGather, Observation, own_group
+from andon_contracts.agree import GroupGather, own_group
 from andon_contracts.causes import first_line
 from andon_contracts.liveness.halt import HaltSignal, own_store
 from andon_contracts.liveness.pending_collectives import PendingCollectives
 from andon_contracts.liveness.signed import Signed, drawn, secret_in, words_of
-from andon_contracts.watch.discovery import reducers_of
-from andon_contracts.watch.exchange import WIDTH, Exchange
+from andon_contracts.watch.exchange import WIDTH, Exchange, Replicas, part_of, replicas_of
 from andon_contracts.watch.ledger import ledger_path, open_ledger
-from andon_contracts.watch.model_probe import ModelProbe
-from andon_contracts.watch.replicas import Replicas, Replicate, part_of, replicas_of
-from andon_contracts.watch.settings import PATIENCE, TIMEOUT, Action, Plan, Reference, Scaler, Schedule, Settings
+from andon_contracts.watch.model_probe import ModelProbe, ModuleGroup, unwrap
+from andon_contracts.watch.settings import Action, Plan, Reference, Replicate, Scaler, Schedule, Settings
 from andon_contracts.watch.watcher import Watch
 
+Kind = TypeVar("Kind")
 _open: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Watch]] = weakref.WeakKeyDictionary()
 """The latest watch of each optimizer. A strong reference to the watch would keep its optimizer alive for ever."""
 _opened = [0]
@@ -61,32 +66,31 @@ def watch(
     updates: int | None = None,
     replicate: Replicate | None = None,
     hard_stop: bool = False,
-    timeout: datetime.timedelta = TIMEOUT,
-    patience: datetime.timedelta = PATIENCE,
+    timeout: datetime.timedelta = Settings.timeout,
+    patience: datetime.timedelta = Settings.patience,
     verbose: bool = False,
 ) -> Watch:
     """Check every update of a training loop. Collective: call it on every rank, after wrapping the model.
 
     action: what a violation does: "warn", "raise", or a function of the `Violation`. A suspicion only ever warns.
     allow: from a clause to the reason why it is silenced; its findings are only counted.
-    log: receives a dict for each finding. group: the data-parallel ranks (default: all). folder: where bundles of
-    violations are written, if any. ledger: where rank 0 writes a line for every update (default: the file that
-    ANDON_LEDGER names, if any).
+    log: receives a dict for each finding. group: the data-parallel ranks (default: all). folder: bundles of violations
+    are written there. ledger: where rank 0 writes a line for every update (default: the file that ANDON_LEDGER names).
     trainable: name patterns of the parameters to be trained. tied: pairs of names that must be one tensor.
     clip: the gradient norm that the loop clips to. groups: from a name pattern to hyperparameters.
     schedule: from the number of an update, 1 being the first, to its learning rate. scaler: the loss scaler.
-    reference: from the model and the ids of a global batch to the sum and the number of their losses. It alone decides
-    about audits: with it every `every`-th gradient is computed again, without it none is.
+    reference: from the model and the ids of a global batch to the sum and the number of their losses. With it every
+    `every`-th gradient is computed again.
     plan: from the number of an update to the ids of its global batch. rows: the number of rows of an epoch.
     contents: from ids to the rows that `Watch.batch` receives for them.
     start: the updates made before. updates: how many updates there are in all at the end.
     replicate: the process group or one-dimensional device mesh of the ranks with the same parameters (default: all
     ranks, or as the mesh of the shards says). hard_stop: end ranks that are blocked while no Python runs.
     timeout: how long a rank waits for the others. patience: how long the process of a rank may be stopped, or a rank on
-    another machine may give no sign of life, before all ranks halt. verbose: list every clause at the opening.
+    another machine may send no heartbeat, before all ranks halt. verbose: list every clause at the opening.
 
-    Raises `ValueError` on every rank if any rank has a wrong argument. What is wrong with the model or the ranks at the
-    start already is a finding, which `action` decides about.
+    Raises `ValueError` on every rank if any rank has a wrong argument. A fault of the model or of the ranks that exists
+    at the start is a finding, and `action` applies to it.
     """
     settings = Settings(
         action=action, allow=dict(allow or {}), log=log, group=group, folder=folder, ledger=ledger, trainable=trainable,
@@ -97,17 +101,24 @@ def watch(
     return open_watch(model, list(optimizer) if isinstance(optimizer, Sequence) else [optimizer], settings)
 
 
-class CannotLook(ValueError):
-    """`andon watch` cannot watch what it found, on any rank. The user made no mistake."""
+class CannotWatch(ValueError):
+    """`andon watch` cannot watch the model or optimizer that it found, on any rank. The user made no mistake."""
 
 
-def open_watch(model: nn.Module, given: Sequence[Any], settings: Settings) -> Watch:
-    """Open a watch of the optimizers `given`, as `watch` does. If any rank refuses, nothing stays open."""
+def open_watch(model: nn.Module, optimizers: Sequence[Any], settings: Settings) -> Watch:
+    """Open a watch, as `watch` does. If any rank refuses, nothing stays open."""
     with ExitStack() as undo:
         exchange = Exchange(GroupGather(own_group(settings.group, settings.timeout), WIDTH))
         undo.callback(exchange.close)
-        optimizers = [_unwrapped(each) for each in given]
-        problems = _wrong_types(model, optimizers)
+        optimizers = [_unwrapped(each) for each in optimizers]
+        problems = [] if isinstance(model, nn.Module) else [f"model must be a module, not {type(model).__name__}"]
+        if not optimizers:
+            problems.append("optimizer is an empty list: name at least one")
+        problems += [
+            f"optimizer must be a torch optimizer, not {type(each).__name__}"
+            for each in optimizers
+            if not isinstance(each, torch.optim.Optimizer) or not hasattr(each, "_optimizer_step_pre_hooks")
+        ]
         subject, file, part, copies = None, None, 0, 0
         if not problems:
             try:
@@ -115,36 +126,73 @@ def open_watch(model: nn.Module, given: Sequence[Any], settings: Settings) -> Wa
             except Exception as error:  # noqa: BLE001 - modules and parameters are the user's own: they may raise anything
                 problems.append(f"the model cannot be looked through: {first_line(error)}")
         if subject is not None:
-            problems += settings.problems(subject) + _conflicts(model, optimizers, exchange)
+            problems += settings.problems(subject)
+            if any(map(is_watched, optimizers)):
+                problems.append("the optimizer is watched already: close that watch first")
+            wrapped = vars(model).get("process_group")  # a module of the user's own may raise for a name that it lacks
+            replicas = dist.get_world_size(wrapped) if isinstance(wrapped, dist.ProcessGroup) else exchange.world_size
+            if replicas != exchange.world_size:
+                problems.append(f"the group has {exchange.world_size} ranks, but the model's replicas are {replicas}")
             try:
                 part, copies = part_of(subject, settings.replicate, exchange.rank)
             except ValueError as error:
                 problems.append(str(error))
         # The command has checked its own options. So only a ledger that cannot be opened is a mistake of its user.
         excused = len(problems) if settings.by_command else 0
-        path = ledger_path(settings.ledger, _first_rank(settings.group)) if exchange.rank == 0 else None
-        if path is not None and not problems:
+        if exchange.rank == 0 and not problems:
+            first = int(os.environ.get("RANK", "0"))  # the global rank of this rank; torchrun's number without a group
+            if dist.is_available() and dist.is_initialized():
+                first = 0 if settings.group is None else dist.get_process_group_ranks(settings.group)[0]
+            path = ledger_path(settings.ledger, first)
             try:
-                file = open_ledger(path, settings.start)
-                undo.callback(file.close)
+                file = None if path is None else open_ledger(path, settings.start)
             except ValueError as error:
                 problems.append(str(error))
-        # The secret that signs heartbeats goes from rank 0 to the others in this gather, and never into their store.
-        told = {"records": int(file is not None), "part": part, "copies": copies, **words_of(drawn())}
-        seen = _agreed(exchange, problems, settings, {**told, "mistakes": len(problems) - excused})
+            if file is not None:
+                undo.callback(file.close)
+        # Rank 0 sends the secret that signs heartbeats in this gather, so that it never comes into the ranks' store.
+        digests = {f"told {name}": digest for name, digest in settings.digests().items()}
+        values = {"records": int(file is not None), "part": part, "copies": copies, **words_of(drawn())}
+        values = {"problems": len(problems), **digests, **values, "mistakes": len(problems) - excused}
+        seen = exchange(0, "settings", values)
+        others = [str(o.rank) for o in seen if o.values["problems"] and o.rank != exchange.rank]
+        if others and not problems:
+            problems.append(f"rank {', '.join(others)} was told something wrong; its own message says what")
+        differing = [name for name in digests if len({o.values[name] for o in seen}) > 1]
+        if differing and not any(o.values["problems"] for o in seen):
+            names = ", ".join(name.removeprefix("told ") for name in differing)
+            problems.append(f"the ranks watch with different settings: {names}")
+        if problems:
+            msg = "andon.watch: " + "; ".join(problems)
+            raise ValueError(msg) if any(o.values["mistakes"] for o in seen) else CannotWatch(msg)
         assert subject is not None
         try:
-            replicas = replicas_of([o.values["part"] for o in seen], [o.values["copies"] for o in seen])
+            parts = replicas_of([o.values["part"] for o in seen], [o.values["copies"] for o in seen])
         except ValueError:
             if settings.replicate is not None:
                 raise
             # Pipeline stages with separate meshes, for example: the same shard cannot be recognized across stages.
-            replicas = Replicas(tuple(range(len(seen))))
+            parts = Replicas(tuple(range(len(seen))))
         settings = replace(settings, recording=bool(seen[0].values["records"]))
-        halt = _halt_signal(exchange, settings, secret_in(seen[0].values))
-        if halt is not None:
-            undo.push(halt.end_with)
-        opened = Watch(subject, optimizers, settings, exchange, replicas, halt, file)
+        halt = None
+        if exchange.world_size > 1:
+            # The key of the halt signal is the same on all ranks of this watch, and unique to them.
+            ranks = dist.get_process_group_ranks(settings.group or dist.group.WORLD)
+            name = "all" if settings.group is None else "-".join(map(str, ranks))
+            _halt_signals[name] += 1
+            store = own_store(f"{name}/{_halt_signals[name]}")
+            if store is not None:
+                halt = HaltSignal(
+                    Signed(store, secret_in(seen[0].values)),
+                    exchange.rank,
+                    exchange.world_size,
+                    PendingCollectives(ranks),
+                    hard_stop=settings.hard_stop,
+                    patience_s=settings.patience.total_seconds(),
+                    warns=settings.action == "warn",
+                )
+                undo.push(halt.end_with)
+        opened = Watch(subject, optimizers, settings, exchange, parts, halt, file)
         undo.pop_all()
     for each in optimizers:
         _open[each] = weakref.ref(opened)
@@ -161,87 +209,166 @@ def is_watched(optimizer: torch.optim.Optimizer) -> bool:
     return latest is not None and not latest.closed
 
 
-def _first_rank(group: dist.ProcessGroup | None) -> int:
-    """The global rank of rank 0 of `group`, which writes the ledger; torchrun's number if no group was made."""
-    if not dist.is_available() or not dist.is_initialized():
-        return int(os.environ.get("RANK", "0"))
-    return 0 if group is None else dist.get_process_group_ranks(group)[0]
-
-
-def _wrong_types(model: object, optimizers: Sequence[object]) -> list[str]:
-    found = [] if isinstance(model, nn.Module) else [f"model must be a module, not {type(model).__name__}"]
-    if not optimizers:
-        found.append("optimizer is an empty list: name at least one")
-    return found + [
-        f"optimizer must be a torch optimizer, not {type(each).__name__}"
-        for each in optimizers
-        if not isinstance(each, torch.optim.Optimizer) or not hasattr(each, "_optimizer_step_pre_hooks")
-    ]
-
-
-def _halt_signal(exchange: Exchange, settings: Settings, secret: bytes) -> HaltSignal | None:
-    """The signal by which any rank stops all. All ranks of this watch, and no others, use its key in the store."""
-    if exchange.world_size == 1:
-        return None
-    ranks = dist.get_process_group_ranks(settings.group or dist.group.WORLD)
-    name = "all" if settings.group is None else "-".join(map(str, ranks))
-    _halt_signals[name] += 1
-    store = own_store(f"{name}/{_halt_signals[name]}")
-    if store is None:
-        return None
-    return HaltSignal(
-        Signed(store, secret),
-        exchange.rank,
-        exchange.world_size,
-        PendingCollectives(ranks),
-        hard_stop=settings.hard_stop,
-        patience_s=settings.patience.total_seconds(),
-        warns=settings.action == "warn",
-    )
-
-
 def _unwrapped(optimizer: Any) -> Any:
     """The optimizer inside a wrapper that delegates: Accelerate's, Fabric's, torch's `PostLocalSGDOptimizer`."""
     while True:
         # A subclass that never called `Optimizer.__init__` has no hooks: it steps by another optimizer.
         delegates = isinstance(optimizer, torch.optim.Optimizer) and not hasattr(optimizer, "_optimizer_step_pre_hooks")
         names = ("optimizer", "optim") if delegates else ("optimizer",)
-        found = (getattr(optimizer, name, None) for name in names)
-        inner = next((each for each in found if isinstance(each, torch.optim.Optimizer)), None)
+        inside = (getattr(optimizer, name, None) for name in names)
+        inner = next((each for each in inside if isinstance(each, torch.optim.Optimizer)), None)
         if inner is None:
             return optimizer
         optimizer = inner
 
 
-def _conflicts(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], exchange: Exchange) -> list[str]:
-    found = []
-    if any(map(is_watched, optimizers)):
-        found.append("the optimizer is watched already: close that watch first")
-    wrapped = vars(model).get("process_group")  # a module of the user's own may raise for a name that it lacks
-    replicas = dist.get_world_size(wrapped) if isinstance(wrapped, dist.ProcessGroup) else exchange.world_size
-    if replicas != exchange.world_size:
-        found.append(f"the group has {exchange.world_size} ranks, but the model's replicas are {replicas}")
-    return found
+# what an optimizer trains, in a process that does not declare it
+
+# The garbage collector lists the objects, once for each optimizer that makes its first update. So nothing of torch is
+# patched for it. The order in which objects are listed does not affect the result, so that ranks agree.
 
 
-def _agreed(
-    exchange: Exchange, problems: Sequence[str], settings: Settings, values: Mapping[str, int]
-) -> tuple[Observation, ...]:
-    """Gather `values` from every rank, with the settings and the number of `problems`.
+def members(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The parameters of `optimizer`, in order."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
-    Raises `ValueError` on every rank if any rank has problems, or if the ranks have different settings.
+
+def optimizer_of(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer | None:
+    """The living optimizer that holds the earliest of `parameters`; of several, the one with most of them.
+
+    None if two of them cannot be distinguished: the first update shows which one the loop uses.
     """
-    digests = settings.digests()
-    told = {f"told {name}": digest for name, digest in digests.items()}
-    seen = exchange(0, "settings", {"problems": len(problems), **told, **values})
-    found = list(problems)
-    others = [str(o.rank) for o in seen if o.values["problems"] and o.rank != exchange.rank]
-    if others and not found:
-        found.append(f"rank {', '.join(others)} was told something wrong; its own message says what")
-    differing = [name for name in digests if len({o.values[f"told {name}"] for o in seen}) > 1]
-    if differing and not any(o.values["problems"] for o in seen):
-        found.append(f"the ranks watch with different settings: {', '.join(differing)}")
-    if found:
-        msg = "andon.watch: " + "; ".join(found)
-        raise ValueError(msg) if any(o.values["mistakes"] for o in seen) else CannotLook(msg)
-    return seen
+    ranked = _ranked(_index(parameters))
+    return ranked[0][0] if ranked and len(ranked[0]) == 1 else None
+
+
+def trained_by(optimizer: torch.optim.Optimizer) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+    """The outermost module that holds what `optimizer` trains, and all optimizers that share in its parameters.
+
+    If no single module holds all of it, or a parameter lies in no module, the model is a `ModuleGroup`. Raises
+    `ValueError` if several modules hold it and nothing that all processes see distinguishes them.
+    """
+    wanted = members(optimizer)
+    missing = _index(wanted)
+    roots, chosen = _roots(missing), list[nn.Module]()
+    while roots:
+        chosen.append(_best(roots, missing))
+        for parameter in chosen[-1].parameters():
+            missing.pop(id(parameter), None)
+        roots = [root for root in roots if any(id(parameter) in missing for parameter in root.parameters())]
+    loose = [p for p in wanted if id(p) in missing and isinstance(p, nn.Parameter)]
+    model = chosen[0] if len(chosen) == 1 and not loose else ModuleGroup(chosen, loose)
+
+    index = _index(model.parameters())
+    optimizers, taken = [optimizer], set(map(id, wanted))
+    for group in _ranked(index, but=optimizer):
+        own = set(map(id, members(group[0])))
+        # If two cannot be distinguished, the script has dropped one of them. The first update shows which.
+        if len(group) == 1 and not own & taken:
+            optimizers.append(group[0])
+            taken |= own
+    return model, sorted(optimizers, key=lambda each: min(_positions(each, index), default=len(index)))
+
+
+def outermost(model: nn.Module) -> nn.Module:
+    """The outermost module that holds `model`, and of several modules the one that reduces its gradients.
+
+    Raises `ValueError` if several remain that cannot be distinguished.
+    """
+    index = _index(model.parameters())
+    roots = _roots(index)
+    return _best(roots, index) if roots else model
+
+
+def reducers_of(model: nn.Module) -> list[DistributedDataParallel]:
+    """The wrappers that reduce gradients of parameters of `model`: in it in order, then those around it or its parts.
+
+    If a module has several wrappers, all of them: the loop may call any.
+    """
+    inside = [each for each in model.modules() if isinstance(each, DistributedDataParallel)]
+    known, held = set(map(id, inside)), _index(model.parameters())
+    around = [each for each in _living(DistributedDataParallel) if id(each) not in known and "_modules" in vars(each)]
+    around = [each for each in around if any(id(parameter) in held for parameter in each.parameters())]
+    index = {id(module): position for position, module in enumerate(model.modules())}
+    return inside + sorted(around, key=lambda each: index.get(id(unwrap(each)[0]), len(index)))
+
+
+def _index(parameters: Iterable[torch.Tensor]) -> dict[int, int]:
+    """From the identity of each parameter to its position."""
+    return {id(parameter): position for position, parameter in enumerate(parameters)}
+
+
+def _positions(optimizer: torch.optim.Optimizer, index: Mapping[int, int]) -> list[int]:
+    return sorted(index[id(p)] for p in members(optimizer) if id(p) in index)
+
+
+def _ranked(index: Mapping[int, int], but: object = None) -> list[list[torch.optim.Optimizer]]:
+    """The living optimizers of these parameters, in an order that all ranks agree on.
+
+    Optimizers that cannot be distinguished share a list.
+    """
+
+    def order(optimizer: torch.optim.Optimizer) -> tuple[int, int, list[int], str, int]:
+        held = _positions(optimizer, index)
+        return held[0], -len(held), held, type(optimizer).__qualname__, len(optimizer.state)
+
+    # A wrapper that only forwards `param_groups` of another optimizer lacks the attribute.
+    living = [each for each in _living(torch.optim.Optimizer) if "param_groups" in vars(each) and each is not but]
+    holders = sorted((each for each in living if _positions(each, index)), key=order)
+    return [list(group) for _, group in itertools.groupby(holders, key=order)]
+
+
+def _living(kind: type[Kind]) -> list[Kind]:
+    # `type` instead of `isinstance`, because a proxy may run any code for `__class__`. There may be a million objects,
+    # so every type is checked once.
+    objects = gc.get_objects()
+    wanted = {each for each in set(map(type, objects)) if issubclass(each, kind)}
+    return [each for each in objects if type(each) in wanted] if wanted else []
+
+
+def _best(roots: Sequence[nn.Module], index: Mapping[int, int]) -> nn.Module:
+    """The root that is most likely the model of the parameters in `index`.
+
+    It holds most of them, reduces their gradients and holds few others. Then its first parameter decides, then the
+    names and types of its modules. Raises `ValueError` if several remain that do not wrap one module.
+    """
+
+    def merit(root: nn.Module) -> tuple[int, bool, int, int, str, int]:
+        held = {id(parameter) for parameter in root.parameters()}
+        wrappers = unwrap(root)[1]
+        reduces = any(isinstance(wrapper, DistributedDataParallel) for wrapper in wrappers)
+        own = [index[key] for key in held if key in index]
+        return len(own), reduces, -len(held), len(wrappers), type(root).__qualname__, -min(own, default=len(index))
+
+    def shape(root: nn.Module) -> list[str]:
+        modules = [f"{name} {type(each).__module__}.{type(each).__qualname__}" for name, each in root.named_modules()]
+        buffers = [f"{name} {tuple(each.shape)}" for name, each in root.named_buffers()]
+        return [*modules, *(name for name, _ in root.named_parameters()), *buffers]
+
+    most = max(map(merit, roots))
+    first = [root for root in roots if merit(root) == most]
+    if len(first) > 1:
+        least = min(map(shape, first))
+        first = [root for root in first if shape(root) == least]
+    if len({id(unwrap(root)[0]) for root in first}) > 1:
+        kinds = f"{len(first)} modules {type(first[0]).__qualname__}"
+        msg = f"{kinds} hold what the optimizer trains, and nothing tells them apart: say which one by andon.watch(...)"
+        raise ValueError(msg)
+    return first[0]
+
+
+def _roots(wanted: Collection[int]) -> list[nn.Module]:
+    """The modules that hold a parameter of these identities, at any depth, and lie in no other module."""
+    modules = [each for each in _living(nn.Module) if "_modules" in vars(each) and not isinstance(each, ModuleGroup)]
+    parents: dict[int, list[nn.Module]] = {}
+    for module in modules:
+        for child in module._modules.values():
+            parents.setdefault(id(child), []).append(module)
+    waiting = [m for m in modules if any(id(p) in wanted for p in vars(m).get("_parameters", {}).values())]
+    holders: dict[int, nn.Module] = {}
+    while waiting:
+        module = waiting.pop()
+        if id(module) not in holders:
+            holders[id(module)] = module
+            waiting.extend(parents.get(id(module), ()))
+    return [module for key, module in holders.items() if key not in parents]

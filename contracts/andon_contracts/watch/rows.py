@@ -1,4 +1,4 @@
-"""Which rows each update trained on: the ids that a loop tells, kept until the update that used them."""
+"""Which rows each update trained on: the ids that a loop passes to `Watch.batch`, until the update that used them."""
 
 from __future__ import annotations
 
@@ -14,31 +14,28 @@ from andon_contracts.watch.values import value_digest
 
 
 def ids_of(ids: Sequence[int] | torch.Tensor) -> list[int]:
-    """Row ids as integers, of anything that counts as one: numpy's, tensors of one element.
+    """Row ids as integers, of anything that Python accepts as an index: numpy's integers, tensors of one element.
 
-    Raises `ValueError` for what is no flat sequence of integers.
+    Raises `ValueError` unless `ids` is a flat sequence of integers from 0.
     """
-    given: Iterable[Any] = ids.tolist() if isinstance(ids, torch.Tensor) else ids
-    given = list(given)
+    listed: Iterable[Any] = ids.tolist() if isinstance(ids, torch.Tensor) else ids
+    listed = list(listed)
     try:
-        found = [operator.index(each) for each in given]
+        rows = [operator.index(each) for each in listed]
     except TypeError:
-        found = [-1]
-    if any(row < 0 for row in found) or any(_is_truth(each) for each in given):
-        msg = f"ids must be a flat sequence of integers from 0, not {str(given)[:80]}"
+        rows = [-1]
+    # Torch and Python would count a truth value as 1 or 0.
+    truths = (isinstance(each, bool) or getattr(each, "dtype", None) is torch.bool for each in listed)
+    if any(row < 0 for row in rows) or any(truths):
+        msg = f"ids must be a flat sequence of integers from 0, not {str(listed)[:80]}"
         raise ValueError(msg)
-    return found
-
-
-def _is_truth(value: object) -> bool:
-    """Whether it is true or false, which torch and Python would count as 1 and 0."""
-    return isinstance(value, bool) or getattr(value, "dtype", None) is torch.bool
+    return rows
 
 
 def contents_of(content: Sequence[object], count: int) -> list[int]:
     """One digest for each row of `content`.
 
-    Raises `ValueError` where its length is not `count`, and for a row that holds what cannot be compared.
+    Raises `ValueError` if its length is not `count`, or if a row holds a value that cannot be compared.
     """
     if len(content) != count:
         msg = f"content has {len(content)} rows, ids has {count}"
@@ -48,7 +45,10 @@ def contents_of(content: Sequence[object], count: int) -> list[int]:
 
 @dataclass
 class Batch:
-    """The rows of one call of `Watch.batch`: their number, and how its forward pass drew random numbers."""
+    """The rows of one call of `Watch.batch`: their number, and whether its forward pass drew random numbers.
+
+    random: the random state before the forward pass; None: unknown.
+    """
 
     rows: int
     random: torch.Tensor | None = None
@@ -56,64 +56,59 @@ class Batch:
 
 
 class Rows:
-    """The rows of the present window on this rank: told, and not thrown away since."""
+    """The rows of the present window on this rank whose gradients the loop has not thrown away."""
 
     def __init__(self) -> None:
-        self.ids: list[int] = []
-        self.contents: list[int] = []
-        self.loss_sum = 0.0
-        self.loss_rows = 0
-        self.reported: float | None = None
-        self.batches: list[Batch] = []
-        self.passed: list[list[int]] = []
-        """Those of windows that were computed and whose update a loss scaler left out, by window."""
-        self.used = False
+        self.skipped_windows: list[list[int]] = []
+        """The rows of each window whose update a loss scaler skipped."""
         self.is_past = False
-        """Whether the loop has gone on from the update that is looked at, with other gradients and buffers."""
+        """Whether the loop has already computed later gradients than those of the update that is judged."""
         self.discarded = 0
         """How often gradients were thrown away."""
-        self._fresh = 0
+        self.new_window()
+
+    def new_window(self) -> None:
+        """Forget the rows: an update used them."""
+        self.ids: list[int] = []
+        self.contents: list[int] = []
+        self.loss_sum, self.loss_rows = 0.0, 0
+        self.reported: float | None = None
+        self.batches: list[Batch] = []
+        self._unused = 0
+
+    def skip_window(self) -> None:
+        """Forget the rows, but note them: the window's update is skipped, and its rows are used up all the same."""
+        self.skipped_windows.append(self.ids)
+        self.new_window()
 
     def add(self, ids: Sequence[int], contents: Sequence[int]) -> None:
-        """A batch is about to be used."""
-        self.used = True
+        """Add a batch that is about to be used."""
         self.batches.append(Batch(len(ids)))
-        self._fresh = len(ids)
+        self._unused = len(ids)
         self.ids.extend(ids)
         self.contents.extend(contents)
 
-    def spent(self) -> None:
-        """The batch at hand has been through the backward pass: it shares the fate of the gradients."""
-        self._fresh = 0
+    def mark_used(self) -> None:
+        """Note that the latest batch has been through the backward pass: its rows are in the gradients now."""
+        self._unused = 0
 
     def discard(self) -> None:
-        """The gradients so far were thrown away, and with them all rows but those of the batch at hand."""
+        """Forget the rows in the gradients, which were thrown away. A batch without its backward pass stays."""
         self.discarded += 1
-        kept = len(self.ids) - self._fresh
-        del self.ids[:kept], self.contents[:kept]
-        self.batches = self.batches[-1:] if self._fresh else []
+        count = len(self.ids) - self._unused
+        del self.ids[:count], self.contents[:count]
+        self.batches = self.batches[-1:] if self._unused else []
 
     @contextmanager
     def of_update(self, ids: list[int], *, is_past: bool) -> Iterator[None]:
-        """Inside, what is told is of the update that was made of these rows, whichever have come since."""
+        """Inside, `ids` are those of the update that is judged, even if the loop has added others since."""
         now, self.ids, self.is_past = self.ids, ids, is_past
         try:
             yield
         finally:
             self.ids, self.is_past = now, False
 
-    def pass_over(self) -> None:
-        """The window's update is left out: its rows are used up all the same."""
-        self.passed.append(self.ids)
-        self.turn()
-
-    def turn(self) -> None:
-        """The update has used them."""
-        self.ids, self.contents = [], []
-        self.loss_sum, self.loss_rows, self.reported = 0.0, 0, None
-        self.batches, self._fresh = [], 0
-
     @property
     def latest(self) -> Batch | None:
-        """The batch that was told last in this window."""
+        """The latest batch of this window."""
         return self.batches[-1] if self.batches else None

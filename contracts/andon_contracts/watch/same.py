@@ -104,7 +104,7 @@ def _compare(leaves: Mapping[str, Any], kinds: Mapping[str, str], exchange: Exch
     if law is _PLACES:
         looked, element = _odd_place(kinds, exchange)
     else:
-        looked = exchange.spread(0, "leaves", digests)
+        looked = exchange.gather_named(0, "leaves", digests)
         odd = next(name for name, found in looked.items() if len(set(found)) > 1)
         element = _difference(leaves[odd], exchange)
     judgement.seen = replace(judgement.seen, details={law.reads[0]: looked})
@@ -118,7 +118,9 @@ def _odd_place(kinds: Mapping[str, str], exchange: Exchange) -> tuple[dict[str, 
 
     Trees with the same places in another order differ as a whole, at "tree".
     """
-    held: list[dict[str, str]] = [dict(json.loads(text)) for text in exchange.texts(0, json.dumps([*kinds.items()]))]
+    held: list[dict[str, str]] = [
+        dict(json.loads(text)) for text in exchange.gather_texts(0, json.dumps([*kinds.items()]))
+    ]
     places = dict.fromkeys(place for one in held for place in one)
     columns = {place: [one.get(place, "nothing") for one in held] for place in places}
     odd = {place: column for place, column in columns.items() if len(set(column)) > 1}
@@ -135,7 +137,7 @@ def _odd_place(kinds: Mapping[str, str], exchange: Exchange) -> tuple[dict[str, 
 def _difference(leaf: Any, exchange: Exchange) -> str:
     """The first element in which a tensor differs, or each rank's value; "" if they look the same."""
     is_tensor = isinstance(leaf, Tensor)
-    texts = exchange.texts(0, f"{leaf.dtype} {tuple(leaf.shape)}" if is_tensor else repr(leaf)[:_MOST])
+    texts = exchange.gather_texts(0, f"{leaf.dtype} {tuple(leaf.shape)}" if is_tensor else repr(leaf)[:_MOST])
     if len(set(texts)) == 1:
         return exchange.first_difference(0, leaf) if is_tensor else ""
     if max(map(len, texts)) <= _SHOWN:

@@ -1,7 +1,7 @@
 """`andon watch SCRIPT ARGS`: runs a training script as it is, and watches every torch optimizer that makes an update.
 
 Torch's global step hooks report the first update of an optimizer, and `intercept` the clip call just before it. Every
-rank comes to that, so the watch is opened there. The raw gradients and the buffers before it are not seen.
+rank reaches that call, so the watch opens there. The raw gradients and the buffers before it are not read.
 
 Needs torch and icontract alone; `python -m andon_contracts.watch` is the same command if nothing else is installed.
 """
@@ -37,9 +37,16 @@ from andon_contracts.legible import legible_line, tell
 from andon_contracts.liveness.halt import own_store
 from andon_contracts.stacks import doing
 from andon_contracts.violation import Halted, Violation
-from andon_contracts.watch.discovery import members, optimizer_of, trained_by
 from andon_contracts.watch.intercept import Listener, listen
-from andon_contracts.watch.opening import CannotLook, is_watched, open_watch, opened_so_far
+from andon_contracts.watch.opening import (
+    CannotWatch,
+    is_watched,
+    members,
+    open_watch,
+    opened_so_far,
+    optimizer_of,
+    trained_by,
+)
 from andon_contracts.watch.settings import Settings, allow_problems
 from andon_contracts.watch.values import text_digest
 from andon_contracts.watch.watcher import Watch
@@ -47,13 +54,13 @@ from andon_contracts.watch.watcher import Watch
 _FAILED, _VIOLATION = 1, 70
 _LONGEST_S, _AGAIN_S = 120.0, 5.0
 """How long a rank waits for all others at a first update, but at most a third of their group's timeout; and how long it
-waits the second time. After that it opens no watch any more."""
-_LOOK_S, _BEAT_S = 0.1, 1.0
-"""How often a rank that waits looks for the others, and any rank where its main thread is."""
-_SURE_S = 3.0
-"""How long a rank waits before it believes a report that another one waits elsewhere: that wait may just be over."""
+waits the second time. After that the rank watches nothing new."""
+_POLL_S, _REPORT_S = 0.1, 1.0
+"""How often a waiting rank polls for the others, and how often any rank reports where its main thread is."""
+_CONFIRM_S = 3.0
+"""How long a rank waits before it believes a report that another rank waits elsewhere: that wait may just be over."""
 _STUCK_S, _BUSY_S = 5.0, 0.1
-"""A rank waits in a collective if it is in one call for so long and computes less between two looks."""
+"""A rank waits in a collective if it is in one call for this long and computes less than this between two polls."""
 _scripts = itertools.count()
 """Numbers the scripts of this process; a script has the same number on all ranks."""
 
@@ -61,16 +68,16 @@ _scripts = itertools.count()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the script that `arguments` (those of the process if None) name, watched; returns the exit code.
 
-    What the script raises passes through, its own `SystemExit` too.
+    The script's own exceptions pass through, `SystemExit` too.
     """
-    asked = _parse(sys.argv[1:] if arguments is None else arguments)
-    if asked.ledger is not None:
-        os.environ["ANDON_LEDGER"] = os.path.abspath(asked.ledger)
+    options = _parse(sys.argv[1:] if arguments is None else arguments)
+    if options.ledger is not None:
+        os.environ["ANDON_LEDGER"] = os.path.abspath(options.ledger)
     _hide_our_frames()
-    standby = Standby({name: getattr(asked, name) for name in ("action", "allow", "folder", "hard_stop", "verbose")})
+    standby = Standby({name: getattr(options, name) for name in ("action", "allow", "folder", "hard_stop", "verbose")})
     try:
         with standby:
-            _run(asked.command, is_module=asked.module)
+            _run(options.command, is_module=options.module)
     except Violation as found:
         # The whole message once for each machine, its first line from the other ranks.
         text = f"andon.{type(found).__name__}: {found}"
@@ -80,11 +87,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _FAILED if isinstance(found, Halted) and not standby.violated else _VIOLATION
     except SystemExit as ended:
         if not ended.code:
-            standby.tell_if_idle()
+            standby.report_if_idle()
         if ended.code or not standby.violated:
             raise
         return _VIOLATION
-    standby.tell_if_idle()
+    standby.report_if_idle()
     return _VIOLATION if standby.violated else 0
 
 
@@ -107,14 +114,14 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--verbose", action="store_true", help="list every clause at the opening")
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGS...]")
-    asked = parser.parse_args(arguments)
-    pairs = (text.partition("=") for text in asked.allow)
-    asked.allow = {clause.strip(): reason.strip() for clause, _, reason in pairs}
-    problems = allow_problems(asked.allow)
-    if not asked.command:
+    options = parser.parse_args(arguments)
+    pairs = (text.partition("=") for text in options.allow)
+    options.allow = {clause.strip(): reason.strip() for clause, _, reason in pairs}
+    problems = allow_problems(options.allow)
+    if not options.command:
         problems.append("name the script to run")
-    elif not asked.module:
-        name = asked.command[0]
+    elif not options.module:
+        name = options.command[0]
         if _is_program(name):
             if Path(name).is_dir():
                 entries = os.listdir(name)
@@ -127,7 +134,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
             problems.append(f"can't open file {name!r}")
     if problems:
         parser.error("; ".join(problems))
-    return asked
+    return options
 
 
 def _is_program(name: str) -> bool:
@@ -136,7 +143,7 @@ def _is_program(name: str) -> bool:
 
 
 def _run(command: Sequence[str], *, is_module: bool) -> None:
-    """Run a script or module as Python does: it is `__main__`, and modules are looked for in its folder first."""
+    """Run a script or module as Python does: it is `__main__`, and its folder is the first to be searched."""
     sys.argv = list(command)
     name = command[0]
     if is_module:
@@ -151,18 +158,17 @@ def _run(command: Sequence[str], *, is_module: bool) -> None:
     vars(main_module).update(__file__=name, __builtins__=__builtins__)
     sys.modules["__main__"] = main_module
     with io.open_code(name) as file:
-        code = compile(file.read(), name, "exec")
-    exec(code, vars(main_module))
+        exec(compile(file.read(), name, "exec"), vars(main_module))
 
 
 def _hide_our_frames() -> None:
     """Let tracebacks begin at the script: leave out the frames of the files that are on the stack now."""
-    before = {each.f_code.co_filename for each, _ in traceback.walk_stack(None)}
-    before |= {__file__, runpy.__file__, "<frozen runpy>"}
+    hidden = {frame.f_code.co_filename for frame, _ in traceback.walk_stack(None)}
+    hidden |= {__file__, runpy.__file__, "<frozen runpy>"}
     shown = sys.excepthook
 
     def show(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-        while trace is not None and trace.tb_frame.f_code.co_filename in before:
+        while trace is not None and trace.tb_frame.f_code.co_filename in hidden:
             trace = trace.tb_next
         shown(kind, error.with_traceback(trace), trace)
 
@@ -179,32 +185,32 @@ class Standby(Listener):
         self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._running: list[torch.optim.Optimizer] = []
         self._clipped: set[int] = set()
-        self._gathering = Gathering()
+        self._rendezvous = Rendezvous()
         self._undo: list[Callable[[], object]] = []
-        self._left_out: set[str] = set()
+        self._unwatched: set[str] = set()
 
     def __enter__(self) -> Self:
         before, after = register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)
-        self._undo = [before.remove, after.remove, listen(self), self._gathering.close]
+        self._undo = [before.remove, after.remove, listen(self), self._rendezvous.close]
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         for undo in self._undo:
             undo()
-        for each in self._watches:
+        for watch in self._watches:
             if isinstance(error, SystemExit):  # the script ends by itself
-                each.close()
+                watch.close()
             else:
-                each.__exit__(kind, error, trace)
+                watch.__exit__(kind, error, trace)
 
     @property
     def violated(self) -> bool:
         """True if a watch with `--action raise` found a violation."""
-        return self._settings.action == "raise" and any(each.violations for each in self._watches)
+        return self._settings.action == "raise" and any(watch.violations for watch in self._watches)
 
-    def tell_if_idle(self) -> None:
-        """Print a line if no watch was opened, by the script itself neither, and no optimizer was left out."""
-        if opened_so_far() == self._opened_before and not self._left_out:
+    def report_if_idle(self) -> None:
+        """Print a line if neither this object nor the script opened a watch, and no optimizer was reported."""
+        if opened_so_far() == self._opened_before and not self._unwatched:
             several = os.environ.get("WORLD_SIZE", "1") != "1"
             which = f"rank {os.environ.get('RANK', '?')}: " if several else ""
             tell(f"andon watch: {which}no optimizer of torch made an update, so nothing was watched")
@@ -212,9 +218,9 @@ class Standby(Listener):
     def _before(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         if optimizer in self._running:  # its last update raised, so that its post-hook never ran
             del self._running[self._running.index(optimizer) :]
-        # An optimizer that deals its state out over ranks makes its update by another one inside.
-        mine = set(map(id, members(optimizer)))
-        is_inside = any(mine <= set(map(id, members(outer))) for outer in self._running)
+        # An optimizer that shards its state over ranks makes its update by another optimizer inside.
+        own = set(map(id, members(optimizer)))
+        is_inside = any(own <= set(map(id, members(outer))) for outer in self._running)
         self._running.append(optimizer)
         if not is_inside and optimizer not in self._seen:
             self._open(optimizer)
@@ -230,9 +236,7 @@ class Standby(Listener):
             return
         self._clipped.add(id(parameters[0]))
         optimizer = optimizer_of(parameters)
-        if optimizer is None or optimizer in self._seen:
-            return
-        opened = self._open(optimizer)
+        opened = None if optimizer is None or optimizer in self._seen else self._open(optimizer)
         if opened is not None:
             opened.calls.clipping(parameters, norm)
 
@@ -241,9 +245,9 @@ class Standby(Listener):
         self._seen.add(optimizer)
         if is_watched(optimizer):
             return None
-        held, kind = members(optimizer), type(optimizer).__qualname__
-        if not any(isinstance(each, torch.nn.Parameter) for each in held):
-            self._leave_out(f"{kind} trains only tensors that are no parameters of a module")
+        trained, kind = members(optimizer), type(optimizer).__qualname__
+        if not any(isinstance(each, torch.nn.Parameter) for each in trained):
+            self._report_unwatched(f"{kind} trains only tensors that are no parameters of a module")
             return None
         why = ""
         try:
@@ -252,38 +256,42 @@ class Standby(Listener):
             why = str(error)
         except Exception as error:  # noqa: BLE001 - it asks objects of the script, which may raise anything
             why = f"what {kind} trains cannot be found: {first_line(error)}"
-        refused = self._gathering.meet(f"{kind} of {len(held)} tensors", why)
+        refused = self._rendezvous.meet(f"{kind} of {len(trained)} tensors", why)
         if refused is not None:
-            self._leave_out(refused)
+            self._report_unwatched(refused)
             return None
         if any(is_watched(each) for each in optimizers):
             optimizers = [optimizer]
         # An open watch of this model would miss what the new optimizer trains.
-        mine = {id(parameter) for parameter in model.parameters()}
-        for each in self._watches:
-            if not each.closed and any(id(parameter) in mine for parameter in each.parameters):
+        parameters = set(map(id, model.parameters()))
+        for watch in self._watches:
+            if not watch.closed and not parameters.isdisjoint(map(id, watch.parameters)):
                 tell("andon watch: another optimizer trains this model now, so it is watched anew")
-                each.close()
+                watch.close()
         self._seen.update(optimizers)
         try:
-            opened = open_watch(model, optimizers, self._settings)
-        except CannotLook as error:
-            self._leave_out(str(error).removeprefix("andon.watch: "))
+            self._watches.append(open_watch(model, optimizers, self._settings))
+        except CannotWatch as error:
+            self._report_unwatched(str(error).removeprefix("andon.watch: "))
             return None
         except ValueError as error:
             tell(f"andon watch: {str(error).removeprefix('andon.watch: ')}")
             raise SystemExit(2) from None  # no `except Exception` of the script hides it
-        self._watches.append(opened)
-        return opened
+        return self._watches[-1]
 
-    def _leave_out(self, why: str) -> None:
+    def _report_unwatched(self, why: str) -> None:
         """Print once, on one rank, why an optimizer is not watched. An empty `why` was printed before."""
-        if why and why not in self._left_out and self._gathering.is_first(why):
+        known = why in self._unwatched
+        self._unwatched.add(why)
+        if why and not known:
+            with suppress(RuntimeError, ValueError):
+                store = own_store(self._rendezvous.name)
+                if store is not None and store.add(f"said/{text_digest(why)}", 1) > 1:
+                    return  # another rank printed it
             tell(f"andon watch: an optimizer is not watched, and the script goes on: {legible_line(why)}")
-        self._left_out.add(why)
 
 
-class Gathering:
+class Rendezvous:
     """The meetings of the ranks of one script, and a thread that tells the others if this rank waits elsewhere.
 
     Opening a watch is collective, so a rank must not begin it unless all ranks do. Not every right script trains on
@@ -293,13 +301,13 @@ class Gathering:
     """
 
     def __init__(self) -> None:
-        self._name = f"standby/{next(_scripts)}"
+        self.name = f"standby/{next(_scripts)}"
         self._round = 0
         self._patience = [_LONGEST_S, _AGAIN_S]
         self._over = threading.Event()
         self._main = threading.get_ident()
         # A single process has no peers to inform, and a thread would make a later fork unsafe.
-        self._thread = threading.Thread(target=self._tell_where, name="andon-standby", daemon=True)
+        self._thread = threading.Thread(target=self._report_waits, name="andon-standby", daemon=True)
         if os.environ.get("WORLD_SIZE", "1") != "1":
             self._thread.start()
 
@@ -309,15 +317,8 @@ class Gathering:
         if self._thread.ident is not None:
             self._thread.join(1.0)
 
-    def is_first(self, text: str) -> bool:
-        """True on the first rank that asks about this text, so that one rank says what several found."""
-        with suppress(RuntimeError, ValueError):
-            store = own_store(self._name)
-            return store is None or store.add(f"said/{text_digest(text)}", 1) == 1
-        return True
-
     def meet(self, what: str, refuses: str = "") -> str | None:
-        """Meet the others at an update of `what`; None if all ranks are here, else why no watch is to be opened.
+        """Meet the others at an update of `what`. Returns None if all ranks are here, else why no watch may open.
 
         refuses: why this rank cannot open a watch; the others receive it. After the last attempt this returns "".
         """
@@ -326,7 +327,7 @@ class Gathering:
         if not self._patience:
             return refuses
         try:
-            store = own_store(self._name)
+            store = own_store(self.name)
             assert store is not None
             while True:
                 key, self._round = f"{self._round}", self._round + 1
@@ -342,47 +343,51 @@ class Gathering:
             return f"the ranks' store does not answer ({type(error).__name__})"
 
     def _await(self, store: Store, key: str, what: str) -> str:
-        """Wait for all other ranks together, against one deadline; returns the verdict."""
+        """Wait for all other ranks together, against one deadline. Returns the verdict."""
 
         def read(name: str) -> str:
             return bytes(store.get(name)).decode() if store.check([name]) else ""
 
+        group, timeouts = dist.distributed_c10d._get_default_group(), [30 * 60.0]
+        for kind in ("cpu", "cuda"):
+            with suppress(RuntimeError, AttributeError):  # the group has no backend for it, or one without a timeout
+                timeouts.append(group._get_backend(torch.device(kind)).options._timeout.total_seconds())
         began, ranks = time.monotonic(), range(dist.get_world_size())
-        patience = min(self._patience[0], _timeout_of_group_s() / 3)
+        patience = min(self._patience[0], min(timeouts) / 3)
         while True:
             if verdict := read(f"{key}/verdict"):
                 return verdict
             if store.check([f"{key}/here/{rank}" for rank in ranks]):
                 return _agreed(store, key, what, "")
             waited = time.monotonic() - began
-            if waited > min(_SURE_S, patience):
-                others = [rank for rank in ranks if not store.check([f"{key}/here/{rank}"])]
-                elsewhere = [f"rank {rank} {away}" for rank in others if (away := read(f"away/{rank}"))]
-                if others and (waited > patience or len(elsewhere) == len(others)):
+            if waited > min(_CONFIRM_S, patience):
+                absent = [rank for rank in ranks if not store.check([f"{key}/here/{rank}"])]
+                elsewhere = [f"rank {rank} {away}" for rank in absent if (away := read(f"away/{rank}"))]
+                if absent and (waited > patience or len(elsewhere) == len(absent)):
                     del self._patience[0]
                     if not self._patience:
                         store.set(f"away/{dist.get_rank()}", "has given up waiting for the others")
-                    missing = f"rank {', '.join(map(str, others))} did not come to the first update of {what}"
-                    seen = f" ({'; '.join(elsewhere)})" if elsewhere else f" within {waited:.0f} s"
-                    return _agreed(store, key, what, missing + seen)
-            time.sleep(_LOOK_S)
+                    missing = f"rank {', '.join(map(str, absent))} did not come to the first update of {what}"
+                    reports = f" ({'; '.join(elsewhere)})" if elsewhere else f" within {waited:.0f} s"
+                    return _agreed(store, key, what, missing + reports)
+            time.sleep(_POLL_S)
 
-    def _tell_where(self) -> None:
+    def _report_waits(self) -> None:
         """The thread: tell the other ranks while the main thread waits in a collective, and when the script is over."""
-        told, last, computed, since = "", None, 0.0, time.monotonic()
+        reported, last, computed, since = "", None, 0.0, time.monotonic()
         clock = time.pthread_getcpuclockid(self._main)
         store: Store | None = None
         while True:
-            over = self._over.wait(_BEAT_S)
+            over = self._over.wait(_REPORT_S)
             here, before, computed = _in_collective(self._main), computed, time.clock_gettime(clock)
             if here != last or computed - before > _BUSY_S:
                 last, since = here, time.monotonic()
             stuck = here is not None and time.monotonic() - since >= _STUCK_S
             text = "has ended its script" if over else f"waits {doing(self._main)}" if stuck else ""
-            with suppress(RuntimeError, ValueError):  # without the store nobody is left who would ask
-                if text != told and (store := store or own_store(self._name)) is not None:
+            with suppress(RuntimeError, ValueError):  # without the store no other rank can read it
+                if text != reported and (store := store or own_store(self.name)) is not None:
                     store.set(f"away/{dist.get_rank()}", text)
-                    told = text
+                    reported = text
             if over:
                 return
 
@@ -393,18 +398,8 @@ def _agreed(store: Store, key: str, what: str, why: str) -> str:
 
 
 def _in_collective(ident: int) -> tuple[int, int] | None:
-    """Identifies the call of `torch.distributed` that the thread is in; None if it is in none. Keeps no frame alive."""
+    """Identifies the call of `torch.distributed` in which the thread is; None without one. Keeps no frame alive."""
     frame: Any = sys._current_frames().get(ident)
     if frame is None or not str(frame.f_globals.get("__name__", "")).startswith("torch.distributed"):
         return None
     return id(frame), frame.f_lasti
-
-
-def _timeout_of_group_s() -> float:
-    """How long the script's own collectives wait, the least of all kinds of devices."""
-    group = dist.distributed_c10d._get_default_group()
-    found = [30 * 60.0]
-    for kind in ("cpu", "cuda"):
-        with suppress(RuntimeError, AttributeError):  # the group has no backend for it, or one without a timeout
-            found.append(group._get_backend(torch.device(kind)).options._timeout.total_seconds())
-    return min(found)

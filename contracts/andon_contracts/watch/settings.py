@@ -1,4 +1,4 @@
-"""The arguments of `andon.watch`, and what is wrong with them."""
+"""The arguments of `andon.watch`, and the checks of their values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from torch import nn
 from andon_contracts.clauses import CLAUSES
 from andon_contracts.violation import Violation
 from andon_contracts.watch.model_probe import ModelProbe, unknown_names
-from andon_contracts.watch.replicas import Replicate
 from andon_contracts.watch.values import text_digest
 
 Action = Literal["warn", "raise"] | Callable[[Violation], None]
@@ -26,8 +25,8 @@ Schedule = Callable[[int], float]
 """From the number of an update, 1 being the first, to its learning rate."""
 Plan = Callable[[int], Sequence[int]]
 """From the number of an update to the ids of its global batch."""
-TIMEOUT = datetime.timedelta(minutes=30)
-PATIENCE = datetime.timedelta(seconds=30)
+Replicate = Any
+"""A process group, or a device mesh of one dimension, of the ranks that hold the same parameters as this rank."""
 
 
 class Scaler(Protocol):
@@ -39,7 +38,7 @@ class Scaler(Protocol):
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments of `watch`, whose docstring says what each means, with those of a ledger and of the command."""
+    """The arguments of `watch`, explained in its docstring, and two settings that are not arguments."""
 
     action: Action = "warn"
     allow: Mapping[str, str] = field(default_factory=dict)
@@ -62,8 +61,8 @@ class Settings:
     updates: int | None = None
     replicate: Replicate | None = None
     hard_stop: bool = False
-    timeout: datetime.timedelta = TIMEOUT
-    patience: datetime.timedelta = PATIENCE
+    timeout: datetime.timedelta = datetime.timedelta(minutes=30)
+    patience: datetime.timedelta = datetime.timedelta(seconds=30)
     verbose: bool = False
     recording: bool = False
     """Whether rank 0 writes a ledger: all ranks then look at what only a ledger needs."""
@@ -71,8 +70,8 @@ class Settings:
     """Whether the command `andon watch` opened the watch, so that messages name its options."""
 
     def digests(self) -> dict[str, int]:
-        """The digests, in [0, 2^62), of the arguments that must be equal on all ranks, so that all make one number of
-        collectives. Of a function only whether it is there; `log` and `folder` may differ.
+        """The digests, in [0, 2^62), of the arguments that must be equal on all ranks, so that all ranks make the same
+        collectives. A function counts as given or not. `log` and `folder` may differ.
         """
         functions = ("schedule", "scaler", "reference", "plan", "contents")
         compared: dict[str, object] = {name: getattr(self, name) is not None for name in functions}
@@ -83,56 +82,53 @@ class Settings:
             "tied": list(self.tied),
             "clip": self.clip,
             "groups": sorted((name, sorted(values)) for name, values in self.groups.items()),
-            "every": self.every,
-            "rows": self.rows,
-            "start": self.start,
-            "updates": self.updates,
+            **{name: getattr(self, name) for name in ("every", "rows", "start", "updates")},
         }
         return {name: text_digest(value) for name, value in compared.items()}
 
     def problems(self, subject: ModelProbe) -> list[str]:
         """All that is wrong with these settings for `subject`, in words."""
-        found: list[str] = []
+        problems: list[str] = []
         if self.action not in ("warn", "raise") and not callable(self.action):
-            found.append(f"action must be 'warn', 'raise' or a function of a violation, not {self.action!r}")
+            problems.append(f"action must be 'warn', 'raise' or a function of a violation, not {self.action!r}")
         for name in ("every", "start", "rows", "updates"):
-            given = getattr(self, name)
-            if not _is_count(given) and not (given is None and name in ("rows", "updates")):
-                found.append(f"{name} must be a whole number, not {type(given).__name__}")
-        found += subject.without_values()
+            value = getattr(self, name)
+            if not _is_count(value) and not (value is None and name in ("rows", "updates")):
+                problems.append(f"{name} must be a whole number, not {type(value).__name__}")
+        problems += subject.without_values()
         if _is_count(self.every) and self.every < 1:
-            found.append(f"every must be at least 1, not {self.every}")
+            problems.append(f"every must be at least 1, not {self.every}")
         if _is_count(self.updates) and _is_count(self.start) and self.updates < self.start:
-            found.append(f"updates must be at least start ({self.start}), not {self.updates}")
+            problems.append(f"updates must be at least start ({self.start}), not {self.updates}")
         if self.clip is not None and not (isinstance(self.clip, SupportsFloat) and float(self.clip) > 0):
-            found.append(f"clip must be above 0, not {self.clip!r}")
+            problems.append(f"clip must be above 0, not {self.clip!r}")
         if self.scaler is not None and not callable(getattr(self.scaler, "get_scale", None)):
-            found.append(f"scaler must have get_scale(), as torch.amp.GradScaler has; {self.scaler!r} has not")
+            problems.append(f"scaler must have get_scale(), as torch.amp.GradScaler has; {self.scaler!r} has not")
         for name in ("schedule", "reference", "plan", "contents", "log"):
-            given = getattr(self, name)
-            if given is not None and not callable(given):
-                found.append(f"{name} must be a function, not {type(given).__name__}")
-        found += allow_problems(self.allow)
-        named = [*(self.trainable or ()), *self.groups, *(name for pair in self.tied for name in pair)]
-        found += [f"no parameter is named {name!r}" for name in unknown_names(named, subject.names)]
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                problems.append(f"{name} must be a function, not {type(value).__name__}")
+        problems += allow_problems(self.allow)
+        names = [*(self.trainable or ()), *self.groups, *(name for pair in self.tied for name in pair)]
+        problems += [f"no parameter is named {name!r}" for name in unknown_names(names, subject.names)]
         if not subject.trainable:
-            return [*found, "the model has no trainable parameter"]
-        return found + [
+            return [*problems, "the model has no trainable parameter"]
+        return problems + [
             f"optimizer {number} holds no parameter of this model: is it the optimizer of another one?"
             for number in subject.strange_optimizers()
         ]
 
 
-def _is_count(given: object) -> TypeGuard[int]:
-    return isinstance(given, SupportsIndex) and not isinstance(given, bool | torch.Tensor)
+def _is_count(value: object) -> TypeGuard[int]:
+    return isinstance(value, SupportsIndex) and not isinstance(value, bool | torch.Tensor)
 
 
 def allow_problems(allow: Mapping[str, str]) -> list[str]:
     """All that is wrong with `allow`, in words: unknown clauses and empty reasons."""
-    found = []
+    problems = []
     for name in allow:
         if name not in CLAUSES:
             close = difflib.get_close_matches(name, CLAUSES, 1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
-            found.append(f"allow names {name!r}, which is no clause{hint}")
-    return found + [f"allow[{name!r}] must give a reason" for name, reason in allow.items() if not reason]
+            problems.append(f"allow names {name!r}, which is no clause{hint}")
+    return problems + [f"allow[{name!r}] must give a reason" for name, reason in allow.items() if not reason]

@@ -220,7 +220,7 @@ class Updates:
             return ""
         try:
             point = f"after {self._number(made.probe)}"
-            said = self._context.exchange.closing(made.step, point, made.values(), _AT_THE_CLOSE_S)
+            said = self._context.exchange.gather_at_close(made.step, point, made.values(), _AT_THE_CLOSE_S)
         except (RuntimeError, OSError) as error:
             why = str(error) if isinstance(error, TimeoutError) else first_line(error)
             return f"  what update {made.step} left was not compared: {why}"

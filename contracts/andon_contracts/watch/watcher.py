@@ -5,36 +5,36 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from andon_contracts.bundle import Evidence, write_cause
+from andon_contracts.clauses import CLAUSES
 from andon_contracts.ledger import LedgerFile
-from andon_contracts.legible import tell
+from andon_contracts.legible import counted, tell
 from andon_contracts.liveness.end_messages import POINTS, EndMessages, Position
 from andon_contracts.liveness.halt import HaltSignal, say_cause
+from andon_contracts.liveness.open_store import open_store
 from andon_contracts.stacks import line_here
 from andon_contracts.violation import Violation
-from andon_contracts.watch.check import Context, OptimizerProbe
+from andon_contracts.watch.check import Context, Cover, OptimizerProbe
 from andon_contracts.watch.checks.gradients import Gradients
 from andon_contracts.watch.checks.outcomes import Outcomes
 from andon_contracts.watch.checks.scale import Passes
 from andon_contracts.watch.checks.told import ToldByLoop
 from andon_contracts.watch.checks.weights import Weights
-from andon_contracts.watch.coverage import closing_lines, coverage, opening_lines, port_warning
-from andon_contracts.watch.exchange import Exchange
-from andon_contracts.watch.intercept import Listener, listen
+from andon_contracts.watch.exchange import Exchange, Replicas
+from andon_contracts.watch.intercept import Listener, Yielded, listen, outside_of_transforms
 from andon_contracts.watch.judging import Verdicts
 from andon_contracts.watch.ledger import Recorder, reason_of
-from andon_contracts.watch.loaders import Yielded, outside_of_transforms
 from andon_contracts.watch.locate import REPLICATED, tensors_of
 from andon_contracts.watch.model_probe import ForwardTap, ModelProbe, ModuleGroup
-from andon_contracts.watch.replicas import Replicas
 from andon_contracts.watch.rows import Rows
 from andon_contracts.watch.settings import Settings
 from andon_contracts.watch.updates import Updates, add_checks, all_checks
@@ -62,10 +62,13 @@ class Watch:
     ) -> None:
         self.settings, self.closed = settings, False
         self._context = context = Context(subject, settings, exchange, replicas, Rows())
-        exchange.alike = not replicas.cut
+        exchange.comparable = not replicas.cut
         passes = Passes()
         add_checks(context, optimizers, passes)
-        self._cover = coverage(context, all_checks(context))
+        covers = {"halt-together": context.between_ranks()}
+        for check in all_checks(context):
+            covers |= check.cover()
+        self._cover = {name: covers[name] for name in CLAUSES if name in covers}
         live = frozenset(name for name, cover in self._cover.items() if cover.live)
         absent = {name for name, clause in REPLICATED.items() if self._cover[clause].state == "not applicable"}
         held = {name: not replicas.cut and name not in absent for name in REPLICATED}
@@ -84,7 +87,7 @@ class Watch:
         self._halt = halt
         if halt is not None:
             halt.evidence = evidence
-            exchange.attend(lambda: halt.raise_if_halted(again=True), halt.lost, halt.pending)
+            exchange.set_callbacks(lambda: halt.raise_if_halted(again=True), halt.lost, halt.pending)
         self._updates = Updates(context)
         self._checks = all_checks(context)
         self.calls = _CallRouter(context, halt, passes)
@@ -93,7 +96,7 @@ class Watch:
         self._last_error: BaseException | None = None
         self._undo: list[Callable[[], object]] = []
         self._say(
-            opening_lines(self._cover, exchange.world_size, len(subject.trainable), settings, len(subject.beside))
+            _opening_lines(self._cover, exchange.world_size, len(subject.trainable), settings, len(subject.beside))
         )
         self._begin()
 
@@ -361,9 +364,9 @@ class Watch:
     def _say_closing(self, unread: str) -> None:
         context = self._context
         spent = context.added.seconds + sum(probe.check(Gradients).raw_hooks.spent() for probe in context.probes)
-        lines = closing_lines(self._cover, context.verdicts, context.steps, spent, context.check(ToldByLoop).untold)
+        lines = _closing_lines(self._cover, context.verdicts, context.steps, spent, context.check(ToldByLoop).untold)
         of_checks = dict.fromkeys(line for check in self._checks for line in check.closing_lines())
-        self._say([*lines, *of_checks, unread, context.recorder.closing_line(), port_warning()])
+        self._say([*lines, *of_checks, unread, context.recorder.closing_line(), _port_warning()])
 
     def _leave(self, pid: int) -> None:
         """The interpreter ends. Not in a forked child, whose parent goes on."""
@@ -443,3 +446,66 @@ def _within_a_step(optimizer: torch.optim.Optimizer) -> bool:
             return True
         outer = outer.f_back
     return False
+
+
+# what a watch prints
+
+
+def _opening_lines(
+    covers: Mapping[str, Cover], world: int, trainable: int, settings: Settings, beside: int = 0
+) -> list[str]:
+    """The lines at the opening: what is watched, what is not, and which arguments would change that.
+
+    `settings.verbose` adds a table of all clauses. beside: the number of tensors of the optimizers outside the model.
+    """
+    head = f"andon.watch: {world} rank{'s' * (world > 1)}, {trainable} trainable tensors"
+    live = sum(cover.live for cover in covers.values())
+    table, where = "verbose=True", "these arguments would"
+    if settings.by_command:
+        table, where = "--verbose", "a line in the script would: andon.watch(model, optimizer, ...)"
+    missing = [f"{name} ({cover.remedy})" for name, cover in covers.items() if cover.remedy and not cover.live]
+    whys = dict.fromkeys(c.why for c in covers.values() if c.state == "not observable" and not c.remedy)
+    unseen = [f"{', '.join(n for n, c in covers.items() if c.why == why and not c.live)} ({why})" for why in whys]
+    lines = [f"{head}; {live} of {len(covers)} clauses are held" + f", {table} lists them" * (not settings.verbose)]
+    if missing or unseen:
+        lines.append(f"  not watched: {', '.join([*unseen, *missing])}" + f"; {where}" * bool(missing))
+    if beside:
+        tensors = counted(beside, "tensor")
+        lines.append(f"  not watched: the updates of {tensors} of the optimizers beside the model's parameters")
+    if settings.verbose:
+        width = max(map(len, covers))
+        lines += [f"  {name:<{width}}  {cover.state:<14}  {cover.why}".rstrip() for name, cover in covers.items()]
+    launched = os.environ.get("WORLD_SIZE", "")
+    joined = dist.is_available() and dist.is_initialized()
+    if not joined and launched.isdecimal() and int(launched) > 1:
+        apart = "but no process group was made: the ranks train apart, not compared"
+        lines.append(f"  warning: WORLD_SIZE is {launched}, {apart}")
+    return lines
+
+
+def _closing_lines(
+    covers: Mapping[str, Cover], verdicts: Verdicts, steps: int, spent: float, untold: Collection[str] = ()
+) -> list[str]:
+    """The lines at the close: what was checked, how often, at what cost, and what was not checked.
+
+    spent: seconds that the watch took. untold: clauses for which the loop passed no values; they count as unchecked.
+    """
+    evaluated = {name: count for name, count in verdicts.evaluations.items() if count and name not in untold}
+    unchecked = [name for name in covers if name not in evaluated]
+    times, first = counted(sum(evaluated.values()), "time"), verdicts.first_steps
+    findings = f"{counted(len(verdicts.counts), 'violation')}, {counted(len(verdicts.suspected), 'suspicion')}"
+    clauses = f"{len(covers) - len(unchecked)} of {len(covers)} clauses"
+    repeated = (verdicts.counts + verdicts.suspected).items()
+    lines = [
+        f"andon.watch: {counted(steps, 'step')}, {clauses} evaluated {times}",
+        f"  {findings}, {1000 * spent / max(steps, 1):.3g} ms per step",
+        *(f"  {name}: {counted(count, 'time')}, first at step {first[name]}" for name, count in repeated),
+        *(f"  {name}: {counted(count, 'time')}, silenced by allow" for name, count in verdicts.silenced.items()),
+    ]
+    return [*lines, f"  not checked: {', '.join(unchecked)}"] if unchecked else lines
+
+
+def _port_warning() -> str:
+    """A warning if other machines can reach the port of the process group's store; else empty."""
+    reached = open_store() if dist.is_available() and dist.is_initialized() else ""
+    return reached and f"  warning: {reached}"

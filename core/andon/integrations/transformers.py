@@ -18,7 +18,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from andon_contracts.watch import Watch, watch
-from andon_contracts.watch.discovery import outermost
+from andon_contracts.watch.opening import outermost
 
 _BATCH_KEY = "andon_ids"
 

@@ -19,7 +19,7 @@ from andon_contracts.violation import OTHER_SHAPES, Finding
 from andon_contracts.watch.check import Check, Context, Cover, OptimizerProbe, Values
 from andon_contracts.watch.checks.frozen import ROUND, parts_of
 from andon_contracts.watch.checks.gradients import Gradients
-from andon_contracts.watch.loaders import outside_of_transforms
+from andon_contracts.watch.intercept import outside_of_transforms
 from andon_contracts.watch.model_probe import ForwardTap, ModuleGroup
 from andon_contracts.watch.values import text_digest
 

@@ -128,7 +128,7 @@ class Gradients(Check):
     def _zeroed(self) -> None:
         rows = self.context.rows
         if self.raw_hooks.backward_seen:
-            rows.spent()
+            rows.mark_used()
         if self.raw_hooks.started or rows.ids:
             self.raw_hooks.discard()
         else:

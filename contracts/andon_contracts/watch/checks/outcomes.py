@@ -87,7 +87,7 @@ class Outcomes(Check):
             "norm in training": self._norm_in_training,
         }
         seen = exchange(step, "evaluated", reported)
-        parts = exchange.columns(step, table)
+        parts = exchange.gather_columns(step, table)
         triples = [row for part in parts for row in zip(*part, strict=True)]
         counted = {"accuracy": sum(p == y for _, p, y in triples) / max(len(triples), 1)}
         weights, of_rows = (
@@ -116,7 +116,7 @@ class Outcomes(Check):
         self._write(Path(path), digests)
         self.context.recorder.saved(step, Path(path).name, digests)
         if read is not None:
-            on_disk = self.context.exchange.spread(step, "on disk", self._read(read))
+            on_disk = self.context.exchange.gather_named(step, "on disk", self._read(read))
             parameters = self.context.subject.parameters
             self._judge_restored(
                 {n: d for n, d in digests.items() if n.removeprefix("weights ") in parameters}, on_disk
@@ -163,7 +163,7 @@ class Outcomes(Check):
             probe.updates = count
         optimizers = [probe.optimizer for probe in probes]
         self.context.recorder.loaded(self._step, Path(path).name, exchange.world_size, optimizers)
-        found = exchange.spread(self._step, "restored", live_digests(probes))
+        found = exchange.gather_named(self._step, "restored", live_digests(probes))
         if f"random state of rank {exchange.world_size}" in wanted:
             wanted = {name: digest for name, digest in wanted.items() if not name.startswith("random state")}
         else:
@@ -173,7 +173,7 @@ class Outcomes(Check):
     def _random(self, updates: int) -> dict[str, tuple[int, ...]]:
         """The random state of each rank by a name that says the rank: one value on whichever rank it is judged."""
         own = {"random state": flat_digest([torch.get_rng_state()])}
-        (states,) = self.context.exchange.spread(updates, "random", own).values()
+        (states,) = self.context.exchange.gather_named(updates, "random", own).values()
         return {f"random state of rank {rank}": (state,) * len(states) for rank, state in enumerate(states)}
 
     def _judge_restored(self, wanted: Mapping[str, int], found: Mapping[str, tuple[int, ...]]) -> None:

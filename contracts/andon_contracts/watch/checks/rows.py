@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from andon_contracts.digest import mix64
 from andon_contracts.laws.law import Law, Observations, Seen, unless_all
 from andon_contracts.observe import Look, Observer
 from andon_contracts.violation import Finding
 from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values, is_sampled
-from andon_contracts.watch.loaders import Pass, Yielded, cannot_look, is_under_way, places_of, tensors_in, total
+from andon_contracts.watch.intercept import LoaderPass, Yielded, is_running, report_unreadable, storage_ids, tensors_in
 
 _AHEAD = 64
 """So many batches may be yielded before they are used."""
@@ -101,7 +102,7 @@ class LoadedRows(Check):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._waiting: deque[Yielded] = deque(maxlen=_AHEAD)
-        self._latest: Pass | None = None
+        self._latest: LoaderPass | None = None
         self._used: Yielded | None = None
         self._window: list[Yielded] = []
         """The batches of this update."""
@@ -115,10 +116,10 @@ class LoadedRows(Check):
         self._order_again = 0
         """The number of a pass that has the order of the pass before."""
         self._passes: dict[int, _Counted] = {}
-        self._numbers: weakref.WeakKeyDictionary[Pass, int] = weakref.WeakKeyDictionary()
+        self._numbers: weakref.WeakKeyDictionary[LoaderPass, int] = weakref.WeakKeyDictionary()
         """The passes that were trained on, numbered alike on all ranks."""
         self._begun = 0
-        self._unended: list[Pass] = []
+        self._unended: list[LoaderPass] = []
         self._spares: dict[str, None] = {}
 
     def cover(self) -> Mapping[str, Cover]:
@@ -132,10 +133,10 @@ class LoadedRows(Check):
         try:
             self._look_at_inputs(list(tensors_in((args, kwargs))))
         except Exception as error:  # noqa: BLE001 - what a model is given is the loop's own and may raise anything
-            cannot_look("what the model is given", error)
+            report_unreadable("what the model is given", error)
 
     def _look_at_inputs(self, tensors: Sequence[Tensor]) -> None:
-        batch = self._taken(places_of(tensors))
+        batch = self._taken(storage_ids(tensors))
         if not torch.is_grad_enabled():
             return
         if self._updates < _ALWAYS or self._updates % _ALWAYS < _IN_A_ROW:
@@ -148,8 +149,8 @@ class LoadedRows(Check):
 
     def _taken(self, places: frozenset[int]) -> Yielded | None:
         """The batch that a forward pass with this memory uses for the first time; None if it uses none."""
-        known = next((each for each in reversed(self._waiting) if each.places & places), None)
-        if known is None and self._used is not None and self._used.places & places:
+        known = next((each for each in reversed(self._waiting) if each.storage_ids & places), None)
+        if known is None and self._used is not None and self._used.storage_ids & places:
             return None
         found = known or next((each for each in self._waiting if each.source is self._latest), None)
         if found is not None:
@@ -189,7 +190,7 @@ class LoadedRows(Check):
         known = bool(ids) and len(keys) == len(ids) and None not in ids
         return {
             "drawn": sum(len(each) for each in ids if each is not None) if known else 0,
-            "drawn keys": total(torch.cat(keys)) if known else 0,
+            "drawn keys": int(mix64(torch.cat(keys)).sum()) if known else 0,
             "held": sum(len(each.ids or ()) for each in self._held),
             "order again": self._order_again,
         }
@@ -219,12 +220,12 @@ class LoadedRows(Check):
         columns: list[list[int]] = [[], [], [], [], [], []]
         for each in self._held:
             source, ids, keys = each.source, each.ids or (), [] if each.keys is None else each.keys.tolist()
-            alike = (self._numbers[source], source.size, source.most, each.so_far)
+            alike = (self._numbers[source], source.size, source.most_repeats, each.so_far)
             for row, key in zip(ids, keys, strict=True):
                 for column, value in zip(columns, (row, key, *alike), strict=True):
                     column.append(value)
         self._held = []
-        parts = self.context.exchange.columns(step, columns)
+        parts = self.context.exchange.gather_columns(step, columns)
         numbers = sorted({number for part in parts for number in part[2]})
         for number in numbers:
             counted = self._passes.setdefault(number, _Counted())
@@ -253,11 +254,11 @@ class LoadedRows(Check):
         """Note what the passes that ended left out or had twice. Forget these, and those that were broken off."""
         for each in self._unended:
             spare = self.context.world * each.rows - each.size
-            if each.over and each.most == 1 and 0 < abs(spare) < each.size:
+            if each.finished and each.most_repeats == 1 and 0 < abs(spare) < each.size:
                 what = f"{spare} rows more than the {each.size} of the data fill up" if spare > 0 else ""
                 what = what or f"{-spare} of the {each.size} rows of the data are left out of"
                 self._spares[f"  rows: {what} a pass over them ({each.sampler})"] = None
-        self._unended = [each for each in self._unended if is_under_way(each)]
+        self._unended = [each for each in self._unended if is_running(each)]
 
 
 @dataclass

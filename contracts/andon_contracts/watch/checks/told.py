@@ -189,7 +189,7 @@ class ToldByLoop(Check):
         rows = self._rows
         values = {
             "rows": len(rows.ids),
-            "windows passed": len(rows.passed),
+            "windows passed": len(rows.skipped_windows),
             "with content": int(len(rows.contents) == len(rows.ids)),
             "loss sum": bits_of(rows.loss_sum),
             "loss rows": rows.loss_rows,
@@ -211,7 +211,7 @@ class ToldByLoop(Check):
             return
         with_contents = all(o.values["with content"] for o in said)
         own = self._rows.contents if with_contents else [0] * len(self._rows.ids)
-        parts = context.exchange.columns(step, [self._rows.ids, own])
+        parts = context.exchange.gather_columns(step, [self._rows.ids, own])
         ids, contents = (tuple(tuple(part[column]) for part in parts) for column in (0, 1))
         union = [row for part in ids for row in part]
         known = tuple(content for part in contents for content in part) if with_contents else ()
@@ -249,12 +249,12 @@ class ToldByLoop(Check):
 
     def _mark_passed(self, step: int) -> None:
         """The rows of updates that a loss scaler skipped were used too, one update after the other."""
-        passed = self._rows.passed
+        passed = self._rows.skipped_windows
         windows = [window for window, ids in enumerate(passed) for _ in ids]
-        parts = self.context.exchange.columns(step, [[row for ids in passed for row in ids], windows])
+        parts = self.context.exchange.gather_columns(step, [[row for ids in passed for row in ids], windows])
         for window in sorted({window for part in parts for window in part[1]}):
             self._mark([row for part in parts for row, its in zip(*part, strict=True) if its == window])
-        self._rows.passed = []
+        self._rows.skipped_windows = []
 
     def _mark(self, union: Sequence[int]) -> None:
         rows = self.context.settings.rows
