@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import andon
-from andon_contracts.watch.checks.scale import Account, Scale, Weight, parts_of
+from andon_contracts.watch.checks.scale import LossWeight, Scale, ScaleSummary, loss_parts
 from tests.watch.clean_loops import loss_sum
 from tests.watch.clean_models import Normed
 from tests.watch.loop import CLASSES, FEATURES, data
@@ -33,9 +33,9 @@ def terms(count: int) -> Tensor:
     return torch.linspace(0.5, 2.0, count).requires_grad_()
 
 
-def weight_of(loss: Tensor) -> Weight | None:
+def weight_of(loss: Tensor) -> LossWeight | None:
     """What it weighs; None where its graph, or a number in that, does not say."""
-    parts = parts_of(loss)
+    parts = loss_parts(loss)
     return None if parts is None else parts.weight()
 
 
@@ -188,10 +188,10 @@ def test_a_loss_in_a_checkpoint_is_not_computed_again() -> None:
 def test_a_number_that_is_written_over_later_is_read_as_it_was() -> None:
     count = torch.tensor(4.0)
     logits = torch.randn(4, 3, requires_grad=True)
-    parts = parts_of(F.cross_entropy(logits, torch.zeros(4).long(), reduction="sum") / count)
+    parts = loss_parts(F.cross_entropy(logits, torch.zeros(4).long(), reduction="sum") / count)
     count.fill_(2.5)
     found = parts and parts.weight()
-    assert (found and (found.first, found.chosen)) == (pytest.approx(1.0), False)
+    assert (found and (found.first, found.deliberate)) == (pytest.approx(1.0), False)
 
 
 def test_hooks_that_give_a_tensor_back_once_are_not_asked_twice() -> None:
@@ -448,7 +448,7 @@ def test_the_closing_lines_say_what_was_seen_of_the_scale() -> None:
 
 
 def scale(first: float, factor: float, line: int = 1) -> Scale:
-    return Scale(first, first, line, 1, 0, chosen=False, squared=False, factor=factor)
+    return Scale(first, first, line, 1, 0, deliberate=False, squared=False, reduction_factor=factor)
 
 
 @pytest.mark.parametrize(
@@ -463,10 +463,10 @@ def scale(first: float, factor: float, line: int = 1) -> Scale:
     ],
 )
 def test_gradients_that_were_changed_are_told_from_a_wrong_division(scales: list[Scale], shown: str) -> None:
-    account = Account()
+    summary = ScaleSummary()
     for each in scales:
-        account.add(each)
-    assert account.line().startswith(f"  gradient scale: {shown}")
+        summary.add(each)
+    assert summary.closing_line().startswith(f"  gradient scale: {shown}")
 
 
 def _loss(logits: Tensor, label: int = 0) -> Tensor:

@@ -27,7 +27,7 @@ _AGREED, _RECHECK = 2, 64
 
 
 @dataclass(frozen=True)
-class Raw:
+class RawSummary:
     """What one window of backward passes showed. extremes: (parameter, smallest, largest element) of each gradient.
 
     nonfinite, stale: index plus one of the first parameter whose gradient is not finite, or was not zero when the
@@ -39,12 +39,12 @@ class Raw:
     extremes: Sequence[tuple[int, float, float]]
 
     @property
-    def sign(self) -> int:
+    def fingerprint(self) -> int:
         """An integer in [0, 2^62) that other rows' gradients do not share; 0 if all are zero."""
         return hash(tuple(sorted(self.extremes))) % (1 << 62) if self.nonzero else 0
 
     @property
-    def touched(self) -> set[int]:
+    def received(self) -> set[int]:
         """The parameters that received a gradient."""
         return {owner for owner, _, _ in self.extremes}
 
@@ -55,17 +55,17 @@ class Raw:
 
 
 @dataclass
-class _Pass:
+class _BackwardPass:
     """A backward pass that has begun. came: the address of each gradient by parameter, in order of arrival. plain: each
     parameter had no gradient and no other hook, and received a gradient that fills its storage.
     """
 
-    at_end: bool
+    reads_at_end: bool
     came: dict[int, int] = field(default_factory=dict)
     plain: bool = True
 
 
-class _FoundInGrad:
+class _EndReader:
     """Learns whether all gradients of an update come from one pass and are in `.grad` at its end as they came.
 
     first: the parameter whose gradient comes first. all: the parameters that receive a gradient.
@@ -86,7 +86,7 @@ class _FoundInGrad:
     def recheck(self) -> None:
         self.windows_left = max(self.windows_left, 1)
 
-    def read(self, ended: _Pass) -> None:
+    def read(self, ended: _BackwardPass) -> None:
         """Read `.grad` when the first pass of an update ends, after all parameters had a hook in it."""
         if self.disabled or not ended.plain:
             return
@@ -130,10 +130,10 @@ class GradientHooks:
     reduces in buckets of its own: the raw gradient stays in `.grad` until the pass ends. After two updates in which
     that held bit for bit, only the parameter whose gradient arrives first keeps a hook.
 
-    The invariant of thinned hooks (`at_end`): when a pass ends, `.grad` is what a hook on every parameter would have
+    The invariant of thinned hooks (`reads_at_end`): when a pass ends, `.grad` is what a hook on every parameter would have
     received. All hooks return, for good, when an update is not like those two: a second pass, or a gradient or another
-    hook is there before a pass (`called`); a pass within a pass, or one that the loop did not call for (`see`); a
-    reduction within a pass (`reducing`); a pass that no hook saw (`call_over`); gradients of other parameters (`read`).
+    hook is there before a pass (`backward_called`); a pass within a pass, or one that the loop did not call for (`see`); a
+    reduction within a pass (`reducing`); a pass that no hook saw (`backward_ended`); gradients of other parameters (`read`).
     The last two are known after the fact, and gradients are read as they are then. Every 64th window has all hooks and
     compares both ways. If the invariant breaks, a watch takes a sum or a repaired gradient for what the rank computed:
     a repaired NaN, or rows that two ranks share, stay unseen.
@@ -143,29 +143,29 @@ class GradientHooks:
         self,
         parameters: Sequence[torch.nn.Parameter],
         discarded: Callable[[], None],
-        shown: tuple[int, Callable[[Tensor], None]],
+        observed: tuple[int, Callable[[Tensor], None]],
     ) -> None:
-        """discarded: called when the loop set a gradient to None within a window. shown: the index of a parameter, and
+        """discarded: called when the loop set a gradient to None within a window. observed: the index of a parameter, and
         a function that receives each of its gradients.
         """
         self.muted = False
         self.halt: HaltSignal | None = None
         self.backward_seen = False
-        self.arrived = False
+        self.gradient_arrived = False
         """Whether a gradient has come since this was last set to False."""
-        self.at_end = False
+        self.reads_at_end = False
         """True while hooks are thinned out and `.grad` is read when a pass ends."""
         self._discarded = discarded
-        self._shown = shown
+        self._observed = observed
         self._parameters = parameters
-        self._seen = Extremes(parameters)
-        self._called = 0
+        self._extremes_of_window = Extremes(parameters)
+        self._calls = 0
         """The loop's calls for a backward pass that gave a gradient, or may yet."""
-        self._passes: dict[int, _Pass] = {}
+        self._passes: dict[int, _BackwardPass] = {}
         """The passes of this window by torch's number; one may run within another."""
-        self._found_in_grad = _FoundInGrad(parameters)
+        self._end_reader = _EndReader(parameters)
         self._read_at_end: frozenset[int] = frozenset()
-        self._left: list[tuple[int, Tensor, int, Tensor, Tensor]] = []
+        self._leftover: list[tuple[int, Tensor, int, Tensor, Tensor]] = []
         """Gradients from before the window: parameter, gradient, and its version and extremes when the window began."""
         self._timed, self._windows, self._timed_windows, self._timed_s = True, 1, 1, 0.0
         self._started = bytearray(len(parameters))
@@ -173,44 +173,44 @@ class GradientHooks:
         self._hook_all()
 
     def _hook_all(self) -> None:
-        self.at_end = False
+        self.reads_at_end = False
         for index, parameter in enumerate(self._parameters):
             if index not in self._handles and parameter.requires_grad:
                 self._handles[index] = _hooked_first(parameter, self._hook(index, parameter))
 
     def _restore_all_hooks(self, *, begun: bool = True) -> None:
-        self._found_in_grad.disable()
+        self._end_reader.disable()
         self._hook_all()
         if begun:  # gradients that are there may be of this window, and not left over from before it
             self._started = bytearray(b"\x01" * len(self._parameters))
 
-    def called(self) -> None:
+    def backward_called(self) -> None:
         """The loop calls for a backward pass, which has not begun."""
         began = time.perf_counter() if self._timed else 0.0
-        self._called += 1
-        if self.at_end:
-            as_before = self._called == 1 and all(
+        self._calls += 1
+        if self.reads_at_end:
+            as_before = self._calls == 1 and all(
                 parameter.grad is None and not _is_hooked(parameter, ours=int(index in self._handles))
                 for index, parameter in enumerate(self._parameters)
             )
             if not as_before:
-                self._restore_all_hooks(begun=self._called > 1)
+                self._restore_all_hooks(begun=self._calls > 1)
         if self._timed:
             self._timed_s += time.perf_counter() - began
 
-    def call_over(self) -> None:
+    def backward_ended(self) -> None:
         """The pass that the loop called for is over, or failed."""
         if self._passes:
             return
-        if self.at_end and any(parameter.grad is not None for parameter in self._parameters):
-            self.backward_seen = self.arrived = True
+        if self.reads_at_end and any(parameter.grad is not None for parameter in self._parameters):
+            self.backward_seen = self.gradient_arrived = True
             self._add_present()
             self._restore_all_hooks()
         else:
-            self._called -= 1  # a pass of other parameters than these
+            self._calls -= 1  # a pass of other parameters than these
 
     def _hook(self, index: int, parameter: torch.nn.Parameter) -> Callable[[Tensor], None]:
-        show = self._shown[1] if index == self._shown[0] else None
+        show = self._observed[1] if index == self._observed[0] else None
 
         def see(gradient: Tensor) -> None:
             if self.muted:
@@ -224,26 +224,26 @@ class GradientHooks:
                     halt.raise_if_halted()
                 if halt.pending.armed:
                     halt.pending.backward(parameter)
-            self.backward_seen = self.arrived = True
+            self.backward_seen = self.gradient_arrived = True
             held = parameter.grad
-            if held is None and self._started[index] and not self.at_end and self._seen.has(index):
+            if held is None and self._started[index] and not self.reads_at_end and self._extremes_of_window.has(index):
                 self.discard()  # the loop set gradients to None: with the first parameter that shows it, all go
             number = torch._C._current_graph_task_id()
             ours = self._passes.get(number)
             if ours is None:
-                if self.at_end and (self._passes or self._called != 1):
+                if self.reads_at_end and (self._passes or self._calls != 1):
                     self._restore_all_hooks()
-                self._seen.any = True
-                self._passes[number] = ours = _Pass(self.at_end)
+                self._extremes_of_window.any = True
+                self._passes[number] = ours = _BackwardPass(self.reads_at_end)
                 # Torch runs these callbacks in order: a wrapper queues its own after it received a gradient, which
                 # this hook receives before it.
                 torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, number, ours))
-            if not self.at_end:
+            if not self.reads_at_end:
                 if not self._started[index]:
                     self._started[index] = True
                     if held is not None:
-                        self._left.append((index, held, held._version, *extremes(held)))
-                self._seen.add(index, gradient)
+                        self._leftover.append((index, held, held._version, *extremes(held)))
+                self._extremes_of_window.add(index, gradient)
                 if ours.plain:
                     ours.plain = held is None and _is_plain(gradient) and not _is_hooked(parameter, ours=1)
                     ours.came[index] = gradient.data_ptr() if ours.plain else 0
@@ -254,28 +254,28 @@ class GradientHooks:
 
         return see
 
-    def _end(self, number: int, ended: _Pass) -> None:
+    def _end(self, number: int, ended: _BackwardPass) -> None:
         """A pass ends. A wrapper that reduces when the pass ends has not begun yet."""
         if self._passes.get(number) is not ended:
             return  # the loop threw the window away meanwhile
         began = time.perf_counter() if self._timed else 0.0
-        if ended.at_end:
+        if ended.reads_at_end:
             self._read_at_end = self._add_present()
             for index in self._read_at_end:  # the pass counts as reducing although few parameters have a hook
                 if self.halt is None or not self.halt.pending.armed:
                     break
                 self.halt.pending.backward(self._parameters[index])
         else:
-            self._seen.flush()
+            self._extremes_of_window.flush()
             if len(self._passes) == 1:
-                self._found_in_grad.read(ended)
+                self._end_reader.read(ended)
         if self._timed:
             self._timed_s += time.perf_counter() - began
 
     def _add_present(self, known: frozenset[int] = frozenset()) -> frozenset[int]:
         """Read each `.grad` as it is now, but those of `known`. Returns the parameters that were read."""
         there = {i: p.grad for i, p in enumerate(self._parameters) if p.grad is not None and i not in known}
-        self._seen.add_all(list(there), list(there.values()))
+        self._extremes_of_window.add_all(list(there), list(there.values()))
         return frozenset(there)
 
     def reducing(self, gradient: bool) -> None:
@@ -283,22 +283,22 @@ class GradientHooks:
         if gradient and torch._C._current_graph_task_id() != -1:  # within a backward pass
             self._restore_all_hooks()
 
-    def spent(self) -> float:
+    def host_seconds(self) -> float:
         """Seconds of the host in the hooks, estimated from those of every `_TIMED`th window."""
         return self._timed_s * self._windows / self._timed_windows
 
     @property
     def started(self) -> bool:
         """Whether a backward pass of this window has reached a parameter."""
-        return self._seen.any
+        return self._extremes_of_window.any
 
     def _clear(self) -> None:
-        self._seen.clear()
-        self._found_in_grad.clear()
-        self._called = 0
+        self._extremes_of_window.clear()
+        self._end_reader.clear()
+        self._calls = 0
         self._passes.clear()
         self._read_at_end = frozenset()
-        self._left.clear()
+        self._leftover.clear()
         self.backward_seen = False
 
     def discard(self) -> None:
@@ -309,27 +309,27 @@ class GradientHooks:
 
     def waiting(self) -> list[list[Tensor]]:
         """Results that are still on devices, in lists that may be brought to the CPU before `read`."""
-        return [*self._seen.waiting(), *self._found_in_grad.waiting()]
+        return [*self._extremes_of_window.waiting(), *self._end_reader.waiting()]
 
-    def read(self) -> Raw:
+    def read(self) -> RawSummary:
         """What the window showed. Waits once for each device, unless `waiting` was brought before."""
-        if self.at_end and self._read_at_end != self._found_in_grad.all:
-            self._found_in_grad.disable()
+        if self.reads_at_end and self._read_at_end != self._end_reader.all:
+            self._end_reader.disable()
             self._add_present(self._read_at_end)
-        seen = self._seen.read()
-        if not self.at_end:
-            self._found_in_grad.judge(seen, one_pass=self._called == len(self._passes) == 1)
+        seen = self._extremes_of_window.read()
+        if not self.reads_at_end:
+            self._end_reader.judge(seen, one_pass=self._calls == len(self._passes) == 1)
         # Written so that NaN, with which no comparison holds, is bad.
         bad = [owner for owner, low, high in seen if not (low > -_INFINITE and high < _INFINITE)]
         added: list[tuple[int, Tensor, Tensor]] = []
-        for index, gradient, version, low, high in self._left:
+        for index, gradient, version, low, high in self._leftover:
             # A backward pass adds in place, or puts a sum with a graph there. `autograd.grad` does neither.
             now = self._parameters[index].grad
             if gradient._version != version or (now is not None and now.requires_grad):
                 added.append((index, low, high))
         lows, highs = numbers([low for _, low, _ in added]), numbers([high for _, _, high in added])
         stale = [index for (index, _, _), low, high in zip(added, lows, highs, strict=True) if low or high]
-        return Raw(min(bad, default=-1) + 1, min(stale, default=-1) + 1, seen)
+        return RawSummary(min(bad, default=-1) + 1, min(stale, default=-1) + 1, seen)
 
     def reset(self) -> None:
         """A new window begins: the optimizer has used the gradients."""
@@ -339,12 +339,12 @@ class GradientHooks:
         self._timed = self._windows % _TIMED == 1
         self._timed_windows += self._timed
         if self._windows % _RECHECK == 0:
-            self._found_in_grad.recheck()
-        if self._found_in_grad.windows_left or self._found_in_grad.disabled:
+            self._end_reader.recheck()
+        if self._end_reader.windows_left or self._end_reader.disabled:
             self._hook_all()
         else:
-            self.at_end = True
-            for index in self._handles.keys() - {self._found_in_grad.first, self._shown[0]}:
+            self.reads_at_end = True
+            for index in self._handles.keys() - {self._end_reader.first, self._observed[0]}:
                 self._handles.pop(index).remove()
 
     def close(self) -> None:
@@ -382,9 +382,9 @@ class Reductions:
 
     def __init__(self, members: Sequence[torch.nn.Parameter]) -> None:
         self._members = members
-        self._alike: dict[tuple[int, torch.dtype], list[int]] = defaultdict(list)
+        self._same_form: dict[tuple[int, torch.dtype], list[int]] = defaultdict(list)
         for index, parameter in enumerate(members):
-            self._alike[parameter.numel(), parameter.dtype].append(index)
+            self._same_form[parameter.numel(), parameter.dtype].append(index)
         self.clear()
 
     def clear(self) -> None:
@@ -394,11 +394,11 @@ class Reductions:
     def add(self, tensor: Tensor) -> bool:
         """The loop is about to reduce `tensor`. Returns whether it is the gradient of a member."""
         # Loops mostly reduce the gradients in order.
-        if self._next < len(self._members) and _is(tensor, self._members[self._next].grad):
+        if self._next < len(self._members) and _same_memory(tensor, self._members[self._next].grad):
             index = self._next
         else:
-            alike = self._alike.get((tensor.numel(), tensor.dtype), ())
-            index = next((index for index in alike if _is(tensor, self._members[index].grad)), -1)
+            alike = self._same_form.get((tensor.numel(), tensor.dtype), ())
+            index = next((index for index in alike if _same_memory(tensor, self._members[index].grad)), -1)
         strided = tensor.layout == torch.strided and not tensor.is_contiguous()
         # A backend sums raw memory. The sum is right if all ranks have the same permutation, but not with holes.
         order = tensor.stride() if strided else ()
@@ -425,7 +425,7 @@ def _is_dense(tensor: Tensor) -> bool:
     return True
 
 
-def _is(tensor: Tensor, gradient: Tensor | None) -> bool:
+def _same_memory(tensor: Tensor, gradient: Tensor | None) -> bool:
     if gradient is None or gradient.layout != tensor.layout:
         return False
     return tensor is gradient or (tensor.layout == torch.strided and tensor.data_ptr() == gradient.data_ptr() != 0)

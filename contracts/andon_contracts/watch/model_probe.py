@@ -118,14 +118,14 @@ class ModelProbe:
         compiled = self.wrappers.index("OptimizedModule") if "OptimizedModule" in self.wrappers else None
         in_place = getattr(self.inner, "_compiled_call_impl", None) is not None
         # Hooks inside of what is compiled do not run.
-        self.called = self.inner if compiled is None else wrapping[compiled]
+        self.hooked_module = self.inner if compiled is None else wrapping[compiled]
         self.compiled = compiled is not None or in_place
         within = () if compiled is None else self.wrappers[compiled:]
         self.forward_is_compiled = in_place or "DistributedDataParallel" in within
-        self.buffer_scopes = _homes(self.called, self.inner, reducers)
+        self.buffer_scopes = _buffer_scopes(self.hooked_module, self.inner, reducers)
         self.modules = list(self.inner.modules())
         by_name = list(self.inner.named_modules())
-        self.named = text_digest([name for name, _ in by_name])
+        self.module_names_digest = text_digest([name for name, _ in by_name])
         """The digest of the modules' names, in order."""
         self.slots: list[ParameterSlot] = []
         for prefix, owner in by_name:
@@ -142,14 +142,14 @@ class ModelProbe:
         self.parameters = {slot.name: slot.parameter for slot in self.slots if first[id(slot.parameter)] is slot}
         self.trainable = {name: p for name, p in self.parameters.items() if p.requires_grad}
         self.frozen = {name: p for name, p in self.parameters.items() if not p.requires_grad}
-        self._norms = [(n, m) for n, m in by_name if isinstance(m, _BatchNorm) and m.track_running_stats]
+        self._batch_norms = [(n, m) for n, m in by_name if isinstance(m, _BatchNorm) and m.track_running_stats]
         self.sharded = any(is_sharded(parameter) for parameter in self.parameters.values())
         meshes = [getattr(parameter, "device_mesh", None) for parameter in self.parameters.values()]
         fsdp = hasattr(self.inner, "set_requires_gradient_sync") and all(m is None or m.ndim == 1 for m in meshes)
         self.every_rank_has_rows = fsdp or not self.sharded
         """False if ranks share the rows of a batch, as they do under tensor parallelism."""
         self._optimizers = tuple(optimizers)
-        self.beside = self._beside()
+        self.extra_tensors = self._find_extra_tensors()
         """Optimizer tensors outside the model. Their updates are not checked."""
         self._groups = self._members()
         self._counts = self._sizes()
@@ -162,7 +162,7 @@ class ModelProbe:
     def _sizes(self) -> list[int]:
         return [*map(len, map(_modules_of, self.modules)), *map(len, map(_parameters_of, self.modules))]
 
-    def name_of(self) -> Mapping[int, str]:
+    def names_by_id(self) -> Mapping[int, str]:
         return {id(parameter): name for name, parameter in self.parameters.items()}
 
     def gpu(self) -> torch.device | None:
@@ -180,7 +180,7 @@ class ModelProbe:
         """The buffers that are there now and are compared, by name."""
         if not self.reducers:
             return {name: b for name, b in self.inner.named_buffers() if not b.is_meta}
-        held = {id(b) for home in self.buffer_scopes for kept in home.buffers() for b in kept}
+        held = {id(b) for scope in self.buffer_scopes for kept in scope.buffers() for b in kept}
         return {name: b for name, b in self.inner.named_buffers() if id(b) in held}
 
     def modes(self) -> bytes:
@@ -190,21 +190,21 @@ class ModelProbe:
         """Whether each module is in training mode, by its name; the model's own is "the model"."""
         return {name or "the model": int(each.training) for name, each in self.inner.named_modules()}
 
-    def norm_in_training(self) -> int:
+    def batch_norm_in_training(self) -> int:
         """The number, from 1, of the first batch norm with running statistics that is in training mode; 0: none."""
-        return next((number for number, (_, norm) in enumerate(self._norms, 1) if norm.training), 0)
+        return next((number for number, (_, norm) in enumerate(self._batch_norms, 1) if norm.training), 0)
 
-    def norm_name(self, number: int) -> str:
-        """The name of the batch norm that `norm_in_training` numbered; "" for 0."""
-        return self._norms[number - 1][0] if number else ""
+    def batch_norm_name(self, number: int) -> str:
+        """The name of the batch norm that `batch_norm_in_training` numbered; "" for 0."""
+        return self._batch_norms[number - 1][0] if number else ""
 
-    def strange_optimizers(self) -> list[int]:
+    def foreign_optimizers(self) -> list[int]:
         """The numbers, from 1, of the optimizers that hold parameters, but of another model than this one."""
-        mine, beside = set(map(id, self.parameters.values())), set(map(id, self.beside))
+        mine, beside = set(map(id, self.parameters.values())), set(map(id, self.extra_tensors))
         held = [set(map(id, _held_by([each]))) for each in self._optimizers]
         return [n for n, each in enumerate(held, 1) if each.isdisjoint(mine) and not each <= beside]
 
-    def _beside(self) -> list[Tensor]:
+    def _find_extra_tensors(self) -> list[Tensor]:
         """The tensors of the optimizers that are not meant to be parameters of the model: those that are no
         `nn.Parameter` (a temperature, a latent), and those of the shape of a trained one in another precision, which
         are its master weights.
@@ -259,9 +259,9 @@ class ModelProbe:
         # Master weights beside the model may be one flat tensor, of which each rank holds its part.
         ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         sizes = {id(self._held[i]): self._held[i].numel() for i in missing}
-        if sum(sizes.values()) > ranks * sum(each.numel() for each in self.beside):
+        if sum(sizes.values()) > ranks * sum(each.numel() for each in self.extra_tensors):
             return change_of(Change.MISSING, missing[0])
-        known = set(map(id, (*self._held, *self.beside)))
+        known = set(map(id, (*self._held, *self.extra_tensors)))
         if any(parameter.requires_grad and id(parameter) not in known for parameter in _held_by(self._optimizers)):
             return change_of(Change.FOREIGN, len(self.slots))
         by_name = dict(zip(self.names, self._held, strict=True))
@@ -361,10 +361,10 @@ class WrapperProbe:
     def __init__(self, module: DistributedDataParallel) -> None:
         self.module = module
         self._parameters = {id(p) for p in module.parameters()}
-        self.turn()
+        self.new_window()
 
-    def turn(self) -> None:
-        self._called = self._asked = False
+    def new_window(self) -> None:
+        self._called = self._sync_enabled = False
 
     def holds(self, members: frozenset[int]) -> bool:
         """Whether it has any of these parameters, which are given by identity."""
@@ -373,7 +373,7 @@ class WrapperProbe:
     def forward(self) -> None:
         if torch.is_grad_enabled():
             self._called = True
-            self._asked |= bool(self.module.require_backward_grad_sync)
+            self._sync_enabled |= bool(self.module.require_backward_grad_sync)
 
     @property
     def reduces(self) -> bool:
@@ -381,7 +381,7 @@ class WrapperProbe:
 
         The first window of a watch that opens with the update was not seen: there it is as the wrapper stands now.
         """
-        asked = self._asked or (not self._called and bool(self.module.require_backward_grad_sync))
+        asked = self._sync_enabled or (not self._called and bool(self.module.require_backward_grad_sync))
         return not getattr(self.module, "_comm_hooks", ()) and asked
 
 
@@ -389,7 +389,7 @@ class WrapperProbe:
 class BufferScope:
     """A module whose buffers are compared at each of its forward calls: it is in a wrapper, or in no wrapper at all."""
 
-    called: nn.Module
+    hooked_module: nn.Module
     inner: nn.Module
 
     def buffers(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -403,7 +403,9 @@ class BufferScope:
         return kept, caches
 
 
-def _homes(called: nn.Module, inner: nn.Module, reducers: Sequence[DistributedDataParallel]) -> list[BufferScope]:
+def _buffer_scopes(
+    called: nn.Module, inner: nn.Module, reducers: Sequence[DistributedDataParallel]
+) -> list[BufferScope]:
     """Where buffers are compared. Outside of all wrappers nothing makes them equal: each rank has its own."""
     inside = set(map(id, inner.modules()))
     found: dict[int, BufferScope] = {}
@@ -428,7 +430,7 @@ def unknown_names(names: Iterable[str], known: Sequence[str]) -> list[str]:
     return [name for name in names if not any(fnmatch.fnmatchcase(one, name) for one in known)]
 
 
-class ForwardTap:
+class ForwardHook:
     """A hook before or after a forward pass, which calls `see`; arguments: with all that torch gives the hook.
 
     A model is copied and saved with its hooks. A copy's hook is a function of the standard library that ignores its

@@ -119,7 +119,7 @@ class Settings:
             return [*found, "the model has no trainable parameter"]
         return found + [
             f"optimizer {number} holds no parameter of this model: is it the optimizer of another one?"
-            for number in subject.strange_optimizers()
+            for number in subject.foreign_optimizers()
         ]
 
 

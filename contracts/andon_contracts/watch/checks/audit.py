@@ -24,7 +24,7 @@ from andon_contracts.watch.check import Check, Context, Cover, OptimizerProbe, d
 from andon_contracts.watch.checks.gradients import Gradients
 from andon_contracts.watch.checks.told import ToldByLoop
 from andon_contracts.watch.checks.weights import Weights
-from andon_contracts.watch.model_probe import ForwardTap, mixes_rows, random_state, restore_random
+from andon_contracts.watch.model_probe import ForwardHook, mixes_rows, random_state, restore_random
 from andon_contracts.watch.settings import Reference
 
 RATIO_TOLERANCE = 1e-3
@@ -143,18 +143,18 @@ class Audit(Check):
         # A gradient that nobody has reduced yet is not the gradient of all rows.
         if reference is None or not self._due or not ids or not probe.check(Weights).synchrony.known:
             return
-        parts = self._parts(step, ids)
+        parts = self._forward_passes(step, ids)
         if parts is None:
             return
         sums = len(parts) == 1 or self._is_additive(reference, parts)
         found = self._before_clip or _dense_gradients(probe)
-        values = compare(found, self._law(reference, parts), max(len(self.context.rows.batches), 1))
+        values = compare(found, self._reference_gradient(reference, parts), max(len(self.context.rows.batches), 1))
         seen = self.context.exchange(step, "audit", values | {"sums": int(sums)})
         if all(o.values["sums"] for o in seen):
             scene = self.context.scene_of(probe, aligned, applied=False)
             self.context.verdicts.judge(GRADIENT_LAW, Seen[object](seen, None), scene)
 
-    def _parts(self, step: int, ids: Sequence[int]) -> list[_ForwardPass] | None:
+    def _forward_passes(self, step: int, ids: Sequence[int]) -> list[_ForwardPass] | None:
         """How the rows are to be recomputed: all at once, or as they were; None if what is needed was not seen."""
         batches = self.context.rows.batches
         known = [batch.random for batch in batches if batch.random is not None]
@@ -188,14 +188,14 @@ class Audit(Check):
                 first += count
         return parts
 
-    def _law(self, reference: Reference, parts: Sequence[_ForwardPass]) -> list[Tensor]:
+    def _reference_gradient(self, reference: Reference, parts: Sequence[_ForwardPass]) -> list[Tensor]:
         """The gradient of the mean loss over the rows of `parts`. Buffers, random state and `.grad` are kept."""
         parameters = list(self._probe.parameters.values())
         total = [torch.zeros_like(p) for p in parameters]
         rows = 0.0
-        with self._aside(), torch.enable_grad():
+        with self._isolated(), torch.enable_grad():
             for part in parts:
-                loss_sum, count = self._loss(reference, part)
+                loss_sum, count = self._reference_loss(reference, part)
                 rows += count
                 found = torch.autograd.grad(loss_sum, parameters, allow_unused=True)
                 total = [t if g is None else t + g for t, g in zip(total, found, strict=True)]
@@ -205,7 +205,7 @@ class Audit(Check):
         """Whether the mean loss over all rows is that over the parts, in evaluation mode: nothing mixes rows then."""
         module = self.context.subject.inner
         modes = [(each, each.training) for each in module.modules()]
-        with self._aside(), torch.no_grad():
+        with self._isolated(), torch.no_grad():
             module.eval()
             try:
                 whole, rows = reference(module, [row for part in parts for row in part.ids])
@@ -217,7 +217,7 @@ class Audit(Check):
         return math.isclose(mean, float(whole) / max(rows, 1), rel_tol=_ADDITIVE, abs_tol=_ADDITIVE**2)
 
     @contextmanager
-    def _aside(self) -> Iterator[None]:
+    def _isolated(self) -> Iterator[None]:
         """Inside, the model may be run: buffers and random state are restored, and nobody watches."""
         context = self.context
         kept = [buffer.clone() for buffer in context.subject.buffers()]
@@ -237,10 +237,10 @@ class Audit(Check):
                 for buffer, value in zip(context.subject.buffers(), kept, strict=True):
                     buffer.copy_(value)
 
-    def _loss(self, reference: Reference, part: _ForwardPass) -> tuple[Tensor, int]:
+    def _reference_loss(self, reference: Reference, part: _ForwardPass) -> tuple[Tensor, int]:
         """The reference's loss of the part, whose forward pass begins with the part's random state."""
         module, waiting = self.context.subject.inner, [] if part.random is None else [part.random]
-        restore = ForwardTap(lambda: restore_random(waiting.pop(), self._device) if waiting else None)
+        restore = ForwardHook(lambda: restore_random(waiting.pop(), self._device) if waiting else None)
         hook = module.register_forward_pre_hook(restore)
         try:
             return reference(module, part.ids)

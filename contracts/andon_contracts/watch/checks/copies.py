@@ -27,7 +27,7 @@ from andon_contracts.watch.check import Check, Context, Cover, OptimizerProbe, V
 from andon_contracts.watch.model_probe import ModelProbe
 from andon_contracts.watch.values import text_digest
 
-COPIES = 3
+MAX_COPIES = 3
 """How many copies of the model are compared."""
 _HOLDERS = frozenset({list, dict, OrderedDict})
 _NEAR = 0.5
@@ -45,7 +45,7 @@ def _copies_agree(seen: Seen[object]) -> Finding | None:
     """A rank lacks a copy that another rank, with as many copies, kept up."""
     if "weights" in seen.differing:
         return None
-    kept = [[state for i in range(COPIES) if (state := each.values[f"copy {i}"])] for each in seen.said]
+    kept = [[state for i in range(MAX_COPIES) if (state := each.values[f"copy {i}"])] for each in seen.said]
     changed = [
         (len(states), state)
         for each, states in zip(seen.said, kept, strict=True)
@@ -65,7 +65,7 @@ def _copies_agree(seen: Seen[object]) -> Finding | None:
     return Finding(what, max(seen.step - 1, 0), culprits, "copy of the model")
 
 
-COPIED = Law("copies-agree/before", (*(f"copy {i}" for i in range(COPIES)), "copies changed"), _copies_agree)
+COPIES_AGREE = Law("copies-agree/before", (*(f"copy {i}" for i in range(MAX_COPIES)), "copies changed"), _copies_agree)
 """One rank alone may keep a copy; all that keep one have the same."""
 
 
@@ -74,7 +74,7 @@ class ModelCopies(Check):
         super().__init__(context)
         self._copies = Copies(context.subject)
         self._updates = 0
-        self._given_up = not context.ranks_have_own_rows
+        self._disabled = not context.ranks_have_own_rows
 
     def ranks_met(self) -> None:
         self._copies.portable = self.context.portable
@@ -83,36 +83,36 @@ class ModelCopies(Check):
         return {"copies-agree": self.context.between_ranks()}
 
     def meanwhile(self, probe: OptimizerProbe) -> Values:
-        if self._given_up:
+        if self._disabled:
             return self._copies.values(0)
         try:
             return self._copies.values(self._updates + 1)
         except Exception as error:  # noqa: BLE001 - any object of the process may raise if it is asked for its class
-            self._copies, self._given_up = Copies(self.context.subject), True
+            self._copies, self._disabled = Copies(self.context.subject), True
             why = f"an object raises {first_line(error)}"
             tell_once("copies", f"andon.watch: copies of the model are not looked for: {why}")
             return self._copies.values(0)
 
     def judge(self, probe: OptimizerProbe, said: Observations, aligned: Observations) -> None:
         context, step = self.context, said[0].step
-        if not context.ranks_have_own_rows or not context.verdicts.alive((COPIED,)):
+        if not context.ranks_have_own_rows or not context.verdicts.alive((COPIES_AGREE,)):
             return
         seen = Seen[object](said, None)
-        if COPIED.check(seen) is not None:
+        if COPIES_AGREE.check(seen) is not None:
             sketches = context.exchange(step, "copies", self._copies.sketches())
-            seen = Seen(self._copies.without_roundings(said, sketches, self._updates + 1), None)
-        context.verdicts.judge((COPIED,), seen, context.scene())
+            seen = Seen(self._copies.merge_rounded(said, sketches, self._updates + 1), None)
+        context.verdicts.judge((COPIES_AGREE,), seen, context.scene())
 
     def updated(self, probe: OptimizerProbe) -> None:
         self._updates += 1
 
     def closing_lines(self) -> list[str]:
-        apart = self._copies.apart
+        apart = self._copies.rounding_distance
         what = f"  copies: those of the model that the ranks keep differ by up to {apart:.1g} of their norm"
         return [f"{what}, which is rounding"] if apart else []
 
 
-def is_due(update: int) -> bool:
+def is_search_due(update: int) -> bool:
     """Whether copies are searched for before this update: 2, 32, 512, 8,192 and so on."""
     return update > 1 and update & (update - 1) == 0 and update.bit_length() % 4 == 2
 
@@ -120,17 +120,17 @@ def is_due(update: int) -> bool:
 class Copies:
     """The copies of a model that this rank keeps.
 
-    portable: whether states must be equal on all kinds of devices, because the ranks' devices differ. apart: the
+    portable: whether states must be equal on all kinds of devices, because the ranks' devices differ. rounding_distance: the
     largest difference between the ranks' copies that was taken for rounding, as a share of their norm.
     """
 
     def __init__(self, subject: ModelProbe) -> None:
         self._subject = subject
-        self._found: list[Any] = []
+        self._candidates: list[Any] = []
         self._states: list[int] = []
-        self._held: list[list[Tensor]] = []
+        self._tensors: list[list[Tensor]] = []
         self.portable = False
-        self.apart = 0.0
+        self.rounding_distance = 0.0
 
     def values(self, update: int) -> dict[str, int]:
         """Before an update: the state of each copy, 0 for none, and which of them are kept up.
@@ -138,36 +138,36 @@ class Copies:
         They are searched for before updates 2, 32, 512 and so on, which takes as long as a step. A copy is kept up if
         it has another state before the next update and does not equal the weights, as a copy of the best ones would.
         """
-        due = is_due(update)
+        due = is_search_due(update)
         if due:
-            self._found = self._search()
+            self._candidates = self._search()
         seen: list[tuple[int, bool, list[Tensor]]] = []
-        for each in self._found:
+        for each in self._candidates:
             held = self._tensors_of(each)
             apart = _distance(held, self._subject.parameters.values()) if held else math.inf
             if apart <= _NEAR:
                 digest = Observer(portable=self.portable).look(held).digest
                 seen.append(((digest + text_digest(type(each).__name__)) >> 2 or 1, apart == 0.0, held))
         # Of too many none is compared.
-        seen = sorted(seen, key=lambda each: each[:2]) if len(seen) <= COPIES else []
-        self._held = [held for _, _, held in seen]
+        seen = sorted(seen, key=lambda each: each[:2]) if len(seen) <= MAX_COPIES else []
+        self._tensors = [held for _, _, held in seen]
         states, before = [state for state, _, _ in seen], self._states
-        self._found, self._states = (self._found, states) if due else ([], [])
+        self._candidates, self._states = (self._candidates, states) if due else ([], [])
         changed = sum(
             1 << i for i, (state, fresh, _) in enumerate(seen) if before and not fresh and state not in before
         )
-        padded = [*states, *[0] * COPIES][:COPIES]
+        padded = [*states, *[0] * MAX_COPIES][:MAX_COPIES]
         return {**{f"copy {place}": state for place, state in enumerate(padded)}, "copies changed": changed}
 
     def sketches(self) -> dict[str, int]:
         """For each copy of the last look: random sums of its elements (equal signs on all ranks), and its rounding."""
         found: dict[str, int] = {}
-        for place in range(COPIES):
-            sketch = _sketch(self._held[place] if place < len(self._held) else ())
+        for place in range(MAX_COPIES):
+            sketch = _sketch(self._tensors[place] if place < len(self._tensors) else ())
             found |= {f"{name} of copy {place}": bits_of(x) for name, x in zip(_SKETCH, sketch, strict=True)}
         return found
 
-    def without_roundings(self, observations: Observations, sketches: Observations, updates: int) -> Observations:
+    def merge_rounded(self, observations: Observations, sketches: Observations, updates: int) -> Observations:
         """`observations`, in which copies that are the same up to rounding have one state: that of the lowest rank.
 
         An average that each rank began with weights of its own, and whose first decay is 0, is the weights plus one
@@ -175,19 +175,19 @@ class Copies:
         others, a rank does not update its own, and rounding explains nothing.
         """
         if len({each.values["copies changed"].bit_count() for each in observations}) > 1:
-            self.apart = 0.0
+            self.rounding_distance = 0.0
             return observations
         known: list[tuple[int, list[float], float]] = []
         found: list[Observation] = []
         for each, sketch in zip(observations, sketches, strict=True):
             states: dict[str, int] = {}
-            for place in range(COPIES):
+            for place in range(MAX_COPIES):
                 state = each.values[f"copy {place}"]
                 *sums, spacing, norm = [real_of(sketch.values[f"{name} of copy {place}"]) for name in _SKETCH]
                 for other, theirs, least in known:
                     apart = math.dist(sums, theirs) / math.sqrt(_SIGNS)
                     if state and other != state and apart <= _ROUNDED * math.sqrt(updates) * max(spacing, least):
-                        self.apart = max(self.apart, apart / (norm or 1.0))
+                        self.rounding_distance = max(self.rounding_distance, apart / (norm or 1.0))
                         state = other
                         break
                 known += [(state, sums, spacing)] * bool(state)

@@ -80,7 +80,7 @@ class Frozen(Check):
         """The digests now and at first, and the place of a weight that changed."""
         changed = None if self._reported or digest == self._base.first else self._base.changed()
         subject = self.context.subject
-        place = 0 if changed is None else subject.names.index(subject.name_of()[id(changed)]) + 1
+        place = 0 if changed is None else subject.names.index(subject.names_by_id()[id(changed)]) + 1
         return {"base": digest, "first base": self._base.first, "base at": place}
 
     @property

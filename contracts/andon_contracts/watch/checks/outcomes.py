@@ -31,7 +31,7 @@ class Outcomes(Check):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._evaluated: dict[tuple[int, int], int] = {}
-        self._norm_in_training = 0
+        self._batch_norm_in_training = 0
         """The batch norm that was in training mode in the last forward pass without gradients since an update."""
 
     def cover(self) -> Mapping[str, Cover]:
@@ -43,10 +43,10 @@ class Outcomes(Check):
 
     def forward(self, module: object, args: object, kwargs: object) -> None:
         if not torch.is_grad_enabled():
-            self._norm_in_training = self.context.subject.norm_in_training()
+            self._batch_norm_in_training = self.context.subject.batch_norm_in_training()
 
     def updated(self, probe: OptimizerProbe) -> None:
-        self._norm_in_training = 0
+        self._batch_norm_in_training = 0
 
     def judge(self, probe: OptimizerProbe, said: Observations, aligned: Observations) -> None:
         self._judge_count(probe.updates, over=False)
@@ -76,7 +76,7 @@ class Outcomes(Check):
     ) -> None:
         """As `Watch.evaluated`."""
         table, problem = _table(ids, predictions, labels)
-        self._refuse(problem)
+        self._raise_on_all_ranks(problem)
         step, exchange, told = self._step, self.context.exchange, metrics or {}
         reported = {
             "weights": flat_digest(p for probe in self.context.probes for p in probe.members),
@@ -84,7 +84,7 @@ class Outcomes(Check):
             "rows": rows or 0,
             "tells accuracy": int("accuracy" in told),
             "accuracy": bits_of(told.get("accuracy", 0.0)),
-            "norm in training": self._norm_in_training,
+            "norm in training": self._batch_norm_in_training,
         }
         seen = exchange(step, "evaluated", reported)
         parts = exchange.columns(step, table)
@@ -102,7 +102,7 @@ class Outcomes(Check):
             {"accuracy": [real_of(o.values["accuracy"]) if o.values["tells accuracy"] else None for o in seen]},
             counted,
             self._evaluated.setdefault((weights, of_rows), answers) == answers,
-            tuple(self.context.subject.norm_name(o.values["norm in training"]) for o in seen),
+            tuple(self.context.subject.batch_norm_name(o.values["norm in training"]) for o in seen),
         )
         self.context.recorder.evaluated(step, len(triples), {**counted, **told})
         self._judge(EVALUATED, evaluation)
@@ -111,7 +111,7 @@ class Outcomes(Check):
         """As `Watch.saved`."""
         step, probes = self._step, self.context.probes
         digests = live_digests(probes)
-        digests |= {_count_name(index): probe.updates for index, probe in enumerate(probes)}
+        digests |= {_updates_key(index): probe.updates for index, probe in enumerate(probes)}
         digests |= {name: by_rank[0] for name, by_rank in self._random(step).items()}
         self._write(Path(path), digests)
         self.context.recorder.saved(step, Path(path).name, digests)
@@ -128,7 +128,7 @@ class Outcomes(Check):
         if self.context.exchange.rank == 0:
             text = json.dumps({name: f"{digest:x}" for name, digest in digests.items()}, indent=1, sort_keys=True)
             try:
-                _beside(path).write_text(text + "\n", encoding="utf-8")
+                _digest_file(path).write_text(text + "\n", encoding="utf-8")
             except OSError as error:
                 problem = error
         seen = self.context.exchange(self._step, "saved", {"refused": int(problem is not None)})
@@ -147,7 +147,7 @@ class Outcomes(Check):
         except Exception as error:  # noqa: BLE001 - it is raised again, once the others know
             problem = error
         try:
-            self._refuse("" if problem is None else first_line(problem))
+            self._raise_on_all_ranks("" if problem is None else first_line(problem))
         except ValueError:
             if problem is not None:
                 raise problem from None
@@ -158,7 +158,7 @@ class Outcomes(Check):
         """As `Watch.loaded`."""
         probes, exchange = self.context.probes, self.context.exchange
         wanted, counts, problem = _read_digests(Path(path), len(probes))
-        self._refuse(problem)
+        self._raise_on_all_ranks(problem)
         for probe, count in zip(probes, counts, strict=True):
             probe.updates = count
         optimizers = [probe.optimizer for probe in probes]
@@ -182,7 +182,7 @@ class Outcomes(Check):
         live = {name: tuple(digest % _WRAP for digest in found[name]) for name in saved if name in found}
         self._judge(RESTORED, Restored(saved, live, self._step))
 
-    def _refuse(self, problem: str) -> None:
+    def _raise_on_all_ranks(self, problem: str) -> None:
         """Raise `ValueError` on every rank if any rank has a `problem` with what it was told. Collective."""
         seen = self.context.exchange(self._step, "told", {"problem": int(bool(problem))})
         others = [str(o.rank) for o in seen if o.values["problem"]]
@@ -212,7 +212,7 @@ def live_digests(probes: Sequence[OptimizerProbe]) -> dict[str, int]:
     for probe in probes:
         for name, parameter in probe.parameters.items():
             state = probe.optimizer.state.get(parameter, {})
-            found[f"optimizer state {name}"] = state_digest({key: _whole(each) for key, each in state.items()})
+            found[f"optimizer state {name}"] = state_digest({key: _gathered(each) for key, each in state.items()})
         for index, group in enumerate(probe.optimizer.param_groups):
             kept = {key: value for key, value in group.items() if not key.startswith("param")}
             found |= {f"group {index} {key}": kept_digest(value) for key, value in kept.items()}
@@ -220,20 +220,20 @@ def live_digests(probes: Sequence[OptimizerProbe]) -> dict[str, int]:
 
 
 def _dense(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: plain(_whole(tensor)) for name, tensor in tensors.items()}
+    return {name: plain(_gathered(tensor)) for name, tensor in tensors.items()}
 
 
-def _whole(value: Any) -> Any:
+def _gathered(value: Any) -> Any:
     """A sharded tensor gathered from all ranks, so that its digest does not depend on the sharding; else the value."""
     gathered = getattr(value, "full_tensor", None)
     return value if gathered is None else gathered()
 
 
-def _beside(path: Path) -> Path:
+def _digest_file(path: Path) -> Path:
     return path.with_name(path.name + ".andon.json")
 
 
-def _count_name(index: int) -> str:
+def _updates_key(index: int) -> str:
     return f"updates of optimizer {index + 1}" if index else "updates"
 
 
@@ -243,8 +243,8 @@ def _read_digests(path: Path, optimizers: int) -> tuple[dict[str, int], list[int
     An optimizer that the file does not have made as many updates as the first one.
     """
     try:
-        found = {name: int(text, 16) for name, text in read_json(_beside(path)).items()}
+        found = {name: int(text, 16) for name, text in read_json(_digest_file(path)).items()}
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        return {}, [0] * optimizers, f"{_beside(path)} does not say what was saved: {error}"
+        return {}, [0] * optimizers, f"{_digest_file(path)} does not say what was saved: {error}"
     first = found.get("updates", 0)
-    return found, [found.pop(_count_name(index), first) for index in range(optimizers)], ""
+    return found, [found.pop(_updates_key(index), first) for index in range(optimizers)], ""

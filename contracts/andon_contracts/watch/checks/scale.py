@@ -45,7 +45,7 @@ class Scale:
     that weigh as much as that.
 
     line: of the loop, as a digest, that asked for the backward passes. passes: those of each rank, 0 where ranks have
-    different numbers. terms: in the means and sums of all ranks, 0 where that is not known. chosen: whether a factor is
+    different numbers. terms: in the means and sums of all ranks, 0 where that is not known. deliberate: whether a factor is
     no whole number, as who weighs a loss writes it. squared: whether the losses are of squares. factor: of the sum over
     the ranks, what the loop made its gradient.
     """
@@ -55,21 +55,21 @@ class Scale:
     line: int
     passes: int
     terms: int
-    chosen: bool
+    deliberate: bool
     squared: bool
-    factor: float
+    reduction_factor: float
 
-    def shown(self, world: int) -> str:
+    def description(self, world: int) -> str:
         """The factors of the total weight, on `world` ranks."""
-        weight = self.first / self.factor / world
+        weight = self.first / self.reduction_factor / world
         passes = f"{self.passes} backward passes have loss weight {weight / max(self.passes, 1):.3f}"
         loss = passes if self.passes > 1 else f"the loss has weight {weight:.3f}"
         if world > 1:
-            loss = f"on each of {world} ranks {loss}; the reduced gradient is {self.factor:.3f} of the sum"
+            loss = f"on each of {world} ranks {loss}; the reduced gradient is {self.reduction_factor:.3f} of the sum"
         return f"{loss}: {self.first:.3f} times the gradient of a mean"
 
     @property
-    def right(self) -> bool:
+    def correct(self) -> bool:
         """Whether it is that of one mean."""
         return close(self.first, 1) or close(self.alike, 1)
 
@@ -111,12 +111,12 @@ def scale_of(said: Sequence[Observation]) -> Scale | None:
 
 
 @dataclass(frozen=True)
-class Scaled:
+class ScaledUpdate:
     """The scale of this update, and of the one before of which it was known; None where it was not."""
 
     said: Observations
-    now: Scale | None
-    before: Scale | None
+    current: Scale | None
+    previous: Scale | None
 
     @property
     def step(self) -> int:
@@ -124,36 +124,36 @@ class Scaled:
         return self.said[0].step
 
 
-def _short(seen: Scaled) -> Finding | None:
+def _short(seen: ScaledUpdate) -> Finding | None:
     """A window with less than a full one in it that is divided like the full one before."""
-    now, before = seen.now, seen.before
-    if now is None or before is None or now.right or not before.right or now.line != before.line or now.chosen:
+    now, before = seen.current, seen.previous
+    if now is None or before is None or now.correct or not before.correct or now.line != before.line or now.deliberate:
         return None
     for what, here, full in (("micro-batches", now.passes, before.passes), ("terms", now.terms, before.terms)):
         if 0 < here < full and close(now.first / before.first, here / full):
-            shown = f"{now.shown(len(seen.said))}, and {before.first:.3f} times in the window before"
+            shown = f"{now.description(len(seen.said))}, and {before.first:.3f} times in the window before"
             window = f"a window of {here} of {full} {what} is divided like a full one"
             return Finding(f"{shown}: {window}", seen.step, (), "gradient")
     return None
 
 
-def _factor_of_layout(seen: Scaled) -> Finding | None:
+def _factor_of_layout(seen: ScaledUpdate) -> Finding | None:
     """A factor of the layout too much or too few, in this update and in the last one whose scale is known."""
-    now, before = seen.now, seen.before
-    if now is None or before is None or now.right or now.line != before.line or not close(now.first, before.first):
+    now, before = seen.current, seen.previous
+    if now is None or before is None or now.correct or now.line != before.line or not close(now.first, before.first):
         return None
     # Halves of losses are common, and twice a loss is not.
-    if now.chosen and now.first < 1:
+    if now.deliberate and now.first < 1:
         return None
     world, passes = len(seen.said), max(now.passes, 1)
     # Half a square is a loss by custom, if the half stands in the loss.
-    if now.squared and close(now.first, 0.5) and now.first / now.factor / world < 0.5 * (1 + _CLOSE):
+    if now.squared and close(now.first, 0.5) and now.first / now.reduction_factor / world < 0.5 * (1 + _CLOSE):
         return None
     layout = {world, passes, world * passes, world**2} - {1}
     if not any(close(now.first, each) or close(now.first, 1 / each) for each in layout):
         return None
     twice = "the loss is divided twice, by the number of micro-batches or the world size, or it is scaled on purpose"
-    return Finding(now.shown(world), seen.step, (), "gradient", likely=twice if now.first < 1 else "")
+    return Finding(now.description(world), seen.step, (), "gradient", likely=twice if now.first < 1 else "")
 
 
 _READS = (
@@ -161,7 +161,7 @@ _READS = (
     "weight squares",
     *(f"dot {what} {place}" for what in ("raw", "kept") for place in (0, 1)),
 )
-SCALE: tuple[Law[Scaled], ...] = (
+SCALE: tuple[Law[ScaledUpdate], ...] = (
     Law("gradient-scale/short", _READS, _short, suspicion=True),
     Law("gradient-scale/before", _READS, _factor_of_layout, suspicion=True),
 )
@@ -193,14 +193,14 @@ class _Unknown(Exception):
 
 @dataclass(frozen=True)
 class _Product:
-    """A number, times each of the scalars at these places to its power. chosen: a factor was not a whole number."""
+    """A number, times each of the scalars at these places to its power. deliberate: a factor was not a whole number."""
 
     number: float
     scalars: tuple[tuple[int, int], ...] = ()
-    chosen: bool = False
+    deliberate: bool = False
 
     def times(self, other: _Product) -> _Product:
-        return _Product(self.number * other.number, self.scalars + other.scalars, self.chosen or other.chosen)
+        return _Product(self.number * other.number, self.scalars + other.scalars, self.deliberate or other.deliberate)
 
     def value(self, scalars: Sequence[float]) -> float:
         return self.number * math.prod(scalars[place] ** power for place, power in self.scalars)
@@ -218,16 +218,16 @@ class _Part(NamedTuple):
     squared: bool
 
 
-class Weight(NamedTuple):
+class LossWeight(NamedTuple):
     """What a loss weighs: `first`, its first part; `alike`, all parts that weigh as much, perhaps halves of one loss.
 
-    chosen: a factor is not a whole number, as if the loss was weighed on purpose. squared: the terms of the first part
+    deliberate: a factor is not a whole number, as if the loss was weighed on purpose. squared: the terms of the first part
     are squares. terms: in the parts that are alike, or 0 if unknown.
     """
 
     first: float
     alike: float
-    chosen: bool
+    deliberate: bool
     squared: bool
     terms: int
 
@@ -237,12 +237,12 @@ class LossParts:
 
     def __init__(self, loss: Tensor) -> None:
         """Raises `_Unknown` where the graph does not say."""
-        self._left = _NODES
+        self._nodes_left = _NODES
         self.scalars: list[Tensor] = []
         """The numbers of the graph that lie in tensors; they may be brought to the CPU before `weight`."""
         self._parts = self._below(_node(loss.grad_fn, loss.output_nr), _ONE)
 
-    def weight(self) -> Weight | None:
+    def weight(self) -> LossWeight | None:
         """What the loss weighs; None where its numbers do not tell."""
         try:
             scalars = [float(each) for each in self.scalars]
@@ -256,11 +256,11 @@ class LossParts:
             return None
         alike = [place for place, each in enumerate(weights) if math.isclose(each, weights[0], rel_tol=1e-6)]
         counted, first = [terms[place] for place in alike], self._parts[0]
-        return Weight(
+        return LossWeight(
             weights[0],
             sum(weights[place] for place in alike),
             # Counts of rows, ranks and micro-batches are whole numbers.
-            first.factor.chosen or not all(scalars[place].is_integer() for place, _ in first.factor.scalars),
+            first.factor.deliberate or not all(scalars[place].is_integer() for place, _ in first.factor.scalars),
             first.squared,
             round(sum(counted)) if all(0 < count < math.inf for count in counted) else 0,
         )
@@ -269,8 +269,8 @@ class LossParts:
         """The parts below `node`, which counts `factor` times. count: elements to reduce; None of a scalar."""
         while True:
             if count is None:
-                self._left -= 1
-                if node is None or not self._left:
+                self._nodes_left -= 1
+                if node is None or not self._nodes_left:
                     raise _Unknown
             name, inputs = ("", []) if node is None else (node.name(), _inputs(node))
             reduced = math.prod(map(int, node._saved_self_sym_sizes)) if name in _REDUCES and count is None else 0
@@ -316,7 +316,7 @@ class LossParts:
         if isinstance(value, Tensor):
             return inputs[graphs[0]], self._read(value, -1 if divides else 1)
         number = float(value)
-        return inputs[graphs[0]], _Product(1 / number if divides else number, chosen=not number.is_integer())
+        return inputs[graphs[0]], _Product(1 / number if divides else number, deliberate=not number.is_integer())
 
     def _terms(self, node: Any, reduction: int) -> _Product:
         """How many terms a loss of torch has, or the weight of their classes."""
@@ -347,7 +347,7 @@ class LossParts:
         return _Product(1.0, ((len(self.scalars) - 1, power),))
 
 
-def parts_of(loss: Tensor) -> LossParts | None:
+def loss_parts(loss: Tensor) -> LossParts | None:
     """What `loss`, a scalar with a graph, is made of; None where its graph does not say.
 
     A mean of n terms weighs 1, a sum of n terms n. Waits for no device, and reads nothing for which the loop has hooks
@@ -414,38 +414,38 @@ def _saved(node: Any, name: str) -> Any:
     return None if _hooked(node, name) else getattr(node, f"_saved_{name}")
 
 
-class Pass(NamedTuple):
+class BackwardPass(NamedTuple):
     """A backward pass of the loop: what its loss is made of, and the line that asked for it."""
 
     parts: LossParts | None
     line: str
 
 
-class Passes:
+class BackwardPasses:
     """The backward passes of a loop, one after the other."""
 
     def __init__(self) -> None:
-        self.now: Pass | None = None
+        self.current: BackwardPass | None = None
 
-    def begins(self, loss: Tensor | None, line: str) -> None:
+    def begin(self, loss: Tensor | None, line: str) -> None:
         """A backward pass of `loss` begins; None: of more than one tensor, or with a gradient of its own."""
-        self.now = Pass(None if loss is None else parts_of(loss), line)
+        self.current = BackwardPass(None if loss is None else loss_parts(loss), line)
 
-    def ends(self) -> None:
+    def end(self) -> None:
         """It is over."""
-        self.now = None
+        self.current = None
 
 
 @dataclass
-class Account:
+class ScaleSummary:
     """The scales of all updates, for the closing line."""
 
     updates: int = 0
     known: int = 0
-    right: int = 0
-    least: float = math.inf
-    most: float = 0.0
-    changed: bool = False
+    correct: int = 0
+    smallest: float = math.inf
+    largest: float = 0.0
+    gradients_changed: bool = False
     """Whether the loop changed gradients after the backward pass by factors of no pattern, as a clipping by hand does:
     two updates of one line, neither of which has the scale of a mean, differ both in their scale and in the factor
     between raw and reduced gradient. A wrong division leaves one of the two as it was.
@@ -457,24 +457,26 @@ class Account:
         self.updates += 1
         if scale is None:
             return
-        self.known, self.right = self.known + 1, self.right + scale.right
-        shown = 1.0 if scale.right else scale.first
-        self.least, self.most = min(self.least, shown), max(self.most, shown)
-        if not scale.right:
+        self.known, self.correct = self.known + 1, self.correct + scale.correct
+        shown = 1.0 if scale.correct else scale.first
+        self.smallest, self.largest = min(self.smallest, shown), max(self.largest, shown)
+        if not scale.correct:
             before = self._wrong.get(scale.line, scale)
-            self.changed |= not (close(scale.first, before.first) or close(scale.factor, before.factor))
+            self.gradients_changed |= not (
+                close(scale.first, before.first) or close(scale.reduction_factor, before.reduction_factor)
+            )
             self._wrong[scale.line] = scale
 
-    def line(self) -> str:
+    def closing_line(self) -> str:
         """It in words; "" where of no update anything was known."""
         if not self.known:
             return ""
-        if self.changed:
-            of = f"in {self.known - self.right} of {self.updates} updates"
-            others = f"; that of a mean in {self.right}" * (self.right > 0)
+        if self.gradients_changed:
+            of = f"in {self.known - self.correct} of {self.updates} updates"
+            others = f"; that of a mean in {self.correct}" * (self.correct > 0)
             return f"  gradient scale: not comparable {of}: the gradients were changed after the backward pass{others}"
-        between = " to ".join(dict.fromkeys((f"{self.least:.3f}", f"{self.most:.3f}")))
-        shown = "that of a mean" if self.right == self.known else f"{between} of a mean's"
+        between = " to ".join(dict.fromkeys((f"{self.smallest:.3f}", f"{self.largest:.3f}")))
+        shown = "that of a mean" if self.correct == self.known else f"{between} of a mean's"
         of = f"in {self.known} of {self.updates} updates, by the losses and reductions that were seen"
         return f"  gradient scale: {shown} {of}"
 
@@ -482,45 +484,45 @@ class Account:
 class GradientScale(Check):
     """The weights of the losses in the present window of one optimizer, and the products that tell the factor."""
 
-    def __init__(self, context: Context, probe: OptimizerProbe, passes: Passes) -> None:
+    def __init__(self, context: Context, probe: OptimizerProbe, passes: BackwardPasses) -> None:
         super().__init__(context)
         members = () if context.subject.sharded else probe.members
         self._optimizer, self._passes = probe.optimizer, passes
-        self.arrived: Callable[[], bool] = lambda: False
+        self.gradient_arrived: Callable[[], bool] = lambda: False
         """Whether any gradient of the optimizer arrived in this backward pass."""
-        self._seen: list[Pass] = []
+        self._window_passes: list[BackwardPass] = []
         self._known = True
         self.dots: list[Tensor] = []
         """Of the raw gradients so far, and of the reduced one."""
         self._raw: Tensor | None = None
         self._numbers: Tensor | None = None
-        self._before: Scale | None = None
-        self.account = Account()
+        self._previous: Scale | None = None
+        self.summary = ScaleSummary()
         dense = ((i, p) for i, p in enumerate(members) if p.layout == torch.strided and p.is_floating_point())
         # What lies nearest to the loss has a gradient also where an adapter begins at zero.
-        self.place = max((place for place, parameter in dense if parameter.numel() > 1), default=-1)
+        self.parameter_index = max((place for place, parameter in dense if parameter.numel() > 1), default=-1)
         """Of the parameter that is looked at among `members`; -1: none is."""
-        self._of = members[self.place] if self.place >= 0 else None
+        self._parameter = members[self.parameter_index] if self.parameter_index >= 0 else None
 
     def cover(self) -> Mapping[str, Cover]:
         dark = Cover("not observable", "the shards show no raw gradient")
         return {"gradient-scale": dark if self.context.subject.sharded else LIVE}
 
-    def see(self, gradient: Tensor) -> None:
+    def gradient_hook(self, gradient: Tensor) -> None:
         """A raw gradient of that parameter arrives."""
-        now = self._passes.now
+        now = self._passes.current
         if now is None or now.parts is None:
             self._known = False
         elif self._known:
-            if not self._seen or self._seen[-1] is not now:
-                self._seen.append(now)
+            if not self._window_passes or self._window_passes[-1] is not now:
+                self._window_passes.append(now)
             dots = self._dots(gradient)
             if dots is not None:
                 self._raw = dots if self._raw is None else self._raw + dots
 
     def backward_over(self) -> None:
         # If any gradient of the optimizer arrived, the one that is looked at had to.
-        if self.arrived() and (not self._seen or self._seen[-1] is not self._passes.now):
+        if self.gradient_arrived() and (not self._window_passes or self._window_passes[-1] is not self._passes.current):
             self._known = False
 
     def _dots(self, gradient: Tensor) -> Tensor | None:
@@ -539,24 +541,24 @@ class GradientScale(Check):
         return (self._numbers * part.float()).sum(1)
 
     def reduced(self, probe: OptimizerProbe) -> None:
-        if self.dots or not self._known or self._raw is None or self._of is None or self._of.grad is None:
+        if self.dots or not self._known or self._raw is None or self._parameter is None or self._parameter.grad is None:
             return
         # A hook of the loop's own may change the gradient on its way.
-        if len(self._of._backward_hooks or ()) > 1 or self._of._post_accumulate_grad_hooks:
+        if len(self._parameter._backward_hooks or ()) > 1 or self._parameter._post_accumulate_grad_hooks:
             self._known = False
             return
-        dots, scale = self._dots(self._of.grad), getattr(self._optimizer, "grad_scale", None)
+        dots, scale = self._dots(self._parameter.grad), getattr(self._optimizer, "grad_scale", None)
         if dots is not None:  # a fused optimizer divides by the scale of the loss in its step
             self.dots = [self._raw, dots if scale is None else dots / scale]
 
     def look(self, probe: OptimizerProbe) -> list[list[Tensor]]:
         self.reduced(probe)
-        return [self.dots, *(each.parts.scalars for each in self._seen if each.parts is not None)]
+        return [self.dots, *(each.parts.scalars for each in self._window_passes if each.parts is not None)]
 
     def before(self, probe: OptimizerProbe) -> Values:
         # A line of its own for each loss is a loss of its own each time, as of the parts of a GAN.
-        lines = {each.line for each in self._seen}
-        found = [None if each.parts is None else each.parts.weight() for each in self._seen]
+        lines = {each.line for each in self._window_passes}
+        found = [None if each.parts is None else each.parts.weight() for each in self._window_passes]
         known = self._known and len(lines) < 2 and (bool(self.dots) or not found) and None not in found
         weights = [each for each in found if each is not None] if known else []
         raw, kept = (each.tolist() for each in self.dots) if known and self.dots else ([0.0, 0.0], [0.0, 0.0])
@@ -566,24 +568,24 @@ class GradientScale(Check):
             "weight first": bits_of(sum(weight.first for weight in weights)),
             "weight alike": bits_of(sum(weight.alike for weight in weights)),
             "weight terms": sum(weight.terms for weight in weights) if all(weight.terms for weight in weights) else 0,
-            "weight chosen": int(any(weight.chosen for weight in weights)),
+            "weight chosen": int(any(weight.deliberate for weight in weights)),
             "weight squares": int(bool(weights) and all(weight.squared for weight in weights)),
             **{f"dot raw {place}": bits_of(raw[place]) for place in (0, 1)},
             **{f"dot kept {place}": bits_of(kept[place]) for place in (0, 1)},
         }
 
     def judge(self, probe: OptimizerProbe, said: Observations, aligned: Observations) -> None:
-        now, before = scale_of(said), self._before
-        self._before = now or before
-        self.account.add(now)
-        if now is not None and not self.account.changed:
-            self.context.verdicts.judge(SCALE, Scaled(said, now, before), self.context.scene())
+        now, before = scale_of(said), self._previous
+        self._previous = now or before
+        self.summary.add(now)
+        if now is not None and not self.summary.gradients_changed:
+            self.context.verdicts.judge(SCALE, ScaledUpdate(said, now, before), self.context.scene())
 
     def new_window(self, probe: OptimizerProbe) -> None:
-        self._seen, self._raw, self.dots = [], None, []
+        self._window_passes, self._raw, self.dots = [], None, []
         self._known = True
 
     discarded = new_window
 
     def closing_lines(self) -> list[str]:
-        return [] if self.context.settings.reference is not None else [self.account.line()]
+        return [] if self.context.settings.reference is not None else [self.summary.closing_line()]
