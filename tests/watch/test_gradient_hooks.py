@@ -130,11 +130,11 @@ def test_a_window_shows_the_same_either_way(windows: list[tuple[list[_Pass], str
         one, other = few.window(passes), all_.window(passes)
         if any(each.thrown for each in passes):
             # With a hook on each, what came before the first that shows it goes too.
-            assert one.touched >= other.touched
+            assert one.received >= other.received
             break
         if none:
-            assert one.touched == {index for index, p in enumerate(few.parameters) if p.grad is not None}
-        assert (one.touched, one.stale, bool(one.nonfinite)) == (other.touched, other.stale, bool(other.nonfinite))
+            assert one.received == {index for index, p in enumerate(few.parameters) if p.grad is not None}
+        assert (one.received, one.stale, bool(one.nonfinite)) == (other.received, other.stale, bool(other.nonfinite))
         if len(passes) == 1:
             assert one.nonfinite == other.nonfinite
             assert str(sorted(one.extremes)) == str(sorted(other.extremes))  # a NaN is written like another
@@ -155,7 +155,7 @@ def test_a_pass_that_begins_elsewhere_brings_all_hooks_back() -> None:
     assert (raw.received, raw.nonfinite, raw.stale) == ({0, 1, 4, 5}, 1, 0)
     for seed in range(4):
         assert not loop.hooks.reads_at_end
-        assert loop.update("B", seed).touched == {0, 1, 4, 5}
+        assert loop.update("B", seed).received == {0, 1, 4, 5}
 
 
 def _second(first: str) -> Callable[[_Loop], None]:
@@ -228,7 +228,7 @@ def test_a_part_that_is_frozen_later_is_no_error(frozen: str) -> None:
         loop.update("AB", seed)
     part.requires_grad_(True)
     loop.update("AB")
-    assert loop.update("AB").touched == {0, 1, 2, 3, 4, 5}
+    assert loop.update("AB").received == {0, 1, 2, 3, 4, 5}
 
 
 @pytest.mark.parametrize("passes", [1, 2])

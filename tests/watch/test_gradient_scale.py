@@ -77,9 +77,9 @@ def test_the_weight_of_a_loss_is_what_autograd_says(chains: list[list[str]], joi
     found = weight_of(loss)
     assert found is not None
     expected = [abs(float(each.sum())) for each in torch.autograd.grad(loss, leaves)]
-    assert found.first == pytest.approx(expected[0], rel=1e-5)
+    assert found.first_part == pytest.approx(expected[0], rel=1e-5)
     alike = [each for each in expected if each == pytest.approx(expected[0], rel=1e-4)]
-    assert found.alike == pytest.approx(sum(alike), rel=1e-3)
+    assert found.equal_parts == pytest.approx(sum(alike), rel=1e-3)
 
 
 LOGITS, NUMBERS = torch.linspace(-1, 1, 18).view(6, 3).requires_grad_(), torch.zeros(6, 3)
@@ -106,7 +106,7 @@ def test_what_torchs_losses_weigh(name: str) -> None:
     loss, expected = WEIGHED[name]
     found = weight_of(loss())
     assert found is not None
-    assert (round(found.first, 6), found.terms) == expected
+    assert (round(found.first_part, 6), found.terms) == expected
 
 
 UNKNOWN: dict[str, Step] = {
@@ -155,10 +155,10 @@ READ: dict[str, tuple[Step, str, bool]] = {
     "a product of two": (lambda x: (x * x.tanh()).mean(), "squared", False),
     "magnitudes": (lambda x: x.abs().mean() / 2, "squared", False),
     "classes": (lambda x: F.cross_entropy(x.view(2, 3), torch.tensor([0, 1])) / 2, "squared", False),
-    "0.5 *": (lambda x: 0.5 * x.mean(), "chosen", True),
-    "/ 2": (lambda x: x.mean() / 2, "chosen", False),
-    "* 2.0": (lambda x: x.mean() * 2.0, "chosen", False),
-    "times a scale": (lambda x: x.mean() * torch.tensor(4.0), "chosen", False),
+    "0.5 *": (lambda x: 0.5 * x.mean(), "deliberate", True),
+    "/ 2": (lambda x: x.mean() / 2, "deliberate", False),
+    "* 2.0": (lambda x: x.mean() * 2.0, "deliberate", False),
+    "times a scale": (lambda x: x.mean() * torch.tensor(4.0), "deliberate", False),
 }
 
 
@@ -191,7 +191,7 @@ def test_a_number_that_is_written_over_later_is_read_as_it_was() -> None:
     parts = loss_parts(F.cross_entropy(logits, torch.zeros(4).long(), reduction="sum") / count)
     count.fill_(2.5)
     found = parts and parts.weight()
-    assert (found and (found.first, found.deliberate)) == (pytest.approx(1.0), False)
+    assert (found and (found.first_part, found.deliberate)) == (pytest.approx(1.0), False)
 
 
 def test_hooks_that_give_a_tensor_back_once_are_not_asked_twice() -> None:
@@ -207,7 +207,7 @@ def test_hooks_that_give_a_tensor_back_once_are_not_asked_twice() -> None:
     found = weight_of(loss)
     # A mean weighs 1 whatever its terms, of which nothing is known then; a number of Python's has no hook.
     assert found is not None
-    assert (found.first, found.terms) == (0.5, 0)
+    assert (found.first_part, found.terms) == (0.5, 0)
     loss.backward()
     assert x.grad is not None
 
@@ -622,7 +622,7 @@ def of_outputs(options: dict[str, bool]) -> dict[str, list[float | None]]:
         for factor in (0.5, 3.0):
             loss = factor * take(model(torch.randn(4, 6), torch.randint(3, (4,))))
             weight = weight_of(loss)
-            found[name].append(weight and weight.first)
+            found[name].append(weight and weight.first_part)
             loss.backward()
     return found
 
@@ -645,7 +645,7 @@ def prediction_beside_what_is_no_tensor() -> list[float | None]:
         lambda logits: 3 * F.cross_entropy(logits, labels),
     ]
     found = [weight_of(loss(model(torch.randn(4, 6), labels)[1])) for loss in losses]
-    return [weight and weight.first for weight in found]
+    return [weight and weight.first_part for weight in found]
 
 
 def test_a_loss_beside_what_is_no_tensor_is_weighed_up_to_ddps_node() -> None:

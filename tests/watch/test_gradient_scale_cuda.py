@@ -47,7 +47,7 @@ def test_a_graph_is_followed_without_a_wait() -> None:
     assert parts is not None
     found = parts.weight()
     assert found is not None
-    assert (found.first, found.terms, found.deliberate) == (pytest.approx(0.5), 5, False)
+    assert (found.first_part, found.terms, found.deliberate) == (pytest.approx(0.5), 5, False)
 
 
 @pytest.mark.parametrize("fused", [False, True])

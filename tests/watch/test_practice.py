@@ -333,7 +333,7 @@ def test_copies_that_were_rounded_apart_are_one(apart: float, updates: int, alik
     """Ranks whose averages differ by a rounding keep the same; of a step of an average one rank has, they do not."""
     drawn = [torch.randn(shape, generator=_seeded(0)) for shape in ((40, 7), (40,))]
     ranks = [drawn, [each * (1 + apart * torch.randn(each.shape, generator=_seeded(1))) for each in drawn], []]
-    copies = [Copies(ModelProbe(nn.Linear(2, 2), [], None, [])) for _ in ranks]
+    copies = [Copies(ModelProbe(nn.Linear(2, 2), [])) for _ in ranks]
     for each, held in zip(copies, ranks, strict=True):
         each._tensors = [held] if held else []
     none = {"copy 1": 0, "copy 2": 0, "copies changed": 0}

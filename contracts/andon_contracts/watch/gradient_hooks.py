@@ -1,6 +1,6 @@
-"""The raw gradients of a loop, read before anything averages, clips or repairs them, and the reductions of that loop.
+"""The raw gradients of a loop, read before they are averaged, clipped or repaired, and the reductions of that loop.
 
-A repair by a hook on one of autograd's own nodes is not seen: torch lists those hooks nowhere.
+A repair by a hook on an autograd node stays unseen, because torch does not list those hooks.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from andon_contracts.watch.values import text_digest
 
 _INFINITE = float("inf")
 _TIMED = 8
-"""The hooks of every so many-th window are timed: looking at the clock takes as long as much of what they do."""
+"""The hooks of every 8th window are timed, because reading the clock is a large part of the time of a hook."""
 _AGREED, _RECHECK = 2, 64
 """Hooks are thinned out after two windows in a row that allow it. Every 64th window has all hooks again."""
 
 
 @dataclass(frozen=True)
 class RawSummary:
-    """What one window of backward passes showed. extremes: (parameter, smallest, largest element) of each gradient.
+    """The raw gradients of one window. extremes: (parameter, smallest, largest element) of each gradient.
 
     nonfinite, stale: index plus one of the first parameter whose gradient is not finite, or was not zero when the
-    window began; 0: none.
+    window began; 0 for none.
     """
 
     nonfinite: int
@@ -40,7 +40,7 @@ class RawSummary:
 
     @property
     def fingerprint(self) -> int:
-        """An integer in [0, 2^62) that other rows' gradients do not share; 0 if all are zero."""
+        """An integer in [0, 2^62) that gradients of other rows do not share; 0 if all are zero."""
         return hash(tuple(sorted(self.extremes))) % (1 << 62) if self.nonzero else 0
 
     @property
@@ -56,19 +56,19 @@ class RawSummary:
 
 @dataclass
 class _BackwardPass:
-    """A backward pass that has begun. came: the address of each gradient by parameter, in order of arrival. plain: each
-    parameter had no gradient and no other hook, and received a gradient that fills its storage.
+    """addresses: of each gradient by parameter, in order of arrival. plain: each parameter had no gradient and no other
+    hook, and received a gradient that fills its storage.
     """
 
     reads_at_end: bool
-    came: dict[int, int] = field(default_factory=dict)
+    addresses: dict[int, int] = field(default_factory=dict)
     plain: bool = True
 
 
 class _EndReader:
-    """Learns whether all gradients of an update come from one pass and are in `.grad` at its end as they came.
+    """Learns whether all gradients of an update come from one pass and stay unchanged in `.grad` until it ends.
 
-    first: the parameter whose gradient comes first. all: the parameters that receive a gradient.
+    first: the parameter whose gradient arrives first. all: the parameters that receive a gradient.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -80,39 +80,30 @@ class _EndReader:
         self.first = -1
         self.all: frozenset[int] = frozenset()
 
-    def disable(self) -> None:
-        self.disabled = True
-
-    def recheck(self) -> None:
-        self.windows_left = max(self.windows_left, 1)
-
     def read(self, ended: _BackwardPass) -> None:
-        """Read `.grad` when the first pass of an update ends, after all parameters had a hook in it."""
+        """Read `.grad` when the first pass of an update ends, in which all parameters had a hook."""
         if self.disabled or not ended.plain:
             return
-        gradients = [gradient for index in ended.came if (gradient := self._parameters[index].grad) is not None]
-        # A copy does not count: it may lie in a bucket of DDP's, which may be reduced there before the pass ends.
-        if [each.data_ptr() for each in gradients] == [*ended.came.values()]:
-            self._read = tuple(ended.came)
+        gradients = [gradient for index in ended.addresses if (gradient := self._parameters[index].grad) is not None]
+        # A copy does not count: it may be in a bucket of DDP, which may be reduced before the pass ends.
+        if [each.data_ptr() for each in gradients] == [*ended.addresses.values()]:
+            self._read = tuple(ended.addresses)
             self._extremes.add_all(self._read, gradients)
 
     def waiting(self) -> list[list[Tensor]]:
         return self._extremes.waiting() if self._read else []
 
-    def judge(self, raw: Sequence[tuple[int, float, float]], *, one_pass: bool) -> None:
-        """Compare with what the hooks saw in this update. one_pass: it was one pass, and the loop called for it."""
+    def compare(self, raw: Sequence[tuple[int, float, float]], *, one_pass: bool) -> None:
+        """Compare with the hooks of this update. one_pass: it was one pass, and the loop called for it."""
         read, found = self._read, self._extremes.read() if self._read else []
         self.clear()
         if not (read and one_pass):
             self.windows_left = _AGREED
-            return
-        if not all(low > -_INFINITE and high < _INFINITE for _, low, high in found):
-            return
-        if sorted(found) != sorted(raw):
-            self.disabled = True
-        if (read[0], frozenset(read)) != (self.first, self.all):
-            self.first, self.all, self.windows_left = read[0], frozenset(read), _AGREED
-        self.windows_left = max(self.windows_left - 1, 0)
+        elif all(low > -_INFINITE and high < _INFINITE for _, low, high in found):
+            self.disabled |= sorted(found) != sorted(raw)
+            if (read[0], frozenset(read)) != (self.first, self.all):
+                self.first, self.all, self.windows_left = read[0], frozenset(read), _AGREED
+            self.windows_left = max(self.windows_left - 1, 0)
 
     def clear(self) -> None:
         self._read = ()
@@ -122,21 +113,24 @@ class _EndReader:
 class GradientHooks:
     """The raw gradients of `parameters` since the last update of their optimizer.
 
-    A hook computes the smallest and the largest element and waits for no device. On a GPU many gradients are read at
-    once, at the latest when the pass ends: before a wrapper puts its sum in their place.
+    A hook computes the smallest and the largest element and waits for no device. On a GPU many gradients are read in
+    one launch, at the latest when the pass ends: before a wrapper replaces them by its sum.
 
     Per-parameter hooks cost more host time than reading the gradients costs a GPU, so they are thinned out. In most
     loops an update is one backward pass over the same parameters, each of which starts it with `.grad` None, and DDP
-    reduces in buckets of its own: the raw gradient stays in `.grad` until the pass ends. After two updates in which
-    that held bit for bit, only the parameter whose gradient arrives first keeps a hook.
+    reduces in its own buckets: the raw gradient stays in `.grad` until the pass ends. After two updates in which that
+    held bit for bit, only the parameter whose gradient arrives first keeps a hook.
 
-    The invariant of thinned hooks (`reads_at_end`): when a pass ends, `.grad` is what a hook on every parameter would have
-    received. All hooks return, for good, when an update is not like those two: a second pass, or a gradient or another
-    hook is there before a pass (`backward_called`); a pass within a pass, or one that the loop did not call for (`see`); a
-    reduction within a pass (`reducing`); a pass that no hook saw (`backward_ended`); gradients of other parameters (`read`).
-    The last two are known after the fact, and gradients are read as they are then. Every 64th window has all hooks and
-    compares both ways. If the invariant breaks, a watch takes a sum or a repaired gradient for what the rank computed:
-    a repaired NaN, or rows that two ranks share, stay unseen.
+    The invariant of thinned hooks (`reads_at_end`): when a pass ends, `.grad` is what a hook on every parameter would
+    have received. All hooks return, for good, when an update is not like those two:
+
+    - a second pass, or a gradient or another hook is there before a pass (`backward_called`);
+    - a pass within a pass, or one that the loop did not call for (`see`), or a reduction within a pass (`reducing`);
+    - a pass that no hook saw (`backward_ended`), or gradients of other parameters (`read`). These are known only
+      afterwards, and gradients are read as they are then.
+
+    Every 64th window has all hooks and compares both ways. If the invariant breaks, a watch takes a sum or a repaired
+    gradient for the rank's own: a repaired NaN, or rows that two ranks share, stay unseen.
     """
 
     def __init__(
@@ -145,31 +139,31 @@ class GradientHooks:
         discarded: Callable[[], None],
         observed: tuple[int, Callable[[Tensor], None]],
     ) -> None:
-        """discarded: called when the loop set a gradient to None within a window. observed: the index of a parameter, and
-        a function that receives each of its gradients.
+        """discarded: called when the loop set a gradient to None within a window. observed: the index of a parameter,
+        and a function that receives each of its gradients.
         """
         self.muted = False
         self.halt: HaltSignal | None = None
-        self.backward_seen = False
         self.gradient_arrived = False
-        """Whether a gradient has come since this was last set to False."""
+        """Whether a gradient arrived since this was last set to False."""
         self.reads_at_end = False
         """True while hooks are thinned out and `.grad` is read when a pass ends."""
         self._discarded = discarded
         self._observed = observed
         self._parameters = parameters
-        self._extremes_of_window = Extremes(parameters)
-        self._calls = 0
-        """The loop's calls for a backward pass that gave a gradient, or may yet."""
-        self._passes: dict[int, _BackwardPass] = {}
-        """The passes of this window by torch's number; one may run within another."""
+        self._extremes = Extremes(parameters)
         self._end_reader = _EndReader(parameters)
-        self._read_at_end: frozenset[int] = frozenset()
         self._leftover: list[tuple[int, Tensor, int, Tensor, Tensor]] = []
         """Gradients from before the window: parameter, gradient, and its version and extremes when the window began."""
+        self._calls = 0
+        """The loop's calls for a backward pass that produced a gradient, or may still."""
+        self._read_at_end: frozenset[int] = frozenset()
+        self._passes: dict[int, _BackwardPass] = {}
+        """The passes of this window by torch's number; one may run within another."""
         self._timed, self._windows, self._timed_windows, self._timed_s = True, 1, 1, 0.0
         self._started = bytearray(len(parameters))
         self._handles: dict[int, RemovableHandle] = {}
+        self.backward_seen = False
         self._hook_all()
 
     def _hook_all(self) -> None:
@@ -179,14 +173,14 @@ class GradientHooks:
                 self._handles[index] = _hooked_first(parameter, self._hook(index, parameter))
 
     def _restore_all_hooks(self, *, begun: bool = True) -> None:
-        self._end_reader.disable()
+        self._end_reader.disabled = True
         self._hook_all()
-        if begun:  # gradients that are there may be of this window, and not left over from before it
+        if begun:  # present gradients may belong to this window
             self._started = bytearray(b"\x01" * len(self._parameters))
 
     def backward_called(self) -> None:
         """The loop calls for a backward pass, which has not begun."""
-        began = time.perf_counter() if self._timed else 0.0
+        began = time.perf_counter()
         self._calls += 1
         if self.reads_at_end:
             as_before = self._calls == 1 and all(
@@ -201,13 +195,13 @@ class GradientHooks:
     def backward_ended(self) -> None:
         """The pass that the loop called for is over, or failed."""
         if self._passes:
-            return
-        if self.reads_at_end and any(parameter.grad is not None for parameter in self._parameters):
+            pass
+        elif self.reads_at_end and any(parameter.grad is not None for parameter in self._parameters):
             self.backward_seen = self.gradient_arrived = True
             self._add_present()
             self._restore_all_hooks()
         else:
-            self._calls -= 1  # a pass of other parameters than these
+            self._calls -= 1  # a pass over other parameters
 
     def _hook(self, index: int, parameter: torch.nn.Parameter) -> Callable[[Tensor], None]:
         show = self._observed[1] if index == self._observed[0] else None
@@ -215,7 +209,6 @@ class GradientHooks:
         def see(gradient: Tensor) -> None:
             if self.muted:
                 return
-            # The clock is no small part of what a hook costs, so some windows are timed for all.
             timed = self._timed
             began = time.perf_counter() if timed else 0.0
             halt = self.halt
@@ -226,27 +219,27 @@ class GradientHooks:
                     halt.pending.backward(parameter)
             self.backward_seen = self.gradient_arrived = True
             held = parameter.grad
-            if held is None and self._started[index] and not self.reads_at_end and self._extremes_of_window.has(index):
-                self.discard()  # the loop set gradients to None: with the first parameter that shows it, all go
+            if held is None and self._started[index] and not self.reads_at_end and self._extremes.has(index):
+                self.discard()  # the loop set gradients to None, and this parameter is the first to show that
             number = torch._C._current_graph_task_id()
             ours = self._passes.get(number)
             if ours is None:
                 if self.reads_at_end and (self._passes or self._calls != 1):
                     self._restore_all_hooks()
-                self._extremes_of_window.any = True
+                self._extremes.any = True
                 self._passes[number] = ours = _BackwardPass(self.reads_at_end)
-                # Torch runs these callbacks in order: a wrapper queues its own after it received a gradient, which
-                # this hook receives before it.
+                # Torch runs these callbacks in order. A wrapper queues its own after this one, because it receives a
+                # gradient after this hook.
                 torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, number, ours))
             if not self.reads_at_end:
                 if not self._started[index]:
                     self._started[index] = True
                     if held is not None:
                         self._leftover.append((index, held, held._version, *extremes(held)))
-                self._extremes_of_window.add(index, gradient)
+                self._extremes.add(index, gradient)
                 if ours.plain:
                     ours.plain = held is None and _is_plain(gradient) and not _is_hooked(parameter, ours=1)
-                    ours.came[index] = gradient.data_ptr() if ours.plain else 0
+                    ours.addresses[index] = gradient.data_ptr() if ours.plain else 0
             if show is not None:
                 show(gradient)
             if timed:
@@ -255,27 +248,27 @@ class GradientHooks:
         return see
 
     def _end(self, number: int, ended: _BackwardPass) -> None:
-        """A pass ends. A wrapper that reduces when the pass ends has not begun yet."""
+        """A pass ends, before a wrapper reduces its gradients."""
         if self._passes.get(number) is not ended:
-            return  # the loop threw the window away meanwhile
-        began = time.perf_counter() if self._timed else 0.0
+            return  # the loop discarded the window meanwhile
+        began = time.perf_counter()
         if ended.reads_at_end:
             self._read_at_end = self._add_present()
-            for index in self._read_at_end:  # the pass counts as reducing although few parameters have a hook
+            for index in self._read_at_end:  # parameters without a hook did not report that the pass reduces
                 if self.halt is None or not self.halt.pending.armed:
                     break
                 self.halt.pending.backward(self._parameters[index])
         else:
-            self._extremes_of_window.flush()
+            self._extremes.flush()
             if len(self._passes) == 1:
                 self._end_reader.read(ended)
         if self._timed:
             self._timed_s += time.perf_counter() - began
 
     def _add_present(self, known: frozenset[int] = frozenset()) -> frozenset[int]:
-        """Read each `.grad` as it is now, but those of `known`. Returns the parameters that were read."""
+        """Read the present `.grad` of each parameter except those in `known`. Returns the parameters that were read."""
         there = {i: p.grad for i, p in enumerate(self._parameters) if p.grad is not None and i not in known}
-        self._extremes_of_window.add_all(list(there), list(there.values()))
+        self._extremes.add_all(list(there), list(there.values()))
         return frozenset(there)
 
     def reducing(self, gradient: bool) -> None:
@@ -290,10 +283,10 @@ class GradientHooks:
     @property
     def started(self) -> bool:
         """Whether a backward pass of this window has reached a parameter."""
-        return self._extremes_of_window.any
+        return self._extremes.any
 
     def _clear(self) -> None:
-        self._extremes_of_window.clear()
+        self._extremes.clear()
         self._end_reader.clear()
         self._calls = 0
         self._passes.clear()
@@ -302,28 +295,28 @@ class GradientHooks:
         self.backward_seen = False
 
     def discard(self) -> None:
-        """Forget the gradients of this window: the loop threw them away."""
+        """Forget the gradients of this window, because the loop discarded them."""
         self._clear()
         self._started = bytearray(b"\x01" * len(self._parameters))
         self._discarded()
 
     def waiting(self) -> list[list[Tensor]]:
-        """Results that are still on devices, in lists that may be brought to the CPU before `read`."""
-        return [*self._extremes_of_window.waiting(), *self._end_reader.waiting()]
+        """Results that are still on devices, in lists that may be copied to the CPU before `read`."""
+        return [*self._extremes.waiting(), *self._end_reader.waiting()]
 
     def read(self) -> RawSummary:
-        """What the window showed. Waits once for each device, unless `waiting` was brought before."""
+        """Waits once for each device, unless the tensors of `waiting` were copied to the CPU before."""
         if self.reads_at_end and self._read_at_end != self._end_reader.all:
-            self._end_reader.disable()
+            self._end_reader.disabled = True
             self._add_present(self._read_at_end)
-        seen = self._extremes_of_window.read()
+        seen = self._extremes.read()
         if not self.reads_at_end:
-            self._end_reader.judge(seen, one_pass=self._calls == len(self._passes) == 1)
-        # Written so that NaN, with which no comparison holds, is bad.
+            self._end_reader.compare(seen, one_pass=self._calls == len(self._passes) == 1)
+        # NaN fails every comparison, so this form finds it.
         bad = [owner for owner, low, high in seen if not (low > -_INFINITE and high < _INFINITE)]
         added: list[tuple[int, Tensor, Tensor]] = []
         for index, gradient, version, low, high in self._leftover:
-            # A backward pass adds in place, or puts a sum with a graph there. `autograd.grad` does neither.
+            # A backward pass adds in place, or stores a sum with a graph. `autograd.grad` does neither.
             now = self._parameters[index].grad
             if gradient._version != version or (now is not None and now.requires_grad):
                 added.append((index, low, high))
@@ -339,7 +332,7 @@ class GradientHooks:
         self._timed = self._windows % _TIMED == 1
         self._timed_windows += self._timed
         if self._windows % _RECHECK == 0:
-            self._end_reader.recheck()
+            self._end_reader.windows_left = max(self._end_reader.windows_left, 1)
         if self._end_reader.windows_left or self._end_reader.disabled:
             self._hook_all()
         else:
@@ -365,7 +358,7 @@ def _is_plain(gradient: Tensor) -> bool:
 
 
 def _hooked_first(parameter: torch.nn.Parameter, hook: Callable[[Tensor], None]) -> RemovableHandle:
-    """Let `hook` receive gradients before the hooks that `parameter` has already, which may change them."""
+    """Register `hook` before the hooks that `parameter` already has, because those may change gradients."""
     handle: RemovableHandle = parameter.register_hook(hook)  # type: ignore[no-untyped-call]
     hooks = parameter._backward_hooks or {}
     # Torch calls them in the order of insertion, which `OrderedDict.move_to_end` does not change.
@@ -375,9 +368,10 @@ def _hooked_first(parameter: torch.nn.Parameter, hook: Callable[[Tensor], None])
 
 
 class Reductions:
-    """The loop's reductions in one window. A tensor is identified by its memory, looked up anew at each call: memory
-    that an allocator gave out again is not mistaken, and all ranks of a right loop record the same calls. strided: the
-    last member (index plus one) that was reduced although its gradient has holes in memory; 0: none.
+    """The loop's reductions in one window; all ranks of a correct loop record the same.
+
+    A tensor is identified by its address, compared at each call, because an allocator reuses addresses. strided: the
+    last member (index plus one) that was reduced although its gradient has holes in memory; 0 for none.
     """
 
     def __init__(self, members: Sequence[torch.nn.Parameter]) -> None:
@@ -393,14 +387,14 @@ class Reductions:
 
     def add(self, tensor: Tensor) -> bool:
         """The loop is about to reduce `tensor`. Returns whether it is the gradient of a member."""
-        # Loops mostly reduce the gradients in order.
+        # Most loops reduce the gradients in order.
         if self._next < len(self._members) and _same_memory(tensor, self._members[self._next].grad):
             index = self._next
         else:
-            alike = self._same_form.get((tensor.numel(), tensor.dtype), ())
-            index = next((index for index in alike if _same_memory(tensor, self._members[index].grad)), -1)
+            candidates = self._same_form.get((tensor.numel(), tensor.dtype), ())
+            index = next((index for index in candidates if _same_memory(tensor, self._members[index].grad)), -1)
         strided = tensor.layout == torch.strided and not tensor.is_contiguous()
-        # A backend sums raw memory. The sum is right if all ranks have the same permutation, but not with holes.
+        # A backend sums raw memory, which is correct for a permutation that all ranks share, and wrong for holes.
         order = tensor.stride() if strided else ()
         self._calls.append((index, tuple(tensor.shape), order, str(tensor.dtype)))
         if index >= 0:
@@ -410,7 +404,6 @@ class Reductions:
         return index >= 0
 
     def digest(self) -> int:
-        """The digest of the calls, which must be equal on all ranks."""
         return text_digest(self._calls)
 
 
