@@ -209,9 +209,8 @@ class GradientHooks:
         def see(gradient: Tensor) -> None:
             if self.muted:
                 return
-            timed = self._timed
+            timed, halt = self._timed, self.halt
             began = time.perf_counter() if timed else 0.0
-            halt = self.halt
             if halt is not None:
                 if halt.cause is not None:
                     halt.raise_if_halted()
@@ -408,14 +407,8 @@ class Reductions:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill their memory without holes or overlap, in whatever order."""
-    filled = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != filled:
-                return False
-            filled *= size
-    return True
+    """Whether the elements, in some order of the dimensions, fill their memory without holes or overlap."""
+    return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True)).is_contiguous()
 
 
 def _same_memory(tensor: Tensor, gradient: Tensor | None) -> bool:

@@ -126,6 +126,9 @@ class ModelProbe:
         compared = {id(b) for scope in self.buffer_scopes for buffers in scope.buffers() for b in buffers}
         return {name: b for name, b in self.inner.named_buffers() if id(b) in compared}
 
+    def buffers(self) -> list[torch.Tensor]:
+        return [b for module in self.modules for b in module._buffers.values() if b is not None]
+
     def modes(self) -> bytes:
         return bytes([module.training for module in self.modules])
 

@@ -70,7 +70,7 @@ def _gradient_law(seen: Seen[object]) -> Finding | None:
     if all(error <= tolerance for error, tolerance in zip(errors, tolerances, strict=True)):
         return None
     place = max(range(len(errors)), key=lambda rank: errors[rank] if math.isfinite(errors[rank]) else math.inf)
-    worst, error = seen.said[place].values, errors[place]
+    worst = seen.said[place].values
     ratio, rest = real_of(worst["ratio"]), real_of(worst["rest"])
     likely = ""
     if rest <= RATIO_TOLERANCE and abs(ratio - 1) >= RATIO_TOLERANCE:
@@ -78,7 +78,7 @@ def _gradient_law(seen: Seen[object]) -> Finding | None:
         what = f"the reduced gradient is {ratio:.3f} x the law{factor}"
     else:
         by_none = ", and by no factor" * (rest > RATIO_TOLERANCE)
-        what, likely = f"the reduced gradient is off the law by {error:.3g} of its norm{by_none}", _BY_NO_FACTOR
+        what, likely = f"the reduced gradient is off the law by {errors[place]:.3g} of its norm{by_none}", _BY_NO_FACTOR
     what = f"{what}: the law is the gradient of one process over all rows"
     return Finding(what, seen.step, (), "gradient", likely=likely)
 
@@ -95,7 +95,7 @@ class _ForwardPass:
 
 
 class Audit(Check):
-    """The audits of one optimizer's updates. Either all ranks audit an update, or none."""
+    """The audits of one optimizer's updates. Either all ranks audit an update, or none of them."""
 
     def __init__(self, context: Context, probe: OptimizerProbe) -> None:
         super().__init__(context)
@@ -175,8 +175,7 @@ class Audit(Check):
             row[0] = batch.rows
             assert batch.random is not None  # "known" is 1 on all ranks
             row[1:] = batch.random
-        parts: list[_ForwardPass] = []
-        first = 0
+        parts, first = list[_ForwardPass](), 0
         for o in self.context.exchange(step, "random states", {}, table.flatten()):
             assert o.payload is not None
             for row in o.payload.cpu().view(table.shape):
@@ -188,8 +187,7 @@ class Audit(Check):
     def _reference_gradient(self, reference: Reference, parts: Sequence[_ForwardPass]) -> list[Tensor]:
         """The gradient of the mean loss over the rows of `parts`."""
         parameters = list(self._probe.parameters.values())
-        total = [torch.zeros_like(p) for p in parameters]
-        rows = 0.0
+        total, rows = [torch.zeros_like(p) for p in parameters], 0
         with self._isolated(), torch.enable_grad():
             for part in parts:
                 loss_sum, count = self._reference_loss(reference, part)
@@ -199,26 +197,25 @@ class Audit(Check):
         return [t / max(rows, 1) for t in total]
 
     def _is_additive(self, reference: Reference, parts: Sequence[_ForwardPass]) -> bool:
-        """Whether the mean loss over all rows is that over the parts; in evaluation mode, so that no layer mixes rows."""
-        module = self.context.subject.inner
-        modes = [(each, each.training) for each in module.modules()]
+        """Whether the mean loss is the same over all rows and over the parts, in evaluation mode."""
+        model = self.context.subject.inner
+        modes = [(module, module.training) for module in model.modules()]
         with self._isolated(), torch.no_grad():
-            module.eval()
+            model.eval()
             try:
-                whole, rows = reference(module, [row for part in parts for row in part.ids])
-                each = [reference(module, part.ids) for part in parts]
+                whole, rows = reference(model, [row for part in parts for row in part.ids])
+                losses, counts = zip(*(reference(model, part.ids) for part in parts), strict=True)
             finally:
-                for one, training in modes:
-                    one.training = training
-        mean = float(sum(loss for loss, _ in each)) / max(sum(count for _, count in each), 1)
+                for module, training in modes:
+                    module.training = training
+        mean = float(sum(losses)) / max(sum(counts), 1)
         return math.isclose(mean, float(whole) / max(rows, 1), rel_tol=_ADDITIVE, abs_tol=_ADDITIVE**2)
 
     @contextmanager
     def _isolated(self) -> Iterator[None]:
         """Run the model in the block without any check. Buffers and random state are restored."""
         context = self.context
-        buffers = [b for module in context.subject.modules for b in module._buffers.values() if b is not None]
-        values = [buffer.clone() for buffer in buffers]
+        values = [buffer.clone() for buffer in context.subject.buffers()]
         hooks = [probe.check(Gradients).raw_hooks for probe in context.probes]
         context.muted = True
         for each in hooks:
@@ -232,7 +229,7 @@ class Audit(Check):
             for each in hooks:
                 each.muted = False
             with torch.no_grad():
-                for buffer, value in zip(buffers, values, strict=True):
+                for buffer, value in zip(context.subject.buffers(), values, strict=True):
                     buffer.copy_(value)
 
     def _reference_loss(self, reference: Reference, part: _ForwardPass) -> tuple[Tensor, int]:

@@ -28,7 +28,7 @@ from andon_contracts.watch.model_probe import ModelProbe
 from andon_contracts.watch.values import text_digest
 
 MAX_COPIES = 3
-_HOLDERS = frozenset({list, dict, OrderedDict})
+_CONTAINERS = frozenset({list, dict, OrderedDict})
 _NEAR = 0.5
 """The largest distance of a copy from the weights, as a share of their norm."""
 _SIGNS = 8
@@ -152,11 +152,10 @@ class Copies:
         self._tensors = [tensors for _, _, tensors in seen]
         states, before = [state for state, _, _ in seen], self._states
         self._candidates, self._states = (self._candidates, states) if due else ([], [])
-        changed = sum(
-            1 << i for i, (state, equal, _) in enumerate(seen) if before and not equal and state not in before
-        )
-        padded = [*states, *[0] * MAX_COPIES][:MAX_COPIES]
-        return {**{f"copy {place}": state for place, state in enumerate(padded)}, "copies changed": changed}
+        differs = [bool(before) and not equal and state not in before for state, equal, _ in seen]
+        changed = sum(1 << place for place, each in enumerate(differs) if each)
+        padded = [*states, *[0] * MAX_COPIES]
+        return {**{f"copy {place}": padded[place] for place in range(MAX_COPIES)}, "copies changed": changed}
 
     def sketches(self) -> dict[str, int]:
         """For each copy of the last `values`: random sums of its elements (equal signs on all ranks), its rounding."""
@@ -203,7 +202,7 @@ class Copies:
         # There may be a million objects, so no Python loop visits each of them.
         kinds = list(map(type, objects))
         optimizers = {kind for kind in set(kinds) if issubclass(kind, torch.optim.Optimizer)}
-        chosen = list(compress(objects, map((_HOLDERS | optimizers | {model}).__contains__, kinds)))
+        chosen = list(compress(objects, map((_CONTAINERS | optimizers | {model}).__contains__, kinds)))
         del objects
         known = {id(each) for each in (*tensors.values(), *(each.grad for each in tensors.values()))}
         for each in chosen:
@@ -212,7 +211,7 @@ class Copies:
         return [
             each
             for each in chosen
-            if (type(each) is model or (type(each) in _HOLDERS and len(each) in sizes))
+            if (type(each) is model or (type(each) in _CONTAINERS and len(each) in sizes))
             and known.isdisjoint(map(id, self._tensors_of(each) or tensors.values()))
         ]
 

@@ -26,17 +26,15 @@ from andon_contracts.violation import Finding
 from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values
 from andon_contracts.watch.values import text_digest
 
-UNKNOWN = -1
-"""The number of backward passes that is sent if their weight is not known."""
-_CLOSE = 5e-3
+_UNKNOWN_WEIGHT = -1  # sent as the number of backward passes
+_ROUNDING = 5e-3
 """The relative rounding of a factor that is read off gradients, which may have 16 bits."""
 _CANCELLED = 1e-3
 """A sum below this share of the magnitudes in it has lost too many digits for a factor."""
 
 
-def close(one: float, other: float) -> bool:
-    """Whether two factors are equal up to the rounding of the gradients that they are read off."""
-    return math.isclose(one, other, rel_tol=_CLOSE)
+def _close(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=_ROUNDING)
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ class Scale:
 
     @property
     def is_mean(self) -> bool:
-        return close(self.first_part, 1) or close(self.equal_parts, 1)
+        return _close(self.first_part, 1) or _close(self.equal_parts, 1)
 
 
 def _reduction_factor(said: Observations, place: int) -> float | None:
@@ -90,7 +88,7 @@ def scale_of(said: Observations) -> Scale | None:
         return None
     factor, second = _reduction_factor(said, 0), _reduction_factor(said, 1)
     # Two products, because a reduction that is not a multiple of the sum has a quotient too.
-    if factor is None or second is None or not close(factor, second):
+    if factor is None or second is None or not _close(factor, second):
         return None
     terms = [each.values["weight terms"] for each in said]
     return Scale(
@@ -114,7 +112,7 @@ def _short_window(seen: Seen[Scales]) -> Finding | None:
     if before is None or now.is_mean or not before.is_mean or now.line != before.line or now.deliberate:
         return None
     for what, here, full in (("micro-batches", now.passes, before.passes), ("terms", now.terms, before.terms)):
-        if 0 < here < full and close(now.first_part / before.first_part, here / full):
+        if 0 < here < full and _close(now.first_part / before.first_part, here / full):
             shown = f"{now.description(len(seen.said))}, and {before.first_part:.3f} times in the window before"
             window = f"a window of {here} of {full} {what} is divided like a full one"
             return Finding(f"{shown}: {window}", seen.step, (), "gradient")
@@ -124,7 +122,7 @@ def _short_window(seen: Seen[Scales]) -> Finding | None:
 def _factor_of_layout(seen: Seen[Scales]) -> Finding | None:
     """The same factor of the layout too much or too few, in this update and in the last one with a known scale."""
     now, before = seen.want
-    if before is None or now.is_mean or now.line != before.line or not close(now.first_part, before.first_part):
+    if before is None or now.is_mean or now.line != before.line or not _close(now.first_part, before.first_part):
         return None
     # Users often halve a loss, and seldom double it.
     if now.deliberate and now.first_part < 1:
@@ -132,10 +130,10 @@ def _factor_of_layout(seen: Seen[Scales]) -> Finding | None:
     world, passes = len(seen.said), max(now.passes, 1)
     # Half a square is a conventional loss, if the loss itself contains the half.
     loss_weight = now.first_part / now.reduction_factor / world
-    if now.squared and close(now.first_part, 0.5) and loss_weight < 0.5 * (1 + _CLOSE):
+    if now.squared and _close(now.first_part, 0.5) and loss_weight < 0.5 * (1 + _ROUNDING):
         return None
     layout = {world, passes, world * passes, world**2} - {1}
-    if not any(close(now.first_part, each) or close(now.first_part, 1 / each) for each in layout):
+    if not any(_close(now.first_part, each) or _close(now.first_part, 1 / each) for each in layout):
         return None
     twice = "the loss is divided twice, by the number of micro-batches or the world size, or it is scaled on purpose"
     return Finding(now.description(world), seen.step, (), "gradient", likely=twice if now.first_part < 1 else "")
@@ -153,10 +151,8 @@ SCALE: tuple[Law[Seen[Scales]], ...] = (
 """Judged at every update with a known scale: the terms of the global batch have the total weight of a mean."""
 
 
-_ELEMENTS = 1024
-"""Elements of one parameter that represent all gradients."""
-_NODES = 64
-"""The longest graph between a loss and its means that is followed."""
+_ELEMENTS = 1024  # of one parameter, which represent all gradients
+_NODES = 64  # the longest graph that is followed between a loss and its means
 _IDENTITY = frozenset(
     f"{name}Backward"
     for name in ("Alias", "Clone", "Neg", "ReshapeAlias", "Squeeze", "ToCopy", "UnsafeView", "Unsqueeze", "View")
@@ -278,8 +274,7 @@ class LossParts:
             return [part for each in inputs for part in self._below(each, factor)]
         if mean and count is not None:
             return [_Part(factor, _Product(float(count)), False, _is_square(node))]
-        # A loss function of torch. A mask or a weight may have multiplied the terms of a sum: then their number is
-        # unknown.
+        # A loss function of torch. The number of terms of a sum is unknown if a mask or a weight multiplied them.
         reduction: Any = None if node is None else node._saved_reduction
         summed = count is not None or reduction != _MEAN
         if summed and reduction != (_SUM if count is None else _NONE):
@@ -294,15 +289,15 @@ class LossParts:
 
         Raises `_Unknown` for a product of two losses, for a quotient by a loss, and for a factor that is not a number.
         """
-        graphs = [place for place, each in enumerate(inputs) if each is not None]
+        with_graph = [place for place, each in enumerate(inputs) if each is not None]
         divides = name.startswith("Div")
-        if len(graphs) != 1 or (graphs[0] == 1 and divides):
+        if with_graph != [0] and (with_graph != [1] or divides):
             raise _Unknown
-        value = _saved(node, "other" if graphs[0] == 0 else "self")
+        value = _saved(node, "self" if with_graph[0] else "other")
         if isinstance(value, Tensor):
-            return inputs[graphs[0]], self._read_later(value, -1 if divides else 1)
+            return inputs[with_graph[0]], self._read_later(value, -1 if divides else 1)
         number = float(value)
-        return inputs[graphs[0]], _Product(1 / number if divides else number, deliberate=not number.is_integer())
+        return inputs[with_graph[0]], _Product(1 / number if divides else number, deliberate=not number.is_integer())
 
     def _terms(self, node: Any, reduction: int) -> _Product:
         """The number of terms of a loss function of torch, or the sum of the weights of their classes."""
@@ -408,7 +403,7 @@ class BackwardPass(NamedTuple):
 
 
 class BackwardPasses:
-    """The current backward pass of the loop, which the scales of all its optimizers share."""
+    """The current backward pass of the loop, for all its optimizers."""
 
     def __init__(self) -> None:
         self.current: BackwardPass | None = None
@@ -447,7 +442,7 @@ class ScaleSummary:
         if not scale.is_mean:
             before = self._wrong.get(scale.line, scale)
             same = (scale.first_part, before.first_part), (scale.reduction_factor, before.reduction_factor)
-            self.gradients_changed |= not any(close(*pair) for pair in same)
+            self.gradients_changed |= not any(_close(*pair) for pair in same)
             self._wrong[scale.line] = scale
 
     def closing_line(self) -> str:
@@ -523,15 +518,14 @@ class GradientScale(Check):
         return (self._random * part.float()).sum(1)
 
     def reduced(self, probe: OptimizerProbe) -> None:
-        if self._dots_sent or not self._known or self._raw is None:
-            return
-        if self._parameter is None or self._parameter.grad is None:
+        parameter = self._parameter
+        if self._dots_sent or not self._known or self._raw is None or parameter is None or parameter.grad is None:
             return
         # A hook of the loop may change the gradient after it was read.
-        if len(self._parameter._backward_hooks or ()) > 1 or self._parameter._post_accumulate_grad_hooks:
+        if len(parameter._backward_hooks or ()) > 1 or parameter._post_accumulate_grad_hooks:
             self._known = False
             return
-        dots, scale = self._dots(self._parameter.grad), getattr(self._optimizer, "grad_scale", None)
+        dots, scale = self._dots(parameter.grad), getattr(self._optimizer, "grad_scale", None)
         if dots is not None:  # a fused optimizer divides by the loss scale in its step
             self._dots_sent = [self._raw, dots if scale is None else dots / scale]
 
@@ -547,7 +541,7 @@ class GradientScale(Check):
         weights = [each for each in found if each is not None] if known else []
         raw, reduced = (each.tolist() for each in self._dots_sent) if known and self._dots_sent else ([0.0] * 2,) * 2
         return {
-            "weight passes": len(weights) if known else UNKNOWN,
+            "weight passes": len(weights) if known else _UNKNOWN_WEIGHT,
             "weight line": text_digest(sorted(lines)) if weights else 0,
             "weight first": bits_of(sum(weight.first_part for weight in weights)),
             "weight alike": bits_of(sum(weight.equal_parts for weight in weights)),

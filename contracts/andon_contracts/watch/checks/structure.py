@@ -19,7 +19,7 @@ from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerPr
 from andon_contracts.watch.model_probe import ModelProbe, parameters_of
 from andon_contracts.watch.values import roles_digest
 
-PARAMETER_BITS = 32
+_INDEX_BITS = 32
 _modules, _parameters, _requires_grad = map(attrgetter, ("_modules", "_parameters", "requires_grad"))
 
 
@@ -48,18 +48,18 @@ class Change(IntEnum):
 
 def change_of(change: Change, index: int) -> int:
     """A change and the index of the parameter, as one integer."""
-    return change << PARAMETER_BITS | index
+    return change << _INDEX_BITS | index
 
 
 def _same_toggle_on_all_ranks(seen: Seen[object]) -> bool:
-    code = seen.column("change")[0] >> PARAMETER_BITS
+    code = seen.column("change")[0] >> _INDEX_BITS
     return "change" not in seen.differing and code == Change.TOGGLED_BY_THE_LOOP
 
 
 def _first_change(seen: Seen[object]) -> Finding:
     first = next(value for value in seen.column("change") if value)
-    tensor = parameter_name(seen.names, first & ((1 << PARAMETER_BITS) - 1))
-    what = f"{tensor} is {Change(first >> PARAMETER_BITS).text}"
+    tensor = parameter_name(seen.names, first & ((1 << _INDEX_BITS) - 1))
+    what = f"{tensor} is {Change(first >> _INDEX_BITS).text}"
     return Finding(what, seen.step, seen.ranks("change"), tensor)
 
 
