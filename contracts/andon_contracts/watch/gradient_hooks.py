@@ -184,7 +184,7 @@ class GradientHooks:
         self._calls += 1
         if self.reads_at_end:
             as_before = self._calls == 1 and all(
-                parameter.grad is None and not _is_hooked(parameter, ours=int(index in self._handles))
+                parameter.grad is None and not _is_hooked(parameter, own=int(index in self._handles))
                 for index, parameter in enumerate(self._parameters)
             )
             if not as_before:
@@ -217,28 +217,28 @@ class GradientHooks:
                 if halt.pending.armed:
                     halt.pending.backward(parameter)
             self.backward_seen = self.gradient_arrived = True
-            held = parameter.grad
-            if held is None and self._started[index] and not self.reads_at_end and self._extremes.has(index):
+            before = parameter.grad
+            if before is None and self._started[index] and not self.reads_at_end and self._extremes.has(index):
                 self.discard()  # the loop set gradients to None, and this parameter is the first to show that
             number = torch._C._current_graph_task_id()
-            ours = self._passes.get(number)
-            if ours is None:
+            current = self._passes.get(number)
+            if current is None:
                 if self.reads_at_end and (self._passes or self._calls != 1):
                     self._restore_all_hooks()
                 self._extremes.any = True
-                self._passes[number] = ours = _BackwardPass(self.reads_at_end)
+                self._passes[number] = current = _BackwardPass(self.reads_at_end)
                 # Torch runs these callbacks in order. A wrapper queues its own after this one, because it receives a
                 # gradient after this hook.
-                torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, number, ours))
+                torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, number, current))
             if not self.reads_at_end:
                 if not self._started[index]:
                     self._started[index] = True
-                    if held is not None:
-                        self._leftover.append((index, held, held._version, *extremes(held)))
+                    if before is not None:
+                        self._leftover.append((index, before, before._version, *extremes(before)))
                 self._extremes.add(index, gradient)
-                if ours.plain:
-                    ours.plain = held is None and _is_plain(gradient) and not _is_hooked(parameter, ours=1)
-                    ours.addresses[index] = gradient.data_ptr() if ours.plain else 0
+                if current.plain:
+                    current.plain = before is None and _is_plain(gradient) and not _is_hooked(parameter, own=1)
+                    current.addresses[index] = gradient.data_ptr() if current.plain else 0
             if show is not None:
                 show(gradient)
             if timed:
@@ -266,9 +266,9 @@ class GradientHooks:
 
     def _add_present(self, known: frozenset[int] = frozenset()) -> frozenset[int]:
         """Read the present `.grad` of each parameter except those in `known`. Returns the parameters that were read."""
-        there = {i: p.grad for i, p in enumerate(self._parameters) if p.grad is not None and i not in known}
-        self._extremes.add_all(list(there), list(there.values()))
-        return frozenset(there)
+        present = {i: p.grad for i, p in enumerate(self._parameters) if p.grad is not None and i not in known}
+        self._extremes.add_all(list(present), list(present.values()))
+        return frozenset(present)
 
     def reducing(self, gradient: bool) -> None:
         """The loop reduces a tensor. gradient: it is the `.grad` of a parameter."""
@@ -345,13 +345,12 @@ class GradientHooks:
         self._handles.clear()
 
 
-def _is_hooked(parameter: torch.nn.Parameter, *, ours: int) -> bool:
-    """Whether other hooks than `ours` may change the gradient of `parameter`."""
-    return len(parameter._backward_hooks or ()) > ours or bool(parameter._post_accumulate_grad_hooks)
+def _is_hooked(parameter: torch.nn.Parameter, *, own: int) -> bool:
+    """Whether more hooks than `own` may change the gradient of `parameter`."""
+    return len(parameter._backward_hooks or ()) > own or bool(parameter._post_accumulate_grad_hooks)
 
 
 def _is_plain(gradient: Tensor) -> bool:
-    """True for an ordinary dense tensor that fills its storage."""
     plain = type(gradient) in ORDINARY and gradient.layout == torch.strided
     return plain and gradient.untyped_storage().nbytes() == gradient.nbytes
 

@@ -185,15 +185,14 @@ class Audit(Check):
         return parts
 
     def _reference_gradient(self, reference: Reference, parts: Sequence[_ForwardPass]) -> list[Tensor]:
-        """The gradient of the mean loss over the rows of `parts`."""
         parameters = list(self._probe.parameters.values())
         total, rows = [torch.zeros_like(p) for p in parameters], 0
         with self._isolated(), torch.enable_grad():
             for part in parts:
                 loss_sum, count = self._reference_loss(reference, part)
                 rows += count
-                found = torch.autograd.grad(loss_sum, parameters, allow_unused=True)
-                total = [t if g is None else t + g for t, g in zip(total, found, strict=True)]
+                gradients = torch.autograd.grad(loss_sum, parameters, allow_unused=True)
+                total = [t if g is None else t + g for t, g in zip(total, gradients, strict=True)]
         return [t / max(rows, 1) for t in total]
 
     def _is_additive(self, reference: Reference, parts: Sequence[_ForwardPass]) -> bool:
@@ -244,7 +243,6 @@ class Audit(Check):
 
 
 def _dense_gradients(probe: OptimizerProbe) -> list[Tensor]:
-    """A copy of each gradient; zeros for a parameter without one."""
     return [torch.zeros_like(p) if p.grad is None else plain(p.grad).clone() for p in probe.members]
 
 

@@ -41,7 +41,7 @@ _ROUNDED = 2.0
 
 
 def _copies_agree(seen: Seen[object]) -> Finding | None:
-    """A rank lacks a copy that another rank, with the same number of copies, updates."""
+    """A rank lacks a copy that another rank with as many copies updates."""
     if "weights" in seen.differing:
         return None
     kept = [[state for i in range(MAX_COPIES) if (state := each.values[f"copy {i}"])] for each in seen.said]
@@ -72,7 +72,6 @@ class ModelCopies(Check):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._copies = Copies(context.subject)
-        self._updates = 0
         self._disabled = not context.ranks_have_own_rows
 
     def ranks_met(self) -> None:
@@ -82,10 +81,8 @@ class ModelCopies(Check):
         return {"copies-agree": self.context.between_ranks()}
 
     def meanwhile(self, probe: OptimizerProbe) -> Values:
-        if self._disabled:
-            return self._copies.values(0)
         try:
-            return self._copies.values(self._updates + 1)
+            return self._copies.values(0 if self._disabled else self.context.steps + 1)
         except Exception as error:  # noqa: BLE001 - any object of the process may raise if it is asked for its class
             self._copies, self._disabled = Copies(self.context.subject), True
             why = f"an object raises {first_line(error)}"
@@ -99,11 +96,8 @@ class ModelCopies(Check):
         seen = Seen[object](said, None)
         if COPIES_AGREE.check(seen) is not None:
             sketches = context.exchange(step, "copies", self._copies.sketches())
-            seen = Seen(self._copies.merge_rounded(said, sketches, self._updates + 1), None)
+            seen = Seen(self._copies.merge_rounded(said, sketches, self.context.steps + 1), None)
         context.verdicts.judge((COPIES_AGREE,), seen, context.scene())
-
-    def updated(self, probe: OptimizerProbe) -> None:
-        self._updates += 1
 
     def closing_lines(self) -> list[str]:
         apart = self._copies.rounding_distance
@@ -176,7 +170,7 @@ class Copies:
             self.rounding_distance = 0.0
             return observations
         known: list[tuple[int, list[float], float]] = []
-        found: list[Observation] = []
+        merged: list[Observation] = []
         for each, sketch in zip(observations, sketches, strict=True):
             states: dict[str, int] = {}
             for place in range(MAX_COPIES):
@@ -190,8 +184,8 @@ class Copies:
                         break
                 known += [(state, sums, spacing)] * bool(state)
                 states[f"copy {place}"] = state
-            found.append(replace(each, values={**each.values, **states}))
-        return found
+            merged.append(replace(each, values={**each.values, **states}))
+        return merged
 
     def _search(self) -> list[Any]:
         """The objects with a tensor for each parameter, where no tensor is trained or a gradient."""
@@ -215,23 +209,23 @@ class Copies:
             and known.isdisjoint(map(id, self._tensors_of(each) or tensors.values()))
         ]
 
-    def _tensors_of(self, each: Any) -> list[Tensor]:
+    def _tensors_of(self, candidate: Any) -> list[Tensor]:
         """The tensors of an object that has one of the same shape for each parameter, or for each trained one."""
         tensors = dict(self._subject.parameters)
         forms = [tensors, {name: p for name, p in tensors.items() if p.requires_grad}]
         named: dict[Any, Any] = {}
-        if isinstance(each, nn.Module):
+        if isinstance(candidate, nn.Module):
             forms = [tensors]
-            if each is not self._subject.inner:
-                named = dict(each.named_parameters())
-        elif len(each) < 2:
+            if candidate is not self._subject.inner:
+                named = dict(candidate.named_parameters())
+        elif len(candidate) < 2:
             pass
-        elif isinstance(each, dict):
-            if not any(isinstance(value, nn.Parameter) or _has_graph(value) for value in each.values()):
-                named = each
-        elif isinstance(each[0], Tensor) and not any(map(_has_graph, each)):
-            names = next((form for form in forms if len(form) == len(each)), {})
-            named = dict(zip(names, each, strict=True))
+        elif isinstance(candidate, dict):
+            if not any(isinstance(value, nn.Parameter) or _has_graph(value) for value in candidate.values()):
+                named = candidate
+        elif isinstance(candidate[0], Tensor) and not any(map(_has_graph, candidate)):
+            names = next((form for form in forms if len(form) == len(candidate)), {})
+            named = dict(zip(names, candidate, strict=True))
         form = next((form for form in forms if list(form) == list(named)), None)
         if not named or form is None:
             return []

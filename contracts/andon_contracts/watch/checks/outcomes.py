@@ -56,18 +56,15 @@ class Outcomes(Check):
         self._batch_norm_in_training = 0
 
     def judge(self, probe: OptimizerProbe, said: Observations, aligned: Observations) -> None:
-        self._judge_count(probe.updates)
+        if (planned := self.context.settings.updates) is not None:
+            self._judge(COUNTED, Count(probe.updates, planned, over=False))
 
     def judge_close(self) -> None:
-        self._judge_count(self.context.updates, over=True)
+        if (planned := self.context.settings.updates) is not None:
+            self._judge(COUNTED, Count(self.context.updates, planned, over=True))
 
-    def _judge_count(self, made: int, *, over: bool = False) -> None:
-        planned = self.context.settings.updates
-        if planned is not None:
-            self._judge(COUNTED, Count(made, planned, over))
-
-    def _judge(self, laws: Sequence[Law[S]], told: S) -> None:
-        self.context.verdicts.judge(laws, told, self.context.scene(applied=True))
+    def _judge(self, laws: Sequence[Law[S]], seen: S) -> None:
+        self.context.verdicts.judge(laws, seen, self.context.scene(applied=True))
 
     @property
     def _step(self) -> int:
@@ -116,7 +113,7 @@ class Outcomes(Check):
     def saved(self, path: str | Path, read: Callable[[], Mapping[str, Tensor]] | None = None) -> None:
         """As `Watch.saved`."""
         step, probes = self._step, self.context.probes
-        digests = live_digests(probes)
+        digests = _live_digests(probes)
         digests |= {_updates_key(index): probe.updates for index, probe in enumerate(probes)}
         digests |= {name: by_rank[0] for name, by_rank in self._random(step).items()}
         self._write(Path(path), digests)
@@ -163,7 +160,7 @@ class Outcomes(Check):
             probe.updates = count
         optimizers = [probe.optimizer for probe in probes]
         self.context.recorder.loaded(self._step, Path(path).name, exchange.world_size, optimizers)
-        live = exchange.spread(self._step, "restored", live_digests(probes))
+        live = exchange.spread(self._step, "restored", _live_digests(probes))
         if f"random state of rank {exchange.world_size}" in saved:  # the run that saved had more ranks
             saved = {name: digest for name, digest in saved.items() if not name.startswith("random state")}
         else:
@@ -171,7 +168,6 @@ class Outcomes(Check):
         self._judge_restored(saved, live)
 
     def _random(self, updates: int) -> dict[str, tuple[int, ...]]:
-        """The random state of each rank, by a name with the rank, because every rank judges those of all."""
         own = {"random state": flat_digest([torch.get_rng_state()])}
         (states,) = self.context.exchange.spread(updates, "random", own).values()
         return {f"random state of rank {rank}": (state,) * len(states) for rank, state in enumerate(states)}
@@ -204,18 +200,18 @@ def _table(
     return table, f"ids, predictions and labels have {lengths} rows" if len(set(lengths)) > 1 else ""
 
 
-def live_digests(probes: Sequence[OptimizerProbe]) -> dict[str, int]:
+def _live_digests(probes: Sequence[OptimizerProbe]) -> dict[str, int]:
     """The digests of weights, buffers, optimizer states and hyperparameters, by name. Collective if sharded."""
     subject = probes[0].context.subject
-    found = {f"weights {n}": d for n, d in digests_by_name(_dense(subject.parameters)).items()}
-    found |= {f"buffer {n}": d for n, d in digests_by_name(_dense(subject.buffers_by_name())).items()}
+    digests = {f"weights {n}": d for n, d in digests_by_name(_dense(subject.parameters)).items()}
+    digests |= {f"buffer {n}": d for n, d in digests_by_name(_dense(subject.buffers_by_name())).items()}
     for probe in probes:
         for name, parameter in probe.parameters.items():
             state = probe.optimizer.state.get(parameter, {})
-            found[f"optimizer state {name}"] = state_digest({key: _gathered(each) for key, each in state.items()})
+            digests[f"optimizer state {name}"] = state_digest({key: _gathered(each) for key, each in state.items()})
         for index, group in enumerate(probe.optimizer.param_groups):
-            found |= {f"group {index} {k}": kept_digest(v) for k, v in group.items() if not k.startswith("param")}
-    return found
+            digests |= {f"group {index} {k}": kept_digest(v) for k, v in group.items() if not k.startswith("param")}
+    return digests
 
 
 def _dense(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -242,8 +238,8 @@ def _read_digests(path: Path, optimizers: int) -> tuple[dict[str, int], list[int
     An optimizer that is not in the file has the updates of the first one.
     """
     try:
-        found = {name: int(text, 16) for name, text in read_json(_digest_file(path)).items()}
+        digests = {name: int(text, 16) for name, text in read_json(_digest_file(path)).items()}
     except (OSError, ValueError, TypeError, AttributeError) as error:
         return {}, [0] * optimizers, f"{_digest_file(path)} does not say what was saved: {error}"
-    first = found.get("updates", 0)
-    return found, [found.pop(_updates_key(index), first) for index in range(optimizers)], ""
+    first = digests.get("updates", 0)
+    return digests, [digests.pop(_updates_key(index), first) for index in range(optimizers)], ""

@@ -228,11 +228,10 @@ class LossParts:
         try:
             scalars = [float(each) for each in self.scalars]
             terms = [part.terms.value(scalars) for part in self._parts]
-            factors = [abs(part.factor.value(scalars)) for part in self._parts]
+            weights = [abs(part.factor.value(scalars)) for part in self._parts]
         except (ArithmeticError, RuntimeError, TypeError, ValueError):
             return None
-        rows = zip(self._parts, factors, terms, strict=True)
-        weights = [factor * (count if part.summed else 1.0) for part, factor, count in rows]
+        weights = [w * n if part.summed else w for part, w, n in zip(self._parts, weights, terms, strict=True)]
         if not weights or not 0 < weights[0] < math.inf:
             return None
         equal = [place for place, each in enumerate(weights) if math.isclose(each, weights[0], rel_tol=1e-6)]
