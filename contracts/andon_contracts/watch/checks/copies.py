@@ -106,7 +106,7 @@ class ModelCopies(Check):
 
 
 def is_search_due(update: int) -> bool:
-    """Whether copies are searched for before this update: 2, 32, 512, 8,192 and so on."""
+    """True before updates 2, 32, 512, 8,192 and so on: then the watch searches for copies."""
     return update > 1 and update & (update - 1) == 0 and update.bit_length() % 4 == 2
 
 
@@ -188,7 +188,7 @@ class Copies:
         return merged
 
     def _search(self) -> list[Any]:
-        """The objects with a tensor for each parameter, where no tensor is trained or a gradient."""
+        """The objects with a tensor for each parameter, except those that hold a trained tensor or a gradient."""
         tensors = self._subject.parameters
         sizes = {len(tensors), sum(each.requires_grad for each in tensors.values())}
         model = type(self._subject.inner)

@@ -365,8 +365,8 @@ def _inputs(node: Any) -> list[Any]:
 def _node(node: Any, place: int) -> Any:
     """The node that made output `place` of `node`, or DDP's own node, without a known weight, if that is unknown.
 
-    DDP passes each output through a node of its own if it looks for unused parameters, as under the HF Trainer, and in
-    the first pass of a static graph. That node has no input for an output that is not a tensor.
+    DDP inserts a node for each output if it looks for unused parameters, as under the HF Trainer, and in the first pass
+    of a static graph. That node has no input for an output that is not a tensor.
     """
     while node is not None and node.name() == "_DDPSinkBackward":
         if len(node.next_functions) != len(node._input_metadata):
@@ -401,11 +401,11 @@ class BackwardPass(NamedTuple):
     line: str
 
 
+@dataclass
 class BackwardPasses:
     """The current backward pass of the loop, for all its optimizers."""
 
-    def __init__(self) -> None:
-        self.current: BackwardPass | None = None
+    current: BackwardPass | None = None
 
     def begin(self, loss: Tensor | None, line: str) -> None:
         """loss: None for a backward pass of several tensors, or with a gradient from the loop."""
