@@ -105,7 +105,7 @@ class ModelCopies(Check):
         return [f"{what}, which is rounding"] if apart else []
 
 
-def is_search_due(update: int) -> bool:
+def search_due(update: int) -> bool:
     """True before updates 2, 32, 512, 8,192 and so on: then the watch searches for copies."""
     return update > 1 and update & (update - 1) == 0 and update.bit_length() % 4 == 2
 
@@ -132,7 +132,7 @@ class Copies:
         copy has another state before the next update and differs from the weights; a copy of the best weights equals
         them after a change.
         """
-        due = is_search_due(update)
+        due = search_due(update)
         if due:
             self._candidates = self._search()
         seen: list[tuple[int, bool, list[Tensor]]] = []
