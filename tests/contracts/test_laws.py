@@ -35,7 +35,7 @@ from andon_contracts.policy import (
     suspended,
 )
 from andon_contracts.violation import Finding, Violation, describe
-from andon_contracts.watch.checks.copies import is_due
+from andon_contracts.watch.checks.copies import search_due
 
 STEP = 6
 Values = Mapping[str, int]
@@ -373,7 +373,7 @@ def test_a_clause_says_all_that_it_must(promise: Clause) -> None:
 
 def test_the_clause_of_copies_names_the_updates_at_which_they_are_looked_at() -> None:
     named = re.findall(r"[\d,]*\d", CLAUSES["copies-agree"].schedule)
-    assert [int(each.replace(",", "")) for each in named] == [number for number in range(10_000) if is_due(number)]
+    assert [int(each.replace(",", "")) for each in named] == [update for update in range(10_000) if search_due(update)]
 
 
 def test_the_seeds_contracts_have_a_clause() -> None:

@@ -1,4 +1,4 @@
-"""Raw gradients that are read in `grad` at the end of a pass are those that a hook on every parameter sees."""
+"""RawSummary gradients that are read in `grad` at the end of a pass are those that a hook on every parameter sees."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from andon_contracts.liveness.pending_collectives import PendingCollectives
-from andon_contracts.watch.gradient_hooks import GradientHooks, Raw
+from andon_contracts.watch.gradient_hooks import GradientHooks, RawSummary
 from tests.watch.small import answers
 
 NAN = float("nan")
@@ -60,11 +60,11 @@ class _Loop:
         if poison is not None:
             x[1, 2] = poison
         loss = self.model(x, heads)
-        self.hooks.called()
+        self.hooks.backward_called()
         try:
             loss.backward()
         finally:
-            self.hooks.call_over()
+            self.hooks.backward_ended()
 
     def zero(self, how: str) -> None:
         for parameter in self.parameters:
@@ -73,19 +73,19 @@ class _Loop:
             elif how == "zeros" and parameter.grad is not None:
                 parameter.grad.zero_()
 
-    def window(self, passes: list[_Pass]) -> Raw:
+    def window(self, passes: list[_Pass]) -> RawSummary:
         for each in passes:
             if each.thrown:
                 self.zero("none")
             self.backward(each.heads, each.seed, each.poison)
         return self.read()
 
-    def read(self) -> Raw:
+    def read(self) -> RawSummary:
         raw = self.hooks.read()
         self.hooks.reset()
         return raw
 
-    def update(self, heads: str, seed: int = 1, poison: float | None = None) -> Raw:
+    def update(self, heads: str, seed: int = 1, poison: float | None = None) -> RawSummary:
         """A window of one pass, zeroed."""
         raw = self.window([_Pass(heads, seed, poison)])
         self.zero("none")
@@ -104,7 +104,7 @@ def _acquainted(*, thin: bool = True, heads: str = "AB") -> _Loop:
     loop = _Loop(thin=thin)
     for seed in range(2):
         loop.update(heads, seed)
-    assert loop.hooks.at_end == thin
+    assert loop.hooks.reads_at_end == thin
     return loop
 
 
@@ -130,11 +130,11 @@ def test_a_window_shows_the_same_either_way(windows: list[tuple[list[_Pass], str
         one, other = few.window(passes), all_.window(passes)
         if any(each.thrown for each in passes):
             # With a hook on each, what came before the first that shows it goes too.
-            assert one.touched >= other.touched
+            assert one.received >= other.received
             break
         if none:
-            assert one.touched == {index for index, p in enumerate(few.parameters) if p.grad is not None}
-        assert (one.touched, one.stale, bool(one.nonfinite)) == (other.touched, other.stale, bool(other.nonfinite))
+            assert one.received == {index for index, p in enumerate(few.parameters) if p.grad is not None}
+        assert (one.received, one.stale, bool(one.nonfinite)) == (other.received, other.stale, bool(other.nonfinite))
         if len(passes) == 1:
             assert one.nonfinite == other.nonfinite
             assert str(sorted(one.extremes)) == str(sorted(other.extremes))  # a NaN is written like another
@@ -152,10 +152,10 @@ def test_a_pass_that_begins_elsewhere_brings_all_hooks_back() -> None:
     assert (loop.hooks.backward_seen, loop.hooks.started) == (True, True)
     raw = loop.read()
     loop.zero("none")
-    assert (raw.touched, raw.nonfinite, raw.stale) == ({0, 1, 4, 5}, 1, 0)
+    assert (raw.received, raw.nonfinite, raw.stale) == ({0, 1, 4, 5}, 1, 0)
     for seed in range(4):
-        assert not loop.hooks.at_end
-        assert loop.update("B", seed).touched == {0, 1, 4, 5}
+        assert not loop.hooks.reads_at_end
+        assert loop.update("B", seed).received == {0, 1, 4, 5}
 
 
 def _second(first: str) -> Callable[[_Loop], None]:
@@ -213,9 +213,9 @@ def test_what_is_out_of_the_ordinary_brings_all_hooks_back(name: str) -> None:
     passes, poisoned = RETURNS[name]
     loop = _acquainted()
     passes(loop)
-    assert not loop.hooks.at_end
+    assert not loop.hooks.reads_at_end
     raw = loop.hooks.read()
-    assert raw.touched >= {0, 1, 2, 3}
+    assert raw.received >= {0, 1, 2, 3}
     assert (raw.nonfinite, raw.stale) == (int(poisoned), 0)
 
 
@@ -228,7 +228,7 @@ def test_a_part_that_is_frozen_later_is_no_error(frozen: str) -> None:
         loop.update("AB", seed)
     part.requires_grad_(True)
     loop.update("AB")
-    assert loop.update("AB").touched == {0, 1, 2, 3, 4, 5}
+    assert loop.update("AB").received == {0, 1, 2, 3, 4, 5}
 
 
 @pytest.mark.parametrize("passes", [1, 2])
@@ -243,7 +243,7 @@ def test_a_head_that_is_switched_on_later_leaves_nothing_over(passes: int, clips
             nn.utils.clip_grad_norm_(loop.parameters, 1e-3)
         raw = loop.read()
         loop.zero("none")
-        assert (raw.stale, raw.touched, loop.hooks.at_end) == (0, {0, 1, 2, 3, 4, 5}, False)
+        assert (raw.stale, raw.received, loop.hooks.reads_at_end) == (0, {0, 1, 2, 3, 4, 5}, False)
 
 
 def test_a_pass_that_failed_is_none_that_runs() -> None:
@@ -262,14 +262,14 @@ def test_a_pass_that_failed_is_none_that_runs() -> None:
     loop.zero("none")
     assert [each() for each in left] == [None] * len(left)
     raw = loop.update("AB", poison=NAN)
-    assert (raw.touched, raw.nonfinite) == ({0, 1, 2, 3, 4, 5}, 1)
+    assert (raw.received, raw.nonfinite) == ({0, 1, 2, 3, 4, 5}, 1)
 
 
 def test_what_is_reduced_behind_a_pass_is_no_part_of_it() -> None:
     loop = _acquainted()
     loop.backward("AB", 1)
     loop.hooks.reducing(gradient=True)
-    assert loop.hooks.at_end
+    assert loop.hooks.reads_at_end
 
 
 def test_a_window_now_and_then_has_all_hooks() -> None:
@@ -278,7 +278,7 @@ def test_a_window_now_and_then_has_all_hooks() -> None:
     few = []
     for _ in range(70):
         loop.update("AB")
-        few.append(loop.hooks.at_end)
+        few.append(loop.hooks.reads_at_end)
     assert few.count(False) == 1
     assert few[-1]
 
@@ -295,13 +295,13 @@ def _of_a_wrapper(views: bool) -> tuple[bool, list[int], list[int]]:
         for step in range(5):
             x = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
             loss = wrapped(x).square().mean()
-            hooks.called()
+            hooks.backward_called()
             loss.backward()
-            hooks.call_over()
-            signs[-1].append(hooks.read().sign)
+            hooks.backward_ended()
+            signs[-1].append(hooks.read().fingerprint)
             hooks.reset()
             if thin:
-                thinned = hooks.at_end
+                thinned = hooks.reads_at_end
             model.zero_grad()
         hooks.close()
     return thinned, signs[0], signs[1]
@@ -330,15 +330,15 @@ def _counted_outside() -> tuple[bool, list[int]]:
     for _ in range(5):
         begun.forward(followed)
         loss = head(torch.tanh(trunk(torch.ones(2, 5)))).square().mean()
-        hooks.called()
+        hooks.backward_called()
         loss.backward()
-        hooks.call_over()
+        hooks.backward_ended()
         counts.append(begun.told().backwards)
         hooks.read()
         hooks.reset()
         trunk.zero_grad()
         head.zero_grad()
-    return hooks.at_end, counts
+    return hooks.reads_at_end, counts
 
 
 def test_a_pass_that_reduces_is_counted_where_another_part_comes_first() -> None:
@@ -363,4 +363,4 @@ def test_gradients_that_are_changed_after_they_came_keep_their_hooks(seen: bool)
         node.register_hook(double)
     for seed in range(5):
         loop.update("A", seed)
-        assert not loop.hooks.at_end
+        assert not loop.hooks.reads_at_end

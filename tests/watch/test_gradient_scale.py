@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import andon
-from andon_contracts.watch.checks.scale import Account, Scale, Weight, parts_of
+from andon_contracts.watch.checks.scale import LossWeight, Scale, ScaleSummary, loss_parts
 from tests.watch.clean_loops import loss_sum
 from tests.watch.clean_models import Normed
 from tests.watch.loop import CLASSES, FEATURES, data
@@ -33,9 +33,9 @@ def terms(count: int) -> Tensor:
     return torch.linspace(0.5, 2.0, count).requires_grad_()
 
 
-def weight_of(loss: Tensor) -> Weight | None:
+def weight_of(loss: Tensor) -> LossWeight | None:
     """What it weighs; None where its graph, or a number in that, does not say."""
-    parts = parts_of(loss)
+    parts = loss_parts(loss)
     return None if parts is None else parts.weight()
 
 
@@ -77,9 +77,9 @@ def test_the_weight_of_a_loss_is_what_autograd_says(chains: list[list[str]], joi
     found = weight_of(loss)
     assert found is not None
     expected = [abs(float(each.sum())) for each in torch.autograd.grad(loss, leaves)]
-    assert found.first == pytest.approx(expected[0], rel=1e-5)
+    assert found.first_part == pytest.approx(expected[0], rel=1e-5)
     alike = [each for each in expected if each == pytest.approx(expected[0], rel=1e-4)]
-    assert found.alike == pytest.approx(sum(alike), rel=1e-3)
+    assert found.equal_parts == pytest.approx(sum(alike), rel=1e-3)
 
 
 LOGITS, NUMBERS = torch.linspace(-1, 1, 18).view(6, 3).requires_grad_(), torch.zeros(6, 3)
@@ -106,7 +106,7 @@ def test_what_torchs_losses_weigh(name: str) -> None:
     loss, expected = WEIGHED[name]
     found = weight_of(loss())
     assert found is not None
-    assert (round(found.first, 6), found.terms) == expected
+    assert (round(found.first_part, 6), found.terms) == expected
 
 
 UNKNOWN: dict[str, Step] = {
@@ -155,10 +155,10 @@ READ: dict[str, tuple[Step, str, bool]] = {
     "a product of two": (lambda x: (x * x.tanh()).mean(), "squared", False),
     "magnitudes": (lambda x: x.abs().mean() / 2, "squared", False),
     "classes": (lambda x: F.cross_entropy(x.view(2, 3), torch.tensor([0, 1])) / 2, "squared", False),
-    "0.5 *": (lambda x: 0.5 * x.mean(), "chosen", True),
-    "/ 2": (lambda x: x.mean() / 2, "chosen", False),
-    "* 2.0": (lambda x: x.mean() * 2.0, "chosen", False),
-    "times a scale": (lambda x: x.mean() * torch.tensor(4.0), "chosen", False),
+    "0.5 *": (lambda x: 0.5 * x.mean(), "deliberate", True),
+    "/ 2": (lambda x: x.mean() / 2, "deliberate", False),
+    "* 2.0": (lambda x: x.mean() * 2.0, "deliberate", False),
+    "times a scale": (lambda x: x.mean() * torch.tensor(4.0), "deliberate", False),
 }
 
 
@@ -188,10 +188,10 @@ def test_a_loss_in_a_checkpoint_is_not_computed_again() -> None:
 def test_a_number_that_is_written_over_later_is_read_as_it_was() -> None:
     count = torch.tensor(4.0)
     logits = torch.randn(4, 3, requires_grad=True)
-    parts = parts_of(F.cross_entropy(logits, torch.zeros(4).long(), reduction="sum") / count)
+    parts = loss_parts(F.cross_entropy(logits, torch.zeros(4).long(), reduction="sum") / count)
     count.fill_(2.5)
     found = parts and parts.weight()
-    assert (found and (found.first, found.chosen)) == (pytest.approx(1.0), False)
+    assert (found and (found.first_part, found.deliberate)) == (pytest.approx(1.0), False)
 
 
 def test_hooks_that_give_a_tensor_back_once_are_not_asked_twice() -> None:
@@ -207,7 +207,7 @@ def test_hooks_that_give_a_tensor_back_once_are_not_asked_twice() -> None:
     found = weight_of(loss)
     # A mean weighs 1 whatever its terms, of which nothing is known then; a number of Python's has no hook.
     assert found is not None
-    assert (found.first, found.terms) == (0.5, 0)
+    assert (found.first_part, found.terms) == (0.5, 0)
     loss.backward()
     assert x.grad is not None
 
@@ -448,7 +448,7 @@ def test_the_closing_lines_say_what_was_seen_of_the_scale() -> None:
 
 
 def scale(first: float, factor: float, line: int = 1) -> Scale:
-    return Scale(first, first, line, 1, 0, chosen=False, squared=False, factor=factor)
+    return Scale(first, first, line, 1, 0, deliberate=False, squared=False, reduction_factor=factor)
 
 
 @pytest.mark.parametrize(
@@ -463,10 +463,10 @@ def scale(first: float, factor: float, line: int = 1) -> Scale:
     ],
 )
 def test_gradients_that_were_changed_are_told_from_a_wrong_division(scales: list[Scale], shown: str) -> None:
-    account = Account()
+    summary = ScaleSummary()
     for each in scales:
-        account.add(each)
-    assert account.line().startswith(f"  gradient scale: {shown}")
+        summary.add(each)
+    assert summary.closing_line().startswith(f"  gradient scale: {shown}")
 
 
 def _loss(logits: Tensor, label: int = 0) -> Tensor:
@@ -622,7 +622,7 @@ def of_outputs(options: dict[str, bool]) -> dict[str, list[float | None]]:
         for factor in (0.5, 3.0):
             loss = factor * take(model(torch.randn(4, 6), torch.randint(3, (4,))))
             weight = weight_of(loss)
-            found[name].append(weight and weight.first)
+            found[name].append(weight and weight.first_part)
             loss.backward()
     return found
 
@@ -645,7 +645,7 @@ def prediction_beside_what_is_no_tensor() -> list[float | None]:
         lambda logits: 3 * F.cross_entropy(logits, labels),
     ]
     found = [weight_of(loss(model(torch.randn(4, 6), labels)[1])) for loss in losses]
-    return [weight and weight.first for weight in found]
+    return [weight and weight.first_part for weight in found]
 
 
 def test_a_loss_beside_what_is_no_tensor_is_weighed_up_to_ddps_node() -> None:

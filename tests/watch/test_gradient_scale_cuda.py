@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import andon
-from andon_contracts.watch.checks.scale import parts_of
+from andon_contracts.watch.checks.scale import loss_parts
 from tests.support.ranks import run_ranks
 from tests.watch.test_gradient_scale import PARTS
 
@@ -40,14 +40,14 @@ def test_a_graph_is_followed_without_a_wait() -> None:
     loss = F.cross_entropy(logits, labels, reduction="sum") / count
     torch.cuda.set_sync_debug_mode("error")
     try:
-        parts = parts_of(loss)
+        parts = loss_parts(loss)
         count.fill_(1)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert parts is not None
     found = parts.weight()
     assert found is not None
-    assert (found.first, found.terms, found.chosen) == (pytest.approx(0.5), 5, False)
+    assert (found.first_part, found.terms, found.deliberate) == (pytest.approx(0.5), 5, False)
 
 
 @pytest.mark.parametrize("fused", [False, True])

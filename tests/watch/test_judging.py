@@ -20,8 +20,8 @@ from andon_contracts.policy import evaluations, reset_evaluations, suspended
 from andon_contracts.watch.checks import applied, buffers, frozen, gradients, mode, optimizer, structure, told, weights
 from andon_contracts.watch.checks.audit import name_ratio
 from andon_contracts.watch.checks.clipping import clip_once
+from andon_contracts.watch.checks.structure import Change, change_of
 from andon_contracts.watch.judging import Verdicts
-from andon_contracts.watch.model_probe import Change, change_of
 from andon_contracts.watch.same import _TREE
 from andon_contracts.watch.settings import Settings
 

@@ -333,22 +333,22 @@ def test_copies_that_were_rounded_apart_are_one(apart: float, updates: int, alik
     """Ranks whose averages differ by a rounding keep the same; of a step of an average one rank has, they do not."""
     drawn = [torch.randn(shape, generator=_seeded(0)) for shape in ((40, 7), (40,))]
     ranks = [drawn, [each * (1 + apart * torch.randn(each.shape, generator=_seeded(1))) for each in drawn], []]
-    copies = [Copies(ModelProbe(nn.Linear(2, 2), [], None, [])) for _ in ranks]
+    copies = [Copies(ModelProbe(nn.Linear(2, 2), [])) for _ in ranks]
     for each, held in zip(copies, ranks, strict=True):
-        each._held = [held] if held else []
+        each._tensors = [held] if held else []
     none = {"copy 1": 0, "copy 2": 0, "copies changed": 0}
     said = [
         Observation(rank, 3, 9, "before", {"copy 0": (rank + 5) * bool(held), **none})
         for rank, held in enumerate(ranks)
     ]
     sketches = [Observation(rank, 3, 9, "copies", each.sketches()) for rank, each in enumerate(copies)]
-    found = copies[0].without_roundings(said, sketches, updates)
+    found = copies[0].merge_rounded(said, sketches, updates)
     assert [each.values["copy 0"] for each in found] == [5, 5 if alike else 6, 0]
-    assert (copies[0].apart > 0) == alike
+    assert (copies[0].rounding_distance > 0) == alike
     # A copy that only one of the ranks keeps up is another one, however near they are.
     kept_up = [replace(each, values={**each.values, "copies changed": int(each.rank == 0)}) for each in said]
-    assert copies[0].without_roundings(kept_up, sketches, updates) == kept_up
-    assert copies[0].apart == 0
+    assert copies[0].merge_rounded(kept_up, sketches, updates) == kept_up
+    assert copies[0].rounding_distance == 0
 
 
 @pytest.mark.parametrize("differ", [False, True])

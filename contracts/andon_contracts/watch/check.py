@@ -126,7 +126,7 @@ class OptimizerProbe:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, context: Context) -> None:
-        names = context.subject.name_of()
+        names = context.subject.names_by_id()
         held = [p for group in optimizer.param_groups for p in group["params"] if id(p) in names and p.requires_grad]
         self.optimizer = optimizer
         self.context = context

@@ -122,7 +122,7 @@ def open_watch(model: nn.Module, optimizers: Sequence[Any], settings: Settings) 
         subject, file, part, copies = None, None, 0, 0
         if not problems:
             try:
-                subject = ModelProbe(model, optimizers, settings.trainable, settings.tied, reducers_of(model))
+                subject = ModelProbe(model, optimizers, reducers_of(model))
             except Exception as error:  # noqa: BLE001 - modules and parameters are the user's own: they may raise anything
                 problems.append(f"the model cannot be looked through: {first_line(error)}")
         if subject is not None:

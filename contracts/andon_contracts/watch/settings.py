@@ -115,7 +115,7 @@ class Settings:
             return [*problems, "the model has no trainable parameter"]
         return problems + [
             f"optimizer {number} holds no parameter of this model: is it the optimizer of another one?"
-            for number in subject.strange_optimizers()
+            for number in subject.foreign_optimizers()
         ]
 
 

@@ -26,7 +26,7 @@ from andon_contracts.watch.checks.mode import Mode
 from andon_contracts.watch.checks.optimizer import Optimizer
 from andon_contracts.watch.checks.outcomes import Outcomes
 from andon_contracts.watch.checks.rows import LoadedRows
-from andon_contracts.watch.checks.scale import GradientScale, Passes
+from andon_contracts.watch.checks.scale import BackwardPasses, GradientScale
 from andon_contracts.watch.checks.structure import START, Structure
 from andon_contracts.watch.checks.told import ToldByLoop
 from andon_contracts.watch.checks.weights import PARTED, Weights
@@ -37,7 +37,7 @@ _AT_THE_CLOSE_S = 5.0
 """Seconds that a rank waits at its close for what the others saw after the last update."""
 
 
-def add_checks(context: Context, optimizers: Sequence[torch.optim.Optimizer], passes: Passes) -> None:
+def add_checks(context: Context, optimizers: Sequence[torch.optim.Optimizer], passes: BackwardPasses) -> None:
     """Make the checks of a watch: those of the whole loop, and those of each optimizer.
 
     Their order is the order in which laws are judged and told of: causes before effects.

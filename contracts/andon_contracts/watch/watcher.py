@@ -26,7 +26,7 @@ from andon_contracts.violation import Violation
 from andon_contracts.watch.check import Context, Cover, OptimizerProbe
 from andon_contracts.watch.checks.gradients import Gradients
 from andon_contracts.watch.checks.outcomes import Outcomes
-from andon_contracts.watch.checks.scale import Passes
+from andon_contracts.watch.checks.scale import BackwardPasses
 from andon_contracts.watch.checks.told import ToldByLoop
 from andon_contracts.watch.checks.weights import Weights
 from andon_contracts.watch.exchange import Exchange, Replicas
@@ -34,7 +34,7 @@ from andon_contracts.watch.intercept import Listener, Yielded, listen, outside_o
 from andon_contracts.watch.judging import Verdicts
 from andon_contracts.watch.ledger import Recorder, reason_of
 from andon_contracts.watch.locate import REPLICATED, tensors_of
-from andon_contracts.watch.model_probe import ForwardTap, ModelProbe, ModuleGroup
+from andon_contracts.watch.model_probe import ForwardHook, ModelProbe, ModuleGroup
 from andon_contracts.watch.rows import Rows
 from andon_contracts.watch.settings import Settings
 from andon_contracts.watch.updates import Updates, add_checks, all_checks
@@ -63,7 +63,7 @@ class Watch:
         self.settings, self.closed = settings, False
         self._context = context = Context(subject, settings, exchange, replicas, Rows())
         exchange.comparable = not replicas.cut
-        passes = Passes()
+        passes = BackwardPasses()
         add_checks(context, optimizers, passes)
         covers = {"halt-together": context.between_ranks()}
         for check in all_checks(context):
@@ -96,7 +96,9 @@ class Watch:
         self._last_error: BaseException | None = None
         self._undo: list[Callable[[], object]] = []
         self._say(
-            _opening_lines(self._cover, exchange.world_size, len(subject.trainable), settings, len(subject.beside))
+            _opening_lines(
+                self._cover, exchange.world_size, len(subject.trainable), settings, len(subject.extra_tensors)
+            )
         )
         self._begin()
 
@@ -244,16 +246,18 @@ class Watch:
     def _hook(self) -> None:
         subject, pending = self._context.subject, None if self._halt is None else self._halt.pending
         for wrapper in subject.reducers:
-            self._undo.append(wrapper.module.register_forward_pre_hook(ForwardTap(wrapper.forward)).remove)
+            self._undo.append(wrapper.module.register_forward_pre_hook(ForwardHook(wrapper.forward)).remove)
         several = isinstance(subject.inner, ModuleGroup)
-        called = list(subject.inner.children()) if several else [subject.called]
-        before, after = ForwardTap(self._forward, arguments=True), ForwardTap(self._forwarded)
-        for module in {id(each): each for each in (*called, *(home.called for home in subject.buffer_scopes))}.values():
+        called = list(subject.inner.children()) if several else [subject.hooked_module]
+        before, after = ForwardHook(self._forward, arguments=True), ForwardHook(self._forwarded)
+        for module in {
+            id(each): each for each in (*called, *(scope.hooked_module for scope in subject.buffer_scopes))
+        }.values():
             self._undo.append(module.register_forward_pre_hook(before, with_kwargs=True).remove)
             self._undo.append(module.register_forward_hook(after).remove)
         if pending is not None and not subject.forward_is_compiled:
             for each in pending.follow(subject.outer):
-                self._undo.append(each.register_forward_pre_hook(ForwardTap(partial(pending.forward, each))).remove)
+                self._undo.append(each.register_forward_pre_hook(ForwardHook(partial(pending.forward, each))).remove)
         for check in self._checks:
             self._undo += check.hooks()
         for probe in self._context.probes:
@@ -363,7 +367,7 @@ class Watch:
 
     def _say_closing(self, unread: str) -> None:
         context = self._context
-        spent = context.added.seconds + sum(probe.check(Gradients).raw_hooks.spent() for probe in context.probes)
+        spent = context.added.seconds + sum(probe.check(Gradients).raw_hooks.host_seconds() for probe in context.probes)
         lines = _closing_lines(self._cover, context.verdicts, context.steps, spent, context.check(ToldByLoop).untold)
         of_checks = dict.fromkeys(line for check in self._checks for line in check.closing_lines())
         self._say([*lines, *of_checks, unread, context.recorder.closing_line(), _port_warning()])
@@ -383,7 +387,7 @@ class Watch:
 class _CallRouter(Listener):
     """Tells the checks of the loop's calls, and the halt signal of its collectives."""
 
-    def __init__(self, context: Context, halt: HaltSignal | None, passes: Passes) -> None:
+    def __init__(self, context: Context, halt: HaltSignal | None, passes: BackwardPasses) -> None:
         self._context = context
         self._checks = all_checks(context)
         self._halt = halt
@@ -425,15 +429,15 @@ class _CallRouter(Listener):
 
     def backward(self, loss: Tensor | None) -> None:
         if not self._context.muted:
-            self._passes.begins(loss, line_here())
+            self._passes.begin(loss, line_here())
             for check in self._checks:
                 check.backward(loss)
 
     def backward_over(self) -> None:
-        if self._passes.now is not None:
+        if self._passes.current is not None:
             for check in self._checks:
                 check.backward_over()
-        self._passes.ends()
+        self._passes.end()
 
 
 def _within_a_step(optimizer: torch.optim.Optimizer) -> bool:

@@ -20,7 +20,7 @@ from andon_contracts.watch.check import Check, Context, Cover, OptimizerProbe, V
 from andon_contracts.watch.checks.frozen import ROUND, parts_of
 from andon_contracts.watch.checks.gradients import Gradients
 from andon_contracts.watch.intercept import outside_of_transforms
-from andon_contracts.watch.model_probe import ForwardTap, ModuleGroup
+from andon_contracts.watch.model_probe import ForwardHook, ModuleGroup
 from andon_contracts.watch.values import text_digest
 
 SMALL_BYTES = 1 << 18
@@ -82,7 +82,7 @@ class Buffers(Check):
         buffer_scopes = (
             enumerate(self.context.subject.buffer_scopes) if "buffers-agree" in self.context.verdicts.live else ()
         )
-        taps = [(home.called, ForwardTap(partial(self._called, scope))) for scope, home in buffer_scopes]
+        taps = [(home.hooked_module, ForwardHook(partial(self._called, scope))) for scope, home in buffer_scopes]
         return [called.register_forward_pre_hook(tap).remove for called, tap in taps]
 
     def _called(self, scope: int) -> None:

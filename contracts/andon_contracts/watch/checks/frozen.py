@@ -21,6 +21,7 @@ from andon_contracts.multi_tensor import ListSums, listable, to_cpu
 from andon_contracts.observe import chained, dense_parts, flat_digest
 from andon_contracts.violation import Finding
 from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values
+from andon_contracts.watch.checks.structure import Structure, untrained_copies
 from andon_contracts.watch.checks.weights import State, Weights
 
 ROUND = 64
@@ -57,10 +58,10 @@ class Frozen(Check):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         # Teachers and averages inside the model follow the trained weights.
-        follows = context.subject.followers()
+        copies = untrained_copies(context.subject)
         self.unread = ""
         """Why the frozen weights were not read at the close, as a closing line."""
-        self._base = FrozenBase([p for name, p in context.subject.frozen.items() if name not in follows])
+        self._base = FrozenBase([p for p in context.subject.frozen.values() if id(p) not in copies])
 
     def cover(self) -> Mapping[str, Cover]:
         none = Cover("not applicable", "no parameter is frozen")
@@ -80,7 +81,7 @@ class Frozen(Check):
         """The digests now and at first, and the place of a weight that changed."""
         changed = None if self._reported or digest == self._base.first else self._base.changed()
         subject = self.context.subject
-        place = 0 if changed is None else subject.names.index(subject.name_of()[id(changed)]) + 1
+        place = 0 if changed is None else subject.names.index(subject.names_by_id()[id(changed)]) + 1
         return {"base": digest, "first base": self._base.first, "base at": place}
 
     @property
@@ -109,7 +110,7 @@ class Frozen(Check):
         if FROZEN.clause not in context.verdicts.live or self._reported or not context.steps:
             return
         touched = not (self._base.untouched and all(probe.check(Weights).untouched for probe in context.probes))
-        why = "weights were written after the last update" if touched else context.subject.became()
+        why = "weights were written after the last update" if touched else context.check(Structure).change_since_start()
         if why:
             self.unread = f"  base-frozen: not read once more at the end, because {why}"
             return

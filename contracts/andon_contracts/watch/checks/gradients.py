@@ -21,8 +21,8 @@ from andon_contracts.observe import ORDINARY, Look, Observer, plain
 from andon_contracts.violation import Finding
 from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values, indexed, none_has
 from andon_contracts.watch.checks.scale import GradientScale
-from andon_contracts.watch.gradient_hooks import GradientHooks, Raw, Reductions
-from andon_contracts.watch.model_probe import ForwardTap
+from andon_contracts.watch.gradient_hooks import GradientHooks, RawSummary, Reductions
+from andon_contracts.watch.model_probe import ForwardHook
 from andon_contracts.watch.values import Text
 
 _CALLED = 2
@@ -82,8 +82,10 @@ class Gradients(Check):
     def __init__(self, context: Context, probe: OptimizerProbe, scale: GradientScale) -> None:
         super().__init__(context)
         self._probe = probe
-        self.raw_hooks = GradientHooks(probe.members, probe.gradients_vanished, (scale.place, scale.see))
-        scale.arrived = lambda: self.raw_hooks.arrived
+        self.raw_hooks = GradientHooks(
+            probe.members, probe.gradients_vanished, (scale.parameter_index, scale.gradient_hook)
+        )
+        scale.gradient_arrived = lambda: self.raw_hooks.gradient_arrived
         self._coverage = GradientCoverage(context, probe, self.raw_hooks)
         self._reductions = Reductions(probe.members)
         self._observer = Observer()
@@ -138,11 +140,11 @@ class Gradients(Check):
         yield self._observer
 
     def backward(self, loss: Tensor | None) -> None:
-        self.raw_hooks.arrived = False
-        self.raw_hooks.called()
+        self.raw_hooks.gradient_arrived = False
+        self.raw_hooks.backward_called()
 
     def backward_over(self) -> None:
-        self.raw_hooks.call_over()
+        self.raw_hooks.backward_ended()
 
     def reducing(self, tensor: Tensor, group: object, waits: bool) -> None:
         if not self.context.muted and (group is None or group is dist.group.WORLD):
@@ -204,7 +206,7 @@ class Gradients(Check):
             "norm": bits_of(0.0 if skipped else self.norm if told is None else told),
             "clipped": bits_of(0.0 if skipped else self.norm),
             "stale": probe.place(raw.stale),
-            "raw": raw.sign,
+            "raw": raw.fingerprint,
             "missing": probe.place(self._coverage.missing()),
         }
 
@@ -261,7 +263,7 @@ class GradientCoverage:
         for slot in subject.slots if not subject.compiled else ():
             place = index.get(id(slot.parameter))
             if place is not None:
-                tap = ForwardTap(partial(self._used, place))
+                tap = ForwardHook(partial(self._used, place))
                 self._handles.setdefault(place, []).append(slot.owner.register_forward_pre_hook(tap))
 
     def _used(self, index: int) -> None:
@@ -269,12 +271,12 @@ class GradientCoverage:
         if torch.is_grad_enabled() and not self._context.muted:
             self._called.add(index)
 
-    def window(self, raw: Raw) -> None:
+    def window(self, raw: RawSummary) -> None:
         """A window is over, in which the raw hooks saw `raw`."""
         self._windows += 1
         if not self._zero:
             return
-        touched, nonzero = raw.touched, raw.nonzero
+        touched, nonzero = raw.received, raw.nonzero
         there = {index: g for index in self._zero if (g := self._members[index].grad) is not None}
         self._absent -= {*touched, *there}
         self._zero -= {*nonzero, *(i for i, g in there.items() if i not in nonzero and _any(g))}

@@ -128,7 +128,7 @@ class Mode(Check):
         subject = self.context.subject
         return {
             "modes": self._modes.digest(subject.modes()),
-            "modules": subject.named,
+            "modules": subject.module_names_digest,
             "evaluating": mode,
             "alone": int(self._updates > 0 and self._is_alone()),
         }

@@ -156,7 +156,7 @@ class Weights(Check):
     def new_window(self, probe: OptimizerProbe) -> None:
         self._elements_reduced = 0
         for wrapper in self.context.subject.reducers:
-            wrapper.turn()
+            wrapper.new_window()
 
     def discarded(self, probe: OptimizerProbe) -> None:
         self._elements_reduced = 0
