@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from andon_contracts.agree import Observation, minority, real_of
-from andon_contracts.bundle import Evidence, explaining, write_account, write_part
+from andon_contracts.bundle import Evidence, explain_command, write_account, write_part
 from andon_contracts.causes import row_lines
 from andon_contracts.clauses import CLAUSES
 from andon_contracts.violation import NOT_SEEN_REDUCED, OTHER_SHAPES, Finding, Violation, named_ranks
@@ -43,12 +43,12 @@ def violation(clause: str, finding: Finding, scene: Scene) -> Violation:
     return Violation(message(clause, finding, scene), clause=clause, finding=finding, bundle=scene.bundle)
 
 
-def conclude(found: Violation, scene: Scene, evidence: Evidence, facts: Mapping[str, object]) -> Violation:
+def with_bundle(found: Violation, scene: Scene, evidence: Evidence, facts: Mapping[str, object]) -> Violation:
     """The error for what all ranks found alike, after each of them has left its part of the bundle.
 
     All ranks have just answered, so that the lowest live one is the first; it writes the account.
     """
-    place = evidence.place(found.step)
+    place = evidence.bundle_folder(found.step)
     if place is None:
         return violation(found.clause, found.finding, scene)
     whole = violation(found.clause, found.finding, replace(scene, bundle=str(place)))
@@ -61,7 +61,7 @@ def conclude(found: Violation, scene: Scene, evidence: Evidence, facts: Mapping[
     return violation(found.clause, found.finding, replace(scene, bundle=str(place), unwritten=failed))
 
 
-def agreed(observations: Sequence[Observation], *, moments: bool) -> str:
+def agreement(observations: Sequence[Observation], *, moments: bool) -> str:
     """What was equal on all ranks just before an update and what was not, as one line; "" of a single rank.
 
     moments: whether the optimizer states were seen equal after the update before.
@@ -116,7 +116,7 @@ def message(clause: str, finding: Finding, scene: Scene) -> str:
         ("before", scene.before),
         ("likely", f"{likely}  [inference, not proof]" if likely else ""),
         ("state", "" if tree else state),
-        ("bundle", f"{scene.bundle}  explain: {explaining(Path(scene.bundle))}" if scene.bundle else ""),
+        ("bundle", f"{scene.bundle}  explain: {explain_command(Path(scene.bundle))}" if scene.bundle else ""),
         ("but", f"not all of the bundle could be written: {scene.unwritten}" if scene.unwritten else ""),
         ("silence", "" if tree else allow),
     ]

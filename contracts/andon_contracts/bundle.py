@@ -47,12 +47,12 @@ class Evidence:
     tensors: Callable[[str], Iterable[tuple[str, Tensor]]] = lambda _: ()
     devices: Sequence[str] = ()
 
-    def place(self, step: int) -> Path | None:
+    def bundle_folder(self, step: int) -> Path | None:
         """The folder of the bundle of `step`."""
         return None if self.folder is None else self.folder / str(step)
 
 
-def explaining(place: Path) -> str:
+def explain_command(place: Path) -> str:
     """The command that explains the bundle at `place`."""
     return f"andon explain {shlex.quote(str(place))}"
 
@@ -66,7 +66,7 @@ def write_account(
     packages = versions.pop("packages")
     versions |= {**(packages if isinstance(packages, dict) else {}), "torch": torch.__version__}
     told = {"v": SCHEMA_VERSION, **record.to_json()}
-    body = {"record": told, "explain": explaining(place), "versions": versions, **facts}
+    body = {"record": told, "explain": explain_command(place), "versions": versions, **facts}
     return _write_json(place / f"{clause}.json", body)
 
 
@@ -76,7 +76,7 @@ def write_cause(cause: Cause, evidence: Evidence, at: Mapping[str, object], *, s
     at: where this rank is. state: tensors too. account: the account as well. Writes nothing if the cause has its bundle
     already, or there is no folder.
     """
-    place = evidence.place(cause.step)
+    place = evidence.bundle_folder(cause.step)
     if place is None or cause.written:
         return ""
     try:

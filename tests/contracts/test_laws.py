@@ -462,7 +462,7 @@ def test_what_is_not_as_it_was_saved_is_named(
     found: Mapping[str, tuple[int, ...]], ranks: tuple[int, ...], tensor: str, seen: str
 ) -> None:
     with pytest.raises(Violation) as caught:
-        enforce(Judgement(RESTORED, replace(WHOLE, found=found)))
+        enforce(Judgement(RESTORED, replace(WHOLE, current=found)))
     assert (caught.value.clause, caught.value.step) == ("checkpoint-whole", 7)
     assert (caught.value.finding.ranks, caught.value.tensor) == (ranks, tensor)
     assert seen in caught.value.finding.seen

@@ -122,7 +122,7 @@ def test_of_what_was_reduced(
     judgement = Judgement(
         REDUCED, Seen(observations, Reduced(Rule.SAME if first else weights, limit, norm_tolerance=near))
     )
-    want = Reduced(Rule.SAME if first else Rule.HELD, limit, norm_tolerance=near)
+    want = Reduced(Rule.SAME if first else Rule.PREVIOUS, limit, norm_tolerance=near)
     row = expected_row(rules_of(REDUCED, want), names)
     assert closes(said, [row] * world, held, want) == (judgement.first is not None)
 
@@ -166,9 +166,9 @@ def test_one_rule_for_one_value(turned: bool) -> None:
         return rules_of([law(rule) for rule in (reversed(rules) if turned else rules)], None)["x"]
 
     assert both(5, Rule.SAME) == 5
-    assert both(Rule.HELD, Rule.SAME) is Rule.HELD
+    assert both(Rule.PREVIOUS, Rule.SAME) is Rule.PREVIOUS
     assert both(5, 5) == 5
-    for pair in [(5, 6), (Rule.FINITE, Rule.SAME), (5, Rule.HELD), (Rule.SAME.value, Rule.FINITE)]:
+    for pair in [(5, 6), (Rule.FINITE, Rule.SAME), (5, Rule.PREVIOUS), (Rule.SAME.value, Rule.FINITE)]:
         with pytest.raises(ValueError, match="no one rule for x"):
             both(*pair)
 
@@ -196,12 +196,12 @@ def test_each_rule_sees_its_own(world: int, column: int, rank: int, rule: Rule, 
         Rule.ANY: False,
         Rule.SAME: world > 1 and value != 0,
         Rule.FINITE: not math.isfinite(real_of(value)),
-        Rule.HELD: value != 0 or world > 1,
-        Rule.MOST: value != 0,
+        Rule.PREVIOUS: value != 0 or world > 1,
+        Rule.MAJORITY: value != 0,
         Rule.CLIPPED: not abs(real_of(value)) <= 1e-30,
     }[rule]
-    held = torch.tensor(value if rule == Rule.HELD and world == 1 else 0)
-    if rule == Rule.HELD:
+    held = torch.tensor(value if rule == Rule.PREVIOUS and world == 1 else 0)
+    if rule == Rule.PREVIOUS:
         odd = bool((table[:, column] != held).any())
     gate = Gate([CPU])
     gate.look(table, torch.tensor(encoded(rows)), held, Reduced())

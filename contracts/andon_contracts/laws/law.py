@@ -39,11 +39,11 @@ class Rule(IntEnum):
     """What rank 0 has there."""
     FINITE = 3
     """The bits of a finite fp64."""
-    HELD = 4
+    PREVIOUS = 4
     """What the device holds of the update before."""
     CLIPPED = 5
     """The bits of the fp64 norm that one clipping leaves of the one that most ranks have in the column ahead."""
-    MOST = 6
+    MAJORITY = 6
     """What most ranks have in the column ahead."""
 
 
@@ -59,7 +59,7 @@ class Seen(Generic[W_co]):
     for values that are an index. details: second looks, if something differed.
     """
 
-    said: Observations
+    observations: Observations
     want: W_co
     names: Sequence[str] = ()
     details: Details = field(default_factory=dict)
@@ -67,17 +67,17 @@ class Seen(Generic[W_co]):
     @cached_property
     def differing(self) -> frozenset[str]:
         """The names of the values that are not the same on all ranks: the only place where ranks are compared."""
-        first, *others = (each.values for each in self.said)
+        first, *others = (each.values for each in self.observations)
         return frozenset(name for other in others if other != first for name, _ in first.items() - other.items())
 
     @property
     def step(self) -> int:
         """The number of the update."""
-        return self.said[0].step
+        return self.observations[0].step
 
     def column(self, name: str) -> list[int]:
         """The value `name` of each rank."""
-        return [each.values[name] for each in self.said]
+        return [each.values[name] for each in self.observations]
 
     def any(self, name: str) -> bool:
         """Whether any rank has another value for `name` than 0."""
@@ -85,14 +85,14 @@ class Seen(Generic[W_co]):
 
     def ranks(self, name: str) -> tuple[int, ...]:
         """The ranks whose value `name` is not 0; none if these are all of several."""
-        ranks = tuple(each.rank for each in self.said if each.values[name])
-        return ranks if len(self.said) == 1 else self.some(ranks)
+        ranks = tuple(each.rank for each in self.observations if each.values[name])
+        return ranks if len(self.observations) == 1 else self.unless_all(ranks)
 
-    def some(self, ranks: Iterable[int]) -> tuple[int, ...]:
+    def unless_all(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """`ranks`; none if these are all: then no rank is more to blame than another."""
-        return unless_all(ranks, len(self.said))
+        return unless_all(ranks, len(self.observations))
 
-    def odd(self, name: str) -> tuple[str, ...]:
+    def differing_tensors(self, name: str) -> tuple[str, ...]:
         """The tensors in which the ranks differ, if `name` was looked at again."""
         return tuple(tensor for tensor, digests in self.details.get(name, {}).items() if len(set(digests)) > 1)
 
@@ -132,7 +132,7 @@ class Judgement(Generic[S]):
 
     def __init__(self, laws: Sequence[Law[S]], seen: S, tally: Counter[str] | None = None) -> None:
         self.seen = seen
-        self._waiting = iter(laws if enforced() else ())
+        self._pending = iter(laws if enforced() else ())
         self._broken: list[Law[S]] = []
         self._tally = Counter[str]() if tally is None else tally
 
@@ -144,13 +144,13 @@ class Judgement(Generic[S]):
     def broken(self) -> Iterator[Law[S]]:
         """Every law that is broken, in order, up to one that stops."""
         yield from self._broken
-        while (law := next(self._waiting, None)) is not None:
+        while (law := next(self._pending, None)) is not None:
             self._tally[law.clause] += 1
             count(law.clause)
             if law.check(self.seen) is not None:
                 self._broken.append(law)
                 if law.stops:
-                    self._waiting = iter(())
+                    self._pending = iter(())
                 yield law
 
     def violation(self, law: Law[S]) -> Violation:
@@ -188,7 +188,7 @@ def rules_of(laws: Sequence[Law[Any]], want: object) -> dict[str, int]:
 
 def _is_one(rule: int) -> bool:
     """Whether a value that obeys the rule is the same on all ranks."""
-    return not isinstance(rule, Rule) or rule in (Rule.SAME, Rule.HELD)
+    return not isinstance(rule, Rule) or rule in (Rule.SAME, Rule.PREVIOUS)
 
 
 def hexadecimal(value: int) -> str:
@@ -204,7 +204,7 @@ def unless_all(ranks: Iterable[int], world: int) -> tuple[int, ...]:
 
 def difference(seen: Seen[object], name: str, what: str, *, real: bool = False) -> Finding:
     """The finding that the ranks differ in `name`, with the tensors if they were looked at. real: it holds a real."""
-    values, looked, tensors = seen.column(name), seen.details.get(name, {}), seen.odd(name)
+    values, looked, tensors = seen.column(name), seen.details.get(name, {}), seen.differing_tensors(name)
     words = [repr(real_of(value)) if real else hexadecimal(value) for value in values]
     what = f"{what} ({', '.join(f'rank {rank}: {word}' for rank, word in enumerate(words))})"
     if tensors:
@@ -238,16 +238,16 @@ def in_lockstep(said: Observations) -> bool:
 
 
 def _lockstep(seen: Seen[object]) -> Finding | None:
-    if in_lockstep(seen.said):
+    if in_lockstep(seen.observations):
         return None
     parts = []
     shown = []
-    for rank, each in enumerate(seen.said):
+    for rank, each in enumerate(seen.observations):
         own, point = each.rank == rank, each.point if each.names_match else "another point"
         parts.append((each.step, each.sequence, point, own))
         sender = "" if own else f" from rank {each.rank}"
         shown.append(f"rank {rank}: step {each.step} message {each.sequence} ({point}){sender}")
-    step = majority([each.step for each in seen.said])
+    step = majority([each.step for each in seen.observations])
     return Finding(f"the ranks are not at the same point: {', '.join(shown)}", step, minority(parts))
 
 

@@ -17,7 +17,7 @@ from andon_contracts.violation import Finding
 
 
 def _start(seen: Seen[object]) -> Finding | None:
-    names = [name for name in seen.said[0].values if name in seen.differing]
+    names = [name for name in seen.observations[0].values if name in seen.differing]
     return difference(seen, names[0], f"the ranks start from different {', '.join(names)}") if names else None
 
 
@@ -44,12 +44,12 @@ NORM_FLOOR = 1e-30
 class Reduced:
     """What an update is held to before it is made.
 
-    left: the digest of the weights that the last update left; `Rule.SAME` if it is not known, so that ranks are only
-    compared with each other; `Rule.HELD` if so far only the device knows it. limit: to which the gradient was to be
+    weights: the digest of the weights that the last update left; `Rule.SAME` if it is not known, so that ranks are only
+    compared with each other; `Rule.PREVIOUS` if so far only the device knows it. limit: to which the gradient was to be
     clipped; None: it was not. norm_tolerance: of a norm, relative.
     """
 
-    left: int = Rule.SAME
+    weights: int = Rule.SAME
     limit: float | None = None
     norm_tolerance: float = NORM_TOLERANCE
 
@@ -57,7 +57,7 @@ class Reduced:
 def _rate(seen: Seen[Reduced]) -> Finding | None:
     plans = seen.column("planned")
     planned = majority(plans)
-    odd = [each for each in seen.said if each.values["rate"] != planned]
+    odd = [each for each in seen.observations if each.values["rate"] != planned]
     if not odd:
         return None
     shown = ", ".join(f"rank {o.rank}: {real_of(o.values['rate'])!r}" for o in odd)
@@ -66,32 +66,38 @@ def _rate(seen: Seen[Reduced]) -> Finding | None:
     return Finding(what, seen.step, tuple(each.rank for each in odd) if certain else (), "learning rate")
 
 
-RATE = Law("learning-rate-planned/reduced", ("rate", "planned"), _rate, lambda _: {"rate": Rule.MOST})
+RATE = Law("learning-rate-planned/reduced", ("rate", "planned"), _rate, lambda _: {"rate": Rule.MAJORITY})
 """Every rank's optimizer holds the learning rate that is planned for this update."""
 
 
-def _unmoved(seen: Seen[Reduced]) -> Finding | None:
-    left = seen.want.left
+def _weights_unchanged(seen: Seen[Reduced]) -> Finding | None:
+    left = seen.want.weights
     if left is Rule.SAME:
         same = "weights" not in seen.differing
         return None if same else difference(seen, "weights", "the weights before the update are not the same")
-    odd = tuple(each.rank for each in seen.said if each.values["weights"] != left)
+    odd = tuple(each.rank for each in seen.observations if each.values["weights"] != left)
     what = f"the weights are not those that the last update left (digest {hexadecimal(left)})"
-    tensor = (*seen.odd("weights"), "weights")[0]
+    tensor = (*seen.differing_tensors("weights"), "weights")[0]
     return Finding(f"{what}; something outside the step changed them", seen.step, odd, tensor) if odd else None
 
 
-UNMOVED = Law("replicas-agree/reduced", ("weights",), _unmoved, lambda want: {"weights": want.left}, look=("weights",))
+WEIGHTS_UNCHANGED = Law(
+    "replicas-agree/reduced",
+    ("weights",),
+    _weights_unchanged,
+    lambda want: {"weights": want.weights},
+    look=("weights",),
+)
 """Before an update all ranks have the weights that the last one left."""
 
 
-def _kept(seen: Seen[int]) -> Finding | None:
-    odd = tuple(each.rank for each in seen.said if each.values["optimizer"] != seen.want)
+def _optimizer_unchanged(seen: Seen[int]) -> Finding | None:
+    odd = tuple(each.rank for each in seen.observations if each.values["optimizer"] != seen.want)
     what = f"the optimizer state is not what the last update left (digest {hexadecimal(seen.want)})"
     return Finding(f"{what}; something outside the step changed it", seen.step, odd, "optimizer") if odd else None
 
 
-KEPT = Law("optimizers-agree/reduced", ("optimizer",), _kept)
+OPTIMIZER_UNCHANGED = Law("optimizers-agree/reduced", ("optimizer",), _optimizer_unchanged)
 """Only for a rank that is alone: with others, the loss of a state is seen after the update has used it."""
 
 GRADIENTS = agreeing(
@@ -99,17 +105,17 @@ GRADIENTS = agreeing(
 )
 
 
-GIVEN = "given"
+CALLER_GRADIENT = "given"
 """The point of an update whose gradient a caller passed in, so that no part of it was checked before."""
 
 
 def _finite(seen: Seen[object]) -> Finding | None:
-    odd = [o.rank for o in seen.said if o.values["nonfinite"] or not math.isfinite(real_of(o.values["norm"]))]
+    odd = [o.rank for o in seen.observations if o.values["nonfinite"] or not math.isfinite(real_of(o.values["norm"]))]
     if not odd:
         return None
-    norm, checked = real_of(seen.said[0].values["norm"]), seen.said[0].point != GIVEN
+    norm, checked = real_of(seen.observations[0].values["norm"]), seen.observations[0].point != CALLER_GRADIENT
     what = f"the reduced gradient or its norm ({norm}) is not finite{checked * ' although every part was'}"
-    return Finding(what, seen.step, seen.some(odd), "reduced gradient")
+    return Finding(what, seen.step, seen.unless_all(odd), "reduced gradient")
 
 
 FINITE = Law("finite/reduced", ("nonfinite", "norm"), _finite, lambda _: {"nonfinite": 0, "norm": Rule.FINITE})
@@ -130,7 +136,7 @@ def is_clipped_once(clipped: float, norm: float, want: Reduced) -> bool:
 
 def _clip(seen: Seen[Reduced]) -> Finding | None:
     norm = real_of(majority(seen.column("norm")))
-    odd = [each for each in seen.said if not is_clipped_once(real_of(each.values["clipped"]), norm, seen.want)]
+    odd = [each for each in seen.observations if not is_clipped_once(real_of(each.values["clipped"]), norm, seen.want)]
     if not odd:
         return None
     told = [(each.rank, *(real_of(each.values[name]) for name in ("clipped", "norm"))) for each in odd]
@@ -142,7 +148,7 @@ def _clip(seen: Seen[Reduced]) -> Finding | None:
 CLIP = Law("clip-once/reduced", ("norm", "clipped"), _clip, lambda _: {"clipped": Rule.CLIPPED})
 """On every rank the norm after clipping is what one clipping of the norm before it gives, up to rounding."""
 
-REDUCED: tuple[Law[Seen[Reduced]], ...] = (LOCKSTEP, RATE, UNMOVED, GRADIENTS, FINITE, CLIP)
+REDUCED: tuple[Law[Seen[Reduced]], ...] = (LOCKSTEP, RATE, WEIGHTS_UNCHANGED, GRADIENTS, FINITE, CLIP)
 """Before the trainer's update: the same finite gradient, clipped once, and the weights that the last update left."""
 
 
@@ -155,10 +161,10 @@ class Due:
 
 def _one_update(seen: Seen[Due]) -> Finding | None:
     due = seen.want.updates
-    odd = tuple(each.rank for each in seen.said if each.values["updates"] != due)
+    odd = tuple(each.rank for each in seen.observations if each.values["updates"] != due)
     if not odd:
         return None
-    shown = ", ".join(f"rank {o.rank}: {o.values['updates']}" for o in seen.said)
+    shown = ", ".join(f"rank {o.rank}: {o.values['updates']}" for o in seen.observations)
     return Finding(f"{due} updates were due, taken were {shown}", seen.step, odd, "count of updates")
 
 
@@ -183,15 +189,15 @@ BASE_POINT = "base"
 
 def frozen_tensor(seen: Seen[object], otherwise: str) -> str:
     """The frozen tensor that changed, as far as any rank knows it; else what the ranks differ in, or `otherwise`."""
-    at = next((at for each in seen.said if (at := each.values.get("base at", 0))), 0)
-    return seen.names[at - 1] if at else (*seen.odd("base"), otherwise)[0]
+    at = next((at for each in seen.observations if (at := each.values.get("base at", 0))), 0)
+    return seen.names[at - 1] if at else (*seen.differing_tensors("base"), otherwise)[0]
 
 
 def _frozen(seen: Seen[object]) -> Finding | None:
-    odd = tuple(each.rank for each in seen.said if each.values["base"] != each.values["first base"])
+    odd = tuple(each.rank for each in seen.observations if each.values["base"] != each.values["first base"])
     if not odd:
         return None
-    point = seen.said[0].point
+    point = seen.observations[0].point
     what, name = ("weight or buffer", "base") if point == BASE_POINT else ("weight", "frozen weights")
     again = ", read once more at the close" * (point == "close")
     return Finding(f"a frozen {what} changed{again}", seen.step, odd, frozen_tensor(seen, name))
@@ -205,7 +211,7 @@ BASE: tuple[Law[Seen[object]], ...] = (LOCKSTEP, FROZEN)
 
 
 def _audited(seen: Seen[object]) -> Finding | None:
-    odd = [each for each in seen.said if each.values["leaves"] or each.values["sums"]]
+    odd = [each for each in seen.observations if each.values["leaves"] or each.values["sums"]]
     if not odd:
         return None
     first = odd[0]

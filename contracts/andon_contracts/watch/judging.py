@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from andon_contracts.act import Scene, conclude
+from andon_contracts.act import Scene, with_bundle
 from andon_contracts.bundle import Evidence
 from andon_contracts.clauses import CLAUSES
 from andon_contracts.laws.law import Judgement, Law
@@ -24,7 +24,7 @@ _PARTED = frozenset({"replicas-agree", "gradients-agree", "optimizers-agree", "b
 """Clauses that say nothing new once the weights have parted."""
 
 
-def say(text: str) -> None:
+def print_message(text: str) -> None:
     """Print a message after the line of the user's loop that led here; no filter of warnings can hide it."""
     line = line_here()
     tell(f"{line}: {text}" if line else text)
@@ -75,7 +75,7 @@ class Verdicts:
     """What this rank has for a bundle."""
     _causes: list[_Cause] = field(default_factory=list)
 
-    def alive(self, laws: Sequence[Law[S]]) -> tuple[Law[S], ...]:
+    def live_laws(self, laws: Sequence[Law[S]]) -> tuple[Law[S], ...]:
         return tuple(law for law in laws if law.clause in self.live)
 
     def judgement(self, laws: Sequence[Law[S]], seen: S) -> Judgement[S]:
@@ -83,15 +83,15 @@ class Verdicts:
 
     def judge(self, laws: Sequence[Law[S]], seen: S, scene: Scene) -> bool:
         """Judge what was seen by those of `laws` that are alive, and act upon what is broken; True if all hold."""
-        judgement = self.judgement(self.alive(laws), seen)
-        self.take_all(judgement, scene)
+        judgement = self.judgement(self.live_laws(laws), seen)
+        self.report_all(judgement, scene)
         return judgement.first is None
 
-    def known(self, clause: str) -> bool:
+    def is_reported(self, clause: str) -> bool:
         """True if a violation of the clause was reported, or is silenced: further ones are only counted."""
         return clause in self.settings.allow or self.counts[clause] > 0
 
-    def take_all(
+    def report_all(
         self,
         judgement: Judgement[Any],
         scene: Scene,
@@ -119,7 +119,7 @@ class Verdicts:
             for found, suspicion in broken:
                 self._take(_Case(found, suspicion, scene, closer, facts or {}))
 
-    def take(
+    def report(
         self, found: Violation, scene: Scene, *, suspicion: bool = False, alone: bool = False, by_all: bool = False
     ) -> None:
         """Act upon one finding.
@@ -145,7 +145,7 @@ class Verdicts:
         if cause is not None:
             self._note_effect(cause, found, suspicion, applied)
             if aloud:
-                say(f"andon: of the same cause as {cause.finding.clause}: {_effect(found)}")
+                print_message(f"andon: of the same cause as {cause.finding.clause}: {_effect(found)}")
             return
 
         scene = case.scene if case.closer is None else case.closer(found)
@@ -158,7 +158,7 @@ class Verdicts:
             by_command=self.settings.by_command,
             also=tuple(_effect(each) for each, _ in news),
         )
-        whole = conclude(found, scene, Evidence() if case.alone else self.evidence, case.facts)
+        whole = with_bundle(found, scene, Evidence() if case.alone else self.evidence, case.facts)
         self.findings.append(whole)
         self._record(whole, suspicion, applied)
         if not suspicion:
@@ -176,7 +176,7 @@ class Verdicts:
         elif action == "raise" and not suspicion:
             raise whole
         elif aloud:
-            say(f"{'andon suspicion' if suspicion else 'andon.Violation'}: {whole}")
+            print_message(f"{'andon suspicion' if suspicion else 'andon.Violation'}: {whole}")
 
     def _count(self, found: Violation, suspicion: bool) -> None:
         (self.suspected if suspicion else self.counts)[found.clause] += 1

@@ -34,11 +34,11 @@ class Locator:
         tensors = self._subject.parameters
         self._look(judgement, laws, 0, None)
         scene = Scene(self._exchange.world_size, tensors=len(tensors))
-        self._verdicts.take_all(judgement, scene, self._closer(0, scene, {"replicas-agree": tensors}))
+        self._verdicts.report_all(judgement, scene, self._closer(0, scene, {"replicas-agree": tensors}))
 
     def before(self, probe: OptimizerProbe, judgement: Judgement[Seen[object]], laws: Laws) -> None:
         """Act upon what is broken of `laws` before an update of `probe`'s optimizer."""
-        said = judgement.seen.said
+        said = judgement.seen.observations
         self._look(judgement, laws, said[0].step, probe)
         tensors: dict[str, Mapping[str, Tensor]] = {
             "replicas-agree": probe.parameters,
@@ -47,7 +47,7 @@ class Locator:
         }
         scene = self._context.scene_of(probe, said, applied=False)
         closer = self._closer(probe.updates + 1, scene, tensors)
-        self._verdicts.take_all(judgement, scene, closer, {"ids": list(self._context.rows.ids)})
+        self._verdicts.report_all(judgement, scene, closer, {"ids": list(self._context.rows.ids)})
 
     def after(
         self, probe: OptimizerProbe, judgement: Judgement[Seen[object]], laws: Laws, before: Observations
@@ -58,17 +58,17 @@ class Locator:
         # No element is looked for if a difference is only a suspicion: that the weights differ is not the point then.
         certain: dict[str, Mapping[str, Tensor]] = {} if PARTED in laws else {"replicas-agree": probe.parameters}
         closer = self._closer(probe.updates, scene, certain, probe)
-        self._verdicts.take_all(judgement, scene, closer, {"ids": list(self._context.rows.ids)})
+        self._verdicts.report_all(judgement, scene, closer, {"ids": list(self._context.rows.ids)})
 
     def _look(self, judgement: Judgement[Seen[object]], laws: Laws, step: int, probe: OptimizerProbe | None) -> None:
         """Add to what was seen the details of each value that differs between ranks, the first time it does."""
         seen = judgement.seen
         # Ranks at different points cannot be compared.
-        if not in_lockstep(seen.said):
+        if not in_lockstep(seen.observations):
             return
         found: dict[str, Mapping[str, Sequence[int]]] = {}
-        for law in self._verdicts.alive(laws):
-            if not self._verdicts.known(law.clause):
+        for law in self._verdicts.live_laws(laws):
+            if not self._verdicts.is_reported(law.clause):
                 for name in law.look:
                     if name in seen.differing:
                         found.update(self._details(name, step, probe))
@@ -132,7 +132,7 @@ class Locator:
         return look
 
 
-def tensors_of(context: Context, named: str) -> Iterator[tuple[str, Tensor]]:
+def bundle_tensors(context: Context, named: str) -> Iterator[tuple[str, Tensor]]:
     """`named`'s weights, gradient, optimizer state or buffer on this rank, then those of all that is trained.
 
     Names say what a tensor is: `weights NAME`, `gradient NAME`, `optimizer NAME KEY`, `buffer NAME`. Gradients

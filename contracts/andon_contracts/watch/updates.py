@@ -104,7 +104,7 @@ class Updates:
         for check in all_checks(context):
             check.ranks_met()
         for probe in context.probes:
-            alive = context.verdicts.alive
+            alive = context.verdicts.live_laws
             self._before_laws[probe] = alive((LOCKSTEP, *(law for check in probe.checks for law in check.before_laws)))
             self._after_laws[probe] = alive((LOCKSTEP, *(law for check in probe.checks for law in check.after_laws)))
         values = context.check(Structure).start(portable=context.portable)
@@ -113,7 +113,7 @@ class Updates:
             context.world, [probe.optimizer for probe in context.probes], context.settings.rows, context.settings.start
         )
         seen: Seen[object] = Seen(said, None, subject.names)
-        judgement = context.verdicts.judgement(context.verdicts.alive(START), seen)
+        judgement = context.verdicts.judgement(context.verdicts.live_laws(START), seen)
         if judgement.first is None:
             self._note_equal(context.settings.start, seen)
         else:
@@ -207,7 +207,7 @@ class Updates:
         waiting = synchrony.after(seen) if in_lockstep(said) else frozenset[str]()
         laws = tuple(law for law in self._after_laws[probe] if law.clause not in waiting)
         if synchrony.parted(seen.step):
-            laws += context.verdicts.alive((PARTED,))
+            laws += context.verdicts.live_laws((PARTED,))
         return context.verdicts.judgement(laws, seen), laws
 
     def judge_last(self) -> str:
@@ -227,11 +227,11 @@ class Updates:
         judgement, _ = self._judge_after(made.probe, said)
         for law in judgement.broken():
             found, scene = judgement.violation(law), self._context.scene(applied=True)
-            self._context.verdicts.take(found, scene, alone=True, by_all=True, suspicion=law.suspicion)
+            self._context.verdicts.report(found, scene, alone=True, by_all=True, suspicion=law.suspicion)
         return ""
 
     def _note_equal(self, step: int, seen: Seen[object]) -> None:
-        if len(seen.said) > 1 and "weights" not in seen.differing:
+        if len(seen.observations) > 1 and "weights" not in seen.differing:
             self._context.last_equal = step
 
     def _number(self, probe: OptimizerProbe) -> int:

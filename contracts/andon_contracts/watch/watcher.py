@@ -32,7 +32,7 @@ from andon_contracts.watch.intercept import Listener, listen
 from andon_contracts.watch.judging import Verdicts
 from andon_contracts.watch.ledger import Recorder, reason_of
 from andon_contracts.watch.loaders import Yielded, outside_of_transforms
-from andon_contracts.watch.locate import REPLICATED, tensors_of
+from andon_contracts.watch.locate import REPLICATED, bundle_tensors
 from andon_contracts.watch.model_probe import ForwardTap, ModelProbe, ModuleGroup
 from andon_contracts.watch.replicas import Replicas
 from andon_contracts.watch.rows import Rows
@@ -75,7 +75,7 @@ class Watch:
             exchange.rank,
             exchange.world_size,
             lambda: list(context.rows.ids),
-            lambda named: tensors_of(context, named),
+            lambda named: bundle_tensors(context, named),
             subject.accelerators(),
         )
         context.verdicts = Verdicts(

@@ -28,7 +28,7 @@ from andon_contracts.agree import Observation, bits_of, real_of
 from andon_contracts.digest import signed
 from andon_contracts.laws.law import LOCKSTEP, Judgement, Rule, Seen, enforce, rules_of
 from andon_contracts.laws.rows import LEAVES, PLANNED, Leaves
-from andon_contracts.laws.update import BASE, BASE_POINT, KEPT, REDUCED, START, UPDATED, Due, Reduced
+from andon_contracts.laws.update import BASE, BASE_POINT, OPTIMIZER_UNCHANGED, REDUCED, START, UPDATED, Due, Reduced
 from andon_contracts.observe import word_sums
 from andon_contracts.policy import enforced
 
@@ -232,7 +232,7 @@ class TrainingStep:
             self._weights_there = None
             update.read(facts[0], partial(self._go_unchecked, update))
             return
-        want = Reduced(Rule.SAME if self._weights_there is None else Rule.HELD, self._clip_norm)
+        want = Reduced(Rule.SAME if self._weights_there is None else Rule.PREVIOUS, self._clip_norm)
         rates = [dict(zip(RATES, (bits_of(update.rate), bits_of(each.rate)), strict=True)) for each in self._replicas]
         expected = self._agreement.expected(rules_of(REDUCED, want), (*RATES, *REDUCED_FACTS)) if self.late else None
         gathered = self._agreement.gather(update.batch.step, "reduced", rates, facts, REDUCED_FACTS, expected)
@@ -251,7 +251,7 @@ class TrainingStep:
         # Several ranks compare their moments after each update; a lone one only has what it left itself.
         if self._backend.world_size == 1 and not self.late and self._optimizer is not None:
             kept = {"optimizer": signed(self._replicas[0].optimizer_digest())}
-            enforce(Judgement((KEPT,), Seen([replace(said[0], values=kept)], self._optimizer)))
+            enforce(Judgement((OPTIMIZER_UNCHANGED,), Seen([replace(said[0], values=kept)], self._optimizer)))
         update.norm = real_of(said[0].values["norm"])
         update.gradients = tuple(each.values["gradient"] for each in said)
 

@@ -114,14 +114,14 @@ def scale_of(said: Sequence[Observation]) -> Scale | None:
 class Scaled:
     """The scale of this update, and of the one before of which it was known; None where it was not."""
 
-    said: Observations
+    observations: Observations
     now: Scale | None
     before: Scale | None
 
     @property
     def step(self) -> int:
         """The number of the update."""
-        return self.said[0].step
+        return self.observations[0].step
 
 
 def _short(seen: Scaled) -> Finding | None:
@@ -131,7 +131,7 @@ def _short(seen: Scaled) -> Finding | None:
         return None
     for what, here, full in (("micro-batches", now.passes, before.passes), ("terms", now.terms, before.terms)):
         if 0 < here < full and close(now.first / before.first, here / full):
-            shown = f"{now.shown(len(seen.said))}, and {before.first:.3f} times in the window before"
+            shown = f"{now.shown(len(seen.observations))}, and {before.first:.3f} times in the window before"
             window = f"a window of {here} of {full} {what} is divided like a full one"
             return Finding(f"{shown}: {window}", seen.step, (), "gradient")
     return None
@@ -145,7 +145,7 @@ def _factor_of_layout(seen: Scaled) -> Finding | None:
     # Halves of losses are common, and twice a loss is not.
     if now.chosen and now.first < 1:
         return None
-    world, passes = len(seen.said), max(now.passes, 1)
+    world, passes = len(seen.observations), max(now.passes, 1)
     # Half a square is a loss by custom, if the half stands in the loss.
     if now.squared and close(now.first, 0.5) and now.first / now.factor / world < 0.5 * (1 + _CLOSE):
         return None
