@@ -13,9 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from andon_contracts import bundle
-from andon_contracts.act import Scene, with_bundle
-from andon_contracts.bundle import Evidence, write_part
+from andon_contracts import act
+from andon_contracts.act import Evidence, Scene, with_bundle, write_part
 from andon_contracts.error_file import VARIABLE, tell_launcher, write_error_file
 from andon_contracts.record import SCHEMA_VERSION, Broken
 from andon_contracts.stacks import doing, stacks
@@ -52,7 +51,7 @@ def test_only_the_first_rank_writes_the_account(tmp_path: Path) -> None:
 
 
 def test_tensors_are_kept_in_order_up_to_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bundle, "LIMIT_BYTES", 20)
+    monkeypatch.setattr(act, "LIMIT_BYTES", 20)
     tensors = {
         "named": torch.arange(3.0),  # 12 bytes
         "odd": torch.ones(1, dtype=torch.complex128),

@@ -23,7 +23,7 @@ from andon_contracts.clauses import CLAUSES, Clause, Kind
 from andon_contracts.laws import update as laws
 from andon_contracts.laws.law import Details, Judgement, Law, Seen, enforce
 from andon_contracts.laws.outcome import RESTORED, Restored
-from andon_contracts.laws.update import Due, Reduced
+from andon_contracts.laws.update import Reduced
 from andon_contracts.policy import (
     argument,
     clause,
@@ -70,7 +70,7 @@ def reduced(observations: Sequence[Observation], limit: float | None = 0.5) -> N
 
 
 def update(observations: Sequence[Observation], details: Details = MappingProxyType({})) -> None:
-    enforce(Judgement(laws.UPDATED, Seen(observations, Due(6), details=details)))
+    enforce(Judgement(laws.UPDATED, Seen(observations, 6, details=details)))
 
 
 def base(observations: Sequence[Observation]) -> None:

@@ -16,8 +16,7 @@ from andon.inspection.explain import explain
 from andon.inspection.recorded import open_recorded
 from andon.inspection.show import Texts, one_step, overview, texts_of
 from andon.training.rows import Rows
-from andon_contracts.act import Scene, with_bundle
-from andon_contracts.bundle import Evidence
+from andon_contracts.act import Evidence, Scene, with_bundle
 from andon_contracts.clauses import CLAUSES
 from andon_contracts.fields import Real
 from andon_contracts.record import Broken, Plan, RankPart, Record

@@ -22,8 +22,17 @@ from andon.step.step import COMPUTED_FACTS, RATES
 from andon_contracts.agree import bits_of, header, majority, real_of
 from andon_contracts.digest import signed
 from andon_contracts.laws.law import LOCKSTEP, Judgement, Law, Rule, Seen, agreeing, rules_of
-from andon_contracts.laws.rows import LEAVES, PLANNED, LeafPlan, Leaves
-from andon_contracts.laws.update import BASE, REDUCED, UPDATED, Due, Reduced, clipped_norm
+from andon_contracts.laws.update import (
+    BASE,
+    LEAVES,
+    PLANNED,
+    REDUCED,
+    UPDATED,
+    LeafPlan,
+    Leaves,
+    Reduced,
+    clipped_norm,
+)
 from tests.support.toy import CPU
 
 STEP, SEQUENCE, POINT = 6, 3, "here"
@@ -145,14 +154,14 @@ def test_of_what_the_update_left(
     changed(values, [[6], *([0, 9] for _ in moments), counts], column, data)
     said = gathered(values, spec.facts, data)
     observations = [replace(each, values=read_state(spec, 9, each.values)) for each in said.read()]
-    judgement = Judgement(UPDATED, Seen(observations, Due(due)))
-    row = expected_row(rules_for_facts(spec, rules_of(UPDATED, Due(due))), spec.facts)
+    judgement = Judgement(UPDATED, Seen(observations, due))
+    row = expected_row(rules_for_facts(spec, rules_of(UPDATED, due)), spec.facts)
     assert closes(said, [row] * world) == (judgement.first is not None)
 
 
 def test_every_row_that_may_be_judged_late_has_a_form_for_the_device() -> None:
     assert set(rules_of(REDUCED, Reduced())) == {"rate", "weights", "gradient", "nonfinite", "norm", "clipped"}
-    assert rules_of(UPDATED, Due(4)) == {"updates": 4, "optimizer": Rule.SAME, "weights": Rule.SAME}
+    assert rules_of(UPDATED, 4) == {"updates": 4, "optimizer": Rule.SAME, "weights": Rule.SAME}
     with pytest.raises(ValueError, match="base-frozen/base has no form for a device"):
         rules_of(BASE, 3)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from andon_contracts.bundle import explain_command
+from andon_contracts.act import explain_command
 from andon_contracts.causes import HALT, Cause, first_line, kind_of, row_lines
 from andon_contracts.fields import Count, Part, Seconds
 from andon_contracts.liveness.diagnosis import named

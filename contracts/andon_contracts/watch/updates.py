@@ -225,9 +225,7 @@ class Updates:
             why = str(error) if isinstance(error, TimeoutError) else first_line(error)
             return f"  what update {made.step} left was not compared: {why}"
         judgement, _ = self._judge_after(made.probe, said)
-        for law in judgement.broken():
-            found, scene = judgement.violation(law), self._context.scene(applied=True)
-            self._context.verdicts.report(found, scene, alone=True, by_all=True, suspicion=law.suspicion)
+        self._context.verdicts.report_alone(judgement, self._context.scene(applied=True), on_all_ranks=True)
         return ""
 
     def _note_equal(self, step: int, seen: Seen[object]) -> None:

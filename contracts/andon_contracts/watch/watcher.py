@@ -13,7 +13,7 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import Tensor, nn
 
-from andon_contracts.bundle import Evidence, write_cause
+from andon_contracts.act import Evidence, write_cause
 from andon_contracts.ledger import LedgerFile
 from andon_contracts.legible import tell
 from andon_contracts.liveness.end_messages import POINTS, EndMessages, Position

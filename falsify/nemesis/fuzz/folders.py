@@ -26,8 +26,7 @@ from andon.data.tokens import byte_tokenizer
 from andon.model.build import ModelSpec, build_base
 from andon.run.checkpoint import save_checkpoint
 from andon.run.provenance import environment, write_provenance
-from andon_contracts.act import Scene, with_bundle
-from andon_contracts.bundle import Evidence
+from andon_contracts.act import Evidence, Scene, with_bundle
 from andon_contracts.violation import Finding, Violation
 
 from .mutations import damaged

@@ -116,8 +116,7 @@ class Frozen(Check):
         values = self._values(self._base.last_look())
         said = (Observation(context.exchange.rank, context.updates, 0, "close", values),)
         judgement = context.verdicts.judgement((FROZEN,), Seen[object](said, None, context.subject.names))
-        if judgement.first is not None:
-            context.verdicts.report(judgement.violation(FROZEN), context.scene(applied=True), alone=True)
+        context.verdicts.report_alone(judgement, context.scene(applied=True))
 
     def closing_lines(self) -> list[str]:
         return [self.unread]

@@ -145,9 +145,8 @@ class Mode(Check):
         verdicts = self.context.verdicts
         if self._updates > 1 and self._is_alone() and "ranks-joined" in verdicts.live:
             said = (Observation(0, self._updates, 0, "close", {"alone": 1}),)
-            found = verdicts.judgement((_JOINED_AT_CLOSE,), Seen[object](said, None))
-            if found.first is not None:
-                verdicts.report(found.violation(_JOINED_AT_CLOSE), self.context.scene(applied=True), alone=True)
+            judgement = verdicts.judgement((_JOINED_AT_CLOSE,), Seen[object](said, None))
+            verdicts.report_alone(judgement, self.context.scene(applied=True))
 
     def _is_alone(self) -> bool:
         """Whether a launcher started several processes and this one made no process group with the others."""

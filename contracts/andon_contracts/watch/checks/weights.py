@@ -169,8 +169,7 @@ class Weights(Check):
             return
         said = (Observation(self.context.exchange.rank, self._probe.updates, 0, "close", {"parted": parted}),)
         judgement = verdicts.judgement((_MET_AT_CLOSE,), Seen[object](said, None))
-        for law in judgement.broken():
-            verdicts.report(judgement.violation(law), self.context.scene(applied=True), alone=True, by_all=True)
+        verdicts.report_alone(judgement, self.context.scene(applied=True), on_all_ranks=True)
 
     def closing_lines(self) -> list[str]:
         return [self.synchrony.closing_line()]
