@@ -37,7 +37,7 @@ LIMIT_BYTES = 1 << 26
 
 @dataclass(frozen=True)
 class Scene:
-    """What is known besides the finding.
+    """The facts of a message besides the finding.
 
     last_equal: the last update after which all weights were equal. unwritten: why the bundle is not complete. goes_on:
     nothing is raised, so the loop makes its update. by_command: the command `andon watch` opened the watch, so its
@@ -72,44 +72,42 @@ class Evidence:
     tensors: Callable[[str], Iterable[tuple[str, Tensor]]] = lambda _: ()
     devices: Sequence[str] = ()
 
-    def bundle_folder(self, step: int) -> Path | None:
-        return None if self.folder is None else self.folder / str(step)
-
 
 def explain_command(place: Path) -> str:
     return f"andon explain {shlex.quote(str(place))}"
 
 
-def violation(clause: str, finding: Finding, scene: Scene) -> Violation:
-    """The error for `finding`, with the whole message."""
+def with_message(violation: Violation, scene: Scene) -> Violation:
+    """The same violation with the whole message."""
+    clause, finding = violation.clause, violation.finding
     return Violation(message(clause, finding, scene), clause=clause, finding=finding, bundle=scene.bundle)
 
 
-def with_bundle(found: Violation, scene: Scene, evidence: Evidence, facts: Mapping[str, object]) -> Violation:
-    """Write this rank's part of the bundle, and on rank 0 the account. Returns the error for what all ranks found."""
-    place = evidence.bundle_folder(found.step)
-    if place is None:
-        return violation(found.clause, found.finding, scene)
+def with_bundle(violation: Violation, scene: Scene, evidence: Evidence, facts: Mapping[str, object]) -> Violation:
+    """Write this rank's part of the bundle, and on rank 0 the account. Returns the error that all ranks raise."""
+    if evidence.folder is None:
+        return with_message(violation, scene)
+    place = evidence.folder / str(violation.step)
     complete = replace(scene, bundle=str(place))
-    at = {"step": found.step, "point": "after the update" if scene.applied else "before the update"}
-    failed = write_part(place, found.clause, evidence, at, found.tensor)
+    at = {"step": violation.step, "point": "after the update" if scene.applied else "before the update"}
+    failed = write_part(place, violation.clause, evidence, at, violation.tensor)
     if evidence.rank == 0:
-        error = violation(found.clause, found.finding, complete)
-        likely = _likely(found.clause, found.finding, scene)
+        error = with_message(violation, complete)
+        likely = _likely(violation.clause, violation.finding, scene)
         known = {**asdict(scene), "cause": error.cause, "message": str(error), "likely": likely, **facts}
-        failed = write_account(place, found.clause, found.finding, known, evidence.devices) or failed
-    return violation(found.clause, found.finding, replace(complete, unwritten=failed))
+        failed = write_account(place, violation.clause, violation.finding, known, evidence.devices) or failed
+    return with_message(violation, replace(complete, unwritten=failed))
 
 
 def write_cause(cause: Cause, evidence: Evidence, at: Mapping[str, object], *, state: bool, account: bool) -> str:
     """Write what this rank knows when `cause` ends all ranks. Returns why not all could be written, or "".
 
-    at: where this rank is. state: tensors too. account: the account too. Writes nothing if there is no folder, or if
+    at: the position of this rank. state: tensors too. account: the account too. Writes nothing without a folder, or if
     the bundle was written when the violation was judged.
     """
-    place = evidence.bundle_folder(cause.step)
-    if place is None or cause.written:
+    if evidence.folder is None or cause.written:
         return ""
+    place = evidence.folder / str(cause.step)
     try:
         failed = write_part(place, cause.clause, evidence, at, cause.tensor if state else None)
         if account:
@@ -139,8 +137,8 @@ def write_part(
 ) -> str:
     """Write what this rank knows under PLACE/CLAUSE/. Returns why the disk refused, or "".
 
-    at: where this rank is. tensor: the broken one, written with the state; None: no tensors, as from a thread that must
-    not wait for a device.
+    at: the position of this rank. tensor: the broken one, written with the state; None: no tensors, for a thread that
+    must not wait for a device.
     """
     folder, rank = place / clause, evidence.rank
     record, why = collectives()

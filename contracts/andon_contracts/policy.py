@@ -39,7 +39,7 @@ def reset_evaluations() -> None:
 
 
 def enforced() -> bool:
-    """Whether clauses are evaluated in this process."""
+    """False while contracts are `suspended` in this process."""
     return _enforced
 
 

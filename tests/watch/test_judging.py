@@ -83,8 +83,8 @@ def _seen(**of_the_second: int) -> tuple[Observation, ...]:
 
 
 def _judgement(table: str, observations: Sequence[Observation], live: Any = ALL) -> tuple[Judgement[Any], Verdicts]:
-    verdicts = Verdicts(Settings(action=lambda _: None), 0, ["a", "b"], live)
-    seen = Seen(observations, None, verdicts.names)
+    verdicts = Verdicts(Settings(action=lambda _: None), live)
+    seen = Seen(observations, None, ["a", "b"])
     return verdicts.judgement(verdicts.live_laws(TABLES[table]), seen), verdicts
 
 

@@ -130,7 +130,7 @@ class Judgement(Generic[S]):
         return next(self.broken(), None)
 
     def broken(self) -> Iterator[Law[S]]:
-        """Every law that is broken, in order, up to one that stops."""
+        """The broken laws in order. A law that `stops` is the last."""
         yield from self._broken
         while (law := next(self._pending, None)) is not None:
             self._tally[law.clause] += 1

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from andon_contracts.act import Scene, violation
+from andon_contracts.act import Scene, with_message
 from andon_contracts.agree import GroupGather, Observation, gather_observations, gather_short, minority
 from andon_contracts.digest import digests_by_name, mix64
 from andon_contracts.laws.law import LOCKSTEP, Judgement, Seen
@@ -99,8 +99,7 @@ class Exchange:
                 pending.gathered()
         judgement = Judgement(() if judged else (LOCKSTEP,), Seen(seen, None))
         if judgement.first is not None:
-            found = judgement.violation(judgement.first)
-            raise violation(found.clause, found.finding, Scene(self.world_size))
+            raise with_message(judgement.violation(judgement.first), Scene(self.world_size))
         return seen
 
     def closing(self, step: int, point: str, values: Mapping[str, int], within_s: float) -> tuple[Observation, ...]:

@@ -47,8 +47,6 @@ class Verdicts:
     """
 
     settings: Settings
-    rank: int
-    names: Sequence[str]
     live: frozenset[str]
     evaluations: Counter[str] = field(default_factory=Counter)
     findings: list[Violation] = field(default_factory=list)
@@ -66,11 +64,9 @@ class Verdicts:
     def judgement(self, laws: Sequence[Law[S]], seen: S) -> Judgement[S]:
         return Judgement(laws, seen, self.evaluations)
 
-    def judge(self, laws: Sequence[Law[S]], seen: S, scene: Scene) -> bool:
-        """Judge `seen` by those of `laws` that are live, and report what is broken. Returns True if all hold."""
-        judgement = self.judgement(self.live_laws(laws), seen)
-        self.report_all(judgement, scene)
-        return judgement.first is None
+    def judge(self, laws: Sequence[Law[S]], seen: S, scene: Scene) -> None:
+        """Judge `seen` by those of `laws` that are live, and report what is broken."""
+        self.report_all(self.judgement(self.live_laws(laws), seen), scene)
 
     def is_reported(self, clause: str) -> bool:
         """True if a violation of the clause was reported, or is silenced: further ones are only counted."""
@@ -89,22 +85,22 @@ class Verdicts:
         for the bundle. Raises `Violation` on every rank if the action is to raise.
         """
         broken = list(self._not_silenced(judgement))
-        first = next((found for found, suspicion in broken if not suspicion), None)
+        first = next((violation for violation, suspicion in broken if not suspicion), None)
         effects: list[tuple[Violation, bool]] = []
         is_new = first is not None and (self.settings.action == "raise" or not self.counts[first.clause])
         if first is not None and is_new and self._cause_of(first) is None:
             effects = [each for each in broken if each[0] is not first]
             broken = [(first, False)]
-        for found, suspicion in broken:
-            self._report(found, suspicion, scene, self.evidence, self.rank == 0, locate, facts or {}, effects)
+        for violation, suspicion in broken:
+            self._report(violation, suspicion, scene, self.evidence, self.evidence.rank == 0, locate, facts, effects)
 
     def report_alone(self, judgement: Judgement[Any], scene: Scene, *, on_all_ranks: bool = False) -> None:
         """Act upon broken laws that this rank judges without the others, so without a bundle.
 
         on_all_ranks: every other rank finds the same, so one rank prints it.
         """
-        for found, suspicion in self._not_silenced(judgement):
-            self._report(found, suspicion, scene, Evidence(), self.rank == 0 or not on_all_ranks)
+        for violation, suspicion in self._not_silenced(judgement):
+            self._report(violation, suspicion, scene, Evidence(), self.evidence.rank == 0 or not on_all_ranks)
 
     def _not_silenced(self, judgement: Judgement[Any]) -> Iterator[tuple[Violation, bool]]:
         for law in judgement.broken():
@@ -115,7 +111,7 @@ class Verdicts:
 
     def _report(
         self,
-        found: Violation,
+        violation: Violation,
         suspicion: bool,
         scene: Scene,
         evidence: Evidence,
@@ -127,32 +123,32 @@ class Verdicts:
         """Count a finding; explain, bundle and act upon the first of its clause, unless it is an effect of another."""
         action = self.settings.action
         # A clause that was only suspected before is reported once more if it is certain.
-        is_first = not (self.counts[found.clause] or (suspicion and self.suspected[found.clause]))
-        self._count(found, suspicion)
+        is_first = not (self.counts[violation.clause] or (suspicion and self.suspected[violation.clause]))
+        self._count(violation, suspicion)
         if not is_first and (suspicion or action != "raise"):
             return
-        applied = scene.applied or CLAUSES[found.clause].of_the_update_before
-        cause = self._cause_of(found)
+        applied = scene.applied or CLAUSES[violation.clause].of_the_update_before
+        cause = self._cause_of(violation)
         if cause is not None:
-            self._note_effect(cause, found, suspicion, applied)
+            self._note_effect(cause, violation, suspicion, applied)
             if prints:
-                print_message(f"andon: of the same cause as {cause.violation.clause}: {_effect(found)}")
+                print_message(f"andon: of the same cause as {cause.violation.clause}: {_effect(violation)}")
             return
 
         known = self.counts + self.suspected
         news = [each for each in effects if not known[each[0].clause]]
         scene = replace(
-            scene if locate is None else locate(found),
+            scene if locate is None else locate(violation),
             goes_on=suspicion or action == "warn",
             applied=applied,
             by_command=self.settings.by_command,
             also=tuple(_effect(each) for each, _ in news),
         )
-        violation = with_bundle(found, scene, evidence, facts or {})
-        self.findings.append(violation)
-        self._record(violation, suspicion, applied)
+        complete = with_bundle(violation, scene, evidence, facts or {})
+        self.findings.append(complete)
+        self._record(complete, suspicion, applied)
         if not suspicion:
-            cause = _Reported(violation, {found.clause}, found.step)
+            cause = _Reported(complete, {violation.clause}, violation.step)
             self._reported.append(cause)
             for effect in news:
                 self._note_effect(cause, *effect, applied)
@@ -160,26 +156,26 @@ class Verdicts:
             self._count(*effect)
 
         if self.settings.log is not None:
-            about = {"andon/clause": violation.clause, "andon/step": violation.step, "andon/message": str(violation)}
+            about = {"andon/clause": complete.clause, "andon/step": complete.step, "andon/message": str(complete)}
             self.settings.log(about)
         if callable(action):
-            action(violation)
+            action(complete)
         elif action == "raise" and not suspicion:
-            raise violation
+            raise complete
         elif prints:
-            print_message(f"{'andon suspicion' if suspicion else 'andon.Violation'}: {violation}")
+            print_message(f"{'andon suspicion' if suspicion else 'andon.Violation'}: {complete}")
 
-    def _count(self, found: Violation, suspicion: bool) -> None:
-        (self.suspected if suspicion else self.counts)[found.clause] += 1
-        self.first_steps.setdefault(found.clause, found.step)
+    def _count(self, violation: Violation, suspicion: bool) -> None:
+        (self.suspected if suspicion else self.counts)[violation.clause] += 1
+        self.first_steps.setdefault(violation.clause, violation.step)
 
-    def _cause_of(self, found: Violation) -> _Reported | None:
+    def _cause_of(self, violation: Violation) -> _Reported | None:
         """The violation whose effect this is: of the same update, or one by which the ranks' weights parted."""
-        if self.settings.action == "raise":  # a violation ended the loop, or its script caught it and starts afresh
+        if self.settings.action == "raise":  # a violation ended the loop, or its caller caught it
             return None
         for cause in reversed(self._reported):
-            parted = found.clause in _PARTED and not _PART.isdisjoint(cause.clauses)
-            if parted or found.step == cause.until:
+            parted = violation.clause in _PARTED and not _PART.isdisjoint(cause.clauses)
+            if parted or violation.step == cause.until:
                 return cause
         return None
 
@@ -189,11 +185,11 @@ class Verdicts:
             cause.until = max(cause.until, effect.step)
         self._record(effect, suspicion, applied)
 
-    def _record(self, found: Violation, suspicion: bool, applied: bool) -> None:
+    def _record(self, violation: Violation, suspicion: bool, applied: bool) -> None:
         if self.record is not None:
             done = {"warn": "warned", "raise": "raised"}.get(str(self.settings.action), "called")
-            self.record(found, "suspected" if suspicion else done, applied)
+            self.record(violation, "suspected" if suspicion else done, applied)
 
 
-def _effect(found: Violation) -> str:
-    return f"{found.clause}, step {found.step}: {found.finding.seen}"
+def _effect(violation: Violation) -> str:
+    return f"{violation.clause}, step {violation.step}: {violation.finding.seen}"

@@ -22,99 +22,97 @@ REPLICATED = {name: law.clause for law in (REPLICAS, GRADIENTS, OPTIMIZERS) for 
 """By the name of a value that all replicas share, the clause that compares it."""
 
 
-class Locator:
-    """Reports broken laws with the tensor and the element that differ. All ranks must make the same calls."""
+def report_start(context: Context, judgement: Judgement[Seen[object]], laws: Laws) -> None:
+    """Report what is broken of `laws` at the start, with the tensor and element that differ. Collective."""
+    tensors = context.subject.parameters
+    scene = Scene(context.world, tensors=len(tensors))
+    _report(context, judgement, laws, None, scene, {"replicas-agree": tensors})
 
-    def __init__(self, context: Context) -> None:
-        self._context = context
 
-    def start(self, judgement: Judgement[Seen[object]], laws: Laws) -> None:
-        tensors = self._context.subject.parameters
-        scene = Scene(self._context.world, tensors=len(tensors))
-        self._report(judgement, laws, None, scene, {"replicas-agree": tensors})
+def report_before(probe: OptimizerProbe, judgement: Judgement[Seen[object]], laws: Laws) -> None:
+    """Report what is broken of `laws` before an update of `probe`'s optimizer. Collective."""
+    tensors: dict[str, Mapping[str, Tensor]] = {
+        "replicas-agree": probe.parameters,
+        "gradients-agree": {name: p.grad for name, p in probe.parameters.items() if p.grad is not None},
+        "buffers-agree": probe.context.subject.buffers_by_name(),
+    }
+    scene = probe.context.scene_of(probe, judgement.seen.observations, applied=False)
+    _report(probe.context, judgement, laws, probe, scene, tensors)
 
-    def before(self, probe: OptimizerProbe, judgement: Judgement[Seen[object]], laws: Laws) -> None:
-        """Report what is broken of `laws` before an update of `probe`'s optimizer."""
-        tensors: dict[str, Mapping[str, Tensor]] = {
-            "replicas-agree": probe.parameters,
-            "gradients-agree": {name: p.grad for name, p in probe.parameters.items() if p.grad is not None},
-            "buffers-agree": self._context.subject.buffers_by_name(),
-        }
-        scene = self._context.scene_of(probe, judgement.seen.observations, applied=False)
-        self._report(judgement, laws, probe, scene, tensors)
 
-    def after(
-        self, probe: OptimizerProbe, judgement: Judgement[Seen[object]], laws: Laws, before: Observations
-    ) -> None:
-        """Report what is broken of `laws` after an update of `probe`'s optimizer. `before`: observed before it."""
-        # If a difference of the weights is only a suspicion, its element is not searched for.
-        tensors = {} if PARTED in laws else {"replicas-agree": probe.parameters}
-        self._report(judgement, laws, probe, self._context.scene_of(probe, before, applied=True), tensors)
+def report_after(probe: OptimizerProbe, judgement: Judgement[Seen[object]], laws: Laws, before: Observations) -> None:
+    """Report what is broken of `laws` after an update of `probe`'s optimizer. `before`: observed before it."""
+    # If a difference of the weights is only a suspicion, its element is not searched for.
+    tensors = {} if PARTED in laws else {"replicas-agree": probe.parameters}
+    scene = probe.context.scene_of(probe, before, applied=True)
+    _report(probe.context, judgement, laws, probe, scene, tensors)
 
-    def _report(
-        self,
-        judgement: Judgement[Seen[object]],
-        laws: Laws,
-        probe: OptimizerProbe | None,
-        scene: Scene,
-        tensors: Mapping[str, Mapping[str, Tensor]],
-    ) -> None:
-        """Compare the values that differ tensor by tensor, then report. tensors: by clause, those that it compares."""
-        exchange, verdicts, seen = self._context.exchange, self._context.verdicts, judgement.seen
-        # Ranks at different points cannot be compared.
-        if in_lockstep(seen.observations):
-            details: dict[str, Mapping[str, Sequence[int]]] = {}
-            for law in verdicts.live_laws(laws):
-                for name in () if verdicts.is_reported(law.clause) else law.look:
-                    if name in seen.differing:
-                        details.update(self._details(name, seen.step, probe))
-            judgement.seen = replace(seen, details=details)
 
-        def locate(found: Violation) -> Scene:
-            """The scene with the first element that differs in the tensor of the finding. Collective."""
-            # What only some ranks have (a gradient, an optimizer state) must not decide whether a rank takes part.
-            named, name, key = tensors.get(found.clause), found.tensor, ""
-            if found.clause == "optimizers-agree" and scene.applied and probe is not None:
-                named = _states_of(probe, name) if name in probe.parameters else {}
-                digests = exchange.look(seen.step, "state", named)
-                name = key = next((one for one, by_rank in digests.items() if len(set(by_rank)) > 1), "")
-            if named is None:
-                return scene
-            noun = "gradient" if found.clause == "gradients-agree" else "tensor"
-            element = exchange.first_difference(seen.step, named.get(name), noun)
-            return replace(scene, element=" ".join(filter(None, [key, element])))
-
-        facts = {} if probe is None else {"ids": list(self._context.rows.ids)}
-        verdicts.report_all(judgement, scene, locate, facts)
-
-    def _details(self, name: str, step: int, probe: OptimizerProbe | None) -> Details:
-        """The digests by tensor and rank behind the observed value `name`. Collective.
-
-        probe: whose parameters are compared; None: those of the model.
-        """
-        subject, look, spread = self._context.subject, self._context.exchange.look, self._context.exchange.spread
-        parameters = subject.parameters if probe is None else probe.parameters
+def _report(
+    context: Context,
+    judgement: Judgement[Seen[object]],
+    laws: Laws,
+    probe: OptimizerProbe | None,
+    scene: Scene,
+    tensors: Mapping[str, Mapping[str, Tensor]],
+) -> None:
+    """Compare the values that differ tensor by tensor, then report. tensors: by clause, those that it compares."""
+    exchange, verdicts, seen = context.exchange, context.verdicts, judgement.seen
+    # Ranks at different points cannot be compared.
+    if in_lockstep(seen.observations):
         details: dict[str, Mapping[str, Sequence[int]]] = {}
-        if name == "weights":
-            details[name] = look(step, name, parameters)
-        elif name == "layout":
-            details[name] = spread(step, "tensors of layout", {n: roles_digest({"": p}) for n, p in parameters.items()})
-        elif name == "gradient":
-            none = torch.empty(0, device="cpu")
-            details[name] = look(step, name, {n: none if p.grad is None else p.grad for n, p in parameters.items()})
-        elif name == "optimizer" and probe is not None:
-            states = {n: state_digest(probe.optimizer.state.get(p, {})) for n, p in parameters.items()}
-            details[name] = spread(step, "tensors of optimizer", states)
-        elif name in ("buffers", "caches"):
-            buffers = subject.buffers_by_name()
-            details["buffers"] = look(step, "buffers", buffers)
-            shapes = {n: layout_digest({"": buffer}) for n, buffer in buffers.items()}
-            details["shapes of buffers"] = spread(step, "shapes of buffers", shapes)
-        elif name == "modes":
-            return {name: spread(step, "modes of modules", subject.modes_by_name())}
-        elif name == "hyperparameters" and probe is not None:
-            return {name: spread(step, name, hyperparameters_by_key(probe.optimizer))}
-        return {each: self._context.replicas.align_tensors(digests) for each, digests in details.items()}
+        for law in verdicts.live_laws(laws):
+            for name in () if verdicts.is_reported(law.clause) else law.look:
+                if name in seen.differing:
+                    details.update(_details(context, name, seen.step, probe))
+        judgement.seen = replace(seen, details=details)
+
+    def locate(violation: Violation) -> Scene:
+        """The scene with the first element that differs in the tensor of the finding. Collective."""
+        # What only some ranks have (a gradient, an optimizer state) must not decide whether a rank takes part.
+        named, name, key = tensors.get(violation.clause), violation.tensor, ""
+        if violation.clause == "optimizers-agree" and scene.applied and probe is not None:
+            named = _states_of(probe, name) if name in probe.parameters else {}
+            digests = exchange.look(seen.step, "state", named)
+            name = key = next((one for one, by_rank in digests.items() if len(set(by_rank)) > 1), "")
+        if named is None:
+            return scene
+        noun = "gradient" if violation.clause == "gradients-agree" else "tensor"
+        element = exchange.first_difference(seen.step, named.get(name), noun)
+        return replace(scene, element=" ".join(filter(None, [key, element])))
+
+    facts = {} if probe is None else {"ids": list(context.rows.ids)}
+    verdicts.report_all(judgement, scene, locate, facts)
+
+
+def _details(context: Context, name: str, step: int, probe: OptimizerProbe | None) -> Details:
+    """The digests, by tensor and rank, of what the observed value `name` summarizes. Collective.
+
+    probe: whose parameters are compared; None: those of the model.
+    """
+    subject, look, spread = context.subject, context.exchange.look, context.exchange.spread
+    parameters = subject.parameters if probe is None else probe.parameters
+    details: dict[str, Mapping[str, Sequence[int]]] = {}
+    if name == "weights":
+        details[name] = look(step, name, parameters)
+    elif name == "layout":
+        details[name] = spread(step, "tensors of layout", {n: roles_digest({"": p}) for n, p in parameters.items()})
+    elif name == "gradient":
+        none = torch.empty(0, device="cpu")
+        details[name] = look(step, name, {n: none if p.grad is None else p.grad for n, p in parameters.items()})
+    elif name == "optimizer" and probe is not None:
+        states = {n: state_digest(probe.optimizer.state.get(p, {})) for n, p in parameters.items()}
+        details[name] = spread(step, "tensors of optimizer", states)
+    elif name in ("buffers", "caches"):
+        buffers = subject.buffers_by_name()
+        details["buffers"] = look(step, "buffers", buffers)
+        shapes = {n: layout_digest({"": buffer}) for n, buffer in buffers.items()}
+        details["shapes of buffers"] = spread(step, "shapes of buffers", shapes)
+    elif name == "modes":
+        return {name: spread(step, "modes of modules", subject.modes_by_name())}
+    elif name == "hyperparameters" and probe is not None:
+        return {name: spread(step, name, hyperparameters_by_key(probe.optimizer))}
+    return {each: context.replicas.align_tensors(digests) for each, digests in details.items()}
 
 
 def bundle_tensors(context: Context, named: str) -> Iterator[tuple[str, Tensor]]:

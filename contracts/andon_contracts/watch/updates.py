@@ -30,7 +30,7 @@ from andon_contracts.watch.checks.scale import GradientScale, Passes
 from andon_contracts.watch.checks.structure import START, Structure
 from andon_contracts.watch.checks.told import ToldByLoop
 from andon_contracts.watch.checks.weights import PARTED, Weights
-from andon_contracts.watch.locate import Locator
+from andon_contracts.watch.locate import report_after, report_before, report_start
 from andon_contracts.watch.model_probe import ModelProbe
 
 _AT_THE_CLOSE_S = 5.0
@@ -82,7 +82,6 @@ def _judged_late(subject: ModelProbe) -> bool:
 class Updates:
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._locator = Locator(context)
         self._before_laws: dict[OptimizerProbe, Sequence[Law[Seen[object]]]] = {}
         self._after_laws: dict[OptimizerProbe, Sequence[Law[Seen[object]]]] = {}
         self._said: Observations = ()
@@ -117,7 +116,7 @@ class Updates:
         if judgement.first is None:
             self._note_equal(context.settings.start, seen)
         else:
-            self._locator.start(judgement, START)
+            report_start(context, judgement, START)
         context.check(ToldByLoop).compare_data()
 
     def before(self, probe: OptimizerProbe) -> None:
@@ -148,7 +147,7 @@ class Updates:
         laws = tuple(law for law in self._before_laws[probe] if law.clause not in deferred)
         judgement = self._context.verdicts.judgement(laws, seen)
         if judgement.first is not None:
-            self._locator.before(probe, judgement, laws)
+            report_before(probe, judgement, laws)
         return said
 
     def after(self, probe: OptimizerProbe) -> None:
@@ -184,7 +183,7 @@ class Updates:
             judgement, laws = self._judge_after(made.probe, said)
             if judgement.first is not None:
                 with context.rows.of_update(made.ids, is_past=self._late):
-                    self._locator.after(made.probe, judgement, laws, self._aligned)
+                    report_after(made.probe, judgement, laws, self._aligned)
             self._note_equal(made.step, judgement.seen)
             made.probe.states_equal = "optimizer" not in judgement.seen.differing
 

@@ -78,9 +78,7 @@ class Watch:
             lambda named: bundle_tensors(context, named),
             subject.accelerators(),
         )
-        context.verdicts = Verdicts(
-            settings, exchange.rank, subject.names, live, record=context.recorder.violation, evidence=evidence
-        )
+        context.verdicts = Verdicts(settings, live, record=context.recorder.violation, evidence=evidence)
         self._halt = halt
         if halt is not None:
             halt.evidence = evidence
