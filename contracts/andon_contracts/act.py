@@ -1,28 +1,47 @@
-"""What a violation causes: a message that separates fact, inference and scope, a bundle, and the error itself."""
+"""What a violation causes: a message that separates fact, inference and scope, a bundle, and the error itself.
+
+The bundle is the files by which a violation, or another end, can be examined after its processes are gone.
+FOLDER/STEP/CLAUSE.json is the account, written by the lowest live rank: the ledger's record of the violation, the
+message, versions. FOLDER/STEP/CLAUSE/ has a part for each live rank, written by that rank, without a collective:
+`rank-R.json` (batch ids, stacks of all Python threads, digests by tensor), `rank-R.safetensors` (tensors),
+`rank-R.collectives.json` (torch's record of its collectives, if it keeps one). No file is a pickle. Rows and weights
+are in them, so only their owner can read them (0600).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import os
+import shlex
+import socket
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from andon_contracts.agree import Observation, minority, real_of
-from andon_contracts.bundle import Evidence, explaining, write_account, write_part
-from andon_contracts.causes import row_lines
+from andon_contracts.causes import Cause, first_line, row_lines
 from andon_contracts.clauses import CLAUSES
+from andon_contracts.digest import hex64, tensor_digest
+from andon_contracts.fingerprint import environment
+from andon_contracts.record import SCHEMA_VERSION, Broken
+from andon_contracts.stacks import collectives, stacks
+from andon_contracts.tensor_file import NAMES, open_private, write_tensors
 from andon_contracts.violation import NOT_SEEN_REDUCED, OTHER_SHAPES, Finding, Violation, named_ranks
 
-_OF_A_TREE = "trees-agree"
-"""The clause of `assert_same`, which a script calls outside any update and watch."""
+LIMIT_BYTES = 1 << 26
+"""The most bytes of tensors that one rank writes: the broken tensor first, then the trained state in order."""
 
 
 @dataclass(frozen=True)
 class Scene:
-    """What is known besides the finding.
+    """The facts of a message besides the finding.
 
-    last_equal: the last update after which all weights were seen equal. unwritten: why the bundle is not whole.
-    goes_on: the loop makes its update all the same, because nothing is raised. by_command: the command `andon watch`
-    opened the watch, so its options silence a clause. also: other laws broken by the same observations, as effects.
+    last_equal: the last update after which all weights were equal. unwritten: why the bundle is not complete. goes_on:
+    nothing is raised, so the loop makes its update. by_command: the command `andon watch` opened the watch, so its
+    options silence a clause. also: other laws broken by the same observations, as effects.
     """
 
     world: int = 1
@@ -38,54 +57,168 @@ class Scene:
     also: tuple[str, ...] = ()
 
 
-def violation(clause: str, finding: Finding, scene: Scene) -> Violation:
-    """The error for `finding`, with the whole message."""
+@dataclass(frozen=True)
+class Evidence:
+    """What a rank can put into a bundle. folder: where bundles go; None: nowhere.
+
+    tensors: the tensors to write if the named one is broken, that one first. devices: the names of the accelerators in
+    use, read before a failure, because they may not answer after it.
+    """
+
+    folder: Path | None = None
+    rank: int = 0
+    world: int = 1
+    ids: Callable[[], Sequence[int]] = tuple
+    tensors: Callable[[str], Iterable[tuple[str, Tensor]]] = lambda _: ()
+    devices: Sequence[str] = ()
+
+
+def explain_command(place: Path) -> str:
+    return f"andon explain {shlex.quote(str(place))}"
+
+
+def with_message(violation: Violation, scene: Scene) -> Violation:
+    """The same violation with the whole message."""
+    clause, finding = violation.clause, violation.finding
     return Violation(message(clause, finding, scene), clause=clause, finding=finding, bundle=scene.bundle)
 
 
-def conclude(found: Violation, scene: Scene, evidence: Evidence, facts: Mapping[str, object]) -> Violation:
-    """The error for what all ranks found alike, after each of them has left its part of the bundle.
-
-    All ranks have just answered, so that the lowest live one is the first; it writes the account.
-    """
-    place = evidence.place(found.step)
-    if place is None:
-        return violation(found.clause, found.finding, scene)
-    whole = violation(found.clause, found.finding, replace(scene, bundle=str(place)))
-    at = {"step": found.step, "point": "after the update" if scene.applied else "before the update"}
-    failed = write_part(place, found.clause, evidence, at, found.tensor)
+def with_bundle(violation: Violation, scene: Scene, evidence: Evidence, facts: Mapping[str, object]) -> Violation:
+    """Write this rank's part of the bundle, and on rank 0 the account. Returns the error that all ranks raise."""
+    if evidence.folder is None:
+        return with_message(violation, scene)
+    place = evidence.folder / str(violation.step)
+    complete = replace(scene, bundle=str(place))
+    at = {"step": violation.step, "point": "after the update" if scene.applied else "before the update"}
+    failed = write_part(place, violation.clause, evidence, at, violation.tensor)
     if evidence.rank == 0:
-        likely = _likely(found.clause, found.finding, scene)
-        known = {**asdict(scene), "cause": whole.cause, "message": str(whole), "likely": likely, **facts}
-        failed = write_account(place, found.clause, found.finding, known, evidence.devices) or failed
-    return violation(found.clause, found.finding, replace(scene, bundle=str(place), unwritten=failed))
+        error = with_message(violation, complete)
+        likely = _likely(violation.clause, violation.finding, scene)
+        known = {**asdict(scene), "cause": error.cause, "message": str(error), "likely": likely, **facts}
+        failed = write_account(place, violation.clause, violation.finding, known, evidence.devices) or failed
+    return with_message(violation, replace(complete, unwritten=failed))
 
 
-def agreed(observations: Sequence[Observation], *, moments: bool) -> str:
+def write_cause(cause: Cause, evidence: Evidence, at: Mapping[str, object], *, state: bool, account: bool) -> str:
+    """Write what this rank knows when `cause` ends all ranks. Returns why not all could be written, or "".
+
+    at: the position of this rank. state: tensors too. account: the account too. Writes nothing without a folder, or if
+    the bundle was written when the violation was judged.
+    """
+    if evidence.folder is None or cause.written:
+        return ""
+    place = evidence.folder / str(cause.step)
+    try:
+        failed = write_part(place, cause.clause, evidence, at, cause.tensor if state else None)
+        if account:
+            facts = {"cause": cause.kind, "message": cause.text, "world": evidence.world}
+            finding = cause.violation().finding
+            failed = write_account(place, cause.clause, finding, facts, evidence.devices) or failed
+    except Exception as error:  # noqa: BLE001 - the error that stops all ranks must reach them, even without a bundle
+        return first_line(error)
+    return failed
+
+
+def write_account(
+    place: Path, clause: str, finding: Finding, facts: Mapping[str, object], devices: Sequence[str] = ()
+) -> str:
+    """Write PLACE/CLAUSE.json. Returns why the disk refused, or "": a full disk hides no violation."""
+    broken = Broken(clause, finding.step, finding.ranks, finding.tensor, finding.seen, dict(finding.details))
+    versions = environment(torch.get_num_threads(), devices)
+    packages = versions.pop("packages")
+    versions |= {**(packages if isinstance(packages, dict) else {}), "torch": torch.__version__}
+    record = {"v": SCHEMA_VERSION, **broken.to_json()}
+    body = {"record": record, "explain": explain_command(place), "versions": versions, **facts}
+    return _write_json(place / f"{clause}.json", body)
+
+
+def write_part(
+    place: Path, clause: str, evidence: Evidence, at: Mapping[str, object], tensor: str | None = None
+) -> str:
+    """Write what this rank knows under PLACE/CLAUSE/. Returns why the disk refused, or "".
+
+    at: the position of this rank. tensor: the broken one, written with the state; None: no tensors, for a thread that
+    must not wait for a device.
+    """
+    folder, rank = place / clause, evidence.rank
+    record, why = collectives()
+    body: dict[str, object] = {
+        "rank": rank,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "ids": list(evidence.ids()),
+        "threads": stacks(),
+        "collectives": why or f"rank-{rank}.collectives.json",
+        **at,
+    }
+    failed = "" if record is None else _write_json(folder / f"rank-{rank}.collectives.json", record)
+    if tensor is not None:
+        failed = _write_state(folder, evidence, tensor, body) or failed
+    return _write_json(folder / f"rank-{rank}.json", body) or failed
+
+
+def _write_state(folder: Path, evidence: Evidence, named: str, body: dict[str, object]) -> str:
+    written, left_out, digests, size = dict[str, Tensor](), list[str](), dict[str, str](), 0
+    file = f"rank-{evidence.rank}.safetensors"
+    try:
+        for name, tensor in evidence.tensors(named):
+            if name in digests:
+                continue
+            digests[name] = hex64(tensor_digest(tensor))
+            if tensor.dtype not in NAMES or size + tensor.nbytes > LIMIT_BYTES:
+                left_out.append(name)
+                continue
+            # A copy, so that the file has what was digested even if the loop goes on.
+            written[name] = tensor.detach().cpu().clone()
+            size += tensor.nbytes
+        folder.mkdir(parents=True, exist_ok=True)
+        write_tensors(folder / file, written, {"rank": str(evidence.rank)})
+    except (OSError, RuntimeError) as error:
+        body["tensors"] = f"not written: {error}"
+        return str(error)
+    body["tensors"] = {"file": file, "left out": left_out, "limit bytes": LIMIT_BYTES}
+    body["digests"] = digests
+    return ""
+
+
+def _write_json(path: Path, body: Mapping[str, object]) -> str:
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open_private(part) as file:
+            file.write((json.dumps(body, indent=2, sort_keys=True, default=repr) + "\n").encode())
+        part.replace(path)
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+def agreement(observations: Sequence[Observation], *, moments: bool) -> str:
     """What was equal on all ranks just before an update and what was not, as one line; "" of a single rank.
 
-    moments: whether the optimizer states were seen equal after the update before.
+    moments: whether the optimizer states were equal after the update before.
     """
     if len(observations) == 1:
         return ""
     columns = ("weights", "gradient", "layout", "hyperparameters")
     same = {name for name in columns if len({o.values[name] for o in observations}) == 1}
-    read = [bool(o.values["weights read"]) for o in observations]  # of some ranks alone: no one moment to name
+    read = [bool(o.values["weights read"]) for o in observations]  # if only some ranks read them, no moment is named
     weights = ["weights"] * ("weights" in same)
     now = weights * all(read) + ["reduced gradient"] * ("gradient" in same)
     earlier = weights * (not any(read)) + ["moments"] * moments
-    shown = [f"{_listed(now)} agreed"] if now else []
+    parts = [f"{_listed(now)} agreed"] if now else []
     if earlier:
-        shown.append(f"{_listed(earlier)} agreed after step {observations[0].step - 1}, not read again since")
+        parts.append(f"{_listed(earlier)} agreed after step {observations[0].step - 1}, not read again since")
     rates = [real_of(o.values["rate"]) for o in observations]
     if len(set(rates)) > 1:
         odd = minority(rates)
-        named = odd or range(len(rates))
-        others = [] if not odd else [f"{next(r for i, r in enumerate(rates) if i not in odd)!r} on the others"]
-        shown.append(f"lr differs: {', '.join([*(f'{rates[i]!r} on rank {i}' for i in named), *others])}")
+        shown = [f"{rates[rank]!r} on rank {rank}" for rank in odd or range(len(rates))]
+        if odd:
+            shown.append(f"{next(rate for rank, rate in enumerate(rates) if rank not in odd)!r} on the others")
+        parts.append(f"lr differs: {', '.join(shown)}")
     elif "layout" in same and "hyperparameters" not in same:
-        shown.append("hyperparameters differ")
-    return "; ".join(shown)
+        parts.append("hyperparameters differ")
+    return "; ".join(parts)
 
 
 def _listed(words: Sequence[str]) -> str:
@@ -93,8 +226,8 @@ def _listed(words: Sequence[str]) -> str:
 
 
 def message(clause: str, finding: Finding, scene: Scene) -> str:
-    """Several lines: what is broken and where are facts, `likely` is an inference, `state` and `bundle` the scope."""
-    tree = clause == _OF_A_TREE
+    """Several lines: the headline and `where` are facts, `likely` is an inference, `state` and `bundle` the scope."""
+    tree = clause == "trees-agree"  # `assert_same`, which a script calls outside any update and watch
     where, likely = finding.tensor, _likely(clause, finding, scene)
     if where and finding.details and scene.tensors:
         where += f" ({len(finding.details)} of {scene.tensors} {'leaves' if tree else 'tensors'})"
@@ -110,13 +243,13 @@ def message(clause: str, finding: Finding, scene: Scene) -> str:
     allow = f"--allow {clause}=<reason>" if scene.by_command else f'andon.watch(..., allow={{"{clause}": "<reason>"}})'
     rows = [
         ("where", where),
-        # Between ranks the bits of an element say it; the digests that are seen besides are in the bundle.
+        # If the bits of an element are shown, the digests are in the bundle only.
         ("seen", "" if scene.element and CLAUSES[clause].between_ranks else finding.seen),
         *(("also", each) for each in scene.also),
         ("before", scene.before),
         ("likely", f"{likely}  [inference, not proof]" if likely else ""),
         ("state", "" if tree else state),
-        ("bundle", f"{scene.bundle}  explain: {explaining(Path(scene.bundle))}" if scene.bundle else ""),
+        ("bundle", f"{scene.bundle}  explain: {explain_command(Path(scene.bundle))}" if scene.bundle else ""),
         ("but", f"not all of the bundle could be written: {scene.unwritten}" if scene.unwritten else ""),
         ("silence", "" if tree else allow),
     ]
@@ -125,7 +258,6 @@ def message(clause: str, finding: Finding, scene: Scene) -> str:
 
 
 def _likely(clause: str, finding: Finding, scene: Scene) -> str:
-    """What usually is the cause of a broken clause, given what else was seen."""
     if OTHER_SHAPES in finding.seen or NOT_SEEN_REDUCED in finding.seen:
         return ""
     if clause in ("replicas-agree", "optimizers-agree") and "lr differs" in scene.before:

@@ -13,7 +13,7 @@ from andon_contracts.violation import Finding, Halted, Kind, Violation
 
 HALT = "halt-together"
 _NAME = re.compile(r"[A-Za-z0-9][\w .-]{0,99}")
-"""What a clause may be called: its name becomes that of a folder."""
+"""The form of a clause's name, which becomes the name of a folder."""
 
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
 _SILENT = ("Timed out waiting", "Wait timeout", "timed out after", "Timed out after", "Socket Timeout")
@@ -23,7 +23,11 @@ _NO_MEMORY = ("can't allocate memory", "out of memory", "Cannot allocate memory"
 
 @dataclass(frozen=True)
 class Cause(Part):
-    """Why all ranks stop, the same on every rank. `text` is the whole message, `rank` whose doing it is, if known."""
+    """Why all ranks stop, the same on every rank.
+
+    text: the whole message. rank: the rank that causes the stop, if known. written: whether every rank wrote its bundle
+    when the violation was judged.
+    """
 
     kind: Kind
     text: str
@@ -35,11 +39,9 @@ class Cause(Part):
     ranks: tuple[Count, ...] = ()
     bundle: str = ""
     written: bool = False
-    """Whether the bundle was written when the violation was judged, on every rank."""
 
     @classmethod
     def of_violation(cls, error: Violation, rank: int) -> Cause:
-        """The cause that `rank` sends to the others for the `error` that it raised."""
         found = error.finding
         return cls(
             error.cause, str(error), rank, found.step, error.clause or HALT, found.seen, found.tensor, found.ranks,
@@ -54,29 +56,29 @@ class Cause(Part):
         return kind(self.text, clause=self.clause, finding=finding, cause=self.kind, bundle=self.bundle)
 
     def with_rows(self, *rows: tuple[str, str]) -> Cause:
-        """The same with these rows (name, text) added to its message."""
+        """The cause with these rows (name, text) added to its message."""
         return replace(self, text="\n".join([self.text, *row_lines(rows)]))
 
-    def among(self, world: int) -> Cause:
-        """This cause, if it can come from one of `world` ranks. Raises `ValueError` if it cannot."""
-        named = (*self.ranks, *([] if self.rank is None else [self.rank]))
-        if any(rank >= world for rank in named):
-            raise ValueError(f"a cause names rank {max(named)} of {world}")
+    def checked(self, world: int) -> Cause:
+        """This cause. Raises `ValueError` if it cannot come from one of `world` ranks."""
+        highest = max([*self.ranks, self.rank or 0])
+        if highest >= world:
+            raise ValueError(f"a cause names rank {highest} of {world}")
         if not _NAME.fullmatch(self.clause):
             raise ValueError(f"a cause names the clause {self.clause!r}")
         return self
 
 
 def row_lines(rows: Sequence[tuple[str, str]]) -> list[str]:
-    """The rows of a message that say something, one line each."""
+    """The rows (name, text) of a message, one line each, without those that have no text."""
     return [f"  {name:<8} {legible_line(text)}" for name, text in rows if text]
 
 
 def consequence(error: BaseException) -> Literal["lost", "silent"] | None:
-    """Whether an error only says that another rank is lost or silent; None if it is this rank's own.
+    """Whether an error only reports that another rank is lost or silent; None if it is this rank's own error.
 
-    Gloo raises a plain `RuntimeError` for a peer that is gone, so its text has to be read; torch's own network and
-    store errors have types.
+    Gloo raises a plain `RuntimeError` for a lost peer, so only its text tells. Torch's network and store errors have
+    types.
     """
     from_gloo = type(error) is RuntimeError and "gloo" in str(error)
     if type(error).__name__ not in _NETWORK_ERRORS and not from_gloo:
@@ -91,14 +93,13 @@ def kind_of(error: BaseException) -> Kind:
     """The kind of an error that is not a consequence of another rank's end."""
     if isinstance(error, Violation):
         return error.cause
-    name, text = type(error).__name__, str(error)
-    starved = isinstance(error, MemoryError) or name == "OutOfMemoryError"
-    if starved or (isinstance(error, RuntimeError | OSError) and any(phrase in text for phrase in _NO_MEMORY)):
+    no_memory = isinstance(error, RuntimeError | OSError) and any(phrase in str(error) for phrase in _NO_MEMORY)
+    if no_memory or isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return "out of memory"
     return "failed"
 
 
 def first_line(error: BaseException) -> str:
-    """The error's type and the first sentence of its text, which may quote what anybody wrote."""
+    """The error's type and the first sentence of its text, made legible, because it may quote any bytes."""
     text = legible(str(error).strip().partition("\n")[0].partition(". ")[0])
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -12,10 +12,10 @@ Kind = Literal["pre", "post", "invariant"]
 
 @dataclass(frozen=True)
 class Clause:
-    """One promise. `name` is what messages say; `aliases` are its ids in the documents that it comes from.
+    """One promise. Messages show `name`; `aliases` are its ids in the documents that it comes from.
 
     schedule: when it is checked. likely: the usual cause if it is broken, an inference. between_ranks: it compares
-    ranks with each other. of_the_update_before: what it finds before an update is what the last update left.
+    ranks with each other. of_the_update_before: a violation found before an update is of the state after the last one.
     """
 
     name: str
@@ -28,13 +28,11 @@ class Clause:
     of_the_update_before: bool = False
 
 
-# One clause in a few lines: name, kind, schedule and aliases; the statement; what may be said besides.
 # fmt: off
 _ALL = (
     Clause("replicas-agree", "invariant", "every step", ("C-DP-001", "F-DP-001", "C-DDP-001", "DTEC6C-INV-001"),
         "Every rank holds the same trainable weights, to the bit, before and after every update.",
-        likely="something changed the weights on one rank only, or each rank started from its own",
-        between_ranks=True),
+        likely="something changed the weights on one rank only, or each rank started from its own", between_ranks=True),
     Clause("optimizers-agree", "post", "every step", ("C-DP-001", "DTEC6C-INV-002"),
         "Every rank holds the same optimizer state and has taken the same number of updates.",
         likely="the optimizer state of one rank was restored, reset or corrupted alone", between_ranks=True),
@@ -42,8 +40,8 @@ _ALL = (
         "The reduced gradient is the same on every rank, to the bit, before anything is applied.",
         likely="the gradients were not reduced, only some of them were, or one copy was changed afterwards",
         between_ranks=True),
-    Clause("finite", "invariant",
-        "every step, before the update, and every evaluation", ("F-DP-003", "FALSIFY-DDP-003"),
+    Clause("finite", "invariant", "every step, before the update, and every evaluation",
+        ("F-DP-003", "FALSIFY-DDP-003"),
         "The loss and the gradient of every micro-batch, the reduced gradient and its norm, and what is evaluated are "
         "finite."),
     Clause("halt-together", "invariant", "every gather", ("F-DP-003", "FALSIFY-DDP-003", "F-DIST-GATE"),
@@ -65,8 +63,8 @@ _ALL = (
         likely="a scheduler that is stepped at another place than the optimizer"),
     Clause("one-update", "post", "every step", ("F-BATCH-005", "V32"),
         "One global batch is one optimizer update: the count of updates rises by exactly one."),
-    Clause("updates-planned", "post",
-        "before the first update too many, and at the end, where `updates` is declared", (),
+    Clause("updates-planned", "post", "before the first update too many, and at the end, where `updates` is declared",
+        (),
         "A run makes as many updates as were planned, no fewer and no more."),
     Clause("base-frozen", "invariant", "at the start, every N steps, at every checkpoint, at the end",
         ("FALSIFY-LORA-001", "F-FREEZE-003", "F-FREEZE-008"),
@@ -75,8 +73,8 @@ _ALL = (
         "Names, shapes, dtypes and order of the trainable tensors are the same on every rank."),
     Clause("start-agrees", "pre", "once", ("C-DP-001",),
         "Before step 1 all ranks agree on configuration, versions, data, base, initial weights and micro-batches."),
-    Clause("audit", "invariant",
-        "every K-th step, before the reduction; K is chosen to cost a hundredth of the work", (),
+    Clause("audit", "invariant", "every K-th step, before the reduction; K is chosen to cost a hundredth of the work",
+        (),
         "What one rank computed for a step, gradients of micro-batches and partial sums, has the same bits when "
         "another rank computes it again."),
     Clause("loss-equivalent", "invariant", "by the falsifier", ("F-DP-005", "C-DP-005"),
@@ -96,8 +94,7 @@ _ALL = (
     Clause("groups-planned", "pre", "every watched step, where `groups` is declared", (),
         "Each parameter is in a group with the hyperparameters that were declared for its name."),
     Clause("modes-agree", "pre", "every watched step", (),
-        "Ranks with the same modules have each of them in the same mode, training or evaluation.",
-        between_ranks=True),
+        "Ranks with the same modules have each of them in the same mode, training or evaluation.", between_ranks=True),
     Clause("order-renewed", "pre", "every watched step", (),
         "Each pass over the data by a sampler that shuffles has another order than the one before.",
         likely="`set_epoch` is not called, or a generator is seeded anew for each epoch"),
@@ -141,8 +138,7 @@ _ALL = (
         likely="the order of the collectives depends on the rank", between_ranks=True),
     Clause("gradient-law", "pre", "every K-th watched step, where `reference` is declared", ("F-DP-003",),
         "The reduced gradient before clipping is that of one process: the sum over all rows, divided once by their "
-        "number.",
-        likely="a factor too much or too few between loss, accumulation and reduction"),
+        "number.", likely="a factor too much or too few between loss, accumulation and reduction"),
     Clause("gradient-scale", "pre", "every watched step of which the loss and the reduction tell it", (),
         "The terms of the loss weigh together in the reduced gradient what those of one mean do, in a window of any "
         "length.",
@@ -151,8 +147,8 @@ _ALL = (
     Clause("loss-reported", "post", "every watched step, where losses are told", (),
         "The loss that is reported is the mean over the rows of all ranks."),
     Clause("scaler-agrees", "pre", "every watched step, where `scaler` is declared", (),
-        "The loss scale is the same on every rank.",
-        likely="one rank skipped an update that the others made", between_ranks=True),
+        "The loss scale is the same on every rank.", likely="one rank skipped an update that the others made",
+        between_ranks=True),
     Clause("randomness-declared", "pre", "every watched step, where streams are declared", (),
         "Random streams that must differ between ranks differ, and those that must agree agree.",
         likely="one seed on all ranks, or a draw on one rank only"),
@@ -160,8 +156,7 @@ _ALL = (
         "An evaluation counts every row exactly once, its metrics follow from the rows' counts, two evaluations of "
         "the same weights give the same predictions, and no batch norm is in training mode."),
     Clause("trees-agree", "invariant", "every call of `assert_same`", (),
-        "A tree of tensors and values is the same on every rank, to the bit.",
-        between_ranks=True),
+        "A tree of tensors and values is the same on every rank, to the bit.", between_ranks=True),
 )
 # fmt: on
 

@@ -1,8 +1,8 @@
 """How a named predicate becomes a contract: enforced under `-O`, counted, with one switch.
 
-A predicate marked with `clause` tests a promise of the registry, and raises `Violation`; one marked with `argument`
-tests what a caller passed, and raises `ValueError`. `require` and `ensure` are icontract's decorators for them. What
-all ranks said at a point of a step is judged by a table of `laws` instead.
+A predicate marked with `clause` tests a promise of the registry, and raises `Violation`. A predicate marked with
+`argument` tests what a caller passed, and raises `ValueError`. `require` and `ensure` are icontract's decorators for
+both. The observations of all ranks at a point of a step are judged by a table of `laws` instead.
 """
 
 from __future__ import annotations
@@ -35,23 +35,21 @@ def evaluations() -> Mapping[str, int]:
 
 
 def reset_evaluations() -> None:
-    """Start counting anew, at the start of a run."""
     _evaluations.clear()
 
 
 def enforced() -> bool:
-    """Whether clauses are evaluated in this process."""
+    """False while contracts are `suspended` in this process."""
     return _enforced
 
 
 def count(name: str) -> None:
-    """Count one evaluation of the clause `name`."""
     _evaluations[name] += 1
 
 
 @contextmanager
 def suspended() -> Iterator[None]:
-    """Evaluate no clause inside: for measuring what the contracts cost, and for planting the fault `guard off`."""
+    """Evaluate no clause inside: to measure what the contracts cost, and to plant the fault `guard off`."""
     global _enforced
     before, _enforced = _enforced, False
     try:
@@ -63,7 +61,7 @@ def suspended() -> Iterator[None]:
 def clause(name: str, explain: Callable[..., Finding]) -> Callable[[Predicate], Predicate]:
     """Mark a predicate as a test of the registered clause `name`.
 
-    `explain` takes the predicate's own parameters and says what was seen; it runs only after the predicate was false.
+    explain: takes the predicate's own parameters and returns the finding; it runs only after the predicate was false.
     Raises `KeyError` at import for a name that is not registered.
     """
     name = CLAUSES[name].name
@@ -82,16 +80,12 @@ def clause(name: str, explain: Callable[..., Finding]) -> Callable[[Predicate], 
 
 
 def argument(explain: Callable[..., str]) -> Callable[[Predicate], Predicate]:
-    """Mark a predicate as a test of what a caller passed; `explain` makes the message, with the value in it."""
-
-    def mark(predicate: Predicate) -> Predicate:
-        return _marked(predicate, predicate, lambda *args, **kwargs: ValueError(explain(*args, **kwargs)))
-
-    return mark
+    """Mark a predicate as a test of what a caller passed. explain: the message, from the predicate's parameters."""
+    return lambda predicate: _marked(predicate, predicate, lambda *args, **kwargs: ValueError(explain(*args, **kwargs)))
 
 
 def _marked(tested: Predicate, predicate: Predicate, error: Callable[..., Exception]) -> Predicate:
-    # icontract passes arguments by parameter name, so the error factory must show the predicate's signature.
+    # icontract passes arguments by parameter name, so the error factory must have the predicate's signature.
     error.__signature__ = inspect.signature(predicate)  # type: ignore[attr-defined]
     tested.__andon_error__ = error  # type: ignore[attr-defined]
     return tested

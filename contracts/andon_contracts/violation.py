@@ -7,22 +7,20 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["violation", "failed", "out of memory", "died", "hangs", "left"]
-"""What stopped the ranks. `failed` is an error that a rank raised, `died` a process that ended without a word, `hangs`
-one that is stopped or that the others waited for in vain, `left` one that closed its watch while the others went on."""
+"""What stopped the ranks. failed: a rank raised an error. died: its process ended without a report. hangs: it is
+stopped, or the others waited too long for it. left: it closed its watch while the others continued."""
 
 OTHER_SHAPES = "have not the same shapes on all ranks"
-"""What a finding says of tensors that no element of can be compared; no cause of it is usual."""
 NOT_SEEN_REDUCED = "nothing was seen to reduce their gradients"
-"""What a finding says of weights that part where that may be right; no cause of it is usual."""
+"""Findings with these words have no usual cause."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What a broken clause saw: plain values only, equal on every rank that judged the same input.
+    """What a broken clause found: plain values, equal on every rank that judged the same input.
 
-    `ranks` are the culprits (empty: not known), `tensor` the name of the tensor or value, `step` the number of the
-    update (1 is the first; 0: outside a step, as at start-up). `likely` is the usual cause of what was seen, if it says
-    more than the one that the registry gives for the clause.
+    ranks: the culprits; empty: not known. tensor: the name of the tensor or value. step: the number of the update, from
+    1; 0: outside a step, as at start-up. likely: the usual cause, if it says more than the registry does.
     """
 
     seen: str
@@ -34,11 +32,10 @@ class Finding:
 
 
 class Violation(RuntimeError):
-    """A contract was broken: by a bug, by hardware, by a fault. Never by what a user typed (that is a `ValueError`).
+    """A contract was broken by a bug, by hardware or by a fault. Wrong arguments of a user raise `ValueError` instead.
 
     A `RuntimeError` and not icontract's `AssertionError`, so that `except AssertionError` cannot swallow it. All
-    arguments but the message have defaults, so it survives pickling with its attributes. `bundle` is the folder of the
-    bundle, if there is one.
+    arguments but the message have defaults, so that it can be pickled. bundle: the folder of the bundle, or "".
     """
 
     def __init__(
@@ -53,30 +50,27 @@ class Violation(RuntimeError):
 
     @classmethod
     def of(cls, clause: str, finding: Finding) -> Violation:
-        """The violation of `clause` (a name in the registry) by what `finding` says."""
+        """The violation of `clause`, a name in the registry."""
         return cls(describe(clause, finding), clause=clause, finding=finding)
 
     @property
     def step(self) -> int:
-        """The update at which it was found; 0 outside a step."""
+        """The number of the update; 0 outside a step."""
         return self.finding.step
 
     @property
     def rank(self) -> int | None:
-        """The one culprit, where there is exactly one."""
+        """The culprit, if it is known and a single rank."""
         return self.finding.ranks[0] if len(self.finding.ranks) == 1 else None
 
     @property
     def tensor(self) -> str:
-        """The tensor or value at which it was found; empty where it is no single one."""
+        """The name of the tensor or value; empty if it is not a single one."""
         return self.finding.tensor
 
 
 class Halted(Violation):
-    """All ranks stop because one of them failed, ran out of memory, died, hangs or left: no contract of the loop broke.
-
-    `cause` says which of these it was; `clause` is `halt-together`.
-    """
+    """All ranks stop because of one rank, without a broken contract. `cause` says what happened to that rank."""
 
 
 # The names under which users know them, in tracebacks too.
@@ -89,12 +83,8 @@ def named_ranks(ranks: Sequence[int]) -> str:
 
 
 def describe(clause: str, finding: Finding) -> str:
-    """One readable line: clause, step, rank, tensor, what was seen."""
-    parts = [f"{clause} broken"]
-    if finding.step:
-        parts.append(f"at step {finding.step}")
-    if finding.ranks:
-        parts.append(f"on {named_ranks(finding.ranks)}")
-    if finding.tensor:
-        parts.append(f"in {finding.tensor}")
-    return f"{' '.join(parts)}: {finding.seen}"
+    """One readable line: clause, step, rank, tensor, what was found."""
+    step = f" at step {finding.step}" if finding.step else ""
+    ranks = f" on {named_ranks(finding.ranks)}" if finding.ranks else ""
+    tensor = f" in {finding.tensor}" if finding.tensor else ""
+    return f"{clause} broken{step}{ranks}{tensor}: {finding.seen}"

@@ -31,8 +31,7 @@ from andon.training.build import build_model as build_trainable
 from andon_contracts.agree import Observation, bits_of, real_of
 from andon_contracts.laws.law import Judgement, Seen, enforce
 from andon_contracts.laws.outcome import OUTPUT, Output
-from andon_contracts.laws.rows import LEAVES, LeafReport, Leaves
-from andon_contracts.laws.update import GIVEN, REDUCED, Reduced
+from andon_contracts.laws.update import CALLER_GRADIENT, LEAVES, REDUCED, LeafReport, Leaves, Reduced
 from andon_contracts.observe import nonfinite
 from andon_contracts.policy import enforced
 
@@ -483,7 +482,7 @@ class ClassifyPipeline:
         parts = torch.split(given.to(self.device), [math.prod(slot.shape) for slot in parameters.slots])
         for view, part in zip(parameters.views(padded).values(), parts, strict=True):
             view.copy_(part.view(view.shape))
-        return self._apply(padded, 1, GIVEN)
+        return self._apply(padded, 1, CALLER_GRADIENT)
 
     def forward_only(self, ids: Sequence[int], label: int) -> tuple[float, int]:
         """w[label] * cross entropy of one row of token ids, and the class predicted (the first of equals); S17.

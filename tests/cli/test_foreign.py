@@ -44,8 +44,7 @@ from andon.training import history
 from andon.training.existing import config_of, go_on_with, how_far, newest_unfinished, require_task
 from andon.training.inference import load_run
 from andon.training.journal import MetricsWriter
-from andon_contracts.act import Scene, message
-from andon_contracts.bundle import Evidence, write_account, write_part
+from andon_contracts.act import Evidence, Scene, message, write_account, write_part
 from andon_contracts.record import SCHEMA_VERSION, Broken, Step
 from andon_contracts.untrusted import read_regular
 from andon_contracts.violation import Finding, Violation

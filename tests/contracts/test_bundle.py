@@ -13,9 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from andon_contracts import bundle
-from andon_contracts.act import Scene, conclude
-from andon_contracts.bundle import Evidence, write_part
+from andon_contracts import act
+from andon_contracts.act import Evidence, Scene, with_bundle, write_part
 from andon_contracts.error_file import VARIABLE, tell_launcher, write_error_file
 from andon_contracts.record import SCHEMA_VERSION, Broken
 from andon_contracts.stacks import doing, stacks
@@ -31,7 +30,7 @@ def _evidence(folder: Path, rank: int, tensors: dict[str, torch.Tensor]) -> Evid
 
 def test_the_account_holds_the_ledgers_record(tmp_path: Path) -> None:
     """One schema: what a ledger line would say of the violation is read by the ledger's own reader."""
-    error = conclude(Violation.of("replicas-agree", FINDING), Scene(world=2), _evidence(tmp_path, 0, {}), {})
+    error = with_bundle(Violation.of("replicas-agree", FINDING), Scene(world=2), _evidence(tmp_path, 0, {}), {})
     body = json.loads((tmp_path / "4" / "replicas-agree.json").read_text())
     assert body["record"].pop("v") == SCHEMA_VERSION
     record = Broken.from_json(body["record"])
@@ -42,17 +41,17 @@ def test_the_account_holds_the_ledgers_record(tmp_path: Path) -> None:
 
 def test_the_account_names_the_accelerators_that_are_used(tmp_path: Path) -> None:
     evidence = dataclasses.replace(_evidence(tmp_path, 0, {}), devices=["one of a kind"])
-    conclude(Violation.of("replicas-agree", FINDING), Scene(world=2), evidence, {})
+    with_bundle(Violation.of("replicas-agree", FINDING), Scene(world=2), evidence, {})
     assert json.loads((tmp_path / "4" / "replicas-agree.json").read_text())["versions"]["devices"] == ["one of a kind"]
 
 
 def test_only_the_first_rank_writes_the_account(tmp_path: Path) -> None:
-    conclude(Violation.of("replicas-agree", FINDING), Scene(world=2), _evidence(tmp_path, 1, {}), {})
+    with_bundle(Violation.of("replicas-agree", FINDING), Scene(world=2), _evidence(tmp_path, 1, {}), {})
     assert [path.name for path in (tmp_path / "4").iterdir()] == ["replicas-agree"]
 
 
 def test_tensors_are_kept_in_order_up_to_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bundle, "LIMIT_BYTES", 20)
+    monkeypatch.setattr(act, "LIMIT_BYTES", 20)
     tensors = {
         "named": torch.arange(3.0),  # 12 bytes
         "odd": torch.ones(1, dtype=torch.complex128),
@@ -69,7 +68,7 @@ def test_tensors_are_kept_in_order_up_to_the_limit(tmp_path: Path, monkeypatch: 
 
 def test_a_disk_that_refuses_hides_no_violation(tmp_path: Path) -> None:
     (tmp_path / "4").write_text("a file where the folder should be")
-    error = conclude(Violation.of("replicas-agree", FINDING), Scene(world=2), _evidence(tmp_path, 0, {}), {})
+    error = with_bundle(Violation.of("replicas-agree", FINDING), Scene(world=2), _evidence(tmp_path, 0, {}), {})
     assert error.finding == FINDING
     assert "not all of the bundle could be written: " in str(error)
 

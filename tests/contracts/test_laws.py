@@ -23,7 +23,7 @@ from andon_contracts.clauses import CLAUSES, Clause, Kind
 from andon_contracts.laws import update as laws
 from andon_contracts.laws.law import Details, Judgement, Law, Seen, enforce
 from andon_contracts.laws.outcome import RESTORED, Restored
-from andon_contracts.laws.update import Due, Reduced
+from andon_contracts.laws.update import Reduced
 from andon_contracts.policy import (
     argument,
     clause,
@@ -70,7 +70,7 @@ def reduced(observations: Sequence[Observation], limit: float | None = 0.5) -> N
 
 
 def update(observations: Sequence[Observation], details: Details = MappingProxyType({})) -> None:
-    enforce(Judgement(laws.UPDATED, Seen(observations, Due(6), details=details)))
+    enforce(Judgement(laws.UPDATED, Seen(observations, 6, details=details)))
 
 
 def base(observations: Sequence[Observation]) -> None:
@@ -462,7 +462,7 @@ def test_what_is_not_as_it_was_saved_is_named(
     found: Mapping[str, tuple[int, ...]], ranks: tuple[int, ...], tensor: str, seen: str
 ) -> None:
     with pytest.raises(Violation) as caught:
-        enforce(Judgement(RESTORED, replace(WHOLE, found=found)))
+        enforce(Judgement(RESTORED, replace(WHOLE, current=found)))
     assert (caught.value.clause, caught.value.step) == ("checkpoint-whole", 7)
     assert (caught.value.finding.ranks, caught.value.tensor) == (ranks, tensor)
     assert seen in caught.value.finding.seen

@@ -480,7 +480,7 @@ def test_an_error_that_another_rank_caused(error: BaseException, meaning: str | 
 def test_a_cause_travels_whole() -> None:
     finding = Finding("nan", 7, (0, 2), "lora.A")
     sent = Cause.of_violation(Violation("the message", clause="finite", finding=finding, bundle="b/7"), 2)
-    found = Cause.from_json(json.loads(json.dumps(sent.to_json()))).among(3)
+    found = Cause.from_json(json.loads(json.dumps(sent.to_json()))).checked(3)
     assert found == sent
     error = pickle.loads(pickle.dumps(found.violation()))
     assert type(error) is Violation
@@ -489,7 +489,7 @@ def test_a_cause_travels_whole() -> None:
         with pytest.raises(ValueError, match=r"must be|missing|unknown"):
             Cause.from_json(body)
     with pytest.raises(ValueError, match="names rank 2 of 2"):
-        sent.among(2)
+        sent.checked(2)
 
 
 @pytest.mark.parametrize(

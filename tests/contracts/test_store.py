@@ -199,7 +199,7 @@ def test_a_value_of_a_wrong_type_or_out_of_range_is_dropped_wherever_it_stands(b
     def dropped(changed: Any) -> bool:
         raw = json.dumps(changed).encode()
         if "kind" in body:
-            return Checked().read("", raw, lambda found: Cause.from_json(found).among(WORLD)) is None
+            return Checked().read("", raw, lambda found: Cause.from_json(found).checked(WORLD)) is None
         return heard(form, raw) == (None, 1)
 
     for path in leaves(body):

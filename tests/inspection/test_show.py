@@ -16,8 +16,7 @@ from andon.inspection.explain import explain
 from andon.inspection.recorded import open_recorded
 from andon.inspection.show import Texts, one_step, overview, texts_of
 from andon.training.rows import Rows
-from andon_contracts.act import Scene, conclude
-from andon_contracts.bundle import Evidence
+from andon_contracts.act import Evidence, Scene, with_bundle
 from andon_contracts.clauses import CLAUSES
 from andon_contracts.fields import Real
 from andon_contracts.record import Broken, Plan, RankPart, Record
@@ -156,7 +155,7 @@ def _left_by(folder: Path, rank: int, tensors: dict[str, torch.Tensor], batch: l
     """The folder of the bundle after `rank` of 2 has left its part."""
     scene = Scene(world=2, applied=True, last_equal=411, before="weights agreed", element="first at [0, 1]")
     evidence = Evidence(folder, rank, 2, lambda: batch, lambda _: iter(tensors.items()))
-    return conclude(Violation.of("replicas-agree", FINDING), scene, evidence, {}).bundle
+    return with_bundle(Violation.of("replicas-agree", FINDING), scene, evidence, {}).bundle
 
 
 def test_a_bundle_is_explained(tmp_path: Path) -> None:

@@ -21,9 +21,9 @@ from andon.step.replica import REDUCED_FACTS
 from andon.step.step import COMPUTED_FACTS, RATES
 from andon_contracts.agree import bits_of, header, majority, real_of
 from andon_contracts.digest import signed
+from andon_contracts.laws import update as laws
 from andon_contracts.laws.law import LOCKSTEP, Judgement, Law, Rule, Seen, agreeing, rules_of
-from andon_contracts.laws.rows import LEAVES, PLANNED, LeafPlan, Leaves
-from andon_contracts.laws.update import BASE, REDUCED, UPDATED, Due, Reduced, clipped_norm
+from andon_contracts.laws.update import LeafPlan, Leaves, Reduced, clipped_norm
 from tests.support.toy import CPU
 
 STEP, SEQUENCE, POINT = 6, 3, "here"
@@ -88,12 +88,12 @@ def test_of_what_was_computed(odd: int | str, world: int, data: st.DataObject) -
         table = torch.tensor(own, dtype=torch.int64).view(-1, len(REPORT_FIELDS))
         values.append([*known[rank], *padded(table, most_rows).flatten().tolist()])
     said = gathered(values, COMPUTED_FACTS, data)
-    row = expected_row({"failed": 0, **rules_of(PLANNED, None)}, COMPUTED_FACTS)
+    row = expected_row({"failed": 0, **rules_of(laws.PLANNED, None)}, COMPUTED_FACTS)
     rows = [[*row, *planned_reports(plan, rank, most_rows, checked=True)] for rank in range(world)]
     observations = said.read()
-    found = Judgement((LOCKSTEP, *PLANNED), Seen(observations, None)).first is not None
+    found = Judgement((LOCKSTEP, *laws.PLANNED), Seen(observations, None)).first is not None
     found = found or any(each.values["failed"] for each in observations)
-    found = found or Judgement(LEAVES, Leaves(reports_of(observations), plan, STEP)).first is not None
+    found = found or Judgement(laws.LEAVES, Leaves(reports_of(observations), plan, STEP)).first is not None
     assert closes(said, rows) == found
 
 
@@ -120,10 +120,10 @@ def test_of_what_was_reduced(
     weights = read_reduced(9, {"gradient": 0, "weights": held})["weights"]
     observations = [replace(each, values=read_reduced(9, each.values)) for each in said.read()]
     judgement = Judgement(
-        REDUCED, Seen(observations, Reduced(Rule.SAME if first else weights, limit, norm_tolerance=near))
+        laws.REDUCED, Seen(observations, Reduced(Rule.SAME if first else weights, limit, norm_tolerance=near))
     )
-    want = Reduced(Rule.SAME if first else Rule.HELD, limit, norm_tolerance=near)
-    row = expected_row(rules_of(REDUCED, want), names)
+    want = Reduced(Rule.SAME if first else Rule.PREVIOUS, limit, norm_tolerance=near)
+    row = expected_row(rules_of(laws.REDUCED, want), names)
     assert closes(said, [row] * world, held, want) == (judgement.first is not None)
 
 
@@ -145,16 +145,16 @@ def test_of_what_the_update_left(
     changed(values, [[6], *([0, 9] for _ in moments), counts], column, data)
     said = gathered(values, spec.facts, data)
     observations = [replace(each, values=read_state(spec, 9, each.values)) for each in said.read()]
-    judgement = Judgement(UPDATED, Seen(observations, Due(due)))
-    row = expected_row(rules_for_facts(spec, rules_of(UPDATED, Due(due))), spec.facts)
+    judgement = Judgement(laws.UPDATED, Seen(observations, due))
+    row = expected_row(rules_for_facts(spec, rules_of(laws.UPDATED, due)), spec.facts)
     assert closes(said, [row] * world) == (judgement.first is not None)
 
 
 def test_every_row_that_may_be_judged_late_has_a_form_for_the_device() -> None:
-    assert set(rules_of(REDUCED, Reduced())) == {"rate", "weights", "gradient", "nonfinite", "norm", "clipped"}
-    assert rules_of(UPDATED, Due(4)) == {"updates": 4, "optimizer": Rule.SAME, "weights": Rule.SAME}
+    assert set(rules_of(laws.REDUCED, Reduced())) == {"rate", "weights", "gradient", "nonfinite", "norm", "clipped"}
+    assert rules_of(laws.UPDATED, 4) == {"updates": 4, "optimizer": Rule.SAME, "weights": Rule.SAME}
     with pytest.raises(ValueError, match="base-frozen/base has no form for a device"):
-        rules_of(BASE, 3)
+        rules_of(laws.BASE, 3)
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -166,9 +166,9 @@ def test_one_rule_for_one_value(turned: bool) -> None:
         return rules_of([law(rule) for rule in (reversed(rules) if turned else rules)], None)["x"]
 
     assert both(5, Rule.SAME) == 5
-    assert both(Rule.HELD, Rule.SAME) is Rule.HELD
+    assert both(Rule.PREVIOUS, Rule.SAME) is Rule.PREVIOUS
     assert both(5, 5) == 5
-    for pair in [(5, 6), (Rule.FINITE, Rule.SAME), (5, Rule.HELD), (Rule.SAME.value, Rule.FINITE)]:
+    for pair in [(5, 6), (Rule.FINITE, Rule.SAME), (5, Rule.PREVIOUS), (Rule.SAME.value, Rule.FINITE)]:
         with pytest.raises(ValueError, match="no one rule for x"):
             both(*pair)
 
@@ -196,12 +196,12 @@ def test_each_rule_sees_its_own(world: int, column: int, rank: int, rule: Rule, 
         Rule.ANY: False,
         Rule.SAME: world > 1 and value != 0,
         Rule.FINITE: not math.isfinite(real_of(value)),
-        Rule.HELD: value != 0 or world > 1,
-        Rule.MOST: value != 0,
+        Rule.PREVIOUS: value != 0 or world > 1,
+        Rule.MAJORITY: value != 0,
         Rule.CLIPPED: not abs(real_of(value)) <= 1e-30,
     }[rule]
-    held = torch.tensor(value if rule == Rule.HELD and world == 1 else 0)
-    if rule == Rule.HELD:
+    held = torch.tensor(value if rule == Rule.PREVIOUS and world == 1 else 0)
+    if rule == Rule.PREVIOUS:
         odd = bool((table[:, column] != held).any())
     gate = Gate([CPU])
     gate.look(table, torch.tensor(encoded(rows)), held, Reduced())

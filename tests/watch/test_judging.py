@@ -15,7 +15,7 @@ from andon_contracts.agree import Observation, bits_of
 from andon_contracts.clauses import CLAUSES
 from andon_contracts.laws import update
 from andon_contracts.laws.law import LOCKSTEP, Details, Judgement, Law, Seen
-from andon_contracts.laws.update import REDUCED, UPDATED, Due, Reduced
+from andon_contracts.laws.update import REDUCED, UPDATED, Reduced
 from andon_contracts.policy import evaluations, reset_evaluations, suspended
 from andon_contracts.watch.checks import applied, buffers, frozen, gradients, mode, optimizer, structure, told, weights
 from andon_contracts.watch.checks.audit import name_ratio
@@ -83,9 +83,9 @@ def _seen(**of_the_second: int) -> tuple[Observation, ...]:
 
 
 def _judgement(table: str, observations: Sequence[Observation], live: Any = ALL) -> tuple[Judgement[Any], Verdicts]:
-    verdicts = Verdicts(Settings(action=lambda _: None), 0, ["a", "b"], live)
-    seen = Seen(observations, None, verdicts.names)
-    return verdicts.judgement(verdicts.alive(TABLES[table]), seen), verdicts
+    verdicts = Verdicts(Settings(action=lambda _: None), live)
+    seen = Seen(observations, None, ["a", "b"])
+    return verdicts.judgement(verdicts.live_laws(TABLES[table]), seen), verdicts
 
 
 TABLES: Mapping[str, Sequence[Law[Seen[object]]]] = {"before": BEFORE, "after": AFTER}
@@ -143,7 +143,7 @@ class _Reading(dict[str, int]):
 ROWS = [
     *((law, None) for law in (*START, *BEFORE, *AFTER)),
     *((law, Reduced(12, 0.5)) for law in REDUCED),
-    *((law, Due(4)) for law in UPDATED),
+    *((law, 4) for law in UPDATED),
 ]
 
 

@@ -1,1 +1,1 @@
-"""The laws: what must hold at each point of a step, each said once for everybody who judges there."""
+"""The laws of each point of a step, shared by the trainer and the watch."""

@@ -1,11 +1,8 @@
-"""What a law is, what it is checked against, and how the laws of one point are judged.
+"""What a law is, and how the laws of one point of a step are judged.
 
-A law says what it reads, how that is checked, and by which rules a device decides the same. The trainer's host path,
-its gate and the watch read the same laws. Each point of judgement has a table of laws, causes before effects: a message
-names the first law that is broken.
-
-Nothing here communicates, reads a tensor or knows a trainer. Every rank judges what all ranks said, so all ranks reach
-the same finding.
+The trainer's host path, its gate and the watch read the same laws. A table of laws lists causes before effects, so a
+message names the first law that is broken. Nothing here communicates, reads a tensor or knows a trainer. Every rank
+judges the observations of all ranks, so all ranks reach the same finding.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ from andon_contracts.violation import Finding, Violation
 
 Observations = Sequence[Observation]
 Details = Mapping[str, Mapping[str, Sequence[int]]]
-"""Second looks after a mismatch: by what was observed, then by tensor, the digests by rank."""
+"""Digests compared after a mismatch: by the name of the observed value, then by tensor, one for each rank."""
 
 W_co = TypeVar("W_co", covariant=True)
 S_contra = TypeVar("S_contra", contravariant=True)
@@ -35,31 +32,26 @@ class Rule(IntEnum):
     """What a device may require of a value in its table, besides one known integer."""
 
     ANY = 0
-    SAME = 2
-    """What rank 0 has there."""
-    FINITE = 3
-    """The bits of a finite fp64."""
-    HELD = 4
-    """What the device holds of the update before."""
-    CLIPPED = 5
-    """The bits of the fp64 norm that one clipping leaves of the one that most ranks have in the column ahead."""
-    MOST = 6
-    """What most ranks have in the column ahead."""
+    SAME = 2  # what rank 0 has there
+    FINITE = 3  # the bits of a finite fp64
+    PREVIOUS = 4  # what the device holds of the update before
+    CLIPPED = 5  # the bits of the fp64 norm that one clipping leaves of the majority's norm, one column earlier
+    MAJORITY = 6  # what most ranks have one column earlier
 
 
 Rules = Mapping[str, int]
-"""By the name of a value: the integer or the `Rule` that must stand in it on a device."""
+"""By the name of a value: the integer or the `Rule` that a device requires of it."""
 
 
 @dataclass(frozen=True)
 class Seen(Generic[W_co]):
-    """What all ranks said at one point, by rank, and what is wanted there: plain values, equal on every rank.
+    """The observations of all ranks at one point, by rank, and what is wanted there. Equal on every rank.
 
-    want: what the plan says of this point; None if ranks are only compared with each other. names: of the parameters,
-    for values that are an index. details: second looks, if something differed.
+    want: what the plan requires; None if ranks are only compared with each other. names: of the parameters, for values
+    that are an index. details: digests by tensor of the values that differ.
     """
 
-    said: Observations
+    observations: Observations
     want: W_co
     names: Sequence[str] = ()
     details: Details = field(default_factory=dict)
@@ -67,33 +59,29 @@ class Seen(Generic[W_co]):
     @cached_property
     def differing(self) -> frozenset[str]:
         """The names of the values that are not the same on all ranks: the only place where ranks are compared."""
-        first, *others = (each.values for each in self.said)
+        first, *others = (each.values for each in self.observations)
         return frozenset(name for other in others if other != first for name, _ in first.items() - other.items())
 
     @property
     def step(self) -> int:
-        """The number of the update."""
-        return self.said[0].step
+        return self.observations[0].step
 
     def column(self, name: str) -> list[int]:
-        """The value `name` of each rank."""
-        return [each.values[name] for each in self.said]
+        return [each.values[name] for each in self.observations]
 
     def any(self, name: str) -> bool:
-        """Whether any rank has another value for `name` than 0."""
         return any(self.column(name))
 
     def ranks(self, name: str) -> tuple[int, ...]:
-        """The ranks whose value `name` is not 0; none if these are all of several."""
-        ranks = tuple(each.rank for each in self.said if each.values[name])
-        return ranks if len(self.said) == 1 else self.some(ranks)
+        """The ranks whose value `name` is not 0; empty if these are all of several."""
+        ranks = tuple(each.rank for each in self.observations if each.values[name])
+        return ranks if len(self.observations) == 1 else self.unless_all(ranks)
 
-    def some(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        """`ranks`; none if these are all: then no rank is more to blame than another."""
-        return unless_all(ranks, len(self.said))
+    def unless_all(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        return unless_all(ranks, len(self.observations))
 
-    def odd(self, name: str) -> tuple[str, ...]:
-        """The tensors in which the ranks differ, if `name` was looked at again."""
+    def differing_tensors(self, name: str) -> tuple[str, ...]:
+        """The tensors in which the ranks differ, if the value `name` was compared by tensor."""
         return tuple(tensor for tensor, digests in self.details.get(name, {}).items() if len(set(digests)) > 1)
 
 
@@ -102,10 +90,10 @@ class Law(Generic[S_contra]):
     """One law at one point. `id` is its clause in the registry and the point: `finite/reduced`.
 
     reads: the names of the values that `check` reads. check: the finding, or None if the law holds; it is called again
-    after a second look. device: from `want`, the rules by which a device decides the same for a table that the host
-    reads later; None: this law is never judged late. look: the values that the ranks compare tensor by tensor if they
-    differ, before the finding is shown. suspicion: a right loop can break this law too, so it only warns. stops: if
-    this law is broken, the laws after it in the table cannot be judged.
+    after `details` were added. device: from `want`, the rules by which a device decides the same for a table that the
+    host reads later; None: this law is never judged late. look: the values that the ranks compare tensor by tensor if
+    they differ, before the finding is shown. suspicion: a right loop can break this law too, so it only warns. stops:
+    if this law is broken, the laws after it in the table cannot be judged.
 
     Raises `KeyError` for a clause that is not registered.
     """
@@ -124,33 +112,33 @@ class Law(Generic[S_contra]):
 
 
 class Judgement(Generic[S]):
-    """Evaluates laws lazily and in order against one `Seen`. Each law is evaluated, and counted, at most once.
+    """Evaluates laws lazily and in order against one `seen`. Each law is evaluated, and counted, at most once.
 
-    `seen` may be replaced by the same with second looks in it before a violation is made. tally: counts evaluations by
-    clause beside those of the process. While contracts are suspended no law is evaluated.
+    A caller may replace `seen` by the same with details before it asks for a violation. tally: counts evaluations by
+    clause, in addition to the counts of the process. While contracts are suspended no law is evaluated.
     """
 
     def __init__(self, laws: Sequence[Law[S]], seen: S, tally: Counter[str] | None = None) -> None:
         self.seen = seen
-        self._waiting = iter(laws if enforced() else ())
+        self._pending = iter(laws if enforced() else ())
         self._broken: list[Law[S]] = []
         self._tally = Counter[str]() if tally is None else tally
 
     @property
     def first(self) -> Law[S] | None:
-        """The first law that is broken; None if all hold. The laws after it are not evaluated for this."""
+        """The first law that is broken; None if all hold. It does not evaluate the laws after it."""
         return next(self.broken(), None)
 
     def broken(self) -> Iterator[Law[S]]:
-        """Every law that is broken, in order, up to one that stops."""
+        """The broken laws in order. A law that `stops` is the last."""
         yield from self._broken
-        while (law := next(self._waiting, None)) is not None:
+        while (law := next(self._pending, None)) is not None:
             self._tally[law.clause] += 1
             count(law.clause)
             if law.check(self.seen) is not None:
                 self._broken.append(law)
                 if law.stops:
-                    self._waiting = iter(())
+                    self._pending = iter(())
                 yield law
 
     def violation(self, law: Law[S]) -> Violation:
@@ -161,7 +149,7 @@ class Judgement(Generic[S]):
 
 
 def enforce(judgement: Judgement[Any]) -> None:
-    """Raises `Violation` of the first law that is broken, if one is."""
+    """Raises `Violation` of the first law that is broken, if any."""
     if (law := judgement.first) is not None:
         raise judgement.violation(law)
 
@@ -169,88 +157,87 @@ def enforce(judgement: Judgement[Any]) -> None:
 def rules_of(laws: Sequence[Law[Any]], want: object) -> dict[str, int]:
     """The rules by which a device decides what `laws` decide, by the name of a value.
 
-    Raises `ValueError` for a law without a device form, and for laws that ask of one value what no one rule says.
+    Raises `ValueError` for a law without a device form, and for laws whose rules for one value cannot be combined.
     """
-    found: dict[str, int] = {}
+    rules: dict[str, int] = {}
     for law in laws:
         if law.device is None:
             raise ValueError(f"{law.id} has no form for a device")
         for name, rule in law.device(want).items():
-            known = found.get(name, rule)
-            if known is Rule.SAME and _is_one(rule):
-                found[name] = rule
-            elif known is rule or known == rule or (rule is Rule.SAME and _is_one(known)):
-                found[name] = known
-            else:
+            known = rules.setdefault(name, rule)
+            if known is Rule.SAME and _is_one_value(rule):
+                rules[name] = rule
+            elif known != rule and not (rule is Rule.SAME and _is_one_value(known)):
                 raise ValueError(f"no one rule for {name} is both {known!r} and {rule!r}")
-    return found
+    return rules
 
 
-def _is_one(rule: int) -> bool:
+def _is_one_value(rule: int) -> bool:
     """Whether a value that obeys the rule is the same on all ranks."""
-    return not isinstance(rule, Rule) or rule in (Rule.SAME, Rule.HELD)
+    return not isinstance(rule, Rule) or rule in (Rule.SAME, Rule.PREVIOUS)
 
 
 def hexadecimal(value: int) -> str:
-    """A digest as messages show it."""
     return f"{value % (1 << 64):016x}"
 
 
 def unless_all(ranks: Iterable[int], world: int) -> tuple[int, ...]:
-    """The distinct `ranks` in order; none if these are all of `world`."""
-    found = tuple(sorted(set(ranks)))
-    return found if len(found) < world else ()
+    """The distinct `ranks` in order; empty if they are all ranks, because then all are equally to blame."""
+    distinct = tuple(sorted(set(ranks)))
+    return distinct if len(distinct) < world else ()
 
 
 def difference(seen: Seen[object], name: str, what: str, *, real: bool = False) -> Finding:
-    """The finding that the ranks differ in `name`, with the tensors if they were looked at. real: it holds a real."""
-    values, looked, tensors = seen.column(name), seen.details.get(name, {}), seen.odd(name)
+    """The finding that the ranks differ in `name`, with the tensors if known. real: its value has the bits of a float.
+
+    The ranks of the minority are the culprits.
+    """
+    values, compared, tensors = seen.column(name), seen.details.get(name, {}), seen.differing_tensors(name)
     words = [repr(real_of(value)) if real else hexadecimal(value) for value in values]
     what = f"{what} ({', '.join(f'rank {rank}: {word}' for rank, word in enumerate(words))})"
     if tensors:
-        what = f"{what}; {len(tensors)} of {len(looked)} tensors differ"
-    details = tuple((tensor, " ".join(map(hexadecimal, looked[tensor]))) for tensor in tensors)
+        what = f"{what}; {len(tensors)} of {len(compared)} tensors differ"
+    details = tuple((tensor, " ".join(map(hexadecimal, compared[tensor]))) for tensor in tensors)
     return Finding(what, seen.step, minority(values), (*tensors, name)[0], details)
 
 
 def agreeing(
     law: str, names: Sequence[str], what: str, *, device: bool = False, look: Sequence[str] = (), real: bool = False
 ) -> Law[Seen[object]]:
-    """The law that every rank has the same in each of `names`. device: whether a device can decide it too."""
+    """The law that every rank has the same value under each of `names`. device: a device can decide it too."""
 
     def check(seen: Seen[object]) -> Finding | None:
-        if seen.differing.isdisjoint(names):
-            return None
-        return difference(seen, next(name for name in names if name in seen.differing), what, real=real)
+        name = next((name for name in names if name in seen.differing), None)
+        return None if name is None else difference(seen, name, what, real=real)
 
     same = dict.fromkeys(names, Rule.SAME)
     return Law(law, tuple(names), check, (lambda _: same) if device else None, tuple(look))
 
 
-def in_lockstep(said: Observations) -> bool:
+def in_lockstep(observations: Observations) -> bool:
     """Whether all ranks sent the message of the same step, sequence number and point, and each rank its own."""
-    step, sequence = said[0].step, said[0].sequence
+    step, sequence = observations[0].step, observations[0].sequence
     # A loop, because every update asks this several times.
-    for rank, each in enumerate(said):
+    for rank, each in enumerate(observations):
         if not each.names_match or each.rank != rank or each.step != step or each.sequence != sequence:
             return False
     return True
 
 
 def _lockstep(seen: Seen[object]) -> Finding | None:
-    if in_lockstep(seen.said):
+    if in_lockstep(seen.observations):
         return None
     parts = []
     shown = []
-    for rank, each in enumerate(seen.said):
+    for rank, each in enumerate(seen.observations):
         own, point = each.rank == rank, each.point if each.names_match else "another point"
         parts.append((each.step, each.sequence, point, own))
         sender = "" if own else f" from rank {each.rank}"
         shown.append(f"rank {rank}: step {each.step} message {each.sequence} ({point}){sender}")
-    step = majority([each.step for each in seen.said])
+    step = majority([each.step for each in seen.observations])
     return Finding(f"the ranks are not at the same point: {', '.join(shown)}", step, minority(parts))
 
 
-# A device compares the whole header of each message with the one that it must have, before it applies any rule.
+# A device compares the whole header of each message with the header that it must have, before it applies any rule.
 LOCKSTEP: Law[Seen[object]] = Law("halt-together/any", (), _lockstep, lambda _: {}, stops=True)
-"""At every point: messages that do not belong together are never compared."""
+"""Stands first at every point: messages of different points are never compared."""

@@ -1,4 +1,4 @@
-"""The laws of what a loop leaves: checkpoints, evaluations, the number of its updates."""
+"""The laws of what a loop leaves: checkpoints, evaluations, the number of its updates, peaks of memory."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from andon_contracts.violation import Finding
 
 @dataclass(frozen=True)
 class Restored:
-    """What is live, or on the disk, against what was saved: digests by name, those found by rank.
+    """The digests of a save, and the current ones in memory or on the disk, by name and rank.
 
-    fault: why it is not known what is there; "" if it is known. ranks: the ranks with the fault, if they are known.
+    fault: why the current ones are not known, with the `ranks` that have the fault, if they are known.
     """
 
     saved: Mapping[str, int]
-    found: Mapping[str, tuple[int, ...]]
+    current: Mapping[str, tuple[int, ...]]
     step: int
     fault: str = ""
     ranks: tuple[int, ...] = ()
@@ -28,88 +28,80 @@ class Restored:
 def _restored(seen: Restored) -> Finding | None:
     if seen.fault:
         return Finding(seen.fault, seen.step, seen.ranks)
-    for name in dict.fromkeys([*seen.saved, *seen.found]):
-        if name not in seen.found:
+    for name in dict.fromkeys([*seen.saved, *seen.current]):
+        if name not in seen.current:
             return Finding(f"{name} was saved and is not there", seen.step, (), name)
         if name not in seen.saved:
             return Finding(f"{name} is there and was not saved", seen.step, (), name)
-        saved, found = seen.saved[name], seen.found[name]
-        odd = [rank for rank, digest in enumerate(found) if digest != saved]
+        saved, current = seen.saved[name], seen.current[name]
+        odd = [rank for rank, digest in enumerate(current) if digest != saved]
         if odd:
-            now = ", ".join(dict.fromkeys(hexadecimal(found[rank]) for rank in odd))
+            now = ", ".join(dict.fromkeys(hexadecimal(current[rank]) for rank in odd))
             what = f"{name} is not what was saved (with digest {hexadecimal(saved)}, now {now})"
-            return Finding(what, seen.step, unless_all(odd, len(found)), name)
+            return Finding(what, seen.step, unless_all(odd, len(current)), name)
     return None
 
 
 RESTORED: tuple[Law[Restored], ...] = (Law("checkpoint-whole/restored", (), _restored),)
-"""Live, or on the disk, is what was digested at the save: by name, with that digest on every rank, and nothing else."""
 
 
 @dataclass(frozen=True)
-class EvaluationTold:
-    """One evaluation: the ids of all ranks, how many rows there are (None: unknown), metrics told and recomputed.
+class Evaluation:
+    """One evaluation: the ids of all ranks, how many rows there are (None: unknown), metrics reported and recomputed.
 
-    told: by metric, what each rank reports; None if it reports nothing. repeated: the same rows had the same
-    predictions when the same weights were evaluated before. training: by rank, the batch norm that was in training mode
-    when the model was last called for it; "" for none. planned: the order of the rows of all ranks, end to end; None:
-    any order.
+    reported: by metric and rank; None if a rank reports nothing. repeated: the same weights gave the same predictions
+    for the same rows before. training: by rank, the batch norm that was in training mode in the last forward pass; "":
+    none was. planned: the order of the rows of all ranks, end to end; None: any order.
     """
 
     step: int
     ids: tuple[tuple[int, ...], ...]
     rows: int | None
-    told: Mapping[str, Sequence[float | None]]
+    reported: Mapping[str, Sequence[float | None]]
     counted: Mapping[str, float]
     repeated: bool = True
     training: tuple[str, ...] = ()
     planned: tuple[int, ...] | None = None
 
-    @property
-    def counted_once(self) -> tuple[tuple[int, ...], ...]:
-        """The ids that each rank adds: those of one rank, where every rank evaluated the same rows for itself."""
-        first = self.ids[0]
-        return self.ids[:1] if all(part == first for part in self.ids) else self.ids
 
-
-def _evaluated(told: EvaluationTold) -> Finding | None:
+def _evaluated(seen: Evaluation) -> Finding | None:
     wrong = [
         (name, rank, value)
-        for name, by_rank in told.told.items()
+        for name, by_rank in seen.reported.items()
         for rank, value in enumerate(by_rank)
-        if value is not None and not math.isclose(value, told.counted[name], rel_tol=1e-6, abs_tol=1e-9)
+        if value is not None and not math.isclose(value, seen.counted[name], rel_tol=1e-6, abs_tol=1e-9)
     ]
-    training = [(rank, name) for rank, name in enumerate(told.training) if name]
-    counts = Counter(row for part in told.counted_once for row in part)
+    training = [(rank, name) for rank, name in enumerate(seen.training) if name]
+    # If every rank evaluated the same rows by itself, those of one rank count.
+    parts = seen.ids[:1] if len(set(seen.ids)) == 1 else seen.ids
+    counts = Counter(row for part in parts for row in part)
     twice = [row for row, count in counts.items() if count > 1]
     if twice:
         what = f"rows {twice[:8]} were counted more than once"
-    elif told.rows is not None and len(counts) != told.rows:
-        what = f"{len(counts)} of {told.rows} rows were counted"
-    elif told.planned is not None and tuple(row for part in told.ids for row in part) != told.planned:
+    elif seen.rows is not None and len(counts) != seen.rows:
+        what = f"{len(counts)} of {seen.rows} rows were counted"
+    elif seen.planned is not None and tuple(row for part in seen.ids for row in part) != seen.planned:
         what = f"the {len(counts)} rows that were counted are not the planned ones in their order"
     elif wrong:
         name, rank, value = wrong[0]
-        what = f"{name} is told as {value!r} on rank {rank}, the rows give {told.counted[name]!r}"
+        what = f"{name} is told as {value!r} on rank {rank}, the rows give {seen.counted[name]!r}"
     elif training:
         module = training[0][1]
         what = f"batch norm {module} was in training mode: what it gave for a row depended on the rows beside it"
-    elif not told.repeated:
+    elif not seen.repeated:
         what = "the same weights gave other predictions for the same rows before"
     else:
         return None
     ranks = [rank for _, rank, _ in wrong] or [rank for rank, _ in training]
-    return Finding(what, told.step, unless_all(ranks, len(told.ids)), "evaluation")
+    return Finding(what, seen.step, unless_all(ranks, len(seen.ids)), "evaluation")
 
 
-EVALUATED: tuple[Law[EvaluationTold], ...] = (Law("evaluation-once/told", (), _evaluated),)
-"""Each row counted once, metrics from the rows' counts, the same predictions for the same weights, no batch norm in
-training mode."""
+EVALUATED: tuple[Law[Evaluation], ...] = (Law("evaluation-once/told", (), _evaluated),)
 
 
 @dataclass(frozen=True)
 class Output:
-    """What a forward pass without an update gave for so many `rows`; `odd` are those that it gave no finite `name`."""
+    """A forward pass of `rows` rows without an update. odd: the rows whose output `name` is not finite."""
 
     name: str
     rows: int
@@ -125,12 +117,12 @@ def _output(seen: Output) -> Finding | None:
 
 
 OUTPUT: tuple[Law[Output], ...] = (Law("finite/output", (), _output),)
-"""No NaN or Inf is scored or handed out: as a prediction it would count as some class."""
+"""NaN or Inf is neither scored nor handed out: as a prediction it would count as some class."""
 
 
 @dataclass(frozen=True)
 class Count:
-    """The updates `made` so far by a run that is `over`, or about to make another, of those `planned`."""
+    """The updates `made` so far, of those `planned`, by a run that is `over` or about to make another."""
 
     made: int
     planned: int
@@ -146,16 +138,11 @@ def _counted(seen: Count) -> Finding | None:
 
 
 COUNTED: tuple[Law[Count], ...] = (Law("updates-planned/counted", (), _counted),)
-"""A run that is over has made the planned number of updates; a run that is not over has made fewer."""
-
-
-MEMORY_SLACK = 1.1
-"""How many times the plan a GPU may hold at once."""
 
 
 @dataclass(frozen=True)
 class Peaks:
-    """The most bytes that the GPU of each rank held at once, by rank, and how many were planned for any of them."""
+    """By rank, the most bytes that its GPU held at once, and how many were planned for any rank."""
 
     peaks: Sequence[int]
     planned: int
@@ -163,10 +150,10 @@ class Peaks:
 
 
 def _peaks(seen: Peaks) -> Finding | None:
-    over = tuple(rank for rank, peak in enumerate(seen.peaks) if peak > seen.planned * MEMORY_SLACK)
+    over = tuple(rank for rank, peak in enumerate(seen.peaks) if peak > seen.planned * 1.1)
     what = f"{max(seen.peaks)} bytes at the peak, {seen.planned} were planned and a tenth more is allowed"
     return Finding(what, seen.step, over) if over else None
 
 
 BUDGET: tuple[Law[Peaks], ...] = (Law("memory-budget/peaks", (), _peaks, suspicion=True),)
-"""No rank's GPU held more at once than the plan and a tenth; a plan that is off makes no result wrong."""
+"""A suspicion, because a plan that is off makes no result wrong."""

@@ -1,23 +1,22 @@
-"""The laws of one update, at the points of a step: the start, the reduced gradient, the audit, the state afterwards.
+"""The laws of one update, at the points of a step: the start, the rows, the reduced gradient, the audit, the new state.
 
 The trainer and the watch share the laws that mean the same for both. The trainer's ranks have one plan and one
-gradient, so what most ranks say is right for all; the watch has its own laws (in `loop`) where it cannot assume that.
+gradient, so the majority of the ranks is right. A watched loop may have no such plan: its checks have other laws.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from andon_contracts.agree import majority, real_of
 from andon_contracts.laws.law import LOCKSTEP, Law, Rule, Seen, agreeing, difference, hexadecimal
 from andon_contracts.violation import Finding
 
-# the start
-
 
 def _start(seen: Seen[object]) -> Finding | None:
-    names = [name for name in seen.said[0].values if name in seen.differing]
+    names = [name for name in seen.observations[0].values if name in seen.differing]
     return difference(seen, names[0], f"the ranks start from different {', '.join(names)}") if names else None
 
 
@@ -26,10 +25,111 @@ START: tuple[Law[Seen[object]], ...] = (
     agreeing("layout-equal/start", ("layout",), "the trainable tensors differ in name, shape, dtype or order"),
     Law("start-agrees/start", (), _start),
 )
-"""Before step 1 of the trainer: the same layout, and the same in everything else that was observed."""
+
+
+@dataclass(frozen=True)
+class LeafReport:
+    """What one rank reports of one micro-batch. content: the digest of the rows as the model received them.
+
+    terms: how many terms its loss sums. nonfinite: whether its gradient is. gradient: the word sum of the gradient as
+    computed, 0 if no audit is due.
+    """
+
+    rank: int
+    index: int
+    rows: int
+    loss_sum: float
+    correct: int
+    terms: int
+    nonfinite: bool
+    content: int
+    gradient: int = 0
+
+
+@dataclass(frozen=True)
+class LeafPlan:
+    """What one micro-batch must be. The gradient is divided by the `terms` of the loss sums."""
+
+    index: int
+    rank: int
+    ids: tuple[int, ...]
+    content: int
+    terms: int
+
+
+@dataclass(frozen=True)
+class Leaves:
+    """The reports of all ranks on the micro-batches of an update, ordered by rank and micro-batch, and their plan."""
+
+    reports: Sequence[LeafReport]
+    plan: Sequence[LeafPlan]
+    step: int
+
+
+def _partition(seen: Leaves) -> Finding | None:
+    used = [(report.rank, report.index, report.rows) for report in seen.reports]
+    wanted = [(leaf.rank, leaf.index, len(leaf.ids)) for leaf in seen.plan]
+    if used == wanted:
+        return None
+    ranks = sorted({rank for rank, _, _ in wanted + used})
+    odd = tuple(rank for rank in ranks if [u for u in used if u[0] == rank] != [w for w in wanted if w[0] == rank])
+    return Finding(f"micro-batches (rank, index, rows) were to be {wanted}, used were {used}", seen.step, odd)
+
+
+def _ranks_of(reports: Iterable[LeafReport]) -> tuple[int, ...]:
+    return tuple(sorted({report.rank for report in reports}))
+
+
+def _content(seen: Leaves) -> Finding | None:
+    odd = [(r, leaf) for r, leaf in zip(seen.reports, seen.plan, strict=True) if r.content != leaf.content]
+    if not odd:
+        return None
+    name, rows = f"micro-batch {odd[0][1].index}", [row for _, leaf in odd for row in leaf.ids]
+    what = f"the model was not given the planned rows ({name}, among rows {rows[:8]})"
+    return Finding(what, seen.step, _ranks_of(report for report, _ in odd), name)
+
+
+def _terms(seen: Leaves) -> Finding | None:
+    odd = [(r, leaf) for r, leaf in zip(seen.reports, seen.plan, strict=True) if r.terms != leaf.terms]
+    if not odd:
+        return None
+    first, leaf = odd[0]
+    name = f"loss of micro-batch {leaf.index}"
+    what = f"the {name} is a sum of {first.terms} terms, its rows have {leaf.terms}"
+    return Finding(what, seen.step, _ranks_of(report for report, _ in odd), name)
+
+
+def _leaves_finite(seen: Leaves) -> Finding | None:
+    odd = [report for report in seen.reports if report.nonfinite or not math.isfinite(report.loss_sum)]
+    if not odd:
+        return None
+    first = odd[0]
+    name = f"{'gradient' if math.isfinite(first.loss_sum) else 'loss'} of micro-batch {first.index}"
+    ids = next(leaf.ids for leaf in seen.plan if leaf.index == first.index)
+    what = f"the {name} is not finite (loss {first.loss_sum}); its rows are {list(ids)}"
+    return Finding(what, seen.step, _ranks_of(odd), name)
+
+
+_SUMS = ("loss_bits", "total_bits")
+LEAVES: tuple[Law[Leaves], ...] = (
+    Law(
+        "samples-once/computed",
+        ("index", "rows"),
+        _partition,
+        lambda leaf: {"index": leaf.index, "rows": len(leaf.ids)},
+        stops=True,
+    ),
+    Law("content-planned/computed", ("content",), _content, lambda leaf: {"content": leaf.content}),
+    Law("content-planned/terms", ("terms",), _terms, lambda leaf: {"terms": leaf.terms}),
+    Law("finite/computed", _SUMS, _leaves_finite, lambda _: dict.fromkeys(_SUMS, Rule.FINITE)),
+)
+"""Before the reduction: the owner of each micro-batch computed it once, in order. A device has rules for one report."""
+
+_OTHER_ROWS = "the ranks planned different rows, or the same rows have different contents"
+PLANNED = (agreeing("content-planned/planned", ("plan",), _OTHER_ROWS, device=True),)
 
 NORM_TOLERANCE = 2.0**-19
-"""How far apart, relatively, rounding can leave the norm after clipping and the one that is expected.
+"""How far apart, relatively, rounding can leave the norm after clipping and the expected norm.
 
 In units of 2^-24: `norms.flat_norm` is off by at most 8.5, before and after clipping. Torch's clip rounds the limit,
 norm + 1e-6, its reciprocal, the factor and each product, by 1 each. Together that is 22; 32 are allowed.
@@ -42,14 +142,14 @@ NORM_FLOOR = 1e-30
 
 @dataclass(frozen=True)
 class Reduced:
-    """What an update is held to before it is made.
+    """What is required before an update.
 
-    left: the digest of the weights that the last update left; `Rule.SAME` if it is not known, so that ranks are only
-    compared with each other; `Rule.HELD` if so far only the device knows it. limit: to which the gradient was to be
-    clipped; None: it was not. norm_tolerance: of a norm, relative.
+    weights: the digest that the last update left; `Rule.SAME` if it is not known, so that ranks are only compared with
+    each other; `Rule.PREVIOUS` if only the device knows it yet. limit: of the clipping; None: no clipping.
+    norm_tolerance: of a norm, relative.
     """
 
-    left: int = Rule.SAME
+    weights: int = Rule.SAME
     limit: float | None = None
     norm_tolerance: float = NORM_TOLERANCE
 
@@ -57,7 +157,7 @@ class Reduced:
 def _rate(seen: Seen[Reduced]) -> Finding | None:
     plans = seen.column("planned")
     planned = majority(plans)
-    odd = [each for each in seen.said if each.values["rate"] != planned]
+    odd = [each for each in seen.observations if each.values["rate"] != planned]
     if not odd:
         return None
     shown = ", ".join(f"rank {o.rank}: {real_of(o.values['rate'])!r}" for o in odd)
@@ -66,105 +166,97 @@ def _rate(seen: Seen[Reduced]) -> Finding | None:
     return Finding(what, seen.step, tuple(each.rank for each in odd) if certain else (), "learning rate")
 
 
-RATE = Law("learning-rate-planned/reduced", ("rate", "planned"), _rate, lambda _: {"rate": Rule.MOST})
-"""Every rank's optimizer holds the learning rate that is planned for this update."""
+def _ranks_with_other(seen: Seen[object], name: str, value: int) -> tuple[int, ...]:
+    return tuple(each.rank for each in seen.observations if each.values[name] != value)
 
 
-def _unmoved(seen: Seen[Reduced]) -> Finding | None:
-    left = seen.want.left
-    if left is Rule.SAME:
+RATE = Law("learning-rate-planned/reduced", ("rate", "planned"), _rate, lambda _: {"rate": Rule.MAJORITY})
+
+
+def _weights_unchanged(seen: Seen[Reduced]) -> Finding | None:
+    digest = seen.want.weights
+    if digest is Rule.SAME:
         same = "weights" not in seen.differing
         return None if same else difference(seen, "weights", "the weights before the update are not the same")
-    odd = tuple(each.rank for each in seen.said if each.values["weights"] != left)
-    what = f"the weights are not those that the last update left (digest {hexadecimal(left)})"
-    tensor = (*seen.odd("weights"), "weights")[0]
+    odd = _ranks_with_other(seen, "weights", digest)
+    what = f"the weights are not those that the last update left (digest {hexadecimal(digest)})"
+    tensor = (*seen.differing_tensors("weights"), "weights")[0]
     return Finding(f"{what}; something outside the step changed them", seen.step, odd, tensor) if odd else None
 
 
-UNMOVED = Law("replicas-agree/reduced", ("weights",), _unmoved, lambda want: {"weights": want.left}, look=("weights",))
-"""Before an update all ranks have the weights that the last one left."""
-
-
-def _kept(seen: Seen[int]) -> Finding | None:
-    odd = tuple(each.rank for each in seen.said if each.values["optimizer"] != seen.want)
+def _optimizer_unchanged(seen: Seen[int]) -> Finding | None:
+    odd = _ranks_with_other(seen, "optimizer", seen.want)
     what = f"the optimizer state is not what the last update left (digest {hexadecimal(seen.want)})"
     return Finding(f"{what}; something outside the step changed it", seen.step, odd, "optimizer") if odd else None
 
 
-KEPT = Law("optimizers-agree/reduced", ("optimizer",), _kept)
-"""Only for a rank that is alone: with others, the loss of a state is seen after the update has used it."""
-
+WEIGHTS_UNCHANGED = Law(
+    "replicas-agree/reduced",
+    ("weights",),
+    _weights_unchanged,
+    lambda want: {"weights": want.weights},
+    look=("weights",),
+)
+OPTIMIZER_UNCHANGED = Law("optimizers-agree/reduced", ("optimizer",), _optimizer_unchanged)
+"""Only for one rank alone. Several ranks see a lost state after the update has used it."""
 GRADIENTS = agreeing(
     "gradients-agree/reduced", ("gradient",), "the reduced gradients are not the same", device=True, look=("gradient",)
 )
-
-
-GIVEN = "given"
+CALLER_GRADIENT = "given"
 """The point of an update whose gradient a caller passed in, so that no part of it was checked before."""
 
 
 def _finite(seen: Seen[object]) -> Finding | None:
-    odd = [o.rank for o in seen.said if o.values["nonfinite"] or not math.isfinite(real_of(o.values["norm"]))]
+    odd = [o.rank for o in seen.observations if o.values["nonfinite"] or not math.isfinite(real_of(o.values["norm"]))]
     if not odd:
         return None
-    norm, checked = real_of(seen.said[0].values["norm"]), seen.said[0].point != GIVEN
-    what = f"the reduced gradient or its norm ({norm}) is not finite{checked * ' although every part was'}"
-    return Finding(what, seen.step, seen.some(odd), "reduced gradient")
+    first = seen.observations[0]
+    every_part = " although every part was" * (first.point != CALLER_GRADIENT)
+    what = f"the reduced gradient or its norm ({real_of(first.values['norm'])}) is not finite{every_part}"
+    return Finding(what, seen.step, seen.unless_all(odd), "reduced gradient")
 
 
 FINITE = Law("finite/reduced", ("nonfinite", "norm"), _finite, lambda _: {"nonfinite": 0, "norm": Rule.FINITE})
-"""The reduced gradient and its norm are finite on every rank."""
 
 
 def clipped_norm(norm: float, limit: float | None) -> float:
     """The norm after one clipping of `norm` to `limit` (None: no clipping)."""
-    # The law of torch.nn.utils.clip_grad_norm_, whose 1e-6 counts where the limit is small.
+    # As torch.nn.utils.clip_grad_norm_, whose 1e-6 matters if the limit is small.
     return norm if limit is None else norm * min(1.0, limit / (norm + 1e-6))
 
 
 def is_clipped_once(clipped: float, norm: float, want: Reduced) -> bool:
     """Whether one clipping of a gradient of norm `norm` leaves the norm `clipped`, up to the tolerance."""
-    left = clipped_norm(norm, want.limit)
-    return abs(clipped - left) <= want.norm_tolerance * left + FACTOR_STEP * norm + NORM_FLOOR
+    expected = clipped_norm(norm, want.limit)
+    return abs(clipped - expected) <= want.norm_tolerance * expected + FACTOR_STEP * norm + NORM_FLOOR
 
 
 def _clip(seen: Seen[Reduced]) -> Finding | None:
     norm = real_of(majority(seen.column("norm")))
-    odd = [each for each in seen.said if not is_clipped_once(real_of(each.values["clipped"]), norm, seen.want)]
+    odd = [each for each in seen.observations if not is_clipped_once(real_of(each.values["clipped"]), norm, seen.want)]
     if not odd:
         return None
-    told = [(each.rank, *(real_of(each.values[name]) for name in ("clipped", "norm"))) for each in odd]
-    shown = ", ".join(f"rank {rank}: {clipped!r} from {norm!r}" for rank, clipped, norm in told)
+    shown = ", ".join(
+        f"rank {o.rank}: {real_of(o.values['clipped'])!r} from {real_of(o.values['norm'])!r}" for o in odd
+    )
     what = f"the norm after clipping is not what one clipping to {seen.want.limit} gives ({shown})"
     return Finding(what, seen.step, tuple(each.rank for each in odd), "clipped gradient")
 
 
 CLIP = Law("clip-once/reduced", ("norm", "clipped"), _clip, lambda _: {"clipped": Rule.CLIPPED})
-"""On every rank the norm after clipping is what one clipping of the norm before it gives, up to rounding."""
 
-REDUCED: tuple[Law[Seen[Reduced]], ...] = (LOCKSTEP, RATE, UNMOVED, GRADIENTS, FINITE, CLIP)
-"""Before the trainer's update: the same finite gradient, clipped once, and the weights that the last update left."""
+REDUCED: tuple[Law[Seen[Reduced]], ...] = (LOCKSTEP, RATE, WEIGHTS_UNCHANGED, GRADIENTS, FINITE, CLIP)
 
 
-@dataclass(frozen=True)
-class Due:
-    """What an update is held to after it was made. updates: how many there are to be by now."""
-
-    updates: int
-
-
-def _one_update(seen: Seen[Due]) -> Finding | None:
-    due = seen.want.updates
-    odd = tuple(each.rank for each in seen.said if each.values["updates"] != due)
+def _one_update(seen: Seen[int]) -> Finding | None:
+    odd = _ranks_with_other(seen, "updates", seen.want)
     if not odd:
         return None
-    shown = ", ".join(f"rank {o.rank}: {o.values['updates']}" for o in seen.said)
-    return Finding(f"{due} updates were due, taken were {shown}", seen.step, odd, "count of updates")
+    shown = ", ".join(f"rank {o.rank}: {o.values['updates']}" for o in seen.observations)
+    return Finding(f"{seen.want} updates were due, taken were {shown}", seen.step, odd, "count of updates")
 
 
-ONE_UPDATE = Law("one-update/updated", ("updates",), _one_update, lambda want: {"updates": want.updates})
-"""Every rank's optimizer has taken exactly the planned number of updates."""
-
+ONE_UPDATE = Law("one-update/updated", ("updates",), _one_update, lambda updates: {"updates": updates})
 _OTHER_STATES = "the optimizer states are not the same"
 _OTHER_WEIGHTS = "the trainable weights are not the same on every rank"
 OPTIMIZERS = agreeing(
@@ -172,10 +264,9 @@ OPTIMIZERS = agreeing(
 )
 REPLICAS = agreeing("replicas-agree/updated", ("weights",), _OTHER_WEIGHTS, device=True, look=("weights",))
 
-# An update too many moves moments and weights, wrong moments move weights: the cause is judged before its effects.
-UPDATED: tuple[Law[Seen[Due]], ...] = (LOCKSTEP, ONE_UPDATE, OPTIMIZERS, REPLICAS)
-"""After the trainer's update: the same weights, the same moments, one update more."""
-
+# An update too many changes moments and weights, and wrong moments change weights: causes stand before effects.
+UPDATED: tuple[Law[Seen[int]], ...] = (LOCKSTEP, ONE_UPDATE, OPTIMIZERS, REPLICAS)
+"""After an update; wanted is the number of updates so far."""
 
 BASE_POINT = "base"
 """The point at which the trainer reads all that is frozen, buffers too. The watch has another law for buffers."""
@@ -183,47 +274,43 @@ BASE_POINT = "base"
 
 def frozen_tensor(seen: Seen[object], otherwise: str) -> str:
     """The frozen tensor that changed, as far as any rank knows it; else what the ranks differ in, or `otherwise`."""
-    at = next((at for each in seen.said if (at := each.values.get("base at", 0))), 0)
-    return seen.names[at - 1] if at else (*seen.odd("base"), otherwise)[0]
+    at = next((at for each in seen.observations if (at := each.values.get("base at", 0))), 0)
+    return seen.names[at - 1] if at else (*seen.differing_tensors("base"), otherwise)[0]
 
 
 def _frozen(seen: Seen[object]) -> Finding | None:
-    odd = tuple(each.rank for each in seen.said if each.values["base"] != each.values["first base"])
+    odd = tuple(each.rank for each in seen.observations if each.values["base"] != each.values["first base"])
     if not odd:
         return None
-    point = seen.said[0].point
+    point = seen.observations[0].point
     what, name = ("weight or buffer", "base") if point == BASE_POINT else ("weight", "frozen weights")
     again = ", read once more at the close" * (point == "close")
     return Finding(f"a frozen {what} changed{again}", seen.step, odd, frozen_tensor(seen, name))
 
 
 FROZEN = Law("base-frozen/base", ("base", "first base"), _frozen)
-"""Every rank's digest of what is frozen is the one that it had at the start."""
-
 BASE: tuple[Law[Seen[object]], ...] = (LOCKSTEP, FROZEN)
-"""Now and then, and at every checkpoint of the trainer."""
 
 
 def _audited(seen: Seen[object]) -> Finding | None:
-    odd = [each for each in seen.said if each.values["leaves"] or each.values["sums"]]
+    odd = [each for each in seen.observations if each.values["leaves"] or each.values["sums"]]
     if not odd:
         return None
     first = odd[0]
     pairs = [{each.rank, each.values["subject"]} for each in odd]
-    # Who is in every pair that disagrees is the culprit; of a single pair nobody can tell which.
-    shared = set.intersection(*pairs) or set.union(*pairs)
-    of, by = first.values["subject"], first.rank
+    # The culprit is the rank in every pair that disagrees. A single pair does not tell which of the two it is.
+    culprits = set.intersection(*pairs) or set.union(*pairs)
+    subject, auditor = first.values["subject"], first.rank
     if first.values["leaves"]:
         what, part = f"gradient of micro-batch {first.values['leaf']}", "leaf"
     else:
         what, part = f"partial sum from micro-batch {first.values['root']} on", "root"
     then, now = (hexadecimal(first.values[f"{part} {when}"]) for when in ("then", "now"))
-    whose = f"rank {by} computed again" if of == by else f"rank {by} gets"
-    unsure = "; either of both may be wrong" * (len(shared) > 1)
-    told = f"the {what} has digest {then} on rank {of}, {whose} {now}{unsure}"
+    by = f"rank {auditor} computed again" if subject == auditor else f"rank {auditor} gets"
+    unsure = "; either of both may be wrong" * (len(culprits) > 1)
+    shown = f"the {what} has digest {then} on rank {subject}, {by} {now}{unsure}"
     details = tuple((f"rank {each.values['subject']}", f"audited by rank {each.rank}") for each in odd)
-    return Finding(told, first.step, tuple(sorted(shared)), what, details)
+    return Finding(shown, first.step, tuple(sorted(culprits)), what, details)
 
 
 AUDITED: tuple[Law[Seen[object]], ...] = (LOCKSTEP, Law("audit/audited", ("leaves", "sums"), _audited))
-"""Another rank computes the same for every audited micro-batch and partial sum."""

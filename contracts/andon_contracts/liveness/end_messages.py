@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from andon_contracts.bundle import explaining
+from andon_contracts.act import explain_command
 from andon_contracts.causes import HALT, Cause, first_line, kind_of, row_lines
 from andon_contracts.fields import Count, Part, Seconds
 from andon_contracts.liveness.diagnosis import named
@@ -123,7 +123,7 @@ class EndMessages:
         place = None if self.folder is None else self.folder / str(at.step)
         rows += (
             ("state", "" if at.last_equal is None else f"last state known equal: step {at.last_equal}"),
-            ("bundle", "" if place is None else f"{place}  explain: {explaining(place)}"),
+            ("bundle", "" if place is None else f"{place}  explain: {explain_command(place)}"),
         )
         text = "\n".join([head if head.endswith(".") else f"{head}.", *row_lines(rows)])
         ranks = () if rank is None else (rank,)

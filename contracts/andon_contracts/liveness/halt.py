@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from andon_contracts.bundle import Evidence, write_cause
+from andon_contracts.act import Evidence, write_cause
 from andon_contracts.causes import Cause, consequence, first_line
 from andon_contracts.error_file import tell_launcher
 from andon_contracts.legible import tell

@@ -209,7 +209,7 @@ class HaltLink:
             self._listener.learn(cause)
 
     def _form(self, body: object) -> Cause:
-        return whole(Cause, body).among(self._world)
+        return whole(Cause, body).checked(self._world)
 
     def _marked(self, mark: str, ranks: Iterable[int]) -> frozenset[int]:
         return frozenset(rank for rank in ranks if self._board.check([f"{mark} {rank}"]))

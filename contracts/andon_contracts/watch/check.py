@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from andon_contracts.act import Scene, agreed
+from andon_contracts.act import Scene, agreement
 from andon_contracts.added_time import AddedTime
 from andon_contracts.laws.law import Law, Observations, Seen, in_lockstep
 from andon_contracts.observe import Observer
@@ -102,7 +102,7 @@ class Context:
 
     def scene_of(self, probe: OptimizerProbe, before: Observations, *, applied: bool) -> Scene:
         """What a message says beside its finding. before: what the ranks observed before the update."""
-        said = agreed(before, moments=probe.states_equal) if before and in_lockstep(before) else ""
+        said = agreement(before, moments=probe.states_equal) if before and in_lockstep(before) else ""
         return Scene(self.world, applied, self.last_equal, tensors=len(probe.names), before=said)
 
     def between_ranks(self) -> Cover:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from andon_contracts.act import Scene, violation
+from andon_contracts.act import Scene, with_message
 from andon_contracts.agree import GroupGather, Observation, gather_observations, gather_short, majority, minority
 from andon_contracts.digest import digests_by_name, mix64
 from andon_contracts.laws.law import LOCKSTEP, Judgement, Observations, Seen
@@ -98,8 +98,7 @@ class Exchange:
                 self._pending.gathered()
         judgement = Judgement(() if judged else (LOCKSTEP,), Seen(seen, None))
         if judgement.first is not None:
-            broken = judgement.violation(judgement.first)
-            raise violation(broken.clause, broken.finding, Scene(self.world_size))
+            raise with_message(judgement.violation(judgement.first), Scene(self.world_size))
         return seen
 
     def gather_at_close(

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from andon_contracts.act import Scene, conclude
-from andon_contracts.bundle import Evidence
+from andon_contracts.act import Evidence, Scene, with_bundle
 from andon_contracts.clauses import CLAUSES
 from andon_contracts.laws.law import Judgement, Law
 from andon_contracts.legible import tell
@@ -19,48 +18,35 @@ from andon_contracts.watch.settings import Settings
 S = TypeVar("S")
 
 _PART = frozenset({"replicas-agree", "gradients-agree", "optimizers-agree", "hyperparameters-agree", "scaler-agrees"})
-"""Clauses whose violation parts the ranks' weights for good."""
+"""Clauses whose violation makes the ranks' weights differ for good."""
 _PARTED = frozenset({"replicas-agree", "gradients-agree", "optimizers-agree", "buffers-agree"})
-"""Clauses that say nothing new once the weights have parted."""
+"""Clauses that say nothing new once the weights differ."""
 
 
-def say(text: str) -> None:
-    """Print a message after the line of the user's loop that led here; no filter of warnings can hide it."""
+def print_message(text: str) -> None:
+    """Print a message after the line of the user's loop that led here. No filter of warnings can hide it."""
     line = line_here()
     tell(f"{line}: {text}" if line else text)
 
 
 @dataclass
-class _Cause:
-    """A violation that was reported, the clauses of it and of its effects, and the last step of these."""
-
-    finding: Violation
+class _Reported:
+    violation: Violation
     clauses: set[str]
+    """Its clause and those of its effects."""
     until: int
-
-
-@dataclass(frozen=True)
-class _Case:
-    """A broken law that is not silenced, and what is needed to report it; `Verdicts` says what the fields mean."""
-
-    found: Violation
-    suspicion: bool
-    scene: Scene
-    closer: Callable[[Violation], Scene] | None = None
-    facts: Mapping[str, object] = field(default_factory=dict)
-    alone: bool = False
-    by_all: bool = False
-    effects: Sequence[tuple[Violation, bool]] = ()
-    """What else did not hold of the same observations, and whether it is a suspicion."""
+    """The last step of these."""
 
 
 @dataclass
 class Verdicts:
-    """Judges observations with the same result on every rank, counts, and warns, raises or calls by the settings."""
+    """Judges observations with the same result on every rank, counts, and warns, raises or calls by the settings.
+
+    record: receives each reported finding, what is done, and whether the update was applied. evidence: what this rank
+    can put into a bundle. first_steps: by clause, the step of its first violation or suspicion.
+    """
 
     settings: Settings
-    rank: int
-    names: Sequence[str]
     live: frozenset[str]
     evaluations: Counter[str] = field(default_factory=Counter)
     findings: list[Violation] = field(default_factory=list)
@@ -68,141 +54,142 @@ class Verdicts:
     silenced: Counter[str] = field(default_factory=Counter)
     suspected: Counter[str] = field(default_factory=Counter)
     first_steps: dict[str, int] = field(default_factory=dict)
-    """The step of the first violation or suspicion of each clause."""
     record: Callable[[Violation, str, bool], None] | None = None
-    """Receives each finding that is acted upon, what is done, and whether the update had been made."""
     evidence: Evidence = field(default_factory=Evidence)
-    """What this rank has for a bundle."""
-    _causes: list[_Cause] = field(default_factory=list)
+    _reported: list[_Reported] = field(default_factory=list)
 
-    def alive(self, laws: Sequence[Law[S]]) -> tuple[Law[S], ...]:
+    def live_laws(self, laws: Sequence[Law[S]]) -> tuple[Law[S], ...]:
         return tuple(law for law in laws if law.clause in self.live)
 
     def judgement(self, laws: Sequence[Law[S]], seen: S) -> Judgement[S]:
         return Judgement(laws, seen, self.evaluations)
 
-    def judge(self, laws: Sequence[Law[S]], seen: S, scene: Scene) -> bool:
-        """Judge what was seen by those of `laws` that are alive, and act upon what is broken; True if all hold."""
-        judgement = self.judgement(self.alive(laws), seen)
-        self.take_all(judgement, scene)
-        return judgement.first is None
+    def judge(self, laws: Sequence[Law[S]], seen: S, scene: Scene) -> None:
+        """Judge `seen` by those of `laws` that are live, and report what is broken."""
+        self.report_all(self.judgement(self.live_laws(laws), seen), scene)
 
-    def known(self, clause: str) -> bool:
+    def is_reported(self, clause: str) -> bool:
         """True if a violation of the clause was reported, or is silenced: further ones are only counted."""
         return clause in self.settings.allow or self.counts[clause] > 0
 
-    def take_all(
+    def report_all(
         self,
         judgement: Judgement[Any],
         scene: Scene,
-        closer: Callable[[Violation], Scene] | None = None,
+        locate: Callable[[Violation], Scene] | None = None,
         facts: Mapping[str, object] | None = None,
     ) -> None:
         """Act upon the broken laws: the first violation is the finding, and the others are its effects.
 
-        closer: looks closer, with collectives, at a finding: all ranks do it or none. facts: more for the bundle.
-        Raises `Violation` on every rank if the action is to raise.
+        locate: adds the element of a finding to `scene`, with collectives, so all ranks call it or none. facts: more
+        for the bundle. Raises `Violation` on every rank if the action is to raise.
         """
-        broken: list[tuple[Violation, bool]] = []
-        for law in judgement.broken():
-            found = judgement.violation(law)
-            if found.clause in self.settings.allow:
-                self.silenced[found.clause] += 1
-            else:
-                broken.append((found, law.suspicion))
-        first = next((found for found, suspicion in broken if not suspicion), None)
-        is_news = first is not None and (self.settings.action == "raise" or not self.counts[first.clause])
-        if first is not None and is_news and self._cause_of(first) is None:
+        broken = list(self._not_silenced(judgement))
+        first = next((violation for violation, suspicion in broken if not suspicion), None)
+        effects: list[tuple[Violation, bool]] = []
+        is_new = first is not None and (self.settings.action == "raise" or not self.counts[first.clause])
+        if first is not None and is_new and self._cause_of(first) is None:
             effects = [each for each in broken if each[0] is not first]
-            self._take(_Case(first, False, scene, closer, facts or {}, effects=effects))
-        else:
-            for found, suspicion in broken:
-                self._take(_Case(found, suspicion, scene, closer, facts or {}))
+            broken = [(first, False)]
+        for violation, suspicion in broken:
+            self._report(violation, suspicion, scene, self.evidence, self.evidence.rank == 0, locate, facts, effects)
 
-    def take(
-        self, found: Violation, scene: Scene, *, suspicion: bool = False, alone: bool = False, by_all: bool = False
-    ) -> None:
-        """Act upon one finding.
+    def report_alone(self, judgement: Judgement[Any], scene: Scene, *, on_all_ranks: bool = False) -> None:
+        """Act upon broken laws that this rank judges without the others, so without a bundle.
 
-        alone: only this rank judges here, so that there is no bundle. by_all: every other rank finds the same.
+        on_all_ranks: every other rank finds the same, so one rank prints it.
         """
-        if found.clause in self.settings.allow:
-            self.silenced[found.clause] += 1
-        else:
-            self._take(_Case(found, suspicion, scene, alone=alone, by_all=by_all))
+        for violation, suspicion in self._not_silenced(judgement):
+            self._report(violation, suspicion, scene, Evidence(), self.evidence.rank == 0 or not on_all_ranks)
 
-    def _take(self, case: _Case) -> None:
+    def _not_silenced(self, judgement: Judgement[Any]) -> Iterator[tuple[Violation, bool]]:
+        for law in judgement.broken():
+            if law.clause in self.settings.allow:
+                self.silenced[law.clause] += 1
+            else:
+                yield judgement.violation(law), law.suspicion
+
+    def _report(
+        self,
+        violation: Violation,
+        suspicion: bool,
+        scene: Scene,
+        evidence: Evidence,
+        prints: bool,
+        locate: Callable[[Violation], Scene] | None = None,
+        facts: Mapping[str, object] | None = None,
+        effects: Sequence[tuple[Violation, bool]] = (),
+    ) -> None:
         """Count a finding; explain, bundle and act upon the first of its clause, unless it is an effect of another."""
-        found, suspicion, action = case.found, case.suspicion, self.settings.action
+        action = self.settings.action
         # A clause that was only suspected before is reported once more if it is certain.
-        is_first = not (self.counts[found.clause] or (suspicion and self.suspected[found.clause]))
-        self._count(found, suspicion)
+        is_first = not (self.counts[violation.clause] or (suspicion and self.suspected[violation.clause]))
+        self._count(violation, suspicion)
         if not is_first and (suspicion or action != "raise"):
             return
-        aloud = self.rank == 0 or (case.alone and not case.by_all)
-        applied = case.scene.applied or CLAUSES[found.clause].of_the_update_before
-        cause = self._cause_of(found)
+        applied = scene.applied or CLAUSES[violation.clause].of_the_update_before
+        cause = self._cause_of(violation)
         if cause is not None:
-            self._note_effect(cause, found, suspicion, applied)
-            if aloud:
-                say(f"andon: of the same cause as {cause.finding.clause}: {_effect(found)}")
+            self._note_effect(cause, violation, suspicion, applied)
+            if prints:
+                print_message(f"andon: of the same cause as {cause.violation.clause}: {_effect(violation)}")
             return
 
-        scene = case.scene if case.closer is None else case.closer(found)
         known = self.counts + self.suspected
-        news = [each for each in case.effects if not known[each[0].clause]]
+        news = [each for each in effects if not known[each[0].clause]]
         scene = replace(
-            scene,
+            scene if locate is None else locate(violation),
             goes_on=suspicion or action == "warn",
             applied=applied,
             by_command=self.settings.by_command,
             also=tuple(_effect(each) for each, _ in news),
         )
-        whole = conclude(found, scene, Evidence() if case.alone else self.evidence, case.facts)
-        self.findings.append(whole)
-        self._record(whole, suspicion, applied)
+        complete = with_bundle(violation, scene, evidence, facts or {})
+        self.findings.append(complete)
+        self._record(complete, suspicion, applied)
         if not suspicion:
-            cause = _Cause(whole, {found.clause}, found.step)
-            self._causes.append(cause)
+            cause = _Reported(complete, {violation.clause}, violation.step)
+            self._reported.append(cause)
             for effect in news:
                 self._note_effect(cause, *effect, applied)
-        for effect in case.effects:
+        for effect in effects:
             self._count(*effect)
 
         if self.settings.log is not None:
-            self.settings.log({"andon/clause": whole.clause, "andon/step": whole.step, "andon/message": str(whole)})
+            about = {"andon/clause": complete.clause, "andon/step": complete.step, "andon/message": str(complete)}
+            self.settings.log(about)
         if callable(action):
-            action(whole)
+            action(complete)
         elif action == "raise" and not suspicion:
-            raise whole
-        elif aloud:
-            say(f"{'andon suspicion' if suspicion else 'andon.Violation'}: {whole}")
+            raise complete
+        elif prints:
+            print_message(f"{'andon suspicion' if suspicion else 'andon.Violation'}: {complete}")
 
-    def _count(self, found: Violation, suspicion: bool) -> None:
-        (self.suspected if suspicion else self.counts)[found.clause] += 1
-        self.first_steps.setdefault(found.clause, found.step)
+    def _count(self, violation: Violation, suspicion: bool) -> None:
+        (self.suspected if suspicion else self.counts)[violation.clause] += 1
+        self.first_steps.setdefault(violation.clause, violation.step)
 
-    def _cause_of(self, found: Violation) -> _Cause | None:
+    def _cause_of(self, violation: Violation) -> _Reported | None:
         """The violation whose effect this is: of the same update, or one by which the ranks' weights parted."""
-        if self.settings.action == "raise":  # the violation ended the loop, or the loop goes on as if there were none
+        if self.settings.action == "raise":  # a violation ended the loop, or its caller caught it
             return None
-        for cause in reversed(self._causes):
-            parted = found.clause in _PARTED and not _PART.isdisjoint(cause.clauses)
-            if parted or found.step == cause.until:
+        for cause in reversed(self._reported):
+            parted = violation.clause in _PARTED and not _PART.isdisjoint(cause.clauses)
+            if parted or violation.step == cause.until:
                 return cause
         return None
 
-    def _note_effect(self, cause: _Cause, effect: Violation, suspicion: bool, applied: bool) -> None:
+    def _note_effect(self, cause: _Reported, effect: Violation, suspicion: bool, applied: bool) -> None:
         if not suspicion:  # nothing follows from a suspicion
             cause.clauses.add(effect.clause)
             cause.until = max(cause.until, effect.step)
         self._record(effect, suspicion, applied)
 
-    def _record(self, found: Violation, suspicion: bool, applied: bool) -> None:
+    def _record(self, violation: Violation, suspicion: bool, applied: bool) -> None:
         if self.record is not None:
             done = {"warn": "warned", "raise": "raised"}.get(str(self.settings.action), "called")
-            self.record(found, "suspected" if suspicion else done, applied)
+            self.record(violation, "suspected" if suspicion else done, applied)
 
 
-def _effect(found: Violation) -> str:
-    return f"{found.clause}, step {found.step}: {found.finding.seen}"
+def _effect(violation: Violation) -> str:
+    return f"{violation.clause}, step {violation.step}: {violation.finding.seen}"

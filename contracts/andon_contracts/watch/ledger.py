@@ -38,7 +38,7 @@ from andon_contracts.record import (
     StepDigests,
 )
 from andon_contracts.violation import Halted, Violation
-from andon_contracts.watch.judging import say
+from andon_contracts.watch.judging import print_message
 from andon_contracts.watch.model_probe import ModelProbe
 from andon_contracts.watch.values import layout_digest, text_digest
 
@@ -246,7 +246,7 @@ class Recorder:
             return
         why = f"the disk refuses: {error.strerror}" if isinstance(error, OSError) else str(error)
         self.lost = f"it ends before its time, since {why}"
-        say(f"andon.watch: ledger: {self.lost}")
+        print_message(f"andon.watch: ledger: {self.lost}")
 
 
 def reason_of(error: BaseException | None) -> str:

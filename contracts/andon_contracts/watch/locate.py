@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -19,124 +19,107 @@ from andon_contracts.watch.checks.weights import PARTED
 from andon_contracts.watch.values import layout_digest, roles_digest, state_digest
 
 REPLICATED = {name: law.clause for law in (REPLICAS, GRADIENTS, OPTIMIZERS) for name in law.look}
-"""The clause that compares what is observed under a name, of what every replica holds."""
+"""By the name of a value that all replicas share, the clause that compares it."""
 
 
-class Locator:
-    """Acts upon broken laws, clause by clause, with all that a message can say. All ranks must make the same calls."""
-
-    def __init__(self, context: Context) -> None:
-        self._context = context
-        self._exchange, self._verdicts, self._subject = context.exchange, context.verdicts, context.subject
-
-    def start(self, judgement: Judgement[Seen[object]], laws: Laws) -> None:
-        """Act upon what is broken at the start."""
-        tensors = self._subject.parameters
-        self._look(judgement, laws, 0, None)
-        scene = Scene(self._exchange.world_size, tensors=len(tensors))
-        self._verdicts.take_all(judgement, scene, self._closer(0, scene, {"replicas-agree": tensors}))
-
-    def before(self, probe: OptimizerProbe, judgement: Judgement[Seen[object]], laws: Laws) -> None:
-        """Act upon what is broken of `laws` before an update of `probe`'s optimizer."""
-        said = judgement.seen.said
-        self._look(judgement, laws, said[0].step, probe)
-        tensors: dict[str, Mapping[str, Tensor]] = {
-            "replicas-agree": probe.parameters,
-            "gradients-agree": {name: p.grad for name, p in probe.parameters.items() if p.grad is not None},
-            "buffers-agree": self._subject.buffers_by_name(),
-        }
-        scene = self._context.scene_of(probe, said, applied=False)
-        closer = self._closer(probe.updates + 1, scene, tensors)
-        self._verdicts.take_all(judgement, scene, closer, {"ids": list(self._context.rows.ids)})
-
-    def after(
-        self, probe: OptimizerProbe, judgement: Judgement[Seen[object]], laws: Laws, before: Observations
-    ) -> None:
-        """Act upon what is broken of `laws` after an update of `probe`'s optimizer. `before`: observed before it."""
-        self._look(judgement, laws, judgement.seen.step, probe)
-        scene = self._context.scene_of(probe, before, applied=True)
-        # No element is looked for if a difference is only a suspicion: that the weights differ is not the point then.
-        certain: dict[str, Mapping[str, Tensor]] = {} if PARTED in laws else {"replicas-agree": probe.parameters}
-        closer = self._closer(probe.updates, scene, certain, probe)
-        self._verdicts.take_all(judgement, scene, closer, {"ids": list(self._context.rows.ids)})
-
-    def _look(self, judgement: Judgement[Seen[object]], laws: Laws, step: int, probe: OptimizerProbe | None) -> None:
-        """Add to what was seen the details of each value that differs between ranks, the first time it does."""
-        seen = judgement.seen
-        # Ranks at different points cannot be compared.
-        if not in_lockstep(seen.said):
-            return
-        found: dict[str, Mapping[str, Sequence[int]]] = {}
-        for law in self._verdicts.alive(laws):
-            if not self._verdicts.known(law.clause):
-                for name in law.look:
-                    if name in seen.differing:
-                        found.update(self._details(name, step, probe))
-        judgement.seen = replace(seen, details=found)
-
-    def _details(self, name: str, step: int, probe: OptimizerProbe | None) -> Details:
-        """What each rank holds of that which is observed as `name`, tensor by tensor. Collective.
-
-        probe: whose parameters are looked at; None: those of the model.
-        """
-        look, spread = self._exchange.gather_digests, self._exchange.gather_named
-        parameters = self._subject.parameters if probe is None else probe.parameters
-        found: dict[str, Mapping[str, Sequence[int]]] = {}
-        if name == "weights":
-            found[name] = look(step, name, parameters)
-        elif name == "layout":
-            found[name] = spread(step, "tensors of layout", {n: roles_digest({"": p}) for n, p in parameters.items()})
-        elif name == "gradient":
-            none = torch.empty(0, device="cpu")
-            gradients = {n: none if p.grad is None else p.grad for n, p in parameters.items()}
-            found[name] = look(step, name, gradients)
-        elif name == "optimizer" and probe is not None:
-            states = {n: state_digest(probe.optimizer.state.get(p, {})) for n, p in parameters.items()}
-            found[name] = spread(step, "tensors of optimizer", states)
-        elif name in ("buffers", "caches"):
-            buffers = self._subject.buffers_by_name()
-            found["buffers"] = look(step, "buffers", buffers)
-            shapes = {n: layout_digest({"": buffer}) for n, buffer in buffers.items()}
-            found["shapes of buffers"] = spread(step, "shapes of buffers", shapes)
-        elif name == "modes":
-            return {name: spread(step, "modes of modules", self._subject.modes_by_name())}
-        elif name == "hyperparameters" and probe is not None:
-            return {name: spread(step, name, hyperparameters_by_key(probe.optimizer))}
-        return {each: self._context.replicas.align_tensors(digests) for each, digests in found.items()}
-
-    def _closer(
-        self,
-        step: int,
-        scene: Scene,
-        tensors: Mapping[str, Mapping[str, Tensor]],
-        probe: OptimizerProbe | None = None,
-    ) -> Callable[[Violation], Scene]:
-        """What adds to `scene` the first element that differs in the tensor of a finding. Collective when called.
-
-        tensors: those that each clause compares, by name. probe: whose optimizer states were compared, if any were.
-        """
-
-        def look(found: Violation) -> Scene:
-            # What only some ranks hold (a gradient, an optimizer state) must not decide whether a rank takes part.
-            named, name, key = tensors.get(found.clause), found.tensor, ""
-            if found.clause == "optimizers-agree" and probe is not None:
-                named = _states_of(probe, name) if name in probe.parameters else {}
-                spread = self._exchange.gather_digests(step, "state", named)
-                name = key = next((one for one, digests in spread.items() if len(set(digests)) > 1), "")
-            if named is None:
-                return scene
-            noun = "gradient" if found.clause == "gradients-agree" else "tensor"
-            element = self._exchange.first_difference(step, named.get(name), noun)
-            return replace(scene, element=" ".join(filter(None, [key, element])))
-
-        return look
+def report_start(context: Context, judgement: Judgement[Seen[object]], laws: Laws) -> None:
+    """Report what is broken of `laws` at the start, with the tensor and element that differ. Collective."""
+    tensors = context.subject.parameters
+    scene = Scene(context.world, tensors=len(tensors))
+    _report(context, judgement, laws, None, scene, {"replicas-agree": tensors})
 
 
-def tensors_of(context: Context, named: str) -> Iterator[tuple[str, Tensor]]:
-    """`named`'s weights, gradient, optimizer state or buffer on this rank, then those of all that is trained.
+def report_before(probe: OptimizerProbe, judgement: Judgement[Seen[object]], laws: Laws) -> None:
+    """Report what is broken of `laws` before an update of `probe`'s optimizer. Collective."""
+    tensors: dict[str, Mapping[str, Tensor]] = {
+        "replicas-agree": probe.parameters,
+        "gradients-agree": {name: p.grad for name, p in probe.parameters.items() if p.grad is not None},
+        "buffers-agree": probe.context.subject.buffers_by_name(),
+    }
+    scene = probe.context.scene_of(probe, judgement.seen.observations, applied=False)
+    _report(probe.context, judgement, laws, probe, scene, tensors)
 
-    Names say what a tensor is: `weights NAME`, `gradient NAME`, `optimizer NAME KEY`, `buffer NAME`. Gradients
-    and buffers are left out if they are already of a later update than the finding.
+
+def report_after(probe: OptimizerProbe, judgement: Judgement[Seen[object]], laws: Laws, before: Observations) -> None:
+    """Report what is broken of `laws` after an update of `probe`'s optimizer. `before`: observed before it."""
+    # If a difference of the weights is only a suspicion, its element is not searched for.
+    tensors = {} if PARTED in laws else {"replicas-agree": probe.parameters}
+    scene = probe.context.scene_of(probe, before, applied=True)
+    _report(probe.context, judgement, laws, probe, scene, tensors)
+
+
+def _report(
+    context: Context,
+    judgement: Judgement[Seen[object]],
+    laws: Laws,
+    probe: OptimizerProbe | None,
+    scene: Scene,
+    tensors: Mapping[str, Mapping[str, Tensor]],
+) -> None:
+    """Compare the values that differ tensor by tensor, then report. tensors: by clause, those that it compares."""
+    exchange, verdicts, seen = context.exchange, context.verdicts, judgement.seen
+    # Ranks at different points cannot be compared.
+    if in_lockstep(seen.observations):
+        details: dict[str, Mapping[str, Sequence[int]]] = {}
+        for law in verdicts.live_laws(laws):
+            for name in () if verdicts.is_reported(law.clause) else law.look:
+                if name in seen.differing:
+                    details.update(_details(context, name, seen.step, probe))
+        judgement.seen = replace(seen, details=details)
+
+    def locate(violation: Violation) -> Scene:
+        """The scene with the first element that differs in the tensor of the finding. Collective."""
+        # What only some ranks have (a gradient, an optimizer state) must not decide whether a rank takes part.
+        named, name, key = tensors.get(violation.clause), violation.tensor, ""
+        if violation.clause == "optimizers-agree" and scene.applied and probe is not None:
+            named = _states_of(probe, name) if name in probe.parameters else {}
+            digests = exchange.gather_digests(seen.step, "state", named)
+            name = key = next((one for one, by_rank in digests.items() if len(set(by_rank)) > 1), "")
+        if named is None:
+            return scene
+        noun = "gradient" if violation.clause == "gradients-agree" else "tensor"
+        element = exchange.first_difference(seen.step, named.get(name), noun)
+        return replace(scene, element=" ".join(filter(None, [key, element])))
+
+    facts = {} if probe is None else {"ids": list(context.rows.ids)}
+    verdicts.report_all(judgement, scene, locate, facts)
+
+
+def _details(context: Context, name: str, step: int, probe: OptimizerProbe | None) -> Details:
+    """The digests, by tensor and rank, of what the observed value `name` summarizes. Collective.
+
+    probe: whose parameters are compared; None: those of the model.
+    """
+    subject, look, spread = context.subject, context.exchange.gather_digests, context.exchange.gather_named
+    parameters = subject.parameters if probe is None else probe.parameters
+    details: dict[str, Mapping[str, Sequence[int]]] = {}
+    if name == "weights":
+        details[name] = look(step, name, parameters)
+    elif name == "layout":
+        details[name] = spread(step, "tensors of layout", {n: roles_digest({"": p}) for n, p in parameters.items()})
+    elif name == "gradient":
+        none = torch.empty(0, device="cpu")
+        details[name] = look(step, name, {n: none if p.grad is None else p.grad for n, p in parameters.items()})
+    elif name == "optimizer" and probe is not None:
+        states = {n: state_digest(probe.optimizer.state.get(p, {})) for n, p in parameters.items()}
+        details[name] = spread(step, "tensors of optimizer", states)
+    elif name in ("buffers", "caches"):
+        buffers = subject.buffers_by_name()
+        details["buffers"] = look(step, "buffers", buffers)
+        shapes = {n: layout_digest({"": buffer}) for n, buffer in buffers.items()}
+        details["shapes of buffers"] = spread(step, "shapes of buffers", shapes)
+    elif name == "modes":
+        return {name: spread(step, "modes of modules", subject.modes_by_name())}
+    elif name == "hyperparameters" and probe is not None:
+        return {name: spread(step, name, hyperparameters_by_key(probe.optimizer))}
+    return {each: context.replicas.align_tensors(digests) for each, digests in details.items()}
+
+
+def bundle_tensors(context: Context, named: str) -> Iterator[tuple[str, Tensor]]:
+    """The weights, gradient, optimizer state or buffer called `named` on this rank, then those of all that is trained.
+
+    They are called `weights NAME`, `gradient NAME`, `optimizer NAME KEY`, `buffer NAME`. Gradients and buffers are
+    left out if they belong to a later update than the finding.
     """
     subject, probes, is_past = context.subject, context.probes, context.rows.is_past
     for names in ([named], [name for probe in probes for name in probe.names]):
@@ -156,6 +139,5 @@ def tensors_of(context: Context, named: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def _states_of(probe: OptimizerProbe, name: str) -> dict[str, Tensor]:
-    """The tensors that the optimizer keeps for the parameter, by their keys."""
     state = probe.optimizer.state.get(probe.parameters[name], {})
     return {str(key): plain(value) for key, value in state.items() if isinstance(value, Tensor)}

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from andon_contracts.act import Scene, violation
+from andon_contracts.act import Scene, with_message
 from andon_contracts.agree import GroupGather, minority, own_group
 from andon_contracts.digest import tensor_digest
 from andon_contracts.laws.law import Judgement, Law, Seen, hexadecimal
@@ -108,9 +108,8 @@ def _compare(leaves: Mapping[str, Any], kinds: Mapping[str, str], exchange: Exch
         odd = next(name for name, found in looked.items() if len(set(found)) > 1)
         element = _difference(leaves[odd], exchange)
     judgement.seen = replace(judgement.seen, details={law.reads[0]: looked})
-    found = judgement.violation(law)
     tensors = 0 if law is _PLACES else len(leaves)
-    raise violation(found.clause, found.finding, Scene(exchange.world_size, element=element, tensors=tensors))
+    raise with_message(judgement.violation(law), Scene(exchange.world_size, element=element, tensors=tensors))
 
 
 def _odd_place(kinds: Mapping[str, str], exchange: Exchange) -> tuple[dict[str, list[int]], str]:

@@ -30,7 +30,7 @@ from andon_contracts.watch.checks.scale import BackwardPasses, GradientScale
 from andon_contracts.watch.checks.structure import START, Structure
 from andon_contracts.watch.checks.told import ToldByLoop
 from andon_contracts.watch.checks.weights import PARTED, Weights
-from andon_contracts.watch.locate import Locator
+from andon_contracts.watch.locate import report_after, report_before, report_start
 from andon_contracts.watch.model_probe import ModelProbe
 
 _AT_THE_CLOSE_S = 5.0
@@ -82,7 +82,6 @@ def _judged_late(subject: ModelProbe) -> bool:
 class Updates:
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._locator = Locator(context)
         self._before_laws: dict[OptimizerProbe, Sequence[Law[Seen[object]]]] = {}
         self._after_laws: dict[OptimizerProbe, Sequence[Law[Seen[object]]]] = {}
         self._said: Observations = ()
@@ -104,7 +103,7 @@ class Updates:
         for check in all_checks(context):
             check.ranks_met()
         for probe in context.probes:
-            alive = context.verdicts.alive
+            alive = context.verdicts.live_laws
             self._before_laws[probe] = alive((LOCKSTEP, *(law for check in probe.checks for law in check.before_laws)))
             self._after_laws[probe] = alive((LOCKSTEP, *(law for check in probe.checks for law in check.after_laws)))
         values = context.check(Structure).start(portable=context.portable)
@@ -113,11 +112,11 @@ class Updates:
             context.world, [probe.optimizer for probe in context.probes], context.settings.rows, context.settings.start
         )
         seen: Seen[object] = Seen(said, None, subject.names)
-        judgement = context.verdicts.judgement(context.verdicts.alive(START), seen)
+        judgement = context.verdicts.judgement(context.verdicts.live_laws(START), seen)
         if judgement.first is None:
             self._note_equal(context.settings.start, seen)
         else:
-            self._locator.start(judgement, START)
+            report_start(context, judgement, START)
         context.check(ToldByLoop).compare_data()
 
     def before(self, probe: OptimizerProbe) -> None:
@@ -148,7 +147,7 @@ class Updates:
         laws = tuple(law for law in self._before_laws[probe] if law.clause not in deferred)
         judgement = self._context.verdicts.judgement(laws, seen)
         if judgement.first is not None:
-            self._locator.before(probe, judgement, laws)
+            report_before(probe, judgement, laws)
         return said
 
     def after(self, probe: OptimizerProbe) -> None:
@@ -184,7 +183,7 @@ class Updates:
             judgement, laws = self._judge_after(made.probe, said)
             if judgement.first is not None:
                 with context.rows.of_update(made.ids, is_past=self._late):
-                    self._locator.after(made.probe, judgement, laws, self._aligned)
+                    report_after(made.probe, judgement, laws, self._aligned)
             self._note_equal(made.step, judgement.seen)
             made.probe.states_equal = "optimizer" not in judgement.seen.differing
 
@@ -207,7 +206,7 @@ class Updates:
         waiting = synchrony.after(seen) if in_lockstep(said) else frozenset[str]()
         laws = tuple(law for law in self._after_laws[probe] if law.clause not in waiting)
         if synchrony.parted(seen.step):
-            laws += context.verdicts.alive((PARTED,))
+            laws += context.verdicts.live_laws((PARTED,))
         return context.verdicts.judgement(laws, seen), laws
 
     def judge_last(self) -> str:
@@ -225,13 +224,11 @@ class Updates:
             why = str(error) if isinstance(error, TimeoutError) else first_line(error)
             return f"  what update {made.step} left was not compared: {why}"
         judgement, _ = self._judge_after(made.probe, said)
-        for law in judgement.broken():
-            found, scene = judgement.violation(law), self._context.scene(applied=True)
-            self._context.verdicts.take(found, scene, alone=True, by_all=True, suspicion=law.suspicion)
+        self._context.verdicts.report_alone(judgement, self._context.scene(applied=True), on_all_ranks=True)
         return ""
 
     def _note_equal(self, step: int, seen: Seen[object]) -> None:
-        if len(seen.said) > 1 and "weights" not in seen.differing:
+        if len(seen.observations) > 1 and "weights" not in seen.differing:
             self._context.last_equal = step
 
     def _number(self, probe: OptimizerProbe) -> int:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from andon_contracts.bundle import Evidence, write_cause
+from andon_contracts.act import Evidence, write_cause
 from andon_contracts.clauses import CLAUSES
 from andon_contracts.ledger import LedgerFile
 from andon_contracts.legible import counted, tell
@@ -33,7 +33,7 @@ from andon_contracts.watch.exchange import Exchange, Replicas
 from andon_contracts.watch.intercept import Listener, Yielded, listen, outside_of_transforms
 from andon_contracts.watch.judging import Verdicts
 from andon_contracts.watch.ledger import Recorder, reason_of
-from andon_contracts.watch.locate import REPLICATED, tensors_of
+from andon_contracts.watch.locate import REPLICATED, bundle_tensors
 from andon_contracts.watch.model_probe import ForwardHook, ModelProbe, ModuleGroup
 from andon_contracts.watch.rows import Rows
 from andon_contracts.watch.settings import Settings
@@ -78,12 +78,10 @@ class Watch:
             exchange.rank,
             exchange.world_size,
             lambda: list(context.rows.ids),
-            lambda named: tensors_of(context, named),
+            lambda named: bundle_tensors(context, named),
             subject.accelerators(),
         )
-        context.verdicts = Verdicts(
-            settings, exchange.rank, subject.names, live, record=context.recorder.violation, evidence=evidence
-        )
+        context.verdicts = Verdicts(settings, live, record=context.recorder.violation, evidence=evidence)
         self._halt = halt
         if halt is not None:
             halt.evidence = evidence

@@ -140,7 +140,7 @@ class Agreement:
         """`laws` held against what was seen; where one is broken, with a second look at what differs by `looks`."""
         judgement = Judgement(laws, seen)
         if judgement.first is not None:
-            judgement.seen = replace(seen, details=self.second_looks(seen.said, looks))
+            judgement.seen = replace(seen, details=self.second_looks(seen.observations, looks))
         return judgement
 
     def second_looks(

@@ -69,8 +69,8 @@ class Gate:
     ) -> None:
         """Keep updates from being taken if anything in `table` (int64 [world, width]) is not as `expected` says.
 
-        expected: see `encoded`. held: 0-dim int64 for `Rule.HELD`. want: what the reduced gradient is held to, where
-        `Rule.MOST` or `Rule.CLIPPED` is asked of any column; each of them then of all ranks.
+        expected: see `encoded`. held: 0-dim int64 for `Rule.PREVIOUS`. want: what the reduced gradient is held to, if
+        a rule of any column is `Rule.MAJORITY` or `Rule.CLIPPED`; that rule then holds for all ranks.
         """
         wanted, rules = expected.view(2, *table.shape).unbind()
         kernel = _kernel() if table.is_cuda else None
@@ -110,10 +110,10 @@ def broken(
     odd |= (rules == Rule.SAME) & (table != first)
     odd |= (rules == Rule.FINITE) & ((table & _EXPONENT) == _EXPONENT)
     if held is not None:
-        odd |= (rules == Rule.HELD) & (table != held)
+        odd |= (rules == Rule.PREVIOUS) & (table != held)
     if want is not None:
         ahead = most(torch.roll(table, 1, dims=1))
-        odd |= (rules == Rule.MOST) & (table != ahead)
+        odd |= (rules == Rule.MAJORITY) & (table != ahead)
         norm = ahead.view(torch.float64)
         left = table.contiguous().view(torch.float64)
         # torch's own factor (`clip_grads_with_norm_`), with its 1e-6: what is expected is what that does.

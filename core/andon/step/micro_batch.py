@@ -1,5 +1,5 @@
 """One micro-batch: its plan, what it is, what it gave, and the report that its rank makes of it; also of which rows it
-was given, as digests that are bound to their places in the global batch. `laws.rows` holds reports to plans.
+was given, as digests that are bound to their places in the global batch. `laws.update` holds reports to plans.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from andon.step.task import Batch, Task
 from andon_contracts.agree import Observation, real_of
 from andon_contracts.digest import kernels, mix64
 from andon_contracts.laws.law import Rule, rules_of
-from andon_contracts.laws.rows import LEAVES, LeafPlan, LeafReport
+from andon_contracts.laws.update import LEAVES, LeafPlan, LeafReport
 
 _LEAST_PLACES = 256
 

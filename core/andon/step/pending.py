@@ -16,7 +16,7 @@ from andon.backend.base import Backend
 from andon.step.micro_batch import Leaf
 from andon.step.plan import GlobalBatch
 from andon.step.tree import fold
-from andon_contracts.laws.rows import LeafPlan, LeafReport
+from andon_contracts.laws.update import LeafPlan, LeafReport
 
 UNSIGNED = 1 << 64
 

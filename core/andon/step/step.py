@@ -26,9 +26,8 @@ from andon.step.replica import REDUCED_FACTS, PartialGradient, Replica
 from andon.step.task import Task
 from andon_contracts.agree import Observation, bits_of, real_of
 from andon_contracts.digest import signed
+from andon_contracts.laws import update as laws
 from andon_contracts.laws.law import LOCKSTEP, Judgement, Rule, Seen, enforce, rules_of
-from andon_contracts.laws.rows import LEAVES, PLANNED, Leaves
-from andon_contracts.laws.update import BASE, BASE_POINT, KEPT, REDUCED, START, UPDATED, Due, Reduced
 from andon_contracts.observe import word_sums
 from andon_contracts.policy import enforced
 
@@ -135,7 +134,7 @@ class TrainingStep:
         gathered: Gathered,
         judge: Callable[[Pending, Sequence[Observation]], None],
         held: torch.Tensor | None = None,
-        want: Reduced | None = None,
+        want: laws.Reduced | None = None,
     ) -> None:
         """Judge what was gathered: now, or once it is read, and then the device holds it against what it must be."""
         if gathered.expected is not None:
@@ -191,7 +190,7 @@ class TrainingStep:
         return gathered, partials
 
     def _expect_computed(self, update: Pending) -> Expected:
-        rules = {"failed": 0, **(rules_of(PLANNED, None) if update.checked else {})}
+        rules = {"failed": 0, **(rules_of(laws.PLANNED, None) if update.checked else {})}
         row = expected_row(rules, COMPUTED_FACTS)
         return [
             [*row, *planned_reports(update.plan, rank, self._report_rows, checked=update.checked)]
@@ -210,12 +209,12 @@ class TrainingStep:
         if failed:
             msg = f"rank {failed[0]} failed in the forward or backward pass of step {update.batch.step}"
             raise RankFailed(msg)
-        enforce(Judgement(PLANNED, Seen(observations, None)))
+        enforce(Judgement(laws.PLANNED, Seen(observations, None)))
         update.reports = reports_of(observations)
         update.stop = any(o.values["stop"] for o in observations)
         update.save = any(o.values["save"] for o in observations)
         if update.checked:
-            enforce(Judgement(LEAVES, Leaves(update.reports, update.plan, update.batch.step)))
+            enforce(Judgement(laws.LEAVES, laws.Leaves(update.reports, update.plan, update.batch.step)))
 
     def _reduce_and_clip(self, update: Pending, partials: Sequence[PartialGradient]) -> None:
         pieces = self._reduce([part.roots for part in partials])
@@ -232,9 +231,10 @@ class TrainingStep:
             self._weights_there = None
             update.read(facts[0], partial(self._go_unchecked, update))
             return
-        want = Reduced(Rule.SAME if self._weights_there is None else Rule.HELD, self._clip_norm)
+        want = laws.Reduced(Rule.SAME if self._weights_there is None else Rule.PREVIOUS, self._clip_norm)
         rates = [dict(zip(RATES, (bits_of(update.rate), bits_of(each.rate)), strict=True)) for each in self._replicas]
-        expected = self._agreement.expected(rules_of(REDUCED, want), (*RATES, *REDUCED_FACTS)) if self.late else None
+        names = (*RATES, *REDUCED_FACTS)
+        expected = self._agreement.expected(rules_of(laws.REDUCED, want), names) if self.late else None
         gathered = self._agreement.gather(update.batch.step, "reduced", rates, facts, REDUCED_FACTS, expected)
         self._judged(update, gathered, self._judge_reduced, self._weights_there, want)
 
@@ -245,13 +245,13 @@ class TrainingStep:
     def _judge_reduced(self, update: Pending, observations: Sequence[Observation]) -> None:
         size = self._replicas[0].parameters.size
         said = [replace(each, values=read_reduced(size, each.values)) for each in observations]
-        want = Reduced(Rule.SAME if self._weights is None else self._weights, self._clip_norm)
+        want = laws.Reduced(Rule.SAME if self._weights is None else self._weights, self._clip_norm)
         looks = {"gradient": Replica.reduced_gradient, "weights": _weights}
-        enforce(self._agreement.judgement(REDUCED, Seen(said, want), looks))
+        enforce(self._agreement.judgement(laws.REDUCED, Seen(said, want), looks))
         # Several ranks compare their moments after each update; a lone one only has what it left itself.
         if self._backend.world_size == 1 and not self.late and self._optimizer is not None:
             kept = {"optimizer": signed(self._replicas[0].optimizer_digest())}
-            enforce(Judgement((KEPT,), Seen([replace(said[0], values=kept)], self._optimizer)))
+            enforce(Judgement((laws.OPTIMIZER_UNCHANGED,), Seen([replace(said[0], values=kept)], self._optimizer)))
         update.norm = real_of(said[0].values["norm"])
         update.gradients = tuple(each.values["gradient"] for each in said)
 
@@ -259,7 +259,7 @@ class TrainingStep:
         """Digest what the update left on every rank, and agree on it."""
         facts = self._backend.map(lambda index: self._replicas[index].after_update())
         spec = self._replicas[0].spec
-        rules = rules_for_facts(spec, rules_of(UPDATED, Due(update.updates))) if self.late else {}
+        rules = rules_for_facts(spec, rules_of(laws.UPDATED, update.updates)) if self.late else {}
         expected = self._agreement.expected(rules, spec.facts) if self.late else None
         gathered = self._agreement.gather(
             update.batch.step, "updated", [{} for _ in facts], facts, spec.facts, expected
@@ -272,7 +272,7 @@ class TrainingStep:
         spec, size = self._replicas[0].spec, self._replicas[0].parameters.size
         said = [replace(each, values=read_state(spec, size, each.values)) for each in observations]
         looks = {"weights": _weights, "optimizer": Replica.optimizer_state}
-        enforce(self._agreement.judgement(UPDATED, Seen(said, Due(update.updates)), looks))
+        enforce(self._agreement.judgement(laws.UPDATED, Seen(said, update.updates), looks))
         self._weights, self._optimizer = said[0].values["weights"], said[0].values["optimizer"]
         update.ranks = tuple(
             {
@@ -292,8 +292,8 @@ class TrainingStep:
             return
         digests = self._backend.map(lambda index: self._replicas[index].base_digest())
         observed = [{"base": digest, "first base": expected} for digest in digests]
-        observations = self._agreement.observe(step, BASE_POINT, observed)
-        enforce(self._agreement.judgement(BASE, Seen(observations, None), {"base": Replica.frozen}))
+        observations = self._agreement.observe(step, laws.BASE_POINT, observed)
+        enforce(self._agreement.judgement(laws.BASE, Seen(observations, None), {"base": Replica.frozen}))
 
     def attest_start(self, observed: Mapping[str, int]) -> None:
         """All ranks start from the same layout, weights, base and whatever else is `observed` (name to digest).
@@ -305,7 +305,7 @@ class TrainingStep:
             for r in self._replicas
         ]
         observations = self._agreement.observe(0, "start", values)
-        enforce(Judgement(START, Seen(observations, None)))
+        enforce(Judgement(laws.START, Seen(observations, None)))
         self._weights = observations[0].values["weights"] if enforced() else None
         self._optimizer = signed(self._replicas[0].optimizer_digest()) if enforced() else None
         self._weights_there = None

@@ -15,7 +15,7 @@ from andon.model.batches import EvaluationBatching
 from andon.step.replica import Replica
 from andon.tasks.task import ScoredTask
 from andon_contracts.laws.law import Judgement, enforce
-from andon_contracts.laws.outcome import EVALUATED, OUTPUT, EvaluationTold, Output
+from andon_contracts.laws.outcome import EVALUATED, OUTPUT, Evaluation, Output
 
 _SMALL = EvaluationBatching()
 
@@ -58,14 +58,14 @@ def evaluate(
     is not finite (`finite`).
     """
     row_ids, outputs = _gathered(backend, models, task, ids, batching)
-    told = EvaluationTold(0, (tuple(row_ids),), len(ids), {}, {}, planned=tuple(ids))
-    enforce(Judgement(EVALUATED, told))
+    evaluation = Evaluation(0, (tuple(row_ids),), len(ids), {}, {}, planned=tuple(ids))
+    enforce(Judgement(EVALUATED, evaluation))
     finite = outputs.isfinite().all(dim=1).tolist()
     odd = tuple(row for row, whole in zip(row_ids, finite, strict=True) if not whole)
     enforce(Judgement(OUTPUT, Output(task.output, len(row_ids), odd)))
     result = task.score(row_ids, outputs)
     counted = {"rows": float(len(ids))}
-    enforce(Judgement(EVALUATED, replace(told, told={"rows": [float(result.rows)]}, counted=counted)))
+    enforce(Judgement(EVALUATED, replace(evaluation, reported={"rows": [float(result.rows)]}, counted=counted)))
     return result
 
 

@@ -26,8 +26,7 @@ from andon.data.tokens import byte_tokenizer
 from andon.model.build import ModelSpec, build_base
 from andon.run.checkpoint import save_checkpoint
 from andon.run.provenance import environment, write_provenance
-from andon_contracts.act import Scene, conclude
-from andon_contracts.bundle import Evidence
+from andon_contracts.act import Evidence, Scene, with_bundle
 from andon_contracts.violation import Finding, Violation
 
 from .mutations import damaged
@@ -115,7 +114,7 @@ def bundle_folder() -> Files:
         for rank in (1, 0):
             tensors = {"weights w": torch.full((2, 3), float(rank)), "b": torch.tensor([1 + rank])}
             evidence = Evidence(folder, rank, 2, lambda: [5, 6], lambda _, held=tensors: iter(held.items()))  # type: ignore[misc]
-            conclude(Violation.of("replicas-agree", finding), scene, evidence, {})
+            with_bundle(Violation.of("replicas-agree", finding), scene, evidence, {})
         return _files_of(folder / "4")
 
 

@@ -109,7 +109,7 @@ def messages() -> tuple[tuple[bytes, Callable[[object], object]], ...]:
     cause = Cause("violation", "they differ", 1, 3, "replicas-agree", "they differ", "w", (1,))
     progress = Progress(Position(1, "before the update", 0.5, 1), Counts(3, 2, "world", 1))
     return (
-        (_bytes(cause), lambda body: whole(Cause, body).among(2)),
+        (_bytes(cause), lambda body: whole(Cause, body).checked(2)),
         (_bytes(progress), lambda body: whole(Progress, body)),
         (_bytes(Said(1, "text")), lambda body: whole(Said, body)),
     )

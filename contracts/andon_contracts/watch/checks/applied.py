@@ -28,7 +28,7 @@ _CERTAIN = 2.0**-10
 
 
 def _applied(seen: Seen[object]) -> Finding | None:
-    first = next((each for each in seen.said if each.values["unmoved"]), None)
+    first = next((each for each in seen.observations if each.values["unmoved"]), None)
     if first is None:
         return None
     due, spacing = (real_of(first.values[f"unmoved {name}"]) for name in ("due", "spacing"))

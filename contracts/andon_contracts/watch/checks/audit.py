@@ -65,16 +65,16 @@ def name_ratio(ratio: float, world: int, micro_batches: int) -> str:
 
 
 def _gradient_law(seen: Seen[object]) -> Finding | None:
-    errors = [real_of(o.values["error"]) for o in seen.said]
-    tolerances = [real_of(o.values["tolerance"]) for o in seen.said]
+    errors = [real_of(o.values["error"]) for o in seen.observations]
+    tolerances = [real_of(o.values["tolerance"]) for o in seen.observations]
     if all(error <= tolerance for error, tolerance in zip(errors, tolerances, strict=True)):
         return None
     place = max(range(len(errors)), key=lambda rank: errors[rank] if math.isfinite(errors[rank]) else math.inf)
-    worst = seen.said[place].values
+    worst = seen.observations[place].values
     ratio, rest = real_of(worst["ratio"]), real_of(worst["rest"])
     likely = ""
     if rest <= RATIO_TOLERANCE and abs(ratio - 1) >= RATIO_TOLERANCE:
-        factor = name_ratio(ratio, len(seen.said), worst["micro-batches"])
+        factor = name_ratio(ratio, len(seen.observations), worst["micro-batches"])
         what = f"the reduced gradient is {ratio:.3f} x the law{factor}"
     else:
         by_none = ", and by no factor" * (rest > RATIO_TOLERANCE)

@@ -40,11 +40,11 @@ def _buffers_agree(seen: Seen[object]) -> Finding | None:
     caches = _parted(seen, "caches") and not _parted(seen, "cache shapes")
     if not (_parted(seen, "buffers") or caches):
         return None
-    reshaped = seen.odd("shapes of buffers")
-    odd = reshaped or seen.odd("buffers")
+    reshaped = seen.differing_tensors("shapes of buffers")
+    odd = reshaped or seen.differing_tensors("buffers")
     what = OTHER_SHAPES if reshaped else "are not the same"
     name = "buffers" if _parted(seen, "buffers") else "caches"
-    found = difference(Seen(seen.said, None), name, f"the buffers with which the forward pass began {what}")
+    found = difference(Seen(seen.observations, None), name, f"the buffers with which the forward pass began {what}")
     # What a forward pass begins with is what the update before it left.
     return Finding(found.seen, max(found.step - 1, 0), found.ranks, (*odd, "buffers")[0])
 

@@ -42,7 +42,7 @@ def clip_once(limit: float, longest: int) -> Law[Seen[object]]:
 
     def check(seen: Seen[object]) -> Finding | None:
         odd = []
-        for each in seen.said:
+        for each in seen.observations:
             norm, clipped = real_of(each.values["norm"]), real_of(each.values["clipped"])
             if not is_clipped_once(clipped, norm, want):
                 odd.append((each.rank, norm, clipped))
@@ -52,7 +52,7 @@ def clip_once(limit: float, longest: int) -> Law[Seen[object]]:
                 f"the gradient had norm {norm:.6g}; clipped once to {limit:g} it has {clipped_norm(norm, limit):.6g}, "
                 f"the optimizer got {clipped:.6g}"
             )
-            return Finding(what, seen.step, seen.some([rank for rank, *_ in odd]), "clipped gradient")
+            return Finding(what, seen.step, seen.unless_all([rank for rank, *_ in odd]), "clipped gradient")
         norms = list(map(real_of, seen.column("norm")))
         # A reduced gradient has one norm. If the gradients themselves differ, clipping is not the cause.
         if "gradient" in seen.differing or not max(norms) - min(norms) > _NORM_TOLERANCE * max(norms):
@@ -91,7 +91,7 @@ def _not_by_micro_batch(seen: Seen[object]) -> Finding | None:
 
 def _by_all_ranks(seen: Seen[object]) -> Finding | None:
     ranks = tuple(rank for rank, each in enumerate(seen.column("clipping")) if each & ClipSeen.CLIPPED)
-    if len(ranks) in (0, len(seen.said)):
+    if len(ranks) in (0, len(seen.observations)):
         return None
     return Finding("only some ranks clipped their gradients", seen.step, ranks, "gradient")
 

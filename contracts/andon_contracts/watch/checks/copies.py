@@ -44,10 +44,10 @@ def _copies_agree(seen: Seen[object]) -> Finding | None:
     """A rank lacks a copy that another rank with as many copies updates."""
     if "weights" in seen.differing:
         return None
-    kept = [[state for i in range(MAX_COPIES) if (state := each.values[f"copy {i}"])] for each in seen.said]
+    kept = [[state for i in range(MAX_COPIES) if (state := each.values[f"copy {i}"])] for each in seen.observations]
     changed = [
         (len(states), state)
-        for each, states in zip(seen.said, kept, strict=True)
+        for each, states in zip(seen.observations, kept, strict=True)
         for place, state in enumerate(states)
         if each.values["copies changed"] >> place & 1
     ]
@@ -60,7 +60,7 @@ def _copies_agree(seen: Seen[object]) -> Finding | None:
         return None
     shown = ", ".join(f"rank {rank}: {' '.join(map(hexadecimal, each))}" for rank, each in enumerate(kept))
     what = f"a copy of the model beside it was kept up, and is not the same on the ranks that keep one ({shown})"
-    culprits = ranks if 2 * len(ranks) < len(seen.said) else ()
+    culprits = ranks if 2 * len(ranks) < len(seen.observations) else ()
     return Finding(what, max(seen.step - 1, 0), culprits, "copy of the model")
 
 
@@ -91,7 +91,7 @@ class ModelCopies(Check):
 
     def judge(self, probe: OptimizerProbe, said: Observations, aligned: Observations) -> None:
         context, step = self.context, said[0].step
-        if not context.ranks_have_own_rows or not context.verdicts.alive((COPIES_AGREE,)):
+        if not context.ranks_have_own_rows or not context.verdicts.live_laws((COPIES_AGREE,)):
             return
         seen = Seen[object](said, None)
         if COPIES_AGREE.check(seen) is not None:

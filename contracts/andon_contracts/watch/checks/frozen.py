@@ -32,7 +32,7 @@ _version = attrgetter("_version")
 
 def _changed_alike(seen: Seen[object]) -> bool:
     """Several ranks all changed what is frozen, and to the same if they began with the same: a loop may mean it."""
-    if len(seen.said) == 1 or any(o.values["base"] == o.values["first base"] for o in seen.said):
+    if len(seen.observations) == 1 or any(o.values["base"] == o.values["first base"] for o in seen.observations):
         return False
     return "base" not in seen.differing or "first base" in seen.differing
 
@@ -87,7 +87,7 @@ class Frozen(Check):
     @property
     def _reported(self) -> bool:
         verdicts = self.context.verdicts
-        return verdicts.known(FROZEN.clause) or verdicts.suspected[FROZEN.clause] > 0
+        return verdicts.is_reported(FROZEN.clause) or verdicts.suspected[FROZEN.clause] > 0
 
     def align(self, said: Observations) -> Observations:
         """The base as it is now becomes the first one, if all ranks merged what they trained into it, alike."""
@@ -117,8 +117,7 @@ class Frozen(Check):
         values = self._values(self._base.last_look())
         said = (Observation(context.exchange.rank, context.updates, 0, "close", values),)
         judgement = context.verdicts.judgement((FROZEN,), Seen[object](said, None, context.subject.names))
-        if judgement.first is not None:
-            context.verdicts.take(judgement.violation(FROZEN), context.scene(applied=True), alone=True)
+        context.verdicts.report_alone(judgement, context.scene(applied=True))
 
     def closing_lines(self) -> list[str]:
         return [self.unread]

@@ -46,7 +46,7 @@ def _norm_finite(seen: Seen[object]) -> Finding | None:
         return None
     shown = ", ".join(f"rank {rank}: {norm!r}" for rank, norm in enumerate(norms))
     what = f"the norm of the gradient is not finite ({shown}); clipping by it gives zero or NaN"
-    return Finding(what, seen.step, seen.some(ranks), "gradient")
+    return Finding(what, seen.step, seen.unless_all(ranks), "gradient")
 
 
 def _collectives_agree(seen: Seen[object]) -> Finding | None:

@@ -35,7 +35,7 @@ def _modes_agree(seen: Seen[object]) -> Finding | None:
     # Ranks with different modules, as pipeline stages have, have no modes to compare.
     if "modes" not in seen.differing or "modules" in seen.differing:
         return None
-    odd = seen.odd("modes")
+    odd = seen.differing_tensors("modes")
     if not odd:
         what = "some modules are in training mode on some ranks and in evaluation mode on others"
         return difference(seen, "modes", what)
@@ -53,7 +53,7 @@ def _trains_in(mode: _Mode, since: str) -> Callable[[Seen[object]], Finding | No
             return None
         what = f"the model is trained in evaluation mode{since}: its dropout and its batch statistics are off"
         ranks = [rank for rank, each in enumerate(column) if each]
-        return Finding(what, seen.step, seen.some(ranks), "mode of the model")
+        return Finding(what, seen.step, seen.unless_all(ranks), "mode of the model")
 
     return check
 
@@ -145,9 +145,8 @@ class Mode(Check):
         verdicts = self.context.verdicts
         if self._updates > 1 and self._is_alone() and "ranks-joined" in verdicts.live:
             said = (Observation(0, self._updates, 0, "close", {"alone": 1}),)
-            found = verdicts.judgement((_JOINED_AT_CLOSE,), Seen[object](said, None))
-            if found.first is not None:
-                verdicts.take(found.violation(_JOINED_AT_CLOSE), self.context.scene(applied=True), alone=True)
+            judgement = verdicts.judgement((_JOINED_AT_CLOSE,), Seen[object](said, None))
+            verdicts.report_alone(judgement, self.context.scene(applied=True))
 
     def _is_alone(self) -> bool:
         """Whether a launcher started several processes and this one made no process group with the others."""

@@ -30,15 +30,15 @@ def _hyperparameters_agree(seen: Seen[object]) -> Finding | None:
     if "hyperparameters" not in seen.differing or "layout" in seen.differing:
         return None
     # The second look gives keys of groups, not tensors: the text names them, and the finding has no tensor.
-    odd = seen.odd("hyperparameters")
+    odd = seen.differing_tensors("hyperparameters")
     named = f": {', '.join(odd[:4])}" if odd else ""
     what = f"the hyperparameters of the optimizers are not the same{named}"
-    return difference(Seen(seen.said, None), "hyperparameters", what)
+    return difference(Seen(seen.observations, None), "hyperparameters", what)
 
 
 def _rate_planned(seen: Seen[object]) -> Finding | None:
     odd = []
-    for each in seen.said:
+    for each in seen.observations:
         rate, planned = real_of(each.values["rate"]), real_of(each.values["planned"])
         if not math.isclose(rate, planned, rel_tol=_RATE_TOLERANCE, abs_tol=1e-15):
             odd.append((each.rank, rate, planned))
@@ -47,7 +47,7 @@ def _rate_planned(seen: Seen[object]) -> Finding | None:
     shown = ", ".join(f"rank {rank}: {rate!r}, not {planned!r}" for rank, rate, planned in odd)
     ranks = [rank for rank, _, _ in odd]
     what = f"the learning rate is not the schedule's ({shown})"
-    return Finding(what, seen.step, seen.some(ranks), "learning rate")
+    return Finding(what, seen.step, seen.unless_all(ranks), "learning rate")
 
 
 class Optimizer(Check):

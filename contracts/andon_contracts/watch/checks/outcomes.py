@@ -16,7 +16,7 @@ from andon_contracts.agree import bits_of, real_of
 from andon_contracts.causes import first_line
 from andon_contracts.digest import digests_by_name
 from andon_contracts.laws.law import Law, Observations
-from andon_contracts.laws.outcome import COUNTED, EVALUATED, RESTORED, Count, EvaluationTold, Restored
+from andon_contracts.laws.outcome import COUNTED, EVALUATED, RESTORED, Count, Evaluation, Restored
 from andon_contracts.observe import flat_digest, plain
 from andon_contracts.untrusted import read_json
 from andon_contracts.watch.check import Check, Context, Cover, OptimizerProbe, declared
@@ -98,7 +98,7 @@ class Outcomes(Check):
         evaluated_rows = text_digest(sorted(row for row, _, _ in triples))
         answers = text_digest(sorted(triples))
         norm_names = ["", *(name for name, _ in self._batch_norms)]
-        evaluation = EvaluationTold(
+        evaluation = Evaluation(
             step,
             tuple(tuple(part[0]) for part in parts),
             max(o.values["rows"] for o in seen) if all(o.values["rows known"] for o in seen) else None,

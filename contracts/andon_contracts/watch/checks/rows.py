@@ -85,9 +85,9 @@ def _order_renewed(seen: Seen[object]) -> Finding | None:
     number = max(seen.column("order again"))
     if not number:
         return None
-    ranks = [each.rank for each in seen.said if each.values["order again"]]
+    ranks = [each.rank for each in seen.observations if each.values["order again"]]
     what = f"pass {number} over the data has the order of the pass before, though its sampler shuffles"
-    return Finding(what, seen.step, seen.some(ranks), "order of rows")
+    return Finding(what, seen.step, seen.unless_all(ranks), "order of rows")
 
 
 _ROWS = (

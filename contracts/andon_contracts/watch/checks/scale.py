@@ -113,7 +113,7 @@ def _short_window(seen: Seen[Scales]) -> Finding | None:
         return None
     for what, here, full in (("micro-batches", now.passes, before.passes), ("terms", now.terms, before.terms)):
         if 0 < here < full and _close(now.first_part / before.first_part, here / full):
-            shown = f"{now.description(len(seen.said))}, and {before.first_part:.3f} times in the window before"
+            shown = f"{now.description(len(seen.observations))}, and {before.first_part:.3f} times in the window before"
             window = f"a window of {here} of {full} {what} is divided like a full one"
             return Finding(f"{shown}: {window}", seen.step, (), "gradient")
     return None
@@ -127,7 +127,7 @@ def _factor_of_layout(seen: Seen[Scales]) -> Finding | None:
     # Users often halve a loss, and seldom double it.
     if now.deliberate and now.first_part < 1:
         return None
-    world, passes = len(seen.said), max(now.passes, 1)
+    world, passes = len(seen.observations), max(now.passes, 1)
     # Half a square is a conventional loss, if the loss itself contains the half.
     loss_weight = now.first_part / now.reduction_factor / world
     if now.squared and _close(now.first_part, 0.5) and loss_weight < 0.5 * (1 + _ROUNDING):

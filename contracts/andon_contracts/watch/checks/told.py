@@ -89,12 +89,12 @@ def _same_data(seen: Seen[object]) -> Finding | None:
 
 def _loss_reported(seen: Seen[object]) -> Finding | None:
     mean = sum(map(real_of, seen.column("loss sum"))) / max(sum(seen.column("loss rows")), 1)
-    reported = {o.rank: real_of(o.values["reported"]) for o in seen.said if o.values["reports"]}
+    reported = {o.rank: real_of(o.values["reported"]) for o in seen.observations if o.values["reports"]}
     odd = [rank for rank, each in reported.items() if not math.isclose(each, mean, rel_tol=1e-4, abs_tol=1e-7)]
     if not odd:
         return None
     what = f"the loss reported is {reported[odd[0]]!r}, the mean over the rows of all ranks is {mean!r}"
-    return Finding(what, seen.step, seen.some(odd), "loss")
+    return Finding(what, seen.step, seen.unless_all(odd), "loss")
 
 
 def _as_expected(seen: Seen[object]) -> Finding | None:

@@ -41,11 +41,11 @@ def _not_parted(seen: Seen[object]) -> Finding | None:
         f"the trainable weights part here, and {NOT_SEEN_REDUCED}. Where the loop brings them together later (local "
         "SGD) this is right, and they are held to agree there; where it never does, the close says so"
     )
-    return Finding(what, seen.step, (), (*seen.odd("weights"), "weights")[0])
+    return Finding(what, seen.step, (), (*seen.differing_tensors("weights"), "weights")[0])
 
 
 def _met(seen: Seen[object]) -> Finding | None:
-    since = seen.said[0].values["parted"]
+    since = seen.observations[0].values["parted"]
     what = f"the ranks' weights parted after update {since} and never agreed again until the close"
     return Finding(what, seen.step, (), "weights") if since else None
 
@@ -169,8 +169,7 @@ class Weights(Check):
             return
         said = (Observation(self.context.exchange.rank, self._probe.updates, 0, "close", {"parted": parted}),)
         judgement = verdicts.judgement((_MET_AT_CLOSE,), Seen[object](said, None))
-        for law in judgement.broken():
-            verdicts.take(judgement.violation(law), self.context.scene(applied=True), alone=True, by_all=True)
+        verdicts.report_alone(judgement, self.context.scene(applied=True), on_all_ranks=True)
 
     def closing_lines(self) -> list[str]:
         return [self.synchrony.closing_line()]
@@ -210,7 +209,7 @@ class Synchrony:
     def before(self, seen: Seen[object]) -> frozenset[str]:
         """The clauses that do not apply before this update."""
         how = {Reducer(value) for value in seen.column("reduces")}
-        seen_to = len(seen.said) == 1 or Reducer.KNOWN in how
+        seen_to = len(seen.observations) == 1 or Reducer.KNOWN in how
         alike = "gradient" not in seen.differing
         self._left_out = Reducer.LEFT_OUT in how or (self._reduced_before and not seen_to)
         self._reduced_before |= seen_to
