@@ -17,7 +17,17 @@ from andon_contracts.laws import update
 from andon_contracts.laws.law import LOCKSTEP, Details, Judgement, Law, Seen
 from andon_contracts.laws.update import REDUCED, UPDATED, Due, Reduced
 from andon_contracts.policy import evaluations, reset_evaluations, suspended
-from andon_contracts.watch.checks import applied, buffers, frozen, gradients, mode, optimizer, structure, told, weights
+from andon_contracts.watch.checks import (
+    applied,
+    buffers,
+    frozen,
+    gradients,
+    mode,
+    optimizer,
+    reports,
+    structure,
+    weights,
+)
 from andon_contracts.watch.checks.audit import name_ratio
 from andon_contracts.watch.checks.clipping import clip_once
 from andon_contracts.watch.judging import Verdicts
@@ -33,7 +43,7 @@ CHECKS = (
     weights.Weights,
     frozen.Frozen,
     gradients.Gradients,
-    told.ToldByLoop,
+    reports.LoopReports,
     applied.Applied,
 )
 BEFORE = (LOCKSTEP, *(law for check in CHECKS for law in check.before_laws), clip_once(1e9, 0))
