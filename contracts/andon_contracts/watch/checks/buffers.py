@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from andon_contracts.violation import OTHER_SHAPES, Finding
 from andon_contracts.watch.check import Check, Context, Cover, OptimizerProbe, Values
 from andon_contracts.watch.checks.frozen import ROUND, parts_of
 from andon_contracts.watch.checks.gradients import Gradients
+from andon_contracts.watch.checks.weights import version_marks
 from andon_contracts.watch.loaders import outside_of_transforms
 from andon_contracts.watch.model_probe import ForwardTap, ModuleGroup
 from andon_contracts.watch.values import text_digest
@@ -27,7 +27,6 @@ from andon_contracts.watch.values import text_digest
 SMALL_BYTES = 1 << 18
 """A buffer of at most this size is read at every update, until these buffers add up to `_SMALL_IN_ALL`."""
 _SMALL_IN_ALL = 1 << 20
-_version = attrgetter("_version")
 
 
 def _differ(seen: Seen[object], name: str) -> bool:
@@ -138,7 +137,7 @@ class BufferReader:
             room -= size if fits else 0
         found = [self.small.look(small).digest]
         if large:
-            marks = [self.large.portable, *map(id, large), *map(_version, large), *map(Tensor.data_ptr, large)]
+            marks = [self.large.portable, *map(id, large), *version_marks(large)]
             if marks != self._marks:
                 self._marks, self._last_large = marks, self.large.look(large).digest
             parts, turn = list(parts_of(large)), update % ROUND

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, chain, islice
-from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -21,12 +20,11 @@ from andon_contracts.multi_tensor import ListSums, listable, to_cpu
 from andon_contracts.observe import chained, dense_parts, flat_digest
 from andon_contracts.violation import Finding
 from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values
-from andon_contracts.watch.checks.weights import State, Weights
+from andon_contracts.watch.checks.weights import State, Weights, version_marks
 
 ROUND = 64
 """Updates within which every frozen weight is read, and every large buffer."""
 _PART_BYTES = 1 << 20
-_version = attrgetter("_version")
 
 
 def _changed_on_all(seen: Seen[object]) -> bool:
@@ -34,10 +32,6 @@ def _changed_on_all(seen: Seen[object]) -> bool:
     if len(seen.said) == 1 or any(o.values["base"] == o.values["first base"] for o in seen.said):
         return False
     return "base" not in seen.differing or "first base" in seen.differing
-
-
-def _unchanged(seen: Seen[object]) -> Finding | None:
-    return None if _changed_on_all(seen) else FROZEN.check(seen)
 
 
 def _changed_by_loop(seen: Seen[object]) -> Finding | None:
@@ -49,7 +43,11 @@ def _changed_by_loop(seen: Seen[object]) -> Finding | None:
 
 class Frozen(Check):
     before_laws = (
-        Law("base-frozen/before", ("base", "first base"), _unchanged),
+        Law(
+            "base-frozen/before",
+            ("base", "first base"),
+            lambda seen: None if _changed_on_all(seen) else FROZEN.check(seen),
+        ),
         # Broken hardware does not change all ranks in the same way, so this does not stop the run.
         Law("base-frozen/alike", ("base", "first base"), _changed_by_loop, suspicion=True),
     )
@@ -136,21 +134,17 @@ class FrozenBase:
 
     def read_all(self) -> int:
         """The digest of all parameters as they are now."""
-        self._marks = self._version_marks()
+        self._marks = version_marks(self.parameters)
         self._parts = list(parts_of(self.parameters))
         self._readers: dict[int, tuple[slice, PartReader]] = {}  # by turn
         self._sums = sums_of_parts(self._parts)
         self._now = chained(len(self._sums), self._sums)
         return self._now
 
-    def _version_marks(self) -> list[int]:
-        # A write in place is counted in the version; `.data = ` is not, and moves the memory.
-        return [*map(_version, self.parameters), *map(Tensor.data_ptr, self.parameters)]
-
     @property
     def untouched(self) -> bool:
         """Whether no version counter or address changed since all were last read."""
-        return self._marks == self._version_marks()
+        return self._marks == version_marks(self.parameters)
 
     def look(self) -> list[list[Tensor]]:
         """Start reading the part whose turn it is, for `digest`. Returns lists of tensors to copy to the CPU before."""

@@ -6,6 +6,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -32,21 +33,16 @@ _PATIENCE = 16
 
 
 def _raw_finite(seen: Seen[object]) -> Finding | None:
-    found = indexed(seen, "nonfinite", "has a raw local gradient that is not finite")
-    if found is None:
-        return None
     repaired = ", and it was made finite before it was used" * seen.any("repaired")
-    return Finding(found.seen + repaired, found.step, found.ranks, found.tensor)
+    return indexed(seen, "nonfinite", f"has a raw local gradient that is not finite{repaired}")
 
 
 def _norm_finite(seen: Seen[object]) -> Finding | None:
     norms = list(map(real_of, seen.column("norm")))
     ranks = [rank for rank, norm in enumerate(norms) if not math.isfinite(norm)]
-    if not ranks:
-        return None
     shown = ", ".join(f"rank {rank}: {norm!r}" for rank, norm in enumerate(norms))
     what = f"the norm of the gradient is not finite ({shown}); clipping by it gives zero or NaN"
-    return Finding(what, seen.step, seen.some(ranks), "gradient")
+    return Finding(what, seen.step, seen.some(ranks), "gradient") if ranks else None
 
 
 def _collectives_agree(seen: Seen[object]) -> Finding | None:
@@ -84,7 +80,7 @@ class Gradients(Check):
         self._reductions = Reductions(probe.members)
         self._observer = Observer()
         self._present = Text()
-        self._look: Look | None = None
+        self._look: Look
         self._needs_norm = context.settings.clip is not None or context.settings.recording
         self._loop_norm: float | Tensor | None = None
         """The norm by which the loop clipped. A norm on a GPU stays there until `before`."""
@@ -134,8 +130,8 @@ class Gradients(Check):
 
     def close(self) -> None:
         self.raw_hooks.close()
-        for index in list(self._call_hooks):
-            self._remove_call_hooks(index)
+        for handle in chain.from_iterable(self._call_hooks.values()):
+            handle.remove()
 
     def _zeroed(self) -> None:
         rows = self.context.rows
@@ -191,14 +187,11 @@ class Gradients(Check):
 
     def before(self, probe: OptimizerProbe) -> Values:
         look, raw = self._look, self.raw_hooks.read()
-        assert look is not None
         unclipped = self._arriving[0] if self._arriving else self._loop_norm
-        if unclipped is not None and not self._needs_norm and not raw.nonfinite:
-            self.norm = float(unclipped)
-        else:
-            if unclipped is not None and not self._needs_norm:
-                look = self._look_at_gradient(norm=True)
-            self.norm = look.norm
+        has_norm = unclipped is None or self._needs_norm
+        if raw.nonfinite and not has_norm:
+            has_norm, look = True, self._look_at_gradient(norm=True)
+        self.norm = look.norm if has_norm or unclipped is None else float(unclipped)
         share = self._share
         if self.context.settings.recording and self._reduced is None:
             share = probe.norm_share(probe.gradients(), self.norm)
@@ -236,11 +229,8 @@ class Gradients(Check):
         self._windows_called.update(self._called & self._absent)
         self._called.clear()
         for index in [i for i in self._call_hooks if i not in self._absent]:
-            self._remove_call_hooks(index)
-
-    def _remove_call_hooks(self, index: int) -> None:
-        for handle in self._call_hooks.pop(index):
-            handle.remove()
+            for handle in self._call_hooks.pop(index):
+                handle.remove()
 
     def _first_missing(self) -> int:
         """The index + 1 of the first parameter that should have had a gradient by now; 0 if there is none."""

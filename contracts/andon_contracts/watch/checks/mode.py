@@ -101,8 +101,7 @@ class Mode(Check):
 
     def forwarded(self) -> None:
         before, self._random = self._random, None
-        after = None if before is None else self._random_state()
-        if before is not None and after is not None:
+        if before is not None and (after := self._random_state()) is not None:
             self._drew = not torch.equal(before, after)
 
     def _random_state(self) -> torch.Tensor | None:
@@ -121,10 +120,9 @@ class Mode(Check):
         mode = _Mode.TRAINING
         if self._evaluating > 1:
             mode = _Mode.STILL_EVALUATING if self._trained else _Mode.NEVER_TRAINING
-        subject = self.context.subject
         return {
-            "modes": self._modes.digest(subject.modes()),
-            "modules": subject.named,
+            "modes": self._modes.digest(self.context.subject.modes()),
+            "modules": self.context.subject.named,
             "evaluating": mode,
             "alone": int(self._updates > 0 and self._is_alone()),
         }

@@ -63,7 +63,7 @@ class Optimizer(Check):
         super().__init__(context)
         self._nest = Nest()
         self._state = OptimizerState(probe.optimizer, probe.members)
-        self._look: Look | None = None
+        self._look: Look
         group_of = {id(p): g for g, group in enumerate(probe.optimizer.param_groups) for p in group["params"]}
         self._declared = [
             (index, group_of[id(parameter)], key, value)
@@ -112,7 +112,6 @@ class Optimizer(Check):
 
     def after(self, probe: OptimizerProbe) -> Callable[[], Values]:
         look, updates = self._look, probe.updates
-        assert look is not None
         return lambda: {"optimizer": look.digest, "updates": updates}
 
 

@@ -2,13 +2,13 @@
 
 A loop may train on a batch later: Accelerate reads one batch ahead, the Trainer of transformers a whole accumulation
 window. A batch counts as trained on when a forward pass receives its memory. If no forward pass does, because the batch
-was copied to a device, the oldest batch of the loader that yielded last counts. Batches left at the close were not used.
+was copied to a device, the oldest batch of the loader that yielded last counts. Batches left at the close do not.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -254,8 +254,8 @@ class _PassCount:
 
     row: dict[int, int] = field(default_factory=dict)
     """By key, the row's index."""
-    ranks: dict[int, set[int]] = field(default_factory=dict)
-    _count: Counter[int] = field(default_factory=Counter)
+    ranks: defaultdict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    """By key, the rank of each occurrence."""
     _size: int = 0
     _most: int = 1
     _yielded: dict[int, int] = field(default_factory=dict)
@@ -263,15 +263,14 @@ class _PassCount:
     def add(self, rank: int, size: int, most: int, so_far: int, row: int, key: int) -> None:
         self._size, self._most = max(size, self._size), 0 if 0 in (most, self._most) else max(most, self._most)
         self._yielded[rank] = max(so_far, self._yielded.get(rank, 0))
-        if len(self._count) < _MOST:
-            self._count[key] += 1
+        if len(self.ranks) < _MOST:
             self.row[key] = row
-            self.ranks.setdefault(key, set()).add(rank)
+            self.ranks[key].append(rank)
 
     def repeated(self) -> list[int]:
         """The keys of rows that came too often; none if they only fill up the end of the pass."""
         if not self._most:
             return []
-        again = [key for key, count in self._count.items() if count > self._most]
-        extra = sum(self._count[key] - self._most for key in again)
+        again = [key for key, ranks in self.ranks.items() if len(ranks) > self._most]
+        extra = sum(len(self.ranks[key]) - self._most for key in again)
         return again if extra > max(0, sum(self._yielded.values()) - self._most * self._size) else []

@@ -31,7 +31,11 @@ _GAPS, _SLACK = 4, 16
 _GRADIENTS = frozenset({"gradients-agree"})
 _STATES = frozenset({"optimizers-agree", "buffers-agree"})
 _WEIGHTS = frozenset({"replicas-agree"})
-_version = attrgetter("_version")
+
+
+def version_marks(tensors: Sequence[Tensor]) -> list[int]:
+    """A list that differs after a write. An in-place write is counted in the version; `.data = ` moves the memory."""
+    return [*map(attrgetter("_version"), tensors), *map(Tensor.data_ptr, tensors)]
 
 
 def _not_parted(seen: Seen[object]) -> Finding | None:
@@ -56,8 +60,6 @@ _MET_AT_CLOSE = Law("replicas-agree/close", ("parted",), _met)
 
 
 class Weights(Check):
-    """The weights of one optimizer."""
-
     before_laws = (REPLICAS,)
     after_laws = (REPLICAS,)
 
@@ -87,27 +89,25 @@ class Weights(Check):
 
     def begin_step(self) -> None:
         """A step with a closure begins. It may move the weights by the rank's own gradient before it calls that."""
-        self._look_before(self._probe.updates + 1)
+        self._look_before()
         self._at_closure = self._values()
 
     def look(self, probe: OptimizerProbe) -> list[list[Tensor]]:
         self._look = None
         if not self._at_closure:
-            self._look_before(probe.updates + 1)
+            self._look_before()
         return [] if self._look is None else [self._look.waiting]
 
-    def _look_before(self, step: int) -> None:
+    def _look_before(self) -> None:
+        due = (self._probe.updates + 1) % _REREAD == 0
         # Weights that are not synchronised are read before every update.
-        reads = not self.untouched or step % _REREAD == 0 or self.synchrony.state is not State.TOGETHER
+        reads = due or not self.untouched or self.synchrony.state is not State.TOGETHER
         self._look = self._observer.look(self._probe.members) if reads else None
 
     @property
     def untouched(self) -> bool:
         """Whether no version counter or address of the weights changed since the last update."""
-        return self._marks == self._version_marks()
-
-    def _version_marks(self) -> list[int]:
-        return [*map(_version, self._probe.members), *map(Tensor.data_ptr, self._probe.members)]
+        return self._marks == version_marks(self._probe.members)
 
     def meanwhile(self, probe: OptimizerProbe) -> Values:
         return {"reduces": self._reducer().value}
@@ -139,7 +139,7 @@ class Weights(Check):
     def look_after(self, probe: OptimizerProbe) -> list[list[Tensor]]:
         self._at_closure = {}
         self._look = self._observer.look(probe.members, norm=self.context.settings.recording)
-        self._marks = self._version_marks()
+        self._marks = version_marks(probe.members)
         return [self._look.waiting, self._look.norms]
 
     def after(self, probe: OptimizerProbe) -> Callable[[], Values]:
