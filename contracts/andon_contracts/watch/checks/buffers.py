@@ -6,7 +6,7 @@ changed, and in parts: all of them within `ROUND` updates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 
@@ -56,6 +56,7 @@ class Buffers(Check):
         scopes = len(context.subject.buffer_scopes)
         self._readers = [(BufferReader(), BufferReader()) for _ in range(scopes)]
         """By scope: of the buffers that a checkpoint has, and of the others."""
+        self.observers = [each for pair in self._readers for reader in pair for each in reader.observers]
         self._digests: dict[OptimizerProbe, list[tuple[int, int, int]]] = {}
         """By optimizer and scope: the values at the first forward pass of its window."""
 
@@ -72,10 +73,6 @@ class Buffers(Check):
         elif subject.forward_is_compiled:
             found = Cover("not observable", "compiled code broadcasts them, and hooks in it do not run")
         return {"buffers-agree": found}
-
-    def observers(self) -> Iterator[Observer]:
-        for reader in chain.from_iterable(self._readers):
-            yield from (reader.small, reader.large, reader.part)
 
     def hooks(self) -> list[Callable[[], None]]:
         if "buffers-agree" not in self.context.verdicts.live:
@@ -121,7 +118,7 @@ class BufferReader:
     """
 
     def __init__(self) -> None:
-        self.small, self.large, self.part = Observer(stable=True), Observer(), Observer()
+        self.observers = self._small, self._large, self._part = Observer(stable=True), Observer(), Observer()
         self._marks: list[int] | None = None
         self._last_large = 0
 
@@ -135,15 +132,15 @@ class BufferReader:
             fits = size <= min(SMALL_BYTES, room)
             (small if fits else large).append(buffer)
             room -= size if fits else 0
-        found = [self.small.look(small).digest]
+        found = [self._small.look(small).digest]
         if large:
-            marks = [self.large.portable, *map(id, large), *version_marks(large)]
+            marks = [self._large.portable, *map(id, large), *version_marks(large)]
             if marks != self._marks:
-                self._marks, self._last_large = marks, self.large.look(large).digest
+                self._marks, self._last_large = marks, self._large.look(large).digest
             parts, turn = list(parts_of(large)), update % ROUND
             if len(parts) < ROUND:
                 due = parts[update % len(parts)]
             else:
                 due = [*chain(*parts[len(parts) * turn // ROUND : len(parts) * (turn + 1) // ROUND])]
-            found += [self._last_large, self.part.look(due).digest]
+            found += [self._last_large, self._part.look(due).digest]
         return chained(len(found), found)

@@ -13,7 +13,6 @@ from itertools import accumulate, chain, islice
 import torch
 from torch import Tensor
 
-from andon_contracts.agree import Observation
 from andon_contracts.laws.law import Law, Observations, Seen, in_lockstep
 from andon_contracts.laws.update import FROZEN, frozen_tensor
 from andon_contracts.multi_tensor import ListSums, listable, to_cpu
@@ -107,11 +106,7 @@ class Frozen(Check):
         if why:
             self._closing_line = f"  base-frozen: not read once more at the end, because {why}"
             return
-        values = self._values(self._base.read_all())
-        said = (Observation(context.exchange.rank, context.updates, 0, "close", values),)
-        judgement = context.verdicts.judgement((FROZEN,), Seen[object](said, None, context.subject.names))
-        if judgement.first is not None:
-            context.verdicts.take(judgement.violation(FROZEN), context.scene(applied=True), alone=True)
+        self.judge_alone(FROZEN, context.updates, self._values(self._base.read_all()))
 
     def closing_lines(self) -> list[str]:
         return [self._closing_line]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -58,7 +58,7 @@ _MISSING = "has had no gradient, or none but zero, since the start"
 
 
 class Gradients(Check):
-    """The gradients of one optimizer: raw ones from hooks, the reduced one, and the one that the optimizer gets.
+    """The gradients of one optimizer: raw, reduced, and after clipping.
 
     A parameter without a gradient is reported only if its module is called: a forward pass may skip a layer.
     """
@@ -79,6 +79,7 @@ class Gradients(Check):
         scale.arrived = lambda: self.raw_hooks.arrived
         self._reductions = Reductions(probe.members)
         self._observer = Observer()
+        self.observers = (self._observer,)
         self._present = Text()
         self._look: Look
         self._needs_norm = context.settings.clip is not None or context.settings.recording
@@ -141,9 +142,6 @@ class Gradients(Check):
             self.raw_hooks.discard()
         else:
             self._probe.discarded()
-
-    def observers(self) -> Iterator[Observer]:
-        yield self._observer
 
     def backward(self, loss: Tensor | None) -> None:
         self.raw_hooks.arrived = False
@@ -233,7 +231,7 @@ class Gradients(Check):
                 handle.remove()
 
     def _first_missing(self) -> int:
-        """The index + 1 of the first parameter that should have had a gradient by now; 0 if there is none."""
+        """The index + 1 of the first parameter that should have had a gradient by now, else 0."""
         if not self._zero:
             return 0
         late = self._windows >= _PATIENCE

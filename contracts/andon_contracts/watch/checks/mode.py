@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from andon_contracts.agree import Observation, minority
+from andon_contracts.agree import minority
 from andon_contracts.laws.law import Law, Observations, Seen, difference
 from andon_contracts.violation import Finding
 from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values
@@ -136,12 +136,8 @@ class Mode(Check):
 
     def judge_close(self) -> None:
         """Only the end can tell that a process never joined the others."""
-        verdicts = self.context.verdicts
-        if self._updates > 1 and self._is_alone() and "ranks-joined" in verdicts.live:
-            said = (Observation(0, self._updates, 0, "close", {"alone": 1}),)
-            found = verdicts.judgement((_JOINED_AT_CLOSE,), Seen[object](said, None))
-            if found.first is not None:
-                verdicts.take(found.violation(_JOINED_AT_CLOSE), self.context.scene(applied=True), alone=True)
+        if self._updates > 1 and self._is_alone():
+            self.judge_alone(_JOINED_AT_CLOSE, self._updates, {"alone": 1})
 
     def _is_alone(self) -> bool:
         """Whether a launcher started several processes and this one made no process group with the others."""

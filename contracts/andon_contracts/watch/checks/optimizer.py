@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -49,8 +49,6 @@ _HYPERPARAMETERS = ("hyperparameters", "rate", "layout")
 
 
 class Optimizer(Check):
-    """The hyperparameters before an update of one optimizer, and its state after it."""
-
     before_laws = (
         Law("hyperparameters-agree/before", _HYPERPARAMETERS, _hyperparameters_agree, look=("hyperparameters",)),
         Law("learning-rate-planned/before", ("rate", "planned"), _rate_planned),
@@ -63,6 +61,7 @@ class Optimizer(Check):
         super().__init__(context)
         self._nest = Nest()
         self._state = OptimizerState(probe.optimizer, probe.members)
+        self.observers = (self._state.observer,)
         self._look: Look
         group_of = {id(p): g for g, group in enumerate(probe.optimizer.param_groups) for p in group["params"]}
         self._declared = [
@@ -83,9 +82,6 @@ class Optimizer(Check):
             "groups-planned": declared(settings.groups, "groups="),
             "scaler-agrees": declared(settings.scaler if context.world > 1 else None, "scaler="),
         }
-
-    def observers(self) -> Iterator[Observer]:
-        yield self._state.observer
 
     def meanwhile(self, probe: OptimizerProbe) -> Values:
         groups, settings, rate = probe.optimizer.param_groups, self.context.settings, probe.rate
@@ -144,7 +140,7 @@ def _equals(actual: object, value: Any) -> bool:
 class OptimizerState:
     """Digests the state of `optimizer` for `members`, in the same order on all ranks: by member, then by name.
 
-    `_sizes`, `_names` and `_values` are the layout of the last look if all values were tensors; else `_sizes` is None.
+    `_sizes`, `_names` and `_values` are the layout of the last look. `_sizes` stays unset if some value was no tensor.
     `_values` holds the tensors, so that no new tensor can have the identity of an old one.
     """
 

@@ -115,7 +115,7 @@ _STREAMS = tuple(f"stream {index}{must}" for index in range(EXPECTED) for must i
 
 
 class LoopReports(Check):
-    """What hooks cannot observe and the loop reports, until the update that it belongs to."""
+    """Holds the arguments of `Watch.batch`, `Watch.loss` and `Watch.expect` until the update that they belong to."""
 
     before_laws = (
         Law("loss-reported/before", ("reports", "reported", "loss sum", "loss rows"), _loss_reported),
@@ -146,17 +146,14 @@ class LoopReports(Check):
         }
 
     def batch(self, ids: Sequence[int] | Tensor, content: Sequence[object] | None = None) -> None:
-        """As `Watch.batch`."""
         rows = ids_of(ids)
         self._rows.add(rows, [] if content is None else contents_of(content, len(rows)))
 
     def loss(self, loss: float | Tensor, count: int) -> None:
-        """As `Watch.loss`."""
         self._rows.loss_sum += float(loss)
         self._rows.loss_rows += count
 
     def expect(self, name: str, value: object, must: str) -> None:
-        """As `Watch.expect`."""
         if must not in ("agree", "differ", "mean"):
             raise ValueError(f"must is 'agree', 'differ' or 'mean', not {must!r}")
         if must == "mean":

@@ -124,7 +124,7 @@ class LoadedRows(Check):
     def forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         try:
             self._look_at_inputs(list(tensors_in((args, kwargs))))
-        except Exception as error:  # noqa: BLE001 - what a model is given is the loop's own and may raise anything
+        except Exception as error:  # noqa: BLE001 - the inputs of a model may raise anything
             cannot_look("what the model is given", error)
 
     def _look_at_inputs(self, tensors: Sequence[Tensor]) -> None:
@@ -206,7 +206,7 @@ class LoadedRows(Check):
             self._judge_passes(seen.step)
 
     def _judge_passes(self, step: int) -> None:
-        """Gather the rows since the last time, by pass: each pass has each row once."""
+        """Gather the rows since the last time. A pass must have each row once."""
         table: list[tuple[int, ...]] = []
         for each in self._not_gathered:
             of_pass = (self._numbers[each.source], each.source.size, each.source.most, each.so_far)

@@ -10,13 +10,13 @@ changed, and before every 16th update.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from operator import attrgetter
 
 from torch import Tensor
 
-from andon_contracts.agree import Observation, bits_of
+from andon_contracts.agree import bits_of
 from andon_contracts.laws.law import Law, Seen
 from andon_contracts.laws.update import REPLICAS
 from andon_contracts.observe import Look, Observer
@@ -68,6 +68,7 @@ class Weights(Check):
         self._probe = probe
         self.synchrony = Synchrony()
         self._observer = Observer(stable=True)
+        self.observers = (self._observer,)
         self._look: Look | None = None
         self._digest = 0
         self._at_closure: Values = {}
@@ -79,9 +80,6 @@ class Weights(Check):
 
     def cover(self) -> Mapping[str, Cover]:
         return {"replicas-agree": self.context.between_replicas()}
-
-    def observers(self) -> Iterator[Observer]:
-        yield self._observer
 
     def reducing(self, tensor: Tensor, group: object, waits: bool) -> None:
         if not self.context.muted and self.context.is_of_all_ranks(group):
@@ -163,14 +161,9 @@ class Weights(Check):
 
     def judge_close(self) -> None:
         """Weights that differ must have agreed again. Every rank knows this of all ranks."""
-        verdicts = self.context.verdicts
-        if self.synchrony.state is not State.APART or "replicas-agree" not in verdicts.live:
-            return
-        values = {"parted": self.synchrony.since}
-        said = (Observation(self.context.exchange.rank, self._probe.updates, 0, "close", values),)
-        judgement = verdicts.judgement((_MET_AT_CLOSE,), Seen[object](said, None))
-        for law in judgement.broken():
-            verdicts.take(judgement.violation(law), self.context.scene(applied=True), alone=True, by_all=True)
+        if self.synchrony.state is State.APART:
+            values = {"parted": self.synchrony.since}
+            self.judge_alone(_MET_AT_CLOSE, self._probe.updates, values, by_all=True)
 
     def closing_lines(self) -> list[str]:
         return [self.synchrony.closing_line()]
