@@ -465,10 +465,11 @@ def parameters() -> list[nn.Parameter]:
     return [nn.Parameter(torch.ones(16)), nn.Parameter(drawn), nn.Parameter(torch.zeros(16))]
 
 
-def _applied(optimizer: torch.optim.Optimizer, members: Sequence[nn.Parameter]) -> Applied:
-    probe: Any = SimpleNamespace(optimizer=optimizer, members=members)
-    context: Any = None
-    return Applied(context, probe)
+def _remembered(optimizer: torch.optim.Optimizer, members: Sequence[nn.Parameter]) -> Applied:
+    probe: Any = SimpleNamespace(optimizer=optimizer, members=members, context=None)
+    applied = Applied(probe.context, probe)
+    applied.remember(1)
+    return applied
 
 
 def unmoved(make: Make, rate: float, sizes: Sequence[float], lost: int | None = None) -> list[list[int]]:
@@ -478,7 +479,7 @@ def unmoved(make: Make, rate: float, sizes: Sequence[float], lost: int | None = 
     """
     members = parameters()
     optimizer = make(members, rate)
-    applied, generator = _applied(optimizer, members), torch.Generator().manual_seed(1)
+    applied, generator = _remembered(optimizer, members), torch.Generator().manual_seed(1)
     found = []
     for window in range(1, 9):
         for p, size in zip(members, sizes, strict=True):
@@ -520,7 +521,6 @@ def test_a_line_search_that_finds_no_better_place_is_right() -> None:
     """LBFGS stays where it is, though its gradient is not zero, once a step gains next to nothing."""
     weight = nn.Parameter(torch.linspace(1e-4, 1e-3, 16))
     optimizer = torch.optim.LBFGS([weight], lr=1.0)
-    applied = _applied(optimizer, [weight])
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
@@ -530,7 +530,7 @@ def test_a_line_search_that_finds_no_better_place_is_right() -> None:
 
     before = weight.detach().clone()
     closure()
-    applied.remember(1)
+    applied = _remembered(optimizer, [weight])
     optimizer.step(closure)
     assert torch.equal(weight, before)
     assert applied.unmoved() == []
@@ -542,8 +542,7 @@ def test_a_line_search_that_finds_no_better_place_is_right() -> None:
 def test_what_16_bits_lose_is_found_and_what_float32_would_lose_too_is_not(rate: float, expected: object) -> None:
     """A step from weights of 1.0, of which bfloat16 has none nearer than 0.0078."""
     optimizer = torch.optim.SGD([weight := _full(1.0, torch.bfloat16)], lr=rate)
-    applied = _applied(optimizer, [weight])
-    applied.remember(1)
+    applied = _remembered(optimizer, [weight])
     optimizer.step()
     assert applied.unmoved() == expected
 
@@ -580,17 +579,14 @@ def test_a_state_that_is_no_table_says_nothing() -> None:
     """An optimizer may keep whatever it likes for a parameter; that it moved nothing is seen all the same."""
     optimizer = _Idle([weight := _full(1.0)])
     optimizer.state[weight] = [torch.ones(16)]
-    applied = _applied(optimizer, [weight])
-    applied.remember(1)
-    assert [each.member for each in applied.unmoved()] == [0]
+    assert [each.member for each in _remembered(optimizer, [weight]).unmoved()] == [0]
 
 
 def test_a_weight_that_the_loop_takes_out_of_its_optimizer_is_not_looked_at() -> None:
     """Before an update, or in one: the other is."""
     first, second = _full(1.0), _full(1.0)
     optimizer = _Idle([first, second])
-    applied = _applied(optimizer, [first, second])
-    applied.remember(1)
+    applied = _remembered(optimizer, [first, second])
     optimizer.param_groups[0]["params"] = [first]
     assert [each.member for each in applied.unmoved()] == [0]
     applied.remember(2)
@@ -601,6 +597,4 @@ def test_a_weight_whose_elements_are_not_stored_one_by_one_is_not_looked_at() ->
     """A quantized weight that is trained: its parts may stay as they are while rounding takes small updates away."""
     weight = nn.Parameter(packed(4, 4))
     weight.grad = torch.ones(4, 4)
-    applied = _applied(torch.optim.SGD([weight], lr=1.0), [weight])
-    applied.remember(1)
-    assert applied.unmoved() == []
+    assert _remembered(torch.optim.SGD([weight], lr=1.0), [weight]).unmoved() == []

@@ -69,16 +69,13 @@ class _ClipCalls(IntFlag):
     UNFINISHED = 8
 
 
-_EARLY = {
-    _ClipCalls.SCALED: "while a loss scaler had them multiplied",
-    _ClipCalls.UNREDUCED: "before they were reduced",
-}
-
-
 def _not_early(seen: Seen[object]) -> Finding | None:
-    when = next((text for flag, text in _EARLY.items() if any(each & flag for each in seen.column("clipping"))), "")
+    scaled, unreduced = (
+        any(each & flag for each in seen.column("clipping")) for flag in (_ClipCalls.SCALED, _ClipCalls.UNREDUCED)
+    )
+    when = "while a loss scaler had them multiplied" if scaled else "before they were reduced"
     what = f"the gradients were clipped {when}: not by the norm of what is applied"
-    return Finding(what, seen.step, (), "gradient") if when else None
+    return Finding(what, seen.step, (), "gradient") if scaled or unreduced else None
 
 
 def _not_by_micro_batch(seen: Seen[object]) -> Finding | None:

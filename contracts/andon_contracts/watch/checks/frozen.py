@@ -40,15 +40,14 @@ def _changed_by_loop(seen: Seen[object]) -> Finding | None:
     return Finding(what, seen.step, (), frozen_tensor(seen, "frozen weights"))
 
 
+_DIGESTS = ("base", "first base")
+
+
 class Frozen(Check):
     before_laws = (
-        Law(
-            "base-frozen/before",
-            ("base", "first base"),
-            lambda seen: None if _changed_on_all(seen) else FROZEN.check(seen),
-        ),
+        Law("base-frozen/before", _DIGESTS, lambda seen: None if _changed_on_all(seen) else FROZEN.check(seen)),
         # Broken hardware does not change all ranks in the same way, so this does not stop the run.
-        Law("base-frozen/alike", ("base", "first base"), _changed_by_loop, suspicion=True),
+        Law("base-frozen/alike", _DIGESTS, _changed_by_loop, suspicion=True),
     )
 
     def __init__(self, context: Context) -> None:

@@ -123,11 +123,11 @@ class LoadedRows(Check):
 
     def forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         try:
-            self._look_at_inputs(list(tensors_in((args, kwargs))))
+            self._use_inputs(list(tensors_in((args, kwargs))))
         except Exception as error:  # noqa: BLE001 - the inputs of a model may raise anything
             cannot_look("what the model is given", error)
 
-    def _look_at_inputs(self, tensors: Sequence[Tensor]) -> None:
+    def _use_inputs(self, tensors: Sequence[Tensor]) -> None:
         batch = self._take_batch(places_of(tensors))
         if not torch.is_grad_enabled():
             return
