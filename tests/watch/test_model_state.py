@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import andon
 from andon_contracts.agree import Observation, bits_of
 from andon_contracts.laws.law import Judgement, Seen
-from andon_contracts.watch.checks.applied import Applied, Motion, Unmoved
+from andon_contracts.watch.checks.applied import Applied, Unmoved
 from andon_contracts.watch.checks.buffers import SMALL_BYTES, BufferReader
 from andon_contracts.watch.checks.frozen import ROUND, Frozen, FrozenBase
 from andon_contracts.watch.checks.optimizer import OptimizerState
@@ -28,15 +29,20 @@ from tests.watch.small import answers, clauses, loss_of, net, sgd, watched
 # frozen weights
 
 
+def _digest(base: FrozenBase) -> int:
+    base.look()
+    return base.digest()
+
+
 @pytest.mark.parametrize("sizes", [[3], [5, 700_000, 2], [10] * 200])
 def test_a_frozen_weight_that_changes_below_torch_is_seen_within_a_round(sizes: list[int]) -> None:
     """No version counter moves; every weight is read again within `ROUND` looks, wherever the round is."""
     for late in (0, 7):
         frozen = [nn.Parameter(torch.ones(size), requires_grad=False) for size in sizes]
         base = FrozenBase(frozen)
-        assert all(base.digest() == base.first for _ in range(ROUND + late))
+        assert all(_digest(base) == base.first for _ in range(ROUND + late))
         frozen[-1].data.view(torch.int32)[-1] ^= 1
-        assert [base.digest() for _ in range(ROUND)][-1] != base.first
+        assert [_digest(base) for _ in range(ROUND)][-1] != base.first
 
 
 def _in_place(weight: nn.Parameter) -> None:
@@ -54,9 +60,9 @@ def test_a_frozen_weight_that_torch_changes_is_seen_at_once(change: Callable[[nn
     base = FrozenBase(frozen)
     before = frozen[1].data.clone()
     change(frozen[1])
-    assert base.digest() != base.first
+    assert _digest(base) != base.first
     frozen[1].data = before
-    assert base.digest() == base.first
+    assert _digest(base) == base.first
 
 
 # buffers
@@ -459,6 +465,13 @@ def parameters() -> list[nn.Parameter]:
     return [nn.Parameter(torch.ones(16)), nn.Parameter(drawn), nn.Parameter(torch.zeros(16))]
 
 
+def _remembered(optimizer: torch.optim.Optimizer, members: Sequence[nn.Parameter]) -> Applied:
+    probe: Any = SimpleNamespace(optimizer=optimizer, members=members, context=None)
+    applied = Applied(probe.context, probe)
+    applied.remember(1)
+    return applied
+
+
 def unmoved(make: Make, rate: float, sizes: Sequence[float], lost: int | None = None) -> list[list[int]]:
     """The members that are reported in each of eight updates with gradients of these sizes, of which `lost` is undone.
 
@@ -466,7 +479,7 @@ def unmoved(make: Make, rate: float, sizes: Sequence[float], lost: int | None = 
     """
     members = parameters()
     optimizer = make(members, rate)
-    motion, generator = Motion(optimizer, members), torch.Generator().manual_seed(1)
+    applied, generator = _remembered(optimizer, members), torch.Generator().manual_seed(1)
     found = []
     for window in range(1, 9):
         for p, size in zip(members, sizes, strict=True):
@@ -474,12 +487,12 @@ def unmoved(make: Make, rate: float, sizes: Sequence[float], lost: int | None = 
         for group in optimizer.param_groups:
             group["lr"] = rate * (1 if window % 4 else 1e-4)
         kept = members[0].detach().clone() if lost is None else members[lost].detach().clone()
-        motion.remember(window)
+        applied.remember(window)
         optimizer.step()
         if lost is not None:
             with torch.no_grad():
                 members[lost].copy_(kept)
-        found.append([each.member for each in motion.unmoved()])
+        found.append([each.member for each in applied.unmoved()])
     return found
 
 
@@ -508,7 +521,6 @@ def test_a_line_search_that_finds_no_better_place_is_right() -> None:
     """LBFGS stays where it is, though its gradient is not zero, once a step gains next to nothing."""
     weight = nn.Parameter(torch.linspace(1e-4, 1e-3, 16))
     optimizer = torch.optim.LBFGS([weight], lr=1.0)
-    motion = Motion(optimizer, [weight])
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
@@ -518,10 +530,10 @@ def test_a_line_search_that_finds_no_better_place_is_right() -> None:
 
     before = weight.detach().clone()
     closure()
-    motion.remember(1)
+    applied = _remembered(optimizer, [weight])
     optimizer.step(closure)
     assert torch.equal(weight, before)
-    assert motion.unmoved() == []
+    assert applied.unmoved() == []
 
 
 @pytest.mark.parametrize(
@@ -530,10 +542,9 @@ def test_a_line_search_that_finds_no_better_place_is_right() -> None:
 def test_what_16_bits_lose_is_found_and_what_float32_would_lose_too_is_not(rate: float, expected: object) -> None:
     """A step from weights of 1.0, of which bfloat16 has none nearer than 0.0078."""
     optimizer = torch.optim.SGD([weight := _full(1.0, torch.bfloat16)], lr=rate)
-    motion = Motion(optimizer, [weight])
-    motion.remember(1)
+    applied = _remembered(optimizer, [weight])
     optimizer.step()
-    assert motion.unmoved() == expected
+    assert applied.unmoved() == expected
 
 
 @pytest.mark.parametrize(
@@ -568,27 +579,22 @@ def test_a_state_that_is_no_table_says_nothing() -> None:
     """An optimizer may keep whatever it likes for a parameter; that it moved nothing is seen all the same."""
     optimizer = _Idle([weight := _full(1.0)])
     optimizer.state[weight] = [torch.ones(16)]
-    motion = Motion(optimizer, [weight])
-    motion.remember(1)
-    assert [each.member for each in motion.unmoved()] == [0]
+    assert [each.member for each in _remembered(optimizer, [weight]).unmoved()] == [0]
 
 
 def test_a_weight_that_the_loop_takes_out_of_its_optimizer_is_not_looked_at() -> None:
     """Before an update, or in one: the other is."""
     first, second = _full(1.0), _full(1.0)
     optimizer = _Idle([first, second])
-    motion = Motion(optimizer, [first, second])
-    motion.remember(1)
+    applied = _remembered(optimizer, [first, second])
     optimizer.param_groups[0]["params"] = [first]
-    assert [each.member for each in motion.unmoved()] == [0]
-    motion.remember(2)
-    assert [each.member for each in motion.unmoved()] == [0]
+    assert [each.member for each in applied.unmoved()] == [0]
+    applied.remember(2)
+    assert [each.member for each in applied.unmoved()] == [0]
 
 
 def test_a_weight_whose_elements_are_not_stored_one_by_one_is_not_looked_at() -> None:
     """A quantized weight that is trained: its parts may stay as they are while rounding takes small updates away."""
     weight = nn.Parameter(packed(4, 4))
     weight.grad = torch.ones(4, 4)
-    motion = Motion(torch.optim.SGD([weight], lr=1.0), [weight])
-    motion.remember(1)
-    assert motion.unmoved() == []
+    assert _remembered(torch.optim.SGD([weight], lr=1.0), [weight]).unmoved() == []

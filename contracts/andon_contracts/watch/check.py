@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from andon_contracts.act import Scene, agreement
 from andon_contracts.added_time import AddedTime
+from andon_contracts.agree import Observation
 from andon_contracts.laws.law import Law, Observations, Seen, in_lockstep
 from andon_contracts.observe import Observer
 from andon_contracts.violation import Finding
@@ -217,13 +218,11 @@ class Check(Listener):
 
     before_laws: Laws = ()
     after_laws: Laws = ()
+    observers: Sequence[Observer] = ()
+    """Their digests must be portable if the ranks' devices differ."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
-
-    def observers(self) -> Iterator[Observer]:
-        """Observers whose digests must be portable if the ranks' devices differ."""
-        return iter(())
 
     def cover(self) -> Mapping[str, Cover]:
         """The clauses of this check, and whether they can be checked here."""
@@ -231,7 +230,7 @@ class Check(Listener):
 
     def ranks_met(self) -> None:
         """All ranks opened their watch: `context.portable` and `context.longest` hold for all of them."""
-        for observer in self.observers():
+        for observer in self.observers:
             observer.portable = self.context.portable
 
     def hooks(self) -> list[Callable[[], None]]:
@@ -289,6 +288,14 @@ class Check(Listener):
 
     def judge_close(self) -> None:
         """Judge what only the end of the loop can tell. This rank alone."""
+
+    def judge_alone(
+        self, law: Law[Seen[object]], step: int, values: Mapping[str, int], *, by_all: bool = False
+    ) -> None:
+        """At the close: judge `law` by the values of this rank alone. by_all: every other rank has the same values."""
+        verdicts, said = self.context.verdicts, (Observation(self.context.exchange.rank, step, 0, "close", values),)
+        judgement = verdicts.judgement(verdicts.live_laws((law,)), Seen[object](said, None, self.context.subject.names))
+        verdicts.report_alone(judgement, self.context.scene(applied=True), on_all_ranks=by_all)
 
     def closing_lines(self) -> list[str]:
         """What the closing message says of this check."""

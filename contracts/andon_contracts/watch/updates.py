@@ -25,10 +25,10 @@ from andon_contracts.watch.checks.gradients import Gradients
 from andon_contracts.watch.checks.mode import Mode
 from andon_contracts.watch.checks.optimizer import Optimizer
 from andon_contracts.watch.checks.outcomes import Outcomes
+from andon_contracts.watch.checks.reports import LoopReports
 from andon_contracts.watch.checks.rows import LoadedRows
 from andon_contracts.watch.checks.scale import BackwardPasses, GradientScale
 from andon_contracts.watch.checks.structure import START, Structure
-from andon_contracts.watch.checks.told import ToldByLoop
 from andon_contracts.watch.checks.weights import PARTED, Weights
 from andon_contracts.watch.locate import report_after, report_before, report_start
 from andon_contracts.watch.model_probe import ModelProbe
@@ -44,16 +44,15 @@ def add_checks(context: Context, optimizers: Sequence[torch.optim.Optimizer], pa
     """
     structure, mode, frozen, place = Structure(context), Mode(context), Frozen(context), ClipPlace(context)
     buffers, outcomes, rows, copies = Buffers(context), Outcomes(context), LoadedRows(context), ModelCopies(context)
-    told = ToldByLoop(context)
-    context.checks = [structure, mode, buffers, frozen, told, outcomes, rows, place, copies]
+    reports = LoopReports(context)
+    context.checks = [structure, mode, buffers, frozen, reports, outcomes, rows, place, copies]
     for optimizer in optimizers:
         probe = OptimizerProbe(optimizer, context)
         weights, scale = Weights(context, probe), GradientScale(context, probe, passes)
-        gradients = Gradients(context, probe, scale)
         probe.checks = [
-            *(structure, mode, Optimizer(context, probe), buffers, weights, frozen, gradients),
-            *(Clipping(context, probe, gradients), Applied(context, probe)),
-            *(outcomes, rows, place, copies, scale, told, Audit(context, probe)),
+            *(structure, mode, Optimizer(context, probe), buffers, weights, frozen, Gradients(context, probe, scale)),
+            *(Clipping(context, probe), Applied(context, probe)),
+            *(outcomes, rows, place, copies, scale, reports, Audit(context, probe)),
         ]
         context.probes.append(probe)
 
@@ -117,7 +116,7 @@ class Updates:
             self._note_equal(context.settings.start, seen)
         else:
             report_start(context, judgement, START)
-        context.check(ToldByLoop).compare_data()
+        context.check(LoopReports).compare_data()
 
     def before(self, probe: OptimizerProbe) -> None:
         """The optimizer of `probe` is about to make an update. Collective."""
@@ -197,7 +196,7 @@ class Updates:
             context.recorder.step(
                 self._said,
                 said,
-                context.check(ToldByLoop).of_update,
+                context.check(LoopReports).of_update,
                 step=context.settings.start + context.steps if several else probe.updates,
                 index=self._number(probe) if several else None,
                 draws=context.check(Mode).draws,

@@ -26,8 +26,8 @@ from andon_contracts.violation import Violation
 from andon_contracts.watch.check import Context, Cover, OptimizerProbe
 from andon_contracts.watch.checks.gradients import Gradients
 from andon_contracts.watch.checks.outcomes import Outcomes
+from andon_contracts.watch.checks.reports import LoopReports
 from andon_contracts.watch.checks.scale import BackwardPasses
-from andon_contracts.watch.checks.told import ToldByLoop
 from andon_contracts.watch.checks.weights import Weights
 from andon_contracts.watch.exchange import Exchange, Replicas
 from andon_contracts.watch.intercept import Listener, Yielded, listen, outside_of_transforms
@@ -107,14 +107,14 @@ class Watch:
         Raises `ValueError` for ids or content of a wrong form, and on a closed watch.
         """
         self._demand_open()
-        self._context.check(ToldByLoop).batch(ids, content)  # what it refuses is no new micro-batch
+        self._context.check(LoopReports).batch(ids, content)  # what it refuses is no new micro-batch
         for probe in self._context.probes:
             probe.check(Gradients).raw_hooks.backward_seen = False
 
     def loss(self, loss: float | Tensor, count: int) -> None:
         """loss: the sum of the losses of `count` rows of this rank; once for each micro-batch."""
         self._demand_open()
-        self._context.check(ToldByLoop).loss(loss, count)
+        self._context.check(LoopReports).loss(loss, count)
 
     def expect(self, name: str, value: object, must: Literal["agree", "differ", "mean"]) -> None:
         """A value of this update that the ranks compare: before the update, on every rank alike.
@@ -125,7 +125,7 @@ class Watch:
         Raises `ValueError` for a fifth name to compare, another word, and a value that cannot be compared.
         """
         self._demand_open()
-        self._context.check(ToldByLoop).expect(name, value, must)
+        self._context.check(LoopReports).expect(name, value, must)
 
     def reduced(self) -> None:
         """The gradients are reduced and unscaled now, and not clipped yet; for loops that clip by hand."""
@@ -366,7 +366,9 @@ class Watch:
     def _say_closing(self, unread: str) -> None:
         context = self._context
         spent = context.added.seconds + sum(probe.check(Gradients).raw_hooks.host_seconds() for probe in context.probes)
-        lines = _closing_lines(self._cover, context.verdicts, context.steps, spent, context.check(ToldByLoop).untold)
+        lines = _closing_lines(
+            self._cover, context.verdicts, context.steps, spent, context.check(LoopReports).unreported
+        )
         of_checks = dict.fromkeys(line for check in self._checks for line in check.closing_lines())
         self._say([*lines, *of_checks, unread, context.recorder.closing_line(), _port_warning()])
 

@@ -1,9 +1,9 @@
-"""Whether an update moved what it had to move: parameters that kept every bit although their update could be held."""
+"""Updates that did not change a parameter, although its dtype or float32 could represent the change."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,9 +19,9 @@ from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerPr
 from andon_contracts.watch.values import rate_of
 
 _FEW = 8
-"""One update may rightly leave a parameter of so few elements as it is, as Rprop does if a sign turns."""
+"""One update may rightly leave a parameter of this few elements unchanged, as Rprop does if a sign turns."""
 _NOISE = 1e-5
-"""Gradients that are so much smaller than the largest are rounding errors of zero, as before a batch norm."""
+"""Gradients this much smaller than the largest are rounding errors of zero, as before a batch norm."""
 _CERTAIN = 2.0**-10
 """An optimizer of unknown arithmetic moves an element by at least this part of rate x min(gradient, 1): LARS scales by
 1e-3 of the weights' norm, Adafactor by as much of their size."""
@@ -43,40 +43,12 @@ def _applied(seen: Seen[object]) -> Finding | None:
     return None if found is None else replace(found, likely=likely)
 
 
-class Applied(Check):
-    """What one optimizer's update moved."""
-
-    after_laws = (Law("update-applied/after", ("unmoved", "unmoved due", "unmoved spacing"), _applied, suspicion=True),)
-
-    def __init__(self, context: Context, probe: OptimizerProbe) -> None:
-        super().__init__(context)
-        self._motion = Motion(probe.optimizer, probe.members)
-
-    def cover(self) -> Mapping[str, Cover]:
-        sharded = self.context.subject.sharded and self.context.world > 1
-        return {"update-applied": Cover("degraded", "this rank's shards only") if sharded else LIVE}
-
-    def before(self, probe: OptimizerProbe) -> Values:
-        self._motion.remember(probe.updates + 1 - self.context.settings.start)
-        return {}
-
-    def after(self, probe: OptimizerProbe) -> Callable[[], Values]:
-        unmoved = self._motion.unmoved()
-        first = unmoved[0] if unmoved else Unmoved(-1, 0.0, 0.0)
-        found = {
-            "unmoved": probe.place(first.member + 1),
-            "unmoved due": bits_of(first.due),
-            "unmoved spacing": bits_of(first.spacing),
-        }
-        return lambda: found
-
-
 @dataclass(frozen=True)
 class Unmoved:
     """A member that kept every bit, at the element whose update was due most clearly.
 
     due: the update of that element, an estimate if the arithmetic of the optimizer is not known. spacing: the distance
-    to the next value that the dtype of the member holds.
+    to the next value in the dtype of the member.
     """
 
     member: int
@@ -84,54 +56,76 @@ class Unmoved:
     spacing: float
 
 
-class Motion:
-    """Finds the `members` that an update of `optimizer` left as they were, in sampled windows.
+class Applied(Check):
+    """Finds the members of one optimizer that an update did not change, in sampled windows.
 
-    A right update is rounded away if it is below half the distance to the next number, as at a small rate (a warm-up
-    from 0) or with a small gradient (before a norm that starts at 0). So a member is reported only if the optimizer's
-    own arithmetic asks for an update of some element that float32 would have held. 16-bit weights are judged as float32
-    too: an update that only their own dtype rounds away is the fault.
+    A right update is rounded away if it is below half the distance to the next number: at a small rate (a warm-up from
+    0) or with a small gradient (before a norm that starts at 0). So a member is reported only if the arithmetic of the
+    optimizer asks for an update of some element that float32 represents. 16-bit weights are judged as float32 too: it
+    is a fault if only their dtype rounds the update away.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, members: Sequence[torch.nn.Parameter]) -> None:
-        self._optimizer = optimizer
-        self._members = members
-        self._before: list[Tensor] = []
-        self._gradients: dict[int, Tensor] = {}  # of the members that have to move
-        self._again: set[int] = set()
-        """Small members that kept every bit in the last window: some optimizers leave one update of them out."""
+    after_laws = (Law("update-applied/after", ("unmoved", "unmoved due", "unmoved spacing"), _applied, suspicion=True),)
+
+    def __init__(self, context: Context, probe: OptimizerProbe) -> None:
+        super().__init__(context)
+        self._optimizer = probe.optimizer
+        self._members = probe.members
+        self._weights: list[Tensor] = []
+        """Copies from before the update; empty if the window is not sampled."""
+        self._gradients: dict[int, Tensor] = {}
+        """By member, of those that have to move."""
+        self._small_unmoved: set[int] = set()
+        """Small members that kept every bit in the last window. They are reported if they do so twice in a row."""
+
+    def cover(self) -> Mapping[str, Cover]:
+        sharded = self.context.subject.sharded and self.context.world > 1
+        return {"update-applied": Cover("degraded", "this rank's shards only") if sharded else LIVE}
+
+    def before(self, probe: OptimizerProbe) -> Values:
+        self.remember(probe.updates + 1 - self.context.settings.start)
+        return {}
 
     def remember(self, window: int) -> None:
-        """Copy the members before update `window` of the watch, if that is one to be checked."""
-        self._before, self._gradients = [], {}
-        if is_sampled(window) or self._again:
-            self._before = [plain(p).clone() for p in self._members]
-            rates = {id(p): _rate(group) for group in self._optimizer.param_groups for p in group["params"]}
-            there = {
-                i: p.grad
-                for i, p in enumerate(self._members)
-                if p.grad is not None and plain(p.grad).numel() and rates.get(id(p))
-            }
-            gradients = list(map(plain, there.values()))
-            found = Extremes(gradients)  # type: ignore[arg-type]
-            found.add_all(range(len(gradients)), gradients)
-            sizes = [max(abs(low), abs(high)) for _, low, high in sorted(found.read())]
-            least = _NOISE * max(sizes, default=0.0)
-            self._gradients = {i: there[i] for i, size in zip(there, sizes, strict=True) if size > least}
+        """Copy the members before the update of this window, if it is sampled."""
+        self._weights, self._gradients = [], {}
+        if not (is_sampled(window) or self._small_unmoved):
+            return
+        self._weights = [plain(p).clone() for p in self._members]
+        rates = {id(p): _rate(group) for group in self._optimizer.param_groups for p in group["params"]}
+        gradients = {
+            i: p.grad
+            for i, p in enumerate(self._members)
+            if p.grad is not None and plain(p.grad).numel() and rates.get(id(p))
+        }
+        tensors = list(map(plain, gradients.values()))
+        extremes = Extremes(tensors)  # type: ignore[arg-type]
+        extremes.add_all(range(len(tensors)), tensors)
+        sizes = [max(abs(low), abs(high)) for _, low, high in sorted(extremes.read())]
+        least = _NOISE * max(sizes, default=0.0)
+        self._gradients = {i: gradients[i] for i, size in zip(gradients, sizes, strict=True) if size > least}
+
+    def after(self, probe: OptimizerProbe) -> Callable[[], Values]:
+        first = (self.unmoved() or [Unmoved(-1, 0.0, 0.0)])[0]
+        found = {
+            "unmoved": probe.place(first.member + 1),
+            "unmoved due": bits_of(first.due),
+            "unmoved spacing": bits_of(first.spacing),
+        }
+        return lambda: found
 
     def unmoved(self) -> list[Unmoved]:
-        """The members that kept every bit although an update was due that float32 holds."""
-        moved = {i: plain(self._members[i]) for i in self._gradients}
-        (before, self._before), (gradients, self._gradients) = (self._before, []), (self._gradients, {})
-        equal = equal_each([before[i] for i in moved], list(moved.values()))
-        kept = [i for i, same in zip(moved, equal, strict=True) if same]
-        found = [each for i in kept if (each := self._overdue(i, gradients[i])) is not None]
-        few = {each.member for each in found if self._members[each.member].numel() <= _FEW}
-        again, self._again = few & self._again, few
-        return [each for each in found if each.member not in few or each.member in again]
+        """The members that kept every bit since `remember`, although an update was due that float32 represents."""
+        (before, self._weights), (gradients, self._gradients) = (self._weights, []), (self._gradients, {})
+        equal = equal_each([before[i] for i in gradients], [plain(self._members[i]) for i in gradients])
+        unchanged = [i for i, same in zip(gradients, equal, strict=True) if same]
+        found = [each for i in unchanged if (each := self._overdue(i, gradients[i])) is not None]
+        small = {each.member for each in found if self._members[each.member].numel() <= _FEW}
+        twice, self._small_unmoved = small & self._small_unmoved, small
+        return [each for each in found if each.member not in small or each.member in twice]
 
     def _overdue(self, index: int, gradient: Tensor) -> Unmoved | None:
-        """A member that kept every bit. None if its update may have been rounded away, if the loop took it out of the
+        """A member that kept every bit. None if its update may have been rounded away, if the loop removed it from the
         optimizer meanwhile, or if its elements are not stored one by one, as those of quantized weights.
         """
         member = self._members[index]
@@ -143,16 +137,15 @@ class Motion:
         due, certain = _due(self._optimizer, group, member, g)
         # An update and a decay are rounded one after the other, so that less than a whole spacing may be lost: the
         # distance to the next larger number of float32, or of float64.
-        held = weight.abs() if weight.dtype == torch.float64 else weight.abs().float()
-        spacings = (torch.nextafter(held, torch.full_like(held, math.inf)) - held).double()
+        wide = weight.abs() if weight.dtype == torch.float64 else weight.abs().float()
+        spacings = (torch.nextafter(wide, torch.full_like(wide, math.inf)) - wide).double()
         sizes = due * certain / spacings
         place = int(sizes.argmax())
         if not float(sizes.reshape(-1)[place]) > 1:
             return None
-        element = weight.reshape(-1)[place].abs()
         limits = torch.finfo(member.dtype)
-        power = 2.0 ** math.floor(math.log2(max(float(element), limits.smallest_normal)))
-        return Unmoved(index, float(due.reshape(-1)[place]), limits.eps * power)
+        size = max(float(weight.reshape(-1)[place].abs()), limits.smallest_normal)
+        return Unmoved(index, float(due.reshape(-1)[place]), limits.eps * 2.0 ** math.floor(math.log2(size)))
 
 
 def _rate(group: dict[str, Any]) -> float:
@@ -163,9 +156,7 @@ def _rate(group: dict[str, Any]) -> float:
 def _due(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], member: torch.nn.Parameter, g: Tensor
 ) -> tuple[Tensor, float]:
-    """By how much a step moved each element of a member, in float64, and the least part of it that is certain. g: the
-    gradient before the step.
-    """
+    """The size of each element's update, in float64, and the part of it that is certain. g: the gradient before it."""
     kind, rate, weight = type(optimizer), _rate(group), plain(member)
     state = optimizer.state.get(member)  # of an optimizer that torch does not have this may be anything
     kept = {key: plain(each) for key, each in state.items() if isinstance(each, Tensor)} if type(state) is dict else {}

@@ -23,7 +23,7 @@ from andon_contracts.observe import plain
 from andon_contracts.violation import Finding
 from andon_contracts.watch.check import Check, Context, Cover, OptimizerProbe, declared
 from andon_contracts.watch.checks.gradients import Gradients
-from andon_contracts.watch.checks.told import ToldByLoop
+from andon_contracts.watch.checks.reports import LoopReports
 from andon_contracts.watch.checks.weights import Weights
 from andon_contracts.watch.model_probe import ForwardHook, random_state, restore_random
 from andon_contracts.watch.settings import Reference
@@ -138,7 +138,7 @@ class Audit(Check):
 
     def judge(self, probe: OptimizerProbe, said: Observations, aligned: Observations) -> None:
         reference, step = self.context.settings.reference, said[0].step
-        ids = self.context.check(ToldByLoop).of_update.union
+        ids = self.context.check(LoopReports).of_update.union
         # Before a reduction the gradient is not that of all rows.
         if reference is None or not self._due or not ids or not probe.check(Weights).synchrony.known:
             return

@@ -1,14 +1,14 @@
 """The buffers with which a forward pass starts: the same on every rank that shares them.
 
 Small buffers are read at the first forward pass of each update. Large ones are read if a version counter of torch
-moved, and in parts, all of them within `ROUND` updates.
+changed, and in parts: all of them within `ROUND` updates.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from operator import attrgetter
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -19,33 +19,32 @@ from andon_contracts.violation import OTHER_SHAPES, Finding
 from andon_contracts.watch.check import Check, Context, Cover, OptimizerProbe, Values
 from andon_contracts.watch.checks.frozen import ROUND, parts_of
 from andon_contracts.watch.checks.gradients import Gradients
+from andon_contracts.watch.checks.weights import version_marks
 from andon_contracts.watch.intercept import outside_of_transforms
 from andon_contracts.watch.model_probe import ForwardHook, ModuleGroup
 from andon_contracts.watch.values import text_digest
 
 SMALL_BYTES = 1 << 18
-"""A buffer of at most so many bytes is read at every update, as long as all such have at most `_SMALL_IN_ALL`."""
+"""A buffer of at most this size is read at every update, until these buffers add up to `_SMALL_IN_ALL`."""
 _SMALL_IN_ALL = 1 << 20
-_NAMES = ("buffers", "caches", "cache shapes")
-_version = attrgetter("_version")
 
 
-def _parted(seen: Seen[object], name: str) -> bool:
+def _differ(seen: Seen[object], name: str) -> bool:
     # A rank without a forward pass sends 0 and is not compared.
     return name in seen.differing and len({value for value in seen.column(name) if value}) > 1
 
 
 def _buffers_agree(seen: Seen[object]) -> Finding | None:
     # A buffer that no checkpoint has (a cache) may be longer on one rank than on another.
-    caches = _parted(seen, "caches") and not _parted(seen, "cache shapes")
-    if not (_parted(seen, "buffers") or caches):
+    caches = _differ(seen, "caches") and not _differ(seen, "cache shapes")
+    if not (_differ(seen, "buffers") or caches):
         return None
     reshaped = seen.differing_tensors("shapes of buffers")
     odd = reshaped or seen.differing_tensors("buffers")
     what = OTHER_SHAPES if reshaped else "are not the same"
-    name = "buffers" if _parted(seen, "buffers") else "caches"
+    name = "buffers" if _differ(seen, "buffers") else "caches"
     found = difference(Seen(seen.observations, None), name, f"the buffers with which the forward pass began {what}")
-    # What a forward pass begins with is what the update before it left.
+    # A forward pass begins with the buffers that the update before it left.
     return Finding(found.seen, max(found.step - 1, 0), found.ranks, (*odd, "buffers")[0])
 
 
@@ -56,9 +55,10 @@ class Buffers(Check):
         super().__init__(context)
         scopes = len(context.subject.buffer_scopes)
         self._readers = [(BufferReader(), BufferReader()) for _ in range(scopes)]
-        """By scope, for the buffers that a checkpoint has, and for the others."""
-        self._digests: dict[OptimizerProbe, list[tuple[int, int, int] | None]] = {}
-        """By optimizer, what the forward passes of its window began with, by scope."""
+        """By scope: of the buffers that a checkpoint has, and of the others."""
+        self.observers = [each for pair in self._readers for reader in pair for each in reader.observers]
+        self._digests: dict[OptimizerProbe, list[tuple[int, int, int]]] = {}
+        """By optimizer and scope: the values at the first forward pass of its window."""
 
     def cover(self) -> Mapping[str, Cover]:
         subject, found = self.context.subject, self.context.between_ranks()
@@ -74,93 +74,73 @@ class Buffers(Check):
             found = Cover("not observable", "compiled code broadcasts them, and hooks in it do not run")
         return {"buffers-agree": found}
 
-    def ranks_met(self) -> None:
-        for reader in (each for pair in self._readers for each in pair):
-            reader.portable(self.context.portable)
-
     def hooks(self) -> list[Callable[[], None]]:
-        buffer_scopes = (
-            enumerate(self.context.subject.buffer_scopes) if "buffers-agree" in self.context.verdicts.live else ()
-        )
-        taps = [(home.hooked_module, ForwardHook(partial(self._called, scope))) for scope, home in buffer_scopes]
-        return [called.register_forward_pre_hook(tap).remove for called, tap in taps]
+        if "buffers-agree" not in self.context.verdicts.live:
+            return []
+        return [
+            scope.hooked_module.register_forward_pre_hook(ForwardHook(partial(self._called, index))).remove
+            for index, scope in enumerate(self.context.subject.buffer_scopes)
+        ]
 
     def _called(self, scope: int) -> None:
         context = self.context
         if not torch.is_grad_enabled() or context.muted:
             return
         probes = [probe for probe in context.probes if not probe.check(Gradients).raw_hooks.started]
-        kept, caches = context.subject.buffer_scopes[scope].buffers()
-        # A transform of `torch.func` may call the model with buffers of its own.
-        if not probes or any(map(torch._C._functorch.is_functorch_wrapped_tensor, (*kept, *caches))):
+        saved, caches = context.subject.buffer_scopes[scope].buffers()
+        # A transform of `torch.func` may call the model with other buffers.
+        if not probes or any(map(torch._C._functorch.is_functorch_wrapped_tensor, (*saved, *caches))):
             return
         with context.added, outside_of_transforms():
-            of_kept, of_caches = self._readers[scope]
+            of_saved, of_caches = self._readers[scope]
             digests = (
-                of_kept.digest(kept, context.updates + 1) if kept else 0,
+                of_saved.digest(saved, context.updates + 1) if saved else 0,
                 of_caches.digest(caches, context.updates + 1) if caches else 0,
                 text_digest([tuple(each.shape) for each in caches]) if caches else 0,
             )
             for probe in probes:
-                self._digests.setdefault(probe, [None] * len(self._readers))[scope] = digests
+                self._digests.setdefault(probe, [(0, 0, 0)] * len(self._readers))[scope] = digests
 
     def meanwhile(self, probe: OptimizerProbe) -> Values:
-        found = self._digests.get(probe, [])
-        columns = zip(*[each or (0, 0, 0) for each in found], strict=True) if any(found) else ((0,),) * 3
-        return {name: chained(len(c), c) if any(c) else 0 for name, c in zip(_NAMES, columns, strict=True)}
+        columns = zip(*self._digests.get(probe, [(0, 0, 0)]), strict=True)
+        names = ("buffers", "caches", "cache shapes")
+        return {name: chained(len(c), c) if any(c) else 0 for name, c in zip(names, columns, strict=True)}
 
     def new_window(self, probe: OptimizerProbe) -> None:
         self._digests.pop(probe, None)
 
 
 class BufferReader:
-    """The digest of a model's buffers. What is read is decided by sizes and by the update alone, so that ranks that
-    miss a look still compare the same.
+    """Digests the buffers of one scope.
+
+    Only the sizes of buffers and the number of the update decide which are read. So ranks that skip an update still
+    compare the same buffers afterwards.
     """
 
     def __init__(self) -> None:
-        self._small, self._large, self._part = Observer(stable=True), Observer(), Observer()
+        self.observers = self._small, self._large, self._part = Observer(stable=True), Observer(), Observer()
         self._marks: list[int] | None = None
-        self._now = 0
-
-    def portable(self, portable: bool) -> None:
-        """Whether digests must be the same on all kinds of devices, because the ranks' devices differ."""
-        for reader in (self._small, self._large, self._part):
-            reader.portable = portable
-        self._marks = None
+        self._last_large = 0
 
     def digest(self, buffers: Sequence[Tensor], update: int) -> int:
-        """The digest in [0, 2^64) of the small ones of `buffers`, of what was last read of the large ones, and of the
-        part of these whose turn is at `update`, read now.
-        """
-        small, large = _by_size(buffers)
+        """In [0, 2^64): small buffers, large ones as last read, and the part of these whose turn is at `update`."""
+        small: list[Tensor] = []
+        large: list[Tensor] = []
+        room = _SMALL_IN_ALL
+        for buffer in buffers:
+            size = buffer.numel() * buffer.element_size()
+            fits = size <= min(SMALL_BYTES, room)
+            (small if fits else large).append(buffer)
+            room -= size if fits else 0
         found = [self._small.look(small).digest]
         if large:
-            marks = [*map(id, large), *map(_version, large), *map(Tensor.data_ptr, large)]
+            marks = [self._large.portable, *map(id, large), *version_marks(large)]
             if marks != self._marks:
-                self._marks, self._now = marks, self._large.look(large).digest
-            found += [self._now, self._part.look(_turn(large, update)).digest]
+                self._marks, self._last_large = marks, self._large.look(large).digest
+            parts, turn = list(parts_of(large)), update % ROUND
+            if len(parts) < ROUND:
+                due = parts[update % len(parts)]
+            else:
+                due = [*chain(*parts[len(parts) * turn // ROUND : len(parts) * (turn + 1) // ROUND])]
+            found += [self._last_large, self._part.look(due).digest]
         return chained(len(found), found)
-
-
-def _by_size(buffers: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """The small ones of `buffers` and the others, each in order."""
-    small: list[Tensor] = []
-    large: list[Tensor] = []
-    room = _SMALL_IN_ALL
-    for buffer in buffers:
-        size = buffer.numel() * buffer.element_size()
-        if size <= min(SMALL_BYTES, room):
-            room -= size
-            small.append(buffer)
-        else:
-            large.append(buffer)
-    return small, large
-
-
-def _turn(tensors: Sequence[Tensor], update: int) -> list[Tensor]:
-    """The parts of `tensors` whose turn it is: all of them within `ROUND` updates."""
-    parts, turn = list(parts_of(tensors)), update % ROUND
-    if len(parts) < ROUND:
-        return parts[update % len(parts)]
-    return [piece for part in parts[len(parts) * turn // ROUND : len(parts) * (turn + 1) // ROUND] for piece in part]

@@ -1,20 +1,18 @@
 """The frozen weights: unchanged, on every rank.
 
-All are read at the start. Before each update a part of them is read again, all of them within `ROUND` updates, and all
-at once if a version counter of torch moved; so no update pays for reading all.
+The watch digests all of them at the start. Before each update it digests the next part again, and so all of them within
+`ROUND` updates. It digests all at once only if a version counter of torch changed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain, islice
-from operator import attrgetter
+from dataclasses import replace
+from itertools import accumulate, chain, islice
 
 import torch
 from torch import Tensor
 
-from andon_contracts.agree import Observation
 from andon_contracts.laws.law import Law, Observations, Seen, in_lockstep
 from andon_contracts.laws.update import FROZEN, frozen_tensor
 from andon_contracts.multi_tensor import ListSums, listable, to_cpu
@@ -22,67 +20,62 @@ from andon_contracts.observe import chained, dense_parts, flat_digest
 from andon_contracts.violation import Finding
 from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values
 from andon_contracts.watch.checks.structure import Structure, untrained_copies
-from andon_contracts.watch.checks.weights import State, Weights
+from andon_contracts.watch.checks.weights import State, Weights, version_marks
 
 ROUND = 64
 """Updates within which every frozen weight is read, and every large buffer."""
 _PART_BYTES = 1 << 20
-_version = attrgetter("_version")
 
 
-def _changed_alike(seen: Seen[object]) -> bool:
-    """Several ranks all changed what is frozen, and to the same if they began with the same: a loop may mean it."""
+def _changed_on_all(seen: Seen[object]) -> bool:
+    # All of several ranks changed frozen weights, and to equal values if they were equal: the loop may mean it.
     if len(seen.observations) == 1 or any(o.values["base"] == o.values["first base"] for o in seen.observations):
         return False
     return "base" not in seen.differing or "first base" in seen.differing
 
 
-def _kept(seen: Seen[object]) -> Finding | None:
-    return None if _changed_alike(seen) else FROZEN.check(seen)
-
-
-def _kept_by_all(seen: Seen[object]) -> Finding | None:
-    if not _changed_alike(seen):
+def _changed_by_loop(seen: Seen[object]) -> Finding | None:
+    if not _changed_on_all(seen):
         return None
     what = "a frozen weight changed, on all ranks alike"
     return Finding(what, seen.step, (), frozen_tensor(seen, "frozen weights"))
 
 
+_DIGESTS = ("base", "first base")
+
+
 class Frozen(Check):
     before_laws = (
-        Law("base-frozen/before", ("base", "first base"), _kept),
-        # Hardware does not change all ranks alike, so nobody is stopped for it.
-        Law("base-frozen/alike", ("base", "first base"), _kept_by_all, suspicion=True),
+        Law("base-frozen/before", _DIGESTS, lambda seen: None if _changed_on_all(seen) else FROZEN.check(seen)),
+        # Broken hardware does not change all ranks in the same way, so this does not stop the run.
+        Law("base-frozen/alike", _DIGESTS, _changed_by_loop, suspicion=True),
     )
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        # Teachers and averages inside the model follow the trained weights.
+        # Teachers and moving averages inside the model follow the trained weights.
         copies = untrained_copies(context.subject)
-        self.unread = ""
-        """Why the frozen weights were not read at the close, as a closing line."""
         self._base = FrozenBase([p for p in context.subject.frozen.values() if id(p) not in copies])
+        self._closing_line = ""
 
     def cover(self) -> Mapping[str, Cover]:
         none = Cover("not applicable", "no parameter is frozen")
         return {"base-frozen": LIVE if self.context.subject.frozen else none}
 
     def look(self, probe: OptimizerProbe) -> list[list[Tensor]]:
-        self._base.look()
-        return self._base.waiting()
+        return self._base.look()
 
     def before(self, probe: OptimizerProbe) -> Values:
         weights = probe.check(Weights)
-        # After a merge of trained weights into the base (ReLoRA) all of it changed.
-        merged = weights.written and weights.synchrony.state is State.TOGETHER and bool(self._base)
+        # Merging trained weights into the base (ReLoRA) changes all of it.
+        merged = weights.written and weights.synchrony.state is State.TOGETHER and bool(self._base.parameters)
         return self._values(self._base.digest(whole=merged))
 
     def _values(self, digest: int) -> Values:
-        """The digests now and at first, and the place of a weight that changed."""
         changed = None if self._reported or digest == self._base.first else self._base.changed()
         subject = self.context.subject
-        place = 0 if changed is None else subject.names.index(subject.names_by_id()[id(changed)]) + 1
-        return {"base": digest, "first base": self._base.first, "base at": place}
+        index = 0 if changed is None else subject.names.index(subject.names_by_id()[id(changed)]) + 1
+        return {"base": digest, "first base": self._base.first, "base at": index}
 
     @property
     def _reported(self) -> bool:
@@ -90,13 +83,12 @@ class Frozen(Check):
         return verdicts.is_reported(FROZEN.clause) or verdicts.suspected[FROZEN.clause] > 0
 
     def align(self, said: Observations) -> Observations:
-        """The base as it is now becomes the first one, if all ranks merged what they trained into it, alike."""
-        if not self._base or not in_lockstep(said) or not all(o.values["written"] for o in said):
+        """The present base becomes the first one if all ranks merged the same trained weights into it."""
+        if not self._base.parameters or not in_lockstep(said) or not all(o.values["written"] for o in said):
             return said
-        seen: Seen[object] = Seen(said, None)
-        moved = all(o.values["base"] != o.values["first base"] for o in said)
-        apart = "weights" in seen.differing or ("base" in seen.differing and "first base" not in seen.differing)
-        if apart or not moved:
+        differing = Seen[object](said, None).differing
+        diverged = "weights" in differing or ("base" in differing and "first base" not in differing)
+        if diverged or any(o.values["base"] == o.values["first base"] for o in said):
             return said
         self._base.accept()
         return tuple(replace(o, values={**o.values, "first base": o.values["base"]}) for o in said)
@@ -104,195 +96,142 @@ class Frozen(Check):
     def judge_close(self) -> None:
         """Read all frozen weights once more. This rank alone, because closing is not collective.
 
-        If the model was changed after its last update, by a merge or a load, they may rightly be others.
+        A merge or a load after the last update may rightly have changed them.
         """
         context = self.context
         if FROZEN.clause not in context.verdicts.live or self._reported or not context.steps:
             return
-        touched = not (self._base.untouched and all(probe.check(Weights).untouched for probe in context.probes))
-        why = "weights were written after the last update" if touched else context.check(Structure).change_since_start()
+        untouched = self._base.untouched and all(probe.check(Weights).untouched for probe in context.probes)
+        why = (
+            context.check(Structure).change_since_start() if untouched else "weights were written after the last update"
+        )
         if why:
-            self.unread = f"  base-frozen: not read once more at the end, because {why}"
+            self._closing_line = f"  base-frozen: not read once more at the end, because {why}"
             return
-        values = self._values(self._base.last_look())
-        said = (Observation(context.exchange.rank, context.updates, 0, "close", values),)
-        judgement = context.verdicts.judgement((FROZEN,), Seen[object](said, None, context.subject.names))
-        context.verdicts.report_alone(judgement, context.scene(applied=True))
+        self.judge_alone(FROZEN, context.updates, self._values(self._base.read_all()))
 
     def closing_lines(self) -> list[str]:
-        return [self.unread]
+        return [self._closing_line]
 
 
 class FrozenBase:
-    """The digest of weights that nobody is to change. All are read where a version counter of torch moved."""
+    """The digest of `parameters`, which must not change. `first` is the digest at the start, in [0, 2^64)."""
 
-    def __init__(self, frozen: Sequence[torch.nn.Parameter]) -> None:
-        self._frozen = frozen
-        self._parts: list[list[Tensor]] = []
-        self._pieces: list[list[int]] = []
-        """By part that has several tensors, the digest of each as it was at first."""
-        self._sums: list[int] = []
-        self._marks: list[int] = []
+    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self.parameters = parameters
         self._looks = 0
-        self._looked = self._moved = False
-        self._turn: tuple[range, PartLook] | None = None
-        self._readers: dict[int, PartReader] = {}
-        """By turn, where a look is worth preparing."""
-        self.first = self._begin()
-        """The digest at the start, in [0, 2^64)."""
-        self._now = self.first
+        self.accept()
 
-    def __bool__(self) -> bool:
-        """Whether there is anything frozen."""
-        return bool(self._frozen)
+    def accept(self) -> None:
+        """Read all parameters. Their present values become the first ones."""
+        self.first = self.read_all()
+        self._first_sums = list(self._sums)
+        sums = iter(sums_of_parts([[tensor] for part in self._parts if len(part) > 1 for tensor in part]))
+        self._first_tensor_sums = [list(islice(sums, len(part))) if len(part) > 1 else [] for part in self._parts]
 
-    def look(self) -> None:
-        """Look at the part whose turn it is; `digest`, which otherwise does so itself, says what was found."""
-        self._looked, self._turn, self._moved = True, None, not self.untouched
-        if self._moved:
-            return
-        parts, turn = len(self._parts), self._looks % ROUND
-        self._looks += 1
-        these = range(parts * turn // ROUND, parts * (turn + 1) // ROUND)
-        if these:
-            if turn not in self._readers:
-                self._readers[turn] = PartReader(self._parts[these.start : these.stop])
-            self._turn = these, self._readers[turn].look()
-
-    def waiting(self) -> list[list[Tensor]]:
-        """What devices have yet to say of the look, in lists that may be brought to the CPU before `digest`."""
-        return [] if self._turn is None else [self._turn[1].waiting]
-
-    def digest(self, *, whole: bool = False) -> int:
-        """The digest of what was last read of each weight; one call for each update. whole: read all of them now."""
-        if not self._looked:
-            self.look()
-        self._looked = False
-        if whole:
-            return self.last_look()
-        if self._moved:
-            return self.first if self._thawed() else self.last_look()
-        if self._turn is None:
-            return self._now
-        these, looked = self._turn
-        seen = looked.sums()
-        changed = seen != self._sums[these.start : these.stop]
-        self._sums[these.start : these.stop] = seen
-        if changed and self._thawed():
-            return self.first
-        if changed:
-            self._now = chained(len(self._sums), self._sums)
+    def read_all(self) -> int:
+        """The digest of all parameters as they are now."""
+        self._marks = version_marks(self.parameters)
+        self._parts = list(parts_of(self.parameters))
+        self._readers: dict[int, tuple[slice, PartReader]] = {}  # by turn
+        self._sums = sums_of_parts(self._parts)
+        self._now = chained(len(self._sums), self._sums)
         return self._now
 
     @property
     def untouched(self) -> bool:
-        """Whether no version counter moved since the last look."""
-        return self._marks == self._marked()
+        """Whether no version counter or address changed since all were last read."""
+        return self._marks == version_marks(self.parameters)
 
-    def accept(self) -> int:
-        """What is there now is the base from here on. Returns its digest."""
-        self.first = self._now = self._begin()
-        return self.first
+    def look(self) -> list[list[Tensor]]:
+        """Start reading the part whose turn it is, for `digest`. Returns lists of tensors to copy to the CPU before."""
+        self._written = not self.untouched
+        if self._written:
+            return []
+        turn = self._looks % ROUND
+        self._looks += 1
+        if turn not in self._readers:
+            part = slice(len(self._parts) * turn // ROUND, len(self._parts) * (turn + 1) // ROUND)
+            self._readers[turn] = part, PartReader(self._parts[part])
+        self._turn = self._readers[turn]
+        return [self._turn[1].look()]
 
-    def changed(self) -> torch.nn.Parameter | None:
-        """The first weight that is not what it was at first; None where there is none."""
-        for part, first, pieces in zip(parts_of(self._frozen), self._first_sums, self._pieces, strict=True):
-            if sums_of_parts([part]) != [first]:
-                odd = (each for each, was in zip(part, pieces, strict=False) if sums_of_parts([[each]]) != [was])
-                place = next(odd, part[0]).data_ptr()
-                ends = ((p, each.data_ptr(), each.nbytes) for p in self._frozen for each in dense_parts(p))
-                return next((p for p, begin, size in ends if begin <= place < begin + size), None)
-        return None
-
-    def _begin(self) -> int:
-        """Read all, as what it is held to. Returns the digest."""
-        found = self._read_all()
-        self._first_sums = list(self._sums)
-        several = [part if len(part) > 1 else [] for part in self._parts]
-        sums = iter(sums_of_parts([[each] for part in several for each in part]))
-        self._pieces = [list(islice(sums, len(part))) for part in several]
-        return found
-
-    def last_look(self) -> int:
-        """The digest of all as they are now, whatever was read before."""
-        self._now = self._read_all()
+    def digest(self, *, whole: bool = False) -> int:
+        """The digest of the last values read, once after each `look`. whole: read all parameters now."""
+        if whole:
+            return self.read_all()
+        if self._written:
+            return self.first if self._trained_now() else self.read_all()
+        part, reader = self._turn
+        sums = reader.sums()
+        if sums != self._sums[part]:
+            self._sums[part] = sums
+            if self._trained_now():
+                return self.first
+            self._now = chained(len(self._sums), self._sums)
         return self._now
 
-    def _thawed(self) -> bool:
-        """Whether a weight is frozen no longer; then it is none of the base, and what is left begins anew."""
-        left = [parameter for parameter in self._frozen if not parameter.requires_grad]
-        if len(left) == len(self._frozen):
+    def _trained_now(self) -> bool:
+        """Whether the loop began to train some of the parameters. These leave the base, and the others start anew."""
+        left = [parameter for parameter in self.parameters if not parameter.requires_grad]
+        if len(left) == len(self.parameters):
             return False
-        self._frozen = left
+        self.parameters = left
         self.accept()
         return True
 
-    def _marked(self) -> list[int]:
-        # A write in place is counted in the version; `.data = ` is not, and moves the memory.
-        return [*map(_version, self._frozen), *map(Tensor.data_ptr, self._frozen)]
-
-    def _read_all(self) -> int:
-        self._marks = self._marked()
-        self._parts, self._readers = list(parts_of(self._frozen)), {}
-        self._sums = sums_of_parts(self._parts)
-        return chained(len(self._sums), self._sums)
-
-
-@dataclass(frozen=True)
-class PartLook:
-    """The sums of parts: where a CPU found them, and by device those that it has yet to say."""
-
-    found: dict[int, int]
-    places: list[list[int]]
-    waiting: list[Tensor]
-
-    def sums(self) -> list[int]:
-        """One in [0, 2^64) for each part, in order. Waits for the devices, unless `waiting` was brought to the CPU."""
-        to_cpu(self.waiting)
-        found = dict(self.found)
-        for places, sums in zip(self.places, self.waiting, strict=True):
-            found |= {place: value % (1 << 64) for place, value in zip(places, sums.tolist(), strict=True)}
-        return [found[place] for place in sorted(found)]
+    def changed(self) -> torch.nn.Parameter | None:
+        """The first parameter that differs from its first value; None if all are equal."""
+        parts = zip(parts_of(self.parameters), self._first_sums, self._first_tensor_sums, strict=True)
+        for part, first, of_tensors in parts:
+            if sums_of_parts([part]) != [first]:
+                odd = (each for each, was in zip(part, of_tensors, strict=False) if sums_of_parts([[each]]) != [was])
+                address = next(odd, part[0]).data_ptr()
+                spans = ((p, each.data_ptr(), each.nbytes) for p in self.parameters for each in dense_parts(p))
+                return next((p for p, begin, size in spans if begin <= address < begin + size), None)
+        return None
 
 
 class PartReader:
-    """Reads the same parts again and again, each a list of tensors: those of a GPU, with Triton, in one launch."""
+    """Digests the same parts repeatedly, each a list of tensors. A GPU with Triton reads its parts in one launch."""
 
     def __init__(self, parts: Sequence[Sequence[Tensor]]) -> None:
-        self._others: dict[int, Sequence[Tensor]] = {}
-        self._places: dict[torch.device, list[int]] = {}
-        for place, part in enumerate(parts):
+        self._parts = parts
+        by_device: dict[torch.device, list[int]] = {}
+        for index, part in enumerate(parts):
             device = part[0].device
-            alike = all(each.device == device and each.is_contiguous() for each in part)
-            if alike and listable(device):
-                self._places.setdefault(device, []).append(place)
-            else:
-                self._others[place] = part
-        self._lists = [
-            ([*chain.from_iterable(parts[i] for i in places)], _list_of(device, [parts[i] for i in places]))
-            for device, places in self._places.items()
-        ]
+            if listable(device) and all(each.device == device and each.is_contiguous() for each in part):
+                by_device.setdefault(device, []).append(index)
+        self._on_gpu: list[tuple[list[int], list[Tensor], ListSums]] = []
+        for device, indices in by_device.items():
+            rows: list[tuple[int, int, int]] = []
+            for row, part in enumerate(parts[index] for index in indices):
+                # Each tensor is summed as if it were filled up to whole words.
+                first_words = accumulate((-(-each.nbytes // 8) for each in part), initial=0)
+                rows += [(each.nbytes, word, row) for each, word in zip(part, first_words, strict=False)]
+            tensors = [each for index in indices for each in parts[index]]
+            self._on_gpu.append((indices, tensors, ListSums(device, rows)))
+        gpu = {index for indices in by_device.values() for index in indices}
+        self._others = [index for index in range(len(parts)) if index not in gpu]
 
-    def look(self) -> PartLook:
-        """What is there now. No wait for a GPU with Triton."""
-        found = {place: flat_digest(part) for place, part in self._others.items()}
-        return PartLook(found, list(self._places.values()), [each.look(tensors) for tensors, each in self._lists])
+    def look(self) -> list[Tensor]:
+        """Start reading, without waiting for a GPU. Returns the list of tensors that `sums` waits for."""
+        self._sums = {index: flat_digest(self._parts[index]) for index in self._others}
+        self._waiting = [sums.look(tensors) for _, tensors, sums in self._on_gpu]
+        return self._waiting
 
-
-def _list_of(device: torch.device, parts: Sequence[Sequence[Tensor]]) -> ListSums:
-    """Of each of `parts` one sum, of its tensors as if each were filled up to whole words."""
-    rows: list[tuple[int, int, int]] = []
-    for place, part in enumerate(parts):
-        start = 0
-        for each in part:
-            rows.append((each.nbytes, start, place))
-            start += -(-each.nbytes // 8)
-    return ListSums(device, rows)
+    def sums(self) -> list[int]:
+        """A digest in [0, 2^64) for each part, in order."""
+        to_cpu(self._waiting)
+        for (indices, _, _), sums in zip(self._on_gpu, self._waiting, strict=True):
+            self._sums |= {index: value % (1 << 64) for index, value in zip(indices, sums.tolist(), strict=True)}
+        return [self._sums[index] for index in range(len(self._parts))]
 
 
 def sums_of_parts(parts: Sequence[Sequence[Tensor]]) -> list[int]:
-    """One in [0, 2^64) for each of `parts`, as `PartReader` gives it."""
-    return PartReader(parts).look().sums()
+    reader = PartReader(parts)
+    reader.look()
+    return reader.sums()
 
 
 def parts_of(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -300,19 +239,14 @@ def parts_of(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     part: list[Tensor] = []
     size = 0
     for tensor in chain.from_iterable(map(dense_parts, tensors)):
-        for piece in _slices(tensor):
-            bytes_ = piece.numel() * piece.element_size()
-            if part and size + bytes_ > _PART_BYTES:
+        # Only a contiguous tensor has slices that stay views of it.
+        dense = tensor.is_contiguous()
+        slices = torch.split(tensor.view(-1), max(1, _PART_BYTES // tensor.element_size())) if dense else (tensor,)
+        for piece in slices:
+            if part and size + piece.nbytes > _PART_BYTES:
                 yield part
                 part, size = [], 0
             part.append(piece)
-            size += bytes_
+            size += piece.nbytes
     if part:
         yield part
-
-
-def _slices(tensor: Tensor) -> Sequence[Tensor]:
-    # Only a contiguous tensor has slices that stay views of it.
-    if not tensor.is_contiguous():
-        return (tensor,)
-    return torch.split(tensor.view(-1), max(1, _PART_BYTES // tensor.element_size()))

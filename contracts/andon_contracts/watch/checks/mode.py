@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from andon_contracts.agree import Observation, minority
+from andon_contracts.agree import minority
 from andon_contracts.laws.law import Law, Observations, Seen, difference
 from andon_contracts.violation import Finding
 from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values
@@ -21,7 +21,7 @@ from andon_contracts.watch.model_probe import random_state
 from andon_contracts.watch.values import Text
 
 _DRAWING = 4
-"""Updates in which forward passes are checked for random draws: a model that draws does so from the start."""
+"""Forward passes are checked for random draws in the first updates: a model that draws does so from the start."""
 _NAMED = 3
 
 
@@ -32,7 +32,7 @@ class _Mode(IntEnum):
 
 
 def _modes_agree(seen: Seen[object]) -> Finding | None:
-    # Ranks with different modules, as pipeline stages have, have no modes to compare.
+    # Ranks with different modules, such as pipeline stages, cannot be compared.
     if "modes" not in seen.differing or "modules" in seen.differing:
         return None
     odd = seen.differing_tensors("modes")
@@ -65,27 +65,22 @@ def _joined(seen: Seen[object]) -> Finding | None:
     return Finding(what, seen.step, seen.ranks("alone"), "process group")
 
 
-_MODES = Law("modes-agree/before", ("modes", "modules"), _modes_agree, look=("modes",))
+_NEVER = _trains_in(_Mode.NEVER_TRAINING, ", and has never been in training mode")
 _JOINED_AT_CLOSE = Law("ranks-joined/close", ("alone",), _joined)
-_COURSE = (
+_LOOP_LAWS = (
     Law("training-mode/forward", ("evaluating",), _trains_in(_Mode.STILL_EVALUATING, " since an evaluation")),
-    Law(
-        "training-mode/never",
-        ("evaluating",),
-        _trains_in(_Mode.NEVER_TRAINING, ", and has never been in training mode"),
-        suspicion=True,
-    ),
+    Law("training-mode/never", ("evaluating",), _NEVER, suspicion=True),
     Law("ranks-joined/before", ("alone",), _joined, suspicion=True),
 )
 
 
 class Mode(Check):
-    before_laws = (_MODES,)
+    before_laws = (Law("modes-agree/before", ("modes", "modules"), _modes_agree, look=("modes",)),)
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._modes = Text()
-        self._seen: set[bool] = set()
+        self._training: set[bool] = set()
         self._evaluating = 0
         self._trained = False
         self._updates = 0
@@ -93,76 +88,65 @@ class Mode(Check):
         self._random: torch.Tensor | None = None
         self._drew = False
         self.draws = ""
-        """What drew random numbers in the forward passes of the last update, in words. See `Step.draws`."""
+        """The modules that drew random numbers in the forward passes of the last update. See `Step.draws`."""
 
     def cover(self) -> Mapping[str, Cover]:
         return {"modes-agree": self.context.between_ranks(), "training-mode": LIVE, "ranks-joined": LIVE}
 
     def forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if torch.is_grad_enabled():
-            self._seen.add(module.training)
+            self._training.add(module.training)
             if self._updates < _DRAWING and not self._drew:
                 self._random = self._random_state()
 
     def forwarded(self) -> None:
         before, self._random = self._random, None
-        after = None if before is None else self._random_state()
-        if before is not None and after is not None:
+        if before is not None and (after := self._random_state()) is not None:
             self._drew = not torch.equal(before, after)
 
     def _random_state(self) -> torch.Tensor | None:
-        """The random state that the model draws from; None if it cannot be read."""
         gpu = self.context.subject.gpu()
         if gpu is not None and torch.cuda.is_current_stream_capturing():
             return None
         return random_state(gpu or torch.device("cpu"))
 
     def meanwhile(self, probe: OptimizerProbe) -> Values:
-        self.draws, self._drew = self._drawing() if self._drew else "", False
-        if self._seen:
-            self._evaluating = self._evaluating + 1 if self._seen == {False} and self._depends_on_mode() else 0
-            self._trained = self._trained or True in self._seen
+        self.draws, self._drew = self._sources_of_randomness() if self._drew else "", False
+        modules = self.context.subject.modules
+        if self._training:
+            depends = any(_drops(m) or (isinstance(m, _BatchNorm) and m.track_running_stats) for m in modules)
+            self._evaluating = self._evaluating + 1 if self._training == {False} and depends else 0
+            self._trained = self._trained or True in self._training
         mode = _Mode.TRAINING
         if self._evaluating > 1:
             mode = _Mode.STILL_EVALUATING if self._trained else _Mode.NEVER_TRAINING
-        subject = self.context.subject
         return {
-            "modes": self._modes.digest(subject.modes()),
-            "modules": subject.module_names_digest,
+            "modes": self._modes.digest(self.context.subject.modes()),
+            "modules": self.context.subject.module_names_digest,
             "evaluating": mode,
             "alone": int(self._updates > 0 and self._is_alone()),
         }
 
     def judge(self, probe: OptimizerProbe, said: Observations, aligned: Observations) -> None:
-        self.context.verdicts.judge(_COURSE, Seen(said, None), self.context.scene())
+        self.context.verdicts.judge(_LOOP_LAWS, Seen(said, None), self.context.scene())
 
     def updated(self, probe: OptimizerProbe) -> None:
-        self._seen.clear()
+        self._training.clear()
         self._updates += 1
 
     def judge_close(self) -> None:
-        """A process that never joined the others: only the end can tell."""
-        verdicts = self.context.verdicts
-        if self._updates > 1 and self._is_alone() and "ranks-joined" in verdicts.live:
-            said = (Observation(0, self._updates, 0, "close", {"alone": 1}),)
-            judgement = verdicts.judgement((_JOINED_AT_CLOSE,), Seen[object](said, None))
-            verdicts.report_alone(judgement, self.context.scene(applied=True))
+        """Only the end can tell that a process never joined the others."""
+        if self._updates > 1 and self._is_alone():
+            self.judge_alone(_JOINED_AT_CLOSE, self._updates, {"alone": 1})
 
     def _is_alone(self) -> bool:
         """Whether a launcher started several processes and this one made no process group with the others."""
-        asked = os.environ.get("WORLD_SIZE", "")
+        world_size = os.environ.get("WORLD_SIZE", "")
         # A script may take its group down before it ends.
         self._joined = self._joined or (dist.is_available() and dist.is_initialized())
-        return not self._joined and asked.isdecimal() and int(asked) > 1
+        return not self._joined and world_size.isdecimal() and int(world_size) > 1
 
-    def _depends_on_mode(self) -> bool:
-        return any(
-            (isinstance(each, _BatchNorm) and each.track_running_stats) or _drops(each) > 0
-            for each in self.context.subject.modules
-        )
-
-    def _drawing(self) -> str:
-        """What draws random numbers in a forward pass: the dropout modules by name, else functional noise."""
+    def _sources_of_randomness(self) -> str:
         modules = self.context.subject.inner.named_modules()
         found = [f"{name or 'the model'} (p = {_drops(m):g})" for name, m in modules if m.training and _drops(m)]
         if not found:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -31,35 +31,26 @@ def _hyperparameters_agree(seen: Seen[object]) -> Finding | None:
         return None
     # The second look gives keys of groups, not tensors: the text names them, and the finding has no tensor.
     odd = seen.differing_tensors("hyperparameters")
-    named = f": {', '.join(odd[:4])}" if odd else ""
-    what = f"the hyperparameters of the optimizers are not the same{named}"
+    what = "the hyperparameters of the optimizers are not the same" + f": {', '.join(odd[:4])}" * bool(odd)
     return difference(Seen(seen.observations, None), "hyperparameters", what)
 
 
 def _rate_planned(seen: Seen[object]) -> Finding | None:
-    odd = []
-    for each in seen.observations:
-        rate, planned = real_of(each.values["rate"]), real_of(each.values["planned"])
-        if not math.isclose(rate, planned, rel_tol=_RATE_TOLERANCE, abs_tol=1e-15):
-            odd.append((each.rank, rate, planned))
+    rates = [(each.rank, real_of(each.values["rate"]), real_of(each.values["planned"])) for each in seen.observations]
+    odd = [each for each in rates if not math.isclose(*each[1:], rel_tol=_RATE_TOLERANCE, abs_tol=1e-15)]
     if not odd:
         return None
     shown = ", ".join(f"rank {rank}: {rate!r}, not {planned!r}" for rank, rate, planned in odd)
-    ranks = [rank for rank, _, _ in odd]
     what = f"the learning rate is not the schedule's ({shown})"
-    return Finding(what, seen.step, seen.unless_all(ranks), "learning rate")
+    return Finding(what, seen.step, seen.unless_all([rank for rank, *_ in odd]), "learning rate")
+
+
+_HYPERPARAMETERS = ("hyperparameters", "rate", "layout")
 
 
 class Optimizer(Check):
-    """The hyperparameters before an update of one optimizer, and its state after it."""
-
     before_laws = (
-        Law(
-            "hyperparameters-agree/before",
-            ("hyperparameters", "rate", "layout"),
-            _hyperparameters_agree,
-            look=("hyperparameters",),
-        ),
+        Law("hyperparameters-agree/before", _HYPERPARAMETERS, _hyperparameters_agree, look=("hyperparameters",)),
         Law("learning-rate-planned/before", ("rate", "planned"), _rate_planned),
         none_has("groups-planned/before", "ungrouped", "has not the hyperparameters that were declared for its name"),
         agreeing("scaler-agrees/before", ("scale",), "the loss scales are not the same", real=True),
@@ -68,19 +59,19 @@ class Optimizer(Check):
 
     def __init__(self, context: Context, probe: OptimizerProbe) -> None:
         super().__init__(context)
-        self._probe = probe
         self._nest = Nest()
         self._state = OptimizerState(probe.optimizer, probe.members)
-        self._look: Look | None = None
-        place = {id(p): g for g, group in enumerate(probe.optimizer.param_groups) for p in group["params"]}
+        self.observers = (self._state.observer,)
+        self._look: Look
+        group_of = {id(p): g for g, group in enumerate(probe.optimizer.param_groups) for p in group["params"]}
         self._declared = [
-            (index, place[id(parameter)], key, value)
+            (index, group_of[id(parameter)], key, value)
             for index, (name, parameter) in enumerate(probe.parameters.items())
             for pattern, values in context.settings.groups.items()
             if fnmatch.fnmatchcase(name, pattern)
             for key, value in values.items()
         ]
-        """(parameter, group, hyperparameter, value) of what `groups=` declares."""
+        """(parameter, group, hyperparameter, value) of the declarations in `groups=`."""
 
     def cover(self) -> Mapping[str, Cover]:
         settings, context = self.context.settings, self.context
@@ -92,32 +83,24 @@ class Optimizer(Check):
             "scaler-agrees": declared(settings.scaler if context.world > 1 else None, "scaler="),
         }
 
-    def observers(self) -> Iterator[Observer]:
-        yield self._state.observer
-
     def meanwhile(self, probe: OptimizerProbe) -> Values:
-        groups, scaler = probe.optimizer.param_groups, self.context.settings.scaler
+        groups, settings, rate = probe.optimizer.param_groups, self.context.settings, probe.rate
         wrong = (
             index
             for index, group, key, value in self._declared
-            if group >= len(groups) or not _holds(groups[group].get(key), value)  # the loop may remove groups
+            if group >= len(groups) or not _equals(groups[group].get(key), value)  # the loop may remove groups
         )
-        shown = _hyperparameters_of(probe.optimizer)
+        hyperparameters = [_hyperparameters_of(probe.optimizer), [len(group["params"]) for group in groups]]
+        planned = rate if settings.schedule is None else float(settings.schedule(probe.updates + 1))
+        if settings.schedule is not None and _equals(groups[0].get("lr", 0.0), planned):
+            planned = rate
         return {
-            "hyperparameters": self._nest.digest([shown, [len(group["params"]) for group in groups]]),
-            "rate": bits_of(probe.rate),
-            "planned": bits_of(self._planned(probe.updates + 1)),
+            "hyperparameters": self._nest.digest(hyperparameters),
+            "rate": bits_of(rate),
+            "planned": bits_of(planned),
             "ungrouped": probe.place(next(wrong, -1) + 1),
-            "scale": 0 if scaler is None else bits_of(float(scaler.get_scale())),
+            "scale": 0 if settings.scaler is None else bits_of(float(settings.scaler.get_scale())),
         }
-
-    def _planned(self, step: int) -> float:
-        """The learning rate planned for update `step`, at the precision in which the optimizer holds its own."""
-        schedule, rate = self.context.settings.schedule, self._probe.rate
-        if schedule is None:
-            return rate
-        planned = float(schedule(step))
-        return rate if _holds(self._probe.optimizer.param_groups[0].get("lr", 0.0), planned) else planned
 
     def look_after(self, probe: OptimizerProbe) -> list[list[Tensor]]:
         self._look = self._state.look()
@@ -125,7 +108,6 @@ class Optimizer(Check):
 
     def after(self, probe: OptimizerProbe) -> Callable[[], Values]:
         look, updates = self._look, probe.updates
-        assert look is not None
         return lambda: {"optimizer": look.digest, "updates": updates}
 
 
@@ -136,7 +118,7 @@ def hyperparameters_by_key(optimizer: torch.optim.Optimizer) -> dict[str, int]:
 
 
 def _hyperparameters_of(optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:
-    """By group, each hyperparameter as it is compared; tensors of one element as numbers."""
+    """The hyperparameters of each group. Tensors of one element count as numbers."""
     return [
         {
             key: float(value) if isinstance(value, Tensor) and value.numel() == 1 else value
@@ -147,18 +129,19 @@ def _hyperparameters_of(optimizer: torch.optim.Optimizer) -> list[dict[str, obje
     ]
 
 
-def _holds(held: object, value: Any) -> bool:
-    """Whether `held` is `value`, at the precision of a tensor that holds it."""
-    if isinstance(held, Tensor) and held.numel() == 1 and held.is_floating_point() and isinstance(value, float | int):
-        return math.isclose(float(held), value, rel_tol=torch.finfo(held.dtype).eps)
-    return bool(held == value)
+def _equals(actual: object, value: Any) -> bool:
+    """Whether `actual` is `value`, at the precision of `actual` if that is a tensor."""
+    number = isinstance(value, float | int)
+    if number and isinstance(actual, Tensor) and actual.numel() == 1 and actual.is_floating_point():
+        return math.isclose(float(actual), value, rel_tol=torch.finfo(actual.dtype).eps)
+    return bool(actual == value)
 
 
 class OptimizerState:
-    """The state of `optimizer` for `members`, in one order on all ranks: by member, then by the text of the names.
+    """Digests the state of `optimizer` for `members`, in the same order on all ranks: by member, then by name.
 
-    `_sizes`, `_names` and `_values` are the layout of the last look, if all values were tensors. The tensors are held,
-    so that no other one can have their identities.
+    `_sizes`, `_names` and `_values` are the layout of the last look. `_sizes` stays unset if some value was no tensor.
+    `_values` holds the tensors, so that no new tensor can have the identity of an old one.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, members: Sequence[torch.nn.Parameter]) -> None:
@@ -166,7 +149,7 @@ class OptimizerState:
         self._optimizer = optimizer
         self._members = members
         self._rest = Nest()
-        self._orders: dict[tuple[Hashable, ...], tuple[Hashable, ...]] = {}
+        self._sorted: dict[tuple[Hashable, ...], tuple[Hashable, ...]] = {}
         self._tensors: tuple[Tensor, ...] = ()
         self._digest_of_rest = 0
         self._sizes: list[int] | None = None
@@ -175,40 +158,38 @@ class OptimizerState:
 
     def look(self) -> Look:
         """Read all tensors, names and other values of the state as it is now. Waits for no device."""
-        kept = list(map(self._optimizer.state.get, self._members))
-        as_before = (
+        states = list(map(self._optimizer.state.get, self._members))
+        same_layout = (
             self._sizes is not None
-            and set(map(type, kept)) == {dict}
-            and list(map(len, kept)) == self._sizes  # type: ignore[arg-type]
-            and list(chain.from_iterable(kept)) == self._names  # type: ignore[arg-type]
-            and all(map(is_, chain.from_iterable(map(dict.values, kept)), self._values))  # type: ignore[arg-type]
+            and set(map(type, states)) == {dict}
+            and list(map(len, states)) == self._sizes  # type: ignore[arg-type]
+            and list(chain.from_iterable(states)) == self._names  # type: ignore[arg-type]
+            and all(map(is_, chain.from_iterable(map(dict.values, states)), self._values))  # type: ignore[arg-type]
         )
-        if not as_before:
-            self._sort(kept)
+        if not same_layout:
+            self._read_layout(states)
         return self.observer.look(self._tensors, beside=self._digest_of_rest)
 
-    def _sort(self, kept: Sequence[object]) -> None:
+    def _read_layout(self, states: Sequence[object]) -> None:
         tensors: list[Tensor] = []
         rest: list[object] = []
-        for each in kept:
-            if not isinstance(each, dict):
-                state_tensors(each, tensors, rest)
+        for state in states:
+            if not isinstance(state, dict):
+                state_tensors(state, tensors, rest)
                 continue
-            names = tuple(each)
-            if names not in self._orders:
+            names = tuple(state)
+            if names not in self._sorted:
                 # Ranks may have filled it in different orders, and names may be of several types.
-                self._orders[names] = tuple(sorted(names, key=repr))
-            rest.append(self._orders[names])
-            for name in self._orders[names]:
-                if isinstance(each[name], Tensor):
-                    tensors.append(each[name])
-                else:
-                    state_tensors(each[name], tensors, rest)
-        # Tensors of whole 8-byte words first: after a count of 4 bytes, as every parameter has one, a GPU would have to
-        # copy all moments to where their words begin.
+                self._sorted[names] = tuple(sorted(names, key=repr))
+            rest.append(self._sorted[names])
+            for name in self._sorted[names]:
+                state_tensors(state[name], tensors, rest)
+        # Tensors of whole 8-byte words first. After a count of 4 bytes, as every parameter has one, a GPU would have to
+        # copy all moments to align them.
         tensors.sort(key=lambda each: each.numel() * each.element_size() % 8 != 0)
         self._tensors, self._digest_of_rest = tuple(tensors), self._rest.digest(rest)
-        nests = [each for each in kept if type(each) is dict]
-        self._values = [value for nest in nests for value in nest.values()]
-        all_tensors = len(nests) == len(kept) and all(isinstance(value, Tensor) for value in self._values)
-        self._sizes, self._names = list(map(len, nests)) if all_tensors else None, list(chain.from_iterable(nests))
+        tables = [each for each in states if type(each) is dict]
+        self._names = list(chain.from_iterable(tables))
+        self._values = [value for table in tables for value in table.values()]
+        all_tensors = len(tables) == len(states) and all(isinstance(value, Tensor) for value in self._values)
+        self._sizes = list(map(len, tables)) if all_tensors else None

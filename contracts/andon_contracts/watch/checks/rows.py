@@ -1,15 +1,14 @@
-"""Which rows the ranks train on, and in which order, as their data loaders and forward passes show without being told.
+"""Which rows the ranks train on, and in which order, observed from data loaders and forward passes.
 
-A loader's batch is not always trained on at once: Accelerate reads one batch ahead, the Trainer of transformers a
-whole accumulation window. A batch counts as trained on when a forward pass gets its memory. If no forward pass does
-(the batch was copied to a device), the oldest batch of the loader that yielded last counts. Batches that are left at
-the close were not used.
+A loop may train on a batch later: Accelerate reads one batch ahead, the Trainer of transformers a whole accumulation
+window. A batch counts as trained on when a forward pass receives its memory. If no forward pass does, because the batch
+was copied to a device, the oldest batch of the loader that yielded last counts. Batches left at the close do not.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,77 +21,78 @@ from andon_contracts.laws.law import Law, Observations, Seen, unless_all
 from andon_contracts.observe import Look, Observer
 from andon_contracts.violation import Finding
 from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values, is_sampled
-from andon_contracts.watch.intercept import LoaderPass, Yielded, is_running, report_unreadable, storage_ids, tensors_in
+from andon_contracts.watch.intercept import (
+    LoaderPass,
+    Yielded,
+    is_running,
+    report_unreadable,
+    storage_ids,
+    tensors_in,
+)
 
 _AHEAD = 64
-"""So many batches may be yielded before they are used."""
+"""The most batches that may be yielded before they are used."""
 _SAMPLED = 1024
-"""About so many elements of a tensor stand for what a forward pass was given."""
+"""About this many elements stand for a tensor that a forward pass receives."""
 _ALWAYS, _IN_A_ROW = 16, 4
-"""Inputs of forward passes are read in the first 16 updates, and then in 4 of each 16: a loop that does not deal out
-rows does so all the time.
+"""Inputs of forward passes are read in the first 16 updates, and then in 4 of each 16: a loop that does not distribute
+rows never does.
 """
 _LEAST = 6
 """Fewer rows may come in the same order by chance."""
 _MOST = 1 << 16
-"""A pass of more rows is not followed to its end."""
-_SURE = 2
-"""All ranks trained on the same known rows in so many updates in a row: a fault."""
-_LIKELY = 3
-"""The same if the rows are not known: suspicious."""
+"""The most different rows of a pass that are counted."""
+_SURE, _LIKELY = 2, 3
+"""Updates in a row in which all ranks trained on the same rows: a fault if the rows are known, else suspicious."""
 
 
 @dataclass(frozen=True)
 class _RowsSeen:
-    """What all ranks saw of their rows; equal on every rank but for `rows`.
+    """What all ranks observed of their rows; the same on every rank except `rows`.
 
-    alike: for how many updates in a row all ranks drew the same rows and gave them to the model. unseen: the same if
-    rows are not known on all ranks, by what the model was given or by raw gradients. rows: some of this rank's rows.
-    repeated, ranks: rows that came again in one pass over their data, and the ranks that had them.
+    same: for how many updates in a row all ranks drew the same rows and gave them to the model. same_input: the same by
+    the inputs of the model or the raw gradients, if the rows are not known. rows: some of this rank's rows. repeated,
+    ranks: rows that came twice in one pass over their data, and the ranks that had them.
     """
 
     step: int
-    alike: int = 0
-    unseen: int = 0
+    same: int = 0
+    same_input: int = 0
     rows: Sequence[int] = ()
     repeated: Sequence[int] = ()
     ranks: tuple[int, ...] = ()
 
 
-def _dealt_out(seen: _RowsSeen) -> Finding | None:
-    if seen.alike < _SURE:
+def _distributed(seen: _RowsSeen) -> Finding | None:
+    if seen.same < _SURE:
         return None
     rows = f" (rows {list(seen.rows)[:8]})" if seen.rows else ""
-    what = f"in {seen.alike} updates in a row all ranks trained on the same rows{rows}: nothing deals them out"
+    what = f"in {seen.same} updates in a row all ranks trained on the same rows{rows}: nothing deals them out"
     return Finding(what, seen.step, (), "global batch")
 
 
-def _given_apart(seen: _RowsSeen) -> Finding | None:
-    if seen.unseen < _LIKELY:
+def _inputs_differ(seen: _RowsSeen) -> Finding | None:
+    if seen.same_input < _LIKELY:
         return None
-    what = f"in {seen.unseen} updates in a row all ranks gave the model the same, or had the same raw gradients"
+    what = f"in {seen.same_input} updates in a row all ranks gave the model the same, or had the same raw gradients"
     return Finding(f"{what}, to the bit: do they train on the same rows?", seen.step, (), "global batch")
 
 
 def _once_in_a_pass(seen: _RowsSeen) -> Finding | None:
-    if not seen.repeated:
-        return None
     what = f"rows {list(seen.repeated)[:8]} came again in one pass over the data, before its end"
-    return Finding(what, seen.step, seen.ranks, "global batch")
+    return Finding(what, seen.step, seen.ranks, "global batch") if seen.repeated else None
 
 
 def _order_renewed(seen: Seen[object]) -> Finding | None:
-    number = max(seen.column("order again"))
-    if not number:
-        return None
-    ranks = [each.rank for each in seen.observations if each.values["order again"]]
-    what = f"pass {number} over the data has the order of the pass before, though its sampler shuffles"
-    return Finding(what, seen.step, seen.unless_all(ranks), "order of rows")
+    passes = seen.column("order again")
+    what = f"pass {max(passes)} over the data has the order of the pass before, though its sampler shuffles"
+    ranks = [rank for rank, number in enumerate(passes) if number]
+    return Finding(what, seen.step, seen.unless_all(ranks), "order of rows") if ranks else None
 
 
 _ROWS = (
-    Law("samples-once/drawn", ("drawn", "drawn keys", "given"), _dealt_out),
-    Law("samples-once/given", ("given", "raw"), _given_apart, suspicion=True),
+    Law("samples-once/drawn", ("drawn", "drawn keys", "given"), _distributed),
+    Law("samples-once/given", ("given", "raw"), _inputs_differ, suspicion=True),
 )
 _PASS = (Law("samples-once/pass", ("held",), _once_in_a_pass),)
 _ORDER = (Law("order-renewed/pass", ("order again",), _order_renewed),)
@@ -106,21 +106,21 @@ class LoadedRows(Check):
         self._used: Yielded | None = None
         self._window: list[Yielded] = []
         """The batches of this update."""
-        self._held: list[Yielded] = []
-        """The batches since their rows were gathered last."""
+        self._not_gathered: list[Yielded] = []
+        """The batches since their rows were last gathered."""
         self._inputs: list[Tensor] = []
         self._observer = Observer()
         self._look: Look | None = None
-        self._updates = 0
-        self._alike = self._unseen = 0
+        self._updates = self._same = self._same_input = 0
         self._order_again = 0
         """The number of a pass that has the order of the pass before."""
-        self._passes: dict[int, _Counted] = {}
+        self._counts: dict[int, _PassCount] = {}
         self._numbers: weakref.WeakKeyDictionary[LoaderPass, int] = weakref.WeakKeyDictionary()
-        """The passes that were trained on, numbered alike on all ranks."""
-        self._begun = 0
+        """The passes that were trained on. Their numbers are the same on all ranks."""
+        self._next_number = 0
         self._unended: list[LoaderPass] = []
-        self._spares: dict[str, None] = {}
+        self._uneven: dict[str, None] = {}
+        """Closing lines about passes that left out rows or had some twice."""
 
     def cover(self) -> Mapping[str, Cover]:
         return {"order-renewed": LIVE}
@@ -131,31 +131,31 @@ class LoadedRows(Check):
 
     def forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         try:
-            self._look_at_inputs(list(tensors_in((args, kwargs))))
-        except Exception as error:  # noqa: BLE001 - what a model is given is the loop's own and may raise anything
+            self._use_inputs(list(tensors_in((args, kwargs))))
+        except Exception as error:  # noqa: BLE001 - the inputs of a model may raise anything
             report_unreadable("what the model is given", error)
 
-    def _look_at_inputs(self, tensors: Sequence[Tensor]) -> None:
-        batch = self._taken(storage_ids(tensors))
+    def _use_inputs(self, tensors: Sequence[Tensor]) -> None:
+        batch = self._take_batch(storage_ids(tensors))
         if not torch.is_grad_enabled():
             return
         if self._updates < _ALWAYS or self._updates % _ALWAYS < _IN_A_ROW:
-            self._inputs += [_sampled(each) for each in tensors if each.numel()]
+            flat = [each.reshape(-1) for each in tensors if each.numel()]
+            self._inputs += [each[:: max(each.numel() // _SAMPLED, 1)].clone() for each in flat]
         if batch is not None:
-            whole = any(each.dim() and each.shape[0] == len(batch.ids or ()) for each in tensors)
-            if not whole:  # a part of a batch that all ranks read, say: its rows are not known
+            if not any(each.dim() and each.shape[0] == len(batch.ids or ()) for each in tensors):
+                # Such as a part of a batch that all ranks read: its rows are not known.
                 batch.ids = batch.keys = None
             self._train_on(batch)
 
-    def _taken(self, places: frozenset[int]) -> Yielded | None:
-        """The batch that a forward pass with this memory uses for the first time; None if it uses none."""
+    def _take_batch(self, places: frozenset[int]) -> Yielded | None:
+        """Find the batch that a forward pass with this memory consumes. None if it was consumed before."""
         known = next((each for each in reversed(self._waiting) if each.storage_ids & places), None)
         if known is None and self._used is not None and self._used.storage_ids & places:
             return None
         found = known or next((each for each in self._waiting if each.source is self._latest), None)
         if found is not None:
-            passed = list(self._waiting)[: self._waiting.index(found) + 1]
-            for each in passed:
+            for each in list(self._waiting)[: self._waiting.index(found) + 1]:
                 if each.source is found.source:
                     self._waiting.remove(each)
         self._used = found or self._used
@@ -165,17 +165,16 @@ class LoadedRows(Check):
         source = batch.source
         source.batches += 1
         if source not in self._numbers:
-            self._numbers[source], self._begun = self._begun, self._begun + 1
-            self._sort_out_ended()
+            self._numbers[source], self._next_number = self._next_number, self._next_number + 1
+            self._note_ended_passes()
             self._unended.append(source)
         self._window.append(batch)
         if batch.keys is not None and self.context.ranks_have_own_rows:
-            self._held.append(batch)
+            self._not_gathered.append(batch)
         before = source.before
         if before is not None and source.shuffles and before.batches > 1 and source.batches > 1:
-            count = min(len(source.order), len(before.order))
-            first = source.order[:count]
-            if count >= _LEAST and first == before.order[:count] and first != sorted(first):
+            first = source.order[: len(before.order)]
+            if len(first) >= _LEAST and first == before.order[: len(first)] and first != sorted(first):
                 self._order_again = source.number
         elif source.batches > 1:
             source.before = None
@@ -185,13 +184,13 @@ class LoadedRows(Check):
         return [] if self._look is None else [self._look.waiting]
 
     def meanwhile(self, probe: OptimizerProbe) -> Values:
-        ids = [each.ids for each in self._window]
+        ids = [each.ids for each in self._window if each.ids is not None]
         keys = [each.keys for each in self._window if each.keys is not None]
-        known = bool(ids) and len(keys) == len(ids) and None not in ids
+        known = bool(ids) and len(keys) == len(ids) == len(self._window)
         return {
-            "drawn": sum(len(each) for each in ids if each is not None) if known else 0,
+            "drawn": sum(map(len, ids)) if known else 0,
             "drawn keys": int(mix64(torch.cat(keys)).sum()) if known else 0,
-            "held": sum(len(each.ids or ()) for each in self._held),
+            "held": sum(len(each.ids or ()) for each in self._not_gathered),
             "order again": self._order_again,
         }
 
@@ -207,91 +206,79 @@ class LoadedRows(Check):
         if seen.any("drawn") or seen.any("given"):
             one = {name: len(set(seen.column(name))) == 1 and seen.any(name) for name in ("drawn keys", "given", "raw")}
             known = all(seen.column("drawn"))
-            self._alike = self._alike + 1 if known and one["drawn keys"] and one["given"] else 0
-            self._unseen = self._unseen + 1 if (one["given"] or one["raw"]) and not known else 0
+            self._same = self._same + 1 if known and one["drawn keys"] and one["given"] else 0
+            self._same_input = self._same_input + 1 if (one["given"] or one["raw"]) and not known else 0
         rows = [row for each in self._window for row in each.ids or ()]
-        verdicts.judge(_ROWS, _RowsSeen(seen.step, self._alike, self._unseen, rows), scene)
-        window = seen.step - self.context.settings.start
-        if is_sampled(window) and seen.any("held"):
+        verdicts.judge(_ROWS, _RowsSeen(seen.step, self._same, self._same_input, rows), scene)
+        if is_sampled(seen.step - self.context.settings.start) and seen.any("held"):
             self._judge_passes(seen.step)
 
     def _judge_passes(self, step: int) -> None:
-        """Gather the rows since the last time, by pass: each pass has each row once."""
-        columns: list[list[int]] = [[], [], [], [], [], []]
-        for each in self._held:
-            source, ids, keys = each.source, each.ids or (), [] if each.keys is None else each.keys.tolist()
-            alike = (self._numbers[source], source.size, source.most_repeats, each.so_far)
-            for row, key in zip(ids, keys, strict=True):
-                for column, value in zip(columns, (row, key, *alike), strict=True):
-                    column.append(value)
-        self._held = []
-        parts = self.context.exchange.gather_columns(step, columns)
-        numbers = sorted({number for part in parts for number in part[2]})
+        """Gather the rows since the last time. A pass must have each row once."""
+        table: list[tuple[int, ...]] = []
+        for each in self._not_gathered:
+            of_pass = (self._numbers[each.source], each.source.size, each.source.most_repeats, each.so_far)
+            keys = [] if each.keys is None else each.keys.tolist()
+            table += [(*of_pass, row, key) for row, key in zip(each.ids or (), keys, strict=True)]
+        self._not_gathered = []
+        parts = self.context.exchange.gather_columns(step, [[line[column] for line in table] for column in range(6)])
+        numbers = sorted({number for part in parts for number in part[0]})
         for number in numbers:
-            counted = self._passes.setdefault(number, _Counted())
+            count = self._counts.setdefault(number, _PassCount())
             for rank, part in enumerate(parts):
-                for row, key, of_pass, size, most, so_far in zip(*part, strict=True):
+                for of_pass, *values in zip(*part, strict=True):
                     if of_pass == number:
-                        counted.add(rank, row, key, size, most, so_far)
-            again = counted.repeated()
-            ranks = sorted({rank for key in again for rank in counted.ranks[key]})
-            repeated = sorted(counted.row[key] for key in again)
+                        count.add(rank, *values)
+            again = count.repeated()
+            ranks = sorted({rank for key in again for rank in count.ranks[key]})
+            repeated = sorted(count.row[key] for key in again)
             found = _RowsSeen(step, repeated=repeated, ranks=unless_all(ranks, self.context.world))
             self.context.verdicts.judge(_PASS, found, self.context.scene())
-        for number in [each for each in self._passes if each < max(numbers, default=0) - 1]:
-            del self._passes[number]
+        for number in [each for each in self._counts if each < max(numbers, default=0) - 1]:
+            del self._counts[number]
 
     def updated(self, probe: OptimizerProbe) -> None:
         self._window, self._inputs, self._order_again = [], [], 0
         self._updates += 1
 
     def closing_lines(self) -> list[str]:
-        """What the passes that ended left out or had twice."""
-        self._sort_out_ended()
-        return list(self._spares)
+        self._note_ended_passes()
+        return list(self._uneven)
 
-    def _sort_out_ended(self) -> None:
-        """Note what the passes that ended left out or had twice. Forget these, and those that were broken off."""
+    def _note_ended_passes(self) -> None:
+        """Note which rows the ended passes left out or had twice. Forget these passes, and those broken off."""
         for each in self._unended:
-            spare = self.context.world * each.rows - each.size
-            if each.finished and each.most_repeats == 1 and 0 < abs(spare) < each.size:
-                what = f"{spare} rows more than the {each.size} of the data fill up" if spare > 0 else ""
-                what = what or f"{-spare} of the {each.size} rows of the data are left out of"
-                self._spares[f"  rows: {what} a pass over them ({each.sampler})"] = None
+            extra = self.context.world * each.rows - each.size
+            if each.finished and each.most_repeats == 1 and 0 < abs(extra) < each.size:
+                what = f"{extra} rows more than the {each.size} of the data fill up" if extra > 0 else ""
+                what = what or f"{-extra} of the {each.size} rows of the data are left out of"
+                self._uneven[f"  rows: {what} a pass over them ({each.sampler})"] = None
         self._unended = [each for each in self._unended if is_running(each)]
 
 
 @dataclass
-class _Counted:
-    """How often each row came in one pass, on all ranks."""
+class _PassCount:
+    """How often each row came in one pass, on all ranks. Rows are counted by key, which also covers their content."""
 
     row: dict[int, int] = field(default_factory=dict)
     """By key, the row's index."""
-    ranks: dict[int, set[int]] = field(default_factory=dict)
-    _count: Counter[int] = field(default_factory=Counter)
+    ranks: defaultdict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    """By key, the rank of each occurrence."""
     _size: int = 0
     _most: int = 1
-    _so_far: dict[int, int] = field(default_factory=dict)
+    _yielded: dict[int, int] = field(default_factory=dict)
 
-    def add(self, rank: int, row: int, key: int, size: int, most: int, so_far: int) -> None:
-        """A row came on a rank."""
+    def add(self, rank: int, size: int, most: int, so_far: int, row: int, key: int) -> None:
         self._size, self._most = max(size, self._size), 0 if 0 in (most, self._most) else max(most, self._most)
-        self._so_far[rank] = max(so_far, self._so_far.get(rank, 0))
-        if len(self._count) < _MOST:
-            self._count[key] += 1
+        self._yielded[rank] = max(so_far, self._yielded.get(rank, 0))
+        if len(self.ranks) < _MOST:
             self.row[key] = row
-            self.ranks.setdefault(key, set()).add(rank)
+            self.ranks[key].append(rank)
 
     def repeated(self) -> list[int]:
-        """The keys of rows that came too often; none while that only fills up the end of the pass."""
+        """The keys of rows that came too often; none if they only fill up the end of the pass."""
         if not self._most:
             return []
-        again = [key for key, count in self._count.items() if count > self._most]
-        spare = sum(self._count[key] - self._most for key in again)
-        return again if spare > max(0, sum(self._so_far.values()) - self._most * self._size) else []
-
-
-def _sampled(tensor: Tensor) -> Tensor:
-    """A copy of about `_SAMPLED` elements, spread over the tensor."""
-    flat = tensor.reshape(-1)
-    return flat[:: max(flat.numel() // _SAMPLED, 1)].clone()
+        again = [key for key, ranks in self.ranks.items() if len(ranks) > self._most]
+        extra = sum(len(self.ranks[key]) - self._most for key in again)
+        return again if extra > max(0, sum(self._yielded.values()) - self._most * self._size) else []

@@ -1,22 +1,22 @@
-"""The weights: equal on all replicas before and after each update, or where the loop synchronises them.
+"""The weights: equal on all replicas before and after each update, or after the loop synchronises them.
 
-If DDP, FSDP2 or collectives of the loop were seen to reduce, the ranks must agree before the update. Otherwise they
-must agree after it: an optimizer may reduce inside its `step`. If nothing was seen to reduce and weights differ, the
-loop may average them later, as local SGD does: a suspicion until they agree again, and at the close a violation.
+If DDP, FSDP2 or a collective of the loop reduced the gradients, the ranks must agree before the update. Otherwise they
+must agree after it, because an optimizer may reduce inside its `step`. If nothing reduces and weights differ, the loop
+may average them later, as local SGD does: a suspicion until they agree again, and at the close a violation.
 
-A weight is read after each update. Before the next one it is read again if its version counter or its memory changed,
-and before every 16th update.
+The watch reads weights after each update. It reads them again before the next one if a version counter or an address
+changed, and before every 16th update.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from operator import attrgetter
 
 from torch import Tensor
 
-from andon_contracts.agree import Observation, bits_of
+from andon_contracts.agree import bits_of
 from andon_contracts.laws.law import Law, Seen
 from andon_contracts.laws.update import REPLICAS
 from andon_contracts.observe import Look, Observer
@@ -25,13 +25,17 @@ from andon_contracts.watch.check import Check, Context, Cover, OptimizerProbe, V
 
 _REREAD = 16
 _SEVERAL = 2
-"""After so many updates that left equal weights, weights that differ are a fault, even if nothing seems to reduce."""
+"""After this number of updates that left equal weights, weights that differ are a fault, even if nothing reduces."""
 _GAPS, _SLACK = 4, 16
-"""Weights that agree now and then are overdue after four times the longest time apart, and sixteen updates."""
-_OF_GRADIENTS = frozenset({"gradients-agree"})
-_OF_STATES = frozenset({"optimizers-agree", "buffers-agree"})
-_OF_WEIGHTS = frozenset({"replicas-agree"})
-_version = attrgetter("_version")
+"""A synchronisation is overdue after four times the longest time between two, and sixteen updates."""
+_GRADIENTS = frozenset({"gradients-agree"})
+_STATES = frozenset({"optimizers-agree", "buffers-agree"})
+_WEIGHTS = frozenset({"replicas-agree"})
+
+
+def version_marks(tensors: Sequence[Tensor]) -> list[int]:
+    """A list that differs after a write. An in-place write is counted in the version; `.data = ` moves the memory."""
+    return [*map(attrgetter("_version"), tensors), *map(Tensor.data_ptr, tensors)]
 
 
 def _not_parted(seen: Seen[object]) -> Finding | None:
@@ -51,13 +55,11 @@ def _met(seen: Seen[object]) -> Finding | None:
 
 
 PARTED = Law("replicas-agree/parted", ("weights",), _not_parted, look=("weights",), suspicion=True)
-"""After an update whose reducer is not known: only what follows can tell whether the weights may differ."""
+"""After an update for which no reducer is known: only later updates show whether the weights may differ."""
 _MET_AT_CLOSE = Law("replicas-agree/close", ("parted",), _met)
 
 
 class Weights(Check):
-    """The weights of one optimizer."""
-
     before_laws = (REPLICAS,)
     after_laws = (REPLICAS,)
 
@@ -66,11 +68,12 @@ class Weights(Check):
         self._probe = probe
         self.synchrony = Synchrony()
         self._observer = Observer(stable=True)
+        self.observers = (self._observer,)
         self._look: Look | None = None
         self._digest = 0
-        self._at_begin: Values = {}
-        """What was read when a step with a closure began, before the closure ran."""
-        self._versions: list[int] = []
+        self._at_closure: Values = {}
+        """The values when a step with a closure began, before the closure ran."""
+        self._marks: list[int] = []
         self._elements_reduced = 0
         self.written = False
         """Whether the weights were written between the last update and this one."""
@@ -78,33 +81,46 @@ class Weights(Check):
     def cover(self) -> Mapping[str, Cover]:
         return {"replicas-agree": self.context.between_replicas()}
 
-    def observers(self) -> Iterator[Observer]:
-        yield self._observer
-
     def reducing(self, tensor: Tensor, group: object, waits: bool) -> None:
         if not self.context.muted and self.context.is_of_all_ranks(group):
             self._elements_reduced += tensor.numel()
 
     def begin_step(self) -> None:
         """A step with a closure begins. It may move the weights by the rank's own gradient before it calls that."""
-        self._look_before(self._probe.updates + 1)
-        self._at_begin = self._values()
+        self._look_before()
+        self._at_closure = self._values()
 
     def look(self, probe: OptimizerProbe) -> list[list[Tensor]]:
         self._look = None
-        if not self._at_begin:
-            self._look_before(probe.updates + 1)
+        if not self._at_closure:
+            self._look_before()
         return [] if self._look is None else [self._look.waiting]
 
-    def _look_before(self, step: int) -> None:
-        read = not self.untouched or step % _REREAD == 0 or self.synchrony.watchful
-        self._look = self._observer.look(self._probe.members) if read else None
+    def _look_before(self) -> None:
+        due = (self._probe.updates + 1) % _REREAD == 0
+        # Weights that are not synchronised are read before every update.
+        reads = due or not self.untouched or self.synchrony.state is not State.TOGETHER
+        self._look = self._observer.look(self._probe.members) if reads else None
+
+    @property
+    def untouched(self) -> bool:
+        """Whether no version counter or address of the weights changed since the last update."""
+        return self._marks == version_marks(self._probe.members)
 
     def meanwhile(self, probe: OptimizerProbe) -> Values:
         return {"reduces": self._reducer().value}
 
+    def _reducer(self) -> Reducer:
+        wrappers = [each for each in self.context.subject.reducers if each.holds(self._probe.held)]
+        if self.context.subject.sharded or any(each.reduces for each in wrappers):
+            return Reducer.KNOWN
+        elements = sum(p.numel() for p in self._probe.members if p.grad is not None)
+        if self._elements_reduced and self._elements_reduced >= elements / 2:
+            return Reducer.KNOWN
+        return Reducer.LEFT_OUT if wrappers else Reducer.UNKNOWN
+
     def before(self, probe: OptimizerProbe) -> Values:
-        values = self._at_begin or self._values()
+        values = self._at_closure or self._values()
         self.written = bool(values["written"])
         return values
 
@@ -112,34 +128,16 @@ class Weights(Check):
         last = self._digest
         if self._look is not None:
             self._digest = self._look.digest
-        written = last not in (0, self._digest)  # before the first update nothing is known of what was left
+        written = last not in (0, self._digest)  # before the first update there is no digest to compare with
         return {"weights": self._digest, "weights read": int(self._look is not None), "written": int(written)}
-
-    def _reducer(self) -> Reducer:
-        """Who was seen to reduce the gradients of this window."""
-        mine = [each for each in self.context.subject.reducers if each.holds(self._probe.held)]
-        if self.context.subject.sharded or any(each.reduces for each in mine):
-            return Reducer.KNOWN
-        there = sum(p.numel() for p in self._probe.members if p.grad is not None)
-        if self._elements_reduced and self._elements_reduced >= there / 2:
-            return Reducer.KNOWN
-        return Reducer.LEFT_OUT if mine else Reducer.UNKNOWN
 
     def deferred(self, seen: Seen[object]) -> frozenset[str]:
         return self.synchrony.before(seen)
 
-    @property
-    def untouched(self) -> bool:
-        """Whether no version counter or address of the weights changed since the last update."""
-        return self._marks() == self._versions
-
-    def _marks(self) -> list[int]:
-        return [*map(_version, self._probe.members), *map(Tensor.data_ptr, self._probe.members)]
-
     def look_after(self, probe: OptimizerProbe) -> list[list[Tensor]]:
-        self._at_begin = {}
+        self._at_closure = {}
         self._look = self._observer.look(probe.members, norm=self.context.settings.recording)
-        self._versions = self._marks()
+        self._marks = version_marks(probe.members)
         return [self._look.waiting, self._look.norms]
 
     def after(self, probe: OptimizerProbe) -> Callable[[], Values]:
@@ -162,21 +160,17 @@ class Weights(Check):
         self._elements_reduced = 0
 
     def judge_close(self) -> None:
-        """Weights that parted must have agreed again. Each rank knows it of all."""
-        parted = self.synchrony.since if self.synchrony.state is State.APART else 0
-        verdicts = self.context.verdicts
-        if not parted or "replicas-agree" not in verdicts.live:
-            return
-        said = (Observation(self.context.exchange.rank, self._probe.updates, 0, "close", {"parted": parted}),)
-        judgement = verdicts.judgement((_MET_AT_CLOSE,), Seen[object](said, None))
-        verdicts.report_alone(judgement, self.context.scene(applied=True), on_all_ranks=True)
+        """Weights that differ must have agreed again. Every rank knows this of all ranks."""
+        if self.synchrony.state is State.APART:
+            values = {"parted": self.synchrony.since}
+            self.judge_alone(_MET_AT_CLOSE, self._probe.updates, values, by_all=True)
 
     def closing_lines(self) -> list[str]:
         return [self.synchrony.closing_line()]
 
 
 class Reducer(Enum):
-    """Whether anything was seen to reduce the gradients of an update."""
+    """Whether the watch saw a reduction of the gradients of an update."""
 
     UNKNOWN = 0
     KNOWN = 1
@@ -184,7 +178,7 @@ class Reducer(Enum):
 
 
 class State(Enum):
-    """How the ranks' weights are."""
+    """How the ranks' weights compare."""
 
     TOGETHER = "equal after every update, as far as the loop is known"
     APART = "different for the first time: a fault, unless the loop averages them later"
@@ -192,10 +186,10 @@ class State(Enum):
 
 
 class Synchrony:
-    """How the ranks of one optimizer agree, by its updates so far; the same on all ranks.
+    """When the ranks of one optimizer must agree, from its updates so far. It is the same on all ranks.
 
-    since: the update after which the weights parted last. met: how often they agreed again. longest: the most updates
-    after which they did. known: in the window at hand, the ranks must agree before the update.
+    since: the update after which the weights last began to differ. met: how often they agreed again. longest: the most
+    updates that this took. known: in the present window the ranks must agree before the update.
     """
 
     def __init__(self) -> None:
@@ -203,67 +197,60 @@ class Synchrony:
         self.since = self.met = self.longest = 0
         self.known = True
         self._reduced_before = self._left_out = self._states_equal = False
-        self._agreed = self._alike = self._unlike = self._written_apart = 0
-        self._left: Sequence[int] = ()
+        self._equal_weights = self._equal_gradients = self._other_gradients = self._written_apart = 0
+        self._weights_before: Sequence[int] = ()
 
     def before(self, seen: Seen[object]) -> frozenset[str]:
         """The clauses that do not apply before this update."""
-        how = {Reducer(value) for value in seen.column("reduces")}
-        seen_to = len(seen.observations) == 1 or Reducer.KNOWN in how
-        alike = "gradient" not in seen.differing
-        self._left_out = Reducer.LEFT_OUT in how or (self._reduced_before and not seen_to)
-        self._reduced_before |= seen_to
-        # If the gradients agreed in every update so far, something reduces them before it.
-        learned = self._alike > 0 and not (self._unlike or self._left_out)
-        self._alike += alike and any(seen.column("norm"))
-        self._unlike += not alike
-        self.known = seen_to or alike or learned
-        self._left = seen.column("weights")
+        reducers = {Reducer(value) for value in seen.column("reduces")}
+        reduced = len(seen.observations) == 1 or Reducer.KNOWN in reducers
+        equal_gradients = "gradient" not in seen.differing
+        self._left_out = Reducer.LEFT_OUT in reducers or (self._reduced_before and not reduced)
+        self._reduced_before |= reduced
+        # If the gradients were equal in every update so far, something reduces them before it.
+        learned = self._equal_gradients > 0 and not (self._other_gradients or self._left_out)
+        self._equal_gradients += equal_gradients and any(seen.column("norm"))
+        self._other_gradients += not equal_gradients
+        self.known = reduced or equal_gradients or learned
+        self._weights_before = seen.column("weights")
         if self.state is State.TOGETHER:
-            return frozenset() if self.known else _OF_GRADIENTS
+            return frozenset() if self.known else _GRADIENTS
         if "weights" not in seen.differing:
             self._meet(seen.step - 1)
         elif self.state is State.APART and self.known:
-            # A loop that averages weights does not reduce gradients as well: these weights must agree all the time.
+            # A loop that averages weights does not reduce gradients as well: these weights must always agree.
             self.state = State.TOGETHER
             return frozenset()
         elif all(seen.column("written")):
             if self.state is State.LOCAL and not self._written_apart:
-                return _OF_GRADIENTS | _OF_STATES
+                return _GRADIENTS | _STATES
             self._written_apart += self.state is State.APART
-        return _OF_GRADIENTS | _OF_STATES | _OF_WEIGHTS
+        return _GRADIENTS | _STATES | _WEIGHTS
 
     def after(self, seen: Seen[object]) -> frozenset[str]:
-        """The clauses that do not apply after this update. `parted` says whether it is a suspicion instead."""
+        """The clauses that do not apply after this update. If `parted`, `PARTED` applies instead."""
         equal = "weights" not in seen.differing
         if self.state is not State.TOGETHER:
             if equal:
                 self._meet(seen.step)
-            return frozenset() if self.overdue(seen.step) else _OF_STATES | _OF_WEIGHTS
+            overdue = self.state is State.LOCAL and seen.step - self.since > _GAPS * self.longest + _SLACK
+            return frozenset() if overdue else _STATES | _WEIGHTS
         if equal:
             # An update that moves nothing, as the first of a warm-up, shows nothing.
-            self._agreed += seen.column("weights") != self._left
-            # Equal weights: optimizers that never kept the same each have a part of the states, as sharded ones do.
-            self._states_equal |= "optimizer" not in seen.differing
-            apart = "optimizer" in seen.differing and "updates" not in seen.differing
-            return _OF_STATES if apart and not self._states_equal else frozenset()
-        if self.known or (self._agreed >= _SEVERAL and not self._left_out):
+            self._equal_weights += seen.column("weights") != self._weights_before
+            # If the states never were equal although the weights are, each rank has a part of them, as in ZeRO.
+            states_equal = "optimizer" not in seen.differing
+            self._states_equal |= states_equal
+            partial = not states_equal and "updates" not in seen.differing and not self._states_equal
+            return _STATES if partial else frozenset()
+        if self.known or (self._equal_weights >= _SEVERAL and not self._left_out):
             return frozenset()
         self.state, self.since = State.APART, seen.step
-        return _OF_STATES | _OF_WEIGHTS
+        return _STATES | _WEIGHTS
 
     def parted(self, step: int) -> bool:
-        """Whether the weights parted just after update `step`: a fault, or local SGD."""
+        """Whether the weights began to differ after update `step`, without a known reducer."""
         return self.state is State.APART and self.since == step
-
-    def overdue(self, step: int) -> bool:
-        """Whether weights that a loop averages now and then have been apart for far longer than ever before."""
-        return self.state is State.LOCAL and step - self.since > _GAPS * self.longest + _SLACK
-
-    @property
-    def watchful(self) -> bool:
-        """Whether the weights must be read before every update, even if their versions did not change."""
-        return self.state is not State.TOGETHER
 
     def _meet(self, step: int) -> None:
         self.longest = max(self.longest, step - self.since + 1)
@@ -271,7 +258,7 @@ class Synchrony:
         self.state, self.since = State.LOCAL, step + 1
 
     def closing_line(self) -> str:
-        """The closing line of a loop that averages its weights now and then; "" for others."""
+        """ "" if the loop does not average its weights now and then."""
         if self.state is not State.LOCAL:
             return ""
         apart = f"at most {self.longest} update{'s' * (self.longest > 1)} apart"

@@ -1,4 +1,4 @@
-"""What the loop tells by `w.batch`, `w.loss` and `w.expect`: its rows, its losses, and values to compare."""
+"""The reports of the loop by `w.batch`, `w.loss` and `w.expect`: its rows, its losses, and values to compare."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from andon_contracts.watch.rows import contents_of, ids_of
 from andon_contracts.watch.values import text_digest, value_digest
 
 EXPECTED = 4
-"""How many values can be compared by `w.expect`."""
+"""The most values that `w.expect` compares."""
 _SAMPLE = 256
-"""About so many rows of the ranks' data sets are compared at the start."""
+"""About this many rows of the ranks' data sets are compared at the start."""
 
 
 class _Must(IntEnum):
@@ -32,11 +32,11 @@ class _Must(IntEnum):
 
 
 @dataclass(frozen=True)
-class BatchTold:
-    """The rows of one update as all ranks told them.
+class ReportedRows:
+    """The rows of one update, as all ranks reported them.
 
-    ids, contents: by rank. planned: the ids of the plan; None: there is none. rows: how many the data set has; None:
-    unknown. expected: the content of each id as far as it is known.
+    ids, contents: by rank. planned: the ids of the plan; None without a plan. rows: the size of the data set; None if
+    unknown. expected: the content of each id, if it is known.
     """
 
     step: int
@@ -47,29 +47,28 @@ class BatchTold:
     expected: Mapping[int, int] | None = None
 
 
-def _rows_once(told: BatchTold) -> Finding | None:
-    union = Counter(row for part in told.ids for row in part)
-
-    def finding(what: str, rows: Sequence[int]) -> Finding:
-        holders = [rank for rank, part in enumerate(told.ids) if set(part) & set(rows)]
-        return Finding(what, told.step, unless_all(holders, len(told.ids)), "global batch")
-
+def _rows_once(batch: ReportedRows) -> Finding | None:
+    union = Counter(row for part in batch.ids for row in part)
     repeated = [row for row, count in union.items() if count > 1]
+    outside = [] if batch.rows is None else [row for row in union if row >= batch.rows]
     if repeated:
-        return finding(f"rows {repeated[:8]} were used more than once", repeated)
-    if told.planned is not None and union != Counter(told.planned):
-        extra, lacking = sorted(union - Counter(told.planned)), sorted(Counter(told.planned) - union)
-        what = f"rows {lacking[:8]} were planned and not used, rows {extra[:8]} used and not planned"
-        return finding(what, extra)
-    outside = [] if told.rows is None else [row for row in union if row >= told.rows]
-    return finding(f"rows {outside[:8]} are none of the {told.rows}", outside) if outside else None
+        what, rows = f"rows {repeated[:8]} were used more than once", repeated
+    elif batch.planned is not None and union != Counter(batch.planned):
+        rows, lacking = sorted(union - Counter(batch.planned)), sorted(Counter(batch.planned) - union)
+        what = f"rows {lacking[:8]} were planned and not used, rows {rows[:8]} used and not planned"
+    elif outside:
+        what, rows = f"rows {outside[:8]} are none of the {batch.rows}", outside
+    else:
+        return None
+    ranks = [rank for rank, part in enumerate(batch.ids) if set(part) & set(rows)]
+    return Finding(what, batch.step, unless_all(ranks, len(batch.ids)), "global batch")
 
 
-def _contents_planned(told: BatchTold) -> Finding | None:
-    expected = told.expected or {}
+def _contents_planned(batch: ReportedRows) -> Finding | None:
+    expected = batch.expected or {}
     odd = [
         (rank, row)
-        for rank, (ids, contents) in enumerate(zip(told.ids, told.contents, strict=True))
+        for rank, (ids, contents) in enumerate(zip(batch.ids, batch.contents, strict=True))
         for row, content in zip(ids, contents, strict=False)
         if expected.get(row, content) != content
     ]
@@ -77,7 +76,7 @@ def _contents_planned(told: BatchTold) -> Finding | None:
         return None
     what = f"rows {[row for _, row in odd][:8]} had other contents than the data set has for them"
     ranks = sorted({rank for rank, _ in odd})
-    return Finding(what, told.step, unless_all(ranks, len(told.ids)), f"row {odd[0][1]}")
+    return Finding(what, batch.step, unless_all(ranks, len(batch.ids)), f"row {odd[0][1]}")
 
 
 def _same_data(seen: Seen[object]) -> Finding | None:
@@ -104,35 +103,32 @@ def _as_expected(seen: Seen[object]) -> Finding | None:
         if must == _Must.AGREE and len(set(values)) > 1:
             return Finding("the ranks have different states of it, and must agree", seen.step, minority(values), name)
         if must == _Must.DIFFER and len(set(values)) < len(values):
-            alike = [rank for rank, value in enumerate(values) if values.count(value) > 1]
-            return Finding(f"ranks {alike} have the same state of it, and must differ", seen.step, (), name)
+            equal = [rank for rank, value in enumerate(values) if values.count(value) > 1]
+            return Finding(f"ranks {equal} have the same state of it, and must differ", seen.step, (), name)
     return None
 
 
-_BATCH = (Law("samples-once/told", ("ids",), _rows_once),)
+_ROWS = (Law("samples-once/told", ("ids",), _rows_once),)
 _CONTENTS = (Law("content-planned/told", ("contents",), _contents_planned),)
 _DATA = (Law("content-planned/data", ("data",), _same_data),)
+_STREAMS = tuple(f"stream {index}{must}" for index in range(EXPECTED) for must in (" must", ""))
 
 
-class ToldByLoop(Check):
-    """What hooks cannot see and the loop tells, kept until the update that it belongs to."""
+class LoopReports(Check):
+    """Holds the arguments of `Watch.batch`, `Watch.loss` and `Watch.expect` until the update that they belong to."""
 
     before_laws = (
         Law("loss-reported/before", ("reports", "reported", "loss sum", "loss rows"), _loss_reported),
-        Law(
-            "randomness-declared/before",
-            tuple(f"stream {index}{must}" for index in range(EXPECTED) for must in (" must", "")),
-            _as_expected,
-        ),
+        Law("randomness-declared/before", _STREAMS, _as_expected),
     )
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._rows = context.rows
         self.of_update = Told()
-        """What the ledger says of the rows of this update."""
-        self.untold = {"loss-reported", "randomness-declared"}
-        """Clauses of which the loop has told nothing yet."""
+        """The rows of this update, for the ledger."""
+        self.unreported = {"loss-reported", "randomness-declared"}
+        """Clauses for which the loop has reported nothing yet."""
         self._expected: dict[str, tuple[int, int]] = {}
         self._contents: dict[int, int] = {}
         self._epochs = 0
@@ -150,28 +146,25 @@ class ToldByLoop(Check):
         }
 
     def batch(self, ids: Sequence[int] | Tensor, content: Sequence[object] | None = None) -> None:
-        """As `Watch.batch`."""
-        found = ids_of(ids)
-        self._rows.add(found, [] if content is None else contents_of(content, len(found)))
+        rows = ids_of(ids)
+        self._rows.add(rows, [] if content is None else contents_of(content, len(rows)))
 
     def loss(self, loss: float | Tensor, count: int) -> None:
-        """As `Watch.loss`."""
         self._rows.loss_sum += float(loss)
         self._rows.loss_rows += count
 
     def expect(self, name: str, value: object, must: str) -> None:
-        """As `Watch.expect`."""
         if must not in ("agree", "differ", "mean"):
             raise ValueError(f"must is 'agree', 'differ' or 'mean', not {must!r}")
         if must == "mean":
-            self.untold.discard("loss-reported")
+            self.unreported.discard("loss-reported")
             self._rows.reported = float(value)  # type: ignore[arg-type]
             return
         if name not in self._expected and len(self._expected) == EXPECTED:
             raise ValueError(f"{name!r} is one value more than {EXPECTED} that can be compared")
-        self.untold.discard("randomness-declared")
-        found = value.get_state() if isinstance(value, torch.Generator) else value
-        digest = flat_digest([found]) if isinstance(found, Tensor) else value_digest(found, f"the value of {name!r}")
+        self.unreported.discard("randomness-declared")
+        state = value.get_state() if isinstance(value, torch.Generator) else value
+        digest = flat_digest([state]) if isinstance(state, Tensor) else value_digest(state, f"the value of {name!r}")
         self._expected[name] = (_Must[must.upper()], digest)
 
     def compare_data(self) -> None:
@@ -203,10 +196,10 @@ class ToldByLoop(Check):
 
     def judge(self, probe: OptimizerProbe, said: Observations, aligned: Observations) -> None:
         """Gather the rows of this update and judge them by the plan and the data."""
-        context, step = self.context, said[0].step
+        context, settings, step = self.context, self.context.settings, said[0].step
         self.of_update = Told()
         if any(o.values["windows passed"] for o in said):
-            self._mark_passed(step)
+            self._use_skipped_windows(step)
         if not any(o.values["rows"] for o in said):
             return
         with_contents = all(o.values["with content"] for o in said)
@@ -215,57 +208,48 @@ class ToldByLoop(Check):
         ids, contents = (tuple(tuple(part[column]) for part in parts) for column in (0, 1))
         union = [row for part in ids for row in part]
         known = tuple(content for part in contents for content in part) if with_contents else ()
-        self.of_update = Told(ids, known, *self._place(union))
-        plan = context.settings.plan
-        told = BatchTold(
+        # The epoch of these rows, and how many of its rows were used before. Unknown without `rows=`.
+        position = (self._epochs + 1, 0) if self._epoch & set(union) else (self._epochs, len(self._epoch))
+        self.of_update = Told(ids, known, *((None, None) if settings.rows is None else position))
+        batch = ReportedRows(
             step,
             ids,
             contents if with_contents else ((),) * len(ids),
             # The plan goes on past updates that a loss scaler skipped.
-            None if plan is None else tuple(plan(step + probe.skipped)),
-            context.settings.rows,
+            None if settings.plan is None else tuple(settings.plan(step + probe.skipped)),
+            settings.rows,
             self._contents_of(step, union) if with_contents else None,
         )
-        context.verdicts.judge((*_BATCH, *_CONTENTS) if with_contents else _BATCH, told, context.scene())
-        for part, its in zip(told.ids, told.contents, strict=True):
-            for row, content in zip(part, its, strict=False):
-                self._contents.setdefault(row, content)
-        self._mark(union)
+        context.verdicts.judge((*_ROWS, *_CONTENTS) if with_contents else _ROWS, batch, context.scene())
+        for row, content in zip(union, known, strict=False):
+            self._contents.setdefault(row, content)
+        self._use(union)
 
     def _contents_of(self, step: int, union: Sequence[int]) -> dict[int, int]:
-        """The content of each row by the data set, which must be the same on all ranks; else as it was told before."""
+        """The content of each row in the data set, which must be the same on all ranks; else as first reported."""
         contents = self.context.settings.contents
         if contents is None:
             return {row: self._contents[row] for row in union if row in self._contents}
-        found = contents_of(contents(union), len(union))
-        self._judge_data(step, found)
-        return dict(zip(union, found, strict=True))
+        expected = contents_of(contents(union), len(union))
+        self._judge_data(step, expected)
+        return dict(zip(union, expected, strict=True))
 
-    def _place(self, union: Sequence[int]) -> tuple[int | None, int | None]:
-        """The epoch of these rows and how many of its rows were used before, for the ledger; None without `rows=`."""
-        if self.context.settings.rows is None:
-            return None, None
-        return (self._epochs + 1, 0) if self._epoch & set(union) else (self._epochs, len(self._epoch))
-
-    def _mark_passed(self, step: int) -> None:
-        """The rows of updates that a loss scaler skipped were used too, one update after the other."""
+    def _use_skipped_windows(self, step: int) -> None:
+        """Count the rows of updates that a loss scaler skipped as used, update by update."""
         passed = self._rows.skipped_windows
         windows = [window for window, ids in enumerate(passed) for _ in ids]
         parts = self.context.exchange.gather_columns(step, [[row for ids in passed for row in ids], windows])
         for window in sorted({window for part in parts for window in part[1]}):
-            self._mark([row for part in parts for row, its in zip(*part, strict=True) if its == window])
+            self._use([row for part in parts for row, of_window in zip(*part, strict=True) if of_window == window])
         self._rows.skipped_windows = []
 
-    def _mark(self, union: Sequence[int]) -> None:
+    def _use(self, union: Sequence[int]) -> None:
+        """Count rows as used in this epoch. The next one begins if a row comes again, or if all were used."""
         rows = self.context.settings.rows
         if rows is None:
             return
         if self._epoch & set(union):
-            self._begin_epoch()
+            self._epoch, self._epochs = set(), self._epochs + 1
         self._epoch |= set(union)
         if len(self._epoch) >= rows:
-            self._begin_epoch()
-
-    def _begin_epoch(self) -> None:
-        self._epoch.clear()
-        self._epochs += 1
+            self._epoch, self._epochs = set(), self._epochs + 1
