@@ -12,7 +12,7 @@ only where it cancels in every row and in every stride; both are odd lengths, un
 is not lost is missed by the fold with a probability of at most 2^-33. The value does not depend on the order of
 summation. It is not a cryptographic digest.
 
-`Summed` does the same for memory that is copied together piece by piece: each piece, filled up with zeros to whole rows
+`PieceSums` does the same for memory that is copied together piece by piece: each piece, filled up with zeros to whole rows
 and lines, is summed while it is still in a cache, and the sums of all are folded once.
 """
 
@@ -29,14 +29,14 @@ from andon_contracts.digest import WORD, mix64, mix_integer
 ROW, STRIDE = 129, 131
 _BLOCK = 1 << 19
 """Words that are folded at once: 4 MiB."""
-MOST_SUMS = _BLOCK // ROW + 3 * STRIDE
+MAX_SUMS = _BLOCK // ROW + 3 * STRIDE
 """So many sums are folded at once."""
 
 
 @functools.cache
 def _weights() -> Tensor:
     """Random weights of the halves of the words that are folded."""
-    return mix64(torch.arange(1, 2 * MOST_SUMS + 1, dtype=torch.int64, device="cpu"))
+    return mix64(torch.arange(1, 2 * MAX_SUMS + 1, dtype=torch.int64, device="cpu"))
 
 
 def _fold(sums: Tensor) -> int:
@@ -74,18 +74,18 @@ def checksum(flat: Tensor) -> int:
     return total
 
 
-class Summed:
+class PieceSums:
     """The checksums of pieces of memory that are copied into `room` one after the other. Their sizes never change."""
 
     def __init__(self, sizes: Sequence[int], room: Tensor) -> None:
-        """sizes: of the pieces, in bytes; room: 1-dim int64 on a CPU with `room_of` words for the largest."""
+        """sizes: of the pieces, in bytes; room: 1-dim int64 on a CPU with `padded_words` words for the largest."""
         self._pieces: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         batches: list[tuple[Tensor, int]] = []
         for size in sizes:
             rows, lines = _whole(size, ROW), _whole(size, STRIDE)
             count = rows + STRIDE
-            if not batches or batches[-1][1] + count > MOST_SUMS:
-                batches.append((torch.zeros(MOST_SUMS, dtype=torch.int64, device="cpu"), 0))
+            if not batches or batches[-1][1] + count > MAX_SUMS:
+                batches.append((torch.zeros(MAX_SUMS, dtype=torch.int64, device="cpu"), 0))
             sums, place = batches[-1]
             of_rows, of_lines = torch.split(sums[place : place + count], [rows, STRIDE])
             by_row, by_line = room[: rows * ROW].view(rows, ROW), room[: lines * STRIDE].view(lines, STRIDE)
@@ -94,13 +94,13 @@ class Summed:
         self._batches = [(sums[:count].view(torch.int32), _weights()[: 2 * count]) for sums, count in batches]
 
     def take(self, piece: int) -> None:
-        """The room begins with the bytes of this piece now, and with zeros behind them, to `room_of` words."""
+        """The room begins with the bytes of this piece now, and with zeros behind them, to `padded_words` words."""
         by_row, of_rows, by_line, of_lines = self._pieces[piece]
         torch.sum(by_row, 1, out=of_rows)
         torch.sum(by_line, 0, out=of_lines)
 
     def fold(self) -> list[int]:
-        """One checksum in [0, 2^64) for each run of pieces that have at most `MOST_SUMS` sums, after all were taken."""
+        """One checksum in [0, 2^64) for each run of pieces that have at most `MAX_SUMS` sums, after all were taken."""
         return [mix_integer(int(torch.dot(halves.to(torch.int64), weights))) for halves, weights in self._batches]
 
 
@@ -108,6 +108,6 @@ def _whole(size: int, length: int) -> int:  # how many rows or lines of `length`
     return -(-size // (length * WORD))
 
 
-def room_of(size: int) -> int:
+def padded_words(size: int) -> int:
     """How many words a piece of `size` bytes takes with the zeros behind it."""
     return max(_whole(size, ROW) * ROW, _whole(size, STRIDE) * STRIDE)

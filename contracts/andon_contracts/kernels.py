@@ -25,7 +25,7 @@ _ROUNDS_LARGE, _ROUNDS_SMALL, _SMALL_WORDS = 32, 4, 1 << 24
 _WARPS = 4
 _COLUMNS, _ROWS = 256, 64
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-MOST = 3
+MAX_TENSORS = 3
 """Tensors that one launch of `word_sums_and_nonfinite` takes."""
 
 
@@ -67,7 +67,7 @@ def word_sum_on_device(words: torch.Tensor, start: int = 0) -> torch.Tensor:
 
 def word_sums_and_nonfinite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """int64 [len(tensors), 2] on the device: of each int64 vector its word sum, and how many fp32 values (two a word)
-    are NaN or infinite. Up to `MOST` vectors of one size."""
+    are NaN or infinite. Up to `MAX_TENSORS` vectors of one size."""
     return _launch(tensors, 0, finite=True)
 
 
@@ -78,7 +78,7 @@ def _rounds(total_bytes: int) -> int:
 def _launch(tensors: Sequence[torch.Tensor], start: int, *, finite: bool) -> torch.Tensor:
     words = tensors[0]
     count, rounds = words.numel(), _rounds(words.nbytes)
-    shifts = [(tensor.data_ptr() - words.data_ptr()) // WORD for tensor in tensors] + [0] * (MOST - len(tensors))
+    shifts = [(tensor.data_ptr() - words.data_ptr()) // WORD for tensor in tensors] + [0] * (MAX_TENSORS - len(tensors))
     programs = max(1, triton.cdiv(count, _BLOCK * rounds))
     out = torch.zeros((len(tensors), 2), dtype=torch.int64, device=words.device)
     with torch.cuda.device_of(words):

@@ -87,7 +87,7 @@ class ListSums:
         self._places: list[int] = []
         self._table = self._rows
 
-    def look(self, tensors: Sequence[Tensor]) -> Tensor:
+    def read(self, tensors: Sequence[Tensor]) -> Tensor:
         """int64 [sums] on the device: of the contiguous memory of `tensors` now. No wait for the device."""
         out = torch.zeros(self._count, dtype=torch.int64, device=self._device)
         if not self._programs:
@@ -128,7 +128,7 @@ def extremes_of_keys(keys: Tensor) -> list[tuple[float, float]]:
     return pairs
 
 
-def listable(device: torch.device) -> bool:
+def has_list_kernels(device: torch.device) -> bool:
     """Whether one launch can read a list of tensors on `device`: a GPU where Triton is."""
     return device.type == "cuda" and kernels() is not None
 
@@ -144,13 +144,13 @@ def equal_each(ones: Sequence[Tensor], others: Sequence[Tensor]) -> list[bool]:
     equal: dict[int, bool] = {}
     lists: dict[torch.device, list[int]] = {}
     for index, (one, other) in enumerate(zip(ones, others, strict=True)):
-        if listable(one.device) and one.is_contiguous() and other.is_contiguous():
+        if has_list_kernels(one.device) and one.is_contiguous() and other.is_contiguous():
             lists.setdefault(one.device, []).append(index)
         else:
             equal[index] = torch.equal(one, other)
     for device, places in lists.items():
         reader = ListSums(device, [(ones[index].nbytes, 0, place) for place, index in enumerate(places)])
-        sums = [reader.look([each[index] for index in places]) for each in (ones, others)]
+        sums = [reader.read([each[index] for index in places]) for each in (ones, others)]
         to_cpu(sums)
         equal |= zip(places, sums[0].eq(sums[1]).tolist(), strict=True)
     return [equal[index] for index in range(len(ones))]

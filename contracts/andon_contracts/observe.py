@@ -23,11 +23,11 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from andon_contracts.checksum import Summed, checksum, room_of
+from andon_contracts.checksum import PieceSums, checksum, padded_words
 from andon_contracts.digest import WORD, kernels, word_sum_tensor
-from andon_contracts.multi_tensor import FLOATS, ListSums, RawGradients, listable, to_cpu
+from andon_contracts.multi_tensor import FLOATS, ListSums, RawGradients, has_list_kernels, to_cpu
 
-ORDINARY = (Tensor, torch.nn.Parameter)
+DENSE_TYPES = (Tensor, torch.nn.Parameter)
 """Types of tensors that are what they hold, unless they are sparse."""
 _CHUNK_BYTES = 1 << 24
 _GROUP_BYTES = 1 << 19
@@ -46,12 +46,16 @@ _LEAST = 1e-20
 """A smaller sum of fp32 squares may have lost squares that are too small for fp32."""
 _WITH_VALUES = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _dtype_of, _device_of = attrgetter("dtype"), attrgetter("device")
-_unrecorded: Callable[[], AbstractContextManager[None]] = getattr(torch._C, "_AutoDispatchBelowAutograd", torch.no_grad)
+_below_autograd: Callable[[], AbstractContextManager[None]] = getattr(
+    torch._C, "_AutoDispatchBelowAutograd", torch.no_grad
+)
 """As `no_grad`, but skips autograd's dispatch, which for many small tensors takes as long as reading them."""
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    return type(tensor) in ORDINARY and tensor.layout == torch.strided and not (tensor.is_nested or tensor.is_quantized)
+    return (
+        type(tensor) in DENSE_TYPES and tensor.layout == torch.strided and not (tensor.is_nested or tensor.is_quantized)
+    )
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -72,7 +76,7 @@ def dense_parts(tensor: Tensor) -> list[Tensor]:
     tensor = tensor.detach()
     if _is_dense(tensor):
         return [tensor]
-    if type(tensor) not in ORDINARY and hasattr(tensor, "__tensor_flatten__") and not tensor.is_nested:
+    if type(tensor) not in DENSE_TYPES and hasattr(tensor, "__tensor_flatten__") and not tensor.is_nested:
         names, _ = tensor.__tensor_flatten__()
         return [part for name in names for part in dense_parts(getattr(tensor, name))]
     if tensor.layout == torch.sparse_coo:
@@ -84,7 +88,7 @@ def dense_parts(tensor: Tensor) -> list[Tensor]:
     return [tensor if tensor.layout == torch.strided else tensor.to_dense()]
 
 
-def numbers(scalars: Sequence[Tensor]) -> list[float]:
+def to_floats(scalars: Sequence[Tensor]) -> list[float]:
     """The values of 0-dim tensors of one dtype, with one wait for each device."""
     if len(scalars) <= 1:
         return [scalar.item() for scalar in scalars]  # a stack of one would be a launch more for nothing
@@ -151,25 +155,25 @@ def nonfinite(tensor: Tensor) -> Tensor:
 @dataclass(slots=True)
 class Look:
     """The results of one look at a list of tensors, on their devices. Reading `digest` or `norm` waits for the device,
-    unless `waiting` and `norms` were brought to the CPU before.
+    unless `device_sums` and `norms` were brought to the CPU before.
     """
 
     count: int
-    beside: int
+    extra: int
     sums: list[int | tuple[int, int]]
-    """In order: a number that a CPU found, or which tensor of `waiting` has it, and at which place."""
-    waiting: list[Tensor]
+    """In order: a number that a CPU found, or which tensor of `device_sums` has it, and at which place."""
+    device_sums: list[Tensor]
     """1-dim int64 on a device."""
     norms: list[Tensor]
     """The 2-norm of all elements; empty if it was not asked for."""
 
     @property
     def digest(self) -> int:
-        """The digest in [0, 2^64) of the tensors' bits in order, with what stood `beside` them."""
-        to_cpu(self.waiting)
-        found = [each.tolist() for each in self.waiting]
+        """The digest in [0, 2^64) of the tensors' bits in order, with `extra` added."""
+        to_cpu(self.device_sums)
+        found = [each.tolist() for each in self.device_sums]
         sums = [each if isinstance(each, int) else found[each[0]][each[1]] for each in self.sums]
-        return (chained(self.count, sums) + self.beside) % (1 << 64)
+        return (chained(self.count, sums) + self.extra) % (1 << 64)
 
     @property
     def norm(self) -> float:
@@ -195,27 +199,27 @@ class Observer:
         self._order: list[_Group | tuple[int, int]] = []
         """In the order of the digest: a group, or which of `_lists` has the sum and at which place."""
         self._lists: list[_GpuList] = []
-        self._summed = Summed((), _scratch())
+        self._piece_sums = PieceSums((), _shared_buffer())
         self._copied = False
         """Whether the groups hold copies of the tensors, which must not be read again."""
         self._places: list[int] = []
         self._held: Sequence[Tensor] = ()
 
-    def look(self, tensors: Sequence[Tensor], *, norm: bool = False, beside: int = 0) -> Look:
+    def look(self, tensors: Sequence[Tensor], *, norm: bool = False, extra: int = 0) -> Look:
         """Read the bits of `tensors` now; norm: their norm too. No wait for a device.
 
-        beside: a digest in [0, 2^64) of what else is known of them, which becomes a part of theirs.
+        extra: a digest in [0, 2^64) of what else is known of them, which becomes a part of theirs.
         """
         tensors = _local_parts(tensors)
         try:
-            return self._look(tensors, norm, beside)
+            return self._look(tensors, norm, extra)
         except RuntimeError:
             # Other devices or kinds of tensors under the dtypes and sizes of before; or an error that comes up again.
             self._kinds = self._layout = None
-            return self._look(tensors, norm, beside, anew=True)
+            return self._look(tensors, norm, extra, replan=True)
 
-    def _look(self, tensors: Sequence[Tensor], norm: bool, beside: int, *, anew: bool = False) -> Look:
-        if anew or not self._stable or self._copied or self._moved(tensors):
+    def _look(self, tensors: Sequence[Tensor], norm: bool, extra: int, *, replan: bool = False) -> Look:
+        if replan or not self._stable or self._copied or self._moved(tensors):
             layout = _layout(tensors)
             if layout != self._kinds:
                 self._kinds, self._special = layout, any(not _is_dense(t) or t.is_complex() for t in tensors)
@@ -225,13 +229,13 @@ class Observer:
                 ):  # an operator of a sparse or a distributed tensor is found through autograd's keys
                     tensors = [plain(tensor).resolve_conj().resolve_neg() for tensor in tensors]
                 layout = _layout(tensors)  # a sparse tensor may have more values than before
-            with _unrecorded():
+            with _below_autograd():
                 if layout != self._layout:
                     self._plan(tensors)
                     self._layout = layout
                 self._fill(tensors)
-        with _unrecorded():
-            return self._read(len(tensors), norm, beside)
+        with _below_autograd():
+            return self._read(len(tensors), norm, extra)
 
     def _moved(self, tensors: Sequence[Tensor]) -> bool:
         """Whether one of `tensors` is another one than before, or in other memory."""
@@ -248,7 +252,7 @@ class Observer:
         self._order = []
         for members in _grouped(tensors):
             device = tensors[members[0]].device
-            if listable(device):
+            if has_list_kernels(device):
                 groups = lists.setdefault(device, [])
                 self._order.append((list(lists).index(device), len(groups)))
                 groups.append(members)
@@ -256,7 +260,7 @@ class Observer:
                 self._order.append(_Group(members, tensors, flat=self._stable))
         self._lists = [_GpuList(groups, tensors) for groups in lists.values()]
         copied = [group for group in self._order if isinstance(group, _Group) and group.copied is not None]
-        self._summed = Summed([group.size for group in copied], _scratch())
+        self._piece_sums = PieceSums([group.size for group in copied], _shared_buffer())
         for piece, group in enumerate(copied):
             group.piece = piece
 
@@ -268,7 +272,7 @@ class Observer:
             if not isinstance(group, tuple):
                 group.fill(tensors)
 
-    def _read(self, count: int, norm: bool, beside: int) -> Look:
+    def _read(self, count: int, norm: bool, extra: int) -> Look:
         waiting = [each.sums() for each in self._lists]
         norms = [found for each in self._lists for found in each.norms()] if norm else []
         alone: list[int | tuple[int, int]] = []
@@ -285,7 +289,7 @@ class Observer:
             elif group.copied is None:
                 alone.append(checksum(part))
             else:
-                self._summed.take(group.piece)
+                self._piece_sums.take(group.piece)
             if norm:
                 norms.append(_norm(part))
             if not self._stable:
@@ -293,8 +297,8 @@ class Observer:
         if not self._stable:
             for each in self._lists:
                 each.flat = []
-        together = [] if self.portable else self._summed.fold()
-        return Look(count, beside, [*together, *alone], waiting, _joined(norms))
+        together = [] if self.portable else self._piece_sums.fold()
+        return Look(count, extra, [*together, *alone], waiting, _joined(norms))
 
 
 def _layout(tensors: Sequence[Tensor]) -> list[object]:
@@ -325,7 +329,7 @@ class _Group:
     copied: Tensor | None = None
     """Where they are copied to."""
     piece = 0
-    """Their number in the observer's `Summed`, if they are copied."""
+    """Their number in the observer's `PieceSums`, if they are copied."""
 
     def __init__(self, members: list[int], tensors: Sequence[Tensor], *, flat: bool) -> None:
         """flat: make them flat before they are copied, which pays if they are the same ones in the next look."""
@@ -337,7 +341,7 @@ class _Group:
         self._filler: list[Tensor] = []
         self._places: list[Tensor] = []
         if self.on_cpu and len(members) > 1 and first.itemsize <= WORD:
-            self._room = _scratch()[: room_of(self.size)].view(first.dtype)
+            self._room = _shared_buffer()[: padded_words(self.size)].view(first.dtype)
             self.copied = self._room[: self.size // first.itemsize]
             self._filler = [torch.zeros(self._room.numel() - self.copied.numel(), dtype=first.dtype, device="cpu")]
             if not flat:
@@ -388,7 +392,7 @@ class _GpuList:
         read: list[Tensor] = []
         for members, in_place in zip(self.flat, self._in_place, strict=True):
             read += members if in_place else [torch.cat([each.view(-1) for each in members])]
-        return self._sums.look(read)
+        return self._sums.read(read)
 
     def norms(self) -> list[Tensor]:
         """0-dim tensors, whose 2-norm is that of all elements."""
@@ -403,9 +407,9 @@ class _GpuList:
 
 
 @functools.lru_cache(maxsize=1)
-def _scratch() -> Tensor:
+def _shared_buffer() -> Tensor:
     """Memory of a CPU for what is copied together. A new piece for each copy would cost more than the copy."""
-    return torch.empty(room_of(_GROUP_BYTES), dtype=torch.int64, device="cpu")
+    return torch.empty(padded_words(_GROUP_BYTES), dtype=torch.int64, device="cpu")
 
 
 def chained(digest: int, following: Iterable[int]) -> int:
@@ -522,7 +526,7 @@ def extremes(tensor: Tensor) -> tuple[Tensor, Tensor]:
 
     Both are finite if all elements are, whatever their squares are. Both are NaN if one is, zero if all are.
     """
-    if type(tensor) not in ORDINARY or tensor.layout != torch.strided:
+    if type(tensor) not in DENSE_TYPES or tensor.layout != torch.strided:
         tensor = plain(tensor)
     tensor = tensor.detach()
     if tensor.is_complex():
@@ -541,11 +545,11 @@ class Extremes:
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        self.any = False
+        self.nonempty = False
         """Whether there is one."""
         self._parameters = parameters
         self._plain = [
-            type(p) in ORDINARY and p.layout == torch.strided and p.is_floating_point() and p.numel() > 0
+            type(p) in DENSE_TYPES and p.layout == torch.strided and p.is_floating_point() and p.numel() > 0
             for p in parameters
         ]
         self._passes = [0] * len(parameters)
@@ -553,12 +557,12 @@ class Extremes:
         self._tables: list[_Tables] = []
         self._others: list[tuple[int, Tensor, Tensor]] = []
         most = max(_LEAST_BYTES, sum(parameter.nbytes for parameter in parameters) // _MOST_SHARE)
-        devices = filter(listable, {parameter.device for parameter in parameters})
+        devices = filter(has_list_kernels, {parameter.device for parameter in parameters})
         self._raw = {device: RawGradients(device, most) for device in devices}
 
     def add(self, index: int, gradient: Tensor) -> None:
         """A backward pass gave `gradient` to parameter `index`."""
-        self.any = True
+        self.nonempty = True
         if self._plain[index]:
             if self._raw and self._waits(index, gradient):
                 return
@@ -584,7 +588,7 @@ class Extremes:
 
     def add_all(self, indices: Sequence[int], gradients: Sequence[Tensor]) -> None:
         """The same of many, as they are now: on a GPU, those of one dtype in one launch. No wait for it."""
-        self.any = True
+        self.nonempty = True
         together: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
         for index, gradient in zip(indices, gradients, strict=True):
             raw = self._raw.get(gradient.device) if self._plain[index] else None
@@ -601,7 +605,7 @@ class Extremes:
         for raw in self._raw.values():
             raw.flush()
 
-    def waiting(self) -> list[list[Tensor]]:
+    def device_results(self) -> list[list[Tensor]]:
         """What is read of devices, in lists that may be brought to the CPU before `read`."""
         self.flush()
         return [raw.keys for raw in self._raw.values()]
@@ -619,12 +623,12 @@ class Extremes:
             if min(self._passes) <= number:
                 places = [place for place in places if self._passes[place[0]] > number]
             found += places
-        lows, highs = numbers([low for _, low, _ in self._others]), numbers([high for _, _, high in self._others])
+        lows, highs = to_floats([low for _, low, _ in self._others]), to_floats([high for _, _, high in self._others])
         return found + [(other[0], low, high) for other, low, high in zip(self._others, lows, highs, strict=True)]
 
     def clear(self) -> None:
         """Forget all of them."""
-        self.any = False
+        self.nonempty = False
         self._passes = [0] * len(self._passes)
         self._others.clear()
         for raw in self._raw.values():

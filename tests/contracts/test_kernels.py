@@ -38,7 +38,7 @@ def test_sums_are_those_of_each_tensor_wherever_it_lies(made: list[tuple[int, in
     there = memory.to(DEVICE)
     rows = [(size, 3 * index, place) for index, (size, _, place) in enumerate(made)]
     views = [there[offset : offset + size] for size, offset, _ in made]
-    sums = ListSums(DEVICE, rows).look(views).tolist()
+    sums = ListSums(DEVICE, rows).read(views).tolist()
     for place, found in enumerate(sums):
         expected = sum(
             word_sum(memory[offset : offset + size], start)
@@ -54,7 +54,7 @@ def test_a_tensor_that_moved_is_read_where_it_is_now() -> None:
     first = [torch.arange(10, device=DEVICE), torch.arange(3, device=DEVICE)]
     second = [torch.arange(10, 20, device=DEVICE), first[1]]
     for tensors in (first, second, first, first):
-        assert [found % 2**64 for found in sums.look(tensors).tolist()] == [word_sum(each) for each in tensors]
+        assert [found % 2**64 for found in sums.read(tensors).tolist()] == [word_sum(each) for each in tensors]
         tensors[1][0] += 1
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from andon_contracts.liveness.halt import HaltSignal
-from andon_contracts.observe import ORDINARY, Extremes, extremes, numbers
+from andon_contracts.observe import DENSE_TYPES, Extremes, extremes, to_floats
 from andon_contracts.watch.values import text_digest
 
 _INFINITE = float("inf")
@@ -97,7 +97,7 @@ class _FoundInGrad:
             self._extremes.add_all(self._read, gradients)
 
     def waiting(self) -> list[list[Tensor]]:
-        return self._extremes.waiting() if self._read else []
+        return self._extremes.device_results() if self._read else []
 
     def judge(self, raw: Sequence[tuple[int, float, float]], *, one_pass: bool) -> None:
         """Compare with what the hooks saw in this update. one_pass: it was one pass, and the loop called for it."""
@@ -233,7 +233,7 @@ class GradientHooks:
             if ours is None:
                 if self.at_end and (self._passes or self._called != 1):
                     self._restore_all_hooks()
-                self._seen.any = True
+                self._seen.nonempty = True
                 self._passes[number] = ours = _Pass(self.at_end)
                 # Torch runs these callbacks in order: a wrapper queues its own after it received a gradient, which
                 # this hook receives before it.
@@ -290,7 +290,7 @@ class GradientHooks:
     @property
     def started(self) -> bool:
         """Whether a backward pass of this window has reached a parameter."""
-        return self._seen.any
+        return self._seen.nonempty
 
     def _clear(self) -> None:
         self._seen.clear()
@@ -309,7 +309,7 @@ class GradientHooks:
 
     def waiting(self) -> list[list[Tensor]]:
         """Results that are still on devices, in lists that may be brought to the CPU before `read`."""
-        return [*self._seen.waiting(), *self._found_in_grad.waiting()]
+        return [*self._seen.device_results(), *self._found_in_grad.waiting()]
 
     def read(self) -> Raw:
         """What the window showed. Waits once for each device, unless `waiting` was brought before."""
@@ -327,7 +327,7 @@ class GradientHooks:
             now = self._parameters[index].grad
             if gradient._version != version or (now is not None and now.requires_grad):
                 added.append((index, low, high))
-        lows, highs = numbers([low for _, low, _ in added]), numbers([high for _, _, high in added])
+        lows, highs = to_floats([low for _, low, _ in added]), to_floats([high for _, _, high in added])
         stale = [index for (index, _, _), low, high in zip(added, lows, highs, strict=True) if low or high]
         return Raw(min(bad, default=-1) + 1, min(stale, default=-1) + 1, seen)
 
@@ -360,7 +360,7 @@ def _is_hooked(parameter: torch.nn.Parameter, *, ours: int) -> bool:
 
 def _is_plain(gradient: Tensor) -> bool:
     """True for an ordinary dense tensor that fills its storage."""
-    plain = type(gradient) in ORDINARY and gradient.layout == torch.strided
+    plain = type(gradient) in DENSE_TYPES and gradient.layout == torch.strided
     return plain and gradient.untyped_storage().nbytes() == gradient.nbytes
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from andon_contracts.agree import Observation
 from andon_contracts.laws.law import Law, Observations, Seen, in_lockstep
 from andon_contracts.laws.update import FROZEN, frozen_tensor
-from andon_contracts.multi_tensor import ListSums, listable, to_cpu
+from andon_contracts.multi_tensor import ListSums, has_list_kernels, to_cpu
 from andon_contracts.observe import chained, dense_parts, flat_digest
 from andon_contracts.violation import Finding
 from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values
@@ -264,7 +264,7 @@ class PartReader:
         for place, part in enumerate(parts):
             device = part[0].device
             alike = all(each.device == device and each.is_contiguous() for each in part)
-            if alike and listable(device):
+            if alike and has_list_kernels(device):
                 self._places.setdefault(device, []).append(place)
             else:
                 self._others[place] = part
@@ -276,7 +276,7 @@ class PartReader:
     def look(self) -> PartLook:
         """What is there now. No wait for a GPU with Triton."""
         found = {place: flat_digest(part) for place, part in self._others.items()}
-        return PartLook(found, list(self._places.values()), [each.look(tensors) for tensors, each in self._lists])
+        return PartLook(found, list(self._places.values()), [each.read(tensors) for tensors, each in self._lists])
 
 
 def _list_of(device: torch.device, parts: Sequence[Sequence[Tensor]]) -> ListSums:

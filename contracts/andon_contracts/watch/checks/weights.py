@@ -94,7 +94,7 @@ class Weights(Check):
         self._look = None
         if not self._at_begin:
             self._look_before(probe.updates + 1)
-        return [] if self._look is None else [self._look.waiting]
+        return [] if self._look is None else [self._look.device_sums]
 
     def _look_before(self, step: int) -> None:
         read = not self.untouched or step % _REREAD == 0 or self.synchrony.watchful
@@ -140,7 +140,7 @@ class Weights(Check):
         self._at_begin = {}
         self._look = self._observer.look(probe.members, norm=self.context.settings.recording)
         self._versions = self._marks()
-        return [self._look.waiting, self._look.norms]
+        return [self._look.device_sums, self._look.norms]
 
     def after(self, probe: OptimizerProbe) -> Callable[[], Values]:
         look = self._look
