@@ -226,14 +226,13 @@ class GradientHooks:
                     halt.pending.backward(parameter)
             self.backward_seen = self.arrived = True
             held = parameter.grad
-            if held is None and self._started[index] and not self.at_end and self._seen.has(index):
+            if held is None and self._started[index] and not self.at_end and index in self._seen.added:
                 self.discard()  # the loop set gradients to None: with the first parameter that shows it, all go
             number = torch._C._current_graph_task_id()
             ours = self._passes.get(number)
             if ours is None:
                 if self.at_end and (self._passes or self._called != 1):
                     self._restore_all_hooks()
-                self._seen.nonempty = True
                 self._passes[number] = ours = _Pass(self.at_end)
                 # Torch runs these callbacks in order: a wrapper queues its own after it received a gradient, which
                 # this hook receives before it.
@@ -290,7 +289,7 @@ class GradientHooks:
     @property
     def started(self) -> bool:
         """Whether a backward pass of this window has reached a parameter."""
-        return self._seen.nonempty
+        return bool(self._passes or self._seen.added)
 
     def _clear(self) -> None:
         self._seen.clear()

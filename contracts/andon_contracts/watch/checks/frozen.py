@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,11 +18,13 @@ from torch import Tensor
 from andon_contracts.agree import Observation
 from andon_contracts.laws.law import Law, Observations, Seen, in_lockstep
 from andon_contracts.laws.update import FROZEN, frozen_tensor
-from andon_contracts.multi_tensor import ListSums, has_list_kernels, to_cpu
-from andon_contracts.observe import chained, dense_parts, flat_digest
+from andon_contracts.observe import chained, dense_parts, flat_digest, has_list_kernels, to_cpu
 from andon_contracts.violation import Finding
 from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values
 from andon_contracts.watch.checks.weights import State, Weights
+
+if TYPE_CHECKING:
+    from andon_contracts.kernels import ListSums
 
 ROUND = 64
 """Updates within which every frozen weight is read, and every large buffer."""
@@ -281,6 +284,8 @@ class PartReader:
 
 def _list_of(device: torch.device, parts: Sequence[Sequence[Tensor]]) -> ListSums:
     """Of each of `parts` one sum, of its tensors as if each were filled up to whole words."""
+    from andon_contracts.kernels import ListSums  # only with Triton
+
     rows: list[tuple[int, int, int]] = []
     for place, part in enumerate(parts):
         start = 0

@@ -16,8 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from andon_contracts.agree import bits_of, real_of
 from andon_contracts.laws.law import Law, Seen, difference
 from andon_contracts.laws.update import GRADIENTS
-from andon_contracts.multi_tensor import to_cpu
-from andon_contracts.observe import DENSE_TYPES, Look, Observer, plain
+from andon_contracts.observe import DENSE_TYPES, Look, Observer, plain, to_cpu
 from andon_contracts.violation import Finding
 from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values, indexed, none_has
 from andon_contracts.watch.checks.scale import GradientScale
