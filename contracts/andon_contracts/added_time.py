@@ -8,12 +8,10 @@ import time
 class AddedTime:
     """Context manager that adds up the seconds of its `with` blocks, which must not be nested."""
 
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._began = 0.0
+    seconds = _start = 0.0
 
     def __enter__(self) -> None:
-        self._began = time.perf_counter()
+        self._start = time.perf_counter()
 
     def __exit__(self, *_: object) -> None:
-        self.seconds += time.perf_counter() - self._began
+        self.seconds += time.perf_counter() - self._start

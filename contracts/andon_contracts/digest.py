@@ -1,17 +1,16 @@
-"""The 64-bit digest of tensors: one value on every device, additive over shards. It is not a cryptographic digest.
+"""A digest of tensors that is equal on all devices, and a faster checksum for CPUs. Neither is cryptographic.
 
-Definition. The bytes of a tensor in row-major order are read as little-endian 64-bit words w_0, w_1, ..., the last
-one padded with zero bytes. With G = 0x9E3779B97F4A7C15 and mix the finaliser of splitmix64 (Steele, Lea and Flood,
-2014), all modulo 2^64:
+The bytes of a tensor in row-major order are little-endian 64-bit words w_0, w_1, ...; zero bytes pad the last. With
+G = 0x9E3779B97F4A7C15 and mix the finalizer of splitmix64 (Steele, Lea and Flood, 2014), all modulo 2^64:
 
     word_sum(t, start) = sum over i of mix(w_i + (i + start) * G)
     tensor_digest(t)   = mix(word_sum(t, 0) + header(byte length, dtype, shape))
     tree_digest(tree)  = mix(sum over names of mix(tensor_digest + header(name)) + header(number of names))
 
-where header is the first 8 bytes, little-endian, of SHA-256 of a canonical text. The words are mixed before they are
-summed, so the sum is not linear in them: a sum of words times odd weights misses pairs of opposite sign flips, of which
-a tensor of some million elements has thousands. mix is a bijection, so a change of a single word is always seen. Any
-other change that nobody made on purpose is missed with probability about 2^-64.
+The header is the first 8 bytes, little-endian, of SHA-256 of a canonical text. The words are mixed before the sum,
+because a weighted sum of the words misses pairs of opposite sign flips, and a tensor of a million elements has
+thousands of these. mix is a bijection, so the digest shows any change of a single word. It misses another accidental
+change with probability about 2^-64.
 """
 
 from __future__ import annotations
@@ -27,52 +26,45 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-GOLDEN = 0x9E3779B97F4A7C15
-"""The odd constant that spaces positions: 2^64 divided by the golden ratio."""
-WORD = 8
-"""Bytes of a word."""
+GOLDEN = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio, made odd
+WORD = 8  # bytes
 _MASK = (1 << 64) - 1
-# Two buffers and the ramp of 65,536 words stay in a second-level cache; an accelerator wants fewer, larger launches.
-_CPU_WORDS = 1 << 16
-_ACCELERATOR_WORDS = 1 << 20
+_CPU_WORDS = 1 << 16  # two buffers and the ramp fit a second-level cache
+_ACCELERATOR_WORDS = 1 << 20  # fewer, larger launches
 
 
 @functools.cache
 def has_triton() -> bool:
-    """Whether Triton is installed. If not, torch computes the same, and one warning says so.
-
-    A broken installation counts as one: its own error ends what uses it.
-    """
-    found = importlib.util.find_spec("triton") is not None
-    if not found:
+    """True if Triton is installed, even if it is broken. Otherwise torch computes the same, with one warning."""
+    installed = importlib.util.find_spec("triton") is not None
+    if not installed:
         warnings.warn(
             "Triton is not installed: what Andon checks on GPUs is computed by more and slower operations of torch",
             RuntimeWarning,
             stacklevel=2,
         )
-    return found
+    return installed
 
 
 @functools.cache
 def kernels() -> ModuleType | None:
-    """`andon_contracts.kernels`; None where Triton is not installed."""
+    """The module `andon_contracts.kernels`, or None without Triton. The first call imports Triton for a second."""
     if not has_triton():
         return None
-    # Optional, and a second to import: only a process that has something on a GPU pays for it.
-    from andon_contracts import kernels as found
+    from andon_contracts import kernels as module
 
-    return found
+    return module
 
 
 def signed(value: int) -> int:
-    """The int64 with the bits of `value` modulo 2^64, as torch holds a 64-bit pattern."""
+    """The int64 with the bits of `value` modulo 2^64."""
     value &= _MASK
     return value - (1 << 64) if value >> 63 else value
 
 
-_STRIDE = signed(GOLDEN)
+_GOLDEN = signed(GOLDEN)
+# The shift and the factor of each round of the finalizer.
 _ROUNDS = ((30, signed(0xBF58476D1CE4E5B9)), (27, signed(0x94D049BB133111EB)), (31, None))
-"""Of the finaliser: by how much a word is shifted and xored with itself, and by what it is then multiplied."""
 
 
 def _mix_in_place(words: Tensor, scratch: Tensor) -> None:
@@ -85,20 +77,16 @@ def _mix_in_place(words: Tensor, scratch: Tensor) -> None:
 
 
 def mix64(words: Tensor) -> Tensor:
-    """The splitmix64 finaliser of each int64 (any shape), as the bits of a uint64. A bijection; 0 stays 0.
-
-    Raises `TypeError` for another dtype.
-    """
+    """The splitmix64 finalizer of each int64 (any shape). 0 stays 0. Raises `TypeError` for another dtype."""
     if words.dtype != torch.int64:
-        msg = f"mix64 takes int64 words, not {words.dtype}"
-        raise TypeError(msg)
+        raise TypeError(f"mix64 takes int64 words, not {words.dtype}")
     mixed = words.clone(memory_format=torch.contiguous_format)
     _mix_in_place(mixed, torch.empty_like(mixed))
     return mixed
 
 
 def mix_integer(value: int) -> int:
-    """`mix64` of one integer, taken modulo 2^64; in [0, 2^64). Also the `word_sum` of a tensor of this one word."""
+    """`mix64` of one integer modulo 2^64, in [0, 2^64)."""
     value &= _MASK
     for shift, factor in _ROUNDS:
         value ^= value >> shift
@@ -115,16 +103,16 @@ def _header(*parts: object) -> int:
 
 @functools.lru_cache(maxsize=8)
 def _ramp(device: torch.device, words: int) -> Tensor:
-    return torch.arange(words, dtype=torch.int64, device=device).mul_(_STRIDE)
+    return torch.arange(words, dtype=torch.int64, device=device).mul_(_GOLDEN)
 
 
 def _row_major_bytes(tensor: Tensor) -> Tensor:
-    # A contiguous tensor of one element may have any stride, which `view` to a smaller dtype refuses.
+    # `view` to a smaller dtype refuses the arbitrary stride that a contiguous tensor of one element may have.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _pieces(tensor: Tensor, elements: int) -> Iterator[Tensor]:
-    """The row-major bytes of `tensor` as contiguous uint8 pieces; copies at most `elements` elements at a time."""
+    # Row-major bytes as contiguous uint8 pieces; copies at most `elements` elements at a time.
     if tensor.is_contiguous() or tensor.numel() <= elements:
         yield _row_major_bytes(tensor.contiguous())
     elif tensor.shape[0] == 1:
@@ -135,10 +123,7 @@ def _pieces(tensor: Tensor, elements: int) -> Iterator[Tensor]:
 
 
 def _words(tensor: Tensor, chunk: int) -> Iterator[Tensor]:
-    """The bytes of `tensor` as int64 words, at most `chunk` at a time, the last one padded with zeros.
-
-    Where they are aligned to words they are views, else all come in one buffer, which is filled anew each time.
-    """
+    # At most `chunk` words at a time: views of aligned memory, otherwise one buffer that the next words overwrite.
     pieces: Iterable[Tensor] = _pieces(tensor, chunk)
     if tensor.is_contiguous():
         raw = _row_major_bytes(tensor)
@@ -151,11 +136,10 @@ def _words(tensor: Tensor, chunk: int) -> Iterator[Tensor]:
     buffer = torch.empty(chunk * WORD, dtype=torch.uint8, device=tensor.device)
     filled = 0
     for piece in pieces:
-        left = piece
-        while left.numel():
-            part = left[: buffer.numel() - filled]
+        while piece.numel():
+            part = piece[: buffer.numel() - filled]
             buffer[filled : filled + part.numel()].copy_(part)
-            left, filled = left[part.numel() :], filled + part.numel()
+            piece, filled = piece[part.numel() :], filled + part.numel()
             if filled == buffer.numel():
                 yield buffer.view(torch.int64)
                 filled = 0
@@ -166,19 +150,17 @@ def _words(tensor: Tensor, chunk: int) -> Iterator[Tensor]:
 
 
 def word_sum_tensor(tensor: Tensor, start: int = 0) -> Tensor:
-    """The `word_sum` as 0-dim int64 with its bits, on the device of `tensor`: an accelerator is not waited for."""
+    """The bits of `word_sum` as 0-dim int64 on the device of `tensor`. Does not wait for the device."""
     if tensor.layout != torch.strided or tensor.device.type == "meta" or tensor.is_quantized:
         what = "quantized" if tensor.is_quantized else f"{tensor.layout} on {tensor.device}"
-        msg = f"only dense tensors with memory have a digest, not a {what} tensor"
-        raise TypeError(msg)
+        raise TypeError(f"only dense tensors with memory have a digest, not a {what} tensor")
     tensor = tensor.detach().resolve_conj().resolve_neg()
-    size = tensor.numel() * tensor.element_size()
-    offset = tensor.storage_offset() * tensor.element_size()
+    size = tensor.nbytes
     total: Tensor | None = None
-    there = kernels() if tensor.is_cuda and size >= WORD and tensor.is_contiguous() else None
-    if there is not None and not (offset % WORD or tensor.data_ptr() % WORD):
+    triton = kernels() if tensor.is_cuda and size >= WORD and tensor.is_contiguous() else None
+    if triton is not None and not (tensor.storage_offset() * tensor.itemsize % WORD or tensor.data_ptr() % WORD):
         raw, whole = _row_major_bytes(tensor), size - size % WORD
-        total = there.word_sum_on_device(raw[:whole].view(torch.int64), start)
+        total = triton.word_sums([raw[:whole].view(torch.int64)], start)[0, 0]
         if whole == size:
             return total
         tensor, start, size = raw[whole:], start + whole // WORD, size - whole
@@ -191,51 +173,45 @@ def word_sum_tensor(tensor: Tensor, start: int = 0) -> Tensor:
     scratch = torch.empty_like(mixed)
     for words in _words(tensor, chunk):
         count = words.numel()
-        here = torch.add(words, ramp[:count], out=mixed[:count])
-        here.add_(signed(start * GOLDEN))
-        _mix_in_place(here, scratch[:count])
-        total.add_(here.sum())
+        chunk_words = torch.add(words, ramp[:count], out=mixed[:count]).add_(signed(start * GOLDEN))
+        _mix_in_place(chunk_words, scratch[:count])
+        total.add_(chunk_words.sum())
         start += count
     return total
 
 
 def word_sum(tensor: Tensor, start: int = 0) -> int:
-    """The sum in [0, 2^64) of the mixed words of `tensor` (any shape, dtype, stride), its first at position `start`.
+    """The sum in [0, 2^64) of the mixed words of `tensor`, from position `start`, for any shape, dtype and stride.
 
-    Additive: the sums of consecutive shards, each started at the number of words before it, add up modulo 2^64 to the
-    sum of the whole, provided that every shard but the last is a multiple of 8 bytes. Reads the tensor once and
-    allocates a few chunks at most. Raises `TypeError` for sparse, quantized and meta tensors.
+    The sums of consecutive shards add up modulo 2^64 to the sum of the whole if `start` counts the words before a shard
+    and every shard except the last is a multiple of 8 bytes. Raises `TypeError` for sparse, quantized and meta tensors.
     """
     return int(word_sum_tensor(tensor, start)) & _MASK
 
 
 def seal(total: int, dtype: torch.dtype, shape: Sequence[int]) -> int:
-    """The `tensor_digest` of a tensor of `dtype` and `shape` whose `word_sum` from 0 is `total`, as of its shards."""
+    """The `tensor_digest` of a tensor of `dtype` and `shape` from its `word_sum`."""
     return mix_integer(total + _header("tensor", dtype.itemsize * math.prod(shape), dtype, *shape))
 
 
 def tensor_digest(tensor: Tensor) -> int:
-    """The digest in [0, 2^64) of the bits, byte length, dtype and shape of `tensor`.
-
-    The same on every device and for every stride. Bits count, not values: 0.0 and -0.0 differ, so do NaN payloads.
-    Raises `TypeError` for sparse, quantized and meta tensors.
-    """
+    """The digest in [0, 2^64) of the bits, byte length, dtype and shape, for any device and stride. 0.0 is not -0.0."""
     return seal(word_sum(tensor), tensor.dtype, tensor.shape)
 
 
 def join(digests: Mapping[str, int]) -> int:
-    """The `tree_digest` of a tree from the `tensor_digest` of each of its names."""
+    """The `tree_digest` from the `tensor_digest` of each name."""
     total = sum(mix_integer(digest + _header("name", name)) for name, digest in digests.items())
     return mix_integer(total + _header("tree", len(digests)))
 
 
 def tree_digest(tree: Mapping[str, Tensor]) -> int:
-    """The digest in [0, 2^64) of named tensors. Binds names to tensors; insertion order is irrelevant."""
+    """The digest in [0, 2^64) of named tensors. It does not depend on the insertion order."""
     return join(digests_by_name(tree))
 
 
 def digests_by_name(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """The `tensor_digest` of each tensor. A device is waited for once, not for each tensor."""
+    """The `tensor_digest` of each tensor, with one wait if all are on one device."""
     sums = [word_sum_tensor(tensor) for tensor in tensors.values()]
     one_device = len({total.device for total in sums}) == 1
     totals: list[int] = torch.stack(sums).tolist() if one_device else [int(total) for total in sums]
@@ -246,36 +222,121 @@ def digests_by_name(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 def hex64(value: int) -> str:
     """`value` in [0, 2^64) as 16 lower-case hexadecimal digits. Raises `ValueError` outside that range."""
     if not 0 <= value <= _MASK:
-        msg = f"{value} is not in [0, 2^64)"
-        raise ValueError(msg)
+        raise ValueError(f"{value} is not in [0, 2^64)")
     return f"{value:016x}"
 
 
 def row_digests(values: Tensor, lengths: Tensor) -> Tensor:
-    """The digest of the first `lengths[r]` of each row of `values`, whatever stands after them.
+    """The digest of the first `lengths[r]` tokens of each row, which does not depend on the batch or the padding.
 
-    `values` is int64 [rows, columns], `lengths` int64 [rows]; returns int64 [rows] with the bits of
-    mix(word_sum(row) + mix(length + G)), so that rows of one content have one digest in any batch and at any padding.
-    Allocates a few times the size of `values`. Raises `TypeError` for other dtypes and `ValueError` for other shapes
-    and, on a CPU, for lengths outside [0, columns]; elsewhere such a length is only mixed in.
+    `values` is int64 [rows, columns], `lengths` int64 [rows]. Returns int64 [rows] with the bits of
+    mix(word_sum(row) + mix(length + G)). Raises `TypeError` for other dtypes and `ValueError` for other shapes and, on
+    a CPU, for lengths outside [0, columns].
     """
     if values.dtype != torch.int64 or lengths.dtype != torch.int64:
-        msg = f"row_digests takes int64 values and lengths, not {values.dtype} and {lengths.dtype}"
-        raise TypeError(msg)
+        raise TypeError(f"row_digests takes int64 values and lengths, not {values.dtype} and {lengths.dtype}")
     if values.dim() != 2 or lengths.shape != values.shape[:1]:
-        msg = f"values must be [rows, columns] and lengths [rows], not {list(values.shape)} and {list(lengths.shape)}"
-        raise ValueError(msg)
+        raise ValueError(
+            f"values must be [rows, columns] and lengths [rows], not {list(values.shape)} and {list(lengths.shape)}"
+        )
     columns = values.shape[1]
-    # An accelerator would be waited for at every micro-batch; the length is part of the digest in any case.
+    # On an accelerator this check would wait at every micro-batch. A wrong length changes the digest in any case.
     if values.device.type == "cpu" and bool(((lengths < 0) | (lengths > columns)).any()):
-        msg = f"lengths must be in [0, {columns}], got {lengths.tolist()}"
-        raise ValueError(msg)
-    there = kernels() if values.is_cuda else None
-    if there is not None:
-        found: Tensor = there.row_digests_on_device(values, lengths)
-        return found
+        raise ValueError(f"lengths must be in [0, {columns}], got {lengths.tolist()}")
+    triton = kernels() if values.is_cuda else None
+    if triton is not None:
+        digests: Tensor = triton.row_digests_on_device(values, lengths)
+        return digests
     positions = torch.arange(columns, dtype=torch.int64, device=values.device)
-    mixed = values + positions * _STRIDE
+    mixed = values + positions * _GOLDEN
     _mix_in_place(mixed, torch.empty_like(mixed))
     mixed.masked_fill_(positions >= lengths.unsqueeze(1), 0)
-    return mix64(mixed.sum(dim=1) + mix64(lengths + _STRIDE))
+    return mix64(mixed.sum(dim=1) + mix64(lengths + _GOLDEN))
+
+
+# A checksum for comparisons between CPUs: two additions a word, while `mix` needs a dozen passes without a kernel. It
+# sums the 64-bit words modulo 2^64, each `ROW` consecutive ones and all that are `STRIDE` apart. It folds these sums,
+# and the words at the end that one of the two layouts leaves over, into one integer by multilinear hashing of their
+# halves (Carter and Wegman, 1979; Lemire and Kaser, 2014), in any order of summation.
+#
+# Two words of a row never share a stride. Therefore a difference in up to three words always changes a sum, and so does
+# a flip of the top bit of every word of a row, because their number is odd. A larger difference is lost only if it
+# cancels in every row and in every stride, which are odd lengths, unlike those of anything in memory. The fold misses a
+# changed sum with a probability of at most 2^-33.
+
+ROW, STRIDE = 129, 131
+_FOLD_WORDS = 1 << 19  # 4 MiB
+MAX_SUMS = _FOLD_WORDS // ROW + 3 * STRIDE  # of one fold
+
+
+@functools.cache
+def _fold_weights() -> Tensor:
+    return mix64(torch.arange(1, 2 * MAX_SUMS + 1, dtype=torch.int64, device="cpu"))
+
+
+def _fold(words: Tensor) -> int:
+    rows, lines = words.numel() // ROW, words.numel() // STRIDE
+    if lines:
+        by_row = words.as_strided((rows, ROW), (ROW, 1)).sum(1)
+        by_line = words.as_strided((lines, STRIDE), (STRIDE, 1)).sum(0)
+        words = torch.cat([by_row, by_line, words[min(rows * ROW, lines * STRIDE) :]])
+    halves = words.view(torch.int32).to(torch.int64)
+    return int(torch.dot(halves, _fold_weights()[: halves.numel()]))
+
+
+def checksum(flat: Tensor) -> int:
+    """The checksum in [0, 2^64) of the bytes of `flat`: 1-dim, contiguous, of any dtype, on a CPU."""
+    rest = flat.nbytes % WORD
+    aligned = not (flat.storage_offset() * flat.element_size() % WORD or flat.data_ptr() % WORD)
+    if aligned and not rest:
+        words = flat.view(torch.int64)
+    else:
+        raw = flat.view(torch.uint8)
+        whole = raw[: raw.numel() - rest]
+        words = (whole if aligned else whole.clone()).view(torch.int64)
+    total = 0
+    for block in torch.split(words, _FOLD_WORDS) if words.numel() > _FOLD_WORDS else (words,):
+        total = mix_integer(total + _fold(block))
+    if rest:
+        last = torch.zeros(WORD, dtype=torch.uint8, device="cpu")
+        last[:rest] = raw[-rest:]
+        total = mix_integer(total + _fold(last.view(torch.int64)))
+    return total
+
+
+class PieceSums:
+    """The checksums of pieces of memory that are copied into one buffer in turn, while each is still in a cache.
+
+    Zeros fill a piece up to whole rows and lines. All sums are folded once. sizes: bytes of the pieces. buffer: int64
+    [`padded_words` of the largest piece] on a CPU.
+    """
+
+    def __init__(self, sizes: Sequence[int], buffer: Tensor) -> None:
+        self._pieces: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        batches: list[tuple[Tensor, int]] = []
+        for size in sizes:
+            rows, lines = (-(-size // (length * WORD)) for length in (ROW, STRIDE))
+            count = rows + STRIDE
+            if not batches or batches[-1][1] + count > MAX_SUMS:
+                batches.append((torch.zeros(MAX_SUMS, dtype=torch.int64, device="cpu"), 0))
+            sums, first = batches[-1]
+            row_sums, line_sums = torch.split(sums[first : first + count], [rows, STRIDE])
+            by_row, by_line = buffer[: rows * ROW].view(rows, ROW), buffer[: lines * STRIDE].view(lines, STRIDE)
+            self._pieces.append((by_row, row_sums, by_line, line_sums))
+            batches[-1] = sums, first + count
+        self._batches = [(sums[:count].view(torch.int32), _fold_weights()[: 2 * count]) for sums, count in batches]
+
+    def add(self, piece: int) -> None:
+        """Sum the buffer, which begins with this piece and its zeros."""
+        by_row, row_sums, by_line, line_sums = self._pieces[piece]
+        torch.sum(by_row, 1, out=row_sums)
+        torch.sum(by_line, 0, out=line_sums)
+
+    def fold(self) -> list[int]:
+        """One checksum in [0, 2^64) for each run of pieces with at most `MAX_SUMS` sums, after `add` of all pieces."""
+        return [mix_integer(int(torch.dot(halves.to(torch.int64), weights))) for halves, weights in self._batches]
+
+
+def padded_words(size: int) -> int:
+    """The words that a piece of `size` bytes takes, with the zeros after it."""
+    return max(-(-size // (length * WORD)) * length for length in (ROW, STRIDE))

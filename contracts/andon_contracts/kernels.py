@@ -1,12 +1,8 @@
-"""Triton kernels of the digests and extremes: the CPU's values, at the speed of reading the memory once.
-
-`andon_contracts.digest.kernels` gives this module, which can be imported only if Triton is installed.
+"""Triton kernels of the digests and extremes, imported through `andon_contracts.digest.kernels`.
 
 Each program mixes a run of 64-bit words with their positions and adds one partial sum atomically. Sums modulo 2^64
-commute, so the result depends neither on the grid nor on the order. The same pass can count the fp32 values that are
-not finite, and one launch takes several tensors of one size. Rows of token ids have a program each.
-
-The guards round every launch select the device of the tensors, because Triton launches on the current GPU.
+commute, so the result depends neither on the grid nor on the order. Triton launches on the current GPU, so a guard
+around every launch selects the GPU of the tensors.
 """
 
 from __future__ import annotations
@@ -17,6 +13,7 @@ from itertools import accumulate
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from andon_contracts.digest import WORD
 
@@ -25,8 +22,6 @@ _ROUNDS_LARGE, _ROUNDS_SMALL, _SMALL_WORDS = 32, 4, 1 << 24
 _WARPS = 4
 _COLUMNS, _ROWS = 256, 64
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-MOST = 3
-"""Tensors that one launch of `word_sums_and_nonfinite` takes."""
 
 
 @triton.jit
@@ -42,7 +37,7 @@ def _mixed_sums(  # type: ignore[no-untyped-def]
 ):
     program = tl.program_id(0).to(tl.int64)
     which = tl.program_id(1)
-    # The other tensors lie so many words from the first; where that is a multiple of 16, loads are wide.
+    # The distance of the other tensors from the first, in words. Loads are wide if it is a multiple of 16.
     shift = tl.where(which == 0, 0, tl.where(which == 1, second, third)).to(tl.int64)
     total = tl.zeros([BLOCK], dtype=tl.uint64)
     nonfinite = tl.zeros([BLOCK], dtype=tl.int32)
@@ -60,32 +55,21 @@ def _mixed_sums(  # type: ignore[no-untyped-def]
         tl.atomic_add(out + 2 * which + 1, tl.sum(nonfinite.to(tl.int64), axis=0))
 
 
-def word_sum_on_device(words: torch.Tensor, start: int = 0) -> torch.Tensor:
-    """0-dim int64 on the device, with the bits of the word sum of int64 `words` (contiguous), first at `start`."""
-    return _launch([words], start, finite=False)[0, 0]
-
-
-def word_sums_and_nonfinite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """int64 [len(tensors), 2] on the device: of each int64 vector its word sum, and how many fp32 values (two a word)
-    are NaN or infinite. Up to `MOST` vectors of one size."""
-    return _launch(tensors, 0, finite=True)
+def word_sums(tensors: Sequence[Tensor], start: int = 0, *, finite: bool = False) -> Tensor:
+    """int64 [n, 2]: the word sums and, if `finite`, nonfinite fp32 values of 1 to 3 int64 vectors of one size."""
+    words = tensors[0]
+    count, rounds = words.numel(), _rounds(words.nbytes)
+    shifts = [(tensor.data_ptr() - words.data_ptr()) // WORD for tensor in tensors] + [0] * 2
+    programs = max(1, triton.cdiv(count, _BLOCK * rounds))
+    out = torch.zeros((len(tensors), 2), dtype=torch.int64, device=words.device)
+    with torch.cuda.device_of(words):
+        launch = _mixed_sums[(programs, len(tensors))]
+        launch(words, out, shifts[1], shifts[2], count, start, _BLOCK, rounds, finite, num_warps=_WARPS)
+    return out
 
 
 def _rounds(total_bytes: int) -> int:
     return _ROUNDS_SMALL if total_bytes < _SMALL_WORDS * WORD else _ROUNDS_LARGE
-
-
-def _launch(tensors: Sequence[torch.Tensor], start: int, *, finite: bool) -> torch.Tensor:
-    words = tensors[0]
-    count, rounds = words.numel(), _rounds(words.nbytes)
-    shifts = [(tensor.data_ptr() - words.data_ptr()) // WORD for tensor in tensors] + [0] * (MOST - len(tensors))
-    programs = max(1, triton.cdiv(count, _BLOCK * rounds))
-    out = torch.zeros((len(tensors), 2), dtype=torch.int64, device=words.device)
-    with torch.cuda.device_of(words):
-        _mixed_sums[(programs, len(tensors))](
-            words, out, shifts[1], shifts[2], count, start, _BLOCK, rounds, finite, num_warps=_WARPS
-        )
-    return out
 
 
 @triton.jit(do_not_specialize=["columns", "stride"])  # type: ignore[untyped-decorator]
@@ -117,8 +101,8 @@ def _bound_sums(rows, runs, out, BLOCK: tl.constexpr):  # type: ignore[no-untype
     tl.store(out + run, tl.sum(total, axis=0).to(tl.int64, bitcast=True))
 
 
-def row_digests_on_device(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """int64 [rows] on the device: what `andon_contracts.digest.row_digests` gives of these."""
+def row_digests_on_device(values: Tensor, lengths: Tensor) -> Tensor:
+    """The result of `andon_contracts.digest.row_digests`."""
     rows, columns = values.shape
     values, lengths = values.contiguous(), lengths.contiguous()
     out = torch.empty(rows, dtype=torch.int64, device=values.device)
@@ -128,10 +112,10 @@ def row_digests_on_device(values: torch.Tensor, lengths: torch.Tensor) -> torch.
     return out
 
 
-def bound_sums_on_device(rows: torch.Tensor, runs: torch.Tensor) -> torch.Tensor:
-    """int64 [n] on the device: by run, the sum modulo 2^64 of mix(row + mix(place + 1)) over its rows.
+def bound_sums_on_device(rows: Tensor, runs: Tensor) -> Tensor:
+    """int64 [n] on the device: for each run, the sum modulo 2^64 of mix(row + mix(place + 1)) over its rows.
 
-    rows: int64 [all rows]. runs: int64 [n, 3]: where a run starts in `rows`, the place of its first row, its length.
+    rows: int64 [all rows]. runs: int64 [n, 3], the start of a run in `rows`, the place of its first row, its length.
     """
     out = torch.empty(runs.shape[0], dtype=torch.int64, device=rows.device)
     if runs.shape[0]:
@@ -140,17 +124,11 @@ def bound_sums_on_device(rows: torch.Tensor, runs: torch.Tensor) -> torch.Tensor
     return out
 
 
-# Lists of tensors. Each has a row in an int64 table on the device, of `LIST_COLUMNS` numbers: its address, its size (in
+# Lists of tensors. Each tensor has a row of five numbers in an int64 table on the device: its address, its size (in
 # bytes for sums, in elements for extremes), the position of its first word, the place of its result, its first program.
-
-LIST_COLUMNS = 5
-NO_EXTREMES = (0x7FFFFFFF, -0x80000000)
-"""The keys of the smallest and the largest of no elements."""
-
-
 @triton.jit  # type: ignore[untyped-decorator]
 def _row_of(rows, count, program, STEPS: tl.constexpr):  # type: ignore[no-untyped-def]
-    # The last row whose first program is not behind this one, by halving.
+    # Binary search for the last row whose first program is at most this one.
     low = program * 0
     high = low + count
     for _ in range(STEPS):
@@ -178,7 +156,7 @@ def _list_sums(rows, out, count, STEPS: tl.constexpr, BLOCK: tl.constexpr, ROUND
     total = tl.zeros([BLOCK], dtype=tl.uint64)
     first = chunk * ROUNDS * BLOCK
     if (address % 16 == 0) & (first + ROUNDS * BLOCK <= whole):
-        # Only without a mask are loads wide.
+        # Loads are wide only without a mask.
         words = tl.multiple_of(address.to(tl.pointer_type(tl.int64)), 16)
         for turn in range(ROUNDS):
             place = first + turn * BLOCK + tl.arange(0, BLOCK)
@@ -204,7 +182,7 @@ def _list_sums(rows, out, count, STEPS: tl.constexpr, BLOCK: tl.constexpr, ROUND
             total += _placed(word, place, start, inside)
     found = tl.sum(total, axis=0)
     if (size % 8 != 0) & (chunk == whole // (BLOCK * ROUNDS)):
-        # The last word, filled up with zeros.
+        # The last word, padded with zeros.
         octet = tl.arange(0, 8)
         inside = whole * 8 + octet < size
         parts = tl.load(address.to(tl.pointer_type(tl.uint8)) + whole * 8 + octet, mask=inside, other=0)
@@ -215,7 +193,7 @@ def _list_sums(rows, out, count, STEPS: tl.constexpr, BLOCK: tl.constexpr, ROUND
 
 @triton.jit
 def _key(value):  # type: ignore[no-untyped-def]
-    # In the order of these keys the floats are in theirs, and a NaN is beyond the infinity of its sign.
+    # Keys have the order of their floats, and a NaN is beyond the infinity of its sign.
     bits = value.to(tl.float32).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -251,35 +229,66 @@ def _list_extremes(  # type: ignore[no-untyped-def]
     tl.atomic_max(keys + 1, tl.max(high, axis=0))
 
 
-def first_programs(counts: Sequence[int], total_bytes: int) -> list[int]:
-    """The first program of each of a list of tensors with so many words or elements, and behind them how many there
-    are. None of the counts is 0."""
-    most = _BLOCK * _rounds(total_bytes)
-    return list(accumulate((-(-count // most) for count in counts), initial=0))
+def _first_programs(counts: Sequence[int], total_bytes: int) -> list[int]:
+    # From the words or elements of each tensor (not 0), its first program; then the number of programs.
+    per_program = _BLOCK * _rounds(total_bytes)
+    return list(accumulate((-(-count // per_program) for count in counts), initial=0))
 
 
-def _sizes(rows: torch.Tensor, total_bytes: int) -> tuple[int, int, int, int]:
+def _sizes(rows: Tensor, total_bytes: int) -> tuple[int, int, int, int]:
     count = rows.shape[0]
-    # So many halvings find one row of `count`. They come in fours, so that few kernels are compiled.
+    # The halvings that find one row of `count`, rounded up to fours, so that few kernels are compiled.
     return count, -(-count.bit_length() // 4) * 4, _BLOCK, _rounds(total_bytes)
 
 
-def list_sums_on_device(rows: torch.Tensor, out: torch.Tensor, programs: int, total_bytes: int) -> None:
-    """Add to `out` (int64 on the device) the word sum of each row's tensor, at its place there.
+def _on_device(values: Tensor, device: torch.device) -> Tensor:  # without a wait
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
-    rows: int64 [n, `LIST_COLUMNS`] on the device, with the `first_programs` of all words, begun ones among them.
+
+class ListSums:
+    """The word sums of tensors on `device`, of sizes that never change. Several tensors may add up to one sum.
+
+    rows: for each tensor its bytes, the position of its first word and the place of its sum.
     """
+
+    def __init__(self, device: torch.device, rows: Sequence[tuple[int, int, int]]) -> None:
+        self._device = device
+        self._count = 1 + max((place for _, _, place in rows), default=-1)
+        self._bytes = sum(size for size, _, _ in rows)
+        self._nonempty = [index for index, (size, _, _) in enumerate(rows) if size]
+        filled = [rows[index] for index in self._nonempty]
+        *first, self._programs = _first_programs([-(-size // WORD) for size, _, _ in filled], self._bytes)
+        table = [(0, *row, begin) for row, begin in zip(filled, first, strict=True)]
+        self._rows = torch.tensor(table, device="cpu").view(-1, 5)
+        self._addresses: list[int] = []
+        self._table = self._rows
+
+    def read(self, tensors: Sequence[Tensor]) -> Tensor:
+        """int64 [sums] on the device, of the contiguous memory of `tensors` now."""
+        out = torch.zeros(self._count, dtype=torch.int64, device=self._device)
+        if not self._programs:
+            return out
+        addresses = [tensors[index].data_ptr() for index in self._nonempty]
+        if addresses != self._addresses:
+            self._rows[:, 0] = torch.tensor(addresses, device="cpu")
+            # A copy, because the rows may change before the device has read them.
+            self._table, self._addresses = _on_device(self._rows.clone(), self._device), addresses
+        with torch.cuda.device_of(out):
+            _list_sums[(self._programs,)](self._table, out, *_sizes(self._table, self._bytes), num_warps=_WARPS)
+        return out
+
+
+def list_extremes(tensors: Sequence[Tensor]) -> Tensor:
+    """int32 [n, 2]: keys for `extremes_of_keys`. The tensors are contiguous, not empty, of one dtype of `_TYPES`."""
+    device, dtype = tensors[0].device, tensors[0].dtype
+    counts = [tensor.numel() for tensor in tensors]
+    size = sum(counts) * dtype.itemsize
+    *begins, programs = _first_programs(counts, size)
+    known = torch.tensor([[tensor.data_ptr() for tensor in tensors], counts, begins], device="cpu")
+    index = torch.arange(len(tensors), device="cpu")
+    rows = _on_device(torch.stack([known[0], known[1], index * 0, index, known[2]], 1), device)
+    # The keys of the smallest and the largest of no elements.
+    out = _on_device(torch.tensor([(0x7FFFFFFF, -0x80000000)] * len(tensors), dtype=torch.int32, device="cpu"), device)
     with torch.cuda.device_of(out):
-        _list_sums[(programs,)](rows, out, *_sizes(rows, total_bytes), num_warps=_WARPS)
-
-
-def list_extremes_on_device(
-    rows: torch.Tensor, out: torch.Tensor, programs: int, total_bytes: int, dtype: torch.dtype
-) -> None:
-    """Put the keys of the smallest and the largest element of each row's tensor into `out`, int32 [n, 2] on the device.
-
-    It holds `NO_EXTREMES` before. rows: int64 [n, `LIST_COLUMNS`] on the device. A key is the bits of the element in
-    fp32, all but the sign turned over where that is set: in the order of the keys a NaN is beyond the infinities.
-    """
-    with torch.cuda.device_of(out):
-        _list_extremes[(programs,)](rows, out, *_sizes(rows, total_bytes), _TYPES[dtype], num_warps=_WARPS)
+        _list_extremes[(programs,)](rows, out, *_sizes(rows, size), _TYPES[dtype], num_warps=_WARPS)
+    return out

@@ -1,13 +1,11 @@
-"""Digests, norms, extremes and finiteness of tensors, for the trainer and for a watch.
+"""Digests, norms, extremes and finiteness of tensors, for the trainer and for a watch. Nothing here waits for a GPU.
 
-A look does not wait for a GPU. Its results stay on the device until a caller asks for a number.
+Results stay on the device until a caller reads a number. `to_cpu` brings any number of results with one wait.
 
-- `word_sums` reads flat memory: one integer per tensor, the same on every device. The trainer keeps weights, gradient
-  and moments flat, and its gate compares the sums on the device.
-- An `Observer` reads a list of hundreds of tensors, as a loop has them, and gives one digest. On a CPU that is the
-  checksum. A `portable` one has the word sums there too, which take several times as long: only for ranks on CPUs that
-  are compared with ranks on other devices. On a GPU the digest is always portable, and takes one launch.
-- `Extremes` reads gradients as they appear, on a GPU many in one launch.
+- `word_sums` reads flat memory, as the trainer has weights, gradient and moments.
+- An `Observer` reads a user's list of hundreds of tensors and gives one digest. On a GPU with Triton it takes one
+  launch. On a CPU it is the checksum, or the word sums if it must equal the digest of another device (`portable`).
+- `Extremes` reads gradients when they appear, on a GPU many in one launch.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from operator import attrgetter
@@ -23,56 +21,94 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from andon_contracts.checksum import Summed, checksum, room_of
-from andon_contracts.digest import WORD, kernels, word_sum_tensor
-from andon_contracts.multi_tensor import FLOATS, ListSums, RawGradients, listable, to_cpu
+from andon_contracts.digest import WORD, PieceSums, checksum, kernels, padded_words, word_sum_tensor
 
-ORDINARY = (Tensor, torch.nn.Parameter)
-"""Types of tensors that are what they hold, unless they are sparse."""
+DENSE_TYPES = (Tensor, torch.nn.Parameter)  # their tensors hold the elements themselves, unless they are sparse
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _CHUNK_BYTES = 1 << 24
-_GROUP_BYTES = 1 << 19
-"""Tensors are copied and read together up to this size, because it fits the cache of a CPU."""
-_SMALL_BYTES = 1 << 18
-"""Larger tensors are read alone."""
-_LEAST_BYTES, _MOST_SHARE = 1 << 25, 16
-"""Raw gradients are read as soon as they have so many bytes, or one in so many of all bytes, whichever is more."""
-_LONG = 1 << 17
-"""Of more elements on a CPU, torch's own norm may be off by more than 5e-4 (`laws.loop.torch_norm_error`)."""
-_PIECE = 1 << 20
-"""Elements that are squared at once for a norm. Their fp32 squares (4 MiB) stay in a CPU's cache."""
-_SUMS = 64
-"""How many partial sums of each piece are read as numbers. Python adds those exactly."""
-_LEAST = 1e-20
-"""A smaller sum of fp32 squares may have lost squares that are too small for fp32."""
+_GROUP_BYTES = 1 << 19  # tensors are copied and read together up to this size, because it fits the cache of a CPU
+_SMALL_BYTES = 1 << 18  # larger tensors are read alone
+_RAW_BYTES, _RAW_SHARE = 1 << 25, 16  # raw gradients are read at this size or share of all, whichever is larger
+_LONG = 1 << 17  # on a CPU, torch's norm of more elements may be off by more than 5e-4 (`clipping.torch_norm_error`)
+_PIECE = 1 << 20  # elements that are squared at once: their fp32 squares (4 MiB) stay in a CPU's cache
+_SUMS = 64  # the partial sums per piece that Python adds exactly
+_LEAST = 1e-20  # a smaller sum of fp32 squares may have lost squares that are too small for fp32
 _WITH_VALUES = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _dtype_of, _device_of = attrgetter("dtype"), attrgetter("device")
-_unrecorded: Callable[[], AbstractContextManager[None]] = getattr(torch._C, "_AutoDispatchBelowAutograd", torch.no_grad)
-"""As `no_grad`, but skips autograd's dispatch, which for many small tensors takes as long as reading them."""
+# Skips autograd's dispatch, which for many small tensors takes as long as reading them.
+_Guard = Callable[[], AbstractContextManager[None]]
+_below_autograd: _Guard = getattr(torch._C, "_AutoDispatchBelowAutograd", torch.no_grad)
+
+
+def to_cpu(*lists: list[Tensor]) -> None:
+    """Replace each small tensor on an accelerator by its copy on the CPU, with one wait for each device."""
+    start_to_cpu(*lists)()
+
+
+def start_to_cpu(*lists: list[Tensor]) -> Callable[[], None]:
+    """Queue the copies of `to_cpu` on the devices. Returns a function that waits for them."""
+    by_device: dict[torch.device, list[tuple[list[Tensor], int]]] = {}
+    for tensors in lists:
+        for index, tensor in enumerate(tensors):
+            if tensor.device.type != "cpu":
+                by_device.setdefault(tensor.device, []).append((tensors, index))
+    copies: list[tuple[Tensor, list[tuple[list[Tensor], int]], list[Tensor], torch.cuda.Event | None]] = []
+    for device, slots in by_device.items():
+        # Wide elements come first, so that each tensor is aligned for its dtype.
+        slots.sort(key=lambda slot: -slot[0][slot[1]].element_size())
+        tensors = [holder[index].detach() for holder, index in slots]
+        joined = _cat([tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors])
+        if device.type == "cuda":
+            raw = torch.empty(joined.numel(), dtype=torch.uint8, device="cpu", pin_memory=True)
+            raw.copy_(joined, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record(torch.cuda.current_stream(device))
+            copies.append((raw, slots, tensors, arrived))
+        else:
+            copies.append((joined.cpu(), slots, tensors, None))
+
+    def wait() -> None:
+        for raw, slots, tensors, arrived in copies:
+            if arrived is not None:
+                arrived.synchronize()
+            parts = torch.split(raw, [tensor.nbytes for tensor in tensors])
+            for (holder, index), tensor, part in zip(slots, tensors, parts, strict=True):
+                holder[index] = part.view(tensor.dtype).view(tensor.shape)
+
+    return wait
+
+
+def to_floats(scalars: Sequence[Tensor]) -> list[float]:
+    """The values of 0-dim tensors of one dtype, with one wait for each device."""
+    if len(scalars) <= 1:
+        return [scalar.item() for scalar in scalars]  # a stack would need one more launch
+    if len({scalar.device for scalar in scalars}) > 1:
+        scalars = [scalar.cpu() for scalar in scalars]
+    values: list[float] = torch.stack(list(scalars)).tolist()
+    return values
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    return type(tensor) in ORDINARY and tensor.layout == torch.strided and not (tensor.is_nested or tensor.is_quantized)
+    strided = type(tensor) in DENSE_TYPES and tensor.layout == torch.strided
+    return strided and not (tensor.is_nested or tensor.is_quantized)
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """The dense tensor of this rank behind `tensor`: the local part of a distributed, the values of a sparse one."""
-    if _is_dense(tensor):  # most are, and a list of parts would cost as much again
+    """This rank's elements as a dense tensor: the local part of a distributed tensor, the values of a sparse one."""
+    if _is_dense(tensor):  # the common case, without the list of `dense_parts`
         return tensor.detach()
     parts = dense_parts(tensor)
     return parts[0] if len(parts) == 1 else torch.cat([p.contiguous().view(-1).view(torch.uint8) for p in parts])
 
 
 def dense_parts(tensor: Tensor) -> list[Tensor]:
-    """The dense tensors of this rank that hold what `tensor` does: itself, or those of which a wrapper is made.
-
-    A wrapper is a subclass that has no memory of its own, as quantized weights and moments are.
-    """
+    """This rank's dense tensors that hold the elements of `tensor`. A quantized weight may be a wrapper of several."""
     if hasattr(tensor, "to_local"):
         tensor = tensor.to_local()
     tensor = tensor.detach()
     if _is_dense(tensor):
         return [tensor]
-    if type(tensor) not in ORDINARY and hasattr(tensor, "__tensor_flatten__") and not tensor.is_nested:
+    if type(tensor) not in DENSE_TYPES and hasattr(tensor, "__tensor_flatten__") and not tensor.is_nested:
         names, _ = tensor.__tensor_flatten__()
         return [part for name in names for part in dense_parts(getattr(tensor, name))]
     if tensor.layout == torch.sparse_coo:
@@ -84,22 +120,11 @@ def dense_parts(tensor: Tensor) -> list[Tensor]:
     return [tensor if tensor.layout == torch.strided else tensor.to_dense()]
 
 
-def numbers(scalars: Sequence[Tensor]) -> list[float]:
-    """The values of 0-dim tensors of one dtype, with one wait for each device."""
-    if len(scalars) <= 1:
-        return [scalar.item() for scalar in scalars]  # a stack of one would be a launch more for nothing
-    if len({scalar.device for scalar in scalars}) > 1:
-        scalars = [scalar.cpu() for scalar in scalars]
-    found: list[float] = torch.stack(list(scalars)).tolist()
-    return found
-
-
 def _local_parts(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """`tensors`, with this rank's part in the place of each distributed tensor: the same object each time, no alias."""
     distributed = {kind for kind in set(map(type, tensors)) if hasattr(kind, "to_local")}
     if not distributed:
         return tensors
-    with torch.no_grad():  # with a graph it would be another tensor each time
+    with torch.no_grad():  # autograd would give a new tensor each time
         return tuple(t.to_local() if type(t) in distributed else t for t in tensors)  # type: ignore[attr-defined]
 
 
@@ -108,31 +133,30 @@ def _cat(parts: list[Tensor]) -> Tensor:
 
 
 def word_sums(flats: Sequence[Tensor], *, finite: bool) -> Tensor:
-    """int64 [n] on the tensors' device: the word sum of each of `flats`, of one size each. No wait for the device.
+    """int64 [n] on the tensors' device: the word sum of each tensor of `flats`, which have one size.
 
-    finite: behind the sum of the first stands a number that is not 0 where an element of it is NaN or Inf. Up to three
-    fp32 vectors on a GPU are read in one launch.
+    finite: a number follows the first sum that is nonzero if an element of the first tensor is NaN or Inf. On a GPU,
+    one launch reads up to three fp32 vectors.
     """
-    there = kernels() if flats[0].is_cuda and all(map(_one_pass, flats)) else None
-    if there is not None:
-        found = there.word_sums_and_nonfinite([flat.detach().view(torch.int64) for flat in flats])
-        return torch.cat([found[0], found[1:, 0]]) if finite else found[:, 0]
+    triton = kernels() if flats[0].is_cuda and all(map(_fits_kernel, flats)) else None
+    if triton is not None:
+        table = triton.word_sums([flat.detach().view(torch.int64) for flat in flats], finite=True)
+        return torch.cat([table[0], table[1:, 0]]) if finite else table[:, 0]
     sums = [word_sum_tensor(flat) for flat in flats]
     if finite:
         sums.insert(1, nonfinite(flats[0]).to(torch.int64))
     return torch.stack(sums)
 
 
-def _one_pass(tensor: Tensor) -> bool:
-    """Whether the kernel can read `tensor`: fp32, in whole and aligned words."""
-    whole = tensor.dtype == torch.float32 and tensor.is_contiguous() and tensor.numel() > 0 and tensor.numel() % 2 == 0
-    return whole and tensor.data_ptr() % WORD == 0 and tensor.storage_offset() % 2 == 0
+def _fits_kernel(flat: Tensor) -> bool:
+    whole = flat.dtype == torch.float32 and flat.is_contiguous() and flat.numel() > 0 and flat.numel() % 2 == 0
+    return whole and flat.data_ptr() % WORD == 0 and flat.storage_offset() % 2 == 0
 
 
 def finite_total(tensor: Tensor) -> Tensor:
-    """0-dim fp64 on the device of `tensor` (fp32 or less): finite exactly where every element is. No wait for it."""
-    # NaN and Inf stay in any sum, and finite fp32 numbers cannot overflow fp64. A CPU is slow at a sum in fp64 of fp32
-    # (it converts each element), so there the elements are looked at if their own sum is not finite.
+    """0-dim fp64 on the device of `tensor` (fp32 or less) that is finite if and only if all elements are."""
+    # NaN and Inf survive any sum, and a sum of finite fp32 numbers fits fp64. On a CPU the fp64 sum is slow, because it
+    # converts each element. There the fp32 sum decides, and the elements only if that is not finite.
     if tensor.device.type != "cpu":
         return tensor.sum(dtype=torch.float64)
     total = tensor.sum().double()
@@ -142,7 +166,7 @@ def finite_total(tensor: Tensor) -> Tensor:
 
 
 def nonfinite(tensor: Tensor) -> Tensor:
-    """0-dim bool on the tensor's device: whether any element is NaN or Inf. No wait for the device."""
+    """0-dim bool on the tensor's device: true if any element is NaN or Inf."""
     if tensor.dtype in FLOATS:
         return torch.isfinite(finite_total(tensor)).logical_not()
     return torch.isfinite(tensor).all().logical_not()
@@ -150,97 +174,89 @@ def nonfinite(tensor: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class Look:
-    """The results of one look at a list of tensors, on their devices. Reading `digest` or `norm` waits for the device,
-    unless `waiting` and `norms` were brought to the CPU before.
-    """
+    """The result of an `Observer`. `digest` and `norm` wait, unless `to_cpu` had `device_sums` and `norms` before."""
 
     count: int
-    beside: int
-    sums: list[int | tuple[int, int]]
-    """In order: a number that a CPU found, or which tensor of `waiting` has it, and at which place."""
-    waiting: list[Tensor]
-    """1-dim int64 on a device."""
+    extra: int
+    sums: list[int | tuple[int, int]]  # a CPU's sum, or the index of a tensor in `device_sums` and the place in it
+    device_sums: list[Tensor]  # int64, 1-dim
     norms: list[Tensor]
-    """The 2-norm of all elements; empty if it was not asked for."""
 
     @property
     def digest(self) -> int:
-        """The digest in [0, 2^64) of the tensors' bits in order, with what stood `beside` them."""
-        to_cpu(self.waiting)
-        found = [each.tolist() for each in self.waiting]
-        sums = [each if isinstance(each, int) else found[each[0]][each[1]] for each in self.sums]
-        return (chained(self.count, sums) + self.beside) % (1 << 64)
+        to_cpu(self.device_sums)
+        lists = [sums.tolist() for sums in self.device_sums]
+        sums = [each if isinstance(each, int) else lists[each[0]][each[1]] for each in self.sums]
+        return (chained(self.count, sums) + self.extra) % (1 << 64)
 
     @property
     def norm(self) -> float:
-        """The 2-norm of all elements, as `norm_of` gives it; 0.0 if it was not asked for."""
+        """The 2-norm of all elements; 0.0 if it was not requested."""
         return float(self.norms[0]) if self.norms else 0.0
 
 
 class Observer:
-    """Looks at one list of tensors again and again, and keeps the layout of its reads until the tensors change.
+    """Reads one list of tensors repeatedly, and caches the layout of its reads until the tensors change.
 
-    The digest binds bits and order; names and shapes are to be compared apart. It is one on all CPUs; `portable` ones,
-    as all other devices give them, are one everywhere.
+    The digest binds bits and order, but neither names nor shapes. All CPUs give one value. All devices give one value
+    if the Observer is `portable`, which a GPU's always is.
     """
 
     def __init__(self, *, portable: bool = False, stable: bool = False) -> None:
-        """stable: the tensors are mostly the same ones in the same memory, as weights are and gradients are not."""
+        """stable: the tensors usually stay in the same memory, as weights do and gradients do not."""
         self.portable = portable
         self._stable = stable
-        self._kinds: list[object] | None = None
-        self._special = False
-        """Whether a tensor of these kinds is read by way of `plain`."""
-        self._layout: list[object] | None = None
+        self._input_layout: list[object] | None = None
+        self._needs_plain = False  # a tensor of the input is sparse, distributed, a wrapper or complex
+        self._dense_layout: list[object] | None = None
+        # In the order of the digest: a group, or the index of a list in `_lists` and the place of the sum in it.
         self._order: list[_Group | tuple[int, int]] = []
-        """In the order of the digest: a group, or which of `_lists` has the sum and at which place."""
         self._lists: list[_GpuList] = []
-        self._summed = Summed((), _scratch())
-        self._copied = False
-        """Whether the groups hold copies of the tensors, which must not be read again."""
-        self._places: list[int] = []
-        self._held: Sequence[Tensor] = ()
+        self._piece_sums = PieceSums((), _shared_buffer())
+        self._holds_copies = False  # the groups hold copies of the tensors, which must not be read again
+        self._addresses: list[int] = []
+        self._last: Sequence[Tensor] = ()
 
-    def look(self, tensors: Sequence[Tensor], *, norm: bool = False, beside: int = 0) -> Look:
-        """Read the bits of `tensors` now; norm: their norm too. No wait for a device.
-
-        beside: a digest in [0, 2^64) of what else is known of them, which becomes a part of theirs.
-        """
+    def look(self, tensors: Sequence[Tensor], *, norm: bool = False, extra: int = 0) -> Look:
+        """Start to read the bits of `tensors`. norm: compute their norm too. extra: a number that the digest adds."""
         tensors = _local_parts(tensors)
         try:
-            return self._look(tensors, norm, beside)
+            return self._look(tensors, norm, extra)
         except RuntimeError:
-            # Other devices or kinds of tensors under the dtypes and sizes of before; or an error that comes up again.
-            self._kinds = self._layout = None
-            return self._look(tensors, norm, beside, anew=True)
+            # The devices or types changed under the same dtypes and sizes. Any other error comes up again.
+            self._input_layout = self._dense_layout = None
+            return self._look(tensors, norm, extra, replan=True)
 
-    def _look(self, tensors: Sequence[Tensor], norm: bool, beside: int, *, anew: bool = False) -> Look:
-        if anew or not self._stable or self._copied or self._moved(tensors):
+    def _look(self, tensors: Sequence[Tensor], norm: bool, extra: int, *, replan: bool = False) -> Look:
+        if replan or not self._stable or self._holds_copies or self._moved(tensors):
             layout = _layout(tensors)
-            if layout != self._kinds:
-                self._kinds, self._special = layout, any(not _is_dense(t) or t.is_complex() for t in tensors)
-            if self._special:
-                with (
-                    torch.no_grad()
-                ):  # an operator of a sparse or a distributed tensor is found through autograd's keys
+            if layout != self._input_layout:
+                self._input_layout = layout
+                self._needs_plain = any(not _is_dense(t) or t.is_complex() for t in tensors)
+            if self._needs_plain:
+                with torch.no_grad():  # sparse and distributed tensors need autograd's dispatch
                     tensors = [plain(tensor).resolve_conj().resolve_neg() for tensor in tensors]
                 layout = _layout(tensors)  # a sparse tensor may have more values than before
-            with _unrecorded():
-                if layout != self._layout:
+            with _below_autograd():
+                if layout != self._dense_layout:
                     self._plan(tensors)
-                    self._layout = layout
-                self._fill(tensors)
-        with _unrecorded():
-            return self._read(len(tensors), norm, beside)
+                    self._dense_layout = layout
+                self._holds_copies = self._needs_plain or (self._stable and not all(map(Tensor.is_contiguous, tensors)))
+                if self._holds_copies:
+                    self._addresses = []  # those of an earlier look must not match the next one
+                for group in (*self._order, *self._lists):
+                    if not isinstance(group, tuple):
+                        group.fill(tensors)
+        with _below_autograd():
+            return self._read(len(tensors), norm, extra)
 
     def _moved(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether one of `tensors` is another one than before, or in other memory."""
-        places = [*map(Tensor.data_ptr, tensors), *map(Tensor.numel, tensors)]
-        if tensors is not self._held or not isinstance(tensors, tuple):
-            places += map(id, tensors)
-        moved = places != self._places
-        # While they are held, nothing else can have their identities.
-        self._places, self._held = places, tensors
+        addresses = [*map(Tensor.data_ptr, tensors), *map(Tensor.numel, tensors)]
+        if tensors is not self._last or not isinstance(tensors, tuple):
+            addresses += map(id, tensors)
+        moved = addresses != self._addresses
+        # The reference keeps the ids from being used again.
+        self._addresses, self._last = addresses, tensors
         return moved
 
     def _plan(self, tensors: Sequence[Tensor]) -> None:
@@ -248,7 +264,7 @@ class Observer:
         self._order = []
         for members in _grouped(tensors):
             device = tensors[members[0]].device
-            if listable(device):
+            if has_list_kernels(device):
                 groups = lists.setdefault(device, [])
                 self._order.append((list(lists).index(device), len(groups)))
                 groups.append(members)
@@ -256,45 +272,36 @@ class Observer:
                 self._order.append(_Group(members, tensors, flat=self._stable))
         self._lists = [_GpuList(groups, tensors) for groups in lists.values()]
         copied = [group for group in self._order if isinstance(group, _Group) and group.copied is not None]
-        self._summed = Summed([group.size for group in copied], _scratch())
+        self._piece_sums = PieceSums([group.size for group in copied], _shared_buffer())
         for piece, group in enumerate(copied):
             group.piece = piece
 
-    def _fill(self, tensors: Sequence[Tensor]) -> None:
-        self._copied = self._special or (self._stable and not all(map(Tensor.is_contiguous, tensors)))
-        if self._copied:
-            self._places = []  # of a look before this one, which must not be taken for the last
-        for group in (*self._order, *self._lists):
-            if not isinstance(group, tuple):
-                group.fill(tensors)
-
-    def _read(self, count: int, norm: bool, beside: int) -> Look:
-        waiting = [each.sums() for each in self._lists]
-        norms = [found for each in self._lists for found in each.norms()] if norm else []
-        alone: list[int | tuple[int, int]] = []
+    def _read(self, count: int, norm: bool, extra: int) -> Look:
+        device_sums = [each.sums() for each in self._lists]
+        norms = [part for each in self._lists for part in each.norms()] if norm else []
+        single: list[int | tuple[int, int]] = []
         for group in self._order:
             if isinstance(group, tuple):
-                alone.append(group)
+                single.append(group)
                 continue
             part = group.joined()
             if not group.on_cpu:
-                alone.append((len(waiting), 0))
-                waiting.append(word_sum_tensor(part).view(1))
+                single.append((len(device_sums), 0))
+                device_sums.append(word_sum_tensor(part).view(1))
             elif self.portable:
-                alone.append(int(word_sum_tensor(part)))
+                single.append(int(word_sum_tensor(part)))
             elif group.copied is None:
-                alone.append(checksum(part))
+                single.append(checksum(part))
             else:
-                self._summed.take(group.piece)
+                self._piece_sums.add(group.piece)
             if norm:
                 norms.append(_norm(part))
             if not self._stable:
                 group.flat = []
-        if not self._stable:
-            for each in self._lists:
-                each.flat = []
-        together = [] if self.portable else self._summed.fold()
-        return Look(count, beside, [*together, *alone], waiting, _joined(norms))
+        for each in self._lists if not self._stable else ():
+            each.flat = []
+        folded = [] if self.portable else self._piece_sums.fold()
+        return Look(count, extra, [*folded, *single], device_sums, _joined(norms))
 
 
 def _layout(tensors: Sequence[Tensor]) -> list[object]:
@@ -302,73 +309,70 @@ def _layout(tensors: Sequence[Tensor]) -> list[object]:
 
 
 def _grouped(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Which of these dense tensors are read together: small ones of one dtype and device. A large one stays alone."""
+    # Small tensors of one dtype and device are read together.
     groups: list[list[int]] = []
     open_: dict[Hashable, tuple[list[int], int]] = {}
     for index, tensor in enumerate(tensors):
-        kind = (tensor.dtype, tensor.device)
-        members, size = open_.get(kind, (None, 0))
-        if tensor.nbytes > _SMALL_BYTES:
+        kind, size = (tensor.dtype, tensor.device), tensor.nbytes
+        if size > _SMALL_BYTES:
             groups.append([index])
-        elif members is None or size + tensor.nbytes > _GROUP_BYTES:
-            groups.append([index])
-            open_[kind] = groups[-1], tensor.nbytes
-        else:
-            members.append(index)
-            open_[kind] = members, size + tensor.nbytes
+            continue
+        members, total = open_.get(kind, ([], _GROUP_BYTES + 1))
+        if total + size > _GROUP_BYTES:
+            members, total = [], 0
+            groups.append(members)
+        members.append(index)
+        open_[kind] = members, total + size
     return groups
 
 
 class _Group:
-    """Tensors that are read as one. Several small ones of a CPU are copied into memory that all groups share."""
+    """Tensors that are read as one. Small ones of a CPU are copied into the buffer that all groups share.
+
+    flat: flatten them before the copy, which pays if the next look has the same tensors.
+    """
 
     copied: Tensor | None = None
-    """Where they are copied to."""
     piece = 0
-    """Their number in the observer's `Summed`, if they are copied."""
 
     def __init__(self, members: list[int], tensors: Sequence[Tensor], *, flat: bool) -> None:
-        """flat: make them flat before they are copied, which pays if they are the same ones in the next look."""
         first = tensors[members[0]]
         self.size = sum(tensors[index].nbytes for index in members)
         self.on_cpu = first.device.type == "cpu"
         self.flat: list[Tensor] = []
         self._members = members
         self._filler: list[Tensor] = []
-        self._places: list[Tensor] = []
+        self._targets: list[Tensor] = []
         if self.on_cpu and len(members) > 1 and first.itemsize <= WORD:
-            self._room = _scratch()[: room_of(self.size)].view(first.dtype)
-            self.copied = self._room[: self.size // first.itemsize]
-            self._filler = [torch.zeros(self._room.numel() - self.copied.numel(), dtype=first.dtype, device="cpu")]
+            self._buffer = _shared_buffer()[: padded_words(self.size)].view(first.dtype)
+            self.copied = self._buffer[: self.size // first.itemsize]
+            self._filler = [torch.zeros(self._buffer.numel() - self.copied.numel(), dtype=first.dtype, device="cpu")]
             if not flat:
                 parts = [*(tensors[index] for index in members), *self._filler]
-                rooms = torch.split(self._room, [*map(Tensor.numel, parts)])
-                self._places = [room.view(part.shape) for room, part in zip(rooms, parts, strict=True)]
+                targets = torch.split(self._buffer, [*map(Tensor.numel, parts)])
+                self._targets = [target.view(part.shape) for target, part in zip(targets, parts, strict=True)]
 
     def fill(self, tensors: Sequence[Tensor]) -> None:
         members = [tensors[index] for index in self._members]
-        self.flat = [*(members if self._places else [each.contiguous().view(-1) for each in members]), *self._filler]
+        self.flat = [*(members if self._targets else [each.contiguous().view(-1) for each in members]), *self._filler]
 
     def joined(self) -> Tensor:
-        """All elements as one 1-dim tensor, to be read before the next group is."""
+        """All elements, 1-dim, valid until the next group is joined."""
         if self.copied is None:
             return _cat(self.flat).detach()
-        if self._places:
-            torch._foreach_copy_(self._places, self.flat)
+        if self._targets:
+            torch._foreach_copy_(self._targets, self.flat)
         else:
-            torch.cat(self.flat, out=self._room)
+            torch.cat(self.flat, out=self._buffer)
         return self.copied
 
 
 class _GpuList:
-    """Groups of one GPU. One launch finds all their sums."""
-
+    # Groups of one GPU, whose sums one launch computes.
     def __init__(self, groups: list[list[int]], tensors: Sequence[Tensor]) -> None:
         self.flat: list[list[Tensor]] = []
-        """The members of each group, contiguous."""
         self._groups = groups
-        self._in_place: list[bool] = []
-        """Whether each member begins with a whole word of its group, and so is read where it lies."""
+        self._in_place: list[bool] = []  # each member of the group begins at a whole word of it
         rows: list[tuple[int, int, int]] = []
         for place, members in enumerate(groups):
             sizes = [tensors[index].nbytes for index in members]
@@ -378,41 +382,40 @@ class _GpuList:
                 rows += [(size, begin // WORD, place) for size, begin in zip(sizes, begins, strict=True)]
             else:
                 rows.append((total, 0, place))
+        from andon_contracts.kernels import ListSums  # only with Triton
+
         self._sums = ListSums(tensors[groups[0][0]].device, rows)
 
     def fill(self, tensors: Sequence[Tensor]) -> None:
         self.flat = [[tensors[index].contiguous() for index in members] for members in self._groups]
 
     def sums(self) -> Tensor:
-        """int64 [groups] on the device."""
         read: list[Tensor] = []
         for members, in_place in zip(self.flat, self._in_place, strict=True):
             read += members if in_place else [torch.cat([each.view(-1) for each in members])]
-        return self._sums.look(read)
+        return self._sums.read(read)
 
     def norms(self) -> list[Tensor]:
-        """0-dim tensors, whose 2-norm is that of all elements."""
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for tensor in itertools.chain.from_iterable(self.flat):
             by_dtype.setdefault(tensor.dtype, []).append(tensor)
-        return [
-            norm
-            for dtype, same in by_dtype.items()
-            for norm in torch._foreach_norm(same, 2, dtype=torch.float32 if dtype.itemsize < 4 else dtype)
-        ]
+        norms: list[Tensor] = []
+        for dtype, same in by_dtype.items():
+            norms += torch._foreach_norm(same, 2, dtype=torch.float32 if dtype.itemsize < 4 else dtype)
+        return norms
 
 
 @functools.lru_cache(maxsize=1)
-def _scratch() -> Tensor:
-    """Memory of a CPU for what is copied together. A new piece for each copy would cost more than the copy."""
-    return torch.empty(room_of(_GROUP_BYTES), dtype=torch.int64, device="cpu")
+def _shared_buffer() -> Tensor:
+    # An allocation for each copy would cost more than the copy.
+    return torch.empty(padded_words(_GROUP_BYTES), dtype=torch.int64, device="cpu")
 
 
 def chained(digest: int, following: Iterable[int]) -> int:
-    """One digest in [0, 2^64) of `digest` and those `following`, in their order."""
+    """One digest in [0, 2^64) of `digest` and those of `following`, in order."""
     mask = (1 << 64) - 1
     for value in following:
-        # `mix_integer`, written out: a GPU's weights have hundreds of sums.
+        # `mix_integer` inline, because a GPU's weights have hundreds of sums.
         digest = digest + value & mask
         digest = (digest ^ digest >> 30) * 0xBF58476D1CE4E5B9 & mask
         digest = (digest ^ digest >> 27) * 0x94D049BB133111EB & mask
@@ -421,35 +424,28 @@ def chained(digest: int, following: Iterable[int]) -> int:
 
 
 def flat_digest(tensors: Iterable[Tensor]) -> int:
-    """One digest in [0, 2^64) of the bits of `tensors` in order, as an `Observer` gives it."""
     return Observer().look(list(tensors)).digest
 
 
 def norm_of(tensors: Iterable[Tensor]) -> float:
     """The 2-norm of all elements. It overflows if their squares overflow fp32, because torch's clipping does so too."""
-    norms = _joined([_norm(part) for part in _chunks(tensors)])
-    return float(norms[0]) if norms else 0.0
-
-
-def _chunks(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """The elements of `tensors` in order as 1-dim tensors, to be read and not kept. Small neighbours of one kind are
-    copied together, since a read of each would cost more than its elements.
-    """
-    small: list[Tensor] = []
-    kind: Hashable = None
-    size = 0
+    norms: list[Tensor] = []
+    small: list[Tensor] = []  # neighbours of one kind, because a read of each would cost more than its elements
+    last: Hashable = None
+    total = 0
     for tensor in map(plain, tensors):
-        mine, bytes_ = (tensor.dtype, tensor.device), tensor.nbytes
-        if small and (mine != kind or size + bytes_ > _CHUNK_BYTES or bytes_ > _SMALL_BYTES):
-            yield _cat(small)
-            small, size = [], 0
-        if bytes_ > _SMALL_BYTES:
-            yield tensor.reshape(-1)
+        kind, size = (tensor.dtype, tensor.device), tensor.nbytes
+        if small and (kind != last or total + size > _CHUNK_BYTES or size > _SMALL_BYTES):
+            norms.append(_norm(_cat(small)))
+            small, total = [], 0
+        if size > _SMALL_BYTES:
+            norms.append(_norm(tensor.reshape(-1)))
         else:
             small.append(tensor.reshape(-1))
-            kind, size = mine, size + bytes_
+            last, total = kind, total + size
     if small:
-        yield _cat(small)
+        norms.append(_norm(_cat(small)))
+    return float(_joined(norms)[0]) if norms else 0.0
 
 
 def _norm(part: Tensor) -> Tensor:
@@ -460,28 +456,16 @@ def _norm(part: Tensor) -> Tensor:
 
 
 def _joined(norms: list[Tensor]) -> list[Tensor]:
-    """At most one norm, that of all: one number is brought to the host."""
-    if len(norms) <= 1:
-        return norms
-    return [torch.linalg.vector_norm(torch.stack([norm.to(norms[0]) for norm in norms]))]
-
-
-# The 2-norm of a long tensor, to a few roundings of fp32 at any length.
-#
-# On a CPU, torch's fp32 norm adds the squares of a tensor into 8 running sums. The larger these grow, the more of each
-# square is rounded away: the norm of 22.7 million normal numbers is off by 1e-3, that of 100 million by 1e-2. Here
-# squares are added pairwise, by elementwise operations alone. IEEE arithmetic rounds these alike, so the bits are the
-# same under AVX2 and AVX-512 and for any number of threads.
+    return norms if len(norms) <= 1 else [torch.linalg.vector_norm(torch.stack([n.to(norms[0]) for n in norms]))]
 
 
 def flat_norm(flat: Tensor) -> Tensor:
-    """The 2-norm of `flat` (fp32, 1-dim), 0-dim fp32 on its device. Does not wait for a GPU.
+    """The 2-norm of `flat` (fp32, 1-dim), 0-dim fp32 on its device, with a relative error of at most 8.5 * 2^-24.
 
-    The relative error is at most 8.5 * 2^-24 at any length. The result is finite if all elements are and their norm
-    fits fp32. On a CPU it needs memory for at most 2^20 elements.
+    It is finite if all elements are finite and it fits fp32. On a CPU it needs memory for at most 2^20 elements.
     """
     if flat.device.type != "cpu":
-        # Torch's GPU kernel sums blocks of 65,536 elements and then the blocks, here in float64, and copies nothing.
+        # Torch's GPU kernel sums blocks of 65,536 elements and then the blocks, here in float64, without a copy.
         (norm,) = torch._foreach_norm([flat.detach()], 2, dtype=torch.float64)
         return norm.float()
     return torch.tensor(math.sqrt(sum_of_squares(flat)), dtype=torch.float64, device="cpu").float()
@@ -490,160 +474,234 @@ def flat_norm(flat: Tensor) -> Tensor:
 def sum_of_squares(tensor: Tensor) -> float:
     """The sum of the squares of a CPU's `tensor` (fp32 or less, any shape), to 15 * 2^-24 of it, beyond fp32 too."""
     total = _pairwise(tensor, torch.float32)
-    if _LEAST < total < math.inf:
-        return total
-    # Squares of fp32 numbers are exact in float64, and none of them overflows or underflows there.
-    return _pairwise(tensor, torch.float64)
+    # In float64, squares of fp32 numbers are exact and can neither overflow nor underflow.
+    return total if _LEAST < total < math.inf else _pairwise(tensor, torch.float64)
 
 
 def _pairwise(tensor: Tensor, dtype: torch.dtype) -> float:
+    # On a CPU, torch's fp32 norm adds the squares into 8 running sums, which round away more of each square as they
+    # grow: the norm of 22.7 million normal numbers is off by 1e-3. Here elementwise operations add the squares
+    # pairwise. IEEE arithmetic fixes their bits for AVX2, AVX-512 and any number of threads.
     flat = tensor.detach().reshape(-1)
     elements = min(_PIECE, flat.numel()) * torch.float32.itemsize // dtype.itemsize
-    room = torch.empty(max(1, elements), dtype=dtype, device="cpu")
+    buffer = torch.empty(max(1, elements), dtype=dtype, device="cpu")
     sums: list[float] = []
-    for piece in torch.split(flat, room.numel()):
-        squares = room[: piece.numel()]
+    for piece in torch.split(flat, buffer.numel()):
+        squares = buffer[: piece.numel()]
         if piece.dtype != dtype:
             piece = squares.copy_(piece)
         torch.mul(piece, piece, out=squares)
         while squares.numel() > _SUMS:
-            kept = -(-squares.numel() // 2)
-            squares[: squares.numel() - kept].add_(squares[kept:])
-            squares = squares[:kept]
+            half = -(-squares.numel() // 2)
+            squares[: squares.numel() - half].add_(squares[half:])
+            squares = squares[:half]
         sums += squares.tolist()
     return math.fsum(sums)
 
 
-# Gradients as they appear: the smallest and the largest element of each.
+def has_list_kernels(device: torch.device) -> bool:
+    """True if one launch can read a list of tensors on `device`: a GPU, with Triton installed."""
+    return device.type == "cuda" and kernels() is not None
+
+
+def equal_each(ones: Sequence[Tensor], others: Sequence[Tensor]) -> list[bool]:
+    """True for each tensor of `ones` that equals its tensor of `others`, of the same shape, dtype and device."""
+    equal: dict[int, bool] = {}
+    lists: dict[torch.device, list[int]] = {}
+    for index, (one, other) in enumerate(zip(ones, others, strict=True)):
+        if has_list_kernels(one.device) and one.is_contiguous() and other.is_contiguous():
+            lists.setdefault(one.device, []).append(index)
+        else:
+            equal[index] = torch.equal(one, other)
+    for device, indices in lists.items():
+        from andon_contracts.kernels import ListSums  # only with Triton
+
+        reader = ListSums(device, [(ones[index].nbytes, 0, place) for place, index in enumerate(indices)])
+        sums = [reader.read([each[index] for index in indices]) for each in (ones, others)]
+        to_cpu(sums)
+        equal |= zip(indices, sums[0].eq(sums[1]).tolist(), strict=True)
+    return [equal[index] for index in range(len(ones))]
+
+
+def extremes_of_keys(keys: Tensor) -> list[tuple[float, float]]:
+    """(smallest, largest) from the result of `list_extremes` on a CPU. Both are NaN if one is."""
+    values = (keys ^ (keys >> 31 & 0x7FFFFFFF)).view(torch.float32)
+    values.masked_fill_(values.isnan().any(1, keepdim=True), math.nan)
+    return [(low, high) for low, high in values.tolist()]
+
+
+class RawGradients:
+    """The extremes of one GPU's raw gradients, which are read some at a time during the backward pass.
+
+    A pending gradient is an alias, so that a parameter can still take over its memory without a copy. If torch copies
+    the gradient nevertheless, at most `max_bytes` live longer.
+    """
+
+    def __init__(self, device: torch.device, max_bytes: int) -> None:
+        self._device, self._max_bytes = device, max_bytes
+        self._pending: list[tuple[int, Tensor, int]] = []  # (parameter, its gradient, the gradient's version)
+        self._bytes = 0
+        self._stream: torch.cuda.Stream | None = None
+        self._owners: list[list[int]] = []  # the parameters of each launch
+        self.keys: list[Tensor] = []  # the result of each launch
+        # Parameters whose gradient changed between `add` and its read. Their later gradients must be read at once.
+        self.changed: list[int] = []
+
+    def add(self, index: int, gradient: Tensor) -> bool:
+        """Add the gradient of parameter `index`. Returns false if `accepts` refuses it."""
+        if not self.accepts(gradient):
+            return False
+        stream = torch.cuda.current_stream(self._device)
+        if self._pending and (stream != self._stream or gradient.dtype != self._pending[0][1].dtype):
+            self.flush()
+        self._stream = stream
+        self._pending.append((index, gradient.detach(), gradient._version))
+        self._bytes += gradient.nbytes
+        if self._bytes > self._max_bytes:
+            self.flush()
+        return True
+
+    def accepts(self, gradient: Tensor) -> bool:
+        dense = gradient.dtype in FLOATS and gradient.layout == torch.strided and gradient.is_contiguous()
+        return dense and not torch.cuda.is_current_stream_capturing()
+
+    def launch(self, indices: list[int], gradients: Sequence[Tensor]) -> None:
+        from andon_contracts.kernels import list_extremes  # only with Triton
+
+        self.keys.append(list_extremes(gradients))
+        self._owners.append(indices)
+
+    def flush(self) -> None:
+        if not self._pending:
+            return
+        self.changed += [index for index, gradient, version in self._pending if gradient._version != version]
+        current = torch.cuda.current_stream(self._device)
+        with torch.cuda.stream(self._stream):
+            self.launch([index for index, _, _ in self._pending], [gradient for _, gradient, _ in self._pending])
+        if self._stream is not None and current != self._stream:
+            # A backward pass may run on a second stream, and the keys are read on this one.
+            current.wait_stream(self._stream)
+            self.keys[-1].record_stream(current)
+        self._pending, self._bytes = [], 0
+
+    def read(self) -> list[tuple[int, float, float]]:
+        """(parameter, smallest, largest) of each gradient, with one wait."""
+        self.flush()
+        to_cpu(self.keys)
+        pairs = [pair for keys in self.keys for pair in extremes_of_keys(keys)]
+        return [(owner, *pair) for owner, pair in zip(itertools.chain(*self._owners), pairs, strict=True)]
+
+    def clear(self) -> None:
+        self._pending, self._bytes, self._owners, self.keys = [], 0, [], []
 
 
 def extremes(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """The smallest and the largest element, 0-dim, without a wait for the device; zeros for an empty tensor.
-
-    Both are finite if all elements are, whatever their squares are. Both are NaN if one is, zero if all are.
-    """
-    if type(tensor) not in ORDINARY or tensor.layout != torch.strided:
+    """The smallest and the largest element, 0-dim, on the device. Zeros for no elements; both NaN if an element is."""
+    if type(tensor) not in DENSE_TYPES or tensor.layout != torch.strided:
         tensor = plain(tensor)
     tensor = tensor.detach()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     if not tensor.numel():
         return tensor.new_zeros(()), tensor.new_zeros(())
-    low, high = torch.aminmax(tensor)
-    return low, high
+    return torch.aminmax(tensor)
 
 
 class Extremes:
     """The `extremes` of the gradients of some parameters, of any number of backward passes.
 
-    They are written into tables that are kept: a look costs one operation, and one wait reads a table. Gradients of a
-    GPU wait to be read many at once: until `flush`, unless another hook may change them before.
+    They are written into tables that stay allocated: one operation for each gradient, and one wait for each table. A
+    GPU's gradients are read together at `flush`, unless another hook may change them before.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        self.any = False
-        """Whether there is one."""
+        self.added: set[int] = set()  # the parameters with a gradient
         self._parameters = parameters
-        self._plain = [
-            type(p) in ORDINARY and p.layout == torch.strided and p.is_floating_point() and p.numel() > 0
-            for p in parameters
-        ]
+        self._dense = [_is_dense(p) and p.is_floating_point() and p.numel() > 0 for p in parameters]
+        # For each parameter, how many of its gradients are in the tables. Each pass has another table.
         self._passes = [0] * len(parameters)
-        """By parameter, how many gradients are in the tables: that of each pass is in a table of its own."""
-        self._tables: list[_Tables] = []
+        self._places: list[dict[int, tuple[Tensor, Tensor]]] = []
+        self._tables: list[list[tuple[list[int], Tensor]]] = []
         self._others: list[tuple[int, Tensor, Tensor]] = []
-        most = max(_LEAST_BYTES, sum(parameter.nbytes for parameter in parameters) // _MOST_SHARE)
-        devices = filter(listable, {parameter.device for parameter in parameters})
-        self._raw = {device: RawGradients(device, most) for device in devices}
+        max_bytes = max(_RAW_BYTES, sum(parameter.nbytes for parameter in parameters) // _RAW_SHARE)
+        devices = filter(has_list_kernels, {parameter.device for parameter in parameters})
+        self._raw = {device: RawGradients(device, max_bytes) for device in devices}
 
     def add(self, index: int, gradient: Tensor) -> None:
-        """A backward pass gave `gradient` to parameter `index`."""
-        self.any = True
-        if self._plain[index]:
-            if self._raw and self._waits(index, gradient):
-                return
+        """Add a gradient of parameter `index` from a backward pass."""
+        self.added.add(index)
+        if self._dense[index]:
+            raw = self._raw.get(gradient.device) if self._raw else None
+            if raw is not None and index not in raw.changed:
+                # Another hook may write to the gradient. The gradient's version shows any other write.
+                parameter = self._parameters[index]
+                hooked = len(parameter._backward_hooks or ()) > 1 or bool(parameter._post_accumulate_grad_hooks)
+                if not hooked and raw.add(index, gradient):
+                    return
             number = self._passes[index]
             if number == len(self._tables):
-                self._tables.append(_Tables(self._parameters))
+                self._add_tables()
             try:
-                torch.aminmax(gradient, out=self._tables[number].places[index])
+                torch.aminmax(gradient, out=self._places[number][index])
             except RuntimeError:
-                # Of another dtype, layout or device than its parameter was, empty, or itself to be differentiated.
-                self._plain[index] = False
+                # Its dtype, layout or device is not its parameter's, or it is empty, or it requires a gradient.
+                self._dense[index] = False
             else:
                 self._passes[index] = number + 1
                 return
         self._others.append((index, *extremes(gradient)))
 
-    def _waits(self, index: int, gradient: Tensor) -> bool:
-        parameter = self._parameters[index]
-        raw = self._raw.get(gradient.device)
-        # Another hook may write to the gradient; a write that was not foreseen is seen by its version.
-        told = len(parameter._backward_hooks or ()) > 1 or bool(parameter._post_accumulate_grad_hooks)
-        return raw is not None and not told and index not in raw.changed and raw.add(index, gradient)
+    def _add_tables(self) -> None:
+        # For one more pass: a table [2, parameters] for each dtype and device.
+        places: dict[int, tuple[Tensor, Tensor]] = {}
+        tables: list[tuple[list[int], Tensor]] = []
+        kinds = [(parameter.dtype, parameter.device) for parameter in self._parameters]
+        for dtype, device in dict.fromkeys(kinds):
+            owners = [index for index, kind in enumerate(kinds) if kind == (dtype, device)]
+            table = torch.zeros(2, len(owners), dtype=dtype, device=device)
+            places |= zip(owners, zip(table[0].unbind(), table[1].unbind(), strict=True), strict=True)
+            tables.append((owners, table))
+        self._places.append(places)
+        self._tables.append(tables)
 
     def add_all(self, indices: Sequence[int], gradients: Sequence[Tensor]) -> None:
-        """The same of many, as they are now: on a GPU, those of one dtype in one launch. No wait for it."""
-        self.any = True
-        together: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
+        """Add many gradients as they are now; a GPU's of one dtype in one launch."""
+        self.added.update(indices)
+        lists: dict[tuple[torch.device, torch.dtype], tuple[list[int], list[Tensor]]] = {}
         for index, gradient in zip(indices, gradients, strict=True):
-            raw = self._raw.get(gradient.device) if self._plain[index] else None
-            if raw is not None and raw.takes(gradient):
-                together.setdefault((gradient.device, gradient.dtype), []).append((index, gradient))
+            raw = self._raw.get(gradient.device) if self._dense[index] else None
+            if raw is not None and raw.accepts(gradient):
+                owners, same = lists.setdefault((gradient.device, gradient.dtype), ([], []))
+                owners.append(index)
+                same.append(gradient)
             else:
                 self.add(index, gradient)
         self.flush()
-        for (device, _), found in together.items():
-            self._raw[device].look([index for index, _ in found], [gradient for _, gradient in found])
+        for (device, _), (owners, same) in lists.items():
+            self._raw[device].launch(owners, same)
 
     def flush(self) -> None:
-        """Read what waits: a backward pass ends, and gradients are about to be reduced or changed. No wait."""
         for raw in self._raw.values():
             raw.flush()
 
-    def waiting(self) -> list[list[Tensor]]:
-        """What is read of devices, in lists that may be brought to the CPU before `read`."""
+    def device_results(self) -> list[list[Tensor]]:
+        """Lists for `to_cpu`, after which `read` waits for no GPU."""
         self.flush()
         return [raw.keys for raw in self._raw.values()]
 
-    def has(self, index: int) -> bool:
-        """Whether there is one of parameter `index`."""
-        there = self._passes[index] > 0 or any(index == one for one, _, _ in self._others)
-        return there or any(raw.has(index) for raw in self._raw.values())
-
     def read(self) -> list[tuple[int, float, float]]:
-        """(parameter, smallest, largest) of each; one wait for each table that was used."""
-        found = [each for raw in self._raw.values() for each in raw.read()]
+        """(parameter, smallest, largest) of each gradient, with one wait for each table in use."""
+        values = [each for raw in self._raw.values() for each in raw.read()]
         for number in range(max(self._passes, default=0)):
-            places = self._tables[number].read()
-            if min(self._passes) <= number:
-                places = [place for place in places if self._passes[place[0]] > number]
-            found += places
-        lows, highs = numbers([low for _, low, _ in self._others]), numbers([high for _, _, high in self._others])
-        return found + [(other[0], low, high) for other, low, high in zip(self._others, lows, highs, strict=True)]
+            for owners, table in self._tables[number]:
+                found = zip(owners, *table.tolist(), strict=True)
+                values += [each for each in found if self._passes[each[0]] > number]
+        lows, highs = to_floats([low for _, low, _ in self._others]), to_floats([high for _, _, high in self._others])
+        return [*values, *zip([index for index, _, _ in self._others], lows, highs, strict=True)]
 
     def clear(self) -> None:
-        """Forget all of them."""
-        self.any = False
+        self.added.clear()
         self._passes = [0] * len(self._passes)
         self._others.clear()
         for raw in self._raw.values():
             raw.clear()
-
-
-class _Tables:
-    """The extremes of one pass: a table [2, parameters] for each dtype and device."""
-
-    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        self.places: dict[int, tuple[Tensor, Tensor]] = {}
-        self._tables: list[tuple[list[int], Tensor]] = []
-        kinds = [(parameter.dtype, parameter.device) for parameter in parameters]
-        for dtype, device in dict.fromkeys(kinds):
-            owners = [index for index, kind in enumerate(kinds) if kind == (dtype, device)]
-            table = torch.zeros(2, len(owners), dtype=dtype, device=device)
-            self.places |= zip(owners, zip(table[0].unbind(), table[1].unbind(), strict=True), strict=True)
-            self._tables.append((owners, table))
-
-    def read(self) -> list[tuple[int, float, float]]:
-        """(parameter, smallest, largest) of all places, written or not."""
-        return [place for owners, table in self._tables for place in zip(owners, *table.tolist(), strict=True)]

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from andon_contracts.digest import has_triton, mix64, row_digests, tensor_digest, word_sum
-from andon_contracts.multi_tensor import ListSums, equal_each, extremes_of_keys, list_extremes, to_cpu
-from andon_contracts.observe import Extremes, Observer, norm_of, word_sums
+from andon_contracts.observe import Extremes, Observer, equal_each, extremes_of_keys, norm_of, to_cpu, word_sums
 
 HAS_GPU = torch.cuda.is_available()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
@@ -34,11 +33,13 @@ SIZES = st.sampled_from([0, 1, 2, 7, 8, 15, 1000, 4096 * 8, 4096 * 8 + 6, 2 * 40
 @settings(max_examples=25)
 @given(st.lists(st.tuples(SIZES, st.integers(0, 17), st.integers(0, 2)), min_size=1, max_size=12))
 def test_sums_are_those_of_each_tensor_wherever_it_lies(made: list[tuple[int, int, int]]) -> None:
+    from andon_contracts.kernels import ListSums
+
     memory = torch.randint(0, 256, (200_000,), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
     there = memory.to(DEVICE)
     rows = [(size, 3 * index, place) for index, (size, _, place) in enumerate(made)]
     views = [there[offset : offset + size] for size, offset, _ in made]
-    sums = ListSums(DEVICE, rows).look(views).tolist()
+    sums = ListSums(DEVICE, rows).read(views).tolist()
     for place, found in enumerate(sums):
         expected = sum(
             word_sum(memory[offset : offset + size], start)
@@ -50,11 +51,13 @@ def test_sums_are_those_of_each_tensor_wherever_it_lies(made: list[tuple[int, in
 
 @with_kernels
 def test_a_tensor_that_moved_is_read_where_it_is_now() -> None:
+    from andon_contracts.kernels import ListSums
+
     sums = ListSums(DEVICE, [(80, 0, 0), (24, 0, 1)])
     first = [torch.arange(10, device=DEVICE), torch.arange(3, device=DEVICE)]
     second = [torch.arange(10, 20, device=DEVICE), first[1]]
     for tensors in (first, second, first, first):
-        assert [found % 2**64 for found in sums.look(tensors).tolist()] == [word_sum(each) for each in tensors]
+        assert [found % 2**64 for found in sums.read(tensors).tolist()] == [word_sum(each) for each in tensors]
         tensors[1][0] += 1
 
 
@@ -66,6 +69,8 @@ def test_a_tensor_that_moved_is_read_where_it_is_now() -> None:
     st.lists(st.sampled_from([math.nan, -math.nan, math.inf, -math.inf, 0.0, -0.0, 60000.0]), max_size=3),
 )
 def test_extremes_are_those_of_each_tensor(dtype: torch.dtype, made: list[tuple[int, int]], odd: list[float]) -> None:
+    from andon_contracts.kernels import list_extremes
+
     generator = torch.Generator().manual_seed(len(made))
     tensors = [torch.randn(size + offset, generator=generator).to(dtype) for size, offset in made]
     for value, tensor in zip(odd, tensors, strict=False):
@@ -150,7 +155,7 @@ def test_raw_gradients_are_read_as_they_were_when_a_pass_gave_them() -> None:
     ]  # fmt: skip
     seen.clear()
     assert seen.read() == []
-    assert not seen.has(1)
+    assert not seen.added
 
 
 @on_a_gpu
@@ -205,15 +210,10 @@ def test_same_digest_for_odd_lengths_and_offsets(dtype: torch.dtype) -> None:
 
 @on_a_gpu
 def test_counts_what_is_not_finite() -> None:
-    from andon_contracts.kernels import word_sums_and_nonfinite
-
     values = torch.randn(10_000, generator=torch.Generator().manual_seed(0))
     values[5], values[17], values[9_999] = -torch.inf, torch.nan, torch.inf
-
-    ((total, odd),) = word_sums_and_nonfinite([values.cuda().view(torch.int64)]).tolist()
-
-    assert odd == 3
-    assert total % 2**64 == word_sum(values)
+    total, odd = word_sums([values.cuda()], finite=True).tolist()
+    assert (total % 2**64, odd) == (word_sum(values), 3)
 
 
 @on_a_gpu

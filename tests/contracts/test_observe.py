@@ -19,9 +19,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from andon.model.memory import measure_peak_bytes
-from andon_contracts.checksum import MOST_SUMS, ROW, STRIDE, checksum
 from andon_contracts.digest import (
     GOLDEN,
+    MAX_SUMS,
+    ROW,
+    STRIDE,
+    checksum,
     hex64,
     join,
     mix64,
@@ -204,7 +207,7 @@ def _by_definition(tensors: Sequence[Tensor], *, portable: bool) -> int:
         sums = [word_sum(torch.tensor(list(raw), dtype=torch.uint8)) for _, raw in held]
     else:
         pieces = [raw for count, raw in held if count > 1]
-        assert sum(-(-len(raw) // (8 * ROW)) + STRIDE for raw in pieces) <= MOST_SUMS
+        assert sum(-(-len(raw) // (8 * ROW)) + STRIDE for raw in pieces) <= MAX_SUMS
         sums = [_of_pieces(pieces)] if pieces else []
         sums += [_of_one(raw) for count, raw in held if count == 1]
     digest = len(tensors)
@@ -228,7 +231,7 @@ def test_the_digest_of_a_list_is_the_one_of_its_definition(
     observer = Observer(portable=portable, stable=stable)
     expected = _by_definition(tensors, portable=portable)
     assert [observer.look(tensors).digest, observer.look(tensors).digest] == [expected, expected]
-    assert observer.look(tensors, beside=7).digest == (expected + 7) % 2**64
+    assert observer.look(tensors, extra=7).digest == (expected + 7) % 2**64
 
 
 @pytest.mark.parametrize("portable", [False, True])
@@ -280,13 +283,12 @@ def test_every_backward_pass_has_its_own_extremes() -> None:
         seen.add(0, torch.tensor([1.0, float("nan")]))
         seen.add(0, torch.tensor([1.0, 2.0]))
         seen.add(1, torch.ones(3))
-        assert seen.has(0)
-        assert seen.any
+        assert 0 in seen.added
         found = seen.read()
         assert sorted(index for index, _, _ in found) == [0, 0, 1]
         assert sum(low != low for _, low, _ in found) == 1
         seen.clear()
-        assert not seen.has(0)
+        assert not seen.added
         assert seen.read() == []
 
 
@@ -305,7 +307,7 @@ def test_tensors_that_moved_to_another_device_are_laid_out_anew(stable: bool) ->
     here = (torch.arange(6.0), torch.ones(3))
     first = observer.look(here).digest
     moved = observer.look(tuple(each.cuda() for each in here))
-    assert all(found.is_cuda for found in moved.waiting)
+    assert all(found.is_cuda for found in moved.device_sums)
     assert moved.digest == observer.look(here).digest == first
 
 

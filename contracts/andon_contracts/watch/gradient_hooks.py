@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from andon_contracts.liveness.halt import HaltSignal
-from andon_contracts.observe import ORDINARY, Extremes, extremes, numbers
+from andon_contracts.observe import DENSE_TYPES, Extremes, extremes, to_floats
 from andon_contracts.watch.values import text_digest
 
 _INFINITE = float("inf")
@@ -91,7 +91,7 @@ class _EndReader:
             self._extremes.add_all(self._read, gradients)
 
     def waiting(self) -> list[list[Tensor]]:
-        return self._extremes.waiting() if self._read else []
+        return self._extremes.device_results() if self._read else []
 
     def compare(self, raw: Sequence[tuple[int, float, float]], *, one_pass: bool) -> None:
         """Compare with the hooks of this update. one_pass: it was one pass, and the loop called for it."""
@@ -218,14 +218,13 @@ class GradientHooks:
                     halt.pending.backward(parameter)
             self.backward_seen = self.gradient_arrived = True
             before = parameter.grad
-            if before is None and self._started[index] and not self.reads_at_end and self._extremes.has(index):
+            if before is None and self._started[index] and not self.reads_at_end and index in self._extremes.added:
                 self.discard()  # the loop set gradients to None, and this parameter is the first to show that
             number = torch._C._current_graph_task_id()
             current = self._passes.get(number)
             if current is None:
                 if self.reads_at_end and (self._passes or self._calls != 1):
                     self._restore_all_hooks()
-                self._extremes.any = True
                 self._passes[number] = current = _BackwardPass(self.reads_at_end)
                 # Torch runs these callbacks in order. A wrapper queues its own after this one, because it receives a
                 # gradient after this hook.
@@ -282,7 +281,7 @@ class GradientHooks:
     @property
     def started(self) -> bool:
         """Whether a backward pass of this window has reached a parameter."""
-        return self._extremes.any
+        return bool(self._passes or self._extremes.added)
 
     def _clear(self) -> None:
         self._extremes.clear()
@@ -301,7 +300,7 @@ class GradientHooks:
 
     def waiting(self) -> list[list[Tensor]]:
         """Results that are still on devices, in lists that may be copied to the CPU before `read`."""
-        return [*self._extremes.waiting(), *self._end_reader.waiting()]
+        return [*self._extremes.device_results(), *self._end_reader.waiting()]
 
     def read(self) -> RawSummary:
         """Waits once for each device, unless the tensors of `waiting` were copied to the CPU before."""
@@ -319,7 +318,7 @@ class GradientHooks:
             now = self._parameters[index].grad
             if gradient._version != version or (now is not None and now.requires_grad):
                 added.append((index, low, high))
-        lows, highs = numbers([low for _, low, _ in added]), numbers([high for _, _, high in added])
+        lows, highs = to_floats([low for _, low, _ in added]), to_floats([high for _, _, high in added])
         stale = [index for (index, _, _), low, high in zip(added, lows, highs, strict=True) if low or high]
         return RawSummary(min(bad, default=-1) + 1, min(stale, default=-1) + 1, seen)
 
@@ -351,7 +350,7 @@ def _is_hooked(parameter: torch.nn.Parameter, *, own: int) -> bool:
 
 
 def _is_plain(gradient: Tensor) -> bool:
-    plain = type(gradient) in ORDINARY and gradient.layout == torch.strided
+    plain = type(gradient) in DENSE_TYPES and gradient.layout == torch.strided
     return plain and gradient.untyped_storage().nbytes() == gradient.nbytes
 
 

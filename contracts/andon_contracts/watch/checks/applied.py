@@ -12,8 +12,7 @@ from torch import Tensor
 
 from andon_contracts.agree import bits_of, real_of
 from andon_contracts.laws.law import Law, Seen
-from andon_contracts.multi_tensor import equal_each
-from andon_contracts.observe import Extremes, plain
+from andon_contracts.observe import Extremes, equal_each, plain
 from andon_contracts.violation import Finding
 from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values, indexed, is_sampled
 from andon_contracts.watch.values import rate_of

@@ -9,18 +9,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, chain, islice
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from andon_contracts.laws.law import Law, Observations, Seen, in_lockstep
 from andon_contracts.laws.update import FROZEN, frozen_tensor
-from andon_contracts.multi_tensor import ListSums, listable, to_cpu
-from andon_contracts.observe import chained, dense_parts, flat_digest
+from andon_contracts.observe import chained, dense_parts, flat_digest, has_list_kernels, to_cpu
 from andon_contracts.violation import Finding
 from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values
 from andon_contracts.watch.checks.structure import Structure, untrained_copies
 from andon_contracts.watch.checks.weights import State, Weights, version_marks
+
+if TYPE_CHECKING:
+    from andon_contracts.kernels import ListSums
 
 ROUND = 64
 """Updates within which every frozen weight is read, and every large buffer."""
@@ -200,7 +203,7 @@ class PartReader:
         by_device: dict[torch.device, list[int]] = {}
         for index, part in enumerate(parts):
             device = part[0].device
-            if listable(device) and all(each.device == device and each.is_contiguous() for each in part):
+            if has_list_kernels(device) and all(each.device == device and each.is_contiguous() for each in part):
                 by_device.setdefault(device, []).append(index)
         self._on_gpu: list[tuple[list[int], list[Tensor], ListSums]] = []
         for device, indices in by_device.items():
@@ -210,6 +213,8 @@ class PartReader:
                 first_words = accumulate((-(-each.nbytes // 8) for each in part), initial=0)
                 rows += [(each.nbytes, word, row) for each, word in zip(part, first_words, strict=False)]
             tensors = [each for index in indices for each in parts[index]]
+            from andon_contracts.kernels import ListSums  # needs Triton
+
             self._on_gpu.append((indices, tensors, ListSums(device, rows)))
         gpu = {index for indices in by_device.values() for index in indices}
         self._others = [index for index in range(len(parts)) if index not in gpu]
@@ -217,7 +222,7 @@ class PartReader:
     def look(self) -> list[Tensor]:
         """Start reading, without waiting for a GPU. Returns the list of tensors that `sums` waits for."""
         self._sums = {index: flat_digest(self._parts[index]) for index in self._others}
-        self._waiting = [sums.look(tensors) for _, tensors, sums in self._on_gpu]
+        self._waiting = [sums.read(tensors) for _, tensors, sums in self._on_gpu]
         return self._waiting
 
     def sums(self) -> list[int]:

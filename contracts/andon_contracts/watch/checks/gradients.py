@@ -17,8 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from andon_contracts.agree import bits_of, real_of
 from andon_contracts.laws.law import Law, Seen, difference
 from andon_contracts.laws.update import GRADIENTS
-from andon_contracts.multi_tensor import to_cpu
-from andon_contracts.observe import ORDINARY, Look, Observer, plain
+from andon_contracts.observe import DENSE_TYPES, Look, Observer, plain, to_cpu
 from andon_contracts.violation import Finding
 from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values, indexed, none_has
 from andon_contracts.watch.checks.scale import GradientScale
@@ -160,13 +159,13 @@ class Gradients(Check):
         if self.context.muted or not any(id(each) in self._probe.held for each in parameters):
             return
         if norm is not None and self._loop_norm is None and not self._needs_norm:
-            self._loop_norm = norm.detach() if norm.is_cuda and type(norm) in ORDINARY else float(norm)
+            self._loop_norm = norm.detach() if norm.is_cuda and type(norm) in DENSE_TYPES else float(norm)
         self._probe.reduced()
 
     def reduced(self, probe: OptimizerProbe) -> None:
         if self._loop_norm is None and self._needs_norm:
             look = self._look_at_gradient(norm=True)
-            to_cpu(look.waiting, look.norms)
+            to_cpu(look.device_sums, look.norms)
             self._loop_norm = look.norm
             if self.context.settings.recording:
                 self._reduced, self._share = look, probe.norm_share(probe.gradients(), look.norm)
@@ -174,13 +173,13 @@ class Gradients(Check):
     def _look_at_gradient(self, *, norm: bool) -> Look:
         gradients = [each.grad for each in self._probe.members]
         present = self._present.digest([each is not None for each in gradients])
-        return self._observer.look([each for each in gradients if each is not None], norm=norm, beside=present)
+        return self._observer.look([each for each in gradients if each is not None], norm=norm, extra=present)
 
     def look(self, probe: OptimizerProbe) -> list[list[Tensor]]:
         # If the loop's clipping computed the norm, the norm after clipping is seldom needed.
         self._look = self._look_at_gradient(norm=self._loop_norm is None or self._needs_norm)
         self._arriving = [self._loop_norm] if isinstance(self._loop_norm, Tensor) else []
-        return [*self.raw_hooks.waiting(), self._look.waiting, self._look.norms, self._arriving]
+        return [*self.raw_hooks.waiting(), self._look.device_sums, self._look.norms, self._arriving]
 
     def meanwhile(self, probe: OptimizerProbe) -> Values:
         return {"collectives": self._reductions.digest(), "strided": probe.place(self._reductions.strided)}

@@ -104,7 +104,7 @@ class Optimizer(Check):
 
     def look_after(self, probe: OptimizerProbe) -> list[list[Tensor]]:
         self._look = self._state.look()
-        return [self._look.waiting]
+        return [self._look.device_sums]
 
     def after(self, probe: OptimizerProbe) -> Callable[[], Values]:
         look, updates = self._look, probe.updates
@@ -168,7 +168,7 @@ class OptimizerState:
         )
         if not same_layout:
             self._read_layout(states)
-        return self.observer.look(self._tensors, beside=self._digest_of_rest)
+        return self.observer.look(self._tensors, extra=self._digest_of_rest)
 
     def _read_layout(self, states: Sequence[object]) -> None:
         tensors: list[Tensor] = []

@@ -181,7 +181,7 @@ class LoadedRows(Check):
 
     def look(self, probe: OptimizerProbe) -> list[list[Tensor]]:
         self._look = self._observer.look(self._inputs) if self._inputs else None
-        return [] if self._look is None else [self._look.waiting]
+        return [] if self._look is None else [self._look.device_sums]
 
     def meanwhile(self, probe: OptimizerProbe) -> Values:
         ids = [each.ids for each in self._window if each.ids is not None]

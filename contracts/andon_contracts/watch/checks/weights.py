@@ -94,7 +94,7 @@ class Weights(Check):
         self._look = None
         if not self._at_closure:
             self._look_before()
-        return [] if self._look is None else [self._look.waiting]
+        return [] if self._look is None else [self._look.device_sums]
 
     def _look_before(self) -> None:
         due = (self._probe.updates + 1) % _REREAD == 0
@@ -138,7 +138,7 @@ class Weights(Check):
         self._at_closure = {}
         self._look = self._observer.look(probe.members, norm=self.context.settings.recording)
         self._marks = version_marks(probe.members)
-        return [self._look.waiting, self._look.norms]
+        return [self._look.device_sums, self._look.norms]
 
     def after(self, probe: OptimizerProbe) -> Callable[[], Values]:
         look = self._look
