@@ -11,16 +11,16 @@ from pathlib import Path
 from andon_contracts.legible import legible
 
 _LATE_S = 5
-VARIABLE = "TORCHELASTIC_ERROR_FILE"
+ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 
 
-def tell_launcher(message: str, *, late: bool, path: str | None = None) -> None:
+def report_to_launcher(message: str, *, late: bool, path: str | None = None) -> None:
     """Write the error file that torch's launcher named for this process, if it named one, or the one at `path`.
 
     Torch takes the earliest failure, in whole seconds, for the root cause. late: another rank is the cause, so that
     this one's file must not look like the first; it then replaces what was written of the consequence here.
     """
-    path = path or os.environ.get(VARIABLE)
+    path = path or os.environ.get(ERROR_FILE_VARIABLE)
     if not path or (Path(path).exists() and not late):
         return
     with contextlib.suppress(OSError):

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
-from andon_contracts.record import GENESIS, MAX_LINE, Line, Record, chain, decode_line, encode, link
+from andon_contracts.record import GENESIS, MAX_LINE, Line, Record, chain, check_link, decode_line, encode
 from andon_contracts.untrusted import open_regular
 
 
@@ -36,7 +36,7 @@ def fsync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def tampered(handle: int, path: Path, size: int) -> str:
+def outside_change(handle: int, path: Path, size: int) -> str:
     """What another program did to the file at `path`, to which only `handle` should append; "" if nothing.
 
     size: the bytes that the file should have. A write to a file that lost its name or its start (log rotation by
@@ -65,14 +65,14 @@ class LedgerFile:
     program truncated, wrote to or replaced the file. A pipe or a device is written to and never read.
     """
 
-    def __init__(self, path: Path, *, alone: bool = False) -> None:
-        """alone: lock the file. Raises `BlockingIOError`, and changes nothing, if another process has the lock."""
+    def __init__(self, path: Path, *, exclusive: bool = False) -> None:
+        """exclusive: lock the file. Raises `BlockingIOError`, and changes nothing, if another process has the lock."""
         self.path = path
         self._place = path.absolute()  # the process may change its working folder
         self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
             # Lock before cutting: what looks torn may be the line that another process is writing.
-            if alone:
+            if exclusive:
                 fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._kept = stat.S_ISREG(os.fstat(self._handle).st_mode)
             self._count, self._digest, self._size, self.torn = 0, GENESIS, 0, 0
@@ -114,7 +114,7 @@ class LedgerFile:
             os.fsync(self._handle)
 
     def _require_alone(self) -> None:
-        what = tampered(self._handle, self._place, self._size) if self._kept else ""
+        what = outside_change(self._handle, self._place, self._size) if self._kept else ""
         if what:
             raise LedgerError(f"{self.path}: {what}")
 
@@ -150,7 +150,7 @@ def read_lines(path: Path, *, follow: bool = False) -> Iterator[tuple[Line, byte
                 return  # torn by a crash; the next writer cuts it off
             try:
                 line = decode_line(raw)
-                link(line, count, digest)
+                check_link(line, count, digest)
             except ValueError as error:
                 raise LedgerError(f"{path}:{count + 1}: {error}") from None
             yield line, raw

@@ -32,19 +32,19 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'s' * (count != 1)}"
 
 
-def tell(*lines: str) -> None:
+def log(*lines: str) -> None:
     """Write lines to standard error at once, in one piece: what is invisible in them is written out."""
     print(legible("\n".join(lines)), file=sys.stderr, flush=True)
 
 
-_told: set[str] = set()
+_logged: set[str] = set()
 
 
-def tell_once(about: str, line: str) -> None:
-    """As `tell`, but only the first line about `about` in this process: its words may be others each time."""
-    if about not in _told:
-        _told.add(about)
-        tell(line)
+def log_once(about: str, line: str) -> None:
+    """As `log`, but only the first line about `about` in this process: its words may be others each time."""
+    if about not in _logged:
+        _logged.add(about)
+        log(line)
 
 
 def _written(found: re.Match[str]) -> str:

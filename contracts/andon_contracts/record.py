@@ -277,7 +277,7 @@ def chain(previous_line: bytes) -> str:
     return hashlib.sha256(previous_line.removesuffix(b"\n")).hexdigest()[:16]
 
 
-def link(line: Line, count: int, head: str) -> None:
+def check_link(line: Line, count: int, head: str) -> None:
     """Check that `line` follows `count` lines whose head digest is `head`. Raises `ValueError`."""
     if line.seq != count:
         raise ValueError(f"sequence number {line.seq} where {count} belongs")

@@ -29,7 +29,7 @@ _PLACES = (
 """Where a rank is, in words, by the package of its innermost frame of these."""
 
 
-def stacks() -> list[dict[str, object]]:
+def thread_stacks() -> list[dict[str, object]]:
     """Every Python thread of this process: `name`, `main`, `frames` from the outermost as `file:line function`."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
@@ -41,7 +41,7 @@ def stacks() -> list[dict[str, object]]:
     return found
 
 
-def doing(ident: int) -> str:
+def current_activity(ident: int) -> str:
     """Where the thread is: in a collective, in backward, in the data loader; and the line of the user's loop."""
     frames = list(traceback.walk_stack(sys._current_frames().get(ident)))
     modules = [str(frame.f_globals.get("__name__", "")) for frame, _ in frames]
@@ -49,12 +49,12 @@ def doing(ident: int) -> str:
     return ", ".join(filter(None, (next(places, ""), _line(frames, " ")))) or "where no Python runs"
 
 
-def line_of(error: BaseException) -> str:
+def error_line(error: BaseException) -> str:
     """The innermost line of the user's own code that `error` came through; empty where there is none."""
     return _line(reversed(list(traceback.walk_tb(error.__traceback__))), " in ")
 
 
-def line_here() -> str:
+def user_line() -> str:
     """The innermost line of the user's own code that this thread is in, as `file:line`; empty where there is none."""
     return _line(traceback.walk_stack(sys._getframe(1)), "")
 
@@ -73,7 +73,7 @@ def _line(innermost_first: Iterable[tuple[Any, int]], function: str) -> str:
     return library
 
 
-def collectives() -> tuple[Mapping[str, Any] | None, str]:
+def flight_record() -> tuple[Mapping[str, Any] | None, str]:
     """Torch's own record of this process's collectives (its Flight Recorder), or None and why there is none.
 
     `entries` are those of every backend that keeps a record: nccl its own, the others one.

@@ -16,9 +16,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from andon_contracts import bundle
 from andon_contracts.act import Scene, conclude
 from andon_contracts.bundle import Evidence, write_part
-from andon_contracts.error_file import VARIABLE, tell_launcher, write_error_file
+from andon_contracts.error_file import ERROR_FILE_VARIABLE, report_to_launcher, write_error_file
 from andon_contracts.record import SCHEMA_VERSION, Broken
-from andon_contracts.stacks import doing, stacks
+from andon_contracts.stacks import current_activity, thread_stacks
 from andon_contracts.tensor_file import NAMES, read_tensors, write_tensors
 from andon_contracts.violation import Finding, Violation
 
@@ -85,11 +85,11 @@ def test_every_thread_is_in_the_stacks() -> None:
     thread.start()
     begun.wait()
     try:
-        found = {each["name"]: each for each in stacks()}
+        found = {each["name"]: each for each in thread_stacks()}
         assert any(frame.endswith(" waiting_here") for frame in found["a reader"]["frames"])  # type: ignore[attr-defined]
         assert [each["main"] for each in found.values()].count(True) == 1
         assert thread.ident is not None
-        assert doing(thread.ident).endswith(" waiting_here")
+        assert current_activity(thread.ident).endswith(" waiting_here")
     finally:
         go.set()
         thread.join()
@@ -173,8 +173,8 @@ def _failures(folder: Path, codes: dict[int, int]) -> ChildFailedError:
 
 def test_the_culprit_is_the_root_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for rank in (0, 2, 1):
-        monkeypatch.setenv(VARIABLE, str(tmp_path / str(rank)))
-        tell_launcher("rank 1 of 3 failed\n  where    here", late=rank != 1)
+        monkeypatch.setenv(ERROR_FILE_VARIABLE, str(tmp_path / str(rank)))
+        report_to_launcher("rank 1 of 3 failed\n  where    here", late=rank != 1)
     found = _failures(tmp_path, {0: 1, 1: 1, 2: 1})
     assert found.get_first_failure()[0] == 1
     assert "rank 1 of 3 failed\n    where    here" in found.format_msg().partition("Root Cause")[2]
@@ -188,24 +188,24 @@ def test_what_anybody_wrote_does_not_act_on_the_terminal_of_torchrun(tmp_path: P
 
 
 def test_a_killed_rank_without_a_file_is_the_root_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "0"))
-    tell_launcher("rank 1 of 2 died", late=True)
+    monkeypatch.setenv(ERROR_FILE_VARIABLE, str(tmp_path / "0"))
+    report_to_launcher("rank 1 of 2 died", late=True)
     assert _failures(tmp_path, {0: 1, 1: -9}).get_first_failure()[0] == 1
 
 
 def test_what_a_rank_wrote_of_itself_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "0"))
-    tell_launcher("the cause", late=False)
-    tell_launcher("something after it", late=False)
+    monkeypatch.setenv(ERROR_FILE_VARIABLE, str(tmp_path / "0"))
+    report_to_launcher("the cause", late=False)
+    report_to_launcher("something after it", late=False)
     assert "the cause" in (tmp_path / "0").read_text()
-    tell_launcher("rank 1 died", late=True)
+    report_to_launcher("rank 1 died", late=True)
     assert "rank 1 died" in (tmp_path / "0").read_text()
     assert [path.name for path in tmp_path.iterdir()] == ["0"]
 
 
 def test_without_a_launcher_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
-    tell_launcher("x", late=False)
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "gone" / "0"))
-    tell_launcher("x", late=False)
+    monkeypatch.delenv(ERROR_FILE_VARIABLE, raising=False)
+    report_to_launcher("x", late=False)
+    monkeypatch.setenv(ERROR_FILE_VARIABLE, str(tmp_path / "gone" / "0"))
+    report_to_launcher("x", late=False)
     assert list(tmp_path.iterdir()) == []

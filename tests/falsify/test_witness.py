@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, library, nn
 
-from andon_contracts.record import End, Record, Resume, Start, Step, decode_line, link
+from andon_contracts.record import End, Record, Resume, Start, Step, check_link, decode_line
 from andon_contracts.record import chain as chained
 from andon_falsify.campaign.further import cut_and_resume
 from andon_falsify.checkers import gradient_law, losses_close, resume_equal
@@ -167,7 +167,7 @@ def decoded(lines: list[bytes]) -> list[Record]:
     found, head = [], "0" * 16
     for count, raw in enumerate(lines):
         line = decode_line(raw)
-        link(line, count, head)
+        check_link(line, count, head)
         found.append(line.record)
         head = chained(raw)
     return found

@@ -48,7 +48,7 @@ _written: set[Path] = set()
 
 
 @dataclass(frozen=True)
-class Told:
+class UpdateRows:
     """The rows of one update: ids of each rank, contents in the order of `union`, and the place in the epoch."""
 
     ids: tuple[tuple[int, ...], ...] = ()
@@ -91,7 +91,7 @@ def open_ledger(path: Path, start: int) -> LedgerFile:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = LedgerFile(path, alone=True)
+        file = LedgerFile(path, exclusive=True)
     except LedgerError as error:
         what = "is another file, or a ledger that was changed; name one that is not there yet; it was left as it is"
         raise ValueError(f"ledger: {path} {what} ({error})") from None
@@ -147,7 +147,7 @@ class Recorder:
             self._append(Resume(step, identity, machine, digests, world, _backend(), name))
 
     def step(
-        self, before: Observations, after: Observations, told: Told, *, step: int, index: int | None, draws: str
+        self, before: Observations, after: Observations, told: UpdateRows, *, step: int, index: int | None, draws: str
     ) -> None:
         """One update, from the values of all ranks before and after it and the rows that the loop reported.
 

@@ -21,7 +21,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from andon_contracts.causes import first_line
 from andon_contracts.digest import mix64
-from andon_contracts.legible import tell_once
+from andon_contracts.legible import log_once
 
 _SHUFFLERS = ("SeedableRandomSampler", "SubsetRandomSampler")
 """Samplers, beside torch's own, whose passes are permutations that must not come again."""
@@ -111,7 +111,7 @@ def yielded(iterator: Any, batch: object) -> Yielded:
 def cannot_look(what: str, error: Exception) -> None:
     """Say, once, why rows are not looked at."""
     why = f"{what} raises {first_line(error)} if looked at"
-    tell_once(what, f"andon.watch: {why}: the rows of this run are not checked")
+    log_once(what, f"andon.watch: {why}: the rows of this run are not checked")
 
 
 def is_under_way(found: Pass) -> bool:

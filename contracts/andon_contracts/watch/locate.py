@@ -16,7 +16,7 @@ from andon_contracts.violation import Violation
 from andon_contracts.watch.check import Context, Laws, OptimizerProbe
 from andon_contracts.watch.checks.optimizer import hyperparameters_by_key
 from andon_contracts.watch.checks.weights import PARTED
-from andon_contracts.watch.values import layout_digest, roles_digest, state_digest
+from andon_contracts.watch.values import layout_digest, state_digest, trainable_layout_digest
 
 REPLICATED = {name: law.clause for law in (REPLICAS, GRADIENTS, OPTIMIZERS) for name in law.look}
 """The clause that compares what is observed under a name, of what every replica holds."""
@@ -85,7 +85,9 @@ class Locator:
         if name == "weights":
             found[name] = look(step, name, parameters)
         elif name == "layout":
-            found[name] = spread(step, "tensors of layout", {n: roles_digest({"": p}) for n, p in parameters.items()})
+            found[name] = spread(
+                step, "tensors of layout", {n: trainable_layout_digest({"": p}) for n, p in parameters.items()}
+            )
         elif name == "gradient":
             none = torch.empty(0, device="cpu")
             gradients = {n: none if p.grad is None else p.grad for n, p in parameters.items()}

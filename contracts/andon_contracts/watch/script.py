@@ -32,10 +32,10 @@ from torch._C._distributed_c10d import Store
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from andon_contracts.causes import first_line
-from andon_contracts.error_file import tell_launcher
-from andon_contracts.legible import legible_line, tell
+from andon_contracts.error_file import report_to_launcher
+from andon_contracts.legible import legible_line, log
 from andon_contracts.liveness.halt import own_store
-from andon_contracts.stacks import doing
+from andon_contracts.stacks import current_activity
 from andon_contracts.violation import Halted, Violation
 from andon_contracts.watch.discovery import members, optimizer_of, trained_by
 from andon_contracts.watch.intercept import Listener, listen
@@ -74,9 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Violation as found:
         # The whole message once for each machine, its first line from the other ranks.
         text = f"andon.{type(found).__name__}: {found}"
-        tell_launcher(text, late=False)
+        report_to_launcher(text, late=False)
         local = os.environ.get("LOCAL_RANK", "0")
-        tell(text if local == "0" else f"rank {os.environ.get('RANK', local)}: {text.partition(chr(10))[0]}")
+        log(text if local == "0" else f"rank {os.environ.get('RANK', local)}: {text.partition(chr(10))[0]}")
         return _FAILED if isinstance(found, Halted) and not standby.violated else _VIOLATION
     except SystemExit as ended:
         if not ended.code:
@@ -207,7 +207,7 @@ class Standby(Listener):
         if opened_so_far() == self._opened_before and not self._left_out:
             several = os.environ.get("WORLD_SIZE", "1") != "1"
             which = f"rank {os.environ.get('RANK', '?')}: " if several else ""
-            tell(f"andon watch: {which}no optimizer of torch made an update, so nothing was watched")
+            log(f"andon watch: {which}no optimizer of torch made an update, so nothing was watched")
 
     def _before(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         if optimizer in self._running:  # its last update raised, so that its post-hook never ran
@@ -262,7 +262,7 @@ class Standby(Listener):
         mine = {id(parameter) for parameter in model.parameters()}
         for each in self._watches:
             if not each.closed and any(id(parameter) in mine for parameter in each.parameters):
-                tell("andon watch: another optimizer trains this model now, so it is watched anew")
+                log("andon watch: another optimizer trains this model now, so it is watched anew")
                 each.close()
         self._seen.update(optimizers)
         try:
@@ -271,7 +271,7 @@ class Standby(Listener):
             self._leave_out(str(error).removeprefix("andon.watch: "))
             return None
         except ValueError as error:
-            tell(f"andon watch: {str(error).removeprefix('andon.watch: ')}")
+            log(f"andon watch: {str(error).removeprefix('andon.watch: ')}")
             raise SystemExit(2) from None  # no `except Exception` of the script hides it
         self._watches.append(opened)
         return opened
@@ -279,7 +279,7 @@ class Standby(Listener):
     def _leave_out(self, why: str) -> None:
         """Print once, on one rank, why an optimizer is not watched. An empty `why` was printed before."""
         if why and why not in self._left_out and self._gathering.is_first(why):
-            tell(f"andon watch: an optimizer is not watched, and the script goes on: {legible_line(why)}")
+            log(f"andon watch: an optimizer is not watched, and the script goes on: {legible_line(why)}")
         self._left_out.add(why)
 
 
@@ -378,7 +378,7 @@ class Gathering:
             if here != last or computed - before > _BUSY_S:
                 last, since = here, time.monotonic()
             stuck = here is not None and time.monotonic() - since >= _STUCK_S
-            text = "has ended its script" if over else f"waits {doing(self._main)}" if stuck else ""
+            text = "has ended its script" if over else f"waits {current_activity(self._main)}" if stuck else ""
             with suppress(RuntimeError, ValueError):  # without the store nobody is left who would ask
                 if text != told and (store := store or own_store(self._name)) is not None:
                     store.set(f"away/{dist.get_rank()}", text)

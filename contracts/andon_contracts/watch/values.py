@@ -47,7 +47,7 @@ def layout_digest(tensors: Mapping[str, Tensor]) -> int:
     return text_digest([(name, tuple(t.shape), str(t.dtype)) for name, t in tensors.items()])
 
 
-def roles_digest(tensors: Mapping[str, Tensor]) -> int:
+def trainable_layout_digest(tensors: Mapping[str, Tensor]) -> int:
     """`layout_digest` with which tensors are trained: a loop that reduces by hand takes the trained ones in order."""
     return text_digest([(layout_digest(tensors), [t.requires_grad for t in tensors.values()])])
 
@@ -68,7 +68,7 @@ def value_digest(value: object, name: str) -> int:
     return digest
 
 
-def kept_digest(value: object) -> int:
+def lenient_digest(value: object) -> int:
     """`value_digest` for the state of other code: what cannot be compared, such as a function, counts by its type."""
     try:
         return text_digest(_form(value, []))
@@ -76,7 +76,7 @@ def kept_digest(value: object) -> int:
         return text_digest(_type_of(value))
 
 
-class Text:
+class CachedDigest:
     """Caches the `text_digest` of a plain value that nobody changes in place and that seldom differs between calls."""
 
     def __init__(self, digest_of: Callable[[object], int] = text_digest) -> None:
@@ -90,14 +90,14 @@ class Text:
         return self._digest
 
 
-class Nest(Text):
-    """Caches the `kept_digest` of a nest, unless a part of it can change in place."""
+class CachedNestDigest(CachedDigest):
+    """Caches the `lenient_digest` of a nest, unless a part of it can change in place."""
 
     def __init__(self) -> None:
-        super().__init__(kept_digest)
+        super().__init__(lenient_digest)
 
     def digest(self, value: object) -> int:
-        return super().digest(value) if _is_fixed(value) else kept_digest(value)
+        return super().digest(value) if _is_fixed(value) else lenient_digest(value)
 
 
 def _is_fixed(value: object, depth: int = 0) -> bool:
@@ -108,7 +108,7 @@ def _is_fixed(value: object, depth: int = 0) -> bool:
     return depth < _OWN and type(value) is dict and all(_is_fixed(item, depth + 1) for item in value.values())
 
 
-def rate_of(group: Mapping[str, Any], absent: float) -> float:
+def learning_rate_of(group: Mapping[str, Any], absent: float) -> float:
     """The learning rate of a parameter group; `absent` if it has none, or not one number, as Adafactor's own."""
     try:
         return float(group.get("lr", absent))

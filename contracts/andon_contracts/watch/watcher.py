@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from andon_contracts.bundle import Evidence, write_cause
 from andon_contracts.ledger import LedgerFile
-from andon_contracts.legible import tell
+from andon_contracts.legible import log
 from andon_contracts.liveness.end_messages import POINTS, EndMessages, Position
 from andon_contracts.liveness.halt import HaltSignal, say_cause
-from andon_contracts.stacks import line_here
+from andon_contracts.stacks import user_line
 from andon_contracts.violation import Violation
 from andon_contracts.watch.check import Context, OptimizerProbe
 from andon_contracts.watch.checks.gradients import Gradients
@@ -326,7 +326,7 @@ class Watch:
 
     def _say(self, lines: Sequence[str]) -> None:
         if self._context.exchange.rank == 0:
-            tell(*filter(None, lines))
+            log(*filter(None, lines))
 
     # the end
 
@@ -422,7 +422,7 @@ class _CallRouter(Listener):
 
     def backward(self, loss: Tensor | None) -> None:
         if not self._context.muted:
-            self._passes.begins(loss, line_here())
+            self._passes.begins(loss, user_line())
             for check in self._checks:
                 check.backward(loss)
 

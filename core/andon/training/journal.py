@@ -28,7 +28,7 @@ from andon.step.step import StepResult
 from andon.training.progress import ProgressView
 from andon.training.trainer import Progress
 from andon_contracts.fields import Real
-from andon_contracts.ledger import tampered
+from andon_contracts.ledger import outside_change
 from andon_contracts.record import MAX_LINE, Evaluation, Record, Saved, Step
 from andon_contracts.untrusted import read_lines
 
@@ -71,7 +71,7 @@ class MetricsWriter:
     def write(self, line: Mapping[str, Any]) -> None:
         """Append one line."""
         data = (json.dumps(line) + "\n").encode()
-        what = tampered(self._handle, self._path, self._size)
+        what = outside_change(self._handle, self._path, self._size)
         if what:
             raise InputError([Problem(str(self._path), what)])
         with storage(self._path):

@@ -16,7 +16,7 @@ from andon_contracts.multi_tensor import equal_each
 from andon_contracts.observe import Extremes, plain
 from andon_contracts.violation import Finding
 from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values, indexed, is_sampled
-from andon_contracts.watch.values import rate_of
+from andon_contracts.watch.values import learning_rate_of
 
 _FEW = 8
 """One update may rightly leave a parameter of so few elements as it is, as Rprop does if a sign turns."""
@@ -157,7 +157,7 @@ class Motion:
 
 def _rate(group: dict[str, Any]) -> float:
     """The learning rate of a group: 1 if it has none, 0 (which judges nothing) if it is not one number."""
-    return rate_of(group, 0.0 if "lr" in group else 1.0)
+    return learning_rate_of(group, 0.0 if "lr" in group else 1.0)
 
 
 def _due(

@@ -23,7 +23,7 @@ from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerPr
 from andon_contracts.watch.checks.scale import GradientScale
 from andon_contracts.watch.gradient_hooks import GradientHooks, Raw, Reductions
 from andon_contracts.watch.model_probe import ForwardTap
-from andon_contracts.watch.values import Text
+from andon_contracts.watch.values import CachedDigest
 
 _CALLED = 2
 """A parameter whose module was called in so many windows and that got no gradient is reported."""
@@ -87,7 +87,7 @@ class Gradients(Check):
         self._coverage = GradientCoverage(context, probe, self.raw_hooks)
         self._reductions = Reductions(probe.members)
         self._observer = Observer()
-        self._present = Text()
+        self._present = CachedDigest()
         self._look: Look | None = None
         self._needs_norm = context.settings.clip is not None or context.settings.recording
         self.loop_norm: float | Tensor | None = None

@@ -18,7 +18,7 @@ from andon_contracts.laws.law import Law, Observations, Seen, difference
 from andon_contracts.violation import Finding
 from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values
 from andon_contracts.watch.model_probe import random_state
-from andon_contracts.watch.values import Text
+from andon_contracts.watch.values import CachedDigest
 
 _DRAWING = 4
 """Updates in which forward passes are checked for random draws: a model that draws does so from the start."""
@@ -84,7 +84,7 @@ class Mode(Check):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._modes = Text()
+        self._modes = CachedDigest()
         self._seen: set[bool] = set()
         self._evaluating = 0
         self._trained = False

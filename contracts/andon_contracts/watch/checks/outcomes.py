@@ -19,7 +19,7 @@ from andon_contracts.observe import flat_digest, plain
 from andon_contracts.untrusted import read_json
 from andon_contracts.watch.check import Check, Context, Cover, OptimizerProbe, declared
 from andon_contracts.watch.rows import ids_of
-from andon_contracts.watch.values import kept_digest, state_digest, text_digest
+from andon_contracts.watch.values import lenient_digest, state_digest, text_digest
 
 _WRAP = 1 << 64
 S = TypeVar("S")
@@ -215,7 +215,7 @@ def live_digests(probes: Sequence[OptimizerProbe]) -> dict[str, int]:
             found[f"optimizer state {name}"] = state_digest({key: _whole(each) for key, each in state.items()})
         for index, group in enumerate(probe.optimizer.param_groups):
             kept = {key: value for key, value in group.items() if not key.startswith("param")}
-            found |= {f"group {index} {key}": kept_digest(value) for key, value in kept.items()}
+            found |= {f"group {index} {key}": lenient_digest(value) for key, value in kept.items()}
     return found
 
 

@@ -10,7 +10,7 @@ from andon_contracts.observe import Observer
 from andon_contracts.violation import Finding
 from andon_contracts.watch.check import LIVE, Check, Cover, OptimizerProbe, Values, none_has, parameter_name
 from andon_contracts.watch.model_probe import PARAMETER_BITS, Change
-from andon_contracts.watch.values import roles_digest
+from andon_contracts.watch.values import trainable_layout_digest
 
 
 def _toggled_alike(seen: Seen[object]) -> bool:
@@ -74,7 +74,7 @@ class Structure(Check):
         low = (i for i, s in enumerate(subject.slots) if id(s.parameter) in held and s.parameter.element_size() < 4)
         return {
             "change": subject.fault_at_start(),
-            "layout": roles_digest(subject.parameters),
+            "layout": trainable_layout_digest(subject.parameters),
             "weights": Observer(portable=portable).look(list(subject.parameters.values())).digest,
             "imprecise": next(low, -1) + 1,
         }

@@ -16,7 +16,7 @@ from andon_contracts.laws.law import Law, Observations, Seen, unless_all
 from andon_contracts.observe import flat_digest
 from andon_contracts.violation import Finding
 from andon_contracts.watch.check import Check, Context, Cover, OptimizerProbe, Values
-from andon_contracts.watch.ledger import Told
+from andon_contracts.watch.ledger import UpdateRows
 from andon_contracts.watch.rows import contents_of, ids_of
 from andon_contracts.watch.values import text_digest, value_digest
 
@@ -129,7 +129,7 @@ class ToldByLoop(Check):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._rows = context.rows
-        self.of_update = Told()
+        self.of_update = UpdateRows()
         """What the ledger says of the rows of this update."""
         self.untold = {"loss-reported", "randomness-declared"}
         """Clauses of which the loop has told nothing yet."""
@@ -204,7 +204,7 @@ class ToldByLoop(Check):
     def judge(self, probe: OptimizerProbe, said: Observations, aligned: Observations) -> None:
         """Gather the rows of this update and judge them by the plan and the data."""
         context, step = self.context, said[0].step
-        self.of_update = Told()
+        self.of_update = UpdateRows()
         if any(o.values["windows passed"] for o in said):
             self._mark_passed(step)
         if not any(o.values["rows"] for o in said):
@@ -215,7 +215,7 @@ class ToldByLoop(Check):
         ids, contents = (tuple(tuple(part[column]) for part in parts) for column in (0, 1))
         union = [row for part in ids for row in part]
         known = tuple(content for part in contents for content in part) if with_contents else ()
-        self.of_update = Told(ids, known, *self._place(union))
+        self.of_update = UpdateRows(ids, known, *self._place(union))
         plan = context.settings.plan
         told = BatchTold(
             step,
