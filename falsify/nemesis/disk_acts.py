@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -109,7 +110,7 @@ def _after_pruning(folder: Path, code: int | None) -> Iterable[str]:
 
 
 def _lines(folder: Path, first: int, count: int) -> None:
-    with LedgerWriter(folder / "ledger.jsonl") as ledger:
+    with closing(LedgerWriter(folder / "ledger.jsonl")) as ledger:
         for number in range(first, first + count):
             ledger.append(Broken("finite", number, (), "", "x" * 200))
             ledger.sync()

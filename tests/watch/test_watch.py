@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import andon
 from andon_contracts.violation import Violation
 from andon_contracts.watch.intercept import Listener, listen, unlisten
-from andon_contracts.watch.values import CachedNestDigest, lenient_digest, state_digest, value_digest
+from andon_contracts.watch.values import CachedDigest, lenient_digest, state_digest, value_digest
 from tests.watch.small import answers, clauses, loss_of, net, raised_by, sgd, watched
 
 
@@ -416,7 +416,7 @@ def test_what_has_no_content_stands_by_its_type_and_hides_nothing_else() -> None
 
 def test_a_nest_is_read_again_where_it_can_change() -> None:
     """What is deeper than what was made for the call may be the same object with other content."""
-    nest, inner = CachedNestDigest(), [1]
+    nest, inner = CachedDigest(nested=True), [1]
     first = nest.digest([[{"a": inner}]])
     assert nest.digest([[{"a": inner}]]) == first
     inner[0] = 2

@@ -22,8 +22,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from andon_contracts.bundle import Evidence, write_cause
 from andon_contracts.causes import Cause, consequence, first_line
-from andon_contracts.error_file import report_to_launcher
-from andon_contracts.legible import log
+from andon_contracts.legible import log, report_to_launcher
 from andon_contracts.liveness.end_messages import EndMessages, Position
 from andon_contracts.liveness.halt_link import LOOK_S, POLL_S, HaltLink, PeerMonitor, Progress
 from andon_contracts.liveness.pending_collectives import PendingCollectives

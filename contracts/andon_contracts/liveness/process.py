@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from andon_contracts.error_file import ERROR_FILE_VARIABLE
 from andon_contracts.fields import Count, Part
+from andon_contracts.legible import ERROR_FILE_VARIABLE
 
 State = Literal["runs", "stopped", "gone", "elsewhere"]  # elsewhere: on another machine, or the system does not say
 _PROC, _GROUPS = Path("/proc"), Path("/sys/fs/cgroup")

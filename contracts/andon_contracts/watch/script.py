@@ -32,8 +32,7 @@ from torch._C._distributed_c10d import Store
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from andon_contracts.causes import first_line
-from andon_contracts.error_file import report_to_launcher
-from andon_contracts.legible import legible_line, log
+from andon_contracts.legible import legible_line, log, report_to_launcher
 from andon_contracts.liveness.halt import own_store
 from andon_contracts.stacks import current_activity
 from andon_contracts.violation import Halted, Violation

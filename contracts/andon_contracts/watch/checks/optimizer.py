@@ -18,7 +18,7 @@ from andon_contracts.laws.update import OPTIMIZERS
 from andon_contracts.observe import Look, Observer
 from andon_contracts.violation import Finding
 from andon_contracts.watch.check import Check, Context, Cover, OptimizerProbe, Values, declared, none_has
-from andon_contracts.watch.values import CachedNestDigest, lenient_digest, state_tensors
+from andon_contracts.watch.values import CachedDigest, lenient_digest, state_tensors
 
 _RATE_TOLERANCE = 1e-9
 
@@ -69,7 +69,7 @@ class Optimizer(Check):
     def __init__(self, context: Context, probe: OptimizerProbe) -> None:
         super().__init__(context)
         self._probe = probe
-        self._nest = CachedNestDigest()
+        self._nest = CachedDigest(nested=True)
         self._state = OptimizerState(probe.optimizer, probe.members)
         self._look: Look | None = None
         place = {id(p): g for g, group in enumerate(probe.optimizer.param_groups) for p in group["params"]}
@@ -165,7 +165,7 @@ class OptimizerState:
         self.observer = Observer(stable=True)
         self._optimizer = optimizer
         self._members = members
-        self._rest = CachedNestDigest()
+        self._rest = CachedDigest(nested=True)
         self._orders: dict[tuple[Hashable, ...], tuple[Hashable, ...]] = {}
         self._tensors: tuple[Tensor, ...] = ()
         self._digest_of_rest = 0
