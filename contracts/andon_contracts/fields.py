@@ -6,21 +6,19 @@ import dataclasses
 import math
 import re
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin, get_type_hints
 
-Hex16 = Annotated[str, "hex16"]
-"""A digest: 16 lower-case hexadecimal digits."""
-Count = Annotated[int, "count"]
-"""An integer in [0, 2^63)."""
-Seconds = Annotated[float, "seconds"]
-"""A float that is finite and not negative."""
-_Reader = Callable[[Any, str], Any]
-"""Converts a JSON value to a field's value, or raises `ValueError` with the given place of the value."""
 _COUNTS = 1 << 63
 _HEX16 = re.compile("[0-9a-f]{16}")
+# The values of a field with such a type, as a predicate and in words.
+Hex16 = Annotated[str, (lambda value: isinstance(value, str) and _HEX16.fullmatch(value), "16 hexadecimal digits")]
+Count = Annotated[int, (lambda value: type(value) is int and 0 <= value < _COUNTS, "an integer from 0")]
+Seconds = Annotated[float, (lambda value: type(value) is float and 0 <= value < math.inf, "a finite float from 0")]
+_Reader = Callable[[Any, str], Any]
+"""Converts a JSON value to a field's value, or raises `ValueError` with the given place of the value."""
 
 
 @dataclass(frozen=True)
@@ -70,20 +68,16 @@ class Part:
     @classmethod
     def from_json(cls, data: object, where: str = "") -> Self:
         """The inverse of `to_json`. Raises `ValueError` naming a field that is missing, unknown or ill-typed."""
-        readers, required = _fields(cls)  # type: ignore[arg-type] # mypy: `type[Self]` is not hashable
+        readers, required, optional = _fields(cls)  # type: ignore[arg-type] # mypy: `type[Self]` is not hashable
         if not isinstance(data, dict) or not data.keys() <= readers.keys():
             name = where or cls.__name__.lower()
             raise ValueError(f"{name} has the unknown field {min(json_object(data, name).keys() - readers.keys())!r}")
         prefix = f"{where}." if where else ""
-        values: dict[str, Any] = {}
-        for name, read in readers.items():
-            if name in data:
-                values[name] = read(data[name], prefix + name)
-            elif required.get(name):
+        for name in required:
+            if name not in data:
                 raise ValueError(f"{prefix}{name} is missing")
-            elif name in required:
-                values[name] = None
-        return cls(**values)
+        values = {name: readers[name](value, prefix + name) for name, value in data.items()}
+        return cls(**{**optional, **values})
 
 
 def json_object(data: object, where: str) -> dict[str, Any]:
@@ -112,14 +106,16 @@ def _plain(value: object) -> object:
 
 
 @cache  # a ledger has millions of fields
-def _fields(part: type[Part]) -> tuple[Mapping[str, _Reader], Mapping[str, bool]]:
-    """The reader of each field; and for each field without a default, False if the JSON may omit it (None)."""
-    hints = get_type_hints(part, include_extras=True)
-    required: dict[str, bool] = {}
-    for spec in dataclasses.fields(part):
-        if spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING:
-            required[spec.name] = type(None) not in get_args(hints[spec.name])
-    return {spec.name: _reader(hints[spec.name]) for spec in dataclasses.fields(part)}, required
+def _fields(part: type[Part]) -> tuple[Mapping[str, _Reader], Sequence[str], Mapping[str, None]]:
+    """The reader of each field; the fields that the JSON must have; and those without a default that may be None."""
+    hints, specs = get_type_hints(part, include_extras=True), dataclasses.fields(part)
+    bare = [s.name for s in specs if s.default is dataclasses.MISSING and s.default_factory is dataclasses.MISSING]
+    optional = dict.fromkeys(name for name in bare if type(None) in get_args(hints[name]))
+    return (
+        {spec.name: _reader(hints[spec.name]) for spec in specs},
+        [name for name in bare if name not in optional],
+        optional,
+    )
 
 
 @cache
@@ -131,7 +127,7 @@ def _reader(hint: Any) -> _Reader:
         (only,) = (option for option in inner if option is not type(None))
         return _reader(only)
     if origin is Annotated:
-        return partial(_read_if, *_ANNOTATED[inner[1]])
+        return partial(_read_if, *inner[1])
     if origin is tuple:
         return _read_counts if inner[0] == Count else partial(_read_list, _reader(inner[0]))
     if origin is Literal:
@@ -141,13 +137,6 @@ def _reader(hint: Any) -> _Reader:
     if issubclass(hint, Part | Real):
         return hint.from_json  # type: ignore[no-any-return]
     return partial(_read_if, lambda value: type(value) is hint, f"a {hint.__name__}")
-
-
-_ANNOTATED: Mapping[str, tuple[Callable[[Any], object], str]] = {
-    "count": (lambda value: type(value) is int and 0 <= value < _COUNTS, "an integer from 0"),
-    "seconds": (lambda value: type(value) is float and 0 <= value < math.inf, "a finite float from 0"),
-    "hex16": (lambda value: isinstance(value, str) and _HEX16.fullmatch(value), "16 hexadecimal digits"),
-}
 
 
 def _read_if(right: Callable[[Any], object], wanted: str, value: Any, where: str) -> Any:

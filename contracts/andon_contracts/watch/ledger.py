@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.optim import Optimizer
 
 from andon_contracts import record
@@ -112,35 +111,35 @@ class Recorder:
         """The watch opened after `start` updates: writes a start line, or a resume line if the file has lines."""
         if self._file is None:
             return
-        digests = {"weights": _digest(self._subject.trainable)}
+        digests, resumed = self._weights(), bool(self._file.head[0])
         self._last = (start, dict(digests))
         if self._subject.frozen:
-            digests["base"] = _digest(self._subject.frozen)
-        identity, machine, backend = self._origin(optimizers)
-        resumed = bool(self._file.head[0])
+            digests["base"] = hexadecimal(flat_digest(self._subject.frozen.values()))
+        identity, machine = self._origin(optimizers)
         if not resumed:
-            plan = record.Plan(rows=rows, batch_size=None, micro_batches=None, seed=None, epochs=None, steps=None)
+            plan = record.Plan(rows, None, None, None, None, None)
             run = Path(sys.argv[0] if sys.argv else "").name or _WRITER
-            line = record.Start(run, machine, identity, plan, digests, world, backend, _WRITER, _ALGORITHMS)
+            line = record.Start(run, machine, identity, plan, digests, world, _backend(), _WRITER, _ALGORITHMS)
             self._append(line)
         if resumed or start:
             torn = self._file.torn if resumed else 0
-            self._append(record.Resume(start, identity, machine, digests, world, backend, "the loop's own", torn))
+            self._append(record.Resume(start, identity, machine, digests, world, _backend(), "the loop's own", torn))
 
     def loaded(self, step: int, name: str, world: int, optimizers: Sequence[Optimizer]) -> None:
         """The loop loaded checkpoint `name` and continues after `step` updates."""
         if self._file is not None:
-            identity, machine, backend = self._origin(optimizers)
-            digests = {"weights": _digest(self._subject.trainable)}
-            self._append(record.Resume(step, identity, machine, digests, world, backend, name))
+            self._append(record.Resume(step, *self._origin(optimizers), self._weights(), world, _backend(), name))
 
-    def _origin(self, optimizers: Sequence[Optimizer]) -> tuple[str, dict[str, str], str]:
-        """The identity of the run, equal for any number of ranks; the fingerprint of this machine; the backend."""
+    def _weights(self) -> dict[str, str]:
+        return {"weights": hexadecimal(flat_digest(self._subject.trainable.values()))}
+
+    def _origin(self, optimizers: Sequence[Optimizer]) -> tuple[str, dict[str, str]]:
+        """The identity of the run, equal for any number of ranks, and the fingerprint of this machine."""
         layouts = [layout_digest(self._subject.trainable), layout_digest(self._subject.frozen)]
         names = [type(optimizer).__name__ for optimizer in optimizers]
-        identity = hashlib.sha256(repr([layouts, names]).encode()).hexdigest()
         machine = fingerprint(environment(torch.get_num_threads(), self._subject.accelerators()))
-        return identity, machine | {"digests": _WRITER}, _backend()  # a watch digests other bytes than the trainer
+        machine["digests"] = _WRITER  # a watch digests other bytes than the trainer
+        return hashlib.sha256(repr([layouts, names]).encode()).hexdigest(), machine
 
     def step(
         self, before: Observations, after: Observations, rows: UpdateRows, *, step: int, index: int | None, draws: str
@@ -154,23 +153,23 @@ class Recorder:
         reduced = any(o.values["reduced seen"] for o in before)
         skipped = any(o.values["skipped"] for o in before)
         by_rank = {
-            "gradient": [hexadecimal(o.values["reduced" if reduced else "gradient"]) for o in before],
-            "weights": [hexadecimal(o.values["weights"]) for o in after],
-            "optimizer": [hexadecimal(o.values["optimizer"]) for o in after],
+            "gradient": [o.values["reduced" if reduced else "gradient"] for o in before],
+            "weights": [o.values["weights"] for o in after],
+            "optimizer": [o.values["optimizer"] for o in after],
         }
-        shared: dict[str, str] = {}
+        whole: dict[str, str] = {}
         parts: list[dict[str, str | None]] = [{"weights": None} for _ in after]
         for name, digests in by_rank.items():
             if self._replicated[name]:
-                shared[name] = digests[0]
+                whole[name] = hexadecimal(digests[0])
                 for part, digest in zip(parts, digests, strict=True):
-                    part[name] = digest
+                    part[name] = hexadecimal(digest)
             else:  # the ranks hold different shards: one digest of all of them
-                shared[name] = hexadecimal(join({f"rank {i}": int(digest, 16) for i, digest in enumerate(digests)}))
-        self._last = (step, {"weights": shared["weights"], "optimizer": shared["optimizer"]})
+                whole[name] = hexadecimal(join({f"rank {i}": digest % (1 << 64) for i, digest in enumerate(digests)}))
+        self._last = (step, {"weights": whole["weights"], "optimizer": whole["optimizer"]})
         ids, loss_rows = rows.union, sum(o.values["loss rows"] for o in before)
+        loss = sum(real_of(o.values["loss sum"]) for o in before)
         content = hexadecimal(text_digest(sorted(zip(ids, rows.contents, strict=True)))) if rows.contents else None
-        loss = Real.of(sum(real_of(o.values["loss sum"]) for o in before) / loss_rows) if loss_rows else None
         self._append(
             record.Step(
                 step=step,
@@ -179,12 +178,12 @@ class Recorder:
                 ids=ids,
                 count=len(ids) or loss_rows or None,
                 lr=Real.of(real_of(before[0].values["rate"])),
-                loss=loss,
+                loss=Real.of(loss / loss_rows) if loss_rows else None,
                 grad_norm=None if skipped else self._norm(before),
                 correct=None,
                 world=len(after),
                 backend=_backend(),
-                digests=record.StepDigests(content, **shared),
+                digests=record.StepDigests(content, **whole),
                 ranks=tuple(
                     record.RankPart(rank, (), rows.ids[rank] if rows.ids else (), **part)
                     for rank, part in enumerate(parts)
@@ -207,8 +206,8 @@ class Recorder:
         self._append(line)
 
     def saved(self, step: int, name: str, digests: Mapping[str, int]) -> None:
-        digest = hexadecimal(join({key: value % (1 << 64) for key, value in digests.items()}))
-        self._append(record.Saved(step, name, digest))
+        words = {key: value % (1 << 64) for key, value in digests.items()}
+        self._append(record.Saved(step, name, hexadecimal(join(words))))
 
     def evaluated(self, step: int, rows: int, scores: Mapping[str, float]) -> None:
         self._append(record.Evaluation(step, None, rows, {name: Real.of(score) for name, score in scores.items()}))
@@ -253,10 +252,6 @@ def reason_of(error: BaseException | None) -> str:
     if error is None or isinstance(error, GeneratorExit | StopIteration):
         return "finished"
     return "finished" if isinstance(error, SystemExit) and not error.code else "failed"
-
-
-def _digest(tensors: Mapping[str, Tensor]) -> str:
-    return hexadecimal(flat_digest(tensors.values()))
 
 
 def _backend() -> str:

@@ -136,9 +136,8 @@ def _first_element(leaf: Any, exchange: Exchange) -> str:
         return exchange.first_difference(0, leaf) if is_tensor else ""
     if max(map(len, texts)) <= _SHOWN:
         return by_rank(texts)
-    # Of long texts, the part around the first character in which they differ: the end of their common prefix.
-    start = max(0, len(os.path.commonprefix(texts)) - _BEFORE)
+    # Show the part of long texts around the first character in which they differ.
+    start = max(0, len(os.path.commonprefix(texts)) - _BEFORE)  # noqa: RUF071 - texts, not paths
     begin = "..." if start else ""
-    return by_rank(
-        [f"{begin}{text[start : start + _SHOWN]}{'...' if len(text) > start + _SHOWN else ''}" for text in texts]
-    )
+    shown = [f"{begin}{text[start : start + _SHOWN]}{'...' if len(text) > start + _SHOWN else ''}" for text in texts]
+    return by_rank(shown)
