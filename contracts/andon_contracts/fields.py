@@ -62,8 +62,8 @@ class Part:
     """Base of a record and of its nested objects. The JSON omits fields whose value is None."""
 
     def to_json(self) -> dict[str, object]:
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return {name: _plain(value) for name, value in values.items() if value is not None}
+        values = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
+        return {name: _plain(value) for name, value in values if value is not None}
 
     @classmethod
     def from_json(cls, data: object, where: str = "") -> Self:
@@ -111,11 +111,8 @@ def _fields(part: type[Part]) -> tuple[Mapping[str, _Reader], Sequence[str], Map
     hints, specs = get_type_hints(part, include_extras=True), dataclasses.fields(part)
     bare = [s.name for s in specs if s.default is dataclasses.MISSING and s.default_factory is dataclasses.MISSING]
     optional = dict.fromkeys(name for name in bare if type(None) in get_args(hints[name]))
-    return (
-        {spec.name: _reader(hints[spec.name]) for spec in specs},
-        [name for name in bare if name not in optional],
-        optional,
-    )
+    required = [name for name in bare if name not in optional]
+    return {spec.name: _reader(hints[spec.name]) for spec in specs}, required, optional
 
 
 @cache

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 _PACKAGES = ("andon", "torch", "transformers", "peft", "safetensors", "tokenizers", "numpy", "icontract")
-# Under the names of their wheels for CUDA 12 and 13.
-_ACCELERATOR_PACKAGES = (
+_ACCELERATOR_PACKAGES = (  # the names of their wheels for CUDA 12 and 13
     "triton", "pytorch-triton", "nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13",
 )  # fmt: skip
 _BIT_PACKAGES = ("torch", "transformers", "peft", "numpy")
@@ -56,6 +55,7 @@ _UNRECORDED = re.compile(
     r"_(API|AUTH|CACHE|CREDENTIALS?|DEBUG|DIR|DUMP|FILENAME|HOME|HOST|JOB|KEY|LOG|LOGGING|LOGINFO|LOGPATH|PASS|PASSWORD"
     r"|PATH|PORT|PRINT|PROFILE|PROTON|PROVENANCE|REDIS|SECRET|THREADS|TIMEOUT|TOKEN|TRACE|URL|USER|VERBOSE|WORKER)(_|$)"
 )
+_DRIVER = Path("/proc/driver/nvidia/version")
 _INSTRUCTIONS = frozenset({"avx", "avx2", "fma", "f16c", "amx_bf16", "amx_int8", "amx_tile", "asimd", "sve", "bf16"})
 
 
@@ -67,7 +67,7 @@ def environment(threads: int | None = None, devices: Sequence[str] = ()) -> dict
     """
     model, instructions = _cpu()
     names = (*_PACKAGES, *_ACCELERATOR_PACKAGES) if devices else _PACKAGES
-    driver, _, _ = (_read_text("/proc/driver/nvidia/version") if devices else "").partition("\n")
+    driver, _, _ = (_read_text(_DRIVER) if devices else "").partition("\n")
     version = re.search(r"\s(\d+(?:\.\d+)+)\s", f"{driver} ")
     return {
         "python": platform.python_version(),
@@ -88,10 +88,9 @@ def environment(threads: int | None = None, devices: Sequence[str] = ()) -> dict
 def fingerprint(environment: Mapping[str, Any]) -> dict[str, str]:
     """The part of `environment` that bits depend on, flat. Runs with equal fingerprints have equal bits.
 
-    It has versions of libraries and of Python, machine, libc, CPU model and instruction sets, threads of a replica,
-    models of accelerators, and flags that choose kernels; not the number of cores, workers or accelerators. With
-    accelerators it adds the sources of their kernels: driver, Triton, cuBLAS, cuDNN, andon and its `sources`, if any.
-    If `portable` (how products are summed) is set, it names the least CPU that such a run needs.
+    With accelerators it includes the sources of their kernels: driver, Triton, cuBLAS, cuDNN, andon and its `sources`,
+    if any. It excludes the number of cores, workers and accelerators. If `portable` (how products are summed) is set,
+    it names the least CPU that such a run needs.
     """
     packages, flags = environment["packages"], environment["flags"]
     names = (*_BIT_PACKAGES, *(("andon", *_ACCELERATOR_PACKAGES) if environment["devices"] else ()))
@@ -100,8 +99,7 @@ def fingerprint(environment: Mapping[str, Any]) -> dict[str, str]:
         parts[name] = str(environment[name])
     if environment.get("portable"):
         parts |= {"cpu": "any with AVX2", "instructions": "avx2", "products": str(environment["portable"])}
-    # Python's random generator draws the order of rows.
-    parts["python"] = ".".join(str(environment["python"]).split(".")[:2])
+    parts["python"] = ".".join(str(environment["python"]).split(".")[:2])  # its random generator draws row orders
     parts["devices"] = ", ".join(environment["devices"])
     if environment.get("driver") is not None:
         parts["driver"] = str(environment["driver"])
@@ -132,7 +130,7 @@ def _flag(name: str) -> str | None:
 
 def _cpu() -> tuple[str, str]:
     model, flags = platform.processor() or platform.machine(), ""
-    for line in _read_text("/proc/cpuinfo").splitlines():
+    for line in _read_text(Path("/proc/cpuinfo")).splitlines():
         name, _, value = (part.strip() for part in line.partition(":"))
         if name == "model name":
             model = value
@@ -143,8 +141,8 @@ def _cpu() -> tuple[str, str]:
     return model, " ".join(sorted(known))
 
 
-def _read_text(path: str) -> str:
+def _read_text(path: Path) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8", errors="replace")
+        return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""

@@ -1,7 +1,4 @@
-"""The file of a ledger: lines appended whole by one writer, and verified as they are read.
-
-`andon train` and a watch write the same file. If the disk refuses, `OSError` is raised, and each handles it.
-"""
+"""The file of a ledger, of `andon train` and of a watch: one writer appends whole lines; readers verify them."""
 
 from __future__ import annotations
 
@@ -43,16 +40,15 @@ def outside_change(handle: int, path: Path, size: int) -> str:
     """
     now = os.fstat(handle)
     try:
-        same = os.path.samestat(now, path.lstat())
+        linked = os.path.samestat(now, path.lstat())
     except (FileNotFoundError, NotADirectoryError):
-        same = False
-    if not same:
+        linked = False
+    if not linked:
         return "was removed, moved or replaced while the run wrote to it; its lines would be lost"
     if now.st_size == size:
         return ""
-    done = "truncated" if now.st_size < size else "written to"
-    by = "by another program while the run wrote to it"
-    return f"was {done} {by}: it has {now.st_size} bytes, the run left {size}; exclude it from log rotation"
+    done = f"was {'truncated' if now.st_size < size else 'written to'} by another program while the run wrote to it"
+    return f"{done}: it has {now.st_size} bytes, the run left {size}; exclude it from log rotation"
 
 
 class LedgerFile:
@@ -116,8 +112,7 @@ class LedgerFile:
             os.fsync(self._handle)
 
     def _require_unchanged(self) -> None:
-        change = outside_change(self._handle, self._absolute, self._size) if self._is_regular else ""
-        if change:
+        if self._is_regular and (change := outside_change(self._handle, self._absolute, self._size)):
             raise LedgerError(f"{self.path}: {change}")
 
     def close(self) -> None:

@@ -36,7 +36,6 @@ def _escaped(match: re.Match[str]) -> str:
 
 
 def legible_line(text: str) -> str:
-    """`text` as one line: line breaks are escaped too."""
     return legible(text).replace("\n", "\\n")
 
 
@@ -72,8 +71,7 @@ def report_to_launcher(message: str, *, late: bool, path: str | None = None) -> 
 def write_error_file(path: Path, message: str, stack: str, when: int, **more: object) -> None:
     """Write torch's error file, whole or not at all: a torn one stops torchrun.
 
-    stack: the text that torch prints unescaped, so invisible characters are escaped here. when: seconds since the
-    epoch, by which torch orders the failures of all ranks. Raises `OSError`.
+    stack: torch prints it unescaped. when: seconds since the epoch, by which torch orders failures. Raises `OSError`.
     """
     extra = {"py_callstack": legible(stack), "timestamp": str(when)}
     body = {"message": legible(message), **more, "extraInfo": extra}

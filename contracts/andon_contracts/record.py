@@ -23,7 +23,6 @@ GENESIS = "0" * 16
 """`prev` of the first line."""
 MAX_LINE = 1 << 24
 """The longest line, in bytes, that is written or read."""
-_ENVELOPE = frozenset({"v", "kind", "seq", "prev"})
 
 
 @dataclass(frozen=True)
@@ -233,15 +232,13 @@ def decode_line(line: bytes, count: int, head: str) -> Record:
         data = _DECODER.decode(line.decode("ascii"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not a line of JSON: {error}") from None
-    fields = json_object(data, "the line")
-    version, kind = fields.get("v"), fields.get("kind")
+    version, kind = json_object(data, "the line").get("v"), data.get("kind")
     if type(version) is not int or version != SCHEMA_VERSION:
         raise ValueError(f"version {version!r} is not {SCHEMA_VERSION}")
     if not isinstance(kind, str) or kind not in KINDS:
         raise ValueError(f"unknown kind {kind!r}")
-    body = {name: value for name, value in fields.items() if name not in _ENVELOPE}
-    seq, prev = read_field(Count, fields.get("seq"), "seq"), read_field(Hex16, fields.get("prev"), "prev")
-    record = KINDS[kind].from_json(body)
+    seq, prev = read_field(Count, data.get("seq"), "seq"), read_field(Hex16, data.get("prev"), "prev")
+    record = KINDS[kind].from_json({name: data[name] for name in data.keys() - {"v", "kind", "seq", "prev"}})
     if seq != count:
         raise ValueError(f"sequence number {seq} where {count} belongs")
     if prev != head:

@@ -15,10 +15,7 @@ import torch
 
 _HIDDEN = ("andon_contracts", "torch", "icontract", "threading", "multiprocessing")
 """Packages whose lines are never shown."""
-_INSTALLED = tuple(
-    os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib", "purelib", "platlib")
-)
-"""The folders of Python's own code and of installed packages: a user's code is elsewhere."""
+_LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _MOST_FRAMES = 64
 _ACTIVITIES = (
     ("torch.utils.data", "in the data loader"),
@@ -34,8 +31,7 @@ def thread_stacks() -> list[dict[str, object]]:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     threads: list[dict[str, object]] = []
     for ident, frame in sys._current_frames().items():
-        stack = traceback.extract_stack(frame, limit=_MOST_FRAMES)
-        frames = [f"{each.filename}:{each.lineno} {each.name}" for each in stack]
+        frames = [f"{f.filename}:{f.lineno} {f.name}" for f in traceback.extract_stack(frame, limit=_MOST_FRAMES)]
         main = ident == threading.main_thread().ident
         threads.append({"name": names.get(ident, f"thread {ident}"), "main": main, "frames": frames})
     return threads
@@ -67,7 +63,7 @@ def _user_line(innermost_first: Iterable[tuple[Any, int]], separator: str) -> st
             continue
         file = frame.f_code.co_filename
         shown = f"{file}:{line}" + (f"{separator}{frame.f_code.co_name}" if separator else "")
-        if not file.startswith((*_INSTALLED, "<frozen ")) and f"{os.sep}site-packages{os.sep}" not in file:
+        if not file.startswith((*_LIBRARIES, "<frozen ")) and f"{os.sep}site-packages{os.sep}" not in file:
             return shown
         library = library or shown
     return library
