@@ -59,11 +59,11 @@ class Real:
 
 @dataclass(frozen=True)
 class Part:
-    """Base of a record and of its nested objects. The JSON omits fields whose value is None."""
+    """Base of a record and of its nested objects. The JSON omits fields without a value (None)."""
 
     def to_json(self) -> dict[str, object]:
         values = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
-        return {name: _plain(value) for name, value in values if value is not None}
+        return {name: _to_json(value) for name, value in values if value is not None}
 
     @classmethod
     def from_json(cls, data: object, where: str = "") -> Self:
@@ -97,12 +97,12 @@ def _fault(where: str, wanted: str, value: object) -> ValueError:
     return ValueError(f"{where} must be {wanted}, not {text if len(text) <= 80 else text[:77] + '...'}")
 
 
-def _plain(value: object) -> object:
+def _to_json(value: object) -> object:
     if isinstance(value, Real | Part):
         return value.to_json()
     if isinstance(value, Mapping):
-        return {name: _plain(item) for name, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+        return {name: _to_json(item) for name, item in value.items()}
+    return [_to_json(item) for item in value] if isinstance(value, tuple) else value
 
 
 @cache  # a ledger has millions of fields

@@ -108,7 +108,6 @@ def fingerprint(environment: Mapping[str, Any]) -> dict[str, str]:
 
 
 def version_of(library: str) -> str | None:
-    """The version of an installed library; None if it is not installed."""
     try:
         return metadata.version(library)
     except metadata.PackageNotFoundError:

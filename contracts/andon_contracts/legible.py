@@ -57,7 +57,7 @@ def log_once(topic: str, line: str) -> None:
 
 
 def report_to_launcher(message: str, *, late: bool, path: str | None = None) -> None:
-    """Write the error file at `path`, or the one that torch's launcher named for this process, if any.
+    """Write torch's error file: at `path`, or where torch's launcher expects it from this process, if anywhere.
 
     The launcher prints the earliest failure, in whole seconds, as the root cause. late: another rank is the cause. The
     file then replaces an earlier one of this process and gets a later time, so that it does not look like the cause.

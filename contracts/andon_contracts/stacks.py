@@ -46,12 +46,12 @@ def current_activity(ident: int) -> str:
 
 
 def error_line(error: BaseException) -> str:
-    """The innermost line of user code that `error` passed through, as `file:line in function`; "" if there is none."""
+    """The innermost line of user code that `error` passed through, as `file:line in function`, or ""."""
     return _user_line(reversed(list(traceback.walk_tb(error.__traceback__))), " in ")
 
 
 def user_line() -> str:
-    """The innermost line of user code on this thread's stack, as `file:line`; "" if there is none."""
+    """The innermost line of user code on this thread's stack, as `file:line`, or ""."""
     return _user_line(traceback.walk_stack(sys._getframe(1)), "")
 
 

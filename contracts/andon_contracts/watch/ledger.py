@@ -53,16 +53,15 @@ class UpdateRows:
 def ledger_path(path: str | os.PathLike[str] | None, writer: int) -> Path | None:
     """The path of the ledger of a watch: `path`, else from the variable ANDON_LEDGER, else None.
 
-    All watches of a script share the variable. A later watch of this process writes to a numbered name. If rank 0 of
-    the watch is another rank of the world, `writer`, the name contains that rank.
+    All watches of a script share the variable, so later ones of this process write to numbered names, and the name has
+    the rank `writer` of the world that is rank 0 of the watch, if it is not 0 too.
     """
-    if path is not None:
-        return Path(path)
-    if not os.environ.get("ANDON_LEDGER"):
-        return None
-    named = Path(os.environ["ANDON_LEDGER"])
+    variable = os.environ.get("ANDON_LEDGER")
+    if path is not None or not variable:
+        return None if path is None else Path(path)
+    named, number = Path(variable), 1
     stem = f"{named.stem}-rank{writer}" if writer else named.stem
-    free, number = named.with_name(stem + named.suffix), 1
+    free = named.with_name(stem + named.suffix)
     while free in _written:
         number += 1
         free = named.with_name(f"{stem}-{number}{named.suffix}")
@@ -213,7 +212,6 @@ class Recorder:
         self._append(record.Evaluation(step, None, rows, {name: Real.of(score) for name, score in scores.items()}))
 
     def close(self, reason: str) -> None:
-        """Write the last line, with `reason`, and close the file."""
         if self._file is not None:
             step, digests = self._last
             self._append(record.End(step, reason, digests, None, self._violations))
@@ -223,7 +221,6 @@ class Recorder:
                 self._fail(error)
 
     def closing_line(self) -> str:
-        """The path of the ledger with its head, or why it ends early; "" if there is no ledger."""
         if self._file is None:
             return ""
         count, digest = self._file.head

@@ -93,7 +93,6 @@ def assert_same(
 
 
 def _flatten(tree: Any, name: str, leaves: dict[str, Any], kinds: dict[str, str]) -> None:
-    """Add the leaves of `tree`, and the kind of each place ("mapping", "sequence", "leaf"), by path."""
     if isinstance(tree, nn.Module | torch.optim.Optimizer):
         tree = tree.state_dict()
     if isinstance(tree, Mapping):
@@ -110,10 +109,7 @@ def _flatten(tree: Any, name: str, leaves: dict[str, Any], kinds: dict[str, str]
 
 
 def _first_place(kinds: Mapping[str, str], exchange: Exchange) -> tuple[dict[str, list[int]], str]:
-    """The first place at which the ranks' trees differ, with the digest of each rank's kind there, and a text of both.
-
-    Trees with the same places in another order differ as a whole, at "tree".
-    """
+    """The first place at which the trees differ ("tree": in the order of places), its digests by rank, and a text."""
     trees: list[dict[str, str]] = [dict(json.loads(text)) for text in exchange.texts(0, json.dumps([*kinds.items()]))]
     places = dict.fromkeys(place for tree in trees for place in tree)
     columns = {place: [tree.get(place, "nothing") for tree in trees] for place in places}
