@@ -50,30 +50,24 @@ class UpdateRows:
         return tuple(row for part in self.ids for row in part)
 
 
-def ledger_path(path: str | os.PathLike[str] | None, writer: int) -> Path | None:
-    """The path of the ledger of a watch: `path`, else from the variable ANDON_LEDGER, else None.
+def open_ledger(given: str | os.PathLike[str] | None, writer: int, start: int) -> LedgerFile | None:
+    """Open the ledger of a watch at `given`, else at a path from the variable ANDON_LEDGER, else return None.
 
-    All watches of a script share the variable, so later ones of this process write to numbered names, and the name has
-    the rank `writer` of the world that is rank 0 of the watch, if it is not 0 too.
+    All watches of a script share the variable. Later ones of this process write to numbered names, and the name has the
+    rank `writer` of the world that is rank 0 of the watch, if it is not 0. A ledger with lines is continued only after
+    `start` > 0 updates or a restart by torch's launcher. Raises `ValueError` if it belongs to another run, is damaged
+    or in use by another process, or if the disk refuses.
     """
     variable = os.environ.get("ANDON_LEDGER")
-    if path is not None or not variable:
-        return None if path is None else Path(path)
-    named, number = Path(variable), 1
-    stem = f"{named.stem}-rank{writer}" if writer else named.stem
-    free = named.with_name(stem + named.suffix)
-    while free in _written:
-        number += 1
-        free = named.with_name(f"{stem}-{number}{named.suffix}")
-    return free
-
-
-def open_ledger(path: Path, start: int) -> LedgerFile:
-    """Open the ledger at `path` for this process alone.
-
-    A ledger with lines is continued only after `start` > 0 updates or a restart by torch's launcher. Raises
-    `ValueError` if it belongs to another run, is damaged or in use by another process, or if the disk refuses.
-    """
+    if given is None and not variable:
+        return None
+    path, number = Path(variable or "" if given is None else given), 1
+    if given is None:
+        stem, suffix = f"{path.stem}-rank{writer}" if writer else path.stem, path.suffix
+        path = path.with_name(stem + suffix)
+        while path in _written:
+            number += 1
+            path = path.with_name(f"{stem}-{number}{suffix}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = LedgerFile(path, exclusive=True)

@@ -22,7 +22,7 @@ from andon_contracts.liveness.pending_collectives import PendingCollectives
 from andon_contracts.liveness.signed import Signed, drawn, secret_in, words_of
 from andon_contracts.watch.discovery import reducers_of
 from andon_contracts.watch.exchange import WIDTH, Exchange
-from andon_contracts.watch.ledger import ledger_path, open_ledger
+from andon_contracts.watch.ledger import open_ledger
 from andon_contracts.watch.model_probe import ModelProbe
 from andon_contracts.watch.replicas import Replicas, Replicate, part_of, replicas_of
 from andon_contracts.watch.settings import PATIENCE, TIMEOUT, Action, Plan, Reference, Scaler, Schedule, Settings
@@ -122,13 +122,13 @@ def open_watch(model: nn.Module, given: Sequence[Any], settings: Settings) -> Wa
                 problems.append(str(error))
         # The command has checked its own options. So only a ledger that cannot be opened is a mistake of its user.
         excused = len(problems) if settings.by_command else 0
-        path = ledger_path(settings.ledger, _first_rank(settings.group)) if exchange.rank == 0 else None
-        if path is not None and not problems:
+        if exchange.rank == 0 and not problems:
             try:
-                file = open_ledger(path, settings.start)
-                undo.callback(file.close)
+                file = open_ledger(settings.ledger, _first_rank(settings.group), settings.start)
             except ValueError as error:
                 problems.append(str(error))
+            if file is not None:
+                undo.callback(file.close)
         # The secret that signs heartbeats goes from rank 0 to the others in this gather, and never into their store.
         told = {"records": int(file is not None), "part": part, "copies": copies, **words_of(drawn())}
         seen = _agreed(exchange, problems, settings, {**told, "mistakes": len(problems) - excused})
