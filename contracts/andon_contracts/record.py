@@ -225,7 +225,7 @@ def encode(record: Record, seq: int, prev: str) -> bytes:
 
 
 def decode_line(line: bytes, count: int, head: str) -> Record:
-    """The record of `line`. Raises `ValueError` unless it follows `count` lines of which the last has digest `head`."""
+    """The record of `line` after `count` lines, the last with digest `head`. Raises `ValueError` for another line."""
     if len(line) > MAX_LINE:
         raise ValueError(f"the line has {len(line)} bytes, more than {MAX_LINE}")
     try:
@@ -238,7 +238,7 @@ def decode_line(line: bytes, count: int, head: str) -> Record:
     if not isinstance(kind, str) or kind not in KINDS:
         raise ValueError(f"unknown kind {kind!r}")
     seq, prev = read_field(Count, data.get("seq"), "seq"), read_field(Hex16, data.get("prev"), "prev")
-    record = KINDS[kind].from_json({name: data[name] for name in data.keys() - {"v", "kind", "seq", "prev"}})
+    record = KINDS[kind].from_json({key: data[key] for key in data if key not in {"v", "kind", "seq", "prev"}})
     if seq != count:
         raise ValueError(f"sequence number {seq} where {count} belongs")
     if prev != head:
