@@ -27,7 +27,7 @@ from andon_contracts.clauses import CLAUSES
 from andon_contracts.digest import hex64, tensor_digest
 from andon_contracts.fingerprint import environment
 from andon_contracts.record import SCHEMA_VERSION, Broken
-from andon_contracts.stacks import collectives, stacks
+from andon_contracts.stacks import flight_record, thread_stacks
 from andon_contracts.tensor_file import NAMES, open_private, write_tensors
 from andon_contracts.violation import NOT_SEEN_REDUCED, OTHER_SHAPES, Finding, Violation, named_ranks
 
@@ -141,13 +141,13 @@ def write_part(
     must not wait for a device.
     """
     folder, rank = place / clause, evidence.rank
-    record, why = collectives()
+    record, why = flight_record()
     body: dict[str, object] = {
         "rank": rank,
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "ids": list(evidence.ids()),
-        "threads": stacks(),
+        "threads": thread_stacks(),
         "collectives": why or f"rank-{rank}.collectives.json",
         **at,
     }

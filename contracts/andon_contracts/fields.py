@@ -1,4 +1,4 @@
-"""Dataclasses that write themselves as JSON objects and read them back strictly, bit for bit."""
+"""Dataclasses that convert themselves to JSON objects and back, strictly and bit for bit."""
 
 from __future__ import annotations
 
@@ -6,29 +6,26 @@ import dataclasses
 import math
 import re
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin, get_type_hints
 
-Hex16 = Annotated[str, "hex16"]
-"""A digest: 16 lower-case hexadecimal digits."""
-Count = Annotated[int, "count"]
-"""An integer in [0, 2^63)."""
-Seconds = Annotated[float, "seconds"]
-"""A float that is finite and not negative."""
-_Reader = Callable[[Any, str], Any]
-"""Turns a JSON value into a field's value; the text names its place in the message of a `ValueError`."""
 _COUNTS = 1 << 63
 _HEX16 = re.compile("[0-9a-f]{16}")
-_PAIR = {"hex", "value"}
+# The values of a field with such a type, as a predicate and in words.
+Hex16 = Annotated[str, (lambda value: isinstance(value, str) and _HEX16.fullmatch(value), "16 hexadecimal digits")]
+Count = Annotated[int, (lambda value: type(value) is int and 0 <= value < _COUNTS, "an integer from 0")]
+Seconds = Annotated[float, (lambda value: type(value) is float and 0 <= value < math.inf, "a finite float from 0")]
+_Reader = Callable[[Any, str], Any]
+"""Converts a JSON value to a field's value, or raises `ValueError` with the given place of the value."""
 
 
 @dataclass(frozen=True)
 class Real:
-    """A float with exact equality that survives JSON: `float.hex()`, with the decimal value for readers.
+    """A float with exact equality, as `float.hex()`: `nan`, `inf` and `-inf` too. All NaNs are equal.
 
-    NaN and the infinities have the hex `nan`, `inf` and `-inf`, and the value null. NaNs of all payloads are equal.
+    The JSON adds the decimal value for human readers; it is null for NaN and the infinities.
     """
 
     hex: str
@@ -46,8 +43,8 @@ class Real:
 
     @classmethod
     def from_json(cls, data: object, where: str = "real") -> Self:
-        """The inverse of `to_json`. Raises `ValueError` if value and hex are not the same number."""
-        if not isinstance(data, dict) or data.keys() != _PAIR or not isinstance(data["hex"], str):
+        """The inverse of `to_json`. Raises `ValueError` if value and hex differ."""
+        if not isinstance(data, dict) or data.keys() != {"hex", "value"} or not isinstance(data["hex"], str):
             raise _fault(where, "{value, hex}", json_object(data, where))
         text, value = data["hex"], data["value"]
         try:
@@ -62,29 +59,25 @@ class Real:
 
 @dataclass(frozen=True)
 class Part:
-    """Base of a record and of its nested objects. The JSON leaves out fields that are None."""
+    """Base of a record and of its nested objects. The JSON omits fields without a value (None)."""
 
     def to_json(self) -> dict[str, object]:
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return {name: _plain(value) for name, value in values.items() if value is not None}
+        values = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
+        return {name: _to_json(value) for name, value in values if value is not None}
 
     @classmethod
     def from_json(cls, data: object, where: str = "") -> Self:
         """The inverse of `to_json`. Raises `ValueError` naming a field that is missing, unknown or ill-typed."""
-        readers, required = _fields(cls)  # type: ignore[arg-type] # to mypy `type[Self]` is not hashable
+        readers, required, optional = _fields(cls)  # type: ignore[arg-type] # mypy: `type[Self]` is not hashable
         if not isinstance(data, dict) or not data.keys() <= readers.keys():
             name = where or cls.__name__.lower()
             raise ValueError(f"{name} has the unknown field {min(json_object(data, name).keys() - readers.keys())!r}")
         prefix = f"{where}." if where else ""
-        values: dict[str, Any] = {}
-        for name, read in readers.items():
-            if name in data:
-                values[name] = read(data[name], prefix + name)
-            elif required.get(name):
+        for name in required:
+            if name not in data:
                 raise ValueError(f"{prefix}{name} is missing")
-            elif name in required:
-                values[name] = None
-        return cls(**values)
+        values = {name: readers[name](value, prefix + name) for name, value in data.items()}
+        return cls(**{**optional, **values})
 
 
 def json_object(data: object, where: str) -> dict[str, Any]:
@@ -99,27 +92,27 @@ def read_field(hint: Any, value: Any, where: str) -> Any:
     return _reader(hint)(value, where)
 
 
-def _fault(where: str, wanted: str, found: object) -> ValueError:
-    text = repr(found)
+def _fault(where: str, wanted: str, value: object) -> ValueError:
+    text = repr(value)
     return ValueError(f"{where} must be {wanted}, not {text if len(text) <= 80 else text[:77] + '...'}")
 
 
-def _plain(value: object) -> object:
+def _to_json(value: object) -> object:
     if isinstance(value, Real | Part):
         return value.to_json()
     if isinstance(value, Mapping):
-        return {name: _plain(item) for name, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+        return {name: _to_json(item) for name, item in value.items()}
+    return [_to_json(item) for item in value] if isinstance(value, tuple) else value
 
 
 @cache  # a ledger has millions of fields
-def _fields(part: type[Part]) -> tuple[Mapping[str, _Reader], Mapping[str, bool]]:
-    """Readers by field; and by field without a default, if the JSON must have it (otherwise the field is None)."""
-    hints = get_type_hints(part, include_extras=True)
-    specs = dataclasses.fields(part)
+def _fields(part: type[Part]) -> tuple[Mapping[str, _Reader], Sequence[str], Mapping[str, None]]:
+    """The reader of each field; the fields that the JSON must have; and those without a default that may be None."""
+    hints, specs = get_type_hints(part, include_extras=True), dataclasses.fields(part)
     bare = [s.name for s in specs if s.default is dataclasses.MISSING and s.default_factory is dataclasses.MISSING]
-    required = {name: type(None) not in get_args(hints[name]) for name in bare}
-    return {spec.name: _reader(hints[spec.name]) for spec in specs}, required
+    optional = dict.fromkeys(name for name in bare if type(None) in get_args(hints[name]))
+    required = [name for name in bare if name not in optional]
+    return {spec.name: _reader(hints[spec.name]) for spec in specs}, required, optional
 
 
 @cache
@@ -131,7 +124,7 @@ def _reader(hint: Any) -> _Reader:
         (only,) = (option for option in inner if option is not type(None))
         return _reader(only)
     if origin is Annotated:
-        return partial(_read_if, *_MARKED[inner[1]])
+        return partial(_read_if, *inner[1])
     if origin is tuple:
         return _read_counts if inner[0] == Count else partial(_read_list, _reader(inner[0]))
     if origin is Literal:
@@ -139,16 +132,8 @@ def _reader(hint: Any) -> _Reader:
     if origin is not None:
         return partial(_read_object, _reader(inner[1]))
     if issubclass(hint, Part | Real):
-        read: _Reader = hint.from_json
-        return read
+        return hint.from_json  # type: ignore[no-any-return]
     return partial(_read_if, lambda value: type(value) is hint, f"a {hint.__name__}")
-
-
-_MARKED: Mapping[str, tuple[Callable[[Any], object], str]] = {
-    "count": (lambda value: type(value) is int and 0 <= value < _COUNTS, "an integer from 0"),
-    "seconds": (lambda value: type(value) is float and 0 <= value < math.inf, "a finite float from 0"),
-    "hex16": (lambda value: isinstance(value, str) and _HEX16.fullmatch(value), "16 hexadecimal digits"),
-}
 
 
 def _read_if(right: Callable[[Any], object], wanted: str, value: Any, where: str) -> Any:
@@ -164,7 +149,7 @@ def _read_list(read: _Reader, value: Any, where: str) -> tuple[Any, ...]:
 
 
 def _read_counts(value: Any, where: str) -> tuple[int, ...]:
-    # Most of a ledger is row ids: check the whole list at once, and read item by item only to name a wrong one.
+    # Most of a ledger is row ids: check the whole list at once, and read item by item only to name the wrong item.
     right = type(value) is list and {*map(type, value)} == {int} and min(value) >= 0 and max(value) < _COUNTS
     return tuple(value) if right else _read_list(_reader(Count), value, where)
 

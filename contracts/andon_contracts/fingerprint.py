@@ -1,4 +1,4 @@
-"""What a process runs on, and the part of it that bits depend on."""
+"""The environment of a process, and its fingerprint: the part that numerical results depend on bit for bit."""
 
 from __future__ import annotations
 
@@ -11,25 +11,24 @@ from pathlib import Path
 from typing import Any
 
 _PACKAGES = ("andon", "torch", "transformers", "peft", "safetensors", "tokenizers", "numpy", "icontract")
-# Under the names of their wheels for CUDA 12 and 13.
-_ACCELERATOR_PACKAGES = (
+_ACCELERATOR_PACKAGES = (  # the names of their wheels for CUDA 12 and 13
     "triton", "pytorch-triton", "nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13",
 )  # fmt: skip
 _BIT_PACKAGES = ("torch", "transformers", "peft", "numpy")
-# These choose a kernel or how it splits its work. No other variable is recorded, because it may hold a secret.
+# Variables that choose a kernel or how it splits its work. Other variables are not recorded: they may hold secrets.
 _FLAGS = (
     "ATEN_CPU_CAPABILITY CUDA_FORCE_PTX_JIT CUDA_MPS_ACTIVE_THREAD_PERCENTAGE CUDA_VISIBLE_DEVICES "
     "DISABLE_ADDMM_CUDA_LT DISABLE_PTXAS_OPT DNNL_MAX_CPU_ISA KMP_AFFINITY MKL_CBWR MKL_ENABLE_INSTRUCTIONS "
     "MKL_NUM_THREADS NVIDIA_TF32_OVERRIDE OMP_NUM_THREADS ONEDNN_MAX_CPU_ISA PYTHONHASHSEED "
     "PYTORCH_NVML_BASED_CUDA_CHECK TORCH_ALLOW_TF32_CUBLAS_OVERRIDE TORCH_BLAS_PREFER_CUBLASLT"
 )
-# These place the work, and leave the bits as they are.
+# Those of them that place the work and do not change bits.
 _PLACING_FLAGS = (
     "CUDA_VISIBLE_DEVICES KMP_AFFINITY MKL_NUM_THREADS OMP_NUM_THREADS PYTHONHASHSEED PYTORCH_NVML_BASED_CUDA_CHECK"
 )
-# Compilers and libraries of kernels have many switches, which change with their versions. The values of those known to
-# choose kernels are recorded. Of another with such a prefix only that it is set: it may hold a password. Names that
-# `_NO_SWITCH` matches (places, caches, logs, secrets) are not recorded at all.
+# Switches of compilers and kernel libraries, by prefix; they change with versions. The values of those listed are
+# recorded. Another variable with such a prefix is recorded as "set", because it may hold a password, and not at all if
+# `_UNRECORDED` matches its name (paths, caches, logs, secrets).
 _SWITCHES: Mapping[str, str] = {
     "CUBLASLT_": "WORKSPACE_SIZE",
     "CUBLAS_": "EMULATE_DOUBLE_PRECISION EMULATE_SINGLE_PRECISION EMULATION_STRATEGY WORKSPACE_CONFIG",
@@ -52,24 +51,24 @@ _SWITCHES: Mapping[str, str] = {
     "TORCH_CUDNN_": "USE_HEURISTIC_MODE_B V8_API_DISABLED",
     "TRITON_": "DEFAULT_FP_FUSION F32_DEFAULT INTERPRET OVERRIDE_ARCH",
 }
-_NO_SWITCH = re.compile(
+_UNRECORDED = re.compile(
     r"_(API|AUTH|CACHE|CREDENTIALS?|DEBUG|DIR|DUMP|FILENAME|HOME|HOST|JOB|KEY|LOG|LOGGING|LOGINFO|LOGPATH|PASS|PASSWORD"
     r"|PATH|PORT|PRINT|PROFILE|PROTON|PROVENANCE|REDIS|SECRET|THREADS|TIMEOUT|TOKEN|TRACE|URL|USER|VERBOSE|WORKER)(_|$)"
 )
-_INSTRUCTIONS = frozenset({"avx", "avx2", "fma", "f16c", "amx_bf16", "amx_int8", "amx_tile", "asimd", "sve", "bf16"})
 _DRIVER = Path("/proc/driver/nvidia/version")
-_CPUS = Path("/proc/cpuinfo")
+_INSTRUCTIONS = frozenset({"avx", "avx2", "fma", "f16c", "amx_bf16", "amx_int8", "amx_tile", "asimd", "sve", "bf16"})
 
 
 def environment(threads: int | None = None, devices: Sequence[str] = ()) -> dict[str, object]:
-    """What the run runs on: versions (read, not imported), machine, CPU, instruction sets, threads, flags.
+    """The environment of a run: versions (read, not imported), machine, CPU, instruction sets, threads, flags.
 
-    `threads` is the number of intra-op threads of a replica, `devices` the names of the accelerators' models: the
-    caller knows them, and asking for them here would start torch. With devices: their driver, and the libraries that
-    make kernels for them.
+    threads: the intra-op threads of a replica. devices: the models of the accelerators in use; they add the driver and
+    the kernel libraries. The caller passes both, so that this function does not start torch.
     """
     model, instructions = _cpu()
     names = (*_PACKAGES, *_ACCELERATOR_PACKAGES) if devices else _PACKAGES
+    driver, _, _ = (_read_text(_DRIVER) if devices else "").partition("\n")
+    version = re.search(r"\s(\d+(?:\.\d+)+)\s", f"{driver} ")
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -81,37 +80,34 @@ def environment(threads: int | None = None, devices: Sequence[str] = ()) -> dict
         "cores": len(os.sched_getaffinity(0)),
         "threads": threads,
         "devices": sorted(set(devices)),
-        "driver": _driver() if devices else None,
-        "flags": {name: shown for name in sorted(os.environ) if (shown := _flag(name)) is not None},
+        "driver": version and version[1],
+        "flags": {name: text for name in sorted(os.environ) if (text := _flag(name)) is not None},
     }
 
 
 def fingerprint(environment: Mapping[str, Any]) -> dict[str, str]:
-    """The part of `environment` that bits depend on, flat: equal fingerprints promise equal bits, others nothing.
+    """The part of `environment` that bits depend on, flat. Runs with equal fingerprints have equal bits.
 
-    Versions of libraries and of Python, machine, libc, CPU model and instruction sets, threads of a replica, models of
-    accelerators, and flags that choose kernels; not the number of cores, workers or accelerators. With accelerators
-    also what makes their kernels: driver, Triton, cuBLAS, cuDNN, andon, and its `sources` if given. An environment
-    with `portable` (how products are summed) names the least CPU that such a run needs instead of its own.
+    With accelerators it includes the sources of their kernels: driver, Triton, cuBLAS, cuDNN, andon and its `sources`,
+    if any. It excludes the number of cores, workers and accelerators. If `portable` (how products are summed) is set,
+    it names the least CPU that such a run needs.
     """
     packages, flags = environment["packages"], environment["flags"]
     names = (*_BIT_PACKAGES, *(("andon", *_ACCELERATOR_PACKAGES) if environment["devices"] else ()))
-    found = {name: str(packages[name]) for name in names if packages.get(name) is not None}
+    parts = {name: str(packages[name]) for name in names if packages.get(name) is not None}
     for name in ("machine", "libc", "cpu", "instructions", "threads"):
-        found[name] = str(environment[name])
+        parts[name] = str(environment[name])
     if environment.get("portable"):
-        found |= {"cpu": "any with AVX2", "instructions": "avx2", "products": str(environment["portable"])}
-    # Python's generator draws the order of rows.
-    found["python"] = ".".join(str(environment["python"]).split(".")[:2])
-    found["devices"] = ", ".join(environment["devices"])
+        parts |= {"cpu": "any with AVX2", "instructions": "avx2", "products": str(environment["portable"])}
+    parts["python"] = ".".join(str(environment["python"]).split(".")[:2])  # its random generator draws row orders
+    parts["devices"] = ", ".join(environment["devices"])
     if environment.get("driver") is not None:
-        found["driver"] = str(environment["driver"])
-    found |= {f"source {name}": str(digest) for name, digest in (environment.get("sources") or {}).items()}
-    return found | {f"flag {name}": str(flags[name]) for name in sorted(flags.keys() - {*_PLACING_FLAGS.split()})}
+        parts["driver"] = str(environment["driver"])
+    parts |= {f"source {name}": str(digest) for name, digest in (environment.get("sources") or {}).items()}
+    return parts | {f"flag {name}": str(flags[name]) for name in sorted(flags.keys() - {*_PLACING_FLAGS.split()})}
 
 
 def version_of(library: str) -> str | None:
-    """The version of an installed library, None if it is not installed."""
     try:
         return metadata.version(library)
     except metadata.PackageNotFoundError:
@@ -119,30 +115,21 @@ def version_of(library: str) -> str | None:
 
 
 def _flag(name: str) -> str | None:
-    """The text to record for the environment variable `name`; None for a variable that may hold a secret."""
     if name in _FLAGS.split():
         return os.environ[name]
     if name == "PTXAS_OPTIONS":  # any text
         return "set"
-    known = next((prefix for prefix in _SWITCHES if name.startswith(prefix)), None)
-    if known is None:
-        return None
-    if name.removeprefix(known) in _SWITCHES[known].split():
-        return os.environ[name]
-    return None if _NO_SWITCH.search(name) else "set"
-
-
-def _driver() -> str | None:
-    """The version of NVIDIA's kernel driver, if it is loaded."""
-    first, _, _ = _text_of(_DRIVER).partition("\n")
-    found = re.search(r"\s(\d+(?:\.\d+)+)\s", f"{first} ")
-    return found[1] if found is not None else None
+    for prefix, switches in _SWITCHES.items():
+        if name.startswith(prefix):
+            if name.removeprefix(prefix) in switches.split():
+                return os.environ[name]
+            return None if _UNRECORDED.search(name) else "set"
+    return None
 
 
 def _cpu() -> tuple[str, str]:
-    """Model and instruction sets as the kernel names them; the sets are empty if it does not."""
     model, flags = platform.processor() or platform.machine(), ""
-    for line in _text_of(_CPUS).splitlines():
+    for line in _read_text(Path("/proc/cpuinfo")).splitlines():
         name, _, value = (part.strip() for part in line.partition(":"))
         if name == "model name":
             model = value
@@ -153,7 +140,7 @@ def _cpu() -> tuple[str, str]:
     return model, " ".join(sorted(known))
 
 
-def _text_of(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:

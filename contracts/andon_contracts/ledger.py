@@ -1,7 +1,4 @@
-"""The file of a ledger: lines appended whole by one writer, and verified as they are read.
-
-`andon train` and a watch write the same file. A disk that refuses raises `OSError` here, and each handles it.
-"""
+"""The file of a ledger, of `andon train` and of a watch: one writer appends whole lines; readers verify them."""
 
 from __future__ import annotations
 
@@ -10,9 +7,8 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Self
 
-from andon_contracts.record import GENESIS, MAX_LINE, Line, Record, chain, decode_line, encode, link
+from andon_contracts.record import GENESIS, MAX_LINE, Record, chain, decode_line, encode
 from andon_contracts.untrusted import open_regular
 
 
@@ -21,7 +17,7 @@ class LedgerError(ValueError):
 
 
 def write_all(handle: int, data: bytes | memoryview) -> None:
-    """Write all of `data`; a single write may take less."""
+    """Write all of `data`; a single `os.write` may write less."""
     rest = memoryview(data)
     while rest:
         rest = rest[os.write(handle, rest) :]
@@ -36,52 +32,54 @@ def fsync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def tampered(handle: int, path: Path, size: int) -> str:
+def outside_change(handle: int, path: Path, size: int) -> str:
     """What another program did to the file at `path`, to which only `handle` should append; "" if nothing.
 
     size: the bytes that the file should have. A write to a file that lost its name or its start (log rotation by
     `copytruncate`) succeeds, but its lines are lost.
     """
     now = os.fstat(handle)
-    removed = "was removed, moved or replaced while the run wrote to it; its lines would be lost"
     try:
-        if not os.path.samestat(now, path.lstat()):
-            return removed
+        linked = os.path.samestat(now, path.lstat())
     except (FileNotFoundError, NotADirectoryError):
-        return removed
+        linked = False
+    if not linked:
+        return "was removed, moved or replaced while the run wrote to it; its lines would be lost"
     if now.st_size == size:
         return ""
-    done = "truncated" if now.st_size < size else "written to"
-    by = "by another program while the run wrote to it"
-    return f"was {done} {by}: it has {now.st_size} bytes, the run left {size}; exclude it from log rotation"
+    done = f"was {'truncated' if now.st_size < size else 'written to'} by another program while the run wrote to it"
+    return f"{done}: it has {now.st_size} bytes, the run left {size}; exclude it from log rotation"
 
 
 class LedgerFile:
     """Appends records to the ledger at `path`, which is created if it does not exist.
 
-    Lines that exist are verified first. A last line without its end, as a crash leaves it, is cut off; `torn` is its
-    number of bytes. Raises `LedgerError` for any other damage and for another kind of file, which is not changed, and
-    `OSError` if the disk refuses. There is one writer: `append`, `sync` and `close` raise `LedgerError` if another
-    program truncated, wrote to or replaced the file. A pipe or a device is written to and never read.
+    Existing lines are verified first. An unfinished last line, as a crash leaves it, is cut off; `torn` is its number
+    of bytes. Raises `LedgerError`, and changes nothing, for any other damage or kind of file, and `OSError` if the disk
+    refuses. There is one writer: `append`, `sync` and `close` raise `LedgerError` if another program truncated, wrote
+    to or replaced the file. A pipe or a device is written to and never read.
     """
 
-    def __init__(self, path: Path, *, alone: bool = False) -> None:
-        """alone: lock the file. Raises `BlockingIOError`, and changes nothing, if another process has the lock."""
+    def __init__(self, path: Path, *, exclusive: bool = False) -> None:
+        """exclusive: lock the file. Raises `BlockingIOError`, and changes nothing, if another process has the lock."""
         self.path = path
-        self._place = path.absolute()  # the process may change its working folder
+        self._absolute = path.absolute()  # the process may change its working folder
         self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
-            # Lock before cutting: what looks torn may be the line that another process is writing.
-            if alone:
+            # Lock before cutting: another process may be writing the line that looks torn.
+            if exclusive:
                 fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._kept = stat.S_ISREG(os.fstat(self._handle).st_mode)
+            self._is_regular = stat.S_ISREG(os.fstat(self._handle).st_mode)
             self._count, self._digest, self._size, self.torn = 0, GENESIS, 0, 0
-            if self._kept:
+            if self._is_regular:
                 for _, line in read_lines(path):
                     self._count, self._digest, self._size = self._count + 1, chain(line), self._size + len(line)
                 self.torn = os.fstat(self._handle).st_size - self._size
             if self.torn:
-                if not self._count and not _begins_a_ledger(os.pread(self._handle, 16, 0)):
+                # Keys are sorted, so a first line begins with one of these. Some disks leave zeros after a crash.
+                piece, starts = os.pread(self._handle, 16, 0), (b'{"algorithms":', b'{"backend":')
+                begins = not piece.strip(b"\0") or any(start[: len(piece)] == piece[: len(start)] for start in starts)
+                if not self._count and not begins:
                     raise LedgerError(f"{path}:1: not the beginning of a ledger")
                 os.ftruncate(self._handle, self._size)
                 os.fsync(self._handle)
@@ -92,31 +90,30 @@ class LedgerFile:
 
     @property
     def head(self) -> tuple[int, str]:
-        """The number of lines and the digest of the last one, which checkpoints and summaries quote."""
+        """The number of lines and the digest of the last line, which checkpoints and summaries quote."""
         return self._count, self._digest
 
     def append(self, record: Record) -> None:
-        """Write `record` as the next line; if the disk refuses (`OSError`), nothing of the line stays."""
+        """Write `record` as the next line; if the disk refuses (`OSError`), nothing of the line remains."""
         line = encode(record, self._count, self._digest)
-        self._require_alone()
+        self._require_unchanged()
         try:
             write_all(self._handle, line)
             self._count, self._digest, self._size = self._count + 1, chain(line), self._size + len(line)
         except BaseException:
-            if self._kept:
+            if self._is_regular:
                 os.ftruncate(self._handle, self._size)
             raise
 
     def sync(self) -> None:
-        """Make all lines so far survive a power cut; a checkpoint that quotes the head needs it."""
-        if self._kept:
-            self._require_alone()
+        """Make all lines so far survive a power cut; required before a checkpoint quotes the head."""
+        if self._is_regular:
+            self._require_unchanged()
             os.fsync(self._handle)
 
-    def _require_alone(self) -> None:
-        what = tampered(self._handle, self._place, self._size) if self._kept else ""
-        if what:
-            raise LedgerError(f"{self.path}: {what}")
+    def _require_unchanged(self) -> None:
+        if self._is_regular and (change := outside_change(self._handle, self._absolute, self._size)):
+            raise LedgerError(f"{self.path}: {change}")
 
     def close(self) -> None:
         if self._handle >= 0:
@@ -126,22 +123,11 @@ class LedgerFile:
                 os.close(self._handle)
                 self._handle = -1
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        try:
-            self.close()
-        except ValueError:
-            if error is None:  # else the exception in flight matters more
-                raise
+def read_lines(path: Path, *, follow: bool = False) -> Iterator[tuple[Record, bytes]]:
+    """The records of the ledger at `path` and their lines, verified as they are read, without a torn last line.
 
-
-def read_lines(path: Path, *, follow: bool = False) -> Iterator[tuple[Line, bytes]]:
-    """The lines of the ledger at `path` with their bytes, verified as they are read; a torn last one is left out.
-
-    follow: follow `path` if it is a link. Raises `LedgerError` at the first line that does not fit, and `OSError` as
-    `open_regular` does.
+    follow: follow `path` if it is a link. Raises `LedgerError` at the first wrong line, `OSError` as `open_regular`.
     """
     count, digest = 0, GENESIS
     with open_regular(path, follow=follow) as file:
@@ -149,15 +135,8 @@ def read_lines(path: Path, *, follow: bool = False) -> Iterator[tuple[Line, byte
             if not raw.endswith(b"\n") and len(raw) <= MAX_LINE:
                 return  # torn by a crash; the next writer cuts it off
             try:
-                line = decode_line(raw)
-                link(line, count, digest)
+                record = decode_line(raw, count, digest)
             except ValueError as error:
                 raise LedgerError(f"{path}:{count + 1}: {error}") from None
-            yield line, raw
+            yield record, raw
             count, digest = count + 1, chain(raw)
-
-
-def _begins_a_ledger(piece: bytes) -> bool:
-    # Keys are sorted, so a first line begins with one of these. Some disks leave zeros after a crash.
-    starts = (b'{"algorithms":', b'{"backend":')
-    return not piece.strip(b"\0") or any(piece[: len(start)] == start[: len(piece)] for start in starts)

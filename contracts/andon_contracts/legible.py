@@ -1,15 +1,23 @@
-"""Text from anywhere, as text that every format can hold and every reader can see."""
+"""Text from anywhere as text that every format can hold; and where a rank reports: standard error, torch's launcher."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 import re
 import sys
+import time
+from pathlib import Path
 
-# Not in XML 1.0, or shown as nothing, or able to turn the order of what follows: controls other than tab and newline,
-# line and paragraph separators, marks of direction, halves of surrogate pairs, noncharacters.
+# Not in XML 1.0, or invisible, or able to reorder the text after it: controls other than tab and newline, line and
+# paragraph separators, marks of direction, halves of surrogate pairs, noncharacters.
 _HIDDEN = re.compile(
     "[\xad\u180e\U000e0000-\U000e0fff\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb\ufffe\uffff\ud800-\udfff]"
 )
+ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+_LATE_S = 5
+_logged: set[str] = set()
 
 
 def legible(text: str, most: int | None = None) -> str:
@@ -17,13 +25,17 @@ def legible(text: str, most: int | None = None) -> str:
 
     The result can be encoded as UTF-8 and stand in XML 1.0, once escaped.
     """
-    kept = text if most is None else text[:most]
-    left = len(text) - len(kept)
-    return _HIDDEN.sub(_written, kept) + (f" … ({left} more characters)" if left else "")
+    shown = text if most is None else text[:most]
+    left = len(text) - len(shown)
+    return _HIDDEN.sub(_escaped, shown) + (f" … ({left} more characters)" if left else "")
+
+
+def _escaped(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
 def legible_line(text: str) -> str:
-    """`text` as one line, for where a line says one thing: a line break in it is written out too."""
     return legible(text).replace("\n", "\\n")
 
 
@@ -32,21 +44,37 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'s' * (count != 1)}"
 
 
-def tell(*lines: str) -> None:
-    """Write lines to standard error at once, in one piece: what is invisible in them is written out."""
+def log(*lines: str) -> None:
+    """Write lines to standard error in one write, with invisible characters escaped."""
     print(legible("\n".join(lines)), file=sys.stderr, flush=True)
 
 
-_told: set[str] = set()
+def log_once(topic: str, line: str) -> None:
+    """Log `line` unless this process has logged a line on `topic` before."""
+    if topic not in _logged:
+        _logged.add(topic)
+        log(line)
 
 
-def tell_once(about: str, line: str) -> None:
-    """As `tell`, but only the first line about `about` in this process: its words may be others each time."""
-    if about not in _told:
-        _told.add(about)
-        tell(line)
+def report_to_launcher(message: str, *, late: bool, path: str | None = None) -> None:
+    """Write torch's error file: at `path`, or where torch's launcher expects it from this process, if anywhere.
+
+    The launcher prints the earliest failure, in whole seconds, as the root cause. late: another rank is the cause. The
+    file then replaces an earlier one of this process and gets a later time, so that it does not look like the cause.
+    """
+    path = path or os.environ.get(ERROR_FILE_VARIABLE)
+    if path and (late or not Path(path).exists()):
+        with contextlib.suppress(OSError):
+            write_error_file(Path(path), message, message, int(time.time()) + _LATE_S * late)
 
 
-def _written(found: re.Match[str]) -> str:
-    code = ord(found[0])
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+def write_error_file(path: Path, message: str, stack: str, when: int, **more: object) -> None:
+    """Write torch's error file, whole or not at all: a torn one stops torchrun.
+
+    stack: torch prints it unescaped. when: seconds since the epoch, by which torch orders failures. Raises `OSError`.
+    """
+    extra = {"py_callstack": legible(stack), "timestamp": str(when)}
+    body = {"message": legible(message), **more, "extraInfo": extra}
+    part = Path(f"{path}.{os.getpid()}.{time.monotonic_ns()}")
+    part.write_text(json.dumps({"message": body}), encoding="utf-8")
+    part.replace(path)

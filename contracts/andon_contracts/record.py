@@ -1,12 +1,11 @@
-"""One ledger line: the dataclasses of its kinds, its bytes, and the chain that links lines.
+"""One ledger line: the dataclasses of its kinds, its bytes, and the hash chain of lines.
 
-A line is one JSON object with sorted keys and no spaces, ended by a line feed:
-`{"kind":K,"prev":H,"seq":n,"v":4,...}`. `seq` counts from 0. `prev` is the first 16 hexadecimal digits of SHA-256 of
-the line before, without its line feed, and zeros in the first line. The chain is evidence of corruption, not of
-tampering: an attacker can rewrite all lines after a changed one.
+A line is one JSON object with sorted keys and no spaces, ended by a line feed: `{"kind":K,"prev":H,"seq":n,"v":4,...}`.
+`seq` counts from 0. `prev` is the first 16 hexadecimal digits of SHA-256 of the previous line without its line feed,
+and zeros in the first line. The chain detects corruption, not tampering: an attacker can rewrite all later lines too.
 
-A reader refuses an unknown version or field, so a new field needs a new version. A line leaves out fields that are
-None: a watch of a foreign loop and the falsifier's witness know less about a step than our own trainer.
+A reader refuses an unknown version or field, so a new field needs a new version. A line omits fields whose value is
+None: a watch and the falsifier's witness know less about a step than our own trainer.
 """
 
 from __future__ import annotations
@@ -15,29 +14,20 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple, get_args
+from typing import ClassVar, get_args
 
 from andon_contracts.fields import Count, Hex16, Part, Real, json_object, read_field
 
 SCHEMA_VERSION = 4
-"""The version of every line; readers refuse any other."""
 GENESIS = "0" * 16
 """`prev` of the first line."""
 MAX_LINE = 1 << 24
 """The longest line, in bytes, that is written or read."""
-_TENSORS = ("weights", "gradient", "optimizer", "base")
-TRAINER_DIGESTS: Mapping[str, str] = {
-    **dict.fromkeys(_TENSORS, "tensor-digest"), "content": "content-sums", "data": "sha256",
-}  # fmt: skip
-"""The algorithm of each digest that our own trainer writes."""
-WATCH_DIGESTS: Mapping[str, str] = {**dict.fromkeys(_TENSORS, "flat-digest"), "content": "text-digest"}
-"""The algorithm of each digest that a watch writes: it digests the tensors of a group in one pass."""
-_ENVELOPE = frozenset({"v", "kind", "seq", "prev"})
 
 
 @dataclass(frozen=True)
 class Plan(Part):
-    """The plan of a run. `ids`: the rows of an epoch, if they are named one by one. `task`: None is classification."""
+    """`ids`: the rows of an epoch, if they are listed. `task`: None is classification."""
 
     rows: Count | None
     batch_size: Count | None
@@ -51,7 +41,7 @@ class Plan(Part):
 
 @dataclass(frozen=True)
 class StepDigests(Part):
-    """Digests of one step: planned content, reduced gradient before clipping, state after the update."""
+    """Of the planned content, the reduced gradient before clipping, and the state after the update."""
 
     content: Hex16 | None
     gradient: Hex16 | None
@@ -61,10 +51,7 @@ class StepDigests(Part):
 
 @dataclass(frozen=True)
 class RankPart(Part):
-    """One rank in a step: its micro-batches (`leaves`) and rows, and the digests of its state after the update.
-
-    A rank has no digest of a shard, because no other rank should have the same.
-    """
+    """One rank in a step: its micro-batches (`leaves`), its rows, and digests of its state, except of shards."""
 
     rank: Count
     leaves: tuple[Count, ...]
@@ -77,7 +64,7 @@ class RankPart(Part):
 
 @dataclass(frozen=True)
 class Start(Part):
-    """The first line of a run. `writer`: None is our trainer. `algorithms`: the algorithm of each digest, by field."""
+    """The first line of a run. `writer`: None is our trainer. `algorithms`: of digests, by the name of the digest."""
 
     kind: ClassVar[str] = "start"
     run: str
@@ -95,13 +82,12 @@ class Start(Part):
 class Step(Part):
     """One update. `step` is its number from 1, `position` that of its first row in the epoch, `ids` its rows in order.
 
-    `loss` is the mean over `terms` terms (None: one for each of the `count` rows), `grad_norm` the norm before
-    clipping, `correct` the number of terms that were predicted right.
-    From a watch: `weights_norm` is the 2-norm of the trained parameters after the update. `gradient_at` is "optimizer"
-    if digest and norm are of the optimizer's input, because nobody reported the reduced gradient before clipping.
-    `optimizer_index` counts from 0 if several optimizers are watched; the weights are then its own. `skipped`: the loss
-    scaler skipped the update. `draws`: what draws random numbers in the forward passes (first updates only).
-    From the falsifier's witness: `tensors` names the tensors of this update that are stored elsewhere.
+    `loss` is the mean over `terms` terms (None: one per row of `count`), `grad_norm` the norm before clipping,
+    `correct` the number of terms predicted right. A watch adds `weights_norm`, the 2-norm of the trained parameters
+    after the update; `gradient_at`, "optimizer" if digest and norm are of the optimizer's input because the reduced
+    gradient was not reported; `optimizer_index` from 0 if it watches several (the weights are then of this one);
+    `skipped`, if the loss scaler skipped the update; and `draws`, the modules that draw random numbers (first updates
+    only). The falsifier's witness adds `tensors`, the names of tensors that are stored elsewhere.
     """
 
     kind: ClassVar[str] = "step"
@@ -129,10 +115,7 @@ class Step(Part):
 
 @dataclass(frozen=True)
 class Evaluation(Part):
-    """Scores after `step` updates on `rows` rows.
-
-    `confusion` is the digest of the file with the confusion matrix, if there is one: it may be longer than a line.
-    """
+    """Scores after `step` updates on `rows` rows. `confusion`: the digest of the file with the confusion matrix."""
 
     kind: ClassVar[str] = "eval"
     step: Count
@@ -155,10 +138,7 @@ class Saved(Part):
 
 @dataclass(frozen=True)
 class Resume(Part):
-    """The run goes on after `step` updates, from the checkpoint `name` (None: from the start).
-
-    `torn` is the number of bytes of an unfinished last line that were cut off the ledger.
-    """
+    """The run continues after `step` updates from checkpoint `name` (None: the start); `torn` bytes were cut off."""
 
     kind: ClassVar[str] = "resume"
     step: Count
@@ -175,10 +155,10 @@ class Resume(Part):
 
 @dataclass(frozen=True)
 class Broken(Part):
-    """A violation: the clause and its finding.
+    """A violation: the clause and its finding. `applied`: it was found after the update was made.
 
-    `action` is what a watch did: "raised", "warned", "called" (a function of the user), "suspected" (a warning about
-    something that a right loop may do too); None: the run ended. `applied`: it was found after the update was made.
+    `action` of a watch: "raised", "warned", "called" (a function of the user), "suspected" (a warning about something
+    that a correct loop may do too). None: the run ended.
     """
 
     kind: ClassVar[str] = "violation"
@@ -194,10 +174,9 @@ class Broken(Part):
 
 @dataclass(frozen=True)
 class Retraction(Part):
-    """The updates after `step`, up to `last`, no longer count, because any of them may have caused a later violation.
+    """The updates after the checkpoint of `step`, up to `last`, no longer count: any may have caused the violation.
 
-    `step` is the last checkpoint, from which a resumed run goes on; its updates are not compared with these. `clause`
-    and `seen` are those of the violation.
+    A resumed run starts at `step`; its updates are not compared with these.
     """
 
     kind: ClassVar[str] = "retraction"
@@ -223,25 +202,17 @@ Record = Start | Step | Evaluation | Saved | Resume | Broken | Retraction | End
 KINDS: Mapping[str, type[Record]] = {record.kind: record for record in get_args(Record)}
 
 
-class Line(NamedTuple):
-    """A record with its place in the chain."""
-
-    seq: int
-    prev: str
-    record: Record
-
-
 class LineTooLong(ValueError):
-    """A record takes more than `MAX_LINE` bytes, such as a step with a million rows."""
+    """A record takes more than `MAX_LINE` bytes."""
 
 
 def encode(record: Record, seq: int, prev: str) -> bytes:
     """The line of `record`, line feed included.
 
-    Raises `ValueError` for a record that readers would refuse, `LineTooLong` for a line of more than `MAX_LINE` bytes.
+    Raises `ValueError` for a record that readers would refuse, and `LineTooLong`.
     """
     body = record.to_json()
-    # Read it back before it is written: a line that readers refuse would lose every line after it.
+    # A line that readers refuse would lose every line after it.
     if type(record).from_json(body) != record:
         raise ValueError(f"a {record.kind} record does not survive JSON: a field has a value of a wrong type")
     envelope = {"v": SCHEMA_VERSION, "kind": record.kind, "seq": read_field(Count, seq, "seq"), "prev": prev}
@@ -253,48 +224,43 @@ def encode(record: Record, seq: int, prev: str) -> bytes:
     return line
 
 
-def decode_line(line: bytes) -> Line:
-    """The record of `line` and its place. Raises `ValueError` for a line that `encode` does not write."""
+def decode_line(line: bytes, count: int, head: str) -> Record:
+    """The record of `line` after `count` lines, the last with digest `head`. Raises `ValueError` for another line."""
     if len(line) > MAX_LINE:
         raise ValueError(f"the line has {len(line)} bytes, more than {MAX_LINE}")
     try:
         data = _DECODER.decode(line.decode("ascii"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not a line of JSON: {error}") from None
-    found = json_object(data, "the line")
-    version, kind = found.get("v"), found.get("kind")
+    version, kind = json_object(data, "the line").get("v"), data.get("kind")
     if type(version) is not int or version != SCHEMA_VERSION:
         raise ValueError(f"version {version!r} is not {SCHEMA_VERSION}")
     if not isinstance(kind, str) or kind not in KINDS:
         raise ValueError(f"unknown kind {kind!r}")
-    body = {name: value for name, value in found.items() if name not in _ENVELOPE}
-    seq, prev = read_field(Count, found.get("seq"), "seq"), read_field(Hex16, found.get("prev"), "prev")
-    return Line(seq, prev, KINDS[kind].from_json(body))
+    seq, prev = read_field(Count, data.get("seq"), "seq"), read_field(Hex16, data.get("prev"), "prev")
+    record = KINDS[kind].from_json({key: data[key] for key in data if key not in {"v", "kind", "seq", "prev"}})
+    if seq != count:
+        raise ValueError(f"sequence number {seq} where {count} belongs")
+    if prev != head:
+        raise ValueError(f"it follows a line with digest {prev}, the line before it has {head}")
+    return record
 
 
 def chain(previous_line: bytes) -> str:
-    """`prev` of the line after `previous_line`, whose line feed does not count."""
+    """`prev` of the line after `previous_line`, which may have its line feed."""
     return hashlib.sha256(previous_line.removesuffix(b"\n")).hexdigest()[:16]
 
 
-def link(line: Line, count: int, head: str) -> None:
-    """Check that `line` follows `count` lines whose head digest is `head`. Raises `ValueError`."""
-    if line.seq != count:
-        raise ValueError(f"sequence number {line.seq} where {count} belongs")
-    if line.prev != head:
-        raise ValueError(f"it follows a line with digest {line.prev}, the line before it has {head}")
-
-
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    data = dict(pairs)
+    if len(data) != len(pairs):
         raise ValueError("a key stands twice in one object")
-    return found
+    return data
 
 
 def _no_constant(name: str) -> object:
     raise ValueError(f"{name} is not JSON")
 
 
-# Python's decoder takes more than JSON: NaN, and the last of two equal keys, where other decoders take the first.
+# Python's decoder accepts more than JSON: NaN, and duplicate keys, of which other decoders may use the first.
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant)

@@ -1,4 +1,4 @@
-"""Files that anybody may have written: only regular files of a bounded size are read (SECURITY.md).
+"""Reads files that anybody may have written: only regular files of a bounded size (SECURITY.md).
 
 A pipe blocks its reader until somebody writes, a device may give bytes without end, a sparse file claims more bytes
 than there is memory, and a link may lead to a file that the owner of the folder must not read.
@@ -10,7 +10,6 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -30,13 +29,13 @@ def open_regular(path: Path, *, follow: bool = False) -> BinaryIO:
         handle = os.open(path, flags)
     except OSError as error:
         if error.errno == errno.ELOOP and not follow:
-            raise _refused(path, "it is a link") from error
+            raise _refusal(path, "it is a link") from error
         raise
     except ValueError as error:  # a zero byte in a name
-        raise _refused(path, str(error)) from error
+        raise _refusal(path, str(error)) from error
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise _refused(path, "it is not a regular file")
+        raise _refusal(path, "it is not a regular file")
     return os.fdopen(handle, "rb")
 
 
@@ -46,33 +45,20 @@ def read_regular(path: Path, most: int, *, follow: bool = False) -> bytes:
     Raises `OSError` as `open_regular` does, and for a file of more than `most` bytes or than the machine has memory.
     """
     with open_regular(path, follow=follow) as file:
-        found = os.fstat(file.fileno())
+        size = os.fstat(file.fileno()).st_size
         most = min(most, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-        if found.st_size > most:
-            raise _refused(path, f"its {found.st_size} bytes are more than the {most} allowed")
-        return file.read(found.st_size)
+        if size > most:
+            raise _refusal(path, f"its {size} bytes are more than the {most} allowed")
+        return file.read(size)
 
 
-def read_lines(path: Path, most: int) -> Iterator[bytes]:
-    """The lines of the regular file at `path`; stops after the first without an end in `most` bytes.
-
-    Raises `OSError` as `open_regular` does.
-    """
-    with open_regular(path) as file:
-        while line := file.readline(most):
-            yield line
-            if not line.endswith(b"\n"):
-                return
-
-
-def read_json(path: Path, most: int = MOST_JSON, *, follow: bool = False) -> Any:
-    """The value in the JSON file at `path`. Raises as `read_regular` does, and `ValueError` if it is not JSON."""
-    data = read_regular(path, most, follow=follow)
+def read_json(path: Path, *, follow: bool = False) -> Any:
+    """The value in the JSON file at `path`. Raises `OSError` as `read_regular`, and `ValueError` if it is not JSON."""
     try:
-        return json.loads(data)
+        return json.loads(read_regular(path, MOST_JSON, follow=follow))
     except RecursionError as error:
         raise ValueError("it nests too deeply") from error
 
 
-def _refused(path: Path, why: str) -> OSError:
+def _refusal(path: Path, why: str) -> OSError:
     return OSError(errno.EINVAL, why, str(path))

@@ -1,7 +1,6 @@
-"""What the trainer does to its folder, each act by itself, and what must be there after it was cut off anywhere.
+"""Acts of the trainer on its run folder, and the state that must remain if an act is cut off anywhere.
 
-Played by `crash_points` in processes of their own: `act` in one that is killed or whose system calls fail, `check` in
-another one that never saw the first.
+`crash_points` runs `act` in a process that is killed or whose system calls fail, and `check` in a new process.
 """
 
 from __future__ import annotations
@@ -109,10 +108,11 @@ def _after_pruning(folder: Path, code: int | None) -> Iterable[str]:
 
 
 def _lines(folder: Path, first: int, count: int) -> None:
-    with LedgerWriter(folder / "ledger.jsonl") as ledger:
-        for number in range(first, first + count):
-            ledger.append(Broken("finite", number, (), "", "x" * 200))
-            ledger.sync()
+    ledger = LedgerWriter(folder / "ledger.jsonl")
+    for number in range(first, first + count):
+        ledger.append(Broken("finite", number, (), "", "x" * 200))
+        ledger.sync()
+    ledger.close()
 
 
 def _after_appending(folder: Path, code: int | None) -> Iterable[str]:

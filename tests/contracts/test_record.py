@@ -21,7 +21,6 @@ from andon_contracts.record import (
     Broken,
     End,
     Evaluation,
-    Line,
     Plan,
     RankPart,
     Record,
@@ -103,7 +102,7 @@ def chained(records: list[Record]) -> list[bytes]:
 
 @pytest.mark.parametrize("record", RECORDS, ids=range(len(RECORDS)))
 def test_every_kind_survives_its_line(record: Record) -> None:
-    assert decode_line(encode(record, 7, H[0])) == Line(7, H[0], record)
+    assert decode_line(encode(record, 7, H[0]), 7, H[0]) == record
 
 
 def test_every_kind_is_tried() -> None:
@@ -202,7 +201,7 @@ def edited(**changes: object) -> bytes:
 )
 def test_a_wrong_line_is_refused(line: bytes, says: str) -> None:
     with pytest.raises(ValueError, match=says) as caught:
-        decode_line(line)
+        decode_line(line, 0, GENESIS)
     assert len(str(caught.value)) < 300
 
 
@@ -214,7 +213,7 @@ GOLDEN = (
 
 
 def test_a_line_has_these_bytes_and_both_readers_take_it() -> None:
-    record = decode_line(GOLDEN).record
+    record = decode_line(GOLDEN, 0, GENESIS)
     assert encode(record, 0, GENESIS) == GOLDEN
     event = parse_line(GOLDEN.decode(), 1, "")
     assert isinstance(record, Step)

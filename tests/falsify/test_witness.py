@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, library, nn
 
-from andon_contracts.record import End, Record, Resume, Start, Step, decode_line, link
+from andon_contracts.record import End, Record, Resume, Start, Step, decode_line
 from andon_contracts.record import chain as chained
 from andon_falsify.campaign.further import cut_and_resume
 from andon_falsify.checkers import gradient_law, losses_close, resume_equal
@@ -166,9 +166,7 @@ def runs(draw: st.DrawFn) -> tuple[Case, list[LoopSightings]]:
 def decoded(lines: list[bytes]) -> list[Record]:
     found, head = [], "0" * 16
     for count, raw in enumerate(lines):
-        line = decode_line(raw)
-        link(line, count, head)
-        found.append(line.record)
+        found.append(decode_line(raw, count, head))
         head = chained(raw)
     return found
 
@@ -200,8 +198,9 @@ def test_a_line_refers_to_tensors_and_never_holds_them() -> None:
     part.reported.append(Reported(1, 0, 0, (0, 1), 2, 1, 0.1, math.nan, 1.0))
     part.values[1] = Values({"w": torch.full((1000,), 7.0)}, {"w": torch.full((1000,), 7.0)})
     case = Case(rows=make_rows(2), batch_size=2, micro_batches=1)
-    line = witness.linked(of_trainers._events(case, [part]))[1]
-    record = decode_line(line).record
+    lines = witness.linked(of_trainers._events(case, [part]))
+    line, record = lines[1], decoded(lines)[1]
+    assert isinstance(record, Step)
     assert record.tensors == {"gradients": "1/gradients", "weights": "1/weights"}
     assert len(line) < 1000
     assert {field.name for field in dataclasses.fields(Values)} == set(record.tensors)

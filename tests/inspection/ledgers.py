@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -98,7 +99,7 @@ def retracted_run() -> list[Record]:
 
 
 def write(path: Path, records: Sequence[Record]) -> Path:
-    with LedgerWriter(path) as ledger:
+    with closing(LedgerWriter(path)) as ledger:
         for record in records:
             ledger.append(record)
     return path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -71,7 +72,7 @@ def _rewritten(run: Path, folder: Path, change: dict[int, Step], first: Start | 
         (folder / name).write_bytes((run / name).read_bytes())
     (folder / "checkpoints").mkdir()
     records: list[Record] = list(read_ledger(run / "ledger.jsonl"))
-    with LedgerWriter(folder / "ledger.jsonl") as ledger:
+    with closing(LedgerWriter(folder / "ledger.jsonl")) as ledger:
         for record in records:
             if isinstance(record, Start) and first is not None:
                 record = first

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -221,7 +222,7 @@ def test_states(tmp_path: Path) -> None:
 
 def test_a_run_without_its_lock_is_known_by_its_ledger(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
-    with LedgerWriter(run.ledger) as ledger:
+    with closing(LedgerWriter(run.ledger)) as ledger:
         ledger.append(End(0, "finished", {}))
     assert run.state() is State.UNFINISHED
 
@@ -304,7 +305,7 @@ def test_a_run_that_began_meanwhile_is_not_discarded(tmp_path: Path, monkeypatch
     lock = fcntl.flock
 
     def begun_first(handle: int, how: int) -> None:
-        with LedgerWriter(run.ledger) as ledger:
+        with closing(LedgerWriter(run.ledger)) as ledger:
             ledger.append(End(1, "finished", {}))
         lock(handle, how)
 

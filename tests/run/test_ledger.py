@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -42,15 +43,16 @@ def step(number: int, loss: float = 0.5) -> Step:
 
 
 def written(path: Path, *records: Step | End) -> bytes:
-    with LedgerWriter(path) as ledger:
-        for record in records:
-            ledger.append(record)
+    ledger = LedgerWriter(path)
+    for record in records:
+        ledger.append(record)
+    ledger.close()
     return path.read_bytes()
 
 
 def test_lines_are_on_disk_at_their_step(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
-    with LedgerWriter(path) as ledger:
+    with closing(LedgerWriter(path)) as ledger:
         assert ledger.head == (0, GENESIS)
         for number in (1, 2, 3):
             ledger.append(step(number))
@@ -70,12 +72,12 @@ def test_a_torn_tail_is_cut_and_told(tmp_path: Path) -> None:
     for size in (len(first), len(first) + 1, (len(first) + len(both)) // 2, len(both) - 1):
         path.write_bytes(both[:size])
         assert list(read_ledger(path)) == [step(1)]
-        with LedgerWriter(path) as ledger:
+        with closing(LedgerWriter(path)) as ledger:
             assert ledger.torn == size - len(first)
             assert ledger.head == (1, chain(first))
         assert path.read_bytes() == first
     path.write_bytes(first + bytes(1000))
-    with LedgerWriter(path) as ledger:
+    with closing(LedgerWriter(path)) as ledger:
         assert ledger.torn == 1000
         ledger.append(step(2))
     assert path.read_bytes() == both
@@ -134,7 +136,7 @@ def test_a_failed_append_leaves_whole_lines(tmp_path: Path, mode: Mode) -> None:
 
 def test_a_refused_record_leaves_the_ledger_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
-    with LedgerWriter(path) as ledger:
+    with closing(LedgerWriter(path)) as ledger:
         ledger.append(step(1))
         with pytest.raises(ValueError, match="count"):
             ledger.append(replace(step(2), count=-1))
@@ -149,7 +151,7 @@ def test_a_ledger_that_is_cut_while_it_is_written_is_named(tmp_path: Path) -> No
     assert len(sizes) == 20
     for size in sizes:
         path.write_bytes(whole)
-        with LedgerWriter(path) as ledger:
+        with closing(LedgerWriter(path)) as ledger:
             os.truncate(path, size)
             what = f"ledger.jsonl: was truncated by another program while the run wrote to it: it has {size} bytes"
             for work in (lambda: ledger.append(step(4)), ledger.sync):
@@ -158,7 +160,7 @@ def test_a_ledger_that_is_cut_while_it_is_written_is_named(tmp_path: Path) -> No
             assert path.stat().st_size == size
             path.write_bytes(whole)
     path.write_bytes(whole)
-    with LedgerWriter(path) as ledger:
+    with closing(LedgerWriter(path)) as ledger:
         path.write_bytes(whole + b"more")
         with pytest.raises(InputError, match="was written to by another program"):
             ledger.append(step(4))
@@ -169,7 +171,7 @@ def test_a_ledger_stays_in_its_place_where_the_process_leaves_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with LedgerFile(Path("ledger.jsonl")) as ledger:
+    with closing(LedgerFile(Path("ledger.jsonl"))) as ledger:
         monkeypatch.chdir("/")
         ledger.append(step(1))
     assert list(read_ledger(tmp_path / "ledger.jsonl")) == [step(1)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from andon_contracts.record import GENESIS, chain, decode_line, link
+from andon_contracts.record import GENESIS, chain, decode_line
 
 
 def verify_chain(lines: Iterable[bytes]) -> tuple[int, str]:
@@ -15,7 +15,7 @@ def verify_chain(lines: Iterable[bytes]) -> tuple[int, str]:
     count, head = 0, GENESIS
     for line in lines:
         try:
-            link(decode_line(line), count, head)
+            decode_line(line, count, head)
         except ValueError as error:
             raise ValueError(f"line {count + 1}: {error}") from None
         count, head = count + 1, chain(line)

@@ -178,7 +178,7 @@ def _fails_at_the_start(folder: str) -> str:
         _open(rows=5, contents=_contents, ledger=path)
     assert sys.excepthook is hook
     assert [each.name for each in threading.enumerate() if each.name.startswith("andon")] == []
-    LedgerFile(path, alone=True).close()
+    LedgerFile(path, exclusive=True).close()
     return str(caught.value)
 
 

@@ -22,14 +22,13 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from andon_contracts.act import Evidence, write_cause
 from andon_contracts.causes import Cause, consequence, first_line
-from andon_contracts.error_file import tell_launcher
-from andon_contracts.legible import tell
+from andon_contracts.legible import log, report_to_launcher
 from andon_contracts.liveness.end_messages import EndMessages, Position
 from andon_contracts.liveness.halt_link import LOOK_S, POLL_S, HaltLink, PeerMonitor, Progress
 from andon_contracts.liveness.pending_collectives import PendingCollectives
 from andon_contracts.liveness.process import within
 from andon_contracts.liveness.signed import TAKEN_AWAY_S, Signed
-from andon_contracts.stacks import doing, line_of
+from andon_contracts.stacks import current_activity, error_line
 from andon_contracts.violation import Violation
 
 _RAISE_S = 0.4
@@ -132,13 +131,13 @@ class HaltSignal:
             return
         if self.cause is not None:
             self._raised.set()
-            tell_launcher(self.cause.text, late=self.cause.rank != self._rank)
+            report_to_launcher(self.cause.text, late=self.cause.rank != self._rank)
         elif consequence(error) is not None:
             self._pull(self._cause_behind(error))
         elif isinstance(error, Violation):
             self._pull(Cause.of_violation(error, self._rank))
         else:
-            self._pull(self._teller.failed(error, line_of(error)))
+            self._pull(self._teller.failed(error, error_line(error)))
 
     def end_with(self, kind: object, error: BaseException | None, trace: object) -> None:
         """The end of a `with` block: `failed` with the error that leaves it, if any, and `close`."""
@@ -160,7 +159,7 @@ class HaltSignal:
         self._last_call.cancel()
         self._link.leave()
         if self._link.checked.dropped:
-            tell(f"andon: {self._link.checked.account(self._rank)}")
+            log(f"andon: {self._link.checked.account(self._rank)}")
         if threading.current_thread() is not self._thread:
             self._thread.join(LOOK_S)
 
@@ -189,7 +188,7 @@ class HaltSignal:
         self._raised.set()
         first = self._publish(cause)
         self._leave_evidence(first, with_state=True)
-        tell_launcher(first.text, late=first.rank != self._rank)
+        report_to_launcher(first.text, late=first.rank != self._rank)
         self._link.acknowledge()
         self._settle()
         return first
@@ -213,19 +212,19 @@ class HaltSignal:
             time.sleep(POLL_S / 4)
         for rank, process in self._monitor.unaware().items() if self._hard_stop else ():
             if self.cause is not None and process.error_file:
-                tell_launcher(self.cause.text, late=self.cause.rank != rank, path=process.error_file)
+                report_to_launcher(self.cause.text, late=self.cause.rank != rank, path=process.error_file)
             if process.kill():
-                tell(f"andon: rank {rank} of {self._world} could not end itself, and rank {self._rank} ended it")
+                log(f"andon: rank {rank} of {self._world} could not end itself, and rank {self._rank} ended it")
 
     def _leave_evidence(self, cause: Cause, *, with_state: bool) -> None:
         with self._leaving:
             if self._evidence_left:
                 return
             self._evidence_left = True
-            at = {**vars(self._teller.at), "doing": doing(self._owner)}
+            at = {**vars(self._teller.at), "doing": current_activity(self._owner)}
             failed = write_cause(cause, self.evidence, at, state=with_state, account=self._monitor.lowest_live())
             if failed:
-                tell(f"andon: rank {self._rank} could not write all of its bundle: {failed}")
+                log(f"andon: rank {self._rank} could not write all of its bundle: {failed}")
 
     # For the thread of the link, as its `Listener`.
 
@@ -240,7 +239,7 @@ class HaltSignal:
     def warn(self, text: str) -> None:
         if text != self._warned:
             self._warned = text
-            tell(f"andon: {text}")
+            log(f"andon: {text}")
 
     def unguarded(self, thread: str, error: Exception) -> Cause | str:
         failure = self._teller.unguarded(thread, error)
@@ -256,7 +255,7 @@ class HaltSignal:
         try:
             self._look_out()
         except Exception as error:  # noqa: BLE001 - whatever it is, this rank does not halt in silence
-            tell(self._teller.unguarded("andon-cord", error).text)
+            log(self._teller.unguarded("andon-cord", error).text)
             _interrupt(self.raise_if_halted)
 
     def _look_out(self) -> None:
@@ -283,7 +282,7 @@ class HaltSignal:
     def _act(self, cause: Cause, *, settle: bool) -> None:
         if not self._pulled_here:
             self._leave_evidence(cause, with_state=False)
-            tell_launcher(cause.text, late=cause.rank != self._rank)
+            report_to_launcher(cause.text, late=cause.rank != self._rank)
             self._link.acknowledge()
             if settle:
                 self._settle()
@@ -297,13 +296,13 @@ class HaltSignal:
             _end_process("")
 
     def _unblock(self, cause: Cause) -> None:
-        place = doing(self._owner)
+        place = current_activity(self._owner)
         if self._hard_stop:
             ended = f"rank {self._rank}, which was blocked {place}: no hook ran (hard_stop)"
             _end_process(f"{cause.text}\n  ended    {ended}")
         aborted = _abort_groups()
         if not aborted or not self._raised.wait(_UNBLOCK_S):
-            tell(f"{cause.text}\n  blocked  rank {self._rank} {place}: {_what_ends(place, aborted)}")
+            log(f"{cause.text}\n  blocked  rank {self._rank} {place}: {_what_ends(place, aborted)}")
         self._raised.wait()
 
     # The end of the process.
@@ -337,7 +336,7 @@ class HaltSignal:
 def say_cause(cause: Cause | None, error: BaseException) -> None:
     """Print what ends all ranks, unless it is `error`, which ends this one."""
     if cause is not None and cause.text != str(error) and not isinstance(error, KeyboardInterrupt):
-        tell(cause.text)
+        log(cause.text)
 
 
 def own_store(name: str) -> Store | None:
@@ -369,7 +368,7 @@ def _end_process(text: str) -> NoReturn:
 
     def last_words() -> None:
         if text:
-            tell(text)
+            log(text)
         sys.stdout.flush()
 
     within(_RAISE_S, last_words)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from andon_contracts.error_file import VARIABLE
 from andon_contracts.fields import Count, Part
+from andon_contracts.legible import ERROR_FILE_VARIABLE
 
 State = Literal["runs", "stopped", "gone", "elsewhere"]  # elsewhere: on another machine, or the system does not say
 _PROC, _GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
@@ -46,7 +46,7 @@ class Process(Part):
 
     @classmethod
     def here(cls) -> Process:
-        pid, error_file = os.getpid(), os.environ.get(VARIABLE, "")
+        pid, error_file = os.getpid(), os.environ.get(ERROR_FILE_VARIABLE, "")
         return cls(pid, start_time(pid) or 0, _machine(), socket.gethostname(), error_file)
 
     @classmethod

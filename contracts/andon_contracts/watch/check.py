@@ -23,7 +23,7 @@ from andon_contracts.watch.ledger import Recorder
 from andon_contracts.watch.model_probe import ModelProbe
 from andon_contracts.watch.rows import Rows
 from andon_contracts.watch.settings import Settings
-from andon_contracts.watch.values import layout_digest, rate_of
+from andon_contracts.watch.values import layout_digest, learning_rate_of
 
 Values = dict[str, int]
 Laws = Sequence[Law[Seen[object]]]
@@ -153,7 +153,7 @@ class OptimizerProbe:
     @property
     def rate(self) -> float:
         """The learning rate of the first group."""
-        return rate_of(self.optimizer.param_groups[0], 0.0)
+        return learning_rate_of(self.optimizer.param_groups[0], 0.0)
 
     def gradients(self) -> list[Tensor]:
         return [p.grad for p in self.members if p.grad is not None]

@@ -28,7 +28,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from andon_contracts.causes import first_line
 from andon_contracts.digest import mix64
-from andon_contracts.legible import tell_once
+from andon_contracts.legible import log_once
 from andon_contracts.watch.exchange import element_bits
 
 _SHUFFLERS = ("SeedableRandomSampler", "SubsetRandomSampler")
@@ -280,7 +280,7 @@ def yielded(iterator: Any, batch: object) -> Yielded:
 def report_unreadable(what: str, error: Exception) -> None:
     """Print once that the rows of this run are not checked, because reading `what` raised `error`."""
     why = f"{what} raises {first_line(error)} if looked at"
-    tell_once(what, f"andon.watch: {why}: the rows of this run are not checked")
+    log_once(what, f"andon.watch: {why}: the rows of this run are not checked")
 
 
 def is_running(source: LoaderPass) -> bool:

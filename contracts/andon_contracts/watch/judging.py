@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 from andon_contracts.act import Evidence, Scene, with_bundle
 from andon_contracts.clauses import CLAUSES
 from andon_contracts.laws.law import Judgement, Law
-from andon_contracts.legible import tell
-from andon_contracts.stacks import line_here
+from andon_contracts.legible import log
+from andon_contracts.stacks import user_line
 from andon_contracts.violation import Violation
 from andon_contracts.watch.settings import Settings
 
@@ -25,8 +25,8 @@ _PARTED = frozenset({"replicas-agree", "gradients-agree", "optimizers-agree", "b
 
 def print_message(text: str) -> None:
     """Print a message after the line of the user's loop that led here. No filter of warnings can hide it."""
-    line = line_here()
-    tell(f"{line}: {text}" if line else text)
+    line = user_line()
+    log(f"{line}: {text}" if line else text)
 
 
 @dataclass

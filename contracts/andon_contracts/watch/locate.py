@@ -16,7 +16,7 @@ from andon_contracts.violation import Violation
 from andon_contracts.watch.check import Context, Laws, OptimizerProbe
 from andon_contracts.watch.checks.optimizer import hyperparameters_by_key
 from andon_contracts.watch.checks.weights import PARTED
-from andon_contracts.watch.values import layout_digest, roles_digest, state_digest
+from andon_contracts.watch.values import layout_digest, state_digest, trainable_layout_digest
 
 REPLICATED = {name: law.clause for law in (REPLICAS, GRADIENTS, OPTIMIZERS) for name in law.look}
 """By the name of a value that all replicas share, the clause that compares it."""
@@ -96,7 +96,9 @@ def _details(context: Context, name: str, step: int, probe: OptimizerProbe | Non
     if name == "weights":
         details[name] = look(step, name, parameters)
     elif name == "layout":
-        details[name] = spread(step, "tensors of layout", {n: roles_digest({"": p}) for n, p in parameters.items()})
+        details[name] = spread(
+            step, "tensors of layout", {n: trainable_layout_digest({"": p}) for n, p in parameters.items()}
+        )
     elif name == "gradient":
         none = torch.empty(0, device="cpu")
         details[name] = look(step, name, {n: none if p.grad is None else p.grad for n, p in parameters.items()})

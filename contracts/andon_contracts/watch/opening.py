@@ -27,7 +27,7 @@ from andon_contracts.liveness.halt import HaltSignal, own_store
 from andon_contracts.liveness.pending_collectives import PendingCollectives
 from andon_contracts.liveness.signed import Signed, drawn, secret_in, words_of
 from andon_contracts.watch.exchange import WIDTH, Exchange, Replicas, part_of, replicas_of
-from andon_contracts.watch.ledger import ledger_path, open_ledger
+from andon_contracts.watch.ledger import open_ledger
 from andon_contracts.watch.model_probe import ModelProbe, ModuleGroup, unwrap
 from andon_contracts.watch.settings import Action, Plan, Reference, Replicate, Scaler, Schedule, Settings
 from andon_contracts.watch.watcher import Watch
@@ -143,9 +143,8 @@ def open_watch(model: nn.Module, optimizers: Sequence[Any], settings: Settings) 
             first = int(os.environ.get("RANK", "0"))  # the global rank of this rank; torchrun's number without a group
             if dist.is_available() and dist.is_initialized():
                 first = 0 if settings.group is None else dist.get_process_group_ranks(settings.group)[0]
-            path = ledger_path(settings.ledger, first)
             try:
-                file = None if path is None else open_ledger(path, settings.start)
+                file = open_ledger(settings.ledger, first, settings.start)
             except ValueError as error:
                 problems.append(str(error))
             if file is not None:

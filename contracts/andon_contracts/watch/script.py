@@ -32,10 +32,9 @@ from torch._C._distributed_c10d import Store
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from andon_contracts.causes import first_line
-from andon_contracts.error_file import tell_launcher
-from andon_contracts.legible import legible_line, tell
+from andon_contracts.legible import legible_line, log, report_to_launcher
 from andon_contracts.liveness.halt import own_store
-from andon_contracts.stacks import doing
+from andon_contracts.stacks import current_activity
 from andon_contracts.violation import Halted, Violation
 from andon_contracts.watch.intercept import Listener, listen
 from andon_contracts.watch.opening import (
@@ -81,9 +80,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Violation as found:
         # The whole message once for each machine, its first line from the other ranks.
         text = f"andon.{type(found).__name__}: {found}"
-        tell_launcher(text, late=False)
+        report_to_launcher(text, late=False)
         local = os.environ.get("LOCAL_RANK", "0")
-        tell(text if local == "0" else f"rank {os.environ.get('RANK', local)}: {text.partition(chr(10))[0]}")
+        log(text if local == "0" else f"rank {os.environ.get('RANK', local)}: {text.partition(chr(10))[0]}")
         return _FAILED if isinstance(found, Halted) and not standby.violated else _VIOLATION
     except SystemExit as ended:
         if not ended.code:
@@ -213,7 +212,7 @@ class Standby(Listener):
         if opened_so_far() == self._opened_before and not self._unwatched:
             several = os.environ.get("WORLD_SIZE", "1") != "1"
             which = f"rank {os.environ.get('RANK', '?')}: " if several else ""
-            tell(f"andon watch: {which}no optimizer of torch made an update, so nothing was watched")
+            log(f"andon watch: {which}no optimizer of torch made an update, so nothing was watched")
 
     def _before(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         if optimizer in self._running:  # its last update raised, so that its post-hook never ran
@@ -266,7 +265,7 @@ class Standby(Listener):
         parameters = set(map(id, model.parameters()))
         for watch in self._watches:
             if not watch.closed and not parameters.isdisjoint(map(id, watch.parameters)):
-                tell("andon watch: another optimizer trains this model now, so it is watched anew")
+                log("andon watch: another optimizer trains this model now, so it is watched anew")
                 watch.close()
         self._seen.update(optimizers)
         try:
@@ -275,7 +274,7 @@ class Standby(Listener):
             self._report_unwatched(str(error).removeprefix("andon.watch: "))
             return None
         except ValueError as error:
-            tell(f"andon watch: {str(error).removeprefix('andon.watch: ')}")
+            log(f"andon watch: {str(error).removeprefix('andon.watch: ')}")
             raise SystemExit(2) from None  # no `except Exception` of the script hides it
         return self._watches[-1]
 
@@ -288,7 +287,7 @@ class Standby(Listener):
                 store = own_store(self._rendezvous.name)
                 if store is not None and store.add(f"said/{text_digest(why)}", 1) > 1:
                     return  # another rank printed it
-            tell(f"andon watch: an optimizer is not watched, and the script goes on: {legible_line(why)}")
+            log(f"andon watch: an optimizer is not watched, and the script goes on: {legible_line(why)}")
 
 
 class Rendezvous:
@@ -383,7 +382,7 @@ class Rendezvous:
             if here != last or computed - before > _BUSY_S:
                 last, since = here, time.monotonic()
             stuck = here is not None and time.monotonic() - since >= _STUCK_S
-            text = "has ended its script" if over else f"waits {doing(self._main)}" if stuck else ""
+            text = "has ended its script" if over else f"waits {current_activity(self._main)}" if stuck else ""
             with suppress(RuntimeError, ValueError):  # without the store no other rank can read it
                 if text != reported and (store := store or own_store(self.name)) is not None:
                     store.set(f"away/{dist.get_rank()}", text)

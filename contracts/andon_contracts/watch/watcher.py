@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from andon_contracts.act import Evidence, write_cause
 from andon_contracts.clauses import CLAUSES
 from andon_contracts.ledger import LedgerFile
-from andon_contracts.legible import counted, tell
+from andon_contracts.legible import counted, log
 from andon_contracts.liveness.end_messages import POINTS, EndMessages, Position
 from andon_contracts.liveness.halt import HaltSignal, say_cause
 from andon_contracts.liveness.open_store import open_store
-from andon_contracts.stacks import line_here
+from andon_contracts.stacks import user_line
 from andon_contracts.violation import Violation
 from andon_contracts.watch.check import Context, Cover, OptimizerProbe
 from andon_contracts.watch.checks.gradients import Gradients
@@ -331,7 +331,7 @@ class Watch:
 
     def _say(self, lines: Sequence[str]) -> None:
         if self._context.exchange.rank == 0:
-            tell(*filter(None, lines))
+            log(*filter(None, lines))
 
     # the end
 
@@ -429,7 +429,7 @@ class _CallRouter(Listener):
 
     def backward(self, loss: Tensor | None) -> None:
         if not self._context.muted:
-            self._passes.begin(loss, line_here())
+            self._passes.begin(loss, user_line())
             for check in self._checks:
                 check.backward(loss)
 

@@ -18,9 +18,7 @@ from andon.console.problems import InputError, Problem, did_you_mean
 from andon.inspection.recorded import open_recorded
 from andon_contracts.clauses import CLAUSES, Clause
 from andon_contracts.record import Broken
-from andon_contracts.stacks import pending
-from andon_contracts.tensor_file import read_tensors
-from andon_contracts.untrusted import read_json
+from andon_contracts.untrusted import read_json, read_regular
 
 _ENDS = {"failed": "failed", "out of memory": "ran out of memory", "died": "died", "hangs": "hangs", "left": "left"}
 _SHOWN = 300
@@ -209,7 +207,8 @@ def _collectives(folder: Path, part: Mapping[str, Any]) -> Iterator[str]:
         yield f"    collectives {said if record is None else record}"
         return
     entries = [entry for entry in _list(record.get("entries")) if isinstance(entry, dict)]
-    yield from (f"    collectives {line}" for line in pending(entries, 3))
+    for entry in entries[-3:]:
+        yield f"    collectives {entry.get('profiling_name')} {entry.get('input_sizes')} {entry.get('state')}"
 
 
 def _differences(parts: Mapping[Path, Mapping[str, Any]], tensor: str) -> Iterator[str]:
@@ -225,11 +224,14 @@ def _differences(parts: Mapping[Path, Mapping[str, Any]], tensor: str) -> Iterat
 
 
 def _how_far(parts: list[Path], name: str) -> str:
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
     copies = []
     for path in parts:
         try:
-            copies.append(read_tensors(path.with_suffix(".safetensors"), _MOST_BYTES)[name].flatten())
-        except (OSError, ValueError, KeyError):
+            copies.append(load(read_regular(path.with_suffix(".safetensors"), _MOST_BYTES))[name].flatten())
+        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError):
             continue
     if len(copies) < 2 or len({(copy.shape, copy.dtype) for copy in copies}) > 1 or not copies[0].numel():
         return ""

@@ -14,7 +14,7 @@ from typing import Any
 
 from andon.console.problems import InputError, Problem
 from andon.integrations.trackers import Attempts, numbers, writes
-from andon_contracts.ledger import tampered
+from andon_contracts.ledger import outside_change
 
 
 class EventFile:
@@ -64,7 +64,7 @@ class EventFile:
             again = SessionLog(status=SessionLog.START)
             events = [Event(file_version="brain.Event:2"), Event(step=self._done + 1, session_log=again), *events]
         with self._path.open("ab") as file:
-            what = tampered(file.fileno(), self._path, self._size)
+            what = outside_change(file.fileno(), self._path, self._size)
             if what:
                 raise InputError([Problem(str(self._path), what)])
             records = RecordWriter(file)

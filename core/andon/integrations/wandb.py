@@ -13,11 +13,12 @@ import os
 import secrets
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from andon.integrations.trackers import Attempts, numbers, writes
-from andon_contracts.untrusted import read_lines
+from andon_contracts.untrusted import open_regular
 
 _LOCAL = ("offline", "dryrun", "disabled")
 _LONGEST_LINE = 1 << 24
@@ -59,9 +60,10 @@ class WandbRun:
             return
         self._run = self._open()
         known = self._run.step
-        for told in map(json.loads, read_lines(self._metrics, _LONGEST_LINE)):
-            if int(told["step"]) >= known:
-                self._run.log(numbers(told), step=int(told["step"]))
+        with open_regular(self._metrics) as file:
+            for line in map(json.loads, iter(partial(file.readline, _LONGEST_LINE), b"")):
+                if int(line["step"]) >= known:
+                    self._run.log(numbers(line), step=int(line["step"]))
 
     def _open(self) -> Any:
         import wandb

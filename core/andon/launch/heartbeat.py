@@ -27,7 +27,7 @@ from andon_contracts.liveness.diagnosis import UPDATE, Sign, Told, View
 from andon_contracts.liveness.process import Process
 from andon_contracts.liveness.signed import Signed
 from andon_contracts.liveness.store_link import MOST_CHARACTERS, Beat, Heartbeats, StoreLink
-from andon_contracts.stacks import doing
+from andon_contracts.stacks import current_activity
 
 _SLOW_TIMES = 10
 """How many times the usual a step may take before it is slow."""
@@ -146,7 +146,7 @@ class Heartbeat:
     def _told(self) -> Told:
         now = self.clock.read()
         late = now.since_s >= min(_PLACE_S, self._timeouts.timeout_s / 4)
-        return replace(now, place=doing(self._owner) if late else "")
+        return replace(now, place=current_activity(self._owner) if late else "")
 
     def _sign(self, at: float, beat: Beat[Told] | None) -> Sign:
         """What a beat says now: what had not changed when it came, is taken not to have changed since."""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from andon.console.exits import Exit
 from andon.run.folder import REPORTS
-from andon_contracts.error_file import write_error_file
+from andon_contracts.legible import write_error_file
 from andon_contracts.liveness.diagnosis import named
 from andon_contracts.liveness.process import ending
 from andon_contracts.liveness.rules import NOTICED

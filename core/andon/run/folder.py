@@ -16,6 +16,7 @@ from pathlib import Path
 from andon.console.problems import InputError, Problem
 from andon.run.atomic import clean_leftovers, is_leftover, remove, storage
 from andon.run.ownership import OWNER_LIMIT, claimed, open_lock, refuse_claimed, sign, take
+from andon_contracts.record import MAX_LINE
 from andon_contracts.untrusted import MOST_JSON, open_regular
 
 REPORTS = "reports"
@@ -248,6 +249,15 @@ def _made(path: Path) -> bool:
         except FileExistsError:
             return False
     return True
+
+
+def metrics_lines(path: Path) -> Iterator[bytes]:
+    """The lines of the metrics at `path`, up to a torn or overlong one. Raises `OSError` as `open_regular` does."""
+    with open_regular(path) as file:
+        while line := file.readline(MAX_LINE):
+            yield line
+            if not line.endswith(b"\n"):
+                return
 
 
 def _json_object(data: bytes) -> dict[str, object]:

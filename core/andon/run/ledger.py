@@ -54,14 +54,14 @@ def read_ledger(path: Path, *, follow: bool = False) -> Iterator[Record]:
     follow: where `path` is a link, those of what it leads to. Raises `LedgerError` at the first line that does not fit,
     and `OSError` where there is none or no regular file.
     """
-    for line, _ in read_lines(path, follow=follow):
-        yield line.record
+    for record, _ in read_lines(path, follow=follow):
+        yield record
 
 
 def digested_ledger(path: Path) -> Iterator[tuple[Record, str]]:
     """As `read_ledger`, each record with the digest of its line: what a checkpoint quotes of the line before it."""
-    for line, raw in read_lines(path):
-        yield line.record, chain(raw)
+    for record, raw in read_lines(path):
+        yield record, chain(raw)
 
 
 def head_at(path: Path, count: int, *, follow: bool = False) -> str | None:
@@ -71,7 +71,7 @@ def head_at(path: Path, count: int, *, follow: bool = False) -> str | None:
     """
     if count == 0:
         return GENESIS
-    for line, raw in read_lines(path, follow=follow):
-        if line.seq + 1 == count:
+    for number, (_, raw) in enumerate(read_lines(path, follow=follow), start=1):
+        if number == count:
             return chain(raw)
     return None

@@ -36,15 +36,14 @@ from andon.launch.context import is_rank
 from andon.launch.fork_server import for_one_launch
 from andon.launch.portable import chosen
 from andon.launch.sizes import Sizing, sized
-from andon.run.folder import RunFolder, State
+from andon.run.folder import RunFolder, State, metrics_lines
 from andon.run.ledger import LedgerError, read_ledger
 from andon.run.summary import Summary, labelled, read_summary
 from andon.training.existing import require_run, require_task
 from andon.training.given import RowFiles
 from andon.training.rows import READERS
 from andon.training.start import Ended, start
-from andon_contracts.record import MAX_LINE, Broken
-from andon_contracts.untrusted import read_lines
+from andon_contracts.record import Broken
 from andon_contracts.violation import Finding, Violation
 
 if TYPE_CHECKING:
@@ -390,7 +389,7 @@ def _violation(ended: Ended) -> Violation:
 def _steps(path: Path) -> Iterator[dict[str, Any]]:
     """The lines of the metrics at `path` that are of a step; those that nobody's run has written are passed over."""
     try:
-        for line in read_lines(path, MAX_LINE):
+        for line in metrics_lines(path):
             with suppress(ValueError, RecursionError):
                 found = json.loads(line)
                 if isinstance(found, dict) and "loss" in found and "what" not in found:

@@ -19,7 +19,7 @@ from andon.metrics.confusion import digest_of, write_confusion
 from andon.metrics.scores import Scores
 from andon.run.atomic import storage, write_all, write_whole
 from andon.run.checkpoint import Checkpoint, prune, save_checkpoint
-from andon.run.folder import RunFolder
+from andon.run.folder import RunFolder, metrics_lines
 from andon.run.ledger import LedgerWriter
 from andon.run.sealed import MANIFEST
 from andon.run.summary import HELD_OUT, LAST_VALIDATION
@@ -28,9 +28,8 @@ from andon.step.step import StepResult
 from andon.training.progress import ProgressView
 from andon.training.trainer import Progress
 from andon_contracts.fields import Real
-from andon_contracts.ledger import tampered
-from andon_contracts.record import MAX_LINE, Evaluation, Record, Saved, Step
-from andon_contracts.untrusted import read_lines
+from andon_contracts.ledger import outside_change
+from andon_contracts.record import Evaluation, Record, Saved, Step
 
 
 class SilentJournal:
@@ -62,7 +61,7 @@ class MetricsWriter:
         self._trackers = tuple(trackers)
         if path.exists():
             with storage(path, "read"):
-                kept = b"".join(line for line in read_lines(path, MAX_LINE) if _is_up_to(line, done))
+                kept = b"".join(line for line in metrics_lines(path) if _is_up_to(line, done))
             write_whole(path, kept)
         with storage(path):
             self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
@@ -71,7 +70,7 @@ class MetricsWriter:
     def write(self, line: Mapping[str, Any]) -> None:
         """Append one line."""
         data = (json.dumps(line) + "\n").encode()
-        what = tampered(self._handle, self._path, self._size)
+        what = outside_change(self._handle, self._path, self._size)
         if what:
             raise InputError([Problem(str(self._path), what)])
         with storage(self._path):

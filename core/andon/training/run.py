@@ -59,11 +59,13 @@ from andon.training.trainer import Journal, Outcome, Progress, Trainer
 from andon_contracts.digest import hex64
 from andon_contracts.fields import Real
 from andon_contracts.policy import evaluations, reset_evaluations
-from andon_contracts.record import TRAINER_DIGESTS, End, Plan, Record, Resume, Start
+from andon_contracts.record import End, Plan, Record, Resume, Start
 from andon_contracts.violation import Violation
 
 CLOCKS_S = 2.0
 """How far apart, in seconds, clocks of ranks may be before that is said."""
+_ALGORITHMS = dict.fromkeys(("weights", "gradient", "optimizer", "base"), "tensor-digest")
+_ALGORITHMS |= {"content": "content-sums", "data": "sha256"}
 
 
 def train(config: Config, folder: RunFolder, stop_asked: Callable[[], bool], started: float | None = None) -> Exit:
@@ -263,7 +265,7 @@ def _start(session: Session) -> Record:
         digests=_state_digests(session),
         world=session.run.backend.world_size,
         backend=session.run.backend.name,
-        algorithms=TRAINER_DIGESTS,
+        algorithms=_ALGORITHMS,
     )
 
 

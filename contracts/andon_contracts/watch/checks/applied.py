@@ -15,7 +15,7 @@ from andon_contracts.laws.law import Law, Seen
 from andon_contracts.observe import Extremes, equal_each, plain
 from andon_contracts.violation import Finding
 from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values, indexed, is_sampled
-from andon_contracts.watch.values import rate_of
+from andon_contracts.watch.values import learning_rate_of
 
 _FEW = 8
 """One update may rightly leave a parameter of this few elements unchanged, as Rprop does if a sign turns."""
@@ -149,7 +149,7 @@ class Applied(Check):
 
 def _rate(group: dict[str, Any]) -> float:
     """The learning rate of a group: 1 if it has none, 0 (which judges nothing) if it is not one number."""
-    return rate_of(group, 0.0 if "lr" in group else 1.0)
+    return learning_rate_of(group, 0.0 if "lr" in group else 1.0)
 
 
 def _due(

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from andon_contracts.agree import Observation, bits_of, real_of
 from andon_contracts.causes import first_line
 from andon_contracts.laws.law import Law, Observations, Seen, hexadecimal
-from andon_contracts.legible import tell_once
+from andon_contracts.legible import log_once
 from andon_contracts.observe import Observer, plain
 from andon_contracts.violation import Finding
 from andon_contracts.watch.check import Check, Context, Cover, OptimizerProbe, Values
@@ -86,7 +86,7 @@ class ModelCopies(Check):
         except Exception as error:  # noqa: BLE001 - any object of the process may raise if it is asked for its class
             self._copies, self._disabled = Copies(self.context.subject), True
             why = f"an object raises {first_line(error)}"
-            tell_once("copies", f"andon.watch: copies of the model are not looked for: {why}")
+            log_once("copies", f"andon.watch: copies of the model are not looked for: {why}")
             return self._copies.values(0)
 
     def judge(self, probe: OptimizerProbe, said: Observations, aligned: Observations) -> None:

@@ -23,7 +23,7 @@ from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerPr
 from andon_contracts.watch.checks.scale import GradientScale
 from andon_contracts.watch.gradient_hooks import GradientHooks, RawSummary, Reductions
 from andon_contracts.watch.model_probe import ForwardHook
-from andon_contracts.watch.values import Text
+from andon_contracts.watch.values import CachedDigest
 
 _CALLED = 2
 """A parameter without a gradient is reported after its module was called in this number of windows."""
@@ -81,7 +81,7 @@ class Gradients(Check):
         self._reductions = Reductions(probe.members)
         self._observer = Observer()
         self.observers = (self._observer,)
-        self._present = Text()
+        self._present = CachedDigest()
         self._look: Look
         self._needs_norm = context.settings.clip is not None or context.settings.recording
         self._loop_norm: float | Tensor | None = None

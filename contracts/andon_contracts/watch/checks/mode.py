@@ -18,7 +18,7 @@ from andon_contracts.laws.law import Law, Observations, Seen, difference
 from andon_contracts.violation import Finding
 from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values
 from andon_contracts.watch.model_probe import random_state
-from andon_contracts.watch.values import Text
+from andon_contracts.watch.values import CachedDigest
 
 _DRAWING = 4
 """Forward passes are checked for random draws in the first updates: a model that draws does so from the start."""
@@ -79,7 +79,7 @@ class Mode(Check):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._modes = Text()
+        self._modes = CachedDigest()
         self._training: set[bool] = set()
         self._evaluating = 0
         self._trained = False

@@ -18,7 +18,7 @@ from andon_contracts.laws.update import OPTIMIZERS
 from andon_contracts.observe import Look, Observer
 from andon_contracts.violation import Finding
 from andon_contracts.watch.check import Check, Context, Cover, OptimizerProbe, Values, declared, none_has
-from andon_contracts.watch.values import Nest, kept_digest, state_tensors
+from andon_contracts.watch.values import CachedDigest, lenient_digest, state_tensors
 
 _RATE_TOLERANCE = 1e-9
 
@@ -59,7 +59,7 @@ class Optimizer(Check):
 
     def __init__(self, context: Context, probe: OptimizerProbe) -> None:
         super().__init__(context)
-        self._nest = Nest()
+        self._nest = CachedDigest(nested=True)
         self._state = OptimizerState(probe.optimizer, probe.members)
         self.observers = (self._state.observer,)
         self._look: Look
@@ -114,7 +114,7 @@ class Optimizer(Check):
 def hyperparameters_by_key(optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """The digest of each hyperparameter of each group, as it is compared."""
     groups = enumerate(_hyperparameters_of(optimizer))
-    return {f"{key} of group {i}": kept_digest(value) for i, group in groups for key, value in group.items()}
+    return {f"{key} of group {i}": lenient_digest(value) for i, group in groups for key, value in group.items()}
 
 
 def _hyperparameters_of(optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:
@@ -148,7 +148,7 @@ class OptimizerState:
         self.observer = Observer(stable=True)
         self._optimizer = optimizer
         self._members = members
-        self._rest = Nest()
+        self._rest = CachedDigest(nested=True)
         self._sorted: dict[tuple[Hashable, ...], tuple[Hashable, ...]] = {}
         self._tensors: tuple[Tensor, ...] = ()
         self._digest_of_rest = 0

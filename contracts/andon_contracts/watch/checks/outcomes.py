@@ -21,7 +21,7 @@ from andon_contracts.observe import flat_digest, plain
 from andon_contracts.untrusted import read_json
 from andon_contracts.watch.check import Check, Context, Cover, OptimizerProbe, declared
 from andon_contracts.watch.rows import ids_of
-from andon_contracts.watch.values import kept_digest, state_digest, text_digest
+from andon_contracts.watch.values import lenient_digest, state_digest, text_digest
 
 _WRAP = 1 << 64
 S = TypeVar("S")
@@ -210,7 +210,7 @@ def _live_digests(probes: Sequence[OptimizerProbe]) -> dict[str, int]:
             state = probe.optimizer.state.get(parameter, {})
             digests[f"optimizer state {name}"] = state_digest({key: _gathered(each) for key, each in state.items()})
         for index, group in enumerate(probe.optimizer.param_groups):
-            digests |= {f"group {index} {k}": kept_digest(v) for k, v in group.items() if not k.startswith("param")}
+            digests |= {f"group {index} {k}": lenient_digest(v) for k, v in group.items() if not k.startswith("param")}
     return digests
 
 

@@ -16,7 +16,7 @@ from andon_contracts.laws.law import Law, Observations, Seen, unless_all
 from andon_contracts.observe import flat_digest
 from andon_contracts.violation import Finding
 from andon_contracts.watch.check import Check, Context, Cover, OptimizerProbe, Values
-from andon_contracts.watch.ledger import Told
+from andon_contracts.watch.ledger import UpdateRows
 from andon_contracts.watch.rows import contents_of, ids_of
 from andon_contracts.watch.values import text_digest, value_digest
 
@@ -125,7 +125,7 @@ class LoopReports(Check):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._rows = context.rows
-        self.of_update = Told()
+        self.of_update = UpdateRows()
         """The rows of this update, for the ledger."""
         self.unreported = {"loss-reported", "randomness-declared"}
         """Clauses for which the loop has reported nothing yet."""
@@ -197,7 +197,7 @@ class LoopReports(Check):
     def judge(self, probe: OptimizerProbe, said: Observations, aligned: Observations) -> None:
         """Gather the rows of this update and judge them by the plan and the data."""
         context, settings, step = self.context, self.context.settings, said[0].step
-        self.of_update = Told()
+        self.of_update = UpdateRows()
         if any(o.values["windows passed"] for o in said):
             self._use_skipped_windows(step)
         if not any(o.values["rows"] for o in said):
@@ -210,7 +210,7 @@ class LoopReports(Check):
         known = tuple(content for part in contents for content in part) if with_contents else ()
         # The epoch of these rows, and how many of its rows were used before. Unknown without `rows=`.
         position = (self._epochs + 1, 0) if self._epoch & set(union) else (self._epochs, len(self._epoch))
-        self.of_update = Told(ids, known, *((None, None) if settings.rows is None else position))
+        self.of_update = UpdateRows(ids, known, *((None, None) if settings.rows is None else position))
         batch = ReportedRows(
             step,
             ids,

@@ -17,7 +17,7 @@ from andon_contracts.observe import Observer, plain
 from andon_contracts.violation import Finding
 from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values, none_has, parameter_name
 from andon_contracts.watch.model_probe import ModelProbe, parameters_of
-from andon_contracts.watch.values import roles_digest
+from andon_contracts.watch.values import trainable_layout_digest
 
 _INDEX_BITS = 32
 _modules, _parameters, _requires_grad = map(attrgetter, ("_modules", "_parameters", "requires_grad"))
@@ -122,7 +122,7 @@ class Structure(Check):
         low = (i for i, s in enumerate(subject.slots) if id(s.parameter) in held and s.parameter.element_size() < 4)
         return {
             "change": self._fault_at_start(),
-            "layout": roles_digest(subject.parameters),
+            "layout": trainable_layout_digest(subject.parameters),
             "weights": Observer(portable=portable).look(list(subject.parameters.values())).digest,
             "imprecise": next(low, -1) + 1,
         }

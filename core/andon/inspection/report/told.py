@@ -17,10 +17,10 @@ from andon.inspection.show import event
 from andon.launch.report import Report, path_of
 from andon.metrics.confusion import Confusion, read_confusion
 from andon.run.atomic import storage
-from andon.run.folder import RunFolder
+from andon.run.folder import RunFolder, metrics_lines
 from andon.run.summary import Summary, read_summary
-from andon_contracts.record import MAX_LINE, Broken, End, Evaluation, Resume, Retraction, Saved, Start, Step
-from andon_contracts.untrusted import read_json, read_lines
+from andon_contracts.record import Broken, End, Evaluation, Resume, Retraction, Saved, Start, Step
+from andon_contracts.untrusted import read_json
 
 _MOST_RANKS = 64
 _STORY = (Start, Resume, Broken, Retraction, End)
@@ -205,7 +205,7 @@ def _lines(path: Path) -> Iterator[bytes]:
     if not path.exists():
         return
     with storage(path, "read"):
-        yield from read_lines(path, MAX_LINE)
+        yield from metrics_lines(path)
 
 
 def _key(step: int, rows: int, scores: Mapping[str, float]) -> tuple[Any, ...]:
