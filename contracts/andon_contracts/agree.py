@@ -34,17 +34,17 @@ Gather = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]  # int64 vec
 HEADER = 6  # the integers before the values of a message
 _LOOK = datetime.timedelta(seconds=0.2)  # how long a wait lasts until it heeds
 _SCHEMA = 1
-_WORD = 8
+_INT_BYTES = 8
 V = TypeVar("V", bound=Hashable)
 _WRAP = 1 << 64
-_SPEAKER = slice(_WORD, 2 * _WORD)  # where the bytes of a message hold its rank
-MOST = 16  # at most so many ranks are connected: every rank sends its message to every other one
+_RANK_FIELD = slice(_INT_BYTES, 2 * _INT_BYTES)  # where the bytes of a message hold its rank
+MOST_RANKS = 16  # at most so many ranks are connected: every rank sends its message to every other one
 _ADDRESS_BYTES = 104  # the length of a socket's address that all systems allow
 _LOOK_TIMEVAL = struct.pack("ll", 0, 200_000)  # the same, as the system's seconds and microseconds
 _AWAKE_S = 100e-6
 _OPENING_S = 10.0
 _RANK_BYTES = 8
-Numbers = Callable[[Sequence[int]], Sequence[Sequence[int]]]  # a gather: from integers of one rank to those of each
+IntGather = Callable[[Sequence[int]], Sequence[Sequence[int]]]  # a gather: from integers of one rank to those of each
 
 
 @dataclass(frozen=True)
@@ -85,24 +85,27 @@ def gather_observations(local: Sequence[Observation], gather: Gather) -> tuple[O
     names, point = tuple(local[0].values), local[0].point
     end, sent = HEADER + len(names), []
     for seen in local:
-        vector = torch.frombuffer(_words(seen), dtype=torch.int64)
+        vector = torch.frombuffer(_encode(seen), dtype=torch.int64)
         payload = seen.payload
         sent.append(vector if payload is None else torch.cat([vector.to(payload.device), payload.flatten()]))
-    return tuple(received(vector[:end].tolist(), point, names, vector[end:]) for vector in gather(sent))
+    return tuple(decode_message(vector[:end].tolist(), point, names, vector[end:]) for vector in gather(sent))
 
 
 def gather_short(mine: Observation, gather: GroupGather) -> tuple[Observation, ...]:
     """`gather_observations` through the sockets of `gather`, without payloads. Decodes only what differs from mine."""
     names = tuple(mine.values)
-    sent = _words(mine).tobytes()
-    own = received(array("q", sent), mine.point, names, None)
+    sent = _encode(mine).tobytes()
+    own = decode_message(array("q", sent), mine.point, names, None)
     found = []
     for message in gather.messages(sent):
-        if message[_SPEAKER.stop :] == sent[_SPEAKER.stop :] and message[: _SPEAKER.start] == sent[: _SPEAKER.start]:
-            rank = int.from_bytes(message[_SPEAKER], sys.byteorder, signed=True)
+        if (
+            message[_RANK_FIELD.stop :] == sent[_RANK_FIELD.stop :]
+            and message[: _RANK_FIELD.start] == sent[: _RANK_FIELD.start]
+        ):
+            rank = int.from_bytes(message[_RANK_FIELD], sys.byteorder, signed=True)
             found.append(Observation(rank, own.step, own.sequence, own.point, own.values))
         else:
-            found.append(received(array("q", message), mine.point, names, None))
+            found.append(decode_message(array("q", message), mine.point, names, None))
     return tuple(found)
 
 
@@ -116,7 +119,7 @@ def _signature(point: str, names: tuple[str, ...]) -> tuple[int, int]:
     return zlib.crc32(point.encode()), zlib.crc32("\0".join(names).encode())
 
 
-def received(row: Sequence[int], point: str, names: Sequence[str], payload: torch.Tensor | None) -> Observation:
+def decode_message(row: Sequence[int], point: str, names: Sequence[str], payload: torch.Tensor | None) -> Observation:
     """The observation in a message of header and values, for a rank that expects these names at this point."""
     _, rank, step, sequence, *_ = row[:HEADER]
     same = list(row[:HEADER]) == header(rank, step, sequence, point, names)
@@ -124,12 +127,12 @@ def received(row: Sequence[int], point: str, names: Sequence[str], payload: torc
     return Observation(rank, step, sequence, point, values, payload=payload, names_match=same)
 
 
-def _words(seen: Observation) -> array[int]:
+def _encode(seen: Observation) -> array[int]:
     head = header(seen.rank, seen.step, seen.sequence, seen.point, tuple(seen.values))
     return array("Q", [*head, *(value % _WRAP for value in seen.values.values())])
 
 
-_idle: list[Any] = []  # groups that this rank has closed, while others may still be reading what it sent last
+_closed_groups: list[Any] = []  # groups that this rank has closed, while others may still be reading what it sent last
 
 
 def own_group(group: dist.ProcessGroup | None, timeout: datetime.timedelta) -> Any:
@@ -151,7 +154,7 @@ def own_group(group: dist.ProcessGroup | None, timeout: datetime.timedelta) -> A
     number = shared.add(f"{name} of {dist.get_rank()}", 1)
     store = PrefixStore(f"{name}/{number}", shared)
     made = dist.ProcessGroupGloo(store, ranks.index(dist.get_rank()), len(ranks), timeout)
-    _idle.clear()  # all ranks have come here, so none reads from an older group any more
+    _closed_groups.clear()  # all ranks have come here, so none reads from an older group any more
     return made
 
 
@@ -185,7 +188,7 @@ class Mesh:
         peer, received, began = self._peers[rank], b"", time.monotonic()
         while len(received) < size:
             # Most ranks answer sooner than this one could fall asleep and wake up, so at first it polls. It does not
-            # yield meanwhile: another thread or process would keep this core for longer than the answer takes.
+            # yield meanwhile: another thread or process would keep this core for longer than the answer fits_sockets.
             polls = time.monotonic() - began < _AWAKE_S
             try:
                 part = peer.recv(size - len(received), socket.MSG_DONTWAIT if polls else 0)
@@ -206,9 +209,9 @@ class Mesh:
             peer.close()
 
 
-def connect(rank: int, world: int, gather: Numbers, timeout_s: float) -> Mesh | None:
+def connect(rank: int, world: int, gather: IntGather, timeout_s: float) -> Mesh | None:
     """Connect the ranks with each other; None on every rank if that is not possible for all. Collective."""
-    if not 1 < world <= MOST or not hasattr(socket, "AF_UNIX"):
+    if not 1 < world <= MOST_RANKS or not hasattr(socket, "AF_UNIX"):
         return None
     peers: dict[int, socket.socket] = {}
     connected = False
@@ -267,7 +270,7 @@ def _answer(peers: dict[int, socket.socket], listener: socket.socket, count: int
     return True
 
 
-def _all(gather: Numbers, here: bool) -> bool:
+def _all(gather: IntGather, here: bool) -> bool:
     return all(numbers[0] for numbers in gather([int(here)]))
 
 
@@ -291,7 +294,7 @@ class GroupGather:
         self.raise_if_halted: Callable[[], None] | None = (
             None  # called now and then during a gather; may raise to end it
         )
-        self.lost: Callable[[RuntimeError], None] | None = None  # called with an error, before it ends a gather
+        self.on_error: Callable[[RuntimeError], None] | None = None  # called with an error, before it ends a gather
         self._mesh: Mesh | None = None
 
     def connect(self) -> None:
@@ -308,19 +311,19 @@ class GroupGather:
 
         return connect(self.rank, self.world_size, numbers, self._group.options._timeout.total_seconds())
 
-    def takes(self, count: int) -> bool:
+    def fits_sockets(self, count: int) -> bool:
         return (self._mesh is not None or self._alone) and HEADER + count <= self._width
 
     def messages(self, sent: bytes) -> list[bytes]:
         """The message of each rank, by rank, all as long as `sent`, through sockets. Raises `DistNetworkError`."""
         if self._mesh is None:
             return [sent]
-        filled = sent.ljust(_WORD * self._width, b"\0")
+        filled = sent.ljust(_INT_BYTES * self._width, b"\0")
         try:
             found = self._mesh.gather(filled, self.raise_if_halted)
         except dist.DistNetworkError as error:
-            if self.lost is not None:
-                self.lost(error)
+            if self.on_error is not None:
+                self.on_error(error)
             raise
         found[self.rank] = filled
         return [found[rank][: len(sent)] for rank in range(self.world_size)]
@@ -333,7 +336,7 @@ class GroupGather:
             return
         if self._unfinished is None or self._unfinished.is_completed():
             # Kept until the next group is made: gloo drops what it has sent and other ranks have not yet received.
-            _idle.append(self._group)
+            _closed_groups.append(self._group)
         else:
             # Kept for good: the end of a group waits for its collectives.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
@@ -346,7 +349,7 @@ class GroupGather:
         if self._mesh is None or mine.numel() > self._width:
             return self._through_group(mine)
         mine = mine.cpu()
-        sent = ctypes.string_at(mine.data_ptr(), _WORD * mine.numel())
+        sent = ctypes.string_at(mine.data_ptr(), _INT_BYTES * mine.numel())
         return [torch.frombuffer(bytearray(row), dtype=torch.int64) for row in self.messages(sent)]
 
     def _through_group(self, mine: torch.Tensor) -> list[torch.Tensor]:
@@ -376,6 +379,6 @@ class GroupGather:
         try:
             work.wait()  # raises what the collective raised, unless the last rank has answered in between
         except RuntimeError as error:
-            if self.lost is not None:
-                self.lost(error)
+            if self.on_error is not None:
+                self.on_error(error)
             raise

@@ -57,7 +57,7 @@ class Cause(Part):
         """The same with these rows (name, text) added to its message."""
         return replace(self, text="\n".join([self.text, *row_lines(rows)]))
 
-    def among(self, world: int) -> Cause:
+    def checked(self, world: int) -> Cause:
         """This cause, if it can come from one of `world` ranks. Raises `ValueError` if it cannot."""
         named = (*self.ranks, *([] if self.rank is None else [self.rank]))
         if any(rank >= world for rank in named):

@@ -22,24 +22,24 @@ from andon.console.exits import Exit
 from andon.launch.heartbeat import Heartbeat, Timeouts
 from andon.launch.report import Report
 from andon_contracts.liveness.clock import Pauses, StepClock
-from andon_contracts.liveness.diagnosis import UPDATE, Told
+from andon_contracts.liveness.diagnosis import UPDATE, RankStatus
 from andon_contracts.liveness.process import Process
-from andon_contracts.liveness.signed import Signed
+from andon_contracts.liveness.signed import SignedStore
 from tests.launch.beating import AT, own_store, world
 from tests.launch.pipes import PATIENCE_S
 
 STEP_S = 0.2
 SECRET = bytes(32)
-WAITS = Told(ticks=1, step=3, phase=UPDATE, waits=True)
+WAITS = RankStatus(ticks=1, step=3, phase=UPDATE, waits=True)
 
 
 _numbers = itertools.count(1)
 
 
-def tell(store: Any, rank: int, told: Told, process: Process | None = None) -> None:
+def tell(store: Any, rank: int, told: RankStatus, process: Process | None = None) -> None:
     """Have a rank that is in this process, or in the given one, tell this of itself."""
-    sign = {"number": next(_numbers), "process": (process or Process.here()).to_json(), "told": told.to_json()}
-    Signed(store, SECRET).set(f"beat {rank}", json.dumps(sign))
+    sign = {"number": next(_numbers), "process": (process or Process.here()).to_json(), "status": told.to_json()}
+    SignedStore(store, SECRET).set(f"beat {rank}", json.dumps(sign))
 
 
 def wait_for(what: Callable[[], object]) -> None:
@@ -56,7 +56,9 @@ class Alone:
         self.ends: queue.SimpleQueue[Report] = queue.SimpleQueue()
         self.said: list[str] = []
         self.clock = clock
-        self.heart = Heartbeat(Signed(store, SECRET), rank, world, clock, timeouts, self.ends.put, self.said.append)
+        self.heart = Heartbeat(
+            SignedStore(store, SECRET), rank, world, clock, timeouts, self.ends.put, self.said.append
+        )
 
     def wait_until_known(self, rank: int, what: str) -> None:
         wait_for(lambda: getattr(self.heart.view().signs[rank], what))
@@ -192,7 +194,7 @@ def test_a_store_that_is_gone_accuses_nobody() -> None:
 class Broken(StepClock):
     broken = False
 
-    def read(self) -> Told:
+    def read(self) -> RankStatus:
         if self.broken:
             raise LookupError("nobody foresaw this")
         return super().read()
@@ -218,7 +220,7 @@ def test_a_rank_that_cannot_read_the_others_says_so() -> None:
     tell(store, 1, WAITS)
     with alone(Foreign(store), 2) as made:
         found = made.end()
-    told = json.loads(Signed(store, SECRET).get("beat 0"))["told"]
+    told = json.loads(SignedStore(store, SECRET).get("beat 0"))["status"]
     assert found.exit == told["exit"] == Exit.CRASHED
     assert found.cause == told["ended"] == "the watch over this rank failed: LookupError: nobody foresaw this"
 
@@ -228,7 +230,7 @@ def test_what_no_rank_has_put_into_the_store_is_dropped_and_counted() -> None:
     tell(store, 1, WAITS)
     with alone(store, 3, timeouts=Timeouts(1.0)) as made:
         made.wait_until_known(1, "ticks")
-        unsigned = Signed(store, SECRET).get("beat 1").decode().replace('"ticks": 1', '"ticks": 2')
+        unsigned = SignedStore(store, SECRET).get("beat 1").decode().replace('"ticks": 1', '"ticks": 2')
         for garbage in ("not JSON", unsigned, "[" * 100_000):
             store.set("beat 1", garbage)
             store.set("beat 2", garbage)
@@ -307,7 +309,7 @@ def test_nobody_pauses_before_somebody_looks(clocks: Clocks) -> None:
 
 
 @contextmanager
-def paused(clocks: Clocks, told: Told, timeouts: Timeouts = TIMEOUTS) -> Iterator[Alone]:
+def paused(clocks: Clocks, told: RankStatus, timeouts: Timeouts = TIMEOUTS) -> Iterator[Alone]:
     """Rank 0 waits; all stood still for an hour, and both threads of its heartbeat have looked several times since."""
     store = Counted(HashStore())
     tell(store, 1, told)

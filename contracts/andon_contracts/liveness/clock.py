@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 
-from andon_contracts.liveness.diagnosis import UPDATE, Told
+from andon_contracts.liveness.diagnosis import UPDATE, RankStatus
 
 COMPILING = "compiling update"
 """The phase of the first update of a process that compiles: without a deadline, and not part of the usual time."""
@@ -92,10 +92,10 @@ class StepClock:
         ticks, step, phase, _, _, began = self._noted
         self._noted = (ticks + 1, step, phase, waits, time.monotonic(), began)
 
-    def read(self) -> Told:
+    def read(self) -> RankStatus:
         ticks, step, phase, waits, since, began = self._noted
         since_s, paused_s = self.pauses.ran_s(since)
-        return Told(ticks, step, phase, waits, since_s, self.pauses.ran_s(began)[0], paused_s=paused_s)
+        return RankStatus(ticks, step, phase, waits, since_s, self.pauses.ran_s(began)[0], paused_s=paused_s)
 
     def usual_s(self) -> float:
         """The median of the last steps, in seconds; 0 before the second step."""

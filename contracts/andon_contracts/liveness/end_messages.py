@@ -9,8 +9,8 @@ from pathlib import Path
 from andon_contracts.bundle import explaining
 from andon_contracts.causes import HALT, Cause, first_line, kind_of, row_lines
 from andon_contracts.fields import Count, Part, Seconds
-from andon_contracts.liveness.diagnosis import named
-from andon_contracts.liveness.process import STOPPED, Process, ending
+from andon_contracts.liveness.diagnosis import rank_names
+from andon_contracts.liveness.process import STOPPED, Process, exit_text
 from andon_contracts.violation import Kind
 
 POINTS = ("before its forward pass", "in its forward or backward pass", "at its update")
@@ -58,7 +58,7 @@ class EndMessages:
         """The process of `rank` is gone. kills: how many the kernel ended for memory since the watch began."""
         likely = f"memory ran out: the system ended {kills} process{'es' * (kills != 1)} for that since the watch began"
         row = ("likely", likely + _INFERRED if kills > 0 and code in (None, -9) else "")
-        return self._end("died", rank, f"its process {process.pid} on {process.host} {ending(code)}", at, row)
+        return self._end("died", rank, f"its process {process.pid} on {process.host} {exit_text(code)}", at, row)
 
     def stopped(self, rank: int, process: Process, at: Position) -> Cause:
         return self._end("hangs", rank, f"its process {process.pid} on {process.host} is {STOPPED}", at)
@@ -82,7 +82,7 @@ class EndMessages:
         """This rank, as `waiting` further ones, waits in a gather for `others`, which wait for it in what is named."""
         update = self.at.point == POINTS[2]
         place = f"update {self.at.step}" if update else f"a line of the watch at {self.at}"
-        several, who = len(others) > 1, named(others)
+        several, who = len(others) > 1, rank_names(others)
         seen = (
             f"{'they are' if several else 'it is'} in {' and '.join(dict.fromkeys(others.values()))}, which rank "
             f"{self.rank} would have to join, so that none of them can go on"

@@ -27,8 +27,8 @@ from andon_contracts.legible import tell
 from andon_contracts.liveness.end_messages import EndMessages, Position
 from andon_contracts.liveness.halt_link import LOOK_S, POLL_S, HaltLink, PeerMonitor, Progress
 from andon_contracts.liveness.pending_collectives import PendingCollectives
-from andon_contracts.liveness.process import within
-from andon_contracts.liveness.signed import TAKEN_AWAY_S, Signed
+from andon_contracts.liveness.process import run_within
+from andon_contracts.liveness.signed import STORE_TIMEOUT_S, SignedStore
 from andon_contracts.stacks import doing, line_of
 from andon_contracts.violation import Violation
 
@@ -41,7 +41,7 @@ _LAST_S = 2.0  # with `hard_stop`: how long a rank may take to end after an erro
 # A real-time signal: those with names mean something to shells, launchers and libraries.
 _SIGNAL = signal.SIGRTMIN + 7
 _CAN_ABORT = frozenset({"nccl"})  # Gloo has the method too, but it does nothing
-_heeding: list[Callable[[], None]] = []
+_interruptible: list[Callable[[], None]] = []
 
 
 class HaltSignal:
@@ -63,14 +63,14 @@ class HaltSignal:
     7. End: an error that nobody caught, or `close`, sets `_released`. With `hard_stop` a process that crashed and does
        not end within `_LAST_S`, because of its threads or a device, is ended.
 
-    Three threads: that of the loop; "andon-halt-link", which alone waits for the store; "andon-cord", which looks out
+    Three threads: that of the loop; "andon-halt-link", which alone waits for the store; "andon-halt", which looks out
     for trouble and takes steps 3 and 5 to 7, because the loop may be blocked. `_pulling` makes the two act on one cause
     if both find something; `_leaving` makes both wait until the evidence is on the disk.
     """
 
     def __init__(
         self,
-        board: Signed,
+        store: SignedStore,
         rank: int,
         world_size: int,
         pending: PendingCollectives,
@@ -93,13 +93,13 @@ class HaltSignal:
         self._pulled_here, self._crashed, self._evidence_left, self._warned = False, False, False, ""
         self._owner, self._process = threading.get_ident(), os.getpid()
         self._shared = _shared_store()  # kept alive, since it may live in this process
-        self._link = HaltLink(board, rank, world_size, self, _keeper(self._shared))
+        self._link = HaltLink(store, rank, world_size, self, _store_host(self._shared))
         self._monitor = PeerMonitor(self._link, rank, patience_s, pending)
         _enlist(self.raise_if_halted)
         self._hook, sys.excepthook = sys.excepthook, self._excepthook
         # Processes of multiprocessing catch what their function raises, and end without the interpreter's last calls.
         self._last_call = multiprocessing.util.Finalize(None, self._at_exit, exitpriority=100)
-        self._thread = threading.Thread(target=self._guard, name="andon-cord", daemon=True)
+        self._thread = threading.Thread(target=self._guard, name="andon-halt", daemon=True)
         self._thread.start()
 
     # For the thread of the loop.
@@ -119,7 +119,7 @@ class HaltSignal:
 
     def pull(self, reason: str) -> NoReturn:
         """Tell all ranks to stop for `reason` and raise `Violation`. Waits briefly for the others."""
-        raise self._pull(self._teller.pulled(reason)).violation()
+        raise self._pull(self._messages.pulled(reason)).violation()
 
     def lost(self, error: BaseException) -> None:
         """A collective raised `error`: raise `Violation` instead if that only says that another rank is gone."""
@@ -138,13 +138,13 @@ class HaltSignal:
         elif isinstance(error, Violation):
             self._pull(Cause.of_violation(error, self._rank))
         else:
-            self._pull(self._teller.failed(error, line_of(error)))
+            self._pull(self._messages.failed(error, line_of(error)))
 
     def end_with(self, kind: object, error: BaseException | None, trace: object) -> None:
         """The end of a `with` block: `failed` with the error that leaves it, if any, and `close`."""
         if error is not None:
             self.failed(error)
-            say_cause(self.cause, error)  # after `close` the excepthook no longer does
+            print_cause(self.cause, error)  # after `close` the excepthook no longer does
         self.close()
 
     def close(self) -> None:
@@ -159,8 +159,8 @@ class HaltSignal:
             sys.excepthook = self._hook
         self._last_call.cancel()
         self._link.leave()
-        if self._link.checked.dropped:
-            tell(f"andon: {self._link.checked.account(self._rank)}")
+        if self._link.reader.dropped:
+            tell(f"andon: {self._link.reader.account(self._rank)}")
         if threading.current_thread() is not self._thread:
             self._thread.join(LOOK_S)
 
@@ -169,18 +169,18 @@ class HaltSignal:
         return not self._over.is_set() and os.getpid() == self._process
 
     @property
-    def _teller(self) -> EndMessages:
+    def _messages(self) -> EndMessages:
         at = replace(self._at, since_s=time.monotonic() - self._at_time)
         return EndMessages(self._rank, self._world, at, self.evidence.folder)
 
     def _cause_behind(self, error: BaseException) -> Cause:
         deadline = time.monotonic() + _SETTLE_S / 2
         while self.cause is None:
-            found = self._monitor.missing(self._teller, error)
+            found = self._monitor.missing(self._messages, error)
             if found is not None:
                 return found.with_rows(("noticed", f"by rank {self._rank}: {first_line(error)}"))
             if time.monotonic() > deadline:
-                return self._teller.unknown(error)
+                return self._messages.unknown(error)
             self._known.wait(POLL_S / 2)
         return self.cause
 
@@ -194,7 +194,7 @@ class HaltSignal:
         self._settle()
         return first
 
-    # For the threads of the loop and "andon-cord".
+    # For the threads of the loop and "andon-halt".
 
     def _publish(self, cause: Cause) -> Cause:
         with self._pulling:
@@ -209,7 +209,9 @@ class HaltSignal:
         """Wait until all ranks of this machine know or are gone; with `hard_stop` kill those that cannot even know."""
         deadline = time.monotonic() + (_SETTLE_S if self._hard_stop else _SETTLE_S / 2)
         # A stopped process will not learn it, however long this waits.
-        while time.monotonic() < deadline and any(each.look() == "runs" for each in self._monitor.unaware().values()):
+        while time.monotonic() < deadline and any(
+            each.local_state() == "runs" for each in self._monitor.unaware().values()
+        ):
             time.sleep(POLL_S / 4)
         for rank, process in self._monitor.unaware().items() if self._hard_stop else ():
             if self.cause is not None and process.error_file:
@@ -222,7 +224,7 @@ class HaltSignal:
             if self._evidence_left:
                 return
             self._evidence_left = True
-            at = {**vars(self._teller.at), "doing": doing(self._owner)}
+            at = {**vars(self._messages.at), "doing": doing(self._owner)}
             failed = write_cause(cause, self.evidence, at, state=with_state, account=self._monitor.lowest_live())
             if failed:
                 tell(f"andon: rank {self._rank} could not write all of its bundle: {failed}")
@@ -235,7 +237,7 @@ class HaltSignal:
         self._awake.set()
 
     def progress(self) -> Progress:
-        return Progress(self._teller.at, self.pending.told())
+        return Progress(self._messages.at, self.pending.counts())
 
     def warn(self, text: str) -> None:
         if text != self._warned:
@@ -243,20 +245,20 @@ class HaltSignal:
             tell(f"andon: {text}")
 
     def unguarded(self, thread: str, error: Exception) -> Cause | str:
-        failure = self._teller.unguarded(thread, error)
+        failure = self._messages.unguarded(thread, error)
         if not self._warns:
             return failure
         text = failure.text.partition("\n")[0]
         self.warn(text)
         return text
 
-    # The thread "andon-cord".
+    # The thread "andon-halt".
 
     def _guard(self) -> None:
         try:
             self._look_out()
         except Exception as error:  # noqa: BLE001 - whatever it is, this rank does not halt in silence
-            tell(self._teller.unguarded("andon-cord", error).text)
+            tell(self._messages.unguarded("andon-halt", error).text)
             _interrupt(self.raise_if_halted)
 
     def _look_out(self) -> None:
@@ -269,9 +271,9 @@ class HaltSignal:
             found: Cause | str | None = None
             if looks and not self._known.is_set():
                 try:
-                    found = self._monitor.trouble(self._teller)
+                    found = self._monitor.trouble(self._messages)
                 except Exception as error:  # noqa: BLE001 - this rank must not go on as if it were guarded
-                    looks, found = False, self.unguarded("andon-cord", error)
+                    looks, found = False, self.unguarded("andon-halt", error)
             if isinstance(found, str):
                 self._link.warn(found)
             elif found is not None:
@@ -314,7 +316,7 @@ class HaltSignal:
         self.failed(error)
         self._hook(kind, error, trace)
         if guarded:
-            say_cause(self.cause, error)
+            print_cause(self.cause, error)
             self._crash()
 
     def _at_exit(self) -> None:
@@ -334,7 +336,7 @@ class HaltSignal:
             _alarm(2 * _LAST_S)  # the interpreter's last calls may wait for threads or a device for ever
 
 
-def say_cause(cause: Cause | None, error: BaseException) -> None:
+def print_cause(cause: Cause | None, error: BaseException) -> None:
     """Print what ends all ranks, unless it is `error`, which ends this one."""
     if cause is not None and cause.text != str(error) and not isinstance(error, KeyboardInterrupt):
         tell(cause.text)
@@ -347,7 +349,7 @@ def own_store(name: str) -> Store | None:
         with contextlib.suppress(RuntimeError, NotImplementedError):
             # The loop's own connection answers one request at a time, and may wait for a key for minutes.
             shared = shared.clone()
-            shared.set_timeout(datetime.timedelta(seconds=TAKEN_AWAY_S))
+            shared.set_timeout(datetime.timedelta(seconds=STORE_TIMEOUT_S))
     return None if shared is None else PrefixStore(f"andon/{name}", shared)
 
 
@@ -356,7 +358,7 @@ def _shared_store() -> Store | None:
     return dist.distributed_c10d._get_default_store() if initialized else None
 
 
-def _keeper(shared: Store | None) -> int | None:
+def _store_host(shared: Store | None) -> int | None:
     """The rank in whose process the store lives; None for torch's launcher, which keeps its own, and for a file."""
     while isinstance(shared, PrefixStore):
         shared = shared.underlying_store
@@ -372,7 +374,7 @@ def _end_process(text: str) -> NoReturn:
             tell(text)
         sys.stdout.flush()
 
-    within(_RAISE_S, last_words)
+    run_within(_RAISE_S, last_words)
     # As the interpreter does at its end: a worker of a loader that is blocked would not notice by itself.
     for child in multiprocessing.active_children():
         if child.daemon:
@@ -385,7 +387,7 @@ def _end_process(text: str) -> NoReturn:
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
-    for raise_if_halted in list(_heeding):
+    for raise_if_halted in list(_interruptible):
         raise_if_halted()
 
 
@@ -394,13 +396,13 @@ def _enlist(raise_if_halted: Callable[[], None]) -> None:
     free = signal.getsignal(_SIGNAL) in (signal.SIG_DFL, signal.SIG_IGN, _handle)
     if free and threading.current_thread() is threading.main_thread():
         signal.signal(_SIGNAL, _handle)
-        _heeding.append(raise_if_halted)
+        _interruptible.append(raise_if_halted)
 
 
 def _dismiss(raise_if_halted: Callable[[], None]) -> None:
-    if raise_if_halted in _heeding:
-        _heeding.remove(raise_if_halted)
-        if not _heeding and signal.getsignal(_SIGNAL) is _handle:
+    if raise_if_halted in _interruptible:
+        _interruptible.remove(raise_if_halted)
+        if not _interruptible and signal.getsignal(_SIGNAL) is _handle:
             with contextlib.suppress(ValueError):  # only the main thread may; else the handler stays, and calls nothing
                 signal.signal(_SIGNAL, signal.SIG_IGN)  # not the default: a signal may still be on its way
 
@@ -408,7 +410,7 @@ def _dismiss(raise_if_halted: Callable[[], None]) -> None:
 def _interrupt(raise_if_halted: Callable[[], None]) -> None:
     """If `raise_if_halted` is enlisted: make the main thread call all that are, as soon as it runs Python."""
     main = threading.main_thread()
-    if raise_if_halted in _heeding and main.ident is not None and main.is_alive():
+    if raise_if_halted in _interruptible and main.ident is not None and main.is_alive():
         signal.pthread_kill(main.ident, _SIGNAL)
 
 

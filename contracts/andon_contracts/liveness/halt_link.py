@@ -18,7 +18,7 @@ from typing import Protocol
 from andon_contracts.causes import Cause, consequence
 from andon_contracts.fields import Count, Part
 from andon_contracts.liveness.end_messages import EndMessages, Position
-from andon_contracts.liveness.pending_collectives import Counts, PendingCollectives, Waiting, stuck
+from andon_contracts.liveness.pending_collectives import Counts, PendingCollectives, Waiting, deadlocked
 from andon_contracts.liveness.process import ConditionTimer, Process, memory_kills
 from andon_contracts.liveness.rules import (
     ENDED_BY_ITSELF,
@@ -26,12 +26,12 @@ from andon_contracts.liveness.rules import (
     UNHEARD,
     Conclusion,
     Patience,
-    Seen,
+    Symptoms,
     conclude,
-    first,
+    first_conclusion,
 )
-from andon_contracts.liveness.signed import Signed
-from andon_contracts.liveness.store_link import MOST_CHARACTERS, Heartbeats, StoreLink, whole
+from andon_contracts.liveness.signed import SignedStore
+from andon_contracts.liveness.store_link import MOST_CHARACTERS, Heartbeats, StoreLink, parse_strict
 
 LOOK_S = 0.5  # how often a rank looks out for trouble
 _EVERY_LOOK, _CALM = 16, 4  # after so many looks at the ranks that wait for this one, only every fourth asks them
@@ -53,7 +53,7 @@ class Progress(Part):
 
 
 @dataclass(frozen=True)
-class Said(Part):
+class RankWarning(Part):
     """A warning of one rank to all others, for which nobody halts."""
 
     rank: Count
@@ -61,7 +61,7 @@ class Said(Part):
 
 
 @dataclass(frozen=True)
-class News:
+class StoreReport:
     left: frozenset[int]  # all ranks that have left in order
     at: Mapping[int, Position]  # where each rank was a second ago
 
@@ -82,25 +82,27 @@ class HaltLink:
     """The line between the ranks. Only its thread waits for the store; all methods return after a bounded time.
 
     The first cause that any rank puts under the key "pulled" is the cause of all. Each rank puts it back if somebody
-    deletes it. keeper: the rank in whose process the store lives; None if it outlives the ranks.
+    deletes it. store_host: the rank in whose process the store lives; None if it outlives the ranks.
     """
 
-    def __init__(self, board: Signed, rank: int, world: int, listener: Listener, keeper: int | None = None) -> None:
+    def __init__(
+        self, store: SignedStore, rank: int, world: int, listener: Listener, store_host: int | None = None
+    ) -> None:
         self.processes: Mapping[int, Process] = {}
         self.ended: frozenset[int] = frozenset()  # the ranks nearby that know the cause and have left their evidence
         self.left: frozenset[int] = frozenset()  # the ranks nearby that had left in order when the cause came
-        self.broken = False  # the store is gone, and its keeper did not say good-bye
+        self.broken = False  # the store is gone, and its store_host did not say good-bye
         self.silent_s = 0.0  # how long the next rank, on another machine, has sent no heartbeat
-        self._board, self._rank, self._world, self._listener = board, rank, world, listener
-        self.keeper, self.following, self.checked = keeper, (rank + 1) % world, board.checked
-        self._told = ""  # the cause as it is on the board, once it is known
-        self._keeper_left = False
-        self._beats, self._beat_at = Heartbeats(board, rank, Progress, self.checked), 0.0
+        self._store, self._rank, self._world, self._listener = store, rank, world, listener
+        self.store_host, self.following, self.reader = store_host, (rank + 1) % world, store.reader
+        self._told = ""  # the cause as it is on the store, once it is known
+        self._store_host_left = False
+        self._beats, self._beat_at = Heartbeats(store, rank, Progress, self.reader), 0.0
         self._silence, self._heard_last = ConditionTimer(2 * _BEAT_S), object()
         self._near = sorted({(rank + offset) % world for offset in range(-_NEAR, _NEAR + 1)} - {rank})
         self._met = threading.Event()
         # Before the thread has the store, so that a rank that dies at once has said which process it was.
-        self._beats.tell(listener.progress())
+        self._beats.send(listener.progress())
         self._link = StoreLink("andon-halt-link", self._routine, self._failed)
 
     # For the other threads of this rank.
@@ -117,15 +119,15 @@ class HaltLink:
 
     def acknowledge(self) -> None:
         """Tell the others that this rank knows the cause and has left its evidence."""
-        self._link.post(lambda: self._board.set(f"ended {self._rank}", "1"))
+        self._link.post(lambda: self._store.set(f"ended {self._rank}", "1"))
 
-    def ask(self) -> News | None:
+    def ask(self) -> StoreReport | None:
         return self._link.ask(self._news, _ANSWER_S)
 
     def heard(self) -> Mapping[int, Counts]:
         """What the ranks nearby have begun, by their last heartbeats; empty if the store does not answer in time."""
-        beats = self._link.ask(lambda: self._beats.hear(self._near), _ANSWER_S) or {}
-        return {rank: beat.told.pending for rank, beat in beats.items()}
+        beats = self._link.ask(lambda: self._beats.read(self._near), _ANSWER_S) or {}
+        return {rank: beat.status.pending for rank, beat in beats.items()}
 
     def answers(self) -> bool:
         return self._link.answers(_ANSWER_S)
@@ -137,22 +139,26 @@ class HaltLink:
     # The thread.
 
     def _routine(self) -> float | None:
-        """One look at the board. Returns the seconds until the next, or None once no rank needs this one any more."""
+        """One look at the store. Returns the seconds until the next, or None once no rank needs this one any more."""
         if not self._told:
-            self._take(self._board.get(_PULLED))
+            self._take(self._store.get(_PULLED))
         if self._told:
-            if self._board.read(_PULLED, self._form) is None:  # the others have to find it too
-                self._board.set(_PULLED, self._told)
+            if self._store.read(_PULLED, self._form) is None:  # the others have to find it too
+                self._store.set(_PULLED, self._told)
             self.ended, self.left = self._marked("ended", self._near), self._marked("left", self._near)
             return _HURRIED_S
         if not self.processes:
-            heard = self._beats.hear(self._near)
+            heard = self._beats.read(self._near)
             if len(heard) == len(self._near):
                 self.processes = {rank: beat.process for rank, beat in heard.items()}
                 self._met.set()
-        if self.keeper is not None and self.keeper != self._rank and self._board.check([f"left {self.keeper}"]):
-            self._keeper_left = True
-            self._board.set(f"saw {self._rank}", "1")
+        if (
+            self.store_host is not None
+            and self.store_host != self._rank
+            and self._store.check([f"left {self.store_host}"])
+        ):
+            self._store_host_left = True
+            self._store.set(f"saw {self._rank}", "1")
             return None
         if time.monotonic() - self._beat_at >= _BEAT_S:
             self._beat()
@@ -161,7 +167,7 @@ class HaltLink:
     def _failed(self, error: Exception) -> None:
         ours = isinstance(error, RecursionError | NotImplementedError)
         if isinstance(error, RuntimeError | OSError) and not ours:
-            self.broken = not self._keeper_left  # the store is gone: its keeper ended, in order or not
+            self.broken = not self._store_host_left  # the store is gone: its store_host ended, in order or not
             return
         told = self._listener.unguarded("andon-halt-link", error)
         with suppress(Exception):  # the error may come from this very store
@@ -171,26 +177,26 @@ class HaltLink:
 
     def _beat(self) -> None:
         self._beat_at = time.monotonic()
-        self._beats.tell(self._listener.progress())
-        said = self._board.read(_WARNED, lambda body: whole(Said, body))
+        self._beats.send(self._listener.progress())
+        said = self._store.read(_WARNED, lambda body: parse_strict(RankWarning, body))
         if said is not None and said.rank != self._rank:
             self._listener.warn(said.text)
         rank = self.following
-        if rank in self.processes and self.processes[rank].look() == "elsewhere":
-            heard = self._beats.hear([rank]).get(rank)
+        if rank in self.processes and self.processes[rank].local_state() == "elsewhere":
+            heard = self._beats.read([rank]).get(rank)
             silent = [rank] if heard is not None and heard is self._heard_last else []
             # Counts only the seconds in which this thread ran, so that a pause of the whole job accuses nobody.
-            self.silent_s, self._heard_last = self._silence.look(silent).get(rank, 0.0), heard
+            self.silent_s, self._heard_last = self._silence.update(silent).get(rank, 0.0), heard
 
     def _pull(self, cause: Cause) -> None:
         told = self._encoded(cause)
-        self._take(self._board.compare_set(_PULLED, "", told))
+        self._take(self._store.compare_set(_PULLED, "", told))
         if not self._told:  # a rank signed what is there, but it is not a cause
-            self._board.set(_PULLED, told)
+            self._store.set(_PULLED, told)
             self._take(told.encode())
 
     def _spread(self, text: str) -> None:
-        self._board.set(_WARNED, json.dumps(Said(self._rank, text[:MOST_CHARACTERS]).to_json()))
+        self._store.set(_WARNED, json.dumps(RankWarning(self._rank, text[:MOST_CHARACTERS]).to_json()))
 
     def _encoded(self, cause: Cause) -> str:
         """The cause as the others can read it: an error that the loop raised may contain anything."""
@@ -203,31 +209,33 @@ class HaltLink:
             return json.dumps(Cause(cause.kind, cause.text, cause.rank).to_json())
 
     def _take(self, raw: bytes) -> None:
-        cause = self.checked.read(_PULLED, raw, self._form) if raw and not self._told else None
+        cause = self.reader.read(_PULLED, raw, self._form) if raw and not self._told else None
         if cause is not None:
             self._told = raw.decode()
             self._listener.learn(cause)
 
     def _form(self, body: object) -> Cause:
-        return whole(Cause, body).among(self._world)
+        return parse_strict(Cause, body).checked(self._world)
 
     def _marked(self, mark: str, ranks: Iterable[int]) -> frozenset[int]:
-        return frozenset(rank for rank in ranks if self._board.check([f"{mark} {rank}"]))
+        return frozenset(rank for rank in ranks if self._store.check([f"{mark} {rank}"]))
 
-    def _news(self) -> News:
-        beats = self._beats.hear(range(self._world))
-        return News(self._marked("left", range(self._world)), {rank: beat.told.at for rank, beat in beats.items()})
+    def _news(self) -> StoreReport:
+        beats = self._beats.read(range(self._world))
+        return StoreReport(
+            self._marked("left", range(self._world)), {rank: beat.status.at for rank, beat in beats.items()}
+        )
 
     def _say_goodbye(self) -> None:
         self._beat()
-        self._board.set(f"left {self._rank}", "1")
-        if self.keeper is not None and self.keeper != self._rank:
-            self._board.set(f"saw {self._rank}", "1")
-        elif self.keeper is not None and not self._told:
+        self._store.set(f"left {self._rank}", "1")
+        if self.store_host is not None and self.store_host != self._rank:
+            self._store.set(f"saw {self._rank}", "1")
+        elif self.store_host is not None and not self._told:
             # The store ends with this process. The others must not take that for its death.
             others = [f"saw {rank}" for rank in range(self._world) if rank != self._rank]
             deadline = time.monotonic() + 3 * POLL_S
-            while not self._board.check(others) and time.monotonic() < deadline:
+            while not self._store.check(others) and time.monotonic() < deadline:
                 time.sleep(POLL_S / 20)
 
 
@@ -240,26 +248,30 @@ class PeerMonitor:
         self._left: set[int] = set()
         self._looks, self._kills, self._stopped = 0, memory_kills() or 0, ConditionTimer(LOOK_S)
 
-    def trouble(self, teller: EndMessages) -> Cause | None:
+    def trouble(self, messages: EndMessages) -> Cause | None:
         """Every `LOOK_S`: a rank that died, is stopped or silent for too long, or in a deadlock with this one."""
         processes = self._link.processes
-        lasting = self._stopped.look(rank for rank, process in processes.items() if process.look() == "stopped")
+        lasting = self._stopped.update(
+            rank for rank, process in processes.items() if process.local_state() == "stopped"
+        )
         late = any(seconds >= self._patience_s for seconds in (self._link.silent_s, *lasting.values()))
         seen, news = self._look(ask=late)  # a rank that has left in order is not missed
         seen = {rank: replace(each, stopped_s=lasting.get(rank, 0.0)) for rank, each in seen.items()}
-        return self._cause(teller, seen, news, self._patience_s, (*ENDED_BY_ITSELF, *UNHEARD)) or self._stuck(teller)
+        return self._cause(messages, seen, news, self._patience_s, (*ENDED_BY_ITSELF, *UNHEARD)) or self._deadlock(
+            messages
+        )
 
-    def missing(self, teller: EndMessages, error: BaseException) -> Cause | None:
+    def missing(self, messages: EndMessages, error: BaseException) -> Cause | None:
         """The rank for which the collective that raised `error` waited: dead, stopped, gone in order, or behind."""
         waited = consequence(error) == "silent"
         seen, news = self._look(ask=True)
         order: tuple[Conclusion, ...] = (*ENDED_BY_ITSELF, *UNHEARD, "left")
-        found = self._cause(teller, seen, news, 0.0, (*order, "behind") if waited else order)
+        found = self._cause(messages, seen, news, 0.0, (*order, "behind") if waited else order)
         if found is not None or news is None or not waited:
             return found
         ahead = max(news.at, key=lambda rank: news.at[rank].order, default=self._rank)
-        further = ahead != self._rank and news.at[ahead].order > news.at.get(self._rank, teller.at).order
-        return teller.ahead(ahead, news.at[ahead]) if further else None
+        further = ahead != self._rank and news.at[ahead].order > news.at.get(self._rank, messages.at).order
+        return messages.ahead(ahead, news.at[ahead]) if further else None
 
     def unaware(self) -> Mapping[int, Process]:
         """The ranks of this machine that live, have not left, and have not said that they know the cause."""
@@ -267,18 +279,18 @@ class PeerMonitor:
         # A store that does not answer says nothing of who knows. That a process is stopped, no store has to say.
         states = ("runs", "stopped") if self._link.answers() else ("stopped",)
         processes = self._link.processes.items()
-        return {rank: process for rank, process in processes if process.look() in states and rank not in known}
+        return {rank: process for rank, process in processes if process.local_state() in states and rank not in known}
 
     def lowest_live(self) -> bool:
         """Whether this rank is the lowest that lives, and so writes what one rank has to write."""
         processes = self._link.processes
         if not processes:
             return self._rank == 0
-        states = [processes[rank].look() for rank in processes if rank < self._rank]
-        before = {conclude(Seen(state), Patience(stopped_s=0.0)) for state in states}
+        states = [processes[rank].local_state() for rank in processes if rank < self._rank]
+        before = {conclude(Symptoms(state), Patience(stopped_s=0.0)) for state in states}
         return len(states) == self._rank and not PRESENT & before
 
-    def _stuck(self, teller: EndMessages) -> Cause | None:
+    def _deadlock(self, messages: EndMessages) -> Cause | None:
         """Ranks nearby that wait for this one, while it waits for them in a gather."""
         waiting = self._pending.waiting
         self._looks = self._looks + 1 if waiting is self._waiting else 0
@@ -286,57 +298,57 @@ class PeerMonitor:
         if waiting is None or self._looks < 1 or (self._looks > _EVERY_LOOK and self._looks % _CALM):
             return None
         told = self._link.heard()
-        found = stuck(waiting, told)
+        found = deadlocked(waiting, told)
         # If it still is the same gather, this rank has begun nothing since before the others told.
         if not found or self._pending.waiting is not waiting:
             return None
-        return teller.passed(found, sum(each.gathers >= waiting.gather for each in told.values()))
+        return messages.passed(found, sum(each.gathers >= waiting.gather for each in told.values()))
 
-    def _look(self, *, ask: bool) -> tuple[dict[int, Seen], News | None]:
+    def _look(self, *, ask: bool) -> tuple[dict[int, Symptoms], StoreReport | None]:
         """What is seen of the others, and what the store says, if it is asked: with `ask`, or if a process is gone."""
         link = self._link
-        states = {rank: process.look() for rank, process in link.processes.items()}
+        states = {rank: process.local_state() for rank, process in link.processes.items()}
         gone = {rank for rank, state in states.items() if state == "gone"} - self._left
         codes = {rank: link.processes[rank].exit_code() for rank in gone}
         news = link.ask() if ask or gone else None
-        told = news or News(frozenset(), {})
+        told = news or StoreReport(frozenset(), {})
         self._left |= {rank for rank in gone if codes[rank] == 0 or rank in told.left}
         left, mine = self._left | told.left, told.at.get(self._rank)
-        seen: dict[int, Seen] = {}
+        seen: dict[int, Symptoms] = {}
         for rank in sorted((states.keys() | told.at.keys() | told.left) - {self._rank}):
-            keeper_lost = link.broken and rank == link.keeper
-            if news is None and rank in gone - left and not keeper_lost:
+            store_host_lost = link.broken and rank == link.store_host
+            if news is None and rank in gone - left and not store_host_lost:
                 continue  # the store has yet to say whether it left in order
-            silent_s = math.inf if keeper_lost and rank in states else link.silent_s * (rank == link.following)
+            silent_s = math.inf if store_host_lost and rank in states else link.silent_s * (rank == link.following)
             behind = mine is not None and rank in told.at and told.at[rank].order < mine.order
             code = 0 if rank in left else codes.get(rank)
-            seen[rank] = Seen(states.get(rank, "elsewhere"), rank in left, code, 0.0, silent_s, behind)
+            seen[rank] = Symptoms(states.get(rank, "elsewhere"), rank in left, code, 0.0, silent_s, behind)
         return seen, news
 
     def _cause(
         self,
-        teller: EndMessages,
-        seen: Mapping[int, Seen],
-        news: News | None,
+        messages: EndMessages,
+        seen: Mapping[int, Symptoms],
+        news: StoreReport | None,
         stopped_s: float,
         order: Iterable[Conclusion],
     ) -> Cause | None:
         patience = Patience(stopped_s, self._patience_s, unseen=True)
-        found, ranks = first({rank: conclude(each, patience) for rank, each in seen.items()}, order)
+        found, ranks = first_conclusion({rank: conclude(each, patience) for rank, each in seen.items()}, order)
         if not ranks:
             return None
         told = {} if news is None else news.at
         if found == "behind" and told:
             last = min(ranks, key=lambda rank: told[rank].order)
-            return teller.behind(last, told[last])
+            return messages.behind(last, told[last])
         rank, news = ranks[0], news or self._link.ask()
-        at = (Position() if news is None else news.at.get(rank, Position())).at_least(teller.at)
+        at = (Position() if news is None else news.at.get(rank, Position())).at_least(messages.at)
         if found == "left":
-            return teller.left(rank, at)
+            return messages.left(rank, at)
         process = self._link.processes[rank]
         if found == "stopped":
-            return teller.stopped(rank, process, at)
+            return messages.stopped(rank, process, at)
         if found == "silent":
-            return teller.silent(rank, process, self._link.silent_s, at)
+            return messages.silent(rank, process, self._link.silent_s, at)
         kills = (memory_kills() or 0) - self._kills  # 0 if the system does not count them
-        return teller.died(rank, process, seen[rank].exit, kills, at)
+        return messages.died(rank, process, seen[rank].exit, kills, at)

@@ -101,16 +101,16 @@ class PendingCollectives:
     def gathered(self) -> None:
         self.waiting = None
 
-    def told(self) -> Counts:
+    def counts(self) -> Counts:
         """For the other ranks, from any thread. Gathers are read last: the other counts are no newer than they."""
         backwards, inside = self._backwards, self._inside or ("", 0)
         return Counts(self._gathers, backwards, *inside)
 
 
-def stuck(waiting: Waiting, told: Mapping[int, Counts]) -> dict[int, str]:
+def deadlocked(waiting: Waiting, counts: Mapping[int, Counts]) -> dict[int, str]:
     """The ranks that cannot go on before the one that is `waiting` leaves its gather, each with what it is in."""
     found = {}
-    for rank, each in told.items():
+    for rank, each in counts.items():
         if each.gathers < waiting.gather and each.backwards > waiting.backwards:
             found[rank] = BACKWARD
         elif each.gathers < waiting.gather and each.number > waiting.reductions.get(each.group, 0):

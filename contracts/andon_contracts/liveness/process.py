@@ -55,7 +55,7 @@ class Process(Part):
         started = start_time(pid)
         return None if started is None else cls(pid, started)
 
-    def look(self) -> State:
+    def local_state(self) -> State:
         """Its state now, or `elsewhere` for a process of another machine."""
         return self.state() if self.machine and self.machine == _machine() else "elsewhere"
 
@@ -105,7 +105,7 @@ class Process(Part):
     def kill(self) -> bool:
         """Kill it if it runs or is stopped on this machine. Returns whether the signal was sent."""
         try:
-            return self.look() in ("runs", "stopped") and self.send(signal.SIGKILL)
+            return self.local_state() in ("runs", "stopped") and self.send(signal.SIGKILL)
         except PermissionError:
             return False
 
@@ -122,7 +122,7 @@ class ConditionTimer:
         self._seconds: dict[int, float] = {}
         self._looked = time.monotonic()
 
-    def look(self, so: Iterable[int]) -> Mapping[int, float]:
+    def update(self, so: Iterable[int]) -> Mapping[int, float]:
         """For each number in `so`, the seconds since it first was in `so` at every look."""
         now = time.monotonic()
         gap, self._looked = min(now - self._looked, self._most_s), now
@@ -130,7 +130,7 @@ class ConditionTimer:
         return self._seconds
 
 
-def within(seconds: float, words: Callable[[], None]) -> bool:
+def run_within(seconds: float, words: Callable[[], None]) -> bool:
     """Run `words`, but let its disk, reader or group block an exit no longer than that. Returns whether it was done."""
     speaking = threading.Thread(target=words, name="andon-end", daemon=True)
     try:
@@ -148,7 +148,7 @@ def start_time(pid: int) -> int | None:
     return int(fields[_STARTED]) if fields and fields[_STATE] not in "ZX" else None
 
 
-def ending(code: int | None) -> str:
+def exit_text(code: int | None) -> str:
     if code is None:
         return "is gone"
     if code >= 0:
@@ -158,11 +158,11 @@ def ending(code: int | None) -> str:
     except ValueError:
         name, hint = f"signal {-code}", None
     if code == -signal.SIGKILL:
-        hint = who_kills(_KILLS_BEFORE, (group_kills(), memory_kills()), _memory_limit())
+        hint = kill_text(_KILLS_BEFORE, (group_kills(), memory_kills()), _memory_limit())
     return f"was killed by {name}" + (f" ({hint})" if hint else "")
 
 
-def who_kills(
+def kill_text(
     before: tuple[int | None, int | None], now: tuple[int | None, int | None], limit_bytes: int | None
 ) -> str:
     """Explain a SIGKILL by two counts of kills for memory, each for (our cgroup, the machine); limit: of our cgroup."""

@@ -1,8 +1,4 @@
-"""What is concluded of a peer from what was seen of it: the one table by which heartbeats, watches, launchers decide.
-
-Pure. Who looks says what it saw (`Seen`) and for how long something may be so (`Patience`); which words follow is for
-`diagnosis` and `end_messages` to say.
-"""
+"""One table of rules: what heartbeats, watches and launchers conclude from the `Symptoms` of a peer."""
 
 from __future__ import annotations
 
@@ -22,7 +18,7 @@ behind: the others wait for it. there: nothing is wrong with it."""
 
 
 @dataclass(frozen=True)
-class Seen:
+class Symptoms:
     """What was seen of one peer.
 
     state: of its process. said: whether it told of its own end. exit: with which code, told or seen; None: not known.
@@ -31,7 +27,7 @@ class Seen:
     """
 
     state: State = "elsewhere"
-    said: bool = False
+    announced: bool = False
     exit: int | None = None
     stopped_s: float = 0.0
     silent_s: float = 0.0
@@ -50,10 +46,10 @@ class Patience:
     unseen: bool = False
 
 
-RULES: tuple[tuple[Conclusion, Callable[[Seen, Patience], bool]], ...] = (
-    ("followed", lambda seen, _: seen.said and seen.exit in NOTICED.values()),
-    ("left", lambda seen, _: (seen.said or seen.state == "gone") and seen.exit == 0),
-    ("failed", lambda seen, _: seen.said),
+RULES: tuple[tuple[Conclusion, Callable[[Symptoms, Patience], bool]], ...] = (
+    ("followed", lambda seen, _: seen.announced and seen.exit in NOTICED.values()),
+    ("left", lambda seen, _: (seen.announced or seen.state == "gone") and seen.exit == 0),
+    ("failed", lambda seen, _: seen.announced),
     ("died", lambda seen, _: seen.state == "gone"),
     ("stopped", lambda seen, patience: seen.state == "stopped" and seen.stopped_s >= patience.stopped_s),
     (
@@ -73,12 +69,14 @@ UNHEARD: tuple[Conclusion, ...] = ("stopped", "silent")
 PRESENT: frozenset[Conclusion] = frozenset({"behind", "there"})
 
 
-def conclude(seen: Seen, patience: Patience) -> Conclusion:
+def conclude(seen: Symptoms, patience: Patience) -> Conclusion:
     """What is to be thought of a peer of which this was seen."""
     return next(conclusion for conclusion, holds in RULES if holds(seen, patience))
 
 
-def first(concluded: Mapping[int, Conclusion], order: Iterable[Conclusion]) -> tuple[Conclusion | None, list[int]]:
+def first_conclusion(
+    concluded: Mapping[int, Conclusion], order: Iterable[Conclusion]
+) -> tuple[Conclusion | None, list[int]]:
     """The first conclusion in this order that was come to of any rank, and of which ones; None: of nobody."""
     for conclusion in order:
         ranks = sorted(rank for rank, each in concluded.items() if each == conclusion)

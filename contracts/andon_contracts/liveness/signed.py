@@ -1,4 +1,4 @@
-"""A board on which only values count that a rank of this run has put there: each is signed with the run's secret.
+"""A store on which only values count that a rank of this run has put there: each is signed with the run's secret.
 
 Any client of torch's store may put, delete and list its values, so the secret is never stored there. Rank 0 draws it
 and gathers it to the others through a process group. The signature is HMAC-SHA256 (RFC 2104) over the key and the
@@ -17,27 +17,27 @@ from typing import Any
 
 from torch.distributed import DistStoreError
 
-from andon_contracts.liveness.store_link import MOST_BYTES, Board, Checked, Read
+from andon_contracts.liveness.store_link import MOST_BYTES, KeyValueStore, Read, StrictReader
 
 _WORDS = ("secret 0", "secret 1", "secret 2", "secret 3")
 _SECRET = struct.Struct("<4Q")
 _SIGNATURE_CHARACTERS = 64
-TAKEN_AWAY_S = 5.0  # the timeout for a board that others reach: anybody may delete a value between two requests
+STORE_TIMEOUT_S = 5.0  # the timeout for a store that others reach: anybody may delete a value between two requests
 _NOTHING = "-"
 """Comparing a value with this, and setting it to this, reads it without waiting for it. Unsigned, so never ours."""
 _TRIES = 100  # how often a forged value is replaced by comparison, before it is overwritten
 
 
-def drawn() -> bytes:
+def new_secret() -> bytes:
     return secrets.token_bytes(_SECRET.size)
 
 
-def words_of(secret: bytes) -> dict[str, int]:
+def secret_to_ints(secret: bytes) -> dict[str, int]:
     """A secret as unsigned integers of 64 bits by name, for a gather."""
     return dict(zip(_WORDS, _SECRET.unpack(secret), strict=True))
 
 
-def secret_in(values: Mapping[str, int]) -> bytes:
+def secret_from_ints(values: Mapping[str, int]) -> bytes:
     """The secret among these gathered values, whose integers may be signed."""
     return _SECRET.pack(*(values[word] % (1 << 64) for word in _WORDS))
 
@@ -46,19 +46,19 @@ def _signature(secret: bytes, key: str, value: bytes) -> str:
     return hmac.new(secret, key.encode() + b"\0" + value, hashlib.sha256).hexdigest()
 
 
-class Signed:
-    """A `Board` that shows only values with a signature of this run; `checked` counts the others.
+class SignedStore:
+    """A `KeyValueStore` that shows only values with a signature of this run; `checked` counts the others.
 
-    No call waits for a value: one that was deleted, at any time, is missing (`get` gives b""). board: used by no other
-    thread, with a timeout of `TAKEN_AWAY_S` if others reach it.
+    No call waits for a value: one that was deleted, at any time, is missing (`get` gives b""). store: used by no other
+    thread, with a timeout of `STORE_TIMEOUT_S` if others reach it.
     """
 
-    def __init__(self, board: Board, secret: bytes) -> None:
-        self.checked = Checked()
-        self._board, self._secret = board, secret
+    def __init__(self, store: KeyValueStore, secret: bytes) -> None:
+        self.reader = StrictReader()
+        self._store, self._secret = store, secret
 
     def set(self, key: str, value: str, /) -> None:
-        self._board.set(key, self._signed(key, value))
+        self._store.set(key, self._signed(key, value))
 
     def get(self, key: str, /) -> bytes:
         return self._verified(key, self._raw(key))
@@ -69,7 +69,7 @@ class Signed:
     def multi_get(self, keys: list[str], /) -> list[bytes]:
         found: Sequence[bytes] = []  # by two requests, if all are there
         with suppress(DistStoreError):  # somebody deleted one in between
-            found = self._board.multi_get(keys) if self._board.check(keys) else []
+            found = self._store.multi_get(keys) if self._store.check(keys) else []
         found = found or [self._raw(key) for key in keys]
         return [self._verified(key, raw) for key, raw in zip(keys, found, strict=True)]
 
@@ -78,7 +78,7 @@ class Signed:
         wanted = expected.decode() if isinstance(expected, bytes) else expected
         there: Any = self._signed(key, wanted) if wanted else ""
         for _ in range(_TRIES):
-            raw = self._board.compare_set(key, there, self._signed(key, value))
+            raw = self._store.compare_set(key, there, self._signed(key, value))
             found = self._verified(key, raw)
             if found or wanted:
                 return found
@@ -89,13 +89,13 @@ class Signed:
     def read(self, key: str, form: Callable[[object], Read]) -> Read | None:
         """What `form` makes of the JSON that a rank put there; None if there is none."""
         found = self.get(key)
-        return self.checked.read(key, found, form) if found else None
+        return self.reader.read(key, found, form) if found else None
 
     def _signed(self, key: str, value: str) -> str:
         return _signature(self._secret, key, value.encode()) + value
 
     def _raw(self, key: str) -> bytes:
-        return self._board.compare_set(key, _NOTHING, _NOTHING)
+        return self._store.compare_set(key, _NOTHING, _NOTHING)
 
     def _verified(self, key: str, raw: bytes) -> bytes:
         if raw in (b"", _NOTHING.encode()):
@@ -103,5 +103,5 @@ class Signed:
         signature, value = raw[:_SIGNATURE_CHARACTERS], raw[_SIGNATURE_CHARACTERS:]
         if len(value) <= MOST_BYTES and hmac.compare_digest(signature, _signature(self._secret, key, value).encode()):
             return value
-        self.checked.drop(key, raw)
+        self.reader.drop(key, raw)
         return b""

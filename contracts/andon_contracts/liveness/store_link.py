@@ -1,7 +1,7 @@
-"""How ranks leave each other values: a board, the one thread of a rank that talks to it, and heartbeats on it.
+"""How ranks leave each other values: a store, the one thread of a rank that talks to it, and heartbeats on it.
 
-A board is a store: torch's, or one behind a socket that permissions protect. Whoever reaches it can put anything there.
-`signed` drops what no rank of this run has put there; `Checked` alone parses the rest, by a strict form.
+A store is a store: torch's, or one behind a socket that permissions protect. Whoever reaches it can put anything there.
+`signed` drops what no rank of this run has put there; `StrictReader` alone parses the rest, by a strict form.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ MOST_BYTES = 1 << 20
 """Longer values are dropped: JSON needs six bytes for a character, and no value has more than two such texts."""
 
 
-class Board(Protocol):
+class KeyValueStore(Protocol):
     """Values by key, which any rank may put and read, as in a store of torch.
 
-    A call may take long. It raises `RuntimeError` or `OSError` once the board is gone. A rank calls it in one thread.
+    A call may take long. It raises `RuntimeError` or `OSError` once the store is gone. A rank calls it in one thread.
     check: whether all keys are there. compare_set: sets the value if `expected` (text or bytes; "": no value) is there,
     and returns the value afterwards.
     """
@@ -40,8 +40,8 @@ class Board(Protocol):
     def compare_set(self, key: str, expected: Any, value: str, /) -> bytes: ...
 
 
-class Checked:
-    """Parses values of a board by one strict form, and drops and counts those that do not have it."""
+class StrictReader:
+    """Parses values of a store by one strict form, and drops and counts those that do not have it."""
 
     def __init__(self) -> None:
         self.dropped = 0
@@ -71,7 +71,7 @@ def _refuse(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number of ours")
 
 
-def whole(form: type[Form], body: object) -> Form:
+def parse_strict(form: type[Form], body: object) -> Form:
     """`body` as this form, with no field left to its default. Raises `ValueError` for anything else."""
     found = form.from_json(body)
     if found.to_json() != body:
@@ -80,7 +80,7 @@ def whole(form: type[Form], body: object) -> Form:
 
 
 class StoreLink:
-    """The one thread of a rank that talks to a board, so that a board which does not answer blocks no other thread."""
+    """The one thread of a rank that talks to a store, so that a store which does not answer blocks no other thread."""
 
     def __init__(self, name: str, routine: Callable[[], float | None], failed: Callable[[Exception], None]) -> None:
         """routine: runs at once, and again after the seconds that it returns, or sooner; None: never again.
@@ -97,7 +97,7 @@ class StoreLink:
     def answers(self, within_s: float) -> bool:
         return self._thread.is_alive() and time.monotonic() - self._answered < within_s
 
-    def hurry(self) -> None:
+    def wake(self) -> None:
         self._awake.set()
 
     def post(self, request: Callable[[], object]) -> threading.Event:
@@ -151,47 +151,47 @@ class Beat(Generic[Form]):
     """One heartbeat: the process that sent it, and what it said of itself."""
 
     process: Process
-    told: Form
+    status: Form
     number: int
 
 
 @dataclass(frozen=True)
 class _Envelope(Part):
-    """A heartbeat as it is on a board."""
+    """A heartbeat as it is on a store."""
 
     number: Count
     process: Process
-    told: Mapping[str, Any]
+    status: Mapping[str, Any]
 
 
 class Heartbeats(Generic[Form]):
-    """The heartbeats of all ranks on one board. For the thread of a link alone."""
+    """The heartbeats of all ranks on one store. For the thread of a link alone."""
 
-    def __init__(self, board: Board, rank: int, form: type[Form], checked: Checked) -> None:
-        self._board, self._rank, self._form, self._checked = board, rank, form, checked
+    def __init__(self, store: KeyValueStore, rank: int, form: type[Form], reader: StrictReader) -> None:
+        self._store, self._rank, self._form, self._reader = store, rank, form, reader
         self._here, self._number = Process.here(), 0
         self._raw: dict[int, bytes] = {}
         self._heard: dict[int, Beat[Form]] = {}
 
-    def tell(self, told: Form) -> None:
+    def send(self, status: Form) -> None:
         self._number += 1  # makes each heartbeat new, even if nothing has changed with the rank
-        body = _Envelope(self._number, self._here, told.to_json())
-        self._board.set(f"beat {self._rank}", json.dumps(body.to_json()))
+        body = _Envelope(self._number, self._here, status.to_json())
+        self._store.set(f"beat {self._rank}", json.dumps(body.to_json()))
 
-    def hear(self, ranks: Iterable[int]) -> dict[int, Beat[Form]]:
+    def read(self, ranks: Iterable[int]) -> dict[int, Beat[Form]]:
         """The last heartbeat of each of these ranks that has sent any: the same object until the next one."""
-        known = [rank for rank in ranks if rank in self._raw or self._board.check([f"beat {rank}"])]
-        found = self._board.multi_get([f"beat {rank}" for rank in known]) if known else []
+        known = [rank for rank in ranks if rank in self._raw or self._store.check([f"beat {rank}"])]
+        found = self._store.multi_get([f"beat {rank}" for rank in known]) if known else []
         for rank, raw in zip(known, found, strict=True):
             if self._raw.get(rank) != raw and raw:
                 self._raw[rank] = raw
-                beat = self._checked.read(f"beat {rank}", raw, partial(self._read, rank))
+                beat = self._reader.read(f"beat {rank}", raw, partial(self._read, rank))
                 if beat is not None:
                     self._heard[rank] = beat
         return {rank: self._heard[rank] for rank in known if rank in self._heard}
 
     def _read(self, rank: int, body: object) -> Beat[Form]:
-        found = whole(_Envelope, body)
+        found = parse_strict(_Envelope, body)
         if found.number <= (self._heard[rank].number if rank in self._heard else 0):
             raise ValueError(f"number {found.number} was heard before")  # somebody put an older one back
-        return Beat(found.process, whole(self._form, found.told), found.number)
+        return Beat(found.process, parse_strict(self._form, found.status), found.number)

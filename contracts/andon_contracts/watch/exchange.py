@@ -12,7 +12,7 @@ from andon_contracts.act import Scene, violation
 from andon_contracts.agree import GroupGather, Observation, gather_observations, gather_short, minority
 from andon_contracts.digest import digests_by_name, mix64
 from andon_contracts.laws.law import LOCKSTEP, Judgement, Seen
-from andon_contracts.liveness.diagnosis import named
+from andon_contracts.liveness.diagnosis import rank_names
 from andon_contracts.liveness.pending_collectives import PendingCollectives
 from andon_contracts.observe import plain
 from andon_contracts.watch.values import text_digest
@@ -67,7 +67,7 @@ class Exchange:
 
         pending: counts the gathers.
         """
-        self._gather.raise_if_halted, self._gather.lost, self._pending = raise_if_halted, lost, pending
+        self._gather.raise_if_halted, self._gather.on_error, self._pending = raise_if_halted, lost, pending
 
     def connect(self) -> None:
         """Connect to the other ranks directly if all are on this machine. Collective."""
@@ -90,7 +90,7 @@ class Exchange:
         if pending is not None:
             pending.gathering()
         try:
-            if payload is None and self._gather.takes(len(values)):
+            if payload is None and self._gather.fits_sockets(len(values)):
                 seen = gather_short(mine, self._gather)
             else:
                 seen = gather_observations([mine], self._gather)
@@ -115,7 +115,7 @@ class Exchange:
                 raise TimeoutError(f"not every rank closed its watch within {within_s:g} s")
 
         # A rank that ends before another one has not failed.
-        self._gather.raise_if_halted, self._gather.lost, self._pending = raise_if_halted, None, None
+        self._gather.raise_if_halted, self._gather.on_error, self._pending = raise_if_halted, None, None
         return self(step, point, values, judged=True)
 
     def columns(self, step: int, columns: Sequence[Sequence[int]]) -> list[list[list[int]]]:
@@ -164,7 +164,7 @@ class Exchange:
         if tensor is None or held is None or words is None or len(set(counts)) > 1:
             lacking = [rank for rank, count in enumerate(counts) if count < 0]
             verb = "have" if len(lacking) > 1 else "has"
-            return f"{named(lacking)} {verb} no {noun}" if 0 < len(lacking) < len(counts) else ""
+            return f"{rank_names(lacking)} {verb} no {noun}" if 0 < len(lacking) < len(counts) else ""
         first, size = 0, words.numel()
         while True:
             per_block = max(-(-size // _BLOCKS), 1)

@@ -19,7 +19,7 @@ from andon_contracts.agree import GroupGather, Observation, own_group
 from andon_contracts.causes import first_line
 from andon_contracts.liveness.halt import HaltSignal, own_store
 from andon_contracts.liveness.pending_collectives import PendingCollectives
-from andon_contracts.liveness.signed import Signed, drawn, secret_in, words_of
+from andon_contracts.liveness.signed import SignedStore, new_secret, secret_from_ints, secret_to_ints
 from andon_contracts.watch.discovery import reducers_of
 from andon_contracts.watch.exchange import WIDTH, Exchange
 from andon_contracts.watch.ledger import ledger_path, open_ledger
@@ -130,7 +130,7 @@ def open_watch(model: nn.Module, given: Sequence[Any], settings: Settings) -> Wa
             except ValueError as error:
                 problems.append(str(error))
         # The secret that signs heartbeats goes from rank 0 to the others in this gather, and never into their store.
-        told = {"records": int(file is not None), "part": part, "copies": copies, **words_of(drawn())}
+        told = {"records": int(file is not None), "part": part, "copies": copies, **secret_to_ints(new_secret())}
         seen = _agreed(exchange, problems, settings, {**told, "mistakes": len(problems) - excused})
         assert subject is not None
         try:
@@ -141,7 +141,7 @@ def open_watch(model: nn.Module, given: Sequence[Any], settings: Settings) -> Wa
             # Pipeline stages with separate meshes, for example: the same shard cannot be recognized across stages.
             replicas = Replicas(tuple(range(len(seen))))
         settings = replace(settings, recording=bool(seen[0].values["records"]))
-        halt = _halt_signal(exchange, settings, secret_in(seen[0].values))
+        halt = _halt_signal(exchange, settings, secret_from_ints(seen[0].values))
         if halt is not None:
             undo.push(halt.end_with)
         opened = Watch(subject, optimizers, settings, exchange, replicas, halt, file)
@@ -190,7 +190,7 @@ def _halt_signal(exchange: Exchange, settings: Settings, secret: bytes) -> HaltS
     if store is None:
         return None
     return HaltSignal(
-        Signed(store, secret),
+        SignedStore(store, secret),
         exchange.rank,
         exchange.world_size,
         PendingCollectives(ranks),
