@@ -21,21 +21,26 @@ from torch.distributed import DistBackendError, DistNetworkError
 from andon.console.exits import Exit
 from andon_contracts.causes import Cause, consequence, first_line, kind_of
 from andon_contracts.liveness.diagnosis import (
+    NOTICED,
+    Conclusion,
+    Patience,
     PeerStatus,
+    Symptoms,
     View,
     all_reported,
+    conclude,
+    explain_timeout,
+    first_conclusion,
     is_reporter,
     known_end,
     longest_s,
     possible_loss,
     slowness,
-    why_in_vain,
 )
 from andon_contracts.liveness.end_messages import POINTS, EndMessages, Position
-from andon_contracts.liveness.halt_link import PeerMonitor, StoreReport
+from andon_contracts.liveness.halt import PeerMonitor, StoreReport
 from andon_contracts.liveness.pending_collectives import PendingCollectives
 from andon_contracts.liveness.process import Process, State, exit_text, kill_text, memory_kills
-from andon_contracts.liveness.rules import NOTICED, Conclusion, Patience, Symptoms, conclude, first_conclusion
 from andon_contracts.violation import Finding, Halted, Violation
 
 BY_HAND = "by hand or by another program: the kernel killed nothing for want of memory"
@@ -227,12 +232,12 @@ class FakeLink:
     news: StoreReport | None
     silent_s: float = 0.0
     following: int = 1
-    broken: bool = False
+    store_lost: bool = False
     store_host: int | None = None
-    ended: frozenset[int] = frozenset()
+    acknowledged: frozenset[int] = frozenset()
     left: frozenset[int] = frozenset()
 
-    def ask(self) -> StoreReport | None:
+    def report(self) -> StoreReport | None:
         return self.news
 
 
@@ -248,7 +253,7 @@ def monitor(peer: Peer, *, at: Position = HERE, left: bool = False, silent_s: fl
 
 def heard(sign: PeerStatus) -> str:
     here = PeerStatus(ticks=9, step=4, phase="update", waits=True, since_s=9.0, phase_s=9.0, state="runs")
-    return why_in_vain(View(0, WORLD, {0: here, 1: sign, 2: here}, PATIENCE.silent_s))
+    return explain_timeout(View(0, WORLD, {0: here, 1: sign, 2: here}, PATIENCE.silent_s))
 
 
 class DistStoreError(RuntimeError):
@@ -344,7 +349,7 @@ def test_who_only_noticed_another_ends_with_an_exit_that_says_so() -> None:
     ],
 )
 def test_a_wait_in_vain_has_one_explanation(other: PeerStatus, words: str) -> None:
-    assert why_in_vain(view(WAITS, other, WAITS)).startswith(words)
+    assert explain_timeout(view(WAITS, other, WAITS)).startswith(words)
 
 
 def test_an_error_of_its_own_comes_before_those_that_only_noticed() -> None:
@@ -365,7 +370,7 @@ def test_ranks_that_finished_are_not_missed() -> None:
 def test_hosts_are_named_where_they_are_others() -> None:
     here, there = replace(WAITS, host="a"), replace(WORKS, host="b", silent_s=SILENCE_S)
     found = view(here, there, replace(there, host="c"), replace(here, silent_s=SILENCE_S))
-    assert why_in_vain(found).startswith("ranks 1, 2, 3 of 4 (on b, c) gave no sign of life")
+    assert explain_timeout(found).startswith("ranks 1, 2, 3 of 4 (on b, c) gave no sign of life")
 
 
 SLOW_ENDED = replace(WORKS, ended="rank 1 of 4 is slow: in the update of step 4", exit=Exit.RANK_SILENT)
@@ -409,16 +414,18 @@ def test_only_what_cannot_be_seen_may_be_lost() -> None:
     assert possible_loss(view(WAITS, replace(late, state="stopped"), ended)) == "rank 2 of 3 ended: finished"
 
 
-@pytest.mark.parametrize("explanation", [why_in_vain, possible_loss])
+@pytest.mark.parametrize("explanation", [explain_timeout, possible_loss])
 def test_nobody_is_silent_where_nobody_can_be_heard(explanation: Callable[[View], str]) -> None:
     far = replace(WAITS, silent_s=60.0, state="elsewhere")
     link_error = replace(view(WAITS, far, far), link_error="the ranks' store is gone (x)")
     assert explanation(link_error) == "the ranks' store is gone (x)"
     assert slowness(link_error, 0.0) == "the ranks' store is gone (x); rank 0 of 3 is in the update of step 4 for 6.0 s"
-    said = replace(link_error, signs={**link_error.signs, 1: replace(far, ended="LookupError: x", exit=Exit.CRASHED)})
+    said = replace(
+        link_error, statuses={**link_error.statuses, 1: replace(far, ended="LookupError: x", exit=Exit.CRASHED)}
+    )
     assert explanation(said) == "rank 1 of 3 ended: LookupError: x"
     assert slowness(said, 0.0).startswith("rank 1 of 3 ended: LookupError: x")
-    stopped = replace(link_error, signs={**link_error.signs, 2: replace(far, state="stopped")})
+    stopped = replace(link_error, statuses={**link_error.statuses, 2: replace(far, state="stopped")})
     assert slowness(stopped, 0.0).startswith("rank 2 of 3 is stopped")
 
 

@@ -19,12 +19,21 @@ from andon_contracts.causes import Cause
 from andon_contracts.fields import Part
 from andon_contracts.liveness.diagnosis import RankStatus
 from andon_contracts.liveness.end_messages import Position
-from andon_contracts.liveness.halt_link import HaltLink, Progress
+from andon_contracts.liveness.halt import HaltLink, Progress
 from andon_contracts.liveness.open_store import open_store
 from andon_contracts.liveness.pending_collectives import Counts
 from andon_contracts.liveness.process import Process
-from andon_contracts.liveness.signed import SignedStore, _signature, new_secret, secret_from_ints, secret_to_ints
-from andon_contracts.liveness.store_link import Beat, Heartbeats, StoreLink, StrictReader
+from andon_contracts.liveness.store_link import (
+    Beat,
+    Heartbeats,
+    SignedStore,
+    StoreLink,
+    StrictReader,
+    _signature,
+    new_secret,
+    secret_from_ints,
+    secret_to_ints,
+)
 
 SECRET, OTHER = bytes(32), bytes(31) + b"\1"
 LIES = (b"", b"1", b"-", b"\xff" * 70, b"0" * 64, b"0" * 64 + b"1")
@@ -44,7 +53,7 @@ def test_what_a_rank_puts_is_there() -> None:
     assert mine.compare_set("pulled", "", "second") == b"first"
     assert mine.compare_set("pulled", b"first", "second") == b"second"
     assert theirs.read("left 1", lambda body: body) == 1
-    assert mine.reader.dropped + theirs.checked.dropped == 0
+    assert mine.reader.dropped + theirs.reader.dropped == 0
 
 
 @pytest.mark.parametrize("lie", LIES)
@@ -92,11 +101,11 @@ def test_an_old_sign_of_life_is_not_heard_again() -> None:
     for step in (1, 2):
         theirs.send(RankStatus(1, step, "update", waits=False, since_s=0.0, phase_s=0.0))
         kept.append(store.get("beat 1"))
-        assert beats.read([1])[1].told.step == step
+        assert beats.read([1])[1].status.step == step
     store.set("beat 1", kept[0])
-    assert (beats.read([1])[1].told.step, mine.reader.dropped) == (2, 1)
+    assert (beats.read([1])[1].status.step, mine.reader.dropped) == (2, 1)
     theirs.send(RankStatus(1, 3, "update", waits=False, since_s=0.0, phase_s=0.0))
-    assert beats.read([1])[1].told.step == 3
+    assert beats.read([1])[1].status.step == 3
 
 
 def test_a_secret_is_gathered_as_integers() -> None:
@@ -143,7 +152,7 @@ def pulled(value: bytes) -> tuple[list[Cause], int]:
     link = HaltLink(SignedStore(store, SECRET), 0, WORLD, listener(learned))
     link._link.ask(lambda: None, 5.0)
     link.leave()
-    return learned, link.checked.dropped
+    return learned, link.reader.dropped
 
 
 def signature(value: bytes) -> bytes:
@@ -173,7 +182,7 @@ def test_garbage_is_dropped(value: bytes) -> None:
         assert heard(type(told), value) == (None, 1)
         found, dropped = heard(type(told), good, value, value)
         assert found is not None
-        assert (found.told, dropped) == (told, 1)
+        assert (found.status, dropped) == (told, 1)
     assert pulled(value) == ([], 1)
 
 
@@ -264,7 +273,7 @@ def test_a_cause_that_holds_what_no_form_takes_is_told_all_the_same() -> None:
     link.leave()
     assert [(found.kind, found.rank, found.clause) for found in learned] == [("violation", 0, "halt-together")]
     assert set(learned[0].text) == {"x"}
-    assert link.checked.dropped == 0
+    assert link.reader.dropped == 0
 
 
 # The thread that talks to the store.

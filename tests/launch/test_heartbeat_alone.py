@@ -24,7 +24,7 @@ from andon.launch.report import Report
 from andon_contracts.liveness.clock import Pauses, StepClock
 from andon_contracts.liveness.diagnosis import UPDATE, RankStatus
 from andon_contracts.liveness.process import Process
-from andon_contracts.liveness.signed import SignedStore
+from andon_contracts.liveness.store_link import SignedStore
 from tests.launch.beating import AT, own_store, world
 from tests.launch.pipes import PATIENCE_S
 
@@ -61,7 +61,7 @@ class Alone:
         )
 
     def wait_until_known(self, rank: int, what: str) -> None:
-        wait_for(lambda: getattr(self.heart.view().signs[rank], what))
+        wait_for(lambda: getattr(self.heart.view().statuses[rank], what))
 
     def end(self) -> Report:
         return self.ends.get(timeout=PATIENCE_S)
@@ -236,7 +236,7 @@ def test_what_no_rank_has_put_into_the_store_is_dropped_and_counted() -> None:
             store.set("beat 2", garbage)
             rounds = made.heart._rounds
             wait_for(lambda rounds=rounds: made.heart._rounds > rounds + 2)  # type: ignore[misc]
-        assert made.heart.view().signs[1].ticks == WAITS.ticks
+        assert made.heart.view().statuses[1].ticks == WAITS.ticks
         tell(store, 2, WAITS)
         made.wait_until_known(2, "ticks")
         assert made.ends.empty()
@@ -249,7 +249,7 @@ def test_a_beat_asks_the_store_once_for_all() -> None:
     for rank in range(1, 4):
         tell(store, rank, WAITS)
     with alone(store, 4, timeouts=Timeouts(1.0)) as made:
-        wait_for(lambda: all(made.heart.view().signs[rank].ticks for rank in range(1, 4)))
+        wait_for(lambda: all(made.heart.view().statuses[rank].ticks for rank in range(1, 4)))
         del store.asked[:]
         wait_for(lambda: len(store.asked) >= 9)
         asked = store.asked[:9]
@@ -282,7 +282,7 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
 def test_a_gap_is_left_out_of_what_it_is_in(clocks: Clocks) -> None:
     pauses = Pauses()
     before = time.monotonic()
-    pauses.begin(1.0)
+    pauses.start(1.0)
     clocks.ahead += SLEPT_S
     ran, lost = pauses.ran_s(before)
     assert lost == pytest.approx(SLEPT_S, abs=30)
@@ -296,7 +296,7 @@ def test_who_computes_or_looks_often_does_not_pause(clocks: Clocks, passed: floa
     """Native code that holds the interpreter for an hour uses an hour of a CPU; a short gap is none."""
     pauses = Pauses()
     before = time.monotonic()
-    pauses.begin(PATIENCE_S)
+    pauses.start(PATIENCE_S)
     clocks.ahead, clocks.used = passed, used
     ran, lost = pauses.ran_s(before)
     assert (lost, ran >= passed) == (0, True)
@@ -327,7 +327,7 @@ def paused(clocks: Clocks, told: RankStatus, timeouts: Timeouts = TIMEOUTS) -> I
 def test_nobody_is_slow_because_all_were_paused(clocks: Clocks, waits: bool) -> None:
     with paused(clocks, replace(WAITS, ticks=0, waits=waits)) as made:
         assert made.said == []
-        mine, other = made.heart.view().signs.values()
+        mine, other = made.heart.view().statuses.values()
         assert max(mine.since_s, mine.phase_s, other.silent_s, other.since_s) < PATIENCE_S
         assert mine.paused_s == pytest.approx(SLEPT_S, abs=PATIENCE_S)
 

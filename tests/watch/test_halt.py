@@ -35,7 +35,7 @@ from andon_contracts.liveness.pending_collectives import (
     Waiting,
     deadlocked,
 )
-from andon_contracts.liveness.signed import SignedStore
+from andon_contracts.liveness.store_link import SignedStore
 from andon_contracts.violation import Halted, Violation
 from tests.support.ranks import run_ranks
 from tests.watch.small import answers, clauses, loss_of, net, sgd
@@ -85,7 +85,7 @@ def test_all_ranks_raise_the_same_wherever_they_are(place: str) -> None:
     errors = [outcome.error for outcome in run_ranks(3, _stop, place)]
     assert {type(error) for error in errors} == {Violation}, errors
     assert len({str(error) for error in errors}) == 1
-    assert str(errors[0]).startswith(f"rank 1 of 3 pulled the halt at step 1, before its forward pass: {REASON}.")
+    assert str(errors[0]).startswith(f"rank 1 of 3 pulled the cord at step 1, before its forward pass: {REASON}.")
     assert {(error.clause, error.step, error.rank) for error in errors if isinstance(error, Violation)} == {
         ("halt-together", 1, 1)
     }
@@ -339,7 +339,7 @@ def _unforeseen(*_: object, **__: object) -> None:
 
 GUARDS: dict[str, Callable[[andon.Watch], object]] = {
     "andon-halt-link": lambda w: setattr(w._halt, "progress", _unforeseen),
-    "andon-halt": lambda w: setattr(w._halt._monitor, "_look", _unforeseen),
+    "andon-halt": lambda w: setattr(w._halt._monitor, "_observe", _unforeseen),
 }
 WORDS = (
     "rank 1 of 2 is unguarded at step 1, before its forward pass, which is no violation: "

@@ -19,7 +19,7 @@ from andon_contracts.agree import GroupGather, Observation, own_group
 from andon_contracts.causes import first_line
 from andon_contracts.liveness.halt import HaltSignal, own_store
 from andon_contracts.liveness.pending_collectives import PendingCollectives
-from andon_contracts.liveness.signed import SignedStore, new_secret, secret_from_ints, secret_to_ints
+from andon_contracts.liveness.store_link import SignedStore, new_secret, secret_from_ints, secret_to_ints
 from andon_contracts.watch.discovery import reducers_of
 from andon_contracts.watch.exchange import WIDTH, Exchange
 from andon_contracts.watch.ledger import ledger_path, open_ledger

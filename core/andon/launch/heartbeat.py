@@ -25,8 +25,7 @@ from andon_contracts.liveness import diagnosis
 from andon_contracts.liveness.clock import StepClock
 from andon_contracts.liveness.diagnosis import UPDATE, PeerStatus, RankStatus, View
 from andon_contracts.liveness.process import Process
-from andon_contracts.liveness.signed import SignedStore
-from andon_contracts.liveness.store_link import MOST_CHARACTERS, Beat, Heartbeats, StoreLink
+from andon_contracts.liveness.store_link import MOST_CHARACTERS, Beat, Heartbeats, SignedStore, StoreLink
 from andon_contracts.stacks import doing
 
 _SLOW_TIMES = 10
@@ -101,7 +100,7 @@ class Heartbeat:
         self._exit, self._rounds, self._deaf = 0, 0, ""
         self._slow_from = timeouts.slow_s
         self._words_by: tuple[float, int] | None = None
-        clock.pauses.begin(timeouts.pause_s)
+        clock.pauses.start(timeouts.pause_s)
         self._reader = store.reader
         self._beats = Heartbeats(store, rank, RankStatus, self._reader)
         self._link: StoreLink | None = None
@@ -114,7 +113,7 @@ class Heartbeat:
     def explain(self, code: Exit) -> str:
         """Who is behind an end with this code, for the end of this rank's line; empty where nobody else is."""
         if code == Exit.RANK_SILENT:
-            return diagnosis.why_in_vain(self.view())
+            return diagnosis.explain_timeout(self.view())
         if code != Exit.RANK_LOST:
             return ""
         # Who ended by itself has told the store before: a whole round of hearing tells it from one who died.

@@ -30,8 +30,7 @@ from andon.launch.unix_store import unix_store
 from andon_contracts.fields import Count, Hex16, Part
 from andon_contracts.liveness.diagnosis import rank_names
 from andon_contracts.liveness.open_store import open_store
-from andon_contracts.liveness.signed import STORE_TIMEOUT_S, SignedStore, new_secret
-from andon_contracts.liveness.store_link import StrictReader, parse_strict
+from andon_contracts.liveness.store_link import STORE_TIMEOUT_S, SignedStore, StrictReader, new_secret, parse_strict
 
 Form = TypeVar("Form", bound=Part)
 _POLL_S = 0.02

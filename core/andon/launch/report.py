@@ -16,9 +16,8 @@ from pathlib import Path
 from andon.console.exits import Exit
 from andon.run.folder import REPORTS
 from andon_contracts.error_file import write_error_file
-from andon_contracts.liveness.diagnosis import rank_names
+from andon_contracts.liveness.diagnosis import NOTICED, rank_names
 from andon_contracts.liveness.process import exit_text
-from andon_contracts.liveness.rules import NOTICED
 from andon_contracts.untrusted import read_json
 
 FOLDER = REPORTS

@@ -22,9 +22,8 @@ from andon.console.exits import Exit
 from andon.console.messages import say
 from andon.launch.preemption import PREEMPTION_SIGNALS, taken
 from andon.launch.report import Report
-from andon_contracts.liveness.diagnosis import rank_names
+from andon_contracts.liveness.diagnosis import Patience, Symptoms, conclude, first_conclusion, rank_names
 from andon_contracts.liveness.process import STOPPED_BY, ConditionTimer, Process
-from andon_contracts.liveness.rules import Patience, Symptoms, conclude, first_conclusion
 
 POLL_S = 0.05
 """Seconds between two looks at the ranks."""
