@@ -75,14 +75,14 @@ def majority(values: Sequence[V]) -> V:
 
 
 def minority(values: Sequence[Hashable]) -> tuple[int, ...]:
-    """The ranks that differ from the strict majority; empty without one (1 against 1), where any side may be wrong."""
+    """The ranks that differ from the strict majority; empty if no value has one, as at 1 against 1."""
     most = majority(values)
     odd = tuple(rank for rank, value in enumerate(values) if value != most)
     return odd if 2 * len(odd) < len(values) else ()
 
 
 def gather_observations(local: Sequence[Observation], gather: Gather) -> tuple[Observation, ...]:
-    """Every rank's observation, by rank. A rank passes those of its own replicas; all ranks pass the same names."""
+    """Every rank's observation, by rank. local: of the replicas of this rank; their names are equal on all ranks."""
     names, point = tuple(local[0].values), local[0].point
     end, sent = HEADER + len(names), []
     for seen in local:
@@ -140,7 +140,7 @@ def own_group(group: dist.ProcessGroup | None, timeout: datetime.timedelta) -> A
 
     Collective on these ranks. Raises `ValueError` on a rank outside `group`.
     """
-    if not dist.is_available() or not dist.is_initialized():
+    if not dist.is_initialized():
         return None
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     if dist.get_rank() not in ranks:

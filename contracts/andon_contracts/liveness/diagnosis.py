@@ -168,7 +168,7 @@ def rank_names(ranks: Iterable[int]) -> str:
 
 
 def known_end(view: View) -> str:
-    """The ranks whose process is gone, or that reported an error of their own; empty if there are none."""
+    """The ranks whose process is gone, or that reported their own error; empty without any."""
     return _explained(view, view.patience(), ENDED_BY_ITSELF)
 
 
@@ -186,7 +186,7 @@ def explain_timeout(view: View) -> str:
 
 
 def possible_loss(view: View) -> str:
-    """The ranks that may have died on another machine, or that reported their end; empty if there are none."""
+    """The ranks that may have died on another machine, or that reported their end; empty without any."""
     patience = view.patience(math.inf, unseen=True)
     known = _explained(view, patience, ("silent", "failed", "followed"))
     return known or view.link_error or _explained(view, patience, ["left"])
@@ -201,28 +201,27 @@ def _explained(view: View, patience: Patience, order: Iterable[Conclusion]) -> s
     found, ranks = first_conclusion(view.concluded(patience), order)
     if not ranks:
         return ""
-    who, peer = view.name(ranks), view.statuses[ranks[0]]
+    names, peer = view.name(ranks), view.statuses[ranks[0]]
     last = f"last seen in {peer.where}"
     match found:
         case "died":
-            return f"{who} {_is(ranks)} gone without a word, {last}"
+            return f"{names} {_is(ranks)} gone without a word, {last}"
         case "stopped":
-            return f"{who} {_is(ranks)} {STOPPED}, {last}"
+            return f"{names} {_is(ranks)} {STOPPED}, {last}"
         case "silent":
-            return f"{who} gave no sign of life for {peer.silent_s:.1f} s, {last}"
+            return f"{names} gave no sign of life for {peer.silent_s:.1f} s, {last}"
         case "behind":
-            return f"{who} {'hangs' if len(ranks) == 1 else 'hang'} {peer.doing}"
+            return f"{names} {'hangs' if len(ranks) == 1 else 'hang'} {peer.doing}"
     return f"{view.name(ranks[:1])} ended: {peer.ended}"
 
 
 def all_reported(view: View) -> bool:
     """True if every live rank has sent a heartbeat in the second half of this phase. Older ones describe the first."""
-    mine = view.mine
-    return all(peer.silent_s < mine.phase_s / 2 for rank, peer in view.fresh().items() if rank != view.rank)
+    return all(peer.silent_s < view.mine.phase_s / 2 for rank, peer in view.fresh().items() if rank != view.rank)
 
 
 def is_reporter(view: View) -> bool:
-    """True on the lowest live rank, which alone prints who is slow."""
+    """True on the lowest live rank. Only that rank prints which ranks are slow."""
     return view.rank == min(view.fresh())
 
 
@@ -263,8 +262,8 @@ def _unheard(view: View) -> str:
     found, ranks = first_conclusion(view.concluded(view.patience(0.0 if view.link_error else view.silence_s)), UNHEARD)
     if not ranks:
         return ""
-    peer = view.statuses[ranks[0]]
-    silent = f"{'has' if len(ranks) == 1 else 'have'} given no sign of life for {peer.silent_s:.1f} s"
+    peer, have = view.statuses[ranks[0]], "has" if len(ranks) == 1 else "have"
+    silent = f"{have} given no sign of life for {peer.silent_s:.1f} s"
     what = f"{_is(ranks)} stopped" if found == "stopped" else silent
     return f"{view.name(ranks)} {what}, last seen in {peer.where}"
 

@@ -83,16 +83,16 @@ class EndMessages:
         """This rank and `waiting` others wait in a gather for `others`, which wait for them in the calls it maps to."""
         update = self.at.point == POINTS[2]
         place = f"update {self.at.step}" if update else f"a line of the watch at {self.at}"
-        several, who = len(others) > 1, rank_names(others)
+        several, names = len(others) > 1, rank_names(others)
         seen = (
             f"{'they are' if several else 'it is'} in {' and '.join(dict.fromkeys(others.values()))}, which rank "
             f"{self.rank} would have to join, so that none of them can go on"
         )
-        head = f"{who} of {self.world} went past {place}, at which rank {self.rank} waits: {seen}"
+        head = f"{names} of {self.world} went past {place}, at which rank {self.rank} waits: {seen}"
         # One rank against several is wrong. With two ranks, either may be.
         alone = not waiting and several
         too_much = f"rank {self.rank} makes {'an update' if update else 'a call'} that the others do not make"
-        likely = too_much if alone else f"{who} left it out, by a decision that was not one on all ranks"
+        likely = too_much if alone else f"{names} left it out, by a decision that was not one on all ranks"
         ranks = (self.rank,) if alone else tuple(others)
         cause = self._cause("violation", ranks[0], head, seen, self.at, ("likely", likely + _INFERRED))
         return replace(cause, ranks=ranks)
@@ -116,8 +116,8 @@ class EndMessages:
     def _end(
         self, kind: Kind, rank: int | None, seen: str, at: Position, *rows: tuple[str, str], verb: str = ""
     ) -> Cause:
-        who = self.rank if rank is None else rank
-        head = f"rank {who} of {self.world} {verb or kind} at {at}, which is no violation: {seen}"
+        names = self.rank if rank is None else rank
+        head = f"rank {names} of {self.world} {verb or kind} at {at}, which is no violation: {seen}"
         return self._cause(kind, rank, head, seen, at, *rows)
 
     def _cause(self, kind: Kind, rank: int | None, head: str, seen: str, at: Position, *rows: tuple[str, str]) -> Cause:

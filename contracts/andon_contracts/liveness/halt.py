@@ -31,26 +31,19 @@ from andon_contracts.causes import Cause, consequence, first_line
 from andon_contracts.error_file import tell_launcher
 from andon_contracts.fields import Count, Part
 from andon_contracts.legible import tell
-from andon_contracts.liveness.diagnosis import (
-    ENDED_BY_ITSELF,
-    UNHEARD,
-    Conclusion,
-    Patience,
-    Symptoms,
-    conclude,
-    first_conclusion,
-)  # fmt: skip
+from andon_contracts.liveness import diagnosis
+from andon_contracts.liveness.diagnosis import Conclusion, Patience, Symptoms, conclude, first_conclusion
 from andon_contracts.liveness.end_messages import EndMessages, Position
 from andon_contracts.liveness.pending_collectives import Counts, PendingCollectives, Waiting, deadlocked
 from andon_contracts.liveness.process import ConditionTimer, Process, memory_kills, run_within
 from andon_contracts.liveness.store_link import (
     MOST_CHARACTERS,
-    STORE_TIMEOUT_S,
+    TIMEOUT_S,
     Heartbeats,
     SignedStore,
     StoreLink,
     parse_strict,
-)  # fmt: skip
+)
 from andon_contracts.stacks import doing, line_of
 from andon_contracts.violation import Violation
 
@@ -124,8 +117,6 @@ class HaltLink:
         # Before the thread has the store, so that a rank that dies at once has announced its process.
         self._beats.send(halt.progress())
         self._link = StoreLink("andon-halt-link", self._routine, self._failed)
-
-    # For the other threads of this rank.
 
     def publish(self, cause: Cause) -> None:
         self._link.post(lambda: self._publish(cause))
@@ -260,16 +251,16 @@ class PeerMonitor:
         processes = self._link.processes.items()
         stopped = self._stopped.update(rank for rank, process in processes if process.local_state() == "stopped")
         late = any(seconds >= self._patience_s for seconds in (self._link.silent_s, *stopped.values()))
-        observed, order = self._observe(ask=late, stopped=stopped), (*ENDED_BY_ITSELF, *UNHEARD)
+        observed, order = self._observe(ask=late, stopped=stopped), (*diagnosis.ENDED_BY_ITSELF, *diagnosis.UNHEARD)
         return self._cause(messages, observed, self._patience_s, order) or self._deadlock(messages)
 
     def missing(self, messages: EndMessages, error: BaseException) -> Cause | None:
         """The rank for which the collective that raised `error` waited: dead, stopped, gone in order, or behind."""
         timed_out = consequence(error) == "silent"
         _, report = observed = self._observe(ask=True, stopped={})
-        order: tuple[Conclusion, ...] = (*ENDED_BY_ITSELF, *UNHEARD, "left")
+        order: tuple[Conclusion, ...] = (*diagnosis.ENDED_BY_ITSELF, *diagnosis.UNHEARD, "left")
         cause = self._cause(messages, observed, 0.0, (*order, "behind") if timed_out else order)
-        if cause is not None or report is None or not timed_out:
+        if cause or not report or not timed_out:
             return cause
         ahead = max(report.at, key=lambda rank: report.at[rank].order, default=self._rank)
         further = ahead != self._rank and report.at[ahead].order > report.at.get(self._rank, messages.at).order
@@ -352,18 +343,17 @@ class PeerMonitor:
 class HaltSignal:
     """Stops all ranks for one `cause`: the first that any rank publishes, the same on every rank.
 
-    The steps, in this order, and the reason for each:
+    The steps, in this order:
 
     1. Publish (`pull`, `failed`, `lost`, or the monitor): one key of a store, whose first writer wins (`HaltLink`).
        Otherwise ranks that find trouble at the same time would raise different errors.
     2. Learn: on each rank the thread of the link polls the key. `learn` sets `cause`, `_known` and `_awake`.
-    3. Leave evidence, the part of the bundle and torch's error file, before anything can end the process.
+    3. Leave evidence (the part of the bundle, torch's error file) before anything can end the process.
     4. Raise: the loop calls `raise_if_halted` at each hook and while a gather waits. This sets `_raised`, and happens
        only once, so that a loop that catches the error can save its state.
-    5. Interrupt, after `_RAISE_S`: a signal makes the main thread call `raise_if_halted`, or a sleeping rank would
-       never stop.
-    6. Unblock, after `_UNBLOCK_S`: no Python runs, as in a collective. With `hard_stop` the process ends here, and the
-       rank that published kills those of its machine that cannot end themselves (SIGSTOP). Without it groups are
+    5. Interrupt, after `_RAISE_S`: a signal makes the main thread call `raise_if_halted`, even if it sleeps.
+    6. Unblock, after `_UNBLOCK_S`, if no Python runs, as in a collective. With `hard_stop` the process ends here, and
+       the rank that published kills those of its machine that cannot end themselves (SIGSTOP). Without it groups are
        aborted, which NCCL can do and gloo cannot.
     7. End: an uncaught error, or `close`, sets `_released`. With `hard_stop` a process that crashed and does not end
        within `_LAST_S`, because of its threads or a device, is ended.
@@ -384,8 +374,8 @@ class HaltSignal:
         patience_s: float,
         warns: bool,
     ) -> None:
-        """patience_s: a process that is stopped, or on another machine silent, for so long counts as hanging. warns: if
-        a guarding thread fails, only warn.
+        """patience_s: a process that is stopped or silent for that long counts as hanging. warns: if a guarding thread
+        fails, only warn.
         """
         self.pending = pending
         self.cause: Cause | None = None
@@ -611,8 +601,6 @@ class HaltSignal:
             tell(f"{cause.text}\n  blocked  rank {self._rank} {place}: {_what_ends(place, aborted)}")
         self._raised.wait()
 
-    # The end of the process.
-
     def _excepthook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         # After `close`, the hook of a watch that was opened later still calls this one. Then it must do nothing else.
         guarded = self._open
@@ -652,16 +640,12 @@ def own_store(name: str) -> Store | None:
         with contextlib.suppress(RuntimeError, NotImplementedError):
             # The loop's own connection answers one request at a time, and may wait for a key for minutes.
             shared = shared.clone()
-            shared.set_timeout(datetime.timedelta(seconds=STORE_TIMEOUT_S))
+            shared.set_timeout(datetime.timedelta(seconds=TIMEOUT_S))
     return None if shared is None else PrefixStore(f"andon/{name}", shared)
 
 
 def _shared_store() -> Store | None:
-    return dist.distributed_c10d._get_default_store() if _initialized() else None
-
-
-def _initialized() -> bool:
-    return dist.is_available() and dist.is_initialized()
+    return dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
 
 
 def _store_host(shared: Store | None) -> int | None:
@@ -729,7 +713,7 @@ def _alarm(seconds: float) -> None:
 
 
 def _abort_groups() -> tuple[str, ...]:
-    groups = list(dist.distributed_c10d._world.pg_map) if _initialized() else []
+    groups = list(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else []
     backends = [each for group in groups for each in _backends_of(group) if each.name() in _CAN_ABORT]
     for each in backends:
         each.abort()

@@ -108,7 +108,7 @@ class PendingCollectives:
 
 
 def deadlocked(waiting: Waiting, counts: Mapping[int, Counts]) -> dict[int, str]:
-    """The ranks that wait for the one that is `waiting`, each with the call that it is in."""
+    """The ranks that need the rank of `waiting` to join their call, with the name of that call."""
     blocked = {}
     for rank, each in counts.items():
         if each.gathers < waiting.gather and each.backwards > waiting.backwards:

@@ -82,7 +82,7 @@ class Process(Part):
         return -(status & 0x7F) if status & 0x7F else status >> 8
 
     def send(self, signum: int) -> bool:
-        """Send a signal to this process, never to one that reuses its pid. Returns False if it has ended."""
+        """Send a signal to this process, but never to another with its pid. Returns False if it has ended."""
         handle = None
         try:
             with suppress(OSError, AttributeError):  # a kernel before 5.3, too many open files, or no such process
@@ -103,10 +103,9 @@ class Process(Part):
 
     def kill(self) -> bool:
         """Kill it if it runs or is stopped on this machine. Returns True if the signal was sent."""
-        try:
+        with suppress(PermissionError):
             return self.local_state() in ("runs", "stopped") and self.send(signal.SIGKILL)
-        except PermissionError:
-            return False
+        return False
 
 
 class ConditionTimer:
@@ -134,7 +133,7 @@ def run_within(seconds: float, function: Callable[[], None]) -> bool:
     thread = threading.Thread(target=function, name="andon-end", daemon=True)
     try:
         thread.start()
-    except RuntimeError:  # no more threads on this machine: a wait without a limit loses less than no call
+    except RuntimeError:  # out of threads: better to wait without a limit than to lose the call
         function()
         return True
     thread.join(seconds)

@@ -1,9 +1,8 @@
 """How ranks exchange values through a store: signed values, the one thread of a rank that waits for it, and heartbeats.
 
-The store is torch's, or one behind a socket that permissions protect. Any client of torch's store may set, delete and
-list its values, so every value is signed with the secret of the run, which is never stored there: rank 0 draws it and
-gathers it to the others through a process group. The signature is HMAC-SHA256 (RFC 2104) over the key and the value, so
-a value that was signed for one key is not valid for another. `StrictReader` parses the signed values.
+Any client of torch's store may set, delete and list its values. So every value is signed with the secret of the run,
+which is never stored there: rank 0 draws it and gathers it to the others through a process group. The signature is
+HMAC-SHA256 (RFC 2104) over the key and the value, so a value that was signed for one key is not valid for another.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ Read = TypeVar("Read")
 MOST_CHARACTERS = 1 << 16  # the longest text that a rank sends; the rest is cut off
 MOST_BYTES = 1 << 20
 """Longer values are dropped: JSON needs six bytes for a character, and no value has more than two such texts."""
-STORE_TIMEOUT_S = 5.0  # the timeout of a store that others reach: a client may delete a value between two requests
+TIMEOUT_S = 5.0  # the timeout of a store that others reach: a client may delete a value between two requests
 _SECRET_NAMES = ("secret 0", "secret 1", "secret 2", "secret 3")
 _SECRET = struct.Struct("<4Q")
 _SIGNATURE_CHARACTERS = 64
@@ -65,7 +64,7 @@ class StrictReader:
             self.dropped += 1
 
     def account(self, rank: int) -> str:
-        """One line about the dropped values; empty if there are none."""
+        """One line about the dropped values; empty without any."""
         many = f"{self.dropped} value{'s' * (self.dropped != 1)}"
         return f"rank {rank} dropped {many} of the ranks' store that no rank had put there" if self.dropped else ""
 
@@ -105,7 +104,7 @@ class SignedStore:
 
     No call waits for a value: a deleted value is missing (`get` returns b""). A call may take long, and raises
     `RuntimeError` or `OSError` once the store is gone. store: used by no other thread, with a timeout of
-    `STORE_TIMEOUT_S` if other machines reach it.
+    `TIMEOUT_S` if other machines reach it.
     """
 
     def __init__(self, store: Store, secret: bytes) -> None:
@@ -142,7 +141,7 @@ class SignedStore:
         return value.encode()
 
     def read(self, key: str, form: Callable[[object], Read]) -> Read | None:
-        """Apply `form` to the JSON of a rank under `key`; None if there is none."""
+        """Apply `form` to the JSON of a rank under `key`; None if no rank has set it."""
         raw = self.get(key)
         return self.reader.read(key, raw, form) if raw else None
 

@@ -30,7 +30,7 @@ from andon.launch.unix_store import unix_store
 from andon_contracts.fields import Count, Hex16, Part
 from andon_contracts.liveness.diagnosis import rank_names
 from andon_contracts.liveness.open_store import open_store
-from andon_contracts.liveness.store_link import STORE_TIMEOUT_S, SignedStore, StrictReader, new_secret, parse_strict
+from andon_contracts.liveness.store_link import TIMEOUT_S, SignedStore, StrictReader, new_secret, parse_strict
 
 Form = TypeVar("Form", bound=Part)
 _POLL_S = 0.02
@@ -72,7 +72,7 @@ def join(kinds: str, timeout_s: float) -> tuple[SignedStore, int, int]:
     dist.init_process_group(kinds, store=ours, rank=rank, world_size=world, timeout=timeout)
     if not address:
         ours = ours.clone()  # type: ignore[attr-defined]
-        ours.set_timeout(timedelta(seconds=STORE_TIMEOUT_S))
+        ours.set_timeout(timedelta(seconds=TIMEOUT_S))
     return SignedStore(ours, _secret()), rank, world
 
 
