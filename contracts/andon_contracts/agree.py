@@ -40,7 +40,7 @@ _SCHEMA = 1
 _INT_BYTES = 8
 V = TypeVar("V", bound=Hashable)
 _WRAP = 1 << 64
-_RANK_FIELD = slice(_INT_BYTES, 2 * _INT_BYTES)  # the bytes of a message that hold its rank
+_RANK = slice(_INT_BYTES, 2 * _INT_BYTES)  # the bytes of a message that hold its rank
 MOST_RANKS = 16  # larger groups use no sockets, because every rank sends its message to every other rank
 _ADDRESS_BYTES = 104  # the longest socket address that all systems allow
 _SPIN_S = 100e-6
@@ -98,11 +98,8 @@ def gather_short(mine: Observation, gather: GroupGather) -> tuple[Observation, .
     own = decode_message(array("q", sent), mine.point, names, None)
     found = []
     for message in gather.messages(sent):
-        if (
-            message[_RANK_FIELD.stop :] == sent[_RANK_FIELD.stop :]
-            and message[: _RANK_FIELD.start] == sent[: _RANK_FIELD.start]
-        ):
-            rank = int.from_bytes(message[_RANK_FIELD], sys.byteorder, signed=True)
+        if message[: _RANK.start] == sent[: _RANK.start] and message[_RANK.stop :] == sent[_RANK.stop :]:
+            rank = int.from_bytes(message[_RANK], sys.byteorder, signed=True)
             found.append(Observation(rank, own.step, own.sequence, own.point, own.values))
         else:
             found.append(decode_message(array("q", message), mine.point, names, None))

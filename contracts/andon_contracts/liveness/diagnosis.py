@@ -51,19 +51,14 @@ class Patience:
 
 
 RULES: tuple[tuple[Conclusion, Callable[[Symptoms, Patience], bool]], ...] = (
-    ("followed", lambda peer, _: peer.announced and peer.exit in NOTICED.values()),
-    ("left", lambda peer, _: (peer.announced or peer.state == "gone") and peer.exit == 0),
-    ("failed", lambda peer, _: peer.announced),
-    ("died", lambda peer, _: peer.state == "gone"),
-    ("stopped", lambda peer, limit: peer.state == "stopped" and peer.stopped_s >= limit.stopped_s),
-    (
-        "silent",
-        lambda peer, limit: (
-            peer.silent_s >= limit.silent_s and not (limit.unseen and peer.state in ("runs", "stopped"))
-        ),
-    ),
-    ("behind", lambda peer, _: peer.behind),
-    ("there", lambda peer, _: True),
+    ("followed", lambda p, _: p.announced and p.exit in NOTICED.values()),
+    ("left", lambda p, _: (p.announced or p.state == "gone") and p.exit == 0),
+    ("failed", lambda p, _: p.announced),
+    ("died", lambda p, _: p.state == "gone"),
+    ("stopped", lambda p, most: p.state == "stopped" and p.stopped_s >= most.stopped_s),
+    ("silent", lambda p, most: p.silent_s >= most.silent_s and not (most.unseen and p.state in ("runs", "stopped"))),
+    ("behind", lambda p, _: p.behind),
+    ("there", lambda p, _: True),
 )
 """The first rule that holds gives the conclusion. The report of a rank about its own end precedes observations."""
 ENDED_BY_ITSELF: tuple[Conclusion, ...] = ("failed", "died")

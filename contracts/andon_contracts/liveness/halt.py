@@ -94,19 +94,17 @@ class HaltLink:
     """The connection between the ranks. Only its thread waits for the store; all methods return after a bounded time.
 
     The first cause that any rank stores under the key "pulled" is the cause of all. Every rank stores it again if a
-    client deletes it. store_host: the rank in whose process the store lives; None if it outlives the ranks. halt: the
+    client deletes it. host: the rank in whose process the store lives; None if it outlives the ranks. halt: the
     thread calls its `learn`, `progress`, `warn` and `unguarded`.
     """
 
-    def __init__(
-        self, store: SignedStore, rank: int, world: int, halt: HaltSignal, store_host: int | None = None
-    ) -> None:
+    def __init__(self, store: SignedStore, rank: int, world: int, halt: HaltSignal, host: int | None = None) -> None:
         self.processes: Mapping[int, Process] = {}
         self.acknowledged: frozenset[int] = frozenset()  # ranks nearby that know the cause and have left their evidence
         self.left: frozenset[int] = frozenset()  # ranks nearby that had left in order when the cause came
         self.store_lost = False  # the store is gone, and its host had not left in order
         self.silent_s = 0.0  # how long the next rank, on another machine, has sent no heartbeat
-        self.store_host, self.following, self.reader = store_host, (rank + 1) % world, store.reader
+        self.store_host, self.following, self.reader = host, (rank + 1) % world, store.reader
         self.met = threading.Event()  # `processes` holds all ranks nearby
         self._store, self._rank, self._world, self._halt = store, rank, world, halt
         self._cause = ""  # the JSON in the store, once it is known
@@ -142,8 +140,6 @@ class HaltLink:
     def leave(self) -> None:
         """Tell the others that this rank is done, and end the thread. Takes at most two seconds."""
         self._link.close(self._say_goodbye, 2 * _ANSWER_S)
-
-    # The thread.
 
     def _routine(self) -> float | None:
         """Read the store once. Returns the seconds until the next time, or None once no rank needs this one."""
@@ -322,13 +318,11 @@ class PeerMonitor:
         conclusion, ranks = first_conclusion({rank: conclude(s, patience) for rank, s in symptoms.items()}, order)
         if not ranks:
             return None
-        if conclusion == "behind" and report is not None and report.at:
-            at = report.at
-            last = min(ranks, key=lambda rank: at[rank].order)
-            return messages.behind(last, at[last])
+        if conclusion == "behind" and report is not None:
+            at, last = min(((report.at[rank], rank) for rank in ranks), key=lambda found: found[0].order)
+            return messages.behind(last, at)
         rank, report = ranks[0], report or self._link.report()
-        known = Position() if report is None else report.at.get(rank, Position())
-        position = known.at_least(messages.at)
+        position = (Position() if report is None else report.at.get(rank, Position())).at_least(messages.at)
         if conclusion == "left":
             return messages.left(rank, position)
         process = self._link.processes[rank]
@@ -396,8 +390,6 @@ class HaltSignal:
         self._finalizer = multiprocessing.util.Finalize(None, self._at_exit, exitpriority=100)
         self._thread = threading.Thread(target=self._guard, name="andon-halt", daemon=True)
         self._thread.start()
-
-    # For the thread of the loop.
 
     def at(self, step: int, point: str, last_equal: int | None) -> None:
         self._at, self._at_time = Position(step, point, 0.0, last_equal), time.monotonic()
@@ -487,8 +479,6 @@ class HaltSignal:
         self._acknowledge(first, settle=True)
         return first
 
-    # For the threads of the loop and "andon-halt".
-
     def _publish(self, cause: Cause) -> Cause:
         with self._publishing:
             if self.cause is None:
@@ -524,8 +514,6 @@ class HaltSignal:
             if process.kill():
                 tell(f"andon: rank {rank} of {self._world} could not end itself, and rank {self._rank} ended it")
 
-    # For the thread of the link.
-
     def learn(self, cause: Cause) -> None:
         self.cause = self.cause or cause
         self._known.set()
@@ -547,8 +535,6 @@ class HaltSignal:
         text = failure.text.partition("\n")[0]
         self.warn(text)
         return text
-
-    # The thread "andon-halt".
 
     def _guard(self) -> None:
         try:
@@ -594,8 +580,8 @@ class HaltSignal:
     def _unblock(self, cause: Cause) -> None:
         place = doing(self._owner)
         if self._hard_stop:
-            ended = f"rank {self._rank}, which was blocked {place}: no hook ran (hard_stop)"
-            _end_process(f"{cause.text}\n  ended    {ended}")
+            blocked = f"rank {self._rank}, which was blocked {place}: no hook ran (hard_stop)"
+            _end_process(f"{cause.text}\n  ended    {blocked}")
         aborted = _abort_groups()
         if not aborted or not self._raised.wait(_UNBLOCK_S):
             tell(f"{cause.text}\n  blocked  rank {self._rank} {place}: {_what_ends(place, aborted)}")

@@ -18,6 +18,7 @@ from andon_contracts.error_file import VARIABLE
 from andon_contracts.fields import Count, Part
 
 State = Literal["runs", "stopped", "gone", "elsewhere"]  # elsewhere: on another machine, or the system does not say
+_Kills = tuple[int | None, int | None]  # for memory: in our cgroup, on the machine
 _PROC, _GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 _STATE, _STARTED, _EXIT_CODE = 0, 19, 49
 """Indices of fields 3, 22 and 52 of /proc/PID/stat (proc(5)), counted after the command's name."""
@@ -160,10 +161,8 @@ def exit_text(code: int | None) -> str:
     return f"was killed by {name}" + (f" ({hint})" if hint else "")
 
 
-def kill_text(
-    before: tuple[int | None, int | None], now: tuple[int | None, int | None], limit_bytes: int | None
-) -> str:
-    """Explain a SIGKILL by two counts of kills for memory, each for (our cgroup, the machine); limit: of our cgroup."""
+def kill_text(before: _Kills, now: _Kills, limit_bytes: int | None) -> str:
+    """Explain a SIGKILL by the kills for memory before and now, and by the limit of our memory cgroup."""
     group, machine = (None if a is None or b is None else b - a for a, b in zip(before, now, strict=True))
     if group:
         limit = "" if limit_bytes is None else f", whose limit is {limit_bytes / 2**30:.1f} GiB"
