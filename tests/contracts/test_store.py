@@ -17,23 +17,14 @@ from torch._C._distributed_c10d import HashStore
 
 from andon_contracts.causes import Cause
 from andon_contracts.fields import Part
+from andon_contracts.liveness import store_link
 from andon_contracts.liveness.diagnosis import RankStatus
 from andon_contracts.liveness.end_messages import Position
 from andon_contracts.liveness.halt import HaltLink, Progress
 from andon_contracts.liveness.open_store import open_store
 from andon_contracts.liveness.pending_collectives import Counts
 from andon_contracts.liveness.process import Process
-from andon_contracts.liveness.store_link import (
-    Beat,
-    Heartbeats,
-    SignedStore,
-    StoreLink,
-    StrictReader,
-    _signature,
-    new_secret,
-    secret_from_ints,
-    secret_to_ints,
-)
+from andon_contracts.liveness.store_link import Beat, Heartbeats, SignedStore, StoreLink, StrictReader
 
 SECRET, OTHER = bytes(32), bytes(31) + b"\1"
 LIES = (b"", b"1", b"-", b"\xff" * 70, b"0" * 64, b"0" * 64 + b"1")
@@ -93,10 +84,8 @@ def test_what_is_taken_away_keeps_nobody_waiting() -> None:
 
 def test_an_old_sign_of_life_is_not_heard_again() -> None:
     store, mine = boards()
-    theirs, beats = (
-        Heartbeats(SignedStore(store, SECRET), 1, RankStatus, mine.reader),
-        Heartbeats(mine, 0, RankStatus, mine.reader),
-    )
+    theirs = Heartbeats(SignedStore(store, SECRET), 1, RankStatus, mine.reader)
+    beats = Heartbeats(mine, 0, RankStatus, mine.reader)
     kept = []
     for step in (1, 2):
         theirs.send(RankStatus(1, step, "update", waits=False, since_s=0.0, phase_s=0.0))
@@ -109,17 +98,15 @@ def test_an_old_sign_of_life_is_not_heard_again() -> None:
 
 
 def test_a_secret_is_gathered_as_integers() -> None:
-    secret = new_secret()
-    arrived = {name: value - (1 << 64) * (value >> 63) for name, value in secret_to_ints(secret).items()}
-    assert secret_from_ints(arrived) == secret != new_secret()
+    secret = store_link.new_secret()
+    arrived = {name: value - (1 << 64) * (value >> 63) for name, value in store_link.secret_to_ints(secret).items()}
+    assert store_link.secret_from_ints(arrived) == secret != store_link.new_secret()
 
 
 # Garbage.
 
 WORLD = 2
-STATUS = RankStatus(
-    3, 2, "update", waits=True, since_s=0.5, phase_s=0.75, place="train.py:7", ended="x", exit=1, paused_s=0.25
-)
+STATUS = RankStatus(3, 2, "update", waits=True, since_s=0.5, phase_s=0.75, place="x", ended="x", exit=1, paused_s=0.25)
 PROGRESS = Progress(Position(2, "at its update", 0.5, 1), Counts(3, 2, "all", 1))
 CAUSE = Cause("died", "rank 1 of 2 died.", 1, 2, ranks=(1,))
 
@@ -156,7 +143,7 @@ def pulled(value: bytes) -> tuple[list[Cause], int]:
 
 
 def signature(value: bytes) -> bytes:
-    return _signature(SECRET, "pulled", value).encode()
+    return store_link._signature(SECRET, "pulled", value).encode()
 
 
 GARBAGE = {

@@ -52,13 +52,11 @@ def wait_for(what: Callable[[], object]) -> None:
 class Alone:
     """Rank `rank` of `world`, its store, and the reports of the ends that its heartbeat makes."""
 
-    def __init__(self, store: Any, world: int, clock: StepClock, timeouts: Timeouts, rank: int = 0) -> None:
+    def __init__(self, store: Any, world: int, clock: StepClock, limits: Timeouts, rank: int = 0) -> None:
         self.ends: queue.SimpleQueue[Report] = queue.SimpleQueue()
         self.said: list[str] = []
         self.clock = clock
-        self.heart = Heartbeat(
-            SignedStore(store, SECRET), rank, world, clock, timeouts, self.ends.put, self.said.append
-        )
+        self.heart = Heartbeat(SignedStore(store, SECRET), rank, world, clock, limits, self.ends.put, self.said.append)
 
     def wait_until_known(self, rank: int, what: str) -> None:
         wait_for(lambda: getattr(self.heart.view().statuses[rank], what))
