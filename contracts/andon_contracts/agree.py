@@ -1,7 +1,8 @@
-"""The only collective of ours: what every rank observed, by rank, with step and sequence in every message.
+"""The only collective of ours: every rank gathers the observations of all ranks.
 
-An observation is plain integers by name. On the wire it is one int64 vector whose length all ranks know. Its header
-(schema, rank, step, sequence, point, digest of the names) makes a rank that skipped a step a finding, not a mispairing.
+An observation is named integers of 64 bits. On the wire it is an int64 vector whose length all ranks know, after a
+header (schema, rank, step, sequence, point, digest of the names). If a rank skipped a step, its header differs, so the
+check reports the skip instead of comparing values of different steps.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import zlib
 from array import array
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,34 +31,34 @@ from torch._C._distributed_c10d import PrefixStore
 
 from andon_contracts.digest import signed
 
-Gather = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]  # int64 vectors of local replicas to those of all
+Gather = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]  # int64 vectors: of local replicas to those of all
+IntGather = Callable[[Sequence[int]], Sequence[Sequence[int]]]  # integers: of this rank to those of all
 HEADER = 6  # the integers before the values of a message
-_LOOK = datetime.timedelta(seconds=0.2)  # how long a wait lasts until it heeds
+_POLL = datetime.timedelta(seconds=0.2)  # how often a wait calls `raise_if_halted`
+_POLL_TIMEVAL = struct.pack("ll", 0, 200_000)  # the same, as the system's seconds and microseconds
 _SCHEMA = 1
-_WORD = 8
+_INT_BYTES = 8
 V = TypeVar("V", bound=Hashable)
 _WRAP = 1 << 64
-_SPEAKER = slice(_WORD, 2 * _WORD)  # where the bytes of a message hold its rank
-MOST = 16  # at most so many ranks are connected: every rank sends its message to every other one
-_ADDRESS_BYTES = 104  # the length of a socket's address that all systems allow
-_LOOK_TIMEVAL = struct.pack("ll", 0, 200_000)  # the same, as the system's seconds and microseconds
-_AWAKE_S = 100e-6
+_RANK = slice(_INT_BYTES, 2 * _INT_BYTES)  # the bytes of a message that hold its rank
+MOST_RANKS = 16  # larger groups use no sockets, because every rank sends its message to every other rank
+_ADDRESS_BYTES = 104  # the longest socket address that all systems allow
+_SPIN_S = 100e-6
 _OPENING_S = 10.0
 _RANK_BYTES = 8
-Numbers = Callable[[Sequence[int]], Sequence[Sequence[int]]]  # a gather: from integers of one rank to those of each
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What one rank saw at one point of one step. Values are integers of 64 bits (signed or unsigned)."""
+    """The values of one rank at one point of one step: integers of 64 bits (signed or unsigned) by name."""
 
     rank: int
     step: int
     sequence: int
     point: str
     values: Mapping[str, int]
-    payload: torch.Tensor | None = None  # further int64, on their device until the gather; all ranks know how many
-    names_match: bool = True  # whether the message was for the point and the names that the reader expected
+    payload: torch.Tensor | None = None  # int64, on its device until the gather; all ranks know its length
+    names_match: bool = True  # False if the sender was at another point, or sent other names, than the reader expected
 
 
 def bits_of(value: float) -> int:
@@ -69,45 +70,44 @@ def real_of(bits: int) -> float:
 
 
 def majority(values: Sequence[V]) -> V:
-    """The value that most ranks have; in a tie, that of the lowest rank. All ranks that judge find the same."""
+    """The value that most ranks have; in a tie, that of the lowest rank. Deterministic, so all ranks agree on it."""
     return Counter(values).most_common(1)[0][0]
 
 
 def minority(values: Sequence[Hashable]) -> tuple[int, ...]:
-    """The ranks that differ from the strict majority; empty if there is none (1 against 1), as nobody can tell."""
+    """The ranks that differ from the strict majority; empty if no value has one, as at 1 against 1."""
     most = majority(values)
     odd = tuple(rank for rank, value in enumerate(values) if value != most)
     return odd if 2 * len(odd) < len(values) else ()
 
 
 def gather_observations(local: Sequence[Observation], gather: Gather) -> tuple[Observation, ...]:
-    """Every rank's observation, by rank. Each rank passes those of its own replicas; all pass the same names."""
+    """Every rank's observation, by rank. local: of the replicas of this rank; their names are equal on all ranks."""
     names, point = tuple(local[0].values), local[0].point
     end, sent = HEADER + len(names), []
     for seen in local:
-        vector = torch.frombuffer(_words(seen), dtype=torch.int64)
+        vector = torch.frombuffer(_encode(seen), dtype=torch.int64)
         payload = seen.payload
         sent.append(vector if payload is None else torch.cat([vector.to(payload.device), payload.flatten()]))
-    return tuple(received(vector[:end].tolist(), point, names, vector[end:]) for vector in gather(sent))
+    return tuple(decode_message(vector[:end].tolist(), point, names, vector[end:]) for vector in gather(sent))
 
 
 def gather_short(mine: Observation, gather: GroupGather) -> tuple[Observation, ...]:
-    """`gather_observations` through the sockets of `gather`, without payloads. Decodes only what differs from mine."""
-    names = tuple(mine.values)
-    sent = _words(mine).tobytes()
-    own = received(array("q", sent), mine.point, names, None)
+    """`gather_observations` through sockets, without payloads. Decodes only messages that differ from this rank's."""
+    names, sent = tuple(mine.values), _encode(mine).tobytes()
+    own = decode_message(array("q", sent), mine.point, names, None)
     found = []
     for message in gather.messages(sent):
-        if message[_SPEAKER.stop :] == sent[_SPEAKER.stop :] and message[: _SPEAKER.start] == sent[: _SPEAKER.start]:
-            rank = int.from_bytes(message[_SPEAKER], sys.byteorder, signed=True)
+        if message[: _RANK.start] == sent[: _RANK.start] and message[_RANK.stop :] == sent[_RANK.stop :]:
+            rank = int.from_bytes(message[_RANK], sys.byteorder, signed=True)
             found.append(Observation(rank, own.step, own.sequence, own.point, own.values))
         else:
-            found.append(received(array("q", message), mine.point, names, None))
+            found.append(decode_message(array("q", message), mine.point, names, None))
     return tuple(found)
 
 
 def header(rank: int, step: int, sequence: int, point: str, names: Sequence[str]) -> list[int]:
-    """The `HEADER` integers of a message: who speaks, of which point of which step, with values of these names."""
+    """The `HEADER` integers before the values of a message."""
     return [_SCHEMA, rank, step, sequence, *_signature(point, tuple(names))]
 
 
@@ -116,50 +116,49 @@ def _signature(point: str, names: tuple[str, ...]) -> tuple[int, int]:
     return zlib.crc32(point.encode()), zlib.crc32("\0".join(names).encode())
 
 
-def received(row: Sequence[int], point: str, names: Sequence[str], payload: torch.Tensor | None) -> Observation:
-    """The observation in a message of header and values, for a rank that expects these names at this point."""
+def decode_message(row: Sequence[int], point: str, names: Sequence[str], payload: torch.Tensor | None) -> Observation:
+    """Decode a header and values, for a rank that expects these names at this point."""
     _, rank, step, sequence, *_ = row[:HEADER]
     same = list(row[:HEADER]) == header(rank, step, sequence, point, names)
     values = dict(zip(names, row[HEADER : HEADER + len(names)], strict=True))
     return Observation(rank, step, sequence, point, values, payload=payload, names_match=same)
 
 
-def _words(seen: Observation) -> array[int]:
+def _encode(seen: Observation) -> array[int]:
     head = header(seen.rank, seen.step, seen.sequence, seen.point, tuple(seen.values))
     return array("Q", [*head, *(value % _WRAP for value in seen.values.values())])
 
 
-_idle: list[Any] = []  # groups that this rank has closed, while others may still be reading what it sent last
+_closed_groups: list[Any] = []  # other ranks may still be receiving the last messages that these groups sent
 
 
 def own_group(group: dist.ProcessGroup | None, timeout: datetime.timedelta) -> Any:
-    """A gloo group of our own over the ranks of `group`, in their order; None if there is only this process.
+    """A private gloo group over the ranks of `group`, in their order; None without torch.distributed.
 
-    Collective on these ranks. Raises `ValueError` on a rank that is not one of `group`.
+    Collective on these ranks. Raises `ValueError` on a rank outside `group`.
     """
-    if not dist.is_available() or not dist.is_initialized():
+    if not dist.is_initialized():
         return None
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     if dist.get_rank() not in ranks:
         msg = f"andon.watch: rank {dist.get_rank()} is not one of the group, which has ranks {ranks}"
         raise ValueError(msg)
-    # Not in torch's register: torch names a group by its ranks and by how many groups there are, so one that is made
-    # after another was destroyed finds the addresses of that one in the store. These names are used once. They are
-    # counted in the store, so that a process which replaces another goes on with its number.
+    # torch would name the group by its ranks and by the number of groups, so a group made after another was destroyed
+    # would read the old addresses from the store. These names are used once. The store counts them, so that a process
+    # that replaces another continues its numbers.
     shared = dist.distributed_c10d._get_default_store()
     name = "andon/group/" + ("all" if group is None else "-".join(map(str, ranks)))
     number = shared.add(f"{name} of {dist.get_rank()}", 1)
     store = PrefixStore(f"{name}/{number}", shared)
     made = dist.ProcessGroupGloo(store, ranks.index(dist.get_rank()), len(ranks), timeout)
-    _idle.clear()  # all ranks have come here, so none reads from an older group any more
+    _closed_groups.clear()  # all ranks are here, so none receives from an older group any more
     return made
 
 
 class Mesh:
-    """Sockets between the ranks of one machine, by rank, for short messages. timeout_s: how long a gather waits.
+    """Sockets to the other ranks of one machine, for the few hundred bytes that a watch gathers twice a step.
 
-    Gloo hands a collective from thread to thread, which takes several times as long as the message itself, and a watch
-    gathers a few hundred bytes twice a step.
+    Gloo hands a collective from thread to thread, which takes several times as long as such a message.
     """
 
     def __init__(self, peers: Mapping[int, socket.socket], timeout_s: float) -> None:
@@ -167,12 +166,12 @@ class Mesh:
         for peer in peers.values():
             # The socket's own timeout makes a wait one system call; Python's makes it two.
             peer.settimeout(None)
-            peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _LOOK_TIMEVAL)
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _POLL_TIMEVAL)
 
     def gather(self, message: bytes, raise_if_halted: Callable[[], None] | None = None) -> dict[int, bytes]:
         """The message of each other rank, all as long as `message`. Collective. `raise_if_halted` may end the wait.
 
-        Raises `DistNetworkError` if another rank is gone, or silent for the timeout.
+        Raises `DistNetworkError` if another rank is gone, or sends nothing for `timeout_s`.
         """
         try:
             for peer in self._peers.values():
@@ -184,16 +183,16 @@ class Mesh:
     def _receive(self, rank: int, size: int, raise_if_halted: Callable[[], None] | None) -> bytes:
         peer, received, began = self._peers[rank], b"", time.monotonic()
         while len(received) < size:
-            # Most ranks answer sooner than this one could fall asleep and wake up, so at first it polls. It does not
-            # yield meanwhile: another thread or process would keep this core for longer than the answer takes.
-            polls = time.monotonic() - began < _AWAKE_S
+            # Most answers arrive before this thread could sleep and wake up, so it spins first. It does not yield:
+            # another thread or process would keep this core for longer than the answer takes.
+            spins = time.monotonic() - began < _SPIN_S
             try:
-                part = peer.recv(size - len(received), socket.MSG_DONTWAIT if polls else 0)
+                part = peer.recv(size - len(received), socket.MSG_DONTWAIT if spins else 0)
             except BlockingIOError:
                 if time.monotonic() - began > self._timeout_s:
                     msg = f"Timed out waiting {self._timeout_s:g} s for rank {rank}"
                     raise dist.DistNetworkError(msg) from None
-                if raise_if_halted is not None and not polls:
+                if raise_if_halted is not None and not spins:
                     raise_if_halted()
                 continue
             if not part:
@@ -206,9 +205,9 @@ class Mesh:
             peer.close()
 
 
-def connect(rank: int, world: int, gather: Numbers, timeout_s: float) -> Mesh | None:
-    """Connect the ranks with each other; None on every rank if that is not possible for all. Collective."""
-    if not 1 < world <= MOST or not hasattr(socket, "AF_UNIX"):
+def connect(rank: int, world: int, gather: IntGather, timeout_s: float) -> Mesh | None:
+    """Connect all ranks with each other. Returns None on every rank if any two cannot connect. Collective."""
+    if not 1 < world <= MOST_RANKS or not hasattr(socket, "AF_UNIX"):
         return None
     peers: dict[int, socket.socket] = {}
     connected = False
@@ -217,10 +216,10 @@ def connect(rank: int, world: int, gather: Numbers, timeout_s: float) -> Mesh | 
             listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             address = _listen(listener, world, undo)
             addresses = [bytes(numbers).rstrip(b"\0").decode() for numbers in gather(list(address))]
-            # All ranks listen, call those below them, and then answer those above: these have called by then, so that
-            # no rank waits for a call that does not come.
+            # Every rank calls the lower ranks, then all agree that this worked, then it accepts the higher ranks. So no
+            # rank waits for a call that never comes.
             called = all(addresses) and _call(peers, rank, addresses[:rank])
-            connected = _all(gather, called) and _all(gather, _answer(peers, listener, world - 1 - rank))
+            connected = _all(gather, called) and _all(gather, _accept(peers, listener, world - 1 - rank))
     finally:
         if not connected:
             for peer in peers.values():
@@ -229,77 +228,70 @@ def connect(rank: int, world: int, gather: Numbers, timeout_s: float) -> Mesh | 
 
 
 def _listen(listener: socket.socket, world: int, undo: ExitStack) -> bytes:
-    """The address at which `listener` listens, or zeros if it cannot. `undo` removes what that leaves on the disk."""
-    try:
+    """The address of `listener`, or zeros if it cannot listen. `undo` removes its folder."""
+    with suppress(OSError):
         folder = tempfile.mkdtemp(prefix="andon-")  # only this user can enter it
         undo.callback(shutil.rmtree, folder, ignore_errors=True)
         address = str(Path(folder) / "s")
         listener.bind(address)
         listener.listen(world)
-    except OSError:
-        return bytes(_ADDRESS_BYTES)
-    return address.encode().ljust(_ADDRESS_BYTES, b"\0")
+        return address.encode().ljust(_ADDRESS_BYTES, b"\0")
+    return bytes(_ADDRESS_BYTES)
 
 
 def _call(peers: dict[int, socket.socket], rank: int, addresses: Sequence[str]) -> bool:
-    """Call the ranks below this one, and say who calls. Returns whether all were reached."""
-    try:
+    with suppress(OSError):
         for other, address in enumerate(addresses):
             peer = peers[other] = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             peer.settimeout(_OPENING_S)
             peer.connect(address)
             peer.sendall(rank.to_bytes(_RANK_BYTES, "little"))
-    except OSError:
-        return False
-    return True
+        return True
+    return False
 
 
-def _answer(peers: dict[int, socket.socket], listener: socket.socket, count: int) -> bool:
-    """Accept the calls of the ranks above this one. Returns whether all came."""
-    listener.settimeout(_OPENING_S)
-    try:
+def _accept(peers: dict[int, socket.socket], listener: socket.socket, count: int) -> bool:
+    with suppress(OSError):
+        listener.settimeout(_OPENING_S)
         for _ in range(count):
             peer, _unnamed = listener.accept()
             peer.settimeout(_OPENING_S)
             peers[int.from_bytes(peer.recv(_RANK_BYTES), "little")] = peer
-    except OSError:
-        return False
-    return True
+        return True
+    return False
 
 
-def _all(gather: Numbers, here: bool) -> bool:
+def _all(gather: IntGather, here: bool) -> bool:
     return all(numbers[0] for numbers in gather([int(here)]))
 
 
 class GroupGather:
-    """A `Gather` over a group on the CPU: one of `own_group`, or of torch. Without a group, of this process alone.
+    """A `Gather` over a group on the CPU: of `own_group`, or of torch. Without a group it gathers this process alone.
 
-    Messages up to `width` integers are sent at that width, so that a rank at another point is read and judged: a
-    collective of unequal lengths would end its process. Longer ones must have one length on all ranks.
-    After `connect`, those up to `width` go through sockets between ranks of one machine.
+    A message of up to `width` integers is padded to that width, so that a rank at another point can be decoded and
+    judged: a collective of unequal lengths would end the process. A longer message must have one length on all ranks.
+    After `connect`, messages of up to `width` go through sockets if all ranks are on one machine.
     """
 
     def __init__(self, group: Any, width: int) -> None:
         self.rank = 0 if group is None else group.rank()
         self.world_size = 1 if group is None else group.size()
         self._alone = group is None
-        self._group: Any = group
-        if isinstance(group, dist.ProcessGroup):
-            self._group = group._get_backend(torch.device("cpu"))
+        self._group: Any = group._get_backend(torch.device("cpu")) if isinstance(group, dist.ProcessGroup) else group
         self._unfinished: Any = None
         self._width = width
-        self.raise_if_halted: Callable[[], None] | None = (
-            None  # called now and then during a gather; may raise to end it
-        )
-        self.lost: Callable[[RuntimeError], None] | None = None  # called with an error, before it ends a gather
+        # Called every 0.2 s while a gather waits. May raise to end it.
+        self.raise_if_halted: Callable[[], None] | None = None
+        # Called with the error of a gather, before that raises it.
+        self.on_error: Callable[[RuntimeError], None] | None = None
         self._mesh: Mesh | None = None
 
     def connect(self) -> None:
-        """Send short messages through sockets from now on, if the ranks can reach each other so. Collective."""
+        """Send short messages through sockets from now on, if all ranks can connect. Collective."""
         self._mesh = self.sockets()
 
     def sockets(self) -> Mesh | None:
-        """Connections to all ranks, which the caller closes; None if not all reach each other. Collective."""
+        """Connect to all ranks; the caller closes. None if any two ranks cannot connect. Collective."""
         if self._alone:
             return None
 
@@ -308,34 +300,34 @@ class GroupGather:
 
         return connect(self.rank, self.world_size, numbers, self._group.options._timeout.total_seconds())
 
-    def takes(self, count: int) -> bool:
+    def fits_sockets(self, count: int) -> bool:
         return (self._mesh is not None or self._alone) and HEADER + count <= self._width
 
     def messages(self, sent: bytes) -> list[bytes]:
-        """The message of each rank, by rank, all as long as `sent`, through sockets. Raises `DistNetworkError`."""
+        """Every rank's message, by rank, all as long as `sent`, through sockets. Raises `DistNetworkError`."""
         if self._mesh is None:
             return [sent]
-        filled = sent.ljust(_WORD * self._width, b"\0")
+        filled = sent.ljust(_INT_BYTES * self._width, b"\0")
         try:
             found = self._mesh.gather(filled, self.raise_if_halted)
         except dist.DistNetworkError as error:
-            if self.lost is not None:
-                self.lost(error)
+            if self.on_error is not None:
+                self.on_error(error)
             raise
         found[self.rank] = filled
         return [found[rank][: len(sent)] for rank in range(self.world_size)]
 
     def close(self) -> None:
-        """End the sockets and let the group go. Later gathers raise `ValueError`."""
+        """Close the sockets and release the group. Later gathers raise `ValueError`."""
         if self._mesh is not None:
             self._mesh.close()
         if self._group is None:
             return
         if self._unfinished is None or self._unfinished.is_completed():
-            # Kept until the next group is made: gloo drops what it has sent and other ranks have not yet received.
-            _idle.append(self._group)
+            # Keep it until the next group is made: gloo would drop messages that other ranks have not yet received.
+            _closed_groups.append(self._group)
         else:
-            # Kept for good: the end of a group waits for its collectives.
+            # Never destroy it: the destructor waits for unfinished collectives.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
         self._group, self._unfinished = None, None
 
@@ -346,7 +338,7 @@ class GroupGather:
         if self._mesh is None or mine.numel() > self._width:
             return self._through_group(mine)
         mine = mine.cpu()
-        sent = ctypes.string_at(mine.data_ptr(), _WORD * mine.numel())
+        sent = ctypes.string_at(mine.data_ptr(), _INT_BYTES * mine.numel())
         return [torch.frombuffer(bytearray(row), dtype=torch.int64) for row in self.messages(sent)]
 
     def _through_group(self, mine: torch.Tensor) -> list[torch.Tensor]:
@@ -356,7 +348,7 @@ class GroupGather:
         sent = mine.new_zeros(max(self._width, length))
         sent[:length] = mine
         rows = list(sent.new_empty(self.world_size, sent.numel()).unbind())
-        # The backend's own method: a wrapper of torch.distributed costs as much again, and its name depends on torch's.
+        # Call the backend directly: the wrapper of torch.distributed doubles the cost.
         self._wait(self._group.allgather([rows], [sent]))
         return [row[:length] for row in rows]
 
@@ -364,18 +356,18 @@ class GroupGather:
         self._unfinished = work
         while True:
             try:
-                work.wait(_LOOK)
+                work.wait(_POLL)
                 self._unfinished = None
                 return
             except RuntimeError:
-                # A wait that timed out raises the same as a collective that failed; only the work knows which.
+                # A wait that timed out raises the same error as a failed collective. Only the work knows which it was.
                 if work.is_completed():
                     break
             if self.raise_if_halted is not None:
                 self.raise_if_halted()
         try:
-            work.wait()  # raises what the collective raised, unless the last rank has answered in between
+            work.wait()  # raises the error of the collective, unless the last rank answered in between
         except RuntimeError as error:
-            if self.lost is not None:
-                self.lost(error)
+            if self.on_error is not None:
+                self.on_error(error)
             raise

@@ -28,8 +28,8 @@ GARBAGE: tuple[bytes, ...] = (
     b"7" * 5000,
     b"[" * 100_000,
     b'{"kind": "died", "text": "x", "rank": 1, "step": 1}',
-    b'{"number": 1, "process": {"pid": -1, "started": 0}, "told": {}}',
-    b'{"number": NaN, "process": null, "told": [1e999]}',
+    b'{"number": 1, "process": {"pid": -1, "started": 0}, "status": {}}',
+    b'{"number": NaN, "process": null, "status": [1e999]}',
 )
 Address = tuple[IPv4Address | IPv6Address, int]
 _ANSWER_S = 0.2

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from andon_contracts.agree import (
     HEADER,
-    MOST,
+    MOST_RANKS,
     GroupGather,
     Observation,
     bits_of,
@@ -67,7 +67,7 @@ def _gather_without_rank_1() -> list[str]:
         os._exit(0)
     store.set("rank 0 is connected", "")
     told: list[str] = []
-    gather.lost = lambda error: told.append(str(error))
+    gather.on_error = lambda error: told.append(str(error))
     with pytest.raises(RuntimeError):
         gather([torch.tensor([1])])
     return told
@@ -119,7 +119,7 @@ def _gather() -> GroupGather:
 def _exchanged() -> list[list[list[int]]]:
     gather = _gather()
     gather.connect()
-    assert gather.takes(WIDTH - HEADER)
+    assert gather.fits_sockets(WIDTH - HEADER)
     rank = gather.rank
     # Short messages, one of the full width, and one too long for the sockets.
     lengths = [1, 7, WIDTH, 3 * WIDTH] + [5] * ROUNDS
@@ -137,7 +137,7 @@ def test_every_rank_has_what_every_rank_sent(world: int) -> None:
         gather = GroupGather(None, WIDTH)
         gather.connect()
         assert [row.tolist() for row in gather([torch.tensor([4, -5])])] == [[4, -5]]
-        assert gather.takes(WIDTH - HEADER)
+        assert gather.fits_sockets(WIDTH - HEADER)
         assert gather.messages(b"12345678") == [b"12345678"]
         return
     lengths = [1, 7, WIDTH, 3 * WIDTH] + [5] * ROUNDS
@@ -165,11 +165,11 @@ OBSERVED: dict[str, Callable[[int], Observation]] = {
 def _both_ways() -> dict[str, tuple[list[Shown], list[Shown]]]:
     gather = _gather()
     mine = {name: make(gather.rank) for name, make in OBSERVED.items()}
-    assert not gather.takes(1)
+    assert not gather.fits_sockets(1)
     slow = {name: gather_observations([each], gather) for name, each in mine.items()}
     gather.connect()
-    assert gather.takes(WIDTH - HEADER)
-    assert not gather.takes(WIDTH - HEADER + 1)
+    assert gather.fits_sockets(WIDTH - HEADER)
+    assert not gather.fits_sockets(WIDTH - HEADER + 1)
     found = {name: ([*map(_shown, slow[name])], [*map(_shown, gather_short(mine[name], gather))]) for name in mine}
     gather.close()
     return found
@@ -197,7 +197,7 @@ def _left(how: str) -> str:
         gather.close()
         return "left"
     heard: list[str] = []
-    gather.lost = lambda error: heard.append(str(error))
+    gather.on_error = lambda error: heard.append(str(error))
     with pytest.raises(dist.DistNetworkError) as caught:
         gather([torch.tensor([2])])
     assert heard == [str(caught.value)]
@@ -251,7 +251,7 @@ def _nowhere() -> list[list[int]]:
         tempfile.tempdir = "/nowhere"
     gather = _gather()
     gather.connect()
-    assert not gather.takes(1)
+    assert not gather.fits_sockets(1)
     return [row.tolist() for row in gather([torch.tensor([dist.get_rank()])])]
 
 
@@ -264,4 +264,4 @@ def test_more_ranks_than_are_connected_are_not_asked() -> None:
         raise AssertionError
 
     assert connect(0, 1, never, 1.0) is None
-    assert connect(0, MOST + 1, never, 1.0) is None
+    assert connect(0, MOST_RANKS + 1, never, 1.0) is None

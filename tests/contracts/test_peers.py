@@ -20,12 +20,12 @@ from torch.distributed import DistBackendError, DistNetworkError
 
 from andon.console.exits import Exit
 from andon_contracts.causes import Cause, consequence, first_line, kind_of
-from andon_contracts.liveness.diagnosis import Sign, View, gone, informed, lasts_s, lost, slowness, speaks, whom
+from andon_contracts.liveness import diagnosis
+from andon_contracts.liveness.diagnosis import NOTICED, Conclusion, Patience, PeerStatus, Symptoms, View, conclude
 from andon_contracts.liveness.end_messages import POINTS, EndMessages, Position
-from andon_contracts.liveness.halt_link import News, PeerMonitor
+from andon_contracts.liveness.halt import PeerMonitor, StoreReport
 from andon_contracts.liveness.pending_collectives import PendingCollectives
-from andon_contracts.liveness.process import Process, State, ending, memory_kills, who_kills
-from andon_contracts.liveness.rules import NOTICED, Conclusion, Patience, Seen, conclude, first
+from andon_contracts.liveness.process import Process, State, exit_text, kill_text, memory_kills
 from andon_contracts.violation import Finding, Halted, Violation
 
 BY_HAND = "by hand or by another program: the kernel killed nothing for want of memory"
@@ -45,7 +45,7 @@ def child() -> Iterator[tuple[subprocess.Popen[bytes], Process]]:
 def test_a_process_says_what_others_see_of_it(child: tuple[subprocess.Popen[bytes], Process]) -> None:
     started, process = child
     assert (process.pid, process.machine) == (started.pid, Process.here().machine)
-    assert process.look() == "runs"
+    assert process.local_state() == "runs"
     assert process.exit_code() is None
     assert started.stdin is not None
     started.stdin.write(b"7\n")
@@ -58,15 +58,15 @@ def test_a_stopped_process_is_told_from_a_gone_one(child: tuple[subprocess.Popen
     started, process = child
     started.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, started.pid, os.WSTOPPED | os.WNOWAIT)
-    assert (process.look(), process.alive(), process.stopped()) == ("stopped", True, True)
+    assert (process.local_state(), process.alive(), process.stopped()) == ("stopped", True, True)
     assert process.kill()
     os.waitid(os.P_PID, started.pid, os.WEXITED | os.WNOWAIT)
-    assert (process.look(), process.exit_code()) == ("gone", -signal.SIGKILL)
+    assert (process.local_state(), process.exit_code()) == ("gone", -signal.SIGKILL)
     assert not process.kill()
     assert not process.alive()
     assert not process.send(signal.SIGKILL)
     started.wait()
-    assert (process.look(), process.exit_code()) == ("gone", None)
+    assert (process.local_state(), process.exit_code()) == ("gone", None)
 
 
 def test_a_signal_to_a_process_that_ends_meanwhile_reached_nobody(
@@ -92,7 +92,7 @@ def test_a_process_of_another_time_or_machine_is_not_judged(
 ) -> None:
     started, process = child
     other = replace(process, **another)
-    assert other.look() == state
+    assert other.local_state() == state
     assert not other.kill()
     assert started.poll() is None
     if state == "gone":
@@ -105,8 +105,8 @@ def test_a_process_of_another_time_or_machine_is_not_judged(
     [(None, "is gone"), (3, "ended with exit code 3"), (-2, "was killed by SIGINT"), (-99, "was killed by signal 99")],
 )
 def test_an_end_in_words(code: int | None, words: str) -> None:
-    assert ending(code) == words
-    assert ending(-9).startswith("was killed by SIGKILL (")
+    assert exit_text(code) == words
+    assert exit_text(-9).startswith("was killed by SIGKILL (")
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_an_end_in_words(code: int | None, words: str) -> None:
 def test_who_sent_a_kill(
     before: tuple[int | None, int | None], now: tuple[int | None, int | None], limit: int | None, words: str
 ) -> None:
-    assert words in who_kills(before, now, limit)
+    assert words in kill_text(before, now, limit)
 
 
 @pytest.mark.skipif(not os.access("/sys/fs/cgroup/memory/tasks", os.W_OK), reason="needs root and a memory cgroup")
@@ -133,9 +133,9 @@ def test_a_process_that_its_cgroup_has_killed_is_told_by_its_kernel() -> None:
     code = f"""
 import os, pathlib, subprocess, sys
 pathlib.Path({str(group / "tasks")!r}).write_text(str(os.getpid()))
-from andon_contracts.liveness.process import ending
+from andon_contracts.liveness.process import exit_text
 child = subprocess.run([sys.executable, "-c", "b = bytearray(1 << 28); b[::4096] = b'1' * (1 << 16)"], check=False)
-print(ending(child.returncode))
+print(exit_text(child.returncode))
 """
     try:
         (group / "memory.limit_in_bytes").write_text(str(1 << 26))
@@ -162,37 +162,37 @@ WORLD = 3
 @pytest.mark.parametrize(
     ("seen", "conclusion"),
     [
-        (Seen("runs"), "there"),
-        (Seen("runs", behind=True), "behind"),
-        (Seen("elsewhere", silent_s=4.9), "there"),
-        (Seen("elsewhere", silent_s=5.0, behind=True), "silent"),
-        (Seen("stopped", stopped_s=2.9), "there"),
-        (Seen("stopped", stopped_s=3.0, silent_s=9.0), "stopped"),
-        (Seen("gone", silent_s=9.0), "died"),
-        (Seen("gone", exit=-9), "died"),
-        (Seen("gone", exit=0), "left"),
-        (Seen("gone", said=True, exit=0), "left"),
-        (Seen("stopped", said=True, exit=0, stopped_s=9.0), "left"),
-        (Seen("elsewhere", said=True, exit=1), "failed"),
-        (Seen("gone", said=True, exit=NOTICED["lost"]), "followed"),
-        (Seen("elsewhere", said=True, exit=NOTICED["silent"], silent_s=9.0), "followed"),
+        (Symptoms("runs"), "there"),
+        (Symptoms("runs", behind=True), "behind"),
+        (Symptoms("elsewhere", silent_s=4.9), "there"),
+        (Symptoms("elsewhere", silent_s=5.0, behind=True), "silent"),
+        (Symptoms("stopped", stopped_s=2.9), "there"),
+        (Symptoms("stopped", stopped_s=3.0, silent_s=9.0), "stopped"),
+        (Symptoms("gone", silent_s=9.0), "died"),
+        (Symptoms("gone", exit=-9), "died"),
+        (Symptoms("gone", exit=0), "left"),
+        (Symptoms("gone", announced=True, exit=0), "left"),
+        (Symptoms("stopped", announced=True, exit=0, stopped_s=9.0), "left"),
+        (Symptoms("elsewhere", announced=True, exit=1), "failed"),
+        (Symptoms("gone", announced=True, exit=NOTICED["lost"]), "followed"),
+        (Symptoms("elsewhere", announced=True, exit=NOTICED["silent"], silent_s=9.0), "followed"),
     ],
 )
-def test_one_conclusion_from_what_was_seen(seen: Seen, conclusion: Conclusion) -> None:
+def test_one_conclusion_from_what_was_seen(seen: Symptoms, conclusion: Conclusion) -> None:
     assert conclude(seen, PATIENCE) == conclusion
 
 
 @pytest.mark.parametrize("state", ["runs", "stopped"])
 def test_a_process_that_is_seen_need_not_be_heard(state: State) -> None:
     patience = Patience(silent_s=1.0, unseen=True)
-    assert conclude(Seen(state, silent_s=9.0), patience) == "there"
-    assert conclude(Seen("elsewhere", silent_s=9.0), patience) == "silent"
+    assert conclude(Symptoms(state, silent_s=9.0), patience) == "there"
+    assert conclude(Symptoms("elsewhere", silent_s=9.0), patience) == "silent"
 
 
 def test_of_several_the_first_conclusion_asked_for_is_named_with_all_its_ranks() -> None:
     concluded: dict[int, Conclusion] = {4: "left", 3: "silent", 2: "died", 1: "silent"}
-    assert first(concluded, ("silent", "died")) == ("silent", [1, 3])
-    assert first(concluded, ("stopped",)) == (None, [])
+    assert diagnosis.first_conclusion(concluded, ("silent", "died")) == ("silent", [1, 3])
+    assert diagnosis.first_conclusion(concluded, ("stopped",)) == (None, [])
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ class Peer:
     pid: int = 7
     host: str = "here"
 
-    def look(self) -> State:
+    def local_state(self) -> State:
         return self.state
 
     def exit_code(self) -> int | None:
@@ -210,19 +210,19 @@ class Peer:
 
 
 @dataclass
-class Told:
+class FakeLink:
     """What a link knows: the processes of the others, and what the store says of all."""
 
     processes: Mapping[int, Peer]
-    news: News | None
+    news: StoreReport | None
     silent_s: float = 0.0
     following: int = 1
-    broken: bool = False
-    keeper: int | None = None
-    ended: frozenset[int] = frozenset()
+    store_lost: bool = False
+    store_host: int | None = None
+    acknowledged: frozenset[int] = frozenset()
     left: frozenset[int] = frozenset()
 
-    def ask(self) -> News | None:
+    def report(self) -> StoreReport | None:
         return self.news
 
 
@@ -231,14 +231,14 @@ BEFORE = Position(4, "before its forward pass")
 
 
 def monitor(peer: Peer, *, at: Position = HERE, left: bool = False, silent_s: float = 0.0) -> PeerMonitor:
-    news = News(frozenset({1}) if left else frozenset(), {0: HERE, 1: at, 2: HERE})
-    link = Told({1: peer, 2: Peer("runs")}, news, silent_s)
+    news = StoreReport(frozenset({1}) if left else frozenset(), {0: HERE, 1: at, 2: HERE})
+    link = FakeLink({1: peer, 2: Peer("runs")}, news, silent_s)
     return PeerMonitor(link, 0, PATIENCE.silent_s, PendingCollectives(range(WORLD)))  # type: ignore[arg-type]
 
 
-def heard(sign: Sign) -> str:
-    here = Sign(ticks=9, step=4, phase="update", waits=True, since_s=9.0, phase_s=9.0, state="runs")
-    return whom(View(0, WORLD, {0: here, 1: sign, 2: here}, PATIENCE.silent_s))
+def heard(sign: PeerStatus) -> str:
+    here = PeerStatus(ticks=9, step=4, phase="update", waits=True, since_s=9.0, phase_s=9.0, state="runs")
+    return diagnosis.explain_timeout(View(0, WORLD, {0: here, 1: sign, 2: here}, PATIENCE.silent_s))
 
 
 class DistStoreError(RuntimeError):
@@ -248,22 +248,22 @@ class DistStoreError(RuntimeError):
 @pytest.mark.parametrize(
     ("watched", "beating", "said", "word"),
     [
-        ({"peer": Peer("gone", -9)}, Sign(ticks=9, state="gone"), "died at step 4", "gone without a word"),
-        ({"peer": Peer("gone", 0)}, Sign(ticks=9, ended="finished"), "left at step 4", "ended: finished"),
-        ({"peer": Peer("runs"), "left": True}, Sign(ticks=9, ended="finished"), "left at", "ended: finished"),
-        ({"peer": Peer("stopped")}, Sign(ticks=9, state="stopped"), "is stopped (by", "is stopped (by"),
+        ({"peer": Peer("gone", -9)}, PeerStatus(ticks=9, state="gone"), "died at step 4", "gone without a word"),
+        ({"peer": Peer("gone", 0)}, PeerStatus(ticks=9, ended="finished"), "left at step 4", "ended: finished"),
+        ({"peer": Peer("runs"), "left": True}, PeerStatus(ticks=9, ended="finished"), "left at", "ended: finished"),
+        ({"peer": Peer("stopped")}, PeerStatus(ticks=9, state="stopped"), "is stopped (by", "is stopped (by"),
         (
             {"peer": Peer("elsewhere"), "silent_s": 5.0},
-            Sign(ticks=9, silent_s=5.0),
+            PeerStatus(ticks=9, silent_s=5.0),
             "no sign of",
             "no sign of life for",
         ),
-        ({"peer": Peer("runs"), "at": BEFORE}, Sign(ticks=8, state="runs"), "hangs at step 4", "hangs in the start"),
+        ({"peer": Peer("runs"), "at": BEFORE}, PeerStatus(ticks=8, state="runs"), "hangs at step 4", "hangs in the s"),
     ],
     ids=["died", "ended with 0", "left", "stopped", "silent", "behind"],
 )
 def test_a_watch_and_a_heartbeat_come_to_one_conclusion(
-    watched: dict[str, object], beating: Sign, said: str, word: str
+    watched: dict[str, object], beating: PeerStatus, said: str, word: str
 ) -> None:
     error = DistStoreError("Timed out waiting for rank 1")
     found = monitor(**watched).missing(EndMessages(0, WORLD, HERE), error)  # type: ignore[arg-type]
@@ -276,7 +276,7 @@ def test_a_watch_and_a_heartbeat_come_to_one_conclusion(
 
 def test_who_is_itself_the_last_accuses_nobody_of_hanging() -> None:
     ahead = Position(5, "before its forward pass")
-    link = Told({1: Peer("runs"), 2: Peer("runs")}, News(frozenset(), {0: HERE, 1: HERE, 2: ahead}))
+    link = FakeLink({1: Peer("runs"), 2: Peer("runs")}, StoreReport(frozenset(), {0: HERE, 1: HERE, 2: ahead}))
     found = PeerMonitor(link, 0, 5.0, PendingCollectives(range(WORLD))).missing(  # type: ignore[arg-type]
         EndMessages(0, WORLD, HERE), DistStoreError("Timed out waiting")
     )
@@ -293,7 +293,7 @@ def test_only_who_did_not_leave_in_order_is_missed(left: bool) -> None:
 
 def test_nothing_is_said_of_one_that_is_gone_before_the_store_says_whether_it_left() -> None:
     watching = monitor(Peer("gone"))
-    link: Told = watching._link  # type: ignore[assignment]
+    link: FakeLink = watching._link  # type: ignore[assignment]
     news, link.news = link.news, None
     assert watching.trouble(EndMessages(0, WORLD, HERE)) is None
     link.news = news
@@ -304,12 +304,12 @@ def test_nothing_is_said_of_one_that_is_gone_before_the_store_says_whether_it_le
 
 # Messages for slow, hung, silent and dead ranks.
 
-WAITS = Sign(ticks=9, step=4, phase="update", waits=True, since_s=6.0, phase_s=7.0, state="runs")
+WAITS = PeerStatus(ticks=9, step=4, phase="update", waits=True, since_s=6.0, phase_s=7.0, state="runs")
 WORKS = replace(WAITS, ticks=8, waits=False, place="train.py:7 load")
 SILENCE_S = 3.0
 
 
-def view(*signs: Sign, rank: int = 0) -> View:
+def view(*signs: PeerStatus, rank: int = 0) -> View:
     return View(rank, len(signs), dict(enumerate(signs)), SILENCE_S)
 
 
@@ -328,29 +328,29 @@ def test_who_only_noticed_another_ends_with_an_exit_that_says_so() -> None:
         (WAITS, "all ranks give signs of life, and none got through to the others in the update of step 4"),
     ],
 )
-def test_a_wait_in_vain_has_one_explanation(other: Sign, words: str) -> None:
-    assert whom(view(WAITS, other, WAITS)).startswith(words)
+def test_a_wait_in_vain_has_one_explanation(other: PeerStatus, words: str) -> None:
+    assert diagnosis.explain_timeout(view(WAITS, other, WAITS)).startswith(words)
 
 
 def test_an_error_of_its_own_comes_before_those_that_only_noticed() -> None:
     noticed = replace(WAITS, ended="rank 2 is gone", exit=71)
-    assert gone(view(WAITS, noticed, replace(WAITS, ended="LookupError: x", exit=1))) == (
+    assert diagnosis.known_end(view(WAITS, noticed, replace(WAITS, ended="LookupError: x", exit=1))) == (
         "rank 2 of 3 ended: LookupError: x"
     )
-    assert gone(view(WAITS, noticed, WAITS)) == ""
-    assert lost(view(WAITS, noticed, WAITS)) == "rank 1 of 3 ended: rank 2 is gone"
+    assert diagnosis.known_end(view(WAITS, noticed, WAITS)) == ""
+    assert diagnosis.possible_loss(view(WAITS, noticed, WAITS)) == "rank 1 of 3 ended: rank 2 is gone"
 
 
 def test_ranks_that_finished_are_not_missed() -> None:
     finished = replace(FINISHED, silent_s=60.0)
-    assert gone(view(WORKS, finished)) == ""
-    assert "rank 1" not in slowness(view(WORKS, finished), 0.0)
+    assert diagnosis.known_end(view(WORKS, finished)) == ""
+    assert "rank 1" not in diagnosis.slowness(view(WORKS, finished), 0.0)
 
 
 def test_hosts_are_named_where_they_are_others() -> None:
     here, there = replace(WAITS, host="a"), replace(WORKS, host="b", silent_s=SILENCE_S)
     found = view(here, there, replace(there, host="c"), replace(here, silent_s=SILENCE_S))
-    assert whom(found).startswith("ranks 1, 2, 3 of 4 (on b, c) gave no sign of life")
+    assert diagnosis.explain_timeout(found).startswith("ranks 1, 2, 3 of 4 (on b, c) gave no sign of life")
 
 
 SLOW_ENDED = replace(WORKS, ended="rank 1 of 4 is slow: in the update of step 4", exit=Exit.RANK_SILENT)
@@ -377,54 +377,54 @@ CRASHED = replace(WAITS, ended="LookupError: x", exit=Exit.CRASHED)
         ((WAITS,), "rank 0 is slow: in the update of step 4 for 6.0 s"),
     ],
 )
-def test_slowness_has_a_rank_or_the_network_for_its_cause(signs: tuple[Sign, ...], words: str) -> None:
+def test_slowness_has_a_rank_or_the_network_for_its_cause(signs: tuple[PeerStatus, ...], words: str) -> None:
     """Where a rank has ended the network is not slow."""
-    assert slowness(view(*signs), 0.1).startswith(words)
+    assert diagnosis.slowness(view(*signs), 0.1).startswith(words)
     if not any(sign.ended or sign.state == "gone" for sign in signs):
-        assert slowness(view(*signs), 0.1).endswith("; a step usually takes 0.1 s")
+        assert diagnosis.slowness(view(*signs), 0.1).endswith("; a step usually takes 0.1 s")
 
 
 def test_only_what_cannot_be_seen_may_be_lost() -> None:
     late = replace(WAITS, silent_s=SILENCE_S)
-    assert lost(view(WAITS, late, late)) == ""
-    assert lost(view(WAITS, late, replace(late, state="elsewhere"))).startswith("rank 2 of 3 gave no sign of life for")
+    assert diagnosis.possible_loss(view(WAITS, late, late)) == ""
+    assert diagnosis.possible_loss(view(WAITS, late, replace(late, state="elsewhere"))).startswith(
+        "rank 2 of 3 gave no sign"
+    )
     ended = replace(late, ended="finished")
-    assert lost(view(WAITS, replace(late, state="stopped"), ended)) == "rank 2 of 3 ended: finished"
+    assert diagnosis.possible_loss(view(WAITS, replace(late, state="stopped"), ended)) == "rank 2 of 3 ended: finished"
 
 
-@pytest.mark.parametrize("explanation", [whom, lost])
+@pytest.mark.parametrize("explanation", [diagnosis.explain_timeout, diagnosis.possible_loss])
 def test_nobody_is_silent_where_nobody_can_be_heard(explanation: Callable[[View], str]) -> None:
     far = replace(WAITS, silent_s=60.0, state="elsewhere")
-    link_error = replace(view(WAITS, far, far), link_error="the ranks' store is gone (x)")
-    assert explanation(link_error) == "the ranks' store is gone (x)"
-    assert slowness(link_error, 0.0) == "the ranks' store is gone (x); rank 0 of 3 is in the update of step 4 for 6.0 s"
-    said = replace(link_error, signs={**link_error.signs, 1: replace(far, ended="LookupError: x", exit=Exit.CRASHED)})
+    cut = replace(view(WAITS, far, far), link_error="the ranks' store is gone (x)")
+    assert explanation(cut) == "the ranks' store is gone (x)"
+    assert diagnosis.slowness(cut, 0.0).endswith("store is gone (x); rank 0 of 3 is in the update of step 4 for 6.0 s")
+    said = replace(cut, statuses={**cut.statuses, 1: replace(far, ended="LookupError: x", exit=Exit.CRASHED)})
     assert explanation(said) == "rank 1 of 3 ended: LookupError: x"
-    assert slowness(said, 0.0).startswith("rank 1 of 3 ended: LookupError: x")
-    stopped = replace(link_error, signs={**link_error.signs, 2: replace(far, state="stopped")})
-    assert slowness(stopped, 0.0).startswith("rank 2 of 3 is stopped")
+    assert diagnosis.slowness(said, 0.0).startswith("rank 1 of 3 ended: LookupError: x")
+    stopped = replace(cut, statuses={**cut.statuses, 2: replace(far, state="stopped")})
+    assert diagnosis.slowness(stopped, 0.0).startswith("rank 2 of 3 is stopped")
 
 
 def test_a_sign_of_before_says_nothing_of_this_step() -> None:
-    assert informed(view(WAITS, replace(WORKS, silent_s=2.9)))
+    assert diagnosis.all_reported(view(WAITS, replace(WORKS, silent_s=2.9)))
     short = replace(WAITS, phase_s=4.0)
-    assert not informed(view(short, WORKS, replace(WORKS, silent_s=2.0)))
-    assert informed(view(short, replace(WORKS, silent_s=SILENCE_S)))
-    assert informed(view(short, replace(WORKS, silent_s=2.5, ended="finished")))
+    assert not diagnosis.all_reported(view(short, WORKS, replace(WORKS, silent_s=2.0)))
+    assert diagnosis.all_reported(view(short, replace(WORKS, silent_s=SILENCE_S)))
+    assert diagnosis.all_reported(view(short, replace(WORKS, silent_s=2.5, ended="finished")))
 
 
 def test_one_rank_speaks_for_all_that_are_heard() -> None:
     unheard = replace(WAITS, silent_s=SILENCE_S)
-    assert speaks(view(WAITS, WAITS, WAITS))
-    assert not speaks(view(WAITS, WAITS, WAITS, rank=1))
-    assert speaks(view(unheard, WAITS, WAITS, rank=1))
+    assert [diagnosis.is_reporter(view(WAITS, WAITS, WAITS, rank=rank)) for rank in (0, 1)] == [True, False]
+    assert diagnosis.is_reporter(view(unheard, WAITS, WAITS, rank=1))
 
 
 def test_what_lasts_is_a_wait_of_anyone_or_an_update() -> None:
     evaluates = replace(WORKS, phase="evaluation", phase_s=99.0)
-    assert lasts_s(view(evaluates, evaluates)) == 0.0
-    assert lasts_s(view(evaluates, WAITS)) == WAITS.phase_s
-    assert lasts_s(view(evaluates, replace(WAITS, phase="evaluation"))) == WAITS.since_s
+    assert [diagnosis.longest_s(view(evaluates, other)) for other in (evaluates, WAITS)] == [0.0, WAITS.phase_s]
+    assert diagnosis.longest_s(view(evaluates, replace(WAITS, phase="evaluation"))) == WAITS.since_s
 
 
 # What an error means for the other ranks.
@@ -525,7 +525,7 @@ def test_each_end_has_its_own_words(cause: Cause, line: str) -> None:
     assert cause.violation().cause == cause.kind
 
 
-def test_the_cord_pulled_by_hand_is_a_violation() -> None:
+def test_a_halt_pulled_by_hand_is_a_violation() -> None:
     """A user stops the run because something is wrong."""
     cause = EndMessages(1, 4, Position(3, POINTS[0], last_equal=2)).pulled("a row twice")
     assert cause.text.splitlines() == [

@@ -17,40 +17,40 @@ from torch._C._distributed_c10d import HashStore
 
 from andon_contracts.causes import Cause
 from andon_contracts.fields import Part
-from andon_contracts.liveness.diagnosis import Told
+from andon_contracts.liveness import store_link
+from andon_contracts.liveness.diagnosis import RankStatus
 from andon_contracts.liveness.end_messages import Position
-from andon_contracts.liveness.halt_link import HaltLink, Progress
+from andon_contracts.liveness.halt import HaltLink, Progress
 from andon_contracts.liveness.open_store import open_store
 from andon_contracts.liveness.pending_collectives import Counts
 from andon_contracts.liveness.process import Process
-from andon_contracts.liveness.signed import Signed, _signature, drawn, secret_in, words_of
-from andon_contracts.liveness.store_link import Beat, Checked, Heartbeats, StoreLink
+from andon_contracts.liveness.store_link import Beat, Heartbeats, SignedStore, StoreLink, StrictReader
 
 SECRET, OTHER = bytes(32), bytes(31) + b"\1"
 LIES = (b"", b"1", b"-", b"\xff" * 70, b"0" * 64, b"0" * 64 + b"1")
 
 
-def boards() -> tuple[Any, Signed]:
+def boards() -> tuple[Any, SignedStore]:
     store = HashStore()
-    return store, Signed(store, SECRET)
+    return store, SignedStore(store, SECRET)
 
 
 def test_what_a_rank_puts_is_there() -> None:
     store, mine = boards()
-    theirs = Signed(store, SECRET)
+    theirs = SignedStore(store, SECRET)
     mine.set("left 1", "1")
     assert (theirs.get("left 1"), theirs.check(["left 1"]), theirs.multi_get(["left 1"])) == (b"1", True, [b"1"])
     assert theirs.compare_set("pulled", "", "first") == b"first"
     assert mine.compare_set("pulled", "", "second") == b"first"
     assert mine.compare_set("pulled", b"first", "second") == b"second"
     assert theirs.read("left 1", lambda body: body) == 1
-    assert mine.checked.dropped + theirs.checked.dropped == 0
+    assert mine.reader.dropped + theirs.reader.dropped == 0
 
 
 @pytest.mark.parametrize("lie", LIES)
 def test_a_value_without_the_secret_is_not_there(lie: bytes) -> None:
     store, mine = boards()
-    Signed(store, OTHER).set("other", "1")
+    SignedStore(store, OTHER).set("other", "1")
     mine.set("left 2", "1")
     lies = [lie, store.get("other"), store.get("left 2")]
     for each in lies:
@@ -60,7 +60,7 @@ def test_a_value_without_the_secret_is_not_there(lie: bytes) -> None:
             assert mine.get("left 1") == b""
             assert mine.multi_get(["left 1", "left 2"]) == [b"", b"1"]
             assert mine.read("left 1", lambda body: body) is None
-    assert mine.checked.dropped == len([each for each in lies if each not in (b"", b"-")])
+    assert mine.reader.dropped == len([each for each in lies if each not in (b"", b"-")])
 
 
 @pytest.mark.parametrize("lie", [lie for lie in LIES if lie])
@@ -68,7 +68,7 @@ def test_the_first_value_is_put_in_the_place_of_a_lie(lie: bytes) -> None:
     store, mine = boards()
     store.set("pulled", lie)
     assert mine.compare_set("pulled", "", "first") == b"first"
-    assert Signed(store, SECRET).compare_set("pulled", "", "second") == b"first"
+    assert SignedStore(store, SECRET).compare_set("pulled", "", "second") == b"first"
 
 
 def test_what_is_taken_away_keeps_nobody_waiting() -> None:
@@ -84,28 +84,29 @@ def test_what_is_taken_away_keeps_nobody_waiting() -> None:
 
 def test_an_old_sign_of_life_is_not_heard_again() -> None:
     store, mine = boards()
-    theirs, beats = Heartbeats(Signed(store, SECRET), 1, Told, mine.checked), Heartbeats(mine, 0, Told, mine.checked)
+    theirs = Heartbeats(SignedStore(store, SECRET), 1, RankStatus, mine.reader)
+    beats = Heartbeats(mine, 0, RankStatus, mine.reader)
     kept = []
     for step in (1, 2):
-        theirs.tell(Told(1, step, "update", waits=False, since_s=0.0, phase_s=0.0))
+        theirs.send(RankStatus(1, step, "update", waits=False, since_s=0.0, phase_s=0.0))
         kept.append(store.get("beat 1"))
-        assert beats.hear([1])[1].told.step == step
+        assert beats.read([1])[1].status.step == step
     store.set("beat 1", kept[0])
-    assert (beats.hear([1])[1].told.step, mine.checked.dropped) == (2, 1)
-    theirs.tell(Told(1, 3, "update", waits=False, since_s=0.0, phase_s=0.0))
-    assert beats.hear([1])[1].told.step == 3
+    assert (beats.read([1])[1].status.step, mine.reader.dropped) == (2, 1)
+    theirs.send(RankStatus(1, 3, "update", waits=False, since_s=0.0, phase_s=0.0))
+    assert beats.read([1])[1].status.step == 3
 
 
 def test_a_secret_is_gathered_as_integers() -> None:
-    secret = drawn()
-    arrived = {name: value - (1 << 64) * (value >> 63) for name, value in words_of(secret).items()}
-    assert secret_in(arrived) == secret != drawn()
+    secret = store_link.new_secret()
+    arrived = {name: value - (1 << 64) * (value >> 63) for name, value in store_link.secret_to_ints(secret).items()}
+    assert store_link.secret_from_ints(arrived) == secret != store_link.new_secret()
 
 
 # Garbage.
 
 WORLD = 2
-TOLD = Told(3, 2, "update", waits=True, since_s=0.5, phase_s=0.75, place="train.py:7", ended="x", exit=1, paused_s=0.25)
+STATUS = RankStatus(3, 2, "update", waits=True, since_s=0.5, phase_s=0.75, place="x", ended="x", exit=1, paused_s=0.25)
 PROGRESS = Progress(Position(2, "at its update", 0.5, 1), Counts(3, 2, "all", 1))
 CAUSE = Cause("died", "rank 1 of 2 died.", 1, 2, ranks=(1,))
 
@@ -118,36 +119,36 @@ def listener(learned: list[Cause]) -> Any:
 
 
 def beat(told: Part) -> dict[str, Any]:
-    found = {"number": 1, "process": Process.here().to_json(), "told": told.to_json()}
+    found = {"number": 1, "process": Process.here().to_json(), "status": told.to_json()}
     return json.loads(json.dumps(found))  # type: ignore[no-any-return]
 
 
 def heard(form: type[Part], *values: bytes) -> tuple[Beat[Any] | None, int]:
-    store, checked = HashStore(), Checked()
+    store, checked = HashStore(), StrictReader()
     beats = Heartbeats(store, 0, form, checked)  # type: ignore[arg-type]
     found: dict[int, Beat[Any]] = {}
     for value in values:
         store.set("beat 1", value)  # type: ignore[arg-type]
-        found = beats.hear([1])
+        found = beats.read([1])
     return found.get(1), checked.dropped
 
 
 def pulled(value: bytes) -> tuple[list[Cause], int]:
     store, learned = HashStore(), list[Cause]()
     store.set("pulled", signature(value) + value)  # type: ignore[arg-type]
-    link = HaltLink(Signed(store, SECRET), 0, WORLD, listener(learned))
+    link = HaltLink(SignedStore(store, SECRET), 0, WORLD, listener(learned))
     link._link.ask(lambda: None, 5.0)
     link.leave()
-    return learned, link.checked.dropped
+    return learned, link.reader.dropped
 
 
 def signature(value: bytes) -> bytes:
-    return _signature(SECRET, "pulled", value).encode()
+    return store_link._signature(SECRET, "pulled", value).encode()
 
 
 GARBAGE = {
     "bytes": b"\xff\xfe\x00",
-    "cut": json.dumps(beat(TOLD)).encode()[:-20],
+    "cut": json.dumps(beat(STATUS)).encode()[:-20],
     "list": b"[]",
     "number": b"7",
     "null": b"null",
@@ -156,19 +157,19 @@ GARBAGE = {
     "deep object": b'{"number":' * 100_000,
     "deep and closed": b"[" * 400 + b"]" * 400,
     "without ranks": b'{"kind": "died", "text": "x", "rank": 1, "step": 1}',
-    "too long": json.dumps({**beat(TOLD), "number": "x" * (1 << 20)}).encode(),
-    "UTF-16": json.dumps(beat(TOLD)).encode("utf-16"),
+    "too long": json.dumps({**beat(STATUS), "number": "x" * (1 << 20)}).encode(),
+    "UTF-16": json.dumps(beat(STATUS)).encode("utf-16"),
 }
 
 
 @pytest.mark.parametrize("value", GARBAGE.values(), ids=GARBAGE)
 def test_garbage_is_dropped(value: bytes) -> None:
-    for told in (TOLD, PROGRESS):
+    for told in (STATUS, PROGRESS):
         good = json.dumps(beat(told)).encode()
         assert heard(type(told), value) == (None, 1)
         found, dropped = heard(type(told), good, value, value)
         assert found is not None
-        assert (found.told, dropped) == (told, 1)
+        assert (found.status, dropped) == (told, 1)
     assert pulled(value) == ([], 1)
 
 
@@ -191,15 +192,15 @@ def put(body: Any, path: tuple[Any, ...], value: object) -> Any:
 WRONG = [None, True, -1, -0.5, 1 << 63, 10**400, math.nan, math.inf, [], {}, [[]], {"x": 1}]
 
 
-@pytest.mark.parametrize("body", [beat(TOLD), beat(PROGRESS), CAUSE.to_json()], ids=["run", "watch", "cause"])
+@pytest.mark.parametrize("body", [beat(STATUS), beat(PROGRESS), CAUSE.to_json()], ids=["run", "watch", "cause"])
 def test_a_value_of_a_wrong_type_or_out_of_range_is_dropped_wherever_it_stands(body: dict[str, Any]) -> None:
     body = json.loads(json.dumps(body))
-    form = Told if body.get("told") == beat(TOLD)["told"] else Progress
+    form = RankStatus if body.get("status") == beat(STATUS)["status"] else Progress
 
     def dropped(changed: Any) -> bool:
         raw = json.dumps(changed).encode()
         if "kind" in body:
-            return Checked().read("", raw, lambda found: Cause.from_json(found).checked(WORLD)) is None
+            return StrictReader().read("", raw, lambda found: Cause.from_json(found).checked(WORLD)) is None
         return heard(form, raw) == (None, 1)
 
     for path in leaves(body):
@@ -220,7 +221,7 @@ def test_a_value_of_a_wrong_type_or_out_of_range_is_dropped_wherever_it_stands(b
 
 
 def test_a_field_that_is_missing_is_not_taken_for_its_default() -> None:
-    for told in (TOLD, PROGRESS):
+    for told in (STATUS, PROGRESS):
         for path in leaves(beat(told)):
             body = beat(told)
             at = body
@@ -238,28 +239,28 @@ def test_a_field_that_is_missing_is_not_taken_for_its_default() -> None:
 def test_a_cause_is_told_where_garbage_stands() -> None:
     store, learned = HashStore(), list[Cause]()
     store.set("pulled", b"\xff garbage")  # type: ignore[arg-type]
-    links = [HaltLink(Signed(store, SECRET), rank, WORLD, listener(learned)) for rank in range(WORLD)]
+    links = [HaltLink(SignedStore(store, SECRET), rank, WORLD, listener(learned)) for rank in range(WORLD)]
     links[0].publish(CAUSE)
     for link in links:
         link._link.ask(link._routine, 5.0)
     assert learned == [CAUSE, CAUSE]
     store.set("pulled", "garbage again")
     links[1]._link.ask(link._routine, 5.0)
-    assert json.loads(Signed(store, SECRET).get("pulled")) == CAUSE.to_json()
+    assert json.loads(SignedStore(store, SECRET).get("pulled")) == CAUSE.to_json()
     for link in links:
         link.leave()
 
 
 def test_a_cause_that_holds_what_no_form_takes_is_told_all_the_same() -> None:
     learned: list[Cause] = []
-    link = HaltLink(Signed(HashStore(), SECRET), 0, WORLD, listener(learned))
+    link = HaltLink(SignedStore(HashStore(), SECRET), 0, WORLD, listener(learned))
     odd = Cause("violation", "x" * 3_000_000, 0, -1, "../../mine", ranks=(7, -1), tensor=object())  # type: ignore[arg-type]
     link.publish(odd)
     link._link.ask(lambda: None, 5.0)
     link.leave()
     assert [(found.kind, found.rank, found.clause) for found in learned] == [("violation", 0, "halt-together")]
     assert set(learned[0].text) == {"x"}
-    assert link.checked.dropped == 0
+    assert link.reader.dropped == 0
 
 
 # The thread that talks to the store.

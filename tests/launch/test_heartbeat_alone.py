@@ -22,24 +22,24 @@ from andon.console.exits import Exit
 from andon.launch.heartbeat import Heartbeat, Timeouts
 from andon.launch.report import Report
 from andon_contracts.liveness.clock import Pauses, StepClock
-from andon_contracts.liveness.diagnosis import UPDATE, Told
+from andon_contracts.liveness.diagnosis import UPDATE, RankStatus
 from andon_contracts.liveness.process import Process
-from andon_contracts.liveness.signed import Signed
+from andon_contracts.liveness.store_link import SignedStore
 from tests.launch.beating import AT, own_store, world
 from tests.launch.pipes import PATIENCE_S
 
 STEP_S = 0.2
 SECRET = bytes(32)
-WAITS = Told(ticks=1, step=3, phase=UPDATE, waits=True)
+WAITS = RankStatus(ticks=1, step=3, phase=UPDATE, waits=True)
 
 
 _numbers = itertools.count(1)
 
 
-def tell(store: Any, rank: int, told: Told, process: Process | None = None) -> None:
+def tell(store: Any, rank: int, told: RankStatus, process: Process | None = None) -> None:
     """Have a rank that is in this process, or in the given one, tell this of itself."""
-    sign = {"number": next(_numbers), "process": (process or Process.here()).to_json(), "told": told.to_json()}
-    Signed(store, SECRET).set(f"beat {rank}", json.dumps(sign))
+    sign = {"number": next(_numbers), "process": (process or Process.here()).to_json(), "status": told.to_json()}
+    SignedStore(store, SECRET).set(f"beat {rank}", json.dumps(sign))
 
 
 def wait_for(what: Callable[[], object]) -> None:
@@ -52,14 +52,14 @@ def wait_for(what: Callable[[], object]) -> None:
 class Alone:
     """Rank `rank` of `world`, its store, and the reports of the ends that its heartbeat makes."""
 
-    def __init__(self, store: Any, world: int, clock: StepClock, timeouts: Timeouts, rank: int = 0) -> None:
+    def __init__(self, store: Any, world: int, clock: StepClock, limits: Timeouts, rank: int = 0) -> None:
         self.ends: queue.SimpleQueue[Report] = queue.SimpleQueue()
         self.said: list[str] = []
         self.clock = clock
-        self.heart = Heartbeat(Signed(store, SECRET), rank, world, clock, timeouts, self.ends.put, self.said.append)
+        self.heart = Heartbeat(SignedStore(store, SECRET), rank, world, clock, limits, self.ends.put, self.said.append)
 
     def wait_until_known(self, rank: int, what: str) -> None:
-        wait_for(lambda: getattr(self.heart.view().signs[rank], what))
+        wait_for(lambda: getattr(self.heart.view().statuses[rank], what))
 
     def end(self) -> Report:
         return self.ends.get(timeout=PATIENCE_S)
@@ -192,7 +192,7 @@ def test_a_store_that_is_gone_accuses_nobody() -> None:
 class Broken(StepClock):
     broken = False
 
-    def read(self) -> Told:
+    def read(self) -> RankStatus:
         if self.broken:
             raise LookupError("nobody foresaw this")
         return super().read()
@@ -218,7 +218,7 @@ def test_a_rank_that_cannot_read_the_others_says_so() -> None:
     tell(store, 1, WAITS)
     with alone(Foreign(store), 2) as made:
         found = made.end()
-    told = json.loads(Signed(store, SECRET).get("beat 0"))["told"]
+    told = json.loads(SignedStore(store, SECRET).get("beat 0"))["status"]
     assert found.exit == told["exit"] == Exit.CRASHED
     assert found.cause == told["ended"] == "the watch over this rank failed: LookupError: nobody foresaw this"
 
@@ -228,13 +228,13 @@ def test_what_no_rank_has_put_into_the_store_is_dropped_and_counted() -> None:
     tell(store, 1, WAITS)
     with alone(store, 3, timeouts=Timeouts(1.0)) as made:
         made.wait_until_known(1, "ticks")
-        unsigned = Signed(store, SECRET).get("beat 1").decode().replace('"ticks": 1', '"ticks": 2')
+        unsigned = SignedStore(store, SECRET).get("beat 1").decode().replace('"ticks": 1', '"ticks": 2')
         for garbage in ("not JSON", unsigned, "[" * 100_000):
             store.set("beat 1", garbage)
             store.set("beat 2", garbage)
             rounds = made.heart._rounds
             wait_for(lambda rounds=rounds: made.heart._rounds > rounds + 2)  # type: ignore[misc]
-        assert made.heart.view().signs[1].ticks == WAITS.ticks
+        assert made.heart.view().statuses[1].ticks == WAITS.ticks
         tell(store, 2, WAITS)
         made.wait_until_known(2, "ticks")
         assert made.ends.empty()
@@ -247,7 +247,7 @@ def test_a_beat_asks_the_store_once_for_all() -> None:
     for rank in range(1, 4):
         tell(store, rank, WAITS)
     with alone(store, 4, timeouts=Timeouts(1.0)) as made:
-        wait_for(lambda: all(made.heart.view().signs[rank].ticks for rank in range(1, 4)))
+        wait_for(lambda: all(made.heart.view().statuses[rank].ticks for rank in range(1, 4)))
         del store.asked[:]
         wait_for(lambda: len(store.asked) >= 9)
         asked = store.asked[:9]
@@ -280,7 +280,7 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
 def test_a_gap_is_left_out_of_what_it_is_in(clocks: Clocks) -> None:
     pauses = Pauses()
     before = time.monotonic()
-    pauses.begin(1.0)
+    pauses.start(1.0)
     clocks.ahead += SLEPT_S
     ran, lost = pauses.ran_s(before)
     assert lost == pytest.approx(SLEPT_S, abs=30)
@@ -294,7 +294,7 @@ def test_who_computes_or_looks_often_does_not_pause(clocks: Clocks, passed: floa
     """Native code that holds the interpreter for an hour uses an hour of a CPU; a short gap is none."""
     pauses = Pauses()
     before = time.monotonic()
-    pauses.begin(PATIENCE_S)
+    pauses.start(PATIENCE_S)
     clocks.ahead, clocks.used = passed, used
     ran, lost = pauses.ran_s(before)
     assert (lost, ran >= passed) == (0, True)
@@ -307,7 +307,7 @@ def test_nobody_pauses_before_somebody_looks(clocks: Clocks) -> None:
 
 
 @contextmanager
-def paused(clocks: Clocks, told: Told, timeouts: Timeouts = TIMEOUTS) -> Iterator[Alone]:
+def paused(clocks: Clocks, told: RankStatus, timeouts: Timeouts = TIMEOUTS) -> Iterator[Alone]:
     """Rank 0 waits; all stood still for an hour, and both threads of its heartbeat have looked several times since."""
     store = Counted(HashStore())
     tell(store, 1, told)
@@ -325,7 +325,7 @@ def paused(clocks: Clocks, told: Told, timeouts: Timeouts = TIMEOUTS) -> Iterato
 def test_nobody_is_slow_because_all_were_paused(clocks: Clocks, waits: bool) -> None:
     with paused(clocks, replace(WAITS, ticks=0, waits=waits)) as made:
         assert made.said == []
-        mine, other = made.heart.view().signs.values()
+        mine, other = made.heart.view().statuses.values()
         assert max(mine.since_s, mine.phase_s, other.silent_s, other.since_s) < PATIENCE_S
         assert mine.paused_s == pytest.approx(SLEPT_S, abs=PATIENCE_S)
 

@@ -25,10 +25,11 @@ from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
 import andon
+from andon_contracts.liveness import pending_collectives
 from andon_contracts.liveness.end_messages import POINTS, EndMessages, Position
 from andon_contracts.liveness.halt import HaltSignal
-from andon_contracts.liveness.pending_collectives import BACKWARD, REDUCTION, Counts, PendingCollectives, Waiting, stuck
-from andon_contracts.liveness.signed import Signed
+from andon_contracts.liveness.pending_collectives import BACKWARD, REDUCTION, Counts, PendingCollectives, Waiting
+from andon_contracts.liveness.store_link import SignedStore
 from andon_contracts.violation import Halted, Violation
 from tests.support.ranks import run_ranks
 from tests.watch.small import answers, clauses, loss_of, net, sgd
@@ -78,7 +79,7 @@ def test_all_ranks_raise_the_same_wherever_they_are(place: str) -> None:
     errors = [outcome.error for outcome in run_ranks(3, _stop, place)]
     assert {type(error) for error in errors} == {Violation}, errors
     assert len({str(error) for error in errors}) == 1
-    assert str(errors[0]).startswith(f"rank 1 of 3 pulled the halt at step 1, before its forward pass: {REASON}.")
+    assert str(errors[0]).startswith(f"rank 1 of 3 pulled the cord at step 1, before its forward pass: {REASON}.")
     assert {(error.clause, error.step, error.rank) for error in errors if isinstance(error, Violation)} == {
         ("halt-together", 1, 1)
     }
@@ -264,8 +265,8 @@ def test_a_closed_watch_has_no_part_in_how_a_process_ends(monkeypatch: pytest.Mo
     monkeypatch.setattr(sys, "excepthook", lambda *error: uncaught.append(error[1]))
     monkeypatch.setattr("andon_contracts.liveness.halt._alarm", alarms.append)
     begun, signals = PendingCollectives([0, 1]), list[HaltSignal]()
-    for board in (Signed(HashStore(), bytes(32)), Signed(HashStore(), bytes(32))):
-        signals.append(HaltSignal(board, 0, 2, begun, hard_stop=True, patience_s=1.0, warns=False))
+    for store in (SignedStore(HashStore(), bytes(32)), SignedStore(HashStore(), bytes(32))):
+        signals.append(HaltSignal(store, 0, 2, begun, hard_stop=True, patience_s=1.0, warns=False))
     for each in signals:
         each.close()
     sys.excepthook(ValueError, ValueError(REASON), None)
@@ -331,8 +332,8 @@ def _unforeseen(*_: object, **__: object) -> None:
 
 
 GUARDS: dict[str, Callable[[andon.Watch], object]] = {
-    "andon-halt-link": lambda w: setattr(w._cord, "progress", _unforeseen),
-    "andon-cord": lambda w: setattr(w._cord._monitor, "_look", _unforeseen),
+    "andon-halt-link": lambda w: setattr(w._halt, "progress", _unforeseen),
+    "andon-halt": lambda w: setattr(w._halt._monitor, "_observe", _unforeseen),
 }
 WORDS = (
     "rank 1 of 2 is unguarded at step 1, before its forward pass, which is no violation: "
@@ -428,11 +429,11 @@ def test_all_halt_at_the_update_that_one_rank_leaves_out(world: int, wrapped: bo
 def test_of_three_ranks_the_one_that_waits_alone_is_named() -> None:
     """The two others left nothing out: it makes an update too many, or makes a call that they do not make."""
     for point, words in ((POINTS[2], "makes an update"), (POINTS[0], "makes a call")):
-        teller = EndMessages(0, 3, Position(3, point, last_equal=2))
-        alone = teller.passed({1: BACKWARD, 2: BACKWARD}, waiting=0)
+        messages = EndMessages(0, 3, Position(3, point, last_equal=2))
+        alone = messages.passed({1: BACKWARD, 2: BACKWARD}, waiting=0)
         assert (alone.ranks, alone.step, alone.kind) == ((0,), 3, "violation")
         assert f"rank 0 {words} that the others do not make" in alone.text
-        assert teller.passed({1: BACKWARD, 2: BACKWARD}, waiting=1).ranks == (1, 2)
+        assert messages.passed({1: BACKWARD, 2: BACKWARD}, waiting=1).ranks == (1, 2)
 
 
 # what keeps the others waiting, and is right
@@ -515,14 +516,13 @@ def _in_gather(gathers: int, *, armed: bool = False) -> Waiting:
 )
 def test_a_rank_waits_in_vain_for_one_that_began_more(told: dict[int, Counts], found: dict[int, str]) -> None:
     """Of a rank in its third gather, which has begun nothing."""
-    assert stuck(_in_gather(2), told) == found
+    assert pending_collectives.deadlocked(_in_gather(2), told) == found
 
 
 def test_a_forward_pass_without_a_backward_pass_accuses_nobody() -> None:
     """The backward pass that another rank has begun may be the one that this rank has still to come to."""
     waiting = _in_gather(2, armed=True)
-    assert stuck(waiting, _told(1, 2)) == {}
-    assert stuck(waiting, _told(2, 2)) == {1: BACKWARD}
+    assert [pending_collectives.deadlocked(waiting, _told(number, 2)) for number in (1, 2)] == [{}, {1: BACKWARD}]
 
 
 def _opened_apart(how: str) -> str:

@@ -1,1 +1,1 @@
-"""Who is alive, slow, hung or dead, and in which words: for the ranks of our trainer and of a watched loop."""
+"""Finds out which ranks are alive, slow, hung or dead, for the ranks of our trainer and of a watched loop."""

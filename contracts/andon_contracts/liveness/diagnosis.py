@@ -1,41 +1,100 @@
-"""What one rank knows of all, and says of it: who is slow, who hangs, who is gone. Pure: values in, words out."""
+"""From the symptoms of a peer to a conclusion, and from the status of all ranks to words: slow, hung, gone. Pure.
+
+`RULES` is the one table by which heartbeats, watches and launchers decide.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import dataclass
+from typing import Literal
 
 from andon_contracts.fields import Count, Part, Seconds
 from andon_contracts.liveness.process import STOPPED, State
-from andon_contracts.liveness.rules import (
-    ENDED_BY_ITSELF,
-    PRESENT,
-    UNHEARD,
-    Conclusion,
-    Patience,
-    Seen,
-    conclude,
-    first,
-)
 
-UPDATE = "update"  # the phase in which steps are timed, and a deadline of a step holds
+UPDATE = "update"  # the phase in which steps are timed, and to which the deadline of a step applies
+NOTICED = {"lost": 71, "silent": 72}
+"""Exit codes of a rank that ends because another rank is gone, or does not answer."""
+
+Conclusion = Literal["failed", "followed", "left", "died", "stopped", "silent", "behind", "there"]
+"""failed, followed: it reported that it ends by its own error, or because of another rank. left: it ended in order.
+behind: the others wait for it. there: nothing is wrong with it."""
 
 
 @dataclass(frozen=True)
-class Told(Part):
-    """What a heartbeat says of its rank. Seconds leave out the time in which its process did not run."""
+class Symptoms:
+    """What one rank or launcher observed of a peer.
 
-    ticks: Count = 0  # the collectives that it has begun or left; all ranks count alike
+    announced: it reported its own end. exit: its exit code, reported or observed, if known. stopped_s, silent_s: how
+    long its process has not run, and it has sent no heartbeat. behind: it is at an earlier point than the observer.
+    """
+
+    state: State = "elsewhere"
+    announced: bool = False
+    exit: int | None = None
+    stopped_s: float = 0.0
+    silent_s: float = 0.0
+    behind: bool = False
+
+
+@dataclass(frozen=True)
+class Patience:
+    """After how many seconds a peer counts as stopped, or as silent.
+
+    unseen: only a process that the observer cannot see, as on another machine, counts as silent.
+    """
+
+    stopped_s: float = math.inf
+    silent_s: float = math.inf
+    unseen: bool = False
+
+
+RULES: tuple[tuple[Conclusion, Callable[[Symptoms, Patience], bool]], ...] = (
+    ("followed", lambda p, _: p.announced and p.exit in NOTICED.values()),
+    ("left", lambda p, _: (p.announced or p.state == "gone") and p.exit == 0),
+    ("failed", lambda p, _: p.announced),
+    ("died", lambda p, _: p.state == "gone"),
+    ("stopped", lambda p, most: p.state == "stopped" and p.stopped_s >= most.stopped_s),
+    ("silent", lambda p, most: p.silent_s >= most.silent_s and not (most.unseen and p.state in ("runs", "stopped"))),
+    ("behind", lambda p, _: p.behind),
+    ("there", lambda p, _: True),
+)
+"""The first rule that holds gives the conclusion. The report of a rank about its own end precedes observations."""
+ENDED_BY_ITSELF: tuple[Conclusion, ...] = ("failed", "died")
+UNHEARD: tuple[Conclusion, ...] = ("stopped", "silent")
+PRESENT: frozenset[Conclusion] = frozenset({"behind", "there"})
+
+
+def conclude(symptoms: Symptoms, patience: Patience) -> Conclusion:
+    return next(conclusion for conclusion, holds in RULES if holds(symptoms, patience))
+
+
+def first_conclusion(
+    concluded: Mapping[int, Conclusion], order: Iterable[Conclusion]
+) -> tuple[Conclusion | None, list[int]]:
+    """The first conclusion in `order` that applies to any rank, and its ranks; (None, []) if none applies."""
+    for conclusion in order:
+        ranks = sorted(rank for rank, each in concluded.items() if each == conclusion)
+        if ranks:
+            return conclusion, ranks
+    return None, []
+
+
+@dataclass(frozen=True)
+class RankStatus(Part):
+    """The state of a rank in its heartbeat. Seconds leave out the time in which its process did not run."""
+
+    ticks: Count = 0  # how many times it has entered or left a collective; equal on ranks at the same point
     step: Count = 0
     phase: str = "start"
     waits: bool = False  # in a collective
-    since_s: Seconds = 0.0  # for how long nothing has changed with it
-    phase_s: Seconds = 0.0  # for how long it has been in its phase of this step
-    place: str = ""  # where its main thread is, if it has been there for long
-    ended: str = ""  # what it says at its own end
+    since_s: Seconds = 0.0  # since the last change of the fields above
+    phase_s: Seconds = 0.0  # since its phase of this step began
+    place: str = ""  # the line of code of its main thread, if it has been there for long
+    ended: str = ""  # why it ends; empty while it runs
     exit: Count = 0
-    paused_s: Seconds = 0.0  # how long its process did not run, since something changed
+    paused_s: Seconds = 0.0  # how long its process did not run, since that change
 
     @property
     def where(self) -> str:
@@ -43,10 +102,10 @@ class Told(Part):
 
 
 @dataclass(frozen=True)
-class Sign(Told):
-    """The last heartbeat of a rank as it is seen here, its seconds counted on up to now. It is not sent."""
+class PeerStatus(RankStatus):
+    """The last heartbeat that this rank received from another, its seconds counted on to now."""
 
-    silent_s: float = 0.0  # how old it is
+    silent_s: float = 0.0  # the age of the heartbeat
     state: State = "elsewhere"
     host: str = ""
 
@@ -58,61 +117,61 @@ class Sign(Told):
 
 @dataclass(frozen=True)
 class View:
-    """All ranks as `rank` of `world` sees them, itself included."""
+    """The status of all ranks, itself included, as `rank` of `world` knows it."""
 
     rank: int
     world: int
-    signs: Mapping[int, Sign]
-    silence_s: float  # for how long a rank may be silent
-    link_error: str = ""  # why heartbeats come no more, for which no rank is to blame
+    statuses: Mapping[int, PeerStatus]
+    silence_s: float  # how long a live rank may send no heartbeat
+    link_error: str = ""  # why no heartbeats arrive, if no rank is to blame
 
     @property
-    def mine(self) -> Sign:
-        return self.signs[self.rank]
+    def mine(self) -> PeerStatus:
+        return self.statuses[self.rank]
 
     def concluded(self, patience: Patience) -> dict[int, Conclusion]:
-        """What is concluded of each other rank. A process counts as stopped for as long as its rank is silent."""
-        found = {}
-        for rank, sign in self.signs.items():
+        """The conclusion about each other rank. A process counts as stopped for as long as its rank is silent."""
+        conclusions = {}
+        for rank, peer in self.statuses.items():
             if rank != self.rank:
-                code, behind = sign.exit if sign.ended else None, sign.ticks < self.mine.ticks
-                seen = Seen(sign.state, bool(sign.ended), code, sign.silent_s, sign.silent_s, behind)
-                found[rank] = conclude(seen, patience)
-        return found
+                code, behind = peer.exit if peer.ended else None, peer.ticks < self.mine.ticks
+                symptoms = Symptoms(peer.state, bool(peer.ended), code, peer.silent_s, peer.silent_s, behind)
+                conclusions[rank] = conclude(symptoms, patience)
+        return conclusions
 
     def patience(self, stopped_s: float = 0.0, *, unseen: bool = False) -> Patience:
-        """For how long others may be stopped, and silent: without a limit if none can be heard."""
+        """The limits for other ranks: none for silence if no heartbeats arrive."""
         return Patience(stopped_s, math.inf if self.link_error else self.silence_s, unseen)
 
-    def fresh(self) -> dict[int, Sign]:
-        """The ranks that give signs of life, this one among them."""
-        found = self.concluded(Patience(self.silence_s, self.silence_s))
-        return {rank: sign for rank, sign in self.signs.items() if rank == self.rank or found[rank] in PRESENT}
+    def fresh(self) -> dict[int, PeerStatus]:
+        """The live ranks, including this one."""
+        conclusions = self.concluded(Patience(self.silence_s, self.silence_s))
+        return {rank: s for rank, s in self.statuses.items() if rank == self.rank or conclusions[rank] in PRESENT}
 
     def name(self, ranks: Iterable[int]) -> str:
-        """`rank 1 of 4`, `ranks 1, 2 of 4`; with their hosts, if these are known to differ from this rank's."""
+        """`rank 1 of 4`, `ranks 1, 2 of 4`; with their hosts, if these differ from this rank's."""
         ranks = sorted(ranks)
-        hosts = sorted({self.signs[rank].host for rank in ranks} - {"", self.mine.host})
-        text = f"{named(ranks)} of {self.world}"
+        hosts = sorted({self.statuses[rank].host for rank in ranks} - {"", self.mine.host})
+        text = f"{rank_names(ranks)} of {self.world}"
         return f"{text} (on {', '.join(hosts)})" if hosts else text
 
 
-def named(ranks: Iterable[int]) -> str:
-    """`rank 1`, `ranks 1, 2`: in the order of their numbers."""
-    found = sorted(ranks)
-    return f"rank{'s' if len(found) > 1 else ''} {', '.join(map(str, found))}"
+def rank_names(ranks: Iterable[int]) -> str:
+    """`rank 1`, or `ranks 1, 2` in ascending order."""
+    ordered = sorted(ranks)
+    return f"rank{'s' if len(ordered) > 1 else ''} {', '.join(map(str, ordered))}"
 
 
-def gone(view: View) -> str:
-    """Whose end is known: a process that is gone, or a rank that said its own error. Empty: none."""
+def known_end(view: View) -> str:
+    """The ranks whose process is gone, or that reported their own error; empty without any."""
     return _explained(view, view.patience(), ENDED_BY_ITSELF)
 
 
-def whom(view: View) -> str:
-    """Why this rank waited in vain: the ranks that are gone, stopped, silent or behind, and what is known of them."""
+def explain_timeout(view: View) -> str:
+    """Why the wait of this rank timed out: the ranks that are gone, stopped, silent or behind."""
     paused = f"this process did not run for {view.mine.paused_s:.1f} s (it was stopped, or its machine slept)"
     return (
-        gone(view)
+        known_end(view)
         or (paused if view.mine.paused_s > view.mine.since_s else "")
         or _explained(view, view.patience(), (*UNHEARD, "followed"))
         or view.link_error
@@ -121,66 +180,64 @@ def whom(view: View) -> str:
     )
 
 
-def lost(view: View) -> str:
-    """Who may have died where this rank cannot see it; no rank whose process is seen to live. Empty: none."""
+def possible_loss(view: View) -> str:
+    """The ranks that may have died on another machine, or that reported their end; empty without any."""
     patience = view.patience(math.inf, unseen=True)
     known = _explained(view, patience, ("silent", "failed", "followed"))
     return known or view.link_error or _explained(view, patience, ["left"])
 
 
-def failed(view: View) -> list[int]:
-    """The other ranks that said that they end by an error, their own or another's."""
-    return [rank for rank, found in view.concluded(view.patience()).items() if found in ("failed", "followed")]
+def failed_ranks(view: View) -> list[int]:
+    """The other ranks that reported that they end by an error, of their own or of another rank."""
+    return [rank for rank, ending in view.concluded(view.patience()).items() if ending in ("failed", "followed")]
 
 
 def _explained(view: View, patience: Patience, order: Iterable[Conclusion]) -> str:
-    found, ranks = first(view.concluded(patience), order)
+    found, ranks = first_conclusion(view.concluded(patience), order)
     if not ranks:
         return ""
-    who, sign = view.name(ranks), view.signs[ranks[0]]
-    last = f"last seen in {sign.where}"
+    names, peer = view.name(ranks), view.statuses[ranks[0]]
+    last = f"last seen in {peer.where}"
     match found:
         case "died":
-            return f"{who} {_is(ranks)} gone without a word, {last}"
+            return f"{names} {_is(ranks)} gone without a word, {last}"
         case "stopped":
-            return f"{who} {_is(ranks)} {STOPPED}, {last}"
+            return f"{names} {_is(ranks)} {STOPPED}, {last}"
         case "silent":
-            return f"{who} gave no sign of life for {sign.silent_s:.1f} s, {last}"
+            return f"{names} gave no sign of life for {peer.silent_s:.1f} s, {last}"
         case "behind":
-            return f"{who} {'hangs' if len(ranks) == 1 else 'hang'} {sign.doing}"
-    return f"{view.name(ranks[:1])} ended: {sign.ended}"
+            return f"{names} {'hangs' if len(ranks) == 1 else 'hang'} {peer.doing}"
+    return f"{view.name(ranks[:1])} ended: {peer.ended}"
 
 
-def informed(view: View) -> bool:
-    """Whether every live rank has sent a heartbeat in the later half of this phase: an older one says nothing of it."""
-    mine = view.mine
-    return all(sign.silent_s < mine.phase_s / 2 for rank, sign in view.fresh().items() if rank != view.rank)
+def all_reported(view: View) -> bool:
+    """True if every live rank has sent a heartbeat in the second half of this phase. Older ones describe the first."""
+    return all(peer.silent_s < view.mine.phase_s / 2 for rank, peer in view.fresh().items() if rank != view.rank)
 
 
-def speaks(view: View) -> bool:
-    """Whether this rank speaks for all: it is the lowest of those that give signs of life."""
+def is_reporter(view: View) -> bool:
+    """True on the lowest live rank. Only that rank prints which ranks are slow."""
     return view.rank == min(view.fresh())
 
 
-def lasts_s(view: View) -> float:
-    """How long a live rank has waited in one collective, or its update has lasted: the longest of all."""
-    waits = [sign.since_s for sign in view.fresh().values() if sign.waits]
-    updates = [sign.phase_s for sign in view.fresh().values() if sign.phase == UPDATE]
-    return max([*waits, *updates], default=0.0)
+def longest_s(view: View) -> float:
+    """The longest time for which a live rank has waited in one collective, or been in one update."""
+    fresh = view.fresh().values()
+    return max([s.since_s for s in fresh if s.waits] + [s.phase_s for s in fresh if s.phase == UPDATE], default=0.0)
 
 
 def slowness(view: View, usual_s: float) -> str:
-    """Who keeps the others waiting now, as one line. A rank that failed or is gone comes before a slow one."""
+    """Which ranks the others wait for now, as one line. A rank that failed or is gone comes before a slow one."""
     usual = f"; a step usually takes {usual_s:.2g} s" if usual_s else ""
     fresh = view.fresh()
-    found = gone(view) or _explained(view, view.patience(), ["followed"]) or _unheard(view)
+    found = known_end(view) or _explained(view, view.patience(), ["followed"]) or _unheard(view)
     if found:
         return f"{found}; {len(fresh)} wait{'s' * (len(fresh) == 1)}{usual}"
     if view.link_error:
         return f"{view.link_error}; {view.name([view.rank])} is {view.mine.doing}{usual}"
-    furthest = max(sign.ticks for sign in fresh.values())
-    late = sorted(rank for rank, sign in fresh.items() if sign.ticks < furthest and not sign.waits)
-    waits = [sign for sign in fresh.values() if sign.waits]
+    furthest = max(peer.ticks for peer in fresh.values())
+    late = sorted(rank for rank, peer in fresh.items() if peer.ticks < furthest and not peer.waits)
+    waits = [peer for peer in fresh.values() if peer.waits]
     if late:
         wait = f"{len(waits)} wait{'s' * (len(waits) == 1)} for {'it' if len(late) == 1 else 'them'}"
         return f"{view.name(late)} {_is(late)} slow: {fresh[late[0]].doing}; {wait}{usual}"
@@ -188,7 +245,7 @@ def slowness(view: View, usual_s: float) -> str:
     if view.world == 1:
         everyone = "rank 0"
     elif waits:
-        longest = max(waits, key=lambda sign: sign.since_s)
+        longest = max(waits, key=lambda peer: peer.since_s)
         waited = f"for {longest.since_s:.1f} s, {longest.phase_s:.1f} s after it began"
         exchange = f"exchange{'s' * (len(fresh) == 1)} in {longest.where}"
         return f"{everyone} {exchange} {waited}: what connects them is slow{usual}"
@@ -196,14 +253,14 @@ def slowness(view: View, usual_s: float) -> str:
 
 
 def _unheard(view: View) -> str:
-    # A rank that was stopped a moment ago keeps none waiting yet.
-    found, ranks = first(view.concluded(view.patience(0.0 if view.link_error else view.silence_s)), UNHEARD)
+    # A rank that was stopped a moment ago delays no other rank yet.
+    found, ranks = first_conclusion(view.concluded(view.patience(0.0 if view.link_error else view.silence_s)), UNHEARD)
     if not ranks:
         return ""
-    sign = view.signs[ranks[0]]
-    silent = f"{'has' if len(ranks) == 1 else 'have'} given no sign of life for {sign.silent_s:.1f} s"
+    peer, have = view.statuses[ranks[0]], "has" if len(ranks) == 1 else "have"
+    silent = f"{have} given no sign of life for {peer.silent_s:.1f} s"
     what = f"{_is(ranks)} stopped" if found == "stopped" else silent
-    return f"{view.name(ranks)} {what}, last seen in {sign.where}"
+    return f"{view.name(ranks)} {what}, last seen in {peer.where}"
 
 
 def _is(ranks: Sized) -> str:

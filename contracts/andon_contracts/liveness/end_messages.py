@@ -1,4 +1,4 @@
-"""The message of each end that is not a violation: who, what, in which step, and what else is known."""
+"""The messages of ends: which rank, what happened, in which step, and what else is known."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from pathlib import Path
 from andon_contracts.act import explain_command
 from andon_contracts.causes import HALT, Cause, first_line, kind_of, row_lines
 from andon_contracts.fields import Count, Part, Seconds
-from andon_contracts.liveness.diagnosis import named
-from andon_contracts.liveness.process import STOPPED, Process, ending
+from andon_contracts.liveness.diagnosis import rank_names
+from andon_contracts.liveness.process import STOPPED, Process, exit_text
 from andon_contracts.violation import Kind
 
 POINTS = ("before its forward pass", "in its forward or backward pass", "at its update")
-"""Where a rank can be within a step, in order."""
 _INFERRED = "  [inference, not proof]"
 
 
 @dataclass(frozen=True)
 class Position(Part):
-    """How far a rank is: at which update (1 is the first), at which of the `POINTS`, for how long; and the last update
-    after which all weights were equal."""
+    """The progress of a rank: its update (1 is the first), one of the `POINTS` within it, and for how long.
+
+    last_equal: the last update after which all weights were equal.
+    """
 
     step: Count = 0
     point: str = ""
@@ -33,7 +34,7 @@ class Position(Part):
         return self.step, POINTS.index(self.point) if self.point in POINTS else 0
 
     def at_least(self, other: Position) -> Position:
-        """Where a rank that once was here is now that another rank is at `other`: they pass an update together."""
+        """The position of a rank that was here before another came to `other`: all pass an update together."""
         return self if self.step >= other.step else replace(other, point="", since_s=0.0)
 
     def __str__(self) -> str:
@@ -42,7 +43,7 @@ class Position(Part):
 
 @dataclass(frozen=True)
 class EndMessages:
-    """Composes causes on `rank` of `world`, which is `at` some step; `folder` is for bundles, if any."""
+    """Builds causes on `rank` of `world`, which is at the position `at`. folder: for bundles, if any."""
 
     rank: int
     world: int
@@ -58,7 +59,7 @@ class EndMessages:
         """The process of `rank` is gone. kills: how many the kernel ended for memory since the watch began."""
         likely = f"memory ran out: the system ended {kills} process{'es' * (kills != 1)} for that since the watch began"
         row = ("likely", likely + _INFERRED if kills > 0 and code in (None, -9) else "")
-        return self._end("died", rank, f"its process {process.pid} on {process.host} {ending(code)}", at, row)
+        return self._end("died", rank, f"its process {process.pid} on {process.host} {exit_text(code)}", at, row)
 
     def stopped(self, rank: int, process: Process, at: Position) -> Cause:
         return self._end("hangs", rank, f"its process {process.pid} on {process.host} is {STOPPED}", at)
@@ -79,19 +80,19 @@ class EndMessages:
         return self._end("hangs", None, seen, self.at, verb="waited in vain")
 
     def passed(self, others: Mapping[int, str], waiting: int) -> Cause:
-        """This rank, as `waiting` further ones, waits in a gather for `others`, which wait for it in what is named."""
+        """This rank and `waiting` others wait in a gather for `others`, which wait for them in the calls it maps to."""
         update = self.at.point == POINTS[2]
         place = f"update {self.at.step}" if update else f"a line of the watch at {self.at}"
-        several, who = len(others) > 1, named(others)
+        several, names = len(others) > 1, rank_names(others)
         seen = (
             f"{'they are' if several else 'it is'} in {' and '.join(dict.fromkeys(others.values()))}, which rank "
             f"{self.rank} would have to join, so that none of them can go on"
         )
-        head = f"{who} of {self.world} went past {place}, at which rank {self.rank} waits: {seen}"
-        # A rank that is alone did what the others did not; with two ranks nobody can tell.
+        head = f"{names} of {self.world} went past {place}, at which rank {self.rank} waits: {seen}"
+        # One rank against several is wrong. With two ranks, either may be.
         alone = not waiting and several
         too_much = f"rank {self.rank} makes {'an update' if update else 'a call'} that the others do not make"
-        likely = too_much if alone else f"{who} left it out, by a decision that was not one on all ranks"
+        likely = too_much if alone else f"{names} left it out, by a decision that was not one on all ranks"
         ranks = (self.rank,) if alone else tuple(others)
         cause = self._cause("violation", ranks[0], head, seen, self.at, ("likely", likely + _INFERRED))
         return replace(cause, ranks=ranks)
@@ -104,7 +105,7 @@ class EndMessages:
         return self._end("died", None, seen, self.at, verb="lost another rank")
 
     def unguarded(self, guard: str, error: BaseException) -> Cause:
-        """A thread that guards this rank ended by `error`: it would no longer notice the end of another rank."""
+        """The thread `guard` ended by `error`. This rank would no longer notice the end of another."""
         seen = f"its thread {guard}, which guards it, ended by an error of its own ({first_line(error)})"
         return self._end("failed", self.rank, seen, self.at, verb="is unguarded")
 
@@ -115,8 +116,8 @@ class EndMessages:
     def _end(
         self, kind: Kind, rank: int | None, seen: str, at: Position, *rows: tuple[str, str], verb: str = ""
     ) -> Cause:
-        who = self.rank if rank is None else rank
-        head = f"rank {who} of {self.world} {verb or kind} at {at}, which is no violation: {seen}"
+        names = self.rank if rank is None else rank
+        head = f"rank {names} of {self.world} {verb or kind} at {at}, which is no violation: {seen}"
         return self._cause(kind, rank, head, seen, at, *rows)
 
     def _cause(self, kind: Kind, rank: int | None, head: str, seen: str, at: Position, *rows: tuple[str, str]) -> Cause:

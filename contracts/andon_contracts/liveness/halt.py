@@ -1,9 +1,15 @@
-"""Halt together: when one rank stops, all ranks stop for the same cause, whatever they are doing (issue 3 item 4)."""
+"""Halt together: when one rank stops, all ranks stop for the same cause, whatever they are doing (issue 3 item 4).
+
+`HaltLink` connects the ranks through a store that is independent of every process group. `PeerMonitor` finds ranks that
+are gone, stopped, silent or in a deadlock. `HaltSignal` makes this rank act on a cause.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import json
+import math
 import multiprocessing
 import multiprocessing.util
 import os
@@ -11,8 +17,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
@@ -22,54 +28,337 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from andon_contracts.act import Evidence, write_cause
 from andon_contracts.causes import Cause, consequence, first_line
+from andon_contracts.fields import Count, Part
 from andon_contracts.legible import log, report_to_launcher
+from andon_contracts.liveness import diagnosis
+from andon_contracts.liveness.diagnosis import Conclusion, Patience, Symptoms, conclude, first_conclusion
 from andon_contracts.liveness.end_messages import EndMessages, Position
-from andon_contracts.liveness.halt_link import LOOK_S, POLL_S, HaltLink, PeerMonitor, Progress
-from andon_contracts.liveness.pending_collectives import PendingCollectives
-from andon_contracts.liveness.process import within
-from andon_contracts.liveness.signed import TAKEN_AWAY_S, Signed
+from andon_contracts.liveness.pending_collectives import Counts, PendingCollectives, Waiting, deadlocked
+from andon_contracts.liveness.process import ConditionTimer, Process, memory_kills, run_within
+from andon_contracts.liveness.store_link import (
+    MOST_CHARACTERS,
+    TIMEOUT_S,
+    Heartbeats,
+    SignedStore,
+    StoreLink,
+    parse_strict,
+)
 from andon_contracts.stacks import current_activity, error_line
 from andon_contracts.violation import Violation
 
-_RAISE_S = 0.4
-"""How long a rank that has learned the cause may take to come to a hook, before its main thread is interrupted."""
-_UNBLOCK_S = 0.6  # how long it may take then, before `hard_stop` ends it, or its groups are aborted
-_SETTLE_S = 2.0  # how long the rank that published the cause waits for the others
-_LAST_S = 2.0  # with `hard_stop`: how long a rank may take to end after an error that nobody caught
+_LOOK_S = 0.5  # how often a rank looks for trouble
+_EVERY_LOOK, _CALM = 16, 4  # a rank that waits asks its peers at the first 16 looks, then at every fourth
+_POLL_S = 0.2  # how often a rank reads the key of the cause
+_HURRIED_S = 0.02  # the same until it has heard from all ranks nearby, and once there is a cause
+_BEAT_S = 1.0
+_ANSWER_S = 1.0
+_NEAR = 32  # ranks at most this far away may run on the same machine, where their processes can be observed
+_CAUSE, _WARNING = "pulled", "unguarded"
 
-# A real-time signal: those with names mean something to shells, launchers and libraries.
-_SIGNAL = signal.SIGRTMIN + 7
-_CAN_ABORT = frozenset({"nccl"})  # Gloo has the method too, but it does nothing
-_heeding: list[Callable[[], None]] = []
+_RAISE_S = 0.4  # how long the main thread may take to reach a hook after the cause is known, before it is interrupted
+_UNBLOCK_S = 0.6  # how long it may take after that, before `hard_stop` ends the process, or its groups are aborted
+_SETTLE_S = 2.0  # how long the rank that published the cause waits for the others
+_LAST_S = 2.0  # with `hard_stop`: how long a rank may take to end after an uncaught error
+_SIGNAL = signal.SIGRTMIN + 7  # shells, launchers and libraries use the signals that have names
+_CAN_ABORT = frozenset({"nccl"})  # gloo has the method too, but it does nothing
+_interruptible: list[Callable[[], None]] = []
+
+
+@dataclass(frozen=True)
+class Progress(Part):
+    """The heartbeat of a rank of a watched loop, sent every second."""
+
+    at: Position
+    pending: Counts
+
+
+@dataclass(frozen=True)
+class RankWarning(Part):
+    """A warning of one rank to all others. No rank halts for it."""
+
+    rank: Count
+    text: str
+
+
+@dataclass(frozen=True)
+class StoreReport:
+    left: frozenset[int]  # all ranks that have left in order
+    at: Mapping[int, Position]  # the position of each rank in its last heartbeat
+
+
+_Observed = tuple[Mapping[int, Symptoms], "StoreReport | None"]  # of the other ranks, and the answer of the store
+
+
+class HaltLink:
+    """The connection between the ranks. Only its thread waits for the store; all methods return after a bounded time.
+
+    The first cause that any rank stores under the key "pulled" is the cause of all. Every rank stores it again if a
+    client deletes it. host: the rank in whose process the store lives; None if it outlives the ranks. halt: the
+    thread calls its `learn`, `progress`, `warn` and `unguarded`.
+    """
+
+    def __init__(self, store: SignedStore, rank: int, world: int, halt: HaltSignal, host: int | None = None) -> None:
+        self.processes: Mapping[int, Process] = {}
+        self.acknowledged: frozenset[int] = frozenset()  # ranks nearby that know the cause and have left their evidence
+        self.left: frozenset[int] = frozenset()  # ranks nearby that had left in order when the cause came
+        self.store_lost = False  # the store is gone, and its host had not left in order
+        self.silent_s = 0.0  # how long the next rank, on another machine, has sent no heartbeat
+        self.store_host, self.following, self.reader = host, (rank + 1) % world, store.reader
+        self.met = threading.Event()  # `processes` holds all ranks nearby
+        self._store, self._rank, self._world, self._halt = store, rank, world, halt
+        self._cause = ""  # the JSON in the store, once it is known
+        self._host_left = False
+        self._beats, self._beat_at = Heartbeats(store, rank, Progress, self.reader), 0.0
+        self._silence, self._last_beat = ConditionTimer(2 * _BEAT_S), object()
+        self._near = sorted({(rank + offset) % world for offset in range(-_NEAR, _NEAR + 1)} - {rank})
+        # Before the thread has the store, so that a rank that dies at once has announced its process.
+        self._beats.send(halt.progress())
+        self._link = StoreLink("andon-halt-link", self._routine, self._failed)
+
+    def publish(self, cause: Cause) -> None:
+        self._link.post(lambda: self._publish(cause))
+
+    def warn(self, text: str) -> None:
+        self._link.post(lambda: self._write_warning(text))
+
+    def acknowledge(self) -> None:
+        """Tell the others that this rank knows the cause and has left its evidence."""
+        self._link.post(lambda: self._store.set(f"ended {self._rank}", "1"))
+
+    def report(self) -> StoreReport | None:
+        return self._link.ask(self._report, _ANSWER_S)
+
+    def pending(self) -> Mapping[int, Counts]:
+        """The counts of the ranks nearby in their last heartbeats; empty if the store does not answer in time."""
+        beats = self._link.ask(lambda: self._beats.read(self._near), _ANSWER_S) or {}
+        return {rank: beat.status.pending for rank, beat in beats.items()}
+
+    def answers(self) -> bool:
+        return self._link.answers(_ANSWER_S)
+
+    def leave(self) -> None:
+        """Tell the others that this rank is done, and end the thread. Takes at most two seconds."""
+        self._link.close(self._say_goodbye, 2 * _ANSWER_S)
+
+    def _routine(self) -> float | None:
+        """Read the store once. Returns the seconds until the next time, or None once no rank needs this one."""
+        if not self._cause:
+            self._accept(self._store.get(_CAUSE))
+        if self._cause:
+            if self._store.read(_CAUSE, self._parse) is None:  # a client deleted it; other ranks have yet to read it
+                self._store.set(_CAUSE, self._cause)
+            self.acknowledged, self.left = self._marked("ended", self._near), self._marked("left", self._near)
+            return _HURRIED_S
+        if not self.processes:
+            beats = self._beats.read(self._near)
+            if len(beats) == len(self._near):
+                self.processes = {rank: beat.process for rank, beat in beats.items()}
+                self.met.set()
+        host = self.store_host
+        if host is not None and host != self._rank and self._marked("left", [host]):
+            self._host_left = True
+            self._store.set(f"saw {self._rank}", "1")
+            return None
+        if time.monotonic() - self._beat_at >= _BEAT_S:
+            self._beat()
+        return _POLL_S if self.processes else _HURRIED_S
+
+    def _failed(self, error: Exception) -> None:
+        ours = isinstance(error, RecursionError | NotImplementedError)
+        if isinstance(error, RuntimeError | OSError) and not ours:
+            self.store_lost = not self._host_left
+            return
+        failure = self._halt.unguarded("andon-halt-link", error)
+        with contextlib.suppress(Exception):  # the error may come from this very store
+            self._write_warning(failure) if isinstance(failure, str) else self._publish(failure)
+        if not isinstance(failure, str) and not self._cause:
+            self._halt.learn(failure)  # at least this rank acts on it
+
+    def _beat(self) -> None:
+        self._beat_at = time.monotonic()
+        self._beats.send(self._halt.progress())
+        warning = self._store.read(_WARNING, lambda body: parse_strict(RankWarning, body))
+        if warning is not None and warning.rank != self._rank:
+            self._halt.warn(warning.text)
+        rank = self.following
+        if rank in self.processes and self.processes[rank].local_state() == "elsewhere":
+            beat = self._beats.read([rank]).get(rank)
+            silent = [rank] if beat is not None and beat is self._last_beat else []
+            # Counts only the seconds in which this thread ran, so that a pause of the whole job accuses no rank.
+            self.silent_s, self._last_beat = self._silence.update(silent).get(rank, 0.0), beat
+
+    def _publish(self, cause: Cause) -> None:
+        cause = replace(cause, text=cause.text[:MOST_CHARACTERS], seen=cause.seen[:MOST_CHARACTERS])
+        try:
+            body = json.dumps(cause.to_json())
+            self._parse(json.loads(body))
+        except (TypeError, ValueError):  # an error that the loop raised may contain anything
+            body = json.dumps(Cause(cause.kind, cause.text, cause.rank).to_json())
+        self._accept(self._store.compare_set(_CAUSE, "", body))
+        if not self._cause:  # a rank signed the value in the store, but it is not a cause
+            self._store.set(_CAUSE, body)
+            self._accept(body.encode())
+
+    def _write_warning(self, text: str) -> None:
+        self._store.set(_WARNING, json.dumps(RankWarning(self._rank, text[:MOST_CHARACTERS]).to_json()))
+
+    def _accept(self, raw: bytes) -> None:
+        cause = self.reader.read(_CAUSE, raw, self._parse) if raw and not self._cause else None
+        if cause is not None:
+            self._cause = raw.decode()
+            self._halt.learn(cause)
+
+    def _parse(self, body: object) -> Cause:
+        return parse_strict(Cause, body).checked(self._world)
+
+    def _marked(self, mark: str, ranks: Iterable[int]) -> frozenset[int]:
+        return frozenset(rank for rank in ranks if self._store.check([f"{mark} {rank}"]))
+
+    def _report(self) -> StoreReport:
+        ranks = range(self._world)
+        beats = self._beats.read(ranks)
+        return StoreReport(self._marked("left", ranks), {rank: beat.status.at for rank, beat in beats.items()})
+
+    def _say_goodbye(self) -> None:
+        self._beat()
+        self._store.set(f"left {self._rank}", "1")
+        if self.store_host not in (None, self._rank):
+            self._store.set(f"saw {self._rank}", "1")
+        elif self.store_host is not None and not self._cause:
+            # The store ends with this process. The others must not mistake that for its death.
+            others = [f"saw {rank}" for rank in range(self._world) if rank != self._rank]
+            deadline = time.monotonic() + 3 * _POLL_S
+            while not self._store.check(others) and time.monotonic() < deadline:
+                time.sleep(_POLL_S / 20)
+
+
+class PeerMonitor:
+    """Observes the other ranks: the processes of this machine, and the heartbeats of the next rank on another."""
+
+    def __init__(self, link: HaltLink, rank: int, patience_s: float, pending: PendingCollectives) -> None:
+        self._link, self._rank, self._patience_s, self._pending = link, rank, patience_s, pending
+        self._waiting: Waiting | None = None
+        self._left: set[int] = set()
+        self._looks, self._kills, self._stopped = 0, memory_kills() or 0, ConditionTimer(_LOOK_S)
+
+    def trouble(self, messages: EndMessages) -> Cause | None:
+        """Every `_LOOK_S`: a rank that died, is stopped or silent for too long, or in a deadlock with this one."""
+        processes = self._link.processes.items()
+        stopped = self._stopped.update(rank for rank, process in processes if process.local_state() == "stopped")
+        late = any(seconds >= self._patience_s for seconds in (self._link.silent_s, *stopped.values()))
+        observed, order = self._observe(ask=late, stopped=stopped), (*diagnosis.ENDED_BY_ITSELF, *diagnosis.UNHEARD)
+        return self._cause(messages, observed, self._patience_s, order) or self._deadlock(messages)
+
+    def missing(self, messages: EndMessages, error: BaseException) -> Cause | None:
+        """The rank for which the collective that raised `error` waited: dead, stopped, gone in order, or behind."""
+        timed_out = consequence(error) == "silent"
+        _, report = observed = self._observe(ask=True, stopped={})
+        order: tuple[Conclusion, ...] = (*diagnosis.ENDED_BY_ITSELF, *diagnosis.UNHEARD, "left")
+        cause = self._cause(messages, observed, 0.0, (*order, "behind") if timed_out else order)
+        if cause or not report or not timed_out:
+            return cause
+        ahead = max(report.at, key=lambda rank: report.at[rank].order, default=self._rank)
+        further = ahead != self._rank and report.at[ahead].order > report.at.get(self._rank, messages.at).order
+        return messages.ahead(ahead, report.at[ahead]) if further else None
+
+    def unaware(self) -> Mapping[int, Process]:
+        """The live ranks of this machine that have not left, and have not acknowledged the cause."""
+        aware = self._link.acknowledged | self._link.left | self._left
+        # If the store does not answer, it cannot say which ranks are aware. A stopped process is unaware without it.
+        states = ("runs", "stopped") if self._link.answers() else ("stopped",)
+        processes = self._link.processes.items()
+        return {rank: process for rank, process in processes if process.local_state() in states and rank not in aware}
+
+    def lowest_live(self) -> bool:
+        """True if this rank is the lowest live one, which writes the files that only one rank writes."""
+        lower = [process.local_state() for rank, process in self._link.processes.items() if rank < self._rank]
+        return len(lower) == self._rank and all(state in ("gone", "stopped") for state in lower)
+
+    def _deadlock(self, messages: EndMessages) -> Cause | None:
+        waiting = self._pending.waiting
+        self._looks = self._looks + 1 if waiting is self._waiting else 0
+        self._waiting = waiting
+        if waiting is None or self._looks < 1 or (self._looks > _EVERY_LOOK and self._looks % _CALM):
+            return None
+        counts = self._link.pending()
+        blocked = deadlocked(waiting, counts)
+        # If it is still the same gather, this rank has begun nothing since the others sent their counts.
+        if not blocked or self._pending.waiting is not waiting:
+            return None
+        return messages.passed(blocked, sum(each.gathers >= waiting.gather for each in counts.values()))
+
+    def _observe(self, *, ask: bool, stopped: Mapping[int, float]) -> _Observed:
+        """The symptoms of the others, and the report of the store. Reads it with `ask`, or if a process is gone."""
+        link = self._link
+        states = {rank: process.local_state() for rank, process in link.processes.items()}
+        gone = {rank for rank, state in states.items() if state == "gone"} - self._left
+        codes = {rank: link.processes[rank].exit_code() for rank in gone}
+        answer = link.report() if ask or gone else None
+        report = answer or StoreReport(frozenset(), {})
+        self._left |= {rank for rank in gone if codes[rank] == 0 or rank in report.left}
+        left, mine = self._left | report.left, report.at.get(self._rank)
+        symptoms: dict[int, Symptoms] = {}
+        for rank in sorted((states.keys() | report.at.keys() | report.left) - {self._rank}):
+            host_lost = link.store_lost and rank == link.store_host
+            if answer is None and rank in gone - left and not host_lost:
+                continue  # only the store knows whether it left in order
+            silent_s = math.inf if host_lost and rank in states else link.silent_s * (rank == link.following)
+            behind = mine is not None and rank in report.at and report.at[rank].order < mine.order
+            code, stopped_s = 0 if rank in left else codes.get(rank), stopped.get(rank, 0.0)
+            state = states.get(rank, "elsewhere")
+            symptoms[rank] = Symptoms(state, rank in left, code, stopped_s, silent_s, behind)
+        return symptoms, answer
+
+    def _cause(
+        self, messages: EndMessages, observed: _Observed, stopped_s: float, order: Iterable[Conclusion]
+    ) -> Cause | None:
+        symptoms, report = observed
+        patience = Patience(stopped_s, self._patience_s, unseen=True)
+        conclusion, ranks = first_conclusion({rank: conclude(s, patience) for rank, s in symptoms.items()}, order)
+        if not ranks:
+            return None
+        if conclusion == "behind" and report is not None:
+            at, last = min(((report.at[rank], rank) for rank in ranks), key=lambda found: found[0].order)
+            return messages.behind(last, at)
+        rank, report = ranks[0], report or self._link.report()
+        position = (Position() if report is None else report.at.get(rank, Position())).at_least(messages.at)
+        if conclusion == "left":
+            return messages.left(rank, position)
+        process = self._link.processes[rank]
+        if conclusion == "stopped":
+            return messages.stopped(rank, process, position)
+        if conclusion == "silent":
+            return messages.silent(rank, process, self._link.silent_s, position)
+        kills = (memory_kills() or 0) - self._kills  # 0 if the system does not count them
+        return messages.died(rank, process, symptoms[rank].exit, kills, position)
 
 
 class HaltSignal:
     """Stops all ranks for one `cause`: the first that any rank publishes, the same on every rank.
 
-    What happens, in this order, and why:
+    The steps, in this order:
 
     1. Publish (`pull`, `failed`, `lost`, or the monitor): one key of a store, whose first writer wins (`HaltLink`).
        Otherwise ranks that find trouble at the same time would raise different errors.
     2. Learn: on each rank the thread of the link polls the key. `learn` sets `cause`, `_known` and `_awake`.
-    3. Leave evidence, the part of the bundle and torch's error file, before anything can end the process.
-    4. Raise: the loop calls `raise_if_halted` at each hook and while a gather waits. This sets `_raised`, and is done
-       only once, so that a loop that catches the error can save what it has.
-    5. Interrupt, after `_RAISE_S`: a signal makes the main thread call `raise_if_halted`, or a sleeping rank would
-       never stop.
-    6. Unblock, after `_UNBLOCK_S`: no Python runs, as in a collective. With `hard_stop` the process ends here, and the
-       rank that published kills those of its machine that cannot even do that (SIGSTOP). Without it groups are aborted,
-       which NCCL can do and gloo cannot.
-    7. End: an error that nobody caught, or `close`, sets `_released`. With `hard_stop` a process that crashed and does
-       not end within `_LAST_S`, because of its threads or a device, is ended.
+    3. Leave evidence (the part of the bundle, torch's error file) before anything can end the process.
+    4. Raise: the loop calls `raise_if_halted` at each hook and while a gather waits. This sets `_raised`, and happens
+       only once, so that a loop that catches the error can save its state.
+    5. Interrupt, after `_RAISE_S`: a signal makes the main thread call `raise_if_halted`, even if it sleeps.
+    6. Unblock, after `_UNBLOCK_S`, if no Python runs, as in a collective. With `hard_stop` the process ends here, and
+       the rank that published kills those of its machine that cannot end themselves (SIGSTOP). Without it groups are
+       aborted, which NCCL can do and gloo cannot.
+    7. End: an uncaught error, or `close`, sets `_released`. With `hard_stop` a process that crashed and does not end
+       within `_LAST_S`, because of its threads or a device, is ended.
 
-    Three threads: that of the loop; "andon-halt-link", which alone waits for the store; "andon-cord", which looks out
-    for trouble and takes steps 3 and 5 to 7, because the loop may be blocked. `_pulling` makes the two act on one cause
+    Three threads: that of the loop; "andon-halt-link", which alone waits for the store; "andon-halt", which looks for
+    trouble and takes steps 3 and 5 to 7, because the loop may be blocked. `_publishing` makes the two act on one cause
     if both find something; `_leaving` makes both wait until the evidence is on the disk.
     """
 
     def __init__(
         self,
-        board: Signed,
+        store: SignedStore,
         rank: int,
         world_size: int,
         pending: PendingCollectives,
@@ -78,8 +367,8 @@ class HaltSignal:
         patience_s: float,
         warns: bool,
     ) -> None:
-        """pending: what this rank has begun that needs the others. patience_s: after how long a stopped process, or a
-        silent one on another machine, counts as hanging. warns: if a guarding thread fails, only warn.
+        """patience_s: a process that is stopped or silent for that long counts as hanging. warns: if a guarding thread
+        fails, only warn.
         """
         self.pending = pending
         self.cause: Cause | None = None
@@ -88,27 +377,25 @@ class HaltSignal:
         self._at, self._at_time = Position(point="before the first update"), time.monotonic()
         self._known, self._raised, self._released = threading.Event(), threading.Event(), threading.Event()
         self._over, self._awake = threading.Event(), threading.Event()
-        self._pulling, self._leaving = threading.Lock(), threading.Lock()
-        self._pulled_here, self._crashed, self._evidence_left, self._warned = False, False, False, ""
+        self._publishing, self._leaving = threading.Lock(), threading.Lock()
+        self._published, self._crashed, self._evidence_left, self._warned = False, False, False, ""
         self._owner, self._process = threading.get_ident(), os.getpid()
         self._shared = _shared_store()  # kept alive, since it may live in this process
-        self._link = HaltLink(board, rank, world_size, self, _keeper(self._shared))
+        self._link = HaltLink(store, rank, world_size, self, _store_host(self._shared))
         self._monitor = PeerMonitor(self._link, rank, patience_s, pending)
-        _enlist(self.raise_if_halted)
+        _allow_interrupt(self.raise_if_halted)
         self._hook, sys.excepthook = sys.excepthook, self._excepthook
         # Processes of multiprocessing catch what their function raises, and end without the interpreter's last calls.
-        self._last_call = multiprocessing.util.Finalize(None, self._at_exit, exitpriority=100)
-        self._thread = threading.Thread(target=self._guard, name="andon-cord", daemon=True)
+        self._finalizer = multiprocessing.util.Finalize(None, self._at_exit, exitpriority=100)
+        self._thread = threading.Thread(target=self._guard, name="andon-halt", daemon=True)
         self._thread.start()
-
-    # For the thread of the loop.
 
     def at(self, step: int, point: str, last_equal: int | None) -> None:
         self._at, self._at_time = Position(step, point, 0.0, last_equal), time.monotonic()
 
     def meet(self) -> None:
-        """Learn which processes the others are, before any can die; to be called when all have made their signal."""
-        self._link.meet()
+        """Wait until this rank knows the processes nearby, before any can die. All ranks have made their signal."""
+        self._link.met.wait(5 * _ANSWER_S)
 
     def raise_if_halted(self, *, again: bool = False) -> None:
         """Raise `Violation` if there is a cause, the first time only. again: every time, as before an update."""
@@ -118,12 +405,12 @@ class HaltSignal:
 
     def pull(self, reason: str) -> NoReturn:
         """Tell all ranks to stop for `reason` and raise `Violation`. Waits briefly for the others."""
-        raise self._pull(self._teller.pulled(reason)).violation()
+        raise self._pull(self._messages.pulled(reason)).violation()
 
     def lost(self, error: BaseException) -> None:
         """A collective raised `error`: raise `Violation` instead if that only says that another rank is gone."""
         if consequence(error) is not None and not self._raised.is_set():
-            raise self._pull(self._cause_behind(error)).violation() from error
+            raise self._pull(self._cause_of(error)).violation() from error
 
     def failed(self, error: BaseException) -> None:
         """`error` ends this rank's loop, so the others need not wait for it. Ignored in a forked child."""
@@ -133,17 +420,17 @@ class HaltSignal:
             self._raised.set()
             report_to_launcher(self.cause.text, late=self.cause.rank != self._rank)
         elif consequence(error) is not None:
-            self._pull(self._cause_behind(error))
+            self._pull(self._cause_of(error))
         elif isinstance(error, Violation):
             self._pull(Cause.of_violation(error, self._rank))
         else:
-            self._pull(self._teller.failed(error, error_line(error)))
+            self._pull(self._messages.failed(error, error_line(error)))
 
     def end_with(self, kind: object, error: BaseException | None, trace: object) -> None:
         """The end of a `with` block: `failed` with the error that leaves it, if any, and `close`."""
         if error is not None:
             self.failed(error)
-            say_cause(self.cause, error)  # after `close` the excepthook no longer does
+            print_cause(self.cause, error)  # after `close` the excepthook no longer does
         self.close()
 
     def close(self) -> None:
@@ -153,50 +440,46 @@ class HaltSignal:
             self._leave_evidence(self.cause, with_state=False)  # a loop that raised may be faster than the thread
         for event in (self._over, self._awake, self._raised, self._released):
             event.set()
-        _dismiss(self.raise_if_halted)
+        _forbid_interrupt(self.raise_if_halted)
         if sys.excepthook == self._excepthook:
             sys.excepthook = self._hook
-        self._last_call.cancel()
+        self._finalizer.cancel()
         self._link.leave()
-        if self._link.checked.dropped:
-            log(f"andon: {self._link.checked.account(self._rank)}")
+        if self._link.reader.dropped:
+            log(f"andon: {self._link.reader.account(self._rank)}")
         if threading.current_thread() is not self._thread:
-            self._thread.join(LOOK_S)
+            self._thread.join(_LOOK_S)
 
     @property
     def _open(self) -> bool:
         return not self._over.is_set() and os.getpid() == self._process
 
     @property
-    def _teller(self) -> EndMessages:
+    def _messages(self) -> EndMessages:
         at = replace(self._at, since_s=time.monotonic() - self._at_time)
         return EndMessages(self._rank, self._world, at, self.evidence.folder)
 
-    def _cause_behind(self, error: BaseException) -> Cause:
+    def _cause_of(self, error: BaseException) -> Cause:
         deadline = time.monotonic() + _SETTLE_S / 2
         while self.cause is None:
-            found = self._monitor.missing(self._teller, error)
-            if found is not None:
-                return found.with_rows(("noticed", f"by rank {self._rank}: {first_line(error)}"))
+            cause = self._monitor.missing(self._messages, error)
+            if cause is not None:
+                return cause.with_rows(("noticed", f"by rank {self._rank}: {first_line(error)}"))
             if time.monotonic() > deadline:
-                return self._teller.unknown(error)
-            self._known.wait(POLL_S / 2)
+                return self._messages.unknown(error)
+            self._known.wait(_POLL_S / 2)
         return self.cause
 
     def _pull(self, cause: Cause) -> Cause:
-        self._pulled_here = True
+        self._published = True
         self._raised.set()
         first = self._publish(cause)
         self._leave_evidence(first, with_state=True)
-        report_to_launcher(first.text, late=first.rank != self._rank)
-        self._link.acknowledge()
-        self._settle()
+        self._acknowledge(first, settle=True)
         return first
 
-    # For the threads of the loop and "andon-cord".
-
     def _publish(self, cause: Cause) -> Cause:
-        with self._pulling:
+        with self._publishing:
             if self.cause is None:
                 self._link.publish(cause)
                 if not self._known.wait(_SETTLE_S / 2):
@@ -204,29 +487,31 @@ class HaltSignal:
         assert self.cause is not None
         return self.cause
 
-    def _settle(self) -> None:
-        """Wait until all ranks of this machine know or are gone; with `hard_stop` kill those that cannot even know."""
-        deadline = time.monotonic() + (_SETTLE_S if self._hard_stop else _SETTLE_S / 2)
-        # A stopped process will not learn it, however long this waits.
-        while time.monotonic() < deadline and any(each.look() == "runs" for each in self._monitor.unaware().values()):
-            time.sleep(POLL_S / 4)
-        for rank, process in self._monitor.unaware().items() if self._hard_stop else ():
-            if self.cause is not None and process.error_file:
-                report_to_launcher(self.cause.text, late=self.cause.rank != rank, path=process.error_file)
-            if process.kill():
-                log(f"andon: rank {rank} of {self._world} could not end itself, and rank {self._rank} ended it")
-
     def _leave_evidence(self, cause: Cause, *, with_state: bool) -> None:
         with self._leaving:
             if self._evidence_left:
                 return
             self._evidence_left = True
-            at = {**vars(self._teller.at), "doing": current_activity(self._owner)}
+            at = {**vars(self._messages.at), "doing": current_activity(self._owner)}
             failed = write_cause(cause, self.evidence, at, state=with_state, account=self._monitor.lowest_live())
             if failed:
                 log(f"andon: rank {self._rank} could not write all of its bundle: {failed}")
 
-    # For the thread of the link, as its `Listener`.
+    def _acknowledge(self, cause: Cause, *, settle: bool) -> None:
+        """settle: wait until all ranks of this machine know the cause or are gone; with `hard_stop` kill the rest."""
+        report_to_launcher(cause.text, late=cause.rank != self._rank)
+        self._link.acknowledge()
+        if not settle:
+            return
+        deadline = time.monotonic() + (_SETTLE_S if self._hard_stop else _SETTLE_S / 2)
+        # A stopped process never learns the cause, so this does not wait for it.
+        while time.monotonic() < deadline and "runs" in (p.local_state() for p in self._monitor.unaware().values()):
+            time.sleep(_POLL_S / 4)
+        for rank, process in self._monitor.unaware().items() if self._hard_stop else ():
+            if process.error_file:
+                report_to_launcher(cause.text, late=cause.rank != rank, path=process.error_file)
+            if process.kill():
+                log(f"andon: rank {rank} of {self._world} could not end itself, and rank {self._rank} ended it")
 
     def learn(self, cause: Cause) -> None:
         self.cause = self.cause or cause
@@ -234,7 +519,7 @@ class HaltSignal:
         self._awake.set()
 
     def progress(self) -> Progress:
-        return Progress(self._teller.at, self.pending.told())
+        return Progress(self._messages.at, self.pending.counts())
 
     def warn(self, text: str) -> None:
         if text != self._warned:
@@ -242,50 +527,46 @@ class HaltSignal:
             log(f"andon: {text}")
 
     def unguarded(self, thread: str, error: Exception) -> Cause | str:
-        failure = self._teller.unguarded(thread, error)
+        """`error` ended a guarding thread. Returns the cause for which all halt, or the text of a warning to them."""
+        failure = self._messages.unguarded(thread, error)
         if not self._warns:
             return failure
         text = failure.text.partition("\n")[0]
         self.warn(text)
         return text
 
-    # The thread "andon-cord".
-
     def _guard(self) -> None:
         try:
-            self._look_out()
-        except Exception as error:  # noqa: BLE001 - whatever it is, this rank does not halt in silence
-            log(self._teller.unguarded("andon-cord", error).text)
+            self._look_for_trouble()
+        except Exception as error:  # noqa: BLE001 - after any error this rank must not halt in silence
+            log(self._messages.unguarded("andon-halt", error).text)
             _interrupt(self.raise_if_halted)
 
-    def _look_out(self) -> None:
+    def _look_for_trouble(self) -> None:
         looks = True
         while not self._over.is_set():
-            self._awake.wait(LOOK_S)
+            self._awake.wait(_LOOK_S)
             self._awake.clear()
             if self._over.is_set():
                 return
-            found: Cause | str | None = None
+            trouble: Cause | str | None = None
             if looks and not self._known.is_set():
                 try:
-                    found = self._monitor.trouble(self._teller)
-                except Exception as error:  # noqa: BLE001 - this rank must not go on as if it were guarded
-                    looks, found = False, self.unguarded("andon-cord", error)
-            if isinstance(found, str):
-                self._link.warn(found)
-            elif found is not None:
-                self._publish(found)
+                    trouble = self._monitor.trouble(self._messages)
+                except Exception as error:  # noqa: BLE001 - after any error this rank must not continue unguarded
+                    looks, trouble = False, self.unguarded("andon-halt", error)
+            if isinstance(trouble, str):
+                self._link.warn(trouble)
+            elif trouble is not None:
+                self._publish(trouble)
             if self.cause is not None:
-                self._act(self.cause, settle=isinstance(found, Cause))
+                self._act(self.cause, settle=isinstance(trouble, Cause))
                 return
 
     def _act(self, cause: Cause, *, settle: bool) -> None:
-        if not self._pulled_here:
+        if not self._published:
             self._leave_evidence(cause, with_state=False)
-            report_to_launcher(cause.text, late=cause.rank != self._rank)
-            self._link.acknowledge()
-            if settle:
-                self._settle()
+            self._acknowledge(cause, settle=settle)
             if not self._raised.wait(_RAISE_S):
                 _interrupt(self.raise_if_halted)
             if not self._raised.wait(_UNBLOCK_S) and not self._over.is_set():
@@ -298,22 +579,20 @@ class HaltSignal:
     def _unblock(self, cause: Cause) -> None:
         place = current_activity(self._owner)
         if self._hard_stop:
-            ended = f"rank {self._rank}, which was blocked {place}: no hook ran (hard_stop)"
-            _end_process(f"{cause.text}\n  ended    {ended}")
+            blocked = f"rank {self._rank}, which was blocked {place}: no hook ran (hard_stop)"
+            _end_process(f"{cause.text}\n  ended    {blocked}")
         aborted = _abort_groups()
         if not aborted or not self._raised.wait(_UNBLOCK_S):
             log(f"{cause.text}\n  blocked  rank {self._rank} {place}: {_what_ends(place, aborted)}")
         self._raised.wait()
 
-    # The end of the process.
-
     def _excepthook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        # After `close`, the hook of a watch that was opened later still calls this one. It then must do nothing else.
+        # After `close`, the hook of a watch that was opened later still calls this one. Then it must do nothing else.
         guarded = self._open
         self.failed(error)
         self._hook(kind, error, trace)
         if guarded:
-            say_cause(self.cause, error)
+            print_cause(self.cause, error)
             self._crash()
 
     def _at_exit(self) -> None:
@@ -333,8 +612,8 @@ class HaltSignal:
             _alarm(2 * _LAST_S)  # the interpreter's last calls may wait for threads or a device for ever
 
 
-def say_cause(cause: Cause | None, error: BaseException) -> None:
-    """Print what ends all ranks, unless it is `error`, which ends this one."""
+def print_cause(cause: Cause | None, error: BaseException) -> None:
+    """Print the cause that ends all ranks, unless it is `error`, which ends this rank."""
     if cause is not None and cause.text != str(error) and not isinstance(error, KeyboardInterrupt):
         log(cause.text)
 
@@ -346,17 +625,16 @@ def own_store(name: str) -> Store | None:
         with contextlib.suppress(RuntimeError, NotImplementedError):
             # The loop's own connection answers one request at a time, and may wait for a key for minutes.
             shared = shared.clone()
-            shared.set_timeout(datetime.timedelta(seconds=TAKEN_AWAY_S))
+            shared.set_timeout(datetime.timedelta(seconds=TIMEOUT_S))
     return None if shared is None else PrefixStore(f"andon/{name}", shared)
 
 
 def _shared_store() -> Store | None:
-    initialized = dist.is_available() and dist.is_initialized()
-    return dist.distributed_c10d._get_default_store() if initialized else None
+    return dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
 
 
-def _keeper(shared: Store | None) -> int | None:
-    """The rank in whose process the store lives; None for torch's launcher, which keeps its own, and for a file."""
+def _store_host(shared: Store | None) -> int | None:
+    """The rank in whose process the store lives; None for torch's launcher, which hosts its own, and for a file."""
     while isinstance(shared, PrefixStore):
         shared = shared.underlying_store
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -364,15 +642,15 @@ def _keeper(shared: Store | None) -> int | None:
 
 
 def _end_process(text: str) -> NoReturn:
-    """Print `text` and end, even if nobody reads what is printed, or the loop holds the lock of standard output."""
+    """Print `text` and end, even if the pipe is full, or the loop holds the lock of standard output."""
 
     def last_words() -> None:
         if text:
             log(text)
         sys.stdout.flush()
 
-    within(_RAISE_S, last_words)
-    # As the interpreter does at its end: a worker of a loader that is blocked would not notice by itself.
+    run_within(_RAISE_S, last_words)
+    # As the interpreter does at its end: a blocked worker of a loader would not notice by itself.
     for child in multiprocessing.active_children():
         if child.daemon:
             child.kill()
@@ -380,34 +658,34 @@ def _end_process(text: str) -> NoReturn:
 
 
 # How to reach a main thread that comes to no hook. A blocking call of Python (a sleep, a read, a queue) returns when a
-# signal handler raises. Native code goes on, and the handler runs only when Python runs again.
+# signal handler raises. Native code continues, and the handler runs only when Python runs again.
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
-    for raise_if_halted in list(_heeding):
+    for raise_if_halted in list(_interruptible):
         raise_if_halted()
 
 
-def _enlist(raise_if_halted: Callable[[], None]) -> None:
-    """Let `_interrupt` call `raise_if_halted`, unless this is not the main thread, or somebody else uses the signal."""
+def _allow_interrupt(raise_if_halted: Callable[[], None]) -> None:
+    """Let `_interrupt` call `raise_if_halted`, unless this is not the main thread, or other code uses the signal."""
     free = signal.getsignal(_SIGNAL) in (signal.SIG_DFL, signal.SIG_IGN, _handle)
     if free and threading.current_thread() is threading.main_thread():
         signal.signal(_SIGNAL, _handle)
-        _heeding.append(raise_if_halted)
+        _interruptible.append(raise_if_halted)
 
 
-def _dismiss(raise_if_halted: Callable[[], None]) -> None:
-    if raise_if_halted in _heeding:
-        _heeding.remove(raise_if_halted)
-        if not _heeding and signal.getsignal(_SIGNAL) is _handle:
+def _forbid_interrupt(raise_if_halted: Callable[[], None]) -> None:
+    if raise_if_halted in _interruptible:
+        _interruptible.remove(raise_if_halted)
+        if not _interruptible and signal.getsignal(_SIGNAL) is _handle:
             with contextlib.suppress(ValueError):  # only the main thread may; else the handler stays, and calls nothing
                 signal.signal(_SIGNAL, signal.SIG_IGN)  # not the default: a signal may still be on its way
 
 
 def _interrupt(raise_if_halted: Callable[[], None]) -> None:
-    """If `raise_if_halted` is enlisted: make the main thread call all that are, as soon as it runs Python."""
+    """Make the main thread call all registered `raise_if_halted`, if this one is registered, once it runs Python."""
     main = threading.main_thread()
-    if raise_if_halted in _heeding and main.ident is not None and main.is_alive():
+    if raise_if_halted in _interruptible and main.ident is not None and main.is_alive():
         signal.pthread_kill(main.ident, _SIGNAL)
 
 
@@ -420,7 +698,7 @@ def _alarm(seconds: float) -> None:
 
 
 def _abort_groups() -> tuple[str, ...]:
-    groups = list(dist.distributed_c10d._world.pg_map) if dist.is_available() and dist.is_initialized() else []
+    groups = list(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else []
     backends = [each for group in groups for each in _backends_of(group) if each.name() in _CAN_ABORT]
     for each in backends:
         each.abort()

@@ -1,4 +1,4 @@
-"""Whether other machines can reach the store of a launcher whose ranks are all on this one (proc(5), Linux alone)."""
+"""Warns if other machines can reach the store of a launcher whose ranks are all on this one (proc(5), Linux only)."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 
 _LISTENS = "0A"
-_LOOPBACK = "lo"
 
 
 def open_store(environ: Mapping[str, str] | None = None, net: Path = Path("/proc/net")) -> str:
-    """A warning if the store of torch's launcher listens to other machines although no rank is on one; else empty.
+    """A warning if the store of torch's launcher listens to other machines although all ranks are on this one.
 
-    Empty too on a machine without a network or the store, and if the launcher does not say how many ranks are here.
+    Empty without such a risk, on a machine without a network, and if the launcher does not set LOCAL_WORLD_SIZE.
     """
     variables = os.environ if environ is None else environ
     port = variables.get("MASTER_PORT", "")
     here = "WORLD_SIZE" in variables and variables["WORLD_SIZE"] == variables.get("LOCAL_WORLD_SIZE")
     interfaces = [line.split()[0] for line in _lines(net / "route")[1:]]
     interfaces += [line.split()[-1] for line in _lines(net / "if_inet6")]
-    if not here or not port.isdecimal() or all(interface == _LOOPBACK for interface in interfaces):
+    if not here or not port.isdecimal() or all(interface == "lo" for interface in interfaces):
         return ""
     open_at = [address for address in _listening(int(port), net) if not address.is_loopback]
     if not open_at:
@@ -33,7 +32,7 @@ def open_store(environ: Mapping[str, str] | None = None, net: Path = Path("/proc
 
 
 def _listening(port: int, net: Path) -> Iterator[IPv4Address | IPv6Address]:
-    """The addresses that listen at this port. The kernel prints words of 32 bits in the byte order of the machine."""
+    """The addresses that listen at this port. The kernel prints 32-bit words in the byte order of the machine."""
     for line in (*_lines(net / "tcp")[1:], *_lines(net / "tcp6")[1:]):
         fields = line.split()
         host, _, number = fields[1].partition(":")
@@ -46,5 +45,5 @@ def _listening(port: int, net: Path) -> Iterator[IPv4Address | IPv6Address]:
 def _lines(path: Path) -> list[str]:
     try:
         return path.read_text().splitlines()
-    except OSError:  # another system, or no address of this kind
+    except OSError:  # not Linux, or no address of this kind
         return []

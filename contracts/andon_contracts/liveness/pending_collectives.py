@@ -1,10 +1,10 @@
 """Detects two ranks that wait for each other, by counting what each begins that needs all ranks.
 
-A rank that left out an update goes on to the next backward pass of DDP, or to the next reduction, and waits there for
-the others, while they wait for it in a gather of the watch. Each rank counts the gathers, the backward passes that
-reduce, and the reductions of its loop by group. A rank in its n-th gather can begin nothing else. Another rank that,
-before its own n-th gather, has begun one backward pass or reduction more needs the first to begin it too. So neither
-can ever go on, however slow they may be. Nothing here waits, reads a tensor or communicates.
+A rank that skips an update continues to the next backward pass of DDP, or to the next reduction, and waits there for
+the others, while they wait for it in a gather of the watch. So each rank counts the gathers, the backward passes that
+reduce, and the reductions of its loop by group. A rank in its n-th gather can begin nothing else. If another rank has,
+before its own n-th gather, begun one more backward pass or reduction than the first, it needs the first to join that.
+Neither can ever continue, however slow they are. Nothing here waits, reads a tensor or communicates.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ REDUCTION = "a reduction over all ranks"
 
 @dataclass(frozen=True)
 class Counts(Part):
-    """What a rank has begun, as it tells the others. It is in the `number`-th reduction of `group`, if in one."""
+    """The counts of a rank in its heartbeat. It is in the `number`-th reduction of `group`, if in any."""
 
     gathers: Count
     backwards: Count
@@ -38,7 +38,7 @@ class Counts(Part):
 
 @dataclass(frozen=True)
 class Waiting:
-    """A rank in its `gather`-th gather, and what it has begun before: reductions by the name of their group."""
+    """A rank in its `gather`-th gather, with its counts before: reductions by the name of their group."""
 
     gather: int
     backwards: int
@@ -46,28 +46,28 @@ class Waiting:
 
 
 class PendingCollectives:
-    """The counts of one rank: written by the thread that trains, read by any other. ranks: watched, in the world."""
+    """The counts of one rank. The thread that trains writes them, any thread reads. ranks: of the watched group."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
-        self.armed = False  # whether the next backward pass reduces: a forward pass of DDP has said so
-        self.waiting: Waiting | None = None  # the gather that this rank is in; the same object while it lasts
+        self.armed = False  # a forward pass of DDP has announced a backward pass that reduces
+        self.waiting: Waiting | None = None  # the gather that this rank is in; one object as long as it lasts
         self._ranks = frozenset(ranks)
         self._parameters: frozenset[int] = frozenset()
         self._gathers, self._backwards = 0, 0
         self._reductions: Counter[str] = Counter()
         self._inside: tuple[str, int] | None = None
-        self._whole: dict[str, bool] = {}
+        self._has_all_ranks: dict[str, bool] = {}
         self._owner = threading.get_ident()
 
     def follow(self, model: nn.Module) -> list[DistributedDataParallel]:
         """The modules in `model` whose backward passes reduce over all ranks. Each forward pass calls `forward`."""
         modules = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
-        found = [each for each in modules if self._ranks <= set(dist.get_process_group_ranks(each.process_group))]
-        self._parameters = frozenset(id(p) for each in found for p in each.parameters())
-        return found
+        modules = [each for each in modules if self._ranks <= set(dist.get_process_group_ranks(each.process_group))]
+        self._parameters = frozenset(id(p) for each in modules for p in each.parameters())
+        return modules
 
     def forward(self, module: DistributedDataParallel) -> None:
-        # A communication hook may do anything with the gradients, with any ranks.
+        # A communication hook may send the gradients to any ranks.
         hooked = getattr(module, "_comm_hooks", ())
         if torch.is_grad_enabled() and module.require_backward_grad_sync and not hooked:
             self.armed = True
@@ -78,14 +78,14 @@ class PendingCollectives:
             self._backwards += 1
 
     def reducing(self, group: Any, *, waits: bool) -> None:
-        """The loop reduces over `group` (None: all ranks). waits: until it calls `resumed`."""
+        """The loop begins a reduction over `group` (None: all ranks). waits: it blocks until `resumed`."""
         if threading.get_ident() != self._owner:
             return
         group = group or dist.group.WORLD
         name = getattr(group, "group_name", "")
-        if name not in self._whole:
-            self._whole[name] = self._ranks <= set(dist.get_process_group_ranks(group)) if name else False
-        if self._whole[name]:
+        if name not in self._has_all_ranks:
+            self._has_all_ranks[name] = self._ranks <= set(dist.get_process_group_ranks(group)) if name else False
+        if self._has_all_ranks[name]:
             self._reductions[name] += 1
             self._inside = (name, self._reductions[name]) if waits else None
 
@@ -95,24 +95,24 @@ class PendingCollectives:
 
     def gathering(self) -> None:
         self._gathers += 1
-        # If a forward pass was not followed by its backward pass, that pass may still come.
+        # After a forward pass, the backward pass may still come.
         self.waiting = Waiting(self._gathers, self._backwards + self.armed, self._reductions)
 
     def gathered(self) -> None:
         self.waiting = None
 
-    def told(self) -> Counts:
-        """For the other ranks, from any thread. Gathers are read last: the other counts are no newer than they."""
+    def counts(self) -> Counts:
+        """For the other ranks, from any thread. Reads the gathers last, so that no other count is newer."""
         backwards, inside = self._backwards, self._inside or ("", 0)
         return Counts(self._gathers, backwards, *inside)
 
 
-def stuck(waiting: Waiting, told: Mapping[int, Counts]) -> dict[int, str]:
-    """The ranks that cannot go on before the one that is `waiting` leaves its gather, each with what it is in."""
-    found = {}
-    for rank, each in told.items():
+def deadlocked(waiting: Waiting, counts: Mapping[int, Counts]) -> dict[int, str]:
+    """The ranks that need the rank of `waiting` to join their call, with the name of that call."""
+    blocked = {}
+    for rank, each in counts.items():
         if each.gathers < waiting.gather and each.backwards > waiting.backwards:
-            found[rank] = BACKWARD
+            blocked[rank] = BACKWARD
         elif each.gathers < waiting.gather and each.number > waiting.reductions.get(each.group, 0):
-            found[rank] = REDUCTION
-    return found
+            blocked[rank] = REDUCTION
+    return blocked

@@ -1,4 +1,4 @@
-"""One process: whether it runs, is stopped or is gone (read from /proc on the same machine), and how it ended."""
+"""The state of one process (runs, stopped or gone, read from /proc on the same machine), and how it ended."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from andon_contracts.fields import Count, Part
 from andon_contracts.legible import ERROR_FILE_VARIABLE
 
 State = Literal["runs", "stopped", "gone", "elsewhere"]  # elsewhere: on another machine, or the system does not say
+_Kills = tuple[int | None, int | None]  # for memory: in our cgroup, on the machine
 _PROC, _GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 _STATE, _STARTED, _EXIT_CODE = 0, 19, 49
-"""Indices of fields 3, 22 and 52 of proc(5) in /proc/PID/stat, counted after the command's name."""
+"""Indices of fields 3, 22 and 52 of /proc/PID/stat (proc(5)), counted after the command's name."""
 STOPPED = "stopped (by a signal, a debugger)"
 STOPPED_BY = "stopped by a signal (SIGSTOP), or a debugger"
 _HINTS = {
@@ -34,8 +35,8 @@ _HINTS = {
 class Process(Part):
     """Identifies one process for good: the system reuses a pid, but not a pid with its start time (ticks since boot).
 
-    `machine` names a boot and a namespace of process ids. Only `look` and `kill` read it; the other methods assume this
-    machine. `error_file` is the one that torch's launcher reads for this process, if any.
+    machine: identifies a boot and a namespace of process ids. Only `local_state` and `kill` read it; the other methods
+    assume this machine. error_file: the path that torch's launcher reads for this process, if any.
     """
 
     pid: Count
@@ -51,16 +52,15 @@ class Process(Part):
 
     @classmethod
     def of(cls, pid: int) -> Process | None:
-        """The process of this machine that has this pid now; None if none runs."""
+        """The process of this machine that has this pid now, if any."""
         started = start_time(pid)
         return None if started is None else cls(pid, started)
 
-    def look(self) -> State:
-        """Its state now, or `elsewhere` for a process of another machine."""
+    def local_state(self) -> State:
         return self.state() if self.machine and self.machine == _machine() else "elsewhere"
 
     def state(self) -> State:
-        """Its state now, as a process of this machine. A zombie is gone."""
+        """Its state now. A zombie is gone."""
         fields = _fields(self.pid)
         if fields is None:
             return "elsewhere"
@@ -75,7 +75,7 @@ class Process(Part):
         return self.state() == "stopped"
 
     def exit_code(self) -> int | None:
-        """Its exit code, a signal as a negative number; None once its parent has reaped it."""
+        """Its exit code, a signal as a negative number; None while it runs, and after its parent has reaped it."""
         fields = _fields(self.pid) or []
         if len(fields) <= _EXIT_CODE or int(fields[_STARTED]) != self.started or fields[_STATE] != "Z":
             return None
@@ -83,72 +83,71 @@ class Process(Part):
         return -(status & 0x7F) if status & 0x7F else status >> 8
 
     def send(self, signum: int) -> bool:
-        """Send a signal to this process and to no other. False if it has ended."""
+        """Send a signal to this process, but never to another with its pid. Returns False if it has ended."""
         handle = None
         try:
-            with suppress(OSError, AttributeError):  # a kernel before 5.3, no more descriptors, or no such process
+            with suppress(OSError, AttributeError):  # a kernel before 5.3, too many open files, or no such process
                 handle = os.pidfd_open(self.pid)
-            # The handle stays bound to one process. Only after it is open does this check that it is the right one.
+            # The handle stays bound to one process. Only after it is open, check that this is the right process.
             if not self.alive():
                 return False
             if handle is None:
                 os.kill(self.pid, signum)
             else:
                 signal.pidfd_send_signal(handle, signum)
+            return True
         except ProcessLookupError:
             return False
         finally:
             if handle is not None:
                 os.close(handle)
-        return True
 
     def kill(self) -> bool:
-        """Kill it if it runs or is stopped on this machine. Returns whether the signal was sent."""
-        try:
-            return self.look() in ("runs", "stopped") and self.send(signal.SIGKILL)
-        except PermissionError:
-            return False
+        """Kill it if it runs or is stopped on this machine. Returns True if the signal was sent."""
+        with suppress(PermissionError):
+            return self.local_state() in ("runs", "stopped") and self.send(signal.SIGKILL)
+        return False
 
 
 class ConditionTimer:
-    """Measures for how long conditions have held, in seconds in which the observing process ran itself.
+    """Measures how long conditions have held, in seconds in which the observing process itself ran.
 
-    A gap between two looks counts for at most `most_s`. Otherwise an observer that was stopped, or whose machine slept,
-    would accuse the others as it wakes.
+    A gap between two updates counts for at most `most_s`. Otherwise an observer that was stopped, or whose machine
+    slept, would accuse the others as it wakes.
     """
 
     def __init__(self, most_s: float) -> None:
         self._most_s = most_s
         self._seconds: dict[int, float] = {}
-        self._looked = time.monotonic()
+        self._updated = time.monotonic()
 
-    def look(self, so: Iterable[int]) -> Mapping[int, float]:
-        """For each number in `so`, the seconds since it first was in `so` at every look."""
+    def update(self, holding: Iterable[int]) -> Mapping[int, float]:
+        """For each number in `holding`, the seconds for which it has been in `holding` at every update."""
         now = time.monotonic()
-        gap, self._looked = min(now - self._looked, self._most_s), now
-        self._seconds = {each: self._seconds.get(each, 0.0) + gap for each in so}
+        gap, self._updated = min(now - self._updated, self._most_s), now
+        self._seconds = {each: self._seconds.get(each, 0.0) + gap for each in holding}
         return self._seconds
 
 
-def within(seconds: float, words: Callable[[], None]) -> bool:
-    """Run `words`, but let its disk, reader or group block an exit no longer than that. Returns whether it was done."""
-    speaking = threading.Thread(target=words, name="andon-end", daemon=True)
+def run_within(seconds: float, function: Callable[[], None]) -> bool:
+    """Run `function`, but wait at most `seconds` for its disk, reader or group. Returns True if it has finished."""
+    thread = threading.Thread(target=function, name="andon-end", daemon=True)
     try:
-        speaking.start()
-    except RuntimeError:  # no more threads on this machine: better to block than to lose the words
-        words()
+        thread.start()
+    except RuntimeError:  # out of threads: better to wait without a limit than to lose the call
+        function()
         return True
-    speaking.join(seconds)
-    return not speaking.is_alive()
+    thread.join(seconds)
+    return not thread.is_alive()
 
 
 def start_time(pid: int) -> int | None:
-    """When the process started, in clock ticks since boot; None if it is gone or a zombie."""
+    """The start time of the process, in clock ticks since boot; None if it is gone or a zombie."""
     fields = _fields(pid)
     return int(fields[_STARTED]) if fields and fields[_STATE] not in "ZX" else None
 
 
-def ending(code: int | None) -> str:
+def exit_text(code: int | None) -> str:
     if code is None:
         return "is gone"
     if code >= 0:
@@ -158,14 +157,12 @@ def ending(code: int | None) -> str:
     except ValueError:
         name, hint = f"signal {-code}", None
     if code == -signal.SIGKILL:
-        hint = who_kills(_KILLS_BEFORE, (group_kills(), memory_kills()), _memory_limit())
+        hint = kill_text(_KILLS_BEFORE, (group_kills(), memory_kills()), _memory_limit())
     return f"was killed by {name}" + (f" ({hint})" if hint else "")
 
 
-def who_kills(
-    before: tuple[int | None, int | None], now: tuple[int | None, int | None], limit_bytes: int | None
-) -> str:
-    """Explain a SIGKILL by two counts of kills for memory, each for (our cgroup, the machine); limit: of our cgroup."""
+def kill_text(before: _Kills, now: _Kills, limit_bytes: int | None) -> str:
+    """Explain a SIGKILL by the kills for memory before and now, and by the limit of our memory cgroup."""
     group, machine = (None if a is None or b is None else b - a for a, b in zip(before, now, strict=True))
     if group:
         limit = "" if limit_bytes is None else f", whose limit is {limit_bytes / 2**30:.1f} GiB"
@@ -178,12 +175,12 @@ def who_kills(
 
 
 def memory_kills() -> int | None:
-    """How many processes of this machine the kernel has killed for memory since boot; None if it does not say."""
+    """The number of processes of this machine that the kernel has killed for memory since boot, if it counts them."""
     return _kills_in(_PROC / "vmstat")
 
 
 def group_kills() -> int | None:
-    """The same for the memory cgroup of this process; None for the root, for example, which has no count."""
+    """The same for the memory cgroup of this process. The root group has no count."""
     kills = _kills_in(_memory_group() / "memory.events")
     return _kills_in(_memory_group() / "memory.oom_control") if kills is None else kills
 
@@ -195,7 +192,7 @@ def _kills_in(path: Path) -> int | None:
 
 
 def _memory_group() -> Path:
-    """The folder of this process's memory cgroup: of version 1 if that controls memory, else of version 2."""
+    """The folder of this process's memory cgroup: version 1 if that controls memory, else version 2."""
     paths: dict[str, str] = {}
     with suppress(OSError):
         for line in (_PROC / "self/cgroup").read_text().splitlines():
@@ -203,28 +200,28 @@ def _memory_group() -> Path:
             paths |= dict.fromkeys(controllers.split(","), path)
     mounted = _GROUPS / "memory" if "memory" in paths else _GROUPS
     folder = mounted / paths.get("memory", paths.get("", "/")).lstrip("/")
-    return folder if folder.is_dir() else mounted  # in a container the path may be outside, and its own is mounted
+    return folder if folder.is_dir() else mounted  # in a container the path may lie outside of the mount
 
 
 def _memory_limit() -> int | None:
     for name in ("memory.max", "memory.limit_in_bytes"):
         with suppress(OSError, ValueError):
-            found = int((_memory_group() / name).read_text())
-            return found if found < 1 << 60 else None  # version 1 gives a huge number for no limit
+            limit = int((_memory_group() / name).read_text())
+            return limit if limit < 1 << 60 else None  # version 1 gives a huge number for no limit
     return None
 
 
 def _fields(pid: int) -> list[str] | None:
     """The fields of /proc/PID/stat after the command: empty if the process is gone, None if it cannot be read."""
     try:
-        # The command's name stands in brackets, may contain brackets, and need not be text.
+        # The command's name is in brackets. It may contain brackets and bytes that are not text.
         stat = (_PROC / str(pid) / "stat").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return []
     except OSError:
         return None
-    found = stat.rpartition(")")[2].split()
-    return found if len(found) > _STARTED else None
+    fields = stat.rpartition(")")[2].split()
+    return fields if len(fields) > _STARTED else None
 
 
 @functools.cache
@@ -236,4 +233,4 @@ def _machine() -> str:
         return ""
 
 
-_KILLS_BEFORE = group_kills(), memory_kills()  # the counts when this process began. Later kills happened while it ran
+_KILLS_BEFORE = group_kills(), memory_kills()  # when this process began

@@ -15,7 +15,7 @@ from andon_contracts.act import Scene, with_message
 from andon_contracts.agree import GroupGather, Observation, gather_observations, gather_short, majority, minority
 from andon_contracts.digest import digests_by_name, mix64
 from andon_contracts.laws.law import LOCKSTEP, Judgement, Observations, Seen
-from andon_contracts.liveness.diagnosis import named
+from andon_contracts.liveness.diagnosis import rank_names
 from andon_contracts.liveness.pending_collectives import PendingCollectives
 from andon_contracts.observe import plain
 from andon_contracts.watch.model_probe import ModelProbe, is_sharded
@@ -76,7 +76,7 @@ class Exchange:
         self, raise_if_halted: Callable[[], None], lost: Callable[[BaseException], None], pending: PendingCollectives
     ) -> None:
         """A gather calls `raise_if_halted` while it waits, and `lost` if it fails. `pending` counts the gathers."""
-        self._gather.raise_if_halted, self._gather.lost, self._pending = raise_if_halted, lost, pending
+        self._gather.raise_if_halted, self._gather.on_error, self._pending = raise_if_halted, lost, pending
 
     def __call__(
         self, step: int, point: str, values: Mapping[str, int], payload: Tensor | None = None, *, judged: bool = False
@@ -91,7 +91,7 @@ class Exchange:
         if self._pending is not None:
             self._pending.gathering()
         try:
-            short = payload is None and self._gather.takes(len(values))
+            short = payload is None and self._gather.fits_sockets(len(values))
             seen = gather_short(own, self._gather) if short else gather_observations([own], self._gather)
         finally:
             if self._pending is not None:
@@ -115,7 +115,7 @@ class Exchange:
                 raise TimeoutError(f"not every rank closed its watch within {within_s:g} s")
 
         # A rank that ends before this one has not failed, so a lost connection is not reported.
-        self._gather.raise_if_halted, self._gather.lost, self._pending = raise_if_halted, None, None
+        self._gather.raise_if_halted, self._gather.on_error, self._pending = raise_if_halted, None, None
         return self(step, point, values, judged=True)
 
     def gather_columns(self, step: int, columns: Sequence[Sequence[int]]) -> list[list[list[int]]]:
@@ -164,7 +164,7 @@ class Exchange:
         if tensor is None or local is None or words is None or len(set(counts)) > 1:
             lacking = [rank for rank, count in enumerate(counts) if count < 0]
             verb = "have" if len(lacking) > 1 else "has"
-            return f"{named(lacking)} {verb} no {noun}" if 0 < len(lacking) < len(counts) else ""
+            return f"{rank_names(lacking)} {verb} no {noun}" if 0 < len(lacking) < len(counts) else ""
         first, size = 0, words.numel()
         while True:
             per_block = max(-(-size // _BLOCKS), 1)

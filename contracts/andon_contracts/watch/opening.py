@@ -25,7 +25,7 @@ from andon_contracts.agree import GroupGather, own_group
 from andon_contracts.causes import first_line
 from andon_contracts.liveness.halt import HaltSignal, own_store
 from andon_contracts.liveness.pending_collectives import PendingCollectives
-from andon_contracts.liveness.signed import Signed, drawn, secret_in, words_of
+from andon_contracts.liveness.store_link import SignedStore, new_secret, secret_from_ints, secret_to_ints
 from andon_contracts.watch.exchange import WIDTH, Exchange, Replicas, part_of, replicas_of
 from andon_contracts.watch.ledger import open_ledger
 from andon_contracts.watch.model_probe import ModelProbe, ModuleGroup, unwrap
@@ -151,7 +151,7 @@ def open_watch(model: nn.Module, optimizers: Sequence[Any], settings: Settings) 
                 undo.callback(file.close)
         # Rank 0 sends the secret that signs heartbeats in this gather, so that it never comes into the ranks' store.
         digests = {f"told {name}": digest for name, digest in settings.digests().items()}
-        values = {"records": int(file is not None), "part": part, "copies": copies, **words_of(drawn())}
+        values = {"records": int(file is not None), "part": part, "copies": copies, **secret_to_ints(new_secret())}
         values = {"problems": len(problems), **digests, **values, "mistakes": len(problems) - excused}
         seen = exchange(0, "settings", values)
         others = [str(o.rank) for o in seen if o.values["problems"] and o.rank != exchange.rank]
@@ -182,7 +182,7 @@ def open_watch(model: nn.Module, optimizers: Sequence[Any], settings: Settings) 
             store = own_store(f"{name}/{_halt_signals[name]}")
             if store is not None:
                 halt = HaltSignal(
-                    Signed(store, secret_in(seen[0].values)),
+                    SignedStore(store, secret_from_ints(seen[0].values)),
                     exchange.rank,
                     exchange.world_size,
                     PendingCollectives(ranks),

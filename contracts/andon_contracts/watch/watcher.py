@@ -19,7 +19,7 @@ from andon_contracts.clauses import CLAUSES
 from andon_contracts.ledger import LedgerFile
 from andon_contracts.legible import counted, log
 from andon_contracts.liveness.end_messages import POINTS, EndMessages, Position
-from andon_contracts.liveness.halt import HaltSignal, say_cause
+from andon_contracts.liveness.halt import HaltSignal, print_cause
 from andon_contracts.liveness.open_store import open_store
 from andon_contracts.stacks import user_line
 from andon_contracts.violation import Violation
@@ -216,7 +216,7 @@ class Watch:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is not None and reason_of(error) != "finished" and self._halt is not None and not self.closed:
             self._halt.failed(error)
-            say_cause(self._halt.cause, error)
+            print_cause(self._halt.cause, error)
         self._close(error)
 
     # the hooks, in the order in which a step meets them

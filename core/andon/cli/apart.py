@@ -11,7 +11,7 @@ import typer
 from andon.console.exits import Exit
 from andon.console.messages import say
 from andon.launch.orphan import bind_to_parent
-from andon_contracts.liveness.process import ending
+from andon_contracts.liveness.process import exit_text
 
 
 def in_a_child(command: str) -> None:
@@ -37,5 +37,5 @@ def in_a_child(command: str) -> None:
         os.waitpid(child, 0)
         raise
     if code < 0:
-        say(f"{command} {ending(code)}")
+        say(f"{command} {exit_text(code)}")
     raise typer.Exit(code if code >= 0 else int(Exit.RANK_LOST))

@@ -10,7 +10,7 @@ from andon.console.exits import Exit
 from andon.console.problems import InputError
 from andon.launch.report import Report
 from andon_contracts.causes import consequence
-from andon_contracts.liveness.rules import NOTICED
+from andon_contracts.liveness.diagnosis import NOTICED
 from andon_contracts.violation import Violation
 
 

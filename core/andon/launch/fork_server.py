@@ -20,7 +20,7 @@ from typing import Any
 from andon.console.exits import Exit
 from andon.console.problems import InputError, Problem
 from andon_contracts.causes import first_line
-from andon_contracts.liveness.process import STOPPED_BY, ConditionTimer, Process, ending
+from andon_contracts.liveness.process import STOPPED_BY, ConditionTimer, Process, exit_text
 
 STOPPED_S = 5.0
 """Seconds that the fork server may be stopped while a process is started."""
@@ -65,7 +65,9 @@ def how_it_ended(seconds: float = 0.0) -> str:
             return ""
         if found is not None:
             killed = found.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
-            return f"the process that ranks are forked from {ending(-found.si_status if killed else found.si_status)}"
+            return (
+                f"the process that ranks are forked from {exit_text(-found.si_status if killed else found.si_status)}"
+            )
         if time.monotonic() >= deadline:
             return ""
         pause.wait(0.01)
@@ -183,7 +185,7 @@ def _watch(over: threading.Event, ended: threading.Event) -> None:
     stopped = ConditionTimer(2 * _LOOK_S)
     while not over.wait(_LOOK_S):
         server = running()
-        stopped_s = stopped.look([server.pid] if server is not None and server.stopped() else [])
+        stopped_s = stopped.update([server.pid] if server is not None and server.stopped() else [])
         if server is not None and stopped_s.get(server.pid, 0.0) >= STOPPED_S:
             ended.set()
             _end(server)

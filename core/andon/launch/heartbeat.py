@@ -23,10 +23,9 @@ from andon.launch.ending import unguarded
 from andon.launch.report import Report
 from andon_contracts.liveness import diagnosis
 from andon_contracts.liveness.clock import StepClock
-from andon_contracts.liveness.diagnosis import UPDATE, Sign, Told, View
+from andon_contracts.liveness.diagnosis import UPDATE, PeerStatus, RankStatus, View
 from andon_contracts.liveness.process import Process
-from andon_contracts.liveness.signed import Signed
-from andon_contracts.liveness.store_link import MOST_CHARACTERS, Beat, Heartbeats, StoreLink
+from andon_contracts.liveness.store_link import MOST_CHARACTERS, Beat, Heartbeats, SignedStore, StoreLink
 from andon_contracts.stacks import current_activity
 
 _SLOW_TIMES = 10
@@ -81,7 +80,7 @@ class Heartbeat:
 
     def __init__(
         self,
-        board: Signed,
+        store: SignedStore,
         rank: int,
         world: int,
         clock: StepClock,
@@ -89,21 +88,21 @@ class Heartbeat:
         ended: Callable[[Report], None],
         speak: Callable[[str], None] = say,
     ) -> None:
-        """board: of this world alone. To be made by the thread that trains."""
+        """store: of this world alone. To be made by the thread that trains."""
         self.clock = clock
         self._rank, self._world, self._timeouts = rank, world, timeouts
         self._ended, self._speak = ended, speak
         self._owner, self._host = threading.get_ident(), Process.here().host
         now = time.monotonic()
-        self._heard: dict[int, tuple[float, Beat[Told] | None]] = dict.fromkeys(range(world), (now, None))
+        self._heard: dict[int, tuple[float, Beat[RankStatus] | None]] = dict.fromkeys(range(world), (now, None))
         """The last beat of each rank, and when it came (`time.monotonic`)."""
         self._over, self._last, self._accounted = threading.Event(), "", False
         self._exit, self._rounds, self._deaf = 0, 0, ""
         self._slow_from = timeouts.slow_s
         self._words_by: tuple[float, int] | None = None
-        clock.pauses.begin(timeouts.pause_s)
-        self._checked = board.checked
-        self._beats = Heartbeats(board, rank, Told, self._checked)
+        clock.pauses.start(timeouts.pause_s)
+        self._reader = store.reader
+        self._beats = Heartbeats(store, rank, RankStatus, self._reader)
         self._link: StoreLink | None = None
         if world > 1:
             self._link = StoreLink("andon-beat", self._beat, self._fall_silent)
@@ -114,7 +113,7 @@ class Heartbeat:
     def explain(self, code: Exit) -> str:
         """Who is behind an end with this code, for the end of this rank's line; empty where nobody else is."""
         if code == Exit.RANK_SILENT:
-            return diagnosis.whom(self.view())
+            return diagnosis.explain_timeout(self.view())
         if code != Exit.RANK_LOST:
             return ""
         # Who ended by itself has told the store before: a whole round of hearing tells it from one who died.
@@ -123,9 +122,9 @@ class Heartbeat:
         while (self._rounds < wanted or not found) and time.monotonic() < deadline and self._world > 1:
             self._hurry()
             time.sleep(self._timeouts.look_s / 10)
-            found = diagnosis.gone(self.view())
+            found = diagnosis.known_end(self.view())
         # On another machine a process cannot be seen: who lives has given a sign meanwhile.
-        return found or diagnosis.lost(replace(self.view(), silence_s=_EVIDENCE_S))
+        return found or diagnosis.possible_loss(replace(self.view(), silence_s=_EVIDENCE_S))
 
     def leave(self, code: int, cause: str) -> None:
         """Tell the others that this rank ends, and stop looking. Takes a moment, at most `_FAREWELL_S`."""
@@ -135,41 +134,41 @@ class Heartbeat:
     @property
     def dropped(self) -> int:
         """How many values of the store were dropped so far, which no rank had put there."""
-        return self._checked.dropped
+        return self._reader.dropped
 
     def view(self) -> View:
         """What is known now."""
-        mine = Sign(**vars(self._told()), state="runs", host=self._host)
+        mine = PeerStatus(**vars(self._told()), state="runs", host=self._host)
         others = {rank: self._sign(*heard) for rank, heard in self._heard.items()}
         return View(self._rank, self._world, others | {self._rank: mine}, self._timeouts.silent_s, self._deaf)
 
-    def _told(self) -> Told:
+    def _told(self) -> RankStatus:
         now = self.clock.read()
         late = now.since_s >= min(_PLACE_S, self._timeouts.timeout_s / 4)
         return replace(now, place=current_activity(self._owner) if late else "")
 
-    def _sign(self, at: float, beat: Beat[Told] | None) -> Sign:
+    def _sign(self, at: float, beat: Beat[RankStatus] | None) -> PeerStatus:
         """What a beat says now: what had not changed when it came, is taken not to have changed since."""
         # What this process could not hear because it did not run, nobody failed to tell.
         silent = self.clock.pauses.ran_s(at)[0]
         if beat is None:
-            return Sign(silent_s=silent)
-        told = replace(beat.told, since_s=beat.told.since_s + silent, phase_s=beat.told.phase_s + silent)
-        state = "elsewhere" if told.ended else beat.process.look()
-        return Sign(**vars(told), silent_s=silent, state=state, host=beat.process.host)
+            return PeerStatus(silent_s=silent)
+        told = replace(beat.status, since_s=beat.status.since_s + silent, phase_s=beat.status.phase_s + silent)
+        state = "elsewhere" if told.ended else beat.process.local_state()
+        return PeerStatus(**vars(told), silent_s=silent, state=state, host=beat.process.host)
 
     # the thread that speaks with the store
 
     def _beat(self) -> float:
         self._tell()
-        for rank, beat in self._beats.hear(each for each in range(self._world) if each != self._rank).items():
+        for rank, beat in self._beats.read(each for each in range(self._world) if each != self._rank).items():
             if beat is not self._heard[rank][1]:
                 self._heard[rank] = time.monotonic(), beat
         self._rounds += 1
         return self._timeouts.beat_s
 
     def _tell(self) -> None:
-        self._beats.tell(replace(self._told(), ended=self._last[:MOST_CHARACTERS], exit=self._exit))
+        self._beats.send(replace(self._told(), ended=self._last[:MOST_CHARACTERS], exit=self._exit))
 
     def _fall_silent(self, error: Exception) -> None:
         if isinstance(error, DistStoreError):  # it is there and gives no answer: the way to it, or its host, is down
@@ -230,40 +229,40 @@ class Heartbeat:
         self._over.set()
         if self._link is not None:
             self._link.close(self._tell, _FAREWELL_S)
-        if self._checked.dropped and not self._accounted:
+        if self._reader.dropped and not self._accounted:
             self._accounted = True
-            self._speak(self._checked.account(self._rank))
+            self._speak(self._reader.account(self._rank))
 
     def _hurry(self) -> None:
         if self._link is not None:
-            self._link.hurry()
+            self._link.wake()
 
     def _say_slow(self, view: View) -> None:
-        lasts, least = diagnosis.lasts_s(view), max(self._timeouts.slow_s, _SLOW_TIMES * self.clock.usual_s())
+        lasts, least = diagnosis.longest_s(view), max(self._timeouts.slow_s, _SLOW_TIMES * self.clock.usual_s())
         if lasts < least:
             self._slow_from = least
-        elif lasts >= self._slow_from and diagnosis.speaks(view):
+        elif lasts >= self._slow_from and diagnosis.is_reporter(view):
             self._slow_from = 2 * lasts
             self._speak(diagnosis.slowness(view, self.clock.usual_s()))
 
     def _own_end(self, view: View) -> Report | None:
-        mine, timeouts, failed = view.mine, self._timeouts, diagnosis.failed(view)
+        mine, timeouts, failed = view.mine, self._timeouts, diagnosis.failed_ranks(view)
         step_s = timeouts.step_s
-        if step_s is not None and mine.phase == UPDATE and mine.phase_s >= step_s and diagnosis.informed(view):
+        if step_s is not None and mine.phase == UPDATE and mine.phase_s >= step_s and diagnosis.all_reported(view):
             text = f"{mine.where} took longer than run.step_deadline_s, {step_s:g} s: "
             # Who saw it first saw all of it: by now the slow rank itself may have ended by this deadline.
-            told = [view.signs[rank].ended for rank in failed if view.signs[rank].ended.startswith(text)]
+            told = [view.statuses[rank].ended for rank in failed if view.statuses[rank].ended.startswith(text)]
             cause = told[0] if told else text + diagnosis.slowness(view, self.clock.usual_s())
             return self._report(Exit.RANK_SILENT, cause, mine)
         if not failed or mine.since_s < timeouts.timeout_s:
             return None
-        other = f"{view.name(failed[:1])} ended: {view.signs[failed[0]].ended}"
+        other = f"{view.name(failed[:1])} ended: {view.statuses[failed[0]].ended}"
         if mine.waits:
             return self._report(Exit.RANK_LOST, f"still in a collective of {mine.where}, but {other}", mine)
         hangs = f"hangs in {mine.where} for {mine.since_s:.1f} s, {mine.place or 'where no Python runs'}"
         return self._report(Exit.RANK_SILENT, f"rank {self._rank} of {self._world} {hangs}; {other}", mine)
 
-    def _report(self, code: Exit, cause: str, mine: Sign) -> Report:
+    def _report(self, code: Exit, cause: str, mine: PeerStatus) -> Report:
         frame = sys._current_frames().get(self._owner)
         stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
         self._exit, self._last = code, cause

@@ -28,10 +28,9 @@ from andon.console.problems import InputError, Problem
 from andon.launch.context import STORE, RankContext
 from andon.launch.unix_store import unix_store
 from andon_contracts.fields import Count, Hex16, Part
-from andon_contracts.liveness.diagnosis import named
+from andon_contracts.liveness.diagnosis import rank_names
 from andon_contracts.liveness.open_store import open_store
-from andon_contracts.liveness.signed import TAKEN_AWAY_S, Signed, drawn
-from andon_contracts.liveness.store_link import Checked, whole
+from andon_contracts.liveness.store_link import TIMEOUT_S, SignedStore, StrictReader, new_secret, parse_strict
 
 Form = TypeVar("Form", bound=Part)
 _POLL_S = 0.02
@@ -52,7 +51,7 @@ class Refused(RuntimeError):
     ends_with = Exit.RANK_LOST
 
 
-def join(kinds: str, timeout_s: float) -> tuple[Signed, int, int]:
+def join(kinds: str, timeout_s: float) -> tuple[SignedStore, int, int]:
     """Initialise the default process group from the variables of torch's launcher, or of ours.
 
     Gives the part of the store that is this world's alone, through a connection of its own and with values signed,
@@ -73,12 +72,12 @@ def join(kinds: str, timeout_s: float) -> tuple[Signed, int, int]:
     dist.init_process_group(kinds, store=ours, rank=rank, world_size=world, timeout=timeout)
     if not address:
         ours = ours.clone()  # type: ignore[attr-defined]
-        ours.set_timeout(timedelta(seconds=TAKEN_AWAY_S))
-    return Signed(ours, _secret()), rank, world
+        ours.set_timeout(timedelta(seconds=TIMEOUT_S))
+    return SignedStore(ours, _secret()), rank, world
 
 
 def _secret() -> bytes:
-    told = torch.frombuffer(bytearray(drawn()), dtype=torch.uint8)
+    told = torch.frombuffer(bytearray(new_secret()), dtype=torch.uint8)
     dist.broadcast(told, 0)
     return bytes(told.tolist())
 
@@ -132,7 +131,7 @@ class Meeting:
     world: int
     timeout_s: float
     _word: str = field(default_factory=lambda: secrets.token_hex(8))
-    _checked: Checked = field(default_factory=Checked)
+    _reader: StrictReader = field(default_factory=StrictReader)
 
     def meet(self, problem: str) -> Store:
         """The store of this world, once all have come. problem: why this rank cannot join, if so.
@@ -149,8 +148,8 @@ class Meeting:
         except (dist.DistStoreError, dist.DistNetworkError) as error:
             raise Absent(f"the ranks' store stopped answering while they met: {_line(error)}") from error
         finally:
-            if self._checked.dropped:
-                say(self._checked.account(self.rank))
+            if self._reader.dropped:
+                say(self._reader.account(self.rank))
         if problem:
             raise InputError([Problem(_INTERFACE, problem)])
         self._judge(verdict)
@@ -216,13 +215,13 @@ class Meeting:
     def _read(self, store: Store, key: str, form: type[Form]) -> Form | None:
         if not store.check([key]):
             return None
-        return self._checked.read(key, store.get(key), lambda body: whole(form, body))
+        return self._reader.read(key, store.get(key), lambda body: parse_strict(form, body))
 
     def _judge(self, verdict: Verdict) -> None:
         for rank, text in verdict.problems.items():
             raise Refused(f"rank {rank} of {self.world} cannot join: {_INTERFACE}: {text}")
         if verdict.missing:
-            raise Absent(f"{named(verdict.missing)} of {self.world} did not come within {self.timeout_s:g} s")
+            raise Absent(f"{rank_names(verdict.missing)} of {self.world} did not come within {self.timeout_s:g} s")
 
 
 def _line(error: BaseException) -> str:

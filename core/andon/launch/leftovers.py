@@ -35,6 +35,6 @@ def _is_left(file: Path) -> bool:
     try:
         folder = file.parent
         ours = not folder.is_symlink() and folder.stat().st_uid == os.getuid()
-        return ours and Process.from_json(read_json(file)).look() == "gone"
+        return ours and Process.from_json(read_json(file)).local_state() == "gone"
     except (OSError, ValueError):
         return False

@@ -30,7 +30,7 @@ from andon.launch.orphan import die_with_parent
 from andon.launch.preemption import PREEMPTION_SIGNALS
 from andon.launch.report import Report, path_of, write_for_torch
 from andon_contracts.legible import legible_line
-from andon_contracts.liveness.process import within
+from andon_contracts.liveness.process import run_within
 
 if TYPE_CHECKING:
     from andon.launch.heartbeat import Heartbeat
@@ -124,7 +124,7 @@ def end_now(report: Report) -> None:
         _record(report)
         _say_end(report)
 
-    within(_LAST_WORDS_S, last_words)
+    run_within(_LAST_WORDS_S, last_words)
     os._exit(report.exit)
 
 
@@ -259,9 +259,9 @@ def _record(report: Report) -> None:
 def _record_in_time(report: Report) -> None:
     """Write the report where the disk takes it; the main thread has the end, and nobody could end it any more."""
     seconds = _RECORD_S if report.exit in (Exit.OK, Exit.PREEMPTED) else _LAST_WORDS_S
-    if not within(seconds, lambda: _record(report)):
+    if not run_within(seconds, lambda: _record(report)):
         late = f"its report could not be written: the disk took nothing for {seconds:g} s"
-        within(_LAST_WORDS_S, lambda: write(f"rank {report.rank}: {report.cause} ({late})\n"))
+        run_within(_LAST_WORDS_S, lambda: write(f"rank {report.rank}: {report.cause} ({late})\n"))
 
 
 @contextlib.contextmanager
@@ -283,7 +283,7 @@ def _take_down_group() -> None:
         with contextlib.suppress(RuntimeError):
             distributed.destroy_process_group()
 
-    within(_DESTROY_S, destroy)
+    run_within(_DESTROY_S, destroy)
 
 
 def leave(code: int) -> NoReturn:

@@ -16,9 +16,8 @@ from pathlib import Path
 from andon.console.exits import Exit
 from andon.run.folder import REPORTS
 from andon_contracts.legible import write_error_file
-from andon_contracts.liveness.diagnosis import named
-from andon_contracts.liveness.process import ending
-from andon_contracts.liveness.rules import NOTICED
+from andon_contracts.liveness.diagnosis import NOTICED, rank_names
+from andon_contracts.liveness.process import exit_text
 from andon_contracts.untrusted import read_json
 
 FOLDER = REPORTS
@@ -127,7 +126,7 @@ def first_cause(
     alike = [rank for rank in failed if sentences[rank] == said]
     report = reports[first]
     left = report.left if report is not None else exits[first] == 0
-    text = f"{named(alike if left else [first])} {said}"
+    text = f"{rank_names(alike if left else [first])} {said}"
     found = Exit.RANK_LOST if left else exit_of(exits[first], report)
     silent = sorted(rank for rank in failed if rank in ended and reports[rank] is None)
     if _chosen(reports[first]) in NOTICED.values() and silent:
@@ -188,4 +187,4 @@ def _sentence(code: int, report: Report | None, world: int, run_folder: Path) ->
         return f"of {world} ended with exit code {code}; {where}: make that folder writable, then resume"
     if code > 0:
         return f"of {world} ended with exit code {code} and left no report"
-    return f"of {world} {ending(code)}"
+    return f"of {world} {exit_text(code)}"

@@ -22,9 +22,8 @@ from andon.console.exits import Exit
 from andon.console.messages import say
 from andon.launch.preemption import PREEMPTION_SIGNALS, taken
 from andon.launch.report import Report
-from andon_contracts.liveness.diagnosis import named
+from andon_contracts.liveness.diagnosis import Patience, Symptoms, conclude, first_conclusion, rank_names
 from andon_contracts.liveness.process import STOPPED_BY, ConditionTimer, Process
-from andon_contracts.liveness.rules import Patience, Seen, conclude, first
 
 POLL_S = 0.05
 """Seconds between two looks at the ranks."""
@@ -194,7 +193,7 @@ class Supervisor:
             self._forward(signal.SIGUSR1)
         self._conclude()
         if time.monotonic() >= self._kill_at:
-            self._kill((Exit.RANK_SILENT, f"{named(self._live)} {self._late}") if self._late else None)
+            self._kill((Exit.RANK_SILENT, f"{rank_names(self._live)} {self._late}") if self._late else None)
 
     def _meet_ranks(self) -> None:
         if self._all or not self._agent.pids:
@@ -234,24 +233,25 @@ class Supervisor:
     def _conclude(self) -> None:
         """By the table of all who look at ranks: who is dead, and who did not run for too long."""
         states = {rank: process.state() for rank, process in self._live.items()}
-        stopped = self._stopped.look(rank for rank, state in states.items() if state == "stopped")
+        stopped = self._stopped.update(rank for rank, state in states.items() if state == "stopped")
         # The others give it up first, where there are any, and say what they waited for.
         patience = Patience(stopped_s=self._silence_s + END_S)
         found = {
-            rank: conclude(Seen(state, stopped_s=stopped.get(rank, 0.0)), patience) for rank, state in states.items()
+            rank: conclude(Symptoms(state, stopped_s=stopped.get(rank, 0.0)), patience)
+            for rank, state in states.items()
         }
-        for rank in first(found, ["died"])[1]:
+        for rank in first_conclusion(found, ["died"])[1]:
             del self._live[rank]
             self._note_death(rank)
-        late = first(found, ["stopped"])[1]
+        late = first_conclusion(found, ["stopped"])[1]
         if late and not self._seen.died and self._killed_at is None:
-            self._kill((Exit.RANK_SILENT, f"{named(late)} did not run for {self._silence_s:g} s: {STOPPED_BY}"))
+            self._kill((Exit.RANK_SILENT, f"{rank_names(late)} did not run for {self._silence_s:g} s: {STOPPED_BY}"))
 
     def _note_death(self, rank: int) -> None:
         self._seen.died[rank] = time.time()
         report = Report.read(self._folder, rank, self._launch)
         code = None if report is None else report.exit
-        if conclude(Seen("gone", said=report is not None, exit=code), Patience()) == "left":
+        if conclude(Symptoms("gone", announced=report is not None, exit=code), Patience()) == "left":
             return
         self._end_by(time.monotonic() + END_S + (self._timeout_s if code == Exit.PREEMPTED else 0.0), "")
 
@@ -282,7 +282,10 @@ class Supervisor:
     def _is_unkillable(self, now: float) -> bool:
         if self._killed_at is None or now - self._killed_at < KILLED_S:
             return False
-        self._seen.verdict = Exit.RANK_LOST, f"{named(self._live)} could not be killed: the kernel holds the process"
+        self._seen.verdict = (
+            Exit.RANK_LOST,
+            f"{rank_names(self._live)} could not be killed: the kernel holds the process",
+        )
         return True
 
     def _is_not_starting(self, waited: float) -> bool:

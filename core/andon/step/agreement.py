@@ -14,7 +14,7 @@ from andon.backend.devices import on_device
 from andon.console.exits import Exit
 from andon.step.gate import Expected, encoded, expected_row
 from andon.step.replica import Replica
-from andon_contracts.agree import HEADER, Observation, header, received
+from andon_contracts.agree import HEADER, Observation, decode_message, header
 from andon_contracts.digest import digests_by_name, signed
 from andon_contracts.laws.law import Judgement, Law, Rules, Seen, in_lockstep
 
@@ -54,7 +54,9 @@ class Gathered:
         end = HEADER + len(self.names)
         rows: list[list[int]] = table[:, :end].tolist()
         payloads = table[:, end : self.length].unbind()
-        return tuple(received(row, self.point, self.names, tail) for row, tail in zip(rows, payloads, strict=True))
+        return tuple(
+            decode_message(row, self.point, self.names, tail) for row, tail in zip(rows, payloads, strict=True)
+        )
 
     def read(self) -> tuple[Observation, ...]:
         """Every rank's observation, by rank; waits for the device."""

@@ -16,9 +16,9 @@ from andon.run.summary import Head, Summary
 from andon_contracts.causes import Cause
 from andon_contracts.fields import Part, Real
 from andon_contracts.liveness.end_messages import Position
-from andon_contracts.liveness.halt_link import Progress, Said
+from andon_contracts.liveness.halt import Progress, RankWarning
 from andon_contracts.liveness.pending_collectives import Counts
-from andon_contracts.liveness.store_link import whole
+from andon_contracts.liveness.store_link import parse_strict
 from andon_contracts.record import GENESIS, End, Plan, RankPart, Record, Start, Step, StepDigests, chain, encode
 from andon_falsify.campaign.findings import Finding, Report
 from andon_falsify.report.document import json_bytes
@@ -109,9 +109,9 @@ def messages() -> tuple[tuple[bytes, Callable[[object], object]], ...]:
     cause = Cause("violation", "they differ", 1, 3, "replicas-agree", "they differ", "w", (1,))
     progress = Progress(Position(1, "before the update", 0.5, 1), Counts(3, 2, "world", 1))
     return (
-        (_bytes(cause), lambda body: whole(Cause, body).checked(2)),
-        (_bytes(progress), lambda body: whole(Progress, body)),
-        (_bytes(Said(1, "text")), lambda body: whole(Said, body)),
+        (_bytes(cause), lambda body: parse_strict(Cause, body).checked(2)),
+        (_bytes(progress), lambda body: parse_strict(Progress, body)),
+        (_bytes(RankWarning(1, "text")), lambda body: parse_strict(RankWarning, body)),
     )
 
 

@@ -32,7 +32,7 @@ from andon.run.sealed import MANIFEST, STATE, TENSORS, CheckpointError
 from andon.run.summary import read_summary
 from andon.training.existing import config_at_hand, how_far
 from andon_contracts.legible import legible_line
-from andon_contracts.liveness.store_link import Checked
+from andon_contracts.liveness.store_link import StrictReader
 from andon_contracts.record import chain
 from andon_falsify.claims.ledgers import read_run, verify
 from andon_falsify.report.document import read_json
@@ -232,7 +232,7 @@ def message(draw: random.Random, folder: Path) -> str:
     """A value in the ranks' store: one of its form, or dropped and counted; never an error in a guard."""
     del folder
     value, form = draw.choice(messages())
-    raw, checked = damaged(draw, value), Checked()
+    raw, checked = damaged(draw, value), StrictReader()
     found = checked.read("key", raw, form)
     return "" if (found is None) == (checked.dropped == 1) else "it was neither read nor counted"
 
