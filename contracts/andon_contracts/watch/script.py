@@ -237,7 +237,8 @@ class Standby(Listener):
         optimizer = optimizer_of(parameters)
         opened = None if optimizer is None or optimizer in self._seen else self._open(optimizer)
         if opened is not None:
-            opened.calls.clipping(parameters, norm)
+            for each in opened.listeners:
+                each.clipping(parameters, norm)
 
     def _open(self, optimizer: torch.optim.Optimizer) -> Watch | None:
         """Open a watch of all that `optimizer` trains. If it cannot be watched, print one line and return None."""

@@ -30,7 +30,7 @@ from andon_contracts.watch.checks.reports import LoopReports
 from andon_contracts.watch.checks.scale import BackwardPasses
 from andon_contracts.watch.checks.weights import Weights
 from andon_contracts.watch.exchange import Exchange, Replicas
-from andon_contracts.watch.intercept import Listener, Yielded, listen, outside_of_transforms
+from andon_contracts.watch.intercept import Listener, listen, outside_of_transforms
 from andon_contracts.watch.judging import Verdicts
 from andon_contracts.watch.ledger import Recorder, reason_of
 from andon_contracts.watch.locate import REPLICATED, bundle_tensors
@@ -44,7 +44,7 @@ class Watch:
     """An open watch; made by `andon.watch`. `findings` are the violations and suspicions so far, equal on all ranks."""
 
     # One update, as seen from here. The loop calls the model: `_forward` raises if another rank halted the run, and
-    # tells the checks. Its calls of backward, clip, all-reduce and data loaders come through `_CallRouter`, its
+    # tells the checks. Its calls of backward, clip, all-reduce and data loaders come through `intercept`, its
     # gradients through the hooks of `checks/gradients.py`. When it calls the optimizer's step, `_before_step` judges
     # the last update if that is still open (on GPUs). Then `Updates.before` lets every check read, exchanges what they
     # read with all ranks, and judges it: a law that does not hold becomes a message, or an error if `action` says so.
@@ -88,7 +88,7 @@ class Watch:
             exchange.set_callbacks(lambda: halt.raise_if_halted(again=True), halt.lost, halt.pending)
         self._updates = Updates(context)
         self._checks = all_checks(context)
-        self.calls = _CallRouter(context, halt, passes)
+        self.listeners: list[Listener] = [*self._checks, _LoopCalls(context, halt, passes)]
         self._handled = sys.exc_info()[1]
         """An error that the loop was handling when the watch opened, and that does not end it."""
         self._last_error: BaseException | None = None
@@ -262,7 +262,7 @@ class Watch:
             self._undo.append(probe.optimizer.register_step_pre_hook(self._before_step).remove)
             self._undo.append(probe.optimizer.register_step_post_hook(self._after_step).remove)
             probe.check(Gradients).raw_hooks.halt = self._halt
-        self._undo.append(listen(self.calls))
+        self._undo.append(listen(*self.listeners))
         atexit.register(self._leave, os.getpid())
 
     def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -384,36 +384,23 @@ class Watch:
             self._say([f"andon.Violation: {found}"])
 
 
-class _CallRouter(Listener):
-    """Tells the checks of the loop's calls, and the halt signal of its collectives."""
+class _LoopCalls(Listener):
+    """What the loop's calls mean for the watch beside its checks. It hears of each call after them."""
 
     def __init__(self, context: Context, halt: HaltSignal | None, passes: BackwardPasses) -> None:
         self._context = context
-        self._checks = all_checks(context)
         self._halt = halt
         self._passes = passes
-
-    def clipping(self, parameters: Sequence[Tensor], norm: Tensor | None) -> None:
-        for check in self._checks:
-            check.clipping(parameters, norm)
 
     def updates_of(self, optimizer: object) -> int | None:
         return next((probe.updates for probe in self._context.probes if probe.optimizer is optimizer), None)
 
     def skipped(self, optimizer: object) -> None:
-        for check in self._checks:
-            check.skipped(optimizer)
         next(probe for probe in self._context.probes if probe.optimizer is optimizer).skip()
-
-    def unscaling(self, scaler: Any, optimizer: Any) -> None:
-        for check in self._checks:
-            check.unscaling(scaler, optimizer)
 
     def reducing(self, tensor: Tensor, group: object, waits: bool) -> None:
         if self._halt is not None:
             self._halt.pending.reducing(group, waits=waits)
-        for check in self._checks:
-            check.reducing(tensor, group, waits)
 
     def resumed(self) -> None:
         if self._halt is not None:
@@ -423,20 +410,11 @@ class _CallRouter(Listener):
         if self._halt is not None:
             self._halt.lost(error)
 
-    def yielded(self, batch: Yielded) -> None:
-        for check in self._checks:
-            check.yielded(batch)
-
     def backward(self, loss: Tensor | None) -> None:
         if not self._context.muted:
             self._passes.begin(loss, user_line())
-            for check in self._checks:
-                check.backward(loss)
 
     def backward_over(self) -> None:
-        if self._passes.current is not None:
-            for check in self._checks:
-                check.backward_over()
         self._passes.end()
 
 

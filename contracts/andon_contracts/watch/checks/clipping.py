@@ -145,10 +145,7 @@ class ClipPlace(Check):
         if self.context.ranks_have_own_rows:
             verdicts.judge((_BY_ALL_RANKS,), seen, self.context.scene())
 
-    def skipped(self, optimizer: object) -> None:
-        self._new_update()
-
-    def updated(self, probe: OptimizerProbe) -> None:
+    def new_window(self, probe: OptimizerProbe) -> None:
         self._new_update()
 
     def _new_update(self) -> None:

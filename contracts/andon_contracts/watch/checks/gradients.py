@@ -145,11 +145,13 @@ class Gradients(Check):
             self._probe.discarded()
 
     def backward(self, loss: Tensor | None) -> None:
-        self.raw_hooks.gradient_arrived = False
-        self.raw_hooks.backward_called()
+        if not self.context.muted:
+            self.raw_hooks.gradient_arrived = False
+            self.raw_hooks.backward_called()
 
     def backward_over(self) -> None:
-        self.raw_hooks.backward_ended()
+        if not self.context.muted:
+            self.raw_hooks.backward_ended()
 
     def reducing(self, tensor: Tensor, group: object, waits: bool) -> None:
         if not self.context.muted and (group is None or group is dist.group.WORLD):

@@ -498,7 +498,8 @@ class GradientScale(Check):
 
     def backward_over(self) -> None:
         # If any gradient of the optimizer arrived, that of the parameter must have arrived too.
-        if self.gradient_arrived() and (not self._window or self._window[-1] is not self._passes.current):
+        now = self._passes.current
+        if now is not None and self.gradient_arrived() and (not self._window or self._window[-1] is not now):
             self._known = False
 
     def _dots(self, gradient: Tensor) -> Tensor | None:
