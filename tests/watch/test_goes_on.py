@@ -219,7 +219,7 @@ def test_why_rows_are_not_looked_at_is_said_once(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error of each batch has other words, as an index or an address: there is one line all the same."""
-    monkeypatch.setattr(legible, "_told", set())
+    monkeypatch.setattr(legible, "_logged", set())
     for index in range(3):
         report_unreadable("a batch of a data loader", IndexError(f"no row {index}"))
     report_unreadable("what the model is given", IndexError("no row 3"))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -11,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from andon_contracts.act import Scene, agreement
-from andon_contracts.added_time import AddedTime
 from andon_contracts.agree import Observation
 from andon_contracts.laws.law import Law, Observations, Seen, in_lockstep
 from andon_contracts.observe import Observer
@@ -21,7 +22,6 @@ from andon_contracts.watch.intercept import Listener
 from andon_contracts.watch.judging import Verdicts
 from andon_contracts.watch.ledger import Recorder
 from andon_contracts.watch.model_probe import ModelProbe
-from andon_contracts.watch.rows import Rows
 from andon_contracts.watch.settings import Settings
 from andon_contracts.watch.values import layout_digest, learning_rate_of
 
@@ -51,6 +51,89 @@ def declared(given: object, argument: str) -> Cover:
     return LIVE if given else Cover("not observable", f"{argument} was not given", argument)
 
 
+class AddedTime:
+    """Context manager that adds up the seconds of its `with` blocks, which must not be nested."""
+
+    seconds = _start = 0.0
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds += time.perf_counter() - self._start
+
+
+@dataclass
+class Batch:
+    """The rows of one call of `Watch.batch`: their number, and whether its forward pass drew random numbers.
+
+    random: the random state before the forward pass; None: unknown.
+    """
+
+    rows: int
+    random: Tensor | None = None
+    drew: bool = False
+
+
+class Rows:
+    """The rows of the present window on this rank whose gradients the loop has not thrown away."""
+
+    def __init__(self) -> None:
+        self.skipped_windows: list[list[int]] = []
+        """The rows of each window whose update a loss scaler skipped."""
+        self.is_past = False
+        """Whether the loop has already computed later gradients than those of the update that is judged."""
+        self.discarded = 0
+        """How often gradients were thrown away."""
+        self.new_window()
+
+    def new_window(self) -> None:
+        """Forget the rows: an update used them."""
+        self.ids: list[int] = []
+        self.contents: list[int] = []
+        self.loss_sum, self.loss_rows = 0.0, 0
+        self.reported: float | None = None
+        self.batches: list[Batch] = []
+        self._unused = 0
+
+    def skip_window(self) -> None:
+        """Forget the rows, but note them: the window's update is skipped, and its rows are used up all the same."""
+        self.skipped_windows.append(self.ids)
+        self.new_window()
+
+    def add(self, ids: Sequence[int], contents: Sequence[int]) -> None:
+        """Add a batch that is about to be used."""
+        self.batches.append(Batch(len(ids)))
+        self._unused = len(ids)
+        self.ids.extend(ids)
+        self.contents.extend(contents)
+
+    def mark_used(self) -> None:
+        """Note that the latest batch has been through the backward pass: its rows are in the gradients now."""
+        self._unused = 0
+
+    def discard(self) -> None:
+        """Forget the rows in the gradients, which were thrown away. A batch without its backward pass stays."""
+        self.discarded += 1
+        count = len(self.ids) - self._unused
+        del self.ids[:count], self.contents[:count]
+        self.batches = self.batches[-1:] if self._unused else []
+
+    @contextmanager
+    def of_update(self, ids: list[int], *, is_past: bool) -> Iterator[None]:
+        """Inside, `ids` are those of the update that is judged, even if the loop has added others since."""
+        now, self.ids, self.is_past = self.ids, ids, is_past
+        try:
+            yield
+        finally:
+            self.ids, self.is_past = now, False
+
+    @property
+    def latest(self) -> Batch | None:
+        """The latest batch of this window."""
+        return self.batches[-1] if self.batches else None
+
+
 @dataclass
 class Context:
     """What the checks of one watch share. `verdicts` and `recorder` are set after the checks said what they cover."""
@@ -59,7 +142,7 @@ class Context:
     settings: Settings
     exchange: Exchange
     replicas: Replicas
-    rows: Rows
+    rows: Rows = field(default_factory=Rows)
     probes: list[OptimizerProbe] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)
     """Those of the whole loop."""

@@ -35,7 +35,6 @@ from andon_contracts.watch.judging import Verdicts
 from andon_contracts.watch.ledger import Recorder, reason_of
 from andon_contracts.watch.locate import REPLICATED, bundle_tensors
 from andon_contracts.watch.model_probe import ForwardHook, ModelProbe, ModuleGroup
-from andon_contracts.watch.rows import Rows
 from andon_contracts.watch.settings import Settings
 from andon_contracts.watch.updates import Updates, add_checks, all_checks
 
@@ -61,7 +60,7 @@ class Watch:
         ledger: LedgerFile | None = None,
     ) -> None:
         self.settings, self.closed = settings, False
-        self._context = context = Context(subject, settings, exchange, replicas, Rows())
+        self._context = context = Context(subject, settings, exchange, replicas)
         exchange.comparable = not replicas.cut
         passes = BackwardPasses()
         add_checks(context, optimizers, passes)
