@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from andon_contracts.act import Scene, agreement
@@ -23,7 +22,7 @@ from andon_contracts.watch.judging import Verdicts
 from andon_contracts.watch.ledger import Recorder
 from andon_contracts.watch.model_probe import ModelProbe
 from andon_contracts.watch.settings import Settings
-from andon_contracts.watch.values import layout_digest, learning_rate_of
+from andon_contracts.watch.values import layout_digest
 
 Values = dict[str, int]
 Laws = Sequence[Law[Seen[object]]]
@@ -174,9 +173,6 @@ class Context:
         """The updates of the optimizer that has made most, those before the watch included."""
         return max(probe.updates for probe in self.probes)
 
-    def is_of_all_ranks(self, group: object) -> bool:
-        return group is None or (isinstance(group, dist.ProcessGroup) and dist.get_world_size(group) == self.world)
-
     def check(self, kind: type[C]) -> C:
         """The check of this kind of the whole loop."""
         return next(each for each in self.checks if isinstance(each, kind))
@@ -221,7 +217,6 @@ class OptimizerProbe:
         self.index = {id(p): index for index, p in enumerate(held)}
         self.held = frozenset(self.index)
         self.layout = layout_digest(self.parameters)
-        self.longest = max((p.numel() for p in held if p.device.type == "cpu"), default=0)
         self._slot = {name: index for index, name in enumerate(context.subject.names)}
         self.updates = context.settings.start
         self.skipped = 0
@@ -232,11 +227,6 @@ class OptimizerProbe:
     def check(self, kind: type[C]) -> C:
         """The check of this kind."""
         return next(each for each in self.checks if isinstance(each, kind))
-
-    @property
-    def rate(self) -> float:
-        """The learning rate of the first group."""
-        return learning_rate_of(self.optimizer.param_groups[0], 0.0)
 
     def gradients(self) -> list[Tensor]:
         return [p.grad for p in self.members if p.grad is not None]
@@ -251,12 +241,10 @@ class OptimizerProbe:
         return subject.norm_share(tensors, self.context.world) if subject.sharded else norm
 
     def reduced(self) -> None:
-        """The gradient is reduced and unscaled, and not clipped yet."""
         for check in self.checks:
             check.reduced(self)
 
     def updated(self) -> None:
-        """The update was made."""
         self.context.rows.new_window()
         for check in self.checks:
             check.updated(self)
@@ -273,7 +261,6 @@ class OptimizerProbe:
             check.new_window(self)
 
     def discarded(self) -> None:
-        """The loop threw the gradients away."""
         for check in self.checks:
             check.discarded(self)
 
@@ -377,7 +364,7 @@ class Check(Listener):
     ) -> None:
         """At the close: judge `law` by the values of this rank alone. by_all: every other rank has the same values."""
         verdicts, said = self.context.verdicts, (Observation(self.context.exchange.rank, step, 0, "close", values),)
-        judgement = verdicts.judgement(verdicts.live_laws((law,)), Seen[object](said, None, self.context.subject.names))
+        judgement = verdicts.judgement((law,), Seen[object](said, None, self.context.subject.names))
         verdicts.report_alone(judgement, self.context.scene(applied=True), on_all_ranks=by_all)
 
     def closing_lines(self) -> list[str]:
