@@ -93,7 +93,8 @@ class Rows:
         self.loss_sum, self.loss_rows = 0.0, 0
         self.reported: float | None = None
         self.batches: list[Batch] = []
-        self._unused = 0
+        self.unused = 0
+        """The rows of the latest batch, until its backward pass adds them to the gradients."""
 
     def skip_window(self) -> None:
         """Forget the rows, but note them: the window's update is skipped, and its rows are used up all the same."""
@@ -103,20 +104,16 @@ class Rows:
     def add(self, ids: Sequence[int], contents: Sequence[int]) -> None:
         """Add a batch that is about to be used."""
         self.batches.append(Batch(len(ids)))
-        self._unused = len(ids)
+        self.unused = len(ids)
         self.ids.extend(ids)
         self.contents.extend(contents)
-
-    def mark_used(self) -> None:
-        """Note that the latest batch has been through the backward pass: its rows are in the gradients now."""
-        self._unused = 0
 
     def discard(self) -> None:
         """Forget the rows in the gradients, which were thrown away. A batch without its backward pass stays."""
         self.discarded += 1
-        count = len(self.ids) - self._unused
+        count = len(self.ids) - self.unused
         del self.ids[:count], self.contents[:count]
-        self.batches = self.batches[-1:] if self._unused else []
+        self.batches = self.batches[-1:] if self.unused else []
 
     @contextmanager
     def of_update(self, ids: list[int], *, is_past: bool) -> Iterator[None]:

@@ -293,7 +293,6 @@ def reducers_of(model: nn.Module) -> list[DistributedDataParallel]:
 
 
 def _index(parameters: Iterable[torch.Tensor]) -> dict[int, int]:
-    """From the identity of each parameter to its position."""
     return {id(parameter): position for position, parameter in enumerate(parameters)}
 
 

@@ -71,8 +71,6 @@ def all_checks(context: Context) -> list[Check]:
 
 @dataclass(frozen=True)
 class _UnjudgedUpdate:
-    """An update that was made and is not judged yet. ids: the rows that it was made of."""
-
     probe: OptimizerProbe
     step: int
     values: Callable[[], Values]
@@ -286,9 +284,8 @@ def _details(context: Context, name: str, step: int, probe: OptimizerProbe | Non
     if name == "weights":
         details[name] = look(step, name, parameters)
     elif name == "layout":
-        details[name] = spread(
-            step, "tensors of layout", {n: trainable_layout_digest({"": p}) for n, p in parameters.items()}
-        )
+        layouts = {n: trainable_layout_digest({"": p}) for n, p in parameters.items()}
+        details[name] = spread(step, "tensors of layout", layouts)
     elif name == "gradient":
         none = torch.empty(0, device="cpu")
         details[name] = look(step, name, {n: none if p.grad is None else p.grad for n, p in parameters.items()})

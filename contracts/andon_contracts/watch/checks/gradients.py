@@ -138,7 +138,7 @@ class Gradients(Check):
     def _zeroed(self) -> None:
         rows = self.context.rows
         if self.raw_hooks.backward_seen:
-            rows.mark_used()
+            rows.unused = 0
         if self.raw_hooks.started or rows.ids:
             self.raw_hooks.discard()
         else:
