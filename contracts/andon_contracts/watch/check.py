@@ -142,6 +142,8 @@ class Context:
     probes: list[OptimizerProbe] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)
     """Those of the whole loop."""
+    all_checks: list[Check] = field(default_factory=list)
+    """Every check once: those of the whole loop first."""
     verdicts: Verdicts = field(init=False)
     recorder: Recorder = field(init=False)
     added: AddedTime = field(default_factory=AddedTime)

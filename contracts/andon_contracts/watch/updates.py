@@ -7,7 +7,7 @@ would starve the device. So it is judged just before the next update, at the nex
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from andon_contracts.causes import first_line
 from andon_contracts.laws.law import LOCKSTEP, Details, Judgement, Observations, Seen, in_lockstep
 from andon_contracts.observe import plain, start_to_cpu
 from andon_contracts.violation import Violation
-from andon_contracts.watch.check import Check, Context, Laws, OptimizerProbe, Values
+from andon_contracts.watch.check import Context, Laws, OptimizerProbe, Values
 from andon_contracts.watch.checks.applied import Applied
 from andon_contracts.watch.checks.audit import Audit
 from andon_contracts.watch.checks.buffers import Buffers
@@ -60,21 +60,8 @@ def add_checks(context: Context, optimizers: Sequence[torch.optim.Optimizer]) ->
             *(*clipping, Applied(context, probe), outcomes, rows, place, copies, scale, reports, *audit),
         ]
         context.probes.append(probe)
+    context.all_checks = list(dict.fromkeys([*context.checks, *(c for probe in context.probes for c in probe.checks)]))
     return passes
-
-
-def all_checks(context: Context) -> list[Check]:
-    """Every check once: those of the whole loop first."""
-    own = [check for probe in context.probes for check in probe.checks if check not in context.checks]
-    return [*context.checks, *own]
-
-
-@dataclass(frozen=True)
-class _UnjudgedUpdate:
-    probe: OptimizerProbe
-    step: int
-    values: Callable[[], Values]
-    ids: list[int]
 
 
 def _judged_late(subject: ModelProbe) -> bool:
@@ -91,7 +78,8 @@ class Updates:
         self._aligned: Observations = ()
         self._late = False
         """Whether updates are judged before the next one, because every rank's device makes them."""
-        self._unjudged: _UnjudgedUpdate | None = None
+        self._unjudged: tuple[OptimizerProbe, Callable[[], Values], list[int]] | None = None
+        """The last update if it is not judged yet: its probe, what gives the values after it, and its rows."""
 
     def start(self) -> None:
         """Meet the other ranks, and compare what the loop starts from. Collective."""
@@ -104,7 +92,7 @@ class Updates:
         devices: Seen[object] = Seen(context.exchange(0, "devices", own), None)
         self._late = all(devices.column("late"))
         context.portable, context.longest = "on the CPU" in devices.differing, max(devices.column("longest"))
-        for check in all_checks(context):
+        for check in context.all_checks:
             check.ranks_met()
         for probe in context.probes:
             self._before_laws[probe] = (LOCKSTEP, *(law for check in probe.checks for law in check.before_laws))
@@ -164,12 +152,9 @@ class Updates:
 
             def values() -> Values:
                 arrive()
-                found: Values = {}
-                for part in parts:
-                    found |= part()
-                return found
+                return {name: value for part in parts for name, value in part().items()}
 
-            self._unjudged = _UnjudgedUpdate(probe, probe.updates, values, context.rows.ids)
+            self._unjudged = probe, values, context.rows.ids
             probe.updated()
         if not self._late:
             self.judge_made()
@@ -179,19 +164,18 @@ class Updates:
         made, self._unjudged = self._unjudged, None
         if made is None:
             return
-        context = self._context
+        context, (probe, values, ids) = self._context, made
         with context.added:
-            point = f"after {self._number(made.probe)}"
-            said = context.exchange(made.step, point, made.values(), judged=True)
-            judgement = self._judge_after(made.probe, said)
+            said = context.exchange(probe.updates, f"after {self._number(probe)}", values(), judged=True)
+            judgement = self._judge_after(probe, said)
             if judgement.first is not None:
                 # If a difference of the weights is only a suspicion, its element is not searched for.
-                tensors = {} if PARTED in judgement.laws else {"replicas-agree": made.probe.parameters}
-                scene = context.scene_of(made.probe, self._aligned, applied=True)
-                with context.rows.of_update(made.ids, is_past=self._late):
-                    _report(context, judgement, made.probe, scene, tensors)
-            self._note_equal(made.step, judgement.seen)
-            made.probe.states_equal = "optimizer" not in judgement.seen.differing
+                tensors = {} if PARTED in judgement.laws else {"replicas-agree": probe.parameters}
+                scene = context.scene_of(probe, self._aligned, applied=True)
+                with context.rows.of_update(ids, is_past=self._late):
+                    _report(context, judgement, probe, scene, tensors)
+            self._note_equal(probe.updates, judgement.seen)
+            probe.states_equal = "optimizer" not in judgement.seen.differing
 
     def _judge_after(self, probe: OptimizerProbe, said: Observations) -> Judgement[Seen[object]]:
         """Write the values of all ranks after an update to the ledger. Returns their judgement."""
@@ -219,13 +203,14 @@ class Updates:
         made, self._unjudged = self._unjudged, None
         if made is None:
             return ""
+        probe, values, _ = made
         try:
-            point = f"after {self._number(made.probe)}"
-            said = self._context.exchange.gather_at_close(made.step, point, made.values(), _AT_THE_CLOSE_S)
+            point = f"after {self._number(probe)}"
+            said = self._context.exchange.gather_at_close(probe.updates, point, values(), _AT_THE_CLOSE_S)
         except (RuntimeError, OSError) as error:
             why = str(error) if isinstance(error, TimeoutError) else first_line(error)
-            return f"  what update {made.step} left was not compared: {why}"
-        judgement = self._judge_after(made.probe, said)
+            return f"  what update {probe.updates} left was not compared: {why}"
+        judgement = self._judge_after(probe, said)
         self._context.verdicts.report_alone(judgement, self._context.scene(applied=True), on_all_ranks=True)
         return ""
 

@@ -34,7 +34,7 @@ from andon_contracts.watch.judging import Verdicts
 from andon_contracts.watch.ledger import Recorder, reason_of
 from andon_contracts.watch.model_probe import ForwardHook, ModelProbe, ModuleGroup
 from andon_contracts.watch.settings import Settings
-from andon_contracts.watch.updates import Updates, add_checks, all_checks, bundle_tensors
+from andon_contracts.watch.updates import Updates, add_checks, bundle_tensors
 
 
 class Watch:
@@ -63,7 +63,7 @@ class Watch:
         passes = add_checks(context, optimizers)
         covers = {"halt-together": context.between_ranks(), "clip-once": declared(settings.clip, "clip=")}
         covers["gradient-law"] = declared(settings.reference, "reference=")
-        for check in all_checks(context):
+        for check in context.all_checks:
             covers |= check.cover()
         self._cover = {name: covers[name] for name in CLAUSES if name in covers}
         live = frozenset(name for name, cover in self._cover.items() if cover.live)
@@ -84,8 +84,7 @@ class Watch:
             halt.evidence = evidence
             exchange.set_callbacks(lambda: halt.raise_if_halted(again=True), halt.lost, halt.pending)
         self._updates = Updates(context)
-        self._checks = all_checks(context)
-        self.listeners: list[Listener] = [*self._checks, passes, _LoopCalls(context, halt)]
+        self.listeners: list[Listener] = [*context.all_checks, passes, _LoopCalls(context, halt)]
         self._handled = sys.exc_info()[1]
         """An error that the loop was handling when the watch opened, and that does not end it."""
         self._last_error: BaseException | None = None
@@ -277,7 +276,7 @@ class Watch:
         if pending is not None and not subject.forward_is_compiled:
             for each in pending.follow(subject.outer):
                 self._undo.append(each.register_forward_pre_hook(ForwardHook(partial(pending.forward, each))).remove)
-        for check in self._checks:
+        for check in self._context.all_checks:
             self._undo += check.hooks()
         for probe in self._context.probes:
             self._undo.append(probe.optimizer.register_step_pre_hook(self._before_step).remove)
@@ -291,12 +290,12 @@ class Watch:
         self._at(1)
         if not self._context.muted:
             with outside_of_transforms():
-                for check in self._checks:
+                for check in self._context.all_checks:
                     check.forward(module, args, kwargs)
 
     def _forwarded(self) -> None:
         if not self._context.muted:
-            for check in self._checks:
+            for check in self._context.all_checks:
                 check.forwarded()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -375,7 +374,7 @@ class Watch:
             atexit.unregister(self._leave)
             try:
                 if reason == "finished":
-                    for check in all_checks(context):
+                    for check in context.all_checks:
                         check.judge_close()
             finally:
                 context.exchange.close()
@@ -402,7 +401,7 @@ class Watch:
                 *(f"  {name}: {counted(count, 'time')}, first at step {first[name]}" for name, count in repeated),
                 *(f"  {name}: {counted(count, 'time')}, silenced by allow" for name, count in silenced),
                 f"  not checked: {', '.join(unchecked)}" * bool(unchecked),
-                *dict.fromkeys(line for check in self._checks for line in check.closing_lines()),
+                *dict.fromkeys(line for check in context.all_checks for line in check.closing_lines()),
                 unread,
                 context.recorder.closing_line(),
                 reached and f"  warning: {reached}",
