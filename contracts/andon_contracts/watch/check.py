@@ -50,18 +50,6 @@ def declared(given: object, argument: str) -> Cover:
     return LIVE if given else Cover("not observable", f"{argument} was not given", argument)
 
 
-class AddedTime:
-    """Context manager that adds up the seconds of its `with` blocks, which must not be nested."""
-
-    seconds = _start = 0.0
-
-    def __enter__(self) -> None:
-        self._start = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self.seconds += time.perf_counter() - self._start
-
-
 @dataclass
 class Batch:
     """The rows of one call of `Watch.batch`: their number, and whether its forward pass drew random numbers.
@@ -126,7 +114,6 @@ class Rows:
 
     @property
     def latest(self) -> Batch | None:
-        """The latest batch of this window."""
         return self.batches[-1] if self.batches else None
 
 
@@ -146,7 +133,8 @@ class Context:
     """Every check once: those of the whole loop first."""
     verdicts: Verdicts = field(init=False)
     recorder: Recorder = field(init=False)
-    added: AddedTime = field(default_factory=AddedTime)
+    added_s: float = 0.0
+    """Seconds of the host that the watch added to the loop."""
     steps: int = 0
     """The updates of all optimizers since the watch began."""
     last_equal: int | None = None
@@ -171,6 +159,15 @@ class Context:
     def updates(self) -> int:
         """The updates of the optimizer that has made most, those before the watch included."""
         return max(probe.updates for probe in self.probes)
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Add the seconds of the block to `added_s`. Blocks are not nested."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.added_s += time.perf_counter() - began
 
     def check(self, kind: type[C]) -> C:
         """The check of this kind of the whole loop."""
@@ -224,7 +221,6 @@ class OptimizerProbe:
         """Whether all ranks had the same optimizer state after the last update."""
 
     def check(self, kind: type[C]) -> C:
-        """The check of this kind."""
         return next(each for each in self.checks if isinstance(each, kind))
 
     def gradients(self) -> list[Tensor]:

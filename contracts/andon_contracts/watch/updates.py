@@ -114,7 +114,7 @@ class Updates:
     def before(self, probe: OptimizerProbe) -> None:
         """The optimizer of `probe` is about to make an update. Collective."""
         context, checks, step = self._context, probe.checks, probe.updates + 1
-        with context.added:
+        with context.timed():
             arrive = start_to_cpu(*(tensors for check in checks for tensors in check.look(probe)))
             values: Values = {}
             for check in checks:
@@ -144,7 +144,7 @@ class Updates:
     def after(self, probe: OptimizerProbe) -> None:
         """The optimizer of `probe` made an update."""
         context = self._context
-        with context.added:
+        with context.timed():
             probe.updates += 1
             context.steps += 1
             arrive = start_to_cpu(*(tensors for check in probe.checks for tensors in check.look_after(probe)))
@@ -165,7 +165,7 @@ class Updates:
         if made is None:
             return
         context, (probe, values, ids) = self._context, made
-        with context.added:
+        with context.timed():
             said = context.exchange(probe.updates, f"after {self._number(probe)}", values(), judged=True)
             judgement = self._judge_after(probe, said)
             if judgement.first is not None:
@@ -298,15 +298,12 @@ def bundle_tensors(context: Context, named: str) -> Iterator[tuple[str, Tensor]]
     """
     subject, probes, is_past = context.subject, context.probes, context.rows.is_past
     for names in ([named], [name for probe in probes for name in probe.names]):
-        for kind in ("weights", "gradient", "optimizer"):
-            for probe, name in ((probe, name) for probe in probes for name in names if name in probe.parameters):
-                parameter = probe.parameters[name]
-                if kind == "weights":
-                    yield f"weights {name}", plain(parameter)
-                elif kind == "optimizer":
-                    yield from ((f"optimizer {name} {key}", each) for key, each in _states_of(probe, name).items())
-                elif parameter.grad is not None and not is_past:
-                    yield f"gradient {name}", plain(parameter.grad)
+        trained = [(probe, name) for probe in probes for name in names if name in probe.parameters]
+        yield from ((f"weights {name}", plain(probe.parameters[name])) for probe, name in trained)
+        gradients = [] if is_past else [(name, probe.parameters[name].grad) for probe, name in trained]
+        yield from ((f"gradient {name}", plain(gradient)) for name, gradient in gradients if gradient is not None)
+        for probe, name in trained:
+            yield from ((f"optimizer {name} {key}", each) for key, each in _states_of(probe, name).items())
     if named in subject.frozen:
         yield f"weights {named}", plain(subject.frozen[named])
     if not is_past:

@@ -384,7 +384,7 @@ class Watch:
     def _say_closing(self, unread: str) -> None:
         """What was checked, how often, at what cost, and what was not checked. unread: why an update was not judged."""
         context, covers, verdicts, steps = self._context, self._cover, self._context.verdicts, self._context.steps
-        spent = context.added.seconds + sum(probe.check(Gradients).raw_hooks.host_seconds() for probe in context.probes)
+        spent = context.added_s + sum(probe.check(Gradients).raw_hooks.host_seconds() for probe in context.probes)
         # Clauses for which the loop passed no values count as unchecked.
         unreported = context.check(LoopReports).unreported
         evaluated = {name: count for name, count in verdicts.evaluations.items() if count and name not in unreported}
