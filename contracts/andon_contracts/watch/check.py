@@ -103,15 +103,6 @@ class Rows:
         del self.ids[:count], self.contents[:count]
         self.batches = self.batches[-1:] if self.unused else []
 
-    @contextmanager
-    def of_update(self, ids: list[int], *, is_past: bool) -> Iterator[None]:
-        """Inside, `ids` are those of the update that is judged, even if the loop has added others since."""
-        now, self.ids, self.is_past = self.ids, ids, is_past
-        try:
-            yield
-        finally:
-            self.ids, self.is_past = now, False
-
     @property
     def latest(self) -> Batch | None:
         return self.batches[-1] if self.batches else None

@@ -172,8 +172,12 @@ class Updates:
                 # If a difference of the weights is only a suspicion, its element is not searched for.
                 tensors = {} if PARTED in judgement.laws else {"replicas-agree": probe.parameters}
                 scene = context.scene_of(probe, self._aligned, applied=True)
-                with context.rows.of_update(ids, is_past=self._late):
+                rows = context.rows
+                later, rows.ids, rows.is_past = rows.ids, ids, self._late
+                try:
                     _report(context, judgement, probe, scene, tensors)
+                finally:
+                    rows.ids, rows.is_past = later, False
             self._note_equal(probe.updates, judgement.seen)
             probe.states_equal = "optimizer" not in judgement.seen.differing
 
