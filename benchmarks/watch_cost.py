@@ -115,7 +115,7 @@ class Bench:
 
     def block(self, role: str) -> tuple[float, float]:
         if role != "watched":
-            unlisten(self.watch.calls)
+            unlisten(*self.watch.listeners)
         try:
             start, used = now_on_all(self.device), time.thread_time()
             for step in range(_STEPS):
@@ -124,7 +124,7 @@ class Bench:
             return (time.perf_counter() - start) / _STEPS, (time.thread_time() - used) / _STEPS
         finally:
             if role != "watched":
-                listen(self.watch.calls)
+                listen(*self.watch.listeners)
 
     def measure(self) -> dict[str, Any]:
         wall: dict[str, list[float]] = {role: [] for role in ROLES}

@@ -86,7 +86,7 @@ def _seen(**of_the_second: int) -> tuple[Observation, ...]:
 def _judgement(table: str, observations: Sequence[Observation], live: Any = ALL) -> tuple[Judgement[Any], Verdicts]:
     verdicts = Verdicts(Settings(action=lambda _: None), live)
     seen = Seen(observations, None, ["a", "b"])
-    return verdicts.judgement(verdicts.live_laws(TABLES[table]), seen), verdicts
+    return verdicts.judgement(TABLES[table], seen), verdicts
 
 
 TABLES: Mapping[str, Sequence[Law[Seen[object]]]] = {"before": BEFORE, "after": AFTER}

@@ -119,7 +119,7 @@ class Judgement(Generic[S]):
     """
 
     def __init__(self, laws: Sequence[Law[S]], seen: S, tally: Counter[str] | None = None) -> None:
-        self.seen = seen
+        self.laws, self.seen = laws, seen
         self._pending = iter(laws if enforced() else ())
         self._broken: list[Law[S]] = []
         self._tally = Counter[str]() if tally is None else tally

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from andon_contracts.act import Scene, agreement
-from andon_contracts.added_time import AddedTime
 from andon_contracts.agree import Observation
 from andon_contracts.laws.law import Law, Observations, Seen, in_lockstep
 from andon_contracts.observe import Observer
@@ -21,9 +21,8 @@ from andon_contracts.watch.intercept import Listener
 from andon_contracts.watch.judging import Verdicts
 from andon_contracts.watch.ledger import Recorder
 from andon_contracts.watch.model_probe import ModelProbe
-from andon_contracts.watch.rows import Rows
 from andon_contracts.watch.settings import Settings
-from andon_contracts.watch.values import layout_digest, learning_rate_of
+from andon_contracts.watch.values import layout_digest
 
 Values = dict[str, int]
 Laws = Sequence[Law[Seen[object]]]
@@ -52,6 +51,64 @@ def declared(given: object, argument: str) -> Cover:
 
 
 @dataclass
+class Batch:
+    """The rows of one call of `Watch.batch`: their number, and whether its forward pass drew random numbers.
+
+    random: the random state before the forward pass; None: unknown.
+    """
+
+    rows: int
+    random: Tensor | None = None
+    drew: bool = False
+
+
+class Rows:
+    """The rows of the present window on this rank whose gradients the loop has not thrown away."""
+
+    def __init__(self) -> None:
+        self.skipped_windows: list[list[int]] = []
+        """The rows of each window whose update a loss scaler skipped."""
+        self.is_past = False
+        """Whether the loop has already computed later gradients than those of the update that is judged."""
+        self.discarded = 0
+        """How often gradients were thrown away."""
+        self.new_window()
+
+    def new_window(self) -> None:
+        """Forget the rows: an update used them."""
+        self.ids: list[int] = []
+        self.contents: list[int] = []
+        self.loss_sum, self.loss_rows = 0.0, 0
+        self.reported: float | None = None
+        self.batches: list[Batch] = []
+        self.unused = 0
+        """The rows of the latest batch, until its backward pass adds them to the gradients."""
+
+    def skip_window(self) -> None:
+        """Forget the rows, but note them: the window's update is skipped, and its rows are used up all the same."""
+        self.skipped_windows.append(self.ids)
+        self.new_window()
+
+    def add(self, ids: Sequence[int], contents: Sequence[int]) -> None:
+        """Add a batch that is about to be used."""
+        self.batches.append(Batch(len(ids)))
+        self.unused = len(ids)
+        self.ids.extend(ids)
+        self.contents.extend(contents)
+
+    def discard(self) -> None:
+        """Forget the rows in the gradients, which were thrown away. A batch without its backward pass stays."""
+        self.discarded += 1
+        count = len(self.ids) - self.unused
+        del self.ids[:count], self.contents[:count]
+        self.batches = self.batches[-1:] if self.unused else []
+
+    @property
+    def latest(self) -> Batch | None:
+        return self.batches[-1] if self.batches else None
+
+
+@dataclass
 class Context:
     """What the checks of one watch share. `verdicts` and `recorder` are set after the checks said what they cover."""
 
@@ -59,13 +116,16 @@ class Context:
     settings: Settings
     exchange: Exchange
     replicas: Replicas
-    rows: Rows
+    rows: Rows = field(default_factory=Rows)
     probes: list[OptimizerProbe] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)
     """Those of the whole loop."""
+    all_checks: list[Check] = field(default_factory=list)
+    """Every check once: those of the whole loop first."""
     verdicts: Verdicts = field(init=False)
     recorder: Recorder = field(init=False)
-    added: AddedTime = field(default_factory=AddedTime)
+    added_s: float = 0.0
+    """Seconds of the host that the watch added to the loop."""
     steps: int = 0
     """The updates of all optimizers since the watch began."""
     last_equal: int | None = None
@@ -91,8 +151,14 @@ class Context:
         """The updates of the optimizer that has made most, those before the watch included."""
         return max(probe.updates for probe in self.probes)
 
-    def is_of_all_ranks(self, group: object) -> bool:
-        return group is None or (isinstance(group, dist.ProcessGroup) and dist.get_world_size(group) == self.world)
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Add the seconds of the block to `added_s`. Blocks are not nested."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.added_s += time.perf_counter() - began
 
     def check(self, kind: type[C]) -> C:
         """The check of this kind of the whole loop."""
@@ -138,7 +204,6 @@ class OptimizerProbe:
         self.index = {id(p): index for index, p in enumerate(held)}
         self.held = frozenset(self.index)
         self.layout = layout_digest(self.parameters)
-        self.longest = max((p.numel() for p in held if p.device.type == "cpu"), default=0)
         self._slot = {name: index for index, name in enumerate(context.subject.names)}
         self.updates = context.settings.start
         self.skipped = 0
@@ -147,13 +212,7 @@ class OptimizerProbe:
         """Whether all ranks had the same optimizer state after the last update."""
 
     def check(self, kind: type[C]) -> C:
-        """The check of this kind."""
         return next(each for each in self.checks if isinstance(each, kind))
-
-    @property
-    def rate(self) -> float:
-        """The learning rate of the first group."""
-        return learning_rate_of(self.optimizer.param_groups[0], 0.0)
 
     def gradients(self) -> list[Tensor]:
         return [p.grad for p in self.members if p.grad is not None]
@@ -168,12 +227,10 @@ class OptimizerProbe:
         return subject.norm_share(tensors, self.context.world) if subject.sharded else norm
 
     def reduced(self) -> None:
-        """The gradient is reduced and unscaled, and not clipped yet."""
         for check in self.checks:
             check.reduced(self)
 
     def updated(self) -> None:
-        """The update was made."""
         self.context.rows.new_window()
         for check in self.checks:
             check.updated(self)
@@ -190,7 +247,6 @@ class OptimizerProbe:
             check.new_window(self)
 
     def discarded(self) -> None:
-        """The loop threw the gradients away."""
         for check in self.checks:
             check.discarded(self)
 
@@ -294,7 +350,7 @@ class Check(Listener):
     ) -> None:
         """At the close: judge `law` by the values of this rank alone. by_all: every other rank has the same values."""
         verdicts, said = self.context.verdicts, (Observation(self.context.exchange.rank, step, 0, "close", values),)
-        judgement = verdicts.judgement(verdicts.live_laws((law,)), Seen[object](said, None, self.context.subject.names))
+        judgement = verdicts.judgement((law,), Seen[object](said, None, self.context.subject.names))
         verdicts.report_alone(judgement, self.context.scene(applied=True), on_all_ranks=by_all)
 
     def closing_lines(self) -> list[str]:

@@ -220,10 +220,6 @@ class Replicas:
             for rank, o in enumerate(observations)
         )
 
-    def align_tensors(self, digests: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
-        """The same for digests by tensor, then by rank."""
-        return {name: self.aligned(values) for name, values in digests.items()}
-
     def aligned(self, values: Sequence[int]) -> tuple[int, ...]:
         """Each rank's offset from the majority of its part; all ranks of a part without a majority share one number.
 

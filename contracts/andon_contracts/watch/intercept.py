@@ -76,27 +76,27 @@ class Listener:
 
 
 _listeners: list[Listener] = []
+"""Every event goes through a copy, because a listener may add or remove some."""
 _originals: list[tuple[Any, str, Callable[..., Any]]] = []
 
 
-def listen(listener: Listener) -> Callable[[], None]:
-    """Pass the loop's calls to `listener` from now on. Returns a function that removes it."""
+def listen(*listeners: Listener) -> Callable[[], None]:
+    """Pass the loop's calls to `listeners` from now on, in this order. Returns a function that removes them."""
     if not _listeners:
         for owner, name, around in _PATCHES:
             original = getattr(owner, name, None)
             if original is not None:
                 _originals.append((owner, name, original))
                 setattr(owner, name, _wrapped(original, around))
-    _listeners.append(listener)
-    return functools.partial(unlisten, listener)
+    _listeners.extend(listeners)
+    return functools.partial(unlisten, *listeners)
 
 
-def unlisten(listener: Listener) -> None:
-    """Remove `listener`. Without any listener torch's functions are restored."""
-    if listener in _listeners:
-        _listeners.remove(listener)
-        while _originals and not _listeners:
-            setattr(*_originals.pop())
+def unlisten(*listeners: Listener) -> None:
+    """Remove `listeners`. Without any listener torch's functions are restored."""
+    _listeners[:] = [each for each in _listeners if each not in listeners]
+    while _originals and not _listeners:
+        setattr(*_originals.pop())
 
 
 def _wrapped(original: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
@@ -107,50 +107,51 @@ def _wrapped(original: Callable[..., Any], around: Callable[..., Any]) -> Callab
     return call
 
 
-def _notify(event: str, *values: Any) -> None:
-    # Over a copy of the list, because a listener may add or remove some.
-    for listener in list(_listeners):
-        getattr(listener, event)(*values)
-
-
 def _clip(original: Any, parameters: Any, max_norm: float, total_norm: Tensor, *args: Any, **kwargs: Any) -> Any:
     clipped = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    _notify("clipping", clipped, total_norm)
+    for each in list(_listeners):
+        each.clipping(clipped, total_norm)
     return original(clipped, max_norm, total_norm, *args, **kwargs)
 
 
 def _clip_by_value(original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
     clipped = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    _notify("clipping", clipped, None)
+    for each in list(_listeners):
+        each.clipping(clipped, None)
     return original(clipped, *args, **kwargs)
 
 
 def _scaled_step(original: Any, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
     # A scaler does not report that it skipped an update, but the count of updates does not rise.
-    before = [(listener, listener.updates_of(optimizer)) for listener in _listeners]
+    before = [(each, each.updates_of(optimizer)) for each in _listeners]
     result = original(scaler, optimizer, *args, **kwargs)
-    for listener, updates in before:
-        if updates is not None and listener.updates_of(optimizer) == updates:
-            listener.skipped(optimizer)
+    for each, updates in before:
+        if updates is not None and each.updates_of(optimizer) == updates:
+            each.skipped(optimizer)
     return result
 
 
 def _unscale(original: Any, scaler: Any, optimizer: Any) -> Any:
-    _notify("unscaling", scaler, optimizer)
+    for each in list(_listeners):
+        each.unscaling(scaler, optimizer)
     return original(scaler, optimizer)
 
 
 def _all_reduce(
     original: Any, tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
 ) -> Any:
-    _notify("reducing", tensor, group, not async_op)
+    listeners = list(_listeners)
+    for each in listeners:
+        each.reducing(tensor, group, not async_op)
     try:
         return original(tensor, op, group, async_op)
     except RuntimeError as error:
-        _notify("lost", error)
+        for each in listeners:
+            each.lost(error)
         raise
     finally:
-        _notify("resumed")
+        for each in listeners:
+            each.resumed()
 
 
 _backward_passes: list[object] = []
@@ -160,13 +161,17 @@ _backward_passes: list[object] = []
 def _backward(original: Any, tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
     if _backward_passes:
         return original(tensors, grad_tensors, *args, **kwargs)
-    _notify("backward", tensors if isinstance(tensors, Tensor) and grad_tensors is None else None)
+    loss = tensors if isinstance(tensors, Tensor) and grad_tensors is None else None
+    heard = list(_listeners)
+    for each in heard:
+        each.backward(loss)
     _backward_passes.append(tensors)
     try:
         return original(tensors, grad_tensors, *args, **kwargs)
     finally:
         _backward_passes.pop()
-        _notify("backward_over")
+        for each in [each for each in _listeners if each in heard]:
+            each.backward_over()
 
 
 def _draw_index(original: Any, iterator: Any) -> Any:
@@ -185,7 +190,9 @@ def _yield(original: Any, iterator: Any) -> Any:
         raise
     # Without gradients the loop evaluates: it does not train on these rows.
     if torch.is_grad_enabled():
-        _notify("yielded", yielded(iterator, batch))
+        described = yielded(iterator, batch)
+        for each in list(_listeners):
+            each.yielded(described)
     return batch
 
 

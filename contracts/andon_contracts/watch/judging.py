@@ -58,15 +58,13 @@ class Verdicts:
     evidence: Evidence = field(default_factory=Evidence)
     _reported: list[_Reported] = field(default_factory=list)
 
-    def live_laws(self, laws: Sequence[Law[S]]) -> tuple[Law[S], ...]:
-        return tuple(law for law in laws if law.clause in self.live)
-
     def judgement(self, laws: Sequence[Law[S]], seen: S) -> Judgement[S]:
-        return Judgement(laws, seen, self.evaluations)
+        """The judgement of `seen` by those of `laws` that are live."""
+        return Judgement([law for law in laws if law.clause in self.live], seen, self.evaluations)
 
     def judge(self, laws: Sequence[Law[S]], seen: S, scene: Scene) -> None:
         """Judge `seen` by those of `laws` that are live, and report what is broken."""
-        self.report_all(self.judgement(self.live_laws(laws), seen), scene)
+        self.report_all(self.judgement(laws, seen), scene)
 
     def is_reported(self, clause: str) -> bool:
         """True if a violation of the clause was reported, or is silenced: further ones are only counted."""

@@ -29,7 +29,7 @@ from andon_contracts.liveness.store_link import SignedStore, new_secret, secret_
 from andon_contracts.watch.exchange import WIDTH, Exchange, Replicas, part_of, replicas_of
 from andon_contracts.watch.ledger import open_ledger
 from andon_contracts.watch.model_probe import ModelProbe, ModuleGroup, unwrap
-from andon_contracts.watch.settings import Action, Plan, Reference, Replicate, Scaler, Schedule, Settings
+from andon_contracts.watch.settings import Action, Plan, Reference, Scaler, Schedule, Settings
 from andon_contracts.watch.watcher import Watch
 
 Kind = TypeVar("Kind")
@@ -64,7 +64,7 @@ def watch(
     contents: Callable[[Sequence[int]], Sequence[Any]] | None = None,
     start: int = 0,
     updates: int | None = None,
-    replicate: Replicate | None = None,
+    replicate: Any = None,
     hard_stop: bool = False,
     timeout: datetime.timedelta = Settings.timeout,
     patience: datetime.timedelta = Settings.patience,
@@ -293,7 +293,6 @@ def reducers_of(model: nn.Module) -> list[DistributedDataParallel]:
 
 
 def _index(parameters: Iterable[torch.Tensor]) -> dict[int, int]:
-    """From the identity of each parameter to its position."""
     return {id(parameter): position for position, parameter in enumerate(parameters)}
 
 

@@ -36,16 +36,8 @@ from andon_contracts.legible import legible_line, log, report_to_launcher
 from andon_contracts.liveness.halt import own_store
 from andon_contracts.stacks import current_activity
 from andon_contracts.violation import Halted, Violation
+from andon_contracts.watch import opening
 from andon_contracts.watch.intercept import Listener, listen
-from andon_contracts.watch.opening import (
-    CannotWatch,
-    is_watched,
-    members,
-    open_watch,
-    opened_so_far,
-    optimizer_of,
-    trained_by,
-)
 from andon_contracts.watch.settings import Settings, allow_problems
 from andon_contracts.watch.values import text_digest
 from andon_contracts.watch.watcher import Watch
@@ -180,7 +172,7 @@ class Standby(Listener):
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._settings = Settings(**options, by_command=True)
         self._watches: list[Watch] = []
-        self._opened_before = opened_so_far()
+        self._opened_before = opening.opened_so_far()
         self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._running: list[torch.optim.Optimizer] = []
         self._clipped: set[int] = set()
@@ -209,7 +201,7 @@ class Standby(Listener):
 
     def report_if_idle(self) -> None:
         """Print a line if neither this object nor the script opened a watch, and no optimizer was reported."""
-        if opened_so_far() == self._opened_before and not self._unwatched:
+        if opening.opened_so_far() == self._opened_before and not self._unwatched:
             several = os.environ.get("WORLD_SIZE", "1") != "1"
             which = f"rank {os.environ.get('RANK', '?')}: " if several else ""
             log(f"andon watch: {which}no optimizer of torch made an update, so nothing was watched")
@@ -218,8 +210,8 @@ class Standby(Listener):
         if optimizer in self._running:  # its last update raised, so that its post-hook never ran
             del self._running[self._running.index(optimizer) :]
         # An optimizer that shards its state over ranks makes its update by another optimizer inside.
-        own = set(map(id, members(optimizer)))
-        is_inside = any(own <= set(map(id, members(outer))) for outer in self._running)
+        own = set(map(id, opening.members(optimizer)))
+        is_inside = any(own <= set(map(id, opening.members(outer))) for outer in self._running)
         self._running.append(optimizer)
         if not is_inside and optimizer not in self._seen:
             self._open(optimizer)
@@ -234,23 +226,24 @@ class Standby(Listener):
         if not parameters or id(parameters[0]) in self._clipped:
             return
         self._clipped.add(id(parameters[0]))
-        optimizer = optimizer_of(parameters)
+        optimizer = opening.optimizer_of(parameters)
         opened = None if optimizer is None or optimizer in self._seen else self._open(optimizer)
         if opened is not None:
-            opened.calls.clipping(parameters, norm)
+            for each in opened.listeners:
+                each.clipping(parameters, norm)
 
     def _open(self, optimizer: torch.optim.Optimizer) -> Watch | None:
         """Open a watch of all that `optimizer` trains. If it cannot be watched, print one line and return None."""
         self._seen.add(optimizer)
-        if is_watched(optimizer):
+        if opening.is_watched(optimizer):
             return None
-        trained, kind = members(optimizer), type(optimizer).__qualname__
+        trained, kind = opening.members(optimizer), type(optimizer).__qualname__
         if not any(isinstance(each, torch.nn.Parameter) for each in trained):
             self._report_unwatched(f"{kind} trains only tensors that are no parameters of a module")
             return None
         why = ""
         try:
-            model, optimizers = trained_by(optimizer)
+            model, optimizers = opening.trained_by(optimizer)
         except ValueError as error:
             why = str(error)
         except Exception as error:  # noqa: BLE001 - it asks objects of the script, which may raise anything
@@ -259,7 +252,7 @@ class Standby(Listener):
         if refused is not None:
             self._report_unwatched(refused)
             return None
-        if any(is_watched(each) for each in optimizers):
+        if any(opening.is_watched(each) for each in optimizers):
             optimizers = [optimizer]
         # An open watch of this model would miss what the new optimizer trains.
         parameters = set(map(id, model.parameters()))
@@ -269,8 +262,8 @@ class Standby(Listener):
                 watch.close()
         self._seen.update(optimizers)
         try:
-            self._watches.append(open_watch(model, optimizers, self._settings))
-        except CannotWatch as error:
+            self._watches.append(opening.open_watch(model, optimizers, self._settings))
+        except opening.CannotWatch as error:
             self._report_unwatched(str(error).removeprefix("andon.watch: "))
             return None
         except ValueError as error:

@@ -20,13 +20,8 @@ from andon_contracts.watch.values import text_digest
 
 Action = Literal["warn", "raise"] | Callable[[Violation], None]
 Reference = Callable[[nn.Module, Sequence[int]], tuple[torch.Tensor, int]]
-"""From the model and the ids of a global batch to the sum of their losses and their number."""
 Schedule = Callable[[int], float]
-"""From the number of an update, 1 being the first, to its learning rate."""
 Plan = Callable[[int], Sequence[int]]
-"""From the number of an update to the ids of its global batch."""
-Replicate = Any
-"""A process group, or a device mesh of one dimension, of the ranks that hold the same parameters as this rank."""
 
 
 class Scaler(Protocol):
@@ -59,7 +54,7 @@ class Settings:
     contents: Callable[[Sequence[int]], Sequence[Any]] | None = None
     start: int = 0
     updates: int | None = None
-    replicate: Replicate | None = None
+    replicate: Any = None
     hard_stop: bool = False
     timeout: datetime.timedelta = datetime.timedelta(minutes=30)
     patience: datetime.timedelta = datetime.timedelta(seconds=30)

@@ -6,15 +6,18 @@ would starve the device. So it is judged just before the next update, at the nex
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
+from torch import Tensor
 
+from andon_contracts.act import Scene
 from andon_contracts.causes import first_line
-from andon_contracts.laws.law import LOCKSTEP, Judgement, Law, Observations, Seen, in_lockstep
-from andon_contracts.observe import start_to_cpu
-from andon_contracts.watch.check import Check, Context, OptimizerProbe, Values
+from andon_contracts.laws.law import LOCKSTEP, Details, Judgement, Observations, Seen, in_lockstep
+from andon_contracts.observe import plain, start_to_cpu
+from andon_contracts.violation import Violation
+from andon_contracts.watch.check import Context, Laws, OptimizerProbe, Values
 from andon_contracts.watch.checks.applied import Applied
 from andon_contracts.watch.checks.audit import Audit
 from andon_contracts.watch.checks.buffers import Buffers
@@ -23,54 +26,42 @@ from andon_contracts.watch.checks.copies import ModelCopies
 from andon_contracts.watch.checks.frozen import Frozen
 from andon_contracts.watch.checks.gradients import Gradients
 from andon_contracts.watch.checks.mode import Mode
-from andon_contracts.watch.checks.optimizer import Optimizer
+from andon_contracts.watch.checks.optimizer import Optimizer, hyperparameters_by_key
 from andon_contracts.watch.checks.outcomes import Outcomes
 from andon_contracts.watch.checks.reports import LoopReports
 from andon_contracts.watch.checks.rows import LoadedRows
 from andon_contracts.watch.checks.scale import BackwardPasses, GradientScale
 from andon_contracts.watch.checks.structure import START, Structure
 from andon_contracts.watch.checks.weights import PARTED, Weights
-from andon_contracts.watch.locate import report_after, report_before, report_start
 from andon_contracts.watch.model_probe import ModelProbe
+from andon_contracts.watch.values import layout_digest, state_digest, trainable_layout_digest
 
 _AT_THE_CLOSE_S = 5.0
 """Seconds that a rank waits at its close for what the others saw after the last update."""
 
 
-def add_checks(context: Context, optimizers: Sequence[torch.optim.Optimizer], passes: BackwardPasses) -> None:
+def add_checks(context: Context, optimizers: Sequence[torch.optim.Optimizer]) -> BackwardPasses:
     """Make the checks of a watch: those of the whole loop, and those of each optimizer.
 
     Their order is the order in which laws are judged and told of: causes before effects.
     """
     structure, mode, frozen, place = Structure(context), Mode(context), Frozen(context), ClipPlace(context)
     buffers, outcomes, rows, copies = Buffers(context), Outcomes(context), LoadedRows(context), ModelCopies(context)
-    reports = LoopReports(context)
+    reports, passes = LoopReports(context), BackwardPasses(context)
     context.checks = [structure, mode, buffers, frozen, reports, outcomes, rows, place, copies]
     for optimizer in optimizers:
         probe = OptimizerProbe(optimizer, context)
         weights, scale = Weights(context, probe), GradientScale(context, probe, passes)
+        # All ranks have the same settings, so either all of them or none has these checks.
+        clipping = [] if context.settings.clip is None else [Clipping(context, probe)]
+        audit = [] if context.settings.reference is None else [Audit(context, probe)]
         probe.checks = [
             *(structure, mode, Optimizer(context, probe), buffers, weights, frozen, Gradients(context, probe, scale)),
-            *(Clipping(context, probe), Applied(context, probe)),
-            *(outcomes, rows, place, copies, scale, reports, Audit(context, probe)),
+            *(*clipping, Applied(context, probe), outcomes, rows, place, copies, scale, reports, *audit),
         ]
         context.probes.append(probe)
-
-
-def all_checks(context: Context) -> list[Check]:
-    """Every check once: those of the whole loop first."""
-    own = [check for probe in context.probes for check in probe.checks if check not in context.checks]
-    return [*context.checks, *own]
-
-
-@dataclass(frozen=True)
-class _UnjudgedUpdate:
-    """An update that was made and is not judged yet. ids: the rows that it was made of."""
-
-    probe: OptimizerProbe
-    step: int
-    values: Callable[[], Values]
-    ids: list[int]
+    context.all_checks = list(dict.fromkeys([*context.checks, *(c for probe in context.probes for c in probe.checks)]))
+    return passes
 
 
 def _judged_late(subject: ModelProbe) -> bool:
@@ -81,47 +72,49 @@ def _judged_late(subject: ModelProbe) -> bool:
 class Updates:
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._before_laws: dict[OptimizerProbe, Sequence[Law[Seen[object]]]] = {}
-        self._after_laws: dict[OptimizerProbe, Sequence[Law[Seen[object]]]] = {}
+        self._before_laws: dict[OptimizerProbe, Laws] = {}
+        self._after_laws: dict[OptimizerProbe, Laws] = {}
         self._said: Observations = ()
         self._aligned: Observations = ()
         self._late = False
         """Whether updates are judged before the next one, because every rank's device makes them."""
-        self._unjudged: _UnjudgedUpdate | None = None
+        self._unjudged: tuple[OptimizerProbe, Callable[[], Values], list[int]] | None = None
+        """The last update if it is not judged yet: its probe, what gives the values after it, and its rows."""
 
     def start(self) -> None:
         """Meet the other ranks, and compare what the loop starts from. Collective."""
         context, subject = self._context, self._context.subject
         context.exchange.connect()
         kinds = {parameter.device.type for parameter in subject.parameters.values()}
-        longest = max((probe.longest for probe in context.probes), default=0)
+        trained = (p for probe in context.probes for p in probe.members)
+        longest = max((p.numel() for p in trained if p.device.type == "cpu"), default=0)
         own = {"on the CPU": int(kinds == {"cpu"}), "late": int(_judged_late(subject)), "longest": longest}
         devices: Seen[object] = Seen(context.exchange(0, "devices", own), None)
         self._late = all(devices.column("late"))
         context.portable, context.longest = "on the CPU" in devices.differing, max(devices.column("longest"))
-        for check in all_checks(context):
+        for check in context.all_checks:
             check.ranks_met()
         for probe in context.probes:
-            alive = context.verdicts.live_laws
-            self._before_laws[probe] = alive((LOCKSTEP, *(law for check in probe.checks for law in check.before_laws)))
-            self._after_laws[probe] = alive((LOCKSTEP, *(law for check in probe.checks for law in check.after_laws)))
+            self._before_laws[probe] = (LOCKSTEP, *(law for check in probe.checks for law in check.before_laws))
+            self._after_laws[probe] = (LOCKSTEP, *(law for check in probe.checks for law in check.after_laws))
         values = context.check(Structure).start(portable=context.portable)
         said = context.replicas.align(context.exchange(0, "start", values, judged=True))
         context.recorder.opened(
             context.world, [probe.optimizer for probe in context.probes], context.settings.rows, context.settings.start
         )
         seen: Seen[object] = Seen(said, None, subject.names)
-        judgement = context.verdicts.judgement(context.verdicts.live_laws(START), seen)
+        judgement = context.verdicts.judgement(START, seen)
         if judgement.first is None:
             self._note_equal(context.settings.start, seen)
         else:
-            report_start(context, judgement, START)
+            tensors = subject.parameters
+            _report(context, judgement, None, Scene(context.world, tensors=len(tensors)), {"replicas-agree": tensors})
         context.check(LoopReports).compare_data()
 
     def before(self, probe: OptimizerProbe) -> None:
         """The optimizer of `probe` is about to make an update. Collective."""
         context, checks, step = self._context, probe.checks, probe.updates + 1
-        with context.added:
+        with context.timed():
             arrive = start_to_cpu(*(tensors for check in checks for tensors in check.look(probe)))
             values: Values = {}
             for check in checks:
@@ -130,29 +123,28 @@ class Updates:
             for check in checks:
                 values |= check.before(probe)
             self._said = context.exchange(step, f"before {self._number(probe)}", values, judged=True)
-            self._aligned = self._judge_before(probe, context.replicas.align(self._said))
-            if in_lockstep(self._aligned):
+            aligned = context.replicas.align(self._said)
+            for check in checks:
+                aligned = check.align(aligned)
+            self._aligned, seen = aligned, Seen[object](aligned, None, context.subject.names)
+            deferred = [check.deferred(seen) for check in checks] if in_lockstep(aligned) else []
+            laws = [law for law in self._before_laws[probe] if not any(law.clause in each for each in deferred)]
+            judgement = context.verdicts.judgement(laws, seen)
+            if judgement.first is not None:
+                tensors: dict[str, Mapping[str, Tensor]] = {
+                    "replicas-agree": probe.parameters,
+                    "gradients-agree": {name: p.grad for name, p in probe.parameters.items() if p.grad is not None},
+                    "buffers-agree": context.subject.buffers_by_name(),
+                }
+                _report(context, judgement, probe, context.scene_of(probe, aligned, applied=False), tensors)
+            if in_lockstep(aligned):
                 for check in checks:
-                    check.judge(probe, self._said, self._aligned)
-
-    def _judge_before(self, probe: OptimizerProbe, said: Observations) -> Observations:
-        """Judge the laws of all checks. Returns the table that they were held to."""
-        deferred: frozenset[str] = frozenset()
-        for check in probe.checks:
-            said = check.align(said)
-        seen: Seen[object] = Seen(said, None, self._context.subject.names)
-        if in_lockstep(said):
-            deferred = deferred.union(*(check.deferred(seen) for check in probe.checks))
-        laws = tuple(law for law in self._before_laws[probe] if law.clause not in deferred)
-        judgement = self._context.verdicts.judgement(laws, seen)
-        if judgement.first is not None:
-            report_before(probe, judgement, laws)
-        return said
+                    check.judge(probe, self._said, aligned)
 
     def after(self, probe: OptimizerProbe) -> None:
         """The optimizer of `probe` made an update."""
         context = self._context
-        with context.added:
+        with context.timed():
             probe.updates += 1
             context.steps += 1
             arrive = start_to_cpu(*(tensors for check in probe.checks for tensors in check.look_after(probe)))
@@ -160,12 +152,9 @@ class Updates:
 
             def values() -> Values:
                 arrive()
-                found: Values = {}
-                for part in parts:
-                    found |= part()
-                return found
+                return {name: value for part in parts for name, value in part().items()}
 
-            self._unjudged = _UnjudgedUpdate(probe, probe.updates, values, context.rows.ids)
+            self._unjudged = probe, values, context.rows.ids
             probe.updated()
         if not self._late:
             self.judge_made()
@@ -175,21 +164,25 @@ class Updates:
         made, self._unjudged = self._unjudged, None
         if made is None:
             return
-        context = self._context
-        with context.added:
-            point = f"after {self._number(made.probe)}"
-            said = context.exchange(made.step, point, made.values(), judged=True)
-            judgement, laws = self._judge_after(made.probe, said)
+        context, (probe, values, ids) = self._context, made
+        with context.timed():
+            said = context.exchange(probe.updates, f"after {self._number(probe)}", values(), judged=True)
+            judgement = self._judge_after(probe, said)
             if judgement.first is not None:
-                with context.rows.of_update(made.ids, is_past=self._late):
-                    report_after(made.probe, judgement, laws, self._aligned)
-            self._note_equal(made.step, judgement.seen)
-            made.probe.states_equal = "optimizer" not in judgement.seen.differing
+                # If a difference of the weights is only a suspicion, its element is not searched for.
+                tensors = {} if PARTED in judgement.laws else {"replicas-agree": probe.parameters}
+                scene = context.scene_of(probe, self._aligned, applied=True)
+                rows = context.rows
+                later, rows.ids, rows.is_past = rows.ids, ids, self._late
+                try:
+                    _report(context, judgement, probe, scene, tensors)
+                finally:
+                    rows.ids, rows.is_past = later, False
+            self._note_equal(probe.updates, judgement.seen)
+            probe.states_equal = "optimizer" not in judgement.seen.differing
 
-    def _judge_after(
-        self, probe: OptimizerProbe, said: Observations
-    ) -> tuple[Judgement[Seen[object]], Sequence[Law[Seen[object]]]]:
-        """Write down what all ranks saw after an update. Returns its judgement, and the laws that were judged."""
+    def _judge_after(self, probe: OptimizerProbe, said: Observations) -> Judgement[Seen[object]]:
+        """Write the values of all ranks after an update to the ledger. Returns their judgement."""
         context, synchrony = self._context, probe.check(Weights).synchrony
         if context.settings.recording and self._said and in_lockstep(self._said) and in_lockstep(said):
             several = len(context.probes) > 1
@@ -203,10 +196,8 @@ class Updates:
             )
         seen: Seen[object] = Seen(context.replicas.align(said), None, context.subject.names)
         waiting = synchrony.after(seen) if in_lockstep(said) else frozenset[str]()
-        laws = tuple(law for law in self._after_laws[probe] if law.clause not in waiting)
-        if synchrony.parted(seen.step):
-            laws += context.verdicts.live_laws((PARTED,))
-        return context.verdicts.judgement(laws, seen), laws
+        laws = [law for law in self._after_laws[probe] if law.clause not in waiting]
+        return context.verdicts.judgement([*laws, PARTED] if synchrony.parted(seen.step) else laws, seen)
 
     def judge_last(self) -> str:
         """At the close: judge the last update, if it was not yet, with what the others say within some seconds.
@@ -216,13 +207,14 @@ class Updates:
         made, self._unjudged = self._unjudged, None
         if made is None:
             return ""
+        probe, values, _ = made
         try:
-            point = f"after {self._number(made.probe)}"
-            said = self._context.exchange.gather_at_close(made.step, point, made.values(), _AT_THE_CLOSE_S)
+            point = f"after {self._number(probe)}"
+            said = self._context.exchange.gather_at_close(probe.updates, point, values(), _AT_THE_CLOSE_S)
         except (RuntimeError, OSError) as error:
             why = str(error) if isinstance(error, TimeoutError) else first_line(error)
-            return f"  what update {made.step} left was not compared: {why}"
-        judgement, _ = self._judge_after(made.probe, said)
+            return f"  what update {probe.updates} left was not compared: {why}"
+        judgement = self._judge_after(probe, said)
         self._context.verdicts.report_alone(judgement, self._context.scene(applied=True), on_all_ranks=True)
         return ""
 
@@ -232,3 +224,96 @@ class Updates:
 
     def _number(self, probe: OptimizerProbe) -> int:
         return self._context.probes.index(probe)
+
+
+def _report(
+    context: Context,
+    judgement: Judgement[Seen[object]],
+    probe: OptimizerProbe | None,
+    scene: Scene,
+    tensors: Mapping[str, Mapping[str, Tensor]],
+) -> None:
+    """Report the broken laws with the tensor and element that differ. Collective. tensors: compared by each clause."""
+    exchange, verdicts, seen = context.exchange, context.verdicts, judgement.seen
+    # Ranks at different points cannot be compared.
+    if in_lockstep(seen.observations):
+        details: dict[str, Mapping[str, Sequence[int]]] = {}
+        for law in judgement.laws:
+            for name in () if verdicts.is_reported(law.clause) else law.look:
+                if name in seen.differing:
+                    details.update(_details(context, name, seen.step, probe))
+        judgement.seen = replace(seen, details=details)
+
+    def locate(violation: Violation) -> Scene:
+        """The scene with the first element that differs in the tensor of the finding. Collective."""
+        # What only some ranks have (a gradient, an optimizer state) must not decide whether a rank takes part.
+        named, name, key = tensors.get(violation.clause), violation.tensor, ""
+        if violation.clause == "optimizers-agree" and scene.applied and probe is not None:
+            named = _states_of(probe, name) if name in probe.parameters else {}
+            digests = exchange.gather_digests(seen.step, "state", named)
+            name = key = next((one for one, by_rank in digests.items() if len(set(by_rank)) > 1), "")
+        if named is None:
+            return scene
+        noun = "gradient" if violation.clause == "gradients-agree" else "tensor"
+        element = exchange.first_difference(seen.step, named.get(name), noun)
+        return replace(scene, element=" ".join(filter(None, [key, element])))
+
+    facts = {} if probe is None else {"ids": list(context.rows.ids)}
+    verdicts.report_all(judgement, scene, locate, facts)
+
+
+def _details(context: Context, name: str, step: int, probe: OptimizerProbe | None) -> Details:
+    """The digests, by tensor and rank, of what the observed value `name` summarizes. Collective.
+
+    probe: whose parameters are compared; None: those of the model.
+    """
+    subject, look, spread = context.subject, context.exchange.gather_digests, context.exchange.gather_named
+    parameters = subject.parameters if probe is None else probe.parameters
+    details: dict[str, dict[str, tuple[int, ...]]] = {}
+    if name == "weights":
+        details[name] = look(step, name, parameters)
+    elif name == "layout":
+        layouts = {n: trainable_layout_digest({"": p}) for n, p in parameters.items()}
+        details[name] = spread(step, "tensors of layout", layouts)
+    elif name == "gradient":
+        none = torch.empty(0, device="cpu")
+        details[name] = look(step, name, {n: none if p.grad is None else p.grad for n, p in parameters.items()})
+    elif name == "optimizer" and probe is not None:
+        states = {n: state_digest(probe.optimizer.state.get(p, {})) for n, p in parameters.items()}
+        details[name] = spread(step, "tensors of optimizer", states)
+    elif name in ("buffers", "caches"):
+        buffers = subject.buffers_by_name()
+        details["buffers"] = look(step, "buffers", buffers)
+        shapes = {n: layout_digest({"": buffer}) for n, buffer in buffers.items()}
+        details["shapes of buffers"] = spread(step, "shapes of buffers", shapes)
+    elif name == "modes":
+        return {name: spread(step, "modes of modules", subject.modes_by_name())}
+    elif name == "hyperparameters" and probe is not None:
+        return {name: spread(step, name, hyperparameters_by_key(probe.optimizer))}
+    align = context.replicas.aligned
+    return {each: {tensor: align(row) for tensor, row in table.items()} for each, table in details.items()}
+
+
+def bundle_tensors(context: Context, named: str) -> Iterator[tuple[str, Tensor]]:
+    """The weights, gradient, optimizer state or buffer called `named` on this rank, then those of all that is trained.
+
+    They are called `weights NAME`, `gradient NAME`, `optimizer NAME KEY`, `buffer NAME`. Gradients and buffers are
+    left out if they belong to a later update than the finding.
+    """
+    subject, probes, is_past = context.subject, context.probes, context.rows.is_past
+    for names in ([named], [name for probe in probes for name in probe.names]):
+        trained = [(probe, name) for probe in probes for name in names if name in probe.parameters]
+        yield from ((f"weights {name}", plain(probe.parameters[name])) for probe, name in trained)
+        gradients = [] if is_past else [(name, probe.parameters[name].grad) for probe, name in trained]
+        yield from ((f"gradient {name}", plain(gradient)) for name, gradient in gradients if gradient is not None)
+        for probe, name in trained:
+            yield from ((f"optimizer {name} {key}", each) for key, each in _states_of(probe, name).items())
+    if named in subject.frozen:
+        yield f"weights {named}", plain(subject.frozen[named])
+    if not is_past:
+        yield from ((f"buffer {name}", plain(buffer)) for name, buffer in subject.buffers_by_name().items())
+
+
+def _states_of(probe: OptimizerProbe, name: str) -> dict[str, Tensor]:
+    state = probe.optimizer.state.get(probe.parameters[name], {})
+    return {str(key): plain(value) for key, value in state.items() if isinstance(value, Tensor)}

@@ -13,10 +13,11 @@ import decimal
 import enum
 import fractions
 import hashlib
+import operator
 import pathlib
 import uuid
 import zlib
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -65,6 +66,36 @@ def value_digest(value: object, name: str) -> int:
         kind = _type_of(unsupported[0])[1]
         raise ValueError(f"{name}{_place(value)} is a {kind}, which cannot be compared: give a tensor or plain values")
     return digest
+
+
+def ids_of(ids: Sequence[int] | Tensor) -> list[int]:
+    """Row ids as integers, of anything that Python accepts as an index: numpy's integers, tensors of one element.
+
+    Raises `ValueError` unless `ids` is a flat sequence of integers from 0.
+    """
+    listed: Iterable[Any] = ids.tolist() if isinstance(ids, Tensor) else ids
+    listed = list(listed)
+    try:
+        rows = [operator.index(each) for each in listed]
+    except TypeError:
+        rows = [-1]
+    # Torch and Python would count a truth value as 1 or 0.
+    truths = (isinstance(each, bool) or getattr(each, "dtype", None) is torch.bool for each in listed)
+    if any(row < 0 for row in rows) or any(truths):
+        msg = f"ids must be a flat sequence of integers from 0, not {str(listed)[:80]}"
+        raise ValueError(msg)
+    return rows
+
+
+def contents_of(content: Sequence[object], count: int) -> list[int]:
+    """One digest for each row of `content`.
+
+    Raises `ValueError` if its length is not `count`, or if a row holds a value that cannot be compared.
+    """
+    if len(content) != count:
+        msg = f"content has {len(content)} rows, ids has {count}"
+        raise ValueError(msg)
+    return [value_digest(row, f"content[{index}]") for index, row in enumerate(content)]
 
 
 def lenient_digest(value: object) -> int:

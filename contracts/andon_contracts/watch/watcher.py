@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -16,35 +16,32 @@ from torch import Tensor, nn
 
 from andon_contracts.act import Evidence, write_cause
 from andon_contracts.clauses import CLAUSES
+from andon_contracts.laws.update import GRADIENTS, OPTIMIZERS, REPLICAS
 from andon_contracts.ledger import LedgerFile
 from andon_contracts.legible import counted, log
 from andon_contracts.liveness.end_messages import POINTS, EndMessages, Position
 from andon_contracts.liveness.halt import HaltSignal, print_cause
 from andon_contracts.liveness.open_store import open_store
-from andon_contracts.stacks import user_line
 from andon_contracts.violation import Violation
-from andon_contracts.watch.check import Context, Cover, OptimizerProbe
+from andon_contracts.watch.check import Context, OptimizerProbe, declared
 from andon_contracts.watch.checks.gradients import Gradients
 from andon_contracts.watch.checks.outcomes import Outcomes
 from andon_contracts.watch.checks.reports import LoopReports
-from andon_contracts.watch.checks.scale import BackwardPasses
 from andon_contracts.watch.checks.weights import Weights
 from andon_contracts.watch.exchange import Exchange, Replicas
-from andon_contracts.watch.intercept import Listener, Yielded, listen, outside_of_transforms
+from andon_contracts.watch.intercept import Listener, listen, outside_of_transforms
 from andon_contracts.watch.judging import Verdicts
 from andon_contracts.watch.ledger import Recorder, reason_of
-from andon_contracts.watch.locate import REPLICATED, bundle_tensors
 from andon_contracts.watch.model_probe import ForwardHook, ModelProbe, ModuleGroup
-from andon_contracts.watch.rows import Rows
 from andon_contracts.watch.settings import Settings
-from andon_contracts.watch.updates import Updates, add_checks, all_checks
+from andon_contracts.watch.updates import Updates, add_checks, bundle_tensors
 
 
 class Watch:
     """An open watch; made by `andon.watch`. `findings` are the violations and suspicions so far, equal on all ranks."""
 
     # One update, as seen from here. The loop calls the model: `_forward` raises if another rank halted the run, and
-    # tells the checks. Its calls of backward, clip, all-reduce and data loaders come through `_CallRouter`, its
+    # tells the checks. Its calls of backward, clip, all-reduce and data loaders come through `intercept`, its
     # gradients through the hooks of `checks/gradients.py`. When it calls the optimizer's step, `_before_step` judges
     # the last update if that is still open (on GPUs). Then `Updates.before` lets every check read, exchanges what they
     # read with all ranks, and judges it: a law that does not hold becomes a message, or an error if `action` says so.
@@ -61,18 +58,18 @@ class Watch:
         ledger: LedgerFile | None = None,
     ) -> None:
         self.settings, self.closed = settings, False
-        self._context = context = Context(subject, settings, exchange, replicas, Rows())
+        self._context = context = Context(subject, settings, exchange, replicas)
         exchange.comparable = not replicas.cut
-        passes = BackwardPasses()
-        add_checks(context, optimizers, passes)
-        covers = {"halt-together": context.between_ranks()}
-        for check in all_checks(context):
+        passes = add_checks(context, optimizers)
+        covers = {"halt-together": context.between_ranks(), "clip-once": declared(settings.clip, "clip=")}
+        covers["gradient-law"] = declared(settings.reference, "reference=")
+        for check in context.all_checks:
             covers |= check.cover()
         self._cover = {name: covers[name] for name in CLAUSES if name in covers}
         live = frozenset(name for name, cover in self._cover.items() if cover.live)
-        absent = {name for name, clause in REPLICATED.items() if self._cover[clause].state == "not applicable"}
-        held = {name: not replicas.cut and name not in absent for name in REPLICATED}
-        context.recorder = Recorder(ledger, subject, held)
+        states = {name: self._cover[law.clause].state for law in (REPLICAS, GRADIENTS, OPTIMIZERS) for name in law.look}
+        replicated = {name: not replicas.cut and state != "not applicable" for name, state in states.items()}
+        context.recorder = Recorder(ledger, subject, replicated)
         evidence = Evidence(
             None if settings.folder is None else Path(settings.folder),
             exchange.rank,
@@ -87,17 +84,12 @@ class Watch:
             halt.evidence = evidence
             exchange.set_callbacks(lambda: halt.raise_if_halted(again=True), halt.lost, halt.pending)
         self._updates = Updates(context)
-        self._checks = all_checks(context)
-        self.calls = _CallRouter(context, halt, passes)
+        self.listeners: list[Listener] = [*context.all_checks, passes, _LoopCalls(context, halt)]
         self._handled = sys.exc_info()[1]
         """An error that the loop was handling when the watch opened, and that does not end it."""
         self._last_error: BaseException | None = None
         self._undo: list[Callable[[], object]] = []
-        self._say(
-            _opening_lines(
-                self._cover, exchange.world_size, len(subject.trainable), settings, len(subject.extra_tensors)
-            )
-        )
+        self._say_opening()
         self._begin()
 
     def batch(self, ids: Sequence[int] | Tensor, content: Sequence[object] | None = None) -> None:
@@ -219,6 +211,34 @@ class Watch:
             print_cause(self._halt.cause, error)
         self._close(error)
 
+    def _say_opening(self) -> None:
+        """What is watched, what is not, and which arguments would change that."""
+        covers, settings, subject = self._cover, self.settings, self._context.subject
+        world, beside = self._context.world, len(subject.extra_tensors)
+        live = sum(cover.live for cover in covers.values())
+        table, where = "verbose=True", "these arguments would"
+        if settings.by_command:
+            table, where = "--verbose", "a line in the script would: andon.watch(model, optimizer, ...)"
+        missing = [f"{name} ({cover.remedy})" for name, cover in covers.items() if cover.remedy and not cover.live]
+        whys = dict.fromkeys(c.why for c in covers.values() if c.state == "not observable" and not c.remedy)
+        unseen = [f"{', '.join(n for n, c in covers.items() if c.why == why and not c.live)} ({why})" for why in whys]
+        head = f"andon.watch: {world} rank{'s' * (world > 1)}, {len(subject.trainable)} trainable tensors"
+        lines = [f"{head}; {live} of {len(covers)} clauses are held" + f", {table} lists them" * (not settings.verbose)]
+        if missing or unseen:
+            lines.append(f"  not watched: {', '.join([*unseen, *missing])}" + f"; {where}" * bool(missing))
+        if beside:
+            tensors = counted(beside, "tensor")
+            lines.append(f"  not watched: the updates of {tensors} of the optimizers beside the model's parameters")
+        if settings.verbose:
+            width = max(map(len, covers))
+            lines += [f"  {name:<{width}}  {cover.state:<14}  {cover.why}".rstrip() for name, cover in covers.items()]
+        launched = os.environ.get("WORLD_SIZE", "")
+        joined = dist.is_available() and dist.is_initialized()
+        if not joined and launched.isdecimal() and int(launched) > 1:
+            apart = "but no process group was made: the ranks train apart, not compared"
+            lines.append(f"  warning: WORLD_SIZE is {launched}, {apart}")
+        self._say(lines)
+
     # the hooks, in the order in which a step meets them
 
     def _begin(self) -> None:
@@ -256,13 +276,13 @@ class Watch:
         if pending is not None and not subject.forward_is_compiled:
             for each in pending.follow(subject.outer):
                 self._undo.append(each.register_forward_pre_hook(ForwardHook(partial(pending.forward, each))).remove)
-        for check in self._checks:
+        for check in self._context.all_checks:
             self._undo += check.hooks()
         for probe in self._context.probes:
             self._undo.append(probe.optimizer.register_step_pre_hook(self._before_step).remove)
             self._undo.append(probe.optimizer.register_step_post_hook(self._after_step).remove)
             probe.check(Gradients).raw_hooks.halt = self._halt
-        self._undo.append(listen(self.calls))
+        self._undo.append(listen(*self.listeners))
         atexit.register(self._leave, os.getpid())
 
     def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -270,12 +290,12 @@ class Watch:
         self._at(1)
         if not self._context.muted:
             with outside_of_transforms():
-                for check in self._checks:
+                for check in self._context.all_checks:
                     check.forward(module, args, kwargs)
 
     def _forwarded(self) -> None:
         if not self._context.muted:
-            for check in self._checks:
+            for check in self._context.all_checks:
                 check.forwarded()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -311,12 +331,10 @@ class Watch:
         return next(probe for probe in self._context.probes if probe.optimizer is optimizer)
 
     def _at(self, place: int) -> None:
-        """Tell the other ranks where this rank is within its step."""
         if self._halt is not None:
             self._halt.at(self._context.updates + 1, POINTS[place], self._context.last_equal)
 
     def _raise_if_halted(self, *, again: bool = False) -> None:
-        """Raise if another rank halted the run."""
         if self._halt is not None:
             self._halt.raise_if_halted(again=again)
 
@@ -356,7 +374,7 @@ class Watch:
             atexit.unregister(self._leave)
             try:
                 if reason == "finished":
-                    for check in all_checks(context):
+                    for check in context.all_checks:
                         check.judge_close()
             finally:
                 context.exchange.close()
@@ -364,13 +382,31 @@ class Watch:
                 self._say_closing(unread)
 
     def _say_closing(self, unread: str) -> None:
-        context = self._context
-        spent = context.added.seconds + sum(probe.check(Gradients).raw_hooks.host_seconds() for probe in context.probes)
-        lines = _closing_lines(
-            self._cover, context.verdicts, context.steps, spent, context.check(LoopReports).unreported
+        """What was checked, how often, at what cost, and what was not checked. unread: why an update was not judged."""
+        context, covers, verdicts, steps = self._context, self._cover, self._context.verdicts, self._context.steps
+        spent = context.added_s + sum(probe.check(Gradients).raw_hooks.host_seconds() for probe in context.probes)
+        # Clauses for which the loop passed no values count as unchecked.
+        unreported = context.check(LoopReports).unreported
+        evaluated = {name: count for name, count in verdicts.evaluations.items() if count and name not in unreported}
+        unchecked = [name for name in covers if name not in evaluated]
+        findings = f"{counted(len(verdicts.counts), 'violation')}, {counted(len(verdicts.suspected), 'suspicion')}"
+        clauses = f"{len(covers) - len(unchecked)} of {len(covers)} clauses"
+        times, first = counted(sum(evaluated.values()), "time"), verdicts.first_steps
+        repeated, silenced = (verdicts.counts + verdicts.suspected).items(), verdicts.silenced.items()
+        reached = open_store() if dist.is_available() and dist.is_initialized() else ""
+        self._say(
+            [
+                f"andon.watch: {counted(steps, 'step')}, {clauses} evaluated {times}",
+                f"  {findings}, {1000 * spent / max(steps, 1):.3g} ms per step",
+                *(f"  {name}: {counted(count, 'time')}, first at step {first[name]}" for name, count in repeated),
+                *(f"  {name}: {counted(count, 'time')}, silenced by allow" for name, count in silenced),
+                f"  not checked: {', '.join(unchecked)}" * bool(unchecked),
+                *dict.fromkeys(line for check in context.all_checks for line in check.closing_lines()),
+                unread,
+                context.recorder.closing_line(),
+                reached and f"  warning: {reached}",
+            ]
         )
-        of_checks = dict.fromkeys(line for check in self._checks for line in check.closing_lines())
-        self._say([*lines, *of_checks, unread, context.recorder.closing_line(), _port_warning()])
 
     def _leave(self, pid: int) -> None:
         """The interpreter ends. Not in a forked child, whose parent goes on."""
@@ -384,36 +420,21 @@ class Watch:
             self._say([f"andon.Violation: {found}"])
 
 
-class _CallRouter(Listener):
-    """Tells the checks of the loop's calls, and the halt signal of its collectives."""
+class _LoopCalls(Listener):
+    """What the loop's calls mean for the watch beside its checks. It hears of each call after them."""
 
-    def __init__(self, context: Context, halt: HaltSignal | None, passes: BackwardPasses) -> None:
-        self._context = context
-        self._checks = all_checks(context)
-        self._halt = halt
-        self._passes = passes
-
-    def clipping(self, parameters: Sequence[Tensor], norm: Tensor | None) -> None:
-        for check in self._checks:
-            check.clipping(parameters, norm)
+    def __init__(self, context: Context, halt: HaltSignal | None) -> None:
+        self._context, self._halt = context, halt
 
     def updates_of(self, optimizer: object) -> int | None:
         return next((probe.updates for probe in self._context.probes if probe.optimizer is optimizer), None)
 
     def skipped(self, optimizer: object) -> None:
-        for check in self._checks:
-            check.skipped(optimizer)
         next(probe for probe in self._context.probes if probe.optimizer is optimizer).skip()
-
-    def unscaling(self, scaler: Any, optimizer: Any) -> None:
-        for check in self._checks:
-            check.unscaling(scaler, optimizer)
 
     def reducing(self, tensor: Tensor, group: object, waits: bool) -> None:
         if self._halt is not None:
             self._halt.pending.reducing(group, waits=waits)
-        for check in self._checks:
-            check.reducing(tensor, group, waits)
 
     def resumed(self) -> None:
         if self._halt is not None:
@@ -422,22 +443,6 @@ class _CallRouter(Listener):
     def lost(self, error: BaseException) -> None:
         if self._halt is not None:
             self._halt.lost(error)
-
-    def yielded(self, batch: Yielded) -> None:
-        for check in self._checks:
-            check.yielded(batch)
-
-    def backward(self, loss: Tensor | None) -> None:
-        if not self._context.muted:
-            self._passes.begin(loss, user_line())
-            for check in self._checks:
-                check.backward(loss)
-
-    def backward_over(self) -> None:
-        if self._passes.current is not None:
-            for check in self._checks:
-                check.backward_over()
-        self._passes.end()
 
 
 def _within_a_step(optimizer: torch.optim.Optimizer) -> bool:
@@ -450,66 +455,3 @@ def _within_a_step(optimizer: torch.optim.Optimizer) -> bool:
             return True
         outer = outer.f_back
     return False
-
-
-# what a watch prints
-
-
-def _opening_lines(
-    covers: Mapping[str, Cover], world: int, trainable: int, settings: Settings, beside: int = 0
-) -> list[str]:
-    """The lines at the opening: what is watched, what is not, and which arguments would change that.
-
-    `settings.verbose` adds a table of all clauses. beside: the number of tensors of the optimizers outside the model.
-    """
-    head = f"andon.watch: {world} rank{'s' * (world > 1)}, {trainable} trainable tensors"
-    live = sum(cover.live for cover in covers.values())
-    table, where = "verbose=True", "these arguments would"
-    if settings.by_command:
-        table, where = "--verbose", "a line in the script would: andon.watch(model, optimizer, ...)"
-    missing = [f"{name} ({cover.remedy})" for name, cover in covers.items() if cover.remedy and not cover.live]
-    whys = dict.fromkeys(c.why for c in covers.values() if c.state == "not observable" and not c.remedy)
-    unseen = [f"{', '.join(n for n, c in covers.items() if c.why == why and not c.live)} ({why})" for why in whys]
-    lines = [f"{head}; {live} of {len(covers)} clauses are held" + f", {table} lists them" * (not settings.verbose)]
-    if missing or unseen:
-        lines.append(f"  not watched: {', '.join([*unseen, *missing])}" + f"; {where}" * bool(missing))
-    if beside:
-        tensors = counted(beside, "tensor")
-        lines.append(f"  not watched: the updates of {tensors} of the optimizers beside the model's parameters")
-    if settings.verbose:
-        width = max(map(len, covers))
-        lines += [f"  {name:<{width}}  {cover.state:<14}  {cover.why}".rstrip() for name, cover in covers.items()]
-    launched = os.environ.get("WORLD_SIZE", "")
-    joined = dist.is_available() and dist.is_initialized()
-    if not joined and launched.isdecimal() and int(launched) > 1:
-        apart = "but no process group was made: the ranks train apart, not compared"
-        lines.append(f"  warning: WORLD_SIZE is {launched}, {apart}")
-    return lines
-
-
-def _closing_lines(
-    covers: Mapping[str, Cover], verdicts: Verdicts, steps: int, spent: float, untold: Collection[str] = ()
-) -> list[str]:
-    """The lines at the close: what was checked, how often, at what cost, and what was not checked.
-
-    spent: seconds that the watch took. untold: clauses for which the loop passed no values; they count as unchecked.
-    """
-    evaluated = {name: count for name, count in verdicts.evaluations.items() if count and name not in untold}
-    unchecked = [name for name in covers if name not in evaluated]
-    times, first = counted(sum(evaluated.values()), "time"), verdicts.first_steps
-    findings = f"{counted(len(verdicts.counts), 'violation')}, {counted(len(verdicts.suspected), 'suspicion')}"
-    clauses = f"{len(covers) - len(unchecked)} of {len(covers)} clauses"
-    repeated = (verdicts.counts + verdicts.suspected).items()
-    lines = [
-        f"andon.watch: {counted(steps, 'step')}, {clauses} evaluated {times}",
-        f"  {findings}, {1000 * spent / max(steps, 1):.3g} ms per step",
-        *(f"  {name}: {counted(count, 'time')}, first at step {first[name]}" for name, count in repeated),
-        *(f"  {name}: {counted(count, 'time')}, silenced by allow" for name, count in verdicts.silenced.items()),
-    ]
-    return [*lines, f"  not checked: {', '.join(unchecked)}"] if unchecked else lines
-
-
-def _port_warning() -> str:
-    """A warning if other machines can reach the port of the process group's store; else empty."""
-    reached = open_store() if dist.is_available() and dist.is_initialized() else ""
-    return reached and f"  warning: {reached}"

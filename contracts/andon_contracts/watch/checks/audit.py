@@ -21,7 +21,7 @@ from andon_contracts.agree import bits_of, real_of
 from andon_contracts.laws.law import Law, Observations, Seen
 from andon_contracts.observe import plain
 from andon_contracts.violation import Finding
-from andon_contracts.watch.check import Check, Context, Cover, OptimizerProbe, declared
+from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe
 from andon_contracts.watch.checks.gradients import Gradients
 from andon_contracts.watch.checks.reports import LoopReports
 from andon_contracts.watch.checks.weights import Weights
@@ -106,10 +106,8 @@ class Audit(Check):
         self._before_clip: list[Tensor] | None = None
 
     def cover(self) -> Mapping[str, Cover]:
-        cover = declared(self.context.settings.reference, "reference=")
-        if cover.live and self.context.subject.sharded:
-            cover = Cover("not observable", "each rank has only shards of the gradient")
-        return {"gradient-law": cover}
+        dark = Cover("not observable", "each rank has only shards of the gradient")
+        return {"gradient-law": dark if self.context.subject.sharded else LIVE}
 
     def forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """If a batch has several forward passes, the first one counts."""

@@ -91,7 +91,7 @@ class Buffers(Check):
         # A transform of `torch.func` may call the model with other buffers.
         if not probes or any(map(torch._C._functorch.is_functorch_wrapped_tensor, (*saved, *caches))):
             return
-        with context.added, outside_of_transforms():
+        with context.timed(), outside_of_transforms():
             of_saved, of_caches = self._readers[scope]
             digests = (
                 of_saved.digest(saved, context.updates + 1) if saved else 0,

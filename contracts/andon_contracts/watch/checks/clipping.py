@@ -17,7 +17,7 @@ from andon_contracts.laws.law import Law, Observations, Seen
 from andon_contracts.laws.update import Reduced, clipped_norm, is_clipped_once
 from andon_contracts.observe import norm_of, plain
 from andon_contracts.violation import Finding
-from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values, declared
+from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values
 
 _NORM_TOLERANCE = 1e-3
 """Relative, of torch's norms. Ranks whose norms differ by more have different gradients."""
@@ -145,10 +145,7 @@ class ClipPlace(Check):
         if self.context.ranks_have_own_rows:
             verdicts.judge((_BY_ALL_RANKS,), seen, self.context.scene())
 
-    def skipped(self, optimizer: object) -> None:
-        self._new_update()
-
-    def updated(self, probe: OptimizerProbe) -> None:
+    def new_window(self, probe: OptimizerProbe) -> None:
         self._new_update()
 
     def _new_update(self) -> None:
@@ -184,10 +181,8 @@ class Clipping(Check):
         self._limit = None if context.subject.sharded else context.settings.clip
 
     def cover(self) -> Mapping[str, Cover]:
-        cover = declared(self.context.settings.clip, "clip=")
-        if cover.live and self.context.subject.sharded:
-            cover = Cover("not observable", "each rank has only shards of the gradient")
-        return {"clip-once": cover}
+        dark = Cover("not observable", "each rank has only shards of the gradient")
+        return {"clip-once": dark if self.context.subject.sharded else LIVE}
 
     def ranks_met(self) -> None:
         if self._limit is not None:

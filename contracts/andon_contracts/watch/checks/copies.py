@@ -91,7 +91,7 @@ class ModelCopies(Check):
 
     def judge(self, probe: OptimizerProbe, said: Observations, aligned: Observations) -> None:
         context, step = self.context, said[0].step
-        if not context.ranks_have_own_rows or not context.verdicts.live_laws((COPIES_AGREE,)):
+        if not context.ranks_have_own_rows or COPIES_AGREE.clause not in context.verdicts.live:
             return
         seen = Seen[object](said, None)
         if COPIES_AGREE.check(seen) is not None:

@@ -138,18 +138,20 @@ class Gradients(Check):
     def _zeroed(self) -> None:
         rows = self.context.rows
         if self.raw_hooks.backward_seen:
-            rows.mark_used()
+            rows.unused = 0
         if self.raw_hooks.started or rows.ids:
             self.raw_hooks.discard()
         else:
             self._probe.discarded()
 
     def backward(self, loss: Tensor | None) -> None:
-        self.raw_hooks.gradient_arrived = False
-        self.raw_hooks.backward_called()
+        if not self.context.muted:
+            self.raw_hooks.gradient_arrived = False
+            self.raw_hooks.backward_called()
 
     def backward_over(self) -> None:
-        self.raw_hooks.backward_ended()
+        if not self.context.muted:
+            self.raw_hooks.backward_ended()
 
     def reducing(self, tensor: Tensor, group: object, waits: bool) -> None:
         if not self.context.muted and (group is None or group is dist.group.WORLD):

@@ -18,7 +18,7 @@ from andon_contracts.laws.update import OPTIMIZERS
 from andon_contracts.observe import Look, Observer
 from andon_contracts.violation import Finding
 from andon_contracts.watch.check import Check, Context, Cover, OptimizerProbe, Values, declared, none_has
-from andon_contracts.watch.values import CachedDigest, lenient_digest, state_tensors
+from andon_contracts.watch.values import CachedDigest, learning_rate_of, lenient_digest, state_tensors
 
 _RATE_TOLERANCE = 1e-9
 
@@ -84,7 +84,8 @@ class Optimizer(Check):
         }
 
     def meanwhile(self, probe: OptimizerProbe) -> Values:
-        groups, settings, rate = probe.optimizer.param_groups, self.context.settings, probe.rate
+        groups, settings = probe.optimizer.param_groups, self.context.settings
+        rate = learning_rate_of(groups[0], 0.0)
         wrong = (
             index
             for index, group, key, value in self._declared

@@ -20,8 +20,7 @@ from andon_contracts.laws.outcome import COUNTED, EVALUATED, RESTORED, Count, Ev
 from andon_contracts.observe import flat_digest, plain
 from andon_contracts.untrusted import read_json
 from andon_contracts.watch.check import Check, Context, Cover, OptimizerProbe, declared
-from andon_contracts.watch.rows import ids_of
-from andon_contracts.watch.values import lenient_digest, state_digest, text_digest
+from andon_contracts.watch.values import ids_of, lenient_digest, state_digest, text_digest
 
 _WRAP = 1 << 64
 S = TypeVar("S")

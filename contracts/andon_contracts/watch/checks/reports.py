@@ -17,8 +17,7 @@ from andon_contracts.observe import flat_digest
 from andon_contracts.violation import Finding
 from andon_contracts.watch.check import Check, Context, Cover, OptimizerProbe, Values
 from andon_contracts.watch.ledger import UpdateRows
-from andon_contracts.watch.rows import contents_of, ids_of
-from andon_contracts.watch.values import text_digest, value_digest
+from andon_contracts.watch.values import contents_of, ids_of, text_digest, value_digest
 
 EXPECTED = 4
 """The most values that `w.expect` compares."""

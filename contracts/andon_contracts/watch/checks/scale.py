@@ -22,8 +22,10 @@ from torch import Tensor
 
 from andon_contracts.agree import bits_of, real_of
 from andon_contracts.laws.law import Law, Observations, Seen
+from andon_contracts.stacks import user_line
 from andon_contracts.violation import Finding
 from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values
+from andon_contracts.watch.intercept import Listener
 from andon_contracts.watch.values import text_digest
 
 _UNKNOWN_WEIGHT = -1  # sent as the number of backward passes
@@ -402,16 +404,18 @@ class BackwardPass(NamedTuple):
 
 
 @dataclass
-class BackwardPasses:
-    """The current backward pass of the loop, for all its optimizers."""
+class BackwardPasses(Listener):
+    """The current backward pass of the loop, for all its optimizers. It hears of a pass after the checks."""
 
-    current: BackwardPass | None = None
+    def __init__(self, context: Context) -> None:
+        self.current: BackwardPass | None = None
+        self._context = context
 
-    def begin(self, loss: Tensor | None, line: str) -> None:
-        """loss: None for a backward pass of several tensors, or with a gradient from the loop."""
-        self.current = BackwardPass(None if loss is None else loss_parts(loss), line)
+    def backward(self, loss: Tensor | None) -> None:
+        if not self._context.muted:
+            self.current = BackwardPass(None if loss is None else loss_parts(loss), user_line())
 
-    def end(self) -> None:
+    def backward_over(self) -> None:
         self.current = None
 
 
@@ -498,7 +502,8 @@ class GradientScale(Check):
 
     def backward_over(self) -> None:
         # If any gradient of the optimizer arrived, that of the parameter must have arrived too.
-        if self.gradient_arrived() and (not self._window or self._window[-1] is not self._passes.current):
+        now = self._passes.current
+        if now is not None and self.gradient_arrived() and (not self._window or self._window[-1] is not now):
             self._known = False
 
     def _dots(self, gradient: Tensor) -> Tensor | None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from operator import attrgetter
 
+import torch.distributed as dist
 from torch import Tensor
 
 from andon_contracts.agree import bits_of
@@ -82,7 +83,8 @@ class Weights(Check):
         return {"replicas-agree": self.context.between_replicas()}
 
     def reducing(self, tensor: Tensor, group: object, waits: bool) -> None:
-        if not self.context.muted and self.context.is_of_all_ranks(group):
+        world = dist.get_world_size(group) if isinstance(group, dist.ProcessGroup) else 0
+        if not self.context.muted and (group is None or world == self.context.world):
             self._elements_reduced += tensor.numel()
 
     def begin_step(self) -> None:
