@@ -14,9 +14,10 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, get_args
+from typing import ClassVar, Self, get_args
 
 from andon_contracts.fields import Count, Hex16, Part, Real, json_object, read_field
+from andon_contracts.violation import Finding
 
 SCHEMA_VERSION = 4
 GENESIS = "0" * 16
@@ -170,6 +171,10 @@ class Broken(Part):
     details: Mapping[str, str] = field(default_factory=dict)
     action: str | None = None
     applied: bool | None = None
+
+    @classmethod
+    def of(cls, clause: str, found: Finding, action: str | None = None, applied: bool | None = None) -> Self:
+        return cls(clause, found.step, found.ranks, found.tensor, found.seen, dict(found.details), action, applied)
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,18 @@ from safetensors.torch import load_file
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from andon_contracts import act
-from andon_contracts.act import Evidence, Scene, with_bundle, write_part
+from andon_contracts.act import (
+    NAMES,
+    Evidence,
+    Scene,
+    current_activity,
+    thread_stacks,
+    with_bundle,
+    write_part,
+    write_tensors,
+)
 from andon_contracts.legible import ERROR_FILE_VARIABLE, report_to_launcher, write_error_file
 from andon_contracts.record import SCHEMA_VERSION, Broken
-from andon_contracts.stacks import current_activity, thread_stacks
-from andon_contracts.tensor_file import NAMES, write_tensors
 from andon_contracts.violation import Finding, Violation
 
 FINDING = Finding("they differ", 4, (1,), "w", (("w", "aa bb"),))

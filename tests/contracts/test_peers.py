@@ -19,14 +19,13 @@ import torch
 from torch.distributed import DistBackendError, DistNetworkError
 
 from andon.console.exits import Exit
-from andon_contracts.causes import Cause, consequence, first_line, kind_of
 from andon_contracts.liveness import diagnosis
 from andon_contracts.liveness.diagnosis import NOTICED, Conclusion, Patience, PeerStatus, Symptoms, View, conclude
 from andon_contracts.liveness.end_messages import POINTS, EndMessages, Position
 from andon_contracts.liveness.halt import PeerMonitor, StoreReport
 from andon_contracts.liveness.pending_collectives import PendingCollectives
 from andon_contracts.liveness.process import Process, State, exit_text, kill_text, memory_kills
-from andon_contracts.violation import Finding, Halted, Violation
+from andon_contracts.violation import Cause, Finding, Halted, Violation, consequence, first_line, kind_of
 
 BY_HAND = "by hand or by another program: the kernel killed nothing for want of memory"
 
@@ -58,12 +57,12 @@ def test_a_stopped_process_is_told_from_a_gone_one(child: tuple[subprocess.Popen
     started, process = child
     started.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, started.pid, os.WSTOPPED | os.WNOWAIT)
-    assert (process.local_state(), process.alive(), process.stopped()) == ("stopped", True, True)
+    assert (process.local_state(), process.state()) == ("stopped", "stopped")
     assert process.kill()
     os.waitid(os.P_PID, started.pid, os.WEXITED | os.WNOWAIT)
     assert (process.local_state(), process.exit_code()) == ("gone", -signal.SIGKILL)
     assert not process.kill()
-    assert not process.alive()
+    assert process.state() == "gone"
     assert not process.send(signal.SIGKILL)
     started.wait()
     assert (process.local_state(), process.exit_code()) == ("gone", None)
@@ -96,7 +95,7 @@ def test_a_process_of_another_time_or_machine_is_not_judged(
     assert not other.kill()
     assert started.poll() is None
     if state == "gone":
-        assert not other.alive()
+        assert other.state() == "gone"
         assert not other.send(signal.SIGKILL)
 
 

@@ -15,16 +15,15 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from andon_contracts.causes import Cause
 from andon_contracts.fields import Part
 from andon_contracts.liveness import store_link
 from andon_contracts.liveness.diagnosis import RankStatus
 from andon_contracts.liveness.end_messages import Position
 from andon_contracts.liveness.halt import HaltLink, Progress
-from andon_contracts.liveness.open_store import open_store
 from andon_contracts.liveness.pending_collectives import Counts
 from andon_contracts.liveness.process import Process
-from andon_contracts.liveness.store_link import Beat, Heartbeats, SignedStore, StoreLink, StrictReader
+from andon_contracts.liveness.store_link import Beat, Heartbeats, SignedStore, StoreLink, StrictReader, open_store
+from andon_contracts.violation import Cause
 
 SECRET, OTHER = bytes(32), bytes(31) + b"\1"
 LIES = (b"", b"1", b"-", b"\xff" * 70, b"0" * 64, b"0" * 64 + b"1")

@@ -102,8 +102,7 @@ def live(context: RankContext, folder: Path, options: Mapping[str, Any]) -> int:
     from andon.launch.heartbeat import Heartbeat, Timeouts
     from andon.launch.joining import join
     from andon.launch.rank import end_now, watched_by
-    from andon_contracts.liveness.clock import StepClock
-    from andon_contracts.liveness.diagnosis import UPDATE
+    from andon_contracts.liveness.diagnosis import UPDATE, StepClock
 
     timeout_s = options.get("timeout_s", PATIENCE_S)
     store, rank, size = join("gloo", timeout_s)

@@ -7,11 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from andon_contracts.act import explain_command
-from andon_contracts.causes import HALT, Cause, first_line, kind_of, row_lines
 from andon_contracts.fields import Count, Part, Seconds
-from andon_contracts.liveness.diagnosis import rank_names
 from andon_contracts.liveness.process import STOPPED, Process, exit_text
-from andon_contracts.violation import Kind
+from andon_contracts.violation import HALT, Cause, Kind, first_line, kind_of, named_ranks, row_lines
 
 POINTS = ("before its forward pass", "in its forward or backward pass", "at its update")
 _INFERRED = "  [inference, not proof]"
@@ -83,7 +81,7 @@ class EndMessages:
         """This rank and `waiting` others wait in a gather for `others`, which wait for them in the calls it maps to."""
         update = self.at.point == POINTS[2]
         place = f"update {self.at.step}" if update else f"a line of the watch at {self.at}"
-        several, names = len(others) > 1, rank_names(others)
+        several, names = len(others) > 1, named_ranks(others)
         seen = (
             f"{'they are' if several else 'it is'} in {' and '.join(dict.fromkeys(others.values()))}, which rank "
             f"{self.rank} would have to join, so that none of them can go on"

@@ -26,8 +26,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from andon_contracts.act import Evidence, write_cause
-from andon_contracts.causes import Cause, consequence, first_line
+from andon_contracts.act import Evidence, current_activity, error_line, write_cause
 from andon_contracts.fields import Count, Part
 from andon_contracts.legible import log, report_to_launcher
 from andon_contracts.liveness import diagnosis
@@ -43,8 +42,7 @@ from andon_contracts.liveness.store_link import (
     StoreLink,
     parse_strict,
 )
-from andon_contracts.stacks import current_activity, error_line
-from andon_contracts.violation import Violation
+from andon_contracts.violation import Cause, Violation, consequence, first_line
 
 _LOOK_S = 0.5  # how often a rank looks for trouble
 _EVERY_LOOK, _CALM = 16, 4  # a rank that waits asks its peers at the first 16 looks, then at every fourth

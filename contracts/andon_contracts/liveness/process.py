@@ -68,12 +68,6 @@ class Process(Part):
             return "gone"
         return "stopped" if fields[_STATE] in "Tt" else "runs"
 
-    def alive(self) -> bool:
-        return self.state() != "gone"
-
-    def stopped(self) -> bool:
-        return self.state() == "stopped"
-
     def exit_code(self) -> int | None:
         """Its exit code, a signal as a negative number; None while it runs, and after its parent has reaped it."""
         fields = _fields(self.pid) or []
@@ -89,7 +83,7 @@ class Process(Part):
             with suppress(OSError, AttributeError):  # a kernel before 5.3, too many open files, or no such process
                 handle = os.pidfd_open(self.pid)
             # The handle stays bound to one process. Only after it is open, check that this is the right process.
-            if not self.alive():
+            if self.state() == "gone":
                 return False
             if handle is None:
                 os.kill(self.pid, signum)

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from andon_contracts.causes import first_line
 from andon_contracts.laws.law import LOCKSTEP, Judgement, Law, Observations, Seen, in_lockstep
 from andon_contracts.observe import start_to_cpu
+from andon_contracts.violation import first_line
 from andon_contracts.watch.check import Check, Context, OptimizerProbe, Values
 from andon_contracts.watch.checks.applied import Applied
 from andon_contracts.watch.checks.audit import Audit

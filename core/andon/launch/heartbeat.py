@@ -21,12 +21,11 @@ from andon.console.exits import Exit
 from andon.console.messages import say
 from andon.launch.ending import unguarded
 from andon.launch.report import Report
+from andon_contracts.act import current_activity
 from andon_contracts.liveness import diagnosis
-from andon_contracts.liveness.clock import StepClock
-from andon_contracts.liveness.diagnosis import UPDATE, PeerStatus, RankStatus, View
+from andon_contracts.liveness.diagnosis import UPDATE, PeerStatus, RankStatus, StepClock, View
 from andon_contracts.liveness.process import Process
 from andon_contracts.liveness.store_link import MOST_CHARACTERS, Beat, Heartbeats, SignedStore, StoreLink
-from andon_contracts.stacks import current_activity
 
 _SLOW_TIMES = 10
 """How many times the usual a step may take before it is slow."""

@@ -28,9 +28,15 @@ from andon.console.problems import InputError, Problem
 from andon.launch.context import STORE, RankContext
 from andon.launch.unix_store import unix_store
 from andon_contracts.fields import Count, Hex16, Part
-from andon_contracts.liveness.diagnosis import rank_names
-from andon_contracts.liveness.open_store import open_store
-from andon_contracts.liveness.store_link import TIMEOUT_S, SignedStore, StrictReader, new_secret, parse_strict
+from andon_contracts.liveness.store_link import (
+    TIMEOUT_S,
+    SignedStore,
+    StrictReader,
+    new_secret,
+    open_store,
+    parse_strict,
+)
+from andon_contracts.violation import named_ranks
 
 Form = TypeVar("Form", bound=Part)
 _POLL_S = 0.02
@@ -221,7 +227,7 @@ class Meeting:
         for rank, text in verdict.problems.items():
             raise Refused(f"rank {rank} of {self.world} cannot join: {_INTERFACE}: {text}")
         if verdict.missing:
-            raise Absent(f"{rank_names(verdict.missing)} of {self.world} did not come within {self.timeout_s:g} s")
+            raise Absent(f"{named_ranks(verdict.missing)} of {self.world} did not come within {self.timeout_s:g} s")
 
 
 def _line(error: BaseException) -> str:
