@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import shlex
 import socket
 import struct
 import sys
@@ -23,7 +22,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +38,7 @@ from andon_contracts.violation import (
     Cause,
     Finding,
     Violation,
+    explain_command,
     first_line,
     named_ranks,
     row_lines,
@@ -101,10 +101,6 @@ class Evidence:
     ids: Callable[[], Sequence[int]] = tuple
     tensors: Callable[[str], Iterable[tuple[str, Tensor]]] = lambda _: ()
     devices: Sequence[str] = ()
-
-
-def explain_command(place: Path) -> str:
-    return f"andon explain {shlex.quote(str(place))}"
 
 
 def with_message(violation: Violation, scene: Scene) -> Violation:
@@ -211,12 +207,9 @@ def _write_state(folder: Path, evidence: Evidence, named: str, body: dict[str, o
 
 
 def _write_json(path: Path, body: Mapping[str, object]) -> str:
-    part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open_private(part) as file:
-            file.write((json.dumps(body, indent=2, sort_keys=True, default=repr) + "\n").encode())
-        part.replace(path)
+        write_private(path, [(json.dumps(body, indent=2, sort_keys=True, default=repr) + "\n").encode()])
     except OSError as error:
         return str(error)
     return ""
@@ -315,12 +308,18 @@ def _who(clause: str, finding: Finding, world: int) -> str:
     return f"{_listed(list(map(named_ranks, parties)))} differ, with no majority"
 
 
-def open_private(path: Path) -> BinaryIO:
-    """Create `path` anew for writing, readable by its owner alone (0600): it will hold rows or weights."""
-    path.unlink(missing_ok=True)
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    os.fchmod(handle, 0o600)  # a umask may have taken the owner's own rights away
-    return os.fdopen(handle, "wb")
+def write_private(path: Path, parts: Iterable[bytes | ctypes.Array[ctypes.c_char]]) -> None:
+    """Write `path` whole or not at all, readable by its owner alone (0600): it will hold rows or weights."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.unlink(missing_ok=True)
+    try:
+        handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(handle, "wb") as file:
+            os.fchmod(handle, 0o600)  # a umask may have taken the owner's own rights away
+            file.writelines(parts)
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
@@ -339,15 +338,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # the format aligns tensors, for readers that map the file
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open_private(part) as file:
-            file.write(struct.pack("<Q", len(text)) + text)
-            for tensor in copies.values():
-                file.write((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()) if tensor.nbytes else b"")
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    data = [(ctypes.c_char * t.nbytes).from_address(t.data_ptr()) for t in copies.values() if t.nbytes]
+    write_private(path, [struct.pack("<Q", len(text)) + text, *data])
 
 
 def thread_stacks() -> list[dict[str, object]]:

@@ -15,21 +15,20 @@ _ACCELERATOR_PACKAGES = (  # the names of their wheels for CUDA 12 and 13
     "triton", "pytorch-triton", "nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13",
 )  # fmt: skip
 _BIT_PACKAGES = ("torch", "transformers", "peft", "numpy")
-# Variables that choose a kernel or how it splits its work. Other variables are not recorded: they may hold secrets.
-_FLAGS = (
-    "ATEN_CPU_CAPABILITY CUDA_FORCE_PTX_JIT CUDA_MPS_ACTIVE_THREAD_PERCENTAGE CUDA_VISIBLE_DEVICES "
-    "DISABLE_ADDMM_CUDA_LT DISABLE_PTXAS_OPT DNNL_MAX_CPU_ISA KMP_AFFINITY MKL_CBWR MKL_ENABLE_INSTRUCTIONS "
-    "MKL_NUM_THREADS NVIDIA_TF32_OVERRIDE OMP_NUM_THREADS ONEDNN_MAX_CPU_ISA PYTHONHASHSEED "
-    "PYTORCH_NVML_BASED_CUDA_CHECK TORCH_ALLOW_TF32_CUBLAS_OVERRIDE TORCH_BLAS_PREFER_CUBLASLT"
-)
-# Those of them that place the work and do not change bits.
+# Variables of `_SWITCHES` that place the work and do not change bits.
 _PLACING_FLAGS = (
     "CUDA_VISIBLE_DEVICES KMP_AFFINITY MKL_NUM_THREADS OMP_NUM_THREADS PYTHONHASHSEED PYTORCH_NVML_BASED_CUDA_CHECK"
 )
-# Switches of compilers and kernel libraries, by prefix; they change with versions. The values of those listed are
-# recorded. Another variable with such a prefix is recorded as "set", because it may hold a password, and not at all if
-# `_UNRECORDED` matches its name (paths, caches, logs, secrets).
+# Variables that choose a kernel or how it splits its work, by prefix. The values of those listed are recorded. Another
+# variable with a prefix is recorded as "set", because it may hold a password, and not at all if `_UNRECORDED` matches
+# its name (paths, caches, logs, secrets). Other variables are not recorded.
 _SWITCHES: Mapping[str, str] = {
+    "": (
+        "ATEN_CPU_CAPABILITY CUDA_FORCE_PTX_JIT CUDA_MPS_ACTIVE_THREAD_PERCENTAGE CUDA_VISIBLE_DEVICES "
+        "DISABLE_ADDMM_CUDA_LT DISABLE_PTXAS_OPT DNNL_MAX_CPU_ISA KMP_AFFINITY MKL_CBWR MKL_ENABLE_INSTRUCTIONS "
+        "MKL_NUM_THREADS NVIDIA_TF32_OVERRIDE OMP_NUM_THREADS ONEDNN_MAX_CPU_ISA PYTHONHASHSEED "
+        "PYTORCH_NVML_BASED_CUDA_CHECK TORCH_ALLOW_TF32_CUBLAS_OVERRIDE TORCH_BLAS_PREFER_CUBLASLT"
+    ),
     "CUBLASLT_": "WORKSPACE_SIZE",
     "CUBLAS_": "EMULATE_DOUBLE_PRECISION EMULATE_SINGLE_PRECISION EMULATION_STRATEGY WORKSPACE_CONFIG",
     "CUDNN_": "",
@@ -115,16 +114,11 @@ def version_of(library: str) -> str | None:
 
 
 def _flag(name: str) -> str | None:
-    if name in _FLAGS.split():
+    prefix = next((prefix for prefix in _SWITCHES if prefix and name.startswith(prefix)), "")
+    if name.removeprefix(prefix) in _SWITCHES[prefix].split():
         return os.environ[name]
-    if name == "PTXAS_OPTIONS":  # any text
-        return "set"
-    for prefix, switches in _SWITCHES.items():
-        if name.startswith(prefix):
-            if name.removeprefix(prefix) in switches.split():
-                return os.environ[name]
-            return None if _UNRECORDED.search(name) else "set"
-    return None
+    # PTXAS_OPTIONS may hold any text.
+    return "set" if name == "PTXAS_OPTIONS" or (prefix and not _UNRECORDED.search(name)) else None
 
 
 def _cpu() -> tuple[str, str]:

@@ -430,21 +430,19 @@ def flat_digest(tensors: Iterable[Tensor]) -> int:
 def norm_of(tensors: Iterable[Tensor]) -> float:
     """The 2-norm of all elements. It overflows if their squares overflow fp32, because torch's clipping does so too."""
     norms: list[Tensor] = []
-    small: list[Tensor] = []  # neighbours of one kind, because a read of each would cost more than its elements
+    open_: list[Tensor] = []  # small neighbours of one kind, because a read of each would cost more than its elements
     last: Hashable = None
     total = 0
     for tensor in map(plain, tensors):
-        kind, size = (tensor.dtype, tensor.device), tensor.nbytes
-        if small and (kind != last or total + size > _CHUNK_BYTES or size > _SMALL_BYTES):
-            norms.append(_norm(_cat(small)))
-            small, total = [], 0
-        if size > _SMALL_BYTES:
-            norms.append(_norm(tensor.reshape(-1)))
-        else:
-            small.append(tensor.reshape(-1))
-            last, total = kind, total + size
-    if small:
-        norms.append(_norm(_cat(small)))
+        size = tensor.nbytes
+        kind = (tensor.dtype, tensor.device) if size <= _SMALL_BYTES else None
+        if open_ and (kind is None or kind != last or total + size > _CHUNK_BYTES):
+            norms.append(_norm(_cat(open_)))
+            open_, total = [], 0
+        open_.append(tensor.reshape(-1))
+        last, total = kind, total + size
+    if open_:
+        norms.append(_norm(_cat(open_)))
     return float(_joined(norms)[0]) if norms else 0.0
 
 

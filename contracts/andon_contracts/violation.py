@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 from andon_contracts.fields import Count, Part
@@ -94,6 +96,11 @@ def named_ranks(ranks: Iterable[int]) -> str:
     """`rank 1`, or `ranks 0, 2` in ascending order."""
     ordered = sorted(ranks)
     return f"rank{'s' * (len(ordered) != 1)} {', '.join(map(str, ordered))}"
+
+
+def explain_command(place: Path) -> str:
+    """The command that explains the bundle at `place`."""
+    return f"andon explain {shlex.quote(str(place))}"
 
 
 def describe(clause: str, finding: Finding) -> str:

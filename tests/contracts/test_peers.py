@@ -20,8 +20,18 @@ from torch.distributed import DistBackendError, DistNetworkError
 
 from andon.console.exits import Exit
 from andon_contracts.liveness import diagnosis
-from andon_contracts.liveness.diagnosis import NOTICED, Conclusion, Patience, PeerStatus, Symptoms, View, conclude
-from andon_contracts.liveness.end_messages import POINTS, EndMessages, Position
+from andon_contracts.liveness.diagnosis import (
+    NOTICED,
+    POINTS,
+    Conclusion,
+    EndMessages,
+    Patience,
+    PeerStatus,
+    Position,
+    Symptoms,
+    View,
+    conclude,
+)
 from andon_contracts.liveness.halt import PeerMonitor, StoreReport
 from andon_contracts.liveness.pending_collectives import PendingCollectives
 from andon_contracts.liveness.process import Process, State, exit_text, kill_text, memory_kills

@@ -17,8 +17,7 @@ from torch._C._distributed_c10d import HashStore
 
 from andon_contracts.fields import Part
 from andon_contracts.liveness import store_link
-from andon_contracts.liveness.diagnosis import RankStatus
-from andon_contracts.liveness.end_messages import Position
+from andon_contracts.liveness.diagnosis import Position, RankStatus
 from andon_contracts.liveness.halt import HaltLink, Progress
 from andon_contracts.liveness.pending_collectives import Counts
 from andon_contracts.liveness.process import Process

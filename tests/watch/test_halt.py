@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import andon
 from andon_contracts.liveness import pending_collectives
-from andon_contracts.liveness.end_messages import POINTS, EndMessages, Position
+from andon_contracts.liveness.diagnosis import POINTS, EndMessages, Position
 from andon_contracts.liveness.halt import HaltSignal
 from andon_contracts.liveness.pending_collectives import BACKWARD, REDUCTION, Counts, PendingCollectives, Waiting
 from andon_contracts.liveness.store_link import SignedStore

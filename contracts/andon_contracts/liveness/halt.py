@@ -29,19 +29,19 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from andon_contracts.act import Evidence, current_activity, error_line, write_cause
 from andon_contracts.fields import Count, Part
 from andon_contracts.legible import log, report_to_launcher
-from andon_contracts.liveness import diagnosis
-from andon_contracts.liveness.diagnosis import Conclusion, Patience, Symptoms, conclude, first_conclusion
-from andon_contracts.liveness.end_messages import EndMessages, Position
+from andon_contracts.liveness import diagnosis, store_link
+from andon_contracts.liveness.diagnosis import (
+    Conclusion,
+    EndMessages,
+    Patience,
+    Position,
+    Symptoms,
+    conclude,
+    first_conclusion,
+)
 from andon_contracts.liveness.pending_collectives import Counts, PendingCollectives, Waiting, deadlocked
 from andon_contracts.liveness.process import ConditionTimer, Process, memory_kills, run_within
-from andon_contracts.liveness.store_link import (
-    MOST_CHARACTERS,
-    TIMEOUT_S,
-    Heartbeats,
-    SignedStore,
-    StoreLink,
-    parse_strict,
-)
+from andon_contracts.liveness.store_link import Heartbeats, SignedStore, StoreLink, parse_strict
 from andon_contracts.violation import Cause, Violation, consequence, first_line
 
 _LOOK_S = 0.5  # how often a rank looks for trouble
@@ -87,7 +87,7 @@ class StoreReport:
 _Observed = tuple[Mapping[int, Symptoms], "StoreReport | None"]  # of the other ranks, and the answer of the store
 
 
-class HaltLink:
+class HaltLink(StoreLink):
     """The connection between the ranks. Only its thread waits for the store; all methods return after a bounded time.
 
     The first cause that any rank stores under the key "pulled" is the cause of all. Every rank stores it again if a
@@ -111,34 +111,31 @@ class HaltLink:
         self._near = sorted({(rank + offset) % world for offset in range(-_NEAR, _NEAR + 1)} - {rank})
         # Before the thread has the store, so that a rank that dies at once has announced its process.
         self._beats.send(halt.progress())
-        self._link = StoreLink("andon-halt-link", self._routine, self._failed)
+        super().__init__("andon-halt-link", self._read_store, self._thread_failed)
 
     def publish(self, cause: Cause) -> None:
-        self._link.post(lambda: self._publish(cause))
+        self.post(lambda: self._publish(cause))
 
     def warn(self, text: str) -> None:
-        self._link.post(lambda: self._write_warning(text))
+        self.post(lambda: self._write_warning(text))
 
     def acknowledge(self) -> None:
         """Tell the others that this rank knows the cause and has left its evidence."""
-        self._link.post(lambda: self._store.set(f"ended {self._rank}", "1"))
+        self.post(lambda: self._store.set(f"ended {self._rank}", "1"))
 
     def report(self) -> StoreReport | None:
-        return self._link.ask(self._report, _ANSWER_S)
+        return self.ask(self._report, _ANSWER_S)
 
     def pending(self) -> Mapping[int, Counts]:
         """The counts of the ranks nearby in their last heartbeats; empty if the store does not answer in time."""
-        beats = self._link.ask(lambda: self._beats.read(self._near), _ANSWER_S) or {}
+        beats = self.ask(lambda: self._beats.read(self._near), _ANSWER_S) or {}
         return {rank: beat.status.pending for rank, beat in beats.items()}
-
-    def answers(self) -> bool:
-        return self._link.answers(_ANSWER_S)
 
     def leave(self) -> None:
         """Tell the others that this rank is done, and end the thread. Takes at most two seconds."""
-        self._link.close(self._say_goodbye, 2 * _ANSWER_S)
+        self.close(self._say_goodbye, 2 * _ANSWER_S)
 
-    def _routine(self) -> float | None:
+    def _read_store(self) -> float | None:
         """Read the store once. Returns the seconds until the next time, or None once no rank needs this one."""
         if not self._cause:
             self._accept(self._store.get(_CAUSE))
@@ -161,7 +158,7 @@ class HaltLink:
             self._beat()
         return _POLL_S if self.processes else _HURRIED_S
 
-    def _failed(self, error: Exception) -> None:
+    def _thread_failed(self, error: Exception) -> None:
         ours = isinstance(error, RecursionError | NotImplementedError)
         if isinstance(error, RuntimeError | OSError) and not ours:
             self.store_lost = not self._host_left
@@ -186,7 +183,8 @@ class HaltLink:
             self.silent_s, self._last_beat = self._silence.update(silent).get(rank, 0.0), beat
 
     def _publish(self, cause: Cause) -> None:
-        cause = replace(cause, text=cause.text[:MOST_CHARACTERS], seen=cause.seen[:MOST_CHARACTERS])
+        most = store_link.MOST_CHARACTERS
+        cause = replace(cause, text=cause.text[:most], seen=cause.seen[:most])
         try:
             body = json.dumps(cause.to_json())
             self._parse(json.loads(body))
@@ -198,7 +196,7 @@ class HaltLink:
             self._accept(body.encode())
 
     def _write_warning(self, text: str) -> None:
-        self._store.set(_WARNING, json.dumps(RankWarning(self._rank, text[:MOST_CHARACTERS]).to_json()))
+        self._store.set(_WARNING, json.dumps(RankWarning(self._rank, text[: store_link.MOST_CHARACTERS]).to_json()))
 
     def _accept(self, raw: bytes) -> None:
         cause = self.reader.read(_CAUSE, raw, self._parse) if raw and not self._cause else None
@@ -263,7 +261,7 @@ class PeerMonitor:
         """The live ranks of this machine that have not left, and have not acknowledged the cause."""
         aware = self._link.acknowledged | self._link.left | self._left
         # If the store does not answer, it cannot say which ranks are aware. A stopped process is unaware without it.
-        states = ("runs", "stopped") if self._link.answers() else ("stopped",)
+        states = ("runs", "stopped") if self._link.answers(_ANSWER_S) else ("stopped",)
         processes = self._link.processes.items()
         return {rank: process for rank, process in processes if process.local_state() in states and rank not in aware}
 
@@ -355,16 +353,9 @@ class HaltSignal:
     """
 
     def __init__(
-        self,
-        store: SignedStore,
-        rank: int,
-        world_size: int,
-        pending: PendingCollectives,
-        *,
-        hard_stop: bool,
-        patience_s: float,
-        warns: bool,
-    ) -> None:
+        self, store: SignedStore, rank: int, world_size: int, pending: PendingCollectives, *,
+        hard_stop: bool, patience_s: float, warns: bool,
+    ) -> None:  # fmt: skip
         """patience_s: a process that is stopped or silent for that long counts as hanging. warns: if a guarding thread
         fails, only warn.
         """
@@ -623,7 +614,7 @@ def own_store(name: str) -> Store | None:
         with contextlib.suppress(RuntimeError, NotImplementedError):
             # The loop's own connection answers one request at a time, and may wait for a key for minutes.
             shared = shared.clone()
-            shared.set_timeout(datetime.timedelta(seconds=TIMEOUT_S))
+            shared.set_timeout(datetime.timedelta(seconds=store_link.TIMEOUT_S))
     return None if shared is None else PrefixStore(f"andon/{name}", shared)
 
 

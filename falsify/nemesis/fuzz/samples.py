@@ -14,7 +14,7 @@ from andon.config.load import to_yaml
 from andon.config.schema import Config
 from andon.run.summary import Head, Summary
 from andon_contracts.fields import Part, Real
-from andon_contracts.liveness.end_messages import Position
+from andon_contracts.liveness.diagnosis import Position
 from andon_contracts.liveness.halt import Progress, RankWarning
 from andon_contracts.liveness.pending_collectives import Counts
 from andon_contracts.liveness.store_link import parse_strict

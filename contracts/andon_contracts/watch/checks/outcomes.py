@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from andon_contracts.agree import bits_of, real_of
 from andon_contracts.digest import digests_by_name
 from andon_contracts.laws.law import Law, Observations
-from andon_contracts.laws.outcome import COUNTED, EVALUATED, RESTORED, Count, Evaluation, Restored
+from andon_contracts.laws.update import COUNTED, EVALUATED, RESTORED, Count, Evaluation, Restored
 from andon_contracts.observe import flat_digest, plain
 from andon_contracts.untrusted import read_json
 from andon_contracts.violation import first_line
