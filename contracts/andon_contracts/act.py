@@ -52,8 +52,7 @@ NAMES: Mapping[torch.dtype, str] = {
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 """The format's name of each dtype that it supports."""
-_HIDDEN = ("andon_contracts", "torch", "icontract", "threading", "multiprocessing")
-"""Packages whose lines are never shown."""
+_HIDDEN = ("andon_contracts", "torch", "icontract", "threading", "multiprocessing")  # packages that are never shown
 _LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _MOST_FRAMES = 64
 _ACTIVITIES = (

@@ -17,8 +17,7 @@ _HEX16 = re.compile("[0-9a-f]{16}")
 Hex16 = Annotated[str, (lambda value: isinstance(value, str) and _HEX16.fullmatch(value), "16 hexadecimal digits")]
 Count = Annotated[int, (lambda value: type(value) is int and 0 <= value < _COUNTS, "an integer from 0")]
 Seconds = Annotated[float, (lambda value: type(value) is float and 0 <= value < math.inf, "a finite float from 0")]
-_Reader = Callable[[Any, str], Any]
-"""Converts a JSON value to a field's value, or raises `ValueError` with the given place of the value."""
+_Reader = Callable[[Any, str], Any]  # of a JSON value at a place: the value of a field, or `ValueError`
 
 
 @dataclass(frozen=True)

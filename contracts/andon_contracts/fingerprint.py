@@ -10,6 +10,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from andon_contracts.legible import text_of
+
 _PACKAGES = ("andon", "torch", "transformers", "peft", "safetensors", "tokenizers", "numpy", "icontract")
 _ACCELERATOR_PACKAGES = (  # the names of their wheels for CUDA 12 and 13
     "triton", "pytorch-triton", "nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13",
@@ -66,7 +68,7 @@ def environment(threads: int | None = None, devices: Sequence[str] = ()) -> dict
     """
     model, instructions = _cpu()
     names = (*_PACKAGES, *_ACCELERATOR_PACKAGES) if devices else _PACKAGES
-    driver, _, _ = (_read_text(_DRIVER) if devices else "").partition("\n")
+    driver, _, _ = (text_of(_DRIVER) if devices else "").partition("\n")
     version = re.search(r"\s(\d+(?:\.\d+)+)\s", f"{driver} ")
     return {
         "python": platform.python_version(),
@@ -123,7 +125,7 @@ def _flag(name: str) -> str | None:
 
 def _cpu() -> tuple[str, str]:
     model, flags = platform.processor() or platform.machine(), ""
-    for line in _read_text(Path("/proc/cpuinfo")).splitlines():
+    for line in text_of(Path("/proc/cpuinfo")).splitlines():
         name, _, value = (part.strip() for part in line.partition(":"))
         if name == "model name":
             model = value
@@ -132,10 +134,3 @@ def _cpu() -> tuple[str, str]:
             break
     known = {flag for flag in flags.split() if flag in _INSTRUCTIONS or flag.startswith(("avx512", "avx_"))}
     return model, " ".join(sorted(known))
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

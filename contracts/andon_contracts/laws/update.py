@@ -1,4 +1,4 @@
-"""The laws of one update, at the points of a step, and of what a loop leaves: checkpoints, evaluations, peaks of memory.
+"""The laws of one update, at the points of a step, and of checkpoints, evaluations and peaks of memory.
 
 The trainer and the watch share the laws that mean the same for both. The trainer's ranks have one plan and one
 gradient, so the majority of the ranks is right. A watched loop may have no such plan: its checks have other laws.
@@ -112,18 +112,15 @@ def _leaves_finite(seen: Leaves) -> Finding | None:
 
 
 _SUMS = ("loss_bits", "total_bits")
+# fmt: off
 LEAVES: tuple[Law[Leaves], ...] = (
-    Law(
-        "samples-once/computed",
-        ("index", "rows"),
-        _partition,
-        lambda leaf: {"index": leaf.index, "rows": len(leaf.ids)},
-        stops=True,
-    ),
+    Law("samples-once/computed", ("index", "rows"), _partition,
+        lambda leaf: {"index": leaf.index, "rows": len(leaf.ids)}, stops=True),
     Law("content-planned/computed", ("content",), _content, lambda leaf: {"content": leaf.content}),
     Law("content-planned/terms", ("terms",), _terms, lambda leaf: {"terms": leaf.terms}),
     Law("finite/computed", _SUMS, _leaves_finite, lambda _: dict.fromkeys(_SUMS, Rule.FINITE)),
 )
+# fmt: on
 """Before the reduction: the owner of each micro-batch computed it once, in order. A device has rules for one report."""
 
 _OTHER_ROWS = "the ranks planned different rows, or the same rows have different contents"
@@ -137,8 +134,7 @@ norm + 1e-6, its reciprocal, the factor and each product, by 1 each. Together th
 """
 FACTOR_STEP = 2.0**-149
 """The spacing of the smallest fp32 numbers. A clip factor is off by up to that, so the norm by that times itself."""
-NORM_FLOOR = 1e-30
-"""The absolute error that a norm may have: two norms near zero count as equal."""
+NORM_FLOOR = 1e-30  # the absolute error that a norm may have: two norms near zero count as equal
 
 
 @dataclass(frozen=True)
@@ -203,8 +199,7 @@ OPTIMIZER_UNCHANGED = Law("optimizers-agree/reduced", ("optimizer",), _optimizer
 GRADIENTS = agreeing(
     "gradients-agree/reduced", ("gradient",), "the reduced gradients are not the same", device=True, look=("gradient",)
 )
-CALLER_GRADIENT = "given"
-"""The point of an update whose gradient a caller passed in, so that no part of it was checked before."""
+CALLER_GRADIENT = "given"  # the point of an update with a caller's gradient, of which no part was checked before
 
 
 def _finite(seen: Seen[object]) -> Finding | None:
@@ -237,9 +232,8 @@ def _clip(seen: Seen[Reduced]) -> Finding | None:
     odd = [each for each in seen.observations if not is_clipped_once(real_of(each.values["clipped"]), norm, seen.want)]
     if not odd:
         return None
-    shown = ", ".join(
-        f"rank {o.rank}: {real_of(o.values['clipped'])!r} from {real_of(o.values['norm'])!r}" for o in odd
-    )
+    norms = [(each.rank, real_of(each.values["clipped"]), real_of(each.values["norm"])) for each in odd]
+    shown = ", ".join(f"rank {rank}: {clipped!r} from {before!r}" for rank, clipped, before in norms)
     what = f"the norm after clipping is not what one clipping to {seen.want.limit} gives ({shown})"
     return Finding(what, seen.step, tuple(each.rank for each in odd), "clipped gradient")
 
@@ -269,8 +263,7 @@ REPLICAS = agreeing("replicas-agree/updated", ("weights",), _OTHER_WEIGHTS, devi
 UPDATED: tuple[Law[Seen[int]], ...] = (LOCKSTEP, ONE_UPDATE, OPTIMIZERS, REPLICAS)
 """After an update; wanted is the number of updates so far."""
 
-BASE_POINT = "base"
-"""The point at which the trainer reads all that is frozen, buffers too. The watch has another law for buffers."""
+BASE_POINT = "base"  # where the trainer reads all that is frozen, buffers too, for which the watch has another law
 
 
 def frozen_tensor(seen: Seen[object], otherwise: str) -> str:

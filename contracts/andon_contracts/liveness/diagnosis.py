@@ -194,11 +194,6 @@ def possible_loss(view: View) -> str:
     return known or view.link_error or _explained(view, patience, ["left"])
 
 
-def failed_ranks(view: View) -> list[int]:
-    """The other ranks that reported that they end by an error, of their own or of another rank."""
-    return [rank for rank, ending in view.concluded(view.patience()).items() if ending in ("failed", "followed")]
-
-
 def _explained(view: View, patience: Patience, order: Iterable[Conclusion]) -> str:
     found, ranks = first_conclusion(view.concluded(patience), order)
     if not ranks:
@@ -220,11 +215,6 @@ def _explained(view: View, patience: Patience, order: Iterable[Conclusion]) -> s
 def all_reported(view: View) -> bool:
     """True if every live rank has sent a heartbeat in the second half of this phase. Older ones describe the first."""
     return all(peer.silent_s < view.mine.phase_s / 2 for rank, peer in view.fresh().items() if rank != view.rank)
-
-
-def is_reporter(view: View) -> bool:
-    """True on the lowest live rank. Only that rank prints which ranks are slow."""
-    return view.rank == min(view.fresh())
 
 
 def longest_s(view: View) -> float:

@@ -16,7 +16,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +28,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import DistStoreError
 
 from andon_contracts.fields import Count, Part
+from andon_contracts.legible import text_of
 from andon_contracts.liveness.process import Process
 
 Form = TypeVar("Form", bound=Part)
@@ -290,31 +291,22 @@ def open_store(environ: Mapping[str, str] | None = None, net: Path = Path("/proc
     variables = os.environ if environ is None else environ
     port = variables.get("MASTER_PORT", "")
     here = "WORLD_SIZE" in variables and variables["WORLD_SIZE"] == variables.get("LOCAL_WORLD_SIZE")
-    interfaces = [line.split()[0] for line in _lines(net / "route")[1:]]
-    interfaces += [line.split()[-1] for line in _lines(net / "if_inet6")]
+    interfaces = [line.split()[0] for line in text_of(net / "route").splitlines()[1:]]
+    interfaces += [line.split()[-1] for line in text_of(net / "if_inet6").splitlines()]
     if not here or not port.isdecimal() or all(interface == "lo" for interface in interfaces):
         return ""
-    open_at = [address for address in _listening(int(port), net) if not address.is_loopback]
+    open_at: list[IPv4Address | IPv6Address] = []
+    for line in (*text_of(net / "tcp").splitlines()[1:], *text_of(net / "tcp6").splitlines()[1:]):
+        fields = line.split()
+        host, _, number = fields[1].partition(":")
+        if fields[3] == "0A" and int(number, 16) == int(port):
+            # The kernel prints 32-bit words in the byte order of the machine.
+            words = [int(host[at : at + 8], 16) for at in range(0, len(host), 8)]
+            address = ip_address(struct.pack(f"={len(words)}I", *words))
+            address = getattr(address, "ipv4_mapped", None) or address
+            open_at += [] if address.is_loopback else [address]
     if not open_at:
         return ""
     where = "on all interfaces" if any(address.is_unspecified for address in open_at) else f"at {open_at[0]}"
     risk = "other machines can end this run and perhaps run code as you (docs/multi-node.md)"
     return f"torchrun listens {where} (port {port}): {risk}"
-
-
-def _listening(port: int, net: Path) -> Iterator[IPv4Address | IPv6Address]:
-    """The addresses that listen at this port. The kernel prints 32-bit words in the byte order of the machine."""
-    for line in (*_lines(net / "tcp")[1:], *_lines(net / "tcp6")[1:]):
-        fields = line.split()
-        host, _, number = fields[1].partition(":")
-        if fields[3] == "0A" and int(number, 16) == port:
-            words = [int(host[at : at + 8], 16) for at in range(0, len(host), 8)]
-            address = ip_address(struct.pack(f"={len(words)}I", *words))
-            yield getattr(address, "ipv4_mapped", None) or address
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except OSError:  # not Linux, or no address of this kind
-        return []

@@ -15,7 +15,7 @@ from andon_contracts.act import Scene, with_message
 from andon_contracts.agree import GroupGather, Observation, gather_observations, gather_short, majority, minority
 from andon_contracts.digest import digests_by_name, mix64
 from andon_contracts.laws.law import LOCKSTEP, Judgement, Observations, Seen
-from andon_contracts.liveness.pending_collectives import PendingCollectives
+from andon_contracts.liveness.halt import PendingCollectives
 from andon_contracts.observe import plain
 from andon_contracts.violation import named_ranks
 from andon_contracts.watch.model_probe import ModelProbe, is_sharded

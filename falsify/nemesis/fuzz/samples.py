@@ -15,8 +15,7 @@ from andon.config.schema import Config
 from andon.run.summary import Head, Summary
 from andon_contracts.fields import Part, Real
 from andon_contracts.liveness.diagnosis import Position
-from andon_contracts.liveness.halt import Progress, RankWarning
-from andon_contracts.liveness.pending_collectives import Counts
+from andon_contracts.liveness.halt import Counts, Progress, RankWarning
 from andon_contracts.liveness.store_link import parse_strict
 from andon_contracts.record import GENESIS, End, Plan, RankPart, Record, Start, Step, StepDigests, chain, encode
 from andon_contracts.violation import Cause
