@@ -9,7 +9,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NoReturn, Self, Union, get_args, get_origin, get_type_hints
 
 _COUNTS = 1 << 63
 _HEX16 = re.compile("[0-9a-f]{16}")
@@ -77,6 +77,11 @@ class Part:
                 raise ValueError(f"{prefix}{name} is missing")
         values = {name: readers[name](value, prefix + name) for name, value in data.items()}
         return cls(**{**optional, **values})
+
+
+def no_constant(name: str) -> NoReturn:
+    """For `json.loads`: refuses NaN and the infinities."""
+    raise ValueError(f"{name} is not JSON")
 
 
 def json_object(data: object, where: str) -> dict[str, Any]:

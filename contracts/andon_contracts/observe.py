@@ -639,7 +639,17 @@ class Extremes:
                     return
             number = self._passes[index]
             if number == len(self._tables):
-                self._add_tables()
+                # For one more pass: a table [2, parameters] for each dtype and device.
+                places: dict[int, tuple[Tensor, Tensor]] = {}
+                tables: list[tuple[list[int], Tensor]] = []
+                kinds = [(parameter.dtype, parameter.device) for parameter in self._parameters]
+                for dtype, device in dict.fromkeys(kinds):
+                    owners = [index for index, kind in enumerate(kinds) if kind == (dtype, device)]
+                    table = torch.zeros(2, len(owners), dtype=dtype, device=device)
+                    places |= zip(owners, zip(table[0].unbind(), table[1].unbind(), strict=True), strict=True)
+                    tables.append((owners, table))
+                self._places.append(places)
+                self._tables.append(tables)
             try:
                 torch.aminmax(gradient, out=self._places[number][index])
             except RuntimeError:
@@ -649,19 +659,6 @@ class Extremes:
                 self._passes[index] = number + 1
                 return
         self._others.append((index, *extremes(gradient)))
-
-    def _add_tables(self) -> None:
-        # For one more pass: a table [2, parameters] for each dtype and device.
-        places: dict[int, tuple[Tensor, Tensor]] = {}
-        tables: list[tuple[list[int], Tensor]] = []
-        kinds = [(parameter.dtype, parameter.device) for parameter in self._parameters]
-        for dtype, device in dict.fromkeys(kinds):
-            owners = [index for index, kind in enumerate(kinds) if kind == (dtype, device)]
-            table = torch.zeros(2, len(owners), dtype=dtype, device=device)
-            places |= zip(owners, zip(table[0].unbind(), table[1].unbind(), strict=True), strict=True)
-            tables.append((owners, table))
-        self._places.append(places)
-        self._tables.append(tables)
 
     def add_all(self, indices: Sequence[int], gradients: Sequence[Tensor]) -> None:
         """Add many gradients as they are now; a GPU's of one dtype in one launch."""

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Self, get_args
 
-from andon_contracts.fields import Count, Hex16, Part, Real, json_object, read_field
+from andon_contracts.fields import Count, Hex16, Part, Real, json_object, no_constant, read_field
 from andon_contracts.untrusted import open_regular
 from andon_contracts.violation import Finding
 
@@ -267,12 +267,8 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return data
 
 
-def _no_constant(name: str) -> object:
-    raise ValueError(f"{name} is not JSON")
-
-
 # Python's decoder accepts more than JSON: NaN, and duplicate keys, of which other decoders may use the first.
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant)
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=no_constant)
 
 
 class LedgerError(ValueError):

@@ -252,11 +252,9 @@ def _one_update(seen: Seen[int]) -> Finding | None:
 
 
 ONE_UPDATE = Law("one-update/updated", ("updates",), _one_update, lambda updates: {"updates": updates})
-_OTHER_STATES = "the optimizer states are not the same"
+_STATES = "the optimizer states are not the same"
 _OTHER_WEIGHTS = "the trainable weights are not the same on every rank"
-OPTIMIZERS = agreeing(
-    "optimizers-agree/updated", ("updates", "optimizer"), _OTHER_STATES, device=True, look=("optimizer",)
-)
+OPTIMIZERS = agreeing("optimizers-agree/updated", ("updates", "optimizer"), _STATES, device=True, look=("optimizer",))
 REPLICAS = agreeing("replicas-agree/updated", ("weights",), _OTHER_WEIGHTS, device=True, look=("weights",))
 
 # An update too many changes moments and weights, and wrong moments change weights: causes stand before effects.

@@ -34,15 +34,7 @@ from andon_contracts.act import Evidence, current_activity, error_line, write_ca
 from andon_contracts.fields import Count, Part
 from andon_contracts.legible import log, report_to_launcher
 from andon_contracts.liveness import diagnosis, store_link
-from andon_contracts.liveness.diagnosis import (
-    Conclusion,
-    EndMessages,
-    Patience,
-    Position,
-    Symptoms,
-    conclude,
-    first_conclusion,
-)
+from andon_contracts.liveness.diagnosis import Conclusion, EndMessages, Patience, Position, Symptoms
 from andon_contracts.liveness.process import ConditionTimer, Process, memory_kills, run_within
 from andon_contracts.liveness.store_link import Heartbeats, SignedStore, StoreLink, parse_strict
 from andon_contracts.violation import Cause, Violation, consequence, first_line
@@ -231,7 +223,12 @@ class HaltLink(StoreLink):
         self.post(lambda: self._store.set(f"ended {self._rank}", "1"))
 
     def report(self) -> StoreReport | None:
-        return self.ask(self._report, _ANSWER_S)
+        def read() -> StoreReport:
+            ranks = range(self._world)
+            at = {rank: beat.status.at for rank, beat in self._beats.read(ranks).items()}
+            return StoreReport(self._marked("left", ranks), at)
+
+        return self.ask(read, _ANSWER_S)
 
     def pending(self) -> Mapping[int, Counts]:
         """The counts of the ranks nearby in their last heartbeats; empty if the store does not answer in time."""
@@ -316,11 +313,6 @@ class HaltLink(StoreLink):
 
     def _marked(self, mark: str, ranks: Iterable[int]) -> frozenset[int]:
         return frozenset(rank for rank in ranks if self._store.check([f"{mark} {rank}"]))
-
-    def _report(self) -> StoreReport:
-        ranks = range(self._world)
-        beats = self._beats.read(ranks)
-        return StoreReport(self._marked("left", ranks), {rank: beat.status.at for rank, beat in beats.items()})
 
     def _say_goodbye(self) -> None:
         self._beat()
@@ -417,7 +409,8 @@ class PeerMonitor:
     ) -> Cause | None:
         symptoms, report = observed
         patience = Patience(stopped_s, self._patience_s, unseen=True)
-        conclusion, ranks = first_conclusion({rank: conclude(s, patience) for rank, s in symptoms.items()}, order)
+        concluded = {rank: diagnosis.conclude(each, patience) for rank, each in symptoms.items()}
+        conclusion, ranks = diagnosis.first_conclusion(concluded, order)
         if not ranks:
             return None
         if conclusion == "behind" and report is not None:

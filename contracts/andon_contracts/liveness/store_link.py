@@ -22,12 +22,12 @@ from dataclasses import dataclass
 from functools import partial
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistStoreError
 
-from andon_contracts.fields import Count, Part
+from andon_contracts.fields import Count, Part, no_constant
 from andon_contracts.legible import text_of
 from andon_contracts.liveness.process import Process
 
@@ -57,7 +57,7 @@ class StrictReader:
         try:
             if len(raw) > MOST_BYTES:
                 raise ValueError(f"{len(raw)} bytes")
-            return form(json.loads(raw.decode("utf-8"), parse_constant=_refuse))
+            return form(json.loads(raw.decode("utf-8"), parse_constant=no_constant))
         except (ValueError, RecursionError):  # deeply nested JSON also recurses in the form's own error messages
             self.drop(key, raw)
             return None
@@ -71,10 +71,6 @@ class StrictReader:
         """One line about the dropped values; empty without any."""
         many = f"{self.dropped} value{'s' * (self.dropped != 1)}"
         return f"rank {rank} dropped {many} of the ranks' store that no rank had put there" if self.dropped else ""
-
-
-def _refuse(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of ours")
 
 
 def parse_strict(form: type[Form], body: object) -> Form:
