@@ -225,11 +225,10 @@ class Observer:
         except RuntimeError:
             # The devices or types changed under the same dtypes and sizes. Any other error comes up again.
             self._input_layout = self._dense_layout = None
-            self._addresses = [-1]
-            return self._look(tensors, norm, extra)
+            return self._look(tensors, norm, extra, replan=True)
 
-    def _look(self, tensors: Sequence[Tensor], norm: bool, extra: int) -> Look:
-        if not self._stable or self._holds_copies or self._moved(tensors):
+    def _look(self, tensors: Sequence[Tensor], norm: bool, extra: int, *, replan: bool = False) -> Look:
+        if replan or not self._stable or self._holds_copies or self._moved(tensors):
             layout = _layout(tensors)
             if layout != self._input_layout:
                 self._input_layout = layout

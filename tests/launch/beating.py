@@ -131,14 +131,16 @@ def act(what: str, folder: Path) -> None:
     if what in ("SIGKILL", "SIGSTOP"):
         os.kill(os.getpid(), getattr(signal, what))
     if what == "is unguarded":
-        Process.alive = _cannot_look  # type: ignore[method-assign]
+        Process.state = _cannot_look  # type: ignore[method-assign]
         hang_here()
     if what == "fails":
         raise LookupError("its own error")
 
 
-def _cannot_look(process: Process) -> bool:
-    raise LookupError("nobody foresaw this")
+def _cannot_look(process: Process) -> str:
+    if not process.machine:  # the agent, which is known by its pid alone
+        raise LookupError("nobody foresaw this")
+    return "runs"
 
 
 def hang_here() -> None:
