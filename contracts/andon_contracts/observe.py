@@ -1,7 +1,11 @@
 """Digests, norms, extremes and finiteness of tensors, for the trainer and for a watch. Nothing here waits for a GPU.
 
-Results stay on the device until a caller reads a number. `to_cpu` brings any number of results with one wait. The
-trainer reads flat memory with `word_sums`; a watch reads lists of tensors with `Observer`, gradients with `Extremes`.
+Results stay on the device until a caller reads a number. `to_cpu` brings any number of results with one wait.
+
+- `word_sums` reads flat memory, as the trainer has weights, gradient and moments.
+- An `Observer` reads a user's list of hundreds of tensors and gives one digest. On a GPU with Triton it takes one
+  launch. On a CPU it is the checksum, or the word sums if it must equal the digest of another device (`portable`).
+- `Extremes` reads gradients when they appear, on a GPU many in one launch.
 """
 
 from __future__ import annotations
@@ -75,10 +79,12 @@ def start_to_cpu(*lists: list[Tensor]) -> Callable[[], None]:
 
 
 def to_floats(scalars: Sequence[Tensor]) -> list[float]:
-    """The values of 0-dim tensors, with one wait for each device."""
-    on_cpu = list(scalars)
-    to_cpu(on_cpu)
-    values: list[float] = torch.stack(on_cpu).tolist() if on_cpu else []
+    """The values of 0-dim tensors of one dtype, with one wait for each device."""
+    if len(scalars) <= 1:
+        return [scalar.item() for scalar in scalars]  # a stack would need one more launch
+    if len({scalar.device for scalar in scalars}) > 1:
+        scalars = [scalar.cpu() for scalar in scalars]
+    values: list[float] = torch.stack(list(scalars)).tolist()
     return values
 
 
@@ -655,8 +661,8 @@ class Extremes:
     def read(self) -> list[tuple[int, float, float]]:
         """(parameter, smallest, largest) of each gradient, with two waits for each device."""
         values = [each for raw in self._raw.values() for each in raw.read()]
-        ends = iter(to_floats([end for _, *pair in self._single for end in pair]))
-        return [*values, *((index, next(ends), next(ends)) for index, _, _ in self._single)]
+        lows, highs = to_floats([low for _, low, _ in self._single]), to_floats([high for _, _, high in self._single])
+        return [*values, *zip([index for index, _, _ in self._single], lows, highs, strict=True)]
 
     def clear(self) -> None:
         self.added.clear()
