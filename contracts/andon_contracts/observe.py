@@ -560,7 +560,7 @@ class RawGradients:
         return True
 
     def accepts(self, gradient: Tensor) -> bool:
-        dense = gradient.dtype in FLOATS and _is_dense(gradient) and gradient.is_contiguous() and gradient.numel() > 0
+        dense = gradient.dtype in FLOATS and gradient.layout == torch.strided and gradient.is_contiguous()
         return dense and not torch.cuda.is_current_stream_capturing()
 
     def launch(self, indices: list[int], gradients: Sequence[Tensor]) -> None:
@@ -597,8 +597,7 @@ def extremes(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """The smallest and the largest element, 0-dim, on the device. Zeros for no elements; both NaN if an element is."""
     if type(tensor) not in DENSE_TYPES or tensor.layout != torch.strided:
         tensor = plain(tensor)
-    if tensor.requires_grad:
-        tensor = tensor.detach()
+    tensor = tensor.detach()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     if not tensor.numel():
@@ -609,14 +608,19 @@ def extremes(tensor: Tensor) -> tuple[Tensor, Tensor]:
 class Extremes:
     """The `extremes` of the gradients of some parameters, of any number of backward passes.
 
-    They stay on the device until `read`. A GPU's gradients are read together at `flush`, unless another hook may change
-    them before.
+    They are written into tables that stay allocated: one operation for each gradient, and one wait for each table. A
+    GPU's gradients are read together at `flush`, unless another hook may change them before.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self.added: set[int] = set()  # the parameters with a gradient
         self._parameters = parameters
-        self._single: list[tuple[int, Tensor, Tensor]] = []
+        self._dense = [_is_dense(p) and p.is_floating_point() and p.numel() > 0 for p in parameters]
+        # For each parameter, how many of its gradients are in the tables. Each pass has another table.
+        self._passes = [0] * len(parameters)
+        self._places: list[dict[int, tuple[Tensor, Tensor]]] = []
+        self._tables: list[list[tuple[list[int], Tensor]]] = []
+        self._others: list[tuple[int, Tensor, Tensor]] = []
         max_bytes = max(_RAW_BYTES, sum(parameter.nbytes for parameter in parameters) // _RAW_SHARE)
         devices = filter(has_list_kernels, {parameter.device for parameter in parameters})
         self._raw = {device: RawGradients(device, max_bytes) for device in devices}
@@ -624,21 +628,43 @@ class Extremes:
     def add(self, index: int, gradient: Tensor) -> None:
         """Add a gradient of parameter `index` from a backward pass."""
         self.added.add(index)
-        raw = self._raw.get(gradient.device) if self._raw else None
-        if raw is not None and index not in raw.changed:
-            # Another hook may write to the gradient. The gradient's version shows any other write.
-            parameter = self._parameters[index]
-            hooked = len(parameter._backward_hooks or ()) > 1 or bool(parameter._post_accumulate_grad_hooks)
-            if not hooked and raw.add(index, gradient):
+        if self._dense[index]:
+            raw = self._raw.get(gradient.device) if self._raw else None
+            if raw is not None and index not in raw.changed:
+                # Another hook may write to the gradient. The gradient's version shows any other write.
+                parameter = self._parameters[index]
+                hooked = len(parameter._backward_hooks or ()) > 1 or bool(parameter._post_accumulate_grad_hooks)
+                if not hooked and raw.add(index, gradient):
+                    return
+            number = self._passes[index]
+            if number == len(self._tables):
+                # For one more pass: a table [2, parameters] for each dtype and device.
+                places: dict[int, tuple[Tensor, Tensor]] = {}
+                tables: list[tuple[list[int], Tensor]] = []
+                kinds = [(parameter.dtype, parameter.device) for parameter in self._parameters]
+                for dtype, device in dict.fromkeys(kinds):
+                    owners = [index for index, kind in enumerate(kinds) if kind == (dtype, device)]
+                    table = torch.zeros(2, len(owners), dtype=dtype, device=device)
+                    places |= zip(owners, zip(table[0].unbind(), table[1].unbind(), strict=True), strict=True)
+                    tables.append((owners, table))
+                self._places.append(places)
+                self._tables.append(tables)
+            try:
+                torch.aminmax(gradient, out=self._places[number][index])
+            except RuntimeError:
+                # Its dtype, layout or device is not its parameter's, or it is empty, or it requires a gradient.
+                self._dense[index] = False
+            else:
+                self._passes[index] = number + 1
                 return
-        self._single.append((index, *extremes(gradient)))
+        self._others.append((index, *extremes(gradient)))
 
     def add_all(self, indices: Sequence[int], gradients: Sequence[Tensor]) -> None:
         """Add many gradients as they are now; a GPU's of one dtype in one launch."""
         self.added.update(indices)
         lists: dict[tuple[torch.device, torch.dtype], tuple[list[int], list[Tensor]]] = {}
         for index, gradient in zip(indices, gradients, strict=True):
-            raw = self._raw.get(gradient.device)
+            raw = self._raw.get(gradient.device) if self._dense[index] else None
             if raw is not None and raw.accepts(gradient):
                 owners, same = lists.setdefault((gradient.device, gradient.dtype), ([], []))
                 owners.append(index)
@@ -659,13 +685,18 @@ class Extremes:
         return [raw.keys for raw in self._raw.values()]
 
     def read(self) -> list[tuple[int, float, float]]:
-        """(parameter, smallest, largest) of each gradient, with two waits for each device."""
+        """(parameter, smallest, largest) of each gradient, with one wait for each table in use."""
         values = [each for raw in self._raw.values() for each in raw.read()]
-        lows, highs = to_floats([low for _, low, _ in self._single]), to_floats([high for _, _, high in self._single])
-        return [*values, *zip([index for index, _, _ in self._single], lows, highs, strict=True)]
+        for number in range(max(self._passes, default=0)):
+            for owners, table in self._tables[number]:
+                found = zip(owners, *table.tolist(), strict=True)
+                values += [each for each in found if self._passes[each[0]] > number]
+        lows, highs = to_floats([low for _, low, _ in self._others]), to_floats([high for _, _, high in self._others])
+        return [*values, *zip([index for index, _, _ in self._others], lows, highs, strict=True)]
 
     def clear(self) -> None:
         self.added.clear()
-        self._single.clear()
+        self._passes = [0] * len(self._passes)
+        self._others.clear()
         for raw in self._raw.values():
             raw.clear()
