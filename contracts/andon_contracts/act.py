@@ -10,29 +10,58 @@ are in them, so only their owner can read them (0600).
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
-import shlex
 import socket
+import struct
+import sys
+import sysconfig
+import threading
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from andon_contracts.agree import Observation, minority, real_of
-from andon_contracts.causes import Cause, first_line, row_lines
 from andon_contracts.clauses import CLAUSES
 from andon_contracts.digest import hex64, tensor_digest
 from andon_contracts.fingerprint import environment
 from andon_contracts.record import SCHEMA_VERSION, Broken
-from andon_contracts.stacks import flight_record, thread_stacks
-from andon_contracts.tensor_file import NAMES, open_private, write_tensors
-from andon_contracts.violation import NOT_SEEN_REDUCED, OTHER_SHAPES, Finding, Violation, named_ranks
+from andon_contracts.violation import (
+    NOT_SEEN_REDUCED,
+    OTHER_SHAPES,
+    Cause,
+    Finding,
+    Violation,
+    explain_command,
+    first_line,
+    named_ranks,
+    row_lines,
+)
 
 LIMIT_BYTES = 1 << 26
 """The most bytes of tensors that one rank writes: the broken tensor first, then the trained state in order."""
+NAMES: Mapping[torch.dtype, str] = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+"""The format's name of each dtype that it supports."""
+_HIDDEN = ("andon_contracts", "torch", "icontract", "threading", "multiprocessing")  # packages that are never shown
+_LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+_MOST_FRAMES = 64
+_ACTIVITIES = (
+    ("torch.utils.data", "in the data loader"),
+    ("torch.distributed", "in a collective"),
+    ("torch.autograd", "in backward"),
+    ("torch.cuda", "waiting for the device"),
+)
+"""The activity of a thread, by the package of its innermost frame in any of these packages."""
 
 
 @dataclass(frozen=True)
@@ -71,10 +100,6 @@ class Evidence:
     ids: Callable[[], Sequence[int]] = tuple
     tensors: Callable[[str], Iterable[tuple[str, Tensor]]] = lambda _: ()
     devices: Sequence[str] = ()
-
-
-def explain_command(place: Path) -> str:
-    return f"andon explain {shlex.quote(str(place))}"
 
 
 def with_message(violation: Violation, scene: Scene) -> Violation:
@@ -123,11 +148,10 @@ def write_account(
     place: Path, clause: str, finding: Finding, facts: Mapping[str, object], devices: Sequence[str] = ()
 ) -> str:
     """Write PLACE/CLAUSE.json. Returns why the disk refused, or "": a full disk hides no violation."""
-    broken = Broken(clause, finding.step, finding.ranks, finding.tensor, finding.seen, dict(finding.details))
     versions = environment(torch.get_num_threads(), devices)
     packages = versions.pop("packages")
     versions |= {**(packages if isinstance(packages, dict) else {}), "torch": torch.__version__}
-    record = {"v": SCHEMA_VERSION, **broken.to_json()}
+    record = {"v": SCHEMA_VERSION, **Broken.of(clause, finding).to_json()}
     body = {"record": record, "explain": explain_command(place), "versions": versions, **facts}
     return _write_json(place / f"{clause}.json", body)
 
@@ -182,12 +206,9 @@ def _write_state(folder: Path, evidence: Evidence, named: str, body: dict[str, o
 
 
 def _write_json(path: Path, body: Mapping[str, object]) -> str:
-    part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open_private(part) as file:
-            file.write((json.dumps(body, indent=2, sort_keys=True, default=repr) + "\n").encode())
-        part.replace(path)
+        write_private(path, [(json.dumps(body, indent=2, sort_keys=True, default=repr) + "\n").encode()])
     except OSError as error:
         return str(error)
     return ""
@@ -284,3 +305,99 @@ def _who(clause: str, finding: Finding, world: int) -> str:
     if len(parties) == world:
         return f"{named_ranks(range(world))} all differ"
     return f"{_listed(list(map(named_ranks, parties)))} differ, with no majority"
+
+
+def write_private(path: Path, parts: Iterable[bytes | ctypes.Array[ctypes.c_char]]) -> None:
+    """Write `path` whole or not at all, readable by its owner alone (0600): it will hold rows or weights."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.unlink(missing_ok=True)
+    try:
+        handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(handle, "wb") as file:
+            os.fchmod(handle, 0o600)  # a umask may have taken the owner's own rights away
+            file.writelines(parts)
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write dense tensors to `path`, whole or not at all.
+
+    Raises `OSError` if the disk refuses, and `ValueError` for a dtype that is not in `NAMES`.
+    """
+    odd = [f"{name} ({tensor.dtype})" for name, tensor in tensors.items() if tensor.dtype not in NAMES]
+    if odd:
+        raise ValueError(f"the format has no such kind of tensor: {', '.join(odd)}")
+    copies = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name, tensor in copies.items():
+        begin, end = end, end + tensor.nbytes
+        header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # the format aligns tensors, for readers that map the file
+    data = [(ctypes.c_char * t.nbytes).from_address(t.data_ptr()) for t in copies.values() if t.nbytes]
+    write_private(path, [struct.pack("<Q", len(text)) + text, *data])
+
+
+def thread_stacks() -> list[dict[str, object]]:
+    """Every Python thread of this process: `name`, `main`, `frames` from the outermost as `file:line function`."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    threads: list[dict[str, object]] = []
+    for ident, frame in sys._current_frames().items():
+        frames = [f"{f.filename}:{f.lineno} {f.name}" for f in traceback.extract_stack(frame, limit=_MOST_FRAMES)]
+        main = ident == threading.main_thread().ident
+        threads.append({"name": names.get(ident, f"thread {ident}"), "main": main, "frames": frames})
+    return threads
+
+
+def current_activity(ident: int) -> str:
+    """The activity of thread `ident` (in a collective, in backward, in the data loader) and its line of user code."""
+    frames = list(traceback.walk_stack(sys._current_frames().get(ident)))
+    modules = [str(frame.f_globals.get("__name__", "")) for frame, _ in frames]
+    activities = (text for module in modules for package, text in _ACTIVITIES if module.startswith(package))
+    return ", ".join(filter(None, (next(activities, ""), _user_line(frames, " ")))) or "where no Python runs"
+
+
+def error_line(error: BaseException) -> str:
+    """The innermost line of user code that `error` passed through, as `file:line in function`, or ""."""
+    return _user_line(reversed(list(traceback.walk_tb(error.__traceback__))), " in ")
+
+
+def user_line() -> str:
+    """The innermost line of user code on this thread's stack, as `file:line`, or ""."""
+    return _user_line(traceback.walk_stack(sys._getframe(1)), "")
+
+
+def _user_line(innermost_first: Iterable[tuple[Any, int]], separator: str) -> str:
+    """The first frame of user code, else of a library. separator: the text before the function's name; "" omits it."""
+    library = ""
+    for frame, line in innermost_first:
+        if str(frame.f_globals.get("__name__", "")).partition(".")[0] in _HIDDEN:
+            continue
+        file = frame.f_code.co_filename
+        shown = f"{file}:{line}" + (f"{separator}{frame.f_code.co_name}" if separator else "")
+        if not file.startswith((*_LIBRARIES, "<frozen ")) and f"{os.sep}site-packages{os.sep}" not in file:
+            return shown
+        library = library or shown
+    return library
+
+
+def flight_record() -> tuple[Mapping[str, Any] | None, str]:
+    """Torch's record of this process's collectives (its Flight Recorder), or None and the reason.
+
+    `entries` combines the records of nccl and of the other backends.
+    """
+    module = getattr(torch._C, "_distributed_c10d", None)
+    dumps = [getattr(module, name, None) for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json")]
+    if not any(dumps):
+        return None, "not available: this torch has no Flight Recorder"
+    try:
+        records = [json.loads(dump()) for dump in dumps if dump is not None]
+    except (RuntimeError, ValueError) as error:
+        return None, f"not available: {error}"
+    entries = [entry for record in records for entry in record.get("entries", ())]
+    if not entries:
+        return None, "not available: it is empty; TORCH_FR_BUFFER_SIZE=2000 lets torch keep it, for gloo too"
+    return {"entries": entries, "groups": [record.get("pg_config") for record in records]}, ""

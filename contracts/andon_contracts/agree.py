@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import datetime
 import functools
-import shutil
 import socket
 import struct
 import sys
@@ -22,7 +21,6 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -45,7 +43,6 @@ MOST_RANKS = 16  # larger groups use no sockets, because every rank sends its me
 _ADDRESS_BYTES = 104  # the longest socket address that all systems allow
 _SPIN_S = 100e-6
 _OPENING_S = 10.0
-_RANK_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -210,16 +207,36 @@ def connect(rank: int, world: int, gather: IntGather, timeout_s: float) -> Mesh 
     if not 1 < world <= MOST_RANKS or not hasattr(socket, "AF_UNIX"):
         return None
     peers: dict[int, socket.socket] = {}
-    connected = False
+    address, connected = "", False
+
+    def call_lower_ranks() -> None:
+        for other in range(rank):
+            peer = peers[other] = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            peer.settimeout(_OPENING_S)
+            peer.connect(addresses[other])
+            peer.sendall(rank.to_bytes(_INT_BYTES, "little"))
+
+    def accept_higher_ranks() -> None:
+        listener.settimeout(_OPENING_S)
+        for _ in range(world - 1 - rank):
+            peer, _unnamed = listener.accept()
+            peer.settimeout(_OPENING_S)
+            peers[int.from_bytes(peer.recv(_INT_BYTES), "little")] = peer
+
     try:
         with ExitStack() as undo:
             listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-            address = _listen(listener, world, undo)
-            addresses = [bytes(numbers).rstrip(b"\0").decode() for numbers in gather(list(address))]
-            # Every rank calls the lower ranks, then all agree that this worked, then it accepts the higher ranks. So no
-            # rank waits for a call that never comes.
-            called = all(addresses) and _call(peers, rank, addresses[:rank])
-            connected = _all(gather, called) and _all(gather, _accept(peers, listener, world - 1 - rank))
+            with suppress(OSError):
+                folder = tempfile.TemporaryDirectory(prefix="andon-", ignore_cleanup_errors=True)  # of this user alone
+                path = f"{undo.enter_context(folder)}/s"
+                listener.bind(path)
+                listener.listen(world)
+                address = path
+            rows = gather(list(address.encode().ljust(_ADDRESS_BYTES, b"\0")))
+            addresses = [bytes(row).rstrip(b"\0").decode() for row in rows]
+            # All ranks agree that every call reached a listener before any accepts, so none waits for a missing call.
+            steps = (call_lower_ranks, accept_higher_ranks)
+            connected = all(addresses) and all(_all_succeed(step, gather) for step in steps)
     finally:
         if not connected:
             for peer in peers.values():
@@ -227,42 +244,12 @@ def connect(rank: int, world: int, gather: IntGather, timeout_s: float) -> Mesh 
     return Mesh(peers, timeout_s) if connected else None
 
 
-def _listen(listener: socket.socket, world: int, undo: ExitStack) -> bytes:
-    """The address of `listener`, or zeros if it cannot listen. `undo` removes its folder."""
+def _all_succeed(step: Callable[[], None], gather: IntGather) -> bool:
+    done = False
     with suppress(OSError):
-        folder = tempfile.mkdtemp(prefix="andon-")  # only this user can enter it
-        undo.callback(shutil.rmtree, folder, ignore_errors=True)
-        address = str(Path(folder) / "s")
-        listener.bind(address)
-        listener.listen(world)
-        return address.encode().ljust(_ADDRESS_BYTES, b"\0")
-    return bytes(_ADDRESS_BYTES)
-
-
-def _call(peers: dict[int, socket.socket], rank: int, addresses: Sequence[str]) -> bool:
-    with suppress(OSError):
-        for other, address in enumerate(addresses):
-            peer = peers[other] = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            peer.settimeout(_OPENING_S)
-            peer.connect(address)
-            peer.sendall(rank.to_bytes(_RANK_BYTES, "little"))
-        return True
-    return False
-
-
-def _accept(peers: dict[int, socket.socket], listener: socket.socket, count: int) -> bool:
-    with suppress(OSError):
-        listener.settimeout(_OPENING_S)
-        for _ in range(count):
-            peer, _unnamed = listener.accept()
-            peer.settimeout(_OPENING_S)
-            peers[int.from_bytes(peer.recv(_RANK_BYTES), "little")] = peer
-        return True
-    return False
-
-
-def _all(gather: IntGather, here: bool) -> bool:
-    return all(numbers[0] for numbers in gather([int(here)]))
+        step()
+        done = True
+    return all(numbers[0] for numbers in gather([int(done)]))
 
 
 class GroupGather:

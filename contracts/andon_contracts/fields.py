@@ -9,7 +9,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NoReturn, Self, Union, get_args, get_origin, get_type_hints
 
 _COUNTS = 1 << 63
 _HEX16 = re.compile("[0-9a-f]{16}")
@@ -17,8 +17,7 @@ _HEX16 = re.compile("[0-9a-f]{16}")
 Hex16 = Annotated[str, (lambda value: isinstance(value, str) and _HEX16.fullmatch(value), "16 hexadecimal digits")]
 Count = Annotated[int, (lambda value: type(value) is int and 0 <= value < _COUNTS, "an integer from 0")]
 Seconds = Annotated[float, (lambda value: type(value) is float and 0 <= value < math.inf, "a finite float from 0")]
-_Reader = Callable[[Any, str], Any]
-"""Converts a JSON value to a field's value, or raises `ValueError` with the given place of the value."""
+_Reader = Callable[[Any, str], Any]  # of a JSON value at a place: the value of a field, or `ValueError`
 
 
 @dataclass(frozen=True)
@@ -78,6 +77,11 @@ class Part:
                 raise ValueError(f"{prefix}{name} is missing")
         values = {name: readers[name](value, prefix + name) for name, value in data.items()}
         return cls(**{**optional, **values})
+
+
+def no_constant(name: str) -> NoReturn:
+    """For `json.loads`: refuses NaN and the infinities."""
+    raise ValueError(f"{name} is not JSON")
 
 
 def json_object(data: object, where: str) -> dict[str, Any]:

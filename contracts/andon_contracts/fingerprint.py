@@ -10,26 +10,27 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from andon_contracts.legible import text_of
+
 _PACKAGES = ("andon", "torch", "transformers", "peft", "safetensors", "tokenizers", "numpy", "icontract")
 _ACCELERATOR_PACKAGES = (  # the names of their wheels for CUDA 12 and 13
     "triton", "pytorch-triton", "nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13",
 )  # fmt: skip
 _BIT_PACKAGES = ("torch", "transformers", "peft", "numpy")
-# Variables that choose a kernel or how it splits its work. Other variables are not recorded: they may hold secrets.
-_FLAGS = (
-    "ATEN_CPU_CAPABILITY CUDA_FORCE_PTX_JIT CUDA_MPS_ACTIVE_THREAD_PERCENTAGE CUDA_VISIBLE_DEVICES "
-    "DISABLE_ADDMM_CUDA_LT DISABLE_PTXAS_OPT DNNL_MAX_CPU_ISA KMP_AFFINITY MKL_CBWR MKL_ENABLE_INSTRUCTIONS "
-    "MKL_NUM_THREADS NVIDIA_TF32_OVERRIDE OMP_NUM_THREADS ONEDNN_MAX_CPU_ISA PYTHONHASHSEED "
-    "PYTORCH_NVML_BASED_CUDA_CHECK TORCH_ALLOW_TF32_CUBLAS_OVERRIDE TORCH_BLAS_PREFER_CUBLASLT"
-)
-# Those of them that place the work and do not change bits.
+# Variables of `_SWITCHES` that place the work and do not change bits.
 _PLACING_FLAGS = (
     "CUDA_VISIBLE_DEVICES KMP_AFFINITY MKL_NUM_THREADS OMP_NUM_THREADS PYTHONHASHSEED PYTORCH_NVML_BASED_CUDA_CHECK"
 )
-# Switches of compilers and kernel libraries, by prefix; they change with versions. The values of those listed are
-# recorded. Another variable with such a prefix is recorded as "set", because it may hold a password, and not at all if
-# `_UNRECORDED` matches its name (paths, caches, logs, secrets).
+# Variables that choose a kernel or how it splits its work, by prefix. The values of those listed are recorded. Another
+# variable with a prefix is recorded as "set", because it may hold a password, and not at all if `_UNRECORDED` matches
+# its name (paths, caches, logs, secrets). Other variables are not recorded.
 _SWITCHES: Mapping[str, str] = {
+    "": (
+        "ATEN_CPU_CAPABILITY CUDA_FORCE_PTX_JIT CUDA_MPS_ACTIVE_THREAD_PERCENTAGE CUDA_VISIBLE_DEVICES "
+        "DISABLE_ADDMM_CUDA_LT DISABLE_PTXAS_OPT DNNL_MAX_CPU_ISA KMP_AFFINITY MKL_CBWR MKL_ENABLE_INSTRUCTIONS "
+        "MKL_NUM_THREADS NVIDIA_TF32_OVERRIDE OMP_NUM_THREADS ONEDNN_MAX_CPU_ISA PYTHONHASHSEED "
+        "PYTORCH_NVML_BASED_CUDA_CHECK TORCH_ALLOW_TF32_CUBLAS_OVERRIDE TORCH_BLAS_PREFER_CUBLASLT"
+    ),
     "CUBLASLT_": "WORKSPACE_SIZE",
     "CUBLAS_": "EMULATE_DOUBLE_PRECISION EMULATE_SINGLE_PRECISION EMULATION_STRATEGY WORKSPACE_CONFIG",
     "CUDNN_": "",
@@ -67,7 +68,7 @@ def environment(threads: int | None = None, devices: Sequence[str] = ()) -> dict
     """
     model, instructions = _cpu()
     names = (*_PACKAGES, *_ACCELERATOR_PACKAGES) if devices else _PACKAGES
-    driver, _, _ = (_read_text(_DRIVER) if devices else "").partition("\n")
+    driver, _, _ = (text_of(_DRIVER) if devices else "").partition("\n")
     version = re.search(r"\s(\d+(?:\.\d+)+)\s", f"{driver} ")
     return {
         "python": platform.python_version(),
@@ -115,21 +116,16 @@ def version_of(library: str) -> str | None:
 
 
 def _flag(name: str) -> str | None:
-    if name in _FLAGS.split():
+    prefix = next((prefix for prefix in _SWITCHES if prefix and name.startswith(prefix)), "")
+    if name.removeprefix(prefix) in _SWITCHES[prefix].split():
         return os.environ[name]
-    if name == "PTXAS_OPTIONS":  # any text
-        return "set"
-    for prefix, switches in _SWITCHES.items():
-        if name.startswith(prefix):
-            if name.removeprefix(prefix) in switches.split():
-                return os.environ[name]
-            return None if _UNRECORDED.search(name) else "set"
-    return None
+    # PTXAS_OPTIONS may hold any text.
+    return "set" if name == "PTXAS_OPTIONS" or (prefix and not _UNRECORDED.search(name)) else None
 
 
 def _cpu() -> tuple[str, str]:
     model, flags = platform.processor() or platform.machine(), ""
-    for line in _read_text(Path("/proc/cpuinfo")).splitlines():
+    for line in text_of(Path("/proc/cpuinfo")).splitlines():
         name, _, value = (part.strip() for part in line.partition(":"))
         if name == "model name":
             model = value
@@ -138,10 +134,3 @@ def _cpu() -> tuple[str, str]:
             break
     known = {flag for flag in flags.split() if flag in _INSTRUCTIONS or flag.startswith(("avx512", "avx_"))}
     return model, " ".join(sorted(known))
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

@@ -15,8 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from andon_contracts.digest import WORD
-
+_WORD = 8  # bytes; `digest` imports this module, so that it cannot import `digest.WORD`
 _BLOCK = 1024
 _ROUNDS_LARGE, _ROUNDS_SMALL, _SMALL_WORDS = 32, 4, 1 << 24
 _WARPS = 4
@@ -59,7 +58,7 @@ def word_sums(tensors: Sequence[Tensor], start: int = 0, *, finite: bool = False
     """int64 [n, 2]: the word sums and, if `finite`, nonfinite fp32 values of 1 to 3 int64 vectors of one size."""
     words = tensors[0]
     count, rounds = words.numel(), _rounds(words.nbytes)
-    shifts = [(tensor.data_ptr() - words.data_ptr()) // WORD for tensor in tensors] + [0] * 2
+    shifts = [(tensor.data_ptr() - words.data_ptr()) // _WORD for tensor in tensors] + [0] * 2
     programs = max(1, triton.cdiv(count, _BLOCK * rounds))
     out = torch.zeros((len(tensors), 2), dtype=torch.int64, device=words.device)
     with torch.cuda.device_of(words):
@@ -69,7 +68,7 @@ def word_sums(tensors: Sequence[Tensor], start: int = 0, *, finite: bool = False
 
 
 def _rounds(total_bytes: int) -> int:
-    return _ROUNDS_SMALL if total_bytes < _SMALL_WORDS * WORD else _ROUNDS_LARGE
+    return _ROUNDS_SMALL if total_bytes < _SMALL_WORDS * _WORD else _ROUNDS_LARGE
 
 
 @triton.jit(do_not_specialize=["columns", "stride"])  # type: ignore[untyped-decorator]
@@ -257,7 +256,7 @@ class ListSums:
         self._bytes = sum(size for size, _, _ in rows)
         self._nonempty = [index for index, (size, _, _) in enumerate(rows) if size]
         filled = [rows[index] for index in self._nonempty]
-        *first, self._programs = _first_programs([-(-size // WORD) for size, _, _ in filled], self._bytes)
+        *first, self._programs = _first_programs([-(-size // _WORD) for size, _, _ in filled], self._bytes)
         table = [(0, *row, begin) for row, begin in zip(filled, first, strict=True)]
         self._rows = torch.tensor(table, device="cpu").view(-1, 5)
         self._addresses: list[int] = []

@@ -39,6 +39,14 @@ def legible_line(text: str) -> str:
     return legible(text).replace("\n", "\\n")
 
 
+def text_of(path: Path) -> str:
+    """The text of a file of the system, or "" if it has none."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
 def counted(count: int, noun: str) -> str:
     """`1 step`, `2 steps`."""
     return f"{count} {noun}{'s' * (count != 1)}"

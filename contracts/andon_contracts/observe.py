@@ -430,21 +430,19 @@ def flat_digest(tensors: Iterable[Tensor]) -> int:
 def norm_of(tensors: Iterable[Tensor]) -> float:
     """The 2-norm of all elements. It overflows if their squares overflow fp32, because torch's clipping does so too."""
     norms: list[Tensor] = []
-    small: list[Tensor] = []  # neighbours of one kind, because a read of each would cost more than its elements
+    open_: list[Tensor] = []  # small neighbours of one kind, because a read of each would cost more than its elements
     last: Hashable = None
     total = 0
     for tensor in map(plain, tensors):
-        kind, size = (tensor.dtype, tensor.device), tensor.nbytes
-        if small and (kind != last or total + size > _CHUNK_BYTES or size > _SMALL_BYTES):
-            norms.append(_norm(_cat(small)))
-            small, total = [], 0
-        if size > _SMALL_BYTES:
-            norms.append(_norm(tensor.reshape(-1)))
-        else:
-            small.append(tensor.reshape(-1))
-            last, total = kind, total + size
-    if small:
-        norms.append(_norm(_cat(small)))
+        size = tensor.nbytes
+        kind = (tensor.dtype, tensor.device) if size <= _SMALL_BYTES else None
+        if open_ and (kind is None or kind != last or total + size > _CHUNK_BYTES):
+            norms.append(_norm(_cat(open_)))
+            open_, total = [], 0
+        open_.append(tensor.reshape(-1))
+        last, total = kind, total + size
+    if open_:
+        norms.append(_norm(_cat(open_)))
     return float(_joined(norms)[0]) if norms else 0.0
 
 
@@ -640,7 +638,17 @@ class Extremes:
                     return
             number = self._passes[index]
             if number == len(self._tables):
-                self._add_tables()
+                # For one more pass: a table [2, parameters] for each dtype and device.
+                places: dict[int, tuple[Tensor, Tensor]] = {}
+                tables: list[tuple[list[int], Tensor]] = []
+                kinds = [(parameter.dtype, parameter.device) for parameter in self._parameters]
+                for dtype, device in dict.fromkeys(kinds):
+                    owners = [index for index, kind in enumerate(kinds) if kind == (dtype, device)]
+                    table = torch.zeros(2, len(owners), dtype=dtype, device=device)
+                    places |= zip(owners, zip(table[0].unbind(), table[1].unbind(), strict=True), strict=True)
+                    tables.append((owners, table))
+                self._places.append(places)
+                self._tables.append(tables)
             try:
                 torch.aminmax(gradient, out=self._places[number][index])
             except RuntimeError:
@@ -650,19 +658,6 @@ class Extremes:
                 self._passes[index] = number + 1
                 return
         self._others.append((index, *extremes(gradient)))
-
-    def _add_tables(self) -> None:
-        # For one more pass: a table [2, parameters] for each dtype and device.
-        places: dict[int, tuple[Tensor, Tensor]] = {}
-        tables: list[tuple[list[int], Tensor]] = []
-        kinds = [(parameter.dtype, parameter.device) for parameter in self._parameters]
-        for dtype, device in dict.fromkeys(kinds):
-            owners = [index for index, kind in enumerate(kinds) if kind == (dtype, device)]
-            table = torch.zeros(2, len(owners), dtype=dtype, device=device)
-            places |= zip(owners, zip(table[0].unbind(), table[1].unbind(), strict=True), strict=True)
-            tables.append((owners, table))
-        self._places.append(places)
-        self._tables.append(tables)
 
     def add_all(self, indices: Sequence[int], gradients: Sequence[Tensor]) -> None:
         """Add many gradients as they are now; a GPU's of one dtype in one launch."""

@@ -13,8 +13,7 @@ import stat
 from pathlib import Path
 from typing import Any, BinaryIO
 
-MOST_JSON = 1 << 26
-"""The largest JSON file that Andon writes, in bytes."""
+MOST_JSON = 1 << 26  # bytes of the largest JSON file that Andon writes
 
 
 def open_regular(path: Path, *, follow: bool = False) -> BinaryIO:

@@ -30,8 +30,7 @@ from andon.training.build import StepSpec, build_replicas
 from andon.training.build import build_model as build_trainable
 from andon_contracts.agree import Observation, bits_of, real_of
 from andon_contracts.laws.law import Judgement, Seen, enforce
-from andon_contracts.laws.outcome import OUTPUT, Output
-from andon_contracts.laws.update import CALLER_GRADIENT, LEAVES, REDUCED, LeafReport, Leaves, Reduced
+from andon_contracts.laws.update import CALLER_GRADIENT, LEAVES, OUTPUT, REDUCED, LeafReport, Leaves, Output, Reduced
 from andon_contracts.observe import nonfinite
 from andon_contracts.policy import enforced
 

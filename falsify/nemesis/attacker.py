@@ -18,7 +18,7 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 from typing import Any
 
-from andon_contracts.causes import Cause
+from andon_contracts.violation import Cause
 
 GARBAGE: tuple[bytes, ...] = (
     b"",

@@ -308,7 +308,7 @@ def _owned(name: str) -> bool:
     parts = name.split("-")
     if len(parts) < 4 or not (parts[1].isdecimal() and parts[2].isdecimal()):
         return True  # none of ours
-    return Process(int(parts[1]), int(parts[2])).alive()
+    return Process(int(parts[1]), int(parts[2])).state() != "gone"
 
 
 def _watch(lan: str) -> subprocess.Popen[bytes]:

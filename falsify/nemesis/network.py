@@ -165,7 +165,7 @@ def cut_until_ended(cut: Cut) -> Fault:
         at, step = time.monotonic(), run.steps
         cut.make(run)
         proof = cut.proof(run)
-        while any(rank.alive() for rank in before):
+        while any(rank.state() != "gone" for rank in before):
             if time.monotonic() - at > _ANSWER_S:
                 raise NotStruckError(f"ranks live on {_ANSWER_S:g} s after the cut")
             time.sleep(0.01)

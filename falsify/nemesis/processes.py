@@ -96,7 +96,7 @@ def wait_until_gone(pids: Iterable[int], limit_s: float = 60.0) -> float:
     """
     start = time.perf_counter()
     found = identified(pids)
-    while left := [each for each in found if each.alive()]:
+    while left := [each for each in found if each.state() != "gone"]:
         if time.perf_counter() - start > limit_s:
             raise RuntimeError(f"processes outlive the run: {[each.pid for each in left]}")
         time.sleep(0.01)

@@ -16,8 +16,6 @@ from andon_contracts import act
 from andon_contracts.act import Evidence, Scene, with_bundle, write_part
 from andon_contracts.legible import ERROR_FILE_VARIABLE, report_to_launcher, write_error_file
 from andon_contracts.record import SCHEMA_VERSION, Broken
-from andon_contracts.stacks import current_activity, thread_stacks
-from andon_contracts.tensor_file import NAMES, write_tensors
 from andon_contracts.violation import Finding, Violation
 
 FINDING = Finding("they differ", 4, (1,), "w", (("w", "aa bb"),))
@@ -83,11 +81,11 @@ def test_every_thread_is_in_the_stacks() -> None:
     thread.start()
     begun.wait()
     try:
-        found = {each["name"]: each for each in thread_stacks()}
+        found = {each["name"]: each for each in act.thread_stacks()}
         assert any(frame.endswith(" waiting_here") for frame in found["a reader"]["frames"])  # type: ignore[attr-defined]
         assert [each["main"] for each in found.values()].count(True) == 1
         assert thread.ident is not None
-        assert current_activity(thread.ident).endswith(" waiting_here")
+        assert act.current_activity(thread.ident).endswith(" waiting_here")
     finally:
         go.set()
         thread.join()
@@ -98,7 +96,7 @@ def test_every_thread_is_in_the_stacks() -> None:
 
 def _of_every_kind() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    made = {f"of {dtype}": torch.randn(3, 5, generator=generator).to(dtype) for dtype in NAMES}
+    made = {f"of {dtype}": torch.randn(3, 5, generator=generator).to(dtype) for dtype in act.NAMES}
     return made | {"scalar": torch.tensor(2.5), "empty": torch.empty(0, 4), "turned": torch.arange(6.0).view(2, 3).t()}
 
 
@@ -109,7 +107,7 @@ def _bits(tensor: torch.Tensor) -> list[int]:
 
 def test_every_kind_comes_back_to_the_bit(tmp_path: Path) -> None:
     tensors = _of_every_kind()
-    write_tensors(tmp_path / "t.safetensors", tensors, {"step": "3"})
+    act.write_tensors(tmp_path / "t.safetensors", tensors, {"step": "3"})
     read = load_file(tmp_path / "t.safetensors")
     assert read.keys() == tensors.keys()
     for name, tensor in tensors.items():
@@ -120,7 +118,7 @@ def test_every_kind_comes_back_to_the_bit(tmp_path: Path) -> None:
 
 def test_a_kind_that_the_format_lacks_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"z \(torch.complex128\)"):
-        write_tensors(tmp_path / "t", {"z": torch.ones(1, dtype=torch.complex128)}, {})
+        act.write_tensors(tmp_path / "t", {"z": torch.ones(1, dtype=torch.complex128)}, {})
     assert list(tmp_path.iterdir()) == []
 
 

@@ -22,8 +22,7 @@ from andon_contracts.agree import Observation, bits_of, majority, minority
 from andon_contracts.clauses import CLAUSES, Clause, Kind
 from andon_contracts.laws import update as laws
 from andon_contracts.laws.law import Details, Judgement, Law, Seen, enforce
-from andon_contracts.laws.outcome import RESTORED, Restored
-from andon_contracts.laws.update import Reduced
+from andon_contracts.laws.update import RESTORED, Reduced, Restored
 from andon_contracts.policy import (
     argument,
     clause,

@@ -19,14 +19,11 @@ import torch
 from torch.distributed import DistBackendError, DistNetworkError
 
 from andon.console.exits import Exit
-from andon_contracts.causes import Cause, consequence, first_line, kind_of
 from andon_contracts.liveness import diagnosis
-from andon_contracts.liveness.diagnosis import NOTICED, Conclusion, Patience, PeerStatus, Symptoms, View, conclude
-from andon_contracts.liveness.end_messages import POINTS, EndMessages, Position
-from andon_contracts.liveness.halt import PeerMonitor, StoreReport
-from andon_contracts.liveness.pending_collectives import PendingCollectives
+from andon_contracts.liveness.diagnosis import EndMessages, Patience, PeerStatus, Position, Symptoms, View
+from andon_contracts.liveness.halt import PeerMonitor, PendingCollectives, StoreReport
 from andon_contracts.liveness.process import Process, State, exit_text, kill_text, memory_kills
-from andon_contracts.violation import Finding, Halted, Violation
+from andon_contracts.violation import Cause, Finding, Halted, Violation, consequence, first_line, kind_of
 
 BY_HAND = "by hand or by another program: the kernel killed nothing for want of memory"
 
@@ -58,12 +55,12 @@ def test_a_stopped_process_is_told_from_a_gone_one(child: tuple[subprocess.Popen
     started, process = child
     started.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, started.pid, os.WSTOPPED | os.WNOWAIT)
-    assert (process.local_state(), process.alive(), process.stopped()) == ("stopped", True, True)
+    assert (process.local_state(), process.state()) == ("stopped", "stopped")
     assert process.kill()
     os.waitid(os.P_PID, started.pid, os.WEXITED | os.WNOWAIT)
     assert (process.local_state(), process.exit_code()) == ("gone", -signal.SIGKILL)
     assert not process.kill()
-    assert not process.alive()
+    assert process.state() == "gone"
     assert not process.send(signal.SIGKILL)
     started.wait()
     assert (process.local_state(), process.exit_code()) == ("gone", None)
@@ -96,7 +93,7 @@ def test_a_process_of_another_time_or_machine_is_not_judged(
     assert not other.kill()
     assert started.poll() is None
     if state == "gone":
-        assert not other.alive()
+        assert other.state() == "gone"
         assert not other.send(signal.SIGKILL)
 
 
@@ -174,23 +171,23 @@ WORLD = 3
         (Symptoms("gone", announced=True, exit=0), "left"),
         (Symptoms("stopped", announced=True, exit=0, stopped_s=9.0), "left"),
         (Symptoms("elsewhere", announced=True, exit=1), "failed"),
-        (Symptoms("gone", announced=True, exit=NOTICED["lost"]), "followed"),
-        (Symptoms("elsewhere", announced=True, exit=NOTICED["silent"], silent_s=9.0), "followed"),
+        (Symptoms("gone", announced=True, exit=diagnosis.NOTICED["lost"]), "followed"),
+        (Symptoms("elsewhere", announced=True, exit=diagnosis.NOTICED["silent"], silent_s=9.0), "followed"),
     ],
 )
-def test_one_conclusion_from_what_was_seen(seen: Symptoms, conclusion: Conclusion) -> None:
-    assert conclude(seen, PATIENCE) == conclusion
+def test_one_conclusion_from_what_was_seen(seen: Symptoms, conclusion: diagnosis.Conclusion) -> None:
+    assert diagnosis.conclude(seen, PATIENCE) == conclusion
 
 
 @pytest.mark.parametrize("state", ["runs", "stopped"])
 def test_a_process_that_is_seen_need_not_be_heard(state: State) -> None:
     patience = Patience(silent_s=1.0, unseen=True)
-    assert conclude(Symptoms(state, silent_s=9.0), patience) == "there"
-    assert conclude(Symptoms("elsewhere", silent_s=9.0), patience) == "silent"
+    assert diagnosis.conclude(Symptoms(state, silent_s=9.0), patience) == "there"
+    assert diagnosis.conclude(Symptoms("elsewhere", silent_s=9.0), patience) == "silent"
 
 
 def test_of_several_the_first_conclusion_asked_for_is_named_with_all_its_ranks() -> None:
-    concluded: dict[int, Conclusion] = {4: "left", 3: "silent", 2: "died", 1: "silent"}
+    concluded: dict[int, diagnosis.Conclusion] = {4: "left", 3: "silent", 2: "died", 1: "silent"}
     assert diagnosis.first_conclusion(concluded, ("silent", "died")) == ("silent", [1, 3])
     assert diagnosis.first_conclusion(concluded, ("stopped",)) == (None, [])
 
@@ -314,7 +311,7 @@ def view(*signs: PeerStatus, rank: int = 0) -> View:
 
 
 def test_who_only_noticed_another_ends_with_an_exit_that_says_so() -> None:
-    assert NOTICED == {"lost": Exit.RANK_LOST, "silent": Exit.RANK_SILENT}
+    assert diagnosis.NOTICED == {"lost": Exit.RANK_LOST, "silent": Exit.RANK_SILENT}
 
 
 @pytest.mark.parametrize(
@@ -417,8 +414,8 @@ def test_a_sign_of_before_says_nothing_of_this_step() -> None:
 
 def test_one_rank_speaks_for_all_that_are_heard() -> None:
     unheard = replace(WAITS, silent_s=SILENCE_S)
-    assert [diagnosis.is_reporter(view(WAITS, WAITS, WAITS, rank=rank)) for rank in (0, 1)] == [True, False]
-    assert diagnosis.is_reporter(view(unheard, WAITS, WAITS, rank=1))
+    assert min(view(WAITS, WAITS, WAITS, rank=1).fresh()) == 0
+    assert min(view(unheard, WAITS, WAITS, rank=1).fresh()) == 1
 
 
 def test_what_lasts_is_a_wait_of_anyone_or_an_update() -> None:
@@ -496,22 +493,22 @@ def test_a_cause_travels_whole() -> None:
     ("cause", "line"),
     [
         (
-            EndMessages(1, 4, Position(3, POINTS[1])).failed(ValueError("boom"), "train.py:7 in loop"),
+            EndMessages(1, 4, Position(3, diagnosis.POINTS[1])).failed(ValueError("boom"), "train.py:7 in loop"),
             "rank 1 of 4 failed at step 3, in its forward or backward pass, which is no violation: ValueError: boom.",
         ),
         (
-            EndMessages(1, 4, Position(3, POINTS[2])).failed(MemoryError(), ""),
+            EndMessages(1, 4, Position(3, diagnosis.POINTS[2])).failed(MemoryError(), ""),
             "rank 1 of 4 ran out of memory at step 3, at its update, which is no violation: MemoryError.",
         ),
         (
-            EndMessages(0, 4, Position(9)).left(3, Position(9, POINTS[0])),
+            EndMessages(0, 4, Position(9)).left(3, Position(9, diagnosis.POINTS[0])),
             (
                 "rank 3 of 4 left at step 9, before its forward pass, which is no violation: "
                 "it closed its watch, or ended, while the others went on."
             ),
         ),
         (
-            EndMessages(0, 4, Position(9)).behind(3, Position(9, POINTS[0], 31.2)),
+            EndMessages(0, 4, Position(9)).behind(3, Position(9, diagnosis.POINTS[0], 31.2)),
             (
                 "rank 3 of 4 hangs at step 9, before its forward pass, which is no violation: its process runs, but "
                 "the others waited for it until their timeout; it passed no hook for 31 s."
@@ -527,7 +524,7 @@ def test_each_end_has_its_own_words(cause: Cause, line: str) -> None:
 
 def test_a_halt_pulled_by_hand_is_a_violation() -> None:
     """A user stops the run because something is wrong."""
-    cause = EndMessages(1, 4, Position(3, POINTS[0], last_equal=2)).pulled("a row twice")
+    cause = EndMessages(1, 4, Position(3, diagnosis.POINTS[0], last_equal=2)).pulled("a row twice")
     assert cause.text.splitlines() == [
         "rank 1 of 4 pulled the cord at step 3, before its forward pass: a row twice.",
         "  state    last state known equal: step 2",
@@ -536,6 +533,6 @@ def test_a_halt_pulled_by_hand_is_a_violation() -> None:
 
 
 def test_a_rank_is_at_least_where_the_others_let_it_be() -> None:
-    told = Position(3, POINTS[2], 0.5, last_equal=2)
-    assert told.at_least(Position(8, POINTS[1], last_equal=7)) == Position(8, "", last_equal=7)
-    assert told.at_least(Position(3, POINTS[1], last_equal=2)) == told
+    told = Position(3, diagnosis.POINTS[2], 0.5, last_equal=2)
+    assert told.at_least(Position(8, diagnosis.POINTS[1], last_equal=7)) == Position(8, "", last_equal=7)
+    assert told.at_least(Position(3, diagnosis.POINTS[1], last_equal=2)) == told

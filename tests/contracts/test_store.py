@@ -15,16 +15,13 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from andon_contracts.causes import Cause
 from andon_contracts.fields import Part
 from andon_contracts.liveness import store_link
-from andon_contracts.liveness.diagnosis import RankStatus
-from andon_contracts.liveness.end_messages import Position
-from andon_contracts.liveness.halt import HaltLink, Progress
-from andon_contracts.liveness.open_store import open_store
-from andon_contracts.liveness.pending_collectives import Counts
+from andon_contracts.liveness.diagnosis import Position, RankStatus
+from andon_contracts.liveness.halt import Counts, HaltLink, Progress
 from andon_contracts.liveness.process import Process
-from andon_contracts.liveness.store_link import Beat, Heartbeats, SignedStore, StoreLink, StrictReader
+from andon_contracts.liveness.store_link import Beat, Heartbeats, SignedStore, StoreLink, StrictReader, open_store
+from andon_contracts.violation import Cause
 
 SECRET, OTHER = bytes(32), bytes(31) + b"\1"
 LIES = (b"", b"1", b"-", b"\xff" * 70, b"0" * 64, b"0" * 64 + b"1")
@@ -137,7 +134,7 @@ def pulled(value: bytes) -> tuple[list[Cause], int]:
     store, learned = HashStore(), list[Cause]()
     store.set("pulled", signature(value) + value)  # type: ignore[arg-type]
     link = HaltLink(SignedStore(store, SECRET), 0, WORLD, listener(learned))
-    link._link.ask(lambda: None, 5.0)
+    link.ask(lambda: None, 5.0)
     link.leave()
     return learned, link.reader.dropped
 
@@ -242,10 +239,10 @@ def test_a_cause_is_told_where_garbage_stands() -> None:
     links = [HaltLink(SignedStore(store, SECRET), rank, WORLD, listener(learned)) for rank in range(WORLD)]
     links[0].publish(CAUSE)
     for link in links:
-        link._link.ask(link._routine, 5.0)
+        link.ask(link._read_store, 5.0)
     assert learned == [CAUSE, CAUSE]
     store.set("pulled", "garbage again")
-    links[1]._link.ask(link._routine, 5.0)
+    links[1].ask(link._read_store, 5.0)
     assert json.loads(SignedStore(store, SECRET).get("pulled")) == CAUSE.to_json()
     for link in links:
         link.leave()
@@ -256,7 +253,7 @@ def test_a_cause_that_holds_what_no_form_takes_is_told_all_the_same() -> None:
     link = HaltLink(SignedStore(HashStore(), SECRET), 0, WORLD, listener(learned))
     odd = Cause("violation", "x" * 3_000_000, 0, -1, "../../mine", ranks=(7, -1), tensor=object())  # type: ignore[arg-type]
     link.publish(odd)
-    link._link.ask(lambda: None, 5.0)
+    link.ask(lambda: None, 5.0)
     link.leave()
     assert [(found.kind, found.rank, found.clause) for found in learned] == [("violation", 0, "halt-together")]
     assert set(learned[0].text) == {"x"}

@@ -14,8 +14,7 @@ from andon.console.problems import InputError
 from andon.run.ledger import LedgerError, LedgerWriter, head_at, read_ledger
 from andon.run.repeats import REPEATED, UNKNOWN, Difference, Repeats, differing, lacks
 from andon_contracts.fields import Real
-from andon_contracts.ledger import LedgerFile
-from andon_contracts.record import GENESIS, End, RankPart, Step, StepDigests, chain
+from andon_contracts.record import GENESIS, End, LedgerFile, RankPart, Step, StepDigests, chain
 from andon_contracts.violation import Violation
 from tests.run.crash import Mode, every_failure
 from tests.support.ledger_lines import verify_chain

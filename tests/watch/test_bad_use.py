@@ -22,7 +22,7 @@ import andon
 from andon_contracts.act import Scene, message
 from andon_contracts.agree import Observation, bits_of
 from andon_contracts.laws.law import Judgement, Seen, enforce
-from andon_contracts.ledger import LedgerFile
+from andon_contracts.record import LedgerFile
 from andon_contracts.violation import Violation
 from andon_contracts.watch import Watch
 from andon_contracts.watch.checks.audit import GRADIENT_LAW

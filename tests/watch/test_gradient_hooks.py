@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from andon_contracts.liveness.pending_collectives import PendingCollectives
+from andon_contracts.liveness.halt import PendingCollectives
 from andon_contracts.watch.gradient_hooks import GradientHooks, RawSummary
 from tests.watch.small import answers
 

@@ -25,10 +25,9 @@ from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
 import andon
-from andon_contracts.liveness import pending_collectives
-from andon_contracts.liveness.end_messages import POINTS, EndMessages, Position
-from andon_contracts.liveness.halt import HaltSignal
-from andon_contracts.liveness.pending_collectives import BACKWARD, REDUCTION, Counts, PendingCollectives, Waiting
+from andon_contracts.liveness import halt
+from andon_contracts.liveness.diagnosis import POINTS, EndMessages, Position
+from andon_contracts.liveness.halt import BACKWARD, REDUCTION, Counts, HaltSignal, PendingCollectives, Waiting
 from andon_contracts.liveness.store_link import SignedStore
 from andon_contracts.violation import Halted, Violation
 from tests.support.ranks import run_ranks
@@ -516,13 +515,13 @@ def _in_gather(gathers: int, *, armed: bool = False) -> Waiting:
 )
 def test_a_rank_waits_in_vain_for_one_that_began_more(told: dict[int, Counts], found: dict[int, str]) -> None:
     """Of a rank in its third gather, which has begun nothing."""
-    assert pending_collectives.deadlocked(_in_gather(2), told) == found
+    assert halt.deadlocked(_in_gather(2), told) == found
 
 
 def test_a_forward_pass_without_a_backward_pass_accuses_nobody() -> None:
     """The backward pass that another rank has begun may be the one that this rank has still to come to."""
     waiting = _in_gather(2, armed=True)
-    assert [pending_collectives.deadlocked(waiting, _told(number, 2)) for number in (1, 2)] == [{}, {1: BACKWARD}]
+    assert [halt.deadlocked(waiting, _told(number, 2)) for number in (1, 2)] == [{}, {1: BACKWARD}]
 
 
 def _opened_apart(how: str) -> str:

@@ -39,8 +39,7 @@ class Rule(IntEnum):
     MAJORITY = 6  # what most ranks have one column earlier
 
 
-Rules = Mapping[str, int]
-"""By the name of a value: the integer or the `Rule` that a device requires of it."""
+Rules = Mapping[str, int]  # by the name of a value: the integer or the `Rule` that a device requires of it
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""From the symptoms of a peer to a conclusion, and from the status of all ranks to words: slow, hung, gone. Pure.
+"""From the clock of each rank and the symptoms of a peer to a conclusion and to words: slow, hung, gone.
 
 `RULES` is the one table by which heartbeats, watches and launchers decide.
 """
@@ -6,16 +6,29 @@
 from __future__ import annotations
 
 import math
+import statistics
+import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 from andon_contracts.fields import Count, Part, Seconds
-from andon_contracts.liveness.process import STOPPED, State
+from andon_contracts.liveness.process import STOPPED, Process, State, exit_text
+from andon_contracts.violation import HALT, Cause, Kind, explain_command, first_line, kind_of, named_ranks, row_lines
 
 UPDATE = "update"  # the phase in which steps are timed, and to which the deadline of a step applies
 NOTICED = {"lost": 71, "silent": 72}
 """Exit codes of a rank that ends because another rank is gone, or does not answer."""
+POINTS = ("before its forward pass", "in its forward or backward pass", "at its update")
+_INFERRED = "  [inference, not proof]"
+COMPILING = "compiling update"
+"""The phase of the first update of a process that compiles. It has no deadline and does not count as a usual update."""
+_STEPS_KEPT, _GAPS_KEPT = 15, 64
+_CPU_SHARE = 0.25
+"""A process that used less CPU time than this share of a gap did not run. Native code that holds the GIL uses more."""
 
 Conclusion = Literal["failed", "followed", "left", "died", "stopped", "silent", "behind", "there"]
 """failed, followed: it reported that it ends by its own error, or because of another rank. left: it ended in order.
@@ -152,14 +165,8 @@ class View:
         """`rank 1 of 4`, `ranks 1, 2 of 4`; with their hosts, if these differ from this rank's."""
         ranks = sorted(ranks)
         hosts = sorted({self.statuses[rank].host for rank in ranks} - {"", self.mine.host})
-        text = f"{rank_names(ranks)} of {self.world}"
+        text = f"{named_ranks(ranks)} of {self.world}"
         return f"{text} (on {', '.join(hosts)})" if hosts else text
-
-
-def rank_names(ranks: Iterable[int]) -> str:
-    """`rank 1`, or `ranks 1, 2` in ascending order."""
-    ordered = sorted(ranks)
-    return f"rank{'s' if len(ordered) > 1 else ''} {', '.join(map(str, ordered))}"
 
 
 def known_end(view: View) -> str:
@@ -187,11 +194,6 @@ def possible_loss(view: View) -> str:
     return known or view.link_error or _explained(view, patience, ["left"])
 
 
-def failed_ranks(view: View) -> list[int]:
-    """The other ranks that reported that they end by an error, of their own or of another rank."""
-    return [rank for rank, ending in view.concluded(view.patience()).items() if ending in ("failed", "followed")]
-
-
 def _explained(view: View, patience: Patience, order: Iterable[Conclusion]) -> str:
     found, ranks = first_conclusion(view.concluded(patience), order)
     if not ranks:
@@ -213,11 +215,6 @@ def _explained(view: View, patience: Patience, order: Iterable[Conclusion]) -> s
 def all_reported(view: View) -> bool:
     """True if every live rank has sent a heartbeat in the second half of this phase. Older ones describe the first."""
     return all(peer.silent_s < view.mine.phase_s / 2 for rank, peer in view.fresh().items() if rank != view.rank)
-
-
-def is_reporter(view: View) -> bool:
-    """True on the lowest live rank. Only that rank prints which ranks are slow."""
-    return view.rank == min(view.fresh())
 
 
 def longest_s(view: View) -> float:
@@ -265,3 +262,199 @@ def _unheard(view: View) -> str:
 
 def _is(ranks: Sized) -> str:
     return "is" if len(ranks) == 1 else "are"
+
+
+class Pauses:
+    """The times since `start` in which this process did not run: gaps between two samples of the clock."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._gaps: deque[tuple[float, float]] = deque(maxlen=_GAPS_KEPT)
+        self._least_s = 0.0
+        self._sampled: tuple[float, float] | None = None
+
+    def start(self, least_s: float) -> None:
+        """Count gaps of `least_s` or longer from now on. Call `sample` several times in `least_s`, from any thread."""
+        with self._lock:
+            self._least_s, self._sampled = least_s, (time.monotonic(), time.process_time())
+
+    def sample(self) -> None:
+        with self._lock:
+            if self._sampled is None:
+                return
+            last, used = self._sampled
+            self._sampled = now, used_now = time.monotonic(), time.process_time()
+            # If the process used its CPU in the gap, it ran, and only the threads that sample waited.
+            if now - last >= self._least_s and used_now - used < _CPU_SHARE * (now - last):
+                self._gaps.append((last, now))
+
+    def ran_s(self, since: float) -> tuple[float, float]:
+        """The seconds since then (`time.monotonic`) in which this process ran, and those in which it did not."""
+        now = time.monotonic()
+        self.sample()
+        with self._lock:
+            paused = sum((max(min(end, now) - max(begin, since), 0.0) for begin, end in self._gaps), 0.0)
+        return max(now - since - paused, 0.0), paused
+
+
+class StepClock:
+    """The clock of one rank. Only the thread that trains calls `at`, and `wait` and `work` around a collective.
+
+    compiles: the first update compiles the passes. pauses: the heartbeat of the rank starts and samples it.
+    """
+
+    def __init__(self, *, compiles: bool = False) -> None:
+        self._compiles_at: int | None = None
+        self._compiled = not compiles
+        self.pauses = Pauses()
+        now = time.monotonic()
+        self._state = (0, 0, "start", False, now, now)  # ticks, step, phase, waits, since, start of the phase
+        self._durations: deque[float] = deque(maxlen=_STEPS_KEPT)
+
+    def at(self, step: int, phase: str) -> None:
+        """This rank begins `phase` of `step` (1 is the first)."""
+        ticks, last, before, _, _, began = self._state
+        now = time.monotonic()
+        if phase == UPDATE:
+            if not self._compiled:
+                self._compiled, self._compiles_at = True, step
+            if step == self._compiles_at:
+                phase = COMPILING
+        if phase == before == UPDATE and step > last:
+            self._durations.append(now - began)
+        # One assignment, so that other threads never read a mixture of two states.
+        self._state = (ticks, step, phase, False, now, now if step != last or phase != before else began)
+
+    def wait(self) -> None:
+        self._tick(waits=True)
+
+    def work(self) -> None:
+        self._tick(waits=False)
+
+    def _tick(self, *, waits: bool) -> None:
+        ticks, step, phase, _, _, began = self._state
+        self._state = (ticks + 1, step, phase, waits, time.monotonic(), began)
+
+    def read(self) -> RankStatus:
+        ticks, step, phase, waits, since, began = self._state
+        since_s, paused_s = self.pauses.ran_s(since)
+        return RankStatus(ticks, step, phase, waits, since_s, self.pauses.ran_s(began)[0], paused_s=paused_s)
+
+    def usual_s(self) -> float:
+        """The median duration of the last updates, in seconds; 0 before the second update."""
+        durations = list(self._durations)
+        return statistics.median(durations) if durations else 0.0
+
+
+@dataclass(frozen=True)
+class Position(Part):
+    """The progress of a rank: its update (1 is the first), one of the `POINTS` within it, and for how long.
+
+    last_equal: the last update after which all weights were equal.
+    """
+
+    step: Count = 0
+    point: str = ""
+    since_s: Seconds = 0.0
+    last_equal: Count | None = None
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return self.step, POINTS.index(self.point) if self.point in POINTS else 0
+
+    def at_least(self, other: Position) -> Position:
+        """The position of a rank that was here before another came to `other`: all pass an update together."""
+        return self if self.step >= other.step else replace(other, point="", since_s=0.0)
+
+    def __str__(self) -> str:
+        return f"step {self.step}, {self.point}" if self.point else f"step {self.step}"
+
+
+@dataclass(frozen=True)
+class EndMessages:
+    """Builds causes on `rank` of `world`, which is at the position `at`. folder: for bundles, if any."""
+
+    rank: int
+    world: int
+    at: Position
+    folder: Path | None = None
+
+    def failed(self, error: BaseException, line: str) -> Cause:
+        kind = kind_of(error)
+        verb = "ran out of memory" if kind == "out of memory" else "failed"
+        return self._end(kind, self.rank, first_line(error), self.at, ("where", line), verb=verb)
+
+    def died(self, rank: int, process: Process, code: int | None, kills: int, at: Position) -> Cause:
+        """The process of `rank` is gone. kills: how many the kernel ended for memory since the watch began."""
+        likely = f"memory ran out: the system ended {kills} process{'es' * (kills != 1)} for that since the watch began"
+        row = ("likely", likely + _INFERRED if kills > 0 and code in (None, -9) else "")
+        return self._end("died", rank, f"its process {process.pid} on {process.host} {exit_text(code)}", at, row)
+
+    def stopped(self, rank: int, process: Process, at: Position) -> Cause:
+        return self._end("hangs", rank, f"its process {process.pid} on {process.host} is {STOPPED}", at)
+
+    def silent(self, rank: int, process: Process, seconds: float, at: Position) -> Cause:
+        seen = f"its process {process.pid} on {process.host} has given no sign of life for {seconds:.0f} s"
+        return self._end("hangs", rank, f"{seen}: it died, is stopped, or cannot be reached", at)
+
+    def behind(self, rank: int, at: Position) -> Cause:
+        seen = "its process runs, but the others waited for it until their timeout"
+        return self._end("hangs", rank, f"{seen}; it passed no hook for {at.since_s:.0f} s", at)
+
+    def ahead(self, rank: int, at: Position) -> Cause:
+        seen = (
+            f"it waited in a collective until its timeout, while rank {rank} has been at {at} for {at.since_s:.0f} s: "
+            "one of them left out an update or a collective that the other one made"
+        )
+        return self._end("hangs", None, seen, self.at, verb="waited in vain")
+
+    def passed(self, others: Mapping[int, str], waiting: int) -> Cause:
+        """This rank and `waiting` others wait in a gather for `others`, which wait for them in the calls it maps to."""
+        update = self.at.point == POINTS[2]
+        place = f"update {self.at.step}" if update else f"a line of the watch at {self.at}"
+        several, names = len(others) > 1, named_ranks(others)
+        seen = (
+            f"{'they are' if several else 'it is'} in {' and '.join(dict.fromkeys(others.values()))}, which rank "
+            f"{self.rank} would have to join, so that none of them can go on"
+        )
+        head = f"{names} of {self.world} went past {place}, at which rank {self.rank} waits: {seen}"
+        # One rank against several is wrong. With two ranks, either may be.
+        alone = not waiting and several
+        too_much = f"rank {self.rank} makes {'an update' if update else 'a call'} that the others do not make"
+        likely = too_much if alone else f"{names} left it out, by a decision that was not one on all ranks"
+        ranks = (self.rank,) if alone else tuple(others)
+        cause = self._cause("violation", ranks[0], head, seen, self.at, ("likely", likely + _INFERRED))
+        return replace(cause, ranks=ranks)
+
+    def left(self, rank: int, at: Position) -> Cause:
+        return self._end("left", rank, "it closed its watch, or ended, while the others went on", at)
+
+    def unknown(self, error: BaseException) -> Cause:
+        seen = f"another rank died, hangs or cannot be reached; which one is not known ({first_line(error)})"
+        return self._end("died", None, seen, self.at, verb="lost another rank")
+
+    def unguarded(self, guard: str, error: BaseException) -> Cause:
+        """The thread `guard` ended by `error`. This rank would no longer notice the end of another."""
+        seen = f"its thread {guard}, which guards it, ended by an error of its own ({first_line(error)})"
+        return self._end("failed", self.rank, seen, self.at, verb="is unguarded")
+
+    def pulled(self, reason: str) -> Cause:
+        head = f"rank {self.rank} of {self.world} pulled the cord at {self.at}: {reason}"
+        return self._cause("violation", self.rank, head, reason, self.at)
+
+    def _end(
+        self, kind: Kind, rank: int | None, seen: str, at: Position, *rows: tuple[str, str], verb: str = ""
+    ) -> Cause:
+        names = self.rank if rank is None else rank
+        head = f"rank {names} of {self.world} {verb or kind} at {at}, which is no violation: {seen}"
+        return self._cause(kind, rank, head, seen, at, *rows)
+
+    def _cause(self, kind: Kind, rank: int | None, head: str, seen: str, at: Position, *rows: tuple[str, str]) -> Cause:
+        place = None if self.folder is None else self.folder / str(at.step)
+        rows += (
+            ("state", "" if at.last_equal is None else f"last state known equal: step {at.last_equal}"),
+            ("bundle", "" if place is None else f"{place}  explain: {explain_command(place)}"),
+        )
+        text = "\n".join([head if head.endswith(".") else f"{head}.", *row_lines(rows)])
+        ranks = () if rank is None else (rank,)
+        return Cause(kind, text, rank, at.step, HALT, seen, "", ranks, "" if place is None else str(place))

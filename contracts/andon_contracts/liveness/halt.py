@@ -1,7 +1,8 @@
 """Halt together: when one rank stops, all ranks stop for the same cause, whatever they are doing (issue 3 item 4).
 
-`HaltLink` connects the ranks through a store that is independent of every process group. `PeerMonitor` finds ranks that
-are gone, stopped, silent or in a deadlock. `HaltSignal` makes this rank act on a cause.
+`HaltLink` connects the ranks through a store that is independent of every process group. `PendingCollectives` counts
+what a rank begins that needs all ranks. `PeerMonitor` finds ranks that are gone, stopped, silent or in a deadlock.
+`HaltSignal` makes this rank act on a cause.
 """
 
 from __future__ import annotations
@@ -17,34 +18,26 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.nn.parallel import DistributedDataParallel
 
-from andon_contracts.act import Evidence, write_cause
-from andon_contracts.causes import Cause, consequence, first_line
+from andon_contracts.act import Evidence, current_activity, error_line, write_cause
 from andon_contracts.fields import Count, Part
 from andon_contracts.legible import log, report_to_launcher
-from andon_contracts.liveness import diagnosis
-from andon_contracts.liveness.diagnosis import Conclusion, Patience, Symptoms, conclude, first_conclusion
-from andon_contracts.liveness.end_messages import EndMessages, Position
-from andon_contracts.liveness.pending_collectives import Counts, PendingCollectives, Waiting, deadlocked
+from andon_contracts.liveness import diagnosis, store_link
+from andon_contracts.liveness.diagnosis import Conclusion, EndMessages, Patience, Position, Symptoms
 from andon_contracts.liveness.process import ConditionTimer, Process, memory_kills, run_within
-from andon_contracts.liveness.store_link import (
-    MOST_CHARACTERS,
-    TIMEOUT_S,
-    Heartbeats,
-    SignedStore,
-    StoreLink,
-    parse_strict,
-)
-from andon_contracts.stacks import current_activity, error_line
-from andon_contracts.violation import Violation
+from andon_contracts.liveness.store_link import Heartbeats, SignedStore, StoreLink, parse_strict
+from andon_contracts.violation import Cause, Violation, consequence, first_line
 
 _LOOK_S = 0.5  # how often a rank looks for trouble
 _EVERY_LOOK, _CALM = 16, 4  # a rank that waits asks its peers at the first 16 looks, then at every fourth
@@ -61,7 +54,111 @@ _SETTLE_S = 2.0  # how long the rank that published the cause waits for the othe
 _LAST_S = 2.0  # with `hard_stop`: how long a rank may take to end after an uncaught error
 _SIGNAL = signal.SIGRTMIN + 7  # shells, launchers and libraries use the signals that have names
 _CAN_ABORT = frozenset({"nccl"})  # gloo has the method too, but it does nothing
+BACKWARD = "a backward pass that reduces its gradients over all ranks"
+REDUCTION = "a reduction over all ranks"
 _interruptible: list[Callable[[], None]] = []
+
+
+@dataclass(frozen=True)
+class Counts(Part):
+    """The counts of a rank in its heartbeat. It is in the `number`-th reduction of `group`, if in any."""
+
+    gathers: Count
+    backwards: Count
+    group: str = ""
+    number: Count = 0
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A rank in its `gather`-th gather, with its counts before: reductions by the name of their group."""
+
+    gather: int
+    backwards: int
+    reductions: Mapping[str, int]
+
+
+class PendingCollectives:
+    """Counts what one rank begins that needs all ranks, to detect two ranks that wait for each other.
+
+    A rank that skips an update continues to the next backward pass of DDP, or to the next reduction, and waits there
+    for the others, while they wait for it in a gather of the watch. So each rank counts the gathers, the backward
+    passes that reduce, and the reductions of its loop by group. A rank in its n-th gather can begin nothing else. If
+    another rank has, before its own n-th gather, begun one more backward pass or reduction than the first, it needs the
+    first to join that. Neither can ever continue, however slow they are. Nothing here waits, reads a tensor or
+    communicates.
+
+    The thread that trains writes the counts, any thread reads. ranks: of the watched group.
+    """
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.armed = False  # a forward pass of DDP has announced a backward pass that reduces
+        self.waiting: Waiting | None = None  # the gather that this rank is in; one object as long as it lasts
+        self._ranks = frozenset(ranks)
+        self._parameters: frozenset[int] = frozenset()
+        self._gathers, self._backwards = 0, 0
+        self._reductions: Counter[str] = Counter()
+        self._inside: tuple[str, int] | None = None
+        self._has_all_ranks: dict[str, bool] = {}
+        self._owner = threading.get_ident()
+
+    def follow(self, model: nn.Module) -> list[DistributedDataParallel]:
+        """The modules in `model` whose backward passes reduce over all ranks. Each forward pass calls `forward`."""
+        modules = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+        modules = [each for each in modules if self._ranks <= set(dist.get_process_group_ranks(each.process_group))]
+        self._parameters = frozenset(id(p) for each in modules for p in each.parameters())
+        return modules
+
+    def forward(self, module: DistributedDataParallel) -> None:
+        # A communication hook may send the gradients to any ranks.
+        hooked = getattr(module, "_comm_hooks", ())
+        if torch.is_grad_enabled() and module.require_backward_grad_sync and not hooked:
+            self.armed = True
+
+    def backward(self, parameter: nn.Parameter) -> None:
+        if id(parameter) in self._parameters:
+            self.armed = False
+            self._backwards += 1
+
+    def reducing(self, group: Any, *, waits: bool) -> None:
+        """The loop begins a reduction over `group` (None: all ranks). waits: it blocks until `resumed`."""
+        if threading.get_ident() != self._owner:
+            return
+        group = group or dist.group.WORLD
+        name = getattr(group, "group_name", "")
+        if name not in self._has_all_ranks:
+            self._has_all_ranks[name] = self._ranks <= set(dist.get_process_group_ranks(group)) if name else False
+        if self._has_all_ranks[name]:
+            self._reductions[name] += 1
+            self._inside = (name, self._reductions[name]) if waits else None
+
+    def resumed(self) -> None:
+        if threading.get_ident() == self._owner:
+            self._inside = None
+
+    def gathering(self) -> None:
+        self._gathers += 1
+        # After a forward pass, the backward pass may still come.
+        self.waiting = Waiting(self._gathers, self._backwards + self.armed, self._reductions)
+
+    def gathered(self) -> None:
+        self.waiting = None
+
+    def counts(self) -> Counts:
+        """For the other ranks, from any thread. Reads the gathers last, so that no other count is newer."""
+        backwards, inside = self._backwards, self._inside or ("", 0)
+        return Counts(self._gathers, backwards, *inside)
+
+
+def deadlocked(waiting: Waiting, counts: Mapping[int, Counts]) -> dict[int, str]:
+    """The ranks that need the rank of `waiting` to join their call, with the name of that call."""
+    blocked = {}
+    for rank, each in counts.items():
+        if each.gathers < waiting.gather and each.backwards > waiting.backwards:
+            blocked[rank] = BACKWARD
+        elif each.gathers < waiting.gather and each.number > waiting.reductions.get(each.group, 0):
+            blocked[rank] = REDUCTION
+    return blocked
 
 
 @dataclass(frozen=True)
@@ -89,7 +186,7 @@ class StoreReport:
 _Observed = tuple[Mapping[int, Symptoms], "StoreReport | None"]  # of the other ranks, and the answer of the store
 
 
-class HaltLink:
+class HaltLink(StoreLink):
     """The connection between the ranks. Only its thread waits for the store; all methods return after a bounded time.
 
     The first cause that any rank stores under the key "pulled" is the cause of all. Every rank stores it again if a
@@ -113,34 +210,36 @@ class HaltLink:
         self._near = sorted({(rank + offset) % world for offset in range(-_NEAR, _NEAR + 1)} - {rank})
         # Before the thread has the store, so that a rank that dies at once has announced its process.
         self._beats.send(halt.progress())
-        self._link = StoreLink("andon-halt-link", self._routine, self._failed)
+        super().__init__("andon-halt-link", self._read_store, self._thread_failed)
 
     def publish(self, cause: Cause) -> None:
-        self._link.post(lambda: self._publish(cause))
+        self.post(lambda: self._publish(cause))
 
     def warn(self, text: str) -> None:
-        self._link.post(lambda: self._write_warning(text))
+        self.post(lambda: self._write_warning(text))
 
     def acknowledge(self) -> None:
         """Tell the others that this rank knows the cause and has left its evidence."""
-        self._link.post(lambda: self._store.set(f"ended {self._rank}", "1"))
+        self.post(lambda: self._store.set(f"ended {self._rank}", "1"))
 
     def report(self) -> StoreReport | None:
-        return self._link.ask(self._report, _ANSWER_S)
+        def read() -> StoreReport:
+            ranks = range(self._world)
+            at = {rank: beat.status.at for rank, beat in self._beats.read(ranks).items()}
+            return StoreReport(self._marked("left", ranks), at)
+
+        return self.ask(read, _ANSWER_S)
 
     def pending(self) -> Mapping[int, Counts]:
         """The counts of the ranks nearby in their last heartbeats; empty if the store does not answer in time."""
-        beats = self._link.ask(lambda: self._beats.read(self._near), _ANSWER_S) or {}
+        beats = self.ask(lambda: self._beats.read(self._near), _ANSWER_S) or {}
         return {rank: beat.status.pending for rank, beat in beats.items()}
-
-    def answers(self) -> bool:
-        return self._link.answers(_ANSWER_S)
 
     def leave(self) -> None:
         """Tell the others that this rank is done, and end the thread. Takes at most two seconds."""
-        self._link.close(self._say_goodbye, 2 * _ANSWER_S)
+        self.close(self._say_goodbye, 2 * _ANSWER_S)
 
-    def _routine(self) -> float | None:
+    def _read_store(self) -> float | None:
         """Read the store once. Returns the seconds until the next time, or None once no rank needs this one."""
         if not self._cause:
             self._accept(self._store.get(_CAUSE))
@@ -163,7 +262,7 @@ class HaltLink:
             self._beat()
         return _POLL_S if self.processes else _HURRIED_S
 
-    def _failed(self, error: Exception) -> None:
+    def _thread_failed(self, error: Exception) -> None:
         ours = isinstance(error, RecursionError | NotImplementedError)
         if isinstance(error, RuntimeError | OSError) and not ours:
             self.store_lost = not self._host_left
@@ -188,7 +287,8 @@ class HaltLink:
             self.silent_s, self._last_beat = self._silence.update(silent).get(rank, 0.0), beat
 
     def _publish(self, cause: Cause) -> None:
-        cause = replace(cause, text=cause.text[:MOST_CHARACTERS], seen=cause.seen[:MOST_CHARACTERS])
+        most = store_link.MOST_CHARACTERS
+        cause = replace(cause, text=cause.text[:most], seen=cause.seen[:most])
         try:
             body = json.dumps(cause.to_json())
             self._parse(json.loads(body))
@@ -200,7 +300,7 @@ class HaltLink:
             self._accept(body.encode())
 
     def _write_warning(self, text: str) -> None:
-        self._store.set(_WARNING, json.dumps(RankWarning(self._rank, text[:MOST_CHARACTERS]).to_json()))
+        self._store.set(_WARNING, json.dumps(RankWarning(self._rank, text[: store_link.MOST_CHARACTERS]).to_json()))
 
     def _accept(self, raw: bytes) -> None:
         cause = self.reader.read(_CAUSE, raw, self._parse) if raw and not self._cause else None
@@ -213,11 +313,6 @@ class HaltLink:
 
     def _marked(self, mark: str, ranks: Iterable[int]) -> frozenset[int]:
         return frozenset(rank for rank in ranks if self._store.check([f"{mark} {rank}"]))
-
-    def _report(self) -> StoreReport:
-        ranks = range(self._world)
-        beats = self._beats.read(ranks)
-        return StoreReport(self._marked("left", ranks), {rank: beat.status.at for rank, beat in beats.items()})
 
     def _say_goodbye(self) -> None:
         self._beat()
@@ -265,7 +360,7 @@ class PeerMonitor:
         """The live ranks of this machine that have not left, and have not acknowledged the cause."""
         aware = self._link.acknowledged | self._link.left | self._left
         # If the store does not answer, it cannot say which ranks are aware. A stopped process is unaware without it.
-        states = ("runs", "stopped") if self._link.answers() else ("stopped",)
+        states = ("runs", "stopped") if self._link.answers(_ANSWER_S) else ("stopped",)
         processes = self._link.processes.items()
         return {rank: process for rank, process in processes if process.local_state() in states and rank not in aware}
 
@@ -314,7 +409,8 @@ class PeerMonitor:
     ) -> Cause | None:
         symptoms, report = observed
         patience = Patience(stopped_s, self._patience_s, unseen=True)
-        conclusion, ranks = first_conclusion({rank: conclude(s, patience) for rank, s in symptoms.items()}, order)
+        concluded = {rank: diagnosis.conclude(each, patience) for rank, each in symptoms.items()}
+        conclusion, ranks = diagnosis.first_conclusion(concluded, order)
         if not ranks:
             return None
         if conclusion == "behind" and report is not None:
@@ -357,16 +453,9 @@ class HaltSignal:
     """
 
     def __init__(
-        self,
-        store: SignedStore,
-        rank: int,
-        world_size: int,
-        pending: PendingCollectives,
-        *,
-        hard_stop: bool,
-        patience_s: float,
-        warns: bool,
-    ) -> None:
+        self, store: SignedStore, rank: int, world_size: int, pending: PendingCollectives, *,
+        hard_stop: bool, patience_s: float, warns: bool,
+    ) -> None:  # fmt: skip
         """patience_s: a process that is stopped or silent for that long counts as hanging. warns: if a guarding thread
         fails, only warn.
         """
@@ -625,7 +714,7 @@ def own_store(name: str) -> Store | None:
         with contextlib.suppress(RuntimeError, NotImplementedError):
             # The loop's own connection answers one request at a time, and may wait for a key for minutes.
             shared = shared.clone()
-            shared.set_timeout(datetime.timedelta(seconds=TIMEOUT_S))
+            shared.set_timeout(datetime.timedelta(seconds=store_link.TIMEOUT_S))
     return None if shared is None else PrefixStore(f"andon/{name}", shared)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from andon_contracts.fields import Count, Part
-from andon_contracts.legible import ERROR_FILE_VARIABLE
+from andon_contracts.legible import ERROR_FILE_VARIABLE, text_of
 
 State = Literal["runs", "stopped", "gone", "elsewhere"]  # elsewhere: on another machine, or the system does not say
 _Kills = tuple[int | None, int | None]  # for memory: in our cgroup, on the machine
@@ -68,12 +68,6 @@ class Process(Part):
             return "gone"
         return "stopped" if fields[_STATE] in "Tt" else "runs"
 
-    def alive(self) -> bool:
-        return self.state() != "gone"
-
-    def stopped(self) -> bool:
-        return self.state() == "stopped"
-
     def exit_code(self) -> int | None:
         """Its exit code, a signal as a negative number; None while it runs, and after its parent has reaped it."""
         fields = _fields(self.pid) or []
@@ -89,7 +83,7 @@ class Process(Part):
             with suppress(OSError, AttributeError):  # a kernel before 5.3, too many open files, or no such process
                 handle = os.pidfd_open(self.pid)
             # The handle stays bound to one process. Only after it is open, check that this is the right process.
-            if not self.alive():
+            if self.state() == "gone":
                 return False
             if handle is None:
                 os.kill(self.pid, signum)
@@ -186,18 +180,16 @@ def group_kills() -> int | None:
 
 
 def _kills_in(path: Path) -> int | None:
-    with suppress(OSError, ValueError, KeyError):
-        return int(dict(line.split(maxsplit=1) for line in path.read_text().splitlines())["oom_kill"])
-    return None
+    counts = dict(line.split(maxsplit=1) for line in text_of(path).splitlines() if " " in line)
+    return int(counts["oom_kill"]) if "oom_kill" in counts else None
 
 
 def _memory_group() -> Path:
     """The folder of this process's memory cgroup: version 1 if that controls memory, else version 2."""
     paths: dict[str, str] = {}
-    with suppress(OSError):
-        for line in (_PROC / "self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            paths |= dict.fromkeys(controllers.split(","), path)
+    for line in text_of(_PROC / "self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        paths |= dict.fromkeys(controllers.split(","), path)
     mounted = _GROUPS / "memory" if "memory" in paths else _GROUPS
     folder = mounted / paths.get("memory", paths.get("", "/")).lstrip("/")
     return folder if folder.is_dir() else mounted  # in a container the path may lie outside of the mount

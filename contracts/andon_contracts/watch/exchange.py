@@ -15,9 +15,9 @@ from andon_contracts.act import Scene, with_message
 from andon_contracts.agree import GroupGather, Observation, gather_observations, gather_short, majority, minority
 from andon_contracts.digest import digests_by_name, mix64
 from andon_contracts.laws.law import LOCKSTEP, Judgement, Observations, Seen
-from andon_contracts.liveness.diagnosis import rank_names
-from andon_contracts.liveness.pending_collectives import PendingCollectives
+from andon_contracts.liveness.halt import PendingCollectives
 from andon_contracts.observe import plain
+from andon_contracts.violation import named_ranks
 from andon_contracts.watch.model_probe import ModelProbe, is_sharded
 from andon_contracts.watch.values import text_digest
 
@@ -164,7 +164,7 @@ class Exchange:
         if tensor is None or local is None or words is None or len(set(counts)) > 1:
             lacking = [rank for rank, count in enumerate(counts) if count < 0]
             verb = "have" if len(lacking) > 1 else "has"
-            return f"{rank_names(lacking)} {verb} no {noun}" if 0 < len(lacking) < len(counts) else ""
+            return f"{named_ranks(lacking)} {verb} no {noun}" if 0 < len(lacking) < len(counts) else ""
         first, size = 0, words.numel()
         while True:
             per_block = max(-(-size // _BLOCKS), 1)

@@ -26,9 +26,9 @@ from torch.nn.utils import clip_grad
 from torch.utils.data import RandomSampler, Subset, dataloader
 from torch.utils.data.distributed import DistributedSampler
 
-from andon_contracts.causes import first_line
 from andon_contracts.digest import mix64
 from andon_contracts.legible import log_once
+from andon_contracts.violation import first_line
 from andon_contracts.watch.exchange import element_bits
 
 _SHUFFLERS = ("SeedableRandomSampler", "SubsetRandomSampler")

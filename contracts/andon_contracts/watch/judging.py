@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from andon_contracts.act import Evidence, Scene, with_bundle
+from andon_contracts.act import Evidence, Scene, user_line, with_bundle
 from andon_contracts.clauses import CLAUSES
 from andon_contracts.laws.law import Judgement, Law
 from andon_contracts.legible import log
-from andon_contracts.stacks import user_line
 from andon_contracts.violation import Violation
 from andon_contracts.watch.settings import Settings
 

@@ -22,8 +22,8 @@ from andon_contracts.digest import join
 from andon_contracts.fields import Real
 from andon_contracts.fingerprint import environment, fingerprint
 from andon_contracts.laws.law import Observations, hexadecimal
-from andon_contracts.ledger import LedgerError, LedgerFile
 from andon_contracts.observe import flat_digest
+from andon_contracts.record import LedgerError, LedgerFile
 from andon_contracts.violation import Halted, Violation
 from andon_contracts.watch.judging import print_message
 from andon_contracts.watch.model_probe import ModelProbe

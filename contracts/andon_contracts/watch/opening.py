@@ -22,10 +22,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from andon_contracts.agree import GroupGather, own_group
-from andon_contracts.causes import first_line
-from andon_contracts.liveness.halt import HaltSignal, own_store
-from andon_contracts.liveness.pending_collectives import PendingCollectives
+from andon_contracts.liveness.halt import HaltSignal, PendingCollectives, own_store
 from andon_contracts.liveness.store_link import SignedStore, new_secret, secret_from_ints, secret_to_ints
+from andon_contracts.violation import first_line
 from andon_contracts.watch.exchange import WIDTH, Exchange, Replicas, part_of, replicas_of
 from andon_contracts.watch.ledger import open_ledger
 from andon_contracts.watch.model_probe import ModelProbe, ModuleGroup, unwrap

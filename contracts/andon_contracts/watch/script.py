@@ -31,11 +31,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from andon_contracts.causes import first_line
+from andon_contracts.act import current_activity
 from andon_contracts.legible import legible_line, log, report_to_launcher
 from andon_contracts.liveness.halt import own_store
-from andon_contracts.stacks import current_activity
-from andon_contracts.violation import Halted, Violation
+from andon_contracts.violation import Halted, Violation, first_line
 from andon_contracts.watch import opening
 from andon_contracts.watch.intercept import Listener, listen
 from andon_contracts.watch.settings import Settings, allow_problems

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from andon_contracts.act import Scene
-from andon_contracts.causes import first_line
 from andon_contracts.laws.law import LOCKSTEP, Details, Judgement, Observations, Seen, in_lockstep
 from andon_contracts.observe import plain, start_to_cpu
-from andon_contracts.violation import Violation
+from andon_contracts.violation import Violation, first_line
 from andon_contracts.watch.check import Context, Laws, OptimizerProbe, Values
 from andon_contracts.watch.checks.applied import Applied
 from andon_contracts.watch.checks.audit import Audit

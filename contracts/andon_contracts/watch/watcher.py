@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from andon_contracts.act import Evidence, write_cause
 from andon_contracts.clauses import CLAUSES
 from andon_contracts.laws.update import GRADIENTS, OPTIMIZERS, REPLICAS
-from andon_contracts.ledger import LedgerFile
 from andon_contracts.legible import counted, log
-from andon_contracts.liveness.end_messages import POINTS, EndMessages, Position
+from andon_contracts.liveness.diagnosis import POINTS, EndMessages, Position
 from andon_contracts.liveness.halt import HaltSignal, print_cause
-from andon_contracts.liveness.open_store import open_store
+from andon_contracts.liveness.store_link import open_store
+from andon_contracts.record import LedgerFile
 from andon_contracts.violation import Violation
 from andon_contracts.watch.check import Context, OptimizerProbe, declared
 from andon_contracts.watch.checks.gradients import Gradients

@@ -14,7 +14,7 @@ from typing import Any
 
 from andon.console.problems import InputError, Problem
 from andon.integrations.trackers import Attempts, numbers, writes
-from andon_contracts.ledger import outside_change
+from andon_contracts.record import outside_change
 
 
 class EventFile:

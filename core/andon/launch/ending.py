@@ -9,9 +9,8 @@ from dataclasses import replace
 from andon.console.exits import Exit
 from andon.console.problems import InputError
 from andon.launch.report import Report
-from andon_contracts.causes import consequence
 from andon_contracts.liveness.diagnosis import NOTICED
-from andon_contracts.violation import Violation
+from andon_contracts.violation import Violation, consequence
 
 
 def describe(error: BaseException, rank: int) -> Report:

@@ -19,8 +19,8 @@ from typing import Any
 
 from andon.console.exits import Exit
 from andon.console.problems import InputError, Problem
-from andon_contracts.causes import first_line
 from andon_contracts.liveness.process import STOPPED_BY, ConditionTimer, Process, exit_text
+from andon_contracts.violation import first_line
 
 STOPPED_S = 5.0
 """Seconds that the fork server may be stopped while a process is started."""
@@ -90,7 +90,7 @@ def require_sockets() -> None:
 def end_if_stopped() -> None:
     """End the fork server where it is stopped: nothing would ever end it, and this process would wait for it."""
     server = running()
-    if server is not None and server.stopped():
+    if server is not None and server.state() == "stopped":
         _end(server)
 
 
@@ -185,7 +185,7 @@ def _watch(over: threading.Event, ended: threading.Event) -> None:
     stopped = ConditionTimer(2 * _LOOK_S)
     while not over.wait(_LOOK_S):
         server = running()
-        stopped_s = stopped.update([server.pid] if server is not None and server.stopped() else [])
+        stopped_s = stopped.update([server.pid] if server is not None and server.state() == "stopped" else [])
         if server is not None and stopped_s.get(server.pid, 0.0) >= STOPPED_S:
             ended.set()
             _end(server)
@@ -195,7 +195,7 @@ def _watch(over: threading.Event, ended: threading.Event) -> None:
 def _end(server: Process) -> None:
     server.send(signal.SIGKILL)
     deadline, pause = time.monotonic() + _GONE_S, threading.Event()
-    while server.alive() and time.monotonic() < deadline:
+    while server.state() != "gone" and time.monotonic() < deadline:
         pause.wait(0.01)
 
 

@@ -21,12 +21,11 @@ from andon.console.exits import Exit
 from andon.console.messages import say
 from andon.launch.ending import unguarded
 from andon.launch.report import Report
+from andon_contracts.act import current_activity
 from andon_contracts.liveness import diagnosis
-from andon_contracts.liveness.clock import StepClock
-from andon_contracts.liveness.diagnosis import UPDATE, PeerStatus, RankStatus, View
+from andon_contracts.liveness.diagnosis import UPDATE, PeerStatus, RankStatus, StepClock, View
 from andon_contracts.liveness.process import Process
 from andon_contracts.liveness.store_link import MOST_CHARACTERS, Beat, Heartbeats, SignedStore, StoreLink
-from andon_contracts.stacks import current_activity
 
 _SLOW_TIMES = 10
 """How many times the usual a step may take before it is slow."""
@@ -241,12 +240,13 @@ class Heartbeat:
         lasts, least = diagnosis.longest_s(view), max(self._timeouts.slow_s, _SLOW_TIMES * self.clock.usual_s())
         if lasts < least:
             self._slow_from = least
-        elif lasts >= self._slow_from and diagnosis.is_reporter(view):
+        elif lasts >= self._slow_from and view.rank == min(view.fresh()):  # one rank speaks for all
             self._slow_from = 2 * lasts
             self._speak(diagnosis.slowness(view, self.clock.usual_s()))
 
     def _own_end(self, view: View) -> Report | None:
-        mine, timeouts, failed = view.mine, self._timeouts, diagnosis.failed_ranks(view)
+        mine, timeouts = view.mine, self._timeouts
+        failed = [rank for rank, end in view.concluded(view.patience()).items() if end in ("failed", "followed")]
         step_s = timeouts.step_s
         if step_s is not None and mine.phase == UPDATE and mine.phase_s >= step_s and diagnosis.all_reported(view):
             text = f"{mine.where} took longer than run.step_deadline_s, {step_s:g} s: "

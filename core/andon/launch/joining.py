@@ -28,9 +28,9 @@ from andon.console.problems import InputError, Problem
 from andon.launch.context import STORE, RankContext
 from andon.launch.unix_store import unix_store
 from andon_contracts.fields import Count, Hex16, Part
-from andon_contracts.liveness.diagnosis import rank_names
-from andon_contracts.liveness.open_store import open_store
-from andon_contracts.liveness.store_link import TIMEOUT_S, SignedStore, StrictReader, new_secret, parse_strict
+from andon_contracts.liveness import store_link
+from andon_contracts.liveness.store_link import SignedStore, StrictReader, parse_strict
+from andon_contracts.violation import named_ranks
 
 Form = TypeVar("Form", bound=Part)
 _POLL_S = 0.02
@@ -66,18 +66,18 @@ def join(kinds: str, timeout_s: float) -> tuple[SignedStore, int, int]:
     store: Store = unix_store(address) if address else _torch_store(timeout)
     store.set_timeout(timeout)
     ours = Meeting(store, rank, world, timeout_s).meet(interface_problem())
-    reached = open_store() if rank == 0 else ""
+    reached = store_link.open_store() if rank == 0 else ""
     if reached:
         say(f"warning: {reached}")
     dist.init_process_group(kinds, store=ours, rank=rank, world_size=world, timeout=timeout)
     if not address:
         ours = ours.clone()  # type: ignore[attr-defined]
-        ours.set_timeout(timedelta(seconds=TIMEOUT_S))
+        ours.set_timeout(timedelta(seconds=store_link.TIMEOUT_S))
     return SignedStore(ours, _secret()), rank, world
 
 
 def _secret() -> bytes:
-    told = torch.frombuffer(bytearray(new_secret()), dtype=torch.uint8)
+    told = torch.frombuffer(bytearray(store_link.new_secret()), dtype=torch.uint8)
     dist.broadcast(told, 0)
     return bytes(told.tolist())
 
@@ -221,7 +221,7 @@ class Meeting:
         for rank, text in verdict.problems.items():
             raise Refused(f"rank {rank} of {self.world} cannot join: {_INTERFACE}: {text}")
         if verdict.missing:
-            raise Absent(f"{rank_names(verdict.missing)} of {self.world} did not come within {self.timeout_s:g} s")
+            raise Absent(f"{named_ranks(verdict.missing)} of {self.world} did not come within {self.timeout_s:g} s")
 
 
 def _line(error: BaseException) -> str:

@@ -68,7 +68,7 @@ def _ask_for_death_signal() -> None:
 def _watch(agent: Process, poll_s: float, failed: Callable[[Exception], None]) -> None:
     never = threading.Event()
     try:
-        while agent.alive():
+        while agent.state() != "gone":
             never.wait(poll_s)
     except Exception as error:  # noqa: BLE001 - whatever it is, this process must not outlive its agent for it
         failed(error)

@@ -16,9 +16,10 @@ from pathlib import Path
 from andon.console.exits import Exit
 from andon.run.folder import REPORTS
 from andon_contracts.legible import write_error_file
-from andon_contracts.liveness.diagnosis import NOTICED, rank_names
+from andon_contracts.liveness.diagnosis import NOTICED
 from andon_contracts.liveness.process import exit_text
 from andon_contracts.untrusted import read_json
+from andon_contracts.violation import named_ranks
 
 FOLDER = REPORTS
 """Where in a run folder the reports lie."""
@@ -126,7 +127,7 @@ def first_cause(
     alike = [rank for rank in failed if sentences[rank] == said]
     report = reports[first]
     left = report.left if report is not None else exits[first] == 0
-    text = f"{rank_names(alike if left else [first])} {said}"
+    text = f"{named_ranks(alike if left else [first])} {said}"
     found = Exit.RANK_LOST if left else exit_of(exits[first], report)
     silent = sorted(rank for rank in failed if rank in ended and reports[rank] is None)
     if _chosen(reports[first]) in NOTICED.values() and silent:

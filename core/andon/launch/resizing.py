@@ -88,7 +88,7 @@ def ask(run_folder: Path, workers: int) -> None:
         launcher = None
     except (ValueError, TypeError, KeyError) as error:
         raise InputError([Problem(str(path), f"is not what a launcher writes: {error}")]) from error
-    if launcher is None or not launcher.alive():
+    if launcher is None or launcher.state() == "gone":
         what = "no run that was started with --workers MIN:MAX trains here"
         raise InputError([Problem(str(run_folder), what)])
     if not bounds.least <= workers <= bounds.most:

@@ -22,8 +22,9 @@ from andon.console.exits import Exit
 from andon.console.messages import say
 from andon.launch.preemption import PREEMPTION_SIGNALS, taken
 from andon.launch.report import Report
-from andon_contracts.liveness.diagnosis import Patience, Symptoms, conclude, first_conclusion, rank_names
+from andon_contracts.liveness.diagnosis import Patience, Symptoms, conclude, first_conclusion
 from andon_contracts.liveness.process import STOPPED_BY, ConditionTimer, Process
+from andon_contracts.violation import named_ranks
 
 POLL_S = 0.05
 """Seconds between two looks at the ranks."""
@@ -193,7 +194,7 @@ class Supervisor:
             self._forward(signal.SIGUSR1)
         self._conclude()
         if time.monotonic() >= self._kill_at:
-            self._kill((Exit.RANK_SILENT, f"{rank_names(self._live)} {self._late}") if self._late else None)
+            self._kill((Exit.RANK_SILENT, f"{named_ranks(self._live)} {self._late}") if self._late else None)
 
     def _meet_ranks(self) -> None:
         if self._all or not self._agent.pids:
@@ -245,7 +246,7 @@ class Supervisor:
             self._note_death(rank)
         late = first_conclusion(found, ["stopped"])[1]
         if late and not self._seen.died and self._killed_at is None:
-            self._kill((Exit.RANK_SILENT, f"{rank_names(late)} did not run for {self._silence_s:g} s: {STOPPED_BY}"))
+            self._kill((Exit.RANK_SILENT, f"{named_ranks(late)} did not run for {self._silence_s:g} s: {STOPPED_BY}"))
 
     def _note_death(self, rank: int) -> None:
         self._seen.died[rank] = time.time()
@@ -284,7 +285,7 @@ class Supervisor:
             return False
         self._seen.verdict = (
             Exit.RANK_LOST,
-            f"{rank_names(self._live)} could not be killed: the kernel holds the process",
+            f"{named_ranks(self._live)} could not be killed: the kernel holds the process",
         )
         return True
 

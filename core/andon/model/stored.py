@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from andon_contracts.tensor_file import NAMES
+from andon_contracts.act import NAMES
 
 LARGEST_FILE = 5 * 10**9
 """Bytes of tensors in one file of a model, as transformers splits it."""

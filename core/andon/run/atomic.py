@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Literal
 
 from andon.console.problems import InputError, Problem
-from andon_contracts.ledger import fsync_folder as fsync_folder
-from andon_contracts.ledger import write_all as write_all
+from andon_contracts.record import fsync_folder as fsync_folder
+from andon_contracts.record import write_all as write_all
 
 _LEFTOVER = ".andon-tmp-"
 _STORAGE = {

@@ -25,7 +25,7 @@ from andon.run.atomic import fsync_folder, json_bytes, remove, storage, temporar
 from andon.run.sealed import MANIFEST, STATE, TENSORS, CheckpointError, Sealing, manifest_of, read_sealed
 from andon_contracts.digest import digests_by_name, hex64, join, tree_digest
 from andon_contracts.laws.law import Judgement, enforce
-from andon_contracts.laws.outcome import RESTORED, Restored
+from andon_contracts.laws.update import RESTORED, Restored
 from andon_contracts.record import GENESIS
 
 _NAME = re.compile(r"step-([0-9]{8,15})(\.old-[0-9a-f]+)?")

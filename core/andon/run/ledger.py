@@ -8,8 +8,7 @@ from pathlib import Path
 
 from andon.console.problems import InputError, Problem
 from andon.run.atomic import storage
-from andon_contracts.ledger import LedgerError, LedgerFile, read_lines
-from andon_contracts.record import GENESIS, Record, chain
+from andon_contracts.record import GENESIS, LedgerError, LedgerFile, Record, chain, read_lines
 
 __all__ = ["LedgerError", "LedgerWriter", "digested_ledger", "head_at", "read_ledger"]
 

@@ -17,7 +17,7 @@ from andon.model.memory import MemoryPlan
 from andon.training.material import Material
 from andon.training.study import NotPlannable, Study, with_graphs_that_fit
 from andon_contracts.laws.law import Judgement
-from andon_contracts.laws.outcome import BUDGET, Peaks
+from andon_contracts.laws.update import BUDGET, Peaks
 
 _GROUPED = ("nccl", "mixed")
 

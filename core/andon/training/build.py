@@ -37,8 +37,8 @@ from andon.step.step import TrainingStep
 from andon.step.task import Task
 from andon.training.speed import shares_of
 from andon.training.trainer import Cadence, Journal, Progress, Trainer
-from andon_contracts.causes import first_line, kind_of
-from andon_contracts.liveness.clock import StepClock
+from andon_contracts.liveness.diagnosis import StepClock
+from andon_contracts.violation import first_line, kind_of
 
 
 @dataclass(frozen=True)

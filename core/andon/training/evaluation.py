@@ -15,7 +15,7 @@ from andon.model.batches import EvaluationBatching
 from andon.step.replica import Replica
 from andon.tasks.task import ScoredTask
 from andon_contracts.laws.law import Judgement, enforce
-from andon_contracts.laws.outcome import EVALUATED, OUTPUT, Evaluation, Output
+from andon_contracts.laws.update import EVALUATED, OUTPUT, Evaluation, Output
 
 _SMALL = EvaluationBatching()
 

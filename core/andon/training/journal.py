@@ -28,8 +28,7 @@ from andon.step.step import StepResult
 from andon.training.progress import ProgressView
 from andon.training.trainer import Progress
 from andon_contracts.fields import Real
-from andon_contracts.ledger import outside_change
-from andon_contracts.record import Evaluation, Record, Saved, Step
+from andon_contracts.record import Evaluation, Record, Saved, Step, outside_change
 
 
 class SilentJournal:

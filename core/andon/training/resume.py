@@ -23,7 +23,7 @@ from andon.training.session import Session
 from andon.training.trainer import Progress
 from andon_contracts.digest import hex64, signed
 from andon_contracts.laws.law import Judgement, enforce
-from andon_contracts.laws.outcome import RESTORED, Restored
+from andon_contracts.laws.update import RESTORED, Restored
 
 _ANEW, _DONE, _REFUSED = -1, -2, -3
 """What rank 0 may answer instead of the step of a checkpoint."""

@@ -42,7 +42,7 @@ from andon.training.material import Material, padding_multiple, prepare, warning
 from andon.training.rows import skip_notes, with_task
 from andon.training.study import captures, evaluation_batching
 from andon.training.trainer import Cadence
-from andon_contracts.liveness.clock import StepClock
+from andon_contracts.liveness.diagnosis import StepClock
 from andon_contracts.policy import suspended
 
 

@@ -24,9 +24,8 @@ from andon.step.schedule import Schedule
 from andon.step.step import Pending, RankFailed, StepResult, TrainingStep
 from andon.training.history import step_record
 from andon_contracts.laws.law import Judgement, enforce
-from andon_contracts.laws.outcome import RESTORED, Restored
-from andon_contracts.liveness.clock import StepClock
-from andon_contracts.liveness.diagnosis import UPDATE
+from andon_contracts.laws.update import RESTORED, Restored
+from andon_contracts.liveness.diagnosis import UPDATE, StepClock
 from andon_contracts.record import Step
 from andon_contracts.violation import Violation
 

@@ -18,8 +18,7 @@ from andon.step.plan import BatchPlan
 from andon.step.replica import Replica
 from andon.step.step import TrainingStep
 from andon.step.task import LeafLoss
-from andon_contracts.ledger import LedgerFile
-from andon_contracts.record import Record, Step, chain, encode
+from andon_contracts.record import LedgerFile, Record, Step, chain, encode
 from andon_falsify.faults.planting import (
     BIG,
     MOMENTUM,

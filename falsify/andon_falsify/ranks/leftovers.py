@@ -60,7 +60,7 @@ def end(found: Collection[Stray], grace_s: float) -> None:
     for process in held:
         process.send(signal.SIGKILL)
     deadline = time.monotonic() + grace_s
-    while any(process.alive() for process in held) and time.monotonic() < deadline:
+    while any(process.state() != "gone" for process in held) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
 
 

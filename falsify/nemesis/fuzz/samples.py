@@ -13,13 +13,12 @@ from io import BytesIO
 from andon.config.load import to_yaml
 from andon.config.schema import Config
 from andon.run.summary import Head, Summary
-from andon_contracts.causes import Cause
 from andon_contracts.fields import Part, Real
-from andon_contracts.liveness.end_messages import Position
-from andon_contracts.liveness.halt import Progress, RankWarning
-from andon_contracts.liveness.pending_collectives import Counts
+from andon_contracts.liveness.diagnosis import Position
+from andon_contracts.liveness.halt import Counts, Progress, RankWarning
 from andon_contracts.liveness.store_link import parse_strict
 from andon_contracts.record import GENESIS, End, Plan, RankPart, Record, Start, Step, StepDigests, chain, encode
+from andon_contracts.violation import Cause
 from andon_falsify.campaign.findings import Finding, Report
 from andon_falsify.report.document import json_bytes
 from andon_falsify.verdict import Counterexample, Outcome

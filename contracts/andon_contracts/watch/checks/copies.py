@@ -18,11 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from andon_contracts.agree import Observation, bits_of, real_of
-from andon_contracts.causes import first_line
 from andon_contracts.laws.law import Law, Observations, Seen, hexadecimal
 from andon_contracts.legible import log_once
 from andon_contracts.observe import Observer, plain
-from andon_contracts.violation import Finding
+from andon_contracts.violation import Finding, first_line
 from andon_contracts.watch.check import Check, Context, Cover, OptimizerProbe, Values
 from andon_contracts.watch.model_probe import ModelProbe
 from andon_contracts.watch.values import text_digest

@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from andon_contracts.agree import bits_of, real_of
-from andon_contracts.causes import first_line
 from andon_contracts.digest import digests_by_name
 from andon_contracts.laws.law import Law, Observations
-from andon_contracts.laws.outcome import COUNTED, EVALUATED, RESTORED, Count, Evaluation, Restored
+from andon_contracts.laws.update import COUNTED, EVALUATED, RESTORED, Count, Evaluation, Restored
 from andon_contracts.observe import flat_digest, plain
 from andon_contracts.untrusted import read_json
+from andon_contracts.violation import first_line
 from andon_contracts.watch.check import Check, Context, Cover, OptimizerProbe, declared
 from andon_contracts.watch.values import ids_of, lenient_digest, state_digest, text_digest
 
