@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,9 @@ from andon_contracts.watch.model_probe import ModelProbe
 from andon_contracts.watch.rows import Rows
 from andon_contracts.watch.settings import Settings
 from andon_contracts.watch.values import layout_digest, learning_rate_of
+
+if TYPE_CHECKING:
+    from andon_contracts.watch.checks.scale import BackwardPass
 
 Values = dict[str, int]
 Laws = Sequence[Law[Seen[object]]]
@@ -70,6 +73,8 @@ class Context:
     """The updates of all optimizers since the watch began."""
     last_equal: int | None = None
     """The last update after which several ranks had the same weights."""
+    backward: BackwardPass | None = None
+    """The loop's backward pass that runs now."""
     muted: bool = False
     """Whether the watch itself runs the model, for an audit: its hooks then look away."""
     portable: bool = False

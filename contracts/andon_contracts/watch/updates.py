@@ -15,7 +15,6 @@ from andon_contracts.causes import first_line
 from andon_contracts.laws.law import LOCKSTEP, Judgement, Law, Observations, Seen, in_lockstep
 from andon_contracts.observe import start_to_cpu
 from andon_contracts.watch.check import Check, Context, OptimizerProbe, Values
-from andon_contracts.watch.checks.applied import Applied
 from andon_contracts.watch.checks.audit import Audit
 from andon_contracts.watch.checks.buffers import Buffers
 from andon_contracts.watch.checks.clipping import Clipping, ClipPlace
@@ -23,11 +22,11 @@ from andon_contracts.watch.checks.copies import ModelCopies
 from andon_contracts.watch.checks.frozen import Frozen
 from andon_contracts.watch.checks.gradients import Gradients
 from andon_contracts.watch.checks.mode import Mode
-from andon_contracts.watch.checks.optimizer import Optimizer
+from andon_contracts.watch.checks.optimizer import Applied, Optimizer
 from andon_contracts.watch.checks.outcomes import Outcomes
 from andon_contracts.watch.checks.reports import LoopReports
 from andon_contracts.watch.checks.rows import LoadedRows
-from andon_contracts.watch.checks.scale import BackwardPasses, GradientScale
+from andon_contracts.watch.checks.scale import GradientScale
 from andon_contracts.watch.checks.structure import START, Structure
 from andon_contracts.watch.checks.weights import PARTED, Weights
 from andon_contracts.watch.locate import report_after, report_before, report_start
@@ -37,7 +36,7 @@ _AT_THE_CLOSE_S = 5.0
 """Seconds that a rank waits at its close for what the others saw after the last update."""
 
 
-def add_checks(context: Context, optimizers: Sequence[torch.optim.Optimizer], passes: BackwardPasses) -> None:
+def add_checks(context: Context, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Make the checks of a watch: those of the whole loop, and those of each optimizer.
 
     Their order is the order in which laws are judged and told of: causes before effects.
@@ -48,7 +47,7 @@ def add_checks(context: Context, optimizers: Sequence[torch.optim.Optimizer], pa
     context.checks = [structure, mode, buffers, frozen, reports, outcomes, rows, place, copies]
     for optimizer in optimizers:
         probe = OptimizerProbe(optimizer, context)
-        weights, scale = Weights(context, probe), GradientScale(context, probe, passes)
+        weights, scale = Weights(context, probe), GradientScale(context, probe)
         probe.checks = [
             *(structure, mode, Optimizer(context, probe), buffers, weights, frozen, Gradients(context, probe, scale)),
             *(Clipping(context, probe), Applied(context, probe)),

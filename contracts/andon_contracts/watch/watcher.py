@@ -27,7 +27,7 @@ from andon_contracts.watch.check import Context, Cover, OptimizerProbe
 from andon_contracts.watch.checks.gradients import Gradients
 from andon_contracts.watch.checks.outcomes import Outcomes
 from andon_contracts.watch.checks.reports import LoopReports
-from andon_contracts.watch.checks.scale import BackwardPasses
+from andon_contracts.watch.checks.scale import BackwardPass, loss_parts
 from andon_contracts.watch.checks.weights import Weights
 from andon_contracts.watch.exchange import Exchange, Replicas
 from andon_contracts.watch.intercept import Listener, Yielded, listen, outside_of_transforms
@@ -63,8 +63,7 @@ class Watch:
         self.settings, self.closed = settings, False
         self._context = context = Context(subject, settings, exchange, replicas, Rows())
         exchange.comparable = not replicas.cut
-        passes = BackwardPasses()
-        add_checks(context, optimizers, passes)
+        add_checks(context, optimizers)
         covers = {"halt-together": context.between_ranks()}
         for check in all_checks(context):
             covers |= check.cover()
@@ -88,7 +87,7 @@ class Watch:
             exchange.set_callbacks(lambda: halt.raise_if_halted(again=True), halt.lost, halt.pending)
         self._updates = Updates(context)
         self._checks = all_checks(context)
-        self.calls = _CallRouter(context, halt, passes)
+        self.calls = _CallRouter(context, halt)
         self._handled = sys.exc_info()[1]
         """An error that the loop was handling when the watch opened, and that does not end it."""
         self._last_error: BaseException | None = None
@@ -387,11 +386,10 @@ class Watch:
 class _CallRouter(Listener):
     """Tells the checks of the loop's calls, and the halt signal of its collectives."""
 
-    def __init__(self, context: Context, halt: HaltSignal | None, passes: BackwardPasses) -> None:
+    def __init__(self, context: Context, halt: HaltSignal | None) -> None:
         self._context = context
         self._checks = all_checks(context)
         self._halt = halt
-        self._passes = passes
 
     def clipping(self, parameters: Sequence[Tensor], norm: Tensor | None) -> None:
         for check in self._checks:
@@ -429,15 +427,15 @@ class _CallRouter(Listener):
 
     def backward(self, loss: Tensor | None) -> None:
         if not self._context.muted:
-            self._passes.begin(loss, user_line())
+            self._context.backward = BackwardPass(loss_parts(loss), user_line())
             for check in self._checks:
                 check.backward(loss)
 
     def backward_over(self) -> None:
-        if self._passes.current is not None:
+        if self._context.backward is not None:
             for check in self._checks:
                 check.backward_over()
-        self._passes.end()
+        self._context.backward = None
 
 
 def _within_a_step(optimizer: torch.optim.Optimizer) -> bool:

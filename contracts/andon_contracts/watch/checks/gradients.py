@@ -73,11 +73,9 @@ class Gradients(Check):
 
     def __init__(self, context: Context, probe: OptimizerProbe, scale: GradientScale) -> None:
         super().__init__(context)
-        self._probe = probe
-        self.raw_hooks = GradientHooks(
-            probe.members, probe.gradients_vanished, (scale.parameter_index, scale.gradient_hook)
-        )
-        scale.gradient_arrived = lambda: self.raw_hooks.gradient_arrived
+        self._probe, self._scale = probe, scale
+        observed = scale.parameter_index, scale.gradient_hook
+        self.raw_hooks = GradientHooks(probe.members, probe.gradients_vanished, observed)
         self._reductions = Reductions(probe.members)
         self._observer = Observer()
         self.observers = (self._observer,)
@@ -150,6 +148,8 @@ class Gradients(Check):
 
     def backward_over(self) -> None:
         self.raw_hooks.backward_ended()
+        if self.raw_hooks.gradient_arrived:
+            self._scale.backward_reached_optimizer()
 
     def reducing(self, tensor: Tensor, group: object, waits: bool) -> None:
         if not self.context.muted and (group is None or group is dist.group.WORLD):
