@@ -17,7 +17,7 @@ from andon_contracts.laws import update
 from andon_contracts.laws.law import LOCKSTEP, Details, Judgement, Law, Seen
 from andon_contracts.laws.update import REDUCED, UPDATED, Reduced
 from andon_contracts.policy import evaluations, reset_evaluations, suspended
-from andon_contracts.watch.checks import buffers, frozen, gradients, mode, optimizer, structure, weights
+from andon_contracts.watch.checks import frozen, gradients, optimizer, structure, weights
 from andon_contracts.watch.checks.audit import name_ratio
 from andon_contracts.watch.checks.clipping import clip_once
 from andon_contracts.watch.checks.reports import LoopReports
@@ -28,9 +28,9 @@ from andon_contracts.watch.settings import Settings
 
 CHECKS = (
     structure.Structure,
-    mode.Mode,
+    structure.Mode,
     optimizer.Optimizer,
-    buffers.Buffers,
+    frozen.Buffers,
     weights.Weights,
     frozen.Frozen,
     gradients.Gradients,

@@ -111,7 +111,8 @@ def _details(context: Context, name: str, step: int, probe: OptimizerProbe | Non
         shapes = {n: layout_digest({"": buffer}) for n, buffer in buffers.items()}
         details["shapes of buffers"] = spread(step, "shapes of buffers", shapes)
     elif name == "modes":
-        return {name: spread(step, "modes of modules", subject.modes_by_name())}
+        modes = {name or "the model": int(each.training) for name, each in subject.inner.named_modules()}
+        return {name: spread(step, "modes of modules", modes)}
     elif name == "hyperparameters" and probe is not None:
         return {name: spread(step, name, hyperparameters_by_key(probe.optimizer))}
     return {each: context.replicas.align_tensors(digests) for each, digests in details.items()}

@@ -129,13 +129,6 @@ class ModelProbe:
     def buffers(self) -> list[torch.Tensor]:
         return [b for module in self.modules for b in module._buffers.values() if b is not None]
 
-    def modes(self) -> bytes:
-        return bytes([module.training for module in self.modules])
-
-    def modes_by_name(self) -> dict[str, int]:
-        """Whether each module is in training mode, by its name; the model's own is "the model"."""
-        return {name or "the model": int(each.training) for name, each in self.inner.named_modules()}
-
     def foreign_optimizers(self) -> list[int]:
         """The numbers, from 1, of the optimizers that hold parameters, but of another model than this one."""
         mine, extra = set(map(id, self.parameters.values())), set(map(id, self.extra_tensors))
@@ -146,29 +139,27 @@ class ModelProbe:
         """Tensors of the optimizers that are not parameters of the model on purpose: plain tensors (a temperature, a
         latent), and master weights, which have the shape of a trained parameter and another dtype.
         """
-        parameters = [p for p in self.trainable.values() if not isinstance(p, UninitializedParameter)]
-        forms = {(tuple(p.shape), p.dtype) for p in parameters}
-        shapes, mine = {shape for shape, _ in forms}, set(map(id, self.parameters.values()))
-        extra = []
-        for p in parameters_of(self.optimizers):
-            if id(p) not in mine:
-                has_shape = not isinstance(p, UninitializedParameter) and tuple(p.shape) in shapes
-                if not isinstance(p, nn.Parameter) or (has_shape and (tuple(p.shape), p.dtype) not in forms):
-                    extra.append(p)
-        return extra
+        trained = [p for p in self.trainable.values() if not isinstance(p, UninitializedParameter)]
+        forms, shapes = {(p.shape, p.dtype) for p in trained}, {p.shape for p in trained}
+        mine = set(map(id, self.parameters.values()))
+        others = [p for p in parameters_of(self.optimizers) if id(p) not in mine]
+        plain = [p for p in others if not isinstance(p, UninitializedParameter)]
+        return [
+            p
+            for p in plain
+            if not isinstance(p, nn.Parameter) or (p.shape in shapes and (p.shape, p.dtype) not in forms)
+        ]
 
     def without_values(self) -> list[str]:
         """Messages about parameters that have no values."""
         lazy = [name for name, p in self.parameters.items() if isinstance(p, UninitializedParameter)]
         meta = [name for name, p in self.parameters.items() if p.is_meta and name not in lazy]
-        no_shape = "have no shape yet: call the lazy module once, before the watch is opened"
-        no_values = "are on the meta device and have no values: load the model first"
-        found = []
-        for names, what in ((lazy, no_shape), (meta, no_values)):
-            if names:
-                more = f" and {len(names) - 3} more parameters" if len(names) > 3 else ""
-                found.append(f"{', '.join(names[:3])}{more} {what}")
-        return found
+        problems = (
+            (lazy, "have no shape yet: call the lazy module once, before the watch is opened"),
+            (meta, "are on the meta device and have no values: load the model first"),
+        )
+        more = [f" and {len(names) - 3} more parameters" * (len(names) > 3) for names, _ in problems]
+        return [f"{', '.join(n[:3])}{m} {what}" for (n, what), m in zip(problems, more, strict=True) if n]
 
     def norm_share(self, tensors: Iterable[torch.Tensor], world: int) -> float:
         """The part of the 2-norm of `tensors` that this rank, one of `world`, contributes to `norm_of_all`."""
@@ -241,14 +232,12 @@ def _buffer_scopes(
 ) -> list[BufferScope]:
     # With `broadcast_buffers=False` each rank has buffers of its own on purpose.
     broadcasting = [each for each in reducers if each.broadcast_buffers]
-    modules = set(map(id, inner.modules()))
-    scopes: dict[int, BufferScope] = {}
-    for each in broadcasting:
-        innermost, wrappers = unwrap(each)
+    modules = set(inner.modules())
+    scopes: dict[nn.Module, BufferScope] = {}
+    for innermost, wrappers in map(unwrap, broadcasting):
         compiled = next((w for w in wrappers if type(w).__name__ == "OptimizedModule"), innermost)
-        if id(innermost) in modules:
-            hooked = hooked_module if innermost is inner else compiled
-            scopes.setdefault(id(innermost), BufferScope(hooked, innermost))
+        if innermost in modules:
+            scopes.setdefault(innermost, BufferScope(hooked_module if innermost is inner else compiled, innermost))
     return list(scopes.values()) if scopes or (reducers and not broadcasting) else [BufferScope(hooked_module, inner)]
 
 

@@ -25,8 +25,7 @@ from andon_contracts.stacks import user_line
 from andon_contracts.violation import Violation
 from andon_contracts.watch.check import Context, Cover, OptimizerProbe
 from andon_contracts.watch.checks.gradients import Gradients
-from andon_contracts.watch.checks.outcomes import Outcomes
-from andon_contracts.watch.checks.reports import LoopReports
+from andon_contracts.watch.checks.reports import LoopReports, Outcomes
 from andon_contracts.watch.checks.scale import BackwardPass, loss_parts
 from andon_contracts.watch.checks.weights import Weights
 from andon_contracts.watch.exchange import Exchange, Replicas
@@ -364,7 +363,7 @@ class Watch:
 
     def _say_closing(self, unread: str) -> None:
         context = self._context
-        spent = context.added.seconds + sum(probe.check(Gradients).raw_hooks.host_seconds() for probe in context.probes)
+        spent = context.added.seconds + sum(probe.check(Gradients).raw_hooks.host_seconds for probe in context.probes)
         lines = _closing_lines(
             self._cover, context.verdicts, context.steps, spent, context.check(LoopReports).unreported
         )

@@ -23,7 +23,7 @@ from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerPr
 from andon_contracts.watch.checks.scale import GradientScale
 from andon_contracts.watch.gradient_hooks import GradientHooks, RawSummary, Reductions
 from andon_contracts.watch.model_probe import ForwardHook
-from andon_contracts.watch.values import CachedDigest
+from andon_contracts.watch.values import CachedDigest, text_digest
 
 _CALLED = 2
 """A parameter without a gradient is reported after its module was called in this number of windows."""
@@ -182,7 +182,7 @@ class Gradients(Check):
         return [*self.raw_hooks.waiting(), self._look.device_sums, self._look.norms, self._arriving]
 
     def meanwhile(self, probe: OptimizerProbe) -> Values:
-        return {"collectives": self._reductions.digest(), "strided": probe.place(self._reductions.strided)}
+        return {"collectives": text_digest(self._reductions.calls), "strided": probe.place(self._reductions.strided)}
 
     def before(self, probe: OptimizerProbe) -> Values:
         look, raw = self._look, self.raw_hooks.read()
