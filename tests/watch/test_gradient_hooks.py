@@ -333,7 +333,7 @@ def _counted_outside() -> tuple[bool, list[int]]:
         hooks.backward_called()
         loss.backward()
         hooks.backward_ended()
-        counts.append(begun.told().backwards)
+        counts.append(begun.counts().backwards)
         hooks.read()
         hooks.reset()
         trunk.zero_grad()

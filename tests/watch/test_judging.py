@@ -19,7 +19,7 @@ from andon_contracts.laws.update import REDUCED, UPDATED, Reduced
 from andon_contracts.policy import evaluations, reset_evaluations, suspended
 from andon_contracts.watch.checks import frozen, gradients, optimizer, structure, weights
 from andon_contracts.watch.checks.audit import name_ratio
-from andon_contracts.watch.checks.clipping import clip_once
+from andon_contracts.watch.checks.gradients import clip_once
 from andon_contracts.watch.checks.reports import LoopReports
 from andon_contracts.watch.checks.structure import Change, change_of
 from andon_contracts.watch.judging import Verdicts

@@ -142,13 +142,10 @@ class ModelProbe:
         trained = [p for p in self.trainable.values() if not isinstance(p, UninitializedParameter)]
         forms, shapes = {(p.shape, p.dtype) for p in trained}, {p.shape for p in trained}
         mine = set(map(id, self.parameters.values()))
-        others = [p for p in parameters_of(self.optimizers) if id(p) not in mine]
-        plain = [p for p in others if not isinstance(p, UninitializedParameter)]
-        return [
-            p
-            for p in plain
-            if not isinstance(p, nn.Parameter) or (p.shape in shapes and (p.shape, p.dtype) not in forms)
-        ]
+        known = [p for p in parameters_of(self.optimizers) if not isinstance(p, UninitializedParameter)]
+        others = [p for p in known if id(p) not in mine]
+        masters = {id(p) for p in others if p.shape in shapes and (p.shape, p.dtype) not in forms}
+        return [p for p in others if not isinstance(p, nn.Parameter) or id(p) in masters]
 
     def without_values(self) -> list[str]:
         """Messages about parameters that have no values."""

@@ -16,10 +16,9 @@ from andon_contracts.laws.law import LOCKSTEP, Judgement, Law, Observations, See
 from andon_contracts.observe import start_to_cpu
 from andon_contracts.watch.check import Check, Context, OptimizerProbe, Values
 from andon_contracts.watch.checks.audit import Audit
-from andon_contracts.watch.checks.clipping import Clipping, ClipPlace
 from andon_contracts.watch.checks.copies import ModelCopies
 from andon_contracts.watch.checks.frozen import Buffers, Frozen
-from andon_contracts.watch.checks.gradients import Gradients
+from andon_contracts.watch.checks.gradients import Clipping, ClipPlace, Gradients
 from andon_contracts.watch.checks.optimizer import Applied, Optimizer
 from andon_contracts.watch.checks.reports import LoopReports, Outcomes
 from andon_contracts.watch.checks.rows import LoadedRows

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import IntEnum
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,13 +30,9 @@ from andon_contracts.watch.values import lenient_digest, state_digest, text_dige
 
 EXPECTED = 4
 """The most values that `w.expect` compares."""
+_MUST = {"agree": 1, "differ": 2}
 _SAMPLE = 256
 """About this many rows of the ranks' data sets are compared at the start."""
-
-
-class _Must(IntEnum):
-    AGREE = 1
-    DIFFER = 2
 
 
 @dataclass(frozen=True)
@@ -109,9 +104,9 @@ def _as_expected(seen: Seen[object]) -> Finding | None:
     for index in range(EXPECTED):
         name = f"stream {index}"
         must, values = majority(seen.column(f"{name} must")), seen.column(name)
-        if must == _Must.AGREE and len(set(values)) > 1:
+        if must == _MUST["agree"] and len(set(values)) > 1:
             return Finding("the ranks have different states of it, and must agree", seen.step, minority(values), name)
-        if must == _Must.DIFFER and len(set(values)) < len(values):
+        if must == _MUST["differ"] and len(set(values)) < len(values):
             equal = [rank for rank, value in enumerate(values) if values.count(value) > 1]
             return Finding(f"ranks {equal} have the same state of it, and must differ", seen.step, (), name)
     return None
@@ -140,6 +135,7 @@ class LoopReports(Check):
         """Clauses for which the loop has reported nothing yet."""
         self._expected: dict[str, tuple[int, int]] = {}
         self._contents: dict[int, int] = {}
+        """By row, as first reported."""
         self._epochs = 0
         self._epoch: set[int] = set()
 
@@ -174,7 +170,7 @@ class LoopReports(Check):
         self.unreported.discard("randomness-declared")
         state = value.get_state() if isinstance(value, torch.Generator) else value
         digest = flat_digest([state]) if isinstance(state, Tensor) else value_digest(state, f"the value of {name!r}")
-        self._expected[name] = (_Must[must.upper()], digest)
+        self._expected[name] = (_MUST[must], digest)
 
     def compare_data(self) -> None:
         """Compare a sample of the ranks' data sets at the start. Collective."""
@@ -220,6 +216,13 @@ class LoopReports(Check):
         # The epoch of these rows, and how many of its rows were used before. Unknown without `rows=`.
         position = (self._epochs + 1, 0) if self._epoch & set(union) else (self._epochs, len(self._epoch))
         self.of_update = UpdateRows(ids, known, *((None, None) if settings.rows is None else position))
+        expected: dict[int, int] | None = None
+        if with_contents and settings.contents is not None:
+            of_data = contents_of(settings.contents(union), len(union))
+            self._judge_data(step, of_data)
+            expected = dict(zip(union, of_data, strict=True))
+        elif with_contents:
+            expected = self._contents
         batch = ReportedRows(
             step,
             ids,
@@ -227,21 +230,12 @@ class LoopReports(Check):
             # The plan goes on past updates that a loss scaler skipped.
             None if settings.plan is None else tuple(settings.plan(step + probe.skipped)),
             settings.rows,
-            self._contents_of(step, union) if with_contents else None,
+            expected,
         )
         context.verdicts.judge((*_ROWS, *_CONTENTS) if with_contents else _ROWS, batch, context.scene())
         for row, content in zip(union, known, strict=False):
             self._contents.setdefault(row, content)
         self._use(union)
-
-    def _contents_of(self, step: int, union: Sequence[int]) -> dict[int, int]:
-        """The content of each row in the data set, which must be the same on all ranks; else as first reported."""
-        contents = self.context.settings.contents
-        if contents is None:
-            return {row: self._contents[row] for row in union if row in self._contents}
-        expected = contents_of(contents(union), len(union))
-        self._judge_data(step, expected)
-        return dict(zip(union, expected, strict=True))
 
     def _use_skipped_windows(self, step: int) -> None:
         """Count the rows of updates that a loss scaler skipped as used, update by update."""

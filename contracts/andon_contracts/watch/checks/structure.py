@@ -8,7 +8,7 @@ from __future__ import annotations
 import fnmatch
 import os
 from collections.abc import Callable, Mapping
-from enum import IntEnum
+from enum import Enum, IntEnum
 from operator import attrgetter, eq, is_, or_
 from typing import Any
 
@@ -31,16 +31,8 @@ _INDEX_BITS = 32
 _modules, _parameters, _requires_grad = map(attrgetter, ("_modules", "_parameters", "requires_grad"))
 
 
-class Change(IntEnum):
-    """The code in the value `change`: what happened to a parameter. `text` is its wording in a message."""
-
-    text: str
-
-    def __new__(cls, code: int, text: str = "") -> Change:
-        member = int.__new__(cls, code)
-        member._value_ = code
-        member.text = text
-        return member
+class Change(Enum):
+    """What happened to a parameter: the code in the value `change`, and the wording in a message."""
 
     REPLACED = 1, "replaced by another parameter"
     TOGGLED = 2, "frozen or unfrozen"
@@ -56,19 +48,19 @@ class Change(IntEnum):
 
 def change_of(change: Change, index: int) -> int:
     """A change and the index of the parameter, as one integer."""
-    return change << _INDEX_BITS | index
+    return change.value[0] << _INDEX_BITS | index
 
 
 def _same_toggle_on_all_ranks(seen: Seen[object]) -> bool:
     code = seen.column("change")[0] >> _INDEX_BITS
-    return "change" not in seen.differing and code == Change.TOGGLED_BY_THE_LOOP
+    return "change" not in seen.differing and code == Change.TOGGLED_BY_THE_LOOP.value[0]
 
 
 def _first_change(seen: Seen[object]) -> Finding:
     first = next(value for value in seen.column("change") if value)
     tensor = parameter_name(seen.names, first & ((1 << _INDEX_BITS) - 1))
-    what = f"{tensor} is {Change(first >> _INDEX_BITS).text}"
-    return Finding(what, seen.step, seen.ranks("change"), tensor)
+    text = next(each.value[1] for each in Change if each.value[0] == first >> _INDEX_BITS)
+    return Finding(f"{tensor} is {text}", seen.step, seen.ranks("change"), tensor)
 
 
 def _parameters_kept(seen: Seen[object]) -> Finding | None:
@@ -207,16 +199,12 @@ class Structure(Check):
             held = set(map(id, parameters_of(subject.optimizers)))
             for index, (slot, trained) in enumerate(zip(subject.slots, trainable, strict=True)):
                 this = frozenset({id(slot.parameter)})
-                if (
-                    trained
-                    and not slot.trainable
-                    and (not this <= held or any(w.holds(this) for w in subject.reducers))
-                ):
+                fixed = not this <= held or any(wrapper.holds(this) for wrapper in subject.reducers)
+                if trained and not slot.trainable and fixed:
                     return change_of(Change.TOGGLED, index)
             return change_of(Change.TOGGLED_BY_THE_LOOP, list(map(eq, trainable, self._trainable)).index(False))
-        if self._parameter_groups() != self._groups:
-            return change_of(Change.FOREIGN, len(subject.slots))
-        return 0
+        same_groups = self._parameter_groups() == self._groups
+        return 0 if same_groups else change_of(Change.FOREIGN, len(subject.slots))
 
 
 def untrained_copies(subject: ModelProbe) -> set[int]:
@@ -238,14 +226,15 @@ def untrained_copies(subject: ModelProbe) -> set[int]:
     total = sum(p.numel() for p in subject.parameters.values() if id(p) in held)
     copies: set[int] = set()
     for module in others:
-        size = sum(p.numel() for p in module.parameters())
-        if any(2 * size >= total or _same_values(module, each) for each in trained.get(_layout(module), ())):
-            copies |= {id(p) for p in module.parameters()}
+        members = {id(p): p.numel() for p in module.parameters()}
+        large = 2 * sum(members.values()) >= total
+        if any(large or _same_values(module, each) for each in trained.get(_layout(module), ())):
+            copies |= members.keys()
     return copies
 
 
 def _layout(module: nn.Module) -> object:
-    return tuple((name, tuple(p.shape)) for name, p in module.named_parameters())
+    return tuple((name, p.shape) for name, p in module.named_parameters())
 
 
 def _same_values(one: nn.Module, other: nn.Module) -> bool:
