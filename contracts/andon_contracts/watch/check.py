@@ -323,8 +323,3 @@ def indexed(seen: Seen[object], name: str, what: str) -> Finding | None:
 def none_has(law: str, name: str, what: str, *, suspicion: bool = False) -> Law[Seen[object]]:
     """The law that no rank sends the index of a parameter in `name`; a message says that this parameter is `what`."""
     return Law(law, (name,), lambda seen: indexed(seen, name, what), suspicion=suspicion)
-
-
-def is_sampled(window: int) -> bool:
-    """Whether costly checks run in this window: one of the first four, a power of two, or a multiple of 64."""
-    return window <= 4 or window & (window - 1) == 0 or window % 64 == 0

@@ -46,7 +46,6 @@ class RawSummary:
 
     @property
     def nonzero(self) -> set[int]:
-        """The parameters that received a gradient with a nonzero element."""
         return {owner for owner, low, high in self.extremes if low != 0 or high != 0}
 
 
@@ -164,8 +163,14 @@ class GradientHooks:
     def _hook_all(self) -> None:
         self.reads_at_end = False
         for index, parameter in enumerate(self._parameters):
-            if index not in self._handles and parameter.requires_grad:
-                self._handles[index] = _hooked_first(parameter, self._hook(index, parameter))
+            if index in self._handles or not parameter.requires_grad:
+                continue
+            handle = parameter.register_hook(self._hook(index, parameter))  # type: ignore[no-untyped-call]
+            self._handles[index], hooks = handle, parameter._backward_hooks or {}
+            # The loop's hooks may change gradients, so they come last. Torch calls hooks in the order of insertion,
+            # which `OrderedDict.move_to_end` does not change.
+            for key in [key for key in hooks if key != handle.id]:
+                hooks[key] = hooks.pop(key)
 
     def _restore_all_hooks(self, *, begun: bool = True) -> None:
         self._end_reader.disabled = True
@@ -174,7 +179,6 @@ class GradientHooks:
             self._started = bytearray(b"\x01" * len(self._parameters))
 
     def backward_called(self) -> None:
-        """The loop calls for a backward pass, which has not begun."""
         began = time.perf_counter()
         self._calls += 1
         if self.reads_at_end:
@@ -278,7 +282,6 @@ class GradientHooks:
         self._calls, self._read_at_end, self.backward_seen = 0, frozenset(), False
 
     def discard(self) -> None:
-        """Forget the gradients of this window, because the loop discarded them."""
         self._clear()
         self._started = bytearray(b"\x01" * len(self._parameters))
         self._discarded()
@@ -335,16 +338,6 @@ def _is_hooked(parameter: torch.nn.Parameter, *, own: int) -> bool:
 def _is_plain(gradient: Tensor) -> bool:
     plain = type(gradient) in DENSE_TYPES and gradient.layout == torch.strided
     return plain and gradient.untyped_storage().nbytes() == gradient.nbytes
-
-
-def _hooked_first(parameter: torch.nn.Parameter, hook: Callable[[Tensor], None]) -> RemovableHandle:
-    """Register `hook` before the hooks that `parameter` already has, because those may change gradients."""
-    handle: RemovableHandle = parameter.register_hook(hook)  # type: ignore[no-untyped-call]
-    hooks = parameter._backward_hooks or {}
-    # Torch calls them in the order of insertion, which `OrderedDict.move_to_end` does not change.
-    for key in [key for key in hooks if key != handle.id]:
-        hooks[key] = hooks.pop(key)
-    return handle
 
 
 class Reductions:

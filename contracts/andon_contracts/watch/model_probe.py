@@ -187,7 +187,6 @@ class WrapperProbe:
         self._called = self._sync_enabled = False
 
     def holds(self, members: frozenset[int]) -> bool:
-        """Whether it has any of these parameters, given by `id`."""
         return not self._parameters.isdisjoint(members)
 
     def forward(self) -> None:
@@ -275,7 +274,6 @@ def random_state(device: torch.device) -> Tensor | None:
 
 
 def restore_random(state: Tensor, device: torch.device) -> None:
-    """Draw from a `state` that `random_state` returned."""
     words = state.contiguous().view(torch.uint8)
     size = torch.get_rng_state().numel()
     # A clone, because a generator reads the memory of a tensor from the beginning of its storage.

@@ -139,7 +139,6 @@ class FrozenBase:
         self._first_tensor_sums = [list(islice(sums, len(part))) if len(part) > 1 else [] for part in self._parts]
 
     def read_all(self) -> int:
-        """The digest of all parameters as they are now."""
         self._marks = version_marks(self.parameters)
         self._parts = list(parts_of(self.parameters))
         self._readers: dict[int, tuple[slice, PartReader]] = {}  # by turn

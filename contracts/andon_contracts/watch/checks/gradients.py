@@ -112,20 +112,16 @@ class Gradients(Check):
                 self._call_hooks[index].append(hook)
 
     def cover(self) -> Mapping[str, Cover]:
-        subject, dark = self.context.subject, Cover("not observable", "the shards show no raw gradient")
-        present = collectives = LIVE
-        if subject.unused_expected:
-            why = "find_unused_parameters says that some have none: only an adapter wholly without one is reported"
-            present = Cover("degraded", why)
-        if self.context.world > 1 and subject.reducers:
-            collectives = Cover("degraded", "DDP's own reductions run below Python")
-        why = "what the optimizer gets: the shards show no raw gradient"
+        subject, dark = self.context.subject, "the shards show no raw gradient"
+        by_ddp = self.context.world > 1 and subject.reducers
+        below_python = Cover("degraded", "DDP's own reductions run below Python")
+        unused = "find_unused_parameters says that some have none: only an adapter wholly without one is reported"
         return {
             "gradients-agree": self.context.between_replicas(),
-            "collectives-agree": collectives if self.context.world > 1 else self.context.between_ranks(),
-            "finite": Cover("degraded", why) if subject.sharded else LIVE,
-            "gradient-fresh": dark if subject.sharded else LIVE,
-            "gradient-present": present,
+            "collectives-agree": below_python if by_ddp else self.context.between_ranks(),
+            "finite": Cover("degraded", f"what the optimizer gets: {dark}") if subject.sharded else LIVE,
+            "gradient-fresh": Cover("not observable", dark) if subject.sharded else LIVE,
+            "gradient-present": Cover("degraded", unused) if subject.unused_expected else LIVE,
         }
 
     def hooks(self) -> list[Callable[[], None]]:
@@ -221,7 +217,6 @@ class Gradients(Check):
             self._called.add(index)
 
     def _note_gradients(self, raw: RawSummary) -> None:
-        """Note which parameters had a gradient in this window."""
         self._windows += 1
         if not self._zero:
             return
@@ -373,7 +368,7 @@ class ClipPlace(Check):
     def clipping(self, parameters: Sequence[Tensor], norm: Tensor | None) -> None:
         members = [each for each in parameters if any(id(each) in probe.held for probe in self.context.probes)]
         if self.context.rows.discarded != self._discards:
-            self._new_update()
+            self.updated(None)
         now = self._forwards
         if any(self._clipped.get(id(each), (each, now))[1] < now for each in members):
             self._calls |= _UNFINISHED
@@ -401,15 +396,12 @@ class ClipPlace(Check):
         if self.context.ranks_have_own_rows:
             verdicts.judge((_BY_ALL_RANKS,), seen, self.context.scene())
 
-    def skipped(self, optimizer: object) -> None:
-        self._new_update()
-
-    def updated(self, probe: OptimizerProbe) -> None:
-        self._new_update()
-
-    def _new_update(self) -> None:
+    def updated(self, probe: object) -> None:
         self._clipped.clear()
         self._discards, self._calls = self.context.rows.discarded, 0
+
+    def skipped(self, optimizer: object) -> None:
+        self.updated(optimizer)
 
 
 @dataclass(frozen=True)

@@ -21,18 +21,7 @@ from andon_contracts.laws.law import Law, Seen, agreeing, difference
 from andon_contracts.laws.update import OPTIMIZERS
 from andon_contracts.observe import Extremes, Look, Observer, equal_each, plain
 from andon_contracts.violation import Finding
-from andon_contracts.watch.check import (
-    LIVE,
-    Check,
-    Context,
-    Cover,
-    OptimizerProbe,
-    Values,
-    declared,
-    indexed,
-    is_sampled,
-    none_has,
-)
+from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values, declared, indexed, none_has
 from andon_contracts.watch.values import CachedDigest, learning_rate_of, lenient_digest, state_tensors
 
 _RATE_TOLERANCE = 1e-9
@@ -150,7 +139,6 @@ class Optimizer(Check):
 
 
 def hyperparameters_by_key(optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """The digest of each hyperparameter of each group, as it is compared."""
     groups = enumerate(_hyperparameters_of(optimizer))
     return {f"{key} of group {i}": lenient_digest(value) for i, group in groups for key, value in group.items()}
 
@@ -273,13 +261,13 @@ class Applied(Check):
         return {"update-applied": Cover("degraded", "this rank's shards only") if sharded else LIVE}
 
     def before(self, probe: OptimizerProbe) -> Values:
-        self.remember(probe.updates + 1 - self.context.settings.start)
+        self.remember(sampled=self.context.settings.is_sampled(probe.updates + 1))
         return {}
 
-    def remember(self, window: int) -> None:
-        """Copy the members before the update of this window, if it is sampled."""
+    def remember(self, *, sampled: bool) -> None:
+        """Copy the members before an update."""
         self._weights, self._gradients = [], {}
-        if not (is_sampled(window) or self._small_unmoved):
+        if not (sampled or self._small_unmoved):
             return
         self._weights = [plain(p).clone() for p in self._members]
         rates = {id(p): _rate(group) for group in self._optimizer.param_groups for p in group["params"]}

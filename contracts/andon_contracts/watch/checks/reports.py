@@ -173,7 +173,6 @@ class LoopReports(Check):
         self._expected[name] = (_MUST[must], digest)
 
     def compare_data(self) -> None:
-        """Compare a sample of the ranks' data sets at the start. Collective."""
         contents, rows = self.context.settings.contents, self.context.settings.rows
         if contents is not None and rows is not None:
             ids = range(0, rows, max(rows // _SAMPLE, 1))
@@ -263,7 +262,7 @@ S = TypeVar("S")
 
 
 class Outcomes(Check):
-    """`evaluated`, `saved` and `loaded` are collective: they refuse on all ranks or on none."""
+    """`Watch.evaluated`, `saved` and `loaded`. They are collective, and refuse on all ranks or on none."""
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -313,7 +312,6 @@ class Outcomes(Check):
         metrics: Mapping[str, float] | None = None,
         rows: int | None = None,
     ) -> None:
-        """As `Watch.evaluated`."""
         table, problem = _table(ids, predictions, labels)
         self._raise_on_all_ranks(problem)
         step, exchange, metrics = self._step, self.context.exchange, metrics or {}
@@ -346,33 +344,29 @@ class Outcomes(Check):
         self._judge(EVALUATED, evaluation)
 
     def saved(self, path: str | Path, read: Callable[[], Mapping[str, Tensor]] | None = None) -> None:
-        """As `Watch.saved`."""
         step, probes = self._step, self.context.probes
         digests = _live_digests(probes)
         digests |= {_updates_key(index): probe.updates for index, probe in enumerate(probes)}
         digests |= {name: by_rank[0] for name, by_rank in self._random(step).items()}
-        self._write(Path(path), digests)
+        # Rank 0 writes. After this gather, every rank can read the file.
+        problem: OSError | None = None
+        if self.context.exchange.rank == 0:
+            text = json.dumps({name: f"{digest:x}" for name, digest in digests.items()}, indent=1, sort_keys=True)
+            try:
+                _digest_file(Path(path)).write_text(text + "\n", encoding="utf-8")
+            except OSError as error:
+                problem = error
+        seen = self.context.exchange(step, "saved", {"refused": int(problem is not None)})
+        if problem is not None:
+            raise problem
+        if seen[0].values["refused"]:
+            raise OSError(f"rank 0 could not write the digests beside {path}")
         self.context.recorder.saved(step, Path(path).name, digests)
         if read is not None:
             on_disk = self.context.exchange.gather_named(step, "on disk", self._read(read))
             parameters = self.context.subject.parameters
             weights = {n: d for n, d in digests.items() if n.removeprefix("weights ") in parameters}
             self._judge_restored(weights, on_disk)
-
-    def _write(self, path: Path, digests: Mapping[str, int]) -> None:
-        """Rank 0 writes. When this returns, every rank can read the file."""
-        problem: OSError | None = None
-        if self.context.exchange.rank == 0:
-            text = json.dumps({name: f"{digest:x}" for name, digest in digests.items()}, indent=1, sort_keys=True)
-            try:
-                _digest_file(path).write_text(text + "\n", encoding="utf-8")
-            except OSError as error:
-                problem = error
-        seen = self.context.exchange(self._step, "saved", {"refused": int(problem is not None)})
-        if problem is not None:
-            raise problem
-        if seen[0].values["refused"]:
-            raise OSError(f"rank 0 could not write the digests beside {path}")
 
     def _read(self, read: Callable[[], Mapping[str, Tensor]]) -> dict[str, int]:
         """The digests of the tensors from `read`, by name. Raises on every rank if it raises on any."""
@@ -387,7 +381,6 @@ class Outcomes(Check):
         return digests
 
     def loaded(self, path: str | Path) -> None:
-        """As `Watch.loaded`."""
         probes, exchange = self.context.probes, self.context.exchange
         saved, counts, problem = _read_digests(Path(path), len(probes))
         self._raise_on_all_ranks(problem)

@@ -468,7 +468,6 @@ class GradientScale(Check):
         return {"gradient-scale": dark if self.context.subject.sharded else LIVE}
 
     def gradient_hook(self, gradient: Tensor) -> None:
-        """Receives each raw gradient of the parameter."""
         now = self.context.backward
         if now is None or now.parts is None:
             self._known = False

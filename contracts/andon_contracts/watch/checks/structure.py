@@ -8,7 +8,7 @@ from __future__ import annotations
 import fnmatch
 import os
 from collections.abc import Callable, Mapping
-from enum import Enum, IntEnum
+from enum import Enum
 from operator import attrgetter, eq, is_, or_
 from typing import Any
 
@@ -47,7 +47,6 @@ class Change(Enum):
 
 
 def change_of(change: Change, index: int) -> int:
-    """A change and the index of the parameter, as one integer."""
     return change.value[0] << _INDEX_BITS | index
 
 
@@ -115,7 +114,6 @@ class Structure(Check):
         return {"parameters-kept": kept, "precision-sufficient": LIVE}
 
     def start(self, *, portable: bool) -> Values:
-        """The values that `START` judges, of the whole model."""
         subject = self.context.subject
         # Parameters that no probe trains may have a master weight.
         held = frozenset[int]().union(*(probe.held for probe in self.context.probes))
@@ -249,10 +247,7 @@ _DRAWING = 4
 _NAMED = 3
 
 
-class _Mode(IntEnum):
-    TRAINING = 0
-    STILL_EVALUATING = 1
-    NEVER_TRAINING = 2
+_TRAINING, _STILL_EVALUATING, _NEVER_TRAINING = 0, 1, 2
 
 
 def _modes_agree(seen: Seen[object]) -> Finding | None:
@@ -270,7 +265,7 @@ def _modes_agree(seen: Seen[object]) -> Finding | None:
     return Finding(what + others, seen.step, minority(trained), odd[0])
 
 
-def _trains_in(mode: _Mode, since: str) -> Callable[[Seen[object]], Finding | None]:
+def _trains_in(mode: int, since: str) -> Callable[[Seen[object]], Finding | None]:
     def check(seen: Seen[object]) -> Finding | None:
         column = seen.column("evaluating")
         if mode not in column:
@@ -289,10 +284,10 @@ def _joined(seen: Seen[object]) -> Finding | None:
     return Finding(what, seen.step, seen.ranks("alone"), "process group")
 
 
-_NEVER = _trains_in(_Mode.NEVER_TRAINING, ", and has never been in training mode")
+_NEVER = _trains_in(_NEVER_TRAINING, ", and has never been in training mode")
 _JOINED_AT_CLOSE = Law("ranks-joined/close", ("alone",), _joined)
 _LOOP_LAWS = (
-    Law("training-mode/forward", ("evaluating",), _trains_in(_Mode.STILL_EVALUATING, " since an evaluation")),
+    Law("training-mode/forward", ("evaluating",), _trains_in(_STILL_EVALUATING, " since an evaluation")),
     Law("training-mode/never", ("evaluating",), _NEVER, suspicion=True),
     Law("ranks-joined/before", ("alone",), _joined, suspicion=True),
 )
@@ -341,13 +336,11 @@ class Mode(Check):
             depends = any(_drops(m) or (isinstance(m, _BatchNorm) and m.track_running_stats) for m in modules)
             self._evaluating = self._evaluating + 1 if self._training == {False} and depends else 0
             self._trained = self._trained or True in self._training
-        mode = _Mode.TRAINING
-        if self._evaluating > 1:
-            mode = _Mode.STILL_EVALUATING if self._trained else _Mode.NEVER_TRAINING
+        evaluating = _STILL_EVALUATING if self._trained else _NEVER_TRAINING
         return {
             "modes": self._modes.digest(bytes([module.training for module in modules])),
             "modules": self.context.subject.module_names_digest,
-            "evaluating": mode,
+            "evaluating": evaluating if self._evaluating > 1 else _TRAINING,
             "alone": int(self._updates > 0 and self._is_alone()),
         }
 

@@ -104,7 +104,6 @@ class Weights(Check):
 
     @property
     def untouched(self) -> bool:
-        """Whether no version counter or address of the weights changed since the last update."""
         return self._marks == version_marks(self._probe.members)
 
     def meanwhile(self, probe: OptimizerProbe) -> Values:
@@ -245,7 +244,6 @@ class Synchrony:
         return _STATES | _WEIGHTS
 
     def parted(self, step: int) -> bool:
-        """Whether the weights began to differ after update `step`, without a known reducer."""
         return self.state is State.APART and self.since == step
 
     def _meet(self, step: int) -> None:
