@@ -130,18 +130,18 @@ class GradientHooks:
         parameters: Sequence[torch.nn.Parameter],
         discarded: Callable[[], None],
         observed: tuple[int, Callable[[Tensor], None]],
+        is_muted: Callable[[], bool],
     ) -> None:
         """discarded: called when the loop set a gradient to None within a window. observed: the index of a parameter,
-        and a function that receives each of its gradients.
+        and a function that receives each of its gradients. is_muted: whether the watch itself runs the model.
         """
-        self.muted = False
         self.halt: HaltSignal | None = None
         self.gradient_arrived = False
         """Whether a gradient arrived since this was last set to False."""
         self.reads_at_end = False
         """True while hooks are thinned out and `.grad` is read when a pass ends."""
         self._discarded = discarded
-        self._observed = observed
+        self._observed, self._is_muted = observed, is_muted
         self._parameters = parameters
         self._extremes = Extremes(parameters)
         self._end_reader = _EndReader(parameters)
@@ -205,7 +205,7 @@ class GradientHooks:
         show = self._observed[1] if index == self._observed[0] else None
 
         def see(gradient: Tensor) -> None:
-            if self.muted:
+            if self._is_muted():
                 return
             began, halt = time.perf_counter(), self.halt
             if halt is not None:
@@ -311,7 +311,6 @@ class GradientHooks:
         return RawSummary(min(bad, default=-1) + 1, min(stale, default=-1) + 1, seen)
 
     def reset(self) -> None:
-        """A new window begins: the optimizer has used the gradients."""
         self._clear()
         self._started = bytearray(len(self._parameters))
         self._windows += 1

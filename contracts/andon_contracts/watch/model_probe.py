@@ -89,12 +89,12 @@ class ModelProbe:
         self.modules = list(self.inner.modules())
         by_name = list(self.inner.named_modules())
         self.module_names_digest = text_digest([name for name, _ in by_name])
-        self.slots: list[ParameterSlot] = []
-        for prefix, owner in by_name:
-            for attribute, p in owner._parameters.items():
-                if p is not None:
-                    name = f"{prefix}.{attribute}" if prefix else attribute
-                    self.slots.append(ParameterSlot(owner, attribute, name, p, p.requires_grad))
+        self.slots = [
+            ParameterSlot(owner, attribute, f"{prefix}.{attribute}" if prefix else attribute, p, p.requires_grad)
+            for prefix, owner in by_name
+            for attribute, p in owner._parameters.items()
+            if p is not None
+        ]
         self.names = tuple(slot.name for slot in self.slots)
         first = {id(slot.parameter): slot for slot in reversed(self.slots)}
         self.parameters = {slot.name: slot.parameter for slot in self.slots if first[id(slot.parameter)] is slot}
@@ -148,7 +148,6 @@ class ModelProbe:
         return [p for p in others if not isinstance(p, nn.Parameter) or id(p) in masters]
 
     def without_values(self) -> list[str]:
-        """Messages about parameters that have no values."""
         lazy = [name for name, p in self.parameters.items() if isinstance(p, UninitializedParameter)]
         meta = [name for name, p in self.parameters.items() if p.is_meta and name not in lazy]
         problems = (

@@ -22,7 +22,6 @@ from andon_contracts.laws.law import Law, Observations, Seen
 from andon_contracts.observe import plain
 from andon_contracts.violation import Finding
 from andon_contracts.watch.check import Check, Context, Cover, OptimizerProbe, declared
-from andon_contracts.watch.checks.gradients import Gradients
 from andon_contracts.watch.checks.reports import LoopReports
 from andon_contracts.watch.checks.weights import Weights
 from andon_contracts.watch.model_probe import ForwardHook, random_state, restore_random
@@ -203,18 +202,13 @@ class Audit(Check):
         """Run the model in the block without any check. Buffers and random state are restored."""
         context = self.context
         values = [buffer.clone() for buffer in context.subject.buffers()]
-        hooks = [probe.check(Gradients).raw_hooks for probe in context.probes]
         context.muted = True
-        for each in hooks:
-            each.muted = True
         try:
             # Not the default, all GPUs: this process would create a CUDA context on each.
             with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
                 yield
         finally:
             context.muted = False
-            for each in hooks:
-                each.muted = False
             with torch.no_grad():
                 for buffer, value in zip(context.subject.buffers(), values, strict=True):
                     buffer.copy_(value)

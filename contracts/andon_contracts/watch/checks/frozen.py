@@ -148,7 +148,6 @@ class FrozenBase:
 
     @property
     def untouched(self) -> bool:
-        """Whether no version counter or address changed since all were last read."""
         return self._marks == version_marks(self.parameters)
 
     def look(self) -> list[list[Tensor]]:

@@ -79,7 +79,7 @@ class Gradients(Check):
         super().__init__(context)
         self._probe, self._scale = probe, scale
         observed = scale.parameter_index, scale.gradient_hook
-        self.raw_hooks = GradientHooks(probe.members, probe.gradients_vanished, observed)
+        self.raw_hooks = GradientHooks(probe.members, probe.gradients_vanished, observed, lambda: context.muted)
         self._reductions = Reductions(probe.members)
         self._observer = Observer()
         self.observers = (self._observer,)
@@ -90,8 +90,6 @@ class Gradients(Check):
         """The norm by which the loop clipped. A norm on a GPU stays there until `before`."""
         self._arriving: list[Tensor] = []
         """That norm, on its way to the CPU."""
-        self.norm = 0.0
-        """After `before`: of the gradient that the optimizer gets."""
         self._reduced: Look | None = None
         """The gradient before clipping."""
         self._share = 0.0
@@ -190,23 +188,23 @@ class Gradients(Check):
         has_norm = unclipped is None or self._needs_norm
         if raw.nonfinite and not has_norm:
             has_norm, look = True, self._look_at_gradient(norm=True)
-        self.norm = look.norm if has_norm or unclipped is None else float(unclipped)
+        norm = look.norm if has_norm or unclipped is None else float(unclipped)
         share = self._share
         if self.context.settings.recording and self._reduced is None:
-            share = probe.norm_share(probe.gradients(), self.norm)
+            share = probe.norm_share(probe.gradients(), norm)
         skipped = bool(getattr(probe.optimizer, "found_inf", None))
         bad = 0 if skipped else raw.nonfinite
         self._note_gradients(raw)
         return {
             "nonfinite": probe.place(bad),
-            "repaired": int(bad > 0 and self.norm < math.inf),
+            "repaired": int(bad > 0 and norm < math.inf),
             "gradient": look.digest,
             "reduced seen": int(self._reduced is not None),
             "reduced": 0 if self._reduced is None else self._reduced.digest,
             "norm share": bits_of(share),
             "skipped": int(skipped),
-            "norm": bits_of(0.0 if skipped else self.norm if unclipped is None else float(unclipped)),
-            "clipped": bits_of(0.0 if skipped else self.norm),
+            "norm": bits_of(0.0 if skipped else norm if unclipped is None else float(unclipped)),
+            "clipped": bits_of(0.0 if skipped else norm),
             "stale": probe.place(raw.stale),
             "raw": raw.fingerprint,
             "missing": probe.place(self._first_missing()),

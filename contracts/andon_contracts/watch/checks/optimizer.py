@@ -247,8 +247,7 @@ class Applied(Check):
 
     def __init__(self, context: Context, probe: OptimizerProbe) -> None:
         super().__init__(context)
-        self._optimizer = probe.optimizer
-        self._members = probe.members
+        self._optimizer, self._members = probe.optimizer, probe.members
         self._weights: list[Tensor] = []
         """Copies from before the update; empty if the window is not sampled."""
         self._gradients: dict[int, Tensor] = {}

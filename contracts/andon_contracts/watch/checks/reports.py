@@ -222,15 +222,10 @@ class LoopReports(Check):
             expected = dict(zip(union, of_data, strict=True))
         elif with_contents:
             expected = self._contents
-        batch = ReportedRows(
-            step,
-            ids,
-            contents if with_contents else ((),) * len(ids),
-            # The plan goes on past updates that a loss scaler skipped.
-            None if settings.plan is None else tuple(settings.plan(step + probe.skipped)),
-            settings.rows,
-            expected,
-        )
+        reported = contents if with_contents else ((),) * len(ids)
+        # The plan goes on past updates that a loss scaler skipped.
+        planned = None if settings.plan is None else tuple(settings.plan(step + probe.skipped))
+        batch = ReportedRows(step, ids, reported, planned, settings.rows, expected)
         context.verdicts.judge((*_ROWS, *_CONTENTS) if with_contents else _ROWS, batch, context.scene())
         for row, content in zip(union, known, strict=False):
             self._contents.setdefault(row, content)
@@ -363,22 +358,17 @@ class Outcomes(Check):
             raise OSError(f"rank 0 could not write the digests beside {path}")
         self.context.recorder.saved(step, Path(path).name, digests)
         if read is not None:
-            on_disk = self.context.exchange.gather_named(step, "on disk", self._read(read))
             parameters = self.context.subject.parameters
+            try:
+                own = {f"weights {n}": d for n, d in digests_by_name(_dense(read())).items() if n in parameters}
+            except Exception as error:
+                with suppress(ValueError):  # the other ranks raise it
+                    self._raise_on_all_ranks(first_line(error))
+                raise
+            self._raise_on_all_ranks("")
+            on_disk = self.context.exchange.gather_named(step, "on disk", own)
             weights = {n: d for n, d in digests.items() if n.removeprefix("weights ") in parameters}
             self._judge_restored(weights, on_disk)
-
-    def _read(self, read: Callable[[], Mapping[str, Tensor]]) -> dict[str, int]:
-        """The digests of the tensors from `read`, by name. Raises on every rank if it raises on any."""
-        try:
-            known = self.context.subject.parameters
-            digests = {f"weights {n}": d for n, d in digests_by_name(_dense(read())).items() if n in known}
-        except Exception as error:
-            with suppress(ValueError):  # the other ranks raise it
-                self._raise_on_all_ranks(first_line(error))
-            raise
-        self._raise_on_all_ranks("")
-        return digests
 
     def loaded(self, path: str | Path) -> None:
         probes, exchange = self.context.probes, self.context.exchange
@@ -417,7 +407,6 @@ class Outcomes(Check):
 def _table(
     ids: Sequence[int] | Tensor, predictions: Sequence[int] | Tensor, labels: Sequence[int] | Tensor
 ) -> tuple[list[list[int]], str]:
-    """The three columns, and their problem or ""."""
     try:
         # One copy from a GPU, instead of one for each element.
         columns = [each.tolist() if isinstance(each, Tensor) else each for each in (predictions, labels)]

@@ -81,17 +81,9 @@ def _not_toggled(seen: Seen[object]) -> Finding | None:
 _PARAMETERS = Law("parameters-kept/before", ("change", "layout"), _parameters_kept, look=("layout",))
 _TOGGLED = Law("parameters-kept/alike", ("change",), _not_toggled, suspicion=True)
 
-START = (
-    LOCKSTEP,
-    _PARAMETERS,
-    REPLICAS,
-    none_has(
-        "precision-sufficient/start",
-        "imprecise",
-        "is trained in 16 bits: an update below half a unit in the last place is lost",
-        suspicion=True,
-    ),
-)
+_IMPRECISE = "is trained in 16 bits: an update below half a unit in the last place is lost"
+_PRECISION = none_has("precision-sufficient/start", "imprecise", _IMPRECISE, suspicion=True)
+START = (LOCKSTEP, _PARAMETERS, REPLICAS, _PRECISION)
 """Judged when the watch opens: the parameters and their values."""
 
 
