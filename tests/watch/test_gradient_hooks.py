@@ -39,7 +39,7 @@ class _Two(nn.Module):
 
 def _hooks(parameters: Sequence[nn.Parameter], *, thin: bool, discarded: Any = lambda: None) -> GradientHooks:
     """thin: the loop has no post-accumulate hooks, which may change gradients; for those the watch keeps all hooks."""
-    hooks = GradientHooks(parameters, discarded, (-1, lambda gradient: None))
+    hooks = GradientHooks(parameters, discarded, (-1, lambda gradient: None), lambda: False)
     for parameter in () if thin else parameters:
         parameter.register_post_accumulate_grad_hook(lambda _: None)
     return hooks

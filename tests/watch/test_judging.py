@@ -17,9 +17,9 @@ from andon_contracts.laws import update
 from andon_contracts.laws.law import LOCKSTEP, Details, Judgement, Law, Seen
 from andon_contracts.laws.update import REDUCED, UPDATED, Reduced
 from andon_contracts.policy import evaluations, reset_evaluations, suspended
-from andon_contracts.watch.checks import applied, buffers, frozen, gradients, mode, optimizer, structure, weights
+from andon_contracts.watch.checks import frozen, gradients, optimizer, structure, weights
 from andon_contracts.watch.checks.audit import name_ratio
-from andon_contracts.watch.checks.clipping import clip_once
+from andon_contracts.watch.checks.gradients import clip_once
 from andon_contracts.watch.checks.reports import LoopReports
 from andon_contracts.watch.checks.structure import Change, change_of
 from andon_contracts.watch.judging import Verdicts
@@ -28,14 +28,14 @@ from andon_contracts.watch.settings import Settings
 
 CHECKS = (
     structure.Structure,
-    mode.Mode,
+    structure.Mode,
     optimizer.Optimizer,
-    buffers.Buffers,
+    frozen.Buffers,
     weights.Weights,
     frozen.Frozen,
     gradients.Gradients,
     LoopReports,
-    applied.Applied,
+    optimizer.Applied,
 )
 BEFORE = (LOCKSTEP, *(law for check in CHECKS for law in check.before_laws), clip_once(1e9, 0))
 AFTER = (LOCKSTEP, *(law for check in CHECKS for law in check.after_laws))

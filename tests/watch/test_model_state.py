@@ -19,10 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 import andon
 from andon_contracts.agree import Observation, bits_of
 from andon_contracts.laws.law import Judgement, Seen
-from andon_contracts.watch.checks.applied import Applied, Unmoved
-from andon_contracts.watch.checks.buffers import SMALL_BYTES, BufferReader
-from andon_contracts.watch.checks.frozen import ROUND, Frozen, FrozenBase
-from andon_contracts.watch.checks.optimizer import OptimizerState
+from andon_contracts.watch.checks.frozen import ROUND, SMALL_BYTES, BufferReader, Frozen, FrozenBase
+from andon_contracts.watch.checks.optimizer import Applied, OptimizerState, Unmoved
 from tests.watch.packed import packed
 from tests.watch.small import answers, clauses, loss_of, net, sgd, watched
 
@@ -468,7 +466,7 @@ def parameters() -> list[nn.Parameter]:
 def _remembered(optimizer: torch.optim.Optimizer, members: Sequence[nn.Parameter]) -> Applied:
     probe: Any = SimpleNamespace(optimizer=optimizer, members=members, context=None)
     applied = Applied(probe.context, probe)
-    applied.remember(1)
+    applied.remember(sampled=True)
     return applied
 
 
@@ -487,7 +485,7 @@ def unmoved(make: Make, rate: float, sizes: Sequence[float], lost: int | None = 
         for group in optimizer.param_groups:
             group["lr"] = rate * (1 if window % 4 else 1e-4)
         kept = members[0].detach().clone() if lost is None else members[lost].detach().clone()
-        applied.remember(window)
+        applied.remember(sampled=window <= 4 or window == 8)
         optimizer.step()
         if lost is not None:
             with torch.no_grad():
@@ -589,7 +587,7 @@ def test_a_weight_that_the_loop_takes_out_of_its_optimizer_is_not_looked_at() ->
     applied = _remembered(optimizer, [first, second])
     optimizer.param_groups[0]["params"] = [first]
     assert [each.member for each in applied.unmoved()] == [0]
-    applied.remember(2)
+    applied.remember(sampled=True)
     assert [each.member for each in applied.unmoved()] == [0]
 
 

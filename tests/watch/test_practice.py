@@ -341,7 +341,7 @@ def test_copies_that_were_rounded_apart_are_one(apart: float, updates: int, alik
         Observation(rank, 3, 9, "before", {"copy 0": (rank + 5) * bool(held), **none})
         for rank, held in enumerate(ranks)
     ]
-    sketches = [Observation(rank, 3, 9, "copies", each.sketches()) for rank, each in enumerate(copies)]
+    sketches = [Observation(rank, 3, 9, "copies", {}, each.sketches()) for rank, each in enumerate(copies)]
     found = copies[0].merge_rounded(said, sketches, updates)
     assert [each.values["copy 0"] for each in found] == [5, 5 if alike else 6, 0]
     assert (copies[0].rounding_distance > 0) == alike

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,9 @@ from andon_contracts.watch.ledger import Recorder
 from andon_contracts.watch.model_probe import ModelProbe
 from andon_contracts.watch.settings import Settings
 from andon_contracts.watch.values import layout_digest
+
+if TYPE_CHECKING:
+    from andon_contracts.watch.checks.scale import BackwardPass
 
 Values = dict[str, int]
 Laws = Sequence[Law[Seen[object]]]
@@ -130,6 +133,8 @@ class Context:
     """The updates of all optimizers since the watch began."""
     last_equal: int | None = None
     """The last update after which several ranks had the same weights."""
+    backward: BackwardPass | None = None
+    """The loop's backward pass that runs now."""
     muted: bool = False
     """Whether the watch itself runs the model, for an audit: its hooks then look away."""
     portable: bool = False
@@ -374,8 +379,3 @@ def indexed(seen: Seen[object], name: str, what: str) -> Finding | None:
 def none_has(law: str, name: str, what: str, *, suspicion: bool = False) -> Law[Seen[object]]:
     """The law that no rank sends the index of a parameter in `name`; a message says that this parameter is `what`."""
     return Law(law, (name,), lambda seen: indexed(seen, name, what), suspicion=suspicion)
-
-
-def is_sampled(window: int) -> bool:
-    """Whether costly checks run in this window: one of the first four, a power of two, or a multiple of 64."""
-    return window <= 4 or window & (window - 1) == 0 or window % 64 == 0

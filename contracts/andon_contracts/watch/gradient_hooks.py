@@ -17,11 +17,8 @@ from torch.utils.hooks import RemovableHandle
 
 from andon_contracts.liveness.halt import HaltSignal
 from andon_contracts.observe import DENSE_TYPES, Extremes, extremes, to_floats
-from andon_contracts.watch.values import text_digest
 
 _INFINITE = float("inf")
-_TIMED = 8
-"""The hooks of every 8th window are timed, because reading the clock is a large part of the time of a hook."""
 _AGREED, _RECHECK = 2, 64
 """Hooks are thinned out after two windows in a row that allow it. Every 64th window has all hooks again."""
 
@@ -45,12 +42,10 @@ class RawSummary:
 
     @property
     def received(self) -> set[int]:
-        """The parameters that received a gradient."""
         return {owner for owner, _, _ in self.extremes}
 
     @property
     def nonzero(self) -> set[int]:
-        """The parameters that received a gradient with a nonzero element."""
         return {owner for owner, low, high in self.extremes if low != 0 or high != 0}
 
 
@@ -73,7 +68,7 @@ class _EndReader:
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self._parameters = parameters
-        self._extremes = Extremes(parameters)
+        self.extremes = Extremes(parameters)
         self.windows_left = _AGREED
         self.disabled = False
         self._read: tuple[int, ...] = ()
@@ -88,14 +83,11 @@ class _EndReader:
         # A copy does not count: it may be in a bucket of DDP, which may be reduced before the pass ends.
         if [each.data_ptr() for each in gradients] == [*ended.addresses.values()]:
             self._read = tuple(ended.addresses)
-            self._extremes.add_all(self._read, gradients)
-
-    def waiting(self) -> list[list[Tensor]]:
-        return self._extremes.device_results() if self._read else []
+            self.extremes.add_all(self._read, gradients)
 
     def compare(self, raw: Sequence[tuple[int, float, float]], *, one_pass: bool) -> None:
         """Compare with the hooks of this update. one_pass: it was one pass, and the loop called for it."""
-        read, found = self._read, self._extremes.read() if self._read else []
+        read, found = self._read, self.extremes.read() if self._read else []
         self.clear()
         if not (read and one_pass):
             self.windows_left = _AGREED
@@ -107,7 +99,7 @@ class _EndReader:
 
     def clear(self) -> None:
         self._read = ()
-        self._extremes.clear()
+        self.extremes.clear()
 
 
 class GradientHooks:
@@ -138,18 +130,18 @@ class GradientHooks:
         parameters: Sequence[torch.nn.Parameter],
         discarded: Callable[[], None],
         observed: tuple[int, Callable[[Tensor], None]],
+        is_muted: Callable[[], bool],
     ) -> None:
         """discarded: called when the loop set a gradient to None within a window. observed: the index of a parameter,
-        and a function that receives each of its gradients.
+        and a function that receives each of its gradients. is_muted: whether the watch itself runs the model.
         """
-        self.muted = False
         self.halt: HaltSignal | None = None
         self.gradient_arrived = False
         """Whether a gradient arrived since this was last set to False."""
         self.reads_at_end = False
         """True while hooks are thinned out and `.grad` is read when a pass ends."""
         self._discarded = discarded
-        self._observed = observed
+        self._observed, self._is_muted = observed, is_muted
         self._parameters = parameters
         self._extremes = Extremes(parameters)
         self._end_reader = _EndReader(parameters)
@@ -160,7 +152,9 @@ class GradientHooks:
         self._read_at_end: frozenset[int] = frozenset()
         self._passes: dict[int, _BackwardPass] = {}
         """The passes of this window by torch's number; one may run within another."""
-        self._timed, self._windows, self._timed_windows, self._timed_s = True, 1, 1, 0.0
+        self._windows = 1
+        self.host_seconds = 0.0
+        """Seconds of the host in the hooks."""
         self._started = bytearray(len(parameters))
         self._handles: dict[int, RemovableHandle] = {}
         self.backward_seen = False
@@ -169,8 +163,14 @@ class GradientHooks:
     def _hook_all(self) -> None:
         self.reads_at_end = False
         for index, parameter in enumerate(self._parameters):
-            if index not in self._handles and parameter.requires_grad:
-                self._handles[index] = _hooked_first(parameter, self._hook(index, parameter))
+            if index in self._handles or not parameter.requires_grad:
+                continue
+            handle = parameter.register_hook(self._hook(index, parameter))  # type: ignore[no-untyped-call]
+            self._handles[index], hooks = handle, parameter._backward_hooks or {}
+            # The loop's hooks may change gradients, so they come last. Torch calls hooks in the order of insertion,
+            # which `OrderedDict.move_to_end` does not change.
+            for key in [key for key in hooks if key != handle.id]:
+                hooks[key] = hooks.pop(key)
 
     def _restore_all_hooks(self, *, begun: bool = True) -> None:
         self._end_reader.disabled = True
@@ -179,7 +179,6 @@ class GradientHooks:
             self._started = bytearray(b"\x01" * len(self._parameters))
 
     def backward_called(self) -> None:
-        """The loop calls for a backward pass, which has not begun."""
         began = time.perf_counter()
         self._calls += 1
         if self.reads_at_end:
@@ -189,14 +188,13 @@ class GradientHooks:
             )
             if not as_before:
                 self._restore_all_hooks(begun=self._calls > 1)
-        if self._timed:
-            self._timed_s += time.perf_counter() - began
+        self.host_seconds += time.perf_counter() - began
 
     def backward_ended(self) -> None:
         """The pass that the loop called for is over, or failed."""
         if self._passes:
-            pass
-        elif self.reads_at_end and any(parameter.grad is not None for parameter in self._parameters):
+            return
+        if self.reads_at_end and any(parameter.grad is not None for parameter in self._parameters):
             self.backward_seen = self.gradient_arrived = True
             self._add_present()
             self._restore_all_hooks()
@@ -207,10 +205,9 @@ class GradientHooks:
         show = self._observed[1] if index == self._observed[0] else None
 
         def see(gradient: Tensor) -> None:
-            if self.muted:
+            if self._is_muted():
                 return
-            timed, halt = self._timed, self.halt
-            began = time.perf_counter() if timed else 0.0
+            began, halt = time.perf_counter(), self.halt
             if halt is not None:
                 if halt.cause is not None:
                     halt.raise_if_halted()
@@ -240,8 +237,7 @@ class GradientHooks:
                     current.addresses[index] = gradient.data_ptr() if current.plain else 0
             if show is not None:
                 show(gradient)
-            if timed:
-                self._timed_s += time.perf_counter() - began
+            self.host_seconds += time.perf_counter() - began
 
         return see
 
@@ -260,8 +256,7 @@ class GradientHooks:
             self._extremes.flush()
             if len(self._passes) == 1:
                 self._end_reader.read(ended)
-        if self._timed:
-            self._timed_s += time.perf_counter() - began
+        self.host_seconds += time.perf_counter() - began
 
     def _add_present(self, known: frozenset[int] = frozenset()) -> frozenset[int]:
         """Read the present `.grad` of each parameter except those in `known`. Returns the parameters that were read."""
@@ -274,10 +269,6 @@ class GradientHooks:
         if gradient and torch._C._current_graph_task_id() != -1:  # within a backward pass
             self._restore_all_hooks()
 
-    def host_seconds(self) -> float:
-        """Seconds of the host in the hooks, estimated from those of every `_TIMED`th window."""
-        return self._timed_s * self._windows / self._timed_windows
-
     @property
     def started(self) -> bool:
         """Whether a backward pass of this window has reached a parameter."""
@@ -286,21 +277,18 @@ class GradientHooks:
     def _clear(self) -> None:
         self._extremes.clear()
         self._end_reader.clear()
-        self._calls = 0
         self._passes.clear()
-        self._read_at_end = frozenset()
         self._leftover.clear()
-        self.backward_seen = False
+        self._calls, self._read_at_end, self.backward_seen = 0, frozenset(), False
 
     def discard(self) -> None:
-        """Forget the gradients of this window, because the loop discarded them."""
         self._clear()
         self._started = bytearray(b"\x01" * len(self._parameters))
         self._discarded()
 
     def waiting(self) -> list[list[Tensor]]:
         """Results that are still on devices, in lists that may be copied to the CPU before `read`."""
-        return [*self._extremes.device_results(), *self._end_reader.waiting()]
+        return [*self._extremes.device_results(), *self._end_reader.extremes.device_results()]
 
     def read(self) -> RawSummary:
         """Waits once for each device, unless the tensors of `waiting` were copied to the CPU before."""
@@ -312,23 +300,20 @@ class GradientHooks:
             self._end_reader.compare(seen, one_pass=self._calls == len(self._passes) == 1)
         # NaN fails every comparison, so this form finds it.
         bad = [owner for owner, low, high in seen if not (low > -_INFINITE and high < _INFINITE)]
-        added: list[tuple[int, Tensor, Tensor]] = []
-        for index, gradient, version, low, high in self._leftover:
-            # A backward pass adds in place, or stores a sum with a graph. `autograd.grad` does neither.
-            now = self._parameters[index].grad
-            if gradient._version != version or (now is not None and now.requires_grad):
-                added.append((index, low, high))
+        # A backward pass adds in place, or stores a sum with a graph. `autograd.grad` does neither.
+        added = [
+            (index, low, high)
+            for index, gradient, version, low, high in self._leftover
+            if gradient._version != version or getattr(self._parameters[index].grad, "requires_grad", False)
+        ]
         lows, highs = to_floats([low for _, low, _ in added]), to_floats([high for _, _, high in added])
         stale = [index for (index, _, _), low, high in zip(added, lows, highs, strict=True) if low or high]
         return RawSummary(min(bad, default=-1) + 1, min(stale, default=-1) + 1, seen)
 
     def reset(self) -> None:
-        """A new window begins: the optimizer has used the gradients."""
         self._clear()
         self._started = bytearray(len(self._parameters))
         self._windows += 1
-        self._timed = self._windows % _TIMED == 1
-        self._timed_windows += self._timed
         if self._windows % _RECHECK == 0:
             self._end_reader.windows_left = max(self._end_reader.windows_left, 1)
         if self._end_reader.windows_left or self._end_reader.disabled:
@@ -354,16 +339,6 @@ def _is_plain(gradient: Tensor) -> bool:
     return plain and gradient.untyped_storage().nbytes() == gradient.nbytes
 
 
-def _hooked_first(parameter: torch.nn.Parameter, hook: Callable[[Tensor], None]) -> RemovableHandle:
-    """Register `hook` before the hooks that `parameter` already has, because those may change gradients."""
-    handle: RemovableHandle = parameter.register_hook(hook)  # type: ignore[no-untyped-call]
-    hooks = parameter._backward_hooks or {}
-    # Torch calls them in the order of insertion, which `OrderedDict.move_to_end` does not change.
-    for key in [key for key in hooks if key != handle.id]:
-        hooks[key] = hooks.pop(key)
-    return handle
-
-
 class Reductions:
     """The loop's reductions in one window; all ranks of a correct loop record the same.
 
@@ -379,7 +354,7 @@ class Reductions:
         self.clear()
 
     def clear(self) -> None:
-        self._calls: list[tuple[object, ...]] = []
+        self.calls: list[tuple[object, ...]] = []
         self._next, self.strided = 0, 0
 
     def add(self, tensor: Tensor) -> bool:
@@ -393,20 +368,13 @@ class Reductions:
         strided = tensor.layout == torch.strided and not tensor.is_contiguous()
         # A backend sums raw memory, which is correct for a permutation that all ranks share, and wrong for holes.
         order = tensor.stride() if strided else ()
-        self._calls.append((index, tuple(tensor.shape), order, str(tensor.dtype)))
+        self.calls.append((index, tuple(tensor.shape), order, str(tensor.dtype)))
         if index >= 0:
             self._next = index + 1
-            if strided and not _is_dense(tensor):
+            by_stride = sorted(range(tensor.dim()), key=tensor.stride, reverse=True) if strided else []
+            if strided and not tensor.permute(by_stride).is_contiguous():
                 self.strided = index + 1
         return index >= 0
-
-    def digest(self) -> int:
-        return text_digest(self._calls)
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements, in some order of the dimensions, fill their memory without holes or overlap."""
-    return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True)).is_contiguous()
 
 
 def _same_memory(tensor: Tensor, gradient: Tensor | None) -> bool:

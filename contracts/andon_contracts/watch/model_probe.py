@@ -89,12 +89,12 @@ class ModelProbe:
         self.modules = list(self.inner.modules())
         by_name = list(self.inner.named_modules())
         self.module_names_digest = text_digest([name for name, _ in by_name])
-        self.slots: list[ParameterSlot] = []
-        for prefix, owner in by_name:
-            for attribute, p in owner._parameters.items():
-                if p is not None:
-                    name = f"{prefix}.{attribute}" if prefix else attribute
-                    self.slots.append(ParameterSlot(owner, attribute, name, p, p.requires_grad))
+        self.slots = [
+            ParameterSlot(owner, attribute, f"{prefix}.{attribute}" if prefix else attribute, p, p.requires_grad)
+            for prefix, owner in by_name
+            for attribute, p in owner._parameters.items()
+            if p is not None
+        ]
         self.names = tuple(slot.name for slot in self.slots)
         first = {id(slot.parameter): slot for slot in reversed(self.slots)}
         self.parameters = {slot.name: slot.parameter for slot in self.slots if first[id(slot.parameter)] is slot}
@@ -129,13 +129,6 @@ class ModelProbe:
     def buffers(self) -> list[torch.Tensor]:
         return [b for module in self.modules for b in module._buffers.values() if b is not None]
 
-    def modes(self) -> bytes:
-        return bytes([module.training for module in self.modules])
-
-    def modes_by_name(self) -> dict[str, int]:
-        """Whether each module is in training mode, by its name; the model's own is "the model"."""
-        return {name or "the model": int(each.training) for name, each in self.inner.named_modules()}
-
     def foreign_optimizers(self) -> list[int]:
         """The numbers, from 1, of the optimizers that hold parameters, but of another model than this one."""
         mine, extra = set(map(id, self.parameters.values())), set(map(id, self.extra_tensors))
@@ -146,29 +139,23 @@ class ModelProbe:
         """Tensors of the optimizers that are not parameters of the model on purpose: plain tensors (a temperature, a
         latent), and master weights, which have the shape of a trained parameter and another dtype.
         """
-        parameters = [p for p in self.trainable.values() if not isinstance(p, UninitializedParameter)]
-        forms = {(tuple(p.shape), p.dtype) for p in parameters}
-        shapes, mine = {shape for shape, _ in forms}, set(map(id, self.parameters.values()))
-        extra = []
-        for p in parameters_of(self.optimizers):
-            if id(p) not in mine:
-                has_shape = not isinstance(p, UninitializedParameter) and tuple(p.shape) in shapes
-                if not isinstance(p, nn.Parameter) or (has_shape and (tuple(p.shape), p.dtype) not in forms):
-                    extra.append(p)
-        return extra
+        trained = [p for p in self.trainable.values() if not isinstance(p, UninitializedParameter)]
+        forms, shapes = {(p.shape, p.dtype) for p in trained}, {p.shape for p in trained}
+        mine = set(map(id, self.parameters.values()))
+        known = [p for p in parameters_of(self.optimizers) if not isinstance(p, UninitializedParameter)]
+        others = [p for p in known if id(p) not in mine]
+        masters = {id(p) for p in others if p.shape in shapes and (p.shape, p.dtype) not in forms}
+        return [p for p in others if not isinstance(p, nn.Parameter) or id(p) in masters]
 
     def without_values(self) -> list[str]:
-        """Messages about parameters that have no values."""
         lazy = [name for name, p in self.parameters.items() if isinstance(p, UninitializedParameter)]
         meta = [name for name, p in self.parameters.items() if p.is_meta and name not in lazy]
-        no_shape = "have no shape yet: call the lazy module once, before the watch is opened"
-        no_values = "are on the meta device and have no values: load the model first"
-        found = []
-        for names, what in ((lazy, no_shape), (meta, no_values)):
-            if names:
-                more = f" and {len(names) - 3} more parameters" if len(names) > 3 else ""
-                found.append(f"{', '.join(names[:3])}{more} {what}")
-        return found
+        problems = (
+            (lazy, "have no shape yet: call the lazy module once, before the watch is opened"),
+            (meta, "are on the meta device and have no values: load the model first"),
+        )
+        more = [f" and {len(names) - 3} more parameters" * (len(names) > 3) for names, _ in problems]
+        return [f"{', '.join(n[:3])}{m} {what}" for (n, what), m in zip(problems, more, strict=True) if n]
 
     def norm_share(self, tensors: Iterable[torch.Tensor], world: int) -> float:
         """The part of the 2-norm of `tensors` that this rank, one of `world`, contributes to `norm_of_all`."""
@@ -199,7 +186,6 @@ class WrapperProbe:
         self._called = self._sync_enabled = False
 
     def holds(self, members: frozenset[int]) -> bool:
-        """Whether it has any of these parameters, given by `id`."""
         return not self._parameters.isdisjoint(members)
 
     def forward(self) -> None:
@@ -241,14 +227,12 @@ def _buffer_scopes(
 ) -> list[BufferScope]:
     # With `broadcast_buffers=False` each rank has buffers of its own on purpose.
     broadcasting = [each for each in reducers if each.broadcast_buffers]
-    modules = set(map(id, inner.modules()))
-    scopes: dict[int, BufferScope] = {}
-    for each in broadcasting:
-        innermost, wrappers = unwrap(each)
+    modules = set(inner.modules())
+    scopes: dict[nn.Module, BufferScope] = {}
+    for innermost, wrappers in map(unwrap, broadcasting):
         compiled = next((w for w in wrappers if type(w).__name__ == "OptimizedModule"), innermost)
-        if id(innermost) in modules:
-            hooked = hooked_module if innermost is inner else compiled
-            scopes.setdefault(id(innermost), BufferScope(hooked, innermost))
+        if innermost in modules:
+            scopes.setdefault(innermost, BufferScope(hooked_module if innermost is inner else compiled, innermost))
     return list(scopes.values()) if scopes or (reducers and not broadcasting) else [BufferScope(hooked_module, inner)]
 
 
@@ -289,7 +273,6 @@ def random_state(device: torch.device) -> Tensor | None:
 
 
 def restore_random(state: Tensor, device: torch.device) -> None:
-    """Draw from a `state` that `random_state` returned."""
     words = state.contiguous().view(torch.uint8)
     size = torch.get_rng_state().numel()
     # A clone, because a generator reads the memory of a tensor from the beginning of its storage.

@@ -64,6 +64,11 @@ class Settings:
     by_command: bool = False
     """Whether the command `andon watch` opened the watch, so that messages name its options."""
 
+    def is_sampled(self, update: int) -> bool:
+        """Whether costly checks run: at one of the watch's first four updates, a power of two, or a multiple of 64."""
+        made = update - self.start
+        return made <= 4 or made & (made - 1) == 0 or made % 64 == 0
+
     def digests(self) -> dict[str, int]:
         """The digests, in [0, 2^62), of the arguments that must be equal on all ranks, so that all ranks make the same
         collectives. A function counts as given or not. `log` and `folder` may differ.

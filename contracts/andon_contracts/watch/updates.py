@@ -17,20 +17,15 @@ from andon_contracts.laws.law import LOCKSTEP, Details, Judgement, Observations,
 from andon_contracts.observe import plain, start_to_cpu
 from andon_contracts.violation import Violation, first_line
 from andon_contracts.watch.check import Context, Laws, OptimizerProbe, Values
-from andon_contracts.watch.checks.applied import Applied
 from andon_contracts.watch.checks.audit import Audit
-from andon_contracts.watch.checks.buffers import Buffers
-from andon_contracts.watch.checks.clipping import Clipping, ClipPlace
 from andon_contracts.watch.checks.copies import ModelCopies
-from andon_contracts.watch.checks.frozen import Frozen
-from andon_contracts.watch.checks.gradients import Gradients
-from andon_contracts.watch.checks.mode import Mode
-from andon_contracts.watch.checks.optimizer import Optimizer, hyperparameters_by_key
-from andon_contracts.watch.checks.outcomes import Outcomes
-from andon_contracts.watch.checks.reports import LoopReports
+from andon_contracts.watch.checks.frozen import Buffers, Frozen
+from andon_contracts.watch.checks.gradients import Clipping, ClipPlace, Gradients
+from andon_contracts.watch.checks.optimizer import Applied, Optimizer, hyperparameters_by_key
+from andon_contracts.watch.checks.reports import LoopReports, Outcomes
 from andon_contracts.watch.checks.rows import LoadedRows
-from andon_contracts.watch.checks.scale import BackwardPasses, GradientScale
-from andon_contracts.watch.checks.structure import START, Structure
+from andon_contracts.watch.checks.scale import GradientScale
+from andon_contracts.watch.checks.structure import START, Mode, Structure
 from andon_contracts.watch.checks.weights import PARTED, Weights
 from andon_contracts.watch.model_probe import ModelProbe
 from andon_contracts.watch.values import layout_digest, state_digest, trainable_layout_digest
@@ -39,18 +34,18 @@ _AT_THE_CLOSE_S = 5.0
 """Seconds that a rank waits at its close for what the others saw after the last update."""
 
 
-def add_checks(context: Context, optimizers: Sequence[torch.optim.Optimizer]) -> BackwardPasses:
+def add_checks(context: Context, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Make the checks of a watch: those of the whole loop, and those of each optimizer.
 
     Their order is the order in which laws are judged and told of: causes before effects.
     """
     structure, mode, frozen, place = Structure(context), Mode(context), Frozen(context), ClipPlace(context)
     buffers, outcomes, rows, copies = Buffers(context), Outcomes(context), LoadedRows(context), ModelCopies(context)
-    reports, passes = LoopReports(context), BackwardPasses(context)
+    reports = LoopReports(context)
     context.checks = [structure, mode, buffers, frozen, reports, outcomes, rows, place, copies]
     for optimizer in optimizers:
         probe = OptimizerProbe(optimizer, context)
-        weights, scale = Weights(context, probe), GradientScale(context, probe, passes)
+        weights, scale = Weights(context, probe), GradientScale(context, probe)
         # All ranks have the same settings, so either all of them or none has these checks.
         clipping = [] if context.settings.clip is None else [Clipping(context, probe)]
         audit = [] if context.settings.reference is None else [Audit(context, probe)]
@@ -60,7 +55,6 @@ def add_checks(context: Context, optimizers: Sequence[torch.optim.Optimizer]) ->
         ]
         context.probes.append(probe)
     context.all_checks = list(dict.fromkeys([*context.checks, *(c for probe in context.probes for c in probe.checks)]))
-    return passes
 
 
 def _judged_late(subject: ModelProbe) -> bool:
@@ -286,7 +280,13 @@ def _details(context: Context, name: str, step: int, probe: OptimizerProbe | Non
         shapes = {n: layout_digest({"": buffer}) for n, buffer in buffers.items()}
         details["shapes of buffers"] = spread(step, "shapes of buffers", shapes)
     elif name == "modes":
-        return {name: spread(step, "modes of modules", subject.modes_by_name())}
+        return {
+            name: spread(
+                step,
+                "modes of modules",
+                {name or "the model": int(module.training) for name, module in subject.inner.named_modules()},
+            )
+        }
     elif name == "hyperparameters" and probe is not None:
         return {name: spread(step, name, hyperparameters_by_key(probe.optimizer))}
     align = context.replicas.aligned

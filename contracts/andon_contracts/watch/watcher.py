@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from andon_contracts.act import Evidence, write_cause
+from andon_contracts.act import Evidence, user_line, write_cause
 from andon_contracts.clauses import CLAUSES
 from andon_contracts.laws.update import GRADIENTS, OPTIMIZERS, REPLICAS
 from andon_contracts.legible import counted, log
@@ -25,8 +25,8 @@ from andon_contracts.record import LedgerFile
 from andon_contracts.violation import Violation
 from andon_contracts.watch.check import Context, OptimizerProbe, declared
 from andon_contracts.watch.checks.gradients import Gradients
-from andon_contracts.watch.checks.outcomes import Outcomes
-from andon_contracts.watch.checks.reports import LoopReports
+from andon_contracts.watch.checks.reports import LoopReports, Outcomes
+from andon_contracts.watch.checks.scale import BackwardPass, loss_parts
 from andon_contracts.watch.checks.weights import Weights
 from andon_contracts.watch.exchange import Exchange, Replicas
 from andon_contracts.watch.intercept import Listener, listen, outside_of_transforms
@@ -60,7 +60,7 @@ class Watch:
         self.settings, self.closed = settings, False
         self._context = context = Context(subject, settings, exchange, replicas)
         exchange.comparable = not replicas.cut
-        passes = add_checks(context, optimizers)
+        add_checks(context, optimizers)
         covers = {"halt-together": context.between_ranks(), "clip-once": declared(settings.clip, "clip=")}
         covers["gradient-law"] = declared(settings.reference, "reference=")
         for check in context.all_checks:
@@ -84,7 +84,7 @@ class Watch:
             halt.evidence = evidence
             exchange.set_callbacks(lambda: halt.raise_if_halted(again=True), halt.lost, halt.pending)
         self._updates = Updates(context)
-        self.listeners: list[Listener] = [*context.all_checks, passes, _LoopCalls(context, halt)]
+        self.listeners: list[Listener] = [*context.all_checks, _LoopCalls(context, halt)]
         self._handled = sys.exc_info()[1]
         """An error that the loop was handling when the watch opened, and that does not end it."""
         self._last_error: BaseException | None = None
@@ -384,7 +384,7 @@ class Watch:
     def _say_closing(self, unread: str) -> None:
         """What was checked, how often, at what cost, and what was not checked. unread: why an update was not judged."""
         context, covers, verdicts, steps = self._context, self._cover, self._context.verdicts, self._context.steps
-        spent = context.added_s + sum(probe.check(Gradients).raw_hooks.host_seconds() for probe in context.probes)
+        spent = context.added_s + sum(probe.check(Gradients).raw_hooks.host_seconds for probe in context.probes)
         # Clauses for which the loop passed no values count as unchecked.
         unreported = context.check(LoopReports).unreported
         evaluated = {name: count for name, count in verdicts.evaluations.items() if count and name not in unreported}
@@ -425,6 +425,13 @@ class _LoopCalls(Listener):
 
     def __init__(self, context: Context, halt: HaltSignal | None) -> None:
         self._context, self._halt = context, halt
+
+    def backward(self, loss: Tensor | None) -> None:
+        if not self._context.muted:
+            self._context.backward = BackwardPass(loss_parts(loss), user_line())
+
+    def backward_over(self) -> None:
+        self._context.backward = None
 
     def updates_of(self, optimizer: object) -> int | None:
         return next((probe.updates for probe in self._context.probes if probe.optimizer is optimizer), None)

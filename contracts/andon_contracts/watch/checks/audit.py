@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from andon_contracts.laws.law import Law, Observations, Seen
 from andon_contracts.observe import plain
 from andon_contracts.violation import Finding
 from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe
-from andon_contracts.watch.checks.gradients import Gradients
 from andon_contracts.watch.checks.reports import LoopReports
 from andon_contracts.watch.checks.weights import Weights
 from andon_contracts.watch.model_probe import ForwardHook, random_state, restore_random
@@ -52,21 +51,19 @@ def name_ratio(ratio: float, world: int, micro_batches: int) -> str:
         "accumulation x world size": world * micro_batches if min(world, micro_batches) > 1 else 1,
         "world size squared": world**2,
     }
-    named = list[str]()
+    explained = dict[str, float]()
     for word, value in factors.items():
-        if value > 1 and math.isclose(ratio, value, rel_tol=RATIO_TOLERANCE):
-            named.append(f"{word} {value}")
-        if value > 1 and math.isclose(ratio, 1 / value, rel_tol=RATIO_TOLERANCE):
-            named.append(f"1 / {word} {value}")
+        if value > 1:
+            explained |= {f"{word} {value}": value, f"1 / {word} {value}": 1 / value}
     full = round(micro_batches / ratio) if 0 < ratio < 1 else 0
-    if micro_batches < full <= _LONGEST_WINDOW and math.isclose(ratio, micro_batches / full, rel_tol=RATIO_TOLERANCE):
-        named.append(f"{micro_batches} of {full} micro-batches")
+    if micro_batches < full <= _LONGEST_WINDOW:
+        explained[f"{micro_batches} of {full} micro-batches"] = micro_batches / full
+    named = [word for word, value in explained.items() if math.isclose(ratio, value, rel_tol=RATIO_TOLERANCE)]
     return f" = {' or '.join(named)}" if named else ""
 
 
 def _gradient_law(seen: Seen[object]) -> Finding | None:
-    errors = [real_of(o.values["error"]) for o in seen.observations]
-    tolerances = [real_of(o.values["tolerance"]) for o in seen.observations]
+    errors, tolerances = (list(map(real_of, seen.column(name))) for name in ("error", "tolerance"))
     if all(error <= tolerance for error, tolerance in zip(errors, tolerances, strict=True)):
         return None
     place = max(range(len(errors)), key=lambda rank: errors[rank] if math.isfinite(errors[rank]) else math.inf)
@@ -86,12 +83,8 @@ def _gradient_law(seen: Seen[object]) -> Finding | None:
 GRADIENT_LAW = (Law("gradient-law/audit", ("ratio", "error", "rest", "tolerance", "micro-batches"), _gradient_law),)
 
 
-@dataclass(frozen=True)
-class _ForwardPass:
-    """The rows of one forward pass, and the random state before it; None for the present state."""
-
-    ids: Sequence[int]
-    random: Tensor | None = None
+_ForwardPass = tuple[Sequence[int], Tensor | None]
+"""The rows of one forward pass, and the random state before it; None for the present state."""
 
 
 class Audit(Check):
@@ -102,7 +95,7 @@ class Audit(Check):
         self._probe = probe
         # From the model: it always has a trained parameter, but an optimizer may hold only frozen ones.
         self._device = next(iter(context.subject.trainable.values())).device
-        self._due = self.cover()["gradient-law"].live
+        self._live = self._due = self.cover()["gradient-law"].live
         self._before_clip: list[Tensor] | None = None
 
     def cover(self) -> Mapping[str, Cover]:
@@ -132,7 +125,7 @@ class Audit(Check):
 
     def updated(self, probe: OptimizerProbe) -> None:
         settings = self.context.settings
-        self._due = self.cover()["gradient-law"].live and (probe.updates - settings.start) % settings.every == 0
+        self._due = self._live and (probe.updates - settings.start) % settings.every == 0
 
     def judge(self, probe: OptimizerProbe, said: Observations, aligned: Observations) -> None:
         reference, step = self.context.settings.reference, said[0].step
@@ -164,23 +157,17 @@ class Audit(Check):
         }
         seen = self.context.exchange(step, "batches", values)
         if not any(o.values["drew"] or o.values["mixes"] for o in seen):
-            return [_ForwardPass(ids)]
+            return [(ids, None)]
         if not all(o.values["known"] for o in seen):
             return None
         words = max(o.values["words"] for o in seen)
         table = torch.zeros(max(o.values["batches"] for o in seen), 1 + words, dtype=torch.int64, device="cpu")
-        for row, batch in zip(table, batches, strict=False):
-            row[0] = batch.rows
-            assert batch.random is not None  # "known" is 1 on all ranks
-            row[1:] = batch.random
-        parts, first = list[_ForwardPass](), 0
-        for o in self.context.exchange(step, "random states", {}, table.flatten()):
-            assert o.payload is not None
-            for row in o.payload.cpu().view(table.shape):
-                if count := int(row[0]):
-                    parts.append(_ForwardPass(ids[first : first + count], row[1:]))
-                    first += count
-        return parts
+        for row, batch, random in zip(table, batches, known, strict=False):  # "known" is 1 on all ranks
+            row[0], row[1:] = batch.rows, random
+        seen = self.context.exchange(step, "random states", {}, table.flatten())
+        rows = [row for o in seen if o.payload is not None for row in o.payload.cpu().view(table.shape) if row[0]]
+        ends = list(accumulate(int(row[0]) for row in rows))
+        return [(ids[end - int(row[0]) : end], row[1:]) for row, end in zip(rows, ends, strict=True)]
 
     def _reference_gradient(self, reference: Reference, parts: Sequence[_ForwardPass]) -> list[Tensor]:
         parameters = list(self._probe.parameters.values())
@@ -200,8 +187,8 @@ class Audit(Check):
         with self._isolated(), torch.no_grad():
             model.eval()
             try:
-                whole, rows = reference(model, [row for part in parts for row in part.ids])
-                losses, counts = zip(*(reference(model, part.ids) for part in parts), strict=True)
+                whole, rows = reference(model, [row for ids, _ in parts for row in ids])
+                losses, counts = zip(*(reference(model, ids) for ids, _ in parts), strict=True)
             finally:
                 for module, training in modes:
                     module.training = training
@@ -213,29 +200,25 @@ class Audit(Check):
         """Run the model in the block without any check. Buffers and random state are restored."""
         context = self.context
         values = [buffer.clone() for buffer in context.subject.buffers()]
-        hooks = [probe.check(Gradients).raw_hooks for probe in context.probes]
         context.muted = True
-        for each in hooks:
-            each.muted = True
         try:
             # Not the default, all GPUs: this process would create a CUDA context on each.
             with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
                 yield
         finally:
             context.muted = False
-            for each in hooks:
-                each.muted = False
             with torch.no_grad():
                 for buffer, value in zip(context.subject.buffers(), values, strict=True):
                     buffer.copy_(value)
 
     def _reference_loss(self, reference: Reference, part: _ForwardPass) -> tuple[Tensor, int]:
         """The loss sum and the number of rows, from a forward pass that begins with the part's random state."""
-        module, waiting = self.context.subject.inner, [] if part.random is None else [part.random]
+        (ids, random), module = part, self.context.subject.inner
+        waiting = [] if random is None else [random]
         restore = ForwardHook(lambda: restore_random(waiting.pop(), self._device) if waiting else None)
         hook = module.register_forward_pre_hook(restore)
         try:
-            return reference(module, part.ids)
+            return reference(module, ids)
         finally:
             hook.remove()
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from andon_contracts.agree import Observation, bits_of, real_of
+from andon_contracts.agree import Observation
 from andon_contracts.laws.law import Law, Observations, Seen, hexadecimal
 from andon_contracts.legible import log_once
 from andon_contracts.observe import Observer, plain
@@ -32,7 +32,6 @@ _NEAR = 0.5
 """The largest distance of a copy from the weights, as a share of their norm."""
 _SIGNS = 8
 """Random sums of a copy that ranks compare; the mean square of their differences estimates that of the copies."""
-_SKETCH = (*(f"sum {index}" for index in range(_SIGNS)), "spacing", "norm")
 _CHUNK = 1 << 16
 _EPS = torch.finfo(torch.float32).eps
 _ROUNDED = 2.0
@@ -94,7 +93,7 @@ class ModelCopies(Check):
             return
         seen = Seen[object](said, None)
         if COPIES_AGREE.check(seen) is not None:
-            sketches = context.exchange(step, "copies", self._copies.sketches())
+            sketches = context.exchange(step, "copies", {}, self._copies.sketches())
             seen = Seen(self._copies.merge_rounded(said, sketches, self.context.steps + 1), None)
         context.verdicts.judge((COPIES_AGREE,), seen, context.scene())
 
@@ -150,13 +149,10 @@ class Copies:
         padded = [*states, *[0] * MAX_COPIES]
         return {**{f"copy {place}": padded[place] for place in range(MAX_COPIES)}, "copies changed": changed}
 
-    def sketches(self) -> dict[str, int]:
-        """For each copy of the last `values`: random sums of its elements (equal signs on all ranks), its rounding."""
-        values: dict[str, int] = {}
-        for place in range(MAX_COPIES):
-            sketch = _sketch(self._tensors[place] if place < len(self._tensors) else ())
-            values |= {f"{name} of copy {place}": bits_of(x) for name, x in zip(_SKETCH, sketch, strict=True)}
-        return values
+    def sketches(self) -> Tensor:
+        """The `_sketch` of each copy of the last `values`, as int64: the bits of fp64 numbers."""
+        tensors = [*self._tensors, *[[]] * MAX_COPIES][:MAX_COPIES]
+        return torch.tensor(list(map(_sketch, tensors)), dtype=torch.float64, device="cpu").view(torch.int64).flatten()
 
     def merge_rounded(self, observations: Observations, sketches: Observations, updates: int) -> Observations:
         """`observations`, in which copies that are equal up to rounding have the state of the lowest rank.
@@ -170,11 +166,12 @@ class Copies:
             return observations
         known: list[tuple[int, list[float], float]] = []
         merged: list[Observation] = []
-        for each, sketch in zip(observations, sketches, strict=True):
+        for each, sketched in zip(observations, sketches, strict=True):
             states: dict[str, int] = {}
-            for place in range(MAX_COPIES):
+            assert sketched.payload is not None
+            sketch_of = sketched.payload.cpu().view(torch.float64).view(MAX_COPIES, -1).tolist()
+            for place, (*sums, spacing, norm) in enumerate(sketch_of):
                 state = each.values[f"copy {place}"]
-                *sums, spacing, norm = [real_of(sketch.values[f"{name} of copy {place}"]) for name in _SKETCH]
                 for other, theirs, least in known:
                     distance = math.dist(sums, theirs) / math.sqrt(_SIGNS)
                     if state and other != state and distance <= _ROUNDED * math.sqrt(updates) * max(spacing, least):

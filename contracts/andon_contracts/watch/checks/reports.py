@@ -1,33 +1,36 @@
-"""The reports of the loop by `w.batch`, `w.loss` and `w.expect`: its rows, its losses, and values to compare."""
+"""The reports of the loop: its rows, its losses, values to compare, evaluations, checkpoints, the number of updates."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from enum import IntEnum
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from andon_contracts.agree import bits_of, majority, minority, real_of
+from andon_contracts.digest import digests_by_name
 from andon_contracts.laws.law import Law, Observations, Seen, unless_all
-from andon_contracts.observe import flat_digest
-from andon_contracts.violation import Finding
-from andon_contracts.watch.check import Check, Context, Cover, OptimizerProbe, Values
+from andon_contracts.laws.update import COUNTED, EVALUATED, RESTORED, Count, Evaluation, Restored
+from andon_contracts.observe import flat_digest, plain
+from andon_contracts.untrusted import read_json
+from andon_contracts.violation import Finding, first_line
+from andon_contracts.watch.check import Check, Context, Cover, OptimizerProbe, Values, declared
 from andon_contracts.watch.ledger import UpdateRows
-from andon_contracts.watch.values import contents_of, ids_of, text_digest, value_digest
+from andon_contracts.watch.values import contents_of, ids_of, lenient_digest, state_digest, text_digest, value_digest
 
 EXPECTED = 4
 """The most values that `w.expect` compares."""
+_MUST = {"agree": 1, "differ": 2}
 _SAMPLE = 256
 """About this many rows of the ranks' data sets are compared at the start."""
-
-
-class _Must(IntEnum):
-    AGREE = 1
-    DIFFER = 2
 
 
 @dataclass(frozen=True)
@@ -99,9 +102,9 @@ def _as_expected(seen: Seen[object]) -> Finding | None:
     for index in range(EXPECTED):
         name = f"stream {index}"
         must, values = majority(seen.column(f"{name} must")), seen.column(name)
-        if must == _Must.AGREE and len(set(values)) > 1:
+        if must == _MUST["agree"] and len(set(values)) > 1:
             return Finding("the ranks have different states of it, and must agree", seen.step, minority(values), name)
-        if must == _Must.DIFFER and len(set(values)) < len(values):
+        if must == _MUST["differ"] and len(set(values)) < len(values):
             equal = [rank for rank, value in enumerate(values) if values.count(value) > 1]
             return Finding(f"ranks {equal} have the same state of it, and must differ", seen.step, (), name)
     return None
@@ -130,6 +133,7 @@ class LoopReports(Check):
         """Clauses for which the loop has reported nothing yet."""
         self._expected: dict[str, tuple[int, int]] = {}
         self._contents: dict[int, int] = {}
+        """By row, as first reported."""
         self._epochs = 0
         self._epoch: set[int] = set()
 
@@ -164,10 +168,9 @@ class LoopReports(Check):
         self.unreported.discard("randomness-declared")
         state = value.get_state() if isinstance(value, torch.Generator) else value
         digest = flat_digest([state]) if isinstance(state, Tensor) else value_digest(state, f"the value of {name!r}")
-        self._expected[name] = (_Must[must.upper()], digest)
+        self._expected[name] = (_MUST[must], digest)
 
     def compare_data(self) -> None:
-        """Compare a sample of the ranks' data sets at the start. Collective."""
         contents, rows = self.context.settings.contents, self.context.settings.rows
         if contents is not None and rows is not None:
             ids = range(0, rows, max(rows // _SAMPLE, 1))
@@ -210,28 +213,21 @@ class LoopReports(Check):
         # The epoch of these rows, and how many of its rows were used before. Unknown without `rows=`.
         position = (self._epochs + 1, 0) if self._epoch & set(union) else (self._epochs, len(self._epoch))
         self.of_update = UpdateRows(ids, known, *((None, None) if settings.rows is None else position))
-        batch = ReportedRows(
-            step,
-            ids,
-            contents if with_contents else ((),) * len(ids),
-            # The plan goes on past updates that a loss scaler skipped.
-            None if settings.plan is None else tuple(settings.plan(step + probe.skipped)),
-            settings.rows,
-            self._contents_of(step, union) if with_contents else None,
-        )
+        expected: dict[int, int] | None = None
+        if with_contents and settings.contents is not None:
+            of_data = contents_of(settings.contents(union), len(union))
+            self._judge_data(step, of_data)
+            expected = dict(zip(union, of_data, strict=True))
+        elif with_contents:
+            expected = self._contents
+        reported = contents if with_contents else ((),) * len(ids)
+        # The plan goes on past updates that a loss scaler skipped.
+        planned = None if settings.plan is None else tuple(settings.plan(step + probe.skipped))
+        batch = ReportedRows(step, ids, reported, planned, settings.rows, expected)
         context.verdicts.judge((*_ROWS, *_CONTENTS) if with_contents else _ROWS, batch, context.scene())
         for row, content in zip(union, known, strict=False):
             self._contents.setdefault(row, content)
         self._use(union)
-
-    def _contents_of(self, step: int, union: Sequence[int]) -> dict[int, int]:
-        """The content of each row in the data set, which must be the same on all ranks; else as first reported."""
-        contents = self.context.settings.contents
-        if contents is None:
-            return {row: self._contents[row] for row in union if row in self._contents}
-        expected = contents_of(contents(union), len(union))
-        self._judge_data(step, expected)
-        return dict(zip(union, expected, strict=True))
 
     def _use_skipped_windows(self, step: int) -> None:
         """Count the rows of updates that a loss scaler skipped as used, update by update."""
@@ -252,3 +248,213 @@ class LoopReports(Check):
         self._epoch |= set(union)
         if len(self._epoch) >= rows:
             self._epoch, self._epochs = set(), self._epochs + 1
+
+
+_WRAP = 1 << 64
+S = TypeVar("S")
+
+
+class Outcomes(Check):
+    """`Watch.evaluated`, `saved` and `loaded`. They are collective, and refuse on all ranks or on none."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._evaluated: dict[tuple[int, int], int] = {}
+        modules = context.subject.inner.named_modules()
+        self._batch_norms = [(n, m) for n, m in modules if isinstance(m, _BatchNorm) and m.track_running_stats]
+        self._batch_norm_in_training = 0
+        """The number, from 1, of a batch norm in training mode in the last forward pass without gradients since an
+        update; 0 for none.
+        """
+
+    def cover(self) -> Mapping[str, Cover]:
+        return {
+            "updates-planned": declared(self.context.settings.updates, "updates="),
+            "evaluation-once": Cover("live", "where w.evaluated tells one"),
+            "checkpoint-whole": Cover("live", "where w.saved and w.loaded tell one"),
+        }
+
+    def forward(self, module: object, args: object, kwargs: object) -> None:
+        if not torch.is_grad_enabled():
+            training = (number for number, (_, norm) in enumerate(self._batch_norms, 1) if norm.training)
+            self._batch_norm_in_training = next(training, 0)
+
+    def updated(self, probe: OptimizerProbe) -> None:
+        self._batch_norm_in_training = 0
+
+    def judge(self, probe: OptimizerProbe, said: Observations, aligned: Observations) -> None:
+        if (planned := self.context.settings.updates) is not None:
+            self._judge(COUNTED, Count(probe.updates, planned, over=False))
+
+    def judge_close(self) -> None:
+        if (planned := self.context.settings.updates) is not None:
+            self._judge(COUNTED, Count(self.context.updates, planned, over=True))
+
+    def _judge(self, laws: Sequence[Law[S]], seen: S) -> None:
+        self.context.verdicts.judge(laws, seen, self.context.scene(applied=True))
+
+    @property
+    def _step(self) -> int:
+        return self.context.probes[0].updates
+
+    def evaluated(
+        self,
+        ids: Sequence[int] | Tensor,
+        predictions: Sequence[int] | Tensor,
+        labels: Sequence[int] | Tensor,
+        metrics: Mapping[str, float] | None = None,
+        rows: int | None = None,
+    ) -> None:
+        table, problem = _table(ids, predictions, labels)
+        self._raise_on_all_ranks(problem)
+        step, exchange, metrics = self._step, self.context.exchange, metrics or {}
+        reported = {
+            "weights": flat_digest(p for probe in self.context.probes for p in probe.members),
+            "rows known": int(rows is not None),
+            "rows": rows or 0,
+            "tells accuracy": int("accuracy" in metrics),
+            "accuracy": bits_of(metrics.get("accuracy", 0.0)),
+            "norm in training": self._batch_norm_in_training,
+        }
+        seen = exchange(step, "evaluated", reported)
+        parts = exchange.gather_columns(step, table)
+        triples = [row for part in parts for row in zip(*part, strict=True)]
+        counted = {"accuracy": sum(p == y for _, p, y in triples) / max(len(triples), 1)}
+        weights = text_digest([o.values["weights"] for o in seen])
+        evaluated_rows = text_digest(sorted(row for row, _, _ in triples))
+        answers = text_digest(sorted(triples))
+        norm_names = ["", *(name for name, _ in self._batch_norms)]
+        evaluation = Evaluation(
+            step,
+            tuple(tuple(part[0]) for part in parts),
+            max(o.values["rows"] for o in seen) if all(o.values["rows known"] for o in seen) else None,
+            {"accuracy": [real_of(o.values["accuracy"]) if o.values["tells accuracy"] else None for o in seen]},
+            counted,
+            self._evaluated.setdefault((weights, evaluated_rows), answers) == answers,
+            tuple(norm_names[o.values["norm in training"]] for o in seen),
+        )
+        self.context.recorder.evaluated(step, len(triples), {**counted, **metrics})
+        self._judge(EVALUATED, evaluation)
+
+    def saved(self, path: str | Path, read: Callable[[], Mapping[str, Tensor]] | None = None) -> None:
+        step, probes = self._step, self.context.probes
+        digests = _live_digests(probes)
+        digests |= {_updates_key(index): probe.updates for index, probe in enumerate(probes)}
+        digests |= {name: by_rank[0] for name, by_rank in self._random(step).items()}
+        # Rank 0 writes. After this gather, every rank can read the file.
+        problem: OSError | None = None
+        if self.context.exchange.rank == 0:
+            text = json.dumps({name: f"{digest:x}" for name, digest in digests.items()}, indent=1, sort_keys=True)
+            try:
+                _digest_file(Path(path)).write_text(text + "\n", encoding="utf-8")
+            except OSError as error:
+                problem = error
+        seen = self.context.exchange(step, "saved", {"refused": int(problem is not None)})
+        if problem is not None:
+            raise problem
+        if seen[0].values["refused"]:
+            raise OSError(f"rank 0 could not write the digests beside {path}")
+        self.context.recorder.saved(step, Path(path).name, digests)
+        if read is not None:
+            parameters = self.context.subject.parameters
+            try:
+                own = {f"weights {n}": d for n, d in digests_by_name(_dense(read())).items() if n in parameters}
+            except Exception as error:
+                with suppress(ValueError):  # the other ranks raise it
+                    self._raise_on_all_ranks(first_line(error))
+                raise
+            self._raise_on_all_ranks("")
+            on_disk = self.context.exchange.gather_named(step, "on disk", own)
+            weights = {n: d for n, d in digests.items() if n.removeprefix("weights ") in parameters}
+            self._judge_restored(weights, on_disk)
+
+    def loaded(self, path: str | Path) -> None:
+        probes, exchange = self.context.probes, self.context.exchange
+        saved, counts, problem = _read_digests(Path(path), len(probes))
+        self._raise_on_all_ranks(problem)
+        for probe, count in zip(probes, counts, strict=True):
+            probe.updates = count
+        optimizers = [probe.optimizer for probe in probes]
+        self.context.recorder.loaded(self._step, Path(path).name, exchange.world_size, optimizers)
+        live = exchange.gather_named(self._step, "restored", _live_digests(probes))
+        if f"random state of rank {exchange.world_size}" in saved:  # the run that saved had more ranks
+            saved = {name: digest for name, digest in saved.items() if not name.startswith("random state")}
+        else:
+            live |= self._random(self._step)
+        self._judge_restored(saved, live)
+
+    def _random(self, updates: int) -> dict[str, tuple[int, ...]]:
+        own = {"random state": flat_digest([torch.get_rng_state()])}
+        (states,) = self.context.exchange.gather_named(updates, "random", own).values()
+        return {f"random state of rank {rank}": (state,) * len(states) for rank, state in enumerate(states)}
+
+    def _judge_restored(self, saved: Mapping[str, int], live: Mapping[str, tuple[int, ...]]) -> None:
+        wanted = {name: digest % _WRAP for name, digest in saved.items()}
+        # A checkpoint does not restore state that the optimizer created after the save.
+        found = {name: tuple(digest % _WRAP for digest in live[name]) for name in wanted if name in live}
+        self._judge(RESTORED, Restored(wanted, found, self._step))
+
+    def _raise_on_all_ranks(self, problem: str) -> None:
+        """Raise `ValueError` on every rank if any rank has a `problem` with its arguments. Collective."""
+        seen = self.context.exchange(self._step, "told", {"problem": int(bool(problem))})
+        others = [str(o.rank) for o in seen if o.values["problem"]]
+        if others:
+            raise ValueError(problem or f"rank {', '.join(others)} was told something wrong; its own message says what")
+
+
+def _table(
+    ids: Sequence[int] | Tensor, predictions: Sequence[int] | Tensor, labels: Sequence[int] | Tensor
+) -> tuple[list[list[int]], str]:
+    try:
+        # One copy from a GPU, instead of one for each element.
+        columns = [each.tolist() if isinstance(each, Tensor) else each for each in (predictions, labels)]
+        table = [ids_of(ids), *([int(value) for value in column] for column in columns)]
+    except (TypeError, ValueError) as error:
+        return [], str(error)
+    lengths = [len(column) for column in table]
+    return table, f"ids, predictions and labels have {lengths} rows" if len(set(lengths)) > 1 else ""
+
+
+def _live_digests(probes: Sequence[OptimizerProbe]) -> dict[str, int]:
+    """The digests of weights, buffers, optimizer states and hyperparameters, by name. Collective if sharded."""
+    subject = probes[0].context.subject
+    digests = {f"weights {n}": d for n, d in digests_by_name(_dense(subject.parameters)).items()}
+    digests |= {f"buffer {n}": d for n, d in digests_by_name(_dense(subject.buffers_by_name())).items()}
+    for probe in probes:
+        for name, parameter in probe.parameters.items():
+            state = probe.optimizer.state.get(parameter, {})
+            digests[f"optimizer state {name}"] = state_digest({key: _gathered(each) for key, each in state.items()})
+        for index, group in enumerate(probe.optimizer.param_groups):
+            digests |= {f"group {index} {k}": lenient_digest(v) for k, v in group.items() if not k.startswith("param")}
+    return digests
+
+
+def _dense(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: plain(_gathered(tensor)) for name, tensor in tensors.items()}
+
+
+def _gathered(value: Any) -> Any:
+    """A sharded tensor gathered from all ranks, so that its digest does not depend on the sharding, or the value."""
+    gathered = getattr(value, "full_tensor", None)
+    return value if gathered is None else gathered()
+
+
+def _digest_file(path: Path) -> Path:
+    return path.with_name(path.name + ".andon.json")
+
+
+def _updates_key(index: int) -> str:
+    return f"updates of optimizer {index + 1}" if index else "updates"
+
+
+def _read_digests(path: Path, optimizers: int) -> tuple[dict[str, int], list[int], str]:
+    """The digests of the checkpoint at `path`, the updates of each optimizer, and the problem or "".
+
+    An optimizer that is not in the file has the updates of the first one.
+    """
+    try:
+        digests = {name: int(text, 16) for name, text in read_json(_digest_file(path)).items()}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        return {}, [0] * optimizers, f"{_digest_file(path)} does not say what was saved: {error}"
+    first = digests.get("updates", 0)
+    return digests, [digests.pop(_updates_key(index), first) for index in range(optimizers)], ""

@@ -20,15 +20,8 @@ from andon_contracts.digest import mix64
 from andon_contracts.laws.law import Law, Observations, Seen, unless_all
 from andon_contracts.observe import Look, Observer
 from andon_contracts.violation import Finding
-from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values, is_sampled
-from andon_contracts.watch.intercept import (
-    LoaderPass,
-    Yielded,
-    is_running,
-    report_unreadable,
-    storage_ids,
-    tensors_in,
-)
+from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values
+from andon_contracts.watch.intercept import LoaderPass, Yielded, is_running, report_unreadable, storage_ids, tensors_in
 
 _AHEAD = 64
 """The most batches that may be yielded before they are used."""
@@ -114,7 +107,7 @@ class LoadedRows(Check):
         self._updates = self._same = self._same_input = 0
         self._order_again = 0
         """The number of a pass that has the order of the pass before."""
-        self._counts: dict[int, _PassCount] = {}
+        self._counts: defaultdict[int, _PassCount] = defaultdict(_PassCount)
         self._numbers: weakref.WeakKeyDictionary[LoaderPass, int] = weakref.WeakKeyDictionary()
         """The passes that were trained on. Their numbers are the same on all ranks."""
         self._next_number = 0
@@ -131,22 +124,20 @@ class LoadedRows(Check):
 
     def forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         try:
-            self._use_inputs(list(tensors_in((args, kwargs))))
+            tensors = list(tensors_in((args, kwargs)))
+            batch = self._take_batch(storage_ids(tensors))
+            if not torch.is_grad_enabled():
+                return
+            if self._updates < _ALWAYS or self._updates % _ALWAYS < _IN_A_ROW:
+                flat = [each.reshape(-1) for each in tensors if each.numel()]
+                self._inputs += [each[:: max(each.numel() // _SAMPLED, 1)].clone() for each in flat]
+            if batch is not None:
+                if not any(each.dim() and each.shape[0] == len(batch.ids or ()) for each in tensors):
+                    # Such as a part of a batch that all ranks read: its rows are not known.
+                    batch.ids = batch.keys = None
+                self._train_on(batch)
         except Exception as error:  # noqa: BLE001 - the inputs of a model may raise anything
             report_unreadable("what the model is given", error)
-
-    def _use_inputs(self, tensors: Sequence[Tensor]) -> None:
-        batch = self._take_batch(storage_ids(tensors))
-        if not torch.is_grad_enabled():
-            return
-        if self._updates < _ALWAYS or self._updates % _ALWAYS < _IN_A_ROW:
-            flat = [each.reshape(-1) for each in tensors if each.numel()]
-            self._inputs += [each[:: max(each.numel() // _SAMPLED, 1)].clone() for each in flat]
-        if batch is not None:
-            if not any(each.dim() and each.shape[0] == len(batch.ids or ()) for each in tensors):
-                # Such as a part of a batch that all ranks read: its rows are not known.
-                batch.ids = batch.keys = None
-            self._train_on(batch)
 
     def _take_batch(self, places: frozenset[int]) -> Yielded | None:
         """Find the batch that a forward pass with this memory consumes. None if it was consumed before."""
@@ -210,7 +201,7 @@ class LoadedRows(Check):
             self._same_input = self._same_input + 1 if (one["given"] or one["raw"]) and not known else 0
         rows = [row for each in self._window for row in each.ids or ()]
         verdicts.judge(_ROWS, _RowsSeen(seen.step, self._same, self._same_input, rows), scene)
-        if is_sampled(seen.step - self.context.settings.start) and seen.any("held"):
+        if self.context.settings.is_sampled(seen.step) and seen.any("held"):
             self._judge_passes(seen.step)
 
     def _judge_passes(self, step: int) -> None:
@@ -223,12 +214,11 @@ class LoadedRows(Check):
         self._not_gathered = []
         parts = self.context.exchange.gather_columns(step, [[line[column] for line in table] for column in range(6)])
         numbers = sorted({number for part in parts for number in part[0]})
+        for rank, part in enumerate(parts):
+            for number, *values in zip(*part, strict=True):
+                self._counts[number].add(rank, *values)
         for number in numbers:
-            count = self._counts.setdefault(number, _PassCount())
-            for rank, part in enumerate(parts):
-                for of_pass, *values in zip(*part, strict=True):
-                    if of_pass == number:
-                        count.add(rank, *values)
+            count = self._counts[number]
             again = count.repeated()
             ranks = sorted({rank for key in again for rank in count.ranks[key]})
             repeated = sorted(count.row[key] for key in again)

@@ -13,19 +13,17 @@ purpose. Therefore only factors that come from the layout are judged, and they a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from andon_contracts.act import user_line
 from andon_contracts.agree import bits_of, real_of
 from andon_contracts.laws.law import Law, Observations, Seen
 from andon_contracts.violation import Finding
 from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values
-from andon_contracts.watch.intercept import Listener
 from andon_contracts.watch.values import text_digest
 
 _UNKNOWN_WEIGHT = -1  # sent as the number of backward passes
@@ -72,8 +70,8 @@ class Scale:
         return _close(self.first_part, 1) or _close(self.equal_parts, 1)
 
 
-def _reduction_factor(said: Observations, place: int) -> float | None:
-    raw, reduced = ([real_of(each.values[f"dot {what} {place}"]) for each in said] for what in ("raw", "kept"))
+def _reduction_factor(seen: Seen[object], place: int) -> float | None:
+    raw, reduced = (list(map(real_of, seen.column(f"dot {what} {place}"))) for what in ("raw", "kept"))
     # After a reduction the product is equal on all ranks. Without one each rank has its own factor.
     if len(set(reduced)) > 1 or not all(map(math.isfinite, (*reduced, *raw))):
         return None
@@ -84,23 +82,22 @@ def _reduction_factor(said: Observations, place: int) -> float | None:
 
 def scale_of(said: Observations) -> Scale | None:
     """The scale of an update by the observations of all ranks, or None if they do not determine it."""
-    passes = [each.values["weight passes"] for each in said]
-    lines = {each.values["weight line"] for each in said}
-    if min(passes) < 1 or len(lines) != 1:
+    seen = Seen[object](said, None)
+    passes, terms = seen.column("weight passes"), seen.column("weight terms")
+    if min(passes) < 1 or "weight line" in seen.differing:
         return None
-    factor, second = _reduction_factor(said, 0), _reduction_factor(said, 1)
+    factor, second = _reduction_factor(seen, 0), _reduction_factor(seen, 1)
     # Two products, because a reduction that is not a multiple of the sum has a quotient too.
     if factor is None or second is None or not _close(factor, second):
         return None
-    terms = [each.values["weight terms"] for each in said]
     return Scale(
-        factor * math.fsum(real_of(each.values["weight first"]) for each in said),
-        factor * math.fsum(real_of(each.values["weight alike"]) for each in said),
-        lines.pop(),
-        passes[0] if len(set(passes)) == 1 else 0,
+        factor * math.fsum(map(real_of, seen.column("weight first"))),
+        factor * math.fsum(map(real_of, seen.column("weight alike"))),
+        said[0].values["weight line"],
+        0 if "weight passes" in seen.differing else passes[0],
         sum(terms) if all(terms) else 0,
-        any(each.values["weight chosen"] for each in said),
-        all(each.values["weight squares"] for each in said),
+        seen.any("weight chosen"),
+        all(seen.column("weight squares")),
         factor,
     )
 
@@ -170,8 +167,8 @@ _NONE, _MEAN, _SUM = 0, 1, 2
 """Torch's codes for the reduction of a loss."""
 
 
-class _Unknown(Exception):
-    """The graph does not determine the weight of the loss."""
+class _Unknown(Exception):  # the graph does not determine the weight of the loss
+    pass
 
 
 @dataclass(frozen=True)
@@ -329,13 +326,20 @@ class LossParts:
         return _Product(1.0, ((len(self.scalars) - 1, power),))
 
 
-def loss_parts(loss: Tensor) -> LossParts | None:
-    """The parts of `loss`, a scalar with a graph, or None if its graph does not determine them.
+class BackwardPass(NamedTuple):
+    """The parts of the loss, and the source line that called for the pass."""
+
+    parts: LossParts | None
+    line: str
+
+
+def loss_parts(loss: Tensor | None) -> LossParts | None:
+    """The parts of `loss`, or None if it is not a scalar whose graph determines them.
 
     A mean of n terms has weight 1, a sum of n terms weight n. Waits for no device. Reads no saved tensor that has hooks
     of the loop: those of an activation checkpoint would compute its part of the model again.
     """
-    if loss.grad_fn is None or loss.numel() != 1:
+    if loss is None or loss.grad_fn is None or loss.numel() != 1:
         return None
     try:
         return LossParts(loss)
@@ -378,7 +382,7 @@ def _node(node: Any, place: int) -> Any:
 
 
 def _multiplies_by_tensor(node: Any) -> bool:  # as a mask does
-    saved = [getattr(node, f"_saved_{name}", None) for name in ("other", "self") if not _hooked(node, name)]
+    saved = [_saved(node, "other"), _saved(node, "self")]
     return any(isinstance(each, Tensor) and each.numel() != 1 for each in saved)
 
 
@@ -393,30 +397,7 @@ def _has(node: Any, name: str) -> bool:
 
 
 def _saved(node: Any, name: str) -> Any:
-    return None if _hooked(node, name) else getattr(node, f"_saved_{name}")
-
-
-class BackwardPass(NamedTuple):
-    """The parts of the loss, and the source line that called for the pass."""
-
-    parts: LossParts | None
-    line: str
-
-
-@dataclass
-class BackwardPasses(Listener):
-    """The current backward pass of the loop, for all its optimizers. It hears of a pass after the checks."""
-
-    def __init__(self, context: Context) -> None:
-        self.current: BackwardPass | None = None
-        self._context = context
-
-    def backward(self, loss: Tensor | None) -> None:
-        if not self._context.muted:
-            self.current = BackwardPass(None if loss is None else loss_parts(loss), user_line())
-
-    def backward_over(self) -> None:
-        self.current = None
+    return None if _hooked(node, name) else getattr(node, f"_saved_{name}", None)
 
 
 @dataclass
@@ -464,17 +445,15 @@ class ScaleSummary:
 class GradientScale(Check):
     """The weights of the losses in the window of one optimizer, and the products that give the reduction factor."""
 
-    def __init__(self, context: Context, probe: OptimizerProbe, passes: BackwardPasses) -> None:
+    def __init__(self, context: Context, probe: OptimizerProbe) -> None:
         super().__init__(context)
         members = () if context.subject.sharded else probe.members
-        self._optimizer, self._passes = probe.optimizer, passes
-        self.gradient_arrived: Callable[[], bool] = lambda: False
-        """Whether a gradient of the optimizer arrived in this backward pass."""
         self._window: list[BackwardPass] = []
         self._known = True
         self._raw: Tensor | None = None
+        """The products of the raw gradients."""
         self._dots_sent: list[Tensor] = []
-        """The products of the raw gradients, and of the reduced one."""
+        """These, and the products of the reduced gradient."""
         self._random: Tensor | None = None
         self._previous: Scale | None = None
         self._summary = ScaleSummary()
@@ -489,8 +468,7 @@ class GradientScale(Check):
         return {"gradient-scale": dark if self.context.subject.sharded else LIVE}
 
     def gradient_hook(self, gradient: Tensor) -> None:
-        """Receives each raw gradient of the parameter."""
-        now = self._passes.current
+        now = self.context.backward
         if now is None or now.parts is None:
             self._known = False
         elif self._known:
@@ -500,10 +478,9 @@ class GradientScale(Check):
             if dots is not None:
                 self._raw = dots if self._raw is None else self._raw + dots
 
-    def backward_over(self) -> None:
-        # If any gradient of the optimizer arrived, that of the parameter must have arrived too.
-        now = self._passes.current
-        if now is not None and self.gradient_arrived() and (not self._window or self._window[-1] is not now):
+    def backward_reached_optimizer(self) -> None:
+        """A backward pass produced a gradient of the optimizer: that of the parameter must have arrived too."""
+        if not self._window or self._window[-1] is not self.context.backward:
             self._known = False
 
     def _dots(self, gradient: Tensor) -> Tensor | None:
@@ -529,7 +506,7 @@ class GradientScale(Check):
         if len(parameter._backward_hooks or ()) > 1 or parameter._post_accumulate_grad_hooks:
             self._known = False
             return
-        dots, scale = self._dots(parameter.grad), getattr(self._optimizer, "grad_scale", None)
+        dots, scale = self._dots(parameter.grad), getattr(probe.optimizer, "grad_scale", None)
         if dots is not None:  # a fused optimizer divides by the loss scale in its step
             self._dots_sent = [self._raw, dots if scale is None else dots / scale]
 
@@ -552,8 +529,8 @@ class GradientScale(Check):
             "weight terms": sum(weight.terms for weight in weights) if all(weight.terms for weight in weights) else 0,
             "weight chosen": int(any(weight.deliberate for weight in weights)),
             "weight squares": int(bool(weights) and all(weight.squared for weight in weights)),
-            **{f"dot raw {place}": bits_of(raw[place]) for place in (0, 1)},
-            **{f"dot kept {place}": bits_of(reduced[place]) for place in (0, 1)},
+            **{f"dot raw {place}": bits_of(dot) for place, dot in enumerate(raw)},
+            **{f"dot kept {place}": bits_of(dot) for place, dot in enumerate(reduced)},
         }
 
     def judge(self, probe: OptimizerProbe, said: Observations, aligned: Observations) -> None:
@@ -564,8 +541,7 @@ class GradientScale(Check):
             self.context.verdicts.judge(SCALE, Seen(said, (now, before)), self.context.scene())
 
     def new_window(self, probe: OptimizerProbe) -> None:
-        self._window, self._raw, self._dots_sent = [], None, []
-        self._known = True
+        self._window, self._raw, self._dots_sent, self._known = [], None, [], True
 
     discarded = new_window
 

@@ -106,20 +106,15 @@ class Weights(Check):
 
     @property
     def untouched(self) -> bool:
-        """Whether no version counter or address of the weights changed since the last update."""
         return self._marks == version_marks(self._probe.members)
 
     def meanwhile(self, probe: OptimizerProbe) -> Values:
-        return {"reduces": self._reducer().value}
-
-    def _reducer(self) -> Reducer:
-        wrappers = [each for each in self.context.subject.reducers if each.holds(self._probe.held)]
-        if self.context.subject.sharded or any(each.reduces for each in wrappers):
-            return Reducer.KNOWN
-        elements = sum(p.numel() for p in self._probe.members if p.grad is not None)
-        if self._elements_reduced and self._elements_reduced >= elements / 2:
-            return Reducer.KNOWN
-        return Reducer.LEFT_OUT if wrappers else Reducer.UNKNOWN
+        wrappers = [each for each in self.context.subject.reducers if each.holds(probe.held)]
+        known = self.context.subject.sharded or any(each.reduces for each in wrappers)
+        if not known and self._elements_reduced:
+            known = self._elements_reduced >= sum(p.numel() for p in probe.members if p.grad is not None) / 2
+        reducer = Reducer.KNOWN if known else Reducer.LEFT_OUT if wrappers else Reducer.UNKNOWN
+        return {"reduces": reducer.value}
 
     def before(self, probe: OptimizerProbe) -> Values:
         values = self._at_closure or self._values()
@@ -251,7 +246,6 @@ class Synchrony:
         return _STATES | _WEIGHTS
 
     def parted(self, step: int) -> bool:
-        """Whether the weights began to differ after update `step`, without a known reducer."""
         return self.state is State.APART and self.since == step
 
     def _meet(self, step: int) -> None:
