@@ -46,7 +46,7 @@ from andon_contracts.observe import (
     sum_of_squares,
     word_sums,
 )
-from andon_contracts.watch.checks.gradients import torch_norm_error
+from andon_contracts.watch.checks.clipping import torch_norm_error
 
 
 @pytest.mark.parametrize("place", [0, 999, 1000])

@@ -17,9 +17,9 @@ from andon_contracts.laws import update
 from andon_contracts.laws.law import LOCKSTEP, Details, Judgement, Law, Seen
 from andon_contracts.laws.update import REDUCED, UPDATED, Reduced
 from andon_contracts.policy import evaluations, reset_evaluations, suspended
-from andon_contracts.watch.checks import frozen, gradients, optimizer, structure, weights
+from andon_contracts.watch.checks import buffers, frozen, gradients, mode, optimizer, structure, weights
 from andon_contracts.watch.checks.audit import name_ratio
-from andon_contracts.watch.checks.gradients import clip_once
+from andon_contracts.watch.checks.clipping import clip_once
 from andon_contracts.watch.checks.reports import LoopReports
 from andon_contracts.watch.checks.structure import Change, change_of
 from andon_contracts.watch.judging import Verdicts
@@ -28,9 +28,9 @@ from andon_contracts.watch.settings import Settings
 
 CHECKS = (
     structure.Structure,
-    structure.Mode,
+    mode.Mode,
     optimizer.Optimizer,
-    frozen.Buffers,
+    buffers.Buffers,
     weights.Weights,
     frozen.Frozen,
     gradients.Gradients,

@@ -19,7 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 import andon
 from andon_contracts.agree import Observation, bits_of
 from andon_contracts.laws.law import Judgement, Seen
-from andon_contracts.watch.checks.frozen import ROUND, SMALL_BYTES, BufferReader, Frozen, FrozenBase
+from andon_contracts.watch.checks.buffers import SMALL_BYTES, BufferReader
+from andon_contracts.watch.checks.frozen import ROUND, Frozen, FrozenBase
 from andon_contracts.watch.checks.optimizer import Applied, OptimizerState, Unmoved
 from tests.watch.packed import packed
 from tests.watch.small import answers, clauses, loss_of, net, sgd, watched

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,12 +24,16 @@ from andon_contracts.watch.model_probe import ModelProbe
 from andon_contracts.watch.settings import Settings
 from andon_contracts.watch.values import layout_digest
 
-if TYPE_CHECKING:
-    from andon_contracts.watch.checks.scale import BackwardPass
-
 Values = dict[str, int]
 Laws = Sequence[Law[Seen[object]]]
 C = TypeVar("C", bound="Check")
+
+
+class BackwardPass(NamedTuple):
+    """A backward pass of the loop: the parts of its loss (`LossParts`; None: unknown), and the line that called it."""
+
+    parts: Any
+    line: str
 
 
 @dataclass(frozen=True)

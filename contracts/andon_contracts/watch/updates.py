@@ -18,14 +18,18 @@ from andon_contracts.observe import plain, start_to_cpu
 from andon_contracts.violation import Violation, first_line
 from andon_contracts.watch.check import Context, Laws, OptimizerProbe, Values
 from andon_contracts.watch.checks.audit import Audit
+from andon_contracts.watch.checks.buffers import Buffers
+from andon_contracts.watch.checks.clipping import Clipping, ClipPlace
 from andon_contracts.watch.checks.copies import ModelCopies
-from andon_contracts.watch.checks.frozen import Buffers, Frozen
-from andon_contracts.watch.checks.gradients import Clipping, ClipPlace, Gradients
+from andon_contracts.watch.checks.frozen import Frozen
+from andon_contracts.watch.checks.gradients import Gradients
+from andon_contracts.watch.checks.mode import Mode
 from andon_contracts.watch.checks.optimizer import Applied, Optimizer, hyperparameters_by_key
-from andon_contracts.watch.checks.reports import LoopReports, Outcomes
+from andon_contracts.watch.checks.outcomes import Outcomes
+from andon_contracts.watch.checks.reports import LoopReports
 from andon_contracts.watch.checks.rows import LoadedRows
 from andon_contracts.watch.checks.scale import GradientScale
-from andon_contracts.watch.checks.structure import START, Mode, Structure
+from andon_contracts.watch.checks.structure import START, Structure
 from andon_contracts.watch.checks.weights import PARTED, Weights
 from andon_contracts.watch.model_probe import ModelProbe
 from andon_contracts.watch.values import layout_digest, state_digest, trainable_layout_digest

@@ -23,10 +23,11 @@ from andon_contracts.liveness.halt import HaltSignal, print_cause
 from andon_contracts.liveness.store_link import open_store
 from andon_contracts.record import LedgerFile
 from andon_contracts.violation import Violation
-from andon_contracts.watch.check import Context, OptimizerProbe, declared
+from andon_contracts.watch.check import BackwardPass, Context, OptimizerProbe, declared
 from andon_contracts.watch.checks.gradients import Gradients
-from andon_contracts.watch.checks.reports import LoopReports, Outcomes
-from andon_contracts.watch.checks.scale import BackwardPass, loss_parts
+from andon_contracts.watch.checks.outcomes import Outcomes
+from andon_contracts.watch.checks.reports import LoopReports
+from andon_contracts.watch.checks.scale import loss_parts
 from andon_contracts.watch.checks.weights import Weights
 from andon_contracts.watch.exchange import Exchange, Replicas
 from andon_contracts.watch.intercept import Listener, listen, outside_of_transforms

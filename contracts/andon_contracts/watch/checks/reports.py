@@ -1,30 +1,22 @@
-"""The reports of the loop: its rows, its losses, values to compare, evaluations, checkpoints, the number of updates."""
+"""What the loop reports by `w.batch`, `w.loss` and `w.expect`: its rows, its losses, and values to compare."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from andon_contracts.agree import bits_of, majority, minority, real_of
-from andon_contracts.digest import digests_by_name
 from andon_contracts.laws.law import Law, Observations, Seen, unless_all
-from andon_contracts.laws.update import COUNTED, EVALUATED, RESTORED, Count, Evaluation, Restored
-from andon_contracts.observe import flat_digest, plain
-from andon_contracts.untrusted import read_json
-from andon_contracts.violation import Finding, first_line
-from andon_contracts.watch.check import Check, Context, Cover, OptimizerProbe, Values, declared
+from andon_contracts.observe import flat_digest
+from andon_contracts.violation import Finding
+from andon_contracts.watch.check import Check, Context, Cover, OptimizerProbe, Values
 from andon_contracts.watch.ledger import UpdateRows
-from andon_contracts.watch.values import contents_of, ids_of, lenient_digest, state_digest, text_digest, value_digest
+from andon_contracts.watch.values import contents_of, ids_of, text_digest, value_digest
 
 EXPECTED = 4
 """The most values that `w.expect` compares."""
@@ -248,213 +240,3 @@ class LoopReports(Check):
         self._epoch |= set(union)
         if len(self._epoch) >= rows:
             self._epoch, self._epochs = set(), self._epochs + 1
-
-
-_WRAP = 1 << 64
-S = TypeVar("S")
-
-
-class Outcomes(Check):
-    """`Watch.evaluated`, `saved` and `loaded`. They are collective, and refuse on all ranks or on none."""
-
-    def __init__(self, context: Context) -> None:
-        super().__init__(context)
-        self._evaluated: dict[tuple[int, int], int] = {}
-        modules = context.subject.inner.named_modules()
-        self._batch_norms = [(n, m) for n, m in modules if isinstance(m, _BatchNorm) and m.track_running_stats]
-        self._batch_norm_in_training = 0
-        """The number, from 1, of a batch norm in training mode in the last forward pass without gradients since an
-        update; 0 for none.
-        """
-
-    def cover(self) -> Mapping[str, Cover]:
-        return {
-            "updates-planned": declared(self.context.settings.updates, "updates="),
-            "evaluation-once": Cover("live", "where w.evaluated tells one"),
-            "checkpoint-whole": Cover("live", "where w.saved and w.loaded tell one"),
-        }
-
-    def forward(self, module: object, args: object, kwargs: object) -> None:
-        if not torch.is_grad_enabled():
-            training = (number for number, (_, norm) in enumerate(self._batch_norms, 1) if norm.training)
-            self._batch_norm_in_training = next(training, 0)
-
-    def updated(self, probe: OptimizerProbe) -> None:
-        self._batch_norm_in_training = 0
-
-    def judge(self, probe: OptimizerProbe, said: Observations, aligned: Observations) -> None:
-        if (planned := self.context.settings.updates) is not None:
-            self._judge(COUNTED, Count(probe.updates, planned, over=False))
-
-    def judge_close(self) -> None:
-        if (planned := self.context.settings.updates) is not None:
-            self._judge(COUNTED, Count(self.context.updates, planned, over=True))
-
-    def _judge(self, laws: Sequence[Law[S]], seen: S) -> None:
-        self.context.verdicts.judge(laws, seen, self.context.scene(applied=True))
-
-    @property
-    def _step(self) -> int:
-        return self.context.probes[0].updates
-
-    def evaluated(
-        self,
-        ids: Sequence[int] | Tensor,
-        predictions: Sequence[int] | Tensor,
-        labels: Sequence[int] | Tensor,
-        metrics: Mapping[str, float] | None = None,
-        rows: int | None = None,
-    ) -> None:
-        table, problem = _table(ids, predictions, labels)
-        self._raise_on_all_ranks(problem)
-        step, exchange, metrics = self._step, self.context.exchange, metrics or {}
-        reported = {
-            "weights": flat_digest(p for probe in self.context.probes for p in probe.members),
-            "rows known": int(rows is not None),
-            "rows": rows or 0,
-            "tells accuracy": int("accuracy" in metrics),
-            "accuracy": bits_of(metrics.get("accuracy", 0.0)),
-            "norm in training": self._batch_norm_in_training,
-        }
-        seen = exchange(step, "evaluated", reported)
-        parts = exchange.gather_columns(step, table)
-        triples = [row for part in parts for row in zip(*part, strict=True)]
-        counted = {"accuracy": sum(p == y for _, p, y in triples) / max(len(triples), 1)}
-        weights = text_digest([o.values["weights"] for o in seen])
-        evaluated_rows = text_digest(sorted(row for row, _, _ in triples))
-        answers = text_digest(sorted(triples))
-        norm_names = ["", *(name for name, _ in self._batch_norms)]
-        evaluation = Evaluation(
-            step,
-            tuple(tuple(part[0]) for part in parts),
-            max(o.values["rows"] for o in seen) if all(o.values["rows known"] for o in seen) else None,
-            {"accuracy": [real_of(o.values["accuracy"]) if o.values["tells accuracy"] else None for o in seen]},
-            counted,
-            self._evaluated.setdefault((weights, evaluated_rows), answers) == answers,
-            tuple(norm_names[o.values["norm in training"]] for o in seen),
-        )
-        self.context.recorder.evaluated(step, len(triples), {**counted, **metrics})
-        self._judge(EVALUATED, evaluation)
-
-    def saved(self, path: str | Path, read: Callable[[], Mapping[str, Tensor]] | None = None) -> None:
-        step, probes = self._step, self.context.probes
-        digests = _live_digests(probes)
-        digests |= {_updates_key(index): probe.updates for index, probe in enumerate(probes)}
-        digests |= {name: by_rank[0] for name, by_rank in self._random(step).items()}
-        # Rank 0 writes. After this gather, every rank can read the file.
-        problem: OSError | None = None
-        if self.context.exchange.rank == 0:
-            text = json.dumps({name: f"{digest:x}" for name, digest in digests.items()}, indent=1, sort_keys=True)
-            try:
-                _digest_file(Path(path)).write_text(text + "\n", encoding="utf-8")
-            except OSError as error:
-                problem = error
-        seen = self.context.exchange(step, "saved", {"refused": int(problem is not None)})
-        if problem is not None:
-            raise problem
-        if seen[0].values["refused"]:
-            raise OSError(f"rank 0 could not write the digests beside {path}")
-        self.context.recorder.saved(step, Path(path).name, digests)
-        if read is not None:
-            parameters = self.context.subject.parameters
-            try:
-                own = {f"weights {n}": d for n, d in digests_by_name(_dense(read())).items() if n in parameters}
-            except Exception as error:
-                with suppress(ValueError):  # the other ranks raise it
-                    self._raise_on_all_ranks(first_line(error))
-                raise
-            self._raise_on_all_ranks("")
-            on_disk = self.context.exchange.gather_named(step, "on disk", own)
-            weights = {n: d for n, d in digests.items() if n.removeprefix("weights ") in parameters}
-            self._judge_restored(weights, on_disk)
-
-    def loaded(self, path: str | Path) -> None:
-        probes, exchange = self.context.probes, self.context.exchange
-        saved, counts, problem = _read_digests(Path(path), len(probes))
-        self._raise_on_all_ranks(problem)
-        for probe, count in zip(probes, counts, strict=True):
-            probe.updates = count
-        optimizers = [probe.optimizer for probe in probes]
-        self.context.recorder.loaded(self._step, Path(path).name, exchange.world_size, optimizers)
-        live = exchange.gather_named(self._step, "restored", _live_digests(probes))
-        if f"random state of rank {exchange.world_size}" in saved:  # the run that saved had more ranks
-            saved = {name: digest for name, digest in saved.items() if not name.startswith("random state")}
-        else:
-            live |= self._random(self._step)
-        self._judge_restored(saved, live)
-
-    def _random(self, updates: int) -> dict[str, tuple[int, ...]]:
-        own = {"random state": flat_digest([torch.get_rng_state()])}
-        (states,) = self.context.exchange.gather_named(updates, "random", own).values()
-        return {f"random state of rank {rank}": (state,) * len(states) for rank, state in enumerate(states)}
-
-    def _judge_restored(self, saved: Mapping[str, int], live: Mapping[str, tuple[int, ...]]) -> None:
-        wanted = {name: digest % _WRAP for name, digest in saved.items()}
-        # A checkpoint does not restore state that the optimizer created after the save.
-        found = {name: tuple(digest % _WRAP for digest in live[name]) for name in wanted if name in live}
-        self._judge(RESTORED, Restored(wanted, found, self._step))
-
-    def _raise_on_all_ranks(self, problem: str) -> None:
-        """Raise `ValueError` on every rank if any rank has a `problem` with its arguments. Collective."""
-        seen = self.context.exchange(self._step, "told", {"problem": int(bool(problem))})
-        others = [str(o.rank) for o in seen if o.values["problem"]]
-        if others:
-            raise ValueError(problem or f"rank {', '.join(others)} was told something wrong; its own message says what")
-
-
-def _table(
-    ids: Sequence[int] | Tensor, predictions: Sequence[int] | Tensor, labels: Sequence[int] | Tensor
-) -> tuple[list[list[int]], str]:
-    try:
-        # One copy from a GPU, instead of one for each element.
-        columns = [each.tolist() if isinstance(each, Tensor) else each for each in (predictions, labels)]
-        table = [ids_of(ids), *([int(value) for value in column] for column in columns)]
-    except (TypeError, ValueError) as error:
-        return [], str(error)
-    lengths = [len(column) for column in table]
-    return table, f"ids, predictions and labels have {lengths} rows" if len(set(lengths)) > 1 else ""
-
-
-def _live_digests(probes: Sequence[OptimizerProbe]) -> dict[str, int]:
-    """The digests of weights, buffers, optimizer states and hyperparameters, by name. Collective if sharded."""
-    subject = probes[0].context.subject
-    digests = {f"weights {n}": d for n, d in digests_by_name(_dense(subject.parameters)).items()}
-    digests |= {f"buffer {n}": d for n, d in digests_by_name(_dense(subject.buffers_by_name())).items()}
-    for probe in probes:
-        for name, parameter in probe.parameters.items():
-            state = probe.optimizer.state.get(parameter, {})
-            digests[f"optimizer state {name}"] = state_digest({key: _gathered(each) for key, each in state.items()})
-        for index, group in enumerate(probe.optimizer.param_groups):
-            digests |= {f"group {index} {k}": lenient_digest(v) for k, v in group.items() if not k.startswith("param")}
-    return digests
-
-
-def _dense(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: plain(_gathered(tensor)) for name, tensor in tensors.items()}
-
-
-def _gathered(value: Any) -> Any:
-    """A sharded tensor gathered from all ranks, so that its digest does not depend on the sharding, or the value."""
-    gathered = getattr(value, "full_tensor", None)
-    return value if gathered is None else gathered()
-
-
-def _digest_file(path: Path) -> Path:
-    return path.with_name(path.name + ".andon.json")
-
-
-def _updates_key(index: int) -> str:
-    return f"updates of optimizer {index + 1}" if index else "updates"
-
-
-def _read_digests(path: Path, optimizers: int) -> tuple[dict[str, int], list[int], str]:
-    """The digests of the checkpoint at `path`, the updates of each optimizer, and the problem or "".
-
-    An optimizer that is not in the file has the updates of the first one.
-    """
-    try:
-        digests = {name: int(text, 16) for name, text in read_json(_digest_file(path)).items()}
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        return {}, [0] * optimizers, f"{_digest_file(path)} does not say what was saved: {error}"
-    first = digests.get("updates", 0)
-    return digests, [digests.pop(_updates_key(index), first) for index in range(optimizers)], ""

@@ -23,7 +23,7 @@ from torch import Tensor
 from andon_contracts.agree import bits_of, real_of
 from andon_contracts.laws.law import Law, Observations, Seen
 from andon_contracts.violation import Finding
-from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values
+from andon_contracts.watch.check import LIVE, BackwardPass, Check, Context, Cover, OptimizerProbe, Values
 from andon_contracts.watch.values import text_digest
 
 _UNKNOWN_WEIGHT = -1  # sent as the number of backward passes
@@ -324,13 +324,6 @@ class LossParts:
             raise _Unknown
         self.scalars.append(value.detach().clone())
         return _Product(1.0, ((len(self.scalars) - 1, power),))
-
-
-class BackwardPass(NamedTuple):
-    """The parts of the loss, and the source line that called for the pass."""
-
-    parts: LossParts | None
-    line: str
 
 
 def loss_parts(loss: Tensor | None) -> LossParts | None:

@@ -1,0 +1,146 @@
+"""The buffers with which a forward pass starts: the same on every rank that shares them.
+
+Small buffers are read at the first forward pass of each update. Large ones are read if a version counter of torch
+moved, and in parts, all of them within `ROUND` updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from andon_contracts.laws.law import Law, Seen, difference
+from andon_contracts.observe import Observer, chained
+from andon_contracts.violation import OTHER_SHAPES, Finding
+from andon_contracts.watch.check import Check, Context, Cover, OptimizerProbe, Values
+from andon_contracts.watch.checks.frozen import ROUND, parts_of
+from andon_contracts.watch.checks.gradients import Gradients
+from andon_contracts.watch.checks.weights import version_marks
+from andon_contracts.watch.intercept import outside_of_transforms
+from andon_contracts.watch.model_probe import ForwardHook, ModuleGroup
+from andon_contracts.watch.values import text_digest
+
+SMALL_BYTES = 1 << 18
+"""A buffer of at most this size is read at every update, until these buffers add up to `_SMALL_IN_ALL`."""
+_SMALL_IN_ALL = 1 << 20
+
+
+def _differ(seen: Seen[object], name: str) -> bool:
+    # A rank without a forward pass sends 0 and is not compared.
+    return name in seen.differing and len({value for value in seen.column(name) if value}) > 1
+
+
+def _buffers_agree(seen: Seen[object]) -> Finding | None:
+    # A buffer that no checkpoint has (a cache) may be longer on one rank than on another.
+    caches = _differ(seen, "caches") and not _differ(seen, "cache shapes")
+    if not (_differ(seen, "buffers") or caches):
+        return None
+    reshaped = seen.differing_tensors("shapes of buffers")
+    odd = reshaped or seen.differing_tensors("buffers")
+    what = OTHER_SHAPES if reshaped else "are not the same"
+    name = "buffers" if _differ(seen, "buffers") else "caches"
+    found = difference(Seen(seen.observations, None), name, f"the buffers with which the forward pass began {what}")
+    # A forward pass begins with the buffers that the update before it left.
+    return Finding(found.seen, max(found.step - 1, 0), found.ranks, (*odd, "buffers")[0])
+
+
+class Buffers(Check):
+    before_laws = (Law("buffers-agree/before", ("buffers", "caches"), _buffers_agree, look=("buffers", "caches")),)
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        scopes = len(context.subject.buffer_scopes)
+        self._readers = [(BufferReader(), BufferReader()) for _ in range(scopes)]
+        """By scope: of the buffers that a checkpoint has, and of the others."""
+        self.observers = [each for pair in self._readers for reader in pair for each in reader.observers]
+        self._digests: dict[OptimizerProbe, list[tuple[int, int, int]]] = {}
+        """By optimizer and scope: the values at the first forward pass of its window."""
+
+    def cover(self) -> Mapping[str, Cover]:
+        subject, found = self.context.subject, self.context.between_ranks()
+        if self.context.world == 1:
+            pass
+        elif not subject.reducers and isinstance(subject.inner, ModuleGroup):
+            found = Cover("not observable", "several modules: no one forward pass after which to look")
+        elif not subject.buffer_scopes:
+            found = Cover("not applicable", "DDP was told not to share buffers: each rank has its own")
+        elif not subject.buffers_by_name():
+            found = Cover("not applicable", "the model has no buffers")
+        elif subject.forward_is_compiled:
+            found = Cover("not observable", "compiled code broadcasts them, and hooks in it do not run")
+        return {"buffers-agree": found}
+
+    def hooks(self) -> list[Callable[[], None]]:
+        if "buffers-agree" not in self.context.verdicts.live:
+            return []
+        return [
+            scope.hooked_module.register_forward_pre_hook(ForwardHook(partial(self._called, index))).remove
+            for index, scope in enumerate(self.context.subject.buffer_scopes)
+        ]
+
+    def _called(self, scope: int) -> None:
+        context = self.context
+        if not torch.is_grad_enabled() or context.muted:
+            return
+        probes = [probe for probe in context.probes if not probe.check(Gradients).raw_hooks.started]
+        saved, caches = context.subject.buffer_scopes[scope].buffers()
+        # A transform of `torch.func` may call the model with other buffers.
+        if not probes or any(map(torch._C._functorch.is_functorch_wrapped_tensor, (*saved, *caches))):
+            return
+        with context.timed(), outside_of_transforms():
+            of_saved, of_caches = self._readers[scope]
+            digests = (
+                of_saved.digest(saved, context.updates + 1) if saved else 0,
+                of_caches.digest(caches, context.updates + 1) if caches else 0,
+                text_digest([tuple(each.shape) for each in caches]) if caches else 0,
+            )
+            for probe in probes:
+                self._digests.setdefault(probe, [(0, 0, 0)] * len(self._readers))[scope] = digests
+
+    def meanwhile(self, probe: OptimizerProbe) -> Values:
+        columns = zip(*self._digests.get(probe, [(0, 0, 0)]), strict=True)
+        names = ("buffers", "caches", "cache shapes")
+        return {name: chained(len(c), c) if any(c) else 0 for name, c in zip(names, columns, strict=True)}
+
+    def new_window(self, probe: OptimizerProbe) -> None:
+        self._digests.pop(probe, None)
+
+
+class BufferReader:
+    """Digests the buffers of one scope.
+
+    Only the sizes of buffers and the number of the update decide which are read. So ranks that skip an update still
+    compare the same buffers afterwards.
+    """
+
+    def __init__(self) -> None:
+        self.observers = self._small, self._large, self._part = Observer(stable=True), Observer(), Observer()
+        self._marks: list[int] | None = None
+        self._last_large = 0
+
+    def digest(self, buffers: Sequence[Tensor], update: int) -> int:
+        """In [0, 2^64): small buffers, large ones as last read, and the part of these whose turn is at `update`."""
+        small: list[Tensor] = []
+        large: list[Tensor] = []
+        room = _SMALL_IN_ALL
+        for buffer in buffers:
+            size = buffer.numel() * buffer.element_size()
+            fits = size <= min(SMALL_BYTES, room)
+            (small if fits else large).append(buffer)
+            room -= size if fits else 0
+        found = [self._small.look(small).digest]
+        if large:
+            marks = [self._large.portable, *map(id, large), *version_marks(large)]
+            if marks != self._marks:
+                self._marks, self._last_large = marks, self._large.look(large).digest
+            parts, turn = list(parts_of(large)), update % ROUND
+            if len(parts) < ROUND:
+                due = parts[update % len(parts)]
+            else:
+                due = [*chain(*parts[len(parts) * turn // ROUND : len(parts) * (turn + 1) // ROUND])]
+            found += [self._last_large, self._part.look(due).digest]
+        return chained(len(found), found)

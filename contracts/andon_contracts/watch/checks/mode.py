@@ -1,0 +1,156 @@
+"""How the loop runs its model: in training mode, in the same modes on all ranks, together with the other processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from andon_contracts.agree import minority
+from andon_contracts.laws.law import Law, Observations, Seen, difference
+from andon_contracts.violation import Finding
+from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values
+from andon_contracts.watch.model_probe import random_state
+from andon_contracts.watch.values import CachedDigest
+
+_DRAWING = 4
+"""Forward passes are checked for random draws in the first updates: a model that draws does so from the start."""
+_NAMED = 3
+
+
+_TRAINING, _STILL_EVALUATING, _NEVER_TRAINING = 0, 1, 2
+
+
+def _modes_agree(seen: Seen[object]) -> Finding | None:
+    # Ranks with different modules, such as pipeline stages, cannot be compared.
+    if "modes" not in seen.differing or "modules" in seen.differing:
+        return None
+    odd = seen.differing_tensors("modes")
+    if not odd:
+        what = "some modules are in training mode on some ranks and in evaluation mode on others"
+        return difference(seen, "modes", what)
+    trained = seen.details["modes"][odd[0]]
+    named = [" and ".join(str(rank) for rank, each in enumerate(trained) if each == mode) for mode in (1, 0)]
+    what = f"{odd[0]} is in training mode on rank {named[0]}, in evaluation mode on rank {named[1]}"
+    others = f", and so {'is' if len(odd) == 2 else 'are'} {len(odd) - 1} more modules" * (len(odd) > 1)
+    return Finding(what + others, seen.step, minority(trained), odd[0])
+
+
+def _trains_in(mode: int, since: str) -> Callable[[Seen[object]], Finding | None]:
+    def check(seen: Seen[object]) -> Finding | None:
+        column = seen.column("evaluating")
+        if mode not in column:
+            return None
+        what = f"the model is trained in evaluation mode{since}: its dropout and its batch statistics are off"
+        ranks = [rank for rank, each in enumerate(column) if each]
+        return Finding(what, seen.step, seen.unless_all(ranks), "mode of the model")
+
+    return check
+
+
+def _joined(seen: Seen[object]) -> Finding | None:
+    if not seen.any("alone"):
+        return None
+    what = "WORLD_SIZE says that there are several processes, and this one made no process group: it trains by itself"
+    return Finding(what, seen.step, seen.ranks("alone"), "process group")
+
+
+_NEVER = _trains_in(_NEVER_TRAINING, ", and has never been in training mode")
+_JOINED_AT_CLOSE = Law("ranks-joined/close", ("alone",), _joined)
+_LOOP_LAWS = (
+    Law("training-mode/forward", ("evaluating",), _trains_in(_STILL_EVALUATING, " since an evaluation")),
+    Law("training-mode/never", ("evaluating",), _NEVER, suspicion=True),
+    Law("ranks-joined/before", ("alone",), _joined, suspicion=True),
+)
+
+
+class Mode(Check):
+    before_laws = (Law("modes-agree/before", ("modes", "modules"), _modes_agree, look=("modes",)),)
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._modes = CachedDigest()
+        self._training: set[bool] = set()
+        self._evaluating = 0
+        self._trained = False
+        self._updates = 0
+        self._joined = context.world > 1
+        self._random: torch.Tensor | None = None
+        self._drew = False
+        self.draws = ""
+        """The modules that drew random numbers in the forward passes of the last update. See `Step.draws`."""
+
+    def cover(self) -> Mapping[str, Cover]:
+        return {"modes-agree": self.context.between_ranks(), "training-mode": LIVE, "ranks-joined": LIVE}
+
+    def forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if torch.is_grad_enabled():
+            self._training.add(module.training)
+            if self._updates < _DRAWING and not self._drew:
+                self._random = self._random_state()
+
+    def forwarded(self) -> None:
+        before, self._random = self._random, None
+        if before is not None and (after := self._random_state()) is not None:
+            self._drew = not torch.equal(before, after)
+
+    def _random_state(self) -> torch.Tensor | None:
+        gpu = self.context.subject.gpu()
+        if gpu is not None and torch.cuda.is_current_stream_capturing():
+            return None
+        return random_state(gpu or torch.device("cpu"))
+
+    def meanwhile(self, probe: OptimizerProbe) -> Values:
+        self.draws, self._drew = self._sources_of_randomness() if self._drew else "", False
+        modules = self.context.subject.modules
+        if self._training:
+            depends = any(_drops(m) or (isinstance(m, _BatchNorm) and m.track_running_stats) for m in modules)
+            self._evaluating = self._evaluating + 1 if self._training == {False} and depends else 0
+            self._trained = self._trained or True in self._training
+        evaluating = _STILL_EVALUATING if self._trained else _NEVER_TRAINING
+        return {
+            "modes": self._modes.digest(bytes([module.training for module in modules])),
+            "modules": self.context.subject.module_names_digest,
+            "evaluating": evaluating if self._evaluating > 1 else _TRAINING,
+            "alone": int(self._updates > 0 and self._is_alone()),
+        }
+
+    def judge(self, probe: OptimizerProbe, said: Observations, aligned: Observations) -> None:
+        self.context.verdicts.judge(_LOOP_LAWS, Seen(said, None), self.context.scene())
+
+    def updated(self, probe: OptimizerProbe) -> None:
+        self._training.clear()
+        self._updates += 1
+
+    def judge_close(self) -> None:
+        """Only the end can tell that a process never joined the others."""
+        if self._updates > 1 and self._is_alone():
+            self.judge_alone(_JOINED_AT_CLOSE, self._updates, {"alone": 1})
+
+    def _is_alone(self) -> bool:
+        """Whether a launcher started several processes and this one made no process group with the others."""
+        world_size = os.environ.get("WORLD_SIZE", "")
+        # A script may take its group down before it ends.
+        self._joined = self._joined or (dist.is_available() and dist.is_initialized())
+        return not self._joined and world_size.isdecimal() and int(world_size) > 1
+
+    def _sources_of_randomness(self) -> str:
+        modules = self.context.subject.inner.named_modules()
+        found = [f"{name or 'the model'} (p = {_drops(m):g})" for name, m in modules if m.training and _drops(m)]
+        if not found:
+            return "functional dropout or other noise"
+        more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+        return f"dropout in module{'s' * (len(found) > 1)} {', '.join(found[:_NAMED])}{more}"
+
+
+def _drops(module: nn.Module) -> float:
+    """The dropout probability of a module; 0 if it drops nothing."""
+    if isinstance(module, _DropoutNd):
+        return float(module.p)
+    return float(module.dropout) if isinstance(module, nn.MultiheadAttention | nn.RNNBase) else 0.0
