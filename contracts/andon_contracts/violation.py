@@ -16,8 +16,8 @@ Kind = Literal["violation", "failed", "out of memory", "died", "hangs", "left"]
 """What stopped the ranks. failed: a rank raised an error. died: its process ended without a report. hangs: it is
 stopped, or the others waited too long for it. left: it closed its watch while the others continued."""
 
-OTHER_SHAPES = "have not the same shapes on all ranks"
-NOT_SEEN_REDUCED = "nothing was seen to reduce their gradients"
+OTHER_SHAPES = "do not have the same shape on all ranks"
+NOT_SEEN_REDUCED = "no reduction of their gradients was seen"
 """Findings with these words have no usual cause."""
 
 HALT = "halt-together"

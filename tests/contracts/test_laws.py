@@ -173,7 +173,7 @@ def test_one_against_one_accuses_nobody(name: str, change: Values) -> None:
     [
         ("base", "a frozen weight or buffer changed", "base"),
         ("before 0", "a frozen weight changed", "frozen weights"),
-        ("close", "a frozen weight changed, read once more at the close", "frozen weights"),
+        ("close", "a frozen weight changed, read again at the close", "frozen weights"),
     ],
 )
 def test_what_was_frozen_is_said_by_who_looked(point: str, seen: str, tensor: str) -> None:

@@ -494,24 +494,25 @@ def test_a_cause_travels_whole() -> None:
     [
         (
             EndMessages(1, 4, Position(3, diagnosis.POINTS[1])).failed(ValueError("boom"), "train.py:7 in loop"),
-            "rank 1 of 4 failed at step 3, in its forward or backward pass, which is no violation: ValueError: boom.",
+            ("rank 1 of 4 failed at step 3, in its forward or backward pass (not a contract violation): "
+            "ValueError: boom."),
         ),
         (
             EndMessages(1, 4, Position(3, diagnosis.POINTS[2])).failed(MemoryError(), ""),
-            "rank 1 of 4 ran out of memory at step 3, at its update, which is no violation: MemoryError.",
+            "rank 1 of 4 ran out of memory at step 3, at its update (not a contract violation): MemoryError.",
         ),
         (
             EndMessages(0, 4, Position(9)).left(3, Position(9, diagnosis.POINTS[0])),
             (
-                "rank 3 of 4 left at step 9, before its forward pass, which is no violation: "
+                "rank 3 of 4 left at step 9, before its forward pass (not a contract violation): "
                 "it closed its watch, or ended, while the others went on."
             ),
         ),
         (
             EndMessages(0, 4, Position(9)).behind(3, Position(9, diagnosis.POINTS[0], 31.2)),
             (
-                "rank 3 of 4 hangs at step 9, before its forward pass, which is no violation: its process runs, but "
-                "the others waited for it until their timeout; it passed no hook for 31 s."
+                "rank 3 of 4 hangs at step 9, before its forward pass (not a contract violation): its process runs, "
+                "but the others waited for it until their timeout; it passed no hook for 31 s."
             ),
         ),
     ],
@@ -526,7 +527,7 @@ def test_a_halt_pulled_by_hand_is_a_violation() -> None:
     """A user stops the run because something is wrong."""
     cause = EndMessages(1, 4, Position(3, diagnosis.POINTS[0], last_equal=2)).pulled("a row twice")
     assert cause.text.splitlines() == [
-        "rank 1 of 4 pulled the cord at step 3, before its forward pass: a row twice.",
+        "rank 1 of 4 halted the run at step 3, before its forward pass: a row twice.",
         "  state    last state known equal: step 2",
     ]
     assert type(cause.violation()) is Violation

@@ -103,7 +103,7 @@ def test_rows_that_do_not_come_back_once_and_finite_are_not_scored(
 def test_a_score_of_fewer_rows_than_planned_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     inner = classification.scores
     monkeypatch.setattr(classification, "scores", lambda *given: replace(inner(*given), rows=ROWS - 1))
-    with pytest.raises(Violation, match=r"evaluation-once .* rows is told as 149.0 on rank 0, the rows give 150.0"):
+    with pytest.raises(Violation, match=r"evaluation-once .* rank 0 reports rows as 149.0, the rows give 150.0"):
         evaluate(InlineBackend([CPU]), [ByFirstToken()], rows(), range(ROWS))
 
 

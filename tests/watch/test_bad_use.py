@@ -156,7 +156,7 @@ def test_bad_use_is_a_clear_error_on_every_rank() -> None:
         for name, text in found.items():
             told = rank == 2 or not name.endswith("on one rank")
             assert text.startswith("ValueError: "), f"{name}: {text}"
-            assert (wanted[name] if told else "rank 2 was told something wrong") in text, f"{name}: {text}"
+            assert (wanted[name] if told else "rank 2 got a wrong argument") in text, f"{name}: {text}"
         assert ("rank 2 is not one of the group" if rank == 2 else "replicas are 3") in text
 
 
@@ -184,7 +184,9 @@ def _fails_at_the_start(folder: str) -> str:
 
 def test_an_error_of_the_loops_own_while_a_watch_opens_leaves_nothing_open(tmp_path: Path) -> None:
     other, own = answers(2, _fails_at_the_start, str(tmp_path))
-    assert other.startswith("rank 1 of 2 failed at step 1, before its forward pass, which is no violation: KeyError")
+    assert other.startswith(
+        "rank 1 of 2 failed at step 1, before its forward pass (not a contract violation): KeyError"
+    )
     assert own == "'a row that is not there'"
 
 
@@ -267,7 +269,7 @@ def _saves(folder: str) -> tuple[str, list[str]]:
 def test_what_one_rank_cannot_read_is_refused_on_all_and_a_log_is_a_ranks_own(tmp_path: Path) -> None:
     """Nobody waits for a rank whose `read` raised, and the loop may go on. Rank 0 alone may be given `log=`."""
     assert answers(2, _saves, str(tmp_path)) == [
-        ("ValueError: rank 1 was told something wrong; its own message says what", []),
+        ("ValueError: rank 1 got a wrong argument; its own message says which", []),
         ("KeyError: 'a shard that is not there'", []),
     ]
 

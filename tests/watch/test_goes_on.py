@@ -337,7 +337,7 @@ def test_master_weights_are_no_mistake(kind: str, capsys: pytest.CaptureFixture[
     assert w.evaluations["update-applied"] == 3
     said = capsys.readouterr().err.splitlines()
     held = "1 tensor" if kind == "flat" else "4 tensors"
-    assert f"  not watched: the updates of {held} of the optimizers beside the model's parameters" in said
+    assert f"  not watched: the updates of {held} in the optimizers that are not parameters of the model" in said
 
 
 def test_a_group_that_the_loop_removes_ends_no_loop(capsys: pytest.CaptureFixture[str]) -> None:
@@ -350,7 +350,7 @@ def test_a_group_that_the_loop_removes_ends_no_loop(capsys: pytest.CaptureFixtur
         del optimizer.param_groups[1]
         _update(model, optimizer)
     assert [each.clause for each in w.findings] == ["parameters-kept"]
-    assert "also     groups-planned, step 2: 2.weight has not the" in capsys.readouterr().err
+    assert "also     groups-planned, step 2: 2.weight does not have the" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("apart", [True, False])

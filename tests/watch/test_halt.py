@@ -78,7 +78,7 @@ def test_all_ranks_raise_the_same_wherever_they_are(place: str) -> None:
     errors = [outcome.error for outcome in run_ranks(3, _stop, place)]
     assert {type(error) for error in errors} == {Violation}, errors
     assert len({str(error) for error in errors}) == 1
-    assert str(errors[0]).startswith(f"rank 1 of 3 pulled the cord at step 1, before its forward pass: {REASON}.")
+    assert str(errors[0]).startswith(f"rank 1 of 3 halted the run at step 1, before its forward pass: {REASON}.")
     assert {(error.clause, error.step, error.rank) for error in errors if isinstance(error, Violation)} == {
         ("halt-together", 1, 1)
     }
@@ -137,21 +137,21 @@ def test_a_bundle_that_cannot_be_made_keeps_nobody_from_halting(tmp_path: Path) 
 # a rank that ends otherwise
 
 
-NONE = "which is no violation: "
+NONE = r"\(not a contract violation\): "
 ENDS: dict[str, tuple[Callable[[], object], str]] = {
-    "failed": (lambda: int("boom"), rf"at step 1, before its forward pass, {NONE}ValueError: invalid literal for int"),
+    "failed": (lambda: int("boom"), rf"at step 1, before its forward pass {NONE}ValueError: invalid literal for int"),
     "out of memory": (
         lambda: torch.empty(1 << 60, dtype=torch.uint8),
-        rf"at step 1, before its forward pass, {NONE}RuntimeError: ",
+        rf"at step 1, before its forward pass {NONE}RuntimeError: ",
     ),
     # At which point of the step it was it says every second, if it comes to that.
     "died": (
         lambda: os.kill(os.getpid(), signal.SIGKILL),
-        rf"at step 1(, before its forward pass)?, {NONE}its process \d+ on ",
+        rf"at step 1(, before its forward pass)? {NONE}its process \d+ on ",
     ),
     "hangs": (
         lambda: os.kill(os.getpid(), signal.SIGSTOP),
-        rf"at step 1(, before its forward pass)?, {NONE}its process \d+ on ",
+        rf"at step 1(, before its forward pass)? {NONE}its process \d+ on ",
     ),
 }
 
@@ -197,7 +197,7 @@ def _leave() -> str:
 def test_a_rank_that_leaves_the_others_is_named() -> None:
     waiting, left = answers(2, _leave)
     assert left == "left"
-    assert waiting.startswith("left: rank 1 of 2 left at step 1, before its forward pass, which is no violation: ")
+    assert waiting.startswith("left: rank 1 of 2 left at step 1, before its forward pass (not a contract violation): ")
 
 
 def _swallow() -> list[str]:
@@ -294,7 +294,8 @@ def test_torchs_launcher_names_the_cause(tmp_path: Path) -> None:
     root = done.stderr.partition("Root Cause")[2]
     assert "rank      : 1 " in root
     assert (
-        f"rank 1 of 2 failed at step 1, before its forward pass, which is no violation: ValueError: {REASON}." in root
+        f"rank 1 of 2 failed at step 1, before its forward pass (not a contract violation): ValueError: {REASON}."
+        in root
     )
 
 
@@ -320,7 +321,7 @@ def test_a_rank_that_vanished_is_named_where_the_loops_own_error_ends_the_other(
     assert _processes(_vanishing, str(tmp_path), gone) == [int(rank != gone) for rank in (0, 1)]
     # Whether it left or died its code would say, which its parent may have taken from the system already.
     said = (tmp_path / f"said-{1 - gone}").read_text()
-    assert re.search(rf"rank {gone} of 2 (left|died) at step 2, which is no violation", said)
+    assert re.search(rf"rank {gone} of 2 (left|died) at step 2 \(not a contract violation\)", said)
 
 
 # a guard that ends
@@ -335,8 +336,8 @@ GUARDS: dict[str, Callable[[andon.Watch], object]] = {
     "andon-halt": lambda w: setattr(w._halt._monitor, "_observe", _unforeseen),
 }
 WORDS = (
-    "rank 1 of 2 is unguarded at step 1, before its forward pass, which is no violation: "
-    "its thread {}, which guards it, ended by an error of its own (LookupError: nobody foresaw this)."
+    "rank 1 of 2 is unguarded at step 1, before its forward pass (not a contract violation): "
+    "its thread {}, which guards it, failed (LookupError: nobody foresaw this)."
 )
 
 

@@ -269,9 +269,9 @@ def test_a_ledger_that_cannot_be_written_is_refused_on_every_rank(tmp_path: Path
     (tmp_path / "damaged.jsonl").write_text("{}\n")
     (tmp_path / "file").touch()
     writer, other = answers(2, _refusals, str(tmp_path))
-    assert ["holds a run already" in writer[0], ":1: " in writer[1]] == [True, True]
+    assert ["already contains a run" in writer[0], ":1: " in writer[1]] == [True, True]
     assert all("cannot be written" in said for said in writer[2:])
-    assert all("rank 0 was told something wrong" in said for said in other)
+    assert all("rank 0 got a wrong argument" in said for said in other)
     *_, ended, resumed, end = read_ledger(tmp_path / "taken.jsonl")
     assert [type(each) for each in (ended, resumed, end)] == [End, Resume, End]
     assert resumed.step == 6

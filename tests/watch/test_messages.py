@@ -186,7 +186,7 @@ def test_two_lines_open_a_watch_and_the_table_is_there_for_who_asks(capsys: pyte
     model = net()
     with andon.watch(model, sgd(model)):
         first, second = capsys.readouterr().err.splitlines()
-    words = r"andon.watch: 1 rank, 4 trainable tensors; \d+ of 33 clauses are held, verbose=True lists them"
+    words = r"andon.watch: 1 rank, 4 trainable tensors; \d+ of 33 clauses are checked, verbose=True lists them"
     assert re.fullmatch(words, first)
     for argument in ("schedule=", "groups=", "clip=", "reference=", "updates="):
         assert f"({argument})" in second
@@ -194,7 +194,7 @@ def test_two_lines_open_a_watch_and_the_table_is_there_for_who_asks(capsys: pyte
     capsys.readouterr()
     with andon.watch(model, sgd(model), verbose=True):
         table = capsys.readouterr().err.splitlines()
-    assert table[0].endswith("clauses are held")
+    assert table[0].endswith("clauses are checked")
     named = [line.split()[0] for line in table[2:]]
     assert len(named) == len(set(named)) == 33
     assert set(named) <= set(CLAUSES)

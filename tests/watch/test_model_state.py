@@ -247,7 +247,7 @@ def _merged_by_hand(model: nn.Sequential) -> None:
 )
 def test_what_is_done_with_a_trained_model_is_no_fault(end: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert not _frozen_run(end).findings
-    assert "base-frozen: not read once more at the end, because" in capsys.readouterr().err
+    assert "base-frozen: not read again at the close, because" in capsys.readouterr().err
 
 
 # before the reduction
@@ -370,7 +370,7 @@ def test_a_message_says_shapes_and_what_was_applied() -> None:
     lines = shapes.splitlines()
     assert lines[0] == "buffers-agree broken after step 1: ranks 0 and 1 differ."
     assert "  where    cache" in lines
-    assert "have not the same shapes on all ranks" in lines[2]
+    assert "do not have the same shape on all ranks" in lines[2]
     assert not any(line.startswith("  likely") for line in lines)
     assert "  state    step 1 was applied; last state known equal: step 1" in lines
     gradient = answers(2, _cached, (1, 1))[0][0]
@@ -557,7 +557,7 @@ def test_the_message_says_which_of_both_causes_it_is(due: float, seen: str, like
     values = {"unmoved": 1, "unmoved due": bits_of(due), "unmoved spacing": bits_of(2.0**-7)}
     law = Applied.after_laws[0]
     found = Judgement((law,), Seen((Observation(0, 3, 9, "here", values),), None, ("head",))).violation(law).finding
-    kept = f"head kept every bit, although its gradient and learning rate call for an update of about {due:.2g};"
+    kept = f"head did not change, although its gradient and learning rate call for an update of about {due:.2g};"
     assert kept in found.seen
     assert found.seen.endswith(seen)
     assert found.likely.startswith(likely)

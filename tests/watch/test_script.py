@@ -344,7 +344,7 @@ def test_a_ledger_that_cannot_be_written_is_still_refused(tmp_path: Path, monkey
     monkeypatch.setenv("ANDON_LEDGER", str(tmp_path / "notes.txt"))
     code, said = _run([str(tmp_path / "loop.py")])
     assert code == ("exit", 2)
-    assert "is another file" in said
+    assert "is not a ledger" in said
 
 
 _WITH = "with andon.watch(model, optimizer):"

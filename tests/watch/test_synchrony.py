@@ -106,7 +106,7 @@ def _never_together() -> list[tuple[str, str]]:
         backward(model, step)
         optimizer.step()
     said = [(each.clause, str(each)) for each in w.findings]
-    with pytest.raises(Violation, match="never agreed again until the close") as caught:
+    with pytest.raises(Violation, match="did not agree again before the close") as caught:
         w.close()
     return [*said, (caught.value.clause, str(caught.value))]
 
@@ -115,7 +115,7 @@ def test_what_never_comes_together_is_one_suspicion_and_a_violation_at_the_close
     """Nothing is raised before, since local SGD looks the same; every rank raises then."""
     for (first, suspicion), (last, _) in answers(2, _never_together):
         assert (first, last) == ("replicas-agree", "replicas-agree")
-        assert "nothing was seen to reduce" in suspicion
+        assert "no reduction of their gradients was seen" in suspicion
         assert "likely" not in suspicion
 
 
@@ -357,5 +357,5 @@ def _one_stays(within_s: float) -> tuple[str, int]:
 
 def test_a_rank_that_closes_later_is_not_waited_for_and_nobody_is_blamed() -> None:
     (said, first), (_, second) = answers(2, _one_stays, 0.3)
-    assert "  what update 1 left was not compared: not every rank closed its watch within 0.3 s\n" in said
+    assert "  the state after update 1 was not compared: not every rank closed its watch within 0.3 s\n" in said
     assert first == second == 0

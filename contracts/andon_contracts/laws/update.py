@@ -276,7 +276,7 @@ def _frozen(seen: Seen[object]) -> Finding | None:
         return None
     point = seen.observations[0].point
     what, name = ("weight or buffer", "base") if point == BASE_POINT else ("weight", "frozen weights")
-    again = ", read once more at the close" * (point == "close")
+    again = ", read again at the close" * (point == "close")
     return Finding(f"a frozen {what} changed{again}", seen.step, odd, frozen_tensor(seen, name))
 
 
@@ -381,12 +381,12 @@ def _evaluated(seen: Evaluation) -> Finding | None:
         what = f"the {len(counts)} rows that were counted are not the planned ones in their order"
     elif wrong:
         name, rank, value = wrong[0]
-        what = f"{name} is told as {value!r} on rank {rank}, the rows give {seen.counted[name]!r}"
+        what = f"rank {rank} reports {name} as {value!r}, the rows give {seen.counted[name]!r}"
     elif training:
         module = training[0][1]
-        what = f"batch norm {module} was in training mode: what it gave for a row depended on the rows beside it"
+        what = f"batch norm {module} was in training mode: its output for a row depends on the other rows"
     elif not seen.repeated:
-        what = "the same weights gave other predictions for the same rows before"
+        what = "the same weights gave different predictions for the same rows earlier"
     else:
         return None
     ranks = [rank for _, rank, _ in wrong] or [rank for rank, _ in training]

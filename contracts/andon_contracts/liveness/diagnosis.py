@@ -435,18 +435,18 @@ class EndMessages:
 
     def unguarded(self, guard: str, error: BaseException) -> Cause:
         """The thread `guard` ended by `error`. This rank would no longer notice the end of another."""
-        seen = f"its thread {guard}, which guards it, ended by an error of its own ({first_line(error)})"
+        seen = f"its thread {guard}, which guards it, failed ({first_line(error)})"
         return self._end("failed", self.rank, seen, self.at, verb="is unguarded")
 
     def pulled(self, reason: str) -> Cause:
-        head = f"rank {self.rank} of {self.world} pulled the cord at {self.at}: {reason}"
+        head = f"rank {self.rank} of {self.world} halted the run at {self.at}: {reason}"
         return self._cause("violation", self.rank, head, reason, self.at)
 
     def _end(
         self, kind: Kind, rank: int | None, seen: str, at: Position, *rows: tuple[str, str], verb: str = ""
     ) -> Cause:
         names = self.rank if rank is None else rank
-        head = f"rank {names} of {self.world} {verb or kind} at {at}, which is no violation: {seen}"
+        head = f"rank {names} of {self.world} {verb or kind} at {at} (not a contract violation): {seen}"
         return self._cause(kind, rank, head, seen, at, *rows)
 
     def _cause(self, kind: Kind, rank: int | None, head: str, seen: str, at: Position, *rows: tuple[str, str]) -> Cause:

@@ -183,7 +183,7 @@ class Context:
 
     def between_ranks(self) -> Cover:
         """The cover of a clause that compares ranks."""
-        return LIVE if self.world > 1 else Cover("not observable", "one process: there is nothing to compare with")
+        return LIVE if self.world > 1 else Cover("not observable", "one process: nothing to compare")
 
     def between_replicas(self) -> Cover:
         """The cover of a clause that compares ranks that hold the same part of the model."""

@@ -72,7 +72,7 @@ def open_ledger(given: str | os.PathLike[str] | None, writer: int, start: int) -
         path.parent.mkdir(parents=True, exist_ok=True)
         file = LedgerFile(path, exclusive=True)
     except LedgerError as error:
-        what = "is another file, or a ledger that was changed; name one that is not there yet; it was left as it is"
+        what = "is not a ledger, or was changed, and is left as it is; name a new file"
         raise ValueError(f"ledger: {path} {what} ({error})") from None
     except BlockingIOError:
         raise ValueError(f"ledger: {path} is being written by another process") from None
@@ -80,7 +80,7 @@ def open_ledger(given: str | os.PathLike[str] | None, writer: int, start: int) -
         raise ValueError(f"ledger: {path} cannot be written: {error.strerror}") from None
     if file.head[0] and not start and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         file.close()
-        raise ValueError(f"ledger: {path} holds a run already; name another, or say start= where this one goes on")
+        raise ValueError(f"ledger: {path} already contains a run; name another file, or pass start= to continue it")
     return file
 
 

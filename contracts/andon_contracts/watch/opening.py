@@ -155,7 +155,7 @@ def open_watch(model: nn.Module, optimizers: Sequence[Any], settings: Settings) 
         seen = exchange(0, "settings", values)
         others = [str(o.rank) for o in seen if o.values["problems"] and o.rank != exchange.rank]
         if others and not problems:
-            problems.append(f"rank {', '.join(others)} was told something wrong; its own message says what")
+            problems.append(f"rank {', '.join(others)} got a wrong argument; its own message says which")
         differing = [name for name in digests if len({o.values[name] for o in seen}) > 1]
         if differing and not any(o.values["problems"] for o in seen):
             names = ", ".join(name.removeprefix("told ") for name in differing)

@@ -100,7 +100,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     allow_help = "silence a clause; may be repeated"
     parser.add_argument("--allow", metavar="CLAUSE=REASON", action="append", default=[], help=allow_help)
     parser.add_argument("--folder", metavar="PATH", help="where bundles of violations are written")
-    parser.add_argument("--hard-stop", action="store_true", help="end ranks that are blocked where no Python runs")
+    parser.add_argument("--hard-stop", action="store_true", help="end ranks that are blocked outside of Python")
     parser.add_argument("--verbose", action="store_true", help="list every clause at the opening")
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGS...]")

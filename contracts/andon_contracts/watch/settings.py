@@ -130,5 +130,5 @@ def allow_problems(allow: Mapping[str, str]) -> list[str]:
         if name not in CLAUSES:
             close = difflib.get_close_matches(name, CLAUSES, 1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
-            problems.append(f"allow names {name!r}, which is no clause{hint}")
+            problems.append(f"allow names {name!r}, which is not a clause{hint}")
     return problems + [f"allow[{name!r}] must give a reason" for name, reason in allow.items() if not reason]

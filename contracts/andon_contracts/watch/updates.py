@@ -210,7 +210,7 @@ class Updates:
             said = self._context.exchange.gather_at_close(probe.updates, point, values(), _AT_THE_CLOSE_S)
         except (RuntimeError, OSError) as error:
             why = str(error) if isinstance(error, TimeoutError) else first_line(error)
-            return f"  what update {probe.updates} left was not compared: {why}"
+            return f"  the state after update {probe.updates} was not compared: {why}"
         judgement = self._judge_after(probe, said)
         self._context.verdicts.report_alone(judgement, self._context.scene(applied=True), on_all_ranks=True)
         return ""

@@ -219,17 +219,21 @@ class Watch:
         live = sum(cover.live for cover in covers.values())
         table, where = "verbose=True", "these arguments would"
         if settings.by_command:
-            table, where = "--verbose", "a line in the script would: andon.watch(model, optimizer, ...)"
+            table, where = "--verbose", "a line in the script can: andon.watch(model, optimizer, ...)"
         missing = [f"{name} ({cover.remedy})" for name, cover in covers.items() if cover.remedy and not cover.live]
         whys = dict.fromkeys(c.why for c in covers.values() if c.state == "not observable" and not c.remedy)
         unseen = [f"{', '.join(n for n, c in covers.items() if c.why == why and not c.live)} ({why})" for why in whys]
         head = f"andon.watch: {world} rank{'s' * (world > 1)}, {len(subject.trainable)} trainable tensors"
-        lines = [f"{head}; {live} of {len(covers)} clauses are held" + f", {table} lists them" * (not settings.verbose)]
+        lines = [
+            f"{head}; {live} of {len(covers)} clauses are checked" + f", {table} lists them" * (not settings.verbose)
+        ]
         if missing or unseen:
             lines.append(f"  not watched: {', '.join([*unseen, *missing])}" + f"; {where}" * bool(missing))
         if beside:
             tensors = counted(beside, "tensor")
-            lines.append(f"  not watched: the updates of {tensors} of the optimizers beside the model's parameters")
+            lines.append(
+                f"  not watched: the updates of {tensors} in the optimizers that are not parameters of the model"
+            )
         if settings.verbose:
             width = max(map(len, covers))
             lines += [f"  {name:<{width}}  {cover.state:<14}  {cover.why}".rstrip() for name, cover in covers.items()]

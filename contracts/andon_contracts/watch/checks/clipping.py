@@ -66,7 +66,7 @@ _CLIPPED, _SCALED, _UNREDUCED, _UNFINISHED = 1, 2, 4, 8
 def _not_early(seen: Seen[object]) -> Finding | None:
     scaled, unreduced = (any(each & bit for each in seen.column("clipping")) for bit in (_SCALED, _UNREDUCED))
     when = "while a loss scaler had them multiplied" if scaled else "before they were reduced"
-    what = f"the gradients were clipped {when}: not by the norm of what is applied"
+    what = f"the gradients were clipped {when}: the norm was not that of the applied gradient"
     return Finding(what, seen.step, (), "gradient") if scaled or unreduced else None
 
 

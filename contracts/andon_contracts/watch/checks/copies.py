@@ -57,7 +57,7 @@ def _copies_agree(seen: Seen[object]) -> Finding | None:
     if not ranks:
         return None
     shown = ", ".join(f"rank {rank}: {' '.join(map(hexadecimal, each))}" for rank, each in enumerate(kept))
-    what = f"a copy of the model beside it was kept up, and is not the same on the ranks that keep one ({shown})"
+    what = f"a copy of the model (an average, a teacher) was updated, and differs between the ranks with one ({shown})"
     culprits = ranks if 2 * len(ranks) < len(seen.observations) else ()
     return Finding(what, max(seen.step - 1, 0), culprits, "copy of the model")
 

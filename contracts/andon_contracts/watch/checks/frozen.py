@@ -40,7 +40,7 @@ def _changed_on_all(seen: Seen[object]) -> bool:
 def _changed_by_loop(seen: Seen[object]) -> Finding | None:
     if not _changed_on_all(seen):
         return None
-    what = "a frozen weight changed, on all ranks alike"
+    what = "a frozen weight changed in the same way on all ranks"
     return Finding(what, seen.step, (), frozen_tensor(seen, "frozen weights"))
 
 
@@ -109,7 +109,7 @@ class Frozen(Check):
             context.check(Structure).change_since_start() if untouched else "weights were written after the last update"
         )
         if why:
-            self._closing_line = f"  base-frozen: not read once more at the end, because {why}"
+            self._closing_line = f"  base-frozen: not read again at the close, because {why}"
             return
         self.judge_alone(FROZEN, context.updates, self._values(self._base.read_all()))
 

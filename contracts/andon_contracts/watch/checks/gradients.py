@@ -46,14 +46,14 @@ def _norm_finite(seen: Seen[object]) -> Finding | None:
 
 def _collectives_agree(seen: Seen[object]) -> Finding | None:
     if seen.any("strided"):
-        return indexed(seen, "strided", "was given to a collective although it is not dense in memory")
+        return indexed(seen, "strided", "was passed to a collective although it is not dense in memory")
     if "collectives" in seen.differing:
         return difference(seen, "collectives", "the ranks reduced different tensors, or in a different order")
     return None
 
 
-_STALE = "still had a gradient of the step before when this one began"
-_MISSING = "has had no gradient, or none but zero, since the start"
+_STALE = "still had the gradient of the last step when this step began"
+_MISSING = "has received no nonzero gradient since the watch opened"
 
 
 class Gradients(Check):
@@ -106,10 +106,10 @@ class Gradients(Check):
                 self._call_hooks[index].append(hook)
 
     def cover(self) -> Mapping[str, Cover]:
-        subject, dark = self.context.subject, "the shards show no raw gradient"
+        subject, dark = self.context.subject, "shards show no raw gradient"
         by_ddp = self.context.world > 1 and subject.reducers
         below_python = Cover("degraded", "DDP's own reductions run below Python")
-        unused = "find_unused_parameters says that some have none: only an adapter wholly without one is reported"
+        unused = "with find_unused_parameters only an adapter without any gradient is reported"
         return {
             "gradients-agree": self.context.between_replicas(),
             "collectives-agree": below_python if by_ddp else self.context.between_ranks(),

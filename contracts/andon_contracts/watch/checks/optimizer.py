@@ -63,7 +63,7 @@ def _applied(seen: Seen[object]) -> Finding | None:
     due, spacing = (real_of(first.values[f"unmoved {name}"]) for name in ("due", "spacing"))
     lost = due <= spacing / 2
     what = (
-        f"kept every bit, although its gradient and learning rate call for an update of about {due:.2g}; the values "
+        f"did not change, although its gradient and learning rate call for an update of about {due:.2g}; the values "
         f"that its dtype holds are {spacing:.2g} apart there{', so that the update is rounded away' * lost}"
     )
     applied = "the optimizer holds other parameters than the model"
@@ -79,7 +79,9 @@ class Optimizer(Check):
     before_laws = (
         Law("hyperparameters-agree/before", _HYPERPARAMETERS, _hyperparameters_agree, look=("hyperparameters",)),
         Law("learning-rate-planned/before", ("rate", "planned"), _rate_planned),
-        none_has("groups-planned/before", "ungrouped", "has not the hyperparameters that were declared for its name"),
+        none_has(
+            "groups-planned/before", "ungrouped", "does not have the hyperparameters that are declared for its name"
+        ),
         agreeing("scaler-agrees/before", ("scale",), "the loss scales are not the same", real=True),
     )
     after_laws = (OPTIMIZERS,)

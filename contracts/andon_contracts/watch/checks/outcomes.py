@@ -42,8 +42,8 @@ class Outcomes(Check):
     def cover(self) -> Mapping[str, Cover]:
         return {
             "updates-planned": declared(self.context.settings.updates, "updates="),
-            "evaluation-once": Cover("live", "where w.evaluated tells one"),
-            "checkpoint-whole": Cover("live", "where w.saved and w.loaded tell one"),
+            "evaluation-once": Cover("live", "if w.evaluated reports one"),
+            "checkpoint-whole": Cover("live", "if w.saved and w.loaded report one"),
         }
 
     def forward(self, module: object, args: object, kwargs: object) -> None:
@@ -171,7 +171,7 @@ class Outcomes(Check):
         seen = self.context.exchange(self._step, "told", {"problem": int(bool(problem))})
         others = [str(o.rank) for o in seen if o.values["problem"]]
         if others:
-            raise ValueError(problem or f"rank {', '.join(others)} was told something wrong; its own message says what")
+            raise ValueError(problem or f"rank {', '.join(others)} got a wrong argument; its own message says which")
 
 
 def _table(

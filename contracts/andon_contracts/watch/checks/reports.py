@@ -51,7 +51,7 @@ def _rows_once(batch: ReportedRows) -> Finding | None:
         rows, lacking = sorted(union - Counter(batch.planned)), sorted(Counter(batch.planned) - union)
         what = f"rows {lacking[:8]} were planned and not used, rows {rows[:8]} used and not planned"
     elif outside:
-        what, rows = f"rows {outside[:8]} are none of the {batch.rows}", outside
+        what, rows = f"rows {outside[:8]} are outside the {batch.rows} of the data", outside
     else:
         return None
     ranks = [rank for rank, part in enumerate(batch.ids) if set(part) & set(rows)]
@@ -95,10 +95,10 @@ def _as_expected(seen: Seen[object]) -> Finding | None:
         name = f"stream {index}"
         must, values = majority(seen.column(f"{name} must")), seen.column(name)
         if must == _MUST["agree"] and len(set(values)) > 1:
-            return Finding("the ranks have different states of it, and must agree", seen.step, minority(values), name)
+            return Finding("the ranks have different values, and must agree", seen.step, minority(values), name)
         if must == _MUST["differ"] and len(set(values)) < len(values):
             equal = [rank for rank, value in enumerate(values) if values.count(value) > 1]
-            return Finding(f"ranks {equal} have the same state of it, and must differ", seen.step, (), name)
+            return Finding(f"ranks {equal} have the same value, and must differ", seen.step, (), name)
     return None
 
 
@@ -131,13 +131,13 @@ class LoopReports(Check):
 
     def cover(self) -> Mapping[str, Cover]:
         planned, contents = self.context.settings.plan is not None, self.context.settings.contents
-        of_rows = "of torch's data loaders and w.batch; no plan=: no row twice" * (not planned)
-        no_contents = "needs w.batch(content=); no contents=: held to what the same row was before"
+        of_rows = "of torch's data loaders and w.batch; without plan=: no row twice" * (not planned)
+        no_contents = "needs w.batch(content=); without contents=: compared with the same row earlier"
         return {
             "samples-once": Cover("live" if planned else "degraded", of_rows),
             "content-planned": Cover("live" if contents else "degraded", "" if contents else no_contents),
-            "loss-reported": Cover("live", "where w.expect tells one"),
-            "randomness-declared": Cover("live", "where w.expect tells values"),
+            "loss-reported": Cover("live", "if w.expect reports one"),
+            "randomness-declared": Cover("live", "if w.expect reports values"),
         }
 
     def batch(self, ids: Sequence[int] | Tensor, content: Sequence[object] | None = None) -> None:

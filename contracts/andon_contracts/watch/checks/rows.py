@@ -67,8 +67,10 @@ def _distributed(seen: _RowsSeen) -> Finding | None:
 def _inputs_differ(seen: _RowsSeen) -> Finding | None:
     if seen.same_input < _LIKELY:
         return None
-    what = f"in {seen.same_input} updates in a row all ranks gave the model the same, or had the same raw gradients"
-    return Finding(f"{what}, to the bit: do they train on the same rows?", seen.step, (), "global batch")
+    what = (
+        f"in {seen.same_input} updates in a row all ranks gave the model the same inputs, or had the same raw gradients"
+    )
+    return Finding(f"{what}, bit for bit: do they train on the same rows?", seen.step, (), "global batch")
 
 
 def _once_in_a_pass(seen: _RowsSeen) -> Finding | None:
@@ -78,7 +80,7 @@ def _once_in_a_pass(seen: _RowsSeen) -> Finding | None:
 
 def _order_renewed(seen: Seen[object]) -> Finding | None:
     passes = seen.column("order again")
-    what = f"pass {max(passes)} over the data has the order of the pass before, though its sampler shuffles"
+    what = f"pass {max(passes)} over the data has the same order as the pass before, although its sampler shuffles"
     ranks = [rank for rank, number in enumerate(passes) if number]
     return Finding(what, seen.step, seen.unless_all(ranks), "order of rows") if ranks else None
 

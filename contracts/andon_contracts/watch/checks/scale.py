@@ -457,7 +457,7 @@ class GradientScale(Check):
         self._parameter = members[self.parameter_index] if self.parameter_index >= 0 else None
 
     def cover(self) -> Mapping[str, Cover]:
-        dark = Cover("not observable", "the shards show no raw gradient")
+        dark = Cover("not observable", "shards show no raw gradient")
         return {"gradient-scale": dark if self.context.subject.sharded else LIVE}
 
     def gradient_hook(self, gradient: Tensor) -> None:

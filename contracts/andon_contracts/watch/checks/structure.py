@@ -66,7 +66,7 @@ def _not_toggled(seen: Seen[object]) -> Finding | None:
     if not _same_toggle_on_all_ranks(seen):
         return None
     found = _first_change(seen)
-    what = f"{found.seen}, on all ranks alike; this watch sees what was trained when it was opened, a new one the rest"
+    what = f"{found.seen}, the same on all ranks; this watch checks what was trained when it opened, a new one the rest"
     return Finding(what, found.step, (), found.tensor)
 
 
@@ -93,7 +93,7 @@ class Structure(Check):
         self._sizes = self._module_sizes()
 
     def cover(self) -> Mapping[str, Cover]:
-        why = "trainable= declares nothing: held to the set of the start only"
+        why = "without trainable=: compared with the set at the start only"
         kept = LIVE if self.context.settings.trainable is not None else Cover("degraded", why)
         return {"parameters-kept": kept, "precision-sufficient": LIVE}
 

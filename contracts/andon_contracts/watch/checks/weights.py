@@ -43,15 +43,15 @@ def _not_parted(seen: Seen[object]) -> Finding | None:
     if "weights" not in seen.differing:
         return None
     what = (
-        f"the trainable weights part here, and {NOT_SEEN_REDUCED}. Where the loop brings them together later (local "
-        "SGD) this is right, and they are held to agree there; where it never does, the close says so"
+        f"the trainable weights differ between ranks here, and {NOT_SEEN_REDUCED}. If the loop averages them later "
+        "(local SGD) this is right, and they must agree then; if it never does, the closing lines say so"
     )
     return Finding(what, seen.step, (), (*seen.differing_tensors("weights"), "weights")[0])
 
 
 def _met(seen: Seen[object]) -> Finding | None:
     since = seen.observations[0].values["parted"]
-    what = f"the ranks' weights parted after update {since} and never agreed again until the close"
+    what = f"the ranks' weights differ since update {since} and did not agree again before the close"
     return Finding(what, seen.step, (), "weights") if since else None
 
 
@@ -258,4 +258,4 @@ class Synchrony:
         if self.state is not State.LOCAL:
             return ""
         apart = f"at most {self.longest} update{'s' * (self.longest > 1)} apart"
-        return f"  replicas-agree: held where the loop synchronises its weights, {self.met} times, {apart}"
+        return f"  replicas-agree: checked where the loop synchronises its weights, {self.met} times, {apart}"
