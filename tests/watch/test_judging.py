@@ -48,13 +48,12 @@ def values(text: str) -> dict[str, int]:
     return {name: int(value) if mark == "=" else bits_of(float(value)) for name, mark, value in pairs}
 
 
-RIGHT = values(
-    "change=0, layout=5, hyperparameters=6, rate:0.1, planned:0.1, ungrouped=0, modes=7, modules=7, buffers=8, "
-    "caches=9, cache shapes=9, reduces=1, written=0, nonfinite=0, repaired=0, collectives=9, strided=0, weights=10, "
-    "gradient=11, norm:2.0, clipped:2.0, stale=0, missing=0, scale=0, base=12, first base=12, "
-    "rows=0, with content=0, loss sum=0, loss rows=0, reports=0, reported=0, optimizer=13, "
-    "updates=4, unmoved=0, unmoved due:1e-3, unmoved spacing:1e-8"
-) | {f"stream {index}{must}": 0 for index in range(4) for must in ("", " must")}
+RIGHT = {name: 0 for law in (*BEFORE, *AFTER) for name in law.reads} | values(
+    "layout=5, hyperparameters=6, rate:0.1, planned:0.1, modes=7, modules=7, buffers=8, "
+    "caches=9, cache shapes=9, reduces=1, collectives=9, weights=10, "
+    "gradient=11, norm:2.0, clipped:2.0, base=12, first base=12, "
+    "optimizer=13, updates=4, unmoved due:1e-3, unmoved spacing:1e-8"
+)
 
 WRONG = {
     "parameters-kept": f"change={change_of(Change.REPLACED, 0)}, layout=4",
