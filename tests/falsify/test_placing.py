@@ -121,8 +121,8 @@ def test_other_devices_are_not_compared_to_the_bit(trainer: AndonTrainer) -> Non
         "other kinds of device round otherwise: cpu cuda against cpu",
     )
     assert same_bits(placed(one, "cuda"), placed(two, "cuda")).outcome is Outcome.HOLDS
-    backends = ("gloo", "threads", "mixed", "nccl")
-    assert [alone(Case(backend=name)).backend for name in backends] == ["inline", "inline", "inline", "nccl"]
+    backends = ("gloo", "mixed", "nccl")
+    assert [alone(Case(backend=name)).backend for name in backends] == ["inline", "inline", "nccl"]
 
 
 def test_a_run_goes_on_to_the_bit_on_the_same_devices_alone(trainer: AndonTrainer) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from andon.backend.base import Backend
-from andon.backend.inprocess import InlineBackend, ThreadsBackend
+from andon.backend.inprocess import InlineBackend
 from andon.console.problems import InputError
 from andon.model.adapter import AdapterSpec, attach
 from andon.model.build import build_base, checkpoint_layers
@@ -50,7 +50,6 @@ def test_the_bits_are_those_without_it_on_any_number_of_workers(architecture: st
 
     plain = digest(InlineBackend([CPU]), checkpointing=False)
     assert digest(InlineBackend([CPU] * 3), checkpointing=True) == plain
-    assert digest(ThreadsBackend([CPU] * 2), checkpointing=True) == plain
     assert digest(InlineBackend([CPU]), checkpointing=True, dropout=0.0) != plain
 
 

@@ -183,7 +183,6 @@ ALWAYS = {"backend": "nccl", "cuda_graphs": "always"}
     [
         ({"run": NCCL}, "cuda", GIB, True),
         ({"run": {"backend": "inline"}}, "cuda", GIB, True),
-        ({"run": {"backend": "threads"}}, "cuda", GIB, False),
         ({"run": {"backend": "mixed"}}, "cuda", GIB, False),
         ({"run": {"backend": "mixed", "cuda_graphs": "always"}}, "cuda", GIB, False),
         ({"run": NCCL}, "cuda", 8 * GIB, True),
@@ -203,7 +202,7 @@ ALWAYS = {"backend": "nccl", "cuda_graphs": "always"}
 def test_small_eager_passes_are_captured(
     settings: dict[str, object], kind: str, activations: int | None, expected: bool
 ) -> None:
-    """Never what is compiled or checkpointed, nor beside a CPU or on threads, which share a generator."""
+    """Never what is compiled or checkpointed, nor beside a CPU."""
     assert captures(Config.model_validate(settings), kind, activations) is expected
 
 

@@ -1,6 +1,6 @@
 """The verbs that the step asks of a backend, and the backend that notes on a rank's clock when it waits for the others.
 
-Every verb speaks of *local replicas*: all ranks in `inline` and `threads`, one rank in a process group. Lists are
+Every verb speaks of *local replicas*: all ranks in `inline`, one rank in a process group. Lists are
 indexed by local replica where they go in and where they come out, unless a docstring says "by rank".
 """
 

@@ -16,10 +16,10 @@ import torch
 from andon.backend.base import Backend, ClockedBackend
 from andon.backend.devices import NO_GPU, demand_determinism, placement
 from andon.backend.group import GroupBackend, groups_of
-from andon.backend.inprocess import InlineBackend, ThreadsBackend
+from andon.backend.inprocess import InlineBackend
 from andon.backend.machine import look_at, none_works, of_all_ranks, refuse_unfit, refuse_without_nccl
 from andon.backend.products import FORM, portable_kernels
-from andon.config.schema import IN_PROCESS, Config
+from andon.config.schema import Config
 from andon.console.messages import say
 from andon.console.problems import InputError, Problem
 from andon.launch.context import RankContext, is_rank
@@ -100,12 +100,8 @@ def _backend(config: Config, clock: StepClock) -> Iterator[Backend]:
     run = config.run
     name, devices, note = placement(run.backend, run.workers, run.devices, fallback=run.cpu_fallback)
     demand_determinism(devices)
-    if name in IN_PROCESS:
-        backend: Backend = (InlineBackend if name == "inline" else ThreadsBackend)(devices)
-        try:
-            yield backend
-        finally:
-            backend.close()
+    if name == "inline":
+        yield InlineBackend(devices)
         return
     refuse_without_nccl(name)
     store, rank, world = join(groups_of(name), config.run.timeout_s)
