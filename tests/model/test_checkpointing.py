@@ -55,7 +55,7 @@ def test_the_bits_are_those_without_it_on_any_number_of_workers(architecture: st
 
 def test_a_model_without_such_layers_is_refused() -> None:
     with pytest.raises(InputError, match=r"^training\.activation_checkpointing: Linear has no layers"):
-        checkpoint_layers(nn.Linear(2, 2), CPU)
+        checkpoint_layers(nn.Linear(2, 2))
 
 
 def test_what_is_computed_again_attends_as_it_did() -> None:
@@ -74,7 +74,7 @@ def test_what_is_computed_again_attends_as_it_did() -> None:
     for checkpointing in (False, True):
         model = causal(adapter=AdapterSpec(kind="none"))
         if checkpointing:
-            checkpoint_layers(model, CPU)
+            checkpoint_layers(model)
         calls.clear()
         with _attending(model, "andon_test_attention", attend):
             logits = model(input_ids=torch.arange(1, 9)[None], use_cache=False).logits

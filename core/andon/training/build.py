@@ -28,7 +28,7 @@ from andon.run.checkpoint import Checkpoint
 from andon.run.repeats import Repeats
 from andon.step.audit import NO_AUDIT, AuditSpec
 from andon.step.captured import CapturedPasses
-from andon.step.keyed import KeyedRandomness, needs_full_interception
+from andon.step.keyed import refuse_unkeyed
 from andon.step.optimizer import OptimizerSpec
 from andon.step.plan import BatchPlan
 from andon.step.replica import WEIGHTS, Replica, restore_state
@@ -228,10 +228,9 @@ def build_replicas(
     """One replica for each local rank of `backend`, all with the weights of `model` (on the CPU, as built).
 
     Each has trainable weights of its own; those on one device share the frozen base, unless each is to have its
-    `own_base`. sample: a row of `task` for the one forward pass that finds out how the model draws its random numbers.
-    In a `mixed` group GPUs drop what CPUs would, except where masks are drawn a second time or inside of kernels.
-    Raises `InputError` for a model that cannot be trained to the same bits anywhere: whose random numbers cannot be
-    keyed by micro-batch, or that keeps running statistics.
+    `own_base`. sample: a row of `task` on which each model is tried. Raises `InputError` for a model that cannot be
+    trained to the same bits anywhere: whose random numbers cannot be keyed by micro-batch, or that keeps running
+    statistics.
     """
     placed: dict[torch.device, nn.Module] = {}
     try:
@@ -258,26 +257,21 @@ def _replica(
     model.train()
     padding_of(model, device)  # tried while it has the weights that every start has, and before anything is hooked
     if spec.checkpointing:
-        checkpoint_layers(model, device)
+        checkpoint_layers(model)
     batch = task.load([sample], device)
     try:
-        full = needs_full_interception(lambda: task.loss_sum(model, batch), device)
+        refuse_unkeyed(lambda: task.loss_sum(model, batch), device)
     except Exception as error:
         if not _of_the_model(error):
             raise
         name = type(without_adapter(model)).__name__
         what = f"{name} fails on a row of these settings ({first_line(error)}); change model.base or model.max_length"
         raise InputError([Problem("model.base", what)]) from error
-    as_cpus = draws_as_cpus(backend.name, device, checkpointing=spec.checkpointing, compiled=spec.compile != "off")
-    randomness = KeyedRandomness(spec.seed, device, intercept_all=full, host_drawn=as_cpus)
-    if as_cpus:
-        with randomness.micro_batch(0, 0), torch.no_grad():
-            task.loss_sum(model, batch)  # raises for what cannot be drawn as a CPU does
     master_on = torch.device("cpu") if backend.name == "mixed" and device.type != "cpu" else None
     # A replica that is alone in its process, and draws on its device.
     capture = spec.capture and device.type == "cuda" and backend.name in ("inline", "nccl")
     captured = CapturedPasses(device) if capture else None
-    return Replica(model, trainable_parameters(model), spec.optimizer, randomness, device, master_on, captured)
+    return Replica(model, trainable_parameters(model), spec.optimizer, spec.seed, device, master_on, captured)
 
 
 def _of_the_model(error: Exception) -> bool:
@@ -286,11 +280,6 @@ def _of_the_model(error: Exception) -> bool:
         return False
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     return any(str(frame.f_globals.get("__name__")).startswith("transformers.models.") for frame in frames)
-
-
-def draws_as_cpus(backend: str, device: torch.device, *, checkpointing: bool, compiled: bool) -> bool:
-    """Whether dropout on `device` is to be what it would be on a CPU, since ranks on CPUs are beside it."""
-    return backend == "mixed" and device.type != "cpu" and not checkpointing and not compiled
 
 
 def _placed(
