@@ -9,8 +9,7 @@ from __future__ import annotations
 import copy
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -35,7 +34,6 @@ from andon.step.replica import WEIGHTS, Replica, restore_state
 from andon.step.schedule import Schedule
 from andon.step.step import TrainingStep
 from andon.step.task import Task
-from andon.training.speed import shares_of
 from andon.training.trainer import Cadence, Journal, Progress, Trainer
 from andon_contracts.causes import first_line, kind_of
 from andon_contracts.liveness.clock import StepClock
@@ -47,8 +45,7 @@ class StepSpec:
 
     seed: of dropout. micro_batches: M, the leaves of the sum. late: see `TrainingStep`. checkpointing: whether layers
     compute their activations again in the backward pass. compile: one of `andon.model.compiled.MODES`, for models on
-    GPUs. shapes: of the micro-batches that are compiled then. shares: micro-batches of each rank; None: as
-    their speed says where it differs, else as many for each. capture: whether eager passes of GPUs become CUDA
+    GPUs. shapes: of the micro-batches that are compiled then. capture: whether eager passes of GPUs become CUDA
     graphs, of the same bits; not with checkpointing, for which the device's generator would be read in the middle.
     """
 
@@ -61,7 +58,6 @@ class StepSpec:
     checkpointing: bool = False
     compile: str = "off"
     shapes: frozenset[Shape] = frozenset()
-    shares: tuple[int, ...] | None = None
     capture: bool = False
 
 
@@ -171,26 +167,21 @@ def build_run(
     plan: BatchPlan,
     *,
     model: nn.Module | None = None,
-    ledger: Path | None = None,
 ) -> Run:
     """The run of `spec` on this process's `backend`; nothing is trained yet. Collective where ranks are on GPUs.
 
-    model: what `build_model` gives of the spec, where somebody has it; it becomes the first replica's. ledger: of the
-    run that goes on, which says who computed what where ranks are of different speed. Raises `InputError` for what
-    cannot be trained.
+    model: what `build_model` gives of the spec, where somebody has it; it becomes the first replica's. Raises
+    `InputError` for what cannot be trained.
     """
     built = build_model(spec.model, spec.adapter, spec.step.seed) if model is None else model
     replicas = build_replicas(built, spec.step, backend, task, plan.ids[0])
-    shares = spec.step.shares
-    if shares is None:
-        shares = shares_of(backend, replicas[0], task, plan, spec.step.micro_batches, ledger)
     return Run(
         spec=spec,
         backend=backend,
         task=task,
         plan=plan,
         replicas=replicas,
-        step=build_step(replace(spec.step, shares=shares), backend, replicas, task),
+        step=build_step(spec.step, backend, replicas, task),
         schedule=schedule_of(spec, plan),
         initial_weights=replicas[0].weights_digest(),
         base=replicas[0].base_digest(),
@@ -209,17 +200,8 @@ def schedule_of(spec: RunSpec, plan: BatchPlan) -> Schedule:
 
 
 def build_step(spec: StepSpec, backend: Backend, replicas: Sequence[Replica], task: Task) -> TrainingStep:
-    """What takes the updates of `replicas`, one for each local rank; shares that are None are the same for each."""
-    return TrainingStep(
-        backend,
-        replicas,
-        task,
-        spec.micro_batches,
-        spec.clip_norm,
-        spec.audit,
-        late=spec.late,
-        shares=spec.shares,
-    )
+    """What takes the updates of `replicas`, one for each local rank."""
+    return TrainingStep(backend, replicas, task, spec.micro_batches, spec.clip_norm, spec.audit, late=spec.late)
 
 
 def build_replicas(

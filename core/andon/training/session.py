@@ -206,7 +206,7 @@ def _assemble(
     captured = captured and (plan is None or plan.graphs > 0)  # a GPU may have no room for them
     if captured:
         spec = replace(spec, step=replace(spec.step, capture=True))
-    run = build_run(spec, backend, material.task, material.plan, ledger=folder.ledger)
+    run = build_run(spec, backend, material.task, material.plan)
     material.task.require_fit(run.primary.model, run.primary.device)
     if backend.ranks[0] == 0:
         model = run.primary.model
