@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from andon.backend.base import Backend, ClockedBackend
+from andon.backend.base import Backend
 from andon.backend.devices import NO_GPU, demand_determinism, placement
 from andon.backend.group import GroupBackend, groups_of
 from andon.backend.inprocess import InlineBackend
@@ -114,9 +114,9 @@ def _backend(config: Config, clock: StepClock) -> Iterator[Backend]:
     name, device = _usable(config, name, devices, rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    joined = GroupBackend(name, device)
+    joined = GroupBackend(name, device, clock=clock)
     try:
-        yield ClockedBackend(joined, clock)
+        yield joined
     finally:
         joined.close()
 
