@@ -183,7 +183,7 @@ class DataParallelCoordinator:
         self.close()
 
     def close(self) -> None:
-        """End the backend's threads. No step is possible afterwards."""
+        """Close the backend; replicas of one process hold nothing that needs it."""
         self._backend.close()
 
     @property

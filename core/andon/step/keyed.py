@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import torch
@@ -35,23 +35,21 @@ def keyed_randomness(seed: int, step: int, micro_batch: int, device: torch.devic
 
 
 def refuse_unkeyed(forward: Callable[[], LeafLoss], device: torch.device) -> None:
-    """Run `forward`, a pass over one row, twice with one key. The states of all generators are as before afterwards.
+    """Run `forward`, a pass over one row, twice with one key. The host's generators are afterwards as before.
 
     Raises `ValueError` if the losses differ, or if the second pass moves the global generator of numpy or `random` on:
     a stream that no key decides would give another result on another rank.
     """
-    numbers: Any = np.random
-    python_state, numpy_state = random.getstate(), numbers.get_state()
+    python_state, numpy_state = random.getstate(), np.random.get_state(legacy=False)
     found = []
     try:
         for _ in range(2):
             with keyed_randomness(0, 0, 0, device):
                 loss = forward().loss_sum.detach().double().view(torch.int64).item()
-            _, words, *rest = numbers.get_state()
-            found.append((loss, random.getstate(), words.tobytes(), rest))
+            found.append((loss, random.getstate(), pickle.dumps(np.random.get_state(legacy=False))))
     finally:
         random.setstate(python_state)
-        numbers.set_state(numpy_state)
+        np.random.set_state(numpy_state)
     if found[0] != found[1]:
         msg = (
             "two passes over one row with one seed differ: the model draws from numpy, random or a generator of its "
