@@ -184,7 +184,6 @@ RUNS: Mapping[str, tuple[str, ...]] = {
     "demo, inline, 1 worker": ("--backend", "inline", "--workers", "1"),
     "short, gloo, 3 workers": (*_SHORT, "--workers", "3"),
     "short, gloo, 4 workers": (*_SHORT, "--workers", "4"),
-    "short, threads, 3 workers": (*_SHORT, "--backend", "threads", "--workers", "3"),
     "unclipped, inline, 4 workers": (*_SHORT, *_UNCLIPPED, "--backend", "inline", "--workers", "4"),
     "unclipped, gloo, 2 workers": (*_SHORT, *_UNCLIPPED),
     "sgd, unclipped, inline, 3 workers": (*_SHORT, *_SGD, "--backend", "inline", "--workers", "3"),

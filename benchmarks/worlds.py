@@ -58,7 +58,7 @@ def outcome(ended: Run) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--worlds", default="1,2,3,4")
-    parser.add_argument("--backends", default="inline,threads,gloo")
+    parser.add_argument("--backends", default="inline,gloo")
     parser.add_argument("--resumes", default="", help="as 2:1,1:2: begun on 2 workers, ended, resumed on 1")
     parser.add_argument("--signal", choices=SIGNALS, default="SIGTERM", help="what ends a run half-way")
     parser.add_argument("--set", action="append", default=[], help="passed on to andon train")

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from andon.backend.base import Backend
 from andon.backend.devices import named_devices
-from andon.backend.inprocess import InlineBackend, ThreadsBackend
+from andon.backend.inprocess import InlineBackend
 from andon.console.problems import InputError, Problem, ProblemList
 from andon.pipeline import (
     NOTHING,
@@ -38,7 +37,6 @@ from andon_contracts.policy import clause, enforced, ensure, require
 from andon_contracts.violation import Finding
 
 Device = str | int | torch.device
-_BACKENDS = {"inline": InlineBackend, "threads": ThreadsBackend}
 
 
 def _explain_fallback(devices: Sequence[Device], result: Sequence[torch.device]) -> Finding:
@@ -132,7 +130,6 @@ class DataParallelCoordinator:
         model_config: TransformerConfig,
         classify_config: ClassifyConfig,
         devices: Sequence[Device],
-        backend: str = "inline",
         micro_batches: int = 8,
         *,
         seed: int = 0,
@@ -140,7 +137,7 @@ class DataParallelCoordinator:
         cpu_fallback: bool = False,
         base_every: int = 1,
     ) -> None:
-        """devices: see `resolve_devices`. backend: 'inline' (replicas in turn) or 'threads' (at once).
+        """devices: see `resolve_devices`; their replicas compute in turn (`andon train` has processes).
 
         micro_batches: M, the leaves of the sum; results depend on it, and not on the number of devices.
         seed: of initial weights and dropout. optimizer: AdamW with weight decay 0.01 if None.
@@ -150,7 +147,7 @@ class DataParallelCoordinator:
         `InputError`, before anything is built, and `Violation` if the replicas do not start alike.
         """
         placed = resolve_devices(devices, cpu_fallback=cpu_fallback)
-        self._check_options(backend, micro_batches, base_every)
+        self._check_options(micro_batches, base_every)
         self.model_config = model_config
         self.config = classify_config
         self._base_every = base_every
@@ -158,7 +155,7 @@ class DataParallelCoordinator:
         spec = step_spec(classify_config, micro_batches, seed, optimizer)
         built = build_model(model_config, classify_config, seed)  # before any row: it refuses what has no model
         self._rows = _CurrentRows(self._encoder.of_ids([[0]], [0]))
-        self._backend: Backend = _BACKENDS[backend](placed)
+        self._backend = InlineBackend(placed)
         replicas = build_replicas(built, spec, self._backend, self._rows, 0, own_base=True)
         self._pipelines = tuple(
             ClassifyPipeline(model_config, classify_config, micro_batches=micro_batches, replica=replica)
@@ -172,10 +169,8 @@ class DataParallelCoordinator:
         self._base = replicas[0].base_digest() if enforced() else 0
 
     @staticmethod
-    def _check_options(backend: str, micro_batches: int, base_every: int) -> None:
+    def _check_options(micro_batches: int, base_every: int) -> None:
         found = ProblemList()
-        if backend not in _BACKENDS:
-            found.add("backend", f"{backend!r} is not one of {', '.join(_BACKENDS)}; processes: `andon train`")
         for name, value in (("micro_batches", micro_batches), ("base_every", base_every)):
             if value < 1:
                 found.add(name, f"{value} must be at least 1")
@@ -188,7 +183,7 @@ class DataParallelCoordinator:
         self.close()
 
     def close(self) -> None:
-        """End the backend's threads. No step is possible afterwards."""
+        """Close the backend; replicas of one process hold nothing that needs it."""
         self._backend.close()
 
     @property

@@ -60,7 +60,7 @@ NOT_USED = "4 GPUs are here and not used (--backend auto)"
         ("nccl", 2, 4, "nccl", (_gpu(0), _gpu(1)), "^$"),
         ("mixed", 3, 1, "mixed", (_gpu(0), CPU, CPU), "^$"),
         ("mixed", 2, 4, "mixed", (_gpu(0), CPU), "^$"),
-        *((backend, 2, 4, backend, (CPU, CPU), re.escape(NOT_USED) + "$") for backend in ("gloo", "inline", "threads")),
+        *((backend, 2, 4, backend, (CPU, CPU), re.escape(NOT_USED) + "$") for backend in ("gloo", "inline")),
         ("nccl", 2, 0, "gloo", (CPU, CPU), ".*cpu-fallback"),
         ("mixed", 2, 0, "mixed", (CPU, CPU), ".*cpu-fallback"),
     ],

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from andon.backend.base import Backend
 from andon.backend.group import GroupBackend
-from andon.backend.inprocess import InlineBackend, ThreadsBackend
+from andon.backend.inprocess import InlineBackend
 from andon.step.plan import rank_leaves
 from andon.step.reduce import TreeReduction
-from andon.step.task import Batch, LeafLoss
 from tests.support.ranks import run_ranks
-from tests.support.toy import CPU, Settings, ToyTask, build, rate
+from tests.support.toy import CPU
 
 SPECIAL = torch.tensor([0.0, -0.0, 1e-42, float("inf"), float("nan"), 3.5])
-IN_PROCESS = [InlineBackend, ThreadsBackend]
 
 
 def _gathered(backend: Backend) -> list[list[int]]:
@@ -46,16 +42,11 @@ ROWS = {1: (2,), 2: (1, 3), 3: (2, 0, 1), 4: (1, 1, 0, 2)}
 """Rows that each rank sends, by world size: uneven, and none from some."""
 
 
-@pytest.mark.parametrize("kind", IN_PROCESS)
 @pytest.mark.parametrize("world", ROWS)
-def test_verbs_in_one_process(kind: type[InlineBackend], world: int) -> None:
-    backend = kind([CPU] * world)
-    try:
-        assert _gathered(backend) == [(SPECIAL * (rank + 1)).view(torch.int32).tolist() for rank in range(world)]
-        assert _exchanged(backend, ROWS[world]) == _expected_exchange(ROWS[world])
-        assert backend.map(lambda rank: 10 * rank) == [10 * rank for rank in range(world)]
-    finally:
-        backend.close()
+def test_verbs_in_one_process(world: int) -> None:
+    backend = InlineBackend([CPU] * world)
+    assert _gathered(backend) == [(SPECIAL * (rank + 1)).view(torch.int32).tolist() for rank in range(world)]
+    assert _exchanged(backend, ROWS[world]) == _expected_exchange(ROWS[world])
 
 
 def _verbs() -> tuple[int, list[list[int]], list[list[list[list[float]]]]]:
@@ -108,50 +99,6 @@ def test_a_group_backend_needs_a_group() -> None:
     assert not dist.is_initialized()
     with pytest.raises(ValueError, match="not initialised"):
         GroupBackend("gloo", CPU)
-
-
-class _MeetingTask(ToyTask):
-    """Its forward ends only when the replicas of both threads are inside of it at once."""
-
-    def __init__(self, replicas: int) -> None:
-        super().__init__()
-        self.meeting = threading.Barrier(replicas, timeout=20)
-
-    def loss_sum(self, model: nn.Module, batch: Batch) -> LeafLoss:
-        self.meeting.wait()
-        return super().loss_sum(model, batch)
-
-
-def test_threads_overlap() -> None:
-    backend = ThreadsBackend([CPU] * 2)
-    try:
-        settings = Settings(4, sizes=(8,))
-        step, _ = build(backend, settings, _MeetingTask(2))
-        assert step(settings.batches()[0], rate(1), 1).rows == 8
-    finally:
-        backend.close()
-
-
-def test_threads_wait_for_all_before_they_raise() -> None:
-    backend = ThreadsBackend([CPU] * 3)
-    raised, done = threading.Event(), []
-
-    def work(rank: int) -> None:
-        if rank == 0:
-            raised.set()
-            raise KeyError(rank)
-        assert raised.wait(20)
-        slow = torch.ones(128, 128)
-        for _ in range(100):
-            slow = torch.tanh(slow @ slow)
-        done.append(rank)
-
-    try:
-        with pytest.raises(KeyError):
-            backend.map(work)
-        assert sorted(done) == [1, 2]
-    finally:
-        backend.close()
 
 
 @pytest.mark.parametrize("size", [1, 3, 64, 65])

@@ -40,13 +40,13 @@ def test_what_is_not_said_keeps_its_default(tmp_path: Path, text: str) -> None:
 
 
 def test_flags_win_over_overrides_and_these_over_the_file(tmp_path: Path) -> None:
-    path = written(tmp_path, "run: {workers: 3, backend: threads}\noptimizer: {lr: 1e-3}\nseed: 7\n")
+    path = written(tmp_path, "run: {workers: 3, backend: inline}\noptimizer: {lr: 1e-3}\nseed: 7\n")
     config = load_config(
         path,
         ["run.workers=4", "seed=8", "seed=9", "adapter.targets=[q_proj, v_proj]"],
         {"run.workers": 5, "run.backend": None},
     )
-    assert (config.run.workers, config.run.backend, config.seed, config.optimizer.lr) == (5, "threads", 9, 0.001)
+    assert (config.run.workers, config.run.backend, config.seed, config.optimizer.lr) == (5, "inline", 9, 0.001)
     assert config.adapter.targets == ("q_proj", "v_proj")
 
 
@@ -111,6 +111,7 @@ BAD = {
     "schedule={warmup_fraction: 0.2, warmup_steps: 5}": "and warmup_fraction (0.2) both set the warm-up",
     "contracts.enabled=1": "must be true or false, is 1",
     "run.backend=glo": "did you mean 'gloo'?",
+    "run.backend=threads": "must be 'inline', 'gloo', 'nccl' or 'mixed' ('threads')",
     "run.workers=0": "must be at least 1 (0)",
     "run.devices=[0, 0]": "GPU 0 is there 2 times",
     "run.devices=[1, cuda:1]": "GPU 1 is there 2 times",
@@ -164,7 +165,6 @@ def test_each_bad_value_is_one_line_with_the_key_and_the_value(override: str) ->
             "training.early_stopping_patience: needs rows to validate on: a data.validation_fraction above 0 (2)",
         ),
         (["run.step_deadline_s=3", "run.backend=inline"], "needs ranks of their own, which inline has not"),
-        (["run.step_deadline_s=3", "run.backend=threads"], "needs ranks of their own, which threads has not"),
     ],
 )
 def test_values_that_do_not_go_together_are_refused_at_the_one_to_change(overrides: list[str], said: str) -> None:
@@ -253,7 +253,7 @@ def test_the_template_shows_every_key_and_fits_a_terminal() -> None:
 # The identity of a run.
 
 PLACED = {
-    *("run.workers=4", "run.backend=threads", "run.devices=[cpu, cpu, cpu]", "run.dir=elsewhere", "run.log_every=1"),
+    *("run.workers=4", "run.backend=inline", "run.devices=[cpu, cpu, cpu]", "run.dir=elsewhere", "run.log_every=1"),
     *("run.progress=never", "run.timeout_s=5", "run.grace_s=5", "run.resume=auto", "contracts.enabled=false"),
     *("contracts.base_every=7", "training.keep_checkpoints=1", "training.checkpoint_every=5"),
 }

@@ -121,8 +121,8 @@ def test_other_devices_are_not_compared_to_the_bit(trainer: AndonTrainer) -> Non
         "other kinds of device round otherwise: cpu cuda against cpu",
     )
     assert same_bits(placed(one, "cuda"), placed(two, "cuda")).outcome is Outcome.HOLDS
-    backends = ("gloo", "threads", "mixed", "nccl")
-    assert [alone(Case(backend=name)).backend for name in backends] == ["inline", "inline", "inline", "nccl"]
+    backends = ("gloo", "mixed", "nccl")
+    assert [alone(Case(backend=name)).backend for name in backends] == ["inline", "inline", "nccl"]
 
 
 def test_a_run_goes_on_to_the_bit_on_the_same_devices_alone(trainer: AndonTrainer) -> None:
@@ -135,13 +135,15 @@ def test_a_run_goes_on_to_the_bit_on_the_same_devices_alone(trainer: AndonTraine
 
 @pytest.mark.parametrize(("off", "outcome"), [(0.5, Outcome.HOLDS), (2.0, Outcome.FALSIFIED)])
 def test_mixed_losses_are_held_to_those_of_one_cpu(trainer: AndonTrainer, off: float, outcome: Outcome) -> None:
-    assert SGD.dropout
-    base, trace = trainer.run(SGD.but(world=1)), trainer.run(SGD)
+    case = SGD.but(dropout=0.0)
+    base, trace = trainer.run(case.but(world=1)), trainer.run(case)
     mixed = placed(replace(trace, case=trace.case.but(backend="mixed")), "cpu cuda")
     told = [replace(each, loss=each.loss * (1 + off * UNMIXED_TOLERANCE)) for each in mixed.first.reported]
     (verdict,) = unmixed(of_trace(base), of_trace(replace(mixed, parts=(replace(mixed.first, reported=told),))))
     assert verdict.outcome is outcome
     assert unmixed(of_trace(base), of_trace(trace)) == []
+    dropping = replace(mixed, case=mixed.case.but(dropout=0.1))
+    assert unmixed(of_trace(base), of_trace(dropping)) == []
 
 
 def test_bytes_on_gpus_are_not_counted(trainer: AndonTrainer) -> None:

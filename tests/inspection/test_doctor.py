@@ -70,7 +70,7 @@ def hiding(folder: Path, *names: str) -> str:
 def test_all_is_well(tmp_path: Path) -> None:
     told = doctor(tmp_path / "runs" / "new", temporary=tmp_path / "t", PYTHONPATH=hiding(tmp_path / "h", "pyarrow"))
     assert (told.code, told.can_train, told.problems) == (0, True, set())
-    for backend in ("inline", "threads", "gloo"):
+    for backend in ("inline", "gloo"):
         assert told.checks[f"backend {backend}"]["found"] == "2 ranks have added up their numbers"
     assert told.checks["extra parquet"]["found"] == "not installed: pyarrow"
     assert told.checks["extra parquet"]["todo"] == install_hint("parquet")
@@ -78,7 +78,7 @@ def test_all_is_well(tmp_path: Path) -> None:
     assert str(tmp_path) in told.checks["folder"]["found"]
 
 
-@pytest.mark.parametrize("probe", ["libraries", "network", "folder", "inline", "threads", "gloo"])
+@pytest.mark.parametrize("probe", ["libraries", "network", "folder", "inline", "gloo"])
 def test_each_probe_finds_what_is_there(
     probe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -100,7 +100,7 @@ def test_what_keeps_a_run_from_this_machine_is_found(tmp_path: Path) -> None:
     told = doctor("/proc/runs", temporary=tmp_path / ("n" * 107), PYTHONPATH=path)
     assert (told.code, told.can_train) == (1, False)
     needs_torch = {"library torch", "library transformers", "library peft", "library safetensors"}
-    backends = {"backend inline", "backend threads", "backend gloo"}
+    backends = {"backend inline", "backend gloo"}
     assert told.problems - needs_torch == {"temporary files", "folder", *backends}
     assert "No module named 'torch'" in told.checks["library torch"]["found"]
     assert told.checks["library torch"]["todo"] == install_hint("train")

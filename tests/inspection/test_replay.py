@@ -35,7 +35,7 @@ def content(folder: Path) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(
-    ("steps", "workers", "backend"), [("1:2", 3, "inline"), ("8", 1, "threads"), ("7:8", 2, "gloo")]
+    ("steps", "workers", "backend"), [("1:2", 3, "inline"), ("8", 1, "inline"), ("7:8", 2, "gloo")]
 )
 def test_steps_done_again_are_the_ledgers_bits(run: Path, steps: str, workers: int, backend: str) -> None:
     before = content(run)

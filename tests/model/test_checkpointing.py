@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from andon.backend.base import Backend
-from andon.backend.inprocess import InlineBackend, ThreadsBackend
+from andon.backend.inprocess import InlineBackend
 from andon.console.problems import InputError
 from andon.model.adapter import AdapterSpec, attach
 from andon.model.build import build_base, checkpoint_layers
@@ -50,13 +50,12 @@ def test_the_bits_are_those_without_it_on_any_number_of_workers(architecture: st
 
     plain = digest(InlineBackend([CPU]), checkpointing=False)
     assert digest(InlineBackend([CPU] * 3), checkpointing=True) == plain
-    assert digest(ThreadsBackend([CPU] * 2), checkpointing=True) == plain
     assert digest(InlineBackend([CPU]), checkpointing=True, dropout=0.0) != plain
 
 
 def test_a_model_without_such_layers_is_refused() -> None:
     with pytest.raises(InputError, match=r"^training\.activation_checkpointing: Linear has no layers"):
-        checkpoint_layers(nn.Linear(2, 2), CPU)
+        checkpoint_layers(nn.Linear(2, 2))
 
 
 def test_what_is_computed_again_attends_as_it_did() -> None:
@@ -75,7 +74,7 @@ def test_what_is_computed_again_attends_as_it_did() -> None:
     for checkpointing in (False, True):
         model = causal(adapter=AdapterSpec(kind="none"))
         if checkpointing:
-            checkpoint_layers(model, CPU)
+            checkpoint_layers(model)
         calls.clear()
         with _attending(model, "andon_test_attention", attend):
             logits = model(input_ids=torch.arange(1, 9)[None], use_cache=False).logits

@@ -22,7 +22,7 @@ from andon.model.causal import collate_packs, loss_sum
 from andon.model.memory import MemoryPlan, activation_bytes, kept_partials, measure_peak_bytes, plan_bytes, rounded
 from andon.model.memory_trace import KernelsOfCuda, checkpoint_hollow, hollow, traced_activations, traced_evaluation
 from andon.step.flat import FlatParameters
-from andon.step.keyed import KeyedRandomness
+from andon.step.keyed import keyed_randomness
 from andon.step.plan import rank_leaves
 from andon.tasks.classification import ClassificationTask
 from tests.model.tiny import CAUSAL, CPU, LORA, adapted, spec, task
@@ -150,9 +150,9 @@ def counted(shape: ModelSpec, adapter: AdapterSpec, rows: int, length: int, *, c
     def train() -> None:
         model = attach(build_base(shape), adapter, 0)
         if checkpointing:
-            checkpoint_layers(model, CPU)
+            checkpoint_layers(model)
         flat = FlatParameters(trainable_parameters(model), CPU)
-        with KeyedRandomness(0, CPU).micro_batch(1, 0):
+        with keyed_randomness(0, 1, 0, CPU):
             plain = shape.head != "causal"
             loss = data.loss_sum(model, data.load(range(rows), CPU)) if plain else loss_sum(model, packs)
             loss.loss_sum.backward()  # type: ignore[no-untyped-call]

@@ -79,7 +79,7 @@ def test_what_the_kernel_does_not_take_is_told_by_pairs(model: tuple[str, int]) 
 def test_layers_that_compute_again_attend_by_spans_again() -> None:
     first = learned(model_of(dropout=0.0), LENGTHS)
     model = model_of(dropout=0.0)
-    checkpoint_layers(model, GPU)
+    checkpoint_layers(model)
     assert masking_of(model, GPU) is Masking.SPANS
     again = learned(model, LENGTHS)
     assert first[0] == again[0]

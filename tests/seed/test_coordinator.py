@@ -5,22 +5,26 @@ from __future__ import annotations
 import logging
 import math
 import sys
-import threading
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+from andon.backend.group import GroupBackend
 from andon.backend.inprocess import InlineBackend
 from andon.console.problems import InputError
 from andon.coordinator import DataParallelCoordinator, resolve_devices
 from andon.pipeline import BatchResult, ClassifyConfig, ClassifyPipeline, SafetySample, SampleEncoder, TransformerConfig
 from andon.step.optimizer import OptimizerSpec
 from andon.step.step import TrainingStep
+from andon.step.task import Batch, LeafLoss
 from andon_contracts.violation import Violation
 from tests.seed.subject import (
     CONFIG,
@@ -42,6 +46,8 @@ from tests.seed.subject import (
     states,
     weights,
 )
+from tests.support.ranks import run_ranks
+from tests.support.toy import CPU, Settings, ToyTask, build, rate, record, run
 
 ABSENT = 10_007  # a GPU that no machine has
 BYTES = replace(FIXTURE, vocab_size=256)  # the seed's fixture with room for every byte
@@ -137,10 +143,10 @@ def test_the_extra_to_install_is_named_where_a_library_is_absent(absent: str, mo
 
 
 def test_options_that_make_no_sense_are_refused_together() -> None:
-    """One error names an unknown backend and each count below one; `andon train` starts process groups."""
+    """One error names each count below one."""
     with pytest.raises(InputError) as caught:
-        DataParallelCoordinator(SMALL, CONFIG, ["cpu"], "gloo", 0, base_every=0)
-    assert [each.where for each in caught.value.problems] == ["backend", "micro_batches", "base_every"]
+        DataParallelCoordinator(SMALL, CONFIG, ["cpu"], 0, base_every=0)
+    assert [each.where for each in caught.value.problems] == ["micro_batches", "base_every"]
     with pytest.raises(InputError, match="micro_batches"):
         ClassifyPipeline(SMALL, CONFIG, micro_batches=0)
 
@@ -150,7 +156,6 @@ def test_options_that_make_no_sense_are_refused_together() -> None:
     batches=st.lists(SAMPLES, min_size=1, max_size=3),
     world=st.integers(2, 4),
     micro_batches=st.integers(1, 6),
-    backend=st.sampled_from(["inline", "threads"]),
     weights=st.sampled_from([None, (0.25, 1.75)]),
     seed=st.integers(0, 2**31),
     kind=st.sampled_from(["adamw", "sgd"]),
@@ -159,16 +164,15 @@ def test_the_bits_do_not_depend_on_the_replicas(
     batches: list[list[SafetySample]],
     world: int,
     micro_batches: int,
-    backend: str,
     weights: tuple[float, float] | None,
     seed: int,
     kind: str,
 ) -> None:
-    """V5, V22, T20, N1, N2, N6, D1 to D10: any batches (empty, ragged), G, M, seed, weights, optimizer, backend."""
+    """V5, V22, T20, N1, N2, N6, D1 to D10: any batches (empty, ragged), G, M, seed, weights, optimizer."""
     config = replace(CONFIG, class_weights=weights)
     options = {"seed": seed, "micro_batches": micro_batches, "optimizer": OptimizerSpec(kind)}
     options["model_config"] = replace(SMALL, dropout=0.2)
-    with replicas(1, config, **options) as one, replicas(world, config, backend=backend, **options) as several:
+    with replicas(1, config, **options) as one, replicas(world, config, **options) as several:
         for samples in batches:
             assert one.train_batch_parallel(samples) == several.train_batch_parallel(samples)
         assert set(states(several)) == {state(one.primary_pipeline)}
@@ -313,17 +317,23 @@ def test_v09_a_nan_in_any_shard_stops_everybody(rank: int) -> None:
             coordinator.primary_pipeline.forward_only([ord("z")], 0)
 
 
+class Meeting(ToyTask):
+    """Its pass goes on once every rank of the group is inside of its own."""
+
+    def loss_sum(self, model: nn.Module, batch: Batch) -> LeafLoss:
+        dist.barrier()
+        return super().loss_sum(model, batch)
+
+
+def in_a_group() -> Mapping[str, object]:
+    step, trained = build(GroupBackend("gloo", CPU), Settings(4, sizes=(8,)), Meeting())
+    return record(step(Settings(4, sizes=(8,)).batches()[0], rate(1), 1), trained)
+
+
 def test_v17_replicas_compute_at_the_same_time() -> None:
-    """V17, N3: in `threads` both replicas are inside their forward pass at one moment, with the bits of `inline`."""
-    samples = mixed_samples(8)
-    meeting, met = threading.Barrier(2, timeout=60.0), list[int]()
-    with replicas(2) as inline, replicas(2, backend="threads") as threads:
-        inline.train_batch_parallel(samples)
-        for pipeline in threads.pipelines:
-            pipeline.model.register_forward_pre_hook(lambda *_: met.append(meeting.wait()))
-        threads.train_batch_parallel(samples)
-        assert len(met) == 4, "2 replicas meet at each of their 2 micro-batches"
-        assert states(threads) == states(inline)
+    """V17, N3: ranks of `gloo` are inside their forward passes at one moment, with the bits of replicas in turn."""
+    (in_turn,) = run(InlineBackend([CPU] * 2), Settings(4, sizes=(8,)))
+    assert [outcome.get() for outcome in run_ranks(2, in_a_group)] == [in_turn] * 2
 
 
 def test_v18_what_is_frozen_is_watched_where_it_lives() -> None:

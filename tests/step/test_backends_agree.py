@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from andon.backend.group import GroupBackend
-from andon.backend.inprocess import InlineBackend, ThreadsBackend
+from andon.backend.inprocess import InlineBackend
 from andon.step.optimizer import OptimizerSpec
 from tests.support.ranks import run_ranks
 from tests.support.toy import CPU, Settings, run
@@ -42,15 +42,8 @@ def expected() -> Records:
 
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("kind", [InlineBackend, ThreadsBackend])
-def test_replicas_in_one_process_give_one_result(
-    kind: type[InlineBackend], world: int, name: str, expected: Records
-) -> None:
-    backend = kind([CPU] * world)
-    try:
-        assert run(backend, SETTINGS[name]) == expected[name]
-    finally:
-        backend.close()
+def test_replicas_in_one_process_give_one_result(world: int, name: str, expected: Records) -> None:
+    assert run(InlineBackend([CPU] * world), SETTINGS[name]) == expected[name]
 
 
 @pytest.mark.parametrize("world", WORLDS)

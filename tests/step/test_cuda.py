@@ -12,7 +12,6 @@ from torch import nn
 from andon.backend.inprocess import InlineBackend
 from andon.step.audit import AuditSpec
 from andon.step.captured import CapturedPasses
-from andon.step.keyed import KeyedRandomness
 from andon.step.optimizer import OptimizerSpec
 from andon.step.replica import Replica
 from andon.step.step import TrainingStep
@@ -57,9 +56,8 @@ def made(
     for _ in range(world):
         torch.manual_seed(0)
         model = kind().to(device)
-        randomness = KeyedRandomness(SEED, device)
         passes = CapturedPasses(device) if captured else None
-        replicas.append(Replica(model, trainable(model), settings.optimizer, randomness, device, captured=passes))
+        replicas.append(Replica(model, trainable(model), settings.optimizer, SEED, device, captured=passes))
     backend = InlineBackend([device] * world)
     audit = AuditSpec(audit_every, None)
     return TrainingStep(backend, replicas, task, settings.micro_batches, settings.clip_norm, audit, late=late), replicas

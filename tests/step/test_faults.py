@@ -12,7 +12,7 @@ from torch import nn
 
 from andon.backend.base import Backend
 from andon.backend.group import GroupBackend
-from andon.backend.inprocess import InlineBackend, ThreadsBackend
+from andon.backend.inprocess import InlineBackend
 from andon.step.optimizer import OptimizerSpec
 from andon.step.plan import GlobalBatch
 from andon.step.replica import Replica
@@ -251,13 +251,11 @@ def test_an_ordinary_error_on_one_rank_ends_all_of_them(where: str) -> None:
     assert "rank 1 failed" in str(outcomes[0].error)
 
 
-@pytest.mark.parametrize("kind", [InlineBackend, ThreadsBackend])
-def test_an_ordinary_error_in_one_process_is_raised(kind: type[InlineBackend]) -> None:
-    backend, task = kind([CPU] * WORLD), ToyTask()
+def test_an_ordinary_error_in_one_process_is_raised() -> None:
+    backend, task = InlineBackend([CPU] * WORLD), ToyTask()
     task.load = cannot_read  # type: ignore[method-assign]
     with pytest.raises(OSError, match="cannot be read"):
         ordinary(build(backend, SETTINGS, task)[0], BATCH)
-    backend.close()
 
 
 def test_a_model_that_replaces_its_gradient_is_refused() -> None:

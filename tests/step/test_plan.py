@@ -10,18 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from andon.backend.inprocess import InlineBackend
 from andon.config.load import load_config
-from andon.step.audit import AuditSpec
-from andon.step.optimizer import OptimizerSpec
 from andon.step.plan import BatchPlan, GlobalBatch, efficiency, epoch_order, rank_leaves
 from andon.step.schedule import Schedule
 from andon.step.shard import balanced_bounds
-from andon.step.step import TrainingStep
 from andon.training.build import schedule_of
 from andon.training.material import prepare
 from andon.training.session import run_spec
-from tests.support.toy import CPU, Settings, ToyTask, rate, record, replica
 
 IDS = tuple(range(100, 137))
 plans = st.builds(
@@ -142,36 +137,6 @@ def test_balanced_ranges_cover_and_differ_by_at_most_one(count: int, number: int
     assert sizes[0] - sizes[-1] <= 1
 
 
-# Unequal shares of micro-batches.
-
-
-def ran(settings: Settings, world: int, shares: tuple[int, ...] | None) -> list[dict[str, object]]:
-    replicas = [replica(optimizer=settings.optimizer) for _ in range(world)]
-    backend = InlineBackend([CPU] * world)
-    audit = AuditSpec(1, None)
-    step = TrainingStep(backend, replicas, ToyTask(), settings.micro_batches, settings.clip_norm, audit, shares=shares)
-    step.attest_start({})
-    return [dict(record(step(batch, rate(batch.step), batch.step), replicas)) for batch in settings.batches()]
-
-
-@pytest.mark.parametrize("shares", [(7, 0), (1, 6), (0, 5, 2), (3, 3, 1), (0, 0, 7), (1, 4, 1, 1)])
-@pytest.mark.parametrize(
-    "settings",
-    [Settings(7, clip_norm=0.05), Settings(7, optimizer=OptimizerSpec("sgd", momentum=0.9))],
-    ids=["adamw", "sgd"],
-)
-def test_any_shares_give_the_bits_of_equal_ones(settings: Settings, shares: tuple[int, ...]) -> None:
-    assert ran(settings, len(shares), shares) == ran(settings, 2, None)
-
-
-@given(st.lists(st.integers(0, 6), min_size=1, max_size=5).filter(any))
-def test_shares_are_runs_end_to_end(shares: list[int]) -> None:
-    count = sum(shares)
-    runs = rank_leaves(count, len(shares), shares)
-    assert [len(run) for run in runs] == shares
-    assert [leaf for run in runs for leaf in run] == list(range(count))
-
-
 # The learning rate.
 
 
@@ -239,13 +204,6 @@ RUN = BatchPlan(IDS, 10, 8, seed=3, epochs=3)
         (lambda: balanced_bounds(-1, 2), "-1 items into 2 parts"),
         (lambda: balanced_bounds(3, 0), "3 items into 0 parts"),
         (lambda: balanced_bounds(3, -1), "3 items into -1 parts"),
-        *(
-            (
-                lambda shares=shares: rank_leaves(8, 2, shares),
-                rf"{shares[-1]},?\) does not share out 8 micro-batches to 2 ranks",
-            )
-            for shares in ((4,), (4, 5), (9, -1), (8, 0, 0))
-        ),
         *((lambda step=step: Schedule(1.0, 20).rate(step), f"step {step} is outside 1 to 20") for step in (0, 21)),
     ],
 )

@@ -10,7 +10,6 @@ from torch import nn
 
 from andon.backend.inprocess import InlineBackend
 from andon.step.flat import FlatParameters, layout_of
-from andon.step.keyed import KeyedRandomness
 from andon.step.optimizer import OptimizerSpec
 from andon.step.replica import Replica, restore_state, state_tensors
 from andon.step.step import TrainingStep
@@ -112,7 +111,7 @@ def test_gaps_stay_zero(spec: OptimizerSpec) -> None:
 
 def of_model(model: nn.Module, but: str = "") -> Replica:
     some = {name: parameter for name, parameter in trainable(model).items() if name != but}
-    return Replica(model, some, OptimizerSpec(), KeyedRandomness(1, CPU), CPU)
+    return Replica(model, some, OptimizerSpec(), 1, CPU)
 
 
 HALF = {"half": nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))}
@@ -163,7 +162,7 @@ def test_layout_digest_sees_name_shape_and_order() -> None:
     def digest(*named: tuple[str, int]) -> int:
         model = nn.ParameterDict({name: nn.Parameter(torch.zeros(size)) for name, size in named})
         parameters = {name: model[name] for name, _ in named}
-        return Replica(model, parameters, OptimizerSpec(), KeyedRandomness(1, CPU), CPU).layout_digest()
+        return Replica(model, parameters, OptimizerSpec(), 1, CPU).layout_digest()
 
     plain = digest(("a", 3), ("b", 5))
     assert plain == digest(("a", 3), ("b", 5))
@@ -174,7 +173,7 @@ def test_base_digest_covers_buffers_and_every_frozen_weight() -> None:
     """F68: a changed frozen weight or buffer shows, a changed trainable one does not."""
     model = ToyModel()
     model.register_buffer("table", torch.ones(3))
-    one = Replica(model, trainable(model), OptimizerSpec(), KeyedRandomness(1, CPU), CPU)
+    one = Replica(model, trainable(model), OptimizerSpec(), 1, CPU)
     seen = [one.base_digest()]
     one.parameters.weights.data += 1.0
     assert one.base_digest() == seen[0]
@@ -197,8 +196,7 @@ PLACED = {
 def placed(settings: Settings, *, apart: bool) -> Replica:
     torch.manual_seed(0)
     model = ToyModel()
-    randomness = KeyedRandomness(SEED, CPU)
-    return Replica(model, trainable(model), settings.optimizer, randomness, CPU, CPU if apart else None)
+    return Replica(model, trainable(model), settings.optimizer, SEED, CPU, CPU if apart else None)
 
 
 def made(settings: Settings, masters: list[bool]) -> tuple[TrainingStep, list[Replica]]:

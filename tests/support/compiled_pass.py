@@ -15,7 +15,7 @@ from torch import nn
 from andon.backend.devices import demand_determinism
 from andon.model.batches import logits_of
 from andon.model.compiled import compile_backbone
-from andon.step.keyed import KeyedRandomness
+from andon.step.keyed import keyed_randomness
 
 DEVICE = torch.device("cuda", 0)
 ROWS, LENGTH = 6, 64
@@ -59,7 +59,7 @@ def batch() -> dict[str, torch.Tensor]:
 
 def passed(model: nn.Module, step: int = 1) -> list[torch.Tensor]:
     model.zero_grad()
-    with KeyedRandomness(7, DEVICE).micro_batch(step, 0):
+    with keyed_randomness(7, step, 0, DEVICE):
         logits = logits_of(model, batch())
         logits.float().square().sum().backward()
     return [logits.detach().clone(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
@@ -93,7 +93,7 @@ def new_rows_off_eager(mode: str) -> list[float]:
 
     def learned() -> list[torch.Tensor]:
         model.zero_grad()
-        with KeyedRandomness(7, DEVICE).micro_batch(1, 0):
+        with keyed_randomness(7, 1, 0, DEVICE):
             loss_sum(model, given).loss_sum.backward()  # type: ignore[no-untyped-call]
         named = sorted((name, p.grad) for name, p in model.named_parameters() if "trainable_tokens" in name)
         return [grad.clone() for _, grad in named if grad is not None]

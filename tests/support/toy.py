@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from andon.backend.base import Backend
-from andon.step.keyed import KeyedRandomness
 from andon.step.optimizer import OptimizerSpec
 from andon.step.plan import GlobalBatch
 from andon.step.replica import Replica
@@ -84,7 +83,7 @@ def replica(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         own = model()
-    return kind(own, trainable(own), optimizer or OptimizerSpec(), KeyedRandomness(seed, CPU), CPU)
+    return kind(own, trainable(own), optimizer or OptimizerSpec(), seed, CPU)
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,7 @@ def test_every_validation_loss_is_the_same_on_any_number_of_workers_and_across_a
 
     folders = [tmp_path / str(workers) for workers in (1, 2, 3, 4)]
     for workers, folder in enumerate(folders, start=1):
-        assert runs.train(folder, *SCORED, backend="inline" if workers < 4 else "threads", workers=workers) == Exit.OK
+        assert runs.train(folder, *SCORED, workers=workers) == Exit.OK
     stopped = runs.stopped(tmp_path / "stopped", 2, *SCORED)
     assert runs.train(stopped, *SCORED, workers=2, resume="auto") == Exit.OK
     first = scored(folders[0])

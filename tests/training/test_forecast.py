@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -11,25 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from andon.backend.inprocess import InlineBackend
 from andon.config.load import load_config
 from andon.config.schema import Config
 from andon.console.problems import InputError
 from andon.model.memory import MemoryPlan
-from andon.step.plan import BatchPlan
 from andon.training import forecast, study
 from andon.training.budget import _planned, hold_to_budget
 from andon.training.forecast import Machine, WorldPlan
 from andon.training.material import prepare
-from andon.training.speed import fastest_shares, recorded_shares, shares_of
 from andon.training.study import NotPlannable, captures, with_graphs_that_fit
 from andon_contracts.policy import evaluations, reset_evaluations, suspended
-from andon_contracts.record import RankPart, Step
-from tests.inspection.ledgers import step, write
-from tests.support.toy import CPU, ROWS, ToyTask, replica
 from tests.training.runs import SMALL, write_jsonl
 
 MIB = 2**20
@@ -183,7 +175,6 @@ ALWAYS = {"backend": "nccl", "cuda_graphs": "always"}
     [
         ({"run": NCCL}, "cuda", GIB, True),
         ({"run": {"backend": "inline"}}, "cuda", GIB, True),
-        ({"run": {"backend": "threads"}}, "cuda", GIB, False),
         ({"run": {"backend": "mixed"}}, "cuda", GIB, False),
         ({"run": {"backend": "mixed", "cuda_graphs": "always"}}, "cuda", GIB, False),
         ({"run": NCCL}, "cuda", 8 * GIB, True),
@@ -203,7 +194,7 @@ ALWAYS = {"backend": "nccl", "cuda_graphs": "always"}
 def test_small_eager_passes_are_captured(
     settings: dict[str, object], kind: str, activations: int | None, expected: bool
 ) -> None:
-    """Never what is compiled or checkpointed, nor beside a CPU or on threads, which share a generator."""
+    """Never what is compiled or checkpointed, nor beside a CPU."""
     assert captures(Config.model_validate(settings), kind, activations) is expected
 
 
@@ -216,57 +207,3 @@ def test_graphs_are_left_out_where_there_is_no_room(asked: str, compiled: str, f
     plan = MemoryPlan(**dict.fromkeys((each.name for each in fields(MemoryPlan)), 0) | {"base": 10, "graphs": 5})
     settings = {"run": {"backend": "nccl", "cuda_graphs": asked}, "training": {"compile": compiled}}
     assert with_graphs_that_fit(plan, Config.model_validate(settings), free) == replace(plan, graphs=kept)
-
-
-# Work in proportion to speed: measured once, and from then on what the ledger says
-
-NONE = "0" * 16
-
-
-@given(st.integers(1, 7), st.lists(st.integers(1, 9), min_size=1, max_size=3))
-def test_no_other_shares_end_earlier(count: int, times: list[int]) -> None:
-
-    def end(shares: tuple[int, ...]) -> int:
-        return max(share * each for share, each in zip(shares, times, strict=True))
-
-    found = fastest_shares(count, times)
-    others = itertools.product(range(count + 1), repeat=len(times))
-    assert sum(found) == count
-    assert end(found) == min(end(shares) for shares in others if sum(shares) == count)
-
-
-def line(number: int, shares: tuple[int, ...]) -> Step:
-    """A step in which the ranks computed as many micro-batches."""
-    ends = list(itertools.accumulate(shares))
-    parts = [
-        RankPart(rank, tuple(range(ends[rank] - share, ends[rank])), (), NONE) for rank, share in enumerate(shares)
-    ]
-    return step(number, (), world=len(shares), backend="mixed", ranks=tuple(parts))
-
-
-def written(folder: Path, *all_shares: tuple[int, ...]) -> Path:
-    return write(folder / "ledger.jsonl", [line(number, shares) for number, shares in enumerate(all_shares, start=1)])
-
-
-def test_a_run_that_goes_on_takes_the_shares_of_its_last_steps(tmp_path: Path) -> None:
-    path = written(tmp_path, (6, 2), (3, 3, 2), (5, 3), (4, 2, 2))
-    assert recorded_shares(path, 2, 8) == (5, 3)
-    assert recorded_shares(path, 3, 8) == (4, 2, 2)
-    assert recorded_shares(path, 4, 8) is None
-    assert recorded_shares(path, 2, 9) is None
-    assert recorded_shares(tmp_path / "none", 2, 8) is None
-
-
-def test_a_damaged_ledger_is_told_of(tmp_path: Path) -> None:
-    path = written(tmp_path, (6, 2), (6, 2))
-    path.write_bytes(path.read_bytes().replace(b'"leaves":[0', b'"leaves":[1', 1))
-    with pytest.raises(InputError, match="who computed what"):
-        recorded_shares(path, 2, 8)
-
-
-@pytest.mark.parametrize("name", ["inline", "mixed"])
-def test_ranks_of_one_kind_share_alike(name: str, tmp_path: Path) -> None:
-    backend = InlineBackend([CPU, CPU])
-    backend.name = name
-    plan = BatchPlan(tuple(range(ROWS)), 8, 4, 1, 1)
-    assert shares_of(backend, replica(), ToyTask(), plan, 4, tmp_path / "ledger.jsonl") is None

@@ -65,7 +65,7 @@ def whole(request: pytest.FixtureRequest, of_kind: Callable[[str], Made]) -> Mad
 def test_a_resumed_run_ends_with_the_same_bits(whole: Made, tmp_path: Path) -> None:
     kind, runs, alone = whole
     folder = runs.stopped(tmp_path / "run", 5, f"task={kind.task}")
-    assert runs.train(folder, backend="threads", workers=3, resume="auto") == 0
+    assert runs.train(folder, workers=3, resume="auto") == 0
     assert outcome(folder) == outcome(alone)
     told = {verdict.outcome for verdict in verify([read_run(alone), read_run(folder)])}
     assert told <= {Outcome.HOLDS, Outcome.NOT_APPLICABLE}

@@ -44,7 +44,7 @@ def test_a_resumed_run_ends_with_the_same_bits(task: str, tmp_path: Path) -> Non
     runs = mixture(tmp_path, task)
     alone, again = tmp_path / "alone", runs.stopped(tmp_path / "again", 3)
     assert runs.train(alone) == Exit.OK
-    assert runs.train(again, workers=3, backend="threads", resume="auto") == Exit.OK
+    assert runs.train(again, workers=3, resume="auto") == Exit.OK
     assert outcome(alone) == outcome(again)
     assert summary(alone)["eval"]["sources"].keys() <= {"a.jsonl", "b.jsonl"}
     assert sum(each["rows"] for each in summary(alone)["eval"]["sources"].values()) == summary(alone)["eval"]["rows"]

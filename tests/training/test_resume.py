@@ -53,7 +53,7 @@ def measured(folder: Path) -> list[int]:
     return [line["step"] for line in metrics if "lr" in line]
 
 
-@pytest.mark.parametrize(("step", "backend", "workers"), [(1, "inline", 2), (6, "threads", 3), (9, "gloo", 2)])
+@pytest.mark.parametrize(("step", "backend", "workers"), [(1, "inline", 2), (6, "inline", 3), (9, "gloo", 2)])
 def test_a_resumed_run_ends_with_the_same_bits(
     runs: Runs,
     interrupted: Interrupted,
@@ -409,7 +409,7 @@ def test_each_line_of_the_end_is_written_once(
     runs: Runs, whole: Path, copy: Path, lines: int, kinds: list[str], workers: int
 ) -> None:
     cut(copy, lines)
-    assert runs.train(copy, backend="threads", workers=workers, resume="auto") == Exit.OK
+    assert runs.train(copy, workers=workers, resume="auto") == Exit.OK
     found = list(read_ledger(RunFolder(copy).ledger))
     assert [record.kind for record in found][-len(kinds) :] == kinds
     assert [records(copy, kind) for kind in ("eval", "end")] == [records(whole, kind) for kind in ("eval", "end")]

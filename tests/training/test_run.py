@@ -24,7 +24,7 @@ from andon_falsify.verdict import Outcome
 from tests.training.runs import STEPS, Runs, checkpoints, outcome, records, summary, write_csv
 
 
-@pytest.mark.parametrize(("backend", "workers"), [("inline", 4), ("threads", 2), ("gloo", 3)])
+@pytest.mark.parametrize(("backend", "workers"), [("inline", 4), ("gloo", 3)])
 def test_any_number_of_workers_gives_the_same_bits(
     runs: Runs, whole: Path, tmp_path: Path, backend: str, workers: int
 ) -> None:
@@ -148,7 +148,7 @@ def test_csv_files_two_classes_and_an_encoder(tmp_path: Path) -> None:
 def test_without_an_adapter_everything_trains(runs: Runs, tmp_path: Path) -> None:
     more = ("adapter.kind=none", "training.max_steps=2", "training.checkpoint_every=2")
     assert runs.train(tmp_path / "one", *more) == 0
-    assert runs.train(tmp_path / "two", *more, backend="threads", workers=2) == 0
+    assert runs.train(tmp_path / "two", *more, workers=2) == 0
     assert outcome(tmp_path / "one") == outcome(tmp_path / "two")
     data = read_labelled(RunFolder(tmp_path / "one"), runs.data)
     scores = evaluate_run(load_run(RunFolder(tmp_path / "one")), data)

@@ -76,7 +76,7 @@ def test_a_resumed_run_ends_with_the_same_bits(
 ) -> None:
     settings, alone = whole
     folder = conversations.stopped(tmp_path / "run", 5, *settings)
-    assert conversations.train(folder, *settings, backend="threads", workers=3, resume="auto") == Exit.OK
+    assert conversations.train(folder, *settings, workers=3, resume="auto") == Exit.OK
     assert outcome(folder) == outcome(alone)
     assert [step.digests for step in records(folder, "step")] == [step.digests for step in records(alone, "step")]
     verdicts = {verdict.claim: verdict.outcome for verdict in verify([read_run(folder), read_run(alone)])}
@@ -248,6 +248,6 @@ def test_the_embedded_instructions_begin_to_be_learned(tmp_path: Path) -> None:
 @pytest.mark.deep
 def test_the_embedded_instructions_are_learned(tmp_path: Path) -> None:
     """As `andon train --task sft`: nine of ten answers to prompts that it was never trained on, to the letter."""
-    flags = {"run.dir": str(tmp_path / "run"), "run.backend": "threads", "run.workers": 2}
+    flags = {"run.dir": str(tmp_path / "run"), "run.backend": "inline", "run.workers": 2}
     assert run_training(None, ["task=sft"], flags) == Exit.OK
     assert summary(tmp_path / "run")["eval"]["exact_match"] >= 0.9

@@ -45,7 +45,7 @@ def test_every_rank_process_ends_with_70(
     (line,) = lines
     assert line.startswith(f"andon: replicas-agree broken at step {AT} on rank 1 in ")
     kept(folder)
-    assert runs.train(folder, backend="threads", workers=2, resume="auto") == 0
+    assert runs.train(folder, workers=2, resume="auto") == 0
     assert outcome(folder) == outcome(whole)
     assert summary(folder)["violations"] == 1
     last = capfd.readouterr().err
@@ -67,7 +67,7 @@ def test_updates_that_a_violation_was_found_behind_are_taken_back(runs: Runs, wh
     ledger = RunFolder(untold).ledger
     ledger.write_bytes(b"".join(ledger.read_bytes().splitlines(True)[:-2]))
     for each in (folder, untold):
-        assert runs.train(each, backend="threads", workers=1, resume="auto") == 0
+        assert runs.train(each, workers=1, resume="auto") == 0
         assert outcome(each) == outcome(whole)
         assert len(records(each, "retraction")) == 1
         assert [step.step for step in records(each, "step")] == [*range(1, 13), *range(9, 13)]
@@ -107,7 +107,7 @@ def test_ranks_that_leave_are_lost(
     assert said.endswith(f"; resume with: andon train {folder}/config.yaml --run-dir {folder} --resume auto\n")
     assert unfinished(read_run(folder)) == f"is not finished: {AT - 1} of {STEPS} steps, without an end in its ledger"
     if entry == "all_vanish":
-        assert runs.train(folder, backend="threads", workers=1, resume="auto") == 0
+        assert runs.train(folder, workers=1, resume="auto") == 0
         assert outcome(folder) == outcome(whole)
         assert unfinished(read_run(folder)) == ""
 
@@ -116,7 +116,7 @@ def test_to_leave_in_one_process_is_no_success_either(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     after_update(monkeypatch, AT, lambda replica: sys.exit(0), each=True)
-    assert runs.train(tmp_path / "run", backend="threads", workers=2) == Exit.RANK_LOST
+    assert runs.train(tmp_path / "run", workers=2) == Exit.RANK_LOST
     said = capfd.readouterr().err
     assert f"the run is not finished: something in it called sys.exit(0) after step {AT - 1} of {STEPS}" in said
     assert f"--run-dir {tmp_path / 'run'} --resume auto" in said

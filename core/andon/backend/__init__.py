@@ -1,1 +1,1 @@
-"""Where ranks live: in this process one after another, in its threads, or in a process group."""
+"""Where ranks live: in this process one after another, or in a process group."""

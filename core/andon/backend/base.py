@@ -1,6 +1,6 @@
-"""The verbs that the step asks of a backend, and the backend that notes on a rank's clock when it waits for the others.
+"""The verbs that the step asks of a backend.
 
-Every verb speaks of *local replicas*: all ranks in `inline` and `threads`, one rank in a process group. Lists are
+Every verb speaks of *local replicas*: all ranks in `inline`, one rank in a process group. Lists are
 indexed by local replica where they go in and where they come out, unless a docstring says "by rank".
 """
 
@@ -25,7 +25,7 @@ class Backend(Protocol):
     """The device of each local replica."""
 
     def map(self, work: Callable[[int], T]) -> list[T]:
-        """work(local index) for each local replica, at once where the backend can. Raises what it raised."""
+        """work(local index) for each local replica, in order. Raises what it raised."""
         ...
 
     def gather(self, local: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -42,46 +42,3 @@ class Backend(Protocol):
     def close(self) -> None:
         """Give back what the backend holds. It cannot be used afterwards."""
         ...
-
-
-class Clock(Protocol):
-    """Who is told."""
-
-    def wait(self) -> None:
-        """A collective begins."""
-        ...
-
-    def work(self) -> None:
-        """It is over; not called where it raised."""
-        ...
-
-
-class ClockedBackend:
-    """All verbs of the backend that it is given, collectives between two notes on the clock."""
-
-    def __init__(self, backend: Backend, clock: Clock) -> None:
-        self._backend, self._clock = backend, clock
-        self.name, self.world_size = backend.name, backend.world_size
-        self.ranks, self.devices = backend.ranks, backend.devices
-
-    def map(self, work: Callable[[int], T]) -> list[T]:
-        """As the backend does it."""
-        return self._backend.map(work)
-
-    def gather(self, local: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """As the backend does it, noted."""
-        self._clock.wait()
-        found = self._backend.gather(local)
-        self._clock.work()
-        return found
-
-    def exchange(self, local: Sequence[torch.Tensor], rows: Sequence[int]) -> list[list[torch.Tensor]]:
-        """As the backend does it, noted."""
-        self._clock.wait()
-        found = self._backend.exchange(local, rows)
-        self._clock.work()
-        return found
-
-    def close(self) -> None:
-        """As the backend does it."""
-        self._backend.close()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from andon_contracts.agree import GroupGather, Mesh
+from andon_contracts.liveness.clock import StepClock
 
 T = TypeVar("T")
 
@@ -35,10 +37,17 @@ class GroupBackend:
 
     carrier: the device on which collectives run: the rank's own for gloo and NCCL, the CPU for `mixed`, where ranks
     on CPUs and GPUs share one gloo group. Making it is collective: over gloo, ranks of one machine connect for their
-    short messages, of which a step has several.
+    short messages, of which a step has several. clock: of the rank; it is told when the rank waits for the others.
     """
 
-    def __init__(self, name: str, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+        *,
+        clock: StepClock | None = None,
+    ) -> None:
         if not dist.is_initialized():
             raise ValueError("the process group is not initialised")
         self.name = name
@@ -46,6 +55,7 @@ class GroupBackend:
         self.ranks: tuple[int, ...] = (dist.get_rank(group),)
         self.devices: tuple[torch.device, ...] = (device,)
         self._group = group
+        self._clock = clock
         self._carrier = device if name == "nccl" else torch.device("cpu")
         self._mesh: Mesh | None = None
         if name != "nccl":
@@ -55,14 +65,24 @@ class GroupBackend:
         """work(0): this process has one replica."""
         return [work(0)]
 
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Inside, the clock says that this rank waits for the others, and after an error it goes on saying so."""
+        if self._clock is not None:
+            self._clock.wait()
+        yield
+        if self._clock is not None:
+            self._clock.work()
+
     def gather(self, local: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """All-gather, by rank, on the replica's device."""
-        sent = local[0].to(self._carrier).contiguous()
-        if self._mesh is not None and 0 < sent.numel() * sent.itemsize <= _SHORT_BYTES:
-            return self._through(self._mesh, sent)
-        received = sent.new_empty(self.world_size * sent.numel())
-        _all_gather(received, sent.view(-1), group=self._group)
-        return list(received.to(self.devices[0]).view(self.world_size, *sent.shape).unbind(0))
+        with self._waiting():
+            sent = local[0].to(self._carrier).contiguous()
+            if self._mesh is not None and 0 < sent.numel() * sent.itemsize <= _SHORT_BYTES:
+                return self._through(self._mesh, sent)
+            received = sent.new_empty(self.world_size * sent.numel())
+            _all_gather(received, sent.view(-1), group=self._group)
+            return list(received.to(self.devices[0]).view(self.world_size, *sent.shape).unbind(0))
 
     def _through(self, mesh: Mesh, sent: torch.Tensor) -> list[torch.Tensor]:
         """`gather`, each message behind its length: bits of a shorter or longer one must never be taken for this.
@@ -85,19 +105,20 @@ class GroupBackend:
 
     def exchange(self, local: Sequence[torch.Tensor], rows: Sequence[int]) -> list[list[torch.Tensor]]:
         """All-to-all by one collective with uneven splits."""
-        sent = local[0].to(self._carrier).contiguous()
-        width = sent.shape[-1]
-        received = sent.new_empty(sum(rows) * width)
-        # Bits are carried and nothing is added: a collective that adds has an order of its own.
-        dist.all_to_all_single(
-            received,
-            sent.view(-1),
-            output_split_sizes=[count * width for count in rows],
-            input_split_sizes=[sent.shape[1] * width] * self.world_size,
-            group=self._group,
-        )
-        parts = torch.split(received.to(self.devices[0]), [count * width for count in rows])
-        return [[part.view(count, width) for part, count in zip(parts, rows, strict=True)]]
+        with self._waiting():
+            sent = local[0].to(self._carrier).contiguous()
+            width = sent.shape[-1]
+            received = sent.new_empty(sum(rows) * width)
+            # Bits are carried and nothing is added: a collective that adds has an order of its own.
+            dist.all_to_all_single(
+                received,
+                sent.view(-1),
+                output_split_sizes=[count * width for count in rows],
+                input_split_sizes=[sent.shape[1] * width] * self.world_size,
+                group=self._group,
+            )
+            parts = torch.split(received.to(self.devices[0]), [count * width for count in rows])
+            return [[part.view(count, width) for part, count in zip(parts, rows, strict=True)]]
 
     def close(self) -> None:
         """End the connections; the group belongs to whoever made it."""

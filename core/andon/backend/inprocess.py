@@ -1,9 +1,8 @@
-"""All ranks in this process: one after another (`inline`), or each in a thread of its own (`threads`)."""
+"""All ranks in this process, one after another."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
 import torch
@@ -35,23 +34,3 @@ class InlineBackend:
 
     def close(self) -> None:
         """Nothing is held."""
-
-
-class ThreadsBackend(InlineBackend):
-    """Replicas in threads: PyTorch's kernels release the interpreter lock, so forwards and backwards overlap."""
-
-    name = "threads"
-
-    def __init__(self, devices: Sequence[torch.device]) -> None:
-        super().__init__(devices)
-        self._pool = ThreadPoolExecutor(max_workers=self.world_size, thread_name_prefix="andon-replica")
-
-    def map(self, work: Callable[[int], T]) -> list[T]:
-        """work(rank) in a thread each; returns when all are done, then raises the first rank's error if any raised."""
-        futures = [self._pool.submit(work, rank) for rank in self.ranks]
-        wait(futures)
-        return [future.result() for future in futures]
-
-    def close(self) -> None:
-        """End the threads."""
-        self._pool.shutdown(wait=True, cancel_futures=True)

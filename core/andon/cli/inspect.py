@@ -51,7 +51,7 @@ def replay(
     workers: Annotated[
         int | None, typer.Option(help="Ranks on this machine; by default as in the run, if it has the cores.")
     ] = None,
-    backend: Annotated[str | None, typer.Option(help="inline, threads, gloo, nccl or mixed.")] = None,
+    backend: Annotated[str | None, typer.Option(help="inline, gloo, nccl or mixed.")] = None,
 ) -> None:
     """Do steps of a run again and compare every digest. Ends with 0 same, 1 different, 2 neither."""
     try:

@@ -13,7 +13,7 @@ ConfigFile = Annotated[Path | None, typer.Argument(help="YAML file; without one,
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one key, as in optimizer.lr=1e-3.")
 ]
-Backend = Annotated[str | None, typer.Option(help="auto, inline, threads, gloo, nccl or mixed.")]
+Backend = Annotated[str | None, typer.Option(help="auto, inline, gloo, nccl or mixed.")]
 Task = Annotated[
     str | None,
     typer.Option(

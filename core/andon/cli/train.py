@@ -25,7 +25,7 @@ from andon.cli.options import (
     material,
 )
 from andon.config.load import load_config
-from andon.config.schema import IN_PROCESS, Config
+from andon.config.schema import Config
 from andon.console.exits import Exit
 from andon.console.messages import put, say
 from andon.console.problems import InputError, Problem
@@ -143,7 +143,7 @@ def _be_a_rank(
             say(told_of_task(config))
         config = with_task(config)
         require(config.run.report_to)
-        if config.run.backend in IN_PROCESS:
+        if config.run.backend == "inline":
             raise InputError(
                 [Problem("run.backend", f"{config.run.backend} has no ranks; torchrun needs gloo or nccl")]
             )

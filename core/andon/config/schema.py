@@ -342,8 +342,6 @@ class Contracts(Section):
     )
 
 
-IN_PROCESS = ("inline", "threads")
-"""The backends without ranks of their own."""
 _DEVICE = re.compile(r"cpu|(cuda:)?\d{1,4}")
 
 
@@ -354,8 +352,8 @@ class Run(Section):
     workers: Workers = Field(
         default=2, description="ranks on this machine; auto: one a GPU, else with a base up to one a core, or 2"
     )
-    backend: Literal["inline", "threads", "gloo", "nccl", "mixed"] = Field(
-        default="gloo", description="inline, threads: in one process; gloo, nccl, mixed; auto: nccl on GPUs, else gloo"
+    backend: Literal["inline", "gloo", "nccl", "mixed"] = Field(
+        default="gloo", description="inline: in one process; gloo, nccl, mixed; auto: nccl on GPUs, else gloo"
     )
     cpu_fallback: bool = Field(default=False, description="true: train on the CPU if nccl finds no working GPU")
     devices: Annotated[tuple[str | int, ...], BeforeValidator(_as_tuple)] | None = Field(
@@ -398,10 +396,8 @@ class Run(Section):
 
     @model_validator(mode="after")
     def _a_deadline_has_ranks(self) -> Run:
-        if self.step_deadline_s is not None and self.backend in IN_PROCESS:
-            what = (
-                f"needs ranks of their own, which {self.backend} has not: gloo, nccl or mixed ({self.step_deadline_s})"
-            )
+        if self.step_deadline_s is not None and self.backend == "inline":
+            what = f"needs ranks of their own, which inline has not: gloo, nccl or mixed ({self.step_deadline_s})"
             raise _refuse("step_deadline_s", what)
         return self
 

@@ -83,7 +83,7 @@ def examine(folder: Path, limit_s: float) -> Iterator[Check]:
     gpus = seen.get("gpus", [])
     yield _gpus(seen, gpus)
     yield _network(_probe(limit_s, "network"))
-    for name in ("inline", "threads", "gloo", *(["nccl"] if gpus else [])):
+    for name in ("inline", "gloo", *(["nccl"] if gpus else [])):
         yield _backend(name, _probe(limit_s, name))
     if not gpus:
         yield Check("backend nccl", "info", "not tried: torch finds no GPU")
@@ -217,7 +217,6 @@ def _backend(name: str, seen: Mapping[str, Any]) -> Check:
         return Check(f"backend {name}", "ok", f"{seen['ranks']} ranks have added up their numbers")
     todo = {
         "inline": "a run on one process cannot work: look at the libraries above",
-        "threads": "look at the libraries above, and at the limits on threads (ulimit -u)",
         "gloo": "see the network, the folder for temporary files and ulimit -n; --backend inline needs no ranks",
         "nccl": "NCCL_DEBUG=INFO says more; --backend gloo trains on the CPU",
     }

@@ -1,6 +1,6 @@
 """What `andon doctor` tries in processes of its own, since any of it may hang, or end its process.
 
-    python -m andon.inspection.probes libraries|network|folder DIR|inline|threads|gloo|nccl
+    python -m andon.inspection.probes libraries|network|folder DIR|inline|gloo|nccl
 
 The last line on standard output is JSON, by the names that the functions here give; or it holds only an `error`.
 """
@@ -103,15 +103,11 @@ def backend(name: str) -> dict[str, Any]:
     """
     import torch
 
-    from andon.backend.inprocess import InlineBackend, ThreadsBackend
+    from andon.backend.inprocess import InlineBackend
 
-    if name in ("inline", "threads"):
-        here = (InlineBackend if name == "inline" else ThreadsBackend)([torch.device("cpu")] * _RANKS)
-        try:
-            sent = here.map(lambda rank: torch.full((_RANKS, 1, 1), rank + 1.0))
-            _held([float(each) for each in here.exchange(sent, [1] * _RANKS)[0]])
-        finally:
-            here.close()
+    if name == "inline":
+        sent = [torch.full((_RANKS, 1, 1), rank + 1.0) for rank in range(_RANKS)]
+        _held([float(each) for each in InlineBackend([torch.device("cpu")] * _RANKS).exchange(sent, [1] * _RANKS)[0]])
         return {"ranks": _RANKS}
     ranks = min(_RANKS, torch.cuda.device_count()) if name == "nccl" else _RANKS
     warm_up(("torch", "torch.distributed", "andon.launch.rank"))

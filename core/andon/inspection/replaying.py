@@ -7,7 +7,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from andon.config.schema import IN_PROCESS
 from andon.console.exits import Exit
 from andon.console.problems import InputError, Problem
 from andon.inspection.difference import Differences
@@ -39,7 +38,7 @@ def replay_run(path: Path, steps: str, workers: int | None, backend: str | None)
 
     first, last = read_range(steps, found)
     config = settings(found.folder, workers, backend)
-    if config.run.backend in IN_PROCESS:
+    if config.run.backend == "inline":
         with chosen(config.run):
             return report_of(replay(config, path, first, last), first, last)
     with chosen(config.run), tempfile.TemporaryDirectory(prefix="andon-replay-") as out:

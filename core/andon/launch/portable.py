@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from andon.config.schema import IN_PROCESS, Run
+from andon.config.schema import Run
 from andon.console.problems import InputError, Problem, ProblemList
 from andon_contracts.fingerprint import environment
 
@@ -46,7 +46,7 @@ def chosen(run: Run) -> Iterator[None]:
     try:
         yield
     finally:
-        if not (run.backend in IN_PROCESS and "torch" in sys.modules and _capability_and_branch() == _WANTED):
+        if not (run.backend == "inline" and "torch" in sys.modules and _capability_and_branch() == _WANTED):
             for name in (name for name, value in before.items() if value is None):
                 os.environ.pop(name, None)
 

@@ -31,9 +31,7 @@ from andon.model.base_head import (
     own_code_note,
 )
 from andon.model.finite import require_finite_model
-from andon.step.keyed import replaying
 
-Contexts = Callable[[], tuple[AbstractContextManager[object], AbstractContextManager[object]]]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _HALVES = (torch.bfloat16, torch.float16)
 _ARCHITECTURES = ("decoder", "encoder")
@@ -537,24 +535,17 @@ def attending_as(model: nn.Module, name: str) -> Iterator[None]:
         config._attn_implementation = before
 
 
-def _no_contexts() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
-    return nullcontext(), nullcontext()
+def checkpoint_layers(model: nn.Module, again: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
+    """Have every layer of `model` keep its input alone and compute the rest again in the backward pass.
 
-
-def checkpoint_layers(model: nn.Module, device: torch.device, contexts: Contexts | None = None) -> None:
-    """Have every layer of `model`, which trains on `device`, keep its input alone and compute the rest again.
-
-    Draws are replayed, on a CPU from the micro-batch's own generator, on a GPU from the device's; attention is the one
-    that the layer had, whichever the model has when its gradient is made. contexts: what each of the two passes of a
-    layer is in, None for that of the device. Only training passes are changed. Raises `InputError` for a model whose
+    The second pass draws what the first drew, and attends as it did, whichever attention the model has by then. again:
+    makes the context of the second pass. Only training passes are changed. Raises `InputError` for a model whose
     layers cannot do this.
     """
     able = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
     if not able:
         what = f"{type(model).__name__} has no layers that can compute their activations again"
         raise InputError([Problem("training.activation_checkpointing", what)])
-    on_gpu = device.type == "cuda"
-    entered = contexts or (_no_contexts if on_gpu else replaying)
     config: Any = without_adapter(model).config
 
     @contextmanager
@@ -563,15 +554,12 @@ def checkpoint_layers(model: nn.Module, device: torch.device, contexts: Contexts
             yield
 
     def both_passes() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
-        once, again = entered()
-        return once, as_before(config._attn_implementation, again)
+        return nullcontext(), as_before(config._attn_implementation, again())
 
     def computed_again(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # then both passes are traced here and now
             return checkpoint(function, *args, use_reentrant=False, **kwargs)
-        return checkpoint(
-            function, *args, use_reentrant=False, preserve_rng_state=on_gpu, context_fn=both_passes, **kwargs
-        )
+        return checkpoint(function, *args, use_reentrant=False, context_fn=both_passes, **kwargs)
 
     # Not `gradient_checkpointing_enable`: it has the embeddings ask for gradients that nobody needs here.
     for module in able:

@@ -88,7 +88,7 @@ def _peak(model: nn.Module, kind: str, work: Callable[[], object]) -> int:
 
 def checkpoint_hollow(model: nn.Module, kind: str) -> None:
     """As `checkpoint_layers`, for a trace. `backward` leaves the stand-ins, so they are entered anew."""
-    checkpoint_layers(model, _CPU, lambda: (nullcontext(), KernelsOfCuda() if kind == "cuda" else nullcontext()))
+    checkpoint_layers(model, KernelsOfCuda if kind == "cuda" else nullcontext)
 
 
 def _batch_of(model: nn.Module, rows: int, length: int) -> dict[str, torch.Tensor]:

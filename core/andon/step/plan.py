@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from andon.step.shard import balanced_bounds
@@ -132,18 +132,9 @@ def grouped_by_length(
     return tuple(itertools.chain(*batches, rows[full:]))
 
 
-def rank_leaves(micro_batches: int, world_size: int, shares: Sequence[int] | None = None) -> tuple[range, ...]:
-    """The micro-batches of each rank: a balanced contiguous run; ranks beyond `micro_batches` have none.
-
-    shares: how many each rank has instead. Raises `ValueError` where they are not one number a rank, none below 0, that
-    make `micro_batches` in all.
-    """
-    if shares is None:
-        return tuple(range(start, end) for start, end in balanced_bounds(micro_batches, world_size))
-    if len(shares) != world_size or min(shares) < 0 or sum(shares) != micro_batches:
-        msg = f"{tuple(shares)} does not share out {micro_batches} micro-batches to {world_size} ranks"
-        raise ValueError(msg)
-    return tuple(range(end - share, end) for share, end in zip(shares, itertools.accumulate(shares), strict=True))
+def rank_leaves(micro_batches: int, world_size: int) -> tuple[range, ...]:
+    """The micro-batches of each rank: a balanced contiguous run; ranks beyond `micro_batches` have none."""
+    return tuple(range(start, end) for start, end in balanced_bounds(micro_batches, world_size))
 
 
 def efficiency(micro_batches: int, world_size: int) -> float:

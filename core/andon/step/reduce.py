@@ -21,9 +21,8 @@ Roots = Mapping[Node, torch.Tensor]
 class TreeReduction:
     """Sums flat tensors [size] over `leaves` micro-batches. Usable alone: it knows no model and no optimizer."""
 
-    def __init__(self, leaves: int, size: int, backend: Backend, shares: Sequence[int] | None = None) -> None:
-        """leaves: M. size: elements of the flat tensor. shares: see `rank_leaves`. Raises `ValueError` if leaves or
-        size is below 1, and for shares that are none."""
+    def __init__(self, leaves: int, size: int, backend: Backend) -> None:
+        """leaves: M. size: elements of the flat tensor. Raises `ValueError` if one of them is below 1."""
         if leaves < 1 or size < 1:
             msg = f"nothing to reduce: {leaves} leaves of {size} elements"
             raise ValueError(msg)
@@ -33,7 +32,7 @@ class TreeReduction:
         # Rounded up: collectives take slices of one length.
         self._width = -(-size // backend.world_size)
         self.roots_of_rank = tuple(
-            subtree_roots((0, leaves), run.start, run.stop) for run in rank_leaves(leaves, backend.world_size, shares)
+            subtree_roots((0, leaves), run.start, run.stop) for run in rank_leaves(leaves, backend.world_size)
         )
 
     def __call__(self, local: Sequence[Roots]) -> list[list[torch.Tensor]]:

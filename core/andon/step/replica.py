@@ -13,7 +13,7 @@ from torch import nn
 
 from andon.step.captured import CapturedPasses
 from andon.step.flat import REPLACED, FlatParameters, Master, undecayed
-from andon.step.keyed import KeyedRandomness
+from andon.step.keyed import keyed_randomness
 from andon.step.micro_batch import REPORT_FIELDS, Leaf, LeafResult, PassResult, reports_of_leaves
 from andon.step.optimizer import OptimizerSpec
 from andon.step.task import Batch, Task
@@ -67,13 +67,14 @@ class Replica:
         model: nn.Module,
         trainable: Mapping[str, nn.Parameter],
         optimizer: OptimizerSpec,
-        randomness: KeyedRandomness,
+        seed: int,
         device: torch.device,
         master_on: torch.device | None = None,
         captured: CapturedPasses | None = None,
     ) -> None:
-        """model: already on `device`. trainable: its trainable parameters in canonical order, all fp32. master_on:
-        where the gradient is divided and clipped and the update is made, on buffers of their own; None: on the model's.
+        """model: already on `device`. trainable: its trainable parameters in canonical order, all fp32. seed: of what
+        its passes draw. master_on: where the gradient is divided and clipped and the update is made, on buffers of
+        their own; None: on the model's.
         captured: what makes CUDA graphs of passes, where they are to be; the bits are the same.
 
         Raises `ValueError` for what `FlatParameters` refuses, for a parameter that requires a gradient and is not in
@@ -95,7 +96,7 @@ class Replica:
         """The sums of which the next `gradients` keeps copies, for an audit; None: none is due."""
         self._count = torch.zeros((), device=self.master.device)
         self._closed: torch.Tensor | None = None
-        self._randomness = randomness
+        self.seed = seed
         self._spare: list[torch.Tensor] = []
         """Buffers of the gradient's size, reused every step: at most one for each level of the tree and each root."""
         self._frozen = _frozen_tensors(model, trainable)
@@ -158,7 +159,7 @@ class Replica:
             self.parameters.gradient.zero_()
             return LeafResult(leaf)
         batch = task.load(leaf.ids, self.device)
-        drawing = functools.partial(self._randomness.micro_batch, step, leaf.index)
+        drawing = functools.partial(keyed_randomness, self.seed, step, leaf.index, self.device)
         if self.captured is None:
             with drawing():
                 return LeafResult(leaf, batch, self._pass(task, batch, checked=checked))

@@ -53,16 +53,14 @@ class TrainingStep:
         audit: AuditSpec = NO_AUDIT,
         *,
         late: bool | None = None,
-        shares: Sequence[int] | None = None,
     ) -> None:
         """replicas: one for each local rank. micro_batches: M, the leaves of the sum; never a function of world size.
 
         late: whether an update is judged when its result is asked for, and not while it is launched; None: where all
-        replicas are on GPUs. shares: micro-batches of each rank, if they are not to be as many for all; they change
-        who computes a sum, and not its order.
+        replicas are on GPUs.
 
-        Raises `ValueError` for shares that do not fit, if the number of replicas is not the backend's, and if their
-        optimizer cannot be kept from an update that is judged late.
+        Raises `ValueError` if the number of replicas is not the backend's, and if their optimizer cannot be kept from
+        an update that is judged late.
         """
         if len(replicas) != len(backend.ranks):
             msg = f"{len(replicas)} replicas for {len(backend.ranks)} local ranks"
@@ -73,8 +71,8 @@ class TrainingStep:
         self._task = task
         self._micro_batches = micro_batches
         self._clip_norm = clip_norm
-        self._owners = rank_leaves(micro_batches, backend.world_size, shares)
-        self._reduce = TreeReduction(micro_batches, replicas[0].parameters.size, backend, shares)
+        self._owners = rank_leaves(micro_batches, backend.world_size)
+        self._reduce = TreeReduction(micro_batches, replicas[0].parameters.size, backend)
         self._audit = Audit(audit, backend, replicas, task, self._owners, self._reduce.roots_of_rank)
         # One more than any rank is to compute, so that a surplus is seen.
         self._report_rows = max(map(len, self._owners)) + 1

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from andon.config.load import FLAGS, load_config
-from andon.config.schema import IN_PROCESS, SFT, Config
+from andon.config.schema import SFT, Config
 from andon.console.exits import Exit
 from andon.console.messages import say
 from andon.console.problems import InputError, Problem, ProblemList, install_hint, shown
@@ -344,13 +344,13 @@ def _texts(texts: Iterable[str]) -> list[str]:
 def _trained(config: Config, started: float, sizing: Sizing | None, files: RowFiles) -> Ended:
     """The run of `config`; this process is afterwards as it was."""
     given = {key.removeprefix("data."): files.written[name] for key, name in _ROWS.items() if name in files.written}
-    if config.run.backend in IN_PROCESS:
+    if config.run.backend == "inline":
         from andon.training.caller import torch_as_found
 
         with chosen(config.run), torch_as_found():
             return start(config, started, sizing=sizing, given=given)
     if multiprocessing.current_process().daemon:
-        what = f"{config.run.backend} starts ranks, and a daemonic process may start none; take inline or threads"
+        what = f"{config.run.backend} starts ranks, and a daemonic process may start none; take inline"
         raise InputError([Problem("run.backend", what)])
     with chosen(config.run), for_one_launch():
         return start(config, started, sizing=sizing, given=given)

@@ -9,8 +9,7 @@ from __future__ import annotations
 import copy
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -28,14 +27,13 @@ from andon.run.checkpoint import Checkpoint
 from andon.run.repeats import Repeats
 from andon.step.audit import NO_AUDIT, AuditSpec
 from andon.step.captured import CapturedPasses
-from andon.step.keyed import KeyedRandomness, needs_full_interception
+from andon.step.keyed import refuse_unkeyed
 from andon.step.optimizer import OptimizerSpec
 from andon.step.plan import BatchPlan
 from andon.step.replica import WEIGHTS, Replica, restore_state
 from andon.step.schedule import Schedule
 from andon.step.step import TrainingStep
 from andon.step.task import Task
-from andon.training.speed import shares_of
 from andon.training.trainer import Cadence, Journal, Progress, Trainer
 from andon_contracts.liveness.diagnosis import StepClock
 from andon_contracts.violation import first_line, kind_of
@@ -47,8 +45,7 @@ class StepSpec:
 
     seed: of dropout. micro_batches: M, the leaves of the sum. late: see `TrainingStep`. checkpointing: whether layers
     compute their activations again in the backward pass. compile: one of `andon.model.compiled.MODES`, for models on
-    GPUs. shapes: of the micro-batches that are compiled then. shares: micro-batches of each rank; None: as
-    their speed says where it differs, else as many for each. capture: whether eager passes of GPUs become CUDA
+    GPUs. shapes: of the micro-batches that are compiled then. capture: whether eager passes of GPUs become CUDA
     graphs, of the same bits; not with checkpointing, for which the device's generator would be read in the middle.
     """
 
@@ -61,7 +58,6 @@ class StepSpec:
     checkpointing: bool = False
     compile: str = "off"
     shapes: frozenset[Shape] = frozenset()
-    shares: tuple[int, ...] | None = None
     capture: bool = False
 
 
@@ -171,26 +167,21 @@ def build_run(
     plan: BatchPlan,
     *,
     model: nn.Module | None = None,
-    ledger: Path | None = None,
 ) -> Run:
     """The run of `spec` on this process's `backend`; nothing is trained yet. Collective where ranks are on GPUs.
 
-    model: what `build_model` gives of the spec, where somebody has it; it becomes the first replica's. ledger: of the
-    run that goes on, which says who computed what where ranks are of different speed. Raises `InputError` for what
-    cannot be trained.
+    model: what `build_model` gives of the spec, where somebody has it; it becomes the first replica's. Raises
+    `InputError` for what cannot be trained.
     """
     built = build_model(spec.model, spec.adapter, spec.step.seed) if model is None else model
     replicas = build_replicas(built, spec.step, backend, task, plan.ids[0])
-    shares = spec.step.shares
-    if shares is None:
-        shares = shares_of(backend, replicas[0], task, plan, spec.step.micro_batches, ledger)
     return Run(
         spec=spec,
         backend=backend,
         task=task,
         plan=plan,
         replicas=replicas,
-        step=build_step(replace(spec.step, shares=shares), backend, replicas, task),
+        step=build_step(spec.step, backend, replicas, task),
         schedule=schedule_of(spec, plan),
         initial_weights=replicas[0].weights_digest(),
         base=replicas[0].base_digest(),
@@ -209,17 +200,8 @@ def schedule_of(spec: RunSpec, plan: BatchPlan) -> Schedule:
 
 
 def build_step(spec: StepSpec, backend: Backend, replicas: Sequence[Replica], task: Task) -> TrainingStep:
-    """What takes the updates of `replicas`, one for each local rank; shares that are None are the same for each."""
-    return TrainingStep(
-        backend,
-        replicas,
-        task,
-        spec.micro_batches,
-        spec.clip_norm,
-        spec.audit,
-        late=spec.late,
-        shares=spec.shares,
-    )
+    """What takes the updates of `replicas`, one for each local rank."""
+    return TrainingStep(backend, replicas, task, spec.micro_batches, spec.clip_norm, spec.audit, late=spec.late)
 
 
 def build_replicas(
@@ -228,10 +210,9 @@ def build_replicas(
     """One replica for each local rank of `backend`, all with the weights of `model` (on the CPU, as built).
 
     Each has trainable weights of its own; those on one device share the frozen base, unless each is to have its
-    `own_base`. sample: a row of `task` for the one forward pass that finds out how the model draws its random numbers.
-    In a `mixed` group GPUs drop what CPUs would, except where masks are drawn a second time or inside of kernels.
-    Raises `InputError` for a model that cannot be trained to the same bits anywhere: whose random numbers cannot be
-    keyed by micro-batch, or that keeps running statistics.
+    `own_base`. sample: a row of `task` on which each model is tried. Raises `InputError` for a model that cannot be
+    trained to the same bits anywhere: whose random numbers cannot be keyed by micro-batch, or that keeps running
+    statistics.
     """
     placed: dict[torch.device, nn.Module] = {}
     try:
@@ -258,26 +239,21 @@ def _replica(
     model.train()
     padding_of(model, device)  # tried while it has the weights that every start has, and before anything is hooked
     if spec.checkpointing:
-        checkpoint_layers(model, device)
+        checkpoint_layers(model)
     batch = task.load([sample], device)
     try:
-        full = needs_full_interception(lambda: task.loss_sum(model, batch), device)
+        refuse_unkeyed(lambda: task.loss_sum(model, batch), device)
     except Exception as error:
         if not _of_the_model(error):
             raise
         name = type(without_adapter(model)).__name__
         what = f"{name} fails on a row of these settings ({first_line(error)}); change model.base or model.max_length"
         raise InputError([Problem("model.base", what)]) from error
-    as_cpus = draws_as_cpus(backend.name, device, checkpointing=spec.checkpointing, compiled=spec.compile != "off")
-    randomness = KeyedRandomness(spec.seed, device, intercept_all=full, host_drawn=as_cpus)
-    if as_cpus:
-        with randomness.micro_batch(0, 0), torch.no_grad():
-            task.loss_sum(model, batch)  # raises for what cannot be drawn as a CPU does
     master_on = torch.device("cpu") if backend.name == "mixed" and device.type != "cpu" else None
     # A replica that is alone in its process, and draws on its device.
     capture = spec.capture and device.type == "cuda" and backend.name in ("inline", "nccl")
     captured = CapturedPasses(device) if capture else None
-    return Replica(model, trainable_parameters(model), spec.optimizer, randomness, device, master_on, captured)
+    return Replica(model, trainable_parameters(model), spec.optimizer, spec.seed, device, master_on, captured)
 
 
 def _of_the_model(error: Exception) -> bool:
@@ -286,11 +262,6 @@ def _of_the_model(error: Exception) -> bool:
         return False
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     return any(str(frame.f_globals.get("__name__")).startswith("transformers.models.") for frame in frames)
-
-
-def draws_as_cpus(backend: str, device: torch.device, *, checkpointing: bool, compiled: bool) -> bool:
-    """Whether dropout on `device` is to be what it would be on a CPU, since ranks on CPUs are beside it."""
-    return backend == "mixed" and device.type != "cpu" and not checkpointing and not compiled
 
 
 def _placed(

@@ -12,7 +12,7 @@ from typing import Any
 from andon.backend.devices import placement
 from andon.backend.host import free_ram
 from andon.backend.machine import Accelerator, gpus_here
-from andon.config.schema import IN_PROCESS, Config
+from andon.config.schema import Config
 from andon.console.problems import InputError
 from andon.model.memory import MemoryPlan
 from andon.step.plan import efficiency, rank_leaves
@@ -183,7 +183,7 @@ def _world(study: Study, config: Config, workers: int, machine: Machine) -> Worl
 
 def _in_ram(plan: MemoryPlan, ranks: int, backend: str) -> int:
     """Bytes of all CPU ranks together: in one process they share it, and the base; in turn, the largest phase too."""
-    if backend not in IN_PROCESS:
+    if backend != "inline":
         return ranks * plan.needed
     lasting = plan.weights + plan.gradient + plan.moments + plan.partials
     phase = plan.needed - plan.outside - lasting - plan.base - plan.ramp

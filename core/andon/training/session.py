@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from andon.backend.base import Backend, ClockedBackend
+from andon.backend.base import Backend
 from andon.backend.devices import NO_GPU, demand_determinism, placement
 from andon.backend.group import GroupBackend, groups_of
-from andon.backend.inprocess import InlineBackend, ThreadsBackend
+from andon.backend.inprocess import InlineBackend
 from andon.backend.machine import look_at, none_works, of_all_ranks, refuse_unfit, refuse_without_nccl
 from andon.backend.products import FORM, portable_kernels
-from andon.config.schema import IN_PROCESS, Config
+from andon.config.schema import Config
 from andon.console.messages import say
 from andon.console.problems import InputError, Problem
 from andon.launch.context import RankContext, is_rank
@@ -100,12 +100,8 @@ def _backend(config: Config, clock: StepClock) -> Iterator[Backend]:
     run = config.run
     name, devices, note = placement(run.backend, run.workers, run.devices, fallback=run.cpu_fallback)
     demand_determinism(devices)
-    if name in IN_PROCESS:
-        backend: Backend = (InlineBackend if name == "inline" else ThreadsBackend)(devices)
-        try:
-            yield backend
-        finally:
-            backend.close()
+    if name == "inline":
+        yield InlineBackend(devices)
         return
     refuse_without_nccl(name)
     store, rank, world = join(groups_of(name), config.run.timeout_s)
@@ -118,9 +114,9 @@ def _backend(config: Config, clock: StepClock) -> Iterator[Backend]:
     name, device = _usable(config, name, devices, rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    joined = GroupBackend(name, device)
+    joined = GroupBackend(name, device, clock=clock)
     try:
-        yield ClockedBackend(joined, clock)
+        yield joined
     finally:
         joined.close()
 
@@ -196,9 +192,8 @@ def _tell(config: Config, backend: Backend) -> None:
         return
     if training.compile != "off" and any(device.type != "cuda" for device in backend.devices):
         say(f"training.compile={training.compile} is for GPUs: on the CPU the model runs eagerly")
-    named = [name for name in ("compile", "activation_checkpointing") if getattr(training, name) not in (False, "off")]
-    if backend.name == "mixed" and named:
-        say(f"mixed: with training.{named[0]} each GPU draws dropout of its own, so who computes changes the result")
+    if backend.name == "mixed":
+        say("mixed: a GPU drops other activations than a CPU, so the result depends on which rank computes what")
 
 
 def _assemble(
@@ -211,7 +206,7 @@ def _assemble(
     captured = captured and (plan is None or plan.graphs > 0)  # a GPU may have no room for them
     if captured:
         spec = replace(spec, step=replace(spec.step, capture=True))
-    run = build_run(spec, backend, material.task, material.plan, ledger=folder.ledger)
+    run = build_run(spec, backend, material.task, material.plan)
     material.task.require_fit(run.primary.model, run.primary.device)
     if backend.ranks[0] == 0:
         model = run.primary.model

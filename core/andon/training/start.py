@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from andon.config.schema import IN_PROCESS, SFT, Config
+from andon.config.schema import SFT, Config
 from andon.console.exits import Exit
 from andon.console.messages import command_line, say
 from andon.console.problems import InputError, Problem, ProblemList
@@ -138,7 +138,7 @@ def _train(
         try:
             if given and same_data(folder, data):  # others are refused, and nothing of them stays
                 config = kept(config, folder, given)
-            if config.run.backend in IN_PROCESS:
+            if config.run.backend == "inline":
                 return _train_here(config, folder, started)
             return _train_in_ranks(config, folder, started, sizing, entry)
         finally:
@@ -148,7 +148,7 @@ def _train(
 def _require_elastic(config: Config) -> None:
     """Refuse, all at once, what lets a run not be the same on another number of workers."""
     found = ProblemList()
-    if config.run.backend in IN_PROCESS:
+    if config.run.backend == "inline":
         found.add("run.backend", f"{config.run.backend} has no ranks; --workers MIN:MAX needs gloo or nccl")
     if config.run.devices is not None:
         found.add("run.devices", "names a device for each worker; with --workers MIN:MAX leave it to the backend")

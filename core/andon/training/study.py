@@ -107,7 +107,6 @@ def captures(config: Config, kind: str, activations: int | None) -> bool:
     training, asked = config.training, config.run.cuda_graphs
     repeats = config.task != SFT or training.packing
     fits = activations is not None and activations <= _CAPTURED_BYTES and repeats
-    # Replicas on threads share a device's generator, and one on a CPU beside GPUs has dropout drawn on the host.
     possible = kind == "cuda" and config.run.backend in ("inline", "nccl")
     possible = possible and training.compile == "off" and not training.activation_checkpointing
     return possible and asked != "never" and (fits or asked == "always")

@@ -73,10 +73,10 @@ def losses(evidence: Evidence) -> Verdict:
 def unmixed(alone: Evidence, evidence: Evidence) -> list[Verdict]:
     """One verdict on the losses of ranks on CPUs and GPUs against `alone`, the same run on one CPU; else none.
 
-    With dropout too: what is dropped belongs to the micro-batch and not to who computes it.
+    With dropout neither, since a GPU draws other masks than a CPU.
     """
     trace = evidence.sightings
-    if alone.sightings.place == trace.place or trace.case.backend != "mixed":
+    if alone.sightings.place == trace.place or trace.case.backend != "mixed" or trace.case.dropout:
         return []
     seen, wanted = ([_finite(each.loss) for each in of.sightings.first.reported] for of in (evidence, alone))
     return [losses_close.check(seen, wanted, start=1, bound=UNMIXED_TOLERANCE, factors=evidence.law.factors)]

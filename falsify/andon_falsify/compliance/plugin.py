@@ -36,8 +36,6 @@ _SUITE = pytest.StashKey[Suite]()
 """The campaign against the subject that was named; not there where none was."""
 _OF_A_SUBJECT = "test_subject.py"
 _HERE = "andon_falsify.compliance."
-_WITH_THREADS = f"{_HERE}test_runs"
-"""The tests that run on `threads`: those that compare runs. A single run does the same as on `inline`."""
 _ONCE = ("subject", "script", "world", "accumulation", "seed", "budget", "name")
 _AGAIN = ("claim", "expected_failed")
 _PROFILES = {"quick": "andon-dev", "standard": "andon-ci", "deep": "andon-deep"}
@@ -202,7 +200,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect repeats: tests without a backend run with `inline` only, single runs not on `threads`."""
+    """Deselect repeats: tests without a backend run with `inline` only."""
     chosen = config.getoption("--backend", None) or CPU_BACKENDS
     kept: list[pytest.Item] = []
     left_out: list[pytest.Item] = []
@@ -218,10 +216,7 @@ def _shows_more(item: pytest.Item, chosen: Sequence[str]) -> bool:
     if not module.startswith(_HERE) or module.endswith(_OF_A_SUBJECT.removesuffix(".py")):
         return True
     callspec = getattr(item, "callspec", None)
-    backend = callspec.params.get("backend") if callspec else None
-    if backend is None:
-        return "inline" in chosen
-    return backend != "threads" or module == _WITH_THREADS
+    return (callspec is not None and "backend" in callspec.params) or "inline" in chosen
 
 
 def _param(backend: str) -> Any:

@@ -21,10 +21,9 @@ def test_the_free_functions_do_what_their_names_say(court: Court, tried: object)
 
 @pytest.mark.claim("replicas-agree", "gradient-law", "update-law", "losses-close", "norm-law")
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("backend_of_coordinator", ["inline", "threads"])
-def test_the_coordinator_keeps_the_law(court: Court, world: int, backend_of_coordinator: str) -> None:
+def test_the_coordinator_keeps_the_law(court: Court, world: int) -> None:
     """`DataParallelCoordinator` on uneven shards and fewer samples than replicas, by the same reference (V1-V8)."""
     coordinator = CoordinatorSubject()
-    case = PLAIN.but(world=world, backend=backend_of_coordinator)
+    case = PLAIN.but(world=world)
     trace = coordinator.run(case)
-    court.hold(*verdicts(trace, coordinator.run(case.but(world=1, backend="inline"))).values())
+    court.hold(*verdicts(trace, coordinator.run(case.but(world=1))).values())

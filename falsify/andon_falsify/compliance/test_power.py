@@ -7,9 +7,8 @@ import pytest
 from andon_falsify.compliance.power import Laboratory, untried
 from andon_falsify.faults.registry import FAULTS, named
 
-PLACES = {"coordinator": ("inline", "threads"), "functions": ("inline",)}
-BY_BACKEND = [fault.name for fault in FAULTS if fault.kind not in PLACES]
-IN_PROCESS = [(fault.name, place) for fault in FAULTS for place in PLACES.get(fault.kind, ())]
+OF_THE_SEED = [fault.name for fault in FAULTS if fault.kind in ("coordinator", "functions")]
+BY_BACKEND = [fault.name for fault in FAULTS if fault.name not in OF_THE_SEED]
 
 
 @pytest.mark.parametrize("name", BY_BACKEND)
@@ -20,7 +19,7 @@ def test_a_planted_fault_is_killed(laboratory: Laboratory, backend: str, name: s
     assert laboratory.attempt(named(name), backend).problems == []
 
 
-@pytest.mark.parametrize(("name", "place"), IN_PROCESS)
-def test_a_fault_of_the_seed_is_killed(laboratory: Laboratory, name: str, place: str) -> None:
+@pytest.mark.parametrize("name", OF_THE_SEED)
+def test_a_fault_of_the_seed_is_killed(laboratory: Laboratory, name: str) -> None:
     """The same for what only the seed's coordinator and free functions can get wrong."""
-    assert laboratory.attempt(named(name), place).problems == []
+    assert laboratory.attempt(named(name), "inline").problems == []

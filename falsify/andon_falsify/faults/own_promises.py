@@ -12,7 +12,6 @@ from torch import nn
 
 from andon.backend import devices
 from andon.model.adapter import trainable_parameters
-from andon.step.keyed import KeyedRandomness
 from andon.step.optimizer import OptimizerSpec
 from andon.step.plan import BatchPlan
 from andon.step.replica import Replica
@@ -39,7 +38,7 @@ from andon_falsify.subjects.assembly import Parts
 
 def _masks_by_rank(parts: Parts, _: ExitStack) -> None:
     for rank, replica in parts.by_rank.items():
-        around(replica._randomness, "micro_batch", lambda inner, step, index, r=rank: inner(step, index + 1000 * r))
+        replica.seed += rank
 
 
 def _sum_by_rank(parts: Parts, _: ExitStack) -> None:
@@ -72,9 +71,8 @@ def _layout_reversed(parts: Parts, _: ExitStack) -> None:
             own = parts.replicas[place]
             backwards = dict(reversed(trainable_parameters(own.model).items()))
             spec = OptimizerSpec(case.optimizer, weight_decay=case.weight_decay)
-            randomness = KeyedRandomness(case.seed, own.device)
             master_on = own.master.device if own.master.apart else None
-            parts.replicas[place] = Replica(own.model, backwards, spec, randomness, own.device, master_on)
+            parts.replicas[place] = Replica(own.model, backwards, spec, case.seed, own.device, master_on)
     parts.step = TrainingStep(
         parts.backend, parts.replicas, parts.task, case.micro_batches, case.clip_norm, late=parts.step.late
     )

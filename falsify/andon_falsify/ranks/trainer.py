@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from andon.backend.base import Backend
 from andon.backend.group import GroupBackend
-from andon.backend.inprocess import InlineBackend, ThreadsBackend
+from andon.backend.inprocess import InlineBackend
 from andon_falsify.faults.registry import named
 from andon_falsify.ranks.pool import RankPools
 from andon_falsify.subjects.case import Case
@@ -33,9 +33,8 @@ class AndonTrainer:
         try:
             if case.backend in IN_A_GROUP:
                 return self._in_a_group(case, name)
-            backend = InlineBackend if case.backend == "inline" else ThreadsBackend
-            made = backend(devices_of(case.backend, case.world))
-            return assemble_trace(case, [train_on(made, case, late=self._late)], {}, name)
+            backend = InlineBackend(devices_of(case.backend, case.world))
+            return assemble_trace(case, [train_on(backend, case, late=self._late)], {}, name)
         except Exception as error:  # noqa: BLE001 -- an error of the subject is part of what is judged
             return assemble_trace(case, [], {0: f"{type(error).__name__}: {error}"}, name)
 

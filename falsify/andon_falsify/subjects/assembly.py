@@ -18,7 +18,7 @@ from andon.model.adapter import AdapterSpec, trainable_parameters
 from andon.model.build import ModelSpec
 from andon.model.memory import activation_bytes, plan_bytes
 from andon.step.optimizer import OptimizerSpec
-from andon.step.plan import BatchPlan, rank_leaves
+from andon.step.plan import BatchPlan
 from andon.step.replica import Replica
 from andon.tasks.classification import ClassificationTask
 from andon.training.build import Run, RunSpec, StepSpec, build_model, build_run
@@ -79,8 +79,6 @@ def spec_of(case: Case, *, late: bool | None = None) -> RunSpec:
         micro_batches=case.micro_batches,
         clip_norm=case.clip_norm,
         late=late,
-        # Measured shares are another run each time, and here runs are compared.
-        shares=tuple(map(len, rank_leaves(case.micro_batches, case.world))) if case.backend == "mixed" else None,
     )
     return RunSpec(
         model=model,

@@ -24,7 +24,7 @@ Plant = Callable[[DataParallelCoordinator, ExitStack], None]
 
 
 class CoordinatorSubject:
-    """Runs cases through `DataParallelCoordinator` on the in-process backends.
+    """Runs cases through `DataParallelCoordinator` in this process.
 
     Dropout is off, so that its masks need not be seen; rows are those that each replica was told to compute.
     """
@@ -76,7 +76,6 @@ def coordinator_of(case: Case) -> DataParallelCoordinator:
         shape,
         settings,
         ["cpu"] * case.world,
-        case.backend,
         case.micro_batches,
         seed=case.seed,
         optimizer=optimizer,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TypeVar
@@ -18,8 +17,8 @@ from andon_falsify.subjects.trace import LeafMasks
 T = TypeVar("T")
 
 
-class Place(threading.local):
-    """Which rank this thread is working for."""
+class Place:
+    """Which rank computes."""
 
     rank: int = 0
 

@@ -47,8 +47,7 @@ class MaskRecorder:
 
     @contextmanager
     def recording(self) -> Iterator[dict[str, Tensor]]:
-        """Inside, the factors (0, or 1 over the chance to keep) that this thread draws are entered into what is
-        yielded, on the CPU."""
+        """Inside, the factors (0, or 1 over the chance to keep) that are drawn enter what is yielded, on the CPU."""
         found: dict[str, Tensor] = {}
         self._open.clear()
         draws = _Draws(self._open, found)

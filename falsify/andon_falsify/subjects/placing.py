@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from andon.backend.devices import placement
 
-CPU_BACKENDS = ("inline", "threads", "gloo")
+CPU_BACKENDS = ("inline", "gloo")
 GPU_BACKENDS = ("nccl", "mixed")
 IN_A_GROUP = ("gloo", "nccl", "mixed")
 """Backends whose ranks are processes of one group."""
