@@ -47,14 +47,14 @@ def full_in_rank(payload: Payload) -> int:
 
 
 def kill_launcher(payload: Payload) -> int:
-    return _with_fault(payload, 0, lambda context: os.kill(context.agent_pid, signal.SIGKILL))
+    return _with_fault(payload, 0, lambda context: os.kill(context.launcher_pid, signal.SIGKILL))
 
 
 def ask_to_end(payload: Payload) -> int:
     """The launcher is asked to end; this rank goes on once it has heard of it."""
 
     def ask(context: RankContext) -> None:
-        os.kill(context.agent_pid, signal.SIGTERM)
+        os.kill(context.launcher_pid, signal.SIGTERM)
         while not preempted():
             os.sched_yield()
 

@@ -131,8 +131,12 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"workers": 0, "backend": "glo", "resume": "yes"},
         ["workers: must be at least 1 (0)", "backend: must be", "resume: must be 'never' or 'auto' ('yes')"],
     ),
-    "a number of workers": ({"workers": "2-4"}, ["workers: must be a number, or MIN:MAX as in 2:4 ('2-4')"]),
-    "restarts": ({"max_restarts": 2}, ["max_restarts: needs --workers MIN:MAX"]),
+    "a number of workers": ({"workers": "2-4"}, ["workers: must be an integer"]),
+    "restarts in this process": (
+        {"run": {"max_restarts": 2}, "backend": "inline"},
+        ["run.max_restarts: needs ranks of their own, which inline has not"],
+    ),
+    "restarts": ({"max_restarts": 2}, ["max_restarts: unknown key; did you mean 'run.max_restarts'?"]),
     "settings": (
         {"training": {"epochs": 0, "batches": 3}, "seed": "x", "optimizer": {"lr": float("inf")}},
         ["training.epochs: must be at least 1 (0)", "training.batches: unknown key", "seed: must be an integer, is"],

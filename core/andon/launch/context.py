@@ -1,4 +1,4 @@
-"""Who this rank is, from the variables that torch's launcher (or ours, which is the same one) sets."""
+"""Which rank this process is, from the variables that torchrun sets, or our launcher."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from andon.console.problems import ProblemList
 
 RUN_ID = "TORCHELASTIC_RUN_ID"
-AGENT_PID = "ANDON_AGENT_PID"
-"""Set by `andon.launch.launcher`, under which a rank's parent is a forkserver and not the agent."""
+LAUNCHER = "ANDON_LAUNCHER_PID"
+"""The process id of our launcher, which sets it for the fork server and for ranks: their parent is the fork server."""
 STORE = "ANDON_STORE"
-"""Set by it too: the address of the ranks' `unix_store`."""
+"""The address of the ranks' `unix_store`; our launcher sets it."""
 
 
 @dataclass(frozen=True)
@@ -23,23 +23,23 @@ class RankContext:
     local_rank: int
     world_size: int
     run_id: str
-    agent_pid: int
+    launcher_pid: int
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> RankContext:
         """Read `RANK`, `LOCAL_RANK`, `WORLD_SIZE`, `TORCHELASTIC_RUN_ID`; raise `InputError` naming all that is wrong.
 
-        The agent is this process's parent unless the launcher named another.
+        The launcher is this process's parent (torchrun's agent) unless our launcher named itself.
         """
         found = _Variables(os.environ if environ is None else environ)
         world = found.number("WORLD_SIZE", least=1)
         local_world = found.number("LOCAL_WORLD_SIZE", least=1, most=world, default=world)
         rank = found.number("RANK", least=0, most=world - 1)
         local_rank = found.number("LOCAL_RANK", least=0, most=local_world - 1)
-        agent = found.number(AGENT_PID, least=1, default=max(os.getppid(), 1))
+        launcher = found.number(LAUNCHER, least=1, default=max(os.getppid(), 1))
         run_id = found.text(RUN_ID)
         found.problems.raise_if_any()
-        return cls(rank=rank, local_rank=local_rank, world_size=world, run_id=run_id, agent_pid=agent)
+        return cls(rank=rank, local_rank=local_rank, world_size=world, run_id=run_id, launcher_pid=launcher)
 
 
 def is_rank(environ: Mapping[str, str] | None = None) -> bool:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from andon.console.exits import Exit
 from andon.console.messages import write
-from andon.launch.context import AGENT_PID, RUN_ID, STORE, RankContext
+from andon.launch.context import RUN_ID, RankContext
 from andon.launch.ending import describe, unguarded
 from andon.launch.orphan import die_with_parent
 from andon.launch.preemption import PREEMPTION_SIGNALS
@@ -45,13 +45,6 @@ _RECORD_S = 10.0
 """How long the report of one that ends as it should may take: its launcher takes one without a report for dead."""
 _DESTROY_S = 0.5
 """How long leaving may wait for the process group to be taken down."""
-
-_PER_RANK = frozenset(
-    {"RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"}
-    | {"WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"}
-    | {"MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
-)
-"""What torch's agent sets for each rank, beside `TORCHELASTIC_*`; the launcher's own values must not win."""
 
 
 @dataclass
@@ -138,36 +131,24 @@ def _end_unguarded(error: Exception, rank: int) -> None:
 
 @dataclass(frozen=True)
 class Job:
-    """What the launcher gives each of its ranks. `payload` is JSON; not a `str`, in which torch replaces `$` macros.
-
-    store: the address of their `unix_store`, known once they are started.
-    """
+    """What the launcher gives each of its ranks. `payload` is JSON; `environment` is all that ranks have in common."""
 
     entry: str
-    payload: bytes
+    payload: str
     run_folder: str
-    agent_pid: int
     environment: Mapping[str, str]
-    store: str = ""
 
 
-def serve(job: Job) -> int:
-    """Be one rank of `andon.launch.launcher`; return 0 to torch's agent, end the process with any other code.
-
-    Torch's agent takes a function's return for success and waits for it, so 0 must be returned and not exited with.
-    """
-    _adopt(job.environment)
-    os.environ.update({AGENT_PID: str(job.agent_pid), STORE: job.store})
+def serve(job: Job, rank: int) -> NoReturn:
+    """Be this rank of `andon.launch.launcher`."""
+    os.environ.clear()
+    os.environ.update(job.environment)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
 
     def work(context: RankContext) -> int:
         return _resolve(job.entry)(json.loads(job.payload))
 
-    report = _live(work, Path(job.run_folder))
-    if report.exit != Exit.OK:
-        leave(report.exit)
-    # The agent now waits for the other ranks. Should one of them fail, this one need not be waited for.
-    signal.signal(signal.SIGTERM, _leave_finished)
-    return 0
+    leave(_live(work, Path(job.run_folder)).exit)
 
 
 def _live(work: Callable[[RankContext], int], run_folder: Path | None) -> Report:
@@ -176,7 +157,7 @@ def _live(work: Callable[[RankContext], int], run_folder: Path | None) -> Report
     try:
         context = RankContext.from_environment()
         rank = context.rank
-        die_with_parent(context.agent_pid, lambda error: _end_unguarded(error, context.rank))
+        die_with_parent(context.launcher_pid, lambda error: _end_unguarded(error, context.rank))
         _prepare()
         code = Exit(work(context))
         _take_the_end()
@@ -229,10 +210,6 @@ def _prepare() -> None:
 
 def _note_signal(signum: int, frame: FrameType | None) -> None:
     _state.asked_by = _state.asked_by or signum
-
-
-def _leave_finished(signum: int, frame: FrameType | None) -> None:
-    leave(Exit.OK)
 
 
 def _named(code: Exit) -> str:
@@ -292,18 +269,6 @@ def leave(code: int) -> NoReturn:
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)
-
-
-def _adopt(environment: Mapping[str, str]) -> None:
-    """Take the launcher's variables as they are now: the forkserver's are as old as the forkserver."""
-    ours = {name: value for name, value in os.environ.items() if _is_per_rank(name)}
-    theirs = {name: value for name, value in environment.items() if not _is_per_rank(name)}
-    os.environ.clear()
-    os.environ.update(theirs | ours)
-
-
-def _is_per_rank(name: str) -> bool:
-    return name in _PER_RANK or name.startswith("TORCHELASTIC_")
 
 
 def _resolve(entry: str) -> Callable[[object], int]:
