@@ -54,10 +54,8 @@ def how_it_ended(seconds: float = 0.0) -> str:
         except ChildProcessError:  # another one's child, or multiprocessing has seen its end
             return ""
         if found is not None:
-            killed = found.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
-            return (
-                f"the process that ranks are forked from {exit_text(-found.si_status if killed else found.si_status)}"
-            )
+            code = -found.si_status if found.si_code in (os.CLD_KILLED, os.CLD_DUMPED) else found.si_status
+            return f"the process that ranks are forked from {exit_text(code)}"
         if time.monotonic() >= deadline:
             return ""
         pause.wait(0.01)

@@ -39,9 +39,8 @@ def die_with_parent(
     if launcher is None:
         _end_now()
     else:
-        threading.Thread(
-            target=_watch, args=(launcher, poll_s, failed or _end_by), name="orphan-guard", daemon=True
-        ).start()
+        guard = (launcher, poll_s, failed or _end_by)
+        threading.Thread(target=_watch, args=guard, name="orphan-guard", daemon=True).start()
 
 
 def bind_to_parent(parent_pid: int) -> None:

@@ -12,7 +12,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Client, Connection, Listener
 
@@ -66,65 +66,40 @@ class StoreServer:
 
     def _serve(self, connection: Connection) -> None:
         # Until the client is gone, or has said what is no call: it is let go then.
-        with connection, suppress(EOFError, OSError, ValueError, KeyError, struct.error):
+        with connection, suppress(EOFError, OSError, ValueError, TypeError, struct.error):
             while True:
-                name, *parts = unpacked(connection.recv_bytes())
+                call = unpacked(connection.recv_bytes())
                 with self._changed:
-                    answer = _CALLS[name](self, parts)
+                    answer = self._answer(*call)
                 connection.send_bytes(packed(answer))
 
-    # the calls, each made while `_changed` is held
-
-    def _set(self, parts: Sequence[bytes]) -> list[bytes]:
-        self._values.update(zip(parts[::2], parts[1::2], strict=True))
+    def _answer(self, name: bytes, *parts: bytes) -> list[bytes]:
+        """The answer to one call; `_changed` is held. Raises ValueError for a call that there is not."""
+        values = self._values
+        match name, parts:
+            case b"set", _:
+                values.update(zip(parts[::2], parts[1::2], strict=True))
+            case b"get", (seconds, *keys):
+                there = self._changed.wait_for(lambda: values.keys() >= {*keys}, float(seconds))
+                return [values[key] for key in keys] if there else []
+            case b"check", keys:
+                return [b"1"] if values.keys() >= {*keys} else []
+            case b"compare_set", (key, expected, desired):
+                if values.get(key, b"") != expected:
+                    return [values.get(key, expected)]
+                values[key] = desired
+            case b"add", (key, amount):
+                values[key] = b"%d" % (int(values.get(key, b"0")) + int(amount))
+            case b"append", (key, more):
+                values[key] = values.get(key, b"") + more
+            case b"delete", (key,):
+                return [b"1"] if values.pop(key, None) is not None else []
+            case b"count", ():
+                return [b"%d" % len(values)]
+            case _:
+                raise ValueError(f"no call of a store: {name!r}")
         self._changed.notify_all()
-        return []
-
-    def _get(self, parts: Sequence[bytes]) -> list[bytes]:
-        seconds, *keys = parts
-        there = self._changed.wait_for(lambda: self._has(keys), float(seconds))
-        return [self._values[key] for key in keys] if there else []
-
-    def _check(self, keys: Sequence[bytes]) -> list[bytes]:
-        return [b"1"] if self._has(keys) else []
-
-    def _compare_set(self, parts: Sequence[bytes]) -> list[bytes]:
-        key, expected, desired = parts
-        there = self._values.get(key)
-        if there == expected or (there is None and not expected):
-            self._set([key, desired])
-        return [self._values.get(key, expected)]
-
-    def _add(self, parts: Sequence[bytes]) -> list[bytes]:
-        key, amount = parts
-        self._set([key, b"%d" % (int(self._values.get(key, b"0")) + int(amount))])
-        return [self._values[key]]
-
-    def _append(self, parts: Sequence[bytes]) -> list[bytes]:
-        key, more = parts
-        return self._set([key, self._values.get(key, b"") + more])
-
-    def _delete(self, parts: Sequence[bytes]) -> list[bytes]:
-        (key,) = parts
-        return [b"1"] if self._values.pop(key, None) is not None else []
-
-    def _count(self, parts: Sequence[bytes]) -> list[bytes]:
-        return [b"%d" % len(self._values)]
-
-    def _has(self, keys: Sequence[bytes]) -> bool:
-        return all(key in self._values for key in keys)
-
-
-_CALLS: dict[bytes, Callable[[StoreServer, Sequence[bytes]], list[bytes]]] = {
-    b"set": StoreServer._set,
-    b"get": StoreServer._get,
-    b"check": StoreServer._check,
-    b"compare_set": StoreServer._compare_set,
-    b"add": StoreServer._add,
-    b"append": StoreServer._append,
-    b"delete": StoreServer._delete,
-    b"count": StoreServer._count,
-}
+        return [values[parts[0]]] if name in (b"compare_set", b"add") else []
 
 
 def _is_ours(connection: Connection) -> bool:

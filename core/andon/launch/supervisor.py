@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from multiprocessing import connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from types import FrameType
 
 from andon.console.exits import Exit
 from andon.console.messages import say
@@ -80,7 +79,7 @@ def signal_pipe() -> Iterator[int]:
             return
         with _blocked():  # so that each signal is handled once: by the handler before, or by the one from now on
             descriptor = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-            before = {signum: signal.signal(signum, _do_nothing) for signum in PREEMPTION_SIGNALS}
+            before = {signum: signal.signal(signum, lambda *_: None) for signum in PREEMPTION_SIGNALS}
             os.write(writing, bytes(taken()))
         try:
             yield reading
@@ -102,10 +101,6 @@ def _blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _do_nothing(signum: int, frame: FrameType | None) -> None:
-    """The wake-up descriptor has the number already."""
 
 
 class Supervisor:
@@ -282,10 +277,8 @@ class Supervisor:
         if self._live:
             if self._killed_at is None or now - self._killed_at < KILLED_S:
                 return False
-            self._verdict = (
-                Exit.RANK_LOST,
-                f"{rank_names(self._live)} could not be killed: the kernel holds the process",
-            )
+            how = f"{rank_names(self._live)} could not be killed: the kernel holds the process"
+            self._verdict = (Exit.RANK_LOST, how)
             return True
         self._idle_since = self._idle_since or now
         return len(self._exits) == len(self._processes) or now - self._idle_since > EXITS_S

@@ -34,47 +34,37 @@ class UnixStore(Store):
         self._process = os.getpid()
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Put a value in the place of what is there."""
         self._ask("set", key, value)
 
     def get(self, key: str) -> bytes:
-        """The value of a name, once it is there."""
         return self._awaited([key])[0]
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        """The values of names, once all are there."""
         return self._awaited(keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Wait until all are there."""
         self._awaited(keys, timeout)
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all of these are there."""
         return bool(self._ask("check", *keys))
 
     def multi_set(self, keys: list[str], values: Sequence[str | bytes]) -> None:
-        """Put each of these values under its name."""
         self._ask("set", *(part for pair in zip(keys, values, strict=True) for part in pair))
 
     def compare_set(self, key: str, expected: str | bytes, value: str | bytes) -> bytes:
-        """Put a value where there is what is expected ("": nothing); what is there afterwards."""
+        """Set the value if the present one is `expected` ("": none is there); returns the value afterwards."""
         return self._ask("compare_set", key, expected, value)[0]
 
     def add(self, key: str, amount: int) -> int:
-        """Add to the number of this name, which is 0 where there is none; the sum."""
         return int(self._ask("add", key, str(amount))[0])
 
     def append(self, key: str, value: str | bytes) -> None:
-        """Put a value behind what is there."""
         self._ask("append", key, value)
 
     def delete_key(self, key: str) -> bool:
-        """Take a name away; whether it was there."""
         return bool(self._ask("delete", key))
 
     def num_keys(self) -> int:
-        """How many names there are."""
         return int(self._ask("count")[0])
 
     deleteKey, getNumKeys = delete_key, num_keys
