@@ -139,9 +139,8 @@ class Soak:
         if not self.samples:
             return
         world = self.samples[-1].world
-        kind, victim = self.draw.choice(
-            [(KILL, "rank")] * 5 + [(PAUSE, "rank"), (PAUSE, "launcher")] + [(PREEMPT, "launcher")] * 3
-        )
+        kinds = [(KILL, "rank")] * 5 + [(PAUSE, "rank"), (PAUSE, "launcher")] + [(PREEMPT, "launcher")] * 3
+        kind, victim = self.draw.choice(kinds)
         seconds = self.draw.uniform(0.1, 3.0) if kind == PAUSE else 0.0
         fault = Fault(0, kind, victim, self.draw.randrange(world), seconds)
         happened = strike(fault, self.folder, self._launcher)
