@@ -381,7 +381,7 @@ class Run(Section):
     )
     grace_s: Positive = Field(default=30.0, description="time to reach a step's end and a checkpoint after SIGTERM")
     max_restarts: Annotated[int, Field(ge=0, le=1 << 20)] = Field(
-        default=0, description="so often a run that a rank's end stopped goes on from its last checkpoint by itself"
+        default=0, description="how often a failed run restarts from its last checkpoint, on this machine"
     )
     resume: Literal["never", "auto"] = Field(
         default="never", description="auto: go on from the newest valid checkpoint"

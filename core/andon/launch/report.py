@@ -206,7 +206,7 @@ def _chosen(report: Report | None) -> int:
 
 def _remoteness(code: int, report: Report | None, ended: bool) -> int:
     if report is not None and report.exit != 0:
-        # Torch's agent asks the others to end once one has failed, so being preempted may be a consequence too.
+        # A launcher asks the others to end once one has failed, so being preempted may be a consequence too.
         noticed = report.exit in NOTICED.values() and not report.left
         return 2 if noticed or report.exit == Exit.PREEMPTED else 0
     if ended:
