@@ -124,6 +124,7 @@ class Soak:
             if self._launcher.poll() is not None:
                 self._ended()
                 self._start()
+                seen = False  # a launcher that still starts has no handler for SIGTERM
             lines = self._lines_of_generation()
             if lines != progress:
                 progress, since = lines, time.monotonic()
@@ -138,11 +139,10 @@ class Soak:
     def _disturb(self) -> None:
         if not self.samples:
             return
-        world = self.samples[-1].world
         kinds = [(KILL, "rank")] * 5 + [(PAUSE, "rank"), (PAUSE, "launcher")] + [(PREEMPT, "launcher")] * 3
         kind, victim = self.draw.choice(kinds)
         seconds = self.draw.uniform(0.1, 3.0) if kind == PAUSE else 0.0
-        fault = Fault(0, kind, victim, self.draw.randrange(world), seconds)
+        fault = Fault(0, kind, victim, self.draw.randrange(self.samples[-1].world), seconds)
         happened = strike(fault, self.folder, self._launcher)
         self.struck[f"{kind} {victim}" if happened else "not reached"] += 1
 
