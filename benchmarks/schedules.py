@@ -1,9 +1,9 @@
 """Random schedules of faults, each healed and compared: `python -m benchmarks.schedules --count 200 --seed 1`.
 
-Each schedule is drawn from (seed, number): a short run on 2 to 4 workers, fixed or elastic, and one to three faults:
-SIGKILL of a rank, an agent or the launcher; SIGSTOP and, up to 2 s later, SIGCONT of any of them; SIGSTOP of a rank
-without SIGCONT; SIGTERM of the launcher; another number of workers. A run that the faults end is resumed once,
-undisturbed, on another number of workers. The checks: it ends with a code that a fault explains, without a traceback
+Each schedule is drawn from (seed, number): a short run on 2 to 4 workers, half of them with `run.max_restarts=3`, and
+one to three faults: SIGKILL of a rank or the launcher; SIGSTOP and, up to 2 s later, SIGCONT of either; SIGSTOP of a
+rank without SIGCONT; SIGTERM of the launcher. A run that the faults end is resumed once, undisturbed, on another number
+of workers. The checks: it ends with a code that a fault explains, without a traceback
 and without processes left; resumed, it ends with 0; weights, moments, loss and every update have the bits of an
 undisturbed run; `andon verify`'s checkers find no claim falsified on its ledger. Two controls: a run without faults
 passes, and a forged result does not. At least half of the faults must have happened.
@@ -50,7 +50,8 @@ class Outcome:
         faults = zip(self.schedule.faults, self.struck, strict=True)
         done = ", ".join(f"{fault}{'' if happened else ' (not reached)'}" for fault, happened in faults)
         codes = " ".join(map(str, self.codes))
-        return f"{self.schedule.number}: {self.schedule.workers} workers, {done}; exits {codes}: {self.wrong or 'same'}"
+        size = f"{self.schedule.workers} workers, {self.schedule.restarts} restarts"
+        return f"{self.schedule.number}: {size}, {done}; exits {codes}: {self.wrong or 'same'}"
 
 
 def main() -> int:
@@ -90,7 +91,7 @@ class Stage:
     bench: Bench
 
     def controls(self) -> list[tuple[str, bool]]:
-        calm = self.play(Schedule(-1, "2:3", (), 2))
+        calm = self.play(Schedule(-1, 3, 0, (), 2))
         forged = self.bench.base / "forged"
         shutil.copytree(self.bench.whole.folder, forged)
         summary = json.loads((forged / "summary.json").read_text())
@@ -102,7 +103,7 @@ class Stage:
     def play(self, schedule: Schedule) -> Outcome:
         """Run it, disturb it, resume it, judge it. The folder stays if something is wrong."""
         run = self.bench.open(f"schedule-{schedule.number}", str(schedule.number))
-        launch = Launch(schedule.workers, _KEPT)
+        launch = Launch(str(schedule.workers), (*_KEPT, f"run.max_restarts={schedule.restarts}"))
         try:
             run.spawn(run.command(launch), launch)
             struck = tuple(strike(fault, run.folder, run.launcher) for fault in schedule.faults)

@@ -1,8 +1,8 @@
 """A long run under random faults must not leak: `python -m benchmarks.soak --minutes 30`.
 
-A run of `--workers 2:3` trains for the whole time. Every few seconds a fault is drawn from the seed: SIGKILL of a rank
-or an agent; SIGSTOP and SIGCONT of a rank, an agent or the launcher; another number of workers; SIGTERM. A run that
-ends is resumed. Meanwhile the program samples memory, files, sockets, threads, processes, temporary files and the run
+A run trains for the whole time, and restarts after a failure (`run.max_restarts`). Every few seconds a fault is drawn
+from the seed: SIGKILL of a rank; SIGSTOP and SIGCONT of a rank or the launcher; SIGTERM. A run that ends is resumed on
+2 or 3 workers. Meanwhile the program samples memory, files, sockets, threads, processes, temporary files and the run
 folder. Flat means: over samples at the same age of each generation of workers, the median slope of all pairs
 (Theil-Sen) is below the bound in the table, and counts at the end equal those at the start. The first and last tenth of
 the time are undisturbed. There each rank counts its own memory to the byte (`soak_ranks`), and may not grow by half a
@@ -37,10 +37,10 @@ from andon.run.atomic import is_leftover
 from benchmarks.runs import command, environment, table
 from benchmarks.soak_ranks import ALLOWED, ENVIRONMENT, Look, looks
 from falsify.nemesis.planting import VARIABLE, Plant, written
-from falsify.nemesis.processes import alive, command_line, session
-from falsify.nemesis.schedule import KILL, PAUSE, PREEMPT, RESIZE, Fault, strike
+from falsify.nemesis.processes import alive, command_line, processes_of, session
+from falsify.nemesis.schedule import KILL, PAUSE, PREEMPT, Fault, strike
 
-LEAST, MOST = 2, 3
+WORKERS = (2, 3)
 LEAKING = "ranks: memory in use once settled, KiB"
 """The row that must show the planted leak."""
 _AGE = 20
@@ -52,8 +52,8 @@ _EVERY_S = 2.0
 _LIMIT_S = 240.0
 """The run hangs if the ledger has no new line for this long."""
 _CODES = (71, 72, 75)
-"""Exit codes that the faults explain: too few ranks, a silent rank, SIGTERM."""
-_LASTING = ("launcher", "fork server", "agent")
+"""Exit codes that the faults explain: a lost rank, a silent rank, SIGTERM."""
+_LASTING = ("launcher", "fork server")
 """Roles whose processes outlive a generation of workers."""
 _SETTLED, _GROWN, _SPAN = 100, 250, 200
 """Steps after which the folder holds as many checkpoints as it keeps; after which a rank's buffers are full; and the
@@ -96,7 +96,7 @@ class Soak:
     codes: Counter[int] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     generations: int = 0
-    _known: tuple[int, int] = (0, 0)
+    _known: tuple[int, ...] = ()
     _from: int = 0
     _sampled: int = 0
 
@@ -124,6 +124,7 @@ class Soak:
             if self._launcher.poll() is not None:
                 self._ended()
                 self._start()
+                seen = False  # a launcher that still starts has no handler for SIGTERM
             lines = self._lines_of_generation()
             if lines != progress:
                 progress, since = lines, time.monotonic()
@@ -138,18 +139,16 @@ class Soak:
     def _disturb(self) -> None:
         if not self.samples:
             return
-        world = self.samples[-1].world
-        kinds = [(KILL, "rank")] * 5 + [(PAUSE, "rank"), (PAUSE, "agent"), (PAUSE, "launcher")]
-        kinds += [(KILL, "agent")] * 4 if world > LEAST else [(RESIZE, "agent")] * 8
-        kinds += [(RESIZE, "agent")] * (world > LEAST) + [(PREEMPT, "launcher")]
+        kinds = [(KILL, "rank")] * 5 + [(PAUSE, "rank"), (PAUSE, "launcher")] + [(PREEMPT, "launcher")] * 3
         kind, victim = self.draw.choice(kinds)
-        number = LEAST + MOST - world if kind == RESIZE else self.draw.randrange(world)
-        fault = Fault(0, kind, victim, number, self.draw.uniform(0.1, 3.0) if kind == PAUSE else 0.0)
+        seconds = self.draw.uniform(0.1, 3.0) if kind == PAUSE else 0.0
+        fault = Fault(0, kind, victim, self.draw.randrange(self.samples[-1].world), seconds)
         happened = strike(fault, self.folder, self._launcher)
-        self.struck[f"{kind} {victim}" if happened and kind != RESIZE else kind if happened else "not reached"] += 1
+        self.struck[f"{kind} {victim}" if happened else "not reached"] += 1
 
     def _start(self) -> None:
-        line = command(self.folder, "--workers", f"{LEAST}:{MOST}", "--resume", "auto", *settings())
+        self._world = self.draw.choice(WORKERS)
+        line = command(self.folder, "--workers", str(self._world), "--resume", "auto", *settings())
         line[1:3] = ["-m", "falsify.nemesis.driver"]
         plants = ["benchmarks.soak_ranks:account"] + ["benchmarks.soak_ranks:leak"] * self.leak
         planted = written([Plant(each) for each in plants], self.scratch)
@@ -192,22 +191,21 @@ class Soak:
 
     def _lines_of_generation(self) -> int:
         """Ledger lines since this generation of workers was first seen; 0 between generations."""
-        launcher, found = self._launcher.pid, self._agents()
-        if not found:
+        ranks = self._ranks()
+        if not ranks:
             return 0
         last = last_line(self.folder)
-        if (launcher, found["generation"]) != self._known:
-            self._known, self._from = (launcher, found["generation"]), last["seq"]
+        if (self._launcher.pid, *ranks) != self._known:
+            self._known, self._from = (self._launcher.pid, *ranks), last["seq"]
             self.generations += 1
         return int(last["seq"]) - self._from
 
     def _sample(self) -> Sample | None:
-        launcher, found, step = self._launcher.pid, self._agents(), last_line(self.folder).get("step", 0)
-        roles = {launcher: "launcher"} | {each["agent"]: "agent" for each in found.get("agents", [])}
-        roles |= {each["worker"]: f"rank {each['rank']}" for each in found.get("agents", [])}
+        launcher, ranks, step = self._launcher.pid, self._ranks(), last_line(self.folder).get("step", 0)
+        roles = {launcher: "launcher"} | {pid: f"rank {rank}" for rank, pid in enumerate(ranks)}
         members = session(launcher)
         held = tuple(one for pid in members if (one := _held(pid, roles)) is not None)
-        if not found or {one.pid for one in held} != set(members) or not roles.keys() <= set(members):
+        if not ranks or {one.pid for one in held} != set(members) or not roles.keys() <= set(members):
             return None
         entries = [name for _, folders, files in os.walk(self.folder) for name in (*folders, *files)]
         first, self._sampled = self._sampled != self.generations, self.generations
@@ -216,7 +214,7 @@ class Soak:
             first=first,
             age=self._lines_of_generation(),
             step=step,
-            world=len(found["agents"]),
+            world=len(ranks),
             held=held,
             processes=len(held),
             entries=len(entries),
@@ -224,10 +222,10 @@ class Soak:
             temporary=len(list(self._temporary.iterdir())),
         )
 
-    def _agents(self) -> dict[str, Any]:
-        with suppress(FileNotFoundError):
-            return dict(json.loads((self.folder / "reports" / "agents.json").read_text()))
-        return {}
+    def _ranks(self) -> list[int]:
+        """The ranks, once all have been started."""
+        found = processes_of("rank", self._launcher.pid)
+        return found if len(found) == self._world else []
 
     def account(self) -> str:
         faults = ", ".join(f"{count} x {what}" for what, count in sorted(self.struck.items()))
@@ -239,7 +237,8 @@ class Soak:
 def settings() -> list[str]:
     values = "training.batch_size=4 training.micro_batches=4 data.validation_fraction=0.02 training.epochs=1000"
     values += " training.checkpoint_every=20 training.evaluate_every=50 run.timeout_s=30"
-    values += " schedule.warmup_fraction=0 model.hidden_size=16 model.intermediate_size=32 contracts.base_every=20"
+    values += " run.max_restarts=1000000 schedule.warmup_fraction=0"
+    values += " model.hidden_size=16 model.intermediate_size=32 contracts.base_every=20"
     return [part for value in values.split() for part in ("--set", value)]
 
 

@@ -47,7 +47,6 @@ _FORKED = (
     "andon_falsify.faults.looped",
     "andon.training.run",
     "andon.launch.rank",
-    "andon.launch.worker_agents",
     "andon.launch.server_last",
 )
 

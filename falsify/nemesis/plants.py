@@ -300,7 +300,7 @@ def sums_by_rank(plan: Planting) -> None:
 
 
 def no_orphan_guard(plan: Planting) -> None:
-    """Ranks do not end with their launcher or agent."""
+    """Ranks do not end with their launcher."""
     from andon.launch import orphan
 
     if "RANK" in os.environ:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -111,21 +110,9 @@ def command_line(pid: int) -> bytes:
         return b""
 
 
-def processes_of(victim: str, folder: Path, launcher: int) -> list[int]:
-    """Launcher, ranks or agents of the run in `folder`, in order: those that descend from the launcher now."""
-    if victim == "launcher":
-        return [launcher]
-    members = family(launcher)
-    return [pid for pid in _listed(folder, victim) or ranks(members) if pid in members]
-
-
-def _listed(folder: Path, victim: str) -> list[int]:
-    """Workers or agents of an elastic run, by its own list; none where it is not one, or between generations."""
-    try:
-        agents = json.loads((folder / "reports" / "agents.json").read_text())["agents"]
-    except FileNotFoundError:
-        return []
-    return [each["worker" if victim == "rank" else "agent"] for each in agents]
+def processes_of(victim: str, launcher: int) -> list[int]:
+    """The launcher, or the ranks that it has started, in order."""
+    return [launcher] if victim == "launcher" else ranks(family(launcher))
 
 
 def send(pid: int, signum: signal.Signals, *, group: bool = False, pause_s: float = 0.0) -> str | None:

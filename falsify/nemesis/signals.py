@@ -1,4 +1,4 @@
-"""Signals to the processes of a run (a rank, an agent, the launcher, the whole group), and worlds of another size."""
+"""Signals to the processes of a run (a rank, the launcher, the whole group), and worlds of another size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WORLD = "ANDON_WORLD"
 
 
 def sent(signum: signal.Signals, victim: str | int, *, pause_s: float = 0.0) -> Fault:
-    """A signal at a step drawn at random to the launcher, its process group, an agent or the rank of this number.
+    """A signal at a step drawn at random to the launcher, its process group or the rank of this number.
 
     pause_s: how long until SIGCONT; 0: it never comes.
     """
@@ -26,8 +26,8 @@ def sent(signum: signal.Signals, victim: str | int, *, pause_s: float = 0.0) -> 
 
     def strike(run: Run) -> Struck:
         run.reach(run.draw.randrange(5, 20))
-        kind, number = ("rank", victim) if isinstance(victim, int) else (victim, int(victim == "agent"))
-        found = processes_of("launcher" if kind == "group" else kind, run.folder, run.launcher.pid)
+        kind, number = ("rank", victim) if isinstance(victim, int) else ("launcher", 0)
+        found = processes_of(kind, run.launcher.pid)
         if len(found) <= number:
             raise NotStruckError(f"there is no {whom}: {len(found)} are there")
         at, step = time.monotonic(), run.steps
@@ -144,13 +144,13 @@ NEMESES = (
         no_guard="ranks do not wait for their launcher",
     ),
     Nemesis(
-        "agent killed",
-        (8,),
-        "SIGKILL to an agent of `--workers 2:3`",
-        Promise((0,), ("going on with 2 workers",)),
-        (sent(signal.SIGKILL, "agent"),),
+        "rank killed, restarted",
+        (1,),
+        "SIGKILL to rank 1 of 3, run.max_restarts=1",
+        Promise((0,), ("restart 1 of 1 from the last checkpoint",)),
+        (sent(signal.SIGKILL, 1),),
         Guard(_STATE, _OTHER, (UNCHECKED,), (FORGETS,)),
-        launched=Launch("2:3"),
+        launched=Launch("3", ("run.max_restarts=1",)),
         resumed=_HEALED,
     ),
     Nemesis(

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 PRELOAD = ("torch", "torch.distributed", "andon.launch.rank", "tests.launch.entries")
-WITHOUT_TORCH = ("andon.launch.worker_agents", "tests.launch.entries", "andon.launch.server_last")
+WITHOUT_TORCH = ("andon.launch.rank", "tests.launch.entries", "andon.launch.server_last")
 
 
 def main() -> None:
@@ -16,15 +16,13 @@ def main() -> None:
 
     stopped: the fork server is, before a rank starts.
     """
-    from andon.launch import fork_server
-    from andon.launch.elastic import launch_elastic
+    from andon.launch import fork_server, supervisor
     from andon.launch.launcher import launch, warm_up
-    from andon.launch.sizes import Bounds, Sizing
 
     requested = json.loads(sys.argv[1])
-    folder, sizing = Path(requested["folder"]), Sizing(Bounds(1, 2))
+    folder = Path(requested["folder"])
     if "stopped" in requested:
-        fork_server.STOPPED_S = 0.3
+        supervisor.STOPPED_S = 0.3
     warm_up(tuple(requested["modules"]))
     if requested.get("stopped"):
         server = fork_server.running()
@@ -32,10 +30,7 @@ def main() -> None:
         server.send(signal.SIGSTOP)
     for name, payload in requested["entries"]:
         entry = f"tests.launch.entries:{name}"
-        if requested["elastic"]:
-            result = launch_elastic(entry, lambda *_, sent=payload: sent, sizing, run_folder=folder, timeout_s=60)
-        else:
-            result = launch(entry, payload, workers=2, run_folder=folder, timeout_s=60)
+        result = launch(entry, payload, workers=2, run_folder=folder, timeout_s=60)
         found = {"exit": result.exit.name, "cause": result.cause, "exits": dict(result.exits)}
         print("result " + json.dumps(found), flush=True)
     sys.exit(result.exit)

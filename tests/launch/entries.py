@@ -31,7 +31,7 @@ def echo(payload: Payload) -> int:
         "payload": payload,
         "world_size": context.world_size,
         "run_id": context.run_id,
-        "agent_pid": context.agent_pid,
+        "launcher_pid": context.launcher_pid,
         "threads_of_the_forking_process": int(parent.split("Threads:")[1].split()[0]),
         "omp": os.environ["OMP_NUM_THREADS"],
         "variable": os.environ.get("ANDON_TEST_VARIABLE"),
@@ -58,15 +58,12 @@ def end(payload: Payload) -> int:
         raise Violation.of("weights agree", Finding("2 digests", step=3, ranks=(1,), tensor="lora_A"))
     if how in ("SIGKILL", "SIGSEGV"):
         os.kill(os.getpid(), getattr(signal, how))
-    if how.startswith("agent "):  # under an elastic launch the parent is this worker's agent
-        os.kill(os.getppid(), getattr(signal, how.removeprefix("agent ")))
+    if how == "SIGKILL to the server":
+        os.kill(os.getppid(), signal.SIGKILL)
         how = "wait"
-    if how == "agent's silence":
+    if how == "SIGSTOP to the server":
         os.kill(os.getppid(), signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGKILL)
-    if how.startswith("resize "):
-        _resize(Path(payload["pipe"]).parent, int(how.removeprefix("resize ")))
-        how = "wait"
     if how in ("wait", "link_error"):
         _wait(link_error=how == "link_error")
         return Exit.PREEMPTED
@@ -92,24 +89,6 @@ def all_reduce(payload: Payload) -> int:
         if not torch.equal(ones, torch.full((8,), float(context.world_size))):
             return Exit.VIOLATION
     return Exit.OK
-
-
-def _resize(folder: Path, workers: int) -> None:
-    """Ask for another number of workers as the command does, once the launcher says who trains."""
-    from andon.launch.resizing import ask
-
-    pause = threading.Event()
-    while not any(each["worker"] == os.getpid() for each in _agents(folder)):
-        pause.wait(0.01)
-    ask(folder, workers)
-
-
-def _agents(folder: Path) -> list[dict[str, int]]:
-    try:
-        found: list[dict[str, int]] = json.loads((folder / "reports" / "agents.json").read_text())["agents"]
-    except FileNotFoundError:
-        return []
-    return found
 
 
 def _wait(*, link_error: bool) -> None:

@@ -9,23 +9,17 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from contextlib import suppress
-from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from andon.console.exits import Exit
-from andon.launch import agent, fork_server
-from andon.launch.fork_server import TooManyRanks, starting
-from andon.launch.launcher import launch, warm_up
 from andon.launch.orphan import LAUNCHER
 from andon.launch.preemption import PREEMPTION_SIGNALS
-from andon.launch.rank import Job
 from andon.training.start import _PRELOAD
-from tests.launch.driver import PRELOAD, WITHOUT_TORCH
+from tests.launch.driver import WITHOUT_TORCH
 from tests.launch.pipes import PATIENCE_S
 from tests.launch.sessions import wait_until_empty
 from tests.repository.sources import ROOT
@@ -38,7 +32,7 @@ def importing(dies: str) -> dict[str, str]:
 
 
 def launched(
-    folder: Path, *hows: dict[str, str], elastic: bool = False, stopped: bool = False, dies: str = ""
+    folder: Path, *hows: dict[str, str], stopped: bool = False, dies: str = ""
 ) -> tuple[int, list[dict[str, str]], str]:
     """Launch two ranks for each of `hows` (`{"0": "0"}`: rank 0 ends with 0). Returns exit code, results, stderr.
 
@@ -46,7 +40,7 @@ def launched(
     """
     modules = ("andon.launch.server_first", "tests.launch.dying") if dies else WITHOUT_TORCH
     entries = [("end", {"how": how}) for how in hows or ({},)]
-    requested = {"modules": modules, "folder": str(folder), "elastic": elastic, "stopped": stopped, "entries": entries}
+    requested = {"modules": modules, "folder": str(folder), "stopped": stopped, "entries": entries}
     command = [sys.executable, "-m", "tests.launch.driver", json.dumps(requested)]
     environ = importing(dies)
     pipe = subprocess.PIPE
@@ -65,8 +59,8 @@ SERVER = "the process that ranks are forked from"
 @pytest.mark.parametrize(
     ("how", "end", "cause"),
     [
-        ({"elastic": True, "stopped": True}, Exit.RANK_SILENT, "the fork server did not run for 0.3 s, stopped by a"),
-        ({"elastic": True, "dies": "SIGKILL"}, Exit.RANK_LOST, f"{SERVER} was killed by SIGKILL ("),
+        ({"stopped": True}, Exit.RANK_SILENT, "the fork server did not run for 0.3 s, stopped by a"),
+        ({"dies": "SIGKILL"}, Exit.RANK_LOST, f"{SERVER} was killed by SIGKILL ("),
         # As transformers' imports do with PYTHONOPTIMIZE=2, which takes docstrings away.
         ({"dies": "no such docstring"}, Exit.RANK_LOST, f"{SERVER} ended with exit code 1"),
     ],
@@ -76,18 +70,17 @@ def test_a_server_that_ends_before_a_rank_starts(tmp_path: Path, how: dict[str, 
     code, (result,), errors = launched(tmp_path, **how)
     assert (code, result["exit"]) == (end, end.name)
     assert result["cause"].startswith(f"no rank could be started: {cause}")
-    if "elastic" not in how:
+    if how.get("dies", "SIGKILL") != "SIGKILL":
         why = f"{SERVER} cannot import what they need: ValueError: no such docstring"
         assert set(errors.splitlines()) == {f"andon: {why}"}
 
 
-# By default: a server that does not run, or dies, while ranks start (above), and an agent that dies while its rank runs
-# (test_launch).
+# By default: a server that does not run, or dies, while ranks start (above).
 @pytest.mark.deep
 def test_a_server_that_does_not_run_while_ranks_run(tmp_path: Path) -> None:
     """The exit code of a rank that stopped its server is lost, and no success. The next launch has another server."""
     code, (stopped, killed), _ = launched(
-        tmp_path, {"0": "agent's silence", "1": "0"}, {"0": "agent SIGKILL", "1": "wait"}
+        tmp_path, {"0": "SIGSTOP to the server", "1": "0"}, {"0": "SIGKILL to the server", "1": "wait"}
     )
     assert (code, stopped["exit"], killed["exit"]) == (Exit.RANK_LOST, "RANK_LOST", "RANK_LOST")
     assert stopped["cause"] == "rank 0 of 2 was lost together with the process that started it"
@@ -183,30 +176,6 @@ os._exit(0)
 """
 
 
-def test_more_ranks_than_can_be_started_are_bad_input() -> None:
-    with (
-        pytest.raises(TooManyRanks, match=r"^run\.workers: one launcher cannot start so many ranks") as caught,
-        starting(),
-    ):
-        raise ValueError("too many fds")
-    assert caught.value.ends_with == Exit.USAGE
-
-
-def test_what_else_keeps_a_rank_from_starting_is_raised_as_it_is() -> None:
-    watching: list[threading.Thread] = []
-    refused = OSError(24, "too many open files")
-
-    def start() -> None:
-        with starting():
-            watching.extend(thread for thread in threading.enumerate() if thread.name == "fork-server")
-            raise refused
-
-    with pytest.raises(OSError, match="too many open files") as caught:
-        start()
-    assert caught.value is refused
-    assert [thread.is_alive() for thread in watching] == [False]
-
-
 def test_signals_to_the_group_do_not_end_the_tracker_of_semaphores() -> None:
     command = [sys.executable, "-c", _TRACKED, *(str(int(signum)) for signum in PREEMPTION_SIGNALS)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
@@ -227,57 +196,3 @@ _, status = os.waitpid(tracker._pid, 0)
 print("ended with", os.waitstatus_to_exitcode(status), flush=True)
 os._exit(0)
 """
-
-
-def test_the_semaphores_of_a_launch_are_let_go_before_it_returns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whoever ends the process then has the last word: none is half removed, which its tracker would call leaked."""
-    returned, late, unregister = threading.Event(), list[bool](), resource_tracker.unregister
-
-    def unregistered(name: str, kind: str) -> None:
-        if threading.current_thread() is not threading.main_thread() and not late:
-            late.append(returned.wait(0.5))
-        unregister(name, kind)
-
-    monkeypatch.setattr(resource_tracker, "unregister", unregistered)
-    warm_up(PRELOAD)
-    launch("tests.launch.entries:end", {"how": {"0": "0", "1": "0"}}, workers=2, run_folder=tmp_path, timeout_s=30)
-    returned.set()
-    assert late == [False]
-
-
-def test_a_start_that_nobody_looked_after_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> None:
-        raise LookupError("nobody foresaw this")
-
-    monkeypatch.setattr(fork_server, "running", fail)
-
-    def start() -> None:
-        with starting():
-            for thread in threading.enumerate():
-                if thread.name == "fork-server":
-                    thread.join(PATIENCE_S)
-
-    with pytest.raises(RuntimeError, match="the watch over the fork server failed: LookupError: nobody"):
-        start()
-
-
-def test_an_agent_whose_ranks_ends_cannot_be_read_is_done_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    changed = threading.Event()
-
-    class Agent:
-        def __init__(self, *_: object) -> None: ...
-
-        def run(self) -> None: ...
-
-        def exit_codes(self) -> dict[int, int]:
-            raise LookupError("nobody foresaw this")
-
-    monkeypatch.setattr(agent, "_Agent", Agent)
-    thread = agent.AgentThread(Job("tests:none", b"{}", ".", 1, {}), 1, "run", changed.set)
-    thread.start()
-    thread.join(PATIENCE_S)
-    assert changed.is_set()
-    assert thread.done
-    assert isinstance(thread.error, LookupError)

@@ -68,12 +68,11 @@ def test_a_run_goes_on_while_others_are_refused_its_folder(
 
 
 def test_a_folder_whose_ranks_are_not_there_yet_is_not_free(runs: Runs, tmp_path: Path) -> None:
-    """Between a command's start and its rank 0, and between two generations, nobody holds the writer's lock."""
+    """Between a command's start and its rank 0, and before a restart, nobody holds the writer's lock."""
     folder = RunFolder(tmp_path / "run")
     with folder.open_for_writing():
         pass
     Report(0, 70, "of the first", 1.0).write(folder.path)
-    (folder.path / "reports" / "agents.json").write_text("{}")
     with folder.claimed():
         before = contents(folder.path)
         with pytest.raises(InputError, match="is being written by process"):

@@ -105,9 +105,9 @@ GOOD = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "
 
 
 def test_the_variables_of_torchrun_are_read() -> None:
-    """Under torchrun the parent is the agent."""
+    """Under torchrun the parent is the launcher."""
     assert RankContext.from_environment(GOOD) == RankContext(3, 1, 4, "r", os.getppid())
-    assert RankContext.from_environment(GOOD | {"ANDON_AGENT_PID": "77"}).agent_pid == 77
+    assert RankContext.from_environment(GOOD | {"ANDON_LAUNCHER_PID": "77"}).launcher_pid == 77
 
 
 NEEDED = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"]
@@ -130,7 +130,7 @@ def test_missing_variables_are_named_at_once(missing: list[str]) -> None:
         ("LOCAL_RANK", "2"),
         ("WORLD_SIZE", "0"),
         ("LOCAL_WORLD_SIZE", "5"),
-        ("ANDON_AGENT_PID", "0"),
+        ("ANDON_LAUNCHER_PID", "0"),
     ],
 )
 def test_a_senseless_variable_is_named_with_its_value(name: str, value: str) -> None:

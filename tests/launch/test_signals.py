@@ -19,13 +19,11 @@ import pytest
 
 from andon.console.exits import Exit
 from andon.launch import fork_server, preemption
-from andon.launch.elastic import launch_elastic
 from andon.launch.launcher import launch, warm_up
 from andon.launch.preemption import PREEMPTION_SIGNALS
-from andon.launch.sizes import Bounds, Sizing
-from andon.launch.supervisor import Wake
+from andon.launch.supervisor import signal_pipe
 from andon_contracts.liveness.process import start_time
-from tests.launch.driver import PRELOAD, WITHOUT_TORCH
+from tests.launch.driver import PRELOAD
 from tests.launch.pipes import PATIENCE_S, Pipe
 from tests.launch.sessions import wait_until_empty
 from tests.training.runs import Runs, write_jsonl
@@ -71,7 +69,6 @@ def signalled(pipe: Pipe, signals: list[signal.Signals], group: bool) -> Iterato
     thread.join(PATIENCE_S)
 
 
-@pytest.mark.parametrize("elastic", [False, True])
 @pytest.mark.parametrize(
     ("signals", "group", "link_error", "timeout_s", "expected", "exits"),
     [
@@ -87,7 +84,6 @@ def signalled(pipe: Pipe, signals: list[signal.Signals], group: bool) -> Iterato
 def test_a_signal_ends_ranks_at_a_step_boundary(
     pipe: Pipe,
     not_ended: None,
-    elastic: bool,
     signals: list[signal.Signals],
     group: bool,
     link_error: str,
@@ -98,11 +94,7 @@ def test_a_signal_ends_ranks_at_a_step_boundary(
     payload = {"pipe": str(pipe.path), "how": dict.fromkeys(link_error, "link_error")}
     entry, folder = "tests.launch.entries:end", pipe.path.parent
     with signalled(pipe, signals, group):
-        if elastic:
-            sizing = Sizing(Bounds(1, 2))
-            result = launch_elastic(entry, lambda *_: payload, sizing, run_folder=folder, timeout_s=timeout_s)
-        else:
-            result = launch(entry, payload, workers=2, run_folder=folder, timeout_s=timeout_s)
+        result = launch(entry, payload, workers=2, run_folder=folder, timeout_s=timeout_s)
     pipe.wait_until_all_are_gone()
     assert result.exit == expected[0]
     assert result.cause.endswith(expected[1])
@@ -110,9 +102,8 @@ def test_a_signal_ends_ranks_at_a_step_boundary(
 
 
 @contextmanager
-def launcher(folder: Path, *entries: tuple[str, dict[str, Any]], elastic: bool) -> Iterator[subprocess.Popen[str]]:
-    modules = WITHOUT_TORCH if elastic else PRELOAD
-    requested = {"entries": entries, "folder": str(folder), "elastic": elastic, "modules": modules}
+def launcher(folder: Path, *entries: tuple[str, dict[str, Any]]) -> Iterator[subprocess.Popen[str]]:
+    requested = {"entries": entries, "folder": str(folder), "modules": PRELOAD}
     command = [sys.executable, "-m", "tests.launch.driver", json.dumps(requested)]
     # The launcher sets the number of threads of its ranks, not the environment of the tests.
     environ = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
@@ -124,12 +115,11 @@ def launcher(folder: Path, *entries: tuple[str, dict[str, Any]], elastic: bool) 
         process.communicate()
 
 
-@pytest.mark.parametrize("elastic", [False, True])
-def test_nothing_outlives_a_killed_launcher(pipe: Pipe, elastic: bool) -> None:
+def test_nothing_outlives_a_killed_launcher(pipe: Pipe) -> None:
     payload = {"pipe": str(pipe.path), "how": {"0": "link_error", "1": "link_error"}}
-    with launcher(pipe.path.parent, ("end", payload), elastic=elastic) as process:
+    with launcher(pipe.path.parent, ("end", payload)) as process:
         parents = {parent_of(int(pid)) for _, pid in pipe.lines(2)}
-        assert len(parents) == (2 if elastic else 1)
+        assert len(parents) == 1
         process.kill()
         pipe.wait_until_all_are_gone()
         while any(start_time(each) is not None for each in parents):
@@ -140,7 +130,7 @@ def test_launches_of_one_process_do_not_meet_and_the_last_ends_with_its_group(pi
     echoes = [("echo", {"folder": str(tmp_path / name), "say": name}) for name in ("a", "b")]
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-    with launcher(tmp_path, *echoes, ("end", {"pipe": str(pipe.path), "how": {}}), elastic=False) as process:
+    with launcher(tmp_path, *echoes, ("end", {"pipe": str(pipe.path), "how": {}})) as process:
         pipe.lines(2)
         os.killpg(process.pid, signal.SIGHUP)
         out, _ = process.communicate(timeout=PATIENCE_S)
@@ -258,11 +248,9 @@ def test_what_comes_between_two_handlers_reaches_the_supervisor(heeding: None) -
     """Noted after training began, and taken once: a Ctrl-C that counted twice would kill the ranks."""
     preemption.begin()
     signal.raise_signal(signal.SIGINT)
-    wake = Wake()
-    with wake.listening():
-        assert wake.wait(0) == [signal.SIGINT]
+    with signal_pipe() as signals:
+        assert list(os.read(signals, 99)) == [signal.SIGINT]
     signal.raise_signal(signal.SIGTERM)  # all has ended: it changes nothing
-    wake.close()
 
 
 def test_what_was_lost_on_the_way_is_raised_again(heeding: None, capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""The supervisor's own clock: no torch here, so nobody else ends what it does not end."""
+"""The supervisor's own clock: no fork server and no torch here, so nobody else ends what it does not end."""
 
 from __future__ import annotations
 
@@ -9,191 +9,194 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from andon.console.exits import Exit
 from andon.launch import supervisor
+from andon.launch.launcher import LaunchResult
 from andon.launch.orphan import die_with_parent
-from andon.launch.report import Report, path_of
-from andon.launch.supervisor import Supervisor, Wake, Watched
+from andon.launch.report import UNSEEN, Report, path_of
+from andon.launch.supervisor import Supervisor, signal_pipe
 from andon_contracts.liveness.process import start_time
 from tests.launch.pipes import PATIENCE_S, Pipe
 
-DEAF = "import signal, threading; signal.signal(signal.SIGTERM, signal.SIG_IGN); threading.Event().wait()"
 
+class Rank:
+    """A process that ends by SIGKILL alone. `untold`: nobody reports its exit code, as by a fork server that hangs."""
 
-Ranks = dict[int, "subprocess.Popen[bytes]"]
+    def __init__(self) -> None:
+        before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which the process inherits
+        self.process = subprocess.Popen(["sleep", "3600"])
+        signal.signal(signal.SIGTERM, before)
+        self.pid: int | None = None
+        self.sentinel = os.pidfd_open(self.process.pid)
+        self.untold = False
+        self._never, self._writing = os.pipe()
 
+    def start(self) -> None:
+        self.pid = self.process.pid
+        if self.untold:
+            self.sentinel = self._never
 
-@dataclass
-class Agent:
-    pids: dict[int, int] = field(default_factory=dict)
-    done: bool = False
-    ending: bool = False
+    def kill(self) -> None:
+        self.process.kill()
 
-    def look(self) -> None:
-        """Nothing to see."""
+    @property
+    def exitcode(self) -> int | None:
+        return None if self.untold else self.process.poll()
 
 
 @pytest.fixture(autouse=True)
 def short_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "END_S", 0.2)
-    monkeypatch.setattr(supervisor, "AGENT_S", 0.2)
+    monkeypatch.setattr(supervisor, "EXITS_S", 0.2)
 
 
 @pytest.fixture
-def wake() -> Iterator[Wake]:
-    found = Wake()
-    yield found
-    found.close()
-
-
-@pytest.fixture
-def ranks() -> Iterator[Ranks]:
-    """Three processes that end by SIGKILL alone."""
-    started = {rank: subprocess.Popen([sys.executable, "-c", DEAF]) for rank in range(3)}
+def ranks() -> Iterator[list[Rank]]:
+    started = [Rank() for _ in range(3)]
     yield started
-    for process in started.values():
-        process.kill()
-        process.wait()
+    for rank in started:
+        rank.process.kill()
+        rank.process.wait()
 
 
-def pids_of(ranks: Ranks) -> dict[int, int]:
-    return {rank: process.pid for rank, process in ranks.items()}
+def watch(
+    ranks: list[Rank], folder: Path, *, silence_s: float = math.inf, launch: str = "", signals: int | None = None
+) -> LaunchResult:
+    """What a supervisor makes of it; fails if it does not come to an end."""
+    ended: list[LaunchResult] = []
+    with signal_pipe() if signals is None else nullcontext(signals) as pipe:
+        watching = Supervisor(cast("Any", ranks), pipe, folder, 3600, silence_s, launch=launch)
+        thread = threading.Thread(target=lambda: ended.append(watching.run()), daemon=True)
+        thread.start()
+        thread.join(PATIENCE_S)
+    assert ended, "the supervisor waits for ever"
+    return ended[0]
 
 
-def watch(agent: Agent, wake: Wake, folder: Path, silence_s: float = math.inf, launch: str = "") -> Watched:
-    """What a supervisor sees; fails where it does not come to an end."""
-    seen: list[Watched] = []
-    watching = Supervisor(agent, wake, folder, 3600, silence_s, launch=launch)
-    thread = threading.Thread(target=lambda: seen.append(watching.run()), daemon=True)
-    thread.start()
-    thread.join(PATIENCE_S)
-    assert seen, "the supervisor waits for ever"
-    return seen[0]
+def after_looks(monkeypatch: pytest.MonkeyPatch, looks: int, act: Callable[[], object]) -> None:
+    """`act` once the supervisor has looked at its ranks so often."""
+    look, seen = Supervisor._look, list[None]()
+
+    def counted(self: Supervisor) -> None:
+        look(self)
+        seen.append(None)
+        if len(seen) == looks:
+            act()
+
+    monkeypatch.setattr(Supervisor, "_look", counted)
 
 
-def test_once_a_rank_has_died_the_others_are_killed_and_a_stuck_agent_is_left(
-    tmp_path: Path, wake: Wake, ranks: Ranks
-) -> None:
-    ranks[2].send_signal(signal.SIGSTOP)
-    ranks[0].kill()
-    seen = watch(Agent(pids_of(ranks)), wake, tmp_path)
-    assert seen.killed == {1, 2}
-    assert set(seen.died) == {0, 1, 2}
-    assert seen.died[0] < min(seen.died[1], seen.died[2])
-    assert [process.wait(PATIENCE_S) for process in ranks.values()] == [-signal.SIGKILL] * 3
+def test_once_a_rank_has_died_the_others_are_killed(tmp_path: Path, ranks: list[Rank]) -> None:
+    ranks[2].process.send_signal(signal.SIGSTOP)
+    ranks[0].process.kill()
+    ended = watch(ranks, tmp_path)
+    assert ended.exits == dict.fromkeys(range(3), -signal.SIGKILL)
+    assert (ended.exit, ended.first and ended.first.rank) == (Exit.RANK_LOST, 0)
 
 
-def test_a_rank_that_is_stopped_is_given_up(tmp_path: Path, wake: Wake, ranks: Ranks) -> None:
+def test_exit_codes_that_nobody_reports_are_not_waited_for(tmp_path: Path, ranks: list[Rank]) -> None:
+    for rank in ranks:
+        rank.untold = True
+    ranks[0].process.kill()
+    assert watch(ranks, tmp_path).exits == {0: UNSEEN, 1: -signal.SIGKILL, 2: -signal.SIGKILL}
+
+
+def test_a_rank_that_is_stopped_is_given_up(tmp_path: Path, ranks: list[Rank]) -> None:
     """Alone in its world nobody else misses it: the run would hang for ever."""
-    ranks[0].send_signal(signal.SIGSTOP)
-    seen = watch(Agent({0: ranks[0].pid}), wake, tmp_path, silence_s=0.1)
-    assert seen.verdict is not None
-    assert seen.verdict[0] is Exit.RANK_SILENT
-    assert seen.verdict[1].startswith("rank 0 did not run for 0.1 s: stopped by a signal (SIGSTOP)")
-    assert ranks[0].wait(PATIENCE_S) == -signal.SIGKILL
-
-
-class CountingWake(Wake):
-    """Calls `then` once the supervisor has looked five times; it reads its wake twice at each look."""
-
-    def __init__(self, then: Callable[[], object]) -> None:
-        super().__init__()
-        self._looks, self._then = 0, then
-
-    def wait(self, seconds: float) -> list[int]:
-        self._looks += 1
-        if self._looks == 10:
-            self._then()
-        return super().wait(seconds)
+    ranks[0].process.send_signal(signal.SIGSTOP)
+    ended = watch(ranks[:1], tmp_path, silence_s=0.1)
+    assert ended.exit is Exit.RANK_SILENT
+    assert ended.cause.startswith("rank 0 did not run for 0.1 s: stopped by a signal (SIGSTOP)")
+    assert ranks[0].process.wait(PATIENCE_S) == -signal.SIGKILL
 
 
 def test_a_rank_that_finished_takes_nobody_with_it(
-    tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "END_S", 0.0)
-    for rank in (0, 1):
-        Report(rank, int(Exit.OK), "finished", 1.0).write(tmp_path)
-    ranks[0].kill()
-    wake = CountingWake(then=ranks[1].kill)
-    seen = watch(Agent({0: ranks[0].pid, 1: ranks[1].pid}), wake, tmp_path)
-    wake.close()
-    assert seen.killed == set()
-    assert set(seen.died) == {0, 1}
+    Report(0, int(Exit.OK), "finished", 1.0).write(tmp_path)
+    ranks[0].process.kill()
+    then: list[int | None] = []
+    after_looks(monkeypatch, 5, lambda: (then.append(ranks[1].process.poll()), ranks[1].process.kill()))
+    watch(ranks[:2], tmp_path)
+    assert then == [None]
 
 
-def test_ranks_whose_agent_is_gone_are_ended(tmp_path: Path, wake: Wake, ranks: Ranks) -> None:
-    seen = watch(Agent(pids_of(ranks), done=True), wake, tmp_path)
-    assert seen.killed == {0, 1, 2}
-
-
-def test_ranks_that_never_start_are_not_waited_for(tmp_path: Path, wake: Wake, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_never_start_are_not_waited_for(
+    tmp_path: Path, ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(supervisor, "START_S", 0.0)
-    assert watch(Agent(), wake, tmp_path).verdict == (Exit.RANK_SILENT, "no rank started within 0 s")
+    late = threading.Event()
+    monkeypatch.setattr(Rank, "start", lambda rank: (late.wait(PATIENCE_S), setattr(rank, "pid", rank.process.pid)))
+    ended = watch(ranks, tmp_path)
+    assert (ended.exit, ended.cause) == (Exit.RANK_SILENT, "no rank started within 0 s")
+    late.set()  # whatever appears later is ended
+    assert [rank.process.wait(PATIENCE_S) for rank in ranks] == [-signal.SIGKILL] * 3
 
 
-def test_a_watch_that_fails_leaves_no_rank(tmp_path: Path, wake: Wake, ranks: Ranks) -> None:
+def test_a_start_that_fails_leaves_no_rank(tmp_path: Path, ranks: list[Rank], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise OSError(24, "too many open files")
+
+    monkeypatch.setattr(ranks[2], "start", fail)
+    ended = watch(ranks, tmp_path)
+    assert (ended.exit, ended.exits) == (Exit.CRASHED, {})
+    assert ended.cause == "no rank could be started: OSError: [Errno 24] too many open files"
+    assert [rank.process.wait(PATIENCE_S) for rank in ranks[:2]] == [-signal.SIGKILL] * 2
+
+
+def test_a_watch_that_fails_leaves_no_rank(tmp_path: Path, ranks: list[Rank]) -> None:
     path_of(tmp_path, 0).parent.mkdir()
     path_of(tmp_path, 0).write_text("not JSON")
-    ranks[0].kill()
-    with pytest.raises(ValueError, match=r"rank-0\.json"):
-        Supervisor(Agent(pids_of(ranks)), wake, tmp_path, 3600).run()
-    assert [process.wait(PATIENCE_S) for process in ranks.values()] == [-signal.SIGKILL] * 3
+    ranks[0].process.kill()
+    with signal_pipe() as signals, pytest.raises(ValueError, match=r"rank-0\.json"):
+        Supervisor(cast("Any", ranks), signals, tmp_path, 3600).run()
+    assert [rank.process.wait(PATIENCE_S) for rank in ranks] == [-signal.SIGKILL] * 3
 
 
-class Signalled(Agent):
-    """Its ranks have ended on a signal to the whole group, which reaches the launcher while it looks at them."""
+def test_a_signal_to_the_group_is_seen_with_what_it_did(
+    tmp_path: Path, ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks have ended on it; a launch that did not know of it would be restarted."""
 
-    def look(self) -> None:
-        """What came from the agents is read after the group was signalled."""
+    def signalled(rank: Rank) -> int | None:
         os.kill(os.getpid(), signal.SIGTERM)
-        self.done = True
+        return int(Exit.PREEMPTED)
 
-
-def test_a_signal_to_the_group_is_seen_with_what_it_did(tmp_path: Path, wake: Wake) -> None:
-    """The ranks' ends, seen first, would be taken for those of agents that leave, and a world that is too small."""
-    with wake.listening():
-        seen = Supervisor(Signalled(), wake, tmp_path, 3600).run()
-    assert seen.asked_by == signal.SIGTERM
-
-
-def test_a_wake_that_was_closed_may_still_be_rung() -> None:
-    wake = Wake()
-    wake.close()
-    wake.ring()
+    ranks[0].process.kill()
+    monkeypatch.setattr(Rank, "exitcode", property(signalled))
+    with signal_pipe() as signals:
+        ended = Supervisor(cast("Any", ranks[:1]), signals, tmp_path, 3600).run()
+    assert (ended.exit, ended.asked_by) == (Exit.PREEMPTED, signal.SIGTERM)
 
 
 def test_a_second_interrupt_kills_ranks_that_appear_later(
-    tmp_path: Path, wake: Wake, ranks: Ranks, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, ranks: list[Rank], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    class Starting(Agent):
-        def look(self) -> None:
-            self.done = self.done or bool(self.pids)
-            self.pids = pids_of(ranks)
-
-    with wake.listening():
+    with signal_pipe() as signals:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
-        seen = watch(Starting(), wake, tmp_path)
+        ended = watch(ranks, tmp_path, signals=signals)
     said = "andon: SIGINT: ending at the next step boundary; a second one ends at once\n"
     assert capsys.readouterr().err == said
-    assert seen.killed == {0, 1, 2}
-    assert seen.verdict == (Exit.RANK_LOST, "all ranks were killed: a second SIGINT asked for it")
-    assert all(process.wait() == -signal.SIGKILL for process in ranks.values())
+    assert (ended.exit, ended.cause) == (Exit.RANK_LOST, "all ranks were killed: a second SIGINT asked for it")
+    assert all(rank.process.wait(PATIENCE_S) == -signal.SIGKILL for rank in ranks)
 
 
-def test_the_success_of_another_launch_does_not_excuse_a_death(tmp_path: Path, wake: Wake, ranks: Ranks) -> None:
+def test_the_success_of_another_launch_does_not_excuse_a_death(tmp_path: Path, ranks: list[Rank]) -> None:
     """Rank 0 ended without a report; that a rank 0 of another launch finished must not keep the others waiting."""
     Report(0, int(Exit.OK), "finished", 1.0, launch="b" * 32).write(tmp_path)
-    ranks[0].kill()
-    assert watch(Agent(pids_of(ranks)), wake, tmp_path, launch="a" * 32).killed == {1, 2}
+    ranks[0].process.kill()
+    assert watch(ranks, tmp_path, launch="a" * 32).exits == dict.fromkeys(range(3), -signal.SIGKILL)
 
 
-# A rank never outlives its agent: real processes, none of them with torch.
+# A rank never outlives its launcher: real processes, none of them with torch.
 
 
 RANK = """
@@ -259,7 +262,7 @@ def test_a_rank_whose_agent_is_gone_already_does_not_start(pipe: Pipe, processes
 
 def test_a_pid_that_is_none_is_refused() -> None:
     """0 and below mean groups of processes to the kernel."""
-    with pytest.raises(ValueError, match="agent_pid"):
+    with pytest.raises(ValueError, match="launcher_pid"):
         die_with_parent(0)
 
 

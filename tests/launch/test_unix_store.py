@@ -18,8 +18,9 @@ import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from andon.launch import unix_store
-from andon.launch.unix_store import StoreServer, UnixStore
+from andon.launch import store_server
+from andon.launch.store_server import StoreServer
+from andon.launch.unix_store import UnixStore
 from tests.launch.pipes import PATIENCE_S
 
 SHORT = timedelta(seconds=0.1)
@@ -136,7 +137,7 @@ def test_a_lack_of_descriptors_or_threads_ends_no_store(
         refused.set()
         raise lacking
 
-    monkeypatch.setattr(unix_store, "_is_ours", refuse)
+    monkeypatch.setattr(store_server, "_is_ours", refuse)
     with pytest.raises(dist.DistNetworkError):
         UnixStore(server.address).set("a", "1")
     assert refused.is_set()

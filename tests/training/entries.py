@@ -29,6 +29,23 @@ def kill_rank(payload: Payload) -> int:
     return _with_fault(payload, 1, lambda context: os.kill(os.getpid(), signal.SIGKILL))
 
 
+def ends_in_turn(payload: Payload) -> int:
+    """Rank 1 ends as the next line of `ends`, a file beside the run folder, says; without a line nothing happens."""
+
+    def end(context: RankContext) -> None:
+        ends = Path(payload["folder"]).with_name("ends")
+        way, *later = ends.read_text().split() or [""]
+        ends.write_text(" ".join(later))
+        if way == "SIGKILL":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if way == "memory":
+            bytearray(1 << 62)
+        if way == "error":
+            raise LookupError("its own error")
+
+    return _with_fault(payload, 1, end)
+
+
 def refusing(step: int) -> Callable[..., None]:
     """A writer of files for a disk that is full at the checkpoint of `step`."""
     write = atomic.write_new
@@ -47,14 +64,14 @@ def full_in_rank(payload: Payload) -> int:
 
 
 def kill_launcher(payload: Payload) -> int:
-    return _with_fault(payload, 0, lambda context: os.kill(context.agent_pid, signal.SIGKILL))
+    return _with_fault(payload, 0, lambda context: os.kill(context.launcher_pid, signal.SIGKILL))
 
 
 def ask_to_end(payload: Payload) -> int:
     """The launcher is asked to end; this rank goes on once it has heard of it."""
 
     def ask(context: RankContext) -> None:
-        os.kill(context.agent_pid, signal.SIGTERM)
+        os.kill(context.launcher_pid, signal.SIGTERM)
         while not preempted():
             os.sched_yield()
 

@@ -46,7 +46,7 @@ def train(data: Any, folder: Path, **more: Any) -> andon.TrainingRun:
 
 
 def test_rows_give_the_bits_of_the_command_on_their_file(runs: Runs, whole: Path, tmp_path: Path) -> None:
-    for name, data, backend, workers in (("file", runs.data, "inline", 1), ("rows", iter(ROWS), "gloo", "1:2")):
+    for name, data, backend, workers in (("file", runs.data, "inline", 1), ("rows", iter(ROWS), "gloo", 2)):
         run = train(data, tmp_path / name, backend=backend, workers=workers)
         assert outcome(run.path) == outcome(whole)
         assert (run.summary.backend, run.summary.world_size) == (backend, 1 if workers == 1 else 2)
@@ -131,8 +131,12 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"workers": 0, "backend": "glo", "resume": "yes"},
         ["workers: must be at least 1 (0)", "backend: must be", "resume: must be 'never' or 'auto' ('yes')"],
     ),
-    "a number of workers": ({"workers": "2-4"}, ["workers: must be a number, or MIN:MAX as in 2:4 ('2-4')"]),
-    "restarts": ({"max_restarts": 2}, ["max_restarts: needs --workers MIN:MAX"]),
+    "a number of workers": ({"workers": "2-4"}, ["workers: must be an integer"]),
+    "restarts in this process": (
+        {"run": {"max_restarts": 2}, "backend": "inline"},
+        ["run.max_restarts: needs ranks of their own, which inline has not"],
+    ),
+    "restarts": ({"max_restarts": 2}, ["max_restarts: unknown key; did you mean 'run.max_restarts'?"]),
     "settings": (
         {"training": {"epochs": 0, "batches": 3}, "seed": "x", "optimizer": {"lr": float("inf")}},
         ["training.epochs: must be at least 1 (0)", "training.batches: unknown key", "seed: must be an integer, is"],

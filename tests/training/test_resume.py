@@ -382,6 +382,55 @@ def test_sigterm_ends_at_a_step_boundary(runs: Runs, whole: Path, tmp_path: Path
     assert outcome(tmp_path / "run") == outcome(whole)
 
 
+# Ranks that fail, and are started again: by the same command (`run.max_restarts`), or by others
+
+
+ENDS = "tests.training.entries:ends_in_turn"
+
+
+@pytest.mark.parametrize(
+    ("ends", "most", "restarts", "code", "last"),
+    [
+        ("SIGKILL memory", 2, 2, Exit.OK, "next: andon predict"),
+        ("SIGKILL memory", 1, 1, Exit.CRASHED, "MemoryError; run.max_restarts=1 allows no other restart"),
+        ("SIGKILL", 0, 0, Exit.RANK_LOST, "resume with: andon train"),
+        ("error error error", 9, 1, Exit.CRASHED, "the restart met the same error after the same step (6), so no oth"),
+    ],
+    ids=["killed and out of memory", "more failures than restarts", "none by default", "the same error again"],
+)
+def test_a_failed_run_restarts_from_its_last_checkpoint(
+    runs: Runs,
+    whole: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    ends: str,
+    most: int,
+    restarts: int,
+    code: Exit,
+    last: str,
+) -> None:
+    (tmp_path / "ends").write_text(ends)
+    folder = tmp_path / "run"
+    assert runs.train(folder, f"run.max_restarts={most}", backend="gloo", workers=2, entry=ENDS) == code
+    said = capsys.readouterr().err.splitlines()
+    assert [line.rpartition("; ")[2] for line in said if "; restart " in line] == [
+        f"restart {number} of {most} from the last checkpoint" for number in range(1, restarts + 1)
+    ]
+    assert last in said[-1]
+    assert [resumed.step for resumed in records(folder, "resume")] == [6] * restarts
+    assert code != Exit.OK or outcome(folder) == outcome(whole)
+
+
+def test_a_run_killed_on_2_and_on_3_workers_ends_on_1_with_the_same_bits(
+    runs: Runs, whole: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "ends").write_text("SIGKILL SIGKILL")
+    for workers, code in ((2, Exit.RANK_LOST), (3, Exit.RANK_LOST), (1, Exit.OK)):
+        assert runs.train(tmp_path / "run", backend="gloo", workers=workers, resume="auto", entry=ENDS) == code
+    assert [resumed.world for resumed in records(tmp_path / "run", "resume")] == [3, 1]
+    assert outcome(tmp_path / "run") == outcome(whole)
+
+
 # After the last step
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from andon_contracts.agree import GroupGather, Mesh
-from andon_contracts.liveness.clock import StepClock
+from andon_contracts.liveness.diagnosis import StepClock
 
 T = TypeVar("T")
 

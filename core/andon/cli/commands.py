@@ -15,7 +15,6 @@ from andon.console.messages import put, say
 
 COMMANDS = {
     "train": ("andon.cli.train:train", "Train."),
-    "resize": ("andon.cli.train:resize", "Change the workers of a run that has --workers MIN:MAX."),
     "init": ("andon.cli.setup:init", "Write a commented config.yaml with every setting at its default."),
     "check": ("andon.cli.setup:check", "Say what a run would do."),
     "doctor": ("andon.cli.setup:doctor", "Say whether runs can train here, and what to do where not."),

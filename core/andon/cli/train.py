@@ -1,4 +1,4 @@
-"""`andon train`: read what was asked for, have it trained, or be one rank of it; say how it ended. And resize."""
+"""`andon train`: read what was asked for, have it trained, or be one rank of it; say how it ended."""
 
 from __future__ import annotations
 
@@ -34,8 +34,6 @@ from andon.launch import preemption
 from andon.launch.context import RankContext, is_rank
 from andon.launch.portable import chosen
 from andon.launch.rank import report_to, run_rank
-from andon.launch.resizing import ask
-from andon.launch.sizes import Sizing, sized
 from andon.run.folder import RunFolder, State
 from andon.training.choices import placed
 from andon.training.entry import ENTRY, payload_of, train_rank
@@ -46,12 +44,7 @@ from andon.training.start import foreign, start
 
 def train(
     config: ConfigFile = None,
-    workers: Annotated[
-        str | None, typer.Option(metavar="N|MIN:MAX", help="Ranks on this machine; MIN:MAX: a number that may change.")
-    ] = None,
-    max_restarts: Annotated[
-        int | None, typer.Option(min=0, help="With MIN:MAX, at one size without a new checkpoint; 3 by default.")
-    ] = None,
+    workers: Annotated[int | None, typer.Option(help="Ranks on this machine.")] = None,
     backend: Backend = None,
     resume: Annotated[str | None, typer.Option(help="auto: go on in --run-dir, or the newest unfinished.")] = None,
     run_dir: Annotated[str | None, typer.Option(help="Folder of the run; a new one under runs/ by default.")] = None,
@@ -66,28 +59,18 @@ def train(
     overrides: Overrides = None,
 ) -> None:
     """Train. The result is the same to the bit for every number of workers."""
-    count, sizing = sized(workers, max_restarts)
     if quiet and as_json:
         raise InputError([Problem("--quiet", "says nothing, and --json says it as JSON; give one of them")])
     flags: dict[str, Any] = {
         "run.progress": "quiet" if quiet else "json" if as_json else None,
-        "run.workers": count,
+        "run.workers": workers,
         "run.backend": backend,
         "run.resume": resume,
         "run.dir": run_dir,
         **material(task, data, eval_data, text_column, label_column, model),
     }
     given = {key: value for key, value in flags.items() if value is not None}
-    raise typer.Exit(int(run_training(config, overrides or (), given, sizing=sizing)))
-
-
-def resize(
-    run: Annotated[Path, typer.Argument(help="Run folder.")],
-    workers: Annotated[int, typer.Argument(help="Ranks from the next step boundary on.")],
-) -> None:
-    """Change the workers of a run that has --workers MIN:MAX."""
-    ask(run, workers)
-    put(f"asked for {workers} workers; the run goes on with them from its next step boundary")
+    raise typer.Exit(int(run_training(config, overrides or (), given)))
 
 
 def run_training(
@@ -95,12 +78,11 @@ def run_training(
     overrides: Sequence[str],
     flags: Mapping[str, Any],
     *,
-    sizing: Sizing | None = None,
     entry: str = ENTRY,
 ) -> Exit:
     """Train as configured and return how it ended. Raises `InputError` before anything is started or written.
 
-    sizing, entry: as for `start`.
+    entry: as for `start`.
     """
     started = time.monotonic()
     own = Path(str(flags.get("run.dir"))) / "config.yaml"
@@ -108,10 +90,10 @@ def run_training(
     if not (config_path or overrides or given) and flags.get("run.resume") == "auto" and own.is_file():
         config_path = own  # nothing but the run itself says what to train
     if is_rank():
-        _be_a_rank(config_path, overrides, flags, sizing, started)
+        _be_a_rank(config_path, overrides, flags, started)
     config = load_config(config_path, overrides, flags)
     with chosen(config.run):
-        ended = start(config, started, sizing=sizing, entry=entry)
+        ended = start(config, started, entry=entry)
     if ended.exit in (Exit.RANK_LOST, Exit.RANK_SILENT) and ended.folder.begun() and "; go on with" not in ended.why:
         say(f"{ended.why}; resume with: {go_on_with(ended.folder)}")
     elif ended.why:
@@ -123,18 +105,9 @@ def run_training(
     return ended.exit
 
 
-def _be_a_rank(
-    config_path: Path | None,
-    overrides: Sequence[str],
-    flags: Mapping[str, Any],
-    sizing: Sizing | None,
-    started: float,
-) -> None:
+def _be_a_rank(config_path: Path | None, overrides: Sequence[str], flags: Mapping[str, Any], started: float) -> None:
 
     def work(context: RankContext) -> int:
-        if sizing is not None:
-            elastic = f"torchrun decides how many there are: --nnodes {sizing.bounds} --max-restarts N"
-            raise InputError([Problem("--workers", elastic)])
         asked = flags.get("run.workers")
         if asked not in (None, context.world_size):
             raise InputError([Problem("--workers", f"{asked} were asked for, torchrun started {context.world_size}")])
@@ -149,6 +122,8 @@ def _be_a_rank(
             )
         if config.run.dir is None:
             raise InputError([Problem("run.dir", "name a run folder (--run-dir): all ranks of torchrun must share it")])
+        if context.rank == 0 and config.run.max_restarts:
+            say("run.max_restarts is not used here: torchrun restarts its ranks itself (torchrun --max-restarts N)")
         if context.rank == 0 and asked is None:
             with suppress(InputError):  # what only that number makes wrong is not asked for
                 _tell_of_others(load_config(config_path, overrides, flags), context.world_size)

@@ -378,6 +378,9 @@ class Run(Section):
         default=None, description="an update that takes longer ends the run; null: it is only said to be slow"
     )
     grace_s: Positive = Field(default=30.0, description="time to reach a step's end and a checkpoint after SIGTERM")
+    max_restarts: Annotated[int, Field(ge=0, le=1 << 20)] = Field(
+        default=0, description="how often a failed run restarts from its last checkpoint, on this machine"
+    )
     resume: Literal["never", "auto"] = Field(
         default="never", description="auto: go on from the newest valid checkpoint"
     )
@@ -395,10 +398,12 @@ class Run(Section):
         return given
 
     @model_validator(mode="after")
-    def _a_deadline_has_ranks(self) -> Run:
-        if self.step_deadline_s is not None and self.backend == "inline":
-            what = f"needs ranks of their own, which inline has not: gloo, nccl or mixed ({self.step_deadline_s})"
-            raise _refuse("step_deadline_s", what)
+    def _ranks_are_processes(self) -> Run:
+        for key in ("step_deadline_s", "max_restarts"):
+            value = getattr(self, key)
+            if value and self.backend == "inline":
+                what = f"needs ranks of their own, which inline has not: gloo, nccl or mixed ({value})"
+                raise _refuse(key, what)
         return self
 
     @model_validator(mode="after")

@@ -1,18 +1,21 @@
-"""Who this rank is, from the variables that torch's launcher (or ours, which is the same one) sets."""
+"""Which rank this process is, from the variables that torchrun sets, or our launcher."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from andon.console.problems import ProblemList
 
 RUN_ID = "TORCHELASTIC_RUN_ID"
-AGENT_PID = "ANDON_AGENT_PID"
-"""Set by `andon.launch.launcher`, under which a rank's parent is a forkserver and not the agent."""
+LAUNCHER = "ANDON_LAUNCHER_PID"
+"""The process id of our launcher, which sets it for the fork server and for ranks: their parent is the fork server."""
 STORE = "ANDON_STORE"
-"""Set by it too: the address of the ranks' `unix_store`."""
+"""The address of the ranks' `unix_store`; our launcher sets it."""
+
+_MOST = 1 << 31
 
 
 @dataclass(frozen=True)
@@ -23,57 +26,45 @@ class RankContext:
     local_rank: int
     world_size: int
     run_id: str
-    agent_pid: int
+    launcher_pid: int
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> RankContext:
         """Read `RANK`, `LOCAL_RANK`, `WORLD_SIZE`, `TORCHELASTIC_RUN_ID`; raise `InputError` naming all that is wrong.
 
-        The agent is this process's parent unless the launcher named another.
+        The launcher is this process's parent (torchrun's agent) unless our launcher named itself.
         """
-        found = _Variables(os.environ if environ is None else environ)
-        world = found.number("WORLD_SIZE", least=1)
-        local_world = found.number("LOCAL_WORLD_SIZE", least=1, most=world, default=world)
-        rank = found.number("RANK", least=0, most=world - 1)
-        local_rank = found.number("LOCAL_RANK", least=0, most=local_world - 1)
-        agent = found.number(AGENT_PID, least=1, default=max(os.getppid(), 1))
-        run_id = found.text(RUN_ID)
-        found.problems.raise_if_any()
-        return cls(rank=rank, local_rank=local_rank, world_size=world, run_id=run_id, agent_pid=agent)
+        found = os.environ if environ is None else environ
+        problems = ProblemList()
+        unset = "is not set; start ranks by `andon train --workers N` or by torchrun"
+
+        def number(name: str, least: int, most: int = _MOST, default: int | None = None) -> int:
+            """The variable as an integer; `most` (a harmless stand-in) if there is a problem with it."""
+            text = found.get(name, "")
+            if name not in found and default is not None:
+                return default
+            if not text:
+                problems.add(name, unset)
+            elif not re.fullmatch(r"\s*[+-]?\d+\s*", text):
+                problems.add(name, f"must be an integer, not {text!r}")
+            elif least <= int(text) <= most:
+                return int(text)
+            else:
+                top = "" if most == _MOST else f" and at most {most}"
+                problems.add(name, f"must be at least {least}{top}, not {int(text)}")
+            return most
+
+        world = number("WORLD_SIZE", 1)
+        local_world = number("LOCAL_WORLD_SIZE", 1, world, default=world)
+        rank = number("RANK", 0, world - 1)
+        local_rank = number("LOCAL_RANK", 0, local_world - 1)
+        launcher = number(LAUNCHER, 1, default=max(os.getppid(), 1))
+        if not found.get(RUN_ID):
+            problems.add(RUN_ID, unset)
+        problems.raise_if_any()
+        return cls(rank, local_rank, world, found[RUN_ID], launcher)
 
 
 def is_rank(environ: Mapping[str, str] | None = None) -> bool:
     """Whether this process was started as a rank by torch's launcher (`torchrun`, or `andon.launch`)."""
     return RUN_ID in (os.environ if environ is None else environ)
-
-
-class _Variables:
-    _UNBOUNDED = 1 << 31
-
-    def __init__(self, environ: Mapping[str, str]) -> None:
-        self._environ = environ
-        self.problems = ProblemList()
-
-    def text(self, name: str) -> str:
-        value = self._environ.get(name, "")
-        if not value:
-            self.problems.add(name, "is not set; start ranks by `andon train --workers N` or by torchrun")
-        return value
-
-    def number(self, name: str, *, least: int, most: int | None = None, default: int | None = None) -> int:
-        """The variable as an integer; `least` (a harmless stand-in) once a problem was noted."""
-        if default is not None and name not in self._environ:
-            return default
-        text = self.text(name)
-        if not text:
-            return least if most is None else self._UNBOUNDED
-        try:
-            value = int(text)
-        except ValueError:
-            self.problems.add(name, f"must be an integer, not {text!r}")
-            return least
-        if value < least or (most is not None and value > most):
-            top = "" if most is None else f" and at most {most}"
-            self.problems.add(name, f"must be at least {least}{top}, not {value}")
-            return least
-        return value

@@ -1,49 +1,39 @@
-"""The process that ranks and agents are forked from, where it does not run any more.
+"""The process that ranks are forked from: how ranks are started by it, how it ended, and what it leaves behind.
 
-Whoever starts a process waits for its answer without a bound, and so does an interpreter that ends. One that is stopped
-(SIGSTOP, a debugger) is therefore ended: at once where all ranks have ended, after `STOPPED_S` where one is started.
+multiprocessing waits for its answer without a bound when a process is started and when the interpreter ends. So a fork
+server that is stopped (SIGSTOP, a debugger) is ended: after some seconds if ranks are being started (`supervisor`), at
+once if all ranks have ended.
 """
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
+import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from multiprocessing import connection, forkserver, spawn
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing import connection, forkserver, spawn, util
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
 from typing import Any
 
-from andon.console.exits import Exit
 from andon.console.problems import InputError, Problem
-from andon_contracts.liveness.process import STOPPED_BY, ConditionTimer, Process, exit_text
-from andon_contracts.violation import first_line
+from andon_contracts.liveness.process import Process, exit_text
+from andon_contracts.untrusted import read_json
 
-STOPPED_S = 5.0
-"""Seconds that the fork server may be stopped while a process is started."""
-_LOOK_S = 0.1
 _GONE_S = 5.0
+OWNER = "andon-launcher.json"
+"""The file in a folder for sockets that names the launcher that it belongs to."""
 
 
 class ServerFailed(RuntimeError):
     """No process could be started: the fork server ended. The message says how."""
-
-    ends_with = Exit.RANK_LOST
-
-
-class ServerStopped(ServerFailed):
-    """No process could be started: the fork server did not run, and was ended."""
-
-    ends_with = Exit.RANK_SILENT
-
-
-class TooManyRanks(ServerFailed):
-    """Each rank inherits the pipes of all ranks, and the fork server accepts about 250 of them in one request."""
-
-    ends_with = Exit.USAGE
 
 
 def running() -> Process | None:
@@ -64,10 +54,8 @@ def how_it_ended(seconds: float = 0.0) -> str:
         except ChildProcessError:  # another one's child, or multiprocessing has seen its end
             return ""
         if found is not None:
-            killed = found.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
-            return (
-                f"the process that ranks are forked from {exit_text(-found.si_status if killed else found.si_status)}"
-            )
+            code = -found.si_status if found.si_code in (os.CLD_KILLED, os.CLD_DUMPED) else found.si_status
+            return f"the process that ranks are forked from {exit_text(code)}"
         if time.monotonic() >= deadline:
             return ""
         pause.wait(0.01)
@@ -90,8 +78,12 @@ def require_sockets() -> None:
 def end_if_stopped() -> None:
     """End the fork server where it is stopped: nothing would ever end it, and this process would wait for it."""
     server = running()
-    if server is not None and server.state() == "stopped":
-        _end(server)
+    if server is None or server.state() != "stopped":
+        return
+    server.send(signal.SIGKILL)
+    deadline, pause = time.monotonic() + _GONE_S, threading.Event()
+    while server.state() != "gone" and time.monotonic() < deadline:
+        pause.wait(0.01)
 
 
 @contextmanager
@@ -137,67 +129,38 @@ def _main_hidden() -> Iterator[None]:
             spawn.get_preparation_data = prepare
 
 
-@contextmanager
-def starting() -> Iterator[None]:
-    """While processes are started: a fork server that is stopped meanwhile is ended. They are given no main module.
+def start(processes: Iterable[ForkServerProcess]) -> None:
+    """Start the processes. They do not run the program's main module. Waits for the imports of the fork server.
 
-    Raises `ServerStopped` where that was so, whatever came of the start, `ServerFailed` if the fork server ended
-    meanwhile, `TooManyRanks`, and `RuntimeError` where nobody could look.
+    Raises `ServerFailed` if the fork server ended meanwhile.
     """
-    over, ended, failed = threading.Event(), threading.Event(), list[Exception]()
-
-    def watch() -> None:
-        try:
-            _watch(over, ended)
-        except Exception as error:  # noqa: BLE001 - whatever it is, what was started then was not looked after
-            failed.append(error)
-
-    watching = threading.Thread(target=watch, name="fork-server", daemon=True)
-    watching.start()
     try:
         with _main_hidden():
-            yield
+            for process in processes:
+                process.start()
     except (OSError, EOFError) as error:
-        if ended.is_set():
-            raise ServerStopped(_sentence()) from error
         how = how_it_ended(_GONE_S if isinstance(error, EOFError | ConnectionError) else 0.0)
         if how:
             raise ServerFailed(f"no rank could be started: {how}") from error
         raise
-    except ValueError as error:
-        if str(error) != "too many fds":  # multiprocessing's words
-            raise
-        what = (
-            "run.workers: one launcher cannot start so many ranks (the limit is about 120); set fewer, or use torchrun"
-        )
-        raise TooManyRanks(what) from error
-    finally:
-        over.set()
-        watching.join()  # at its next look it may have found the server stopped for too long
-    if ended.is_set():
-        raise ServerStopped(_sentence())
-    if failed:
-        raise RuntimeError(f"the watch over the fork server failed: {first_line(failed[0])}") from failed[0]
 
 
-def _watch(over: threading.Event, ended: threading.Event) -> None:
-    """Until `over`, or until the fork server has been stopped for too long and is `ended`."""
-    stopped = ConditionTimer(2 * _LOOK_S)
-    while not over.wait(_LOOK_S):
-        server = running()
-        stopped_s = stopped.update([server.pid] if server is not None and server.state() == "stopped" else [])
-        if server is not None and stopped_s.get(server.pid, 0.0) >= STOPPED_S:
-            ended.set()
-            _end(server)
-            return
+def claim_and_sweep() -> None:
+    """Sign this process's folder for sockets, and remove those of launchers of this machine that are gone.
+
+    multiprocessing removes the folder (`/tmp/pymp-...`) when the process ends, but not after SIGKILL.
+    """
+    with suppress(OSError):  # a disk that is full or slow keeps nobody from training
+        (Path(util.get_temp_dir()) / OWNER).write_text(json.dumps(Process.here().to_json()), encoding="utf-8")
+        for file in Path(tempfile.gettempdir()).glob(f"pymp-*/{OWNER}"):
+            if _is_left(file):
+                shutil.rmtree(file.parent, ignore_errors=True)
 
 
-def _end(server: Process) -> None:
-    server.send(signal.SIGKILL)
-    deadline, pause = time.monotonic() + _GONE_S, threading.Event()
-    while server.state() != "gone" and time.monotonic() < deadline:
-        pause.wait(0.01)
-
-
-def _sentence() -> str:
-    return f"no rank could be started: the fork server did not run for {STOPPED_S:g} s, {STOPPED_BY}"
+def _is_left(file: Path) -> bool:
+    try:
+        folder = file.parent
+        ours = not folder.is_symlink() and folder.stat().st_uid == os.getuid()
+        return ours and Process.from_json(read_json(file)).local_state() == "gone"
+    except (OSError, ValueError):
+        return False

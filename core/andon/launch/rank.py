@@ -24,11 +24,10 @@ from typing import TYPE_CHECKING, NoReturn
 
 from andon.console.exits import Exit
 from andon.console.messages import write
-from andon.launch.context import AGENT_PID, RUN_ID, STORE, RankContext
-from andon.launch.ending import describe, unguarded
+from andon.launch.context import RUN_ID, RankContext
 from andon.launch.orphan import die_with_parent
 from andon.launch.preemption import PREEMPTION_SIGNALS
-from andon.launch.report import Report, path_of, write_for_torch
+from andon.launch.report import Report, describe, path_of, unguarded, write_for_torch
 from andon_contracts.legible import legible_line
 from andon_contracts.liveness.process import run_within
 
@@ -45,13 +44,6 @@ _RECORD_S = 10.0
 """How long the report of one that ends as it should may take: its launcher takes one without a report for dead."""
 _DESTROY_S = 0.5
 """How long leaving may wait for the process group to be taken down."""
-
-_PER_RANK = frozenset(
-    {"RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"}
-    | {"WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"}
-    | {"MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
-)
-"""What torch's agent sets for each rank, beside `TORCHELASTIC_*`; the launcher's own values must not win."""
 
 
 @dataclass
@@ -93,9 +85,7 @@ def run_rank(work: Callable[[RankContext], int], *, run_folder: Path | None = No
     `Exit.RANK_LOST` or `Exit.RANK_SILENT`, any other error with `Exit.CRASHED`; one line on stderr says why.
     """
     _state.says = True
-    report = _live(work, run_folder)
-    _say_end(report)
-    leave(report.exit)
+    _live(work, run_folder)
 
 
 def _say_end(report: Report) -> None:
@@ -128,70 +118,90 @@ def end_now(report: Report) -> None:
     os._exit(report.exit)
 
 
-def _end_unguarded(error: Exception, rank: int) -> None:
-    """A guard of this process that is none of its heartbeat's failed: tell the others, and end."""
-    report = unguarded(error, rank)
-    if _state.heartbeat is not None:
-        _state.heartbeat.leave(report.exit, report.cause)
-    end_now(report)
-
-
 @dataclass(frozen=True)
 class Job:
-    """What the launcher gives each of its ranks. `payload` is JSON; not a `str`, in which torch replaces `$` macros.
-
-    store: the address of their `unix_store`, known once they are started.
-    """
+    """What the launcher gives each of its ranks. `payload` is JSON; `environment` is all that ranks have in common."""
 
     entry: str
-    payload: bytes
+    payload: str
     run_folder: str
-    agent_pid: int
     environment: Mapping[str, str]
-    store: str = ""
 
 
-def serve(job: Job) -> int:
-    """Be one rank of `andon.launch.launcher`; return 0 to torch's agent, end the process with any other code.
-
-    Torch's agent takes a function's return for success and waits for it, so 0 must be returned and not exited with.
-    """
-    _adopt(job.environment)
-    os.environ.update({AGENT_PID: str(job.agent_pid), STORE: job.store})
+def serve(job: Job, rank: int) -> NoReturn:
+    """Be this rank of `andon.launch.launcher`."""
+    os.environ.clear()
+    os.environ.update(job.environment)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
 
     def work(context: RankContext) -> int:
-        return _resolve(job.entry)(json.loads(job.payload))
+        module, _, name = job.entry.partition(":")
+        code: int = getattr(importlib.import_module(module), name)(json.loads(job.payload))
+        return code
 
-    report = _live(work, Path(job.run_folder))
-    if report.exit != Exit.OK:
-        leave(report.exit)
-    # The agent now waits for the other ranks. Should one of them fail, this one need not be waited for.
-    signal.signal(signal.SIGTERM, _leave_finished)
-    return 0
+    _live(work, Path(job.run_folder))
 
 
-def _live(work: Callable[[RankContext], int], run_folder: Path | None) -> Report:
-    rank = 0
-    _state.folder = run_folder
+def _live(work: Callable[[RankContext], int], run_folder: Path | None) -> NoReturn:
+    """A rank from its first line to its last: guards, signals, work, report, farewell, exit code."""
+    rank, _state.folder = 0, run_folder
+
+    def end_unguarded(error: Exception) -> None:
+        """The guard that looks for the launcher failed: tell the others, and end."""
+        report = unguarded(error, rank)
+        if _state.heartbeat is not None:
+            _state.heartbeat.leave(report.exit, report.cause)
+        end_now(report)
+
     try:
         context = RankContext.from_environment()
         rank = context.rank
-        die_with_parent(context.agent_pid, lambda error: _end_unguarded(error, context.rank))
-        _prepare()
+        die_with_parent(context.launcher_pid, end_unguarded)
+        with contextlib.suppress(ValueError, OSError):  # stderr may have been closed
+            faulthandler.enable(all_threads=False)
+        # Kernels of a CPU share a sum among their threads, so that its order depends on how many there are.
+        if "torch" in sys.modules:
+            sys.modules["torch"].set_num_threads(1)
+        for signum in PREEMPTION_SIGNALS:
+            signal.signal(signum, _note_signal)
+        # The launcher has these blocked until now, so that none is lost, or kills, before somebody listens.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, PREEMPTION_SIGNALS)
         code = Exit(work(context))
         _take_the_end()
-        report = Report(rank=rank, exit=code, cause=_named(code), time=time.time())
+        asked = preempted()
+        cause = "finished" if code == Exit.OK else f"ended with {code.name} ({int(code)})"
+        if code == Exit.PREEMPTED and asked is not None:
+            cause = f"ended at a step boundary on {asked.name}"
+        report = Report(rank=rank, exit=code, cause=cause, time=time.time())
     except BaseException as error:  # noqa: BLE001 - whatever it is, this rank must leave a report and end
         _take_the_end()
         report = describe(error, rank)
-        report = _placed(report) if report.left else _explained(report)
+        if _state.heartbeat is not None and report.left:
+            told = _state.heartbeat.clock.read()
+            report = replace(report, step=told.step, cause=f"{report.cause} in {told.where}, before the end of the run")
+        elif _state.heartbeat is not None and report.exit in (Exit.RANK_LOST, Exit.RANK_SILENT):
+            who = _state.heartbeat.explain(Exit(report.exit))  # the error only says that another rank is lost or silent
+            report = replace(report, cause=f"{who} ({report.cause})") if who else report
         if os.environ.get(TRACEBACK) == "1":
             traceback.print_exc()
-    _record_in_time(report)
+    # The main thread has the end, and nobody could end it any more: nothing here may wait without a bound.
+    seconds = _RECORD_S if report.exit in (Exit.OK, Exit.PREEMPTED) else _LAST_WORDS_S
+    if not run_within(seconds, lambda: _record(report)):
+        late = f"its report could not be written: the disk took nothing for {seconds:g} s"
+        run_within(_LAST_WORDS_S, lambda: write(f"rank {rank}: {report.cause} ({late})\n"))
     if _state.heartbeat is not None:
         _state.heartbeat.leave(report.exit, report.cause if report.exit != Exit.OK else "")
-    _take_down_group()
-    return report
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+
+        def destroy() -> None:
+            # The group may be broken already; the report has been written, and nothing can be done about it here.
+            with contextlib.suppress(RuntimeError):
+                distributed.destroy_process_group()
+
+        run_within(_DESTROY_S, destroy)
+    _say_end(report)
+    leave(report.exit)
 
 
 def _take_the_end() -> None:
@@ -200,48 +210,8 @@ def _take_the_end() -> None:
         threading.Event().wait()
 
 
-def _placed(report: Report) -> Report:
-    if _state.heartbeat is None:
-        return report
-    told = _state.heartbeat.clock.read()
-    return replace(report, step=told.step, cause=f"{report.cause} in {told.where}, before the end of the run")
-
-
-def _explained(report: Report) -> Report:
-    """The report with who is behind it, where it only says that another rank is lost or silent."""
-    if _state.heartbeat is None or report.exit not in (Exit.RANK_LOST, Exit.RANK_SILENT):
-        return report
-    who = _state.heartbeat.explain(Exit(report.exit))
-    return replace(report, cause=f"{who} ({report.cause})") if who else report
-
-
-def _prepare() -> None:
-    with contextlib.suppress(ValueError, OSError):  # stderr may have been closed
-        faulthandler.enable(all_threads=False)
-    # Kernels of a CPU share a sum among their threads, so that its order depends on how many there are.
-    if "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(1)
-    for signum in PREEMPTION_SIGNALS:
-        signal.signal(signum, _note_signal)
-    # The launcher has these blocked until now, so that none is lost, or kills, before somebody listens.
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, PREEMPTION_SIGNALS)
-
-
 def _note_signal(signum: int, frame: FrameType | None) -> None:
     _state.asked_by = _state.asked_by or signum
-
-
-def _leave_finished(signum: int, frame: FrameType | None) -> None:
-    leave(Exit.OK)
-
-
-def _named(code: Exit) -> str:
-    if code == Exit.OK:
-        return "finished"
-    asked = preempted()
-    if code == Exit.PREEMPTED and asked is not None:
-        return f"ended at a step boundary on {asked.name}"
-    return f"ended with {code.name} ({int(code)})"
 
 
 def _record(report: Report) -> None:
@@ -256,14 +226,6 @@ def _record(report: Report) -> None:
             write_for_torch(report, Path(torch_file))
 
 
-def _record_in_time(report: Report) -> None:
-    """Write the report where the disk takes it; the main thread has the end, and nobody could end it any more."""
-    seconds = _RECORD_S if report.exit in (Exit.OK, Exit.PREEMPTED) else _LAST_WORDS_S
-    if not run_within(seconds, lambda: _record(report)):
-        late = f"its report could not be written: the disk took nothing for {seconds:g} s"
-        run_within(_LAST_WORDS_S, lambda: write(f"rank {report.rank}: {report.cause} ({late})\n"))
-
-
 @contextlib.contextmanager
 def _on_stderr(report: Report) -> Iterator[None]:
     try:
@@ -272,43 +234,9 @@ def _on_stderr(report: Report) -> Iterator[None]:
         write(f"rank {report.rank}: {report.cause} (its report could not be written: {error})\n")
 
 
-def _take_down_group() -> None:
-    """Destroy the default process group where there is one, waiting for it only so long."""
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-        return
-
-    def destroy() -> None:
-        # The group may be broken already; the report has been written, and nothing can be done about it here.
-        with contextlib.suppress(RuntimeError):
-            distributed.destroy_process_group()
-
-    run_within(_DESTROY_S, destroy)
-
-
 def leave(code: int) -> NoReturn:
     """End this process with `code` as it is, what it printed flushed, its modules not taken down."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)
-
-
-def _adopt(environment: Mapping[str, str]) -> None:
-    """Take the launcher's variables as they are now: the forkserver's are as old as the forkserver."""
-    ours = {name: value for name, value in os.environ.items() if _is_per_rank(name)}
-    theirs = {name: value for name, value in environment.items() if not _is_per_rank(name)}
-    os.environ.clear()
-    os.environ.update(theirs | ours)
-
-
-def _is_per_rank(name: str) -> bool:
-    return name in _PER_RANK or name.startswith("TORCHELASTIC_")
-
-
-def _resolve(entry: str) -> Callable[[object], int]:
-    module, _, name = entry.partition(":")
-    found = getattr(importlib.import_module(module), name)
-    if not callable(found):
-        raise TypeError(f"{entry} is not callable")
-    return found  # type: ignore[no-any-return]

@@ -1,138 +1,21 @@
-"""The ranks' store on one machine: a Unix socket that other users cannot open, where torch's own listens on TCP.
-
-The socket lies in multiprocessing's temporary folder, as those of the fork server do, which only this user may enter.
-The kernel is asked for the user of who connects, too. A server is a thread of the launcher's process for each
-connection, and goes with that process; a message is byte strings with their lengths, and none is unpickled.
-"""
+"""The ranks' client of the launcher's `StoreServer`, in the form of torch's stores."""
 
 from __future__ import annotations
 
 import functools
 import os
-import socket
-import struct
-import threading
-import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from datetime import timedelta
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Connection
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-_LENGTH = struct.Struct("!I")
-_CREDENTIALS = struct.Struct("3i")
-"""Process, user and group of the other end (unix(7), SO_PEERCRED)."""
+from andon.launch.store_server import packed, unpacked
+
 _LATE_S = 5.0
 """How much longer than the server waits for a key, a client waits for the server to say so."""
-_BACKLOG = 512
-
-
-class StoreServer:
-    """Values by name for the processes of this user; to be found at `address` until it is closed."""
-
-    def __init__(self) -> None:
-        """Raises `OSError` where the folder for temporary files takes no socket."""
-        self._listener = Listener(family="AF_UNIX", backlog=_BACKLOG)
-        self.address = str(self._listener.address)
-        """The path of the socket."""
-        self._values: dict[bytes, bytes] = {}
-        self._changed = threading.Condition()
-        self._closed = threading.Event()
-        self._accepting = threading.Thread(target=self._accept, name="andon-store", daemon=True)
-        self._accepting.start()
-
-    def close(self) -> None:
-        """Nobody else can connect; who is connected is still answered."""
-        self._closed.set()
-        with suppress(OSError):  # it has been closed before, or its folder is gone
-            Client(self.address, "AF_UNIX").close()  # a thread that accepts does not notice otherwise
-            self._accepting.join()
-        self._listener.close()
-
-    def _accept(self) -> None:
-        while not self._closed.is_set():
-            try:
-                self._meet(self._listener.accept())
-            except (OSError, RuntimeError):
-                if self._closed.is_set():
-                    return
-                time.sleep(0.01)  # no descriptor or thread is free, or who called has gone: others may still call
-
-    def _meet(self, connection: Connection) -> None:
-        """Serve whoever has connected, if it is a process of this user; let it go where that cannot be."""
-        try:
-            if not self._closed.is_set() and _is_ours(connection):
-                threading.Thread(target=self._serve, args=(connection,), name="andon-store", daemon=True).start()
-                return
-        except BaseException:
-            connection.close()
-            raise
-        connection.close()
-
-    def _serve(self, connection: Connection) -> None:
-        # Until the client is gone, or has said what is no call: it is let go then.
-        with connection, suppress(EOFError, OSError, ValueError, KeyError, struct.error):
-            while True:
-                name, *parts = _unpacked(connection.recv_bytes())
-                with self._changed:
-                    answer = _CALLS[name](self, parts)
-                connection.send_bytes(_packed(answer))
-
-    # the calls, each made while `_changed` is held
-
-    def _set(self, parts: Sequence[bytes]) -> list[bytes]:
-        self._values.update(zip(parts[::2], parts[1::2], strict=True))
-        self._changed.notify_all()
-        return []
-
-    def _get(self, parts: Sequence[bytes]) -> list[bytes]:
-        seconds, *keys = parts
-        there = self._changed.wait_for(lambda: self._has(keys), float(seconds))
-        return [self._values[key] for key in keys] if there else []
-
-    def _check(self, keys: Sequence[bytes]) -> list[bytes]:
-        return [b"1"] if self._has(keys) else []
-
-    def _compare_set(self, parts: Sequence[bytes]) -> list[bytes]:
-        key, expected, desired = parts
-        there = self._values.get(key)
-        if there == expected or (there is None and not expected):
-            self._set([key, desired])
-        return [self._values.get(key, expected)]
-
-    def _add(self, parts: Sequence[bytes]) -> list[bytes]:
-        key, amount = parts
-        self._set([key, b"%d" % (int(self._values.get(key, b"0")) + int(amount))])
-        return [self._values[key]]
-
-    def _append(self, parts: Sequence[bytes]) -> list[bytes]:
-        key, more = parts
-        return self._set([key, self._values.get(key, b"") + more])
-
-    def _delete(self, parts: Sequence[bytes]) -> list[bytes]:
-        (key,) = parts
-        return [b"1"] if self._values.pop(key, None) is not None else []
-
-    def _count(self, parts: Sequence[bytes]) -> list[bytes]:
-        return [b"%d" % len(self._values)]
-
-    def _has(self, keys: Sequence[bytes]) -> bool:
-        return all(key in self._values for key in keys)
-
-
-_CALLS: dict[bytes, Callable[[StoreServer, Sequence[bytes]], list[bytes]]] = {
-    b"set": StoreServer._set,
-    b"get": StoreServer._get,
-    b"check": StoreServer._check,
-    b"compare_set": StoreServer._compare_set,
-    b"add": StoreServer._add,
-    b"append": StoreServer._append,
-    b"delete": StoreServer._delete,
-    b"count": StoreServer._count,
-}
 
 
 class UnixStore(Store):
@@ -151,47 +34,37 @@ class UnixStore(Store):
         self._process = os.getpid()
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Put a value in the place of what is there."""
         self._ask("set", key, value)
 
     def get(self, key: str) -> bytes:
-        """The value of a name, once it is there."""
         return self._awaited([key])[0]
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        """The values of names, once all are there."""
         return self._awaited(keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Wait until all are there."""
         self._awaited(keys, timeout)
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all of these are there."""
         return bool(self._ask("check", *keys))
 
     def multi_set(self, keys: list[str], values: Sequence[str | bytes]) -> None:
-        """Put each of these values under its name."""
         self._ask("set", *(part for pair in zip(keys, values, strict=True) for part in pair))
 
     def compare_set(self, key: str, expected: str | bytes, value: str | bytes) -> bytes:
-        """Put a value where there is what is expected ("": nothing); what is there afterwards."""
+        """Set the value if the present one is `expected` ("": none is there); returns the value afterwards."""
         return self._ask("compare_set", key, expected, value)[0]
 
     def add(self, key: str, amount: int) -> int:
-        """Add to the number of this name, which is 0 where there is none; the sum."""
         return int(self._ask("add", key, str(amount))[0])
 
     def append(self, key: str, value: str | bytes) -> None:
-        """Put a value behind what is there."""
         self._ask("append", key, value)
 
     def delete_key(self, key: str) -> bool:
-        """Take a name away; whether it was there."""
         return bool(self._ask("delete", key))
 
     def num_keys(self) -> int:
-        """How many names there are."""
         return int(self._ask("count")[0])
 
     deleteKey, getNumKeys = delete_key, num_keys
@@ -210,11 +83,11 @@ class UnixStore(Store):
     def _ask(self, *parts: str | bytes, wait_s: float | None = None) -> list[bytes]:
         try:
             connection = self._connection()
-            connection.send_bytes(_packed([part.encode() if isinstance(part, str) else part for part in parts]))
+            connection.send_bytes(packed([part.encode() if isinstance(part, str) else part for part in parts]))
             if wait_s is not None and not connection.poll(wait_s):
                 connection.close()
                 return []
-            answer = _unpacked(connection.recv_bytes())
+            answer = unpacked(connection.recv_bytes())
         except (OSError, EOFError) as error:
             raise dist.DistNetworkError(f"the launcher's store is gone: {error or 'connection closed'}") from error
         self._idle.append(connection)
@@ -234,25 +107,3 @@ class UnixStore(Store):
 def unix_store(address: str) -> UnixStore:
     """The one client of this process for the server at `address`; it lives as long as the process."""
     return UnixStore(address)
-
-
-def _is_ours(connection: Connection) -> bool:
-    """Whether a process of this user is at the other end, as far as the system can tell."""
-    if not hasattr(socket, "SO_PEERCRED"):
-        return True
-    with socket.socket(fileno=os.dup(connection.fileno())) as shared:
-        raw = shared.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return bool(_CREDENTIALS.unpack(raw)[1] == os.geteuid())
-
-
-def _packed(parts: Sequence[bytes]) -> bytes:
-    return b"".join(_LENGTH.pack(len(part)) + part for part in parts)
-
-
-def _unpacked(raw: bytes) -> list[bytes]:
-    parts, at = [], 0
-    while at < len(raw):
-        (length,) = _LENGTH.unpack_from(raw, at)
-        at += _LENGTH.size + length
-        parts.append(raw[at - length : at])
-    return parts

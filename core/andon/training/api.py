@@ -35,7 +35,6 @@ from andon.data.labels import text_fault
 from andon.launch.context import is_rank
 from andon.launch.fork_server import for_one_launch
 from andon.launch.portable import chosen
-from andon.launch.sizes import Sizing, sized
 from andon.run.folder import RunFolder, State, metrics_lines
 from andon.run.ledger import LedgerError, read_ledger
 from andon.run.summary import Summary, labelled, read_summary
@@ -82,7 +81,6 @@ def train(
     text_column: str | None = None,
     label_column: str | None = None,
     workers: int | str | None = None,
-    max_restarts: int | None = None,
     backend: str | None = None,
     run_dir: str | os.PathLike[str] | None = None,
     resume: str | None = None,
@@ -94,7 +92,7 @@ def train(
     data, eval_data: the path of a file, or rows: mappings of columns to values (a list, any iterable, a
     `datasets.Dataset`), or a pandas frame. Such rows are kept in the run folder. data may be a list of paths too, each
     with a weight as in `{"path": "a.jsonl", "weight": 0.5}`, or without. model: a folder or hub id. workers: a
-    number, or "MIN:MAX". config: a YAML file, of which the other arguments override single keys. settings: any other
+    number, or "auto". config: a YAML file, of which the other arguments override single keys. settings: any other
     section of the configuration as a mapping of its keys, as in `training={"epochs": 3}`, or `seed`; the sections
     `data` and `model` too can be given as mappings of their keys.
 
@@ -117,11 +115,8 @@ def train(
     try:
         with _given() as files:
             flags, overrides = _options(given, settings, files)
-            sizing = None
-            if isinstance(workers, str) or max_restarts is not None:
-                flags["run.workers"], sizing = sized(None if workers is None else str(workers), max_restarts)
             found = load_config(None if config is None else Path(config), overrides, flags)
-            ended = _trained(found, started, sizing, files)
+            ended = _trained(found, started, files)
     finally:
         _one_at_a_time.release()
     if ended.exit is not Exit.OK:
@@ -341,19 +336,19 @@ def _texts(texts: Iterable[str]) -> list[str]:
 # How it ended
 
 
-def _trained(config: Config, started: float, sizing: Sizing | None, files: RowFiles) -> Ended:
+def _trained(config: Config, started: float, files: RowFiles) -> Ended:
     """The run of `config`; this process is afterwards as it was."""
     given = {key.removeprefix("data."): files.written[name] for key, name in _ROWS.items() if name in files.written}
     if config.run.backend == "inline":
         from andon.training.caller import torch_as_found
 
         with chosen(config.run), torch_as_found():
-            return start(config, started, sizing=sizing, given=given)
+            return start(config, started, given=given)
     if multiprocessing.current_process().daemon:
         what = f"{config.run.backend} starts ranks, and a daemonic process may start none; take inline"
         raise InputError([Problem("run.backend", what)])
     with chosen(config.run), for_one_launch():
-        return start(config, started, sizing=sizing, given=given)
+        return start(config, started, given=given)
 
 
 def _raise(ended: Ended) -> NoReturn:

@@ -12,19 +12,18 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from andon.config.schema import SFT, Config
 from andon.console.exits import Exit
 from andon.console.messages import command_line, say
-from andon.console.problems import InputError, Problem, ProblemList
+from andon.console.problems import InputError, Problem
 from andon.integrations.trackers import require
 from andon.launch import preemption
-from andon.launch.elastic import launch_elastic
-from andon.launch.launcher import PRELOAD, LaunchResult, launch, warm_up
+from andon.launch.launcher import PRELOAD, launch, warm_up
 from andon.launch.report import Report
-from andon.launch.sizes import Sizing
+from andon.launch.supervisor import LaunchResult
 from andon.run.folder import RUNS, RunFolder, State, new_folder
+from andon.run.ledger import LedgerError, read_ledger
 from andon.run.summary import quoted, read_summary
 from andon.training.choices import placed
 from andon.training.entry import ENTRY, payload_of
@@ -39,6 +38,7 @@ from andon.training.existing import (
 from andon.training.given import kept
 from andon.training.rows import cache_of, notes, read_rows, told_of_task, with_task
 from andon.training.surveys import Surveys
+from andon_contracts.record import Resume, Step
 
 _PRELOAD = (
     "andon.launch.server_first",
@@ -47,7 +47,6 @@ _PRELOAD = (
     "andon.training.run",
     "transformers.models.qwen3.modeling_qwen3",
     "peft.utils.transformers_weight_conversion",
-    "andon.launch.worker_agents",
     "andon.launch.server_last",
 )
 """What ranks would otherwise each import for themselves: an optimizer needs `torch._dynamo`, as slow as torch."""
@@ -72,22 +71,19 @@ def start(
     config: Config,
     started: float,
     *,
-    sizing: Sizing | None = None,
     entry: str = ENTRY,
     given: Mapping[str, Path] | None = None,
 ) -> Ended:
     """Train as configured, or go on, and say how it ended; of a run that is finished the last lines tell what came out.
 
-    started: when the command began, by `time.monotonic`. sizing: how the number of workers may change; None: it
-    may not. entry: what rank processes are started with, as "module:function". given: by key (`train`, `eval`), the
-    files of `config.data` that are there for the time of this call alone; the run folder keeps them.
+    started: when the command began, by `time.monotonic`. entry: what rank processes are started with, as
+    "module:function". given: by key (`train`, `eval`), the files of `config.data` that are there for the time of this
+    call alone; the run folder keeps them.
 
     Raises `InputError` before anything is started or written. Without rank processes also the run's own `InputError`
     and `Violation`, and whatever else it raised.
     """
     task = told_of_task(config)
-    if sizing is not None:
-        _require_elastic(config)
     require(config.run.report_to)
     config = with_task(config)
     folder = _folder_of(config)
@@ -103,7 +99,7 @@ def start(
     made = folder is None
     folder = _new_folder(config) if folder is None else folder
     try:
-        ended = _train(config, folder, started, sizing, entry, rows.digest, given or {}, made=made)
+        ended = _train(config, folder, started, entry, rows.digest, given or {}, made=made)
         if ended.exit is Exit.OK and folder.state() is not State.FINISHED:
             ended = _left(folder, "every rank ended with exit code 0")
     finally:
@@ -125,7 +121,6 @@ def _train(
     config: Config,
     folder: RunFolder,
     started: float,
-    sizing: Sizing | None,
     entry: str,
     data: str,
     given: Mapping[str, Path],
@@ -140,19 +135,9 @@ def _train(
                 config = kept(config, folder, given)
             if config.run.backend == "inline":
                 return _train_here(config, folder, started)
-            return _train_in_ranks(config, folder, started, sizing, entry)
+            return _train_in_ranks(config, folder, started, entry)
         finally:
             folder.discard_unbegun(before=before)
-
-
-def _require_elastic(config: Config) -> None:
-    """Refuse, all at once, what lets a run not be the same on another number of workers."""
-    found = ProblemList()
-    if config.run.backend == "inline":
-        found.add("run.backend", f"{config.run.backend} has no ranks; --workers MIN:MAX needs gloo or nccl")
-    if config.run.devices is not None:
-        found.add("run.devices", "names a device for each worker; with --workers MIN:MAX leave it to the backend")
-    found.raise_if_any()
 
 
 def _folder_of(config: Config) -> RunFolder | None:
@@ -225,25 +210,64 @@ def _train_here(config: Config, folder: RunFolder, started: float) -> Ended:
         return Ended(folder, Exit.RANK_LOST, why, asked_by=signal.SIGINT)
 
 
-def _train_in_ranks(config: Config, folder: RunFolder, started: float, sizing: Sizing | None, entry: str) -> Ended:
+def _train_in_ranks(config: Config, folder: RunFolder, started: float, entry: str) -> Ended:
+    """Launch ranks, and after a failure launch them again, as often as `run.max_restarts` allows.
+
+    A restart resumes from the last checkpoint, so it repeats the same computation to the bit. If it fails by the same
+    error at the same step, the error is deterministic and would only come again: the run ends.
+    """
     # From here on no signal raises: where one did as the folder's lock is let go, this process would keep that, and
     # could not remove what it leaves.
     preemption.begin()
     with folder.open_for_writing():
         pass  # only to refuse, before ranks are started, a folder that cannot be written or is being written
     warm_up(_PRELOAD)
-    bounds = {"timeout_s": config.run.grace_s, "silence_s": config.run.timeout_s}
-    if sizing is None:
-        payload = payload_of(config, folder.path, started)
-        result = launch(entry, payload, workers=config.run.workers, run_folder=folder.path, **bounds)
-    else:
+    most, failures = config.run.max_restarts, list[tuple[object, int]]()
+    while True:
+        result = launch(
+            entry,
+            payload_of(config, folder.path, started),
+            workers=config.run.workers,
+            run_folder=folder.path,
+            timeout_s=config.run.grace_s,
+            silence_s=config.run.timeout_s,
+        )
+        why = _why(result)
+        if result.asked_by or result.exit not in _RESTARTED or not most:
+            break
+        failures.append((_error(result), _reached(folder)))
+        if len(failures) > 1 and failures[-1] == failures[-2]:
+            why += f"; the restart met the same error after the same step ({failures[-1][1]}), so no other follows"
+            break
+        if len(failures) > most:
+            why += f"; run.max_restarts={most} allows no other restart"
+            break
+        say(f"{why}; restart {len(failures)} of {most} from the last checkpoint")
+        config = config.model_copy(update={"run": config.run.model_copy(update={"resume": "auto"})})
+    return Ended(folder, result.exit, why, result.report, result.asked_by)
 
-        def payload_for(workers: int, again: bool) -> dict[str, Any]:
-            run = config.run.model_copy(update={"workers": workers} | ({"resume": "auto"} if again else {}))
-            return payload_of(config.model_copy(update={"run": run}), folder.path, started)
 
-        result = launch_elastic(entry, payload_for, sizing, run_folder=folder.path, **bounds)
-    return Ended(folder, result.exit, _why(result), result.report, result.asked_by)
+_RESTARTED = (Exit.RANK_LOST, Exit.RANK_SILENT, Exit.CRASHED)
+"""Ends after which ranks are started again. A user's mistake and a broken contract would only come again."""
+
+
+def _error(result: LaunchResult) -> object:
+    """What went wrong, without what differs between two occurrences of one error (ranks, seconds, addresses)."""
+    if result.first is None:
+        return result.cause
+    if result.exit is Exit.CRASHED and result.report is not None:
+        return result.report.cause.partition(":")[0]
+    return result.exit, result.exits[result.first.rank]
+
+
+def _reached(folder: RunFolder) -> int:
+    """The last step before the run ended: trained, or resumed from."""
+    step = 0
+    with suppress(OSError, LedgerError):  # whoever resumes is told what is wrong with the ledger
+        for record in read_ledger(folder.ledger):
+            if isinstance(record, Step | Resume):
+                step = record.step
+    return step
 
 
 def _why(result: LaunchResult) -> str:

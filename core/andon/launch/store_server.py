@@ -1,0 +1,124 @@
+"""The ranks' store on one machine: a Unix socket that other users cannot open, where torch's own listens on TCP.
+
+The socket lies in multiprocessing's temporary folder, as those of the fork server do, which only this user may enter.
+The kernel is asked for the user of who connects, too. A server is a thread of the launcher's process for each
+connection, and goes with that process; a message is byte strings with their lengths, and none is unpickled.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing.connection import Client, Connection, Listener
+
+_LENGTH = struct.Struct("!I")
+_CREDENTIALS = struct.Struct("3i")
+"""Process, user and group of the other end (unix(7), SO_PEERCRED)."""
+_BACKLOG = 512
+
+
+class StoreServer:
+    """Values by name for the processes of this user; to be found at `address` until it is closed."""
+
+    def __init__(self) -> None:
+        """Raises `OSError` where the folder for temporary files takes no socket."""
+        self._listener = Listener(family="AF_UNIX", backlog=_BACKLOG)
+        self.address = str(self._listener.address)
+        """The path of the socket."""
+        self._values: dict[bytes, bytes] = {}
+        self._changed = threading.Condition()
+        self._closed = threading.Event()
+        self._accepting = threading.Thread(target=self._accept, name="andon-store", daemon=True)
+        self._accepting.start()
+
+    def close(self) -> None:
+        """Nobody else can connect; who is connected is still answered."""
+        self._closed.set()
+        with suppress(OSError):  # it has been closed before, or its folder is gone
+            Client(self.address, "AF_UNIX").close()  # a thread that accepts does not notice otherwise
+            self._accepting.join()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while not self._closed.is_set():
+            try:
+                self._meet(self._listener.accept())
+            except (OSError, RuntimeError):
+                if self._closed.is_set():
+                    return
+                time.sleep(0.01)  # no descriptor or thread is free, or who called has gone: others may still call
+
+    def _meet(self, connection: Connection) -> None:
+        """Serve whoever has connected, if it is a process of this user; let it go where that cannot be."""
+        try:
+            if not self._closed.is_set() and _is_ours(connection):
+                threading.Thread(target=self._serve, args=(connection,), name="andon-store", daemon=True).start()
+                return
+        except BaseException:
+            connection.close()
+            raise
+        connection.close()
+
+    def _serve(self, connection: Connection) -> None:
+        # Until the client is gone, or has said what is no call: it is let go then.
+        with connection, suppress(EOFError, OSError, ValueError, TypeError, struct.error):
+            while True:
+                call = unpacked(connection.recv_bytes())
+                with self._changed:
+                    answer = self._answer(*call)
+                connection.send_bytes(packed(answer))
+
+    def _answer(self, name: bytes, *parts: bytes) -> list[bytes]:
+        """The answer to one call; `_changed` is held. Raises ValueError for a call that there is not."""
+        values = self._values
+        match name, parts:
+            case b"set", _:
+                values.update(zip(parts[::2], parts[1::2], strict=True))
+            case b"get", (seconds, *keys):
+                there = self._changed.wait_for(lambda: values.keys() >= {*keys}, float(seconds))
+                return [values[key] for key in keys] if there else []
+            case b"check", keys:
+                return [b"1"] if values.keys() >= {*keys} else []
+            case b"compare_set", (key, expected, desired):
+                if values.get(key, b"") != expected:
+                    return [values.get(key, expected)]
+                values[key] = desired
+            case b"add", (key, amount):
+                values[key] = b"%d" % (int(values.get(key, b"0")) + int(amount))
+            case b"append", (key, more):
+                values[key] = values.get(key, b"") + more
+            case b"delete", (key,):
+                return [b"1"] if values.pop(key, None) is not None else []
+            case b"count", ():
+                return [b"%d" % len(values)]
+            case _:
+                raise ValueError(f"no call of a store: {name!r}")
+        self._changed.notify_all()
+        return [values[parts[0]]] if name in (b"compare_set", b"add") else []
+
+
+def _is_ours(connection: Connection) -> bool:
+    """Whether a process of this user is at the other end, as far as the system can tell."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        return True
+    with socket.socket(fileno=os.dup(connection.fileno())) as shared:
+        raw = shared.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return bool(_CREDENTIALS.unpack(raw)[1] == os.geteuid())
+
+
+def packed(parts: Sequence[bytes]) -> bytes:
+    return b"".join(_LENGTH.pack(len(part)) + part for part in parts)
+
+
+def unpacked(raw: bytes) -> list[bytes]:
+    parts, at = [], 0
+    while at < len(raw):
+        (length,) = _LENGTH.unpack_from(raw, at)
+        at += _LENGTH.size + length
+        parts.append(raw[at - length : at])
+    return parts
