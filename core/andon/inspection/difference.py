@@ -17,9 +17,8 @@ from andon.config.load import load_config
 from andon.config.schema import Config
 from andon.inspection.recorded import Recorded, open_recorded
 from andon.run.provenance import read_provenance
-from andon.run.repeats import REPEATED, Difference, differing, lacks, shown
+from andon.run.repeats import REPEATED, lacks, shown
 from andon.training.existing import config_of
-from andon_contracts.record import Step
 
 _HARDWARE = ("machine", "cpu", "instructions", "threads", "devices")
 _DIGITS = 64
@@ -87,7 +86,7 @@ def read_side(path: Path) -> Side:
     """The run folder, ledger or configuration at `path`. Raises `InputError` for what is none of them."""
     if path.suffix in (".yaml", ".yml"):
         return Side(str(path), load_config(path), {})
-    recorded = open_recorded(path)
+    recorded = open_recorded(path, facts=True)
     folder = recorded.folder
     if folder is None or not folder.config.exists():
         return Side(str(path), None, {}, recorded)
@@ -201,8 +200,8 @@ def _plans(report: Differences, one: Recorded, other: Recorded) -> None:
 
 def _machines(report: Differences, one: Recorded, other: Recorded) -> bool:
     """Whether what both ran on can give other bits: versions, hardware, flags."""
-    step = first_difference(one.trajectory, other.trajectory)[0] or 0
-    first, second = (side.fingerprints.get(step, side.fingerprints.get(0, {})) for side in (one, other))
+    step = one.trajectory.first_difference(other.trajectory)[0] or 0
+    first, second = (side.fingerprint(step) or side.fingerprint(0) or {} for side in (one, other))
     for name in sorted(first.keys() | second.keys()):
         if first.get(name) != second.get(name):
             part = "hardware" if name in _HARDWARE or name.startswith("flag ") else "versions"
@@ -211,7 +210,7 @@ def _machines(report: Differences, one: Recorded, other: Recorded) -> bool:
 
 
 def _steps(report: Differences, one: Recorded, other: Recorded) -> bool:
-    step, odd = first_difference(one.trajectory, other.trajectory)
+    step, odd = one.trajectory.first_difference(other.trajectory)
     common = len(one.trajectory.keys() & other.trajectory.keys())
     _places(report, one, other)
     _untold(report, one, other)
@@ -238,35 +237,25 @@ def _steps(report: Differences, one: Recorded, other: Recorded) -> bool:
 
 
 def _places(report: Differences, one: Recorded, other: Recorded) -> None:
-    placed = [
-        " then ".join(dict.fromkeys(f"{step.world} {step.backend} workers" for step in side.trajectory.values()))
-        for side in (one, other)
-    ]
+    placed = [side.trajectory.ran_on for side in (one, other)]
     if placed[0] != placed[1]:
         report.add("place", f"{placed[0] or _UNKNOWN} | {placed[1] or _UNKNOWN}")
 
 
 def _untold(report: Differences, one: Recorded, other: Recorded) -> None:
     """The fields that steps of one side alone have: they were not told to the other's watch, and are not compared."""
-    common = sorted(one.trajectory.keys() & other.trajectory.keys())
-    for name in REPEATED:
-        for side, opposite, called in ((one, other, "first"), (other, one, "second")):
-            if any(lacks(opposite.trajectory[n], name) and not lacks(side.trajectory[n], name) for n in common):
+    common = one.trajectory.keys() & other.trajectory.keys()
+    pairs = {(one.trajectory.lacking(step), other.trajectory.lacking(step)) for step in common}
+    for at, name in enumerate(REPEATED):
+        lacking = {(first >> at & 1, second >> at & 1) for first, second in pairs}
+        for alone, called in (((0, 1), "first"), ((1, 0), "second")):
+            if alone in lacking:
                 report.add("not told", f"{name}: only in the {called}, so not compared")
 
 
 def _before(one: Recorded, step: int) -> str:
     earlier = [number for number in one.trajectory if number < step]
     return f"; steps {earlier[0]} to {earlier[-1]} are the same to the bit" if earlier else ""
-
-
-def first_difference(one: Mapping[int, Step], other: Mapping[int, Step]) -> tuple[int | None, tuple[Difference, ...]]:
-    """The first step that both have with different records, and what differs, causes first."""
-    for step in sorted(one.keys() & other.keys()):
-        odd = differing(one[step], other[step])
-        if odd:
-            return step, odd
-    return None, ()
 
 
 def _tensors(one: Recorded, other: Recorded, step: int) -> Iterator[str]:

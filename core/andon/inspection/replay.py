@@ -135,7 +135,7 @@ def _compared(session: Session, found: Recorded, source: str, after: int, last: 
 
     def came_to(compared: int, step: int | None, odd: Sequence[Difference] = ()) -> Replayed:
         fields = {each.name: (shown(each.then), shown(each.now)) for each in odd} or None
-        machine = other_machine(found.fingerprints.get(step or last, {}), ours)
+        machine = other_machine(found.fingerprint(step or last) or {}, ours)
         return Replayed(source, after, compared, step, fields, machine, place)
 
     start = _state_apart(session, found, after)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from andon.console.problems import InputError, Problem
-from andon.inspection.recorded import Recorded
+from andon.inspection.recorded import Recorded, Stretch
 from andon.run.folder import RunFolder
 from andon.run.provenance import read_provenance
 from andon.training.existing import config_of
@@ -59,15 +59,8 @@ def texts_of(folder: RunFolder | None) -> Texts:
 def overview(found: Recorded) -> Iterator[str]:
     """The run in order of its ledger, runs of steps in one line each."""
     yield f"ledger {found.ledger}"
-    steps: list[Step] = []
     for record in found.records:
-        if isinstance(record, Step):
-            steps.append(record)
-            continue
-        yield from _stretch(steps)
-        steps = []
-        yield from event(record, found)
-    yield from _stretch(steps)
+        yield from _stretch(record) if isinstance(record, Stretch) else event(record, found)
     if not any(isinstance(record, End) for record in found.records[-1:]):
         yield "unfinished  the ledger has no end of this run: it goes on still, or was cut off"
     count, digest = found.head
@@ -76,10 +69,8 @@ def overview(found: Recorded) -> Iterator[str]:
         yield f"torn        {found.torn} bytes of an unfinished line; a resume cuts them off and records it"
 
 
-def _stretch(steps: Sequence[Step]) -> Iterator[str]:
-    if not steps:
-        return
-    first, last = steps[0], steps[-1]
+def _stretch(steps: Stretch) -> Iterator[str]:
+    first, last = steps.first, steps.last
     if first is last:
         yield f"step        {first.step}: loss {_real(first.loss)}, weights {first.digests.weights}"
         return
@@ -157,7 +148,7 @@ def one_step(found: Recorded, step: int, texts: Texts) -> Iterator[str]:
     record = found.trajectory.get(step)
     if record is None:
         return
-    times = sum(isinstance(each, Step) and each.step == step for each in found.records)
+    times = found.trajectory.numbers.count(step)
     yield f"step {step}{_place(record)}"
     if times > 1:
         yield f"  done {times} times, after resumes; this is the last"
@@ -195,8 +186,7 @@ def _counted(record: Step) -> str:
 
 def _missing_or_broken(found: Recorded, step: int) -> Iterator[str]:
     broken = [record for record in found.records if isinstance(record, Broken) and record.step == step]
-    recorded = {record.step for record in found.records if isinstance(record, Step)}
-    if step not in recorded and not broken:
+    if step not in found.trajectory.numbers and not broken:
         steps = list(found.trajectory)
         known = f"it has steps {steps[0]} to {steps[-1]}" if steps else "it has no steps"
         raise InputError([Problem("--step", f"{step} is not in {found.ledger}; {known}")])

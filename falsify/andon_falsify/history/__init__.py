@@ -94,6 +94,8 @@ class History:
     @cached_property
     def retracted(self) -> frozenset[int]:
         """The lines of updates that a later line takes back: all before it with a number above the one it names."""
+        if not self.of_kind("retraction"):
+            return frozenset()
         found: set[int] = set()
         standing: list[tuple[int, int]] = []  # a heap, the highest number first
         for event in self.events:

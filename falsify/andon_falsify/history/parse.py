@@ -8,11 +8,13 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any
 
-from andon_falsify.history.events import Event, Number, Plan, RankStep, RowId, StartEvent, StepEvent, whole
+from andon_falsify.history.events import Event, Number, Plan, RankStep, RowId, StartEvent, StepEvent, pack, whole
 
 VERSION = 4
 """The only version of a line. Fields that a line leaves out are None."""
 KINDS = frozenset({"start", "step", "eval", "checkpoint", "resume", "violation", "retraction", "end"})
+
+_NO_FIELDS: Mapping[str, object] = {}
 
 
 class LineError(ValueError):
@@ -34,7 +36,7 @@ def parse_line(text: str, line: int, digest: str) -> Event:
         raise LineError(msg)
     seq, prev = whole(fields.get("seq")), _text(fields, "prev")
     if kind == "step":
-        return _step(fields, Event(line, kind, seq, prev, digest, fields))
+        return _step(fields, line, seq, prev, digest)
     if kind == "retraction":
         _retraction(fields)
     if kind == "start":
@@ -67,36 +69,22 @@ def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return found
 
 
-def _step(fields: Mapping[str, object], base: Event) -> StepEvent:
+def _step(fields: Mapping[str, object], line: int, seq: int | None, prev: str | None, digest: str) -> StepEvent:
     number = whole(fields.get("step"))
     if number is None or number < 1:
         msg = f"a step line whose step is {_quote(fields.get('step'))}, not a number from 1"
         raise LineError(msg)
+    epoch = _int(fields, "epoch")
+    # In this order, by which the first wrong field is named.
+    plain: dict[str, object] = {"position": _int(fields, "position"), "ids": _ids(fields, "ids")}
+    plain |= {name: _int(fields, name) for name in ("count", "correct", "terms")}
+    numbers = {name: _number(fields, name) for name in ("lr", "loss", "grad_norm", "weights_norm")}
+    plain["gradient_at"], plain["skipped"] = _text(fields, "gradient_at"), fields.get("skipped") is True
+    plain |= {"draws": _text(fields, "draws"), "world": _int(fields, "world"), "backend": _text(fields, "backend")}
+    plain["digests"] = _digests(fields)
+    ranks = tuple(_rank(entry) for entry in _list(fields, "ranks"))
     return StepEvent(
-        base.line,
-        base.kind,
-        base.seq,
-        base.prev,
-        base.digest,
-        fields,
-        number=number,
-        epoch=_int(fields, "epoch"),
-        position=_int(fields, "position"),
-        ids=_ids(fields, "ids"),
-        count=_int(fields, "count"),
-        correct=_int(fields, "correct"),
-        terms=_int(fields, "terms"),
-        lr=_number(fields, "lr"),
-        loss=_number(fields, "loss"),
-        grad_norm=_number(fields, "grad_norm"),
-        weights_norm=_number(fields, "weights_norm"),
-        gradient_at=_text(fields, "gradient_at"),
-        skipped=fields.get("skipped") is True,
-        draws=_text(fields, "draws"),
-        world=_int(fields, "world"),
-        backend=_text(fields, "backend"),
-        digests=_digests(fields),
-        ranks=tuple(_rank(entry) for entry in _list(fields, "ranks")),
+        line, "step", seq, prev, digest, _NO_FIELDS, number=number, epoch=epoch, packed=pack(plain, numbers, ranks)
     )
 
 

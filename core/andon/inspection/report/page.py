@@ -13,7 +13,7 @@ from typing import Any
 from andon.config.identity import by_dotted_key
 from andon.config.schema import UNUSED_WITH_BASE, Config
 from andon.console.messages import command_line
-from andon.inspection.difference import Differences, first_difference
+from andon.inspection.difference import Differences
 from andon.inspection.report.curves import Picture, Series, draw
 from andon.inspection.report.told import Evaluated, Told
 from andon.metrics.confusion import Confusion
@@ -108,7 +108,7 @@ class Page:
         """The first step that both have with different records."""
         if len(self.runs) < 2:
             return None
-        return first_difference(self.runs[0].steps, self.runs[1].steps)[0]
+        return self.runs[0].steps.first_difference(self.runs[1].steps)[0]
 
     @property
     def parting_words(self) -> str:
@@ -268,7 +268,7 @@ def _facts(run: Told) -> dict[str, Value]:
     memory, kept = (summary.memory, summary.kept_step) if summary is not None else ({}, None)
     last = steps[max(steps)] if steps else None
     planned = start.plan.steps if start is not None else None
-    workers = dict.fromkeys(f"{record.world} {record.backend}" for record in steps.values())
+    workers = run.steps.ran_on.replace(" workers", "").replace(" then ", ", then ")
     best = [each.name for each in run.checkpoints if each.best]
     unit = "packs" if run.side.config.get("training.packing") else "rows"
     return {
@@ -279,7 +279,7 @@ def _facts(run: Told) -> dict[str, Value]:
         "task": start.plan.task if start is not None else None,
         f"{unit} an epoch": start.plan.rows if start is not None else None,
         f"{unit} a step": start.plan.batch_size if start is not None else None,
-        "workers": ", then ".join(workers) or (f"{start.world} {start.backend}" if start is not None else None),
+        "workers": workers or (f"{start.world} {start.backend}" if start is not None else None),
         "training loss of the last batch": last.loss.value if last is not None and last.loss is not None else None,
         "weights after the last step": last.digests.weights if last is not None else None,
         "weights that were kept": f"{summary.weights_digest}, of step {kept}" if summary is not None and kept else None,

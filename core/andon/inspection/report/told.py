@@ -11,7 +11,7 @@ from typing import Any
 
 from andon.console.problems import InputError, Problem
 from andon.inspection.difference import Side
-from andon.inspection.recorded import Recorded
+from andon.inspection.recorded import Recorded, Steps, Stretch
 from andon.inspection.report.curves import Point
 from andon.inspection.show import event
 from andon.launch.report import Report, path_of
@@ -19,7 +19,7 @@ from andon.metrics.confusion import Confusion, read_confusion
 from andon.run.atomic import storage
 from andon.run.folder import RunFolder, metrics_lines
 from andon.run.summary import Summary, read_summary
-from andon_contracts.record import Broken, End, Evaluation, Resume, Retraction, Saved, Start, Step
+from andon_contracts.record import Broken, End, Evaluation, Resume, Retraction, Saved, Start
 from andon_contracts.untrusted import read_json
 
 _MOST_RANKS = 64
@@ -61,10 +61,10 @@ class Told:
     @property
     def name(self) -> str:
         """The run's own name, or that of the ledger."""
-        return self.recorded.start.run if self.recorded.start is not None else self.recorded.name
+        return self.recorded.start.run if self.recorded.start is not None else str(self.recorded.path)
 
     @property
-    def steps(self) -> Mapping[int, Step]:
+    def steps(self) -> Steps:
         """Those that count."""
         return self.recorded.trajectory
 
@@ -106,11 +106,7 @@ class Told:
         """Numbers by step: loss, accuracy, grad_norm or lr of the ledger, or seconds; none where nobody told them."""
         if name == "seconds":
             return sorted((step, value) for step, value in self.seconds.items() if step in self.steps)
-        if name == "accuracy":
-            each = ((step, r.correct, r.terms or r.count) for step, r in self.steps.items())
-            return [(step, right / terms) for step, right, terms in each if right is not None and terms]
-        reals = ((step, getattr(record, name)) for step, record in self.steps.items())
-        return [(step, real.value) for step, real in reals if real is not None]
+        return self.steps.curve(name)
 
     def scored(self, score: str) -> dict[str, list[Point]]:
         """The score of this name by step, for each kind of rows that was scored."""
@@ -123,12 +119,12 @@ class Told:
     @cached_property
     def story(self) -> list[tuple[str, str]]:
         """What happened to the run beside its steps: where it began, broke, was taken back, went on and ended."""
-        lines = [("ledger", f"{self.recorded.ledger}, {len(self.recorded.records)} lines")]
+        lines = [("ledger", f"{self.recorded.ledger}, {self.recorded.head[0]} lines")]
         done, under_way = 0, False
         ours = self.recorded.start is None or self.recorded.start.writer is None
         for record in self.recorded.records:
-            if isinstance(record, Step):
-                done = record.step
+            if isinstance(record, Stretch):
+                done = record.last.step
             elif isinstance(record, _STORY):
                 if isinstance(record, Resume) and under_way and ours:
                     lines.append(("cut off", f"{_after(done)}, without a line of its end: killed, or failed"))
@@ -169,7 +165,7 @@ def read_told(side: Side) -> Told:
         start = side.recorded.start
         return Told(side, side.recorded, environment=dict(start.fingerprint) if start is not None else {})
     summary = read_summary(folder.summary) if folder.summary.exists() else None
-    stale = summary is not None and summary.ledger.count != len(side.recorded.records)
+    stale = summary is not None and summary.ledger.count != side.recorded.head[0]
     seconds, what, unread = _metrics(folder)
     return Told(
         side=side,
