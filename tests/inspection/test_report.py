@@ -19,7 +19,7 @@ from andon.inspection.difference import compare, read_side
 from andon.inspection.report import render
 from andon.inspection.report.curves import MOST_BUCKETS, Series, bucketed, draw
 from andon.inspection.report.page import Page, Verdict
-from andon.inspection.report.told import read_told
+from andon.inspection.report.run_view import load_run_view
 from andon.metrics.confusion import Confusion, digest_of, read_confusion, write_confusion
 from andon.run.folder import RunFolder
 from andon.run.ledger import head_at
@@ -37,7 +37,7 @@ LONG = 2_500
 
 
 def page_of(*paths: Path, verdicts: Sequence[Verdict | None] | None = None) -> Tables:
-    runs = [read_told(read_side(path)) for path in paths]
+    runs = [load_run_view(read_side(path)) for path in paths]
     apart = compare(runs[0].side, runs[1].side) if len(runs) > 1 else None
     return Tables(render(Page(runs, verdicts or [None] * len(runs), apart)))
 

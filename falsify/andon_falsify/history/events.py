@@ -158,28 +158,38 @@ class StepEvent(Event):
         return all(number.finite for number in (self.loss, self.grad_norm) if number is not None)
 
 
-def pack(plain: Mapping[str, Any], numbers: Mapping[str, Number | None], ranks: tuple[RankStep, ...]) -> bytes:
-    """The fields of a `StepEvent`: plain values, numbers, and ranks. `ids` of ranks that together are the batch in its
-    order are not written twice."""
-    split = [row for part in ranks for row in part.ids] == [*plain["ids"]]
+_PLAIN = (
+    *("position", "ids", "count", "correct", "terms", "gradient_at", "skipped", "draws", "world", "backend"),
+    "digests",
+)
+_NUMBERS = ("lr", "loss", "grad_norm", "weights_norm")
+
+
+def pack(fields: Mapping[str, Any]) -> bytes:
+    """The fields of a `StepEvent`. The ids of ranks that together are the batch, in its order, are packed once."""
+    ranks: tuple[RankStep, ...] = fields["ranks"]
+    split = [row for part in ranks for row in part.ids] == [*fields["ids"]]
     parts = [
         (part.rank, part.leaves, len(part.ids) if split else part.ids, part.weights, part.optimizer, part.gradient)
         for part in ranks
     ]
-    measured = [(name, number and (number.value, number.hex)) for name, number in numbers.items()]
-    packed: Any = (plain, measured, parts)
+    numbers = [(number.value, number.hex) if (number := fields[name]) is not None else None for name in _NUMBERS]
+    packed: Any = ([fields[name] for name in _PLAIN], numbers, parts)
     return marshal.dumps(packed)
 
 
 @lru_cache(8)  # a checker reads several fields of an update in a row
 def _unpacked(packed: bytes) -> Mapping[str, Any]:
-    plain, measured, parts = marshal.loads(packed)
+    plain, numbers, parts = marshal.loads(packed)
+    fields = dict(zip(_PLAIN, plain, strict=True))
+    fields |= {name: each and Number(*each) for name, each in zip(_NUMBERS, numbers, strict=True)}
     ranks, at = [], 0
     for rank, leaves, ids, weights, optimizer, gradient in parts:
         if isinstance(ids, int):
-            at, ids = at + ids, plain["ids"][at : at + ids]
+            at, ids = at + ids, fields["ids"][at : at + ids]
         ranks.append(RankStep(rank, leaves, ids, weights, optimizer, gradient))
-    return {**plain, **{name: each and Number(*each) for name, each in measured}, "ranks": tuple(ranks)}
+    fields["ranks"] = tuple(ranks)
+    return fields
 
 
 @dataclass(frozen=True)

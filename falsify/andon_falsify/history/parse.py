@@ -21,8 +21,8 @@ class LineError(ValueError):
     """Why a line is not an event of the schema."""
 
 
-def parse_line(text: str, line: int, digest: str) -> Event:
-    """The event that `text` (a line without its newline) states.
+def parse_line(text: str, line: int, digest: str, before: str = "") -> Event:
+    """The event that `text` (a line without its newline) states. digest, before: of this line and the previous one.
 
     Raises `LineError` for text that is no JSON object, another version, an unknown kind, or a field of a wrong type.
     """
@@ -35,6 +35,7 @@ def parse_line(text: str, line: int, digest: str) -> Event:
         msg = f"kind {_quote(kind)} is none of {', '.join(sorted(KINDS))}"
         raise LineError(msg)
     seq, prev = whole(fields.get("seq")), _text(fields, "prev")
+    prev = before if prev == before else prev  # one object for both: a history has hundreds of thousands
     if kind == "step":
         return _step(fields, line, seq, prev, digest)
     if kind == "retraction":
@@ -75,17 +76,14 @@ def _step(fields: Mapping[str, object], line: int, seq: int | None, prev: str | 
         msg = f"a step line whose step is {_quote(fields.get('step'))}, not a number from 1"
         raise LineError(msg)
     epoch = _int(fields, "epoch")
-    # In this order, by which the first wrong field is named.
-    plain: dict[str, object] = {"position": _int(fields, "position"), "ids": _ids(fields, "ids")}
-    plain |= {name: _int(fields, name) for name in ("count", "correct", "terms")}
-    numbers = {name: _number(fields, name) for name in ("lr", "loss", "grad_norm", "weights_norm")}
-    plain["gradient_at"], plain["skipped"] = _text(fields, "gradient_at"), fields.get("skipped") is True
-    plain |= {"draws": _text(fields, "draws"), "world": _int(fields, "world"), "backend": _text(fields, "backend")}
-    plain["digests"] = _digests(fields)
-    ranks = tuple(_rank(entry) for entry in _list(fields, "ranks"))
-    return StepEvent(
-        line, "step", seq, prev, digest, _NO_FIELDS, number=number, epoch=epoch, packed=pack(plain, numbers, ranks)
-    )
+    # The first wrong field in this order is named.
+    held: dict[str, object] = {"position": _int(fields, "position"), "ids": _ids(fields, "ids")}
+    held |= {name: _int(fields, name) for name in ("count", "correct", "terms")}
+    held |= {name: _number(fields, name) for name in ("lr", "loss", "grad_norm", "weights_norm")}
+    held |= {"gradient_at": _text(fields, "gradient_at"), "skipped": fields.get("skipped") is True}
+    held |= {"draws": _text(fields, "draws"), "world": _int(fields, "world"), "backend": _text(fields, "backend")}
+    held |= {"digests": _digests(fields), "ranks": tuple(_rank(entry) for entry in _list(fields, "ranks"))}
+    return StepEvent(line, "step", seq, prev, digest, _NO_FIELDS, number=number, epoch=epoch, packed=pack(held))
 
 
 def _retraction(fields: Mapping[str, object]) -> None:
