@@ -10,8 +10,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from andon.config.source import is_folder, is_there
 from andon.console.messages import command_line
 from andon.console.problems import InputError, Problem, did_you_mean
@@ -209,6 +207,7 @@ def _differences(parts: Mapping[Path, Mapping[str, Any]], tensor: str) -> Iterat
 
 
 def _how_far(parts: list[Path], name: str) -> str:
+    import torch
     from safetensors import SafetensorError
     from safetensors.torch import load
 
