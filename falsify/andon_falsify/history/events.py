@@ -158,20 +158,17 @@ class StepEvent(Event):
         return all(number.finite for number in (self.loss, self.grad_norm) if number is not None)
 
 
-_PLAIN = (
-    *("position", "ids", "count", "correct", "terms", "gradient_at", "skipped", "draws", "world", "backend"),
-    "digests",
-)
 _NUMBERS = ("lr", "loss", "grad_norm", "weights_norm")
+_INTEGERS = ("position", "count", "correct", "terms", "world")
+_PLAIN = (*_INTEGERS, "ids", "gradient_at", "skipped", "draws", "backend", "digests")
 
 
-def pack(fields: Mapping[str, Any]) -> bytes:
+def pack(fields: Mapping[str, Any], ranks: tuple[RankStep, ...]) -> bytes:
     """The fields of a `StepEvent`. The ids of ranks that together are the batch, in its order, are packed once."""
-    ranks: tuple[RankStep, ...] = fields["ranks"]
     split = [row for part in ranks for row in part.ids] == [*fields["ids"]]
     parts = [
-        (part.rank, part.leaves, len(part.ids) if split else part.ids, part.weights, part.optimizer, part.gradient)
-        for part in ranks
+        (each.rank, each.leaves, len(each.ids) if split else each.ids, each.weights, each.optimizer, each.gradient)
+        for each in ranks
     ]
     numbers = [(number.value, number.hex) if (number := fields[name]) is not None else None for name in _NUMBERS]
     packed: Any = ([fields[name] for name in _PLAIN], numbers, parts)
