@@ -33,7 +33,7 @@ from andon.console.problems import InputError
 from andon.inspection.difference import read_side
 from andon.inspection.explain import explain
 from andon.inspection.recorded import open_recorded
-from andon.inspection.replaying import replay_run
+from andon.inspection.replay import replay_run
 from andon.model.build import ModelSpec, build_base
 from andon.run.checkpoint import load_checkpoint, newest_valid, save_checkpoint
 from andon.run.folder import RunFolder

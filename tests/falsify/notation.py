@@ -35,6 +35,10 @@ _NUMBERS = {"loss": "loss", "lr": "lr", "norm": "grad_norm"}
 
 def history(text: str, name: str = "history", *, world: int | None = None, backend: str = "inline") -> History:
     """The history that `text` writes down; `world` and `backend` are what each step line says of them."""
+    return read_lines(ledger_lines(text, world, backend), name)
+
+
+def ledger_lines(text: str, world: int | None = None, backend: str = "inline") -> list[bytes]:
     lines: list[bytes] = []
     prev = "0" * 16
     for segment in (part.strip() for part in text.split("|") if part.strip()):
@@ -48,7 +52,7 @@ def history(text: str, name: str = "history", *, world: int | None = None, backe
             body = json.dumps({"v": VERSION, "seq": len(lines), "prev": prev, **fields}).encode()
         lines.append(body + b"\n")
         prev = chain_digest(body)
-    return read_lines(lines, name)
+    return lines
 
 
 def told(checker: Any, read: str | History, outcome: Outcome, *words: str, **given: Any) -> None:

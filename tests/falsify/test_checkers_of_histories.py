@@ -30,7 +30,7 @@ from andon_falsify.checkers.distance import Values, common_factor, flat, gap
 from andon_falsify.checkers.ratio import explain_ratio
 from andon_falsify.history import History, Unread, read_history, read_lines
 from andon_falsify.verdict import Outcome, Verdict
-from tests.falsify.notation import FALSIFIED, HOLDS, INAPPLICABLE, UNKNOWN, history, says, told
+from tests.falsify.notation import FALSIFIED, HOLDS, INAPPLICABLE, UNKNOWN, history, ledger_lines, says, told
 
 STEP = {"v": 4, "kind": "step", "seq": 0, "prev": "0" * 16, "step": 1}
 JSON = st.recursive(
@@ -420,7 +420,7 @@ def test_chain_intact() -> None:
 
 
 def lines_of(text: str) -> list[str]:
-    return [json.dumps(event.fields) for event in history(text).events]
+    return [line.decode().removesuffix("\n") for line in ledger_lines(text)]
 
 
 def test_chain_intact_rejects_every_way_to_tamper() -> None:

@@ -9,19 +9,15 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
 import subprocess
 import sys
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from andon.console.problems import install_hint
-from andon.inspection import probes
-from andon.inspection.doctor import EXTRAS
-from tests.repository.sources import ROOT
+from andon.inspection import doctor as module
 
 PATIENCE_S = 240
 
@@ -64,34 +60,27 @@ def hiding(folder: Path, *names: str) -> str:
     return os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
 
 
-# Deep: the command starts six processes, most of which import torch. `test_each_probe_finds_what_is_there` makes the
+# Deep: the command starts three processes, most of which import torch. `test_each_probe_finds_what_is_there` makes the
 # same probes in this process.
 @pytest.mark.deep
 def test_all_is_well(tmp_path: Path) -> None:
-    told = doctor(tmp_path / "runs" / "new", temporary=tmp_path / "t", PYTHONPATH=hiding(tmp_path / "h", "pyarrow"))
+    told = doctor(tmp_path / "runs" / "new", temporary=tmp_path / "t")
     assert (told.code, told.can_train, told.problems) == (0, True, set())
-    for backend in ("inline", "gloo"):
-        assert told.checks[f"backend {backend}"]["found"] == "2 ranks have added up their numbers"
-    assert told.checks["extra parquet"]["found"] == "not installed: pyarrow"
-    assert told.checks["extra parquet"]["todo"] == install_hint("parquet")
+    assert told.checks["backend gloo"]["found"] == "2 ranks have gathered their numbers"
     assert not (tmp_path / "runs").exists()
     assert str(tmp_path) in told.checks["folder"]["found"]
 
 
-@pytest.mark.parametrize("probe", ["libraries", "network", "folder", "inline", "gloo"])
+@pytest.mark.parametrize(
+    ("probe", "expected"), [("libraries", {"broken": {}}), ("folder", {"locks": True}), ("gloo", {})]
+)
 def test_each_probe_finds_what_is_there(
-    probe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    probe: str, expected: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = [probe, *([str(tmp_path)] if probe == "folder" else [])]
-    assert probes.main(arguments) == 0
+    assert module.main([probe, str(tmp_path)]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    expected = {"libraries": ("broken", {}), "network": ("named", ""), "folder": ("locks", True)}
-    name, value = expected.get(probe, ("ranks", 2))
-    assert found[name] == value, found
-    if probe == "network":
-        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
-        probes.main(arguments)
-        assert "nowhere0: no such interface" in json.loads(capsys.readouterr().out)["named"]
+    assert "error" not in found
+    assert found.items() >= expected.items()
 
 
 def test_what_keeps_a_run_from_this_machine_is_found(tmp_path: Path) -> None:
@@ -100,11 +89,10 @@ def test_what_keeps_a_run_from_this_machine_is_found(tmp_path: Path) -> None:
     told = doctor("/proc/runs", temporary=tmp_path / ("n" * 107), PYTHONPATH=path)
     assert (told.code, told.can_train) == (1, False)
     needs_torch = {"library torch", "library transformers", "library peft", "library safetensors"}
-    backends = {"backend inline", "backend gloo"}
-    assert told.problems - needs_torch == {"temporary files", "folder", *backends}
+    assert told.problems - needs_torch == {"backend gloo", "folder"}
     assert "No module named 'torch'" in told.checks["library torch"]["found"]
     assert told.checks["library torch"]["todo"] == install_hint("train")
-    assert "TMPDIR: no socket can be made" in told.checks["temporary files"]["found"]
+    assert "TMPDIR: no socket can be made" in told.checks["backend gloo"]["found"]
     assert "/proc" in told.checks["folder"]["found"]
     assert "--run-dir" in told.checks["folder"]["todo"]
 
@@ -120,14 +108,3 @@ def test_a_check_that_never_ends_is_ended(tmp_path: Path) -> None:
     assert "no answer within 1 s" in told.checks["libraries"]["found"]
     with pytest.raises(OSError, match=os.strerror(errno.ENXIO)):  # nobody has it open any more
         os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
-
-
-def test_every_extra_is_known() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = {
-        extra: {re.match(r"[\w-]+", each)[0] for each in needs if not each.startswith("andon[")}  # type: ignore[index]
-        for extra, needs in project["optional-dependencies"].items()
-    }
-    assert {extra: set(brought) for extra, brought in EXTRAS.items()} == {
-        extra: names for extra, names in wanted.items() if names
-    }

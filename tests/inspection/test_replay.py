@@ -13,8 +13,7 @@ import pytest
 from andon.console.problems import InputError
 from andon.inspection.difference import Comparison
 from andon.inspection.recorded import open_recorded
-from andon.inspection.replay import read_range, settings
-from andon.inspection.replaying import replay_run
+from andon.inspection.replay import read_range, replay_run, settings
 from andon.run.folder import RunFolder
 from andon.run.ledger import LedgerWriter, read_ledger
 from andon_contracts.fields import Real

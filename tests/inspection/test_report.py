@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 
 from andon.config.schema import UNUSED_WITH_BASE, Model
 from andon.inspection.difference import compare, read_side
+from andon.inspection.recorded import open_recorded
 from andon.inspection.report import render
 from andon.inspection.report.curves import MOST_BUCKETS, Series, bucketed, draw
 from andon.inspection.report.page import Page, Verdict
-from andon.inspection.report.told import read_told
+from andon.inspection.report.run_view import load_run_view
 from andon.metrics.confusion import Confusion, digest_of, read_confusion, write_confusion
 from andon.run.folder import RunFolder
-from andon.run.ledger import head_at
 from andon.run.summary import Head, Summary, write_summary
 from andon_contracts.fields import Real
 from andon_contracts.record import Broken, End, Evaluation, Plan, Record, Resume, Step
@@ -37,7 +37,7 @@ LONG = 2_500
 
 
 def page_of(*paths: Path, verdicts: Sequence[Verdict | None] | None = None) -> Tables:
-    runs = [read_told(read_side(path)) for path in paths]
+    runs = [load_run_view(read_side(path)) for path in paths]
     apart = compare(runs[0].side, runs[1].side) if len(runs) > 1 else None
     return Tables(render(Page(runs, verdicts or [None] * len(runs), apart)))
 
@@ -311,8 +311,7 @@ def hostile_run(folder: Path, scores: dict[str, object]) -> Path:
         End(1, HOSTILE, {HOSTILE: digest(3)}),
     ]
     write(folder / "ledger.jsonl", lines)
-    head = head_at(folder / "ledger.jsonl", len(lines))
-    assert head is not None
+    _, head = open_recorded(folder).head
     found = Summary(
         run=HOSTILE, finished=False, reason=HOSTILE, steps=1, world_size=2, backend=HOSTILE, weights_digest=digest(1),
         initial_weights_digest=digest(2), contracts={HOSTILE: 3}, violations=1, wall_s=1.0, fingerprint={},

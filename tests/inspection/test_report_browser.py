@@ -9,7 +9,7 @@ import pytest
 from andon.inspection.difference import compare, read_side
 from andon.inspection.report import write_page
 from andon.inspection.report.page import Page
-from andon.inspection.report.told import read_told
+from andon.inspection.report.run_view import load_run_view
 from tests.inspection.test_report import hostile_run
 from tests.support.browser import CHROMIUM, FAINT, Browser
 
@@ -26,7 +26,7 @@ UNREACHED = """
 def test_it_is_read_at_every_width_by_light_and_in_the_dark(run: Path, tmp_path: Path) -> None:
     hostile = hostile_run(tmp_path / "hostile", {"a": 0.5})
     for paths in ((run,), (run, hostile)):
-        runs = [read_told(read_side(path)) for path in paths]
+        runs = [load_run_view(read_side(path)) for path in paths]
         apart = compare(runs[0].side, runs[1].side) if len(runs) > 1 else None
         write_page(Page(runs, [None] * len(runs), apart), tmp_path / "page.html")
         with Browser(tmp_path / f"profile{len(paths)}") as browser:
@@ -47,7 +47,7 @@ def test_it_is_read_at_every_width_by_light_and_in_the_dark(run: Path, tmp_path:
 
 
 def test_a_picture_is_told_to_who_does_not_see_it(run: Path, tmp_path: Path) -> None:
-    write_page(Page([read_told(read_side(run))], [None]), tmp_path / "page.html")
+    write_page(Page([load_run_view(read_side(run))], [None]), tmp_path / "page.html")
     with Browser(tmp_path / "profile") as browser:
         browser.open(tmp_path / "page.html")
         told = [name for role, name in browser.outline() if role in ("image", "img", "graphics-document")]

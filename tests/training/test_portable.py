@@ -64,7 +64,7 @@ if computes:
     torch.randn(64, 64) @ torch.randn(64, 64)
 from andon.cli.app import guarded
 from andon.cli.train import run_training
-from andon.inspection.replaying import replay_run
+from andon.inspection.replay import replay_run
 from andon.training import session
 from pathlib import Path
 

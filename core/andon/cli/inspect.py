@@ -13,7 +13,7 @@ from andon.console.messages import put, say
 from andon.console.problems import InputError, Problem
 from andon.inspection.difference import compare, read_side
 from andon.inspection.recorded import open_recorded
-from andon.inspection.replaying import ReplayFailed, replay_run
+from andon.inspection.replay import ReplayFailed, replay_run
 from andon.inspection.show import one_step, overview, texts_of
 
 Run = Annotated[Path, typer.Argument(help="Run folder, or its ledger.jsonl.")]
@@ -90,9 +90,9 @@ def report(
         asked = [threads.submit(plugins.said_by, "verify", "--verbose", "--", str(path)) for path in paths]
         from andon.inspection.report import write_page
         from andon.inspection.report.page import Page, Verdict
-        from andon.inspection.report.told import read_told
+        from andon.inspection.report.run_view import load_run_view
 
-        runs = [read_told(read_side(path)) for path in paths]
+        runs = [load_run_view(read_side(path)) for path in paths]
         verdicts = [None if (said := each.result()) is None else Verdict(*said) for each in asked]
     write_page(Page(runs, verdicts, compare(*(each.side for each in runs)) if other is not None else None), target)
     put(f"wrote {target}")

@@ -1,7 +1,6 @@
-"""Where two runs part, and what else differs between them (issue 3 item 8).
+"""Where two runs part, and what else differs between them: run folders, ledgers or configurations.
 
-Works on any two of: run folder, ledger, configuration. Bits of different machines or versions are not comparable: a
-difference there is said, and is never called wrong.
+Bits of different machines or versions are not comparable: a difference there is reported, and is never called wrong.
 """
 
 from __future__ import annotations
@@ -17,18 +16,16 @@ from andon.config.load import load_config
 from andon.config.schema import Config
 from andon.inspection.recorded import Recorded, open_recorded
 from andon.run.provenance import read_provenance
-from andon.run.repeats import REPEATED, Difference, differing, lacks, shown
+from andon.run.repeats import REPEATED, Difference, lacks, shown
 from andon.training.existing import config_of
-from andon_contracts.record import Step
+from andon_contracts.record import Start
 
 _HARDWARE = ("machine", "cpu", "instructions", "threads", "devices")
 _DIGITS = 64
 """Of a SHA-256."""
 _SHOWN = 160
-_UNKNOWN = "unknown"
-_DEVICE_KIND = "run.device_kind"
 _EMBEDDED = frozenset({"data.embedded", "model.embedded"})
-"""Facts that the names say already."""
+"""Settings that follow from the names."""
 
 
 class Comparison(Enum):
@@ -41,23 +38,19 @@ class Comparison(Enum):
 
 @dataclass
 class Differences:
-    """Lines for a reader, and what they come to."""
+    """Lines for a reader, and the result."""
 
     lines: list[str] = field(default_factory=list)
     result: Comparison = Comparison.SAME
 
     def add(self, part: str, what: str) -> None:
-        """One line under the heading `part`."""
+        """Add one line under the heading `part`."""
         self.lines.append(f"{part:<9} {what}")
 
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two: a run, or only what a run is to be.
-
-    `settings`: None for a ledger alone. `digests` of what goes in by name, as the run's provenance has them; empty
-    where there is none.
-    """
+    """A run, or the configuration of one. `settings`: None for a ledger alone. `digests`: those of the provenance."""
 
     name: str
     settings: Config | None
@@ -70,24 +63,23 @@ class Side:
         return {} if self.settings is None else by_dotted_key(self.settings)
 
     @property
-    def told(self) -> Mapping[str, str]:
-        """The digests of what goes in, as the ledger has them, in short."""
-        start = self.recorded.start if self.recorded is not None else None
-        return start.digests if start is not None else {}
+    def start(self) -> Start | None:
+        """The first line of the ledger."""
+        return self.recorded.start if self.recorded is not None else None
 
     @property
     def identity(self) -> str | None:
-        """The digest of all settings that define the run; None where neither settings nor a first line are there."""
+        """The digest of all settings that define the run; None if neither settings nor a first line are available."""
         if self.recorded is None:
             return None if self.settings is None else config_digest(self.settings)
-        return self.recorded.start.identity if self.recorded.start is not None else None
+        return self.start.identity if self.start is not None else None
 
 
 def read_side(path: Path) -> Side:
     """The run folder, ledger or configuration at `path`. Raises `InputError` for what is none of them."""
     if path.suffix in (".yaml", ".yml"):
         return Side(str(path), load_config(path), {})
-    recorded = open_recorded(path)
+    recorded = open_recorded(path, facts=True)
     folder = recorded.folder
     if folder is None or not folder.config.exists():
         return Side(str(path), None, {}, recorded)
@@ -98,7 +90,10 @@ def read_side(path: Path) -> Side:
 def compare(one: Side, other: Side) -> Differences:
     """Everything that differs between both, and the first step at which they part."""
     report = Differences()
-    inputs = _inputs(one, other)
+    # The short digests of a ledger cannot be compared with those of a provenance.
+    inputs = [dict(side.start.digests) if side.start is not None else {} for side in (one, other)]
+    if one.digests and other.digests:
+        inputs = [{**known, **side.digests} for known, side in zip(inputs, (one, other), strict=True)]
     keys = _settings(report, one, other, inputs[0].keys() & inputs[1].keys())
     if keys:
         report.result = Comparison.DIFFERENT
@@ -110,12 +105,24 @@ def compare(one: Side, other: Side) -> Differences:
             alike = "the same settings; only the names of data and model were compared, not what they stand for"
             report.add("result", f"different: {', '.join(keys)}" if keys else alike)
         return report
-    apart = _pairs(report, "data", *inputs)
-    _plans(report, one.recorded, other.recorded)
-    if _steps(report, one.recorded, other.recorded) or apart:
+    step, odd = one.recorded.trajectory.first_difference(other.recorded.trajectory)
+    if _inputs(report, *inputs):
         report.result = Comparison.DIFFERENT
-    machines = _machines(report, one.recorded, other.recorded)
-    if machines and report.result is Comparison.DIFFERENT:
+    if one.start is not None and other.start is not None:
+        plans = one.start.plan.to_json(), other.start.plan.to_json()
+        for name in sorted(plans[0].keys() | plans[1].keys()):
+            if plans[0].get(name) != plans[1].get(name):
+                report.add("plan", f"{name}: {plans[0].get(name)} | {plans[1].get(name)}")
+    if _steps(report, one.recorded, other.recorded, step, odd):
+        report.result = Comparison.DIFFERENT
+    first, second = (
+        side.fingerprint(step or 0) or side.fingerprint(0) or {} for side in (one.recorded, other.recorded)
+    )
+    for name in sorted(first.keys() | second.keys()):
+        if first.get(name) != second.get(name):
+            part = "hardware" if name in _HARDWARE or name.startswith("flag ") else "versions"
+            report.add(part, f"{name}: {first.get(name, 'none')} | {second.get(name, 'none')}")
+    if first != second and report.result is Comparison.DIFFERENT:
         report.add("result", "not comparable: other versions or hardware, where other bits are no fault")
         report.result = Comparison.INCOMPARABLE
     elif report.result is Comparison.SAME and not one.recorded.trajectory.keys() & other.recorded.trajectory.keys():
@@ -126,25 +133,25 @@ def compare(one: Side, other: Side) -> Differences:
     return report
 
 
-def _inputs(one: Side, other: Side) -> tuple[Mapping[str, str], Mapping[str, str]]:
-    """The digests of what went into both, from one source: the short ones of a ledger are not those of a provenance."""
-    if one.digests and other.digests:
-        return {**one.told, **one.digests}, {**other.told, **other.digests}
-    return one.told, other.told
-
-
 def _settings(report: Differences, one: Side, other: Side, digests: Collection[str]) -> tuple[str, ...] | None:
-    """The keys in which both define different runs; None where nothing could be compared.
+    """The keys in which both define different runs; None if nothing could be compared.
 
-    Keys that only place a run are listed and do not count. A name does not count where what it stands for has a digest
-    on both sides, among `digests`: that is compared instead.
+    Keys that only place a run are listed and do not count. A name does not count if both sides have a digest, among
+    `digests`, of the thing that it stands for: the digests are compared instead.
     """
     if one.settings is None or other.settings is None:
-        return _identities(report, one, other)
-    runs = one.recorded is not None and other.recorded is not None
+        if one.identity is None or other.identity is None:
+            report.add("config", "not compared: one side has neither settings nor a ledger's first line")
+            return None
+        if one.identity == other.identity:
+            return ()
+        report.add("config", f"identity: {one.identity[:16]} | {other.identity[:16]} (the settings are not at hand)")
+        return ("settings that are not at hand",)
     first, second = one.config, other.config
     defining = {key: values for key, *values in differences(identity(one.settings), identity(other.settings))}
-    for key in _EMBEDDED | ({_DEVICE_KIND} if runs else set()):  # runs on other devices are compared by their bits
+    runs = one.recorded is not None and other.recorded is not None
+    # Runs on other devices are compared by their bits.
+    for key in _EMBEDDED | ({"run.device_kind"} if runs else set()):
         defining.pop(key, None)
     found = []
     for key in sorted(key for key in first.keys() | second.keys() if first.get(key) != second.get(key)):
@@ -161,112 +168,52 @@ def _settings(report: Differences, one: Side, other: Side, digests: Collection[s
     return tuple(found)
 
 
-def _identities(report: Differences, one: Side, other: Side) -> tuple[str, ...] | None:
-    """The same by the digests of all settings, where those of one side are not at hand."""
-    if one.identity is None or other.identity is None:
-        report.add("config", "not compared: one side has neither settings nor a ledger's first line")
-        return None
-    if one.identity == other.identity:
-        return ()
-    report.add("config", f"identity: {one.identity[:16]} | {other.identity[:16]} (the settings are not at hand)")
-    return ("settings that are not at hand",)
-
-
-def _pairs(report: Differences, part: str, one: Mapping[str, str], other: Mapping[str, str]) -> bool:
-    """One line for each name that both have with different values; whether there is one."""
+def _inputs(report: Differences, one: Mapping[str, str], other: Mapping[str, str]) -> bool:
+    """Compare the digests that both have. That of data is two in a row if there is a file to evaluate on."""
     odd = [name for name in sorted(one.keys() & other.keys()) if one[name] != other[name]]
     for name in odd:
-        part_of_it, first, second = _unlike(one[name], other[name])
-        report.add(part, f"{name}{part_of_it}: {first} | {second}")
+        of_training = one[name][:_DIGITS] != other[name][:_DIGITS]
+        at = 0 if of_training else _DIGITS
+        first, second = (each[name][at : at + 16] or "none" for each in (one, other))
+        report.add("data", f"{name}{'' if of_training else ' (evaluation)'}: {first} | {second}")
     return bool(odd)
 
 
-def _unlike(one: str, other: str) -> tuple[str, str, str]:
-    """The first digest in which two rows of digests differ, in short, and which it is: data has one of what is trained
-    on and, where there is such a file, one of what is evaluated on."""
-    of_training = one[:_DIGITS] != other[:_DIGITS]
-    at = 0 if of_training else _DIGITS
-    shown = [each[at : at + 16] or "none" for each in (one, other)]
-    return ("" if of_training else " (evaluation)"), shown[0], shown[1]
-
-
-def _plans(report: Differences, one: Recorded, other: Recorded) -> None:
-    if one.start is None or other.start is None:
-        return
-    first, second = one.start.plan.to_json(), other.start.plan.to_json()
-    for name in sorted(first.keys() | second.keys()):
-        if first.get(name) != second.get(name):
-            report.add("plan", f"{name}: {first.get(name)} | {second.get(name)}")
-
-
-def _machines(report: Differences, one: Recorded, other: Recorded) -> bool:
-    """Whether what both ran on can give other bits: versions, hardware, flags."""
-    step = first_difference(one.trajectory, other.trajectory)[0] or 0
-    first, second = (side.fingerprints.get(step, side.fingerprints.get(0, {})) for side in (one, other))
-    for name in sorted(first.keys() | second.keys()):
-        if first.get(name) != second.get(name):
-            part = "hardware" if name in _HARDWARE or name.startswith("flag ") else "versions"
-            report.add(part, f"{name}: {first.get(name, 'none')} | {second.get(name, 'none')}")
-    return first != second
-
-
-def _steps(report: Differences, one: Recorded, other: Recorded) -> bool:
-    step, odd = first_difference(one.trajectory, other.trajectory)
-    common = len(one.trajectory.keys() & other.trajectory.keys())
-    _places(report, one, other)
-    _untold(report, one, other)
+def _steps(report: Differences, one: Recorded, other: Recorded, step: int | None, odd: tuple[Difference, ...]) -> bool:
+    """Report the steps; whether they differ, or one side goes on for longer."""
+    steps = one.trajectory, other.trajectory
+    common = steps[0].keys() & steps[1].keys()
+    placed = [each.ran_on or "unknown" for each in steps]
+    if placed[0] != placed[1]:
+        report.add("place", f"{placed[0]} | {placed[1]}")
+    # A watch records only the fields that it was told.
+    pairs = {(steps[0].lacking(number), steps[1].lacking(number)) for number in common}
+    for at, name in enumerate(REPEATED):
+        lacking = {(first >> at & 1, second >> at & 1) for first, second in pairs}
+        for alone, called in (((0, 1), "first"), ((1, 0), "second")):
+            if alone in lacking:
+                report.add("not told", f"{name}: only in the {called}, so not compared")
+    counts, longest = [len(each) for each in steps], [max(each, default=0) for each in steps]
     if not common:
-        report.add("steps", f"none that both have; {len(one.trajectory)} | {len(other.trajectory)} in all")
-        return False
+        report.add("steps", f"none that both have; {counts[0]} | {counts[1]} in all")
+    elif step is None and longest[0] == longest[1]:
+        report.add("steps", f"all {len(common)} are the same to the bit")
+    elif step is None:
+        in_all = f"{longest[0]} | {longest[1]} in all"
+        report.add("steps", f"the {len(common)} that both have are the same to the bit; {in_all}")
     if step is None:
-        longest = [max(side.trajectory, default=0) for side in (one, other)]
-        if longest[0] == longest[1]:
-            report.add("steps", f"all {common} are the same to the bit")
-            return False
-        report.add("steps", f"the {common} that both have are the same to the bit; {longest[0]} | {longest[1]} in all")
-        return True
-    counts = [len(side.trajectory) for side in (one, other)]
+        return bool(common) and longest[0] != longest[1]
     more = f"; {counts[0]} | {counts[1]} steps in all" if counts[0] != counts[1] else ""
-    report.add("steps", f"differ from step {step} on{_before(one, step)}{more}")
-    records, names = (one.trajectory[step], other.trajectory[step]), [each.name for each in odd]
+    earlier = [number for number in steps[0] if number < step]
+    before = f"; steps {earlier[0]} to {earlier[-1]} are the same to the bit" if earlier else ""
+    report.add("steps", f"differ from step {step} on{before}{more}")
+    records, names = [each[step] for each in steps], [each.name for each in odd]
     alike = [name for name in REPEATED if name not in names and not any(lacks(each, name) for each in records)]
     report.add("step", f"{step}: {names[0]} differs first, {', '.join(alike) or 'nothing'} agree")
     for each in odd:
         report.add("step", f"{step}: {each.name}: {shown(each.then, _SHOWN)} | {shown(each.now, _SHOWN)}")
     report.lines.extend(_tensors(one, other, step))
     return True
-
-
-def _places(report: Differences, one: Recorded, other: Recorded) -> None:
-    placed = [
-        " then ".join(dict.fromkeys(f"{step.world} {step.backend} workers" for step in side.trajectory.values()))
-        for side in (one, other)
-    ]
-    if placed[0] != placed[1]:
-        report.add("place", f"{placed[0] or _UNKNOWN} | {placed[1] or _UNKNOWN}")
-
-
-def _untold(report: Differences, one: Recorded, other: Recorded) -> None:
-    """The fields that steps of one side alone have: they were not told to the other's watch, and are not compared."""
-    common = sorted(one.trajectory.keys() & other.trajectory.keys())
-    for name in REPEATED:
-        for side, opposite, called in ((one, other, "first"), (other, one, "second")):
-            if any(lacks(opposite.trajectory[n], name) and not lacks(side.trajectory[n], name) for n in common):
-                report.add("not told", f"{name}: only in the {called}, so not compared")
-
-
-def _before(one: Recorded, step: int) -> str:
-    earlier = [number for number in one.trajectory if number < step]
-    return f"; steps {earlier[0]} to {earlier[-1]} are the same to the bit" if earlier else ""
-
-
-def first_difference(one: Mapping[int, Step], other: Mapping[int, Step]) -> tuple[int | None, tuple[Difference, ...]]:
-    """The first step that both have with different records, and what differs, causes first."""
-    for step in sorted(one.keys() & other.keys()):
-        odd = differing(one[step], other[step])
-        if odd:
-            return step, odd
-    return None, ()
 
 
 def _tensors(one: Recorded, other: Recorded, step: int) -> Iterator[str]:

@@ -1,12 +1,15 @@
-"""What `andon doctor` finds: whether Andon can train on this machine, what keeps it from that, and what to do.
+"""`andon doctor`: whether Andon can train on this machine, what keeps it from that, and what to do.
 
-Nothing is imported here that may be broken or missing: what needs torch, a disk or a network runs as a process of its
-own (`probes`), for a bounded time, and is ended with all that it started.
+    python -m andon.inspection.doctor libraries|gloo|folder DIR
+
+This module imports nothing that may be broken or missing. Libraries, ranks and disks may hang, so a process of their
+own tries them for a bounded time. The last line of its output is a JSON object, which has only `error` if it failed.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import fcntl
+import importlib
 import json
 import os
 import shutil
@@ -20,80 +23,55 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from andon.backend.host import free_ram
+from andon.console.exits import Exit
 from andon.console.problems import InputError, install_hint
-from andon.inspection.probes import IMPORTED
 from andon.launch.fork_server import require_sockets
 from andon.launch.interpreter import module_command
 from andon_contracts.fingerprint import environment, version_of
 
-EXTRAS = {
-    "train": {
-        "transformers": "transformers",
-        "peft": "peft",
-        "safetensors": "safetensors",
-        "pydantic": "pydantic",
-        "typer": "typer",
-        "rich": "rich",
-        "jinja2": "jinja2",
-        "pyyaml": "yaml",
-        "numpy": "numpy",
-    },
-    "falsify": {"hypothesis": "hypothesis", "pytest": "pytest", "pytest-xdist": "xdist"},
-    "parquet": {"pyarrow": "pyarrow"},
-    "lightning": {"lightning": "lightning"},
-    "accelerate": {"accelerate": "accelerate"},
-    "tensorboard": {"tensorboard": "tensorboard"},
-    "wandb": {"wandb": "wandb"},
-}
-"""What each extra brings: the name of a distribution, and of what is imported."""
-_NEEDED = {"torch": "torch", "icontract": "icontract"}
-_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+IMPORTED = ("torch", "transformers", "peft", "safetensors", "numpy", "pydantic", "yaml", "jinja2", "icontract")
+"""What a run imports. An installed library may still fail to import."""
 _LITTLE = 1 << 30
-_LITTLE_SHARED = 64 << 20
-"""What containers have by default, and NCCL soon uses up."""
 _DRIVER = Path("/proc/driver/nvidia/version")
-_SHARED = Path("/dev/shm")
-_INTERFACE = "GLOO_SOCKET_IFNAME"
+_RANKS = 2
 _END_S = 2.0
-
-Level = Literal["ok", "info", "warning", "problem"]
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at: what was found, and what to do where it is not well.
-
-    A `problem` keeps `andon train` from running here; a `warning` keeps from less. `info` says what is not there and
-    is not needed.
-    """
+    """What one check found, and what to do about it. A `problem` keeps `andon train` from running here."""
 
     name: str
-    level: Level
+    level: Literal["ok", "info", "warning", "problem"]
     found: str
     todo: str = ""
 
 
 def examine(folder: Path, limit_s: float) -> Iterator[Check]:
-    """All checks, each as soon as it is done. folder: where runs are to be; limit_s: the most that each may take."""
-    yield _ourselves()
-    yield _machine()
-    seen = _probe(limit_s, "libraries")
-    yield from _libraries(seen)
-    yield from _extras()
-    gpus = seen.get("gpus", [])
-    yield _gpus(seen, gpus)
-    yield _network(_probe(limit_s, "network"))
-    for name in ("inline", "gloo", *(["nccl"] if gpus else [])):
-        yield _backend(name, _probe(limit_s, name))
-    if not gpus:
-        yield Check("backend nccl", "info", "not tried: torch finds no GPU")
-    yield _temporary()
+    """All checks, each as soon as it is done. folder: where runs are to be; limit_s: the time limit of each."""
+    name = f"andon {version_of('andon') or 'of unknown version'}, Python {sys.version.split()[0]} ({sys.executable})"
+    if sys.version_info < (3, 11):  # noqa: UP036 - a checkout on the path is not installed, so nothing refused it
+        yield Check("andon", "problem", name, "Andon needs Python 3.11 or newer")
+    else:
+        yield Check("andon", "ok", name)
+    here = environment()
+    portable = "run.portable works" if "avx2" in str(here["instructions"]).split() else "no AVX2: run.portable does not"
+    yield Check("machine", "ok", f"{here['platform']}, {here['cpu']}, {here['cores']} CPUs, {portable}")
+    free = free_ram()
+    if free is not None and free < _LITTLE:
+        yield Check("memory", "warning", f"{_size(free)} free", "end other programs, or raise the container's limit")
+    elif free is not None:
+        yield Check("memory", "ok", f"{_size(free)} free")
+    libraries = _probe(limit_s, "libraries")
+    yield from _libraries(libraries)
+    yield _gpus(libraries)
+    yield _gloo(limit_s)
     yield _folder(folder, limit_s)
-    yield _shared_memory(len(gpus))
 
 
 def _probe(limit_s: float, *arguments: str) -> Mapping[str, Any]:
-    # In a short path where there is one: a socket's has at most 107 bytes, and TMPDIR itself is looked at apart.
+    # A socket's path has at most 107 bytes, so the probe gets a short folder; `_gloo` checks TMPDIR itself.
     short = "/tmp" if os.access("/tmp", os.W_OK) else None
     prefix = f"ad-{os.getpid()}-"
     try:
@@ -104,9 +82,9 @@ def _probe(limit_s: float, *arguments: str) -> Mapping[str, Any]:
 
 
 def _answer(limit_s: float, arguments: tuple[str, ...], scratch: str) -> Mapping[str, Any]:
-    # A session of its own: whoever ends it ends all that it started. What they leave lies in `scratch`.
+    # In a session of its own, so that everything that the probe started ends with it.
     probe = subprocess.Popen(
-        module_command("andon.inspection.probes", *arguments),
+        module_command("andon.inspection.doctor", *arguments),
         env=os.environ | {"TMPDIR": scratch},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -114,35 +92,20 @@ def _answer(limit_s: float, arguments: tuple[str, ...], scratch: str) -> Mapping
         start_new_session=True,
     )
     try:
-        out, said = probe.communicate(timeout=limit_s)
+        out, errors = probe.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
         return {"error": f"no answer within {limit_s:g} s (--timeout)"}
     finally:
         with suppress(ProcessLookupError):
             os.killpg(probe.pid, signal.SIGKILL)
-        with suppress(subprocess.TimeoutExpired):  # one that waits for a disk that is gone cannot be ended
+        with suppress(subprocess.TimeoutExpired):  # a process that waits for a lost disk cannot be killed
             probe.wait(_END_S)
     with suppress(ValueError):
         found = json.loads(out.decode(errors="replace").splitlines()[-1] if out.strip() else "")
         if isinstance(found, dict):
             return found
-    last = said.decode(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
+    last = errors.decode(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
     return {"error": f"ended with {probe.returncode}: {last[0]}"}
-
-
-def _ourselves() -> Check:
-    name = f"andon {version_of('andon') or 'of unknown version'}, Python {sys.version.split()[0]} ({sys.executable})"
-    if sys.version_info < (3, 11):  # noqa: UP036 - a checkout on a path is asked for nothing
-        return Check("andon", "problem", name, "Andon needs Python 3.11 or newer")
-    return Check("andon", "ok", name)
-
-
-def _machine() -> Check:
-    here = environment()
-    threads = [f"{name}={os.environ[name]}" for name in _THREADS if name in os.environ]
-    cores = f"{here['cores']} of {os.cpu_count()} CPUs"
-    told = f"{here['platform']}, {here['cpu']}, {cores}, {', '.join(threads) or 'no limit on threads is set'}"
-    return Check("machine", "ok", f"{told} (each rank has one thread)")
 
 
 def _libraries(seen: Mapping[str, Any]) -> Iterator[Check]:
@@ -150,37 +113,28 @@ def _libraries(seen: Mapping[str, Any]) -> Iterator[Check]:
         what = f"{', '.join(IMPORTED)} cannot be imported: {seen['error']}"
         yield Check("libraries", "problem", what, "try: python -c 'import torch, transformers, peft'")
         return
-    names = {module: name for name, module in (_NEEDED | EXTRAS["train"]).items()}
     for module in IMPORTED:
-        version = version_of(names[module])
+        name = "pyyaml" if module == "yaml" else module
+        version = version_of(name)
         if module not in seen["broken"]:
-            yield Check(f"library {names[module]}", "ok", version or "there, of unknown version")
+            yield Check(f"library {name}", "ok", version or "there, of unknown version")
             continue
         what = f"cannot be imported: {seen['broken'][module]}"
         if version is not None:
             what = f"{version} {what}"
-        yield Check(f"library {names[module]}", "problem", what, install_hint("train"))
+        yield Check(f"library {name}", "problem", what, install_hint("train"))
 
 
-def _extras() -> Iterator[Check]:
-    """What is installed of each extra, without importing it; `train` is needed, and its libraries have said so."""
-    for extra, brought in EXTRAS.items():
-        missing = [name for name, module in brought.items() if not _is_there(module)]
-        if not missing:
-            versions = ", ".join(f"{name} {version_of(name) or 'of unknown version'}" for name in brought)
-            yield Check(f"extra {extra}", "ok", versions)
-        else:
-            level: Level = "problem" if extra == "train" else "info"
-            yield Check(f"extra {extra}", level, f"not installed: {', '.join(missing)}", install_hint(extra))
-
-
-def _gpus(seen: Mapping[str, Any], gpus: list[str]) -> Check:
+def _gpus(seen: Mapping[str, Any]) -> Check:
     driver = ""
     with suppress(OSError):
         driver = _DRIVER.read_text(errors="replace").partition("\n")[0].removeprefix("NVRM version: ")
-    if gpus:
+    if gpus := seen.get("gpus"):
         count = ", ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus))
-        return Check("gpus", "ok", f"{count}; torch for CUDA {seen.get('cuda')}; driver {driver or 'unknown'}")
+        found = f"{count}; torch for CUDA {seen['cuda']}; driver {driver or 'unknown'}"
+        if seen["nccl"]:
+            return Check("gpus", "ok", f"{found}; NCCL")
+        return Check("gpus", "warning", f"{found}; no NCCL", "install a torch that has NCCL, or use --backend gloo")
     if not driver:
         return Check("gpus", "info", "none, and no NVIDIA driver")
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -189,38 +143,16 @@ def _gpus(seen: Mapping[str, Any], gpus: list[str]) -> Check:
     return Check("gpus", "warning", f"torch (for CUDA {seen.get('cuda')}) finds none; driver {driver}", todo)
 
 
-def _network(seen: Mapping[str, Any]) -> Check:
-    """On one machine ranks meet without the host's name; torchrun's, on several, look for an interface by it."""
+def _gloo(limit_s: float) -> Check:
+    try:
+        require_sockets()
+        seen = _probe(limit_s, "gloo")
+    except InputError as error:
+        seen = {"error": str(error)}
     if "error" in seen:
-        what = f"the host's name was looked up: {seen['error']}"
-        return Check("network", "warning", what, "several machines: correct /etc/hosts, or the name server")
-    names = ", ".join(seen["interfaces"])
-    if seen["named"]:
-        todo = f"unset {_INTERFACE}, or name one that is there"
-        return Check("network", "problem", f"{_INTERFACE}={os.environ.get(_INTERFACE)}: {seen['named']}", todo)
-    found = f"interfaces {names}; host {seen['host']} is {', '.join(seen['addresses']) or 'no address'}"
-    others = [name for name in seen["interfaces"] if name != "lo"]
-    advice = f"several machines: set {_INTERFACE} to the one to use ({', '.join(others) or names})"
-    if not seen["ours"] and _INTERFACE not in os.environ:
-        return Check("network", "warning", f"{found}, which is none of this machine's", advice)
-    if (
-        others
-        and _INTERFACE not in os.environ
-        and all(each.startswith("127.") or each == "::1" for each in seen["ours"])
-    ):
-        return Check("network", "info", f"{found}, which other machines cannot reach", advice)
-    return Check("network", "ok", found)
-
-
-def _backend(name: str, seen: Mapping[str, Any]) -> Check:
-    if "error" not in seen:
-        return Check(f"backend {name}", "ok", f"{seen['ranks']} ranks have added up their numbers")
-    todo = {
-        "inline": "a run on one process cannot work: look at the libraries above",
-        "gloo": "see the network, the folder for temporary files and ulimit -n; --backend inline needs no ranks",
-        "nccl": "NCCL_DEBUG=INFO says more; --backend gloo trains on the CPU",
-    }
-    return Check(f"backend {name}", "warning" if name == "nccl" else "problem", seen["error"], todo[name])
+        todo = "see the libraries above, TMPDIR, GLOO_SOCKET_IFNAME and ulimit -n; --backend inline needs no ranks"
+        return Check("backend gloo", "problem", seen["error"], todo)
+    return Check("backend gloo", "ok", f"{_RANKS} ranks have gathered their numbers")
 
 
 def _folder(folder: Path, limit_s: float) -> Check:
@@ -236,30 +168,93 @@ def _folder(folder: Path, limit_s: float) -> Check:
     return Check("folder", "ok", f"{free}, files are locked")
 
 
-def _temporary() -> Check:
-    try:
-        require_sockets()
-    except InputError as error:
-        return Check("temporary files", "problem", str(error), "--backend inline needs none")
-    return Check("temporary files", "ok", f"{tempfile.gettempdir()} takes sockets")
-
-
-def _shared_memory(gpus: int) -> Check:
-    try:
-        size = shutil.disk_usage(_SHARED).free
-    except OSError as error:
-        return Check("shared memory", "warning", f"{_SHARED}: {error.strerror}", "ranks need it; mount a tmpfs there")
-    if size <= _LITTLE_SHARED and gpus > 1:
-        return Check("shared memory", "warning", f"{_SHARED}: {_size(size)} free", "a container: --shm-size=1g")
-    return Check("shared memory", "ok", f"{_SHARED}: {_size(size)} free")
-
-
 def _size(size: int) -> str:
     return f"{size / 2**30:.1f} GiB" if size >= _LITTLE else f"{size / 2**20:.0f} MiB"
 
 
-def _is_there(module: str) -> bool:
+def _probe_libraries() -> dict[str, Any]:
+    broken = {}
+    for name in IMPORTED:
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # noqa: BLE001 - a library may raise anything while it is imported
+            broken[name] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    if "torch" in broken:
+        return {"broken": broken, "gpus": [], "cuda": None, "nccl": False}
+    import torch
+
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
+    return {"broken": broken, "gpus": names, "cuda": torch.version.cuda, "nccl": nccl}
+
+
+def _probe_folder(name: str) -> dict[str, Any]:
+    """The bytes that are free there, and whether a lock that one process holds keeps another out."""
+    from andon.run.atomic import storage, temporary_beside
+
+    file = temporary_beside(Path(name) / "doctor")
+    with storage(file):
+        with open(file, "xb") as one, open(file, "rb") as other:
+            file.unlink()  # at once, so that nothing is left however this process ends
+            one.write(b"\0" * 4096)
+            one.flush()
+            os.fsync(one.fileno())
+            fcntl.flock(one, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                fcntl.flock(other, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                locks = False
+            except BlockingIOError:
+                locks = True
+        return {"free": shutil.disk_usage(name).free, "locks": locks}
+
+
+def _probe_gloo() -> dict[str, Any]:
+    """Start two ranks as a run does; they gather their numbers. Raises `InputError` if they do not end well."""
+    from andon.launch.launcher import launch, warm_up
+
+    warm_up(("torch", "torch.distributed", "andon.launch.rank"))
+    with tempfile.TemporaryDirectory() as reports:
+        entry = "andon.inspection.doctor:gather_ranks"
+        # The doctor ends this process after its own time limit, so these limits never matter.
+        ended = launch(entry, {}, workers=_RANKS, run_folder=Path(reports), timeout_s=3600)
+    if ended.exit is not Exit.OK:
+        raise InputError(ended.cause)
+    return {}
+
+
+def gather_ranks(payload: Mapping[str, str]) -> int:
+    """One rank of the gloo check."""
+    import torch
+
+    from andon.backend.group import GroupBackend, groups_of
+    from andon.launch.joining import join
+
+    _, rank, world = join(groups_of("gloo"), timeout_s=3600)
+    group = GroupBackend("gloo", torch.device("cpu"))
     try:
-        return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):
-        return False
+        gathered = group.exchange([torch.full((world, 1, 1), float(rank))], [1] * world)[0]
+    finally:
+        group.close()
+    if [float(each) for each in gathered] != [float(each) for each in range(world)]:
+        raise InputError(f"{world} ranks sent 0 to {world - 1} and gathered {gathered}")
+    return Exit.OK
+
+
+def main(arguments: list[str]) -> int:
+    """Run one probe by its name and print its result as JSON."""
+    try:
+        if arguments[0] == "folder":
+            found = _probe_folder(arguments[1])
+        else:
+            found = {"libraries": _probe_libraries, "gloo": _probe_gloo}[arguments[0]]()
+    except InputError as error:
+        found = {"error": str(error)}
+    except Exception as error:  # noqa: BLE001 - the doctor reports any error
+        found = {"error": f"{type(error).__name__}: {error}"}
+    sys.stdout.write(f"{json.dumps(found)}\n")
+    sys.stdout.flush()
+    return Exit.OK
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

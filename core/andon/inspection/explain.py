@@ -1,6 +1,6 @@
-"""A violation put in words, from what it left: a bundle that `watch` wrote, or the ledger of a run (issue 3 item 4).
+"""A violation put in words, from a bundle that `watch` wrote or the ledger of a run.
 
-Files are read as JSON and as plain bytes of tensors; nothing in them is run.
+Files are read as JSON and as plain bytes of tensors; no code in them is run.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from andon.config.source import is_folder, is_there
 from andon.console.messages import command_line
@@ -71,7 +69,12 @@ def _run(path: Path) -> Iterator[str]:
 
 
 def _bundle(path: Path, *, named: bool = False) -> Iterator[str]:
-    body = _json(path, follow=named)
+    try:
+        body = _mapping(read_json(path, follow=named))
+    except OSError as error:
+        raise InputError([Problem(str(path), f"cannot be read: {error.strerror}")]) from error
+    except ValueError as error:
+        raise InputError([Problem(str(path), f"is no bundle: {error}")]) from error
     try:
         del body["record"]["v"]
         record = Broken.from_json(body["record"])
@@ -82,16 +85,6 @@ def _bundle(path: Path, *, named: bool = False) -> Iterator[str]:
     yield from _of_ranks(path.with_suffix(""), record.tensor)
     for name, value in sorted(_mapping(body.get("versions")).items()):
         yield f"  {name}: {_short(value)}"
-
-
-def _json(path: Path, *, follow: bool) -> dict[str, Any]:
-    try:
-        body = read_json(path, follow=follow)
-    except OSError as error:
-        raise InputError([Problem(str(path), f"cannot be read: {error.strerror}")]) from error
-    except ValueError as error:
-        raise InputError([Problem(str(path), f"is no bundle: {error}")]) from error
-    return _mapping(body)
 
 
 def _mapping(found: object) -> dict[str, Any]:
@@ -143,21 +136,21 @@ def _short(value: object) -> str:
 
 def _of_ranks(folder: Path, tensor: str) -> Iterator[str]:
     """Each rank's batch and where it was, from the `rank-R.json` in `folder`, and how copies of `tensor` differ."""
-    paths = [path for path in folder.glob("rank-*.json") if path.stem.count(".") == 0]
-    parts = {path: _read(path) for path in sorted(paths, key=_number)[:_MOST_RANKS]}
+
+    def number(path: Path) -> tuple[int, str]:
+        digits = path.stem.removeprefix("rank-")
+        return (int(digits) if digits.isascii() and digits.isdecimal() else 0, path.name)
+
+    paths = sorted((path for path in folder.glob("rank-*.json") if path.stem.count(".") == 0), key=number)
+    parts = {path: _read(path) for path in paths[:_MOST_RANKS]}
     if len(paths) > _MOST_RANKS:
         yield f"  {len(paths)} ranks left their part; the first {_MOST_RANKS} are read"
     for path, part in parts.items():
         if isinstance(part, str):
             yield f"  {path.stem:<8} cannot be read: {part}"
-            continue
-        yield from _of_rank(folder, part)
+        else:
+            yield from _of_rank(folder, part)
     yield from _differences({path: part for path, part in parts.items() if isinstance(part, dict)}, tensor)
-
-
-def _number(path: Path) -> tuple[int, str]:
-    digits = path.stem.removeprefix("rank-")
-    return (int(digits) if digits.isascii() and digits.isdecimal() else 0, path.name)
 
 
 def _read(path: Path) -> dict[str, Any] | str:
@@ -175,8 +168,7 @@ def _of_rank(folder: Path, part: Mapping[str, Any]) -> Iterator[str]:
         f"  rank {part.get('rank')}   process {part.get('pid')} on {part.get('host')}, step {part.get('step')}, "
         + ", ".join(str(part[name]) for name in ("point", "doing") if part.get(name))
     )
-    ids = _list(part.get("ids"))
-    if ids:
+    if ids := _list(part.get("ids")):
         more = f" and {len(ids) - _MOST_IDS} more" if len(ids) > _MOST_IDS else ""
         yield f"    batch       rows {' '.join(map(str, ids[:_MOST_IDS]))}{more}"
     for thread in map(_mapping, _list(part.get("threads"))[:_MOST_THREADS]):
@@ -185,11 +177,6 @@ def _of_rank(folder: Path, part: Mapping[str, Any]) -> Iterator[str]:
             yield from (f"    {'stack' if not i else '':<11} {frame}" for i, frame in enumerate(frames[-_MOST_FRAMES:]))
         else:
             yield f"    thread      {thread.get('name')}: {frames[-1] if frames else 'no Python'}"
-    yield from _state(part)
-    yield from _collectives(folder, part)
-
-
-def _state(part: Mapping[str, Any]) -> Iterator[str]:
     tensors = part.get("tensors")
     if isinstance(tensors, dict):
         left_out = _list(tensors.get("left out"))
@@ -198,16 +185,12 @@ def _state(part: Mapping[str, Any]) -> Iterator[str]:
         yield f"    state       {count} tensors in {tensors.get('file')} (safetensors){limit}"
     else:
         yield f"    state       {tensors or 'none: this rank was elsewhere when it learned of it'}"
-
-
-def _collectives(folder: Path, part: Mapping[str, Any]) -> Iterator[str]:
-    said = str(part.get("collectives", "not available"))
-    record = None if said.startswith("not available") else _read(folder / Path(said).name)
+    where = str(part.get("collectives", "not available"))
+    record = None if where.startswith("not available") else _read(folder / Path(where).name)
     if not isinstance(record, dict):
-        yield f"    collectives {said if record is None else record}"
+        yield f"    collectives {where if record is None else record}"
         return
-    entries = [entry for entry in _list(record.get("entries")) if isinstance(entry, dict)]
-    for entry in entries[-3:]:
+    for entry in [entry for entry in _list(record.get("entries")) if isinstance(entry, dict)][-3:]:
         yield f"    collectives {entry.get('profiling_name')} {entry.get('input_sizes')} {entry.get('state')}"
 
 
@@ -224,6 +207,7 @@ def _differences(parts: Mapping[Path, Mapping[str, Any]], tensor: str) -> Iterat
 
 
 def _how_far(parts: list[Path], name: str) -> str:
+    import torch
     from safetensors import SafetensorError
     from safetensors.torch import load
 

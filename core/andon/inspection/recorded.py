@@ -1,102 +1,195 @@
-"""A ledger as it was written, found by the path of a run folder or of the ledger itself (issue 3 item 6)."""
+"""A ledger as it was written, found by the path of a run folder or of the ledger itself.
+
+A ledger may have millions of lines. It is read and verified once, and no step stays in memory: `Recorded` holds the
+other records, the ends of each stretch of steps, and the place of each step's line in the file.
+"""
 
 from __future__ import annotations
 
-import gc
+import hashlib
 import heapq
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
+import json
+import struct
+from array import array
+from bisect import bisect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from andon.config.source import is_folder
 from andon.console.messages import command_line
 from andon.console.problems import InputError, Problem
 from andon.run.folder import RunFolder
-from andon.run.ledger import LedgerError, head_at, read_ledger
-from andon_contracts.record import MAX_LINE, Record, Resume, Retraction, Start, Step
+from andon.run.ledger import LedgerError
+from andon.run.repeats import REPEATED, Difference, differing, lacks
+from andon_contracts.record import GENESIS, MAX_LINE, Record, Resume, Retraction, Start, Step, chain, read_lines
 from andon_contracts.untrusted import open_regular
+
+CURVES = ("loss", "accuracy", "lr", "grad_norm")
+_FACTS = struct.Struct("<16sII4d")
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Step records that follow one another in the file: the first and the last."""
+
+    first: Step
+    last: Step
+
+
+@dataclass
+class Steps(Mapping[int, Step]):
+    """The steps that count, by rising number: the last record of each that was not taken back.
+
+    A step is decoded from its line when it is looked up. `numbers` and `offsets` are of all step records in order, also
+    of those that do not count: the step, and its line's first byte. `places` maps a step that counts to its index among
+    them. `facts`: the digest of all compared fields, which of them are lacking, where the step ran, and its `CURVES`.
+    """
+
+    ledger: Path
+    follow: bool
+    numbers: array[int] = field(default_factory=lambda: array("Q"))
+    offsets: array[int] = field(default_factory=lambda: array("Q"))
+    places: dict[int, int] = field(default_factory=dict)
+    facts: bytearray = field(default_factory=bytearray)
+    layouts: dict[str, int] = field(default_factory=dict)
+    _heap: list[int] = field(default_factory=list)
+    """The steps in `places`, negated: the highest first."""
+
+    def __getitem__(self, step: int) -> Step:
+        with open_regular(self.ledger, follow=self.follow) as file:
+            file.seek(self.offsets[self.places[step]])
+            body = json.loads(file.readline(MAX_LINE + 1))
+        return Step.from_json({name: value for name, value in body.items() if name not in {"v", "kind", "seq", "prev"}})
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.places)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __contains__(self, step: object) -> bool:
+        return step in self.places
+
+    def add(self, record: Step, at: int, *, facts: bool) -> None:
+        """Note the step whose line begins at byte `at`; facts: what comparisons and curves need, too."""
+        if record.step not in self.places:
+            heapq.heappush(self._heap, -record.step)
+        self.places[record.step] = len(self.offsets)
+        self.numbers.append(record.step)
+        self.offsets.append(at)
+        if facts:
+            layout = self.layouts.setdefault(f"{record.world} {record.backend} workers", len(self.layouts))
+            digests, loss, norm, terms = record.digests, record.loss, record.grad_norm, record.terms or record.count
+            lacking = sum(1 << at for at, name in enumerate(REPEATED) if lacks(record, name))
+            compared = (record.epoch, record.position, record.ids, record.count, record.terms, record.correct, digests)
+            text = f"{compared} {record.lr.hex} {loss and loss.hex} {norm and norm.hex}"
+            self.facts += _FACTS.pack(
+                hashlib.blake2b(text.encode(), digest_size=16).digest(),
+                lacking,
+                layout,
+                loss.value if loss is not None else 0.0,
+                record.correct / terms if record.correct is not None and terms else -1.0,
+                record.lr.value,
+                norm.value if norm is not None else 0.0,
+            )
+
+    def take_back(self, kept: int) -> None:
+        """Remove the steps after `kept`."""
+        while self._heap and -self._heap[0] > kept:
+            del self.places[-heapq.heappop(self._heap)]
+
+    def _fact(self, step: int) -> tuple[bytes, int, int, float, float, float, float]:
+        return _FACTS.unpack_from(self.facts, self.places[step] * _FACTS.size)
+
+    def lacking(self, step: int) -> int:
+        """The fields of `REPEATED` that the step's record lacks, a bit each."""
+        return self._fact(step)[1]
+
+    @property
+    def ran_on(self) -> str:
+        """Workers and backends of the steps, in order."""
+        names = list(self.layouts)
+        return " then ".join(dict.fromkeys(names[self._fact(step)[2]] for step in self.places))
+
+    def curve(self, name: str) -> list[tuple[int, float]]:
+        """The numbers of one of `CURVES` by step, without the steps that do not have it."""
+        absent = 1 << REPEATED.index(name) if name in REPEATED else 0
+        found = []
+        for step in self.places:
+            _, lacking, _, *numbers = self._fact(step)
+            number = numbers[CURVES.index(name)]
+            if not lacking & absent and (name != "accuracy" or number >= 0):
+                found.append((step, number))
+        return found
+
+    def first_difference(self, other: Steps) -> tuple[int | None, tuple[Difference, ...]]:
+        """The first step that both have with different records, and what differs, causes first."""
+        for step in self.places:
+            if step in other.places and self._fact(step)[0] != other._fact(step)[0]:
+                odd = differing(self[step], other[step])
+                if odd:
+                    return step, odd
+        return None, ()
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """The records of one ledger in order. `folder` is the run's, None where only a ledger is at hand."""
+    """The ledger of a run. `folder`: None if only a ledger is available.
+
+    `records` are in order, steps that follow one another as a `Stretch`. `origins`: for each start and
+    resume, the number of step records before it and its fingerprint. `head`: the count of lines and the digest of the
+    last. `size`: the bytes of all whole lines.
+    """
 
     path: Path
     ledger: Path
     folder: RunFolder | None
-    records: tuple[Record, ...]
-
-    @property
-    def name(self) -> str:
-        """As messages call it."""
-        return str(self.path)
+    records: tuple[Record | Stretch, ...]
+    trajectory: Steps
+    origins: tuple[tuple[int, Mapping[str, str]], ...]
+    head: tuple[int, str]
+    size: int
 
     @property
     def start(self) -> Start | None:
-        """The first line, where it is one of a start."""
+        """The first line if it is a start."""
         first = self.records[0] if self.records else None
         return first if isinstance(first, Start) else None
 
-    @cached_property
-    def trajectory(self) -> Mapping[int, Step]:
-        """The steps that count, by rising number: the last record of each that was not taken back."""
-        last: dict[int, Step] = {}
-        numbers: list[int] = []  # a heap of those in `last`, the highest first
-        for record in self.records:
-            if isinstance(record, Step):
-                if record.step not in last:
-                    heapq.heappush(numbers, -record.step)
-                last[record.step] = record
-            elif isinstance(record, Retraction):
-                while numbers and -numbers[0] > record.step:
-                    del last[-heapq.heappop(numbers)]
-        return {step: last[step] for step in sorted(last)}
+    def fingerprint(self, step: int) -> Mapping[str, str] | None:
+        """The fingerprint of the process group that made `step` of `trajectory` (0: of the first group).
 
-    @cached_property
-    def fingerprints(self) -> Mapping[int, Mapping[str, str]]:
-        """By step of `trajectory`, the fingerprint of the process group that did it: its bits may depend on that.
-
-        0 stands for the start.
+        The bits of a step may depend on it. None if there is no such step.
         """
-        found: dict[int, Mapping[str, str]] = {}
-        current: Mapping[str, str] = {}
-        for record in self.records:
-            if isinstance(record, Start | Resume):
-                current = record.fingerprint
-                found.setdefault(0, current)
-            elif isinstance(record, Step):
-                found[record.step] = current
-        return found
-
-    @cached_property
-    def head(self) -> tuple[int, str]:
-        """Lines, and the digest of the last of them."""
-        count = len(self.records)
-        return count, head_at(self.ledger, count, follow=self.folder is None) or ""
+        if step == 0:
+            return self.origins[0][1] if self.origins else None
+        if step not in self.trajectory:
+            return None
+        index = bisect(self.origins, self.trajectory.places[step], key=lambda origin: origin[0])
+        return self.origins[index - 1][1] if index else {}
 
     @property
     def torn(self) -> int:
         """Bytes of an unfinished last line, which a crash leaves."""
-        whole = 0
+        torn = 0
         with open_regular(self.ledger, follow=self.folder is None) as file:
+            file.seek(self.size)
             while raw := file.readline(MAX_LINE + 1):
-                whole += len(raw) if raw.endswith(b"\n") else 0
-            return file.tell() - whole
+                torn = 0 if raw.endswith(b"\n") else torn + len(raw)
+        return torn
 
 
-def open_recorded(path: Path) -> Recorded:
+def open_recorded(path: Path, *, facts: bool = False) -> Recorded:
     """The ledger of the run folder `path`, or the ledger that `path` is, verified line by line.
 
-    Raises `InputError` where there is none, it cannot be read, or a line does not fit.
+    facts: note what a comparison and the curves need of each step. Raises `InputError` if there is no ledger, it cannot
+    be read, or a line does not fit.
     """
     folder = RunFolder(path) if is_folder(path) else None
     ledger = folder.ledger if folder is not None else path
-    collects = gc.isenabled()
     try:
-        # Nothing of a record refers back to it: to search for cycles again and again costs a third of a long ledger.
-        gc.disable()
-        return Recorded(path, ledger, folder, tuple(read_ledger(ledger, follow=folder is None)))
+        return _read(path, ledger, folder, facts=facts)
     except FileNotFoundError:
         what = "there is no such run" if folder is None else f"holds no run: it has no {ledger.name}"
         raise InputError([Problem(str(path), what)]) from None
@@ -106,6 +199,30 @@ def open_recorded(path: Path) -> Recorded:
         raise InputError(
             [Problem("", f"{error}; for all that is wrong: {command_line('andon', 'verify', path)}")]
         ) from error
-    finally:
-        if collects:
-            gc.enable()
+
+
+def _read(path: Path, ledger: Path, folder: RunFolder | None, *, facts: bool) -> Recorded:
+    steps = Steps(ledger, folder is None)
+    records: list[Record | Stretch] = []
+    origins: list[tuple[int, Mapping[str, str]]] = []
+    first = last = None  # of the stretch that goes on
+    count, size, raw = 0, 0, b""
+    for record, raw in read_lines(ledger, follow=folder is None):
+        if isinstance(record, Step):
+            steps.add(record, size, facts=facts)
+            first, last = first or record, record
+        else:
+            if first is not None and last is not None:
+                records.append(Stretch(first, last))
+                first = last = None
+            records.append(record)
+            if isinstance(record, Start | Resume):
+                origins.append((len(steps.numbers), record.fingerprint))
+            elif isinstance(record, Retraction):
+                steps.take_back(record.step)
+        count, size = count + 1, size + len(raw)
+    if first is not None and last is not None:
+        records.append(Stretch(first, last))
+    steps.places = dict(sorted(steps.places.items()))
+    head = count, chain(raw) if count else GENESIS
+    return Recorded(path, ledger, folder, tuple(records), steps, tuple(origins), head, size)

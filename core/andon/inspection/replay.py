@@ -1,61 +1,80 @@
-"""Steps of a run done again, on any number of workers, and compared with its ledger to the bit (issue 3 item 8).
+"""`andon replay`: steps of a run done again, on any number of workers, and compared with its ledger to the bit.
 
-Nothing is written into the run: the state comes from its nearest checkpoint at or before the first step, or from its
-initial weights, and what it comes to is only compared.
+Nothing is written into the run. The state comes from its newest valid checkpoint before the first step, or from its
+initial weights. Torch is imported when steps are done.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
-import torch.distributed as dist
+from typing import TYPE_CHECKING, Any
 
 from andon.config.identity import differences
 from andon.config.schema import Config
+from andon.console.exits import Exit
 from andon.console.problems import InputError, Problem
 from andon.inspection.difference import Comparison, Differences
 from andon.inspection.recorded import Recorded, open_recorded
-from andon.run.atomic import write_json
-from andon.run.checkpoint import Checkpoint, newest_valid
+from andon.launch.launcher import launch
+from andon.launch.portable import chosen
 from andon.run.folder import RunFolder
-from andon.run.provenance import differences as other_machine
-from andon.run.provenance import fingerprint
 from andon.run.repeats import Difference, apart, differing, shown
 from andon.training.existing import config_at_hand
-from andon.training.history import step_record
-from andon.training.resume import identity_at_start, identity_of, run_identity
-from andon.training.session import Session, assembled
-from andon_contracts.digest import hex64
+
+if TYPE_CHECKING:
+    from andon.run.checkpoint import Checkpoint
+    from andon.training.session import Session
 
 RESULT = "replay.json"
-"""The file in which rank 0 of a process group says what came out."""
+"""The file in which rank 0 of a process group leaves the outcome."""
 
 
-@dataclass(frozen=True)
-class Replayed:
-    """The outcome. `source`: where the state came from, `after` which update; `compared`: steps that are the same.
+class ReplayFailed(RuntimeError):
+    """The ranks ended before they were through; the message says how."""
 
-    apart: the first step that differs (0: the state that was restored), its fields by name with what the ledger has
-    and what came out now; None where none differs. machine: how this machine or its versions differ from the run's.
+    def __init__(self, message: str, ends_with: Exit) -> None:
+        super().__init__(message)
+        self.ends_with = ends_with
+
+
+def replay_run(path: Path, steps: str, workers: int | None, backend: str | None) -> Differences:
+    """Do the steps `steps` (A:B) of the run at `path` again and report what differs from its ledger.
+
+    workers, backend: where; None: as in the run, bounded by this machine (`settings`). Raises `InputError` for a run or
+    steps that cannot be done again, and `ReplayFailed` if ranks ended before they were through.
     """
-
-    source: str
-    after: int
-    compared: int
-    apart: int | None = None
-    fields: Mapping[str, tuple[str, str]] | None = None
-    machine: tuple[str, ...] = ()
-    place: str = ""
+    found = open_recorded(path)
+    if found.folder is None or not found.folder.config.exists():
+        raise InputError([Problem(str(path), "is a ledger alone; to do steps again takes the run's folder")])
+    first, last = read_range(steps, found)
+    config = settings(found.folder, workers, backend)
+    if config.run.backend == "inline":
+        with chosen(config.run):
+            return replay(config, path, first, last)
+    with chosen(config.run), tempfile.TemporaryDirectory(prefix="andon-replay-") as out:
+        payload: dict[str, Any] = {"config": config.model_dump(mode="json"), "path": str(path.absolute()), "out": out}
+        result = launch(
+            "andon.inspection.replay:replay_rank",
+            payload | {"first": first, "last": last},
+            workers=config.run.workers,
+            run_folder=Path(out),
+            timeout_s=config.run.grace_s,
+        )
+        if result.exit is Exit.USAGE and result.report is not None:
+            raise InputError.of_text(result.report.message)
+        if result.exit is not Exit.OK:
+            raise ReplayFailed(result.cause, result.exit)
+        outcome = json.loads((Path(out) / RESULT).read_bytes())
+    return Differences(outcome["lines"], Comparison(outcome["result"]))
 
 
 def read_range(text: str, found: Recorded) -> tuple[int, int]:
-    """First and last step of `A:B`, `A`, `A:` or `:B`. Raises `InputError` for steps that the ledger has not."""
+    """First and last step of `A:B`, `A`, `A:` or `:B`. Raises `InputError` for steps that the ledger does not have."""
     steps = list(found.trajectory)
     if not steps:
         raise InputError([Problem(str(found.ledger), "it has no steps to do again")])
@@ -70,12 +89,13 @@ def read_range(text: str, found: Recorded) -> tuple[int, int]:
 
 
 def settings(folder: RunFolder, workers: int | None, backend: str | None) -> Config:
-    """The run's configuration, placed on `workers` and `backend` where they are given, its contracts on.
+    """The run's configuration with its contracts on, on `workers` and `backend` if they are given.
 
-    The folder may be anybody's, so its number of workers never decides alone how many processes are started: without
-    `workers` the run, whose bits do not depend on it, is replayed on at most a worker for each core (or GPU) and each
-    micro-batch.
+    The folder may be anybody's, so its number of workers alone never decides how many processes are started: without
+    `workers`, at most one for each core (or GPU) and each micro-batch. The bits do not depend on it.
     """
+    import torch
+
     flags = {"run.workers": workers, "run.backend": backend}
     given = {key: value for key, value in flags.items() if value is not None}
     overrides = ["contracts.enabled=true", "contracts.audit_every=0", *(["run.devices=null"] if given else [])]
@@ -86,12 +106,15 @@ def settings(folder: RunFolder, workers: int | None, backend: str | None) -> Con
     return config_at_hand(folder, [*overrides, "run.devices=null"], {**given, "run.workers": most})
 
 
-def replay(config: Config, path: Path, first: int, last: int) -> Replayed:
+def replay(config: Config, path: Path, first: int, last: int) -> Differences:
     """Do steps `first` to `last` of the run at `path` again on this process's backend and compare them.
 
-    In a process group every rank calls it and gets the same. Raises `InputError` where the run's data or model is no
-    longer what it was, and `Violation` where a step breaks its contract.
+    In a process group every rank calls it and gets the same. Raises `InputError` if the run's data or model has changed
+    and `Violation` if a step breaks its contract.
     """
+    from andon.run.checkpoint import newest_valid
+    from andon.training.session import assembled
+
     found = open_recorded(path)
     assert found.folder is not None
     with assembled(config, found.folder, writing=False) as session:
@@ -105,19 +128,27 @@ def replay(config: Config, path: Path, first: int, last: int) -> Replayed:
         if checkpoint is not None:
             session.run.restore(checkpoint)
         session.run.step.attest_start({"after": after})
-        return _compared(session, found, checkpoint.path.name if checkpoint else "the initial weights", after, last)
+        step, odd = _first_difference(session, found, after, last)
+        source = checkpoint.path.name if checkpoint is not None else "the initial weights"
+        return _report(session, found, f"{source}, after step {after}", (first, after, last), step, odd)
 
 
 def replay_rank(payload: Mapping[str, Any]) -> int:
-    """`replay` as one rank of a process group; rank 0 writes what came out into the folder `out`."""
+    """`replay` as one rank of a process group; rank 0 writes the outcome into the folder `out`."""
+    import torch.distributed as dist
+
+    from andon.run.atomic import write_json
+
     config = Config.model_validate(payload["config"])
-    result = replay(config, Path(payload["path"]), payload["first"], payload["last"])
+    report = replay(config, Path(payload["path"]), payload["first"], payload["last"])
     if dist.get_rank() == 0:
-        write_json(Path(payload["out"]) / RESULT, asdict(result))
+        write_json(Path(payload["out"]) / RESULT, {"lines": report.lines, "result": report.result.value})
     return 0
 
 
 def _require_same(session: Session, checkpoint: Checkpoint | None) -> None:
+    from andon.training.resume import identity_at_start, identity_of, run_identity
+
     was = identity_of(checkpoint) if checkpoint is not None else identity_at_start(session)
     changed = differences(was, run_identity(session)) if was is not None else []
     # Another kind of device is another machine: its bits are not comparable, which the fingerprint says.
@@ -129,58 +160,60 @@ def _require_same(session: Session, checkpoint: Checkpoint | None) -> None:
         )
 
 
-def _compared(session: Session, found: Recorded, source: str, after: int, last: int) -> Replayed:
-    place = f"{session.run.backend.world_size} {session.run.backend.name} workers"
-    ours = fingerprint(session.environment)
+def _first_difference(
+    session: Session, found: Recorded, after: int, last: int
+) -> tuple[int | None, Sequence[Difference]]:
+    """The first step that differs (0: the restored state; None: no step), and its fields."""
+    from andon.training.history import step_record
+    from andon_contracts.digest import hex64
 
-    def came_to(compared: int, step: int | None, odd: Sequence[Difference] = ()) -> Replayed:
-        fields = {each.name: (shown(each.then), shown(each.now)) for each in odd} or None
-        machine = other_machine(found.fingerprints.get(step or last, {}), ours)
-        return Replayed(source, after, compared, step, fields, machine, place)
-
-    start = _state_apart(session, found, after)
-    if start:
-        return came_to(0, 0, start)
-    run = session.run
+    run, start = session.run, found.start
+    if after:
+        then = found.trajectory[after].digests.weights if after in found.trajectory else None
+    else:
+        then = start.digests.get("weights") if start is not None else None
+    odd = apart("weights", then, hex64(run.primary.weights_digest()))
+    if odd:
+        return 0, odd
     for step in range(after + 1, last + 1):
         batch = run.plan.batch(step)
         result = run.step(batch, run.schedule.rate(step), step)
         now = step_record(batch, result, run.backend.world_size, run.backend.name)
-        then = found.trajectory.get(step)
-        odd = differing(then, now) if then is not None else ()
-        if odd:
-            return came_to(step - after - 1, step, odd)
-    return came_to(last - after, None)
+        if step in found.trajectory and (odd := differing(found.trajectory[step], now)):
+            return step, odd
+    return None, ()
 
 
-def _state_apart(session: Session, found: Recorded, after: int) -> tuple[Difference, ...]:
-    if after:
-        record = found.trajectory.get(after)
-        then = record.digests.weights if record is not None else None
-    else:
-        then = found.start.digests.get("weights") if found.start is not None else None
-    return apart("weights", then, hex64(session.run.primary.weights_digest()))
+def _report(
+    session: Session,
+    found: Recorded,
+    source: str,
+    steps: tuple[int, int, int],
+    step: int | None,
+    odd: Sequence[Difference],
+) -> Differences:
+    from andon.run.provenance import differences as other_machine
+    from andon.run.provenance import fingerprint
 
-
-def report_of(result: Replayed, first: int, last: int) -> Differences:
-    """The outcome for a reader: exit 0 the same, 1 different, 2 not comparable."""
-    report = Differences()
-    report.add("from", f"{result.source}, after step {result.after}, on {result.place}")
-    for difference in result.machine:
+    first, after, last = steps
+    backend, report = session.run.backend, Differences()
+    machine = other_machine(found.fingerprint(step or last) or {}, fingerprint(session.environment))
+    report.add("from", f"{source}, on {backend.world_size} {backend.name} workers")
+    for difference in machine:
         report.add("machine", f"{difference} (the run's, this one's)")
-    if result.apart is None:
+    if step is None:
         report.add("result", f"steps {first} to {last}: every digest, loss and norm is the ledger's, to the bit")
         return report
-    fields = dict(result.fields or {})
-    if result.apart == 0:
+    if step == 0:
         report.add("result", "the restored weights are not those of the ledger; nothing was done again")
-    elif result.compared:
-        report.add("steps", f"{result.after + 1} to {result.apart - 1} are the ledger's, to the bit")
-    for place, (name, (then, now)) in enumerate(fields.items()):
-        step = f"step {result.apart}: " if result.apart else ""
-        report.add("differs", f"{step}{name}{' first' if place == 0 else ''}: ledger {then}, now {now}")
+    elif step > after + 1:
+        report.add("steps", f"{after + 1} to {step - 1} are the ledger's, to the bit")
+    for place, each in enumerate(odd):
+        at = f"step {step}: " if step else ""
+        name = f"{each.name}{' first' if place == 0 else ''}"
+        report.add("differs", f"{at}{name}: ledger {shown(each.then)}, now {shown(each.now)}")
     report.result = Comparison.DIFFERENT
-    if result.machine:
+    if machine:
         report.add("result", "not comparable: other versions or hardware, where other bits are no fault")
         report.result = Comparison.INCOMPARABLE
     return report

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from andon.console.problems import InputError, Problem
-from andon.inspection.recorded import Recorded
+from andon.inspection.recorded import Recorded, Stretch
 from andon.run.folder import RunFolder
 from andon.run.provenance import read_provenance
 from andon.training.existing import config_of
@@ -16,7 +16,6 @@ from andon_contracts.record import (
     Broken,
     End,
     Evaluation,
-    Plan,
     RankPart,
     Record,
     Resume,
@@ -33,14 +32,14 @@ _VERSIONS = ("torch", "transformers", "peft", "cpu", "devices")
 
 @dataclass(frozen=True)
 class Texts:
-    """Training rows by id; `missing` says why there are none."""
+    """Training rows by id, or why they are not shown (`missing`)."""
 
     rows: Rows | None = None
     missing: str = ""
 
 
 def texts_of(folder: RunFolder | None) -> Texts:
-    """The rows that the run trained on; raises nothing for data that is gone or has changed, but says so."""
+    """The rows that the run trained on, unless the data is gone or has changed."""
     if folder is None or not folder.config.exists():
         return Texts(missing="a ledger alone names rows by id; their texts are not in it")
     try:
@@ -59,15 +58,8 @@ def texts_of(folder: RunFolder | None) -> Texts:
 def overview(found: Recorded) -> Iterator[str]:
     """The run in order of its ledger, runs of steps in one line each."""
     yield f"ledger {found.ledger}"
-    steps: list[Step] = []
     for record in found.records:
-        if isinstance(record, Step):
-            steps.append(record)
-            continue
-        yield from _stretch(steps)
-        steps = []
-        yield from event(record, found)
-    yield from _stretch(steps)
+        yield from _stretch(record) if isinstance(record, Stretch) else event(record, found)
     if not any(isinstance(record, End) for record in found.records[-1:]):
         yield "unfinished  the ledger has no end of this run: it goes on still, or was cut off"
     count, digest = found.head
@@ -76,25 +68,34 @@ def overview(found: Recorded) -> Iterator[str]:
         yield f"torn        {found.torn} bytes of an unfinished line; a resume cuts them off and records it"
 
 
-def _stretch(steps: Sequence[Step]) -> Iterator[str]:
-    if not steps:
-        return
-    first, last = steps[0], steps[-1]
+def _stretch(steps: Stretch) -> Iterator[str]:
+    first, last = steps.first, steps.last
     if first is last:
         yield f"step        {first.step}: loss {_real(first.loss)}, weights {first.digests.weights}"
         return
-    yield (
-        f"steps       {first.step} to {last.step}: loss {_real(first.loss)} to {_real(last.loss)}, "
-        f"weights {last.digests.weights}"
-    )
+    losses = f"loss {_real(first.loss)} to {_real(last.loss)}"
+    yield f"steps       {first.step} to {last.step}: {losses}, weights {last.digests.weights}"
 
 
 def event(record: Record, found: Recorded) -> Iterator[str]:
-    """Lines on a record that is no step, each beginning with its kind and a space."""
+    """Lines on a record that is not a step. Each begins with the kind and a space."""
     if isinstance(record, Start):
-        yield from _start(record)
+        by = f", written by a {record.writer}" if record.writer is not None else ""
+        yield f"start       {record.run} on {record.world} {record.backend} workers{by}{_named(record.digests, ', ')}"
+        plan = record.plan
+        if plan.steps is not None:
+            yield (
+                f"plan        {plan.rows} rows, {plan.steps} steps of {plan.batch_size} rows in {plan.micro_batches} "
+                f"micro-batches, epochs {plan.epochs}, seed {plan.seed}"
+            )
+        else:
+            yield f"plan        {_UNKNOWN if plan.rows is None else f'{plan.rows} rows an epoch'}"
+        known = [f"{name} {record.fingerprint[name]}" for name in _VERSIONS if record.fingerprint.get(name)]
+        yield f"machine     {', '.join(known)}"
     elif isinstance(record, Resume):
-        yield _resume(record)
+        source = f"from {record.name}" if record.name is not None else "from the start"
+        torn = f"; {record.torn} bytes of a torn line were cut off" if record.torn else ""
+        yield f"resume      after step {record.step} {source} on {record.world} {record.backend} workers{torn}"
     elif isinstance(record, Evaluation):
         scores = ", ".join(f"{name} {_real(value)}" for name, value in sorted(record.scores.items()))
         yield f"evaluation  after step {record.step}, {record.rows} rows: {scores}"
@@ -108,29 +109,6 @@ def event(record: Record, found: Recorded) -> Iterator[str]:
         yield _retraction(record)
     elif isinstance(record, End):
         yield f"end         {record.reason} after step {record.step}{_named(record.digests, ', ')}"
-
-
-def _start(record: Start) -> Iterator[str]:
-    by = f", written by a {record.writer}" if record.writer is not None else ""
-    yield f"start       {record.run} on {record.world} {record.backend} workers{by}{_named(record.digests, ', ')}"
-    yield f"plan        {_plan(record.plan)}"
-    known = [f"{name} {record.fingerprint[name]}" for name in _VERSIONS if record.fingerprint.get(name)]
-    yield f"machine     {', '.join(known)}"
-
-
-def _plan(plan: Plan) -> str:
-    if plan.steps is None:
-        return _UNKNOWN if plan.rows is None else f"{plan.rows} rows an epoch"
-    return (
-        f"{plan.rows} rows, {plan.steps} steps of {plan.batch_size} rows in {plan.micro_batches} "
-        f"micro-batches, epochs {plan.epochs}, seed {plan.seed}"
-    )
-
-
-def _resume(record: Resume) -> str:
-    source = f"from {record.name}" if record.name is not None else "from the start"
-    torn = f"; {record.torn} bytes of a torn line were cut off" if record.torn else ""
-    return f"resume      after step {record.step} {source} on {record.world} {record.backend} workers{torn}"
 
 
 def _broken(record: Broken) -> str:
@@ -151,17 +129,38 @@ def _retraction(record: Retraction) -> str:
 def one_step(found: Recorded, step: int, texts: Texts) -> Iterator[str]:
     """Rows, losses, digests and ranks of `step`, in its last record, and what else the ledger says of it.
 
-    Raises `InputError` for a step that is not there, saying which are.
+    Raises `InputError` for a step that the ledger does not have.
     """
-    yield from _missing_or_broken(found, step)
+    broken = [record for record in found.records if isinstance(record, Broken) and record.step == step]
+    times = found.trajectory.numbers.count(step)
+    if not times and not broken:
+        steps = list(found.trajectory)
+        known = f"it has steps {steps[0]} to {steps[-1]}" if steps else "it has no steps"
+        raise InputError([Problem("--step", f"{step} is not in {found.ledger}; {known}")])
+    yield from map(_broken, broken)
     record = found.trajectory.get(step)
     if record is None:
+        taken_back = [each for each in found.records if isinstance(each, Retraction) and each.step < step <= each.last]
+        if taken_back:
+            yield _retraction(taken_back[-1])
+        else:
+            yield f"step {step} was not applied, so there is no record of it"
         return
-    times = sum(isinstance(each, Step) and each.step == step for each in found.records)
-    yield f"step {step}{_place(record)}"
+    which = "" if record.optimizer_index is None else f" of optimizer {record.optimizer_index}"
+    done = ", skipped by the loss scaler" if record.skipped else ""
+    rows = ""
+    if record.epoch is not None and record.position is not None:
+        last = record.position + len(record.ids) - 1
+        rows = f": epoch {record.epoch}, rows {record.position} to {last} of it"
+    yield f"step {step}{which}{done}{rows}"
     if times > 1:
         yield f"  done {times} times, after resumes; this is the last"
-    yield f"  loss        {_exact(record.loss)}{_counted(record)}"
+    mean = ""
+    if record.loss is not None and record.count is not None:
+        terms = "" if record.terms is None else f"{record.terms} terms of "
+        mean = f", mean over {terms}{record.count} rows"
+    right = "" if record.correct is None else f", {record.correct} right"
+    yield f"  loss        {_exact(record.loss)}{mean}{right}"
     point = "as the optimizer got it" if record.gradient_at == "optimizer" else "before clipping"
     yield f"  grad_norm   {_exact(record.grad_norm)} {point}"
     yield f"  lr          {_exact(record.lr)}"
@@ -172,43 +171,9 @@ def one_step(found: Recorded, step: int, texts: Texts) -> Iterator[str]:
     yield f"  world       {record.world} {record.backend} workers"
     if texts.missing:
         yield f"  note        {texts.missing}"
-    planned = found.start is None or found.start.plan.micro_batches is not None  # a watch is told of none
+    planned = found.start is None or found.start.plan.micro_batches is not None  # a watch does not know micro-batches
     for part in record.ranks:
         yield from _rank(part, record, texts, planned)
-
-
-def _place(record: Step) -> str:
-    which = "" if record.optimizer_index is None else f" of optimizer {record.optimizer_index}"
-    done = ", skipped by the loss scaler" if record.skipped else ""
-    if record.epoch is None or record.position is None:
-        return f"{which}{done}"
-    return (
-        f"{which}{done}: epoch {record.epoch}, rows {record.position} to {record.position + len(record.ids) - 1} of it"
-    )
-
-
-def _counted(record: Step) -> str:
-    over = f"{record.count} rows" if record.terms is None else f"{record.terms} terms of {record.count} rows"
-    mean = f", mean over {over}" if record.loss is not None and record.count is not None else ""
-    return mean if record.correct is None else f"{mean}, {record.correct} right"
-
-
-def _missing_or_broken(found: Recorded, step: int) -> Iterator[str]:
-    broken = [record for record in found.records if isinstance(record, Broken) and record.step == step]
-    recorded = {record.step for record in found.records if isinstance(record, Step)}
-    if step not in recorded and not broken:
-        steps = list(found.trajectory)
-        known = f"it has steps {steps[0]} to {steps[-1]}" if steps else "it has no steps"
-        raise InputError([Problem("--step", f"{step} is not in {found.ledger}; {known}")])
-    for record in broken:
-        yield _broken(record)
-    if step in found.trajectory:
-        return
-    taken_back = [each for each in found.records if isinstance(each, Retraction) and each.step < step <= each.last]
-    if taken_back:
-        yield _retraction(taken_back[-1])
-    else:
-        yield f"step {step} was not applied, so there is no record of it"
 
 
 def _rank(part: RankPart, record: Step, texts: Texts, planned: bool) -> Iterator[str]:

@@ -13,13 +13,15 @@ import json
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from andon.console.problems import InputError, Problem
 from andon.run.atomic import storage, write_whole
 from andon_contracts.fields import Hex16, read_field
 from andon_contracts.untrusted import MOST_JSON, read_regular
+
+if TYPE_CHECKING:
+    import torch
 
 MOST_BYTES = MOST_JSON
 """Bytes of the largest file that is read."""

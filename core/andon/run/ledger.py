@@ -8,9 +8,9 @@ from pathlib import Path
 
 from andon.console.problems import InputError, Problem
 from andon.run.atomic import storage
-from andon_contracts.record import GENESIS, LedgerError, LedgerFile, Record, chain, read_lines
+from andon_contracts.record import LedgerError, LedgerFile, Record, chain, read_lines
 
-__all__ = ["LedgerError", "LedgerWriter", "digested_ledger", "head_at", "read_ledger"]
+__all__ = ["LedgerError", "LedgerWriter", "digested_ledger", "read_ledger"]
 
 
 class LedgerWriter(LedgerFile):
@@ -61,16 +61,3 @@ def digested_ledger(path: Path) -> Iterator[tuple[Record, str]]:
     """As `read_ledger`, each record with the digest of its line: what a checkpoint quotes of the line before it."""
     for record, raw in read_lines(path):
         yield record, chain(raw)
-
-
-def head_at(path: Path, count: int, *, follow: bool = False) -> str | None:
-    """The digest of line `count` (from 1; 0: the digest before the first), or None where the ledger is shorter.
-
-    A checkpoint quotes the head that the ledger had: another digest here means that the two do not belong together.
-    """
-    if count == 0:
-        return GENESIS
-    for number, (_, raw) in enumerate(read_lines(path, follow=follow), start=1):
-        if number == count:
-            return chain(raw)
-    return None

@@ -94,6 +94,8 @@ class History:
     @cached_property
     def retracted(self) -> frozenset[int]:
         """The lines of updates that a later line takes back: all before it with a number above the one it names."""
+        if not self.of_kind("retraction"):
+            return frozenset()
         found: set[int] = set()
         standing: list[tuple[int, int]] = []  # a heap, the highest number first
         for event in self.events:
@@ -149,11 +151,13 @@ def read_lines(lines: Iterable[bytes], name: str, max_lines: int = MAX_LINES) ->
     """The history of `lines`, each with its newline (one without is torn when last, reported in any case)."""
     events: list[Event] = []
     unread: list[Unread] = []
+    before = ""
     for number, raw in enumerate(lines, start=1):
         if number > max_lines:
             unread.append(Unread(number, f"more than {max_lines} lines; the rest was not read", "", ""))
             break
-        read = _read(raw, number)
+        read = _read(raw, number, before)
+        before = read.digest
         if isinstance(read, Unread):
             unread.append(read)
         else:
@@ -180,14 +184,14 @@ def _bounded(pieces: Iterator[bytes]) -> Iterator[bytes]:
             return
 
 
-def _read(raw: bytes, number: int) -> Event | Unread:
+def _read(raw: bytes, number: int, before: str) -> Event | Unread:
     text = raw.removesuffix(b"\n")
     digest = chain_digest(text)
     excerpt = text[:_EXCERPT].decode("utf-8", "backslashreplace")
     if text == raw:
         return Unread(number, "no newline: cut short in writing, or longer than is read", excerpt, digest, torn=True)
     try:
-        return parse_line(text.decode("utf-8"), number, digest)
+        return parse_line(text.decode("utf-8"), number, digest, before)
     except UnicodeDecodeError as error:
         return Unread(number, f"not UTF-8: {error.reason} at byte {error.start}", excerpt, digest)
     except LineError as error:

@@ -6,37 +6,42 @@ import json
 import math
 import reprlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
-from andon_falsify.history.events import Event, Number, Plan, RankStep, RowId, StartEvent, StepEvent, whole
+from andon_falsify.history.events import Event, Number, Plan, RankStep, RowId, StartEvent, StepEvent, pack, whole
 
 VERSION = 4
 """The only version of a line. Fields that a line leaves out are None."""
 KINDS = frozenset({"start", "step", "eval", "checkpoint", "resume", "violation", "retraction", "end"})
+
+_NO_FIELDS: Mapping[str, object] = {}
+_Kind = TypeVar("_Kind")
+_quote = reprlib.repr  # of bounded length: a line may be megabytes long
 
 
 class LineError(ValueError):
     """Why a line is not an event of the schema."""
 
 
-def parse_line(text: str, line: int, digest: str) -> Event:
-    """The event that `text` (a line without its newline) states.
+def parse_line(text: str, line: int, digest: str, before: str = "") -> Event:
+    """The event that `text` (a line without its newline) states. digest, before: of this line and the previous one.
 
     Raises `LineError` for text that is no JSON object, another version, an unknown kind, or a field of a wrong type.
     """
     fields = _object(text)
     if whole(fields.get("v")) != VERSION:
-        msg = f"version {_quote(fields.get('v'))} is not {VERSION}"
-        raise LineError(msg)
+        raise LineError(f"version {_quote(fields.get('v'))} is not {VERSION}")
     kind = fields.get("kind")
     if not isinstance(kind, str) or kind not in KINDS:
-        msg = f"kind {_quote(kind)} is none of {', '.join(sorted(KINDS))}"
-        raise LineError(msg)
+        raise LineError(f"kind {_quote(kind)} is none of {', '.join(sorted(KINDS))}")
     seq, prev = whole(fields.get("seq")), _text(fields, "prev")
+    prev = before if prev == before else prev  # one object for both: a history has hundreds of thousands
     if kind == "step":
-        return _step(fields, Event(line, kind, seq, prev, digest, fields))
+        return _step(fields, line, seq, prev, digest)
     if kind == "retraction":
-        _retraction(fields)
+        kept, last = whole(fields.get("step")), whole(fields.get("last"))
+        if kept is None or last is None or not 0 <= kept < last:
+            raise LineError(f"a retraction from {_quote(kept)} to {_quote(last)}")
     if kind == "start":
         plan = _plan(_mapping(fields, "plan"))
         initial = _text(_mapping(fields, "initial") or _mapping(fields, "digests"), "weights")
@@ -48,11 +53,9 @@ def _object(text: str) -> Mapping[str, object]:
     try:
         value = json.loads(text, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
-        msg = f"not JSON: {error}"
-        raise LineError(msg) from error
+        raise LineError(f"not JSON: {error}") from error
     if not isinstance(value, dict):
-        msg = f"a {type(value).__name__} where an object belongs"
-        raise LineError(msg)
+        raise LineError(f"a {type(value).__name__} where an object belongs")
     return value
 
 
@@ -62,74 +65,44 @@ def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in found if names.count(name) > 1)
-        msg = f"{_quote(twice)} stands twice in one object"
-        raise ValueError(msg)
+        raise ValueError(f"{_quote(twice)} stands twice in one object")
     return found
 
 
-def _step(fields: Mapping[str, object], base: Event) -> StepEvent:
+def _step(fields: Mapping[str, object], line: int, seq: int | None, prev: str | None, digest: str) -> StepEvent:
     number = whole(fields.get("step"))
     if number is None or number < 1:
-        msg = f"a step line whose step is {_quote(fields.get('step'))}, not a number from 1"
-        raise LineError(msg)
-    return StepEvent(
-        base.line,
-        base.kind,
-        base.seq,
-        base.prev,
-        base.digest,
-        fields,
-        number=number,
-        epoch=_int(fields, "epoch"),
-        position=_int(fields, "position"),
-        ids=_ids(fields, "ids"),
-        count=_int(fields, "count"),
-        correct=_int(fields, "correct"),
-        terms=_int(fields, "terms"),
-        lr=_number(fields, "lr"),
-        loss=_number(fields, "loss"),
-        grad_norm=_number(fields, "grad_norm"),
-        weights_norm=_number(fields, "weights_norm"),
-        gradient_at=_text(fields, "gradient_at"),
-        skipped=fields.get("skipped") is True,
-        draws=_text(fields, "draws"),
-        world=_int(fields, "world"),
-        backend=_text(fields, "backend"),
-        digests=_digests(fields),
-        ranks=tuple(_rank(entry) for entry in _list(fields, "ranks")),
-    )
-
-
-def _retraction(fields: Mapping[str, object]) -> None:
-    kept, last = whole(fields.get("step")), whole(fields.get("last"))
-    if kept is None or last is None or not 0 <= kept < last:
-        msg = f"a retraction from {_quote(kept)} to {_quote(last)}"
-        raise LineError(msg)
+        raise LineError(f"a step line whose step is {_quote(fields.get('step'))}, not a number from 1")
+    epoch = _int(fields, "epoch")
+    # The first wrong field in this order is named.
+    held: dict[str, object] = {"position": _int(fields, "position"), "ids": _ids(fields, "ids")}
+    held |= {name: _int(fields, name) for name in ("count", "correct", "terms")}
+    held |= {name: _number(fields, name) for name in ("lr", "loss", "grad_norm", "weights_norm")}
+    held |= {"gradient_at": _text(fields, "gradient_at"), "skipped": fields.get("skipped") is True}
+    held |= {"draws": _text(fields, "draws"), "world": _int(fields, "world"), "backend": _text(fields, "backend")}
+    digests = _mapping(fields, "digests")
+    held["digests"] = {name: text for name in digests if (text := _text(digests, name)) is not None}
+    packed = pack(held, tuple(map(_rank, _list(fields, "ranks"))))
+    return StepEvent(line, "step", seq, prev, digest, _NO_FIELDS, number=number, epoch=epoch, packed=packed)
 
 
 def _rank(entry: object) -> RankStep:
     if not isinstance(entry, dict):
-        msg = f"ranks holds {_quote(entry)}, not an object"
-        raise LineError(msg)
+        raise LineError(f"ranks holds {_quote(entry)}, not an object")
     rank = whole(entry.get("rank"))
     if rank is None:
-        msg = f"an entry of ranks has rank {_quote(entry.get('rank'))}"
-        raise LineError(msg)
-    leaves = tuple(_leaf(leaf) for leaf in _list(entry, "leaves"))
+        raise LineError(f"an entry of ranks has rank {_quote(entry.get('rank'))}")
+    leaves = _list(entry, "leaves")
+    if None in map(whole, leaves):
+        raise LineError(f"leaves holds {_quote(next(leaf for leaf in leaves if whole(leaf) is None))}")
     weights, optimizer, gradient = (_text(entry, name) for name in ("weights", "optimizer", "gradient"))
-    return RankStep(rank, leaves, _ids(entry, "ids"), weights, optimizer, gradient)
+    return RankStep(rank, tuple(leaves), _ids(entry, "ids"), weights, optimizer, gradient)
 
 
 def _plan(fields: Mapping[str, object]) -> Plan:
-    return Plan(
-        rows=_int(fields, "rows"),
-        ids=_ids(fields, "ids") if fields.get("ids") is not None else None,
-        batch_size=_int(fields, "batch_size"),
-        micro_batches=_int(fields, "micro_batches"),
-        seed=_int(fields, "seed"),
-        epochs=_int(fields, "epochs"),
-        steps=_int(fields, "steps"),
-    )
+    names = ("rows", "batch_size", "micro_batches", "seed", "epochs", "steps")
+    ids = _ids(fields, "ids") if fields.get("ids") is not None else None
+    return Plan(ids=ids, **{name: _int(fields, name) for name in names})
 
 
 def _number(fields: Mapping[str, object], name: str) -> Number | None:
@@ -141,12 +114,10 @@ def _number(fields: Mapping[str, object], name: str) -> Number | None:
     if bare is not None:
         return Number(bare if math.isfinite(bare) else None, bare.hex())
     if not isinstance(value, dict):
-        msg = f"{name} is {_quote(value)}, not a number"
-        raise LineError(msg)
+        raise LineError(f"{name} is {_quote(value)}, not a number")
     inner, exact = _float(value.get("value")), value.get("hex")
     if not isinstance(exact, str) or (inner is None and value.get("value") is not None):
-        msg = f"{name} is {_quote(value)}, not value and hex"
-        raise LineError(msg)
+        raise LineError(f"{name} is {_quote(value)}, not value and hex")
     return Number(inner if inner is not None and math.isfinite(inner) else None, exact)
 
 
@@ -164,36 +135,17 @@ def _ids(fields: Mapping[str, object], name: str) -> tuple[RowId, ...]:
     # Most of what a ledger holds: of integers alone the least and the greatest say whether all are row ids.
     if {*map(type, entries)} == {int} and None not in (whole(min(entries)), whole(max(entries))):
         return tuple(entries)
-    return tuple(_row(entry, name) for entry in entries)
-
-
-def _row(entry: object, name: str) -> RowId:
-    row = entry if isinstance(entry, str) else whole(entry)
-    if row is None:
-        msg = f"{name} holds {_quote(entry)}, not a row id"
-        raise LineError(msg)
-    return row
-
-
-def _leaf(entry: object) -> int:
-    leaf = whole(entry)
-    if leaf is None:
-        msg = f"leaves holds {_quote(entry)}"
-        raise LineError(msg)
-    return leaf
-
-
-def _digests(fields: Mapping[str, object]) -> Mapping[str, str]:
-    held = _mapping(fields, "digests")
-    return {name: value for name in held if (value := _text(held, name)) is not None}
+    for entry in entries:
+        if not isinstance(entry, str) and whole(entry) is None:
+            raise LineError(f"{name} holds {_quote(entry)}, not a row id")
+    return tuple(entries)
 
 
 def _int(fields: Mapping[str, object], name: str) -> int | None:
     value = fields.get(name)
     number = whole(value)
     if number is None and value is not None:
-        msg = f"{name} is {_quote(value)}, not an integer"
-        raise LineError(msg)
+        raise LineError(f"{name} is {_quote(value)}, not an integer")
     return number
 
 
@@ -201,30 +153,19 @@ def _text(fields: Mapping[str, object], name: str) -> str | None:
     value = fields.get(name)
     if value is None or isinstance(value, str):
         return value or None
-    msg = f"{name} is {_quote(value)}, not text"
-    raise LineError(msg)
+    raise LineError(f"{name} is {_quote(value)}, not text")
 
 
 def _list(fields: Mapping[str, object], name: str) -> list[Any]:
-    value = fields.get(name)
-    if value is None:
-        return []
-    if isinstance(value, list):
-        return value
-    msg = f"{name} is {_quote(value)}, not a list"
-    raise LineError(msg)
+    return _held(fields, name, list, "a list")
 
 
 def _mapping(fields: Mapping[str, object], name: str) -> Mapping[str, object]:
+    return _held(fields, name, dict, "an object")
+
+
+def _held(fields: Mapping[str, object], name: str, kind: type[_Kind], what: str) -> _Kind:
     value = fields.get(name)
-    if value is None:
-        return {}
-    if isinstance(value, dict):
-        return value
-    msg = f"{name} is {_quote(value)}, not an object"
-    raise LineError(msg)
-
-
-def _quote(value: object) -> str:
-    """A repr of bounded length: a line may be megabytes long."""
-    return reprlib.repr(value)
+    if value is None or isinstance(value, kind):
+        return kind() if value is None else value
+    raise LineError(f"{name} is {_quote(value)}, not {what}")

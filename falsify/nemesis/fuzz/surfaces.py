@@ -26,7 +26,7 @@ from andon.model.adapter import read_labels
 from andon.model.build import ModelSpec, build_base
 from andon.run.checkpoint import load_checkpoint, newest_valid, save_checkpoint
 from andon.run.folder import RunFolder
-from andon.run.ledger import LedgerError, head_at, read_ledger
+from andon.run.ledger import LedgerError, digested_ledger
 from andon.run.provenance import read_provenance
 from andon.run.sealed import MANIFEST, STATE, TENSORS, CheckpointError
 from andon.run.summary import read_summary
@@ -134,13 +134,14 @@ def ledger(draw: random.Random, folder: Path) -> str:
     path = folder / "ledger.jsonl"
     path.write_bytes(damaged(draw, b"".join(lines)))
     try:
-        count = sum(1 for _ in read_ledger(path))
+        heads = [digest for _, digest in digested_ledger(path)]
     except LedgerError as error:
         return "" if str(path) in str(error) else "the message does not name the file"
+    count = len(heads)
     kept = [line + b"\n" for line in path.read_bytes().split(b"\n")[:count]]
     if kept == lines[:count]:
         return ""
-    same_head = count == len(lines) and head_at(path, count) == chain(lines[-1].removesuffix(b"\n"))
+    same_head = count == len(lines) and heads[-1] == chain(lines[-1].removesuffix(b"\n"))
     return "a changed ledger was accepted with the head of the original" if same_head else ""
 
 

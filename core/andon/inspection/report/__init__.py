@@ -13,7 +13,7 @@ from markupsafe import Markup
 
 from andon.console.html import escaping, source
 from andon.inspection.report.curves import HEIGHT, WIDTH
-from andon.inspection.report.page import Page
+from andon.inspection.report.page import Page, data_of
 from andon.run.atomic import write_whole
 
 _MOST_CHARACTERS = 2000
@@ -29,7 +29,7 @@ def render(page: Page) -> str:
     style = _part("style.css")
     policy = f"default-src 'none'; style-src {source(style)}; base-uri 'none'; form-action 'none'"
     template = escaping(_part("page.html.j2"), _MOST_CHARACTERS)
-    return template.render(page=page, style=Markup(style), policy=policy, width=WIDTH, height=HEIGHT)
+    return template.render(**data_of(page), style=Markup(style), policy=policy, width=WIDTH, height=HEIGHT)
 
 
 def _part(name: str) -> str:

@@ -1,7 +1,7 @@
 """Numbers by step as a picture and as a table. A long series is thinned so that no spike is hidden.
 
-Records in a row share a bucket, of which the lowest and the highest number are drawn, each at its own step; what is
-not finite is a gap, and counted.
+Successive records share a bucket. Its lowest and highest number are drawn, each at its own step; numbers that are not
+finite are a gap, and counted.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ Point = tuple[int, float]
 
 @dataclass(frozen=True)
 class Series:
-    """Numbers by rising step. name: what they are of. run: 0 or 1, whose. dots: measured now and then, and what counts
-    the kinds of rows from 1; 0: a line."""
+    """Numbers by rising step. run: 0 or 1. dots: 0 for a line, else the kind of rows that was scored, from 1."""
 
     name: str
     points: Sequence[Point]
@@ -34,7 +33,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Bucket:
-    """`count` records from step `first` to `last`: the lowest and the highest that are finite, `lost` are not."""
+    """`count` records from step `first` to `last`: the lowest and highest finite number; `lost` are not finite."""
 
     first: int
     last: int
@@ -50,40 +49,38 @@ class Bucket:
 
 
 def bucketed(points: Sequence[Point], most: int = MOST_BUCKETS) -> list[Bucket]:
-    """`points` in order in at most `most` buckets of one size, the last one aside."""
+    """`points` in order in at most `most` buckets of one size, except for the last."""
     size = max(1, math.ceil(len(points) / most))
-    return [_bucket(points[at : at + size]) for at in range(0, len(points), size)]
-
-
-def _bucket(points: Sequence[Point]) -> Bucket:
-    finite = [point for point in points if math.isfinite(point[1])]
-    low = min(finite, key=lambda point: point[1], default=None)
-    high = max(finite, key=lambda point: point[1], default=None)
-    return Bucket(points[0][0], points[-1][0], len(points), low, high, len(points) - len(finite))
+    buckets = []
+    for at in range(0, len(points), size):
+        part = points[at : at + size]
+        finite = [point for point in part if math.isfinite(point[1])]
+        low = min(finite, key=lambda point: point[1], default=None)
+        high = max(finite, key=lambda point: point[1], default=None)
+        buckets.append(Bucket(part[0][0], part[-1][0], len(part), low, high, len(part) - len(finite)))
+    return buckets
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """A series in the picture. lines: the points of each unbroken piece, as SVG writes them. dots: places."""
+    """A series in the picture: SVG points of each unbroken piece, places of dots, and of what is not finite (`lost`).
+
+    thinned: a bucket holds more than one number.
+    """
 
     series: Series
     buckets: Sequence[Bucket]
     lines: Sequence[str]
     dots: Sequence[tuple[str, str]]
     lost: Sequence[str]
-    """The places across of what is not finite."""
-
-    @property
-    def thinned(self) -> bool:
-        """Whether a bucket holds more than one number."""
-        return any(bucket.count > 1 for bucket in self.buckets)
+    thinned: bool
 
 
 @dataclass(frozen=True)
 class Picture:
     """Series in a picture of `WIDTH` x `HEIGHT`. ticks, steps: place and label at the left and below.
 
-    mark: where across runs part, where that is to be shown. words: the picture for those who do not see it.
+    mark: where across the runs part. words: the picture for readers who do not see it.
     """
 
     title: str
@@ -136,21 +133,20 @@ class Scale:
 
 
 def _drawn(series: Series, buckets: Sequence[Bucket], across: Scale, height: Scale) -> Drawn:
-    pieces: list[list[Point]] = [[]]
+    pieces: list[list[tuple[str, str]]] = [[]]
     for bucket in buckets:
-        pieces[-1] += bucket.drawn
+        pieces[-1] += [(across(step), height(value)) for step, value in bucket.drawn]
         if bucket.lost:
             pieces.append([])
-    shown = [[(across(step), height(value)) for step, value in piece] for piece in pieces]
-    alone = [piece[0] for piece in shown if len(piece) == 1]
-    every = [place for piece in shown for place in piece]
+    every = [place for piece in pieces for place in piece]
     few = series.dots > 0 and len(every) <= _MOST_DOTS
     return Drawn(
         series=series,
         buckets=buckets,
-        lines=[" ".join(f"{x},{y}" for x, y in piece) for piece in shown if len(piece) > 1],
-        dots=every if few else alone,
+        lines=[" ".join(f"{x},{y}" for x, y in piece) for piece in pieces if len(piece) > 1],
+        dots=every if few else [piece[0] for piece in pieces if len(piece) == 1],
         lost=[across(bucket.first) for bucket in buckets if bucket.lost],
+        thinned=any(bucket.count > 1 for bucket in buckets),
     )
 
 

@@ -1,9 +1,9 @@
-"""What the files of one run tell: its ledger, and what lies beside that in a run folder. What is not there is empty."""
+"""One run as the report shows it: its ledger, and the other files of its folder. A missing file is empty here."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 
 from andon.console.problems import InputError, Problem
 from andon.inspection.difference import Side
-from andon.inspection.recorded import Recorded
+from andon.inspection.recorded import Recorded, Steps, Stretch
 from andon.inspection.report.curves import Point
 from andon.inspection.show import event
 from andon.launch.report import Report, path_of
@@ -19,7 +19,7 @@ from andon.metrics.confusion import Confusion, read_confusion
 from andon.run.atomic import storage
 from andon.run.folder import RunFolder, metrics_lines
 from andon.run.summary import Summary, read_summary
-from andon_contracts.record import Broken, End, Evaluation, Resume, Retraction, Saved, Start, Step
+from andon_contracts.record import Broken, End, Evaluation, Resume, Retraction, Saved, Start
 from andon_contracts.untrusted import read_json
 
 _MOST_RANKS = 64
@@ -28,24 +28,20 @@ _STORY = (Start, Resume, Broken, Retraction, End)
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Scores of rows: of `what` (validation, held-out), after how many updates, the exact values by name."""
+    """Scores after some update. what: of which rows (validation, held-out)."""
 
     what: str
     record: Evaluation
-
-    @property
-    def scores(self) -> dict[str, float]:
-        """The values by name."""
-        return {name: real.value for name, real in self.record.scores.items()}
+    scores: Mapping[str, float]
 
 
 @dataclass(frozen=True)
-class Told:
-    """One run. summary: None where there is none, or it is of an earlier part of the run, which `stale` says.
+class RunView:
+    """One run. summary: None if there is none, or if it is of an earlier part of the run (`stale`).
 
     environment: versions and machine by name. ends: how the processes of the last launch ended, by rank. seconds: from
-    one step's line to the next, by step. what: how the run called evaluations, as (step, rows, scores). unread: lines
-    of metrics that are none.
+    one step's line to the next, by step. what: the names of evaluations, by (step, rows, scores). unread: the count of
+    lines of metrics that cannot be read.
     """
 
     side: Side
@@ -60,12 +56,12 @@ class Told:
 
     @property
     def name(self) -> str:
-        """The run's own name, or that of the ledger."""
-        return self.recorded.start.run if self.recorded.start is not None else self.recorded.name
+        """The run's own name, or the path of the ledger."""
+        return self.recorded.start.run if self.recorded.start is not None else str(self.recorded.path)
 
     @property
-    def steps(self) -> Mapping[int, Step]:
-        """Those that count."""
+    def steps(self) -> Steps:
+        """The steps that count."""
         return self.recorded.trajectory
 
     @property
@@ -74,9 +70,19 @@ class Told:
         last = self.recorded.records[-1] if self.recorded.records else None
         return last.reason if isinstance(last, End) else "unfinished"
 
+    @property
+    def checkpoints(self) -> list[Saved]:
+        """Every checkpoint in the ledger."""
+        return [record for record in self.recorded.records if isinstance(record, Saved)]
+
+    @property
+    def violations(self) -> list[Broken]:
+        """Every violation in the ledger."""
+        return [record for record in self.recorded.records if isinstance(record, Broken)]
+
     @cached_property
     def evaluations(self) -> list[Evaluated]:
-        """Those that count, in order: of each step and rows the last, without those of updates that were taken back."""
+        """The last of each step and kind of rows, without those of updates that were taken back."""
         names = {key: list(each) for key, each in self.what.items()}
         kept: dict[tuple[int, str, int], Evaluated] = {}
         for record in self.recorded.records:
@@ -84,18 +90,15 @@ class Told:
                 kept = {key: each for key, each in kept.items() if key[0] <= record.step}
             elif isinstance(record, Evaluation):
                 scores = {name: real.value for name, real in record.scores.items()}
-                said = names.get(_key(record.step, record.rows, scores), [])
+                left = names.get(_key(record.step, record.rows, scores), [])
                 # The same rows may be scored again under another name; a step that is done again has its name again.
-                what = (said.pop(0) if len(said) > 1 else said[0]) if said else "evaluation"
-                kept[record.step, what, record.rows] = Evaluated(what, record)
+                what = (left.pop(0) if len(left) > 1 else left[0]) if left else "evaluation"
+                kept[record.step, what, record.rows] = Evaluated(what, record, scores)
         return list(kept.values())
 
     @cached_property
     def matrix(self) -> tuple[Evaluated, Confusion] | None:
-        """The last evaluation that counts and has a confusion matrix, with it; None for a ledger without its folder.
-
-        Raises `InputError` where the matrix cannot be read.
-        """
+        """The last evaluation that has a confusion matrix, and that. Raises `InputError` if it cannot be read."""
         folder = self.recorded.folder
         last = next((each for each in reversed(self.evaluations) if each.record.confusion is not None), None)
         if folder is None or last is None:
@@ -103,17 +106,13 @@ class Told:
         return last, read_confusion(folder.confusion, last.record.confusion)
 
     def curve(self, name: str) -> list[Point]:
-        """Numbers by step: loss, accuracy, grad_norm or lr of the ledger, or seconds; none where nobody told them."""
+        """Numbers by step: loss, accuracy, grad_norm or lr of the ledger, or seconds."""
         if name == "seconds":
             return sorted((step, value) for step, value in self.seconds.items() if step in self.steps)
-        if name == "accuracy":
-            each = ((step, r.correct, r.terms or r.count) for step, r in self.steps.items())
-            return [(step, right / terms) for step, right, terms in each if right is not None and terms]
-        reals = ((step, getattr(record, name)) for step, record in self.steps.items())
-        return [(step, real.value) for step, real in reals if real is not None]
+        return self.steps.curve(name)
 
     def scored(self, score: str) -> dict[str, list[Point]]:
-        """The score of this name by step, for each kind of rows that was scored."""
+        """The score of this name by step, for each kind of rows."""
         found: dict[str, list[Point]] = {}
         for each in self.evaluations:
             if score in each.scores:
@@ -122,13 +121,13 @@ class Told:
 
     @cached_property
     def story(self) -> list[tuple[str, str]]:
-        """What happened to the run beside its steps: where it began, broke, was taken back, went on and ended."""
-        lines = [("ledger", f"{self.recorded.ledger}, {len(self.recorded.records)} lines")]
+        """What happened to the run beside its steps: starts, violations, retractions, resumes and ends."""
+        lines = [("ledger", f"{self.recorded.ledger}, {self.recorded.head[0]} lines")]
         done, under_way = 0, False
         ours = self.recorded.start is None or self.recorded.start.writer is None
         for record in self.recorded.records:
-            if isinstance(record, Step):
-                done = record.step
+            if isinstance(record, Stretch):
+                done = record.last.step
             elif isinstance(record, _STORY):
                 if isinstance(record, Resume) and under_way and ours:
                     lines.append(("cut off", f"{_after(done)}, without a line of its end: killed, or failed"))
@@ -142,36 +141,40 @@ class Told:
             lines.append(("torn", f"{self.recorded.torn} bytes of an unfinished last line"))
         return [(kind, text.strip()) for kind, text in lines]
 
-    @property
-    def checkpoints(self) -> list[Saved]:
-        """Those that the ledger tells of."""
-        return [record for record in self.recorded.records if isinstance(record, Saved)]
-
-    @property
-    def violations(self) -> list[Broken]:
-        """Those that the ledger tells of."""
-        return [record for record in self.recorded.records if isinstance(record, Broken)]
-
 
 def _after(step: int) -> str:
     return f"after step {step}" if step else "before its first step"
 
 
-def read_told(side: Side) -> Told:
-    """All that is told of the run or ledger of `side`.
+def load_run_view(side: Side) -> RunView:
+    """The run or ledger of `side`.
 
-    Raises `InputError` for a configuration, which is no run, and where a file of the folder is damaged or refused.
+    Raises `InputError` for a configuration, and if a file of the folder is damaged or cannot be read.
     """
     if side.recorded is None:
         raise InputError([Problem(side.name, "is a configuration; a report is of a run folder or a ledger")])
-    folder = side.recorded.folder
+    folder, start = side.recorded.folder, side.recorded.start
     if folder is None:
-        start = side.recorded.start
-        return Told(side, side.recorded, environment=dict(start.fingerprint) if start is not None else {})
+        return RunView(side, side.recorded, environment=dict(start.fingerprint) if start is not None else {})
     summary = read_summary(folder.summary) if folder.summary.exists() else None
-    stale = summary is not None and summary.ledger.count != len(side.recorded.records)
-    seconds, what, unread = _metrics(folder)
-    return Told(
+    stale = summary is not None and summary.ledger.count != side.recorded.head[0]
+    seconds: dict[int, float] = {}
+    what: dict[tuple[Any, ...], list[str]] = {}
+    unread = 0
+    if folder.metrics.exists():
+        with storage(folder.metrics, "read"):
+            for raw in metrics_lines(folder.metrics):
+                try:
+                    line = json.loads(raw)
+                    if "what" in line:
+                        scores = {name: float(value) for name, value in line.items() if isinstance(value, float)}
+                        key = _key(int(line["step"]), int(line["rows"]), scores)
+                        what.setdefault(key, []).append(str(line["what"]))
+                    else:
+                        seconds[int(line["step"])] = float(line["seconds"])
+                except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+                    unread += 1
+    return RunView(
         side=side,
         recorded=side.recorded,
         summary=None if stale else summary,
@@ -184,30 +187,6 @@ def read_told(side: Side) -> Told:
     )
 
 
-def _metrics(folder: RunFolder) -> tuple[dict[int, float], dict[tuple[Any, ...], list[str]], int]:
-    seconds: dict[int, float] = {}
-    what: dict[tuple[Any, ...], list[str]] = {}
-    unread = 0
-    for raw in _lines(folder.metrics):
-        try:
-            line = json.loads(raw)
-            if "what" in line:
-                scores = {name: float(value) for name, value in line.items() if isinstance(value, float)}
-                what.setdefault(_key(int(line["step"]), int(line["rows"]), scores), []).append(str(line["what"]))
-            else:
-                seconds[int(line["step"])] = float(line["seconds"])
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-            unread += 1
-    return seconds, what, unread
-
-
-def _lines(path: Path) -> Iterator[bytes]:
-    if not path.exists():
-        return
-    with storage(path, "read"):
-        yield from metrics_lines(path)
-
-
 def _key(step: int, rows: int, scores: Mapping[str, float]) -> tuple[Any, ...]:
     # NaN is equal to nothing, itself included; its hex is.
     return step, rows, tuple(sorted((name, value.hex()) for name, value in scores.items()))
@@ -217,8 +196,8 @@ def _environment(folder: RunFolder) -> dict[str, str]:
     found = _object(folder.environment)
     packages = found.pop("packages", {})
     commit = _object(folder.provenance).get("commit")
-    told = {**({"commit": commit} if commit else {}), **found, **(packages if isinstance(packages, dict) else {})}
-    return {name: _plain(value) for name, value in told.items() if value not in (None, [], {})}
+    every = {**({"commit": commit} if commit else {}), **found, **(packages if isinstance(packages, dict) else {})}
+    return {name: _plain(value) for name, value in every.items() if value not in (None, [], {})}
 
 
 def _plain(value: object) -> str:
