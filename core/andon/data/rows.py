@@ -35,7 +35,7 @@ class Row(Generic[Label]):
 
 
 class Examples(Protocol):
-    """Rows of any task: each has an id, and a text by which a repeated one is known."""
+    """Rows of any task: each has an id, and the fingerprint of a text."""
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -68,12 +68,8 @@ class Examples(Protocol):
         """The rows with these ids, in the order of `ids`; they keep their ids. Raises KeyError for an id not here."""
         ...
 
-    def texts(self) -> tuple[str, ...]:
-        """What a model is asked of each row, in order: two rows with one text are asked the same."""
-        ...
-
     def fingerprints(self) -> tuple[int, ...]:
-        """A number for each of these texts, in order: the same for the same text, another for others."""
+        """A number for what a model is asked of each row, in order: two rows with one text have the same."""
         ...
 
     def about(self) -> str:
@@ -81,7 +77,7 @@ class Examples(Protocol):
         ...
 
     def told(self, id_: int) -> tuple[str, str] | None:
-        """What is to be learned of a row and what is asked, for a reader; None for an id not here."""
+        """What is to be learned of a row and what is asked, for a reader; None for an id whose text is not held."""
         ...
 
 

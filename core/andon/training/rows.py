@@ -21,7 +21,6 @@ from andon.data.origins import RowSelection
 from andon.data.readers import first_record, read, read_label_sets, read_targets, shown_names
 from andon.data.rows import DataSet, Examples, LabelSets, TextRows, frozen_split, shared_texts
 from andon.run.summary import HELD_OUT, LAST_VALIDATION
-from andon.training.surveys import Surveys
 from andon_contracts.legible import legible_line
 
 _MOST_GROUPS, _MOST_CLASSES, _MOST_SKIPPED = 10, 30, 3
@@ -259,9 +258,23 @@ READERS: Mapping[str, Reader] = {
 
 def _found(config: Config) -> tuple[str, str]:
     """The task that the first row of the data is of, and why; a class, and no reason, where it is unclear."""
-    first = first_record(Path(config.data.files[0].path)) if config.data.files else None
-    reasons = {} if first is None else {task: reader.found(config.data, first) for task, reader in READERS.items()}
-    return next(((task, why) for task, why in reasons.items() if why), (CLASSIFICATION, ""))
+    if not config.data.files:
+        return CLASSIFICATION, ""
+    path = Path(config.data.files[0].path)
+    return _found_in(path, config.data, path.stat().st_mtime_ns if path.exists() else 0)
+
+
+_LOOKED: dict[tuple[Path, str, int], tuple[str, str]] = {}
+
+
+def _found_in(path: Path, data: Data, written: int) -> tuple[str, str]:
+    """What `_found` says; a file that was written at the same time is not opened again."""
+    key = (path.absolute(), data.model_dump_json(), written)
+    if key not in _LOOKED:
+        first = first_record(path)
+        reasons = {} if first is None else {task: reader.found(data, first) for task, reader in READERS.items()}
+        _LOOKED[key] = next(((task, why) for task, why in reasons.items() if why), (CLASSIFICATION, ""))
+    return _LOOKED[key]
 
 
 def task_of_run(config: Config) -> str:
@@ -289,6 +302,11 @@ def told_of_task(config: Config) -> str:
     return f"task: {task}, as {why} in {config.data.files[0].path} (another: --task NAME)" if why else ""
 
 
+def is_tokenised_as_read(config: Config) -> bool:
+    """Whether the first process of each host reads the data, and makes its tokens in the same pass."""
+    return bool(config.data.files) and task_of_run(config) == SFT
+
+
 def cache_of(config: Config, own: Path | None) -> Path | None:
     """Where what is made of rows is kept: the folder that `config` names, else `own`; nowhere for embedded rows."""
     if not config.data.files:
@@ -296,10 +314,10 @@ def cache_of(config: Config, own: Path | None) -> Path | None:
     return own if config.data.cache is None else Path(config.data.cache)
 
 
-def read_rows(config: Config, surveys: Surveys | None = None) -> Rows:
+def read_rows(config: Config, conversations: Callable[[Sequence[Path], RowSelection], Examples] | None = None) -> Rows:
     """The rows that `config` names, split once and for all. Raises `InputError` with all that is wrong with them.
 
-    surveys: conversations are not held, but surveyed, and what is known of them is kept there; None: all rows are held.
+    conversations: reads files of conversations without holding them; None: all rows are held.
     """
     train: Examples
     evaluation: Examples | None
@@ -315,9 +333,9 @@ def read_rows(config: Config, surveys: Surveys | None = None) -> Rows:
 
         def rows_of(paths: Sequence[Path], labels: tuple[str, ...] | None) -> Examples:
             selection = selection_of(config.data, train=labels is None)
-            if surveys is None or task != SFT:
-                return reader.read(config.data, paths, labels, selection)
-            return surveys.of(paths, selection)
+            if conversations is not None and task == SFT:
+                return conversations(paths, selection)
+            return reader.read(config.data, paths, labels, selection)
 
         train = rows_of([Path(file.path) for file in files], None)
         there = config.data.eval

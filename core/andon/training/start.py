@@ -37,8 +37,7 @@ from andon.training.existing import (
     same_data,
 )
 from andon.training.given import kept
-from andon.training.rows import cache_of, notes, read_rows, told_of_task, with_task
-from andon.training.surveys import Surveys
+from andon.training.rows import is_tokenised_as_read, notes, read_rows, told_of_task, with_task
 
 _PRELOAD = (
     "andon.launch.server_first",
@@ -97,13 +96,13 @@ def start(
     if task:
         say(task)
     # All mistakes in the data at once, before ranks are started that would each find them.
-    rows = read_rows(config, Surveys(cache_of(config, None if folder is None else folder.tokens), writes=False))
-    for note in filter(None, (*notes(rows), chosen)):
+    told = () if is_tokenised_as_read(config) else notes(read_rows(config))
+    for note in filter(None, (*told, chosen)):
         say(note)
     made = folder is None
     folder = _new_folder(config) if folder is None else folder
     try:
-        ended = _train(config, folder, started, sizing, entry, rows.digest, given or {}, made=made)
+        ended = _train(config, folder, started, sizing, entry, given or {}, made=made)
         if ended.exit is Exit.OK and folder.state() is not State.FINISHED:
             ended = _left(folder, "every rank ended with exit code 0")
     finally:
@@ -127,7 +126,6 @@ def _train(
     started: float,
     sizing: Sizing | None,
     entry: str,
-    data: str,
     given: Mapping[str, Path],
     *,
     made: bool,
@@ -136,7 +134,7 @@ def _train(
     before = folder.names() if not made and folder.path.exists() else None
     with folder.claimed():
         try:
-            if given and same_data(folder, data):  # others are refused, and nothing of them stays
+            if given and same_data(folder, config):  # others are refused, and nothing of them stays
                 config = kept(config, folder, given)
             if config.run.backend in IN_PROCESS:
                 return _train_here(config, folder, started)
