@@ -27,6 +27,7 @@ from andon.data.tokens import byte_tokenizer
 from andon.run.folder import RunFolder
 from andon.training import token_cache
 from andon.training.material import prepare
+from andon.training.rows import read_rows
 from andon.training.token_cache import COLUMNS, TokenisedConversations, tokenised
 from tests.support.ranks import run_ranks
 from tests.training.runs import Runs, outcome, row
@@ -302,3 +303,42 @@ def test_conversations_that_only_the_tokenizer_shows_to_be_useless_are_in_no_bat
     (path.parent / "0.jsonl").write_text(json.dumps(rows[3]) + "\n" + json.dumps(rows[8]) + "\n")
     with pytest.raises(InputError, match="no row that can be used is left to train on"):
         prepare(load_config(None, [f"data.train={path}", "data.bad_rows=skip", "data.validation_fraction=0.5"]))
+
+
+def no_file(*_: object) -> None:
+    raise AssertionError("a data file is opened")
+
+
+@pytest.mark.parametrize("task", ["classification", "multi-label", "regression", "token-classification", "pairs"])
+def test_rows_that_another_process_read_are_the_same_and_open_no_file(
+    task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    labels: dict[str, Callable[[int], object]] = {
+        "multi-label": lambda n: ["ü", "b"][: n % 3],
+        "regression": lambda n: n / 3,
+    }
+    rows: list[dict[str, Any]] = [
+        {"text": f"ü {n}\n", "label": labels.get(task, "ab".__getitem__)(n % 2)} for n in range(9)
+    ]
+    if task == "token-classification":
+        rows = [{"tokens": ["a", "b"][: n % 2 + 1], "tags": ["X", "O"][: n % 2 + 1]} for n in range(9)]
+    more = ["data.text_pair_column=other"] if task == "pairs" else []
+    rows = [each | {"other": f"{n}"} for n, each in enumerate(rows)]
+    (path, other) = files_of(tmp_path, [rows[:5], rows[5:]])
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text("".join(f"{json.dumps(each)}\n" for each in rows[:4]))
+    name = "classification" if task == "pairs" else task
+    files = json.dumps([str(path), str(other)])
+    config = load_config(None, [f"data.train={files}", f"data.eval={held_out}", f"task={name}", *more])
+    read = read_rows(config)
+    assert read_rows(config, folder=tmp_path / "cache", known=read).digest == read.digest
+    monkeypatch.setattr("andon.data.formats.numbered_lines", no_file)
+    found = read_rows(config, folder=tmp_path / "cache")
+    assert found == read
+    for one, held in ((found.train, read.train), (found.evaluation, read.evaluation)):
+        assert one is not None
+        assert held is not None
+        assert one.origins is not None
+        assert held.origins is not None
+        assert [one.origins.where(id_) for id_ in one.ids] == [held.origins.where(id_) for id_ in held.ids]
+        assert (one.origins.sizes, one.origins.notes) == (held.origins.sizes, held.origins.notes)

@@ -117,6 +117,11 @@ class Origins:
         self._starts = [bisect_left(rows, start) for start in self._starts]
         self._lines = array("q", (self._lines[row] for row in rows))
 
+    @property
+    def lines(self) -> array[int]:
+        """The line of each row."""
+        return self._lines
+
     def taken_lines(self) -> array[int]:
         """The lines of the rows that were added since it was last asked; who asks keeps them, and not this."""
         lines = self._lines

@@ -153,6 +153,14 @@ class SftTask:
         found._multiple, found._limit = multiple, max_length
         return found
 
+    def in_copies(self, copies: int) -> Self:
+        """Each of the N rows several times, to be trained on: copy k of row r has the id r + k * N (`data.mixing`)."""
+        found = copy.copy(self)
+        found._packs, found._terms = self._packs * copies, self._terms * copies
+        found.lengths = self.lengths.repeat(copies)
+        found.__dict__.pop("_table", None)
+        return found
+
     def packed(self, ids: Sequence[int]) -> SftTask:
         """The rows `ids` of this task, whose packs are rows, best-fit packed: a task of packs of `max_length` tokens.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Self, Unpack
 
 import torch
 from torch import nn
@@ -15,7 +16,7 @@ from torch import nn
 from andon.metrics.spans import UNREAD, SpanScores, span_scores
 from andon.model.batches import logits_of, predictions
 from andon.step.task import Batch, LeafLoss
-from andon.tasks.encoded import Columns, EncodedRows, check_rows
+from andon.tasks.encoded import EncodedRows, RowOptions, check_rows
 
 NO_TAG = -100
 """In the place of a token that is not scored."""
@@ -28,7 +29,6 @@ class TaggingTask(EncodedRows):
     """
 
     output = "losses"
-    counts_right = True
 
     def __init__(
         self,
@@ -36,18 +36,12 @@ class TaggingTask(EncodedRows):
         tags: Sequence[Sequence[int]],
         *,
         names: Sequence[str],
-        vocab_size: int,
-        pad_id: int,
-        padding_multiple: int = 8,
-        max_length: int | None = None,
-        places: Sequence[str] | None = None,
-        columns: Columns | None = None,
         unread: Mapping[int, Mapping[int, int]] | None = None,
-        cut: Sequence[int] = (),
+        **options: Unpack[RowOptions],
     ) -> None:
         """tokens, tags: parallel, one of each a token; `NO_TAG` where none is learned. names: of the tags.
-        padding_multiple, max_length, columns, cut: as `EncodedRows` has them. unread: by row, then by the word's place
-        in it, the tag of each word that no token stands for, as behind a cut; in scores such a word is missed.
+        unread: by row, then by the word's place in it, the tag of each word that no token stands for, as behind a cut;
+        in scores such a word is missed.
 
         Raises `InputError` that names, by `places`, every row that `check_rows` refuses, or without a tag.
         """
@@ -61,18 +55,17 @@ class TaggingTask(EncodedRows):
                 return f"tag {odd!r} is not one of the {len(names)} tags 0 to {len(names) - 1}"
             return "" if any(tag != NO_TAG for tag in tags[index]) else "no word of it has a token"
 
-        check_rows(tokens, len(tags), fault, vocab_size=vocab_size, pad_id=pad_id, max_length=max_length, places=places)
+        check_rows(tokens, len(tags), fault, options)
         self._tags = [[tag for tag in row if tag != NO_TAG] for row in tags]
         self._unread = dict(unread or {})
-        super().__init__(
-            tokens,
-            None,
-            pad_id=pad_id,
-            padding_multiple=padding_multiple,
-            max_length=max_length,
-            columns={**(columns or {}), "labels": (tags, NO_TAG)},
-            cut=cut,
-        )
+        options["columns"] = {**(options.get("columns") or {}), "labels": (tags, NO_TAG)}
+        super().__init__(tokens, None, **options)
+
+    def in_copies(self, copies: int) -> Self:
+        """As `EncodedRows` has it."""
+        found = super().in_copies(copies)
+        found._tags = self._tags * copies
+        return found
 
     @property
     def width(self) -> int:
@@ -104,7 +97,7 @@ class TaggingTask(EncodedRows):
         table[rows, places + 1] = _losses(logits, tags)[there].double()
         return table
 
-    def score(self, ids: Sequence[int], outputs: torch.Tensor) -> SpanScores:
+    def scores_of(self, ids: Sequence[int], outputs: torch.Tensor) -> SpanScores:
         """The scores of these rows by their outputs, fp64 [rows, width] on the CPU."""
         found = [row[: 2 * len(self._tags[id_])] for id_, row in zip(ids, outputs.tolist(), strict=True)]
         losses = [loss for row in found for loss in row[1::2]]

@@ -39,6 +39,10 @@ class ScoredTask(Task, Protocol):
         """The same rows; batches of them are padded to a multiple of `multiple`, but never beyond `max_length`."""
         ...
 
+    def in_copies(self, copies: int) -> Self:
+        """Each of the N rows several times, to be trained on: copy k of row r has the id r + k * N."""
+        ...
+
     @property
     def width(self) -> int:
         """How many numbers a row has."""

@@ -360,7 +360,14 @@ def logits_of_texts(run: TrainedRun, texts: Sequence[str], pairs: Sequence[str] 
     """
     limit = run.config.model.max_length
     tokens, columns = encoded(run.tokenizer, texts, pairs, limit)
-    asked = EncodedRows(tokens, None, pad_id=run.tokenizer.pad_id, max_length=limit, columns=columns)
+    asked = EncodedRows(
+        tokens,
+        None,
+        pad_id=run.tokenizer.pad_id,
+        vocab_size=run.tokenizer.vocab_size,
+        max_length=limit,
+        columns=columns,
+    )
     found: dict[int, torch.Tensor] = {}
     for batch in EvaluationBatching(_TOKENS, limit=limit).of(asked.lengths.tolist()):
         found |= zip(batch, predictions(run.model, asked.load(batch, run.device)).cpu(), strict=True)

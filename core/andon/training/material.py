@@ -33,8 +33,7 @@ from andon.model.build import (
 from andon.model.masks import padding_note
 from andon.step.plan import BatchPlan
 from andon.tasks.classification import ClassificationTask
-from andon.tasks.encoded import Columns
-from andon.tasks.mixed import MixedRows
+from andon.tasks.encoded import Columns, EncodedRows
 from andon.tasks.multi_label import MultiLabelTask
 from andon.tasks.regression import RegressionTask
 from andon.tasks.sft import Asked, SftTask
@@ -107,7 +106,7 @@ def prepare(config: Config, cache: Path | None = None) -> Material:
             positions=None if base is None else base.positions,
         )
 
-    rows = read_rows(config, conversations)
+    rows = read_rows(config, conversations, cache_of(config, cache))
     if task_name != SFT:
         rows = rows.numbered_by(_order_of_labels(config, rows))
         base = _base(config, task_name, rows.train.labels, tokenizer)
@@ -121,8 +120,8 @@ def prepare(config: Config, cache: Path | None = None) -> Material:
     padding = padding_multiple(config), config.model.max_length
     whole, scored = whole.padded_to(*padding), None if scored is None else scored.padded_to(*padding)
     task, train_ids = _in_epochs(config, rows, whole)
-    if rows.sources and not isinstance(whole, SftTask):
-        whole = MixedRows(whole, 1, rows.sources)
+    if rows.sources and isinstance(whole, EncodedRows):
+        whole = whole.by_source(rows.sources)
     validation_ids = _sampled(config, rows.validation_ids)
     evaluation_task, evaluation_ids = whole, validation_ids
     if rows.evaluation is not None and scored is not None:
@@ -355,7 +354,7 @@ HEADS: Mapping[str, str] = {
 
 def _in_epochs(config: Config, rows: Rows, whole: ScoredTask) -> tuple[ScoredTask, tuple[int, ...]]:
     if not config.training.packing:
-        return (MixedRows(whole, rows.copies) if rows.copies > 1 else whole), rows.train_ids
+        return (whole.in_copies(rows.copies) if rows.copies > 1 else whole), rows.train_ids
     if not isinstance(whole, SftTask):
         raise InputError([Problem("training.packing", "is for conversations (task sft); a class is that of one row")])
     packed = whole.packed([rows.row_of(id_) for id_ in rows.train_ids])

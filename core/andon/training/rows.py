@@ -21,6 +21,7 @@ from andon.data.origins import RowSelection
 from andon.data.readers import first_record, read, read_label_sets, read_targets, shown_names
 from andon.data.rows import DataSet, Examples, LabelSets, TextRows, frozen_split, shared_texts
 from andon.run.summary import HELD_OUT, LAST_VALIDATION
+from andon.training.row_cache import kept_rows, stamps
 from andon_contracts.legible import legible_line
 
 _MOST_GROUPS, _MOST_CLASSES, _MOST_SKIPPED = 10, 30, 3
@@ -256,25 +257,34 @@ READERS: Mapping[str, Reader] = {
 """By the task's name in the configuration."""
 
 
-def _found(config: Config) -> tuple[str, str]:
-    """The task that the first row of the data is of, and why; a class, and no reason, where it is unclear."""
+_FOUND: dict[str, tuple[str, str]] = {}
+"""What `found_task` said of a configuration's data."""
+
+
+def found_task(config: Config) -> tuple[str, str]:
+    """The task that the first row of the data is of, and why; a class, and no reason, if it is unclear.
+
+    The file is opened once in a process, and again only if it has changed.
+    """
     if not config.data.files:
         return CLASSIFICATION, ""
+    key = _looked_at(config)
+    if key not in _FOUND:
+        first = first_record(Path(config.data.files[0].path))
+        reasons = {} if first is None else {task: reader.found(config.data, first) for task, reader in READERS.items()}
+        _FOUND[key] = next(((task, why) for task, why in reasons.items() if why), (CLASSIFICATION, ""))
+    return _FOUND[key]
+
+
+def tell_found_task(config: Config, found: tuple[str, str]) -> None:
+    """Let this process know what another one found, so that it need not open the file."""
+    if config.data.files:
+        _FOUND[_looked_at(config)] = found
+
+
+def _looked_at(config: Config) -> str:
     path = Path(config.data.files[0].path)
-    return _found_in(path, config.data, path.stat().st_mtime_ns if path.exists() else 0)
-
-
-_LOOKED: dict[tuple[Path, str, int], tuple[str, str]] = {}
-
-
-def _found_in(path: Path, data: Data, written: int) -> tuple[str, str]:
-    """What `_found` says; a file that was written at the same time is not opened again."""
-    key = (path.absolute(), data.model_dump_json(), written)
-    if key not in _LOOKED:
-        first = first_record(path)
-        reasons = {} if first is None else {task: reader.found(data, first) for task, reader in READERS.items()}
-        _LOOKED[key] = next(((task, why) for task, why in reasons.items() if why), (CLASSIFICATION, ""))
-    return _LOOKED[key]
+    return f"{stamps([path])} {config.data.model_dump_json()}"
 
 
 def task_of_run(config: Config) -> str:
@@ -282,7 +292,7 @@ def task_of_run(config: Config) -> str:
 
     Raises `InputError` for a file that cannot be opened.
     """
-    return config.task or _found(config)[0]
+    return config.task or found_task(config)[0]
 
 
 def with_task(config: Config) -> Config:
@@ -298,7 +308,7 @@ def selection_of(data: Data, *, train: bool) -> RowSelection:
 
 def told_of_task(config: Config) -> str:
     """A line that says which task was taken where none is named, and why; empty for what was always taken, a class."""
-    task, why = _found(config) if config.task is None else (config.task, "")
+    task, why = found_task(config) if config.task is None else (config.task, "")
     return f"task: {task}, as {why} in {config.data.files[0].path} (another: --task NAME)" if why else ""
 
 
@@ -314,10 +324,16 @@ def cache_of(config: Config, own: Path | None) -> Path | None:
     return own if config.data.cache is None else Path(config.data.cache)
 
 
-def read_rows(config: Config, conversations: Callable[[Sequence[Path], RowSelection], Examples] | None = None) -> Rows:
+def read_rows(
+    config: Config,
+    conversations: Callable[[Sequence[Path], RowSelection], Examples] | None = None,
+    folder: Path | None = None,
+    known: Rows | None = None,
+) -> Rows:
     """The rows that `config` names, split once and for all. Raises `InputError` with all that is wrong with them.
 
-    conversations: reads files of conversations without holding them; None: all rows are held.
+    conversations: reads files of conversations without holding them; None: all rows are held. folder: keeps the rows of
+    other files, so that the next process need not open these. known: what was read already.
     """
     train: Examples
     evaluation: Examples | None
@@ -335,7 +351,14 @@ def read_rows(config: Config, conversations: Callable[[Sequence[Path], RowSelect
             selection = selection_of(config.data, train=labels is None)
             if conversations is not None and task == SFT:
                 return conversations(paths, selection)
-            return reader.read(config.data, paths, labels, selection)
+
+            def read() -> Examples:
+                found = None if known is None else known.train if labels is None else known.evaluation
+                return reader.read(config.data, paths, labels, selection) if found is None else found
+
+            if folder is None or task == SFT:
+                return read()
+            return kept_rows(folder, config.data, task, paths, labels, selection, read)
 
         train = rows_of([Path(file.path) for file in files], None)
         there = config.data.eval

@@ -37,7 +37,7 @@ from andon.training.existing import (
     same_data,
 )
 from andon.training.given import kept
-from andon.training.rows import is_tokenised_as_read, notes, read_rows, told_of_task, with_task
+from andon.training.rows import Rows, cache_of, is_tokenised_as_read, notes, read_rows, told_of_task, with_task
 
 _PRELOAD = (
     "andon.launch.server_first",
@@ -96,13 +96,13 @@ def start(
     if task:
         say(task)
     # All mistakes in the data at once, before ranks are started that would each find them.
-    told = () if is_tokenised_as_read(config) else notes(read_rows(config))
-    for note in filter(None, (*told, chosen)):
+    rows = None if is_tokenised_as_read(config) else read_rows(config)
+    for note in filter(None, (*(() if rows is None else notes(rows)), chosen)):
         say(note)
     made = folder is None
     folder = _new_folder(config) if folder is None else folder
     try:
-        ended = _train(config, folder, started, sizing, entry, given or {}, made=made)
+        ended = _train(config, folder, started, sizing, entry, rows, given or {}, made=made)
         if ended.exit is Exit.OK and folder.state() is not State.FINISHED:
             ended = _left(folder, "every rank ended with exit code 0")
     finally:
@@ -126,6 +126,7 @@ def _train(
     started: float,
     sizing: Sizing | None,
     entry: str,
+    rows: Rows | None,
     given: Mapping[str, Path],
     *,
     made: bool,
@@ -136,6 +137,8 @@ def _train(
         try:
             if given and same_data(folder, config):  # others are refused, and nothing of them stays
                 config = kept(config, folder, given)
+            elif rows is not None and cache_of(config, folder.tokens) is not None:
+                read_rows(config, folder=cache_of(config, folder.tokens), known=rows)  # ranks open no data file
             if config.run.backend in IN_PROCESS:
                 return _train_here(config, folder, started)
             return _train_in_ranks(config, folder, started, sizing, entry)

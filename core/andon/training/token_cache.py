@@ -25,9 +25,8 @@ from typing import Any, Self, TypeVar, get_args
 import torch
 
 import andon.data
-from andon.config.source import require_file
 from andon.console.messages import say
-from andon.console.problems import InputError, Problem
+from andon.console.problems import Problem
 from andon.data.chat import EncodedRow, Encoding, TrainOn, encode_each
 from andon.data.conversations import Conversation, Form, Reading, WithoutClasses, add_form, add_row, asked
 from andon.data.origins import Origins, RowSelection
@@ -38,6 +37,7 @@ from andon.run.columns import Columns, Numbers, kept, key_of
 from andon.run.provenance import source_digest
 from andon.tasks.token_rows import COLUMNS as TOKEN_COLUMNS
 from andon.tasks.token_rows import KINDS, OF_TOKENS, TokenRows, columns_of
+from andon.training.row_cache import require_unchanged, stamps
 from andon_contracts.fields import Count, read_field
 
 COLUMNS: Mapping[str, str] = {"lines": "q", "sources": "i", "texts": "Q", **TOKEN_COLUMNS}
@@ -161,7 +161,7 @@ def tokenised(
                 train_on=train_on,
                 positions=positions,
             )
-    before = _stamps(paths)
+    before = stamps(paths)
     key = key_of(
         _LIBRARIES,
         code=source_digest(_CODE),
@@ -188,21 +188,10 @@ def tokenised(
             map_batches=on_all_cores,
         )
         said = one_pass.finish()
-        if _stamps(paths) != before:
-            raise InputError([Problem(", ".join(map(str, paths)), "has changed while it was read; start again")])
+        require_unchanged(paths, before)
         return said | {"encoding": asdict(encoding)}
 
     return kept(folder, key, COLUMNS, make, lambda columns: _mapped(tuple(paths), selection, columns))
-
-
-def _stamps(paths: Sequence[Path]) -> list[tuple[str | int, ...]]:
-    found: list[tuple[str | int, ...]] = []
-    for path in paths:
-        require_file(path)
-        now = path.stat()
-        place = str(path.absolute())
-        found.append((place, now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns))
-    return found
 
 
 class _Pass:
