@@ -18,7 +18,7 @@ from typing import Literal, Protocol
 from andon.console.problems import InputError, Problem, ProblemList, shown
 from andon.data.conversations import ANSWERS, Conversation, Form, Message
 from andon.data.template import ChatTemplate, TemplateFault
-from andon.data.tokens import HuggingFaceTokenizer, Tokenizer
+from andon.data.tokens import Tokenizer
 
 TrainOn = Literal["assistant", "all"]
 
@@ -61,14 +61,10 @@ class Conversations(Protocol):
     """Rows that all have one form; they may be read only once."""
 
     @property
-    def form(self) -> Form:
-        """How the rows are written."""
-        ...
+    def form(self) -> Form: ...
 
     @property
-    def rows(self) -> Iterable[Conversation]:
-        """The rows in order."""
-        ...
+    def rows(self) -> Iterable[Conversation]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +86,7 @@ MapBatches = Callable[[Callable[[list[Conversation]], _Batch], Iterator[list[Con
 
 
 def encode_each(
-    tokenizer: HuggingFaceTokenizer,
+    tokenizer: Tokenizer,
     data: Conversations,
     max_length: int,
     train_on: TrainOn,
@@ -148,7 +144,7 @@ def encode_each(
     return Encoding(scribe.mask_source(extended=extended), tuple(sorted(stops)), tuple(notes), tuple(skipped))
 
 
-def encode_prompt(tokenizer: HuggingFaceTokenizer, form: Form, messages: Sequence[Message]) -> list[int]:
+def encode_prompt(tokenizer: Tokenizer, form: Form, messages: Sequence[Message]) -> list[int]:
     """The ids at which a model trained on rows of this `form` begins to answer `messages`.
 
     Raises `InputError` for what `encode_each` would refuse in them.
@@ -177,7 +173,7 @@ class Asking:
     note: str
 
 
-def asking(tokenizer: HuggingFaceTokenizer, form: Form) -> Asking:
+def asking(tokenizer: Tokenizer, form: Form) -> Asking:
     """How a model trained on rows of this `form` is asked. Raises `InputError` as `encode_each` does."""
     scribe = _Scribe(tokenizer, form, "assistant")
     if scribe.templated:
@@ -219,7 +215,7 @@ class _Weighed:
 class _Scribe:
     """How rows of one form are written for one tokenizer, and which of their tokens count."""
 
-    def __init__(self, tokenizer: HuggingFaceTokenizer, form: Form, train_on: TrainOn) -> None:
+    def __init__(self, tokenizer: Tokenizer, form: Form, train_on: TrainOn) -> None:
         base = tokenizer.base
         self._tokenizer = tokenizer
         self._form = form

@@ -119,7 +119,6 @@ class Origins:
 
     @property
     def lines(self) -> array[int]:
-        """The line of each row."""
         return self._lines
 
     def taken_lines(self) -> array[int]:
@@ -136,13 +135,11 @@ class Origins:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The rows of each file."""
         ends = [*self._starts[1:], len(self)]
         return tuple(end - start for start, end in zip(self._starts, ends, strict=True))
 
     @property
     def source(self) -> str:
-        """All files, as a reader is told of them."""
         return ", ".join(str(path) for path, _ in self._files)
 
     def where(self, row: int) -> str:
@@ -151,7 +148,6 @@ class Origins:
         return f"{path}{unit}{self._lines[row]}"
 
     def names(self) -> tuple[str, ...]:
-        """What each file is called, as `short_names` has it."""
         return short_names([path for path, _ in self._files])
 
     def file_of(self, row: int) -> int:

@@ -40,7 +40,7 @@ class ClassificationTask(EncodedRows):
 
         Raises `InputError` that names every row that `check_rows` refuses, or whose label is not a class.
         """
-        self.num_labels = num_labels
+        self.num_labels = self.width = num_labels
         self._names = tuple(names)
 
         def fault(index: int) -> str:
@@ -73,18 +73,11 @@ class ClassificationTask(EncodedRows):
         weights = self._weights[device][labels]
         return nn.functional.cross_entropy(logits.float(), labels, reduction="none") * weights
 
-    @property
-    def width(self) -> int:
-        """Logits of a row: one a class."""
-        return self.num_labels
-
     def learned(self, row: int) -> str:
-        """The row's class, as its number, with its name where it is known."""
         number = int(self._classes[row])
         return f"class {number} ({self._names[number]})" if self._names else f"class {number}"
 
     def scores_of(self, ids: Sequence[int], outputs: torch.Tensor) -> ClassificationScores:
-        """The scores of these rows by their logits, fp64 [rows, classes] on the CPU."""
         logits, labels = outputs.float(), self._classes[list(ids)]
         confusion = confusion_of(logits.argmax(dim=1), labels, self.num_labels)
         losses: list[float] = self.row_losses(logits, labels).double().tolist()

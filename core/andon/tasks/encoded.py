@@ -20,7 +20,7 @@ from andon.data.tokens import Tokenizer
 from andon.metrics.confusion import Confusion
 from andon.metrics.scores import Scores
 from andon.model.batches import collate, placed, predictions
-from andon.step.task import Batch
+from andon.step.task import Batch, LeafLoss
 from andon_contracts.digest import row_digests
 
 _TABLE_ROWS = 512
@@ -54,17 +54,14 @@ class SourcedScores:
 
     @property
     def rows(self) -> int:
-        """How many rows were scored."""
         return self.whole.rows
 
     @property
     def loss(self) -> float | None:
-        """The mean over all rows."""
         return self.whole.loss
 
     @property
     def confusion(self) -> Confusion | None:
-        """The confusion matrix of all rows, where the task has one."""
         return self.whole.confusion
 
     def as_dict(self) -> dict[str, Any]:
@@ -82,6 +79,8 @@ class EncodedRows:
     A task over texts adds its loss (`loss_sum`), the terms of it (`planned_terms`) and its scores (`scores_of`).
     """
 
+    width: int
+    """Outputs of a row."""
     notes: tuple[str, ...] = ()
     output = "logits"
     counts_right = True
@@ -133,7 +132,6 @@ class EncodedRows:
         return self._lengths
 
     def cut_rows(self, ids: Sequence[int]) -> int:
-        """How many of these rows were cut."""
         return sum(id_ in self._cut for id_ in ids)
 
     def load(self, ids: Sequence[int], device: torch.device) -> Batch:
@@ -187,6 +185,10 @@ class EncodedRows:
     def outputs(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """fp32 [rows, width], in eval mode and without a graph."""
         return predictions(model, batch)
+
+    def loss_sum(self, model: nn.Module, batch: Batch) -> LeafLoss:
+        """Forward and loss of one micro-batch."""
+        raise NotImplementedError
 
     def scores_of(self, ids: Sequence[int], outputs: torch.Tensor) -> Scores:
         """The scores of these rows by their outputs, fp64 [rows, width] on the CPU."""

@@ -49,7 +49,6 @@ class MultiLabelTask(EncodedRows):
         super().__init__(tokens, self._wanted, **options)
 
     def planned_terms(self, ids: Sequence[int]) -> Sequence[int]:
-        """As many for each row as there are labels."""
         return (self.width,) * len(ids)
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> LeafLoss:
@@ -60,12 +59,10 @@ class MultiLabelTask(EncodedRows):
         return LeafLoss(_losses(logits, wanted).sum(), right, torch.full_like(right, wanted.numel()))
 
     def learned(self, row: int) -> str:
-        """The numbers of the row's labels, with their names where they are known."""
         numbers = self._wanted[row].nonzero().flatten().tolist()
         return f"labels {numbers}" + (f" ({', '.join(self._names[each] for each in numbers)})" if self._names else "")
 
     def scores_of(self, ids: Sequence[int], outputs: torch.Tensor) -> MultiLabelScores:
-        """The scores of these rows by their logits, fp64 [rows, labels] on the CPU."""
         wanted = self._wanted[list(ids)]
         losses: list[float] = _losses(outputs.float(), wanted).double().flatten().tolist()
         return multi_label_scores(outputs > 0, wanted == 1, losses)

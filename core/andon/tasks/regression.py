@@ -52,9 +52,7 @@ class RegressionTask(EncodedRows):
         return LeafLoss(error.square().sum(), torch.zeros((), dtype=torch.int64, device=error.device))
 
     def learned(self, row: int) -> str:
-        """The row's number."""
         return f"number {float(self._targets[row]):g}"
 
     def scores_of(self, ids: Sequence[int], outputs: torch.Tensor) -> RegressionScores:
-        """The scores of these rows by their numbers, fp64 [rows, 1] on the CPU."""
         return regression_scores(outputs[:, 0].tolist(), self._targets[list(ids)].tolist())

@@ -57,23 +57,17 @@ class TaggingTask(EncodedRows):
 
         check_rows(tokens, len(tags), fault, options)
         self._tags = [[tag for tag in row if tag != NO_TAG] for row in tags]
+        self.width = 2 * max(map(len, self._tags), default=0)  # two for each word of the longest row
         self._unread = dict(unread or {})
         options["columns"] = {**(options.get("columns") or {}), "labels": (tags, NO_TAG)}
         super().__init__(tokens, None, **options)
 
     def in_copies(self, copies: int) -> Self:
-        """As `EncodedRows` has it."""
         found = super().in_copies(copies)
         found._tags = self._tags * copies
         return found
 
-    @property
-    def width(self) -> int:
-        """Two for each word of the longest row."""
-        return 2 * max(map(len, self._tags), default=0)
-
     def planned_terms(self, ids: Sequence[int]) -> Sequence[int]:
-        """The words of each row."""
         return [len(self._tags[row]) for row in ids]
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> LeafLoss:
@@ -83,11 +77,9 @@ class TaggingTask(EncodedRows):
         return LeafLoss(_losses(logits, tags).sum(), right, (tags != NO_TAG).sum())
 
     def learned(self, row: int) -> str:
-        """The row's tags."""
         return " ".join(self.names[tag] for tag in self._tags[row])
 
     def outputs(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """fp64 [rows, width] in eval mode and without a graph."""
         logits, tags = predictions(model, batch), batch["labels"]
         there = tags != NO_TAG
         places = 2 * (there.cumsum(dim=1) - 1)[there]
@@ -98,7 +90,6 @@ class TaggingTask(EncodedRows):
         return table
 
     def scores_of(self, ids: Sequence[int], outputs: torch.Tensor) -> SpanScores:
-        """The scores of these rows by their outputs, fp64 [rows, width] on the CPU."""
         found = [row[: 2 * len(self._tags[id_])] for id_, row in zip(ids, outputs.tolist(), strict=True)]
         losses = [loss for row in found for loss in row[1::2]]
         predicted = [[self.names[int(tag)] for tag in row[::2]] for row in found]

@@ -20,7 +20,7 @@ from andon.data.labels import class_weights
 from andon.data.origins import RowSelection
 from andon.data.rows import DataSet, Examples, LabelSets, Targets, TextRows
 from andon.data.tagged import Tagged
-from andon.data.tokens import HuggingFaceTokenizer, Tokenizer, byte_tokenizer, pretrained_tokenizer
+from andon.data.tokens import Tokenizer, byte_tokenizer, pretrained_tokenizer
 from andon.model.adapter import AdapterSpec
 from andon.model.batches import length_step, padded_length
 from andon.model.build import (
@@ -69,7 +69,6 @@ class Material:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The names of the classes, by id."""
         return self.rows.train.labels
 
     @property
@@ -95,7 +94,6 @@ def prepare(config: Config, cache: Path | None = None) -> Material:
         config = capped(config, SFT, base)
 
     def conversations(paths: Sequence[Path], selection: RowSelection) -> Examples:
-        assert isinstance(tokenizer, HuggingFaceTokenizer)
         return tokenised(
             cache_of(config, cache),
             paths,
@@ -299,7 +297,6 @@ def conversation_task(config: Config, data: Examples, tokenizer: Tokenizer) -> S
         tokens, encoding = data.tokens, data.encoding
     else:
         assert isinstance(data, ConversationSet)
-        assert isinstance(tokenizer, HuggingFaceTokenizer)
         rows: list[EncodedRow] = []
         encoding = encode_each(tokenizer, data, limit, train_on, rows.append, skip_bad=config.data.bad_rows == "skip")
         tokens = TokenRows.of(rows)

@@ -31,7 +31,7 @@ from andon.data.chat import EncodedRow, Encoding, TrainOn, encode_each
 from andon.data.conversations import Conversation, Form, Reading, WithoutClasses, add_form, add_row, asked
 from andon.data.origins import Origins, RowSelection
 from andon.data.rows import fingerprint
-from andon.data.tokens import HuggingFaceTokenizer
+from andon.data.tokens import Tokenizer
 from andon.launch.orphan import bind_to_parent
 from andon.run.columns import Columns, Numbers, kept, key_of
 from andon.run.provenance import source_digest
@@ -73,37 +73,31 @@ class TokenisedConversations(WithoutClasses):
 
     @cached_property
     def origins(self) -> Origins:
-        """Where each row came from."""
         found = Origins.of(self.paths, self.said["units"], self.said["sizes"], self.columns["lines"], self.limit)
         found.skipped = [Problem(where, what) for where, what in self.said["skipped"]]
         return found
 
     @property
     def form(self) -> Form:
-        """The one form of all rows."""
         form: Form = self.said["form"]
         return form
 
     @property
     def digest(self) -> str:
-        """SHA-256 (hex) of the form and every message in order, of all rows: as `ConversationSet` has it."""
         return str(self.said["digest"])
 
     @property
     def source(self) -> str:
-        """All files, as a reader is told of them."""
         return self.origins.source
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """The rows' ids, in order."""
         return tuple(range(len(self.columns["texts"]))) if self.chosen is None else self.chosen
 
     def __len__(self) -> int:
         return len(self.columns["texts"]) if self.chosen is None else len(self.chosen)
 
     def subset(self, ids: Iterable[int]) -> Self:
-        """The rows with these ids, in the order of `ids`; they keep their ids. Raises KeyError for an id not here."""
         chosen, here = tuple(ids), {*self.ids}
         missing = next((id_ for id_ in chosen if id_ not in here), None)
         if missing is not None:
@@ -127,7 +121,6 @@ class TokenisedConversations(WithoutClasses):
         return str(self.said["names"][place]) if place >= 0 else self._of_files[self.origins.file_of(id_)]
 
     def fingerprints(self) -> tuple[int, ...]:
-        """A number for each row's text, in order."""
         return tuple(self.columns["texts"][id_] for id_ in self.ids)
 
     def told(self, id_: int) -> None:
@@ -138,7 +131,7 @@ def tokenised(
     folder: Path | None,
     paths: Sequence[Path],
     selection: RowSelection,
-    tokenizer: HuggingFaceTokenizer,
+    tokenizer: Tokenizer,
     *,
     max_length: int,
     train_on: TrainOn,
@@ -229,7 +222,6 @@ class _Pass:
             yield row
 
     def keep(self, row: EncodedRow) -> None:
-        """Take a row's tokens."""
         self._encoded.append(row)
         if len(self._encoded) == _ROWS_AT_ONCE:
             self._flush_tokens()
