@@ -136,12 +136,10 @@ def _train(
     with folder.claimed():
         try:
             if given and same_data(folder, config):  # others are refused, and nothing of them stays
-                config = kept(config, folder, given)
-            elif rows is not None and cache_of(config, folder.tokens) is not None:
-                read_rows(config, folder=cache_of(config, folder.tokens), known=rows)  # ranks open no data file
+                config, rows = kept(config, folder, given), None
             if config.run.backend in IN_PROCESS:
-                return _train_here(config, folder, started)
-            return _train_in_ranks(config, folder, started, sizing, entry)
+                return _train_here(config, folder, rows, started)
+            return _train_in_ranks(config, folder, rows, started, sizing, entry)
         finally:
             folder.discard_unbegun(before=before)
 
@@ -197,11 +195,20 @@ def _nothing_to_do(config: Config, folder: RunFolder) -> bool:
     return False
 
 
-def _train_here(config: Config, folder: RunFolder, started: float) -> Ended:
+def _keep_rows(config: Config, folder: RunFolder, rows: Rows | None) -> None:
+    """Keep what was read, so that ranks open no data file. Refuses a folder that cannot be or is being written."""
+    with folder.open_for_writing():
+        place = cache_of(config, folder.tokens)
+        if rows is not None and place is not None:
+            read_rows(config, folder=place, known=rows)
+
+
+def _train_here(config: Config, folder: RunFolder, rows: Rows | None, started: float) -> Ended:
     """All ranks in this process; a signal ends the run at its next step boundary, a second SIGINT at once."""
     from andon.training.run import train
 
     preemption.begin()
+    _keep_rows(config, folder, rows)
     asked: list[int] = []
 
     def note(signum: int, frame: FrameType | None) -> None:
@@ -226,12 +233,13 @@ def _train_here(config: Config, folder: RunFolder, started: float) -> Ended:
         return Ended(folder, Exit.RANK_LOST, why, asked_by=signal.SIGINT)
 
 
-def _train_in_ranks(config: Config, folder: RunFolder, started: float, sizing: Sizing | None, entry: str) -> Ended:
+def _train_in_ranks(
+    config: Config, folder: RunFolder, rows: Rows | None, started: float, sizing: Sizing | None, entry: str
+) -> Ended:
     # From here on no signal raises: where one did as the folder's lock is let go, this process would keep that, and
     # could not remove what it leaves.
     preemption.begin()
-    with folder.open_for_writing():
-        pass  # only to refuse, before ranks are started, a folder that cannot be written or is being written
+    _keep_rows(config, folder, rows)
     warm_up(_PRELOAD)
     bounds = {"timeout_s": config.run.grace_s, "silence_s": config.run.timeout_s}
     if sizing is None:
