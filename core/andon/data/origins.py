@@ -11,6 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Self
 
+from andon.config.source import require_file
 from andon.console.problems import InputError, Problem, ProblemList, shown
 from andon.data.formats import Record, Table
 
@@ -39,14 +40,29 @@ def short_names(paths: Sequence[str | Path]) -> tuple[str, ...]:
     return tuple(map(str, paths))
 
 
+Stamp = tuple[str | int, ...]
+
+
+def stamps(paths: Sequence[Path]) -> list[Stamp]:
+    """The place, size and times of each file: equal stamps mean equal content. Raises `InputError` for no file."""
+    found: list[Stamp] = []
+    for path in paths:
+        require_file(path)
+        now = path.stat()
+        found.append((str(path.absolute()), now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns))
+    return found
+
+
 class Origins:
     """The places of rows, which are added in order, one file after another; a row is known by its place among all.
 
-    skipped: why each row that was left out is not among them. notes: lines about how the files were read.
+    stamps: of the files as their reading began. skipped: why each row that was left out is not among them. notes:
+    lines about how the files were read.
     """
 
     def __init__(self, limit: int | None = None) -> None:
         self.skipped: Sequence[Problem] = ()
+        self.stamps: list[Stamp] = []
         self.notes = [] if limit is None else [f"note: reading at most {limit} training rows (data.limit)"]
         self._limit = limit
         self._files: list[tuple[Path, str]] = []
@@ -60,6 +76,7 @@ class Origins:
         if any(path.resolve() == table.path.resolve() for path, _ in self._files):
             raise InputError([Problem(str(table.path), "is named twice; to have its rows twice give it the weight 2")])
         self._files.append((table.path, table.unit))
+        self.stamps += stamps([table.path])
         self.notes += [f"note: {table.path}: {table.note}"] if table.note else []
         self._starts.append(len(self))
 

@@ -10,9 +10,8 @@ from typing import Any
 
 import andon.data
 from andon.config.schema import Data
-from andon.config.source import require_file
 from andon.console.problems import InputError, Problem
-from andon.data.origins import Origins, RowSelection
+from andon.data.origins import Origins, RowSelection, Stamp, stamps
 from andon.data.rows import DataSet, Examples, LabelSets, Row, Targets, TextRows
 from andon.data.tagged import Tagged
 from andon.run.columns import Columns, Numbers, kept, key_of
@@ -25,19 +24,9 @@ _READ = ("text_column", "text_pair_column", "label_column", "label_separator")
 _KIND_OF: Mapping[str, type[TextRows[Any]]] = {each.kind: each for each in (DataSet, LabelSets, Targets, Tagged)}
 
 
-def stamps(paths: Sequence[Path]) -> list[tuple[str | int, ...]]:
-    """The place, size and times of each file: equal stamps mean equal content. Raises `InputError` for no file."""
-    found: list[tuple[str | int, ...]] = []
-    for path in paths:
-        require_file(path)
-        now = path.stat()
-        found.append((str(path.absolute()), now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns))
-    return found
-
-
-def require_unchanged(paths: Sequence[Path], before: Sequence[tuple[str | int, ...]]) -> None:
-    """Raise `InputError` if a file has another stamp than `before`."""
-    if stamps(paths) != before:
+def require_unchanged(paths: Sequence[Path], *before: Sequence[Stamp]) -> None:
+    """Raise `InputError` if a file has another stamp now than at any time `before`."""
+    if any(stamps(paths) != each for each in before):
         raise InputError([Problem(", ".join(map(str, paths)), "has changed while it was read; start again")])
 
 
@@ -62,9 +51,9 @@ def kept_rows(
 
     def make(append: Callable[[Numbers], None]) -> Mapping[str, object]:
         found = read()
-        require_unchanged(paths, before)
         assert isinstance(found, TextRows)
         assert found.origins is not None
+        require_unchanged(paths, before, found.origins.stamps)
         texts = [text.encode() for row in found.rows for text in row.texts]
         numbers = [row.label if isinstance(row.label, tuple) else (row.label,) for row in found.rows]
         append(

@@ -17,11 +17,11 @@ from andon.data import rewriting, shell, tagged
 from andon.data.conversations import conversations_in, read_conversations
 from andon.data.labels import alike, likely_separator
 from andon.data.mixing import mixed
-from andon.data.origins import RowSelection
+from andon.data.origins import RowSelection, stamps
 from andon.data.readers import first_record, read, read_label_sets, read_targets, shown_names
 from andon.data.rows import DataSet, Examples, LabelSets, TextRows, frozen_split, shared_texts
 from andon.run.summary import HELD_OUT, LAST_VALIDATION
-from andon.training.row_cache import kept_rows, stamps
+from andon.training.row_cache import kept_rows
 from andon_contracts.legible import legible_line
 
 _MOST_GROUPS, _MOST_CLASSES, _MOST_SKIPPED = 10, 30, 3
