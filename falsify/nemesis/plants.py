@@ -237,11 +237,11 @@ def other_base(plan: Planting) -> None:
 
 def other_tokens(plan: Planting) -> None:
     """The rank's tokenizer leaves out the last token of every text."""
-    from andon.data.tokens import HuggingFaceTokenizer
+    from andon.data.tokens import Tokenizer
 
     if plan.here:
 
-        @replaces(HuggingFaceTokenizer, "encode")
+        @replaces(Tokenizer, "encode")
         def encode(former: Any, self: Any, texts: Any, max_length: int) -> list[list[int]]:
             plan.struck(0, f"rank {plan.options['rank']} leaves out the last token of {len(texts)} texts")
             return [ids[:-1] or ids for ids in former(self, texts, max_length)]

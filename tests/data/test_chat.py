@@ -18,7 +18,7 @@ from andon.console.problems import InputError
 from andon.data import template as templates
 from andon.data.chat import EncodedRow, Encoding, TrainOn, asking, encode_each, encode_prompt, show_row
 from andon.data.conversations import Conversation, ConversationSet, Form, Message
-from andon.data.tokens import HuggingFaceTokenizer, byte_tokenizer, pretrained_tokenizer
+from andon.data.tokens import Tokenizer, byte_tokenizer, pretrained_tokenizer
 
 SPECIALS = ("<pad>", "<s>", "</s>", "<unk>", "<|im_start|>", "<|im_end|>")
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -88,7 +88,7 @@ def tokenizer(
     pad: str = "<pad>",
     begins: bool = False,
     merges: Iterable[tuple[str, str]] = (),
-) -> HuggingFaceTokenizer:
+) -> Tokenizer:
     joined = ["".join(pair) for pair in merges]
     vocabulary = {symbol: number for number, symbol in enumerate((*SPECIALS, *BYTES, *joined))}
     backend = Backend(models.BPE(vocab=vocabulary, merges=list(merges)))
@@ -105,7 +105,7 @@ def tokenizer(
         extra_special_tokens=["<|im_start|>", "<|im_end|>"],
     )
     wrapped.chat_template = template
-    return HuggingFaceTokenizer(wrapped, vocabulary[pad], vocabulary["<unk>"])
+    return Tokenizer(wrapped, vocabulary[pad], vocabulary["<unk>"])
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Encoded(Encoding):
 
 
 def encode_conversations(
-    tokens: HuggingFaceTokenizer, data: ConversationSet, most: int, train_on: TrainOn = "assistant"
+    tokens: Tokenizer, data: ConversationSet, most: int, train_on: TrainOn = "assistant"
 ) -> Encoded:
     rows: list[EncodedRow] = []
     found = encode_each(tokens, data, most, train_on, rows.append)
@@ -134,9 +134,7 @@ def text(*texts: str) -> ConversationSet:
     return rows_of(*((Message("assistant", each),) for each in texts), form="text")
 
 
-def refused(
-    tokens: HuggingFaceTokenizer, data: ConversationSet, most: int = 1000, train_on: TrainOn = "assistant"
-) -> list[str]:
+def refused(tokens: Tokenizer, data: ConversationSet, most: int = 1000, train_on: TrainOn = "assistant") -> list[str]:
     with pytest.raises(InputError) as caught:
         encode_conversations(tokens, data, most, train_on)
     return str(caught.value).split("\n")
@@ -494,7 +492,7 @@ def test_an_answer_to_which_nothing_leads_is_refused_unless_it_does_not_count() 
 @pytest.mark.parametrize(
     "tokens", [tokenizer(CHATML), tokenizer(MARKED), tokenizer(BOS_EACH, begins=True), byte_tokenizer()]
 )
-def test_a_model_is_asked_as_it_was_trained(tokens: HuggingFaceTokenizer) -> None:
+def test_a_model_is_asked_as_it_was_trained(tokens: Tokenizer) -> None:
     for data in (rows_of(TALK[:3]), pair("why ", "so")):
         ids, weights = one(encode_conversations(tokens, data, 999))
         first = next(place for place, weight in enumerate(weights) if weight)
@@ -542,9 +540,7 @@ def test_a_row_is_shown_token_by_token() -> None:
         (byte_tokenizer(), "text", "a prompt", "its tokenizer puts other special tokens around a text"),
     ],
 )
-def test_how_transformers_alone_asks_is_known(
-    tokens: HuggingFaceTokenizer, form: Form, example: str | None, note: str
-) -> None:
+def test_how_transformers_alone_asks_is_known(tokens: Tokenizer, form: Form, example: str | None, note: str) -> None:
     found = asking(tokens, form)
     assert found.example == example
     assert found.note.startswith(note)

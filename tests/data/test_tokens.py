@@ -21,7 +21,7 @@ from transformers import AutoTokenizer, BertConfig, PreTrainedConfig, PreTrained
 
 from andon.console.problems import InputError
 from andon.data import tokens
-from andon.data.tokens import HuggingFaceTokenizer, byte_tokenizer, pretrained_tokenizer
+from andon.data.tokens import Tokenizer, byte_tokenizer, pretrained_tokenizer
 from andon.training.material import encoded
 
 BYTES = byte_tokenizer()
@@ -133,7 +133,7 @@ def test_a_text_that_the_tokenizers_native_code_gives_up_on_is_named() -> None:
     backend = Backend(models.WordLevel({"</s>": 0, "<unk>": 1, "one": 2}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
     base = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
-    tokenizer, hard = HuggingFaceTokenizer(base, 0, 1), "a" * 40 + "b"
+    tokenizer, hard = Tokenizer(base, 0, 1), "a" * 40 + "b"
     with pytest.raises(InputError, match=r"^text 2: the tokenizer fails on it \(Onig: .* leave the row out") as caught:
         tokenizer.encode(["one", hard, "one"], 8)
     assert str(caught.value).endswith(repr(hard))
@@ -146,13 +146,13 @@ def test_a_text_that_the_tokenizers_native_code_gives_up_on_is_named() -> None:
 
 def test_a_text_that_the_tokenizer_has_no_token_for_is_named() -> None:
     base = PreTrainedTokenizerFast(tokenizer_object=Backend(models.Unigram([("<pad>", 0.0), ("a", -1.0)])))
-    tokenizer = HuggingFaceTokenizer(base, 0, 1)
+    tokenizer = Tokenizer(base, 0, 1)
     assert tokenizer.encode(["aa"], 8) == [[1, 1]]
     with pytest.raises(InputError, match=r"^text 2000: the tokenizer fails on it \(Encountered an unknown token but"):
         tokenizer.encode(["aa"] * 1999 + ["ab"], 8)
 
 
-def _trained(kind: str) -> HuggingFaceTokenizer:
+def _trained(kind: str) -> Tokenizer:
     words = ["abab ba aab", "abba  baab\nb", "aaab abb ab ab"] * 20
     special = ["<pad>", "<unk>", "[CLS]", "[SEP]"]
     if kind == "unigram":
@@ -174,16 +174,16 @@ def _trained(kind: str) -> HuggingFaceTokenizer:
         single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
     base = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", unk_token="<unk>")
-    return HuggingFaceTokenizer(base, 0, 1)
+    return Tokenizer(base, 0, 1)
 
 
-def closing_typed() -> HuggingFaceTokenizer:
+def closing_typed() -> Tokenizer:
     base = byte_tokenizer().base
     base.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="$A:0 </s>:2", pair="$A:0 </s>:0 $B:1 </s>:2", special_tokens=[("</s>", 2)]
     )
     base.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
-    return HuggingFaceTokenizer(base, 0, 3)
+    return Tokenizer(base, 0, 3)
 
 
 KINDS = {kind: _trained(kind) for kind in ("bpe", "one word", "unigram", "wordpiece")} | {
@@ -254,9 +254,7 @@ def test_a_base_without_tokenizer_is_refused_by_name(tmp_path: Path, place: str)
 
 def test_the_largest_id_counts_and_not_the_number_of_words(tmp_path: Path) -> None:
     backend = Backend(models.WordLevel({"<unk>": 0, "<pad>": 1, "one": 900}, unk_token="<unk>"))
-    tokenizer = HuggingFaceTokenizer(
-        PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", pad_token="<pad>"), 1, 0
-    )
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", pad_token="<pad>"), 1, 0)
     assert tokenizer.vocab_size == 901
 
 

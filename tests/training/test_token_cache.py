@@ -1,11 +1,11 @@
-"""Tokens that are kept: the same rows as those made anew, made once, and never trusted where they are damaged."""
+"""The token file: what the rows say, made once by one process, and never trusted if it is damaged."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
-from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,60 +19,49 @@ from hypothesis import strategies as st
 from andon.config.load import load_config
 from andon.console.exits import Exit
 from andon.console.problems import InputError
-from andon.data import surveyed
-from andon.data.chat import EncodedRow, Encoding
+from andon.data.chat import EncodedRow, Encoding, encode_each
 from andon.data.conversations import read_conversations
-from andon.data.origins import RowSelection
+from andon.data.origins import ALL_ROWS, RowSelection
 from andon.data.rows import repeated_texts, shared_texts
-from andon.run.columns import key_of
+from andon.data.tokens import byte_tokenizer
 from andon.run.folder import RunFolder
-from andon.run.provenance import source_digest
-from andon.training import surveys
+from andon.training import token_cache
 from andon.training.material import prepare
-from andon.training.surveys import Surveys
-from andon.training.token_cache import _CODE, _LIBRARIES, Encode, in_memory, kept_tokens, key_of_tokens
+from andon.training.rows import read_rows
+from andon.training.token_cache import COLUMNS, TokenisedConversations, tokenised
 from tests.support.ranks import run_ranks
 from tests.training.runs import Runs, outcome, row
 
-KEY = "k" * 64
-SAID = Encoding("all tokens", (2, 7), ("a note",), ((1, "a.jsonl:2", "a fault"),))
-TOKENS = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=9)
+TOKENS = byte_tokenizer(begins=True)
 
 
-def rows_of(tokens: list[list[int]]) -> list[EncodedRow]:
-    """Rows of these tokens: every second one is trained, and some tokens of each were cut."""
-    return [
-        EncodedRow(place, array("i", ids), array("f", [float(each % 2) for each in range(len(ids))]), place, place // 2)
-        for place, ids in enumerate(tokens)
-    ]
+def files_of(folder: Path, files: Sequence[Sequence[dict[str, Any]]]) -> list[Path]:
+    paths = []
+    for number, rows in enumerate(files):
+        lines = ["\n" * (place % 2) + json.dumps(each) + "\n" for place, each in enumerate(rows)]
+        paths.append(folder / f"{number}.jsonl")
+        paths[-1].write_text("".join(lines))
+    return paths
 
 
-def giving(rows: list[EncodedRow]) -> Encode:
-
-    def encode(keep: Callable[[EncodedRow], None]) -> Encoding:
-        for each in rows:
-            keep(each)
-        return SAID
-
-    return encode
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    (found,) = files_of(tmp_path, [[{"prompt": text, "completion": "c" * 9} for text in ("a", "b", "long " * 7)]])
+    return found
 
 
-def never(*_: object) -> Encoding:
-    raise AssertionError("they are made again")
+def made(path: Path, folder: Path | None, **values: Any) -> TokenisedConversations:
+    selection = values.pop("selection", ALL_ROWS)
+    given = {"max_length": 40, "train_on": "assistant"} | values
+    return tokenised(folder, [path], selection, TOKENS, **given)
 
 
-@given(st.lists(TOKENS, min_size=1, max_size=5))
-def test_what_is_kept_is_what_was_made(tmp_path_factory: pytest.TempPathFactory, tokens: list[list[int]]) -> None:
-    folder, rows = tmp_path_factory.mktemp("cache") / "tokens", rows_of(tokens)
-    for found in (kept_tokens(folder, KEY, giving(rows)), kept_tokens(folder, KEY, never), in_memory(giving(rows))):
-        assert [found.rows.row(place) for place in range(len(rows))] == rows
-        assert found.encoding == SAID
-        assert found.rows.lengths.tolist() == [len(each) for each in tokens]
-        assert found.rows.trained.tolist() == [len(each) // 2 for each in tokens]
-    assert sorted(path.name for path in folder.iterdir()) == [".lock", KEY]
+def ids_of(found: TokenisedConversations) -> list[list[int]]:
+    return [found.tokens.row(place).ids.tolist() for place in found.ids]
 
 
-ROWS = rows_of([[5, 6, 7], [8], [9, 10]])
+def never(*_: object, **__: object) -> Any:
+    raise AssertionError("they are read or made again")
 
 
 def flip(path: Path) -> None:
@@ -81,74 +70,89 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-def foreign(path: Path) -> None:
-    path.write_text('{"encoding": {}, "files": {}}')
-
-
 def linked(path: Path) -> None:
     path.rename(path.with_suffix(".moved"))
     path.symlink_to(path.with_suffix(".moved"))
 
 
-@pytest.mark.parametrize("name", ["tokens", "weights", "ends", "trained", "cut", "cut_trained", "index.json"])
-@pytest.mark.parametrize(
-    "harm", [flip, foreign, linked, Path.unlink, lambda path: os.truncate(path, path.stat().st_size - 2)]
-)
+@pytest.mark.parametrize("name", [*COLUMNS, "index.json"])
+@pytest.mark.parametrize("harm", [flip, linked, Path.unlink, lambda path: os.truncate(path, path.stat().st_size - 2)])
 def test_what_is_damaged_is_made_again(
-    tmp_path: Path, name: str, harm: Callable[[Path], None], capfd: pytest.CaptureFixture[str]
+    path: Path, tmp_path: Path, name: str, harm: Callable[[Path], None], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    kept_tokens(tmp_path, KEY, giving(ROWS))
-    harm(tmp_path / KEY / name)
-    found = kept_tokens(tmp_path, KEY, giving(ROWS))
-    assert [found.rows.row(place) for place in range(3)] == ROWS
-    assert f"what is kept in {tmp_path / KEY} is not used, and made again" in capfd.readouterr().err
-    kept_tokens(tmp_path, KEY, never)
+    folder = tmp_path / "cache"
+    wanted = ids_of(made(path, folder))
+    (key,) = (each for each in folder.iterdir() if each.is_dir())
+    harm(key / name)
+    assert ids_of(made(path, folder)) == wanted
+    assert f"what is kept in {key} is not used, and made again" in capfd.readouterr().err
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(token_cache, "encode_each", never)
+        assert ids_of(made(path, folder)) == wanted
 
 
-def killed_while_it_encodes(folder: Path) -> None:
-    def encode(keep: Callable[[EncodedRow], None]) -> Encoding:
-        keep(ROWS[0])
-        keep(ROWS[1])
+def killed_while_it_encodes(path: Path, folder: Path) -> None:
+    def end(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
-        return SAID
 
-    kept_tokens(folder, KEY, encode)
+    token_cache._Pass.keep = end  # type: ignore[method-assign]
+    made(path, folder)
 
 
-def test_a_writer_that_is_killed_leaves_nothing_that_is_used(tmp_path: Path) -> None:
-    (ended,) = run_ranks(1, killed_while_it_encodes, tmp_path)
+def test_a_writer_that_is_killed_leaves_nothing_that_is_used(path: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    (ended,) = run_ranks(1, killed_while_it_encodes, path, folder)
     assert isinstance(ended.error, ChildProcessError)
-    (half,) = (path for path in tmp_path.iterdir() if path.is_dir())
-    assert half.name != KEY
-    assert kept_tokens(tmp_path, KEY, giving(ROWS)).rows.row(2) == ROWS[2]
+    (half,) = (each for each in folder.iterdir() if each.is_dir())
+    assert ids_of(made(path, folder)) == ids_of(made(path, None))
     assert not half.exists()
 
 
-def made_at_once(folder: Path) -> tuple[list[int], bool]:
-    """The tokens of the second row, and whether this rank made them."""
-    made = []
+def made_at_once(path: Path, folder: Path) -> tuple[list[list[int]], bool]:
+    calls, usual = [], token_cache.encode_each
 
-    def encode(keep: Callable[[EncodedRow], None]) -> Encoding:
-        made.append(True)
-        return giving(ROWS)(keep)
+    def encode(*given: Any, **named: Any) -> Encoding:
+        calls.append(True)
+        return usual(*given, **named)
 
+    token_cache.encode_each = encode
     torch.distributed.barrier()
-    return kept_tokens(folder, KEY, encode).rows.row(1).ids.tolist(), bool(made)
+    return ids_of(made(path, folder)), bool(calls)
 
 
-def test_of_several_processes_at_once_one_makes_them(tmp_path: Path) -> None:
-    told = [each.get() for each in run_ranks(3, made_at_once, tmp_path)]
-    assert [ids for ids, _ in told] == [[8]] * 3
+def test_of_several_processes_at_once_one_makes_them(path: Path, tmp_path: Path) -> None:
+    told = [each.get() for each in run_ranks(3, made_at_once, path, tmp_path / "cache")]
+    assert [ids for ids, _ in told] == [ids_of(made(path, None))] * 3
     assert sum(made for _, made in told) == 1
 
 
-def test_the_key_is_of_all_that_tokens_depend_on() -> None:
-    given = {"data": "d", "tokenizer": "t", "max_length": 9, "train_on": "all"}
-    keys = {key_of_tokens(**given), *(key_of_tokens(**{**given, name: "other"}) for name in given)}
-    assert len(keys) == 5
-    assert key_of((), code=source_digest(_CODE), **given) not in keys  # no libraries
-    assert key_of(_LIBRARIES, **given) not in keys  # no code of ours
-    assert key_of(_LIBRARIES, code=source_digest(_CODE), **given) in keys
+@pytest.mark.parametrize("other", ["file", "max_length", "train_on", "selection", "tokenizer", "code", "libraries"])
+def test_the_key_is_of_all_that_tokens_depend_on(
+    path: Path, tmp_path: Path, other: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, values = tmp_path / "cache", {"max_length": 41, "train_on": "all", "selection": RowSelection(limit=2)}
+    patches = {"tokenizer": (TOKENS, "digest"), "code": (token_cache, "source_digest")}
+    patches["libraries"] = (token_cache, "_LIBRARIES")
+    made(path, folder)
+    if other == "file":
+        path.write_text(path.read_text() + "\n")
+    elif other in patches:
+        monkeypatch.setattr(*patches[other], {"tokenizer": "other", "code": str, "libraries": ()}[other])
+    made(path, folder, **({other: values[other]} if other in values else {}))
+    assert len([each for each in folder.iterdir() if each.is_dir()]) == 2
+
+
+def test_on_all_cores_the_file_is_the_same(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"prompt": f"{place}" * (place % 7 + 1), "completion": "c" * (place % 60)} for place in range(1, 40)]
+    path.write_text("".join(f"{json.dumps(each)}\n" for each in rows))
+    monkeypatch.setattr(token_cache, "_BATCHES_ALONE", 1)
+    monkeypatch.setattr("andon.data.chat._AT_ONCE", 3)
+    skipping = RowSelection(skip_bad=True)
+    several = made(path, None, selection=skipping)
+    monkeypatch.setattr(token_cache, "on_all_cores", map)
+    alone = made(path, None, selection=skipping)
+    assert several.encoding == alone.encoding
+    assert [several.tokens.row(id_) for id_ in several.ids] == [alone.tokens.row(id_) for id_ in alone.ids]
 
 
 @pytest.fixture(scope="module")
@@ -166,10 +170,7 @@ def test_a_resume_makes_nothing_again_and_ends_with_the_same_bits(
     assert talks.train(alone) == Exit.OK
     assert not RunFolder(alone).tokens.exists()
     folder = talks.stopped(tmp_path / "run", 3)
-    kept = [path for path in RunFolder(folder).tokens.iterdir() if path.is_dir()]
-    assert sorted((path / "tokens").exists() for path in kept) == [False, True]  # a survey, and tokens
-    monkeypatch.setattr("andon.training.surveys.survey", never)
-    monkeypatch.setattr("andon.training.material.encode_each", never)
+    monkeypatch.setattr(token_cache, "encode_each", never)
     assert talks.train(folder, resume="auto") == Exit.OK
     assert outcome(folder) == outcome(alone)
     assert not RunFolder(folder).tokens.exists()
@@ -184,8 +185,6 @@ def test_a_folder_that_is_named_serves_later_runs(talks: Runs, tmp_path: Path) -
     assert talks.train(tmp_path / "two", *one_step) == Exit.OK
     assert {path: path.stat().st_mtime_ns for path in place.rglob("*") if path.parent != place} == before
     assert outcome(tmp_path / "one") == outcome(tmp_path / "two")
-    assert talks.train(tmp_path / "three", *one_step, "model.max_length=100") == Exit.OK
-    assert {path for path in place.rglob("*") if path.parent != place} > before.keys()
 
 
 def test_nothing_stays_of_rows_that_cannot_be_encoded(tmp_path: Path) -> None:
@@ -197,14 +196,12 @@ def test_nothing_stays_of_rows_that_cannot_be_encoded(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_columns_are_mapped_and_not_held(tmp_path: Path) -> None:
-    found = kept_tokens(tmp_path, KEY, giving(ROWS))
-    assert found.rows.tensors(0)[0].dtype is torch.int64
+def test_columns_are_mapped_and_not_held(path: Path, tmp_path: Path) -> None:
+    found = made(path, tmp_path / "cache")
+    assert found.tokens.tensors(0)[0].dtype is torch.int64
     maps = Path("/proc/self/maps").read_text()
-    assert all(str(tmp_path / KEY / name) in maps for name in ("tokens", "weights"))
+    assert all(re.search(rf"{tmp_path}/cache/\w+/{name}", maps) for name in ("tokens", "weights"))
 
-
-# Conversations that are not held: a survey knows of them what reading them says
 
 ROW = st.builds(
     lambda prompt, source: {"prompt": prompt, "completion": "c"} | ({} if source is None else {"source": source}),
@@ -214,17 +211,8 @@ ROW = st.builds(
 FILES = st.lists(st.lists(ROW, min_size=1, max_size=7), min_size=1, max_size=3)
 
 
-def files_of(folder: Path, files: Sequence[Sequence[dict[str, Any]]]) -> list[Path]:
-    paths = []
-    for number, rows in enumerate(files):
-        lines = ["\n" * (place % 2) + json.dumps(each) + "\n" for place, each in enumerate(rows)]
-        paths.append(folder / f"{number}.jsonl")
-        paths[-1].write_text("".join(lines))
-    return paths
-
-
 @given(FILES, st.integers(1, 3), st.builds(RowSelection, st.just(True), st.none() | st.integers(1, 9)))
-def test_a_survey_says_what_the_rows_say(
+def test_a_token_file_says_what_the_rows_say(
     tmp_path_factory: pytest.TempPathFactory,
     files: list[list[dict[str, Any]]],
     at_once: int,
@@ -234,55 +222,47 @@ def test_a_survey_says_what_the_rows_say(
     paths = files_of(folder, [[{"prompt": "no answer"}, *rows] for rows in files])
     held = read_conversations(*paths, selection=selection)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(surveyed, "_ROWS_AT_ONCE", at_once)
-        everyone = [Surveys(None, writes=False), *[Surveys(folder / "cache", writes=True)] * 2]
-        found = [each.of(paths, selection) for each in everyone]
-        assert everyone[-1].of(paths, RowSelection(True, 1)).ids == (0,)
-    for known in found:
-        assert (known.digest, known.form, known.ids, known.source) == (held.digest, held.form, held.ids, held.source)
-        assert held.origins is not None
-        assert [known.origins.where(id_) for id_ in held.ids] == [held.origins.where(id_) for id_ in held.ids]
-        assert known.origins.sizes == held.origins.sizes
-        assert (list(known.origins.skipped), known.origins.notes) == (list(held.origins.skipped), held.origins.notes)
-        assert [known.source_of(id_) for id_ in held.ids] == [held.source_of(id_) for id_ in held.ids]
-        assert [each.messages for each in known.rows] == [each.messages for each in held.rows]
-        part = held.ids[::-2]
-        assert known.subset(part).texts() == held.subset(part).texts()
-        assert known.subset(part).fingerprints() == held.subset(part).fingerprints()
-        assert repeated_texts(known) == len(held) - len(set(held.texts()))
-        assert shared_texts(known, held.subset(part)) == len(part)
-        assert known.told(part[0]) == held.told(part[0])
-        assert known.told(len(held)) is None
-        with pytest.raises(KeyError):
-            known.subset([len(held)])
+        patch.setattr(token_cache, "_ROWS_AT_ONCE", at_once)
+        known = tokenised(folder / "cache", paths, selection, TOKENS, max_length=40, train_on="assistant")
+    rows: list[EncodedRow] = []
+    assert known.encoding == encode_each(TOKENS, held, 40, "assistant", rows.append)
+    assert [known.tokens.row(id_) for id_ in known.ids] == rows
+    assert (known.digest, known.form, known.ids, known.source) == (held.digest, held.form, held.ids, held.source)
+    assert held.origins is not None
+    assert [known.origins.where(id_) for id_ in held.ids] == [held.origins.where(id_) for id_ in held.ids]
+    assert known.origins.sizes == held.origins.sizes
+    assert (list(known.origins.skipped), known.origins.notes) == (list(held.origins.skipped), held.origins.notes)
+    assert [known.source_of(id_) for id_ in held.ids] == [held.source_of(id_) for id_ in held.ids]
+    part = held.ids[::-2]
+    assert known.subset(part).fingerprints() == held.subset(part).fingerprints()
+    assert repeated_texts(known) == len(held) - len(set(held.texts()))
+    assert shared_texts(known, held.subset(part)) == len(part)
+    with pytest.raises(KeyError):
+        known.subset([len(held)])
 
 
-def test_a_survey_finds_all_that_is_wrong(tmp_path: Path) -> None:
-    paths = files_of(tmp_path, [[{"prompt": "a", "completion": ""}, {"prompt": "b"}], [{"prompt": "c"}]])
+def test_the_pass_finds_all_that_is_wrong(tmp_path: Path) -> None:
+    rows = [[{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": ""}], [{"prompt": "c"}]]
+    paths = files_of(tmp_path, rows)
     with pytest.raises(InputError) as said:
         read_conversations(*paths)
-    for known in (Surveys(None, writes=False), Surveys(tmp_path / "cache", writes=True)):
+    for folder in (None, tmp_path / "cache"):
         with pytest.raises(InputError) as caught:
-            known.of(paths)
+            tokenised(folder, paths, ALL_ROWS, TOKENS, max_length=40, train_on="assistant")
         assert caught.value.problems == said.value.problems
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [".lock"]
 
 
-def test_rows_that_change_between_two_looks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (path,) = files_of(tmp_path, [[{"prompt": "a", "completion": "b"}]])
-    known = Surveys(tmp_path / "cache", writes=True).of([path])
-    path.write_text(json.dumps({"prompt": "a", "completion": "c"}) + "\n")
-    with pytest.raises(InputError, match="has changed while it was read"):
-        list(known.rows)
+def test_a_file_that_changes_while_it_is_read_is_refused(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def meanwhile(*given: Any, **named: Any) -> Encoding:
+        path.write_text(path.read_text() + "\n")
+        return encode_each(*given, **named)
 
-    def meanwhile(*given: Any) -> Any:
-        found = surveyed.survey(*given)
-        path.write_text(json.dumps({"prompt": "a", "completion": "d"}) + "\n")
-        return found
-
-    monkeypatch.setattr(surveys, "survey", meanwhile)
+    monkeypatch.setattr(token_cache, "encode_each", meanwhile)
     with pytest.raises(InputError, match="has changed while it was read"):
-        Surveys(tmp_path / "cache", writes=True).of([path])
+        made(path, tmp_path / "cache")
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -309,3 +289,28 @@ def test_conversations_that_only_the_tokenizer_shows_to_be_useless_are_in_no_bat
     (path.parent / "0.jsonl").write_text(json.dumps(rows[3]) + "\n" + json.dumps(rows[8]) + "\n")
     with pytest.raises(InputError, match="no row that can be used is left to train on"):
         prepare(load_config(None, [f"data.train={path}", "data.bad_rows=skip", "data.validation_fraction=0.5"]))
+
+
+@pytest.mark.parametrize("task", ["classification", "multi-label", "regression", "token-classification"])
+def test_rows_that_another_process_read_are_the_same_and_open_no_file(
+    task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    label = {"multi-label": lambda n: ["ü", "b"][: n % 3], "regression": lambda n: n / 3}.get(
+        task, "abababab".__getitem__
+    )
+    rows: list[dict[str, Any]] = [{"text": f"ü {n}\n", "other": "o", "label": label(n)} for n in range(8)]
+    if task == "token-classification":
+        rows = [{"tokens": ["a", "b"][: n % 2 + 1], "tags": ["X", "O"][: n % 2 + 1]} for n in range(8)]
+    paths = files_of(tmp_path, [rows[:5], rows[5:]])
+    more = ["data.text_pair_column=other"] if task == "classification" else []
+    config = load_config(None, [f"data.train={json.dumps([*map(str, paths)])}", f"task={task}", *more])
+    read = read_rows(config)
+    read_rows(config, folder=tmp_path / "cache", known=read)
+    with monkeypatch.context() as patch:
+        patch.setattr("andon.data.formats.numbered_lines", never)
+        found = read_rows(config, folder=tmp_path / "cache")
+    assert (found, found.digest) == (read, read.digest)
+    assert [found.where(id_) for id_ in found.train_ids] == [read.where(id_) for id_ in read.train_ids]
+    paths[0].write_text(paths[0].read_text() + "\n")
+    with pytest.raises(InputError, match="has changed while it was read"):
+        read_rows(config, folder=tmp_path / "cache", known=read)

@@ -13,13 +13,12 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Literal
+from typing import Literal, Protocol
 
 from andon.console.problems import InputError, Problem, ProblemList, shown
-from andon.data.conversations import ANSWERS, Conversation, ConversationSet, Form, Message
-from andon.data.surveyed import SurveyedConversations
+from andon.data.conversations import ANSWERS, Conversation, Form, Message
 from andon.data.template import ChatTemplate, TemplateFault
-from andon.data.tokens import HuggingFaceTokenizer, Tokenizer
+from andon.data.tokens import Tokenizer
 
 TrainOn = Literal["assistant", "all"]
 
@@ -58,15 +57,44 @@ class Encoding:
     skipped: tuple[tuple[int, str, str], ...] = ()
 
 
+class Conversations(Protocol):
+    """Rows that all have one form; they may be read only once."""
+
+    @property
+    def form(self) -> Form: ...
+
+    @property
+    def rows(self) -> Iterable[Conversation]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Rows that were encoded together, each as its tokens or as (id, place, fault), and what they say of all rows.
+
+    stops: the ids that close answers. extended: whether an answer got a stop token that the template does not mark.
+    spelling: the rows of text that spell special tokens.
+    """
+
+    rows: list[EncodedRow | tuple[int, str, str]]
+    stops: set[int]
+    extended: bool
+    spelling: list[str]
+
+
+MapBatches = Callable[[Callable[[list[Conversation]], _Batch], Iterator[list[Conversation]]], Iterable[_Batch]]
+"""Calls a function with each batch, as `map` does; may do so in other processes."""
+
+
 def encode_each(
-    tokenizer: HuggingFaceTokenizer,
-    data: ConversationSet | SurveyedConversations,
+    tokenizer: Tokenizer,
+    data: Conversations,
     max_length: int,
     train_on: TrainOn,
     keep: Callable[[EncodedRow], None],
     *,
     skip_bad: bool = False,
     positions: int | None = None,
+    map_batches: MapBatches = map,
 ) -> Encoding:
     """Give `keep` every row as ids, in order, cut at its end to `max_length`, with what each token counts.
 
@@ -87,29 +115,36 @@ def encode_each(
     scribe = _Scribe(tokenizer, data.form, train_on)
     problems = ProblemList(skips=skip_bad)
     skipped: list[tuple[int, str, str]] = []
+    stops: set[int] = set()
+    spelling: list[str] = []
+    extended = False
     cut = cut_tokens = cut_trained = 0
     rows = iter(data.rows)
-    while together := list(islice(rows, _AT_ONCE)):
-        for row, weighed in scribe.weighed(together):
-            fault = weighed if isinstance(weighed, str) else _untrained(weighed, max_length, positions, skip_bad)
-            if isinstance(weighed, _Weighed) and not fault:
-                encoded = _cut(row, weighed, max_length)
-                keep(encoded)
-                cut, cut_tokens = cut + bool(encoded.cut), cut_tokens + encoded.cut
-                cut_trained += encoded.cut_trained
+
+    def encode(together: list[Conversation]) -> _Batch:
+        return scribe.batch(together, max_length, positions, skip_bad)
+
+    for batch in map_batches(encode, iter(lambda: list(islice(rows, _AT_ONCE)), [])):
+        stops |= batch.stops
+        spelling += batch.spelling
+        extended = extended or batch.extended
+        for row in batch.rows:
+            if isinstance(row, EncodedRow):
+                keep(row)
+                cut, cut_tokens, cut_trained = cut + bool(row.cut), cut_tokens + row.cut, cut_trained + row.cut_trained
             else:
-                problems.add_row(row.where, fault)
-                skipped.append((row.id, row.where, fault))
-                keep(EncodedRow(row.id, array("i", [0]), array("f", [0.0])))
+                problems.add_row(*row[1:])
+                skipped.append(row)
+                keep(EncodedRow(row[0], array("i", [0]), array("f", [0.0])))
     problems.raise_if_any()
-    notes = [*scribe.notes()]
+    notes = [*scribe.notes(spelling)]
     if cut:
         lost = f"{cut_tokens} tokens are dropped, {cut_trained} of them to be trained"
         notes.append(f"{cut} {'row is' if cut == 1 else 'rows are'} cut to {max_length} tokens: {lost}")
-    return Encoding(scribe.mask_source(), scribe.stops(), tuple(notes), tuple(skipped))
+    return Encoding(scribe.mask_source(extended=extended), tuple(sorted(stops)), tuple(notes), tuple(skipped))
 
 
-def encode_prompt(tokenizer: HuggingFaceTokenizer, form: Form, messages: Sequence[Message]) -> list[int]:
+def encode_prompt(tokenizer: Tokenizer, form: Form, messages: Sequence[Message]) -> list[int]:
     """The ids at which a model trained on rows of this `form` begins to answer `messages`.
 
     Raises `InputError` for what `encode_each` would refuse in them.
@@ -138,7 +173,7 @@ class Asking:
     note: str
 
 
-def asking(tokenizer: HuggingFaceTokenizer, form: Form) -> Asking:
+def asking(tokenizer: Tokenizer, form: Form) -> Asking:
     """How a model trained on rows of this `form` is asked. Raises `InputError` as `encode_each` does."""
     scribe = _Scribe(tokenizer, form, "assistant")
     if scribe.templated:
@@ -180,7 +215,7 @@ class _Weighed:
 class _Scribe:
     """How rows of one form are written for one tokenizer, and which of their tokens count."""
 
-    def __init__(self, tokenizer: HuggingFaceTokenizer, form: Form, train_on: TrainOn) -> None:
+    def __init__(self, tokenizer: Tokenizer, form: Form, train_on: TrainOn) -> None:
         base = tokenizer.base
         self._tokenizer = tokenizer
         self._form = form
@@ -213,24 +248,21 @@ class _Scribe:
             if begins and (self._literal or base("a")["input_ids"][:1] == [base.bos_token_id]):
                 self.opening = [base.bos_token_id]
 
-    def mask_source(self) -> str:
+    def mask_source(self, *, extended: bool) -> str:
         if self._all:
             return "all tokens"
         if self._template is None:
             return "prompt and completion" if self._form == "prompt and completion" else "messages, each after its role"
         if not self._template.marked:
             return "prefixes of the template, verified"
-        return "the template's generation marks" + (", and the stop token after each" if self._extended else "")
+        return "the template's generation marks" + (", and the stop token after each" if extended else "")
 
-    def stops(self) -> tuple[int, ...]:
-        return tuple(sorted(self._stops))
-
-    def notes(self) -> Iterator[str]:
+    def notes(self, spelling: Sequence[str]) -> Iterator[str]:
         if self.dated:
             yield "the chat template writes today's date; it is given one day always, so that runs can be repeated"
-        if self._spelling:
-            first = self._spelling[0]
-            yield f"{len(self._spelling)} rows of text spell special tokens, which are read as such (first: {first})"
+        if spelling:
+            first = spelling[0]
+            yield f"{len(spelling)} rows of text spell special tokens, which are read as such (first: {first})"
 
     def special_fault(self, row: Conversation) -> str | None:
         """Why a row cannot be taken for what is spelled in it, or None.
@@ -261,6 +293,20 @@ class _Scribe:
             return "".join(each.content for each in messages)
         turns = (f"{each.role}: {each.content}" + ("" if each.role == ANSWERS else "\n") for each in messages)
         return "".join(turns) + (f"{ANSWERS}: " if asks else "")
+
+    def batch(self, rows: Iterable[Conversation], most: int, positions: int | None, skips: bool) -> _Batch:
+        """`rows` encoded. most, positions, skips: as for `encode_each`."""
+        self._stops, self._extended, self._spelling = set(), False, []
+        found: list[EncodedRow | tuple[int, str, str]] = []
+        for row, weighed in self.weighed(rows):
+            fault = weighed if isinstance(weighed, str) else _untrained(weighed, most, positions, skips)
+            if isinstance(weighed, _Weighed) and not fault:
+                lost = weighed.weights[most:]
+                ids, weights = array("i", weighed.ids[:most]), array("f", weighed.weights[:most])
+                found.append(EncodedRow(row.id, ids, weights, len(lost), sum(weight > 0 for weight in lost)))
+            else:
+                found.append((row.id, row.where, fault))
+        return _Batch(found, self._stops, self._extended, self._spelling)
 
     def weighed(self, rows: Iterable[Conversation]) -> Iterator[tuple[Conversation, _Weighed | str]]:
         drafts: list[tuple[Conversation, tuple[str, list[_Turn]] | str]] = []
@@ -480,9 +526,3 @@ def _untrained(weighed: _Weighed, most: int, positions: int | None, skips: bool)
     skip = "" if skips else "; to skip such rows: --set data.bad_rows=skip"
     what = f"its first trained token is number {first + 1}, and model.max_length is {most}"
     return f"no token of it would be trained: {what}; {remedy}{skip}"
-
-
-def _cut(row: Conversation, weighed: _Weighed, most: int) -> EncodedRow:
-    lost = weighed.weights[most:]
-    ids, weights = array("i", weighed.ids[:most]), array("f", weighed.weights[:most])
-    return EncodedRow(row.id, ids, weights, len(lost), sum(weight > 0 for weight in lost))

@@ -70,11 +70,9 @@ class WithoutClasses:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """No classes."""
         return ()
 
     def about(self) -> str:
-        """What is learned of a conversation."""
         return "task sft"
 
 
@@ -89,7 +87,6 @@ class ConversationSet(WithoutClasses, RowsById):
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 (hex) of the form and every message in order: each part with its length before it."""
         sha = hashlib.sha256()
         add_form(sha, self.form)
         for row in self.rows:
@@ -101,11 +98,9 @@ class ConversationSet(WithoutClasses, RowsById):
         return str(self._by_id[id_].source)
 
     def texts(self) -> tuple[str, ...]:
-        """What a model is asked by each row, in order: all before the last answer; of a row of text, the text."""
         return tuple(asked(self.form, row) for row in self.rows)
 
     def told(self, id_: int) -> tuple[str, str] | None:
-        """A row's last answer and what is before it; None for an id not here."""
         row = self._by_id.get(id_)
         return None if row is None else (last_answer(row), asked(self.form, row))
 

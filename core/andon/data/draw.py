@@ -20,10 +20,8 @@ class Draw:
         return int(self._random() * bound)
 
     def pick(self, items: Sequence[_Item]) -> _Item:
-        """One of `items`."""
         return items[self.below(len(items))]
 
     def shuffled(self, items: Sequence[_Item]) -> list[_Item]:
-        """All of `items`, in another order."""
         keyed = [(self._random(), place) for place in range(len(items))]
         return [items[place] for _, place in sorted(keyed)]

@@ -14,6 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
@@ -78,22 +79,48 @@ def open_table(path: Path, problems: ProblemList) -> Table:
 
 def json_records(path: Path, problems: ProblemList) -> Table:
     """One JSON object a line, blank lines aside, or one array of objects."""
-    first = next((text for _, text in numbered_lines(path, ProblemList().add) if text.strip()), "")
+    first, lines = _peeked(path)
     if first.lstrip().startswith("["):
-        return Table(path, None, True, _array_records(path, problems), " row ")
-    return Table(path, None, True, _json_records(path, problems))
+        return Table(path, None, True, _array_records(path, lines, problems), " row ")
+    return Table(path, None, True, _json_records(path, lines, problems))
 
 
-def _array_records(path: Path, problems: ProblemList) -> Iterator[Record]:
+Lines = Callable[[Note], Iterator[tuple[int, str]]]
+"""The numbered lines of a file, once; what is wrong with a line goes to the argument."""
+
+
+def _peeked(path: Path) -> tuple[str, Lines]:
+    """The first line that is not blank, and all lines from the first on; the file is opened once for both."""
+    early: list[tuple[str, str]] = []
+    sink: list[Note] = [lambda where, what: early.append((where, what))]
+    numbered = numbered_lines(path, lambda where, what: sink[0](where, what))
+    head: list[tuple[int, str]] = []
+    while not head or not head[-1][1].strip():
+        line = next(numbered, None)
+        if line is None:
+            break
+        head.append(line)
+
+    def lines(note: Note) -> Iterator[tuple[int, str]]:
+        sink[0] = note
+        for where, what in early:
+            note(where, what)
+        yield from head
+        yield from numbered
+
+    return head[-1][1] if head else "", lines
+
+
+def _array_records(path: Path, lines: Lines, problems: ProblemList) -> Iterator[Record]:
     """The whole array is held: only its end shows that it is one."""
-    text = "".join(line for _, line in numbered_lines(path, problems.add))
+    text = "".join(line for _, line in lines(problems.add))
     for array in _values(text, str(path), problems.add):
         for number, value in enumerate(array, start=1):
             yield from _record(number, value, f"{path} row {number}", problems)
 
 
-def _json_records(path: Path, problems: ProblemList) -> Iterator[Record]:
-    for number, line in numbered_lines(path, problems.add_row):
+def _json_records(path: Path, lines: Lines, problems: ProblemList) -> Iterator[Record]:
+    for number, line in lines(problems.add_row):
         if line.strip():
             for value in _values(line.rstrip("\r\n"), f"{path}:{number}", problems.add_row):
                 yield from _record(number, value, f"{path}:{number}", problems)
@@ -142,17 +169,16 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(msg)
 
 
-def comma_of(path: Path) -> str:
-    """What stands between the fields of a CSV file: a semicolon where its header has those and no comma, as
-    spreadsheets of many countries write them; else a comma."""
-    header = next((text for _, text in numbered_lines(path, ProblemList().add) if text.strip()), "")
+def comma_separated(path: Path, problems: ProblemList) -> Table:
+    """CSV with a header row; quoted fields may hold delimiters, doubled quotes and line ends.
+
+    Fields are separated by a semicolon if the header has those and no comma, as spreadsheets of many countries write
+    them.
+    """
+    header, lines = _peeked(path)
     plain = re.sub(r'"[^"]*"', "", header)
-    return ";" if ";" in plain and "," not in plain else ","
-
-
-def delimited(path: Path, delimiter: str, problems: ProblemList) -> Table:
-    """CSV with a header row; quoted fields may hold delimiters, doubled quotes and line ends."""
-    table = _with_header(path, _delimited_records(path, delimiter, problems), problems)
+    delimiter = ";" if ";" in plain and "," not in plain else ","
+    table = _with_header(path, _delimited_records(path, lines, delimiter, problems), problems)
     return replace(table, note="its fields are separated by ';'") if delimiter == ";" else table
 
 
@@ -170,7 +196,8 @@ def tabbed(path: Path, problems: ProblemList) -> Table:
     quoted = header[:1] != [] and header[0].startswith('"')
     if not quoted and len(header) > 1 and all(len(cells) == len(header) for cells in lines):
         return _with_header(path, _tabbed_records(path, problems), problems)
-    return _with_header(path, _delimited_records(path, "\t", problems, 0 if quoted else len(header)), problems)
+    again = partial(numbered_lines, path)
+    return _with_header(path, _delimited_records(path, again, "\t", problems, 0 if quoted else len(header)), problems)
 
 
 def _tabbed_records(path: Path, problems: ProblemList) -> Iterator[tuple[int, list[str]]]:
@@ -201,7 +228,7 @@ def _with_header(path: Path, records: Iterator[tuple[int, list[str]]], problems:
 
 
 def _delimited_records(
-    path: Path, delimiter: str, problems: ProblemList, fields: int = 0
+    path: Path, source: Lines, delimiter: str, problems: ProblemList, fields: int = 0
 ) -> Iterator[tuple[int, list[str]]]:
     """(line on which it starts, cells) of each record that is not blank.
 
@@ -211,7 +238,7 @@ def _delimited_records(
 
     def lines() -> Iterator[str]:
         nonlocal last, whole
-        for number, text in numbered_lines(path, problems.add_row):
+        for number, text in source(problems.add_row):
             last = number
             whole += text.count(delimiter) + 1 == fields
             yield text
@@ -394,7 +421,7 @@ def _decoded(line: bytes, where: str, offset: int, note: Note) -> str | None:
 KINDS: dict[str, Callable[[Path, ProblemList], Table]] = {
     ".jsonl": json_records,
     ".json": json_records,
-    ".csv": lambda path, problems: delimited(path, comma_of(path), problems),
+    ".csv": comma_separated,
     ".tsv": tabbed,
     ".parquet": lambda path, _: parquet(path),
 }

@@ -11,6 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Self
 
+from andon.config.source import require_file
 from andon.console.problems import InputError, Problem, ProblemList, shown
 from andon.data.formats import Record, Table
 
@@ -39,14 +40,29 @@ def short_names(paths: Sequence[str | Path]) -> tuple[str, ...]:
     return tuple(map(str, paths))
 
 
+Stamp = tuple[str | int, ...]
+
+
+def stamps(paths: Sequence[Path]) -> list[Stamp]:
+    """The place, size and times of each file: equal stamps mean equal content. Raises `InputError` for no file."""
+    found: list[Stamp] = []
+    for path in paths:
+        require_file(path)
+        now = path.stat()
+        found.append((str(path.absolute()), now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns))
+    return found
+
+
 class Origins:
     """The places of rows, which are added in order, one file after another; a row is known by its place among all.
 
-    skipped: why each row that was left out is not among them. notes: lines about how the files were read.
+    stamps: of the files as their reading began. skipped: why each row that was left out is not among them. notes:
+    lines about how the files were read.
     """
 
     def __init__(self, limit: int | None = None) -> None:
         self.skipped: Sequence[Problem] = ()
+        self.stamps: list[Stamp] = []
         self.notes = [] if limit is None else [f"note: reading at most {limit} training rows (data.limit)"]
         self._limit = limit
         self._files: list[tuple[Path, str]] = []
@@ -60,6 +76,7 @@ class Origins:
         if any(path.resolve() == table.path.resolve() for path, _ in self._files):
             raise InputError([Problem(str(table.path), "is named twice; to have its rows twice give it the weight 2")])
         self._files.append((table.path, table.unit))
+        self.stamps += stamps([table.path])
         self.notes += [f"note: {table.path}: {table.note}"] if table.note else []
         self._starts.append(len(self))
 
@@ -117,6 +134,10 @@ class Origins:
         self._starts = [bisect_left(rows, start) for start in self._starts]
         self._lines = array("q", (self._lines[row] for row in rows))
 
+    @property
+    def lines(self) -> array[int]:
+        return self._lines
+
     def taken_lines(self) -> array[int]:
         """The lines of the rows that were added since it was last asked; who asks keeps them, and not this."""
         lines = self._lines
@@ -131,13 +152,11 @@ class Origins:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The rows of each file."""
         ends = [*self._starts[1:], len(self)]
         return tuple(end - start for start, end in zip(self._starts, ends, strict=True))
 
     @property
     def source(self) -> str:
-        """All files, as a reader is told of them."""
         return ", ".join(str(path) for path, _ in self._files)
 
     def where(self, row: int) -> str:
@@ -146,7 +165,6 @@ class Origins:
         return f"{path}{unit}{self._lines[row]}"
 
     def names(self) -> tuple[str, ...]:
-        """What each file is called, as `short_names` has it."""
         return short_names([path for path, _ in self._files])
 
     def file_of(self, row: int) -> int:

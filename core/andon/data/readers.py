@@ -239,7 +239,6 @@ def _naming(what: str) -> str:
 
 
 def shown_names(names: Sequence[str], most: int = 12) -> str:
-    """Column names as a message lists them."""
     rest = f" and {len(names) - most} more" if len(names) > most else ""
     return (", ".join(map(shown, names[:most])) or "none") + rest
 
@@ -274,7 +273,6 @@ class _Found(Generic[Meant]):
         self.origins.keep(kept)
 
     def take(self, table: Table, record: Record, columns: Columns) -> None:
-        """Keep one record, or note what is wrong with it."""
         where = table.place(record.line)
         chosen = _chosen(columns, record.fields, where, self.problems.add_row)
         if not chosen:

@@ -30,12 +30,11 @@ class Row(Generic[Label]):
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """The text, and its second one where there is a pair."""
         return (self.text,) if self.pair is None else (self.text, self.pair)
 
 
 class Examples(Protocol):
-    """Rows of any task: each has an id, and a text by which a repeated one is known."""
+    """Rows of any task: each has an id, and the fingerprint of a text."""
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -68,12 +67,8 @@ class Examples(Protocol):
         """The rows with these ids, in the order of `ids`; they keep their ids. Raises KeyError for an id not here."""
         ...
 
-    def texts(self) -> tuple[str, ...]:
-        """What a model is asked of each row, in order: two rows with one text are asked the same."""
-        ...
-
     def fingerprints(self) -> tuple[int, ...]:
-        """A number for each of these texts, in order: the same for the same text, another for others."""
+        """A number for what a model is asked of each row, in order: two rows with one text have the same."""
         ...
 
     def about(self) -> str:
@@ -81,7 +76,7 @@ class Examples(Protocol):
         ...
 
     def told(self, id_: int) -> tuple[str, str] | None:
-        """What is to be learned of a row and what is asked, for a reader; None for an id not here."""
+        """What is to be learned of a row and what is asked, for a reader; None for an id whose text is not held."""
         ...
 
 
@@ -123,16 +118,13 @@ class RowsById:
         return {row.id: row for row in self.rows}
 
     def subset(self, ids: Iterable[int]) -> Self:
-        """The rows with these ids, in the order of `ids`; they keep their ids. Raises KeyError for an id not here."""
         return replace(self, rows=tuple(self._by_id[id_] for id_ in ids))  # type: ignore[type-var]
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """The rows' ids, in order."""
         return tuple(row.id for row in self.rows)
 
     def fingerprints(self) -> tuple[int, ...]:
-        """A number for each row's text, in order."""
         return tuple(map(fingerprint, self.texts()))
 
 
@@ -148,7 +140,6 @@ class TextRows(RowsById, Generic[Label]):
     """What keeps the digests of two tasks over the same texts apart."""
 
     def said(self, row: Row[Label]) -> tuple[str, ...]:
-        """What is to be learned of a row, in words."""
         raise NotImplementedError
 
     def about(self) -> str:
@@ -181,7 +172,6 @@ class TextRows(RowsById, Generic[Label]):
         return tuple("\n".join(row.texts) for row in self.rows)
 
     def told(self, id_: int) -> tuple[str, str] | None:
-        """What is learned of a row, and its text; None for an id not here."""
         row = self._by_id.get(id_)
         return None if row is None else (", ".join(self.said(row)), "\n".join(row.texts))
 
@@ -191,15 +181,12 @@ class DataSet(TextRows[int]):
     """Texts with a class each: `rows[i].label` is an index into `labels`."""
 
     def said(self, row: Row[int]) -> tuple[str, ...]:
-        """The name of the row's class."""
         return (self.labels[row.label],)
 
     def about(self) -> str:
-        """How many classes there are."""
         return f"{len(self.labels)} classes"
 
     def counts(self) -> tuple[int, ...]:
-        """Rows of each class, by label."""
         found = [0] * len(self.labels)
         for row in self.rows:
             found[row.label] += 1
@@ -217,12 +204,10 @@ class LabelSets(TextRows[tuple[int, ...]]):
         return (str(len(row.label)), *(self.labels[number] for number in row.label))
 
     def about(self) -> str:
-        """How many labels there are, and how many a row has."""
         each = sum(len(row.label) for row in self.rows) / len(self.rows)
         return f"{len(self.labels)} labels, {each:.2f} of them a row"
 
     def counts(self) -> tuple[int, ...]:
-        """Rows of each label."""
         found = Counter(number for row in self.rows for number in row.label)
         return tuple(found[number] for number in range(len(self.labels)))
 
@@ -247,7 +232,6 @@ class Targets(TextRows[float]):
         return (repr(row.label),)
 
     def about(self) -> str:
-        """Between what the numbers lie."""
         return f"numbers from {min(row.label for row in self.rows):g} to {max(row.label for row in self.rows):g}"
 
 

@@ -26,15 +26,12 @@ class Tagged(TextRows[tuple[int, ...]]):
     kind: ClassVar[str] = "token-classification"
 
     def said(self, row: Row[tuple[int, ...]]) -> tuple[str, ...]:
-        """The tags of the row's words."""
         return tuple(self.labels[tag] for tag in row.label)
 
     def about(self) -> str:
-        """How many tags and words there are."""
         return f"{len(self.labels)} tags of {sum(len(row.label) for row in self.rows)} words"
 
     def counts(self) -> tuple[int, ...]:
-        """Words of each tag."""
         found = Counter(number for row in self.rows for number in row.label)
         return tuple(found[number] for number in range(len(self.labels)))
 

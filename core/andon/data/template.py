@@ -15,7 +15,7 @@ from typing import Any
 
 from andon.console.problems import InputError, Problem
 from andon.data.conversations import Message
-from andon.data.tokens import HuggingFaceTokenizer
+from andon.data.tokens import Tokenizer
 from andon_contracts.legible import legible_line
 
 MOST_CHARACTERS = 1 << 20
@@ -71,7 +71,7 @@ class ChatTemplate:
     `dated`: it writes the date, for which it gets the same day always.
     """
 
-    def __init__(self, tokenizer: HuggingFaceTokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._base = tokenizer.base
         try:
             source = self._base.get_chat_template()

@@ -9,7 +9,7 @@ import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from andon.config.source import loading
 from andon.console.problems import InputError, Problem, ProblemList, is_panic, shown
@@ -36,75 +36,7 @@ _NOT_CONTENT = (
 """Keys of tokenizer_config.json that say where a tokenizer came from and not what it does."""
 
 
-class Tokenizer(Protocol):
-    """A tokenizer as the trainer asks it."""
-
-    @property
-    def vocab_size(self) -> int:
-        """One more than the largest id."""
-        ...
-
-    @property
-    def pad_id(self) -> int:
-        """The id that rows are padded with on the right; the model's configuration must have the same."""
-        ...
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 (hex) of what the tokenizer's files say."""
-        ...
-
-    @property
-    def own_code(self) -> str:
-        """A sentence that says that the tokenizer's own code was not run, if its files name any; else empty."""
-        ...
-
-    @property
-    def truncated(self) -> int:
-        """How many of the texts encoded so far were cut."""
-        ...
-
-    @property
-    def last_cut(self) -> tuple[int, ...]:
-        """Which of the texts of the last call were cut, by their places in it."""
-        ...
-
-    def encode(self, texts: Sequence[str], max_length: int) -> list[list[int]]:
-        """One list of 1 to `max_length` ids for each text; the last id is never `pad_id`."""
-        ...
-
-    def types_of(self, texts: Sequence[str], max_length: int) -> list[list[int]]:
-        """The type of each id that `encode` gives for single texts; empty for a tokenizer with 0 for all."""
-        ...
-
-    def encode_pairs(
-        self, texts: Sequence[str], pairs: Sequence[str], max_length: int
-    ) -> tuple[list[list[int]], list[list[int]]]:
-        """As `encode`, of two texts each, and of which of the two each id is: 0 or 1, where it is said."""
-        ...
-
-    def encode_words(self, texts: Sequence[str], max_length: int) -> tuple[list[list[int]], list[list[int]]]:
-        """As `encode`, of words with a space between them, and for each word the place of its first token; -1 where it
-        has none, as behind a cut."""
-        ...
-
-    def shown(self, id_: int) -> str:
-        """What a token says, in quotes, on one line of a terminal."""
-        ...
-
-    def ids_of(self, tokens: Sequence[str]) -> tuple[int, ...]:
-        """The id of each of these tokens. Raises `InputError` for one that is none."""
-        ...
-
-    def save(self, folder: Path, max_length: int | None = None, side: str = "right") -> None:
-        """Write the files that `AutoTokenizer.from_pretrained(folder)` reads.
-
-        max_length, side: of a classifier's texts, the most tokens, and where they are padded.
-        """
-        ...
-
-
-class HuggingFaceTokenizer:
+class Tokenizer:
     """A tokenizer of transformers, with its own special tokens around each text.
 
     A decoder classifies at the last token whose id is not the padding id, whatever the attention mask says. So padding
@@ -229,7 +161,7 @@ class HuggingFaceTokenizer:
             firsts.append([min(places, default=-1) for places in covers])
         return rows, firsts
 
-    def with_tokens(self, tokens: Sequence[str]) -> HuggingFaceTokenizer:
+    def with_tokens(self, tokens: Sequence[str]) -> Tokenizer:
         """A tokenizer with `tokens` besides these, their ids behind all others, in order.
 
         They are found in texts to the letter, wherever they stand, and are not special: whoever writes a message may
@@ -254,7 +186,7 @@ class HuggingFaceTokenizer:
 
         base = copy.deepcopy(self.base)
         base.add_tokens([AddedToken(token, normalized=False, special=False) for token in tokens])
-        grown = HuggingFaceTokenizer(base, self.pad_id, self._empty_id)
+        grown = Tokenizer(base, self.pad_id, self._empty_id)
         for id_, token in enumerate(tokens, start=self.vocab_size):
             if grown.plain_ids([token]) != [[id_]] or base.decode([id_]) != token:
                 found.add("model.new_tokens", f"{token!r} is not read and written as one token by this tokenizer")
@@ -412,7 +344,7 @@ def _files_digest(folder: Path) -> str:
     return sha.hexdigest()
 
 
-def byte_tokenizer(*, pairs: bool = False, begins: bool = False) -> HuggingFaceTokenizer:
+def byte_tokenizer(*, pairs: bool = False, begins: bool = False) -> Tokenizer:
     """The embedded tokenizer: one id for each byte of UTF-8, after `<pad>` 0, `<s>` 1, `</s>` 2 and `<unk>` 3.
 
     It loses nothing: a text that holds the letters of a special token is bytes like any other. pairs: it puts `</s>`
@@ -446,10 +378,10 @@ def byte_tokenizer(*, pairs: bool = False, begins: bool = False) -> HuggingFaceT
         split_special_tokens=True,
         clean_up_tokenization_spaces=False,
     )
-    return HuggingFaceTokenizer(tokenizer, vocabulary[pad], vocabulary[unknown])
+    return Tokenizer(tokenizer, vocabulary[pad], vocabulary[unknown])
 
 
-def pretrained_tokenizer(path_or_hub_id: str, *, local_only: bool, revision: str | None = None) -> HuggingFaceTokenizer:
+def pretrained_tokenizer(path_or_hub_id: str, *, local_only: bool, revision: str | None = None) -> Tokenizer:
     """The tokenizer of a model folder or, unless `local_only`, of a hub id at `revision`. Runs no code from there.
 
     Without a padding token its end token pads. Raises `InputError` when there is no tokenizer, or neither token.
@@ -476,4 +408,4 @@ def pretrained_tokenizer(path_or_hub_id: str, *, local_only: bool, revision: str
         empty_id = next((id_ for id_ in others if id_ is not None and id_ != pad_id), None)
         if empty_id is None:
             empty_id = min(set(tokenizer.get_vocab().values()) - {pad_id})
-    return HuggingFaceTokenizer(tokenizer, pad_id, empty_id)
+    return Tokenizer(tokenizer, pad_id, empty_id)

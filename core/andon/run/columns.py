@@ -30,7 +30,7 @@ from andon_contracts.untrusted import open_regular, read_json
 Read = TypeVar("Read")
 Numbers = Mapping[str, "array[int] | array[float]"]
 Make = Callable[[Callable[[Numbers], None]], Mapping[str, object]]
-"""Gives further numbers of all columns to its argument, again and again, and returns what else is to be known."""
+"""Gives further numbers of some columns to its argument, again and again, and returns what else is to be known."""
 
 FORMAT = 1
 """Of what lies in a folder; another one is another digest."""
@@ -52,18 +52,6 @@ def key_of(libraries: tuple[str, ...], **depends_on: object) -> str:
     versions = {name: version_of(name) or "" for name in libraries}
     known = {"format": [FORMAT, sys.byteorder], "versions": versions, **depends_on}
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
-
-
-def found(folder: Path, key: str, kinds: Mapping[str, str], read: Callable[[Columns], Read]) -> Read | None:
-    """What `read` makes of the columns that lie under `key` in `folder`; None where none do, or none that are whole.
-
-    kinds: the type code of each column, as `array` has it. read: raises `ValueError`, KeyError or TypeError for columns
-    that are not those asked for.
-    """
-    try:
-        return _read(folder / key, kinds, read)
-    except (FileNotFoundError, ValueError):
-        return None
 
 
 def kept(folder: Path, key: str, kinds: Mapping[str, str], make: Make, read: Callable[[Columns], Read]) -> Read:
@@ -130,8 +118,8 @@ def _write(folder: Path, kinds: Mapping[str, str], make: Make) -> None:
         files = {name: _Writer(stack.enter_context((folder / name).open("xb")), hashlib.sha256()) for name in kinds}
 
         def append(numbers: Numbers) -> None:
-            for name, file in files.items():
-                file.append(numbers[name])
+            for name, column in numbers.items():
+                files[name].append(column)
 
         said = dict(make(append))
     told = {name: {"bytes": file.bytes, "sha256": file.sha.hexdigest()} for name, file in files.items()}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Unpack
 
 import torch
 from torch import nn
@@ -16,16 +17,13 @@ from torch import nn
 from andon.console.problems import ProblemList
 from andon.metrics.confusion import confusion_of
 from andon.metrics.scores import ClassificationScores, scores
-from andon.model.batches import logits_of, predictions
+from andon.model.batches import logits_of
 from andon.step.task import Batch, LeafLoss
-from andon.tasks.encoded import Columns, EncodedRows, check_rows
+from andon.tasks.encoded import EncodedRows, RowOptions, check_rows
 
 
 class ClassificationTask(EncodedRows):
     """Encoded rows and their labels; a row's id is its place in `tokens`. Its outputs are logits [rows, classes]."""
-
-    output = "logits"
-    counts_right = True
 
     def __init__(
         self,
@@ -33,23 +31,16 @@ class ClassificationTask(EncodedRows):
         labels: Sequence[int],
         *,
         num_labels: int,
-        vocab_size: int,
-        pad_id: int,
         class_weights: Sequence[float] | None = None,
-        padding_multiple: int = 8,
-        max_length: int | None = None,
-        places: Sequence[str] | None = None,
-        columns: Columns | None = None,
-        cut: Sequence[int] = (),
         names: Sequence[str] = (),
+        **options: Unpack[RowOptions],
     ) -> None:
-        """tokens, labels: parallel, one entry a row. class_weights: w, one a class (None: all 1). padding_multiple,
-        max_length, columns, cut: as `EncodedRows` has them. places: where each row came from, for messages. names: of
-        the classes, for a reader.
+        """tokens, labels: parallel, one entry a row. class_weights: w, one a class (None: all 1). names: of the
+        classes, for a reader.
 
         Raises `InputError` that names every row that `check_rows` refuses, or whose label is not a class.
         """
-        self.num_labels = num_labels
+        self.num_labels = self.width = num_labels
         self._names = tuple(names)
 
         def fault(index: int) -> str:
@@ -57,28 +48,12 @@ class ClassificationTask(EncodedRows):
             known = isinstance(label, int) and not isinstance(label, bool) and 0 <= label < num_labels
             return "" if known else f"label {label!r} is not one of the {num_labels} classes 0 to {num_labels - 1}"
 
-        check_rows(
-            tokens,
-            len(labels),
-            fault,
-            vocab_size=vocab_size,
-            pad_id=pad_id,
-            max_length=max_length,
-            places=places,
-        )
+        check_rows(tokens, len(labels), fault, options)
         _check_weights(class_weights, num_labels)
         weights = [1.0] * num_labels if class_weights is None else list(class_weights)
         self._weights = {torch.device("cpu"): torch.tensor(weights, dtype=torch.float32)}
         self._classes = torch.tensor(list(labels), dtype=torch.int64)
-        super().__init__(
-            tokens,
-            self._classes,
-            pad_id=pad_id,
-            padding_multiple=padding_multiple,
-            max_length=max_length,
-            columns=columns,
-            cut=cut,
-        )
+        super().__init__(tokens, self._classes, **options)
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> LeafLoss:
         """Sum over the batch's rows of w[label] * cross entropy, in fp32, and the rows whose argmax is the label."""
@@ -98,22 +73,11 @@ class ClassificationTask(EncodedRows):
         weights = self._weights[device][labels]
         return nn.functional.cross_entropy(logits.float(), labels, reduction="none") * weights
 
-    @property
-    def width(self) -> int:
-        """Logits of a row: one a class."""
-        return self.num_labels
-
     def learned(self, row: int) -> str:
-        """The row's class, as its number, with its name where it is known."""
         number = int(self._classes[row])
         return f"class {number} ({self._names[number]})" if self._names else f"class {number}"
 
-    def outputs(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """fp32 [rows, classes] logits in eval mode and without a graph."""
-        return predictions(model, batch)
-
-    def score(self, ids: Sequence[int], outputs: torch.Tensor) -> ClassificationScores:
-        """The scores of these rows by their logits, fp64 [rows, classes] on the CPU."""
+    def scores_of(self, ids: Sequence[int], outputs: torch.Tensor) -> ClassificationScores:
         logits, labels = outputs.float(), self._classes[list(ids)]
         confusion = confusion_of(logits.argmax(dim=1), labels, self.num_labels)
         losses: list[float] = self.row_losses(logits, labels).double().tolist()

@@ -1,6 +1,6 @@
 """Encoded rows as batches: what all tasks over texts have in common, whatever is learned of a row.
 
-Rows are encoded once, before training (seed S2, C-PRETOK-001), and each has a digest from then on, to which what a
+Rows are encoded once, before training (seed S2, C-PRETOK-001). Each row has a digest from then on, to which what a
 model is given is held.
 """
 
@@ -9,15 +9,18 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Self
+from dataclasses import dataclass
+from typing import Any, Required, Self, TypedDict, Unpack
 
 import torch
 from torch import nn
 
 from andon.console.problems import ProblemList
 from andon.data.tokens import Tokenizer
-from andon.model.batches import collate, placed
-from andon.step.task import Batch
+from andon.metrics.confusion import Confusion
+from andon.metrics.scores import Scores
+from andon.model.batches import collate, placed, predictions
+from andon.step.task import Batch, LeafLoss
 from andon_contracts.digest import row_digests
 
 _TABLE_ROWS = 512
@@ -25,35 +28,78 @@ Columns = Mapping[str, tuple[Sequence[Sequence[int]], int]]
 """Numbers of each token of each row, by the name that they have in a batch, and what pads them there."""
 
 
-class EncodedRows:
-    """Rows of tokens, and what is learned of each as int64 numbers; a row's id is its place in `tokens`."""
+class RowOptions(TypedDict, total=False):
+    """What the tasks over texts have in common besides tokens and labels.
 
+    Batches are padded with pad_id to a multiple of padding_multiple (8), but never beyond max_length. places: where
+    each row came from, for messages. columns: further numbers of the tokens. cut: the rows of which the end was cut
+    off. vocab_size: ids are below it.
+    """
+
+    pad_id: Required[int]
+    vocab_size: Required[int]
+    padding_multiple: int
+    max_length: int | None
+    places: Sequence[str] | None
+    columns: Columns | None
+    cut: Sequence[int]
+
+
+@dataclass(frozen=True)
+class SourcedScores:
+    """The scores of all rows, and those of each source by itself."""
+
+    whole: Scores
+    sources: Mapping[str, Scores]
+
+    @property
+    def rows(self) -> int:
+        return self.whole.rows
+
+    @property
+    def loss(self) -> float | None:
+        return self.whole.loss
+
+    @property
+    def confusion(self) -> Confusion | None:
+        return self.whole.confusion
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON: those of all rows, and of each of `sources` its numbers."""
+        numbers = {
+            name: {key: value for key, value in each.as_dict().items() if isinstance(value, int | float)}
+            for name, each in self.sources.items()
+        }
+        return self.whole.as_dict() | {"sources": numbers}
+
+
+class EncodedRows:
+    """Rows of tokens, and what is learned of each as int64 numbers; a row's id is its place in `tokens`.
+
+    A task over texts adds its loss (`loss_sum`), the terms of it (`planned_terms`) and its scores (`scores_of`).
+    """
+
+    width: int
+    """Outputs of a row."""
     notes: tuple[str, ...] = ()
+    output = "logits"
+    counts_right = True
 
     def __init__(
-        self,
-        tokens: Sequence[Sequence[int]],
-        labels: torch.Tensor | None,
-        *,
-        pad_id: int,
-        padding_multiple: int = 8,
-        max_length: int | None = None,
-        columns: Columns | None = None,
-        cut: Sequence[int] = (),
+        self, tokens: Sequence[Sequence[int]], labels: torch.Tensor | None, **options: Unpack[RowOptions]
     ) -> None:
-        """labels: int64 [rows] or [rows, numbers]; None where what is learned stands in a column. columns: further
-        numbers of the tokens. Batches are padded to a multiple of padding_multiple, but never beyond max_length.
-        cut: the rows of which the end was cut off.
-        """
-        self.pad_id = pad_id
-        self._multiple = padding_multiple
-        self._limit = max_length
+        """labels: int64 [rows] or [rows, numbers]; None where what is learned stands in a column."""
+        self.pad_id = options["pad_id"]
+        self._multiple = options.get("padding_multiple", 8)
+        self._limit = options.get("max_length")
         self._lengths = torch.tensor([len(row) for row in tokens], dtype=torch.int64)
         self._starts = (torch.cumsum(self._lengths, 0) - self._lengths).tolist()
         self._tokens = _flat(tokens)
         self._labels = labels
-        self._cut = frozenset(cut)
-        self._columns = {name: (_flat(values), padding) for name, (values, padding) in (columns or {}).items()}
+        self._cut = frozenset(options.get("cut", ()))
+        columns = options.get("columns") or {}
+        self._columns = {name: (_flat(values), padding) for name, (values, padding) in columns.items()}
+        self._sources: Sequence[str] = ()
         self._table = self._digest_rows()
 
     def __len__(self) -> int:
@@ -65,13 +111,27 @@ class EncodedRows:
         found._multiple, found._limit = multiple, max_length
         return found
 
+    def in_copies(self, copies: int) -> Self:
+        """Each of the N rows several times, to be trained on: copy k of row r has the id r + k * N (`data.mixing`)."""
+        found = copy.copy(self)
+        found._lengths, found._starts = self._lengths.repeat(copies), self._starts * copies
+        found._table = self._table.repeat(copies)
+        if self._labels is not None:
+            found._labels = torch.cat([self._labels] * copies)
+        return found
+
+    def by_source(self, sources: Sequence[str]) -> Self:
+        """The same rows, scored by source too. sources: one for each row."""
+        found = copy.copy(self)
+        found._sources = sources
+        return found
+
     @property
     def lengths(self) -> torch.Tensor:
         """int64 [rows]: tokens of each row."""
         return self._lengths
 
     def cut_rows(self, ids: Sequence[int]) -> int:
-        """How many of these rows were cut."""
         return sum(id_ in self._cut for id_ in ids)
 
     def load(self, ids: Sequence[int], device: torch.device) -> Batch:
@@ -122,6 +182,32 @@ class EncodedRows:
         """One for each row: a row is one term of the loss, whatever its weight."""
         return (1,) * len(ids)
 
+    def outputs(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """fp32 [rows, width], in eval mode and without a graph."""
+        return predictions(model, batch)
+
+    def loss_sum(self, model: nn.Module, batch: Batch) -> LeafLoss:
+        """Forward and loss of one micro-batch."""
+        raise NotImplementedError
+
+    def scores_of(self, ids: Sequence[int], outputs: torch.Tensor) -> Scores:
+        """The scores of these rows by their outputs, fp64 [rows, width] on the CPU."""
+        raise NotImplementedError
+
+    def score(self, ids: Sequence[int], outputs: torch.Tensor) -> Scores:
+        """The scores of these rows by their outputs, and of each source's rows among them."""
+        whole = self.scores_of(ids, outputs)
+        by_source: dict[str, list[int]] = {}
+        for place, row in enumerate(ids if self._sources else ()):
+            by_source.setdefault(self._sources[row], []).append(place)
+        if not by_source:
+            return whole
+        sources = {
+            name: self.scores_of([ids[place] for place in by_source[name]], outputs[by_source[name]])
+            for name in sorted(by_source)
+        }
+        return SourcedScores(whole, sources)
+
     def learned(self, row: int) -> str:
         """What is learned of a row, for a reader."""
         raise NotImplementedError
@@ -158,20 +244,16 @@ def _flat(rows: Sequence[Sequence[int]]) -> torch.Tensor:
 
 
 def check_rows(
-    tokens: Sequence[Sequence[int]],
-    labels: int,
-    label_fault: Callable[[int], str],
-    *,
-    vocab_size: int,
-    pad_id: int,
-    max_length: int | None,
-    places: Sequence[str] | None,
+    tokens: Sequence[Sequence[int]], labels: int, label_fault: Callable[[int], str], options: RowOptions
 ) -> None:
     """Raise `InputError` that names, by its place (`train.csv:17`), every row that no model can be given.
 
     Those have no tokens or more than max_length, ids outside of the vocabulary, padding at their end (a decoder would
-    pool an earlier token), or a label in which label_fault, asked by a row's index, finds a fault. labels: how many.
+    pool an earlier token), or a label in which label_fault, called with the row's index, finds a fault. labels: how
+    many.
     """
+    vocab_size, pad_id, max_length = options["vocab_size"], options["pad_id"], options.get("max_length")
+    places = options.get("places")
     found = ProblemList()
     if len(tokens) != labels:
         found.add("", f"{len(tokens)} rows of tokens but {labels} labels")

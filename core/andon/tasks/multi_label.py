@@ -7,22 +7,20 @@ labels, so that what the step divides by is what torch's BCEWithLogitsLoss divid
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Unpack
 
 import torch
 from torch import nn
 
 from andon.metrics.label_sets import MultiLabelScores, multi_label_scores
-from andon.model.batches import logits_of, predictions
+from andon.model.batches import logits_of
 from andon.step.task import Batch, LeafLoss
-from andon.tasks.encoded import Columns, EncodedRows, check_rows
+from andon.tasks.encoded import EncodedRows, RowOptions, check_rows
 
 
 class MultiLabelTask(EncodedRows):
     """Encoded rows and the labels of each, in a batch as 0 and 1; the outputs are logits [rows, labels]. A label is
     predicted where its probability is above 0.5, so where its logit is above 0."""
-
-    output = "logits"
-    counts_right = True
 
     def __init__(
         self,
@@ -30,17 +28,10 @@ class MultiLabelTask(EncodedRows):
         labels: Sequence[Sequence[int]],
         *,
         num_labels: int,
-        vocab_size: int,
-        pad_id: int,
-        padding_multiple: int = 8,
-        max_length: int | None = None,
-        places: Sequence[str] | None = None,
-        columns: Columns | None = None,
-        cut: Sequence[int] = (),
         names: Sequence[str] = (),
+        **options: Unpack[RowOptions],
     ) -> None:
-        """tokens, labels: parallel, one entry a row; of labels their numbers. padding_multiple, max_length, columns,
-        cut: as `EncodedRows` has them. names: of the labels, for a reader.
+        """tokens, labels: parallel, one entry a row; of labels their numbers. names: of the labels, for a reader.
 
         Raises `InputError` that names, by `places`, every row that `check_rows` refuses, or with a label that is none.
         """
@@ -51,24 +42,13 @@ class MultiLabelTask(EncodedRows):
             odd = next((label for label in labels[index] if not 0 <= label < num_labels), None)
             return "" if odd is None else f"label {odd!r} is not one of the {num_labels} labels 0 to {num_labels - 1}"
 
-        check_rows(
-            tokens, len(labels), fault, vocab_size=vocab_size, pad_id=pad_id, max_length=max_length, places=places
-        )
+        check_rows(tokens, len(labels), fault, options)
         self._wanted = torch.zeros((len(labels), num_labels), dtype=torch.int64)
         for row, numbers in enumerate(labels):
             self._wanted[row, list(numbers)] = 1
-        super().__init__(
-            tokens,
-            self._wanted,
-            pad_id=pad_id,
-            padding_multiple=padding_multiple,
-            max_length=max_length,
-            columns=columns,
-            cut=cut,
-        )
+        super().__init__(tokens, self._wanted, **options)
 
     def planned_terms(self, ids: Sequence[int]) -> Sequence[int]:
-        """As many for each row as there are labels."""
         return (self.width,) * len(ids)
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> LeafLoss:
@@ -79,16 +59,10 @@ class MultiLabelTask(EncodedRows):
         return LeafLoss(_losses(logits, wanted).sum(), right, torch.full_like(right, wanted.numel()))
 
     def learned(self, row: int) -> str:
-        """The numbers of the row's labels, with their names where they are known."""
         numbers = self._wanted[row].nonzero().flatten().tolist()
         return f"labels {numbers}" + (f" ({', '.join(self._names[each] for each in numbers)})" if self._names else "")
 
-    def outputs(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """fp32 [rows, labels] logits in eval mode and without a graph."""
-        return predictions(model, batch)
-
-    def score(self, ids: Sequence[int], outputs: torch.Tensor) -> MultiLabelScores:
-        """The scores of these rows by their logits, fp64 [rows, labels] on the CPU."""
+    def scores_of(self, ids: Sequence[int], outputs: torch.Tensor) -> MultiLabelScores:
         wanted = self._wanted[list(ids)]
         losses: list[float] = _losses(outputs.float(), wanted).double().flatten().tolist()
         return multi_label_scores(outputs > 0, wanted == 1, losses)

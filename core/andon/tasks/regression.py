@@ -7,15 +7,16 @@ scored are the same numbers.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Unpack
 
 import torch
 from torch import nn
 
 from andon.data.labels import LARGEST_TARGET
 from andon.metrics.numbers import RegressionScores, regression_scores
-from andon.model.batches import logits_of, predictions
+from andon.model.batches import logits_of
 from andon.step.task import Batch, LeafLoss
-from andon.tasks.encoded import Columns, EncodedRows, check_rows
+from andon.tasks.encoded import EncodedRows, RowOptions, check_rows
 
 
 class RegressionTask(EncodedRows):
@@ -29,20 +30,9 @@ class RegressionTask(EncodedRows):
     width = 1
 
     def __init__(
-        self,
-        tokens: Sequence[Sequence[int]],
-        targets: Sequence[float],
-        *,
-        vocab_size: int,
-        pad_id: int,
-        padding_multiple: int = 8,
-        max_length: int | None = None,
-        places: Sequence[str] | None = None,
-        columns: Columns | None = None,
-        cut: Sequence[int] = (),
+        self, tokens: Sequence[Sequence[int]], targets: Sequence[float], **options: Unpack[RowOptions]
     ) -> None:
-        """tokens, targets: parallel, one entry a row. padding_multiple, max_length, columns, cut: as `EncodedRows` has
-        them.
+        """tokens, targets: parallel, one entry a row.
 
         Raises `InputError` that names, by `places`, every row that `check_rows` refuses, or whose target is not finite
         in fp32.
@@ -52,25 +42,9 @@ class RegressionTask(EncodedRows):
             fits = abs(targets[index]) <= LARGEST_TARGET
             return "" if fits else f"target {targets[index]!r} is no finite number of fp32"
 
-        check_rows(
-            tokens,
-            len(targets),
-            fault,
-            vocab_size=vocab_size,
-            pad_id=pad_id,
-            max_length=max_length,
-            places=places,
-        )
+        check_rows(tokens, len(targets), fault, options)
         self._targets = torch.tensor(list(targets), dtype=torch.float64)
-        super().__init__(
-            tokens,
-            self._targets.view(torch.int64),
-            pad_id=pad_id,
-            padding_multiple=padding_multiple,
-            max_length=max_length,
-            columns=columns,
-            cut=cut,
-        )
+        super().__init__(tokens, self._targets.view(torch.int64), **options)
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> LeafLoss:
         """Sum over the batch's rows of the squared error, in fp64. No number is right or wrong: `correct` is 0."""
@@ -78,13 +52,7 @@ class RegressionTask(EncodedRows):
         return LeafLoss(error.square().sum(), torch.zeros((), dtype=torch.int64, device=error.device))
 
     def learned(self, row: int) -> str:
-        """The row's number."""
         return f"number {float(self._targets[row]):g}"
 
-    def outputs(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """fp32 [rows, 1] in eval mode and without a graph."""
-        return predictions(model, batch)
-
-    def score(self, ids: Sequence[int], outputs: torch.Tensor) -> RegressionScores:
-        """The scores of these rows by their numbers, fp64 [rows, 1] on the CPU."""
+    def scores_of(self, ids: Sequence[int], outputs: torch.Tensor) -> RegressionScores:
         return regression_scores(outputs[:, 0].tolist(), self._targets[list(ids)].tolist())

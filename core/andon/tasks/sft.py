@@ -69,7 +69,6 @@ class LanguageScores:
     confusion: None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
         values = asdict(self)
         del values["confusion"]
         return values
@@ -148,9 +147,16 @@ class SftTask:
         return len(self._packs)
 
     def padded_to(self, multiple: int, max_length: int) -> Self:
-        """The same packs; batches of them are padded to a multiple of `multiple`, but never beyond `max_length`."""
         found = copy.copy(self)
         found._multiple, found._limit = multiple, max_length
+        return found
+
+    def in_copies(self, copies: int) -> Self:
+        """Each of the N rows several times, to be trained on: copy k of row r has the id r + k * N (`data.mixing`)."""
+        found = copy.copy(self)
+        found._packs, found._terms = self._packs * copies, self._terms * copies
+        found.lengths = self.lengths.repeat(copies)
+        found.__dict__.pop("_table", None)
         return found
 
     def packed(self, ids: Sequence[int]) -> SftTask:
@@ -178,7 +184,6 @@ class SftTask:
         return int((self._rows.cut[[row for pack in ids for row in self._packs[pack]]] > 0).sum())
 
     def rows_of(self, pack: int) -> tuple[int, ...]:
-        """The ids of the rows in a pack, in order."""
         return self._packs[pack]
 
     def _collated(self, ids: Sequence[int]) -> Batch:
@@ -198,19 +203,15 @@ class SftTask:
         return placed(self._collated(ids), device)
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> LeafLoss:
-        """The fp32 sum of weight * cross entropy over the trained tokens, and how many have the largest logit."""
         return loss_sum(model, batch)
 
     def content(self, batch: Batch) -> torch.Tensor:
-        """int64 [packs]: the digest of each pack's tokens, weights, and places within its rows."""
         return content(batch)
 
     def planned_content(self, ids: Sequence[int]) -> torch.Tensor:
-        """int64 [len(ids)] on the CPU: what `content` must give, computed from the rows as they are stored, once."""
         return self._table[list(ids)]
 
     def planned_terms(self, ids: Sequence[int]) -> Sequence[int]:
-        """The trained tokens of each pack."""
         return [self._terms[pack] for pack in ids]
 
     def shown(self, row: int, tokenizer: Tokenizer) -> Iterator[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Self, Unpack
 
 import torch
 from torch import nn
@@ -15,7 +16,7 @@ from torch import nn
 from andon.metrics.spans import UNREAD, SpanScores, span_scores
 from andon.model.batches import logits_of, predictions
 from andon.step.task import Batch, LeafLoss
-from andon.tasks.encoded import Columns, EncodedRows, check_rows
+from andon.tasks.encoded import EncodedRows, RowOptions, check_rows
 
 NO_TAG = -100
 """In the place of a token that is not scored."""
@@ -28,7 +29,6 @@ class TaggingTask(EncodedRows):
     """
 
     output = "losses"
-    counts_right = True
 
     def __init__(
         self,
@@ -36,18 +36,12 @@ class TaggingTask(EncodedRows):
         tags: Sequence[Sequence[int]],
         *,
         names: Sequence[str],
-        vocab_size: int,
-        pad_id: int,
-        padding_multiple: int = 8,
-        max_length: int | None = None,
-        places: Sequence[str] | None = None,
-        columns: Columns | None = None,
         unread: Mapping[int, Mapping[int, int]] | None = None,
-        cut: Sequence[int] = (),
+        **options: Unpack[RowOptions],
     ) -> None:
         """tokens, tags: parallel, one of each a token; `NO_TAG` where none is learned. names: of the tags.
-        padding_multiple, max_length, columns, cut: as `EncodedRows` has them. unread: by row, then by the word's place
-        in it, the tag of each word that no token stands for, as behind a cut; in scores such a word is missed.
+        unread: by row, then by the word's place in it, the tag of each word that no token stands for, as behind a cut;
+        in scores such a word is missed.
 
         Raises `InputError` that names, by `places`, every row that `check_rows` refuses, or without a tag.
         """
@@ -61,26 +55,19 @@ class TaggingTask(EncodedRows):
                 return f"tag {odd!r} is not one of the {len(names)} tags 0 to {len(names) - 1}"
             return "" if any(tag != NO_TAG for tag in tags[index]) else "no word of it has a token"
 
-        check_rows(tokens, len(tags), fault, vocab_size=vocab_size, pad_id=pad_id, max_length=max_length, places=places)
+        check_rows(tokens, len(tags), fault, options)
         self._tags = [[tag for tag in row if tag != NO_TAG] for row in tags]
+        self.width = 2 * max(map(len, self._tags), default=0)  # two for each word of the longest row
         self._unread = dict(unread or {})
-        super().__init__(
-            tokens,
-            None,
-            pad_id=pad_id,
-            padding_multiple=padding_multiple,
-            max_length=max_length,
-            columns={**(columns or {}), "labels": (tags, NO_TAG)},
-            cut=cut,
-        )
+        options["columns"] = {**(options.get("columns") or {}), "labels": (tags, NO_TAG)}
+        super().__init__(tokens, None, **options)
 
-    @property
-    def width(self) -> int:
-        """Two for each word of the longest row."""
-        return 2 * max(map(len, self._tags), default=0)
+    def in_copies(self, copies: int) -> Self:
+        found = super().in_copies(copies)
+        found._tags = self._tags * copies
+        return found
 
     def planned_terms(self, ids: Sequence[int]) -> Sequence[int]:
-        """The words of each row."""
         return [len(self._tags[row]) for row in ids]
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> LeafLoss:
@@ -90,11 +77,9 @@ class TaggingTask(EncodedRows):
         return LeafLoss(_losses(logits, tags).sum(), right, (tags != NO_TAG).sum())
 
     def learned(self, row: int) -> str:
-        """The row's tags."""
         return " ".join(self.names[tag] for tag in self._tags[row])
 
     def outputs(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """fp64 [rows, width] in eval mode and without a graph."""
         logits, tags = predictions(model, batch), batch["labels"]
         there = tags != NO_TAG
         places = 2 * (there.cumsum(dim=1) - 1)[there]
@@ -104,8 +89,7 @@ class TaggingTask(EncodedRows):
         table[rows, places + 1] = _losses(logits, tags)[there].double()
         return table
 
-    def score(self, ids: Sequence[int], outputs: torch.Tensor) -> SpanScores:
-        """The scores of these rows by their outputs, fp64 [rows, width] on the CPU."""
+    def scores_of(self, ids: Sequence[int], outputs: torch.Tensor) -> SpanScores:
         found = [row[: 2 * len(self._tags[id_])] for id_, row in zip(ids, outputs.tolist(), strict=True)]
         losses = [loss for row in found for loss in row[1::2]]
         predicted = [[self.names[int(tag)] for tag in row[::2]] for row in found]

@@ -55,7 +55,6 @@ class TokenRows:
     `cut`: tokens that were cut off; `cut_trained`: how many of these would have been trained."""
 
     def __init__(self, columns: Mapping[str, torch.Tensor]) -> None:
-        """columns: as `COLUMNS` has them."""
         self._columns = columns
         ends = columns["ends"]
         self._starts = torch.cat([ends.new_zeros(1), ends[:-1]])
@@ -64,7 +63,6 @@ class TokenRows:
 
     @classmethod
     def of(cls, rows: Sequence[EncodedRow]) -> Self:
-        """The same rows, held in memory."""
         return cls(
             {name: torch.tensor(each, dtype=KINDS[COLUMNS[name]]) for name, each in columns_of(rows).items()},
         )

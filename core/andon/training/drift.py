@@ -20,7 +20,6 @@ from andon.console.problems import InputError
 from andon.data.chat import encode_prompt
 from andon.data.conversations import Conversation, ConversationSet
 from andon.data.rows import Examples, Row
-from andon.data.tokens import HuggingFaceTokenizer
 from andon.model.build import LOADERS, computing, without_adapter
 from andon.model.causal import generate
 from andon.tasks.sft import Asked
@@ -107,7 +106,6 @@ def _spaced(items: Sequence[_Item], most: int) -> Sequence[_Item]:
 
 def _prompt(run: TrainedRun, row: Conversation, data: ConversationSet) -> list[int]:
     """What is before the last answer; of a row of text its first half. Empty where the model has no room to answer."""
-    assert isinstance(run.tokenizer, HuggingFaceTokenizer)
     text = data.form == "text"
     try:
         ids = encode_prompt(run.tokenizer, data.form, row.messages if text else row.messages[:-1])

@@ -9,6 +9,7 @@ from typing import Any
 from andon.config.schema import Config
 from andon.launch.rank import preempted
 from andon.run.folder import RunFolder
+from andon.training.rows import found_task, tell_found_task
 
 ENTRY = "andon.training.entry:train_rank"
 
@@ -18,7 +19,8 @@ def payload_of(config: Config, folder: Path, started: float) -> dict[str, Any]:
 
     Settings that nobody set are left out: every rank chooses the same for them from the data and the base.
     """
-    return {"config": config.model_dump(mode="json", exclude_unset=True), "folder": str(folder), "started": started}
+    values = config.model_dump(mode="json", exclude_unset=True)
+    return {"config": values, "folder": str(folder), "started": started, "task": found_task(config)}
 
 
 def train_rank(payload: Mapping[str, Any]) -> int:
@@ -27,4 +29,5 @@ def train_rank(payload: Mapping[str, Any]) -> int:
 
     config = Config.model_validate(payload["config"])
     folder = RunFolder(Path(payload["folder"]))
+    tell_found_task(config, tuple(payload["task"]))
     return int(train(config, folder, lambda: preempted() is not None, payload["started"]))

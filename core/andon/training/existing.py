@@ -135,9 +135,9 @@ def _one_place(was: str | None, now: str | None) -> bool:
     return was == now or (was is not None and now is not None and was == str(Path(now).resolve()))
 
 
-def same_data(folder: RunFolder, digest: str) -> bool:
-    """Whether a run may go on in `folder` with data of this digest: with those it began with, or where none has."""
-    return not folder.begun() or _data_of(folder) in (digest, None)
+def same_data(folder: RunFolder, config: Config) -> bool:
+    """Whether a run may go on in `folder` with the data of `config`: with those it began with, or where none has."""
+    return not folder.begun() or _data_of(folder) in (read_rows(config).digest, None)
 
 
 def require_task(folder: RunFolder, tasks: Collection[str], other: str) -> None:

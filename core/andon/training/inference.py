@@ -20,7 +20,7 @@ from andon.console.problems import InputError, Problem
 from andon.data.chat import encode_prompt
 from andon.data.conversations import Message
 from andon.data.rows import DataSet, Examples
-from andon.data.tokens import HuggingFaceTokenizer, Tokenizer, pretrained_tokenizer
+from andon.data.tokens import Tokenizer, pretrained_tokenizer
 from andon.metrics.scores import ClassificationScores, Scores
 from andon.model.adapter import attach, base_digest, load_adapter, read_labels, trainable_parameters
 from andon.model.batches import EvaluationBatching, predictions
@@ -313,7 +313,6 @@ def answer(run: TrainedRun, prompts: Iterable[str | Sequence[Message]], max_new_
     trained on. In fp32 the adapter is merged first, which saves most of its time and changes numbers by rounding; in
     half precision a merge would lose part of it. Raises `InputError` for a prompt that leaves the model no room.
     """
-    assert isinstance(run.tokenizer, HuggingFaceTokenizer)
     merged = any(getattr(each, "merged", False) for each in run.model.modules())
     if hasattr(run.model, "merge_adapter") and not (merged or half_of(run.model)):
         run.model.merge_adapter(safe_merge=True)  # type: ignore[operator]
@@ -360,7 +359,14 @@ def logits_of_texts(run: TrainedRun, texts: Sequence[str], pairs: Sequence[str] 
     """
     limit = run.config.model.max_length
     tokens, columns = encoded(run.tokenizer, texts, pairs, limit)
-    asked = EncodedRows(tokens, None, pad_id=run.tokenizer.pad_id, max_length=limit, columns=columns)
+    asked = EncodedRows(
+        tokens,
+        None,
+        pad_id=run.tokenizer.pad_id,
+        vocab_size=run.tokenizer.vocab_size,
+        max_length=limit,
+        columns=columns,
+    )
     found: dict[int, torch.Tensor] = {}
     for batch in EvaluationBatching(_TOKENS, limit=limit).of(asked.lengths.tolist()):
         found |= zip(batch, predictions(run.model, asked.load(batch, run.device)).cpu(), strict=True)

@@ -13,14 +13,14 @@ from andon.config.identity import device_kind
 from andon.config.schema import CLASSIFICATION, MULTI_LABEL, REGRESSION, SFT, TOKEN_CLASSIFICATION, Config
 from andon.config.source import is_folder
 from andon.console.problems import InputError, Problem
-from andon.data.chat import EncodedRow, Encoding, encode_each
+from andon.data.chat import EncodedRow, encode_each
 from andon.data.conversations import ConversationSet
 from andon.data.draw import Draw
 from andon.data.labels import class_weights
+from andon.data.origins import RowSelection
 from andon.data.rows import DataSet, Examples, LabelSets, Targets, TextRows
-from andon.data.surveyed import SurveyedConversations
 from andon.data.tagged import Tagged
-from andon.data.tokens import HuggingFaceTokenizer, Tokenizer, byte_tokenizer, pretrained_tokenizer
+from andon.data.tokens import Tokenizer, byte_tokenizer, pretrained_tokenizer
 from andon.model.adapter import AdapterSpec
 from andon.model.batches import length_step, padded_length
 from andon.model.build import (
@@ -33,18 +33,17 @@ from andon.model.build import (
 from andon.model.masks import padding_note
 from andon.step.plan import BatchPlan
 from andon.tasks.classification import ClassificationTask
-from andon.tasks.encoded import Columns
-from andon.tasks.mixed import MixedRows
+from andon.tasks.encoded import Columns, EncodedRows
 from andon.tasks.multi_label import MultiLabelTask
 from andon.tasks.regression import RegressionTask
 from andon.tasks.sft import Asked, SftTask
 from andon.tasks.tagging import NO_TAG, TaggingTask
 from andon.tasks.task import ScoredTask
+from andon.tasks.token_rows import TokenRows
 from andon.training.choices import Base, capped, for_rows, with_micro_batches, with_values
 from andon.training.limits import require_records_fit
-from andon.training.rows import Rows, cache_of, read_rows
-from andon.training.surveys import Surveys
-from andon.training.token_cache import in_memory, kept_tokens, key_of_tokens
+from andon.training.rows import Rows, cache_of, read_rows, task_of_run
+from andon.training.token_cache import TokenisedConversations, tokenised
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,6 @@ class Material:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The names of the classes, by id."""
         return self.rows.train.labels
 
     @property
@@ -83,19 +81,35 @@ class Material:
 def prepare(config: Config, cache: Path | None = None) -> Material:
     """Read, split, encode, choose what nobody set, and plan. Raises `InputError` for anything that the user got wrong.
 
-    cache: a folder that keeps surveys and tokens of conversations, where the configuration names none; None: they are
-    made again each time.
+    cache: a folder that keeps tokens of conversations, if the configuration names none; None: they are made each time.
     """
-    kept_in = cache_of(config, cache)
-    rows = read_rows(config, None if kept_in is None else Surveys(kept_in, writes=True))
-    tokenizer = _tokenizer(config, rows.task)
-    if HEADS[rows.task] == "causal" and config.model.base is not None:
-        # Refused here, before the tokenizer asks for a chat template.
-        require_decoder(config.model.base, config.model.revision)
-    rows = rows.numbered_by(_order_of_labels(config, rows))
-    base = _base(config, rows, tokenizer)
-    config = capped(config, rows.task, base)
-    encode = _encoder(config, rows, tokenizer, kept_in, base)
+    task_name, base = task_of_run(config), None
+    tokenizer = _tokenizer(config, task_name)
+    if task_name == SFT:
+        if config.model.base is not None:
+            # Refused here, before the tokenizer asks for a chat template.
+            require_decoder(config.model.base, config.model.revision)
+        # Their tokens are made as they are read, for which the longest length must be known.
+        base = _base(config, SFT, (), tokenizer)
+        config = capped(config, SFT, base)
+
+    def conversations(paths: Sequence[Path], selection: RowSelection) -> Examples:
+        return tokenised(
+            cache_of(config, cache),
+            paths,
+            selection,
+            tokenizer,
+            max_length=config.model.max_length,
+            train_on=config.data.train_on,
+            positions=None if base is None else base.positions,
+        )
+
+    rows = read_rows(config, conversations, cache_of(config, cache))
+    if task_name != SFT:
+        rows = rows.numbered_by(_order_of_labels(config, rows))
+        base = _base(config, task_name, rows.train.labels, tokenizer)
+        config = capped(config, task_name, base)
+    encode = _encoder(config, rows, tokenizer)
     whole, scored = encode(rows.train), None if rows.evaluation is None else encode(rows.evaluation)
     rows = rows.without(skipped_of(whole))
     lengths = whole.lengths[[rows.row_of(id_) for id_ in rows.train_ids]].tolist()
@@ -104,8 +118,8 @@ def prepare(config: Config, cache: Path | None = None) -> Material:
     padding = padding_multiple(config), config.model.max_length
     whole, scored = whole.padded_to(*padding), None if scored is None else scored.padded_to(*padding)
     task, train_ids = _in_epochs(config, rows, whole)
-    if rows.sources and not isinstance(whole, SftTask):
-        whole = MixedRows(whole, 1, rows.sources)
+    if rows.sources and isinstance(whole, EncodedRows):
+        whole = whole.by_source(rows.sources)
     validation_ids = _sampled(config, rows.validation_ids)
     evaluation_task, evaluation_ids = whole, validation_ids
     if rows.evaluation is not None and scored is not None:
@@ -128,10 +142,10 @@ def prepare(config: Config, cache: Path | None = None) -> Material:
     )
 
 
-def _base(config: Config, rows: Rows, tokenizer: Tokenizer) -> Base | None:
+def _base(config: Config, task: str, labels: tuple[str, ...], tokenizer: Tokenizer) -> Base | None:
     if config.model.base is None:
         return None
-    spec = model_spec(config, rows.train.labels, tokenizer, HEADS[rows.task])
+    spec = model_spec(config, labels, tokenizer, HEADS[task])
     return Base(*facts_of_shape(spec))
 
 
@@ -276,42 +290,25 @@ def _typed(types: Sequence[Sequence[int]]) -> Columns:
     return {"token_type_ids": (types, 0)} if any(map(any, types)) else {}
 
 
-def conversation_task(
-    config: Config,
-    data: Examples,
-    tokenizer: Tokenizer,
-    cache: Path | None = None,
-    positions: int | None = None,
-) -> SftTask:
-    """The rows of `data`, which are a `ConversationSet`, as what is worked on, each a row of its own.
-
-    cache: a folder that keeps their tokens. positions: the most tokens that the model can read; None: not known.
-    """
-    assert isinstance(data, ConversationSet | SurveyedConversations)
-    assert isinstance(tokenizer, HuggingFaceTokenizer)
+def conversation_task(config: Config, data: Examples, tokenizer: Tokenizer) -> SftTask:
+    """Conversations, tokenised already or encoded here, as what is worked on, each a row of its own."""
     limit, train_on = config.model.max_length, config.data.train_on
-    skip_bad = config.data.bad_rows == "skip"
-
-    def encode(keep: Callable[[EncodedRow], None]) -> Encoding:
-        return encode_each(tokenizer, data, limit, train_on, keep, skip_bad=skip_bad, positions=positions)
-
-    if cache is None:
-        found = in_memory(encode)
+    if isinstance(data, TokenisedConversations):
+        tokens, encoding = data.tokens, data.encoding
     else:
-        key = key_of_tokens(
-            data=data.digest, tokenizer=tokenizer.digest, max_length=limit, train_on=train_on, skip=skip_bad
-        )
-        found = kept_tokens(cache, key, encode)
-    encoded = found.encoding
+        assert isinstance(data, ConversationSet)
+        rows: list[EncodedRow] = []
+        encoding = encode_each(tokenizer, data, limit, train_on, rows.append, skip_bad=config.data.bad_rows == "skip")
+        tokens = TokenRows.of(rows)
     return SftTask(
-        found.rows,
+        tokens,
         pad_id=tokenizer.pad_id,
         max_length=limit,
         padding_multiple=padding_multiple(config),
         sources=[data.source_of(id_) for id_ in data.ids],
-        notes=(f"trained tokens: {encoded.mask_source}", *_new_tokens(config, tokenizer), *encoded.notes),
-        asked=Asked(data.form, encoded.stops),
-        skipped={id_: Problem(where, what) for id_, where, what in encoded.skipped},
+        notes=(f"trained tokens: {encoding.mask_source}", *_new_tokens(config, tokenizer), *encoding.notes),
+        asked=Asked(data.form, encoding.stops),
+        skipped={id_: Problem(where, what) for id_, where, what in encoding.skipped},
     )
 
 
@@ -331,19 +328,14 @@ UNWEIGHTED: Mapping[str, Callable[[Config, Examples, Tokenizer], ScoredTask]] = 
 """By the task's name, of those without classes to be weighted: a data set by itself to what is made of it."""
 
 
-def _encoder(
-    config: Config, rows: Rows, tokenizer: Tokenizer, cache: Path | None, base: Base | None
-) -> Callable[[Examples], ScoredTask]:
-    """What makes a task of each data set of a run. cache: a folder that keeps tokens of conversations."""
+def _encoder(config: Config, rows: Rows, tokenizer: Tokenizer) -> Callable[[Examples], ScoredTask]:
+    """What makes a task of each data set of a run."""
     if rows.task == CLASSIFICATION:
         weights = loss_weights(config, rows)
         return lambda data: task_of(config, data, tokenizer, weights)
     kind = config.data.class_weights
     if kind != "uniform":
         raise InputError([Problem("data.class_weights", f"{kind} is of classes, and {rows.task} has no weights")])
-    if rows.task == SFT:
-        positions = None if base is None else base.positions
-        return lambda data: conversation_task(config, data, tokenizer, cache, positions)
     return lambda data: UNWEIGHTED[rows.task](config, data, tokenizer)
 
 
@@ -359,7 +351,7 @@ HEADS: Mapping[str, str] = {
 
 def _in_epochs(config: Config, rows: Rows, whole: ScoredTask) -> tuple[ScoredTask, tuple[int, ...]]:
     if not config.training.packing:
-        return (MixedRows(whole, rows.copies) if rows.copies > 1 else whole), rows.train_ids
+        return (whole.in_copies(rows.copies) if rows.copies > 1 else whole), rows.train_ids
     if not isinstance(whole, SftTask):
         raise InputError([Problem("training.packing", "is for conversations (task sft); a class is that of one row")])
     packed = whole.packed([rows.row_of(id_) for id_ in rows.train_ids])

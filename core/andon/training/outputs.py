@@ -12,7 +12,7 @@ from andon.config.load import to_yaml
 from andon.config.schema import Config
 from andon.console.problems import InputError, Problem
 from andon.data.chat import asking
-from andon.data.tokens import HuggingFaceTokenizer, Tokenizer
+from andon.data.tokens import Tokenizer
 from andon.model.adapter import export_adapter, save_base
 from andon.model.build import facts_of
 from andon.model.masks import padding_of
@@ -112,7 +112,6 @@ def write_card(
     """Into `path` the card of the run in `folder`. Returns what its user should know of asking it, a line each."""
     asks = None
     if asked is not None:
-        assert isinstance(tokenizer, HuggingFaceTokenizer)
         asks = asking(tokenizer, asked.form)
     text = card(config, read_provenance(folder.provenance), result, form, name, note, asks)
     (path / CARD).write_text(text, encoding="utf-8")

@@ -17,11 +17,11 @@ from andon.data import rewriting, shell, tagged
 from andon.data.conversations import conversations_in, read_conversations
 from andon.data.labels import alike, likely_separator
 from andon.data.mixing import mixed
-from andon.data.origins import RowSelection
+from andon.data.origins import RowSelection, stamps
 from andon.data.readers import first_record, read, read_label_sets, read_targets, shown_names
 from andon.data.rows import DataSet, Examples, LabelSets, TextRows, frozen_split, shared_texts
 from andon.run.summary import HELD_OUT, LAST_VALIDATION
-from andon.training.surveys import Surveys
+from andon.training.row_cache import kept_rows
 from andon_contracts.legible import legible_line
 
 _MOST_GROUPS, _MOST_CLASSES, _MOST_SKIPPED = 10, 30, 3
@@ -257,11 +257,34 @@ READERS: Mapping[str, Reader] = {
 """By the task's name in the configuration."""
 
 
-def _found(config: Config) -> tuple[str, str]:
-    """The task that the first row of the data is of, and why; a class, and no reason, where it is unclear."""
-    first = first_record(Path(config.data.files[0].path)) if config.data.files else None
-    reasons = {} if first is None else {task: reader.found(config.data, first) for task, reader in READERS.items()}
-    return next(((task, why) for task, why in reasons.items() if why), (CLASSIFICATION, ""))
+_FOUND: dict[str, tuple[str, str]] = {}
+"""What `found_task` said of a configuration's data."""
+
+
+def found_task(config: Config) -> tuple[str, str]:
+    """The task that the first row of the data is of, and why; a class, and no reason, if it is unclear.
+
+    The file is opened once in a process, and again only if it has changed.
+    """
+    if not config.data.files:
+        return CLASSIFICATION, ""
+    key = _looked_at(config)
+    if key not in _FOUND:
+        first = first_record(Path(config.data.files[0].path))
+        reasons = {} if first is None else {task: reader.found(config.data, first) for task, reader in READERS.items()}
+        _FOUND[key] = next(((task, why) for task, why in reasons.items() if why), (CLASSIFICATION, ""))
+    return _FOUND[key]
+
+
+def tell_found_task(config: Config, found: tuple[str, str]) -> None:
+    """Let this process know what another one found, so that it need not open the file."""
+    if config.data.files:
+        _FOUND[_looked_at(config)] = found
+
+
+def _looked_at(config: Config) -> str:
+    path = Path(config.data.files[0].path)
+    return f"{stamps([path])} {config.data.model_dump_json()}"
 
 
 def task_of_run(config: Config) -> str:
@@ -269,7 +292,7 @@ def task_of_run(config: Config) -> str:
 
     Raises `InputError` for a file that cannot be opened.
     """
-    return config.task or _found(config)[0]
+    return config.task or found_task(config)[0]
 
 
 def with_task(config: Config) -> Config:
@@ -285,8 +308,13 @@ def selection_of(data: Data, *, train: bool) -> RowSelection:
 
 def told_of_task(config: Config) -> str:
     """A line that says which task was taken where none is named, and why; empty for what was always taken, a class."""
-    task, why = _found(config) if config.task is None else (config.task, "")
+    task, why = found_task(config) if config.task is None else (config.task, "")
     return f"task: {task}, as {why} in {config.data.files[0].path} (another: --task NAME)" if why else ""
+
+
+def is_tokenised_as_read(config: Config) -> bool:
+    """Whether the first process of each host reads the data, and makes its tokens in the same pass."""
+    return bool(config.data.files) and task_of_run(config) == SFT
 
 
 def cache_of(config: Config, own: Path | None) -> Path | None:
@@ -296,10 +324,16 @@ def cache_of(config: Config, own: Path | None) -> Path | None:
     return own if config.data.cache is None else Path(config.data.cache)
 
 
-def read_rows(config: Config, surveys: Surveys | None = None) -> Rows:
+def read_rows(
+    config: Config,
+    conversations: Callable[[Sequence[Path], RowSelection], Examples] | None = None,
+    folder: Path | None = None,
+    known: Rows | None = None,
+) -> Rows:
     """The rows that `config` names, split once and for all. Raises `InputError` with all that is wrong with them.
 
-    surveys: conversations are not held, but surveyed, and what is known of them is kept there; None: all rows are held.
+    conversations: reads files of conversations without holding them; None: all rows are held. folder: keeps the rows of
+    other files, so that the next process need not open these. known: what was read already.
     """
     train: Examples
     evaluation: Examples | None
@@ -315,9 +349,16 @@ def read_rows(config: Config, surveys: Surveys | None = None) -> Rows:
 
         def rows_of(paths: Sequence[Path], labels: tuple[str, ...] | None) -> Examples:
             selection = selection_of(config.data, train=labels is None)
-            if surveys is None or task != SFT:
-                return reader.read(config.data, paths, labels, selection)
-            return surveys.of(paths, selection)
+            if conversations is not None and task == SFT:
+                return conversations(paths, selection)
+
+            def read() -> Examples:
+                found = None if known is None else known.train if labels is None else known.evaluation
+                return reader.read(config.data, paths, labels, selection) if found is None else found
+
+            if folder is None or task == SFT:
+                return read()
+            return kept_rows(folder, config.data, task, paths, labels, selection, read)
 
         train = rows_of([Path(file.path) for file in files], None)
         there = config.data.eval

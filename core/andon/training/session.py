@@ -39,7 +39,7 @@ from andon.training.build import Run, RunSpec, StepSpec, build_run
 from andon.training.choices import placed, settings_line
 from andon.training.evaluation import Evaluator
 from andon.training.material import Material, padding_multiple, prepare, warnings_of
-from andon.training.rows import skip_notes, with_task
+from andon.training.rows import is_tokenised_as_read, notes, skip_notes, with_task
 from andon.training.study import captures, evaluation_batching
 from andon.training.trainer import Cadence
 from andon_contracts.liveness.diagnosis import StepClock
@@ -214,7 +214,8 @@ def _assemble(
         for note in (*chosen, *facts_of(model).notes, *warnings_of(model, material.tokenizer), *material.task.notes):
             say(note)
         skipped = (*material.rows.skipped, *material.unusable)
-        for note in skip_notes(material.unusable):
+        told = notes(material.rows) if is_tokenised_as_read(config) else ()
+        for note in (*told, *skip_notes(material.unusable)):
             say(note)
         if skipped and writing:
             write_whole(folder.skipped, "".join(f"{problem}\n" for problem in skipped).encode())

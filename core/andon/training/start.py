@@ -36,8 +36,7 @@ from andon.training.existing import (
     same_data,
 )
 from andon.training.given import kept
-from andon.training.rows import cache_of, notes, read_rows, told_of_task, with_task
-from andon.training.surveys import Surveys
+from andon.training.rows import Rows, cache_of, is_tokenised_as_read, notes, read_rows, told_of_task, with_task
 from andon_contracts.record import Resume, Step
 
 _PRELOAD = (
@@ -93,13 +92,13 @@ def start(
     if task:
         say(task)
     # All mistakes in the data at once, before ranks are started that would each find them.
-    rows = read_rows(config, Surveys(cache_of(config, None if folder is None else folder.tokens), writes=False))
-    for note in filter(None, (*notes(rows), chosen)):
+    rows = None if is_tokenised_as_read(config) else read_rows(config)
+    for note in filter(None, (*(() if rows is None else notes(rows)), chosen)):
         say(note)
     made = folder is None
     folder = _new_folder(config) if folder is None else folder
     try:
-        ended = _train(config, folder, started, entry, rows.digest, given or {}, made=made)
+        ended = _train(config, folder, started, entry, rows, given or {}, made=made)
         if ended.exit is Exit.OK and folder.state() is not State.FINISHED:
             ended = _left(folder, "every rank ended with exit code 0")
     finally:
@@ -122,7 +121,7 @@ def _train(
     folder: RunFolder,
     started: float,
     entry: str,
-    data: str,
+    rows: Rows | None,
     given: Mapping[str, Path],
     *,
     made: bool,
@@ -131,11 +130,11 @@ def _train(
     before = folder.names() if not made and folder.path.exists() else None
     with folder.claimed():
         try:
-            if given and same_data(folder, data):  # others are refused, and nothing of them stays
-                config = kept(config, folder, given)
+            if given and same_data(folder, config):  # others are refused, and nothing of them stays
+                config, rows = kept(config, folder, given), None
             if config.run.backend == "inline":
-                return _train_here(config, folder, started)
-            return _train_in_ranks(config, folder, started, entry)
+                return _train_here(config, folder, rows, started)
+            return _train_in_ranks(config, folder, rows, started, entry)
         finally:
             folder.discard_unbegun(before=before)
 
@@ -181,11 +180,20 @@ def _nothing_to_do(config: Config, folder: RunFolder) -> bool:
     return False
 
 
-def _train_here(config: Config, folder: RunFolder, started: float) -> Ended:
+def _keep_rows(config: Config, folder: RunFolder, rows: Rows | None) -> None:
+    """Keep what was read, so that ranks open no data file. Refuses a folder that cannot be or is being written."""
+    with folder.open_for_writing():
+        place = cache_of(config, folder.tokens)
+        if rows is not None and place is not None:
+            read_rows(config, folder=place, known=rows)
+
+
+def _train_here(config: Config, folder: RunFolder, rows: Rows | None, started: float) -> Ended:
     """All ranks in this process; a signal ends the run at its next step boundary, a second SIGINT at once."""
     from andon.training.run import train
 
     preemption.begin()
+    _keep_rows(config, folder, rows)
     asked: list[int] = []
 
     def note(signum: int, frame: FrameType | None) -> None:
@@ -210,7 +218,7 @@ def _train_here(config: Config, folder: RunFolder, started: float) -> Ended:
         return Ended(folder, Exit.RANK_LOST, why, asked_by=signal.SIGINT)
 
 
-def _train_in_ranks(config: Config, folder: RunFolder, started: float, entry: str) -> Ended:
+def _train_in_ranks(config: Config, folder: RunFolder, rows: Rows | None, started: float, entry: str) -> Ended:
     """Launch ranks, and after a failure launch them again, as often as `run.max_restarts` allows.
 
     A restart resumes from the last checkpoint, so it repeats the same computation to the bit. If it fails by the same
@@ -219,8 +227,7 @@ def _train_in_ranks(config: Config, folder: RunFolder, started: float, entry: st
     # From here on no signal raises: where one did as the folder's lock is let go, this process would keep that, and
     # could not remove what it leaves.
     preemption.begin()
-    with folder.open_for_writing():
-        pass  # only to refuse, before ranks are started, a folder that cannot be written or is being written
+    _keep_rows(config, folder, rows)
     warm_up(_PRELOAD)
     most, failures = config.run.max_restarts, list[tuple[object, int]]()
     while True:

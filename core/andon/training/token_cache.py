@@ -1,89 +1,319 @@
-"""Tokens of a run's conversations, held in memory or kept in a folder, where processes map them."""
+"""The token file of a run's conversations: one process reads, checks, tokenises and digests the rows, all map them.
+
+It is made in one pass over the data files, on all cores, and kept in a folder under the digest of all that tokens
+depend on: the files' stamps (place, size, times), the tokenizer, the settings, the libraries and the code. Ranks that
+find it open no data file.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+import hashlib
+import os
+import tempfile
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from itertools import chain
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any, Self, TypeVar, get_args
 
 import torch
 
 import andon.data
-from andon.data.chat import EncodedRow, Encoding
+from andon.console.messages import say
+from andon.console.problems import Problem
+from andon.data.chat import EncodedRow, Encoding, TrainOn, encode_each
+from andon.data.conversations import Conversation, Form, Reading, WithoutClasses, add_form, add_row, asked
+from andon.data.origins import Origins, RowSelection, stamps
+from andon.data.rows import fingerprint
+from andon.data.tokens import Tokenizer
+from andon.launch.orphan import bind_to_parent
 from andon.run.columns import Columns, Numbers, kept, key_of
 from andon.run.provenance import source_digest
-from andon.tasks.token_rows import COLUMNS, KINDS, OF_TOKENS, TokenRows, columns_of
+from andon.tasks.token_rows import COLUMNS as TOKEN_COLUMNS
+from andon.tasks.token_rows import KINDS, OF_TOKENS, TokenRows, columns_of
+from andon.training.row_cache import require_unchanged
 from andon_contracts.fields import Count, read_field
 
-_LIBRARIES = ("jinja2", "tokenizers", "transformers")
+COLUMNS: Mapping[str, str] = {"lines": "q", "sources": "i", "texts": "Q", **TOKEN_COLUMNS}
+"""The kind of each column, as `array` names it. Besides its tokens a row has its line, the place of its source among
+the names of all sources (-1 for none), and the fingerprint of the text that is asked in it."""
+_LIBRARIES = ("jinja2", "tokenizers", "transformers", "pyarrow")
 _CODE = Path(andon.data.__file__).parent
 _ROWS_AT_ONCE = 4096
+_PROGRESS_S = 5.0
+_BIG = 1 << 24
+"""Bytes of data from which a line announces the pass."""
+_BATCHES_ALONE = 8
+"""Batches that are encoded in this process; more of them start others."""
 
-Encode = Callable[[Callable[[EncodedRow], None]], Encoding]
-"""Gives each encoded row, in order, to its argument, and returns what is to be known of all."""
+Batch = TypeVar("Batch")
+Done = TypeVar("Done")
 
 
 @dataclass(frozen=True)
-class Found:
-    """Rows, and what is to be known of how they were encoded."""
+class TokenisedConversations(WithoutClasses):
+    """The rows of `paths` as `Examples`, without their texts. `chosen`: the ids of a part; None: all rows.
 
-    rows: TokenRows
-    encoding: Encoding
-
-
-def key_of_tokens(**depends_on: object) -> str:
-    """The digest of what tokens depend on: what is given, the libraries that tokenise, and the code here that says how
-    conversations are written."""
-    return key_of(_LIBRARIES, code=source_digest(_CODE), **depends_on)
-
-
-def in_memory(encode: Encode) -> Found:
-    """The rows that `encode` gives, kept nowhere else."""
-    rows: list[EncodedRow] = []
-    encoding = encode(rows.append)
-    return Found(TokenRows.of(rows), encoding)
-
-
-def kept_tokens(folder: Path, key: str, encode: Encode) -> Found:
-    """The rows that lie under `key` in `folder`, mapped into memory; where there are none, `encode` makes them first.
-
-    Waits and raises as `run.columns.kept` does.
+    said: form, digest, sizes, units, names (of sources), skipped, as the pass left them.
     """
 
+    paths: tuple[Path, ...]
+    limit: int | None
+    columns: Mapping[str, array[int]]
+    said: Mapping[str, Any]
+    tokens: TokenRows
+    encoding: Encoding
+    chosen: tuple[int, ...] | None = None
+
+    @cached_property
+    def origins(self) -> Origins:
+        found = Origins.of(self.paths, self.said["units"], self.said["sizes"], self.columns["lines"], self.limit)
+        found.skipped = [Problem(where, what) for where, what in self.said["skipped"]]
+        return found
+
+    @property
+    def form(self) -> Form:
+        form: Form = self.said["form"]
+        return form
+
+    @property
+    def digest(self) -> str:
+        return str(self.said["digest"])
+
+    @property
+    def source(self) -> str:
+        return self.origins.source
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        return tuple(range(len(self.columns["texts"]))) if self.chosen is None else self.chosen
+
+    def __len__(self) -> int:
+        return len(self.columns["texts"]) if self.chosen is None else len(self.chosen)
+
+    def subset(self, ids: Iterable[int]) -> Self:
+        chosen, here = tuple(ids), {*self.ids}
+        missing = next((id_ for id_ in chosen if id_ not in here), None)
+        if missing is not None:
+            raise KeyError(missing)
+        return replace(self, chosen=chosen)
+
+    @cached_property
+    def _of_files(self) -> tuple[str, ...]:
+        """The source of the rows of each file that name none: the file, if there are several and none of its rows
+        names a source."""
+        found, start = [], 0
+        for name, size in zip(self.origins.names(), self.said["sizes"], strict=True):
+            named = any(place >= 0 for place in self.columns["sources"][start : start + size])
+            found.append("" if named or len(self.paths) == 1 else name)
+            start += size
+        return tuple(found)
+
+    def source_of(self, id_: int) -> str:
+        """What the column `source` says of a row, else its file; empty where there is neither."""
+        place = self.columns["sources"][id_]
+        return str(self.said["names"][place]) if place >= 0 else self._of_files[self.origins.file_of(id_)]
+
+    def fingerprints(self) -> tuple[int, ...]:
+        return tuple(self.columns["texts"][id_] for id_ in self.ids)
+
+    def told(self, id_: int) -> None:
+        """No text: none is held."""
+
+
+def tokenised(
+    folder: Path | None,
+    paths: Sequence[Path],
+    selection: RowSelection,
+    tokenizer: Tokenizer,
+    *,
+    max_length: int,
+    train_on: TrainOn,
+    positions: int | None = None,
+) -> TokenisedConversations:
+    """The rows of `paths`, from the token file in `folder`; if there is none, this process makes it.
+
+    folder: None: the file is made in a temporary folder and is gone with this process. max_length, train_on,
+    positions: as for `encode_each`. Waits for another process that is making the file. Raises `InputError` with all
+    that is wrong with the rows, and if a data file changes meanwhile.
+    """
+    if folder is None:
+        with tempfile.TemporaryDirectory() as place:  # what is mapped stays
+            return tokenised(
+                Path(place),
+                paths,
+                selection,
+                tokenizer,
+                max_length=max_length,
+                train_on=train_on,
+                positions=positions,
+            )
+    before = stamps(paths)
+    key = key_of(
+        _LIBRARIES,
+        code=source_digest(_CODE),
+        files=before,
+        selection=[selection.skip_bad, selection.limit],
+        tokenizer=tokenizer.digest,
+        max_length=max_length,
+        train_on=train_on,
+    )
+
     def make(append: Callable[[Numbers], None]) -> Mapping[str, object]:
-        waiting: list[EncodedRow] = []
-        end = 0
+        size = sum(path.stat().st_size for path in paths)
+        if size > _BIG:
+            say(f"reading and tokenising {size / 1e6:.0f} MB of conversations on {_cores()} cores")
+        one_pass = _Pass(paths, selection, append)
+        encoding = encode_each(
+            tokenizer,
+            one_pass,
+            max_length,
+            train_on,
+            one_pass.keep,
+            skip_bad=selection.skip_bad,
+            positions=positions,
+            map_batches=on_all_cores,
+        )
+        said = one_pass.finish()
+        require_unchanged(paths, before)
+        return said | {"encoding": asdict(encoding)}
 
-        def flush() -> None:
-            nonlocal end
-            append(columns_of(waiting, end))
-            end += sum(len(row.ids) for row in waiting)
-            waiting.clear()
-
-        def keep(row: EncodedRow) -> None:
-            waiting.append(row)
-            if len(waiting) == _ROWS_AT_ONCE:
-                flush()
-
-        encoding = encode(keep)
-        flush()
-        return asdict(encoding)
-
-    return kept(folder, key, COLUMNS, make, _mapped)
+    return kept(folder, key, COLUMNS, make, lambda columns: _mapped(tuple(paths), selection, columns))
 
 
-def _mapped(columns: Columns) -> Found:
-    said = columns.said
-    stops = tuple(read_field(Count, stop, "stops") for stop in said["stops"])
-    skipped = tuple((read_field(Count, id_, "skipped"), str(where), str(what)) for id_, where, what in said["skipped"])
-    encoding = Encoding(str(said["mask_source"]), stops, tuple(map(str, said["notes"])), skipped)
+class _Pass:
+    """One pass over the files, in which `append` gets all columns; to `encode_each` it is a set of conversations."""
+
+    def __init__(self, paths: Sequence[Path], selection: RowSelection, append: Callable[[Numbers], None]) -> None:
+        self._reading, self._sha, self._append = Reading(selection), hashlib.sha256(), append
+        self._names: dict[str, int] = {}
+        self._sources, self._texts = array("i"), array("Q")
+        self._encoded: list[EncodedRow] = []
+        self._end = 0
+        rows = self._reading.rows(paths)
+        first = next(rows, None)
+        assert first is not None, "a file without rows is an `InputError`"
+        self.rows = self._noted(chain([first], rows))
+
+    @property
+    def form(self) -> Form:
+        """The form of the first row, which all have."""
+        assert self._reading.form is not None
+        return self._reading.form
+
+    def _noted(self, rows: Iterable[Conversation]) -> Iterator[Conversation]:
+        add_form(self._sha, self.form)
+        said = time.monotonic()
+        for number, row in enumerate(rows, start=1):
+            add_row(self._sha, row)
+            self._sources.append(self._names.setdefault(row.source, len(self._names)) if row.source else -1)
+            self._texts.append(fingerprint(asked(self.form, row)))
+            if number % _ROWS_AT_ONCE == 0:
+                self._flush_rows()
+            if time.monotonic() - said > _PROGRESS_S:
+                said = time.monotonic()
+                say(f"{number} rows read and tokenised")
+            yield row
+
+    def keep(self, row: EncodedRow) -> None:
+        self._encoded.append(row)
+        if len(self._encoded) == _ROWS_AT_ONCE:
+            self._flush_tokens()
+
+    def _flush_rows(self) -> None:
+        lines = self._reading.origins.taken_lines()
+        self._append({"lines": lines, "sources": self._sources, "texts": self._texts})
+        self._sources, self._texts = array("i"), array("Q")
+
+    def _flush_tokens(self) -> None:
+        self._append(columns_of(self._encoded, self._end))
+        self._end += sum(len(row.ids) for row in self._encoded)
+        self._encoded = []
+
+    def finish(self) -> dict[str, object]:
+        """What else is known of the rows, for JSON."""
+        self._flush_rows()
+        self._flush_tokens()
+        origins = self._reading.origins
+        return {
+            "form": self.form,
+            "digest": self._sha.hexdigest(),
+            "sizes": list(origins.sizes),
+            "units": list(origins.units),
+            "names": list(self._names),
+            "skipped": [[problem.where, problem.what] for problem in self._reading.problems.skipped],
+        }
+
+
+def _mapped(paths: tuple[Path, ...], selection: RowSelection, columns: Columns) -> TokenisedConversations:
+    said, numbers = columns.said, {}
+    for name, kind in COLUMNS.items():
+        if name not in TOKEN_COLUMNS:
+            numbers[name] = array(kind)
+            numbers[name].frombytes((columns.folder / name).read_bytes())
+    if said["form"] not in get_args(Form) or not len(said["sizes"]) == len(said["units"]) == len(paths):
+        raise ValueError("its index is not of these files")
     tensors = {
-        name: torch.from_file(str(columns.folder / name), shared=False, size=count, dtype=KINDS[COLUMNS[name]])
-        for name, count in columns.counts.items()
-        if count
+        name: torch.from_file(str(columns.folder / name), shared=False, size=columns.counts[name], dtype=KINDS[kind])
+        for name, kind in TOKEN_COLUMNS.items()
+        if columns.counts[name]
     }
-    ends = tensors["ends"]
-    wanted = {name: int(ends[-1]) if name in OF_TOKENS else ends.numel() for name in COLUMNS}
-    if columns.counts != wanted:
+    rows = sum(said["sizes"])
+    wanted = {name: int(tensors["ends"][-1]) if name in OF_TOKENS else rows for name in COLUMNS}
+    if not rows or columns.counts != wanted:
         raise ValueError(f"its columns have {columns.counts} numbers, and not {wanted}")
-    return Found(TokenRows(tensors), encoding)
+    how = said["encoding"]
+    stops = tuple(read_field(Count, stop, "stops") for stop in how["stops"])
+    skipped = tuple((read_field(Count, id_, "skipped"), str(where), str(what)) for id_, where, what in how["skipped"])
+    encoding = Encoding(str(how["mask_source"]), stops, tuple(map(str, how["notes"])), skipped)
+    return TokenisedConversations(paths, selection.limit, numbers, said, TokenRows(tensors), encoding)
+
+
+# All cores of this machine
+
+_encode: Any = None
+"""In a process that encodes batches: what it calls with each."""
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def on_all_cores(encode: Callable[[Batch], Done], batches: Iterator[Batch]) -> Iterator[Done]:
+    """`map(encode, batches)`; after the first batches in processes forked from this one, one a core.
+
+    They inherit `encode` and end with this process. Results come in the order of the batches, of which few are held.
+    """
+    for _, batch in zip(range(_BATCHES_ALONE), batches, strict=False):
+        yield encode(batch)
+    first = next(batches, None)
+    if first is None:
+        return
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # of the processes; without it the library warns of forks
+    pool = ProcessPoolExecutor(_cores(), get_context("fork"), _begin, (encode, os.getpid()))
+    waiting: deque[Future[Done]] = deque()
+    try:
+        for batch in chain([first], batches):
+            waiting.append(pool.submit(_call, batch))
+            if len(waiting) > 2 * _cores():
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _begin(encode: object, parent: int) -> None:
+    global _encode
+    bind_to_parent(parent)
+    _encode = encode
+
+
+def _call(batch: object) -> Any:
+    return _encode(batch)

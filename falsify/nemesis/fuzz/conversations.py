@@ -11,7 +11,7 @@ from pathlib import Path
 from andon.console.problems import InputError
 from andon.data.chat import EncodedRow, encode_each
 from andon.data.conversations import Conversation, ConversationSet, Message, read_conversations
-from andon.data.tokens import HuggingFaceTokenizer, byte_tokenizer
+from andon.data.tokens import Tokenizer, byte_tokenizer
 
 from .mutations import damaged
 
@@ -89,7 +89,7 @@ def template(draw: random.Random, folder: Path) -> str:
     return _fault(data, rows, tokenizer)
 
 
-def _fault(data: ConversationSet, rows: list[EncodedRow], tokenizer: HuggingFaceTokenizer) -> str:
+def _fault(data: ConversationSet, rows: list[EncodedRow], tokenizer: Tokenizer) -> str:
     """What is wrong with encoded rows, whatever they were made of."""
     if [row.id for row in rows] != [row.id for row in data.rows] or not rows:
         return "other rows were encoded than were read"
@@ -104,12 +104,12 @@ def _fault(data: ConversationSet, rows: list[EncodedRow], tokenizer: HuggingFace
 
 
 @cache
-def _bytes() -> HuggingFaceTokenizer:
+def _bytes() -> Tokenizer:
     return byte_tokenizer()
 
 
 @cache
-def _read_out() -> HuggingFaceTokenizer:
+def _read_out() -> Tokenizer:
     """One that reads special tokens out of a text, as those of models do."""
     tokenizer = byte_tokenizer()
     tokenizer.base.split_special_tokens = False
