@@ -378,6 +378,21 @@ def test_a_parameter_that_is_left_out_is_still_found_beside_a_loose_tensor() -> 
     assert [(each.clause, each.tensor) for each in w.findings] == [("parameters-kept", "2.weight")]
 
 
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [(lambda layer: nn.Linear(5, 2), [("parameters-kept", "2.weight")]), (nn.Sequential, [])],
+    ids=["another layer", "the layer in a wrapper"],
+)
+def test_a_layer_that_is_replaced_is_found_and_one_that_is_wrapped_is_none(change: Any, found: list[Any]) -> None:
+    model = net()
+    optimizer = sgd(model)
+    with andon.watch(model, optimizer, action=lambda _: None) as w:
+        _update(model, optimizer)
+        model[2] = change(model[2])
+        _update(model, optimizer)
+    assert [(each.clause, each.tensor) for each in w.findings] == found
+
+
 # tensors and values of odd kinds
 
 
@@ -512,7 +527,7 @@ def test_a_watch_does_not_grow(loop: str) -> None:
     """It holds as much after 192 updates as after 384, both at the same place of all that comes round."""
     model = net()
     optimizer = sgd(model)
-    told = {"rows": 16} if loop == "rows=" else {}
+    told = {"rows": 16, "plan": lambda step: ()} if loop == "rows=" else {}
     held: list[int] = []
     with andon.watch(model, optimizer, allow=dict.fromkeys(("samples-once", "order-renewed"), "one loop"), **told) as w:
         for step, (rows, ids) in enumerate(islice(_batches(loop), 384), 1):

@@ -126,6 +126,7 @@ class LoopReports(Check):
         self._expected: dict[str, tuple[int, int]] = {}
         self._contents: dict[int, int] = {}
         """By row, as first reported."""
+        self._epochs_known = context.settings.rows is not None and context.settings.plan is not None
         self._epochs = 0
         self._epoch: set[int] = set()
 
@@ -202,9 +203,9 @@ class LoopReports(Check):
         ids, contents = (tuple(tuple(part[column]) for part in parts) for column in (0, 1))
         union = [row for part in ids for row in part]
         known = tuple(content for part in contents for content in part) if with_contents else ()
-        # The epoch of these rows, and how many of its rows were used before. Unknown without `rows=`.
+        # The epoch of these rows, and how many of its rows were used before.
         position = (self._epochs + 1, 0) if self._epoch & set(union) else (self._epochs, len(self._epoch))
-        self.of_update = UpdateRows(ids, known, *((None, None) if settings.rows is None else position))
+        self.of_update = UpdateRows(ids, known, *(position if self._epochs_known else (None, None)))
         expected: dict[int, int] | None = None
         if with_contents and settings.contents is not None:
             of_data = contents_of(settings.contents(union), len(union))
@@ -233,7 +234,7 @@ class LoopReports(Check):
     def _use(self, union: Sequence[int]) -> None:
         """Count rows as used in this epoch. The next one begins if a row comes again, or if all were used."""
         rows = self.context.settings.rows
-        if rows is None:
+        if rows is None or not self._epochs_known:
             return
         if self._epoch & set(union):
             self._epoch, self._epochs = set(), self._epochs + 1

@@ -91,6 +91,7 @@ class Structure(Check):
         self._trainable = [slot.trainable for slot in slots]
         self._groups = self._parameter_groups()
         self._sizes = self._module_sizes()
+        self._children = self._submodules()
 
     def cover(self) -> Mapping[str, Cover]:
         why = "without trainable=: compared with the set at the start only"
@@ -128,6 +129,21 @@ class Structure(Check):
     def _module_sizes(self) -> list[int]:
         modules = self.context.subject.modules
         return [*map(len, map(_modules, modules)), *map(len, map(_parameters, modules))]
+
+    def _submodules(self) -> list[list[nn.Module | None]]:
+        return [list(each.values()) for each in map(_modules, self.context.subject.modules)]
+
+    def _replaced_with_module(self) -> int | None:
+        """The index of the first parameter whose module is no longer part of the model."""
+        now = self._submodules()
+        if now == self._children:
+            return None
+        # A module may be wrapped, as by `torch.compile`: its parameters are then still there.
+        present = set(map(id, self.context.subject.inner.parameters()))
+        gone = next((i for i, each in enumerate(self._at_start) if id(each) not in present), None)
+        if gone is None:
+            self._children = now
+        return gone
 
     def _fault_at_start(self) -> int:
         """A `change_of` for the first disagreement of model, optimizers and declarations; 0 if they agree."""
@@ -169,6 +185,9 @@ class Structure(Check):
                     return change_of(Change.REPLACED, index)
         if self._module_sizes() != self._sizes:
             return change_of(Change.ADDED, len(subject.slots))
+        gone = self._replaced_with_module()
+        if gone is not None:
+            return change_of(Change.REPLACED, gone)
         trainable = list(map(_requires_grad, self._at_start))
         if trainable != self._trainable and stepping is not None:
             others = parameters_of(each for each in subject.optimizers if each is not stepping)
