@@ -60,7 +60,7 @@ class Settings:
     patience: datetime.timedelta = datetime.timedelta(seconds=30)
     verbose: bool = False
     recording: bool = False
-    """Whether rank 0 writes a ledger: all ranks then look at what only a ledger needs."""
+    """Whether rank 0 writes a ledger: then all ranks also read what only a ledger needs."""
     by_command: bool = False
     """Whether the command `andon watch` opened the watch, so that messages name its options."""
 
