@@ -33,7 +33,7 @@ _HINTS = {
 
 @dataclass(frozen=True)
 class Process(Part):
-    """Identifies one process for good: the system reuses a pid, but not a pid with its start time (ticks since boot).
+    """Identifies one process by its pid and start time (ticks since boot), because the system reuses pids.
 
     machine: identifies a boot and a namespace of process ids. Only `local_state` and `kill` read it; the other methods
     assume this machine. error_file: the path that torch's launcher reads for this process, if any.
@@ -124,7 +124,7 @@ class ConditionTimer:
 
 
 def run_within(seconds: float, function: Callable[[], None]) -> bool:
-    """Run `function`, but wait at most `seconds` for its disk, reader or group. Returns True if it has finished."""
+    """Run `function` in a thread and wait at most `seconds` for it. Returns True if it has finished."""
     thread = threading.Thread(target=function, name="andon-end", daemon=True)
     try:
         thread.start()
@@ -174,7 +174,7 @@ def memory_kills() -> int | None:
 
 
 def group_kills() -> int | None:
-    """The same for the memory cgroup of this process. The root group has no count."""
+    """The number of kills for memory in this process's memory cgroup; None in the root group, which has no count."""
     kills = _kills_in(_memory_group() / "memory.events")
     return _kills_in(_memory_group() / "memory.oom_control") if kills is None else kills
 
