@@ -297,7 +297,7 @@ def _who(clause: str, finding: Finding, world: int) -> str:
         return f"{shown} differ{'s' * (len(finding.ranks) == 1)} from {named_ranks(others)}"
     if world == 2:
         return "ranks 0 and 1 differ"
-    # No party of ranks that agree among themselves is the larger half.
+    # No group of agreeing ranks has the majority.
     digests = finding.details[0][1].split() if finding.details else []
     if len(digests) != world:
         return "the ranks differ, with no majority"

@@ -227,7 +227,7 @@ def connect(rank: int, world: int, gather: IntGather, timeout_s: float) -> Mesh 
         with ExitStack() as undo:
             listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             with suppress(OSError):
-                folder = tempfile.TemporaryDirectory(prefix="andon-", ignore_cleanup_errors=True)  # of this user alone
+                folder = tempfile.TemporaryDirectory(prefix="andon-", ignore_cleanup_errors=True)  # only this user can open it
                 path = f"{undo.enter_context(folder)}/s"
                 listener.bind(path)
                 listener.listen(world)
@@ -291,7 +291,10 @@ class GroupGather:
         return (self._mesh is not None or self._alone) and HEADER + count <= self._width
 
     def messages(self, sent: bytes) -> list[bytes]:
-        """Every rank's message, by rank, all as long as `sent`; a single process gets its own back. See `Mesh.gather`."""
+        """Every rank's message, by rank, all as long as `sent`. Uses the sockets; a single process gets its own back.
+
+        Raises `DistNetworkError` as `Mesh.gather` does.
+        """
         if self._mesh is None:
             return [sent]
         filled = sent.ljust(_INT_BYTES * self._width, b"\0")

@@ -48,7 +48,7 @@ def has_triton() -> bool:
 
 @functools.cache
 def kernels() -> ModuleType | None:
-    """The module `andon_contracts.kernels`, or None without Triton. The first call imports Triton for a second."""
+    """The module `andon_contracts.kernels`, or None without Triton. The first call imports Triton (about 1 s)."""
     if not has_triton():
         return None
     from andon_contracts import kernels as module

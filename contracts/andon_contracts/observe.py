@@ -94,7 +94,10 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """This rank's elements as a dense tensor: of a sparse tensor only the values, of a wrapper of several the bytes."""
+    """This rank's elements as a dense tensor: the local part of a distributed tensor, the values of a sparse one.
+
+    The indices of a sparse tensor are lost. A wrapper of several tensors gives their bytes as one uint8 tensor.
+    """
     if _is_dense(tensor):  # the common case, without the list of `dense_parts`
         return tensor.detach()
     parts = dense_parts(tensor)

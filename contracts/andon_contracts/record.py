@@ -314,9 +314,9 @@ class LedgerFile:
     """Appends records to the ledger at `path`, which is created if it does not exist.
 
     Existing lines are verified first. An unfinished last line, as a crash leaves it, is cut off; `torn` is its number
-    of bytes. Raises `LedgerError`, and changes nothing, for any other damage or kind of file, and `OSError` if the disk
-    refuses. There is one writer: `append`, `sync` and `close` raise `LedgerError` if another program truncated, wrote
-    to or replaced the file. A pipe or a device is written to and never read.
+    of bytes. Raises `LedgerError`, and changes nothing, for any other damage, and `OSError` if the disk refuses. There
+    is one writer: `append`, `sync` and `close` raise `LedgerError` if another program truncated, wrote to or replaced
+    the file. A pipe or a device is written to and never read.
     """
 
     def __init__(self, path: Path, *, exclusive: bool = False) -> None:

@@ -216,7 +216,7 @@ def agreeing(
 def in_lockstep(observations: Observations) -> bool:
     """Whether all ranks sent the message of the same step, sequence number and point, and each rank its own."""
     step, sequence = observations[0].step, observations[0].sequence
-    # A loop, because every update asks this several times.
+    # A plain loop for speed, because every update calls this several times.
     for rank, each in enumerate(observations):
         if not each.names_match or each.rank != rank or each.step != step or each.sequence != sequence:
             return False

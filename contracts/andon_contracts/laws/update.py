@@ -199,7 +199,7 @@ OPTIMIZER_UNCHANGED = Law("optimizers-agree/reduced", ("optimizer",), _optimizer
 GRADIENTS = agreeing(
     "gradients-agree/reduced", ("gradient",), "the reduced gradients are not the same", device=True, look=("gradient",)
 )
-CALLER_GRADIENT = "given"  # the point of an update with a caller's gradient, of which no part was checked before
+CALLER_GRADIENT = "given"  # the point of an update with a caller's gradient, whose parts were not checked before
 
 
 def _finite(seen: Seen[object]) -> Finding | None:
@@ -261,7 +261,7 @@ REPLICAS = agreeing("replicas-agree/updated", ("weights",), _OTHER_WEIGHTS, devi
 UPDATED: tuple[Law[Seen[int]], ...] = (LOCKSTEP, ONE_UPDATE, OPTIMIZERS, REPLICAS)
 """After an update; `want` is the number of updates so far."""
 
-BASE_POINT = "base"  # where the trainer reads all that is frozen, buffers too, for which the watch has another law
+BASE_POINT = "base"  # the point at which the trainer reads frozen weights and buffers; the watch has another law for buffers
 
 
 def frozen_tensor(seen: Seen[object], otherwise: str) -> str:

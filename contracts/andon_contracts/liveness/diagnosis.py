@@ -170,12 +170,12 @@ class View:
 
 
 def known_end(view: View) -> str:
-    """The ranks whose process is gone, or that reported their own error; empty without any."""
+    """Names the ranks whose process is gone, or that reported their own error, in words; "" if there are none."""
     return _explained(view, view.patience(), ENDED_BY_ITSELF)
 
 
 def explain_timeout(view: View) -> str:
-    """Why the wait of this rank timed out: the ranks that are gone, stopped, silent or behind."""
+    """Explains why a wait of this rank timed out: names the ranks that are gone, stopped, silent or behind."""
     paused = f"this process did not run for {view.mine.paused_s:.1f} s (it was stopped, or its machine slept)"
     return (
         known_end(view)
@@ -188,7 +188,7 @@ def explain_timeout(view: View) -> str:
 
 
 def possible_loss(view: View) -> str:
-    """The ranks that may have died on another machine, or that reported their end; empty without any."""
+    """Names the ranks that may have died on another machine, or reported their end; "" if there are none."""
     patience = view.patience(math.inf, unseen=True)
     known = _explained(view, patience, ("silent", "failed", "followed"))
     return known or view.link_error or _explained(view, patience, ["left"])
@@ -348,7 +348,7 @@ class StepClock:
 
 @dataclass(frozen=True)
 class Position(Part):
-    """The progress of a rank: its update (1 is the first), one of the `POINTS` within it, and for how long.
+    """The progress of a rank: its update (1 is the first), a point of `POINTS` in it, and how long it is there.
 
     last_equal: the last update after which all weights were equal.
     """

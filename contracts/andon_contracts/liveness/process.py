@@ -18,7 +18,7 @@ from andon_contracts.fields import Count, Part
 from andon_contracts.legible import ERROR_FILE_VARIABLE, text_of
 
 State = Literal["runs", "stopped", "gone", "elsewhere"]  # elsewhere: on another machine, or the system does not say
-_Kills = tuple[int | None, int | None]  # for memory: in our cgroup, on the machine
+_Kills = tuple[int | None, int | None]  # kills for memory: in this process's cgroup, on this machine
 _PROC, _GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 _STATE, _STARTED, _EXIT_CODE = 0, 19, 49
 """Indices of fields 3, 22 and 52 of /proc/PID/stat (proc(5)), counted after the command's name."""

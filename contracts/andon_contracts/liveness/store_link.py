@@ -245,7 +245,7 @@ class _Envelope(Part):
 
 
 class Heartbeats(Generic[Form]):
-    """The heartbeats of all ranks in one store. Used only in the thread of a link."""
+    """The heartbeats of all ranks in one store. Only the thread of a `StoreLink` may use it."""
 
     def __init__(self, store: SignedStore, rank: int, form: type[Form], reader: StrictReader) -> None:
         self._store, self._rank, self._form, self._reader = store, rank, form, reader

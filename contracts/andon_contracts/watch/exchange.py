@@ -22,7 +22,7 @@ from andon_contracts.watch.model_probe import ModelProbe, is_sharded
 from andon_contracts.watch.values import text_digest
 
 WIDTH = 96
-"""Integers in a message: its header and its values, with room to spare."""
+"""The length of a short message in integers: header, values and padding."""
 _BLOCKS = 1024
 _WRAP = 1 << 64
 _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

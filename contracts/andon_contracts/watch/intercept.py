@@ -100,7 +100,7 @@ def unlisten(*listeners: Listener) -> None:
 
 
 def _wrapped(original: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)  # a function, so that it binds as a method where it replaces one
+    @functools.wraps(original)  # a function, so that it binds as a method if it replaces one
     def call(*args: Any, **kwargs: Any) -> Any:
         return around(original, *args, **kwargs)
 
@@ -315,7 +315,7 @@ def _new_pass(iterator: Any) -> LoaderPass:
         before = None
     if before is not None and not before.batches:
         before = before.before  # nothing was trained on: the loop looked at a first batch, or evaluated
-    for _ in range(_DEEPEST):  # the sampler of rows, inside those that make batches of them or deal them out
+    for _ in range(_DEEPEST):  # find the sampler of rows inside batch samplers and distributing samplers
         # Not by `or`: the truth of a sampler is its length, which it may not have.
         inside = (getattr(inner, name, None) for name in ("batch_sampler", "sampler"))
         inner = next((each for each in inside if each is not None), inner)

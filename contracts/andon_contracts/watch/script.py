@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with standby:
             _run(options.command, is_module=options.module)
     except Violation as found:
-        # The whole message once for each machine, its first line from the other ranks.
+        # Local rank 0 prints the whole message, the other ranks only its first line.
         text = f"andon.{type(found).__name__}: {found}"
         report_to_launcher(text, late=False)
         local = os.environ.get("LOCAL_RANK", "0")

@@ -65,7 +65,7 @@ class Settings:
     """Whether the command `andon watch` opened the watch, so that messages name its options."""
 
     def is_sampled(self, update: int) -> bool:
-        """Whether costly checks run: at one of the watch's first four updates, a power of two, or a multiple of 64."""
+        """Whether costly checks run: counted from `start`, `update` is 1 to 4, a power of two or a multiple of 64."""
         made = update - self.start
         return made <= 4 or made & (made - 1) == 0 or made % 64 == 0
 

@@ -100,7 +100,7 @@ class Watch:
         Raises `ValueError` if ids or content have a wrong form, or the watch is closed.
         """
         self._demand_open()
-        self._context.check(LoopReports).batch(ids, content)  # what it refuses is no new micro-batch
+        self._context.check(LoopReports).batch(ids, content)  # if it raises, no new micro-batch begins
         for probe in self._context.probes:
             probe.check(Gradients).raw_hooks.backward_seen = False
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from andon_contracts.kernels import ListSums
 
 ROUND = 64
-"""Updates within which every frozen weight is read, and every large buffer."""
+"""The number of updates in which every frozen weight and every large buffer is read once."""
 _PART_BYTES = 1 << 20
 
 

@@ -28,7 +28,7 @@ _RATE_TOLERANCE = 1e-9
 _FEW = 8
 """One update may rightly leave a parameter of this few elements unchanged, as Rprop does if a sign turns."""
 _NOISE = 1e-5
-"""Gradients this much smaller than the largest are rounding errors of zero, as before a batch norm."""
+"""Gradients below this share of the largest are rounding errors of zero, as before a batch norm."""
 _CERTAIN = 2.0**-10
 """An optimizer of unknown arithmetic moves an element by at least this part of rate x min(gradient, 1): LARS scales by
 1e-3 of the weights' norm, Adafactor by as much of their size."""
@@ -338,7 +338,7 @@ def _due(
 ) -> tuple[Tensor, float]:
     """The expected size of each element's update, in fp64, and the certain part of it. g: the gradient before it."""
     kind, rate, weight = type(optimizer), _rate(group), plain(member)
-    state = optimizer.state.get(member)  # of an optimizer that torch does not have this may be anything
+    state = optimizer.state.get(member)  # may be anything in an optimizer that is not torch's
     kept = {key: plain(each) for key, each in state.items() if isinstance(each, Tensor)} if type(state) is dict else {}
     if kind is torch.optim.SGD and not weight.is_complex():
         g = (-g if group["maximize"] else g).double() + group["weight_decay"] * weight.double()
@@ -352,6 +352,6 @@ def _due(
         moved = rate * kept["exp_avg"].double().abs() / first / (squares.sqrt() + group["eps"])
         decay = group["weight_decay"] if group.get("decoupled_weight_decay", kind is torch.optim.AdamW) else 0.0
         return torch.maximum(moved, rate * decay * weight.double().abs()), 1.0
-    # A search along a line may find no better place, and rightly stays.
+    # A line search may find no better point, and rightly keeps the weights.
     certain = 0.0 if isinstance(optimizer, torch.optim.LBFGS) else _CERTAIN
     return rate * g.abs().double().clamp(max=1.0), certain

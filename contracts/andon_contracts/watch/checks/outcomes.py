@@ -204,7 +204,7 @@ def _dense(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _gathered(value: Any) -> Any:
-    """A sharded tensor gathered from all ranks, so that its digest does not depend on the sharding, or the value."""
+    """Gather a sharded tensor, so that its digest does not depend on the sharding. Returns other values unchanged."""
     gathered = getattr(value, "full_tensor", None)
     return value if gathered is None else gathered()
 

@@ -125,7 +125,7 @@ class LoopReports(Check):
         """Clauses for which the loop has reported nothing yet."""
         self._expected: dict[str, tuple[int, int]] = {}
         self._contents: dict[int, int] = {}
-        """By row, as first reported."""
+        """By row id, the digest of its content as first reported."""
         self._epochs = 0
         self._epoch: set[int] = set()
 

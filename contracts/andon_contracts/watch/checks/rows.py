@@ -111,7 +111,7 @@ class LoadedRows(Check):
         """The number of a pass that has the order of the pass before."""
         self._counts: defaultdict[int, _PassCount] = defaultdict(_PassCount)
         self._numbers: weakref.WeakKeyDictionary[LoaderPass, int] = weakref.WeakKeyDictionary()
-        """The passes that were trained on. Their numbers are the same on all ranks."""
+        """A number for each pass that was trained on; the same on all ranks."""
         self._next_number = 0
         self._unended: list[LoaderPass] = []
         self._uneven: dict[str, None] = {}
@@ -188,7 +188,7 @@ class LoadedRows(Check):
         }
 
     def before(self, probe: OptimizerProbe) -> Values:
-        # [0, 2^63); 0: nothing is known of the inputs
+        # in [0, 2^63); 0: the inputs are unknown
         return {"given": 0 if self._look is None else self._look.digest >> 1}
 
     def judge(self, probe: OptimizerProbe, said: Observations, aligned: Observations) -> None:

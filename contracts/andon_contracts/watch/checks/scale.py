@@ -28,7 +28,7 @@ from andon_contracts.watch.values import text_digest
 
 _UNKNOWN_WEIGHT = -1  # sent as the number of backward passes
 _ROUNDING = 5e-3
-"""The relative rounding of a factor that is read off gradients, which may have 16 bits."""
+"""The relative rounding error of a factor computed from gradients, which may have 16 bits."""
 _CANCELLED = 1e-3
 """A sum smaller than this share of its summands' magnitudes has lost too many digits to give a factor."""
 
@@ -41,7 +41,7 @@ def _close(one: float, other: float) -> bool:
 class Scale:
     """The total weight of all terms of one update.
 
-    first_part: by the first part of each loss; 1 for a mean. equal_parts: by all parts with the weight of the first.
+    first_part: from the first part of each loss; 1 for a mean. equal_parts: from all parts with the first one's weight.
     line: the digest of the source line that called for the backward passes. passes: their number on each rank, or 0 if
     the ranks have different numbers. terms: in the means and sums of all ranks, or 0 if unknown. deliberate: a factor
     is not a whole number, so the user wrote it. squared: the losses are of squares. reduction_factor: the gradient that

@@ -198,7 +198,7 @@ class Synchrony:
         self._weights_before: Sequence[int] = ()
 
     def before(self, seen: Seen[object]) -> frozenset[str]:
-        """The clauses that do not apply before this update."""
+        """Learn from the values before an update. Returns the clauses that do not apply to them. Call once."""
         reducers = {Reducer(value) for value in seen.column("reduces")}
         reduced = len(seen.observations) == 1 or Reducer.KNOWN in reducers
         equal_gradients = "gradient" not in seen.differing
@@ -225,7 +225,7 @@ class Synchrony:
         return _GRADIENTS | _STATES | _WEIGHTS
 
     def after(self, seen: Seen[object]) -> frozenset[str]:
-        """The clauses that do not apply after this update. If `parted`, `PARTED` applies instead."""
+        """Learn from the values after an update. Returns the clauses that do not apply; if `parted`, `PARTED` does."""
         equal = "weights" not in seen.differing
         if self.state is not State.TOGETHER:
             if equal:
