@@ -227,7 +227,7 @@ def connect(rank: int, world: int, gather: IntGather, timeout_s: float) -> Mesh 
         with ExitStack() as undo:
             listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             with suppress(OSError):
-                folder = tempfile.TemporaryDirectory(prefix="andon-", ignore_cleanup_errors=True)  # only this user can open it
+                folder = tempfile.TemporaryDirectory(prefix="andon-", ignore_cleanup_errors=True)  # private
                 path = f"{undo.enter_context(folder)}/s"
                 listener.bind(path)
                 listener.listen(world)

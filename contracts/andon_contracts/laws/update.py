@@ -133,7 +133,7 @@ In units of 2^-24: `observe.flat_norm` is off by at most 8.5, before and after c
 norm + 1e-6, its reciprocal, the factor and each product, by 1 each. Together that is 22; 32 are allowed.
 """
 FACTOR_STEP = 2.0**-149
-"""The spacing of the smallest fp32 numbers: the error of a tiny clip factor, and per unit of norm, of the result."""
+"""The spacing of the smallest fp32 numbers, by which a clip factor is off. The clipped norm is off by norm * this."""
 NORM_FLOOR = 1e-30  # the absolute error that a norm may have: two norms near zero count as equal
 
 
@@ -261,7 +261,7 @@ REPLICAS = agreeing("replicas-agree/updated", ("weights",), _OTHER_WEIGHTS, devi
 UPDATED: tuple[Law[Seen[int]], ...] = (LOCKSTEP, ONE_UPDATE, OPTIMIZERS, REPLICAS)
 """After an update; `want` is the number of updates so far."""
 
-BASE_POINT = "base"  # the point at which the trainer reads frozen weights and buffers; the watch has another law for buffers
+BASE_POINT = "base"  # the point at which the trainer reads frozen weights and buffers (the watch: only weights)
 
 
 def frozen_tensor(seen: Seen[object], otherwise: str) -> str:

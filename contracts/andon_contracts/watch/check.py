@@ -89,7 +89,7 @@ class Rows:
         self.reported: float | None = None
         self.batches: list[Batch] = []
         self.unused = 0
-        """The number of rows in the latest batch; 0 if `zero_grad` was called after its backward pass."""
+        """The number of rows in the latest batch; 0 after its update, or a `zero_grad` after its backward pass."""
 
     def skip_window(self) -> None:
         """Move the rows to `skipped_windows`: the update is skipped, but the plan counts its rows as used."""

@@ -242,7 +242,7 @@ class GradientHooks:
         return see
 
     def _end(self, number: int, ended: _BackwardPass) -> None:
-        """Called when a pass ends, before a wrapper reduces its gradients: read what no hook has read."""
+        """Called when a pass ends, before a wrapper reduces its gradients: finish reading them."""
         if self._passes.get(number) is not ended:
             return  # the loop discarded the window meanwhile
         began = time.perf_counter()

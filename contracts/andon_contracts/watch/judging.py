@@ -41,8 +41,8 @@ class _Reported:
 class Verdicts:
     """Judges observations with the same result on every rank, counts, and warns, raises or calls by the settings.
 
-    findings: the reported causes, without effects. record: receives each finding, the action, and whether the update
-    was applied. evidence: what this rank can write into a bundle. first_steps: by clause, its first finding's step.
+    findings: the reported causes, without effects. record: receives each reported cause or effect, the action, and if
+    the update was applied. evidence: what this rank can write into a bundle. first_steps: by clause.
     """
 
     settings: Settings
@@ -117,7 +117,7 @@ class Verdicts:
         facts: Mapping[str, object] | None = None,
         effects: Sequence[tuple[Violation, bool]] = (),
     ) -> None:
-        """Count a finding. If it is new for its clause and not an effect: complete its message, write, and act."""
+        """Count a finding. Report the first of its clause (with "raise" each one), unless it is an effect."""
         action = self.settings.action
         # A clause that was only suspected before is reported once more if it is certain.
         is_first = not (self.counts[violation.clause] or (suspicion and self.suspected[violation.clause]))

@@ -143,7 +143,7 @@ class Watch:
         self._context.check(Outcomes).evaluated(ids, predictions, labels, metrics, rows)
 
     def saved(self, path: str | Path, read: Callable[[], Mapping[str, Tensor]] | None = None) -> None:
-        """Report a checkpoint saved at `path`. Rank 0 writes digests of live tensors to `path`.andon.json. Collective.
+        """Report a checkpoint saved at `path`. Rank 0 writes `path`.andon.json: digests of the live state. Collective.
 
         read: returns the saved tensors by parameter name, to compare with the live ones; pass it on all ranks or none.
         Raises `OSError` on every rank if rank 0 cannot write. If `read` raises on a rank, its error is raised there,
@@ -199,8 +199,8 @@ class Watch:
     def close(self) -> None:
         """Remove the hooks; print what was checked, how often, at what cost, and what was not. Not collective.
 
-        If the loop ended without an error, judges the last update (on GPUs), frozen weights, and the number of updates.
-        With `action="raise"` a violation of these raises `Violation`.
+        If the loop ended without an error, judges what only the end shows: the last update (on GPUs; waits at most 5 s
+        for the others), frozen weights, the number of updates. Raises `Violation` for these with `action="raise"`.
         """
         error = sys.exc_info()[1]
         self._close(self._last_error if error is None or error is self._handled else error)

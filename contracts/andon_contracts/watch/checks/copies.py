@@ -63,7 +63,7 @@ def _copies_agree(seen: Seen[object]) -> Finding | None:
 
 
 COPIES_AGREE = Law("copies-agree/before", (*(f"copy {i}" for i in range(MAX_COPIES)), "copies changed"), _copies_agree)
-"""A single rank may keep a copy. Ranks with the same number of copies must have equal ones."""
+"""A single rank may keep a copy. Of ranks with equally many copies, all must have any copy that one updates."""
 
 
 class ModelCopies(Check):

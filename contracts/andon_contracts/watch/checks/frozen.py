@@ -218,7 +218,7 @@ class PartReader:
         self._others = [index for index in range(len(parts)) if index not in gpu]
 
     def look(self) -> list[Tensor]:
-        """Start reading. Waits for a GPU only without Triton. Returns the tensors that `sums` copies to the CPU."""
+        """Start reading. Waits for a GPU only if no kernel can read a part. Returns the tensors that `sums` needs."""
         self._sums = {index: flat_digest(self._parts[index]) for index in self._others}
         self._waiting = [sums.read(tensors) for _, tensors, sums in self._on_gpu]
         return self._waiting
