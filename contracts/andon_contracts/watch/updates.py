@@ -136,7 +136,7 @@ class Updates:
                     check.judge(probe, self._said, aligned)
 
     def after(self, probe: OptimizerProbe) -> None:
-        """Start reading the state after an update. Judges it now (collective), or if all ranks use GPUs later."""
+        """Start reading the state after an update. Judges it now (collective); with GPUs on all ranks, later."""
         context = self._context
         with context.timed():
             probe.updates += 1

@@ -88,7 +88,7 @@ class Weights(Check):
             self._elements_reduced += tensor.numel()
 
     def begin_step(self) -> None:
-        """A step with a closure begins. Its own gradient may move the weights before it calls the closure."""
+        """A step with a closure begins. It may move the weights by this rank's gradient before it calls the closure."""
         self._look_before()
         self._at_closure = self._values()
 
