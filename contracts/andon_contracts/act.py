@@ -1,6 +1,6 @@
-"""What a violation causes: a message that separates fact, inference and scope, a bundle, and the error itself.
+"""Turns a violation into a message that separates fact, inference and scope, a bundle, and the error to raise.
 
-The bundle is the files by which a violation, or another end, can be examined after its processes are gone.
+The bundle is a folder of files about a violation, or another end, for examination after its processes are gone.
 FOLDER/STEP/CLAUSE.json is the account, written by the lowest live rank: the ledger's record of the violation, the
 message, versions. FOLDER/STEP/CLAUSE/ has a part for each live rank, written by that rank, without a collective:
 `rank-R.json` (batch ids, stacks of all Python threads, digests by tensor), `rank-R.safetensors` (tensors),
@@ -68,9 +68,9 @@ _ACTIVITIES = (
 class Scene:
     """The facts of a message besides the finding.
 
+    applied: the update was made. before: what was equal before the update. element: the first element that differs.
     last_equal: the last update after which all weights were equal. unwritten: why the bundle is not complete. goes_on:
-    nothing is raised, so the loop makes its update. by_command: the command `andon watch` opened the watch, so its
-    options silence a clause. also: other laws broken by the same observations, as effects.
+    nothing is raised, so the loop continues. by_command: `andon watch` opened the watch. also: effects of the finding.
     """
 
     world: int = 1
@@ -88,7 +88,7 @@ class Scene:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a rank can put into a bundle. folder: where bundles go; None: nowhere.
+    """What a rank can put into a bundle. folder: that of all bundles; None: none are written. ids: its current rows.
 
     tensors: the tensors to write if the named one is broken, that one first. devices: the names of the accelerators in
     use, read before a failure, because they may not answer after it.
@@ -103,7 +103,7 @@ class Evidence:
 
 
 def with_message(violation: Violation, scene: Scene) -> Violation:
-    """The same violation with the whole message."""
+    """The same violation with the whole `message`."""
     clause, finding = violation.clause, violation.finding
     return Violation(message(clause, finding, scene), clause=clause, finding=finding, bundle=scene.bundle)
 
@@ -147,7 +147,7 @@ def write_cause(cause: Cause, evidence: Evidence, at: Mapping[str, object], *, s
 def write_account(
     place: Path, clause: str, finding: Finding, facts: Mapping[str, object], devices: Sequence[str] = ()
 ) -> str:
-    """Write PLACE/CLAUSE.json. Returns why the disk refused, or "": a full disk hides no violation."""
+    """Write PLACE/CLAUSE.json. Returns why the disk refused, or "": an exception would hide the violation."""
     versions = environment(torch.get_num_threads(), devices)
     packages = versions.pop("packages")
     versions |= {**(packages if isinstance(packages, dict) else {}), "torch": torch.__version__}
@@ -192,7 +192,7 @@ def _write_state(folder: Path, evidence: Evidence, named: str, body: dict[str, o
             if tensor.dtype not in NAMES or size + tensor.nbytes > LIMIT_BYTES:
                 left_out.append(name)
                 continue
-            # A copy, so that the file has what was digested even if the loop goes on.
+            # A copy, so that the file has the digested values even if the loop continues.
             written[name] = tensor.detach().cpu().clone()
             size += tensor.nbytes
         folder.mkdir(parents=True, exist_ok=True)
@@ -215,7 +215,7 @@ def _write_json(path: Path, body: Mapping[str, object]) -> str:
 
 
 def agreement(observations: Sequence[Observation], *, moments: bool) -> str:
-    """What was equal on all ranks just before an update and what was not, as one line; "" of a single rank.
+    """One line: what was equal on all ranks just before an update and what was not; "" for a single rank.
 
     moments: whether the optimizer states were equal after the update before.
     """
@@ -297,7 +297,7 @@ def _who(clause: str, finding: Finding, world: int) -> str:
         return f"{shown} differ{'s' * (len(finding.ranks) == 1)} from {named_ranks(others)}"
     if world == 2:
         return "ranks 0 and 1 differ"
-    # No party of ranks that agree among themselves is the larger half.
+    # No group of agreeing ranks has the majority.
     digests = finding.details[0][1].split() if finding.details else []
     if len(digests) != world:
         return "the ranks differ, with no majority"

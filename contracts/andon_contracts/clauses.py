@@ -15,7 +15,7 @@ class Clause:
     """One promise. Messages show `name`; `aliases` are its ids in the documents that it comes from.
 
     schedule: when it is checked. likely: the usual cause if it is broken, an inference. between_ranks: it compares
-    ranks with each other. of_the_update_before: a violation found before an update is of the state after the last one.
+    ranks with each other. of_the_update_before: a violation found before an update is about the last update's state.
     """
 
     name: str

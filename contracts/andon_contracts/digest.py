@@ -35,7 +35,7 @@ _ACCELERATOR_WORDS = 1 << 20  # fewer, larger launches
 
 @functools.cache
 def has_triton() -> bool:
-    """True if Triton is installed, even if it is broken. Otherwise torch computes the same, with one warning."""
+    """True if Triton is installed, even if it is broken. Otherwise warns once: torch then computes the same digests."""
     installed = importlib.util.find_spec("triton") is not None
     if not installed:
         warnings.warn(
@@ -48,7 +48,7 @@ def has_triton() -> bool:
 
 @functools.cache
 def kernels() -> ModuleType | None:
-    """The module `andon_contracts.kernels`, or None without Triton. The first call imports Triton for a second."""
+    """The module `andon_contracts.kernels`, or None without Triton. The first call imports Triton (about 1 s)."""
     if not has_triton():
         return None
     from andon_contracts import kernels as module
@@ -305,7 +305,7 @@ def checksum(flat: Tensor) -> int:
 
 
 class PieceSums:
-    """The checksums of pieces of memory that are copied into one buffer in turn, while each is still in a cache.
+    """Checksums pieces of memory that a caller copies into one buffer in turn, while each piece is still in a cache.
 
     Zeros fill a piece up to whole rows and lines. All sums are folded once. sizes: bytes of the pieces. buffer: int64
     [`padded_words` of the largest piece] on a CPU.
@@ -327,7 +327,7 @@ class PieceSums:
         self._batches = [(sums[:count].view(torch.int32), _fold_weights()[: 2 * count]) for sums, count in batches]
 
     def add(self, piece: int) -> None:
-        """Sum the buffer, which begins with this piece and its zeros."""
+        """Sum the buffer, which must begin with the bytes of `piece` and the zeros after them."""
         by_row, row_sums, by_line, line_sums = self._pieces[piece]
         torch.sum(by_row, 1, out=row_sums)
         torch.sum(by_line, 0, out=line_sums)

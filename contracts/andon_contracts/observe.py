@@ -1,11 +1,11 @@
-"""Digests, norms, extremes and finiteness of tensors, for the trainer and for a watch. Nothing here waits for a GPU.
+"""Digests, norms, extremes and finiteness of tensors, for the trainer and for a watch.
 
-Results stay on the device until a caller reads a number. `to_cpu` brings any number of results with one wait.
+Results stay on the device until a caller reads a number. `to_cpu` copies them with one wait for each device.
 
-- `word_sums` reads flat memory, as the trainer has weights, gradient and moments.
-- An `Observer` reads a user's list of hundreds of tensors and gives one digest. On a GPU with Triton it takes one
-  launch. On a CPU it is the checksum, or the word sums if it must equal the digest of another device (`portable`).
-- `Extremes` reads gradients when they appear, on a GPU many in one launch.
+- `word_sums` reads flat memory, in which the trainer has weights, gradient and moments.
+- An `Observer` reads a list of hundreds of tensors and computes one digest, on a GPU with Triton in one launch. On a
+  CPU it is the checksum, or the word sums if it must equal the digest of another device (`portable`).
+- `Extremes` reads gradients when they arrive, on a GPU many in one launch.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def start_to_cpu(*lists: list[Tensor]) -> Callable[[], None]:
 
 
 def to_floats(scalars: Sequence[Tensor]) -> list[float]:
-    """The values of 0-dim tensors of one dtype, with one wait for each device."""
+    """The values of 0-dim tensors of one dtype. Waits once if all are on one device, else once for each of them."""
     if len(scalars) <= 1:
         return [scalar.item() for scalar in scalars]  # a stack would need one more launch
     if len({scalar.device for scalar in scalars}) > 1:
@@ -94,7 +94,10 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """This rank's elements as a dense tensor: the local part of a distributed tensor, the values of a sparse one."""
+    """This rank's elements as a dense tensor: the local part of a distributed tensor, the values of a sparse one.
+
+    The indices of a sparse tensor are lost. A wrapper of several tensors gives their bytes as one uint8 tensor.
+    """
     if _is_dense(tensor):  # the common case, without the list of `dense_parts`
         return tensor.detach()
     parts = dense_parts(tensor)
@@ -102,7 +105,7 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 def dense_parts(tensor: Tensor) -> list[Tensor]:
-    """This rank's dense tensors that hold the elements of `tensor`. A quantized weight may be a wrapper of several."""
+    """This rank's dense tensors with the elements of `tensor`. A quantized weight may be a wrapper of several."""
     if hasattr(tensor, "to_local"):
         tensor = tensor.to_local()
     tensor = tensor.detach()
@@ -135,8 +138,8 @@ def _cat(parts: list[Tensor]) -> Tensor:
 def word_sums(flats: Sequence[Tensor], *, finite: bool) -> Tensor:
     """int64 [n] on the tensors' device: the word sum of each tensor of `flats`, which have one size.
 
-    finite: a number follows the first sum that is nonzero if an element of the first tensor is NaN or Inf. On a GPU,
-    one launch reads up to three fp32 vectors.
+    finite: after the first sum comes a number that is nonzero if the first tensor has a NaN or Inf. On a GPU, one
+    launch reads up to three fp32 vectors.
     """
     triton = kernels() if flats[0].is_cuda and all(map(_fits_kernel, flats)) else None
     if triton is not None:
@@ -174,7 +177,7 @@ def nonfinite(tensor: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class Look:
-    """The result of an `Observer`. `digest` and `norm` wait, unless `to_cpu` had `device_sums` and `norms` before."""
+    """The result of an `Observer`. `digest` and `norm` wait unless `to_cpu` has copied `device_sums` and `norms`."""
 
     count: int
     extra: int
@@ -198,8 +201,8 @@ class Look:
 class Observer:
     """Reads one list of tensors repeatedly, and caches the layout of its reads until the tensors change.
 
-    The digest binds bits and order, but neither names nor shapes. All CPUs give one value. All devices give one value
-    if the Observer is `portable`, which a GPU's always is.
+    The digest depends on bits and order, but not on names or shapes. It is equal on all CPUs. If the Observer is
+    `portable` it is equal on all devices; a GPU always computes the portable digest.
     """
 
     def __init__(self, *, portable: bool = False, stable: bool = False) -> None:
@@ -218,7 +221,7 @@ class Observer:
         self._last: Sequence[Tensor] = ()
 
     def look(self, tensors: Sequence[Tensor], *, norm: bool = False, extra: int = 0) -> Look:
-        """Start to read the bits of `tensors`. norm: compute their norm too. extra: a number that the digest adds."""
+        """Start reading the bits of `tensors`. norm: compute their norm too. extra: a number to add to the digest."""
         tensors = _local_parts(tensors)
         try:
             return self._look(tensors, norm, extra)
@@ -327,9 +330,9 @@ def _grouped(tensors: Sequence[Tensor]) -> list[list[int]]:
 
 
 class _Group:
-    """Tensors that are read as one. Small ones of a CPU are copied into the buffer that all groups share.
+    """Tensors that are read as one. Small CPU tensors are copied into the buffer that all groups share.
 
-    flat: flatten them before the copy, which pays if the next look has the same tensors.
+    flat: flatten them before the copy, which is faster if the next look has the same tensors.
     """
 
     copied: Tensor | None = None
@@ -412,7 +415,7 @@ def _shared_buffer() -> Tensor:
 
 
 def chained(digest: int, following: Iterable[int]) -> int:
-    """One digest in [0, 2^64) of `digest` and those of `following`, in order."""
+    """Fold the integers of `following` into `digest`, in order. Returns a digest in [0, 2^64)."""
     mask = (1 << 64) - 1
     for value in following:
         # `mix_integer` inline, because a GPU's weights have hundreds of sums.
@@ -428,7 +431,7 @@ def flat_digest(tensors: Iterable[Tensor]) -> int:
 
 
 def norm_of(tensors: Iterable[Tensor]) -> float:
-    """The 2-norm of all elements. It overflows if their squares overflow fp32, because torch's clipping does so too."""
+    """The 2-norm of all elements; waits for their devices. It overflows if fp32 squares do, as in torch's clipping."""
     norms: list[Tensor] = []
     open_: list[Tensor] = []  # small neighbours of one kind, because a read of each would cost more than its elements
     last: Hashable = None
@@ -470,7 +473,7 @@ def flat_norm(flat: Tensor) -> Tensor:
 
 
 def sum_of_squares(tensor: Tensor) -> float:
-    """The sum of the squares of a CPU's `tensor` (fp32 or less, any shape), to 15 * 2^-24 of it, beyond fp32 too."""
+    """The sum of the squares of a CPU `tensor` (fp32 or less, any shape): relative error 15 * 2^-24, no overflow."""
     total = _pairwise(tensor, torch.float32)
     # In float64, squares of fp32 numbers are exact and can neither overflow nor underflow.
     return total if _LEAST < total < math.inf else _pairwise(tensor, torch.float64)
@@ -503,7 +506,7 @@ def has_list_kernels(device: torch.device) -> bool:
 
 
 def equal_each(ones: Sequence[Tensor], others: Sequence[Tensor]) -> list[bool]:
-    """True for each tensor of `ones` that equals its tensor of `others`, of the same shape, dtype and device."""
+    """For each pair of tensors of one shape, dtype and device, whether they are equal. Waits for their devices."""
     equal: dict[int, bool] = {}
     lists: dict[torch.device, list[int]] = {}
     for index, (one, other) in enumerate(zip(ones, others, strict=True)):
@@ -529,7 +532,7 @@ def extremes_of_keys(keys: Tensor) -> list[tuple[float, float]]:
 
 
 class RawGradients:
-    """The extremes of one GPU's raw gradients, which are read some at a time during the backward pass.
+    """The extremes of one GPU's raw gradients. During the backward pass, one launch reads several of them.
 
     A pending gradient is an alias, so that a parameter can still take over its memory without a copy. If torch copies
     the gradient nevertheless, at most `max_bytes` live longer.
@@ -606,10 +609,10 @@ def extremes(tensor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Extremes:
-    """The `extremes` of the gradients of some parameters, of any number of backward passes.
+    """Collects the `extremes` of the gradients of `parameters` from any number of backward passes.
 
-    They are written into tables that stay allocated: one operation for each gradient, and one wait for each table. A
-    GPU's gradients are read together at `flush`, unless another hook may change them before.
+    One operation for each gradient writes them into tables that stay allocated. With Triton, a GPU's gradients are read
+    together at `flush`, unless another hook may change them before.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -660,7 +663,7 @@ class Extremes:
         self._others.append((index, *extremes(gradient)))
 
     def add_all(self, indices: Sequence[int], gradients: Sequence[Tensor]) -> None:
-        """Add many gradients as they are now; a GPU's of one dtype in one launch."""
+        """Add many gradients with their present values. With Triton, one launch reads those of one GPU and dtype."""
         self.added.update(indices)
         lists: dict[tuple[torch.device, torch.dtype], tuple[list[int], list[Tensor]]] = {}
         for index, gradient in zip(indices, gradients, strict=True):
@@ -680,12 +683,12 @@ class Extremes:
             raw.flush()
 
     def device_results(self) -> list[list[Tensor]]:
-        """Lists for `to_cpu`, after which `read` waits for no GPU."""
+        """Lists for `to_cpu`, so that `read` waits for no GPU whose gradients Triton read."""
         self.flush()
         return [raw.keys for raw in self._raw.values()]
 
     def read(self) -> list[tuple[int, float, float]]:
-        """(parameter, smallest, largest) of each gradient, with one wait for each table in use."""
+        """(parameter index, smallest, largest) of each gradient. Waits for each table in use and for each GPU."""
         values = [each for raw in self._raw.values() for each in raw.read()]
         for number in range(max(self._passes, default=0)):
             for owners, table in self._tables[number]:

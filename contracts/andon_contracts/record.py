@@ -46,7 +46,7 @@ class Plan(Part):
 
 @dataclass(frozen=True)
 class StepDigests(Part):
-    """Of the planned content, the reduced gradient before clipping, and the state after the update."""
+    """Digests of the planned content, of the reduced gradient before clipping, and of the state after the update."""
 
     content: Hex16 | None
     gradient: Hex16 | None
@@ -234,7 +234,7 @@ def encode(record: Record, seq: int, prev: str) -> bytes:
 
 
 def decode_line(line: bytes, count: int, head: str) -> Record:
-    """The record of `line` after `count` lines, the last with digest `head`. Raises `ValueError` for another line."""
+    """The record of `line`. Raises `ValueError` unless it follows `count` lines, the last with digest `head`."""
     if len(line) > MAX_LINE:
         raise ValueError(f"the line has {len(line)} bytes, more than {MAX_LINE}")
     try:
@@ -256,7 +256,7 @@ def decode_line(line: bytes, count: int, head: str) -> Record:
 
 
 def chain(previous_line: bytes) -> str:
-    """`prev` of the line after `previous_line`, which may have its line feed."""
+    """The field `prev` of the line after `previous_line`, which may end with its line feed."""
     return hashlib.sha256(previous_line.removesuffix(b"\n")).hexdigest()[:16]
 
 
@@ -272,7 +272,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=no_constan
 
 
 class LedgerError(ValueError):
-    """A ledger that was changed after it was written; the message names the file and the line."""
+    """A file is not a ledger, is damaged, or was changed by another program. The message names the file."""
 
 
 def write_all(handle: int, data: bytes | memoryview) -> None:
@@ -292,7 +292,7 @@ def fsync_folder(folder: Path) -> None:
 
 
 def outside_change(handle: int, path: Path, size: int) -> str:
-    """What another program did to the file at `path`, to which only `handle` should append; "" if nothing.
+    """Describes how another program changed the file at `path`, to which only `handle` should append; "" if none did.
 
     size: the bytes that the file should have. A write to a file that lost its name or its start (log rotation by
     `copytruncate`) succeeds, but its lines are lost.
@@ -314,9 +314,9 @@ class LedgerFile:
     """Appends records to the ledger at `path`, which is created if it does not exist.
 
     Existing lines are verified first. An unfinished last line, as a crash leaves it, is cut off; `torn` is its number
-    of bytes. Raises `LedgerError`, and changes nothing, for any other damage or kind of file, and `OSError` if the disk
-    refuses. There is one writer: `append`, `sync` and `close` raise `LedgerError` if another program truncated, wrote
-    to or replaced the file. A pipe or a device is written to and never read.
+    of bytes. Raises `LedgerError`, and changes nothing, for any other damage, and `OSError` if the disk refuses. There
+    is one writer: `append`, `sync` and `close` raise `LedgerError` if another program truncated, wrote to or replaced
+    the file. A pipe or a device is written to and never read.
     """
 
     def __init__(self, path: Path, *, exclusive: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""The one error for what the system, not the user, got wrong; and why all ranks stop: that, or an end without it."""
+"""`Violation`, the error for faults of the system instead of the user, and `Cause`, why all ranks stop."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Halted(Violation):
     """All ranks stop because of one rank, without a broken contract. `cause` says what happened to that rank."""
 
 
-# The names under which users know them, in tracebacks too.
+# Tracebacks show the names that users import.
 Violation.__module__ = Halted.__module__ = "andon"
 
 
@@ -104,7 +104,7 @@ def explain_command(place: Path) -> str:
 
 
 def describe(clause: str, finding: Finding) -> str:
-    """One readable line: clause, step, rank, tensor, what was found."""
+    """One readable line: clause, step, ranks, tensor and finding."""
     step = f" at step {finding.step}" if finding.step else ""
     ranks = f" on {named_ranks(finding.ranks)}" if finding.ranks else ""
     tensor = f" in {finding.tensor}" if finding.tensor else ""
@@ -147,7 +147,7 @@ class Cause(Part):
         return kind(self.text, clause=self.clause, finding=finding, cause=self.kind, bundle=self.bundle)
 
     def with_rows(self, *rows: tuple[str, str]) -> Cause:
-        """The cause with these rows (name, text) added to its message."""
+        """A copy with these rows (name, text) added to its message."""
         return replace(self, text="\n".join([self.text, *row_lines(rows)]))
 
     def checked(self, world: int) -> Cause:

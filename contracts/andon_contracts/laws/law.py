@@ -32,11 +32,11 @@ class Rule(IntEnum):
     """What a device may require of a value in its table, besides one known integer."""
 
     ANY = 0
-    SAME = 2  # what rank 0 has there
+    SAME = 2  # the value of rank 0
     FINITE = 3  # the bits of a finite fp64
-    PREVIOUS = 4  # what the device holds of the update before
-    CLIPPED = 5  # the bits of the fp64 norm that one clipping leaves of the majority's norm, one column earlier
-    MAJORITY = 6  # what most ranks have one column earlier
+    PREVIOUS = 4  # the value that the device kept from the update before
+    CLIPPED = 5  # the bits of an fp64 norm: the majority's norm, one column earlier, clipped once
+    MAJORITY = 6  # the value that most ranks have one column earlier
 
 
 Rules = Mapping[str, int]  # by the name of a value: the integer or the `Rule` that a device requires of it
@@ -44,10 +44,10 @@ Rules = Mapping[str, int]  # by the name of a value: the integer or the `Rule` t
 
 @dataclass(frozen=True)
 class Seen(Generic[W_co]):
-    """The observations of all ranks at one point, by rank, and what is wanted there. Equal on every rank.
+    """The observations of all ranks at one point, by rank, and the required values. Equal on every rank.
 
-    want: what the plan requires; None if ranks are only compared with each other. names: of the parameters, for values
-    that are an index. details: digests by tensor of the values that differ.
+    want: what the plan requires; None if ranks are only compared with each other. names: the parameters' names, for
+    values that are an index. details: digests by tensor of the values that differ.
     """
 
     observations: Observations
@@ -57,7 +57,7 @@ class Seen(Generic[W_co]):
 
     @cached_property
     def differing(self) -> frozenset[str]:
-        """The names of the values that are not the same on all ranks: the only place where ranks are compared."""
+        """The names of the values that are not the same on all ranks."""
         first, *others = (each.values for each in self.observations)
         return frozenset(name for other in others if other != first for name, _ in first.items() - other.items())
 
@@ -72,7 +72,7 @@ class Seen(Generic[W_co]):
         return any(self.column(name))
 
     def ranks(self, name: str) -> tuple[int, ...]:
-        """The ranks whose value `name` is not 0; empty if these are all of several."""
+        """The ranks whose value `name` is not 0; empty if these are all ranks, and there are several."""
         ranks = tuple(each.rank for each in self.observations if each.values[name])
         return ranks if len(self.observations) == 1 else self.unless_all(ranks)
 
@@ -113,8 +113,8 @@ class Law(Generic[S_contra]):
 class Judgement(Generic[S]):
     """Evaluates laws lazily and in order against one `seen`. Each law is evaluated, and counted, at most once.
 
-    A caller may replace `seen` by the same with details before it asks for a violation. tally: counts evaluations by
-    clause, in addition to the counts of the process. While contracts are suspended no law is evaluated.
+    A caller may add details to `seen` before it calls `violation`. tally: counts evaluations by clause, in addition to
+    the counts of the process. While contracts are suspended no law is evaluated.
     """
 
     def __init__(self, laws: Sequence[Law[S]], seen: S, tally: Counter[str] | None = None) -> None:
@@ -216,7 +216,7 @@ def agreeing(
 def in_lockstep(observations: Observations) -> bool:
     """Whether all ranks sent the message of the same step, sequence number and point, and each rank its own."""
     step, sequence = observations[0].step, observations[0].sequence
-    # A loop, because every update asks this several times.
+    # A plain loop for speed, because every update calls this several times.
     for rank, each in enumerate(observations):
         if not each.names_match or each.rank != rank or each.step != step or each.sequence != sequence:
             return False
@@ -239,4 +239,4 @@ def _lockstep(seen: Seen[object]) -> Finding | None:
 
 # A device compares the whole header of each message with the header that it must have, before it applies any rule.
 LOCKSTEP: Law[Seen[object]] = Law("halt-together/any", (), _lockstep, lambda _: {}, stops=True)
-"""Stands first at every point: messages of different points are never compared."""
+"""The first law at every point, so that messages of different points are never compared."""

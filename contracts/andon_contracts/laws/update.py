@@ -30,10 +30,10 @@ START: tuple[Law[Seen[object]], ...] = (
 
 @dataclass(frozen=True)
 class LeafReport:
-    """What one rank reports of one micro-batch. content: the digest of the rows as the model received them.
+    """One rank's report of one micro-batch. content: the digest of the rows as the model received them.
 
-    terms: how many terms its loss sums. nonfinite: whether its gradient is. gradient: the word sum of the gradient as
-    computed, 0 if no audit is due.
+    terms: how many terms its loss sums. nonfinite: its gradient has a NaN or Inf. gradient: the word sum of the
+    gradient as computed, 0 if no audit is due.
     """
 
     rank: int
@@ -121,19 +121,19 @@ LEAVES: tuple[Law[Leaves], ...] = (
     Law("finite/computed", _SUMS, _leaves_finite, lambda _: dict.fromkeys(_SUMS, Rule.FINITE)),
 )
 # fmt: on
-"""Before the reduction: the owner of each micro-batch computed it once, in order. A device has rules for one report."""
+"""Before the reduction: the owner of each micro-batch computed it once, in order. Device rules are for one report."""
 
 _OTHER_ROWS = "the ranks planned different rows, or the same rows have different contents"
 PLANNED = (agreeing("content-planned/planned", ("plan",), _OTHER_ROWS, device=True),)
 
 NORM_TOLERANCE = 2.0**-19
-"""How far apart, relatively, rounding can leave the norm after clipping and the expected norm.
+"""The largest relative difference that rounding can cause between the norm after clipping and the expected norm.
 
-In units of 2^-24: `norms.flat_norm` is off by at most 8.5, before and after clipping. Torch's clip rounds the limit,
+In units of 2^-24: `observe.flat_norm` is off by at most 8.5, before and after clipping. Torch's clip rounds the limit,
 norm + 1e-6, its reciprocal, the factor and each product, by 1 each. Together that is 22; 32 are allowed.
 """
 FACTOR_STEP = 2.0**-149
-"""The spacing of the smallest fp32 numbers. A clip factor is off by up to that, so the norm by that times itself."""
+"""The spacing of the smallest fp32 numbers, by which a clip factor is off. The clipped norm is off by norm * this."""
 NORM_FLOOR = 1e-30  # the absolute error that a norm may have: two norms near zero count as equal
 
 
@@ -143,7 +143,7 @@ class Reduced:
 
     weights: the digest that the last update left; `Rule.SAME` if it is not known, so that ranks are only compared with
     each other; `Rule.PREVIOUS` if only the device knows it yet. limit: of the clipping; None: no clipping.
-    norm_tolerance: of a norm, relative.
+    norm_tolerance: the relative error that a norm may have.
     """
 
     weights: int = Rule.SAME
@@ -195,11 +195,11 @@ WEIGHTS_UNCHANGED = Law(
     look=("weights",),
 )
 OPTIMIZER_UNCHANGED = Law("optimizers-agree/reduced", ("optimizer",), _optimizer_unchanged)
-"""Only for one rank alone. Several ranks see a lost state after the update has used it."""
+"""Used by a single rank only. Several ranks compare their states after the update, and find a lost one then."""
 GRADIENTS = agreeing(
     "gradients-agree/reduced", ("gradient",), "the reduced gradients are not the same", device=True, look=("gradient",)
 )
-CALLER_GRADIENT = "given"  # the point of an update with a caller's gradient, of which no part was checked before
+CALLER_GRADIENT = "given"  # the point of an update with a caller's gradient, whose parts were not checked before
 
 
 def _finite(seen: Seen[object]) -> Finding | None:
@@ -259,13 +259,13 @@ REPLICAS = agreeing("replicas-agree/updated", ("weights",), _OTHER_WEIGHTS, devi
 
 # An update too many changes moments and weights, and wrong moments change weights: causes stand before effects.
 UPDATED: tuple[Law[Seen[int]], ...] = (LOCKSTEP, ONE_UPDATE, OPTIMIZERS, REPLICAS)
-"""After an update; wanted is the number of updates so far."""
+"""After an update; `want` is the number of updates so far."""
 
-BASE_POINT = "base"  # where the trainer reads all that is frozen, buffers too, for which the watch has another law
+BASE_POINT = "base"  # the point at which the trainer reads frozen weights and buffers (the watch: only weights)
 
 
 def frozen_tensor(seen: Seen[object], otherwise: str) -> str:
-    """The frozen tensor that changed, as far as any rank knows it; else what the ranks differ in, or `otherwise`."""
+    """The name of the frozen tensor that changed, if a rank sent it or the details show it; else `otherwise`."""
     at = next((at for each in seen.observations if (at := each.values.get("base at", 0))), 0)
     return seen.names[at - 1] if at else (*seen.differing_tensors("base"), otherwise)[0]
 

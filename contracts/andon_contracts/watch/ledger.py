@@ -92,7 +92,7 @@ class Recorder:
     """
 
     def __init__(self, file: LedgerFile | None, subject: ModelProbe, replicated: Mapping[str, bool]) -> None:
-        """file: None writes nothing. replicated: if all ranks hold the same "weights", "gradient", "optimizer"."""
+        """file: None writes nothing. replicated: by "weights", "gradient", "optimizer": whether ranks hold the same."""
         self._file = file
         self._subject = subject
         self._replicated = replicated
@@ -101,7 +101,7 @@ class Recorder:
         self._last: tuple[int, dict[str, str]] = (0, {})
 
     def opened(self, world: int, optimizers: Sequence[Optimizer], rows: int | None, start: int) -> None:
-        """The watch opened after `start` updates: writes a start line, or a resume line if the file has lines."""
+        """Write a start line, or if the file has lines a resume line. start: the updates before the watch opened."""
         if self._file is None:
             return
         digests, resumed = self._weights(), bool(self._file.head[0])
@@ -119,7 +119,7 @@ class Recorder:
             self._append(record.Resume(start, identity, machine, digests, world, _backend(), "the loop's own", torn))
 
     def loaded(self, step: int, name: str, world: int, optimizers: Sequence[Optimizer]) -> None:
-        """The loop loaded checkpoint `name` and continues after `step` updates."""
+        """Write that the loop loaded checkpoint `name` and continues after `step` updates."""
         if self._file is not None:
             self._append(record.Resume(step, *self._origin(optimizers), self._weights(), world, _backend(), name))
 
@@ -127,7 +127,7 @@ class Recorder:
         return {"weights": hexadecimal(flat_digest(self._subject.trainable.values()))}
 
     def _origin(self, optimizers: Sequence[Optimizer]) -> tuple[str, dict[str, str]]:
-        """The identity of the run, equal for any number of ranks, and the fingerprint of this machine."""
+        """The identity of the run, the same for any number of ranks, and the fingerprint of this machine."""
         layouts = [layout_digest(self._subject.trainable), layout_digest(self._subject.frozen)]
         names = [type(optimizer).__name__ for optimizer in optimizers]
         machine = fingerprint(environment(torch.get_num_threads(), self._subject.accelerators()))

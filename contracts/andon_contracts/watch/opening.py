@@ -33,11 +33,11 @@ from andon_contracts.watch.watcher import Watch
 
 Kind = TypeVar("Kind")
 _open: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Watch]] = weakref.WeakKeyDictionary()
-"""The latest watch of each optimizer. A strong reference to the watch would keep its optimizer alive for ever."""
+"""The latest watch of each optimizer, by a weak reference: a strong one would keep the optimizer alive for ever."""
 _opened = [0]
 """How many watches this process has opened, those that are closed included."""
 _halt_signals: Counter[str] = Counter()
-"""How many halt signals each group of ranks has had in this process, which is the same number on all of its ranks."""
+"""By group of ranks, how many halt signals it has had in this process; the same number on all of its ranks."""
 
 
 def watch(
@@ -72,19 +72,19 @@ def watch(
     """Check every update of a training loop. Collective: call it on every rank, after wrapping the model.
 
     action: what a violation does: "warn", "raise", or a function of the `Violation`. A suspicion only ever warns.
-    allow: from a clause to the reason why it is silenced; its findings are only counted.
+    allow: maps a clause to the reason why it is silenced; its findings are only counted.
     log: receives a dict for each finding. group: the data-parallel ranks (default: all). folder: bundles of violations
     are written there. ledger: where rank 0 writes a line for every update (default: the file that ANDON_LEDGER names).
     trainable: name patterns of the parameters to be trained. tied: pairs of names that must be one tensor.
-    clip: the gradient norm that the loop clips to. groups: from a name pattern to hyperparameters.
-    schedule: from the number of an update, 1 being the first, to its learning rate. scaler: the loss scaler.
-    reference: from the model and the ids of a global batch to the sum and the number of their losses. With it every
-    `every`-th gradient is computed again.
-    plan: from the number of an update to the ids of its global batch. rows: the number of rows of an epoch.
-    contents: from ids to the rows that `Watch.batch` receives for them.
-    start: the updates made before. updates: how many updates there are in all at the end.
+    clip: the gradient norm that the loop clips to. groups: maps a name pattern to the hyperparameters of its group.
+    schedule: maps the number of an update, 1 being the first, to its learning rate. scaler: the loss scaler.
+    reference: computes, from the model and the ids of a global batch, the sum and the number of the losses. If given,
+    every `every`-th gradient is recomputed and compared.
+    plan: maps the number of an update to the ids of its global batch. rows: the number of rows of an epoch.
+    contents: maps ids to the rows that `Watch.batch` receives for them.
+    start: the number of updates made before. updates: the total number of updates at the end, with those before.
     replicate: the process group or one-dimensional device mesh of the ranks with the same parameters (default: all
-    ranks, or as the mesh of the shards says). hard_stop: end ranks that are blocked while no Python runs.
+    ranks, or as the mesh of the shards says). hard_stop: kill ranks that are blocked in native code when all halt.
     timeout: how long a rank waits for the others. patience: how long the process of a rank may be stopped, or a rank on
     another machine may send no heartbeat, before all ranks halt. verbose: list every clause at the opening.
 
@@ -101,7 +101,7 @@ def watch(
 
 
 class CannotWatch(ValueError):
-    """`andon watch` cannot watch the model or optimizer that it found, on any rank. The user made no mistake."""
+    """`andon watch` cannot watch the model or optimizer that it found. Raised on all ranks; not a user's mistake."""
 
 
 def open_watch(model: nn.Module, optimizers: Sequence[Any], settings: Settings) -> Watch:
@@ -136,7 +136,7 @@ def open_watch(model: nn.Module, optimizers: Sequence[Any], settings: Settings) 
                 part, copies = part_of(subject, settings.replicate, exchange.rank)
             except ValueError as error:
                 problems.append(str(error))
-        # The command has checked its own options. So only a ledger that cannot be opened is a mistake of its user.
+        # The command has checked its options. So its user's only possible mistake is a ledger that cannot be opened.
         excused = len(problems) if settings.by_command else 0
         if exchange.rank == 0 and not problems:
             first = int(os.environ.get("RANK", "0"))  # the global rank of this rank; torchrun's number without a group
@@ -169,7 +169,7 @@ def open_watch(model: nn.Module, optimizers: Sequence[Any], settings: Settings) 
         except ValueError:
             if settings.replicate is not None:
                 raise
-            # Pipeline stages with separate meshes, for example: the same shard cannot be recognized across stages.
+            # For example, pipeline stages have separate meshes: a shard cannot be recognized across stages.
             parts = Replicas(tuple(range(len(seen))))
         settings = replace(settings, recording=bool(seen[0].values["records"]))
         halt = None
@@ -208,7 +208,7 @@ def is_watched(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _unwrapped(optimizer: Any) -> Any:
-    """The optimizer inside a wrapper that delegates: Accelerate's, Fabric's, torch's `PostLocalSGDOptimizer`."""
+    """The optimizer inside a delegating wrapper, as Accelerate's, Fabric's and torch's `PostLocalSGDOptimizer`."""
     while True:
         # A subclass that never called `Optimizer.__init__` has no hooks: it steps by another optimizer.
         delegates = isinstance(optimizer, torch.optim.Optimizer) and not hasattr(optimizer, "_optimizer_step_pre_hooks")
@@ -220,21 +220,20 @@ def _unwrapped(optimizer: Any) -> Any:
         optimizer = inner
 
 
-# what an optimizer trains, in a process that does not declare it
+# what an optimizer trains, if the script does not pass its model (`andon watch`)
 
-# The garbage collector lists the objects, once for each optimizer that makes its first update. So nothing of torch is
-# patched for it. The order in which objects are listed does not affect the result, so that ranks agree.
+# The garbage collector lists the objects, once for each optimizer that makes its first update, so torch needs no patch.
+# The result does not depend on the order of that list, so that ranks agree.
 
 
 def members(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The parameters of `optimizer`, in order."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def optimizer_of(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer | None:
     """The living optimizer that holds the earliest of `parameters`; of several, the one with most of them.
 
-    None if two of them cannot be distinguished: the first update shows which one the loop uses.
+    None if no optimizer holds any, or if two cannot be distinguished: the first update shows which one the loop uses.
     """
     ranked = _ranked(_index(parameters))
     return ranked[0][0] if ranked and len(ranked[0]) == 1 else None
@@ -279,9 +278,9 @@ def outermost(model: nn.Module) -> nn.Module:
 
 
 def reducers_of(model: nn.Module) -> list[DistributedDataParallel]:
-    """The wrappers that reduce gradients of parameters of `model`: in it in order, then those around it or its parts.
+    """The DDP wrappers of parameters of `model`: those inside it, in order, then those around it or its parts.
 
-    If a module has several wrappers, all of them: the loop may call any.
+    If a module has several wrappers, it returns all of them, because the loop may call any.
     """
     inside = [each for each in model.modules() if isinstance(each, DistributedDataParallel)]
     known, held = set(map(id, inside)), _index(model.parameters())
@@ -300,7 +299,7 @@ def _positions(optimizer: torch.optim.Optimizer, index: Mapping[int, int]) -> li
 
 
 def _ranked(index: Mapping[int, int], but: object = None) -> list[list[torch.optim.Optimizer]]:
-    """The living optimizers of these parameters, in an order that all ranks agree on.
+    """The living optimizers that hold parameters in `index`, except `but`, in an order that all ranks agree on.
 
     Optimizers that cannot be distinguished share a list.
     """
@@ -326,8 +325,8 @@ def _living(kind: type[Kind]) -> list[Kind]:
 def _best(roots: Sequence[nn.Module], index: Mapping[int, int]) -> nn.Module:
     """The root that is most likely the model of the parameters in `index`.
 
-    It holds most of them, reduces their gradients and holds few others. Then its first parameter decides, then the
-    names and types of its modules. Raises `ValueError` if several remain that do not wrap one module.
+    It holds most of them, reduces their gradients, holds few others and has the most wrappers. Then its type's name
+    decides, its first parameter, and the names of its modules. Raises `ValueError` if several modules remain.
     """
 
     def merit(root: nn.Module) -> tuple[int, bool, int, int, str, int]:
@@ -355,7 +354,7 @@ def _best(roots: Sequence[nn.Module], index: Mapping[int, int]) -> nn.Module:
 
 
 def _roots(wanted: Collection[int]) -> list[nn.Module]:
-    """The modules that hold a parameter of these identities, at any depth, and lie in no other module."""
+    """The modules that hold a parameter with an `id` in `wanted`, at any depth, and lie in no other module."""
     modules = [each for each in _living(nn.Module) if "_modules" in vars(each) and not isinstance(each, ModuleGroup)]
     parents: dict[int, list[nn.Module]] = {}
     for module in modules:

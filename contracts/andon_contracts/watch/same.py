@@ -108,7 +108,7 @@ def _flatten(tree: Any, name: str, leaves: dict[str, Any], kinds: dict[str, str]
 
 
 def _first_place(kinds: Mapping[str, str], exchange: Exchange) -> tuple[dict[str, list[int]], str]:
-    """The first place at which the trees differ ("tree": in the order of places), its digests by rank, and a text."""
+    """The first place that differs ("tree" if only the order does) with its digests by rank, and a text about it."""
     texts = exchange.gather_texts(0, json.dumps([*kinds.items()]))
     trees: list[dict[str, str]] = [dict(json.loads(text)) for text in texts]
     places = dict.fromkeys(place for tree in trees for place in tree)

@@ -1,7 +1,7 @@
 """`andon watch SCRIPT ARGS`: runs a training script as it is, and watches every torch optimizer that makes an update.
 
-Torch's global step hooks report the first update of an optimizer, and `intercept` the clip call just before it. Every
-rank reaches that call, so the watch opens there. The raw gradients and the buffers before it are not read.
+Torch's global step hooks report the first update of an optimizer, and `intercept` the clip call just before it. The
+watch opens there, because every rank reaches that call. It does not read the raw gradients and buffers before it.
 
 Needs torch and icontract alone; `python -m andon_contracts.watch` is the same command if nothing else is installed.
 """
@@ -43,8 +43,8 @@ from andon_contracts.watch.watcher import Watch
 
 _FAILED, _VIOLATION = 1, 70
 _LONGEST_S, _AGAIN_S = 120.0, 5.0
-"""How long a rank waits for all others at a first update, but at most a third of their group's timeout; and how long it
-waits the second time. After that the rank watches nothing new."""
+"""How long a rank waits for all others at a first update, but at most a third of their group's timeout; and after one
+failed wait. After two failed waits the rank opens no more watches."""
 _POLL_S, _REPORT_S = 0.1, 1.0
 """How often a waiting rank polls for the others, and how often any rank reports where its main thread is."""
 _CONFIRM_S = 3.0
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with standby:
             _run(options.command, is_module=options.module)
     except Violation as found:
-        # The whole message once for each machine, its first line from the other ranks.
+        # Local rank 0 prints the whole message, the other ranks only its first line.
         text = f"andon.{type(found).__name__}: {found}"
         report_to_launcher(text, late=False)
         local = os.environ.get("LOCAL_RANK", "0")
@@ -221,7 +221,7 @@ class Standby(Listener):
             pass
 
     def clipping(self, parameters: Sequence[torch.Tensor], norm: torch.Tensor | None) -> None:
-        """Open a watch here, because an optimizer of these parameters is about to make its first update."""
+        """Open a watch if an optimizer of these parameters has made no update yet: it will make its first one next."""
         if not parameters or id(parameters[0]) in self._clipped:
             return
         self._clipped.add(id(parameters[0]))
@@ -271,7 +271,7 @@ class Standby(Listener):
         return self._watches[-1]
 
     def _report_unwatched(self, why: str) -> None:
-        """Print once, on one rank, why an optimizer is not watched. An empty `why` was printed before."""
+        """Print once, on one rank, why an optimizer is not watched; nothing if `why` is empty."""
         known = why in self._unwatched
         self._unwatched.add(why)
         if why and not known:
@@ -309,9 +309,9 @@ class Rendezvous:
             self._thread.join(1.0)
 
     def meet(self, what: str, refuses: str = "") -> str | None:
-        """Meet the others at an update of `what`. Returns None if all ranks are here, else why no watch may open.
+        """Meet the others at an update of `what`. Returns None if all ranks came, else why no watch may open.
 
-        refuses: why this rank cannot open a watch; the others receive it. After the last attempt this returns "".
+        refuses: why this rank cannot open a watch. Once the attempts are used up it returns `refuses` at once.
         """
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
             return refuses or None
@@ -364,7 +364,7 @@ class Rendezvous:
             time.sleep(_POLL_S)
 
     def _report_waits(self) -> None:
-        """The thread: tell the other ranks while the main thread waits in a collective, and when the script is over."""
+        """The thread's function: report if the main thread waits in a collective, and when the script has ended."""
         reported, last, computed, since = "", None, 0.0, time.monotonic()
         clock = time.pthread_getcpuclockid(self._main)
         store: Store | None = None
@@ -384,7 +384,7 @@ class Rendezvous:
 
 
 def _agreed(store: Store, key: str, what: str, why: str) -> str:
-    """The verdict of a meeting: this one, unless another rank was faster."""
+    """Store [what, why] as the verdict of a meeting unless another rank was faster. Returns the stored verdict."""
     return bytes(store.compare_set(f"{key}/verdict", "", json.dumps([what, why]))).decode()
 
 

@@ -60,12 +60,12 @@ class Settings:
     patience: datetime.timedelta = datetime.timedelta(seconds=30)
     verbose: bool = False
     recording: bool = False
-    """Whether rank 0 writes a ledger: all ranks then look at what only a ledger needs."""
+    """Whether rank 0 writes a ledger: then all ranks also read what only a ledger needs."""
     by_command: bool = False
     """Whether the command `andon watch` opened the watch, so that messages name its options."""
 
     def is_sampled(self, update: int) -> bool:
-        """Whether costly checks run: at one of the watch's first four updates, a power of two, or a multiple of 64."""
+        """Whether costly checks run: counted from `start`, `update` is 1 to 4, a power of two or a multiple of 64."""
         made = update - self.start
         return made <= 4 or made & (made - 1) == 0 or made % 64 == 0
 

@@ -1,4 +1,4 @@
-"""An open watch: what a loop can tell it, and its hooks on the model and the optimizers."""
+"""An open watch: the methods that a loop calls, and the hooks on the model and the optimizers."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ from andon_contracts.watch.updates import Updates, add_checks, bundle_tensors
 
 
 class Watch:
-    """An open watch; made by `andon.watch`. `findings` are the violations and suspicions so far, equal on all ranks."""
+    """An open watch; made by `andon.watch`. Until the close, all ranks have the same findings."""
 
-    # One update, as seen from here. The loop calls the model: `_forward` raises if another rank halted the run, and
-    # tells the checks. Its calls of backward, clip, all-reduce and data loaders come through `intercept`, its
-    # gradients through the hooks of `checks/gradients.py`. When it calls the optimizer's step, `_before_step` judges
-    # the last update if that is still open (on GPUs). Then `Updates.before` lets every check read, exchanges what they
-    # read with all ranks, and judges it: a law that does not hold becomes a message, or an error if `action` says so.
-    # After the step `_after_step` lets `Updates.after` read and judge what the update left, and the next window begins.
+    # The sequence of one update. The loop calls the model: `_forward` raises if another rank halted the run, and
+    # notifies the checks. `intercept` reports the loop's calls of backward, clip, all-reduce and data loaders;
+    # `gradient_hooks` reads its gradients. When the loop calls the optimizer's step, `_before_step` judges the last
+    # update if that waits for it (on GPUs). Then `Updates.before` lets every check read, gathers the values of all
+    # ranks, and judges them: a broken law becomes a message, or an exception if `action` is "raise". After the step
+    # `_after_step` calls `Updates.after`, which reads the new state and judges it, now or before the next update.
 
     def __init__(
         self,
@@ -87,41 +87,41 @@ class Watch:
         self._updates = Updates(context)
         self.listeners: list[Listener] = [*context.all_checks, _LoopCalls(context, halt)]
         self._handled = sys.exc_info()[1]
-        """An error that the loop was handling when the watch opened, and that does not end it."""
+        """The exception that the loop was already handling when the watch opened. It does not count as a failure."""
         self._last_error: BaseException | None = None
         self._undo: list[Callable[[], object]] = []
         self._say_opening()
         self._begin()
 
     def batch(self, ids: Sequence[int] | Tensor, content: Sequence[object] | None = None) -> None:
-        """The rows that this rank is about to train on; once for each micro-batch.
+        """Report the rows that this rank is about to train on. Call it before each micro-batch.
 
-        ids: [rows] integers. content: [rows] what the model is given for each, tensors or values.
-        Raises `ValueError` for ids or content of a wrong form, and on a closed watch.
+        ids: [rows] integers. content: [rows] the model's input for each row, as tensors or plain values.
+        Raises `ValueError` if ids or content have a wrong form, or the watch is closed.
         """
         self._demand_open()
-        self._context.check(LoopReports).batch(ids, content)  # what it refuses is no new micro-batch
+        self._context.check(LoopReports).batch(ids, content)  # if it raises, no new micro-batch begins
         for probe in self._context.probes:
             probe.check(Gradients).raw_hooks.backward_seen = False
 
     def loss(self, loss: float | Tensor, count: int) -> None:
-        """loss: the sum of the losses of `count` rows of this rank; once for each micro-batch."""
+        """Report `loss`, the sum of the losses of `count` rows of this rank. Call it for each micro-batch."""
         self._demand_open()
         self._context.check(LoopReports).loss(loss, count)
 
     def expect(self, name: str, value: object, must: Literal["agree", "differ", "mean"]) -> None:
-        """A value of this update that the ranks compare: before the update, on every rank alike.
+        """Report a value that the ranks compare before each update, until it is reported again. Call it on every rank.
 
-        value: a tensor, array, `torch.Generator` or plain values (`random.getstate()`). must: "agree": the same on all
-        ranks. "differ": another one on each, as random states before a draw. "mean": the mean loss over the rows of all
-        ranks, as told to `loss`; a number.
-        Raises `ValueError` for a fifth name to compare, another word, and a value that cannot be compared.
+        value: a tensor, array, `torch.Generator` or plain values (`random.getstate()`). must: "agree": equal on all
+        ranks. "differ": different on each, as random states before a draw. "mean": a number, the mean of the losses
+        passed to `loss` over the rows of all ranks; compared once.
+        Raises `ValueError` for a fifth name, for another `must`, and for a value that cannot be compared.
         """
         self._demand_open()
         self._context.check(LoopReports).expect(name, value, must)
 
     def reduced(self) -> None:
-        """The gradients are reduced and unscaled now, and not clipped yet; for loops that clip by hand."""
+        """For loops that clip without torch's functions: call it when gradients are reduced and unscaled, unclipped."""
         self._demand_open()
         for probe in self._context.probes:
             probe.reduced()
@@ -134,35 +134,37 @@ class Watch:
         metrics: Mapping[str, float] | None = None,
         rows: int | None = None,
     ) -> None:
-        """What this rank evaluated, and the metrics that the loop reports (`accuracy` is recounted). Collective.
+        """Report this rank's evaluated rows, and the loop's metrics (`accuracy` is recomputed). Collective.
 
-        Raises `ValueError` on every rank where any rank's ids, predictions and labels do not go together.
+        rows: the size of the evaluated data set. Raises `ValueError` on every rank if, on any rank, ids, predictions or
+        labels are not integers or differ in length.
         """
         self._together()
         self._context.check(Outcomes).evaluated(ids, predictions, labels, metrics, rows)
 
     def saved(self, path: str | Path, read: Callable[[], Mapping[str, Tensor]] | None = None) -> None:
-        """A checkpoint was saved at `path`: digests of all that is live go to `path`.andon.json. Collective.
+        """Report a checkpoint saved at `path`. Rank 0 writes `path`.andon.json: digests of the live state. Collective.
 
-        read: gives what is on the disk by parameter name, to be held to what is live.
-        Raises `OSError` on every rank where the disk refuses; where `read` raises on any rank, that on this one, and
-        `ValueError` on the others.
+        read: returns the saved tensors by parameter name, to compare with the live ones; pass it on all ranks or none.
+        Raises `OSError` on every rank if rank 0 cannot write. If `read` raises on a rank, its error is raised there,
+        and `ValueError` on the others.
         """
         self._together()
         self._context.check(Outcomes).saved(path, read)
 
     def loaded(self, path: str | Path) -> None:
-        """The checkpoint at `path` was loaded: all that is live is what was live at its save. Collective.
+        """Report that the checkpoint at `path` was loaded: compares the live state with that of its save. Collective.
 
-        Raises `ValueError` on every rank where the save was not told to a watch, or a rank cannot read what was.
+        Sets the update counts to the saved ones. Raises `ValueError` on every rank if any cannot read the digests that
+        `saved` wrote.
         """
         self._together()
         self._context.check(Outcomes).loaded(path)
 
     def pull(self, reason: str) -> NoReturn:
-        """Stop all ranks, whatever they are doing: this one raises `Violation` now, the others at their next hook.
+        """Stop all ranks: this one raises `Violation` now, the others at their next hook.
 
-        A rank that is blocked in a collective is ended with `hard_stop`, otherwise by its own timeout.
+        A rank that is blocked in a collective is killed if `hard_stop` is set, else it ends by its own timeout.
         """
         self._demand_open()
         if self._halt is not None:
@@ -176,17 +178,17 @@ class Watch:
 
     @property
     def findings(self) -> tuple[Violation, ...]:
-        """What did not hold so far: the first finding of each clause."""
+        """The violations and suspicions reported as causes, in order. Their effects are in their messages (`also`)."""
         return tuple(self._context.verdicts.findings)
 
     @property
     def violations(self) -> int:
-        """How many findings so far are violations: neither suspicions nor silenced."""
+        """The number of violations so far, with repeats and effects, without suspicions and silenced ones."""
         return self._context.verdicts.counts.total()
 
     @property
     def evaluations(self) -> dict[str, int]:
-        """How often each clause was evaluated."""
+        """By clause, how often it was evaluated."""
         return dict(self._context.verdicts.evaluations)
 
     @property
@@ -195,10 +197,10 @@ class Watch:
         return [parameter for probe in self._context.probes for parameter in probe.members]
 
     def close(self) -> None:
-        """Take every hook off and say what was checked, how often, at what cost, and what was not. Not collective.
+        """Remove the hooks; print what was checked, how often, at what cost, and what was not. Not collective.
 
-        The frozen weights are read once more. Raises `Violation`, where the action is to raise, if one changed or fewer
-        updates were made than planned.
+        If the loop ended without an error, judges what only the end shows: the last update (on GPUs; waits at most 5 s
+        for the others), frozen weights, the number of updates. Raises `Violation` for these with `action="raise"`.
         """
         error = sys.exc_info()[1]
         self._close(self._last_error if error is None or error is self._handled else error)
@@ -213,7 +215,6 @@ class Watch:
         self._close(error)
 
     def _say_opening(self) -> None:
-        """What is watched, what is not, and which arguments would change that."""
         covers, settings, subject = self._cover, self.settings, self._context.subject
         world, beside = self._context.world, len(subject.extra_tensors)
         live = sum(cover.live for cover in covers.values())
@@ -247,11 +248,11 @@ class Watch:
     # the hooks, in the order in which a step meets them
 
     def _begin(self) -> None:
-        """Meet the other ranks, look for the first time, set the hooks; an error in it leaves nothing open."""
+        """Meet the other ranks, compare the initial state, install the hooks. An error undoes all of it."""
         try:
             self._at(0)
             if self._halt is not None:
-                self._halt.meet()  # takes some ranks longer: what follows is a gather, and all leave that together
+                self._halt.meet()  # ranks leave it at different times; the gather in `start` synchronizes them
             self._updates.start()
             self._at(0)
             self._hook()
@@ -312,7 +313,7 @@ class Watch:
         self._updates.judge_made()
         positional = len(args) > 1
         closure = args[1] if positional else kwargs.get("closure")
-        if not callable(closure):  # what a `step` of the loop's own takes in its place
+        if not callable(closure):  # a custom `step` may take another first argument
             self._updates.before(probe)
             return None
         probe.check(Weights).begin_step()
@@ -344,7 +345,7 @@ class Watch:
             self._halt.raise_if_halted(again=again)
 
     def _together(self) -> None:
-        """All ranks are here: what waited for that is judged."""
+        """Called first by collective methods: judge the last update if that waits for a collective call."""
         self._demand_open()
         self._updates.judge_made()
 
@@ -359,7 +360,7 @@ class Watch:
     # the end
 
     def _close(self, error: BaseException | None) -> None:
-        """Close for `error`, which ended the loop; None: it finished."""
+        """error: the exception that ended the loop; None if it finished."""
         if self.closed:
             return
         self.closed = True
@@ -371,7 +372,7 @@ class Watch:
                 unread = self._updates.judge_last()
         finally:
             if halt is not None:
-                # What stopped the loop from elsewhere is written down here, where no line is being written.
+                # The thread that found the cause of a halt must not write to the ledger. So this thread does it now.
                 cause = halt.cause
                 if cause is not None and not (cause.written or cause.clause in {each.clause for each in self.findings}):
                     context.recorder.violation(cause.violation(), "raised", False)
@@ -387,7 +388,6 @@ class Watch:
                 self._say_closing(unread)
 
     def _say_closing(self, unread: str) -> None:
-        """What was checked, how often, at what cost, and what was not checked. unread: why an update was not judged."""
         context, covers, verdicts, steps = self._context, self._cover, self._context.verdicts, self._context.steps
         spent = context.added_s + sum(probe.check(Gradients).raw_hooks.host_seconds for probe in context.probes)
         # Clauses for which the loop passed no values count as unchecked.
@@ -414,19 +414,19 @@ class Watch:
         )
 
     def _leave(self, pid: int) -> None:
-        """The interpreter ends. Not in a forked child, whose parent goes on."""
+        """Called when the interpreter exits: close the watch, but not in a forked child, whose parent continues."""
         if os.getpid() != pid:
             return
         self._last_error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         try:
             self.close()
         except Violation as found:
-            # An error here would neither end the process otherwise nor be shown as what it is.
+            # Python ignores an exception of an exit handler: it would not change the exit code.
             self._say([f"andon.Violation: {found}"])
 
 
 class _LoopCalls(Listener):
-    """What the loop's calls mean for the watch beside its checks. It hears of each call after them."""
+    """Passes the loop's calls to the context and the halt signal. It is called after the checks."""
 
     def __init__(self, context: Context, halt: HaltSignal | None) -> None:
         self._context, self._halt = context, halt
@@ -458,8 +458,8 @@ class _LoopCalls(Listener):
 
 
 def _within_a_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the step at hand was called by another step of the same optimizer, as a subclass calls its parent's."""
-    # Torch wraps the `step` of every class that an optimizer was made of. The stack says it after an error too.
+    """Whether another `step` of the same optimizer called this one, as a subclass calls its parent's."""
+    # Torch wraps the `step` of each class, so the hooks may run twice. After an exception, a counter would be wrong.
     frame = sys._getframe(2)
     wrapper, outer = frame.f_code, frame.f_back
     while outer is not None:

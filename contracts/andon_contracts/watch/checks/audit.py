@@ -84,7 +84,7 @@ GRADIENT_LAW = (Law("gradient-law/audit", ("ratio", "error", "rest", "tolerance"
 
 
 _ForwardPass = tuple[Sequence[int], Tensor | None]
-"""The rows of one forward pass, and the random state before it; None for the present state."""
+"""The rows of one forward pass, and the random state to restore before it; None: restore nothing."""
 
 
 class Audit(Check):
@@ -103,7 +103,6 @@ class Audit(Check):
         return {"gradient-law": dark if self.context.subject.sharded else LIVE}
 
     def forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """If a batch has several forward passes, the first one counts."""
         batch = self.context.rows.latest
         if self._due and torch.is_grad_enabled() and batch is not None and batch.random is None:
             batch.random = random_state(self._device)
@@ -197,7 +196,7 @@ class Audit(Check):
 
     @contextmanager
     def _isolated(self) -> Iterator[None]:
-        """Run the model in the block without any check. Buffers and random state are restored."""
+        """In the block the model runs unchecked. Buffers and random state are restored after it."""
         context = self.context
         values = [buffer.clone() for buffer in context.subject.buffers()]
         context.muted = True
@@ -228,7 +227,7 @@ def _dense_gradients(probe: OptimizerProbe) -> list[Tensor]:
 
 
 def compare(reduced: Sequence[Tensor], reference: Sequence[Tensor], micro_batches: int) -> dict[str, int]:
-    """The relative error of `reduced`, the best factor of `reference`, and the relative rest after that factor."""
+    """The relative error of `reduced`, the best factor of `reference`, and the relative rest, as `bits_of` numbers."""
     found, wanted = (torch.cat([plain(t).double().reshape(-1) for t in each]) for each in (reduced, reference))
     size = max(float(torch.linalg.vector_norm(wanted)), 1e-300)
     ratio = float(found @ wanted) / size**2

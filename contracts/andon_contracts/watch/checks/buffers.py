@@ -1,7 +1,7 @@
 """The buffers with which a forward pass starts: the same on every rank that shares them.
 
 Small buffers are read at the first forward pass of each update. Large ones are read if a version counter of torch
-moved, and in parts, all of them within `ROUND` updates.
+changed, and otherwise in parts: `ROUND` updates cover all.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ class Buffers(Check):
 class BufferReader:
     """Digests the buffers of one scope.
 
-    Only the sizes of buffers and the number of the update decide which are read. So ranks that skip an update still
-    compare the same buffers afterwards.
+    Only the sizes of buffers and the number of the update decide which part of them is read. So ranks that skip an
+    update still compare the same part afterwards.
     """
 
     def __init__(self) -> None:
@@ -123,7 +123,7 @@ class BufferReader:
         self._last_large = 0
 
     def digest(self, buffers: Sequence[Tensor], update: int) -> int:
-        """In [0, 2^64): small buffers, large ones as last read, and the part of these whose turn is at `update`."""
+        """A digest in [0, 2^64) of small buffers, of large ones as last read, and of the part read at `update`."""
         small: list[Tensor] = []
         large: list[Tensor] = []
         room = _SMALL_IN_ALL

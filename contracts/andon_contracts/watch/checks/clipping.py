@@ -19,7 +19,7 @@ from andon_contracts.violation import Finding
 from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values
 
 _NORM_TOLERANCE = 1e-3
-"""Relative, of torch's norms. Ranks whose norms differ by more have different gradients."""
+"""The relative error of torch's norms. Ranks whose norms differ by more have different gradients."""
 
 
 def torch_norm_error(elements: int) -> float:
@@ -90,7 +90,7 @@ _BY_ALL_RANKS = Law("clip-placed/ranks", ("clipping",), _by_all_ranks)
 
 
 class ClipPlace(Check):
-    """Where in an update the loop clips, over all its optimizers."""
+    """At which point of an update the loop clips, over all its optimizers."""
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -143,9 +143,8 @@ class ClipPlace(Check):
 
 @dataclass(frozen=True)
 class _Call:
-    """One clip call. norm: by which it clipped, of all its parameters. own: of the `members` of this optimizer.
-
-    order: of both norms. alone: it clipped no parameters of other optimizers.
+    """One clip call. norm: the norm of all its parameters, by which it clipped. own: the norm of `members`, those of
+    this optimizer. order: the order of both norms. alone: all its parameters belong to this optimizer.
     """
 
     members: frozenset[int]
@@ -159,7 +158,7 @@ class Clipping(Check):
     """The norms of one optimizer's clip calls.
 
     The law compares the norms of the whole gradient. If the loop clips groups separately, or by a norm of another
-    order, it compares those of the call with the largest error.
+    order, the law compares the norms of the call with the largest error.
     """
 
     def __init__(self, context: Context, probe: OptimizerProbe) -> None:
@@ -220,7 +219,7 @@ def _norm(tensors: Sequence[Tensor], order: float) -> float:
 
 
 def _order_of(gradients: Sequence[Tensor], norm: float) -> float:
-    """The order whose norm is `norm`: 2 if several are, or none."""
+    """The first of the orders 2, inf and 1 in which the norm of `gradients` is `norm`; 2 if it is `norm` in none."""
     longest = max((t.numel() for t in gradients if t.device.type == "cpu"), default=0)
     tolerance = max(_NORM_TOLERANCE, torch_norm_error(longest))
     orders = (2.0, math.inf, 1.0)

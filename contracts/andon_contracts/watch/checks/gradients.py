@@ -28,7 +28,7 @@ from andon_contracts.watch.values import CachedDigest, text_digest
 _CALLED = 2
 """A parameter without a gradient is reported after its module was called in this number of windows."""
 _PATIENCE = 16
-"""After this number of windows, a parameter is reported that never had a gradient, or only zeros."""
+"""A parameter that never had a gradient, or only zeros, is reported after this number of windows."""
 
 
 def _raw_finite(seen: Seen[object]) -> Finding | None:
@@ -59,7 +59,8 @@ _MISSING = "has received no nonzero gradient since the watch opened"
 class Gradients(Check):
     """The gradients of one optimizer: raw, reduced, and after clipping.
 
-    A parameter without a gradient is reported only if its module is called: a forward pass may skip a layer.
+    A forward pass may skip a layer. So a parameter without a gradient is reported after its module was called in
+    `_CALLED` windows, or after `_PATIENCE` windows.
     """
 
     before_laws = (
@@ -85,7 +86,7 @@ class Gradients(Check):
         self._loop_norm: float | Tensor | None = None
         """The norm by which the loop clipped. A norm on a GPU stays there until `before`."""
         self._arriving: list[Tensor] = []
-        """That norm, on its way to the CPU."""
+        """The loop's norm if it is on a GPU, in a list that is copied to the CPU before `before`."""
         self._reduced: Look | None = None
         """The gradient before clipping."""
         self._share = 0.0
@@ -93,7 +94,7 @@ class Gradients(Check):
         self._absent = {index for index, member in enumerate(probe.members) if member.numel()}
         """The parameters that never had a gradient."""
         self._zero = set(self._absent)
-        """Those that never had a nonzero one."""
+        """The parameters that never had a nonzero gradient."""
         self._adapter = {index for index, name in enumerate(probe.names) if "lora_" in name}
         self._windows = 0
         self._called: set[int] = set()
@@ -119,7 +120,7 @@ class Gradients(Check):
         }
 
     def hooks(self) -> list[Callable[[], None]]:
-        """`__init__` installed the hooks on parameters and modules; `zero_grad` throws gradients away."""
+        """Intercept `zero_grad`, by which the loop throws gradients away. `__init__` installed the other hooks."""
         return [self.close, _intercept_zero(self._probe.optimizer, self._zeroed)]
 
     def close(self) -> None:

@@ -129,14 +129,14 @@ class Mode(Check):
         self._updates += 1
 
     def judge_close(self) -> None:
-        """Only the end can tell that a process never joined the others."""
+        """A process without a process group is reported as a violation only now: it may still make one before."""
         if self._updates > 1 and self._is_alone():
             self.judge_alone(_JOINED_AT_CLOSE, self._updates, {"alone": 1})
 
     def _is_alone(self) -> bool:
         """Whether a launcher started several processes and this one made no process group with the others."""
         world_size = os.environ.get("WORLD_SIZE", "")
-        # A script may take its group down before it ends.
+        # A script may destroy its process group before it ends.
         self._joined = self._joined or (dist.is_available() and dist.is_initialized())
         return not self._joined and world_size.isdecimal() and int(world_size) > 1
 

@@ -27,7 +27,7 @@ S = TypeVar("S")
 
 
 class Outcomes(Check):
-    """`Watch.evaluated`, `saved` and `loaded`. They are collective, and refuse on all ranks or on none."""
+    """Implements `Watch.evaluated`, `saved` and `loaded`: collective calls that raise on all ranks or on none."""
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -35,9 +35,7 @@ class Outcomes(Check):
         modules = context.subject.inner.named_modules()
         self._batch_norms = [(n, m) for n, m in modules if isinstance(m, _BatchNorm) and m.track_running_stats]
         self._batch_norm_in_training = 0
-        """The number, from 1, of a batch norm in training mode in the last forward pass without gradients since an
-        update; 0 for none.
-        """
+        """The number, from 1, of a batch norm in training mode in the last forward pass without gradients; 0: none."""
 
     def cover(self) -> Mapping[str, Cover]:
         return {
@@ -206,7 +204,7 @@ def _dense(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _gathered(value: Any) -> Any:
-    """A sharded tensor gathered from all ranks, so that its digest does not depend on the sharding, or the value."""
+    """Gather a sharded tensor, so that its digest does not depend on the sharding. Returns other values unchanged."""
     gathered = getattr(value, "full_tensor", None)
     return value if gathered is None else gathered()
 

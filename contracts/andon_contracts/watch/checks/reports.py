@@ -109,7 +109,7 @@ _STREAMS = tuple(f"stream {index}{must}" for index in range(EXPECTED) for must i
 
 
 class LoopReports(Check):
-    """Holds the arguments of `Watch.batch`, `Watch.loss` and `Watch.expect` until the update that they belong to."""
+    """Stores and judges what `Watch.batch` and `loss` report of an update, and the last values of `Watch.expect`."""
 
     before_laws = (
         Law("loss-reported/before", ("reports", "reported", "loss sum", "loss rows"), _loss_reported),
@@ -125,7 +125,7 @@ class LoopReports(Check):
         """Clauses for which the loop has reported nothing yet."""
         self._expected: dict[str, tuple[int, int]] = {}
         self._contents: dict[int, int] = {}
-        """By row, as first reported."""
+        """By row id, the digest of its content as first reported."""
         self._epochs_known = context.settings.rows is not None and context.settings.plan is not None
         self._epochs = 0
         self._epoch: set[int] = set()
@@ -190,7 +190,7 @@ class LoopReports(Check):
         return values
 
     def judge(self, probe: OptimizerProbe, said: Observations, aligned: Observations) -> None:
-        """Gather the rows of this update and judge them by the plan and the data."""
+        """Gather the rows of this update and judge them by `plan=`, `rows=` and `contents=`."""
         context, settings, step = self.context, self.context.settings, said[0].step
         self.of_update = UpdateRows()
         if any(o.values["windows passed"] for o in said):
@@ -223,7 +223,6 @@ class LoopReports(Check):
         self._use(union)
 
     def _use_skipped_windows(self, step: int) -> None:
-        """Count the rows of updates that a loss scaler skipped as used, update by update."""
         passed = self._rows.skipped_windows
         windows = [window for window, ids in enumerate(passed) for _ in ids]
         parts = self.context.exchange.gather_columns(step, [[row for ids in passed for row in ids], windows])
@@ -232,7 +231,7 @@ class LoopReports(Check):
         self._rows.skipped_windows = []
 
     def _use(self, union: Sequence[int]) -> None:
-        """Count rows as used in this epoch. The next one begins if a row comes again, or if all were used."""
+        """Count rows as used in this epoch. A new epoch begins if a row comes again, or if all were used."""
         rows = self.context.settings.rows
         if rows is None or not self._epochs_known:
             return

@@ -32,20 +32,20 @@ _ALWAYS, _IN_A_ROW = 16, 4
 rows never does.
 """
 _LEAST = 6
-"""Fewer rows may come in the same order by chance."""
+"""Passes with fewer rows than this may have the same order by chance."""
 _MOST = 1 << 16
 """The most different rows of a pass that are counted."""
 _SURE, _LIKELY = 2, 3
-"""Updates in a row in which all ranks trained on the same rows: a fault if the rows are known, else suspicious."""
+"""After this many updates in a row with the same rows on all ranks: a fault if rows are known, else a suspicion."""
 
 
 @dataclass(frozen=True)
 class _RowsSeen:
     """What all ranks observed of their rows; the same on every rank except `rows`.
 
-    same: for how many updates in a row all ranks drew the same rows and gave them to the model. same_input: the same by
-    the inputs of the model or the raw gradients, if the rows are not known. rows: some of this rank's rows. repeated,
-    ranks: rows that came twice in one pass over their data, and the ranks that had them.
+    same: for how many updates in a row all ranks drew the same rows and gave them to the model. same_input: for how
+    many updates in a row, with unknown rows, inputs or raw gradients were equal. rows: this rank's rows of the update.
+    repeated, ranks: rows that came too often in one pass over the data, and the ranks that had them.
     """
 
     step: int
@@ -111,7 +111,7 @@ class LoadedRows(Check):
         """The number of a pass that has the order of the pass before."""
         self._counts: defaultdict[int, _PassCount] = defaultdict(_PassCount)
         self._numbers: weakref.WeakKeyDictionary[LoaderPass, int] = weakref.WeakKeyDictionary()
-        """The passes that were trained on. Their numbers are the same on all ranks."""
+        """A number for each pass that was trained on; the same on all ranks."""
         self._next_number = 0
         self._unended: list[LoaderPass] = []
         self._uneven: dict[str, None] = {}
@@ -135,7 +135,7 @@ class LoadedRows(Check):
                 self._inputs += [each[:: max(each.numel() // _SAMPLED, 1)].clone() for each in flat]
             if batch is not None:
                 if not any(each.dim() and each.shape[0] == len(batch.ids or ()) for each in tensors):
-                    # Such as a part of a batch that all ranks read: its rows are not known.
+                    # For example, each rank takes a part of a batch that all ranks read: its rows are not known.
                     batch.ids = batch.keys = None
                 self._train_on(batch)
         except Exception as error:  # noqa: BLE001 - the inputs of a model may raise anything
@@ -188,7 +188,7 @@ class LoadedRows(Check):
         }
 
     def before(self, probe: OptimizerProbe) -> Values:
-        # [0, 2^63); 0: nothing is known of the inputs
+        # in [0, 2^63); 0: the inputs are unknown
         return {"given": 0 if self._look is None else self._look.digest >> 1}
 
     def judge(self, probe: OptimizerProbe, said: Observations, aligned: Observations) -> None:
@@ -207,7 +207,7 @@ class LoadedRows(Check):
             self._judge_passes(seen.step)
 
     def _judge_passes(self, step: int) -> None:
-        """Gather the rows since the last time. A pass must have each row once."""
+        """Gather the rows since the last call, and judge whether a pass has rows more often than it may."""
         table: list[tuple[int, ...]] = []
         for each in self._not_gathered:
             of_pass = (self._numbers[each.source], each.source.size, each.source.most_repeats, each.so_far)
@@ -238,7 +238,7 @@ class LoadedRows(Check):
         return list(self._uneven)
 
     def _note_ended_passes(self) -> None:
-        """Note which rows the ended passes left out or had twice. Forget these passes, and those broken off."""
+        """Note how many rows the ended passes left out or repeated. Forget these passes and those broken off."""
         for each in self._unended:
             extra = self.context.world * each.rows - each.size
             if each.finished and each.most_repeats == 1 and 0 < abs(extra) < each.size:

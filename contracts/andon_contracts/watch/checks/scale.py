@@ -5,9 +5,9 @@ weight 1/2. The graph is followed from the loss through nodes that multiply, add
 and sums over terms. With any other node the weight is unknown, and nothing is judged. The reduction factor of the loop
 is read off one parameter: its gradient before the update over the sum of the raw gradients of all ranks.
 
-The product over all passes and ranks is the weight of all terms of the global batch. It is 1 for a mean, whichever
-place divides, and 4 if two micro-batches on two ranks were added without a division. A loop may weigh its loss on
-purpose. Therefore only factors that come from the layout are judged, and they are a suspicion.
+The sum of the weights over all passes and ranks, times the reduction factor, is the weight of all terms of the global
+batch. It is 1 for a mean, and 4 if two micro-batches on two ranks were added without a division. A loop may weigh its
+loss on purpose. Therefore only factors that come from the layout are reported, as a suspicion.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from andon_contracts.watch.values import text_digest
 
 _UNKNOWN_WEIGHT = -1  # sent as the number of backward passes
 _ROUNDING = 5e-3
-"""The relative rounding of a factor that is read off gradients, which may have 16 bits."""
+"""The relative rounding error of a factor computed from gradients, which may have 16 bits."""
 _CANCELLED = 1e-3
-"""A sum below this share of the magnitudes in it has lost too many digits for a factor."""
+"""A sum smaller than this share of its summands' magnitudes has lost too many digits to give a factor."""
 
 
 def _close(one: float, other: float) -> bool:
@@ -41,7 +41,7 @@ def _close(one: float, other: float) -> bool:
 class Scale:
     """The total weight of all terms of one update.
 
-    first_part: by the first part of each loss; 1 for a mean. equal_parts: by all parts with the weight of the first.
+    first_part: from the first part of each loss; 1 for a mean. equal_parts: from all parts with the first one's weight.
     line: the digest of the source line that called for the backward passes. passes: their number on each rank, or 0 if
     the ranks have different numbers. terms: in the means and sums of all ranks, or 0 if unknown. deliberate: a factor
     is not a whole number, so the user wrote it. squared: the losses are of squares. reduction_factor: the gradient that
@@ -119,7 +119,7 @@ def _short_window(seen: Seen[Scales]) -> Finding | None:
 
 
 def _factor_of_layout(seen: Seen[Scales]) -> Finding | None:
-    """The same factor of the layout too much or too few, in this update and in the last one with a known scale."""
+    """A finding if this update and the last one with a known scale are off by the same count of ranks or passes."""
     now, before = seen.want
     if before is None or now.is_mean or now.line != before.line or not _close(now.first_part, before.first_part):
         return None
@@ -219,7 +219,7 @@ class LossParts:
         """Raises `_Unknown` if the graph does not determine them."""
         self._nodes_left = _NODES
         self.scalars: list[Tensor] = []
-        """The scalar tensors of the graph, which may be copied to the CPU before `weight`."""
+        """Copies of the scalar tensors in the graph. They may be copied to the CPU before `weight` reads them."""
         self._parts = self._below(_node(loss.grad_fn, loss.output_nr), _ONE)
 
     def weight(self) -> LossWeight | None:
@@ -245,7 +245,7 @@ class LossParts:
         )
 
     def _below(self, node: Any, factor: _Product, *, mean: bool = False, count: int | None = None) -> list[_Part]:
-        """The parts below `node`, whose weight is `factor`. count: the elements of a reduction, None for a scalar."""
+        """The parts below `node`, of weight `factor`. count: the elements of `node` to reduce; None: it is a scalar."""
         while True:
             if count is None:
                 self._nodes_left -= 1
@@ -362,7 +362,7 @@ def _inputs(node: Any) -> list[Any]:
 
 
 def _node(node: Any, place: int) -> Any:
-    """The node that made output `place` of `node`, or DDP's own node, without a known weight, if that is unknown.
+    """Skip DDP's sink nodes: the node that computed output `place`, or the sink itself if that cannot be determined.
 
     DDP inserts a node for each output if it looks for unused parameters, as under the HF Trainer, and in the first pass
     of a static graph. That node has no input for an output that is not a tensor.
@@ -446,7 +446,7 @@ class GradientScale(Check):
         self._raw: Tensor | None = None
         """The products of the raw gradients."""
         self._dots_sent: list[Tensor] = []
-        """These, and the products of the reduced gradient."""
+        """`_raw` and the products of the reduced gradient, once these are computed."""
         self._random: Tensor | None = None
         self._previous: Scale | None = None
         self._summary = ScaleSummary()
@@ -472,13 +472,13 @@ class GradientScale(Check):
                 self._raw = dots if self._raw is None else self._raw + dots
 
     def backward_reached_optimizer(self) -> None:
-        """A backward pass produced a gradient of the optimizer: that of the parameter must have arrived too."""
+        """A pass produced gradients of the optimizer. If the observed one is missing, the scale is unknown."""
         if not self._window or self._window[-1] is not self.context.backward:
             self._known = False
 
     def _dots(self, gradient: Tensor) -> Tensor | None:
-        """Two products with random numbers; they are linear, so a sum over ranks is the sum of theirs. Of a gradient
-        that is not contiguous None; the scale of the window is unknown then.
+        """fp32 [2]: the products of the first `_ELEMENTS` elements with two random vectors. They add up over ranks.
+        None if the gradient is not contiguous: the scale of the window is unknown then.
         """
         if type(gradient) is not Tensor or gradient.layout != torch.strided or not gradient.is_contiguous():
             self._known = False

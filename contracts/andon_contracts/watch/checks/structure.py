@@ -114,7 +114,7 @@ class Structure(Check):
         return {"change": self._change(probe.optimizer), "layout": probe.layout}
 
     def change_since_start(self) -> str:
-        """The end of the sentence "not read, because ..." if the loop changed the model, as at the end of training."""
+        """Why frozen weights cannot be read at the close: parameters were replaced or an adapter merged; else ""."""
         subject = self.context.subject
         if self._change() or set(map(id, subject.inner.parameters())) != set(map(id, subject.parameters.values())):
             return "the model has other parameters now"
@@ -211,10 +211,10 @@ class Structure(Check):
 def untrained_copies(subject: ModelProbe) -> set[int]:
     """The parameters, by `id`, of modules of the model that copy a trained module: teachers, averages of weights.
 
-    Such a module has the layout of a trained one, and no optimizer trains it. Layers of equal layout are not always
-    copies: it also has the values of that module, or half as many elements as all that is trained.
+    Such a module has the layout of a trained one, and no optimizer trains it. Because layers of equal layout are not
+    always copies, it must also have the values of that module, or at least half as many elements as all trained ones.
     """
-    # An optimizer may also hold frozen parameters, as MoCo's does, and leaves them unchanged.
+    # An optimizer may also hold frozen parameters, as MoCo's does, and leave them unchanged.
     held = set(map(id, parameters_of(subject.optimizers))) - set(map(id, subject.frozen.values()))
     trained: dict[object, list[nn.Module]] = {}
     others: list[nn.Module] = []
