@@ -305,6 +305,16 @@ def test_the_environment_names_a_ledger_and_a_keyword_wins(tmp_path: Path, monke
     assert sorted(path.name for path in tmp_path.iterdir()) == ["keyword.jsonl", "named-2.jsonl", "named.jsonl"]
 
 
+def test_a_violation_that_only_the_close_finds_ends_the_ledger(tmp_path: Path) -> None:
+    path = tmp_path / "l.jsonl"
+    w = andon.watch(model := net(), sgd(model), action="raise", updates=1, ledger=path)
+    with pytest.raises(Violation, match="updates-planned"):
+        w.close()
+    *_, end = read_ledger(path)
+    assert isinstance(end, End)
+    assert (end.reason, end.violations) == ("violation", 1)
+
+
 # what the loop tells, and what it costs
 
 

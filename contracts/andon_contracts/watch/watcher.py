@@ -370,6 +370,9 @@ class Watch:
         try:
             if reason == "finished":
                 unread = self._updates.judge_last()
+        except BaseException as found:
+            reason = reason_of(found)
+            raise
         finally:
             if halt is not None:
                 # The thread that found the cause of a halt must not write to the ledger. So this thread does it now.
@@ -382,6 +385,9 @@ class Watch:
                 if reason == "finished":
                     for check in context.all_checks:
                         check.judge_close()
+            except BaseException as found:
+                reason = reason_of(found)
+                raise
             finally:
                 context.exchange.close()
                 context.recorder.close(reason)

@@ -131,7 +131,7 @@ class Mode(Check):
     def judge_close(self) -> None:
         """A process without a process group is reported as a violation only now: it may still make one before."""
         if self._updates > 1 and self._is_alone():
-            self.judge_alone(_JOINED_AT_CLOSE, self._updates, {"alone": 1})
+            self.judge_alone(_JOINED_AT_CLOSE, self.context.updates, {"alone": 1})
 
     def _is_alone(self) -> bool:
         """Whether a launcher started several processes and this one made no process group with the others."""
