@@ -328,7 +328,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     """
     odd = [f"{name} ({tensor.dtype})" for name, tensor in tensors.items() if tensor.dtype not in NAMES]
     if odd:
-        raise ValueError(f"the format has no such kind of tensor: {', '.join(odd)}")
+        raise ValueError(f"the safetensors format cannot store {', '.join(odd)}")
     copies = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
@@ -399,5 +399,5 @@ def flight_record() -> tuple[Mapping[str, Any] | None, str]:
         return None, f"not available: {error}"
     entries = [entry for record in records for entry in record.get("entries", ())]
     if not entries:
-        return None, "not available: it is empty; TORCH_FR_BUFFER_SIZE=2000 lets torch keep it, for gloo too"
+        return None, "not available: the Flight Recorder is empty; set TORCH_FR_BUFFER_SIZE=2000, for gloo too"
     return {"entries": entries, "groups": [record.get("pg_config") for record in records]}, ""

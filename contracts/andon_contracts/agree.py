@@ -138,7 +138,7 @@ def own_group(group: dist.ProcessGroup | None, timeout: datetime.timedelta) -> A
         return None
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     if dist.get_rank() not in ranks:
-        msg = f"andon.watch: rank {dist.get_rank()} is not one of the group, which has ranks {ranks}"
+        msg = f"andon.watch: rank {dist.get_rank()} is not in the group, which has ranks {ranks}"
         raise ValueError(msg)
     # torch would name the group by its ranks and by the number of groups, so a group made after another was destroyed
     # would read the old addresses from the store. These names are used once. The store counts them, so that a process
@@ -333,7 +333,7 @@ class GroupGather:
 
     def _through_group(self, mine: torch.Tensor) -> list[torch.Tensor]:
         if self._group is None:
-            raise ValueError("nothing is gathered any more")
+            raise ValueError("the gather is closed")
         length = mine.numel()
         sent = mine.new_zeros(max(self._width, length))
         sent[:length] = mine

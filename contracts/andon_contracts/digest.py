@@ -39,7 +39,7 @@ def has_triton() -> bool:
     installed = importlib.util.find_spec("triton") is not None
     if not installed:
         warnings.warn(
-            "Triton is not installed: what Andon checks on GPUs is computed by more and slower operations of torch",
+            "Triton is not installed: Andon computes digests on GPUs with slower torch operations",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -52,7 +52,7 @@ class Real:
         except (ValueError, OverflowError):
             raise _fault(where, "a hexadecimal float", data) from None
         if real.hex != text or not (finite if math.isfinite(real.value) else value is None):
-            raise _fault(where, "a value that is its hex", data)
+            raise _fault(where, "equal in value and hex", data)
         return real
 
 

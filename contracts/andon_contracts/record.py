@@ -243,15 +243,15 @@ def decode_line(line: bytes, count: int, head: str) -> Record:
         raise ValueError(f"not a line of JSON: {error}") from None
     version, kind = json_object(data, "the line").get("v"), data.get("kind")
     if type(version) is not int or version != SCHEMA_VERSION:
-        raise ValueError(f"version {version!r} is not {SCHEMA_VERSION}")
+        raise ValueError(f"version {version!r} of the ledger format is not supported, only {SCHEMA_VERSION}")
     if not isinstance(kind, str) or kind not in KINDS:
-        raise ValueError(f"unknown kind {kind!r}")
+        raise ValueError(f"unknown kind of record {kind!r}")
     seq, prev = read_field(Count, data.get("seq"), "seq"), read_field(Hex16, data.get("prev"), "prev")
     record = KINDS[kind].from_json({key: data[key] for key in data if key not in {"v", "kind", "seq", "prev"}})
     if seq != count:
-        raise ValueError(f"sequence number {seq} where {count} belongs")
+        raise ValueError(f"the line has sequence number {seq}, expected {count}")
     if prev != head:
-        raise ValueError(f"it follows a line with digest {prev}, the line before it has {head}")
+        raise ValueError(f"`prev` is {prev}, but the line before has digest {head}")
     return record
 
 
@@ -261,9 +261,11 @@ def chain(previous_line: bytes) -> str:
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    data = dict(pairs)
-    if len(data) != len(pairs):
-        raise ValueError("a key stands twice in one object")
+    data = dict[str, object]()
+    for key, value in pairs:
+        if key in data:
+            raise ValueError(f"duplicate key {key!r} in a JSON object")
+        data[key] = value
     return data
 
 
@@ -307,7 +309,7 @@ def outside_change(handle: int, path: Path, size: int) -> str:
     if now.st_size == size:
         return ""
     done = f"was {'truncated' if now.st_size < size else 'written to'} by another program while the run wrote to it"
-    return f"{done}: it has {now.st_size} bytes, the run left {size}; exclude it from log rotation"
+    return f"{done}: it has {now.st_size} bytes, the run wrote {size}; exclude it from log rotation"
 
 
 class LedgerFile:

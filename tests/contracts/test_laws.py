@@ -173,7 +173,7 @@ def test_one_against_one_accuses_nobody(name: str, change: Values) -> None:
     [
         ("base", "a frozen weight or buffer changed", "base"),
         ("before 0", "a frozen weight changed", "frozen weights"),
-        ("close", "a frozen weight changed, read again at the close", "frozen weights"),
+        ("close", "a frozen weight changed, as reading it again at the close showed", "frozen weights"),
     ],
 )
 def test_what_was_frozen_is_said_by_who_looked(point: str, seen: str, tensor: str) -> None:
@@ -451,10 +451,10 @@ def test_what_is_there_as_it_was_saved_is_whole() -> None:
 @pytest.mark.parametrize(
     ("found", "ranks", "tensor", "seen"),
     [
-        ({"a": (1, 1)}, (), "b", "b was saved and is not there"),
-        ({"a": (1, 3), "b": (2, 2)}, (1,), "a", f"(with digest {1:016x}, now {3:016x})"),
-        ({"a": (4, 3), "b": (2, 2)}, (), "a", f"(with digest {1:016x}, now {4:016x}, {3:016x})"),
-        ({"a": (1, 1), "b": (2, 2), "": (5, 5)}, (), "", " is there and was not saved"),
+        ({"a": (1, 1)}, (), "b", "b was saved but is missing now"),
+        ({"a": (1, 3), "b": (2, 2)}, (1,), "a", f"(digest {1:016x}, now {3:016x})"),
+        ({"a": (4, 3), "b": (2, 2)}, (), "a", f"(digest {1:016x}, now {4:016x}, {3:016x})"),
+        ({"a": (1, 1), "b": (2, 2), "": (5, 5)}, (), "", " exists now but was not saved"),
     ],
 )
 def test_what_is_not_as_it_was_saved_is_named(

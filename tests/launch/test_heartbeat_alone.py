@@ -238,7 +238,7 @@ def test_what_no_rank_has_put_into_the_store_is_dropped_and_counted() -> None:
         made.wait_until_known(2, "ticks")
         assert made.ends.empty()
         assert made.said == []
-    assert made.said == ["rank 0 dropped 6 values of the ranks' store that no rank had put there"]
+    assert made.said == ["rank 0 ignored 6 values in the ranks' store that no rank wrote"]
 
 
 def test_a_beat_asks_the_store_once_for_all() -> None:

@@ -102,10 +102,10 @@ CLOSED: dict[str, Callable[[Watch], object]] = {
 TOLD: dict[str, tuple[Callable[[Watch], object], str]] = {
     "evaluation, uneven on one rank": (
         lambda w: w.evaluated([0, 1, 2], [0, 1] if _last() else [0, 1, 1], [0, 1, 1]),
-        "have [3, 2, 3] rows",
+        "different lengths: [3, 2, 3]",
     ),
-    "loaded without a save": (lambda w: w.loaded(NOWHERE), "does not say what was saved"),
-    "loaded from elsewhere on one rank": (_saved_and_one_reads_another, "does not say what was saved"),
+    "loaded without a save": (lambda w: w.loaded(NOWHERE), "cannot read the digests of the checkpoint"),
+    "loaded from elsewhere on one rank": (_saved_and_one_reads_another, "cannot read the digests of the checkpoint"),
     "a value with another word": (lambda w: w.expect("seed", 1, "same"), "'agree', 'differ' or 'mean', not 'same'"),
     "content of other rows": (lambda w: w.batch([1, 2, 3], [0, 0]), "content has 2 rows, ids has 3"),
     "nested ids": (lambda w: w.batch([[1, 2]]), "flat sequence"),
@@ -131,7 +131,7 @@ OPENED: dict[str, tuple[Callable[[], object], str]] = {
     "nothing is trained": (_nothing_is_trained, "no trainable parameter"),
     "an optimizer of another model": (lambda: andon.watch(net(), sgd(net())), "optimizer of another"),
     "watched twice": (_twice, "watched already"),
-    "a group of one of three replicas": (_alone_with_a_replica, "the model's replicas are 3"),
+    "a group of one of three replicas": (_alone_with_a_replica, "the model's DDP group has 3"),
     "a clause that is none": (lambda: _open(allow={"replicas-agre": "x"}), "did you mean 'replicas-agree'"),
     "a group without the last rank": (_without_the_last_rank, ""),
 }
@@ -157,7 +157,7 @@ def test_bad_use_is_a_clear_error_on_every_rank() -> None:
             told = rank == 2 or not name.endswith("on one rank")
             assert text.startswith("ValueError: "), f"{name}: {text}"
             assert (wanted[name] if told else "rank 2 got a wrong argument") in text, f"{name}: {text}"
-        assert ("rank 2 is not one of the group" if rank == 2 else "replicas are 3") in text
+        assert ("rank 2 is not in the group" if rank == 2 else "DDP group has 3") in text
 
 
 def test_a_disk_that_refuses_is_told_to_every_rank() -> None:
@@ -278,7 +278,7 @@ def test_what_one_rank_cannot_read_is_refused_on_all_and_a_log_is_a_ranks_own(tm
 def test_a_file_of_something_else_is_refused_in_words(tmp_path: Path, text: str) -> None:
     (tmp_path / "c.andon.json").write_text(text)
     model = net()
-    with andon.watch(model, sgd(model)) as w, pytest.raises(ValueError, match="does not say what was saved"):
+    with andon.watch(model, sgd(model)) as w, pytest.raises(ValueError, match="cannot read the digests of"):
         w.loaded(tmp_path / "c")
 
 
@@ -372,17 +372,17 @@ def test_a_gradient_that_is_no_number_is_the_worst_there_is(order: int) -> None:
     """One rank's NaN is what the message names, whichever rank has it, and not another rank's small error."""
     small = {"error": 0.5, "rest": 0.0, "ratio": 1.5, "tolerance": 1e-4}
     none = dict.fromkeys(small, math.nan) | {"tolerance": 1e-4}
-    assert "off the law by nan of its norm" in _gradient_law(*[small, none][::order]).finding.seen
+    assert "off the reference by nan of its norm" in _gradient_law(*[small, none][::order]).finding.seen
 
 
 @pytest.mark.parametrize(
     ("ratio", "rest", "likely"),
-    [(2.0, 1e-6, "a factor too much or too few"), (1.003, 0.0627, "some rows are missing or weigh more than others")],
+    [(2.0, 1e-6, "a division is missing or made twice"), (1.003, 0.0627, "some rows are missing or weigh more")],
 )
 def test_what_is_likely_follows_from_what_was_seen(ratio: float, rest: float, likely: str) -> None:
     """A gradient that no factor makes right is not said to have a wrong factor."""
     finding = _gradient_law({"error": 0.0627, "rest": rest, "ratio": ratio, "tolerance": 1e-4}).finding
-    assert ("by no factor" in finding.seen) == (rest > 1e-3)
+    assert ("no factor explains" in finding.seen) == (rest > 1e-3)
     assert f"  likely   {likely}" in message("gradient-law", finding, Scene(1))
 
 

@@ -232,7 +232,7 @@ def test_a_ledger_that_is_cut_off_is_said_and_ends_no_loop(tmp_path: Path, capsy
     model, path = net(), tmp_path / "l.jsonl"
     watched(model, sgd(model), 3, lambda step: step == 2 and os.truncate(path, 0), ledger=path)
     said = capsys.readouterr().err
-    assert said.count(f"since {path}: was truncated by another program while the run wrote to it") == 2
+    assert said.count(f"written: {path}: was truncated by another program while the run wrote to it") == 2
     assert path.stat().st_size == 0
 
 
@@ -247,7 +247,7 @@ def test_an_update_of_more_rows_than_a_line_takes_ends_no_loop(
         w.batch([0, 1, 2])
         loss_of(model, data()[0]).backward()
         optimizer.step()
-    assert "ledger: it ends before its time, since a step record takes" in capsys.readouterr().err
+    assert "ledger: no further lines are written: a step record takes" in capsys.readouterr().err
 
 
 def _refusals(folder: str) -> list[str]:
@@ -328,7 +328,7 @@ def _full_disk(path: str) -> tuple[int, int]:
             resource.setrlimit(resource.RLIMIT_FSIZE, (4000, limits[1]))
         train(w, model, optimizer, clip=False)
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)  # what a rank says may go to a file as well
-    return said.getvalue().count("andon.watch: ledger: it ends"), w.evaluations["gradients-agree"]
+    return said.getvalue().count("andon.watch: ledger: no further lines"), w.evaluations["gradients-agree"]
 
 
 def test_a_full_disk_ends_the_ledger_and_not_the_loop(tmp_path: Path) -> None:

@@ -260,7 +260,7 @@ def test_what_follows_from_a_finding_is_listed_under_it() -> None:
         assert said.count("  replicas-agree: 5 times, first at step 2\n") == (rank == 0)
         assert said.count("andon.Violation: ") == (rank == 0)
         assert bool(re.search(r"\n  \d violations, 0 suspicions, [\d.]+ ms per step\n", said)) == (rank == 0)
-        assert said.count("of the same cause as hyperparameters-agree: replicas-agree, step 2: ") == (rank == 0)
+        assert said.count("same cause as hyperparameters-agree: replicas-agree, step 2: ") == (rank == 0)
 
 
 def test_one_message_has_all_that_did_not_hold_of_an_update() -> None:

@@ -277,7 +277,7 @@ def test_a_clip_of_each_ranks_own_gradient_is_seen_by_its_norms() -> None:
     assert local == other
     # That the call is misplaced (`clip-placed`) stands under it.
     assert [said.partition(":")[0] for said in local] == ["clip-once"]
-    assert "each its own gradient, before the reduction" in local[0]
+    assert "each clipped its own gradient, before the reduction" in local[0]
 
 
 # what is frozen, and when
@@ -549,7 +549,7 @@ def test_what_16_bits_lose_is_found_and_what_float32_would_lose_too_is_not(rate:
 @pytest.mark.parametrize(
     ("due", "seen", "likely"),
     [
-        (1e-4, "0.0078 apart there, so that the update is rounded away", "the precision is too low"),
+        (1e-4, "0.0078 apart there, so the update is rounded away", "the precision is too low"),
         (0.5, "0.0078 apart there", "the optimizer holds other parameters than the model"),
     ],
 )

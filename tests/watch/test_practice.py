@@ -415,8 +415,8 @@ def closing() -> list[str]:
 
 def test_what_a_sampler_adds_or_leaves_out_is_a_closing_line() -> None:
     assert run_ranks(2, closing)[0].get() == [
-        "  rows: 1 rows more than the 45 of the data fill up a pass over them (DistributedSampler)",
-        "  rows: 1 of the 45 rows of the data are left out of a pass over them (DistributedSampler)",
+        "  rows: one pass over the data repeated 1 of its 45 rows (DistributedSampler)",
+        "  rows: one pass over the data left out 1 of its 45 rows (DistributedSampler)",
     ]
 
 

@@ -313,11 +313,11 @@ model = DistributedDataParallel(net(rank), process_group=groups[rank])
 train(lambda step: square(model, step), torch.optim.SGD(model.parameters(), lr=0.05))
 """
 UNWATCHED = {
-    "loose tensor": (LOOSE_TENSOR, "Adam trains only tensors that are no parameters of a module"),
-    "masters": (MASTERS, "AdamW trains only tensors that are no parameters of a module"),
-    "alike": (ALIKE, "2 modules Sequential hold what the optimizer trains, and nothing tells them apart"),
+    "loose tensor": (LOOSE_TENSOR, "Adam trains only tensors that are not parameters of a module"),
+    "masters": (MASTERS, "AdamW trains only tensors that are not parameters of a module"),
+    "alike": (ALIKE, "2 equal modules of type Sequential hold the optimizer's parameters"),
     "meta": (META, "unused.weight, unused.bias are on the meta device"),
-    "subgroup": (SUBGROUP, "the group has 2 ranks, but the model's replicas are 1"),
+    "subgroup": (SUBGROUP, "the group has 2 ranks, but the model's DDP group has 1"),
 }
 """Right scripts that cannot be watched, or not wholly, and what is said of them."""
 
@@ -372,7 +372,7 @@ def test_ranks_of_a_launcher_that_made_no_group_are_warned(
     monkeypatch.setenv("WORLD_SIZE", world)
     (tmp_path / "plain.py").write_text(_ONE + OWN_LINE)
     code, said = _run([str(tmp_path / "plain.py")])
-    warned = "\n  warning: WORLD_SIZE is 2, but no process group was made: the ranks train apart"
+    warned = "\n  warning: WORLD_SIZE is 2, but no process group was made: the ranks train separately"
     assert (code, warned in said) == (0, world == "2")
 
 
@@ -485,7 +485,7 @@ def test_a_device_without_room_is_said_once_and_the_loop_goes_on(capsys: pytest.
             optimizer.zero_grad()
     told = [line for line in capsys.readouterr().err.splitlines() if ": andon.watch: ledger: " in line]
     assert len(told) == 1
-    assert "the disk refuses: No space left on device" in told[0]
+    assert "the file cannot be written: No space left on device" in told[0]
     assert w.evaluations["gradient-fresh"] == 2
 
 
@@ -526,6 +526,6 @@ def test_two_modules_that_nothing_tells_apart_are_refused_in_words(find: Callabl
     model = nn.Linear(2, 2)
     gc.collect()
     made = [Wrapped(model), Wrapped(model)]
-    with pytest.raises(ValueError, match=r"2 modules Wrapped hold what .* say which one by andon\.watch"):
+    with pytest.raises(ValueError, match=r"2 equal modules of type Wrapped .* name the one to watch by andon\.watch"):
         find(model)
     assert len(made) == 2

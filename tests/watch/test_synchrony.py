@@ -220,7 +220,7 @@ def _experts() -> list[list[str]]:
                 dist.all_reduce(p.grad, group=mesh["data"].get_group())
 
         found.append(clauses(watched(model, optimizer, 2, reduce, replicate=replicate)))
-    with pytest.raises(ValueError, match="one dimension, not of 2"):
+    with pytest.raises(ValueError, match="one-dimensional mesh, not 2-D"):
         andon.watch(model, optimizer, replicate=mesh)
     with pytest.raises(ValueError, match="a process group or a device mesh, not int"):
         andon.watch(model, optimizer, replicate=2)

@@ -369,7 +369,7 @@ def _told() -> list[str]:
 def test_what_a_loop_tells_is_compared_whole_or_refused() -> None:
     """In trees, contents and random states; a tree that one rank cannot compare is refused on all ranks."""
     foreign = (
-        "andon.assert_same: the tree of rank 1 holds what cannot be compared",
+        "andon.assert_same: the tree of rank 1 has a value that cannot be compared",
         "andon.assert_same: tree['a'][1] is a builtins.object",
     )
     for tree, said in zip(foreign, answers(2, _told), strict=True):

@@ -161,13 +161,13 @@ def rules_of(laws: Sequence[Law[Any]], want: object) -> dict[str, int]:
     rules: dict[str, int] = {}
     for law in laws:
         if law.device is None:
-            raise ValueError(f"{law.id} has no form for a device")
+            raise ValueError(f"{law.id} cannot be checked on a device")
         for name, rule in law.device(want).items():
             known = rules.setdefault(name, rule)
             if known is Rule.SAME and _is_one_value(rule):
                 rules[name] = rule
             elif known != rule and not (rule is Rule.SAME and _is_one_value(known)):
-                raise ValueError(f"no one rule for {name} is both {known!r} and {rule!r}")
+                raise ValueError(f"the rules for {name} conflict: {known!r} and {rule!r}")
     return rules
 
 

@@ -74,7 +74,7 @@ def _partition(seen: Leaves) -> Finding | None:
         return None
     ranks = sorted({rank for rank, _, _ in wanted + used})
     odd = tuple(rank for rank in ranks if [u for u in used if u[0] == rank] != [w for w in wanted if w[0] == rank])
-    return Finding(f"micro-batches (rank, index, rows) were to be {wanted}, used were {used}", seen.step, odd)
+    return Finding(f"the planned micro-batches (rank, index, rows) are {wanted}, computed were {used}", seen.step, odd)
 
 
 def _ranks_of(reports: Iterable[LeafReport]) -> tuple[int, ...]:
@@ -86,7 +86,7 @@ def _content(seen: Leaves) -> Finding | None:
     if not odd:
         return None
     name, rows = f"micro-batch {odd[0][1].index}", [row for _, leaf in odd for row in leaf.ids]
-    what = f"the model was not given the planned rows ({name}, among rows {rows[:8]})"
+    what = f"the model's inputs are not those of the planned rows ({name}, among rows {rows[:8]})"
     return Finding(what, seen.step, _ranks_of(report for report, _ in odd), name)
 
 
@@ -96,7 +96,7 @@ def _terms(seen: Leaves) -> Finding | None:
         return None
     first, leaf = odd[0]
     name = f"loss of micro-batch {leaf.index}"
-    what = f"the {name} is a sum of {first.terms} terms, its rows have {leaf.terms}"
+    what = f"the {name} sums {first.terms} terms, but its rows have {leaf.terms}"
     return Finding(what, seen.step, _ranks_of(report for report, _ in odd), name)
 
 
@@ -207,7 +207,7 @@ def _finite(seen: Seen[object]) -> Finding | None:
     if not odd:
         return None
     first = seen.observations[0]
-    every_part = " although every part was" * (first.point != CALLER_GRADIENT)
+    every_part = ", although the gradient of every micro-batch was" * (first.point != CALLER_GRADIENT)
     what = f"the reduced gradient or its norm ({real_of(first.values['norm'])}) is not finite{every_part}"
     return Finding(what, seen.step, seen.unless_all(odd), "reduced gradient")
 
@@ -233,8 +233,8 @@ def _clip(seen: Seen[Reduced]) -> Finding | None:
     if not odd:
         return None
     norms = [(each.rank, real_of(each.values["clipped"]), real_of(each.values["norm"])) for each in odd]
-    shown = ", ".join(f"rank {rank}: {clipped!r} from {before!r}" for rank, clipped, before in norms)
-    what = f"the norm after clipping is not what one clipping to {seen.want.limit} gives ({shown})"
+    shown = ", ".join(f"rank {rank}: {clipped!r}, before clipping {before!r}" for rank, clipped, before in norms)
+    what = f"one clip to {seen.want.limit} does not give the norm after clipping ({shown})"
     return Finding(what, seen.step, tuple(each.rank for each in odd), "clipped gradient")
 
 
@@ -248,7 +248,7 @@ def _one_update(seen: Seen[int]) -> Finding | None:
     if not odd:
         return None
     shown = ", ".join(f"rank {o.rank}: {o.values['updates']}" for o in seen.observations)
-    return Finding(f"{seen.want} updates were due, taken were {shown}", seen.step, odd, "count of updates")
+    return Finding(f"{seen.want} updates were planned; made were: {shown}", seen.step, odd, "count of updates")
 
 
 ONE_UPDATE = Law("one-update/updated", ("updates",), _one_update, lambda updates: {"updates": updates})
@@ -276,7 +276,7 @@ def _frozen(seen: Seen[object]) -> Finding | None:
         return None
     point = seen.observations[0].point
     what, name = ("weight or buffer", "base") if point == BASE_POINT else ("weight", "frozen weights")
-    again = ", read again at the close" * (point == "close")
+    again = ", as reading it again at the close showed" * (point == "close")
     return Finding(f"a frozen {what} changed{again}", seen.step, odd, frozen_tensor(seen, name))
 
 
@@ -298,9 +298,9 @@ def _audited(seen: Seen[object]) -> Finding | None:
     else:
         what, part = f"partial sum from micro-batch {first.values['root']} on", "root"
     then, now = (hexadecimal(first.values[f"{part} {when}"]) for when in ("then", "now"))
-    by = f"rank {auditor} computed again" if subject == auditor else f"rank {auditor} gets"
-    unsure = "; either of both may be wrong" * (len(culprits) > 1)
-    shown = f"the {what} has digest {then} on rank {subject}, {by} {now}{unsure}"
+    by = "recomputed there" if subject == auditor else f"recomputed on rank {auditor}"
+    unsure = "; either of the two ranks may be wrong" * (len(culprits) > 1)
+    shown = f"the {what} has digest {then} on rank {subject}, but {now} if {by}{unsure}"
     details = tuple((f"rank {each.values['subject']}", f"audited by rank {each.rank}") for each in odd)
     return Finding(shown, first.step, tuple(sorted(culprits)), what, details)
 
@@ -327,14 +327,14 @@ def _restored(seen: Restored) -> Finding | None:
         return Finding(seen.fault, seen.step, seen.ranks)
     for name in dict.fromkeys([*seen.saved, *seen.current]):
         if name not in seen.current:
-            return Finding(f"{name} was saved and is not there", seen.step, (), name)
+            return Finding(f"{name} was saved but is missing now", seen.step, (), name)
         if name not in seen.saved:
-            return Finding(f"{name} is there and was not saved", seen.step, (), name)
+            return Finding(f"{name} exists now but was not saved", seen.step, (), name)
         saved, current = seen.saved[name], seen.current[name]
         odd = [rank for rank, digest in enumerate(current) if digest != saved]
         if odd:
             now = ", ".join(dict.fromkeys(hexadecimal(current[rank]) for rank in odd))
-            what = f"{name} is not what was saved (with digest {hexadecimal(saved)}, now {now})"
+            what = f"{name} differs from the saved value (digest {hexadecimal(saved)}, now {now})"
             return Finding(what, seen.step, unless_all(odd, len(current)), name)
     return None
 
@@ -376,12 +376,12 @@ def _evaluated(seen: Evaluation) -> Finding | None:
     if twice:
         what = f"rows {twice[:8]} were counted more than once"
     elif seen.rows is not None and len(counts) != seen.rows:
-        what = f"{len(counts)} of {seen.rows} rows were counted"
+        what = f"the evaluation counted {len(counts)} of {seen.rows} rows"
     elif seen.planned is not None and tuple(row for part in seen.ids for row in part) != seen.planned:
-        what = f"the {len(counts)} rows that were counted are not the planned ones in their order"
+        what = f"the evaluation counted {len(counts)} rows, but not the planned rows in the planned order"
     elif wrong:
         name, rank, value = wrong[0]
-        what = f"rank {rank} reports {name} as {value!r}, the rows give {seen.counted[name]!r}"
+        what = f"rank {rank} reports {name} as {value!r}, but the rows give {seen.counted[name]!r}"
     elif training:
         module = training[0][1]
         what = f"batch norm {module} was in training mode: its output for a row depends on the other rows"
@@ -409,8 +409,8 @@ class Output:
 def _output(seen: Output) -> Finding | None:
     if not seen.odd:
         return None
-    of_many = f": {len(seen.odd)} of {seen.rows} rows have none, row {seen.odd[0]} first" if seen.rows > 1 else ""
-    return Finding(f"the model gives no finite {seen.name}{of_many}", seen.step, (), seen.name)
+    of_many = f" for {len(seen.odd)} of {seen.rows} rows, first for row {seen.odd[0]}" if seen.rows > 1 else ""
+    return Finding(f"the model's {seen.name} is not finite{of_many}", seen.step, (), seen.name)
 
 
 OUTPUT: tuple[Law[Output], ...] = (Law("finite/output", (), _output),)
@@ -431,7 +431,7 @@ def _counted(seen: Count) -> Finding | None:
         return None
     step = seen.made if seen.over else seen.made + 1
     what = f"the run ended after {step} updates" if seen.over else f"update {step} is about to be made"
-    return Finding(f"{what}, {seen.planned} were planned", step, (), "count of updates")
+    return Finding(f"{what}, but {seen.planned} were planned", step, (), "count of updates")
 
 
 COUNTED: tuple[Law[Count], ...] = (Law("updates-planned/counted", (), _counted),)
@@ -448,7 +448,7 @@ class Peaks:
 
 def _peaks(seen: Peaks) -> Finding | None:
     over = tuple(rank for rank, peak in enumerate(seen.peaks) if peak > seen.planned * 1.1)
-    what = f"{max(seen.peaks)} bytes at the peak, {seen.planned} were planned and a tenth more is allowed"
+    what = f"the peak of GPU memory was {max(seen.peaks)} bytes, above the {seen.planned} planned + 10 %"
     return Finding(what, seen.step, over) if over else None
 
 

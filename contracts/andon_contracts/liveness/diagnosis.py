@@ -183,7 +183,7 @@ def explain_timeout(view: View) -> str:
         or _explained(view, view.patience(), (*UNHEARD, "followed"))
         or view.link_error
         or _explained(view, view.patience(), ("left", "behind"))
-        or f"all ranks give signs of life, and none got through to the others in {view.mine.where}"
+        or f"all ranks give signs of life, but no message got through in {view.mine.where}"
     )
 
 
@@ -244,8 +244,8 @@ def slowness(view: View, usual_s: float) -> str:
     elif waits:
         longest = max(waits, key=lambda peer: peer.since_s)
         waited = f"for {longest.since_s:.1f} s, {longest.phase_s:.1f} s after it began"
-        exchange = f"exchange{'s' * (len(fresh) == 1)} in {longest.where}"
-        return f"{everyone} {exchange} {waited}: what connects them is slow{usual}"
+        exchange = f"exchange{'s' * (len(fresh) == 1)} data in {longest.where}"
+        return f"{everyone} {exchange} {waited}: their connection is slow{usual}"
     return f"{everyone} {_is(fresh)} slow: {view.mine.doing}{usual}"
 
 
@@ -399,14 +399,14 @@ class EndMessages:
 
     def behind(self, rank: int, at: Position) -> Cause:
         seen = "its process runs, but the others waited for it until their timeout"
-        return self._end("hangs", rank, f"{seen}; it passed no hook for {at.since_s:.0f} s", at)
+        return self._end("hangs", rank, f"{seen}; it called no hook for {at.since_s:.0f} s", at)
 
     def ahead(self, rank: int, at: Position) -> Cause:
         seen = (
             f"it waited in a collective until its timeout, while rank {rank} has been at {at} for {at.since_s:.0f} s: "
             "one of them left out an update or a collective that the other one made"
         )
-        return self._end("hangs", None, seen, self.at, verb="waited in vain")
+        return self._end("hangs", None, seen, self.at, verb="timed out")
 
     def passed(self, others: Mapping[int, str], waiting: int) -> Cause:
         """This rank and `waiting` others wait in a gather for `others`, which maps ranks to the calls they wait in."""
@@ -415,13 +415,13 @@ class EndMessages:
         several, names = len(others) > 1, named_ranks(others)
         seen = (
             f"{'they are' if several else 'it is'} in {' and '.join(dict.fromkeys(others.values()))}, which rank "
-            f"{self.rank} would have to join, so that none of them can go on"
+            f"{self.rank} must join, so no rank can go on"
         )
         head = f"{names} of {self.world} went past {place}, at which rank {self.rank} waits: {seen}"
         # One rank against several is wrong. With two ranks, either may be.
         alone = not waiting and several
         too_much = f"rank {self.rank} makes {'an update' if update else 'a call'} that the others do not make"
-        likely = too_much if alone else f"{names} left it out, by a decision that was not one on all ranks"
+        likely = too_much if alone else f"{names} skipped it by a decision that differed between ranks"
         ranks = (self.rank,) if alone else tuple(others)
         cause = self._cause("violation", ranks[0], head, seen, self.at, ("likely", likely + _INFERRED))
         return replace(cause, ranks=ranks)

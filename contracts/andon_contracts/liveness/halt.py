@@ -599,7 +599,7 @@ class HaltSignal:
             if process.error_file:
                 report_to_launcher(cause.text, late=cause.rank != rank, path=process.error_file)
             if process.kill():
-                log(f"andon: rank {rank} of {self._world} could not end itself, and rank {self._rank} ended it")
+                log(f"andon: rank {rank} of {self._world} did not end, and rank {self._rank} killed it")
 
     def learn(self, cause: Cause) -> None:
         self.cause = self.cause or cause

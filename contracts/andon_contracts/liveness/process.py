@@ -27,7 +27,7 @@ STOPPED_BY = "stopped by a signal (SIGSTOP), or a debugger"
 _HINTS = {
     signal.SIGSEGV: "a crash in native code",
     signal.SIGBUS: "a crash in native code, or a full shared-memory file system",
-    signal.SIGABRT: "native code gave up",
+    signal.SIGABRT: "native code called abort()",
 }
 
 

@@ -70,7 +70,7 @@ class StrictReader:
     def account(self, rank: int) -> str:
         """One line about the dropped values; empty without any."""
         many = f"{self.dropped} value{'s' * (self.dropped != 1)}"
-        return f"rank {rank} dropped {many} of the ranks' store that no rank had put there" if self.dropped else ""
+        return f"rank {rank} ignored {many} in the ranks' store that no rank wrote" if self.dropped else ""
 
 
 def parse_strict(form: type[Form], body: object) -> Form:
@@ -273,7 +273,7 @@ class Heartbeats(Generic[Form]):
     def _parse(self, rank: int, body: object) -> Beat[Form]:
         envelope = parse_strict(_Envelope, body)
         if envelope.number <= (self._last[rank].number if rank in self._last else 0):
-            raise ValueError(f"number {envelope.number} was heard before")  # a client put an older one back
+            raise ValueError(f"heartbeat {envelope.number} was received before")  # a client put an older one back
         return Beat(envelope.process, parse_strict(self._form, envelope.status), envelope.number)
 
 

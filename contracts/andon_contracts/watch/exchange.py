@@ -245,11 +245,11 @@ def part_of(subject: ModelProbe, replicate: Any, rank: int) -> tuple[int, int]:
     """
     if replicate is not None:
         if getattr(replicate, "ndim", 1) != 1:
-            msg = f"replicate= is a group or a mesh of one dimension, not of {replicate.ndim}: pass mesh['its name']"
+            msg = f"replicate= must be a group or a one-dimensional mesh, not {replicate.ndim}-D: pass mesh['its name']"
             raise ValueError(msg)
         group = replicate.get_group() if hasattr(replicate, "get_group") else replicate
         if not isinstance(group, dist.ProcessGroup):
-            msg = f"replicate= is a process group or a device mesh, not {type(replicate).__name__}"
+            msg = f"replicate= must be a process group or a device mesh, not {type(replicate).__name__}"
             raise ValueError(msg)
         ranks = dist.get_process_group_ranks(group)
         return min(ranks), len(ranks)
@@ -272,6 +272,6 @@ def replicas_of(parts: Sequence[int], copies: Sequence[int]) -> Replicas:
     """The replicas, from the `part_of` of every rank. Raises `ValueError` if these parts do not partition the ranks."""
     for rank, (part, count) in enumerate(zip(parts, copies, strict=True)):
         if count and list(parts).count(part) != count:
-            msg = f"replicate= must cut the ranks into groups: rank {rank} names {count} replicas, {list(parts)} say so"
+            msg = f"replicate= must partition the ranks: rank {rank} names {count} ranks; groups begin at {list(parts)}"
             raise ValueError(msg)
     return Replicas(tuple(parts))

@@ -286,8 +286,8 @@ def yielded(iterator: Any, batch: object) -> Yielded:
 
 def report_unreadable(what: str, error: Exception) -> None:
     """Print once that the rows of this run are not checked, because reading `what` raised `error`."""
-    why = f"{what} raises {first_line(error)} if looked at"
-    log_once(what, f"andon.watch: {why}: the rows of this run are not checked")
+    why = f"cannot read {what} ({first_line(error)})"
+    log_once(what, f"andon.watch: {why}; rows are not checked in this run")
 
 
 def is_running(source: LoaderPass) -> bool:

@@ -129,7 +129,7 @@ class Verdicts:
         if cause is not None:
             self._note_effect(cause, violation, suspicion, applied)
             if prints:
-                print_message(f"andon: of the same cause as {cause.violation.clause}: {_effect(violation)}")
+                print_message(f"andon: same cause as {cause.violation.clause}: {_effect(violation)}")
             return
 
         known = self.counts + self.suspected

@@ -72,7 +72,7 @@ def open_ledger(given: str | os.PathLike[str] | None, writer: int, start: int) -
         path.parent.mkdir(parents=True, exist_ok=True)
         file = LedgerFile(path, exclusive=True)
     except LedgerError as error:
-        what = "is not a ledger, or was changed, and is left as it is; name a new file"
+        what = "is not a ledger or was changed, so the watch does not write to it; name a new file"
         raise ValueError(f"ledger: {path} {what} ({error})") from None
     except BlockingIOError:
         raise ValueError(f"ledger: {path} is being written by another process") from None
@@ -230,8 +230,8 @@ class Recorder:
 
     def _fail(self, error: OSError | ValueError) -> None:
         if not self._failure:
-            why = f"the disk refuses: {error.strerror}" if isinstance(error, OSError) else str(error)
-            self._failure = f"it ends before its time, since {why}"
+            why = f"the file cannot be written: {error.strerror}" if isinstance(error, OSError) else str(error)
+            self._failure = f"no further lines are written: {why}"
             print_message(f"andon.watch: ledger: {self._failure}")
 
 

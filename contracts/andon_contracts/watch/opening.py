@@ -110,7 +110,7 @@ def open_watch(model: nn.Module, optimizers: Sequence[Any], settings: Settings) 
         exchange = Exchange(GroupGather(own_group(settings.group, settings.timeout), WIDTH))
         undo.callback(exchange.close)
         optimizers = [_unwrapped(each) for each in optimizers]
-        problems = [] if isinstance(model, nn.Module) else [f"model must be a module, not {type(model).__name__}"]
+        problems = [] if isinstance(model, nn.Module) else [f"model must be an nn.Module, not {type(model).__name__}"]
         if not optimizers:
             problems.append("optimizer is an empty list: name at least one")
         problems += [
@@ -123,7 +123,7 @@ def open_watch(model: nn.Module, optimizers: Sequence[Any], settings: Settings) 
             try:
                 subject = ModelProbe(model, optimizers, reducers_of(model))
             except Exception as error:  # noqa: BLE001 - modules and parameters are the user's own: they may raise anything
-                problems.append(f"the model cannot be looked through: {first_line(error)}")
+                problems.append(f"the model cannot be read: {first_line(error)}")
         if subject is not None:
             problems += settings.problems(subject)
             if any(map(is_watched, optimizers)):
@@ -131,7 +131,7 @@ def open_watch(model: nn.Module, optimizers: Sequence[Any], settings: Settings) 
             wrapped = vars(model).get("process_group")  # a module of the user's own may raise for a name that it lacks
             replicas = dist.get_world_size(wrapped) if isinstance(wrapped, dist.ProcessGroup) else exchange.world_size
             if replicas != exchange.world_size:
-                problems.append(f"the group has {exchange.world_size} ranks, but the model's replicas are {replicas}")
+                problems.append(f"the group has {exchange.world_size} ranks, but the model's DDP group has {replicas}")
             try:
                 part, copies = part_of(subject, settings.replicate, exchange.rank)
             except ValueError as error:
@@ -347,8 +347,8 @@ def _best(roots: Sequence[nn.Module], index: Mapping[int, int]) -> nn.Module:
         least = min(map(shape, first))
         first = [root for root in first if shape(root) == least]
     if len({id(unwrap(root)[0]) for root in first}) > 1:
-        kinds = f"{len(first)} modules {type(first[0]).__qualname__}"
-        msg = f"{kinds} hold what the optimizer trains, and nothing tells them apart: say which one by andon.watch(...)"
+        kinds = f"{len(first)} equal modules of type {type(first[0]).__qualname__}"
+        msg = f"{kinds} hold the optimizer's parameters: name the one to watch by andon.watch(model, optimizer)"
         raise ValueError(msg)
     return first[0]
 

@@ -73,7 +73,7 @@ def assert_same(
         observations = exchange(0, "tree", values)
         foreign = [str(o.rank) for o in observations if o.values["problem"]]
         if foreign:
-            other = f"the tree of rank {', '.join(foreign)} holds what cannot be compared; its own message says what"
+            other = f"the tree of rank {', '.join(foreign)} has a value that cannot be compared; its message names it"
             raise ValueError(f"andon.assert_same: {problem or other}")
         judgement = Judgement(_TREE, Seen(observations, None))
         law = judgement.first

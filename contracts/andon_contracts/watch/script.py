@@ -90,18 +90,18 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="andon watch",
         usage="andon watch [OPTIONS] SCRIPT [ARGS...]  |  andon watch [OPTIONS] -m MODULE [ARGS...]",
-        description="Run a training script (or a folder or archive with a __main__.py) as it is, and hold every update "
-        "of its torch optimizers to the contracts of a step. Under several ranks: torchrun ... -m andon watch SCRIPT.",
-        epilog=f"The script's exit code is passed on; {_VIOLATION} says that --action raise found a violation.",
+        description="Run a training script (or a folder or archive with a __main__.py) as it is, and check every "
+        "update of its torch optimizers by the contracts. Under several ranks: torchrun ... -m andon watch SCRIPT.",
+        epilog=f"The exit code is the script's, or {_VIOLATION} if --action raise found a violation.",
         allow_abbrev=False,
     )
     parser.add_argument("--action", choices=("warn", "raise"), default="warn", help="on a violation (default: warn)")
-    parser.add_argument("--ledger", metavar="PATH", help="write a line of every update (as ANDON_LEDGER does)")
+    parser.add_argument("--ledger", metavar="PATH", help="write a ledger with a line per update (as ANDON_LEDGER does)")
     allow_help = "silence a clause; may be repeated"
     parser.add_argument("--allow", metavar="CLAUSE=REASON", action="append", default=[], help=allow_help)
-    parser.add_argument("--folder", metavar="PATH", help="where bundles of violations are written")
+    parser.add_argument("--folder", metavar="PATH", help="write bundles of violations to this folder")
     parser.add_argument("--hard-stop", action="store_true", help="end ranks that are blocked outside of Python")
-    parser.add_argument("--verbose", action="store_true", help="list every clause at the opening")
+    parser.add_argument("--verbose", action="store_true", help="list every clause when a watch opens")
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGS...]")
     options = parser.parse_args(arguments)
@@ -203,7 +203,7 @@ class Standby(Listener):
         if opening.opened_so_far() == self._opened_before and not self._unwatched:
             several = os.environ.get("WORLD_SIZE", "1") != "1"
             which = f"rank {os.environ.get('RANK', '?')}: " if several else ""
-            log(f"andon watch: {which}no optimizer of torch made an update, so nothing was watched")
+            log(f"andon watch: {which}no torch optimizer made an update, so nothing was watched")
 
     def _before(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         if optimizer in self._running:  # its last update raised, so that its post-hook never ran
@@ -238,7 +238,7 @@ class Standby(Listener):
             return None
         trained, kind = opening.members(optimizer), type(optimizer).__qualname__
         if not any(isinstance(each, torch.nn.Parameter) for each in trained):
-            self._report_unwatched(f"{kind} trains only tensors that are no parameters of a module")
+            self._report_unwatched(f"{kind} trains only tensors that are not parameters of a module")
             return None
         why = ""
         try:
@@ -246,7 +246,7 @@ class Standby(Listener):
         except ValueError as error:
             why = str(error)
         except Exception as error:  # noqa: BLE001 - it asks objects of the script, which may raise anything
-            why = f"what {kind} trains cannot be found: {first_line(error)}"
+            why = f"cannot find the model that {kind} trains: {first_line(error)}"
         refused = self._rendezvous.meet(f"{kind} of {len(trained)} tensors", why)
         if refused is not None:
             self._report_unwatched(refused)
@@ -257,7 +257,7 @@ class Standby(Listener):
         parameters = set(map(id, model.parameters()))
         for watch in self._watches:
             if not watch.closed and not parameters.isdisjoint(map(id, watch.parameters)):
-                log("andon watch: another optimizer trains this model now, so it is watched anew")
+                log("andon watch: another optimizer trains this model now, so a new watch opens")
                 watch.close()
         self._seen.update(optimizers)
         try:

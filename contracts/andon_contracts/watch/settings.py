@@ -90,7 +90,7 @@ class Settings:
         """All that is wrong with these settings for `subject`, in words."""
         problems: list[str] = []
         if self.action not in ("warn", "raise") and not callable(self.action):
-            problems.append(f"action must be 'warn', 'raise' or a function of a violation, not {self.action!r}")
+            problems.append(f"action must be 'warn', 'raise' or a function that takes a violation, not {self.action!r}")
         for name in ("every", "start", "rows", "updates"):
             value = getattr(self, name)
             if not _is_count(value) and not (value is None and name in ("rows", "updates")):
@@ -114,7 +114,7 @@ class Settings:
         if not subject.trainable:
             return [*problems, "the model has no trainable parameter"]
         return problems + [
-            f"optimizer {number} holds no parameter of this model: is it the optimizer of another one?"
+            f"optimizer {number} holds no parameter of this model: is it the optimizer of another model?"
             for number in subject.foreign_optimizers()
         ]
 

@@ -218,9 +218,9 @@ class Watch:
         covers, settings, subject = self._cover, self.settings, self._context.subject
         world, beside = self._context.world, len(subject.extra_tensors)
         live = sum(cover.live for cover in covers.values())
-        table, where = "verbose=True", "these arguments would"
+        table, where = "verbose=True", "pass these arguments to check them"
         if settings.by_command:
-            table, where = "--verbose", "a line in the script can: andon.watch(model, optimizer, ...)"
+            table, where = "--verbose", "to check them, call andon.watch(model, optimizer, ...) in the script"
         missing = [f"{name} ({cover.remedy})" for name, cover in covers.items() if cover.remedy and not cover.live]
         whys = dict.fromkeys(c.why for c in covers.values() if c.state == "not observable" and not c.remedy)
         unseen = [f"{', '.join(n for n, c in covers.items() if c.why == why and not c.live)} ({why})" for why in whys]
@@ -241,7 +241,7 @@ class Watch:
         launched = os.environ.get("WORLD_SIZE", "")
         joined = dist.is_available() and dist.is_initialized()
         if not joined and launched.isdecimal() and int(launched) > 1:
-            apart = "but no process group was made: the ranks train apart, not compared"
+            apart = "but no process group was made: the ranks train separately and are not compared"
             lines.append(f"  warning: WORLD_SIZE is {launched}, {apart}")
         self._say(lines)
 

@@ -72,11 +72,11 @@ def _gradient_law(seen: Seen[object]) -> Finding | None:
     likely = ""
     if rest <= RATIO_TOLERANCE and abs(ratio - 1) >= RATIO_TOLERANCE:
         factor = name_ratio(ratio, len(seen.observations), worst["micro-batches"])
-        what = f"the reduced gradient is {ratio:.3f} x the law{factor}"
+        what = f"the reduced gradient is {ratio:.3f} x the reference{factor}"
     else:
-        by_none = ", and by no factor" * (rest > RATIO_TOLERANCE)
-        what, likely = f"the reduced gradient is off the law by {errors[place]:.3g} of its norm{by_none}", _BY_NO_FACTOR
-    what = f"{what}: the law is the gradient of one process over all rows"
+        by_none = ", which no factor explains" * (rest > RATIO_TOLERANCE)
+        what, likely = f"the gradient is off the reference by {errors[place]:.3g} of its norm{by_none}", _BY_NO_FACTOR
+    what = f"{what}: the reference is the gradient of one process over all rows"
     return Finding(what, seen.step, (), "gradient", likely=likely)
 
 

@@ -65,13 +65,13 @@ class Buffers(Check):
         if self.context.world == 1:
             pass
         elif not subject.reducers and isinstance(subject.inner, ModuleGroup):
-            found = Cover("not observable", "several modules: there is no single forward pass to read them at")
+            found = Cover("not observable", "several modules: no single forward pass before which to read the buffers")
         elif not subject.buffer_scopes:
-            found = Cover("not applicable", "DDP(broadcast_buffers=False): each rank has its own")
+            found = Cover("not applicable", "DDP(broadcast_buffers=False): each rank has its own buffers")
         elif not subject.buffers_by_name():
             found = Cover("not applicable", "the model has no buffers")
         elif subject.forward_is_compiled:
-            found = Cover("not observable", "compiled code broadcasts them, and hooks do not run in it")
+            found = Cover("not observable", "compiled code broadcasts the buffers, and hooks do not run in it")
         return {"buffers-agree": found}
 
     def hooks(self) -> list[Callable[[], None]]:

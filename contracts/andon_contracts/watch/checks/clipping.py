@@ -45,15 +45,15 @@ def clip_once(limit: float, longest: int) -> Law[Seen[object]]:
         if wrong:
             norm, clipped = pairs[wrong[0]]
             what = (
-                f"the gradient had norm {norm:.6g}; clipped once to {limit:g} it has {clipped_norm(norm, limit):.6g}, "
-                f"the optimizer got {clipped:.6g}"
+                f"the gradient's norm was {norm:.6g}; one clip to {limit:g} gives {clipped_norm(norm, limit):.6g}, "
+                f"but the optimizer received a gradient of norm {clipped:.6g}"
             )
             return Finding(what, seen.step, seen.unless_all(wrong), "clipped gradient")
         # A reduced gradient has one norm. If the gradients themselves differ, clipping is not the cause.
         if "gradient" in seen.differing or not max(norms) - min(norms) > _NORM_TOLERANCE * max(norms):
             return None
         shown = ", ".join(f"rank {rank}: {norm:.6g}" for rank, norm in enumerate(norms))
-        what = f"the ranks clipped by different norms ({shown}): each its own gradient, before the reduction"
+        what = f"the ranks clipped by different norms ({shown}): each clipped its own gradient, before the reduction"
         return Finding(what, seen.step, (), "clipped gradient")
 
     return Law("clip-once/before", ("norm", "clipped", "gradient"), check)
@@ -65,7 +65,7 @@ _CLIPPED, _SCALED, _UNREDUCED, _UNFINISHED = 1, 2, 4, 8
 
 def _not_early(seen: Seen[object]) -> Finding | None:
     scaled, unreduced = (any(each & bit for each in seen.column("clipping")) for bit in (_SCALED, _UNREDUCED))
-    when = "while a loss scaler had them multiplied" if scaled else "before they were reduced"
+    when = "before the loss scaler unscaled them" if scaled else "before they were reduced"
     what = f"the gradients were clipped {when}: the norm was not that of the applied gradient"
     return Finding(what, seen.step, (), "gradient") if scaled or unreduced else None
 

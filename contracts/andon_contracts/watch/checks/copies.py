@@ -57,7 +57,7 @@ def _copies_agree(seen: Seen[object]) -> Finding | None:
     if not ranks:
         return None
     shown = ", ".join(f"rank {rank}: {' '.join(map(hexadecimal, each))}" for rank, each in enumerate(kept))
-    what = f"a copy of the model (an average, a teacher) was updated, and differs between the ranks with one ({shown})"
+    what = f"an updated copy of the model (an average, a teacher) differs between the ranks that keep one ({shown})"
     culprits = ranks if 2 * len(ranks) < len(seen.observations) else ()
     return Finding(what, max(seen.step - 1, 0), culprits, "copy of the model")
 
@@ -83,8 +83,8 @@ class ModelCopies(Check):
             return self._copies.values(0 if self._disabled else self.context.steps + 1)
         except Exception as error:  # noqa: BLE001 - any object of the process may raise if it is asked for its class
             self._copies, self._disabled = Copies(self.context.subject), True
-            why = f"an object raises {first_line(error)}"
-            log_once("copies", f"andon.watch: copies of the model are not looked for: {why}")
+            why = f"an object of the process raised {first_line(error)}"
+            log_once("copies", f"andon.watch: copies of the model are not compared in this run: {why}")
             return self._copies.values(0)
 
     def judge(self, probe: OptimizerProbe, said: Observations, aligned: Observations) -> None:
@@ -99,7 +99,7 @@ class ModelCopies(Check):
 
     def closing_lines(self) -> list[str]:
         apart = self._copies.rounding_distance
-        what = f"  copies: those of the model that the ranks keep differ by up to {apart:.1g} of their norm"
+        what = f"  copies: the ranks' copies of the model differ by up to {apart:.1g} of their norm"
         return [f"{what}, which is rounding"] if apart else []
 
 

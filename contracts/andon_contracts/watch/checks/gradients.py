@@ -32,7 +32,7 @@ _PATIENCE = 16
 
 
 def _raw_finite(seen: Seen[object]) -> Finding | None:
-    repaired = ", and it was made finite before it was used" * seen.any("repaired")
+    repaired = ", which the loop made finite before the update" * seen.any("repaired")
     return indexed(seen, "nonfinite", f"has a raw local gradient that is not finite{repaired}")
 
 
@@ -107,10 +107,10 @@ class Gradients(Check):
                 self._call_hooks[index].append(hook)
 
     def cover(self) -> Mapping[str, Cover]:
-        subject, dark = self.context.subject, "shards show no raw gradient"
+        subject, dark = self.context.subject, "sharded parameters have no raw gradient"
         by_ddp = self.context.world > 1 and subject.reducers
-        below_python = Cover("degraded", "DDP's own reductions run below Python")
-        unused = "with find_unused_parameters only an adapter without any gradient is reported"
+        below_python = Cover("degraded", "hooks do not see the reductions of DDP itself")
+        unused = "with find_unused_parameters=True: reported only if no LoRA tensor gets a gradient"
         return {
             "gradients-agree": self.context.between_replicas(),
             "collectives-agree": below_python if by_ddp else self.context.between_ranks(),

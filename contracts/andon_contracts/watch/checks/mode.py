@@ -47,7 +47,7 @@ def _trains_in(mode: int, since: str) -> Callable[[Seen[object]], Finding | None
         column = seen.column("evaluating")
         if mode not in column:
             return None
-        what = f"the model is trained in evaluation mode{since}: its dropout and its batch statistics are off"
+        what = f"the model is trained in evaluation mode{since}: dropout and batch statistics are off"
         ranks = [rank for rank, each in enumerate(column) if each]
         return Finding(what, seen.step, seen.unless_all(ranks), "mode of the model")
 
@@ -57,7 +57,7 @@ def _trains_in(mode: int, since: str) -> Callable[[Seen[object]], Finding | None
 def _joined(seen: Seen[object]) -> Finding | None:
     if not seen.any("alone"):
         return None
-    what = "WORLD_SIZE says that there are several processes, and this one made no process group: it trains by itself"
+    what = "WORLD_SIZE is above 1, but this process made no process group: it trains alone"
     return Finding(what, seen.step, seen.ranks("alone"), "process group")
 
 

@@ -63,8 +63,8 @@ def _applied(seen: Seen[object]) -> Finding | None:
     due, spacing = (real_of(first.values[f"unmoved {name}"]) for name in ("due", "spacing"))
     lost = due <= spacing / 2
     what = (
-        f"did not change, although its gradient and learning rate call for an update of about {due:.2g}; the values "
-        f"that its dtype holds are {spacing:.2g} apart there{', so that the update is rounded away' * lost}"
+        f"did not change, although its gradient and learning rate call for an update of about {due:.2g}; "
+        f"neighbouring values of its dtype are {spacing:.2g} apart there{', so the update is rounded away' * lost}"
     )
     applied = "the optimizer holds other parameters than the model"
     likely = "the precision is too low for this learning rate" if lost else applied
@@ -80,7 +80,7 @@ class Optimizer(Check):
         Law("hyperparameters-agree/before", _HYPERPARAMETERS, _hyperparameters_agree, look=("hyperparameters",)),
         Law("learning-rate-planned/before", ("rate", "planned"), _rate_planned),
         none_has(
-            "groups-planned/before", "ungrouped", "does not have the hyperparameters that are declared for its name"
+            "groups-planned/before", "ungrouped", "does not have the hyperparameters that groups= declares for its name"
         ),
         agreeing("scaler-agrees/before", ("scale",), "the loss scales are not the same", real=True),
     )

@@ -40,8 +40,8 @@ class Outcomes(Check):
     def cover(self) -> Mapping[str, Cover]:
         return {
             "updates-planned": declared(self.context.settings.updates, "updates="),
-            "evaluation-once": Cover("live", "if w.evaluated reports one"),
-            "checkpoint-whole": Cover("live", "if w.saved and w.loaded report one"),
+            "evaluation-once": Cover("live", "if the loop calls w.evaluated"),
+            "checkpoint-whole": Cover("live", "if the loop calls w.saved and w.loaded"),
         }
 
     def forward(self, module: object, args: object, kwargs: object) -> None:
@@ -182,7 +182,7 @@ def _table(
     except (TypeError, ValueError) as error:
         return [], str(error)
     lengths = [len(column) for column in table]
-    return table, f"ids, predictions and labels have {lengths} rows" if len(set(lengths)) > 1 else ""
+    return table, f"ids, predictions and labels have different lengths: {lengths}" if len(set(lengths)) > 1 else ""
 
 
 def _live_digests(probes: Sequence[OptimizerProbe]) -> dict[str, int]:
@@ -225,6 +225,6 @@ def _read_digests(path: Path, optimizers: int) -> tuple[dict[str, int], list[int
     try:
         digests = {name: int(text, 16) for name, text in read_json(_digest_file(path)).items()}
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        return {}, [0] * optimizers, f"{_digest_file(path)} does not say what was saved: {error}"
+        return {}, [0] * optimizers, f"cannot read the digests of the checkpoint from {_digest_file(path)}: {error}"
     first = digests.get("updates", 0)
     return digests, [digests.pop(_updates_key(index), first) for index in range(optimizers)], ""

@@ -39,6 +39,7 @@ class ReportedRows:
     planned: tuple[int, ...] | None = None
     rows: int | None = None
     expected: Mapping[int, int] | None = None
+    source: str = "the expected content"
 
 
 def _rows_once(batch: ReportedRows) -> Finding | None:
@@ -49,9 +50,9 @@ def _rows_once(batch: ReportedRows) -> Finding | None:
         what, rows = f"rows {repeated[:8]} were used more than once", repeated
     elif batch.planned is not None and union != Counter(batch.planned):
         rows, lacking = sorted(union - Counter(batch.planned)), sorted(Counter(batch.planned) - union)
-        what = f"rows {lacking[:8]} were planned and not used, rows {rows[:8]} used and not planned"
+        what = f"rows {lacking[:8]} were planned but not used, rows {rows[:8]} used but not planned"
     elif outside:
-        what, rows = f"rows {outside[:8]} are outside the {batch.rows} of the data", outside
+        what, rows = f"rows {outside[:8]} are beyond the {batch.rows} rows of the data set", outside
     else:
         return None
     ranks = [rank for rank, part in enumerate(batch.ids) if set(part) & set(rows)]
@@ -68,7 +69,7 @@ def _contents_planned(batch: ReportedRows) -> Finding | None:
     ]
     if not odd:
         return None
-    what = f"rows {[row for _, row in odd][:8]} had other contents than the data set has for them"
+    what = f"the content of rows {[row for _, row in odd][:8]} differs from {batch.source}"
     ranks = sorted({rank for rank, _ in odd})
     return Finding(what, batch.step, unless_all(ranks, len(batch.ids)), f"row {odd[0][1]}")
 
@@ -76,7 +77,7 @@ def _contents_planned(batch: ReportedRows) -> Finding | None:
 def _same_data(seen: Seen[object]) -> Finding | None:
     if "data" not in seen.differing:
         return None
-    what = "the ranks' data sets have different contents for the rows of this batch"
+    what = "the ranks' data sets have different content for the same rows"
     return Finding(what, seen.step, minority(seen.column("data")), "data set")
 
 
@@ -86,7 +87,7 @@ def _loss_reported(seen: Seen[object]) -> Finding | None:
     odd = [rank for rank, each in reported.items() if not math.isclose(each, mean, rel_tol=1e-4, abs_tol=1e-7)]
     if not odd:
         return None
-    what = f"the loss reported is {reported[odd[0]]!r}, the mean over the rows of all ranks is {mean!r}"
+    what = f"the reported loss is {reported[odd[0]]!r}, but the mean over the rows of all ranks is {mean!r}"
     return Finding(what, seen.step, seen.unless_all(odd), "loss")
 
 
@@ -95,10 +96,10 @@ def _as_expected(seen: Seen[object]) -> Finding | None:
         name = f"stream {index}"
         must, values = majority(seen.column(f"{name} must")), seen.column(name)
         if must == _MUST["agree"] and len(set(values)) > 1:
-            return Finding("the ranks have different values, and must agree", seen.step, minority(values), name)
+            return Finding("the values differ between ranks, but must agree", seen.step, minority(values), name)
         if must == _MUST["differ"] and len(set(values)) < len(values):
             equal = [rank for rank, value in enumerate(values) if values.count(value) > 1]
-            return Finding(f"ranks {equal} have the same value, and must differ", seen.step, (), name)
+            return Finding(f"the values of ranks {equal} are equal, but must differ", seen.step, (), name)
     return None
 
 
@@ -132,13 +133,13 @@ class LoopReports(Check):
 
     def cover(self) -> Mapping[str, Cover]:
         planned, contents = self.context.settings.plan is not None, self.context.settings.contents
-        of_rows = "of torch's data loaders and w.batch; without plan=: no row twice" * (not planned)
-        no_contents = "needs w.batch(content=); without contents=: compared with the same row earlier"
+        of_rows = "without plan=: only that no row of a data loader or of w.batch comes twice" * (not planned)
+        no_contents = "needs w.batch(content=); without contents=: each row is compared with its earlier content"
         return {
             "samples-once": Cover("live" if planned else "degraded", of_rows),
             "content-planned": Cover("live" if contents else "degraded", "" if contents else no_contents),
-            "loss-reported": Cover("live", "if w.expect reports one"),
-            "randomness-declared": Cover("live", "if w.expect reports values"),
+            "loss-reported": Cover("live", "if the loop calls w.expect with must='mean'"),
+            "randomness-declared": Cover("live", "if the loop calls w.expect"),
         }
 
     def batch(self, ids: Sequence[int] | Tensor, content: Sequence[object] | None = None) -> None:
@@ -151,13 +152,13 @@ class LoopReports(Check):
 
     def expect(self, name: str, value: object, must: str) -> None:
         if must not in ("agree", "differ", "mean"):
-            raise ValueError(f"must is 'agree', 'differ' or 'mean', not {must!r}")
+            raise ValueError(f"must= takes 'agree', 'differ' or 'mean', not {must!r}")
         if must == "mean":
             self.unreported.discard("loss-reported")
             self._rows.reported = float(value)  # type: ignore[arg-type]
             return
         if name not in self._expected and len(self._expected) == EXPECTED:
-            raise ValueError(f"{name!r} is one value more than {EXPECTED} that can be compared")
+            raise ValueError(f"at most {EXPECTED} values can be compared; {name!r} is one more")
         self.unreported.discard("randomness-declared")
         state = value.get_state() if isinstance(value, torch.Generator) else value
         digest = flat_digest([state]) if isinstance(state, Tensor) else value_digest(state, f"the value of {name!r}")
@@ -206,17 +207,17 @@ class LoopReports(Check):
         # The epoch of these rows, and how many of its rows were used before.
         position = (self._epochs + 1, 0) if self._epoch & set(union) else (self._epochs, len(self._epoch))
         self.of_update = UpdateRows(ids, known, *(position if self._epochs_known else (None, None)))
-        expected: dict[int, int] | None = None
+        expected, source = dict[int, int](), "their content when first reported (no contents=)"
         if with_contents and settings.contents is not None:
             of_data = contents_of(settings.contents(union), len(union))
             self._judge_data(step, of_data)
-            expected = dict(zip(union, of_data, strict=True))
+            expected, source = dict(zip(union, of_data, strict=True)), "what contents= returns for them"
         elif with_contents:
             expected = self._contents
         reported = contents if with_contents else ((),) * len(ids)
         # The plan goes on past updates that a loss scaler skipped.
         planned = None if settings.plan is None else tuple(settings.plan(step + probe.skipped))
-        batch = ReportedRows(step, ids, reported, planned, settings.rows, expected)
+        batch = ReportedRows(step, ids, reported, planned, settings.rows, expected, source)
         context.verdicts.judge((*_ROWS, *_CONTENTS) if with_contents else _ROWS, batch, context.scene())
         for row, content in zip(union, known, strict=False):
             self._contents.setdefault(row, content)

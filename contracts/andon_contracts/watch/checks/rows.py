@@ -60,21 +60,19 @@ def _distributed(seen: _RowsSeen) -> Finding | None:
     if seen.same < _SURE:
         return None
     rows = f" (rows {list(seen.rows)[:8]})" if seen.rows else ""
-    what = f"in {seen.same} updates in a row all ranks trained on the same rows{rows}: nothing deals them out"
+    what = f"all ranks trained on the same rows{rows} in {seen.same} consecutive updates: no sampler splits the rows"
     return Finding(what, seen.step, (), "global batch")
 
 
 def _inputs_differ(seen: _RowsSeen) -> Finding | None:
     if seen.same_input < _LIKELY:
         return None
-    what = (
-        f"in {seen.same_input} updates in a row all ranks gave the model the same inputs, or had the same raw gradients"
-    )
-    return Finding(f"{what}, bit for bit: do they train on the same rows?", seen.step, (), "global batch")
+    what = f"in {seen.same_input} consecutive updates, the model's inputs or the raw gradients were equal on all ranks"
+    return Finding(f"{what}, bit for bit: do the ranks train on the same rows?", seen.step, (), "global batch")
 
 
 def _once_in_a_pass(seen: _RowsSeen) -> Finding | None:
-    what = f"rows {list(seen.repeated)[:8]} came again in one pass over the data, before its end"
+    what = f"rows {list(seen.repeated)[:8]} came more than once in one pass over the data"
     return Finding(what, seen.step, seen.ranks, "global batch") if seen.repeated else None
 
 
@@ -139,7 +137,7 @@ class LoadedRows(Check):
                     batch.ids = batch.keys = None
                 self._train_on(batch)
         except Exception as error:  # noqa: BLE001 - the inputs of a model may raise anything
-            report_unreadable("what the model is given", error)
+            report_unreadable("the model's inputs", error)
 
     def _take_batch(self, places: frozenset[int]) -> Yielded | None:
         """Find the batch that a forward pass with this memory consumes. None if it was consumed before."""
@@ -242,9 +240,8 @@ class LoadedRows(Check):
         for each in self._unended:
             extra = self.context.world * each.rows - each.size
             if each.finished and each.most_repeats == 1 and 0 < abs(extra) < each.size:
-                what = f"{extra} rows more than the {each.size} of the data fill up" if extra > 0 else ""
-                what = what or f"{-extra} of the {each.size} rows of the data are left out of"
-                self._uneven[f"  rows: {what} a pass over them ({each.sampler})"] = None
+                what = f"repeated {extra}" if extra > 0 else f"left out {-extra}"
+                self._uneven[f"  rows: one pass over the data {what} of its {each.size} rows ({each.sampler})"] = None
         self._unended = [each for each in self._unended if is_running(each)]
 
 

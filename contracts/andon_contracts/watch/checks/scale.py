@@ -59,11 +59,11 @@ class Scale:
 
     def description(self, world: int) -> str:
         weight = self.first_part / self.reduction_factor / world
-        passes = f"{self.passes} backward passes have loss weight {weight / max(self.passes, 1):.3f}"
+        passes = f"{self.passes} backward passes of loss weight {weight / max(self.passes, 1):.3f} each"
         loss = passes if self.passes > 1 else f"the loss has weight {weight:.3f}"
         if world > 1:
-            loss = f"on each of {world} ranks {loss}; the reduced gradient is {self.reduction_factor:.3f} of the sum"
-        return f"{loss}: {self.first_part:.3f} times the gradient of a mean"
+            loss = f"on each of {world} ranks, {loss}; reduction factor {self.reduction_factor:.3f}"
+        return f"the gradient is {self.first_part:.3f} times that of the mean loss: {loss}"
 
     @property
     def is_mean(self) -> bool:
@@ -112,9 +112,9 @@ def _short_window(seen: Seen[Scales]) -> Finding | None:
         return None
     for what, here, full in (("micro-batches", now.passes, before.passes), ("terms", now.terms, before.terms)):
         if 0 < here < full and _close(now.first_part / before.first_part, here / full):
-            shown = f"{now.description(len(seen.observations))}, and {before.first_part:.3f} times in the window before"
-            window = f"a window of {here} of {full} {what} is divided like a full one"
-            return Finding(f"{shown}: {window}", seen.step, (), "gradient")
+            shown = f"{now.description(len(seen.observations))}. In the window before: {before.first_part:.3f} times"
+            window = f"a window of {here} {what} is divided like one of {full}"
+            return Finding(f"{window}: {shown}", seen.step, (), "gradient")
     return None
 
 
@@ -427,11 +427,11 @@ class ScaleSummary:
             return ""
         if self.gradients_changed:
             of = f"in {self.known - self.means} of {self.updates} updates"
-            others = f"; that of a mean in {self.means}" * (self.means > 0)
-            return f"  gradient scale: not comparable {of}: the gradients were changed after the backward pass{others}"
+            others = f"; that of the mean loss in {self.means}" * (self.means > 0)
+            return f"  gradient scale: not comparable {of}: the loop changed the gradients after backward(){others}"
         between = " to ".join(dict.fromkeys((f"{self.smallest:.3f}", f"{self.largest:.3f}")))
-        shown = "that of a mean" if self.means == self.known else f"{between} of a mean's"
-        of = f"in {self.known} of {self.updates} updates, by the losses and reductions that were seen"
+        shown = "that of the mean loss" if self.means == self.known else f"{between} times that of the mean loss"
+        of = f"in {self.known} of {self.updates} updates, from the observed losses and reductions"
         return f"  gradient scale: {shown} {of}"
 
 
@@ -457,7 +457,7 @@ class GradientScale(Check):
         self._parameter = members[self.parameter_index] if self.parameter_index >= 0 else None
 
     def cover(self) -> Mapping[str, Cover]:
-        dark = Cover("not observable", "shards show no raw gradient")
+        dark = Cover("not observable", "sharded parameters have no raw gradient")
         return {"gradient-scale": dark if self.context.subject.sharded else LIVE}
 
     def gradient_hook(self, gradient: Tensor) -> None:

@@ -27,14 +27,14 @@ class Change(Enum):
     """What happened to a parameter: the code in the value `change`, and the wording in a message."""
 
     REPLACED = 1, "replaced by another parameter"
-    TOGGLED = 2, "frozen or unfrozen"
-    ADDED = 3, "added, or another one was removed"
+    TOGGLED = 2, "frozen now but was trainable at the start, or the reverse"
+    ADDED = 3, "new, or another parameter was removed"
     MISSING = 4, "trainable but not in the optimizer"
     FOREIGN = 5, "in the optimizer but not a trainable parameter of the model"
-    UNDECLARED = 6, "trainable, which was not declared"
+    UNDECLARED = 6, "trainable but not declared in trainable="
     FROZEN = 7, "declared trainable but frozen"
     UNTIED = 8, "no longer tied to the tensor that it was declared to share"
-    TOGGLED_BY_THE_LOOP = 9, "frozen or unfrozen"
+    TOGGLED_BY_THE_LOOP = 9, "frozen now but was trainable at the start, or the reverse"
     """Frozen, or unfrozen and in its optimizer: if all ranks do so, the loop may intend it (gradual unfreezing)."""
 
 
@@ -58,7 +58,7 @@ def _parameters_kept(seen: Seen[object]) -> Finding | None:
     if seen.any("change") and not _same_toggle_on_all_ranks(seen):
         return _first_change(seen)
     if "layout" in seen.differing:
-        return difference(seen, "layout", "the tensors differ in name, shape, dtype, order or in which are trained")
+        return difference(seen, "layout", "the tensors differ in name, shape, dtype, order or requires_grad")
     return None
 
 
@@ -66,7 +66,7 @@ def _not_toggled(seen: Seen[object]) -> Finding | None:
     if not _same_toggle_on_all_ranks(seen):
         return None
     found = _first_change(seen)
-    what = f"{found.seen}, the same on all ranks; this watch checks what was trained when it opened, a new one the rest"
+    what = f"{found.seen} on all ranks; this watch keeps its first set of parameters: open a new watch to change it"
     return Finding(what, found.step, (), found.tensor)
 
 

@@ -43,8 +43,8 @@ def _not_parted(seen: Seen[object]) -> Finding | None:
     if "weights" not in seen.differing:
         return None
     what = (
-        f"the trainable weights differ between ranks here, and {NOT_SEEN_REDUCED}. If the loop averages them later "
-        "(local SGD) this is right, and they must agree then; if it never does, the closing lines say so"
+        f"the trainable weights differ between ranks, and {NOT_SEEN_REDUCED}. This is right if the loop averages the "
+        "weights later (local SGD). If the loop never does, the closing lines report it"
     )
     return Finding(what, seen.step, (), (*seen.differing_tensors("weights"), "weights")[0])
 
