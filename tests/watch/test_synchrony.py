@@ -28,6 +28,7 @@ from andon_contracts.violation import Violation
 from andon_contracts.watch import Watch, updates
 from andon_contracts.watch.checks.weights import Reducer, State, Synchrony
 from andon_contracts.watch.exchange import Replicas, replicas_of
+from andon_contracts.watch.model_probe import ModelProbe
 from andon_falsify.faults.planting import patched
 from tests.watch.clean import ignore
 from tests.watch.clean_communication import backward
@@ -286,7 +287,7 @@ def _late(at: int, work: Work, late: Callable[[object], bool] = lambda subject: 
         optimizer.zero_grad()
 
     with ExitStack() as stack:
-        patched(stack, updates, "_judged_late", late)
+        patched(stack, ModelProbe, "gpu", lambda probe: torch.device("cpu") if late(probe) else None)
         watch = andon.watch(wrapped, optimizer, action="raise", **settings)
         return work(watch, lambda number: _found(lambda: step(number)))
 

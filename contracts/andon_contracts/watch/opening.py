@@ -27,7 +27,7 @@ from andon_contracts.liveness.store_link import SignedStore, new_secret, secret_
 from andon_contracts.violation import first_line
 from andon_contracts.watch.exchange import WIDTH, Exchange, Replicas, part_of, replicas_of
 from andon_contracts.watch.ledger import open_ledger
-from andon_contracts.watch.model_probe import ModelProbe, ModuleGroup, unwrap
+from andon_contracts.watch.model_probe import ModelProbe, ModuleGroup, parameters_of, unwrap
 from andon_contracts.watch.settings import Action, Plan, Reference, Scaler, Schedule, Settings
 from andon_contracts.watch.watcher import Watch
 
@@ -107,7 +107,9 @@ class CannotWatch(ValueError):
 def open_watch(model: nn.Module, optimizers: Sequence[Any], settings: Settings) -> Watch:
     """Open a watch, as `watch` does. If any rank refuses, nothing stays open."""
     with ExitStack() as undo:
-        exchange = Exchange(GroupGather(own_group(settings.group, settings.timeout), WIDTH))
+        gather = GroupGather(own_group(settings.group, settings.timeout), WIDTH)
+        ranks = dist.get_process_group_ranks(settings.group or dist.group.WORLD) if gather.world_size > 1 else [0]
+        exchange = Exchange(gather, ranks)
         undo.callback(exchange.close)
         optimizers = [_unwrapped(each) for each in optimizers]
         problems = [] if isinstance(model, nn.Module) else [f"model must be a module, not {type(model).__name__}"]
@@ -175,7 +177,6 @@ def open_watch(model: nn.Module, optimizers: Sequence[Any], settings: Settings) 
         halt = None
         if exchange.world_size > 1:
             # The key of the halt signal is the same on all ranks of this watch, and unique to them.
-            ranks = dist.get_process_group_ranks(settings.group or dist.group.WORLD)
             name = "all" if settings.group is None else "-".join(map(str, ranks))
             _halt_signals[name] += 1
             store = own_store(f"{name}/{_halt_signals[name]}")
@@ -226,11 +227,6 @@ def _unwrapped(optimizer: Any) -> Any:
 # patched for it. The order in which objects are listed does not affect the result, so that ranks agree.
 
 
-def members(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The parameters of `optimizer`, in order."""
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
 def optimizer_of(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer | None:
     """The living optimizer that holds the earliest of `parameters`; of several, the one with most of them.
 
@@ -246,7 +242,7 @@ def trained_by(optimizer: torch.optim.Optimizer) -> tuple[nn.Module, list[torch.
     If no single module holds all of it, or a parameter lies in no module, the model is a `ModuleGroup`. Raises
     `ValueError` if several modules hold it and nothing that all processes see distinguishes them.
     """
-    wanted = members(optimizer)
+    wanted = parameters_of([optimizer])
     missing = _index(wanted)
     roots, chosen = _roots(missing), list[nn.Module]()
     while roots:
@@ -260,7 +256,7 @@ def trained_by(optimizer: torch.optim.Optimizer) -> tuple[nn.Module, list[torch.
     index = _index(model.parameters())
     optimizers, taken = [optimizer], set(map(id, wanted))
     for group in _ranked(index, but=optimizer):
-        own = set(map(id, members(group[0])))
+        own = set(map(id, parameters_of(group[:1])))
         # If two cannot be distinguished, the script has dropped one of them. The first update shows which.
         if len(group) == 1 and not own & taken:
             optimizers.append(group[0])
@@ -296,7 +292,7 @@ def _index(parameters: Iterable[torch.Tensor]) -> dict[int, int]:
 
 
 def _positions(optimizer: torch.optim.Optimizer, index: Mapping[int, int]) -> list[int]:
-    return sorted(index[id(p)] for p in members(optimizer) if id(p) in index)
+    return sorted(index[id(p)] for p in parameters_of([optimizer]) if id(p) in index)
 
 
 def _ranked(index: Mapping[int, int], but: object = None) -> list[list[torch.optim.Optimizer]]:

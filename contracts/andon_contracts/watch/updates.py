@@ -31,7 +31,6 @@ from andon_contracts.watch.checks.rows import LoadedRows
 from andon_contracts.watch.checks.scale import GradientScale
 from andon_contracts.watch.checks.structure import START, Structure
 from andon_contracts.watch.checks.weights import PARTED, Weights
-from andon_contracts.watch.model_probe import ModelProbe
 from andon_contracts.watch.values import layout_digest, state_digest, trainable_layout_digest
 
 _AT_THE_CLOSE_S = 5.0
@@ -53,17 +52,21 @@ def add_checks(context: Context, optimizers: Sequence[torch.optim.Optimizer]) ->
         # All ranks have the same settings, so either all of them or none has these checks.
         clipping = [] if context.settings.clip is None else [Clipping(context, probe)]
         audit = [] if context.settings.reference is None else [Audit(context, probe)]
+        gradients = Gradients(context, probe, scale, next(iter(clipping), None))
         probe.checks = [
-            *(structure, mode, Optimizer(context, probe), buffers, weights, frozen, Gradients(context, probe, scale)),
+            *(structure, mode, Optimizer(context, probe), buffers, weights, frozen, gradients),
             *(*clipping, Applied(context, probe), outcomes, rows, place, copies, scale, reports, *audit),
         ]
         context.probes.append(probe)
     context.all_checks = list(dict.fromkeys([*context.checks, *(c for probe in context.probes for c in probe.checks)]))
 
 
-def _judged_late(subject: ModelProbe) -> bool:
-    """Whether an update is judged before the next one, because a device makes it that may not be waited for."""
-    return subject.gpu() is not None
+def merged(parts: Sequence[Values]) -> Values:
+    """The values of all checks. Raises `ValueError` if two checks send the same name: one value would be lost."""
+    values = dict(each for part in parts for each in part.items())
+    if len(values) < sum(map(len, parts)):
+        raise ValueError(f"two checks send the same name, of {[*map(list, parts)]}")
+    return values
 
 
 class Updates:
@@ -74,7 +77,7 @@ class Updates:
         self._said: Observations = ()
         self._aligned: Observations = ()
         self._late = False
-        """Whether updates are judged before the next one, because every rank's device makes them."""
+        """Whether an update is judged before the next one, because every rank has a GPU that may not be waited for."""
         self._unjudged: tuple[OptimizerProbe, Callable[[], Values], list[int]] | None = None
         """The last update if it is not judged yet: its probe, what gives the values after it, and its rows."""
 
@@ -85,7 +88,7 @@ class Updates:
         kinds = {parameter.device.type for parameter in subject.parameters.values()}
         trained = (p for probe in context.probes for p in probe.members)
         longest = max((p.numel() for p in trained if p.device.type == "cpu"), default=0)
-        own = {"on the CPU": int(kinds == {"cpu"}), "late": int(_judged_late(subject)), "longest": longest}
+        own = {"on the CPU": int(kinds == {"cpu"}), "late": int(subject.gpu() is not None), "longest": longest}
         devices: Seen[object] = Seen(context.exchange(0, "devices", own), None)
         self._late = all(devices.column("late"))
         context.portable, context.longest = "on the CPU" in devices.differing, max(devices.column("longest"))
@@ -113,12 +116,9 @@ class Updates:
         context, checks, step = self._context, probe.checks, probe.updates + 1
         with context.timed():
             arrive = start_to_cpu(*(tensors for check in checks for tensors in check.look(probe)))
-            values: Values = {}
-            for check in checks:
-                values |= check.meanwhile(probe)
+            early = [check.meanwhile(probe) for check in checks]
             arrive()
-            for check in checks:
-                values |= check.before(probe)
+            values = merged([*early, *(check.before(probe) for check in checks)])
             self._said = context.exchange(step, f"before {self._number(probe)}", values, judged=True)
             aligned = context.replicas.align(self._said)
             for check in checks:
@@ -149,7 +149,7 @@ class Updates:
 
             def values() -> Values:
                 arrive()
-                return {name: value for part in parts for name, value in part().items()}
+                return merged([part() for part in parts])
 
             self._unjudged = probe, values, context.rows.ids
             probe.updated()
@@ -236,7 +236,7 @@ def _report(
     if in_lockstep(seen.observations):
         details: dict[str, Mapping[str, Sequence[int]]] = {}
         for law in judgement.laws:
-            for name in () if verdicts.is_reported(law.clause) else law.look:
+            for name in () if verdicts.is_reported(law.clause) else law.by_tensor:
                 if name in seen.differing:
                     details.update(_details(context, name, seen.step, probe))
         judgement.seen = replace(seen, details=details)
