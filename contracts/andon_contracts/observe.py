@@ -225,8 +225,8 @@ class Observer:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError:
-            # A sparse tensor or a wrapper has no address for `_moved`, or devices or types changed, but dtypes and sizes
-            # did not. Any other error comes up again.
+            # A sparse tensor or a wrapper has no address for `_moved`, or devices or types changed under
+            # the same dtypes and sizes. Any other error comes up again.
             self._input_layout = self._dense_layout = None
             return self._look(tensors, norm, extra, replan=True)
 

@@ -639,3 +639,16 @@ def test_rows_refuse_what_they_cannot_read(values: torch.Tensor, lengths: torch.
 
 def test_hex64_is_sixteen_digits() -> None:
     assert (hex64(0), hex64(M64 - 1), hex64(-1), hex64(0xAB)) == ("0" * 16, "f" * 16, "f" * 16, "00000000000000ab")
+
+
+def test_an_observer_without_memory_does_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = []
+
+    def fail(*given: object) -> None:
+        reads.append(given)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Observer, "_read", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        Observer().look([torch.ones(2)])
+    assert len(reads) == 1

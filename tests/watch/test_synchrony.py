@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import andon
-from andon_contracts.agree import Observation
+from andon_contracts.agree import Observation, RankSet
 from andon_contracts.laws.law import Seen
 from andon_contracts.violation import Violation
 from andon_contracts.watch import Watch, updates
@@ -360,3 +361,54 @@ def test_a_rank_that_closes_later_is_not_waited_for_and_nobody_is_blamed() -> No
     (said, first), (_, second) = answers(2, _one_stays, 0.3)
     assert "  the state after update 1 was not compared: not every rank closed its watch within 0.3 s\n" in said
     assert first == second == 0
+
+
+# reductions over groups, and what clipping does to gradients
+
+
+def _reduced_in_another_order() -> tuple[list[str], list[bool]]:
+    """The first finding of a watch of a group, whose ranks reduce two tensors of one shape in a different order."""
+    group, alone, model = dist.new_group([0, 1]), dist.new_group([0]), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def reduce(step: int) -> None:
+        for layer in (model[0], model[1]) if dist.get_rank() else (model[1], model[0]):
+            dist.all_reduce(layer.weight.grad, group=group)
+
+    found = clauses(watched(model, sgd(model), 1, reduce, group=group))
+    return found[:1], [RankSet([0, 1]).all_in(each) for each in (None, group, alone)]
+
+
+def _reduced_sparse_after_a_clip() -> list[str]:
+    model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 2))
+
+    def reduce(step: int) -> None:
+        nn.utils.clip_grad_norm_(model[1].parameters(), 1e-3)
+        dist.all_reduce(model[0].weight.grad)
+
+    return clauses(watched(model, sgd(model), 2, reduce, lambda model: model(torch.tensor([0, 3])).square().sum()))
+
+
+def _clipped_to_different_limits() -> list[str]:
+    model = DistributedDataParallel(net())
+    clip = partial(nn.utils.clip_grad_norm_, model.parameters(), 0.1 + 0.1 * dist.get_rank())
+    return [str(each) + each.finding.seen for each in watched(model, sgd(model), 1, lambda step: clip()).findings]
+
+
+def test_reductions_over_any_group_with_all_ranks_are_compared() -> None:
+    assert answers(2, _reduced_in_another_order) == [(["collectives-agree"], [True, True, False])] * 2
+
+
+def test_a_sparse_reduction_after_a_clip_call_is_no_error() -> None:
+    assert answers(2, _reduced_sparse_after_a_clip) == [[]] * 2
+
+
+def test_gradients_that_parted_by_clipping_are_not_said_to_be_unreduced() -> None:
+    (message,) = answers(2, _clipped_to_different_limits)[0]
+    assert "where    gradient of 0.weight (4 of 4 tensors)" in message
+    assert "or the ranks clipped differently" in message
+    assert "the gradients passed to the optimizer differ" in message
+
+
+def test_two_checks_cannot_send_one_name() -> None:
+    with pytest.raises(ValueError, match="the same name"):
+        updates.merged([{"norm": 1}, {"norm": 2}])
