@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from andon_contracts.watch.model_probe import ModelProbe
+from andon_contracts.watch import updates
 from andon_falsify.faults.looped import FAULTS
 from andon_falsify.faults.looped.fault import Inside
 from andon_falsify.faults.planting import patched
@@ -40,7 +39,7 @@ def both(numbers: Sequence[int]) -> list[Pair]:
     for fault, inside in (SEEN[number] for number in numbers):
         # Without the fault nothing is poisoned, and no update is the one at which it acts; faults share such runs.
         clean = replace(inside, clause="", by=0, case=inside.case.but(poison=None), at=None)
-        key = (fault.right, clean, ModelProbe.gpu)
+        key = (fault.right, clean, updates._judged_late)
         if key not in _right:
             _right[key] = Watched(fault.right, clean).run()
         pairs.append((_right[key], Watched(fault.loop, inside).run()))
@@ -57,7 +56,7 @@ def tried(asked: tuple[int, bool]) -> tuple[Pair, Found]:
     number, late = asked
     with ExitStack() as stack:
         if late:
-            patched(stack, ModelProbe, "gpu", lambda probe: torch.device("cpu"))
+            patched(stack, updates, "_judged_late", lambda subject: True)
         (pair,) = both([number])
         found = alone([number])[0] if SEEN[number][1].alone else []
     return pair, found

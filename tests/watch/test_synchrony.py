@@ -29,7 +29,6 @@ from andon_contracts.violation import Violation
 from andon_contracts.watch import Watch, updates
 from andon_contracts.watch.checks.weights import Reducer, State, Synchrony
 from andon_contracts.watch.exchange import Replicas, replicas_of
-from andon_contracts.watch.model_probe import ModelProbe
 from andon_falsify.faults.planting import patched
 from tests.watch.clean import ignore
 from tests.watch.clean_communication import backward
@@ -288,7 +287,7 @@ def _late(at: int, work: Work, late: Callable[[object], bool] = lambda subject: 
         optimizer.zero_grad()
 
     with ExitStack() as stack:
-        patched(stack, ModelProbe, "gpu", lambda probe: torch.device("cpu") if late(probe) else None)
+        patched(stack, updates, "_judged_late", late)
         watch = andon.watch(wrapped, optimizer, action="raise", **settings)
         return work(watch, lambda number: _found(lambda: step(number)))
 
@@ -363,50 +362,34 @@ def test_a_rank_that_closes_later_is_not_waited_for_and_nobody_is_blamed() -> No
     assert first == second == 0
 
 
-# reductions over groups, and what clipping does to gradients
-
-
-def _reduced_in_another_order() -> tuple[list[str], list[bool]]:
-    """The first finding of a watch of a group, whose ranks reduce two tensors of one shape in a different order."""
-    group, alone, model = dist.new_group([0, 1]), dist.new_group([0]), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-
-    def reduce(step: int) -> None:
-        for layer in (model[0], model[1]) if dist.get_rank() else (model[1], model[0]):
-            dist.all_reduce(layer.weight.grad, group=group)
-
-    found = clauses(watched(model, sgd(model), 1, reduce, group=group))
-    return found[:1], [RankSet([0, 1]).all_in(each) for each in (None, group, alone)]
-
-
-def _reduced_sparse_after_a_clip() -> list[str]:
-    model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 2))
+def _reduces_and_clips() -> tuple[list[str], list[str], str]:
+    """What is found first if ranks reduce over a group in different orders, what if a sparse gradient is reduced after
+    a clip call, and the message if the ranks clip to different limits."""
+    group, pair = dist.new_group([0, 1]), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    sparse, model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 2)), DistributedDataParallel(net())
+    assert [RankSet([0, 1]).all_in(each) for each in (None, group, dist.new_group([0]))] == [True, True, False]
 
     def reduce(step: int) -> None:
-        nn.utils.clip_grad_norm_(model[1].parameters(), 1e-3)
-        dist.all_reduce(model[0].weight.grad)
+        for index in (0, 1) if dist.get_rank() else (1, 0):
+            dist.all_reduce(pair[index].weight.grad, group=group)
 
-    return clauses(watched(model, sgd(model), 2, reduce, lambda model: model(torch.tensor([0, 3])).square().sum()))
+    def clip(step: int) -> None:
+        nn.utils.clip_grad_norm_(sparse[1].parameters(), 1e-3)
+        dist.all_reduce(sparse[0].weight.grad)
 
-
-def _clipped_to_different_limits() -> list[str]:
-    model = DistributedDataParallel(net())
-    clip = partial(nn.utils.clip_grad_norm_, model.parameters(), 0.1 + 0.1 * dist.get_rank())
-    return [str(each) + each.finding.seen for each in watched(model, sgd(model), 1, lambda step: clip()).findings]
-
-
-def test_reductions_over_any_group_with_all_ranks_are_compared() -> None:
-    assert answers(2, _reduced_in_another_order) == [(["collectives-agree"], [True, True, False])] * 2
+    first = clauses(watched(pair, sgd(pair), 1, reduce, group=group))[:1]
+    right = clauses(watched(sparse, sgd(sparse), 2, clip, lambda model: model(torch.tensor([0, 3])).square().sum()))
+    apart = partial(nn.utils.clip_grad_norm_, model.parameters(), 0.1 + 0.1 * dist.get_rank())
+    (found,) = watched(model, sgd(model), 1, lambda step: apart()).findings
+    return first, right, f"{found}{found.finding.seen}"
 
 
-def test_a_sparse_reduction_after_a_clip_call_is_no_error() -> None:
-    assert answers(2, _reduced_sparse_after_a_clip) == [[]] * 2
-
-
-def test_gradients_that_parted_by_clipping_are_not_said_to_be_unreduced() -> None:
-    (message,) = answers(2, _clipped_to_different_limits)[0]
-    assert "where    gradient of 0.weight (4 of 4 tensors)" in message
-    assert "or the ranks clipped differently" in message
-    assert "the gradients passed to the optimizer differ" in message
+def test_reductions_are_known_by_the_ranks_of_their_group_and_by_memory() -> None:
+    for first, right, message in answers(2, _reduces_and_clips):
+        assert (first, right) == (["collectives-agree"], [])
+        assert "where    gradient of 0.weight (4 of 4 tensors)" in message
+        assert "or the ranks clipped differently" in message
+        assert "the gradients passed to the optimizer differ" in message
 
 
 def test_two_checks_cannot_send_one_name() -> None:

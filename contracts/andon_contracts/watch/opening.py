@@ -108,7 +108,9 @@ def open_watch(model: nn.Module, optimizers: Sequence[Any], settings: Settings) 
     """Open a watch, as `watch` does. If any rank refuses, nothing stays open."""
     with ExitStack() as undo:
         gather = GroupGather(own_group(settings.group, settings.timeout), WIDTH)
-        ranks = dist.get_process_group_ranks(settings.group or dist.group.WORLD) if gather.world_size > 1 else [0]
+        ranks = [int(os.environ.get("RANK", "0"))]  # global ranks; torchrun's number without a group
+        if dist.is_initialized():
+            ranks = dist.get_process_group_ranks(settings.group or dist.group.WORLD)
         exchange = Exchange(gather, ranks)
         undo.callback(exchange.close)
         optimizers = [_unwrapped(each) for each in optimizers]
@@ -141,11 +143,8 @@ def open_watch(model: nn.Module, optimizers: Sequence[Any], settings: Settings) 
         # The command has checked its own options. So only a ledger that cannot be opened is a mistake of its user.
         excused = len(problems) if settings.by_command else 0
         if exchange.rank == 0 and not problems:
-            first = int(os.environ.get("RANK", "0"))  # the global rank of this rank; torchrun's number without a group
-            if dist.is_available() and dist.is_initialized():
-                first = 0 if settings.group is None else dist.get_process_group_ranks(settings.group)[0]
             try:
-                file = open_ledger(settings.ledger, first, settings.start)
+                file = open_ledger(settings.ledger, ranks[0], settings.start)
             except ValueError as error:
                 problems.append(str(error))
             if file is not None:

@@ -31,6 +31,7 @@ from andon_contracts.watch.checks.rows import LoadedRows
 from andon_contracts.watch.checks.scale import GradientScale
 from andon_contracts.watch.checks.structure import START, Structure
 from andon_contracts.watch.checks.weights import PARTED, Weights
+from andon_contracts.watch.model_probe import ModelProbe
 from andon_contracts.watch.values import layout_digest, state_digest, trainable_layout_digest
 
 _AT_THE_CLOSE_S = 5.0
@@ -61,6 +62,10 @@ def add_checks(context: Context, optimizers: Sequence[torch.optim.Optimizer]) ->
     context.all_checks = list(dict.fromkeys([*context.checks, *(c for probe in context.probes for c in probe.checks)]))
 
 
+def _judged_late(subject: ModelProbe) -> bool:  # a name of its own, so that a test without a GPU can replace it
+    return subject.gpu() is not None
+
+
 def merged(parts: Sequence[Values]) -> Values:
     """The values of all checks. Raises `ValueError` if two checks send the same name: one value would be lost."""
     values = dict(each for part in parts for each in part.items())
@@ -88,7 +93,7 @@ class Updates:
         kinds = {parameter.device.type for parameter in subject.parameters.values()}
         trained = (p for probe in context.probes for p in probe.members)
         longest = max((p.numel() for p in trained if p.device.type == "cpu"), default=0)
-        own = {"on the CPU": int(kinds == {"cpu"}), "late": int(subject.gpu() is not None), "longest": longest}
+        own = {"on the CPU": int(kinds == {"cpu"}), "late": int(_judged_late(subject)), "longest": longest}
         devices: Seen[object] = Seen(context.exchange(0, "devices", own), None)
         self._late = all(devices.column("late"))
         context.portable, context.longest = "on the CPU" in devices.differing, max(devices.column("longest"))
