@@ -32,17 +32,7 @@ from andon_contracts.clauses import CLAUSES
 from andon_contracts.digest import hex64, tensor_digest
 from andon_contracts.fingerprint import environment
 from andon_contracts.record import SCHEMA_VERSION, Broken
-from andon_contracts.violation import (
-    NOT_SEEN_REDUCED,
-    OTHER_SHAPES,
-    Cause,
-    Finding,
-    Violation,
-    explain_command,
-    first_line,
-    named_ranks,
-    row_lines,
-)
+from andon_contracts.violation import Cause, Finding, Violation, explain_command, first_line, named_ranks, row_lines
 
 LIMIT_BYTES = 1 << 26
 """The most bytes of tensors that one rank writes: the broken tensor first, then the trained state in order."""
@@ -77,6 +67,7 @@ class Scene:
     applied: bool = False
     last_equal: int | None = None
     before: str = ""
+    rates_differ: bool = False
     element: str = ""
     tensors: int = 0
     bundle: str = ""
@@ -214,6 +205,14 @@ def _write_json(path: Path, body: Mapping[str, object]) -> str:
     return ""
 
 
+def by_rank(shown: Sequence[str]) -> str:
+    """The value of each rank in words: `2 on rank 1, 3 on the others`, or rank by rank if no majority agrees."""
+    odd = minority(shown)
+    words = [f"{shown[rank]} on rank {rank}" for rank in odd or range(len(shown))]
+    others = [f"{next(text for rank, text in enumerate(shown) if rank not in odd)} on the others"] if odd else []
+    return ", ".join(words + others)
+
+
 def agreement(observations: Sequence[Observation], *, moments: bool) -> str:
     """One line: what was equal on all ranks just before an update and what was not; "" for a single rank.
 
@@ -232,11 +231,7 @@ def agreement(observations: Sequence[Observation], *, moments: bool) -> str:
         parts.append(f"{_listed(earlier)} agreed after step {observations[0].step - 1}, not read again since")
     rates = [real_of(o.values["rate"]) for o in observations]
     if len(set(rates)) > 1:
-        odd = minority(rates)
-        shown = [f"{rates[rank]!r} on rank {rank}" for rank in odd or range(len(rates))]
-        if odd:
-            shown.append(f"{next(rate for rank, rate in enumerate(rates) if rank not in odd)!r} on the others")
-        parts.append(f"lr differs: {', '.join(shown)}")
+        parts.append(f"lr differs: {by_rank(list(map(repr, rates)))}")
     elif "layout" in same and "hyperparameters" not in same:
         parts.append("hyperparameters differ")
     return "; ".join(parts)
@@ -249,7 +244,8 @@ def _listed(words: Sequence[str]) -> str:
 def message(clause: str, finding: Finding, scene: Scene) -> str:
     """Several lines: the headline and `where` are facts, `likely` is an inference, `state` and `bundle` the scope."""
     tree = clause == "trees-agree"  # `assert_same`, which a script calls outside any update and watch
-    where, likely = finding.tensor, _likely(clause, finding, scene)
+    likely = _likely(clause, finding, scene)
+    where = "gradient of " * (clause == "gradients-agree" and bool(finding.details)) + finding.tensor
     if where and finding.details and scene.tensors:
         where += f" ({len(finding.details)} of {scene.tensors} {'leaves' if tree else 'tensors'})"
     if where and scene.element:
@@ -279,11 +275,9 @@ def message(clause: str, finding: Finding, scene: Scene) -> str:
 
 
 def _likely(clause: str, finding: Finding, scene: Scene) -> str:
-    if OTHER_SHAPES in finding.seen or NOT_SEEN_REDUCED in finding.seen:
-        return ""
-    if clause in ("replicas-agree", "optimizers-agree") and "lr differs" in scene.before:
+    if finding.likely is None and scene.rates_differ and clause in ("replicas-agree", "optimizers-agree"):
         return CLAUSES["hyperparameters-agree"].likely
-    return finding.likely or CLAUSES[clause].likely
+    return CLAUSES[clause].likely if finding.likely is None else finding.likely
 
 
 def _who(clause: str, finding: Finding, world: int) -> str:

@@ -37,7 +37,7 @@ _POLL_TIMEVAL = struct.pack("ll", 0, 200_000)  # the same, as the system's secon
 _SCHEMA = 1
 _INT_BYTES = 8
 V = TypeVar("V", bound=Hashable)
-_WRAP = 1 << 64
+WRAP = 1 << 64
 _RANK = slice(_INT_BYTES, 2 * _INT_BYTES)  # the bytes of a message that hold its rank
 MOST_RANKS = 16  # larger groups use no sockets, because every rank sends its message to every other rank
 _ADDRESS_BYTES = 104  # the longest socket address that all systems allow
@@ -123,7 +123,7 @@ def decode_message(row: Sequence[int], point: str, names: Sequence[str], payload
 
 def _encode(seen: Observation) -> array[int]:
     head = header(seen.rank, seen.step, seen.sequence, seen.point, tuple(seen.values))
-    return array("Q", [*head, *(value % _WRAP for value in seen.values.values())])
+    return array("Q", [*head, *(value % WRAP for value in seen.values.values())])
 
 
 _closed_groups: list[Any] = []  # other ranks may still be receiving the last messages that these groups sent
@@ -150,6 +150,22 @@ def own_group(group: dist.ProcessGroup | None, timeout: datetime.timedelta) -> A
     made = dist.ProcessGroupGloo(store, ranks.index(dist.get_rank()), len(ranks), timeout)
     _closed_groups.clear()  # all ranks are here, so none receives from an older group any more
     return made
+
+
+class RankSet:
+    """The ranks of a watch, by their numbers in the default group."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self._ranks = frozenset(ranks)
+        self._known: dict[str, bool] = {}
+
+    def all_in(self, group: Any) -> bool:
+        """Whether a collective over `group` (None: the default group) needs all these ranks. Cached by its name."""
+        group = group or dist.group.WORLD
+        name = getattr(group, "group_name", "")
+        if name not in self._known:
+            self._known[name] = bool(name) and self._ranks <= set(dist.get_process_group_ranks(group))
+        return self._known[name]
 
 
 class Mesh:

@@ -38,7 +38,8 @@ _ALL = (
         likely="the optimizer state of one rank was restored, reset or corrupted alone", between_ranks=True),
     Clause("gradients-agree", "post", "every step", ("C-DP-001", "C-RING-001", "F-HET-001"),
         "The reduced gradient is the same on every rank, to the bit, before anything is applied.",
-        likely="the gradients were not reduced, only some of them were, or one copy was changed afterwards",
+        likely="the gradients were not reduced, only some of them were, one copy was changed afterwards, or the "
+        "ranks clipped differently",
         between_ranks=True),
     Clause("finite", "invariant", "every step, before the update, and every evaluation",
         ("F-DP-003", "FALSIFY-DDP-003"),

@@ -220,10 +220,8 @@ def digests_by_name(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def hex64(value: int) -> str:
-    """`value` in [0, 2^64) as 16 lower-case hexadecimal digits. Raises `ValueError` outside that range."""
-    if not 0 <= value <= _MASK:
-        raise ValueError(f"{value} is not in [0, 2^64)")
-    return f"{value:016x}"
+    """`value`, a signed or unsigned integer of 64 bits, as 16 lower-case hexadecimal digits."""
+    return f"{value & _MASK:016x}"
 
 
 def row_digests(values: Tensor, lengths: Tensor) -> Tensor:

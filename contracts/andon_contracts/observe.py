@@ -88,7 +88,7 @@ def to_floats(scalars: Sequence[Tensor]) -> list[float]:
     return values
 
 
-def _is_dense(tensor: Tensor) -> bool:
+def is_dense(tensor: Tensor) -> bool:
     strided = type(tensor) in DENSE_TYPES and tensor.layout == torch.strided
     return strided and not (tensor.is_nested or tensor.is_quantized)
 
@@ -98,7 +98,7 @@ def plain(tensor: Tensor) -> Tensor:
 
     The indices of a sparse tensor are lost. A wrapper of several tensors gives their bytes as one uint8 tensor.
     """
-    if _is_dense(tensor):  # the common case, without the list of `dense_parts`
+    if is_dense(tensor):  # the common case, without the list of `dense_parts`
         return tensor.detach()
     parts = dense_parts(tensor)
     return parts[0] if len(parts) == 1 else torch.cat([p.contiguous().view(-1).view(torch.uint8) for p in parts])
@@ -109,7 +109,7 @@ def dense_parts(tensor: Tensor) -> list[Tensor]:
     if hasattr(tensor, "to_local"):
         tensor = tensor.to_local()
     tensor = tensor.detach()
-    if _is_dense(tensor):
+    if is_dense(tensor):
         return [tensor]
     if type(tensor) not in DENSE_TYPES and hasattr(tensor, "__tensor_flatten__") and not tensor.is_nested:
         names, _ = tensor.__tensor_flatten__()
@@ -225,8 +225,11 @@ class Observer:
         tensors = _local_parts(tensors)
         try:
             return self._look(tensors, norm, extra)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError:
-            # The devices or types changed under the same dtypes and sizes. Any other error comes up again.
+            # A sparse tensor or a wrapper has no address for `_moved`, or devices or types changed under
+            # the same dtypes and sizes. Any other error comes up again.
             self._input_layout = self._dense_layout = None
             return self._look(tensors, norm, extra, replan=True)
 
@@ -235,7 +238,7 @@ class Observer:
             layout = _layout(tensors)
             if layout != self._input_layout:
                 self._input_layout = layout
-                self._needs_plain = any(not _is_dense(t) or t.is_complex() for t in tensors)
+                self._needs_plain = any(not is_dense(t) or t.is_complex() for t in tensors)
             if self._needs_plain:
                 with torch.no_grad():  # sparse and distributed tensors need autograd's dispatch
                     tensors = [plain(tensor).resolve_conj().resolve_neg() for tensor in tensors]
@@ -598,14 +601,17 @@ class RawGradients:
 
 def extremes(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """The smallest and the largest element, 0-dim, on the device. Zeros for no elements; both NaN if an element is."""
-    if type(tensor) not in DENSE_TYPES or tensor.layout != torch.strided:
-        tensor = plain(tensor)
-    tensor = tensor.detach()
+    tensor = plain(tensor)
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     if not tensor.numel():
         return tensor.new_zeros(()), tensor.new_zeros(())
     return torch.aminmax(tensor)
+
+
+def has_other_hooks(parameter: torch.nn.Parameter, *, own: int) -> bool:
+    """Whether more hooks than `own` may change the gradient of `parameter`."""
+    return len(parameter._backward_hooks or ()) > own or bool(parameter._post_accumulate_grad_hooks)
 
 
 class Extremes:
@@ -618,7 +624,7 @@ class Extremes:
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self.added: set[int] = set()  # the parameters with a gradient
         self._parameters = parameters
-        self._dense = [_is_dense(p) and p.is_floating_point() and p.numel() > 0 for p in parameters]
+        self._dense = [is_dense(p) and p.is_floating_point() and p.numel() > 0 for p in parameters]
         # For each parameter, how many of its gradients are in the tables. Each pass has another table.
         self._passes = [0] * len(parameters)
         self._places: list[dict[int, tuple[Tensor, Tensor]]] = []
@@ -633,12 +639,10 @@ class Extremes:
         self.added.add(index)
         if self._dense[index]:
             raw = self._raw.get(gradient.device) if self._raw else None
-            if raw is not None and index not in raw.changed:
-                # Another hook may write to the gradient. The gradient's version shows any other write.
-                parameter = self._parameters[index]
-                hooked = len(parameter._backward_hooks or ()) > 1 or bool(parameter._post_accumulate_grad_hooks)
-                if not hooked and raw.add(index, gradient):
-                    return
+            # Another hook may write to the gradient. The gradient's version shows any other write.
+            hooked = has_other_hooks(self._parameters[index], own=1)
+            if raw is not None and index not in raw.changed and not hooked and raw.add(index, gradient):
+                return
             number = self._passes[index]
             if number == len(self._tables):
                 # For one more pass: a table [2, parameters] for each dtype and device.

@@ -16,10 +16,6 @@ Kind = Literal["violation", "failed", "out of memory", "died", "hangs", "left"]
 """What stopped the ranks. failed: a rank raised an error. died: its process ended without a report. hangs: it is
 stopped, or the others waited too long for it. left: it closed its watch while the others continued."""
 
-OTHER_SHAPES = "do not have the same shape on all ranks"
-NOT_SEEN_REDUCED = "no reduction of their gradients was seen"
-"""Findings with these words have no usual cause."""
-
 HALT = "halt-together"
 _NAME = re.compile(r"[A-Za-z0-9][\w .-]{0,99}")
 """The form of a clause's name, which becomes the name of a folder."""
@@ -35,7 +31,7 @@ class Finding:
     """What a broken clause found: plain values, equal on every rank that judged the same input.
 
     ranks: the culprits; empty: not known. tensor: the name of the tensor or value. step: the number of the update, from
-    1; 0: outside a step, as at start-up. likely: the usual cause, if it says more than the registry does.
+    1; 0: outside a step, as at start-up. likely: the usual cause, "" for none; None: the one in the registry.
     """
 
     seen: str
@@ -43,7 +39,7 @@ class Finding:
     ranks: tuple[int, ...] = ()
     tensor: str = ""
     details: tuple[tuple[str, str], ...] = ()
-    likely: str = ""
+    likely: str | None = None
 
 
 class Violation(RuntimeError):

@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -638,7 +639,11 @@ def test_rows_refuse_what_they_cannot_read(values: torch.Tensor, lengths: torch.
 
 
 def test_hex64_is_sixteen_digits() -> None:
-    assert (hex64(0), hex64(M64 - 1), hex64(0xAB)) == ("0" * 16, "f" * 16, "00000000000000ab")
-    for value in (-1, M64):
-        with pytest.raises(ValueError, match="2\\^64"):
-            hex64(value)
+    assert (hex64(0), hex64(M64 - 1), hex64(-1), hex64(0xAB)) == ("0" * 16, "f" * 16, "f" * 16, "00000000000000ab")
+
+
+def test_an_observer_without_memory_does_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = Mock(side_effect=[torch.OutOfMemoryError("CUDA out of memory")])
+    monkeypatch.setattr(Observer, "_read", reads)
+    with pytest.raises(torch.OutOfMemoryError):
+        Observer().look([torch.ones(2)])

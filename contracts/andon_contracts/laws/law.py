@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 
 from andon_contracts.agree import Observation, majority, minority, real_of
 from andon_contracts.clauses import CLAUSES
+from andon_contracts.digest import hex64
 from andon_contracts.policy import count, enforced
 from andon_contracts.violation import Finding, Violation
 
@@ -90,9 +91,9 @@ class Law(Generic[S_contra]):
 
     reads: the names of the values that `check` reads. check: the finding, or None if the law holds; it is called again
     after `details` were added. device: from `want`, the rules by which a device decides the same for a table that the
-    host reads later; None: this law is never judged late. look: the values that the ranks compare tensor by tensor if
-    they differ, before the finding is shown. suspicion: a right loop can break this law too, so it only warns. stops:
-    if this law is broken, the laws after it in the table cannot be judged.
+    host reads later; None: this law is never judged late. by_tensor: the values that the ranks compare tensor by tensor
+    if they differ, before the finding is shown. suspicion: a right loop can break this law too, so it only warns.
+    stops: if this law is broken, the laws after it in the table cannot be judged.
 
     Raises `KeyError` for a clause that is not registered.
     """
@@ -101,7 +102,7 @@ class Law(Generic[S_contra]):
     reads: tuple[str, ...]
     check: Callable[[S_contra], Finding | None]
     device: Callable[[Any], Rules] | None = None
-    look: tuple[str, ...] = ()
+    by_tensor: tuple[str, ...] = ()
     suspicion: bool = False
     stops: bool = False
     clause: str = field(init=False)
@@ -176,10 +177,6 @@ def _is_one_value(rule: int) -> bool:
     return not isinstance(rule, Rule) or rule in (Rule.SAME, Rule.PREVIOUS)
 
 
-def hexadecimal(value: int) -> str:
-    return f"{value % (1 << 64):016x}"
-
-
 def unless_all(ranks: Iterable[int], world: int) -> tuple[int, ...]:
     """The distinct `ranks` in order; empty if they are all ranks, because then all are equally to blame."""
     distinct = tuple(sorted(set(ranks)))
@@ -192,25 +189,28 @@ def difference(seen: Seen[object], name: str, what: str, *, real: bool = False) 
     The ranks of the minority are the culprits.
     """
     values, compared, tensors = seen.column(name), seen.details.get(name, {}), seen.differing_tensors(name)
-    words = [repr(real_of(value)) if real else hexadecimal(value) for value in values]
+    words = [repr(real_of(value)) if real else hex64(value) for value in values]
     what = f"{what} ({', '.join(f'rank {rank}: {word}' for rank, word in enumerate(words))})"
     if tensors:
         what = f"{what}; {len(tensors)} of {len(compared)} tensors differ"
-    details = tuple((tensor, " ".join(map(hexadecimal, compared[tensor]))) for tensor in tensors)
+    details = tuple((tensor, " ".join(map(hex64, compared[tensor]))) for tensor in tensors)
     return Finding(what, seen.step, minority(values), (*tensors, name)[0], details)
 
 
 def agreeing(
-    law: str, names: Sequence[str], what: str, *, device: bool = False, look: Sequence[str] = (), real: bool = False
+    law: str, names: Sequence[str], what: str, *, device: bool = False, by_tensor: bool = False, real: bool = False
 ) -> Law[Seen[object]]:
-    """The law that every rank has the same value under each of `names`. device: a device can decide it too."""
+    """The law that every rank has the same value under each of `names`. device: a device can decide it too.
+
+    by_tensor: if the last of `names` differs, it is compared tensor by tensor.
+    """
 
     def check(seen: Seen[object]) -> Finding | None:
         name = next((name for name in names if name in seen.differing), None)
         return None if name is None else difference(seen, name, what, real=real)
 
     same = dict.fromkeys(names, Rule.SAME)
-    return Law(law, tuple(names), check, (lambda _: same) if device else None, tuple(look))
+    return Law(law, tuple(names), check, (lambda _: same) if device else None, (names[-1],) if by_tensor else ())
 
 
 def in_lockstep(observations: Observations) -> bool:

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from andon_contracts.agree import majority, real_of
-from andon_contracts.laws.law import LOCKSTEP, Law, Rule, Seen, agreeing, difference, hexadecimal, unless_all
+from andon_contracts.digest import hex64
+from andon_contracts.laws.law import LOCKSTEP, Law, Rule, Seen, agreeing, difference, unless_all
 from andon_contracts.violation import Finding
 
 
@@ -176,29 +177,24 @@ def _weights_unchanged(seen: Seen[Reduced]) -> Finding | None:
         same = "weights" not in seen.differing
         return None if same else difference(seen, "weights", "the weights before the update are not the same")
     odd = _ranks_with_other(seen, "weights", digest)
-    what = f"the weights are not those that the last update left (digest {hexadecimal(digest)})"
+    what = f"the weights are not those that the last update left (digest {hex64(digest)})"
     tensor = (*seen.differing_tensors("weights"), "weights")[0]
     return Finding(f"{what}; something outside the step changed them", seen.step, odd, tensor) if odd else None
 
 
 def _optimizer_unchanged(seen: Seen[int]) -> Finding | None:
     odd = _ranks_with_other(seen, "optimizer", seen.want)
-    what = f"the optimizer state is not what the last update left (digest {hexadecimal(seen.want)})"
+    what = f"the optimizer state is not what the last update left (digest {hex64(seen.want)})"
     return Finding(f"{what}; something outside the step changed it", seen.step, odd, "optimizer") if odd else None
 
 
-WEIGHTS_UNCHANGED = Law(
-    "replicas-agree/reduced",
-    ("weights",),
-    _weights_unchanged,
-    lambda want: {"weights": want.weights},
-    look=("weights",),
-)
+_BEFORE = "replicas-agree/reduced"
+WEIGHTS_UNCHANGED = Law(_BEFORE, ("weights",), _weights_unchanged, lambda w: {"weights": w.weights}, ("weights",))
 OPTIMIZER_UNCHANGED = Law("optimizers-agree/reduced", ("optimizer",), _optimizer_unchanged)
 """Used by a single rank only. Several ranks compare their states after the update, and find a lost one then."""
-GRADIENTS = agreeing(
-    "gradients-agree/reduced", ("gradient",), "the reduced gradients are not the same", device=True, look=("gradient",)
-)
+_OTHER_GRADIENTS = "the reduced gradients are not the same"
+GRADIENTS_AGREE = agreeing("gradients-agree/reduced", ("gradient",), _OTHER_GRADIENTS, device=True, by_tensor=True)
+"""The trainer reads the gradient before clipping. A watch has another law, as it reads the gradient after clipping."""
 CALLER_GRADIENT = "given"  # the point of an update with a caller's gradient, whose parts were not checked before
 
 
@@ -240,7 +236,7 @@ def _clip(seen: Seen[Reduced]) -> Finding | None:
 
 CLIP = Law("clip-once/reduced", ("norm", "clipped"), _clip, lambda _: {"clipped": Rule.CLIPPED})
 
-REDUCED: tuple[Law[Seen[Reduced]], ...] = (LOCKSTEP, RATE, WEIGHTS_UNCHANGED, GRADIENTS, FINITE, CLIP)
+REDUCED: tuple[Law[Seen[Reduced]], ...] = (LOCKSTEP, RATE, WEIGHTS_UNCHANGED, GRADIENTS_AGREE, FINITE, CLIP)
 
 
 def _one_update(seen: Seen[int]) -> Finding | None:
@@ -254,8 +250,8 @@ def _one_update(seen: Seen[int]) -> Finding | None:
 ONE_UPDATE = Law("one-update/updated", ("updates",), _one_update, lambda updates: {"updates": updates})
 _STATES = "the optimizer states are not the same"
 _OTHER_WEIGHTS = "the trainable weights are not the same on every rank"
-OPTIMIZERS = agreeing("optimizers-agree/updated", ("updates", "optimizer"), _STATES, device=True, look=("optimizer",))
-REPLICAS = agreeing("replicas-agree/updated", ("weights",), _OTHER_WEIGHTS, device=True, look=("weights",))
+OPTIMIZERS = agreeing("optimizers-agree/updated", ("updates", "optimizer"), _STATES, device=True, by_tensor=True)
+REPLICAS = agreeing("replicas-agree/updated", ("weights",), _OTHER_WEIGHTS, device=True, by_tensor=True)
 
 # An update too many changes moments and weights, and wrong moments change weights: causes stand before effects.
 UPDATED: tuple[Law[Seen[int]], ...] = (LOCKSTEP, ONE_UPDATE, OPTIMIZERS, REPLICAS)
@@ -297,7 +293,7 @@ def _audited(seen: Seen[object]) -> Finding | None:
         what, part = f"gradient of micro-batch {first.values['leaf']}", "leaf"
     else:
         what, part = f"partial sum from micro-batch {first.values['root']} on", "root"
-    then, now = (hexadecimal(first.values[f"{part} {when}"]) for when in ("then", "now"))
+    then, now = (hex64(first.values[f"{part} {when}"]) for when in ("then", "now"))
     by = "recomputed there" if subject == auditor else f"recomputed on rank {auditor}"
     unsure = "; either of the two ranks may be wrong" * (len(culprits) > 1)
     shown = f"the {what} has digest {then} on rank {subject}, but {now} if {by}{unsure}"
@@ -333,8 +329,8 @@ def _restored(seen: Restored) -> Finding | None:
         saved, current = seen.saved[name], seen.current[name]
         odd = [rank for rank, digest in enumerate(current) if digest != saved]
         if odd:
-            now = ", ".join(dict.fromkeys(hexadecimal(current[rank]) for rank in odd))
-            what = f"{name} differs from the saved value (digest {hexadecimal(saved)}, now {now})"
+            now = ", ".join(dict.fromkeys(hex64(current[rank]) for rank in odd))
+            what = f"{name} differs from the saved value (digest {hex64(saved)}, now {now})"
             return Finding(what, seen.step, unless_all(odd, len(current)), name)
     return None
 

@@ -23,6 +23,7 @@ UPDATE = "update"  # the phase in which steps are timed, and to which the deadli
 NOTICED = {"lost": 71, "silent": 72}
 """Exit codes of a rank that ends because another rank is gone ("lost"), or does not answer ("silent")."""
 POINTS = ("before its forward pass", "in its forward or backward pass", "at its update")
+BEFORE_FORWARD, IN_PASS, AT_UPDATE = POINTS
 _INFERRED = "  [inference, not proof]"
 COMPILING = "compiling update"
 """The phase of the first update of a process that compiles. It has no deadline and does not count as a usual update."""
@@ -410,7 +411,7 @@ class EndMessages:
 
     def passed(self, others: Mapping[int, str], waiting: int) -> Cause:
         """This rank and `waiting` others wait in a gather for `others`, which maps ranks to the calls they wait in."""
-        update = self.at.point == POINTS[2]
+        update = self.at.point == AT_UPDATE
         place = f"update {self.at.step}" if update else f"a line of the watch at {self.at}"
         several, names = len(others) > 1, named_ranks(others)
         seen = (

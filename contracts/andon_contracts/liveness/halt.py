@@ -31,6 +31,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.nn.parallel import DistributedDataParallel
 
 from andon_contracts.act import Evidence, current_activity, error_line, write_cause
+from andon_contracts.agree import RankSet
 from andon_contracts.fields import Count, Part
 from andon_contracts.legible import log, report_to_launcher
 from andon_contracts.liveness import diagnosis, store_link
@@ -93,18 +94,17 @@ class PendingCollectives:
     def __init__(self, ranks: Sequence[int]) -> None:
         self.armed = False  # a forward pass of DDP has announced a backward pass that reduces
         self.waiting: Waiting | None = None  # the gather that this rank is in; one object as long as it lasts
-        self._ranks = frozenset(ranks)
+        self._ranks = RankSet(ranks)
         self._parameters: frozenset[int] = frozenset()
         self._gathers, self._backwards = 0, 0
         self._reductions: Counter[str] = Counter()
         self._inside: tuple[str, int] | None = None
-        self._has_all_ranks: dict[str, bool] = {}
         self._owner = threading.get_ident()
 
     def follow(self, model: nn.Module) -> list[DistributedDataParallel]:
         """The modules in `model` whose backward passes reduce over all ranks. Their forward passes call `forward`."""
         modules = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
-        modules = [each for each in modules if self._ranks <= set(dist.get_process_group_ranks(each.process_group))]
+        modules = [each for each in modules if self._ranks.all_in(each.process_group)]
         self._parameters = frozenset(id(p) for each in modules for p in each.parameters())
         return modules
 
@@ -123,11 +123,8 @@ class PendingCollectives:
         """The loop begins a reduction over `group` (None: all ranks). waits: it blocks until `resumed`."""
         if threading.get_ident() != self._owner:
             return
-        group = group or dist.group.WORLD
-        name = getattr(group, "group_name", "")
-        if name not in self._has_all_ranks:
-            self._has_all_ranks[name] = self._ranks <= set(dist.get_process_group_ranks(group)) if name else False
-        if self._has_all_ranks[name]:
+        if self._ranks.all_in(group):
+            name = getattr(group or dist.group.WORLD, "group_name", "")
             self._reductions[name] += 1
             self._inside = (name, self._reductions[name]) if waits else None
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from andon_contracts.act import Scene, agreement
 from andon_contracts.agree import Observation
 from andon_contracts.laws.law import Law, Observations, Seen, in_lockstep
+from andon_contracts.liveness.halt import HaltSignal
 from andon_contracts.observe import Observer
 from andon_contracts.violation import Finding
 from andon_contracts.watch.exchange import Exchange, Replicas
@@ -123,6 +124,7 @@ class Context:
     settings: Settings
     exchange: Exchange
     replicas: Replicas
+    halt: HaltSignal | None = None
     rows: Rows = field(default_factory=Rows)
     probes: list[OptimizerProbe] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)
@@ -179,7 +181,8 @@ class Context:
     def scene_of(self, probe: OptimizerProbe, before: Observations, *, applied: bool) -> Scene:
         """The facts around a finding that its message shows. before: the values of all ranks before the update."""
         said = agreement(before, moments=probe.states_equal) if before and in_lockstep(before) else ""
-        return Scene(self.world, applied, self.last_equal, tensors=len(probe.names), before=said)
+        rates_differ = bool(said) and "rate" in Seen(before, None).differing
+        return Scene(self.world, applied, self.last_equal, said, rates_differ, tensors=len(probe.names))
 
     def between_ranks(self) -> Cover:
         """The cover of a clause that compares ranks."""

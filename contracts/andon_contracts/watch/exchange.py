@@ -11,8 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from andon_contracts.act import Scene, with_message
-from andon_contracts.agree import GroupGather, Observation, gather_observations, gather_short, majority, minority
+from andon_contracts.act import Scene, by_rank, with_message
+from andon_contracts.agree import (
+    WRAP,
+    GroupGather,
+    Observation,
+    RankSet,
+    gather_observations,
+    gather_short,
+    majority,
+    minority,
+)
 from andon_contracts.digest import digests_by_name, mix64
 from andon_contracts.laws.law import LOCKSTEP, Judgement, Observations, Seen
 from andon_contracts.liveness.halt import PendingCollectives
@@ -24,16 +33,7 @@ from andon_contracts.watch.values import text_digest
 WIDTH = 96
 """The length of a short message in integers: header, values and padding."""
 _BLOCKS = 1024
-_WRAP = 1 << 64
 _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def by_rank(shown: Sequence[str]) -> str:
-    """The value of each rank in words: `2 on rank 1, 3 on the others`, or rank by rank if no majority agrees."""
-    odd = minority(shown)
-    words = [f"{shown[rank]} on rank {rank}" for rank in odd or range(len(shown))]
-    others = [f"{next(text for rank, text in enumerate(shown) if rank not in odd)} on the others"] if odd else []
-    return ", ".join(words + others)
 
 
 def element_text(index: Sequence[int], bits: Sequence[int], dtype: torch.dtype) -> str:
@@ -61,7 +61,8 @@ def element_bits(tensor: Tensor) -> Tensor:
 class Exchange:
     """Gathers observations over a separate group and numbers every message. All ranks must make the same calls."""
 
-    def __init__(self, gather: GroupGather) -> None:
+    def __init__(self, gather: GroupGather, ranks: Sequence[int] = (0,)) -> None:
+        self.has_all_ranks = RankSet(ranks).all_in  # the watched ranks, by their numbers in the default group
         self._gather = gather
         self._sequence = 0
         self._pending: PendingCollectives | None = None
@@ -230,10 +231,10 @@ class Replicas:
         offsets = [0] * len(values)
         for part in set(self.parts):
             ranks = [rank for rank, other in enumerate(self.parts) if other == part]
-            own = [values[rank] % _WRAP for rank in ranks]
+            own = [values[rank] % WRAP for rank in ranks]
             undecided = len(set(own)) > 1 and not minority(own)
             for rank, value in zip(ranks, own, strict=True):
-                offsets[rank] = (text_digest(own) or 1) if undecided else (value - majority(own)) % _WRAP
+                offsets[rank] = (text_digest(own) or 1) if undecided else (value - majority(own)) % WRAP
         return tuple(offsets)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from andon_contracts.liveness.halt import HaltSignal
-from andon_contracts.observe import DENSE_TYPES, Extremes, extremes, to_floats
+from andon_contracts.observe import Extremes, extremes, has_other_hooks, is_dense, to_floats
 
 _INFINITE = float("inf")
 _AGREED, _RECHECK = 2, 64
@@ -183,7 +183,7 @@ class GradientHooks:
         self._calls += 1
         if self.reads_at_end:
             as_before = self._calls == 1 and all(
-                parameter.grad is None and not _is_hooked(parameter, own=int(index in self._handles))
+                parameter.grad is None and not has_other_hooks(parameter, own=int(index in self._handles))
                 for index, parameter in enumerate(self._parameters)
             )
             if not as_before:
@@ -207,12 +207,8 @@ class GradientHooks:
         def see(gradient: Tensor) -> None:
             if self._is_muted():
                 return
-            began, halt = time.perf_counter(), self.halt
-            if halt is not None:
-                if halt.cause is not None:
-                    halt.raise_if_halted()
-                if halt.pending.armed:
-                    halt.pending.backward(parameter)
+            began = time.perf_counter()
+            self._tell_halt(parameter)
             self.backward_seen = self.gradient_arrived = True
             before = parameter.grad
             if before is None and self._started[index] and not self.reads_at_end and index in self._extremes.added:
@@ -233,13 +229,22 @@ class GradientHooks:
                         self._leftover.append((index, before, before._version, *extremes(before)))
                 self._extremes.add(index, gradient)
                 if current.plain:
-                    current.plain = before is None and _is_plain(gradient) and not _is_hooked(parameter, own=1)
+                    fills = is_dense(gradient) and gradient.untyped_storage().nbytes() == gradient.nbytes
+                    current.plain = before is None and fills and not has_other_hooks(parameter, own=1)
                     current.addresses[index] = gradient.data_ptr() if current.plain else 0
             if show is not None:
                 show(gradient)
             self.host_seconds += time.perf_counter() - began
 
         return see
+
+    def _tell_halt(self, parameter: torch.nn.Parameter) -> None:
+        """Raise if another rank halted the run. If DDP will reduce in this pass, count the pass as begun."""
+        if self.halt is not None:
+            if self.halt.cause is not None:
+                self.halt.raise_if_halted()
+            if self.halt.pending.armed:
+                self.halt.pending.backward(parameter)
 
     def _end(self, number: int, ended: _BackwardPass) -> None:
         """Called when a pass ends, before a wrapper reduces its gradients: finish reading them."""
@@ -332,16 +337,6 @@ class GradientHooks:
         self._handles.clear()
 
 
-def _is_hooked(parameter: torch.nn.Parameter, *, own: int) -> bool:
-    """Whether more hooks than `own` may change the gradient of `parameter`."""
-    return len(parameter._backward_hooks or ()) > own or bool(parameter._post_accumulate_grad_hooks)
-
-
-def _is_plain(gradient: Tensor) -> bool:
-    plain = type(gradient) in DENSE_TYPES and gradient.layout == torch.strided
-    return plain and gradient.untyped_storage().nbytes() == gradient.nbytes
-
-
 class Reductions:
     """Records the loop's reductions in one window; all ranks of a correct loop record the same `calls`.
 
@@ -363,11 +358,11 @@ class Reductions:
     def add(self, tensor: Tensor) -> bool:
         """The loop is about to reduce `tensor`. Returns whether it is the gradient of a member."""
         # Most loops reduce the gradients in order.
-        if self._next < len(self._members) and _same_memory(tensor, self._members[self._next].grad):
+        if self._next < len(self._members) and same_memory(tensor, self._members[self._next].grad):
             index = self._next
         else:
             candidates = self._same_form.get((tensor.numel(), tensor.dtype), ())
-            index = next((index for index in candidates if _same_memory(tensor, self._members[index].grad)), -1)
+            index = next((index for index in candidates if same_memory(tensor, self._members[index].grad)), -1)
         strided = tensor.layout == torch.strided and not tensor.is_contiguous()
         # A backend sums raw memory, which is correct for a permutation that all ranks share, and wrong for holes.
         order = tensor.stride() if strided else ()
@@ -380,7 +375,8 @@ class Reductions:
         return index >= 0
 
 
-def _same_memory(tensor: Tensor, gradient: Tensor | None) -> bool:
+def same_memory(tensor: Tensor, gradient: Tensor | None) -> bool:
+    """Whether a collective over `tensor` changes `gradient`. A sparse tensor has no address: only itself counts."""
     if gradient is None or gradient.layout != tensor.layout:
         return False
     return tensor is gradient or (tensor.layout == torch.strided and tensor.data_ptr() == gradient.data_ptr() != 0)

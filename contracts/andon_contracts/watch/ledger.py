@@ -18,10 +18,10 @@ from torch.optim import Optimizer
 
 from andon_contracts import record
 from andon_contracts.agree import real_of
-from andon_contracts.digest import join
+from andon_contracts.digest import hex64, join
 from andon_contracts.fields import Real
 from andon_contracts.fingerprint import environment, fingerprint
-from andon_contracts.laws.law import Observations, hexadecimal
+from andon_contracts.laws.law import Observations
 from andon_contracts.observe import flat_digest
 from andon_contracts.record import LedgerError, LedgerFile
 from andon_contracts.violation import Halted, Violation
@@ -107,7 +107,7 @@ class Recorder:
         digests, resumed = self._weights(), bool(self._file.head[0])
         self._last = (start, dict(digests))
         if self._subject.frozen:
-            digests["base"] = hexadecimal(flat_digest(self._subject.frozen.values()))
+            digests["base"] = hex64(flat_digest(self._subject.frozen.values()))
         identity, machine = self._origin(optimizers)
         if not resumed:
             plan = record.Plan(rows, None, None, None, None, None)
@@ -124,7 +124,7 @@ class Recorder:
             self._append(record.Resume(step, *self._origin(optimizers), self._weights(), world, _backend(), name))
 
     def _weights(self) -> dict[str, str]:
-        return {"weights": hexadecimal(flat_digest(self._subject.trainable.values()))}
+        return {"weights": hex64(flat_digest(self._subject.trainable.values()))}
 
     def _origin(self, optimizers: Sequence[Optimizer]) -> tuple[str, dict[str, str]]:
         """The identity of the run, the same for any number of ranks, and the fingerprint of this machine."""
@@ -154,15 +154,15 @@ class Recorder:
         parts: list[dict[str, str | None]] = [{"weights": None} for _ in after]
         for name, digests in by_rank.items():
             if self._replicated[name]:
-                whole[name] = hexadecimal(digests[0])
+                whole[name] = hex64(digests[0])
                 for part, digest in zip(parts, digests, strict=True):
-                    part[name] = hexadecimal(digest)
+                    part[name] = hex64(digest)
             else:  # the ranks hold different shards: one digest of all of them
-                whole[name] = hexadecimal(join({f"rank {i}": digest % (1 << 64) for i, digest in enumerate(digests)}))
+                whole[name] = hex64(join({f"rank {i}": digest % (1 << 64) for i, digest in enumerate(digests)}))
         self._last = (step, {"weights": whole["weights"], "optimizer": whole["optimizer"]})
         ids, loss_rows = rows.union, sum(o.values["loss rows"] for o in before)
         loss = sum(real_of(o.values["loss sum"]) for o in before)
-        content = hexadecimal(text_digest(sorted(zip(ids, rows.contents, strict=True)))) if rows.contents else None
+        content = hex64(text_digest(sorted(zip(ids, rows.contents, strict=True)))) if rows.contents else None
         self._append(
             record.Step(
                 step=step,
@@ -200,7 +200,7 @@ class Recorder:
 
     def saved(self, step: int, name: str, digests: Mapping[str, int]) -> None:
         words = {key: value % (1 << 64) for key, value in digests.items()}
-        self._append(record.Saved(step, name, hexadecimal(join(words))))
+        self._append(record.Saved(step, name, hex64(join(words))))
 
     def evaluated(self, step: int, rows: int, scores: Mapping[str, float]) -> None:
         self._append(record.Evaluation(step, None, rows, {name: Real.of(score) for name, score in scores.items()}))

@@ -27,7 +27,7 @@ from andon_contracts.liveness.store_link import SignedStore, new_secret, secret_
 from andon_contracts.violation import first_line
 from andon_contracts.watch.exchange import WIDTH, Exchange, Replicas, part_of, replicas_of
 from andon_contracts.watch.ledger import open_ledger
-from andon_contracts.watch.model_probe import ModelProbe, ModuleGroup, unwrap
+from andon_contracts.watch.model_probe import ModelProbe, ModuleGroup, parameters_of, unwrap
 from andon_contracts.watch.settings import Action, Plan, Reference, Scaler, Schedule, Settings
 from andon_contracts.watch.watcher import Watch
 
@@ -107,7 +107,11 @@ class CannotWatch(ValueError):
 def open_watch(model: nn.Module, optimizers: Sequence[Any], settings: Settings) -> Watch:
     """Open a watch, as `watch` does. If any rank refuses, nothing stays open."""
     with ExitStack() as undo:
-        exchange = Exchange(GroupGather(own_group(settings.group, settings.timeout), WIDTH))
+        gather = GroupGather(own_group(settings.group, settings.timeout), WIDTH)
+        ranks = [int(os.environ.get("RANK", "0"))]  # global ranks; torchrun's number without a group
+        if dist.is_initialized():
+            ranks = dist.get_process_group_ranks(settings.group or dist.group.WORLD)
+        exchange = Exchange(gather, ranks)
         undo.callback(exchange.close)
         optimizers = [_unwrapped(each) for each in optimizers]
         problems = [] if isinstance(model, nn.Module) else [f"model must be an nn.Module, not {type(model).__name__}"]
@@ -139,11 +143,8 @@ def open_watch(model: nn.Module, optimizers: Sequence[Any], settings: Settings) 
         # The command has checked its options. So its user's only possible mistake is a ledger that cannot be opened.
         excused = len(problems) if settings.by_command else 0
         if exchange.rank == 0 and not problems:
-            first = int(os.environ.get("RANK", "0"))  # the global rank of this rank; torchrun's number without a group
-            if dist.is_available() and dist.is_initialized():
-                first = 0 if settings.group is None else dist.get_process_group_ranks(settings.group)[0]
             try:
-                file = open_ledger(settings.ledger, first, settings.start)
+                file = open_ledger(settings.ledger, ranks[0], settings.start)
             except ValueError as error:
                 problems.append(str(error))
             if file is not None:
@@ -175,7 +176,6 @@ def open_watch(model: nn.Module, optimizers: Sequence[Any], settings: Settings) 
         halt = None
         if exchange.world_size > 1:
             # The key of the halt signal is the same on all ranks of this watch, and unique to them.
-            ranks = dist.get_process_group_ranks(settings.group or dist.group.WORLD)
             name = "all" if settings.group is None else "-".join(map(str, ranks))
             _halt_signals[name] += 1
             store = own_store(f"{name}/{_halt_signals[name]}")
@@ -226,10 +226,6 @@ def _unwrapped(optimizer: Any) -> Any:
 # The result does not depend on the order of that list, so that ranks agree.
 
 
-def members(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
 def optimizer_of(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer | None:
     """The living optimizer that holds the earliest of `parameters`; of several, the one with most of them.
 
@@ -245,7 +241,7 @@ def trained_by(optimizer: torch.optim.Optimizer) -> tuple[nn.Module, list[torch.
     If no single module holds all of it, or a parameter lies in no module, the model is a `ModuleGroup`. Raises
     `ValueError` if several modules hold it and nothing that all processes see distinguishes them.
     """
-    wanted = members(optimizer)
+    wanted = parameters_of([optimizer])
     missing = _index(wanted)
     roots, chosen = _roots(missing), list[nn.Module]()
     while roots:
@@ -259,7 +255,7 @@ def trained_by(optimizer: torch.optim.Optimizer) -> tuple[nn.Module, list[torch.
     index = _index(model.parameters())
     optimizers, taken = [optimizer], set(map(id, wanted))
     for group in _ranked(index, but=optimizer):
-        own = set(map(id, members(group[0])))
+        own = set(map(id, parameters_of(group[:1])))
         # If two cannot be distinguished, the script has dropped one of them. The first update shows which.
         if len(group) == 1 and not own & taken:
             optimizers.append(group[0])
@@ -295,7 +291,7 @@ def _index(parameters: Iterable[torch.Tensor]) -> dict[int, int]:
 
 
 def _positions(optimizer: torch.optim.Optimizer, index: Mapping[int, int]) -> list[int]:
-    return sorted(index[id(p)] for p in members(optimizer) if id(p) in index)
+    return sorted(index[id(p)] for p in parameters_of([optimizer]) if id(p) in index)
 
 
 def _ranked(index: Mapping[int, int], but: object = None) -> list[list[torch.optim.Optimizer]]:

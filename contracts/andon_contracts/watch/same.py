@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from andon_contracts.act import Scene, with_message
+from andon_contracts.act import Scene, by_rank, with_message
 from andon_contracts.agree import GroupGather, minority, own_group
-from andon_contracts.digest import tensor_digest
-from andon_contracts.laws.law import Judgement, Law, Seen, hexadecimal
+from andon_contracts.digest import hex64, tensor_digest
+from andon_contracts.laws.law import Judgement, Law, Seen
 from andon_contracts.observe import plain
 from andon_contracts.violation import Finding
-from andon_contracts.watch.exchange import WIDTH, Exchange, by_rank
+from andon_contracts.watch.exchange import WIDTH, Exchange
 from andon_contracts.watch.values import text_digest, value_digest
 
 _SHOWN, _BEFORE, _MOST = 60, 20, 1 << 16
@@ -35,7 +35,7 @@ def _tree_law(name: str, *, stops: bool = False) -> Law[Seen[object]]:
         columns = seen.details.get(name, {name: seen.column(name)})
         odd = [each for each, column in columns.items() if len(set(column)) > 1]
         what = "the trees have different leaves" if name == "places" else f"{len(odd)} of {len(columns)} leaves differ"
-        details = tuple((each, " ".join(map(hexadecimal, columns[each]))) for each in odd)
+        details = tuple((each, " ".join(map(hex64, columns[each]))) for each in odd)
         return Finding(what, seen.step, minority(columns[odd[0]]), odd[0], details)
 
     return Law(f"trees-agree/{name}", (name,), check, stops=stops)

@@ -37,6 +37,7 @@ from andon_contracts.liveness.halt import own_store
 from andon_contracts.violation import Halted, Violation, first_line
 from andon_contracts.watch import opening
 from andon_contracts.watch.intercept import Listener, listen
+from andon_contracts.watch.model_probe import parameters_of
 from andon_contracts.watch.settings import Settings, allow_problems
 from andon_contracts.watch.values import text_digest
 from andon_contracts.watch.watcher import Watch
@@ -209,8 +210,8 @@ class Standby(Listener):
         if optimizer in self._running:  # its last update raised, so that its post-hook never ran
             del self._running[self._running.index(optimizer) :]
         # An optimizer that shards its state over ranks makes its update by another optimizer inside.
-        own = set(map(id, opening.members(optimizer)))
-        is_inside = any(own <= set(map(id, opening.members(outer))) for outer in self._running)
+        own = set(map(id, parameters_of([optimizer])))
+        is_inside = any(own <= set(map(id, parameters_of([outer]))) for outer in self._running)
         self._running.append(optimizer)
         if not is_inside and optimizer not in self._seen:
             self._open(optimizer)
@@ -236,7 +237,7 @@ class Standby(Listener):
         self._seen.add(optimizer)
         if opening.is_watched(optimizer):
             return None
-        trained, kind = opening.members(optimizer), type(optimizer).__qualname__
+        trained, kind = parameters_of([optimizer]), type(optimizer).__qualname__
         if not any(isinstance(each, torch.nn.Parameter) for each in trained):
             self._report_unwatched(f"{kind} trains only tensors that are not parameters of a module")
             return None

@@ -50,17 +50,25 @@ def add_checks(context: Context, optimizers: Sequence[torch.optim.Optimizer]) ->
         # All ranks have the same settings, so either all of them or none has these checks.
         clipping = [] if context.settings.clip is None else [Clipping(context, probe)]
         audit = [] if context.settings.reference is None else [Audit(context, probe)]
+        gradients = Gradients(context, probe, scale, next(iter(clipping), None))
         probe.checks = [
-            *(structure, mode, Optimizer(context, probe), buffers, weights, frozen, Gradients(context, probe, scale)),
+            *(structure, mode, Optimizer(context, probe), buffers, weights, frozen, gradients),
             *(*clipping, Applied(context, probe), outcomes, rows, place, copies, scale, reports, *audit),
         ]
         context.probes.append(probe)
     context.all_checks = list(dict.fromkeys([*context.checks, *(c for probe in context.probes for c in probe.checks)]))
 
 
-def _judged_late(subject: ModelProbe) -> bool:
-    """Whether a GPU of this rank computes updates, so that judging one must not wait for it."""
+def _judged_late(subject: ModelProbe) -> bool:  # a name of its own, so that a test without a GPU can replace it
     return subject.gpu() is not None
+
+
+def merged(parts: Sequence[Values]) -> Values:
+    """The values of all checks. Raises `ValueError` if two checks send the same name: one value would be lost."""
+    values = dict(each for part in parts for each in part.items())
+    if len(values) < sum(map(len, parts)):
+        raise ValueError(f"two checks send the same name, of {[*map(list, parts)]}")
+    return values
 
 
 class Updates:
@@ -110,12 +118,9 @@ class Updates:
         context, checks, step = self._context, probe.checks, probe.updates + 1
         with context.timed():
             arrive = start_to_cpu(*(tensors for check in checks for tensors in check.look(probe)))
-            values: Values = {}
-            for check in checks:
-                values |= check.meanwhile(probe)
+            early = [check.meanwhile(probe) for check in checks]
             arrive()
-            for check in checks:
-                values |= check.before(probe)
+            values = merged([*early, *(check.before(probe) for check in checks)])
             self._said = context.exchange(step, f"before {self._number(probe)}", values, judged=True)
             aligned = context.replicas.align(self._said)
             for check in checks:
@@ -146,7 +151,7 @@ class Updates:
 
             def values() -> Values:
                 arrive()
-                return {name: value for part in parts for name, value in part().items()}
+                return merged([part() for part in parts])
 
             self._unjudged = probe, values, context.rows.ids
             probe.updated()
@@ -233,7 +238,7 @@ def _report(
     if in_lockstep(seen.observations):
         details: dict[str, Mapping[str, Sequence[int]]] = {}
         for law in judgement.laws:
-            for name in () if verdicts.is_reported(law.clause) else law.look:
+            for name in () if verdicts.is_reported(law.clause) else law.by_tensor:
                 if name in seen.differing:
                     details.update(_details(context, name, seen.step, probe))
         judgement.seen = replace(seen, details=details)

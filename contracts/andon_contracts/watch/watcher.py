@@ -16,15 +16,15 @@ from torch import Tensor, nn
 
 from andon_contracts.act import Evidence, user_line, write_cause
 from andon_contracts.clauses import CLAUSES
-from andon_contracts.laws.update import GRADIENTS, OPTIMIZERS, REPLICAS
+from andon_contracts.laws.update import OPTIMIZERS, REPLICAS
 from andon_contracts.legible import counted, log
-from andon_contracts.liveness.diagnosis import POINTS, EndMessages, Position
+from andon_contracts.liveness.diagnosis import AT_UPDATE, BEFORE_FORWARD, IN_PASS, EndMessages, Position
 from andon_contracts.liveness.halt import HaltSignal, print_cause
 from andon_contracts.liveness.store_link import open_store
 from andon_contracts.record import LedgerFile
 from andon_contracts.violation import Violation
 from andon_contracts.watch.check import BackwardPass, Context, OptimizerProbe, declared
-from andon_contracts.watch.checks.gradients import Gradients
+from andon_contracts.watch.checks.gradients import GRADIENTS_AGREE, Gradients
 from andon_contracts.watch.checks.outcomes import Outcomes
 from andon_contracts.watch.checks.reports import LoopReports
 from andon_contracts.watch.checks.scale import loss_parts
@@ -41,11 +41,12 @@ from andon_contracts.watch.updates import Updates, add_checks, bundle_tensors
 class Watch:
     """An open watch; made by `andon.watch`. Until the close, all ranks have the same findings."""
 
-    # The sequence of one update. The loop calls the model: `_forward` raises if another rank halted the run, and
+    # One update, as seen from here. The loop calls the model: `_forward` raises if another rank halted the run, and
     # notifies the checks. `intercept` reports the loop's calls of backward, clip, all-reduce and data loaders;
     # `gradient_hooks` reads its gradients. When the loop calls the optimizer's step, `_before_step` judges the last
     # update if that waits for it (on GPUs). Then `Updates.before` lets every check read, gathers the values of all
-    # ranks, and judges them: a broken law becomes a message, or an exception if `action` is "raise". After the step
+    # ranks, and judges them: a broken law becomes a message, or an exception if `action` is "raise". `Check.deferred`
+    # excepts clauses that only a later update can decide (weights that the loop has yet to average). After the step
     # `_after_step` calls `Updates.after`, which reads the new state and judges it, now or before the next update.
 
     def __init__(
@@ -59,7 +60,7 @@ class Watch:
         ledger: LedgerFile | None = None,
     ) -> None:
         self.settings, self.closed = settings, False
-        self._context = context = Context(subject, settings, exchange, replicas)
+        self._context = context = Context(subject, settings, exchange, replicas, halt)
         exchange.comparable = not replicas.cut
         add_checks(context, optimizers)
         covers = {"halt-together": context.between_ranks(), "clip-once": declared(settings.clip, "clip=")}
@@ -68,7 +69,8 @@ class Watch:
             covers |= check.cover()
         self._cover = {name: covers[name] for name in CLAUSES if name in covers}
         live = frozenset(name for name, cover in self._cover.items() if cover.live)
-        states = {name: self._cover[law.clause].state for law in (REPLICAS, GRADIENTS, OPTIMIZERS) for name in law.look}
+        compared = (REPLICAS, GRADIENTS_AGREE, OPTIMIZERS)
+        states = {name: self._cover[law.clause].state for law in compared for name in law.by_tensor}
         replicated = {name: not replicas.cut and state != "not applicable" for name, state in states.items()}
         context.recorder = Recorder(ledger, subject, replicated)
         evidence = Evidence(
@@ -85,6 +87,7 @@ class Watch:
             halt.evidence = evidence
             exchange.set_callbacks(lambda: halt.raise_if_halted(again=True), halt.lost, halt.pending)
         self._updates = Updates(context)
+        # `_LoopCalls` is last: it clears `context.backward` after all checks have read it in `backward_over`.
         self.listeners: list[Listener] = [*context.all_checks, _LoopCalls(context, halt)]
         self._handled = sys.exc_info()[1]
         """The exception that the loop was already handling when the watch opened. It does not count as a failure."""
@@ -102,7 +105,7 @@ class Watch:
         self._demand_open()
         self._context.check(LoopReports).batch(ids, content)  # if it raises, no new micro-batch begins
         for probe in self._context.probes:
-            probe.check(Gradients).raw_hooks.backward_seen = False
+            probe.check(Gradients).new_batch()
 
     def loss(self, loss: float | Tensor, count: int) -> None:
         """Report `loss`, the sum of the losses of `count` rows of this rank. Call it for each micro-batch."""
@@ -178,12 +181,15 @@ class Watch:
 
     @property
     def findings(self) -> tuple[Violation, ...]:
-        """The violations and suspicions reported as causes, in order. Their effects are in their messages (`also`)."""
+        """The violations and suspicions reported as causes, in order. At the close they may differ between ranks.
+
+        The effects of a cause are in its message (`also`) and in the ledger.
+        """
         return tuple(self._context.verdicts.findings)
 
     @property
     def violations(self) -> int:
-        """The number of violations so far, with repeats and effects, without suspicions and silenced ones."""
+        """How often clauses were broken: repetitions and effects count, suspicions and silenced clauses do not."""
         return self._context.verdicts.counts.total()
 
     @property
@@ -250,17 +256,15 @@ class Watch:
     def _begin(self) -> None:
         """Meet the other ranks, compare the initial state, install the hooks. An error undoes all of it."""
         try:
-            self._at(0)
+            self._at(BEFORE_FORWARD)
             if self._halt is not None:
                 self._halt.meet()  # ranks leave it at different times; the gather in `start` synchronizes them
             self._updates.start()
-            self._at(0)
+            self._at(BEFORE_FORWARD)
             self._hook()
         except BaseException as error:
             for undo in reversed(self._undo):
                 undo()
-            for probe in self._context.probes:
-                probe.check(Gradients).close()
             self._context.recorder.close(reason_of(error))
             self._context.exchange.close()
             if self._halt is not None:
@@ -287,13 +291,12 @@ class Watch:
         for probe in self._context.probes:
             self._undo.append(probe.optimizer.register_step_pre_hook(self._before_step).remove)
             self._undo.append(probe.optimizer.register_step_post_hook(self._after_step).remove)
-            probe.check(Gradients).raw_hooks.halt = self._halt
         self._undo.append(listen(*self.listeners))
         atexit.register(self._leave, os.getpid())
 
     def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._raise_if_halted()
-        self._at(1)
+        self._at(IN_PASS)
         if not self._context.muted:
             with outside_of_transforms():
                 for check in self._context.all_checks:
@@ -308,7 +311,7 @@ class Watch:
         if _within_a_step(optimizer):
             return None
         self._raise_if_halted(again=True)
-        self._at(2)
+        self._at(AT_UPDATE)
         probe = self._probe_of(optimizer)
         self._updates.judge_made()
         positional = len(args) > 1
@@ -331,14 +334,14 @@ class Watch:
         if _within_a_step(optimizer):
             return
         self._updates.after(self._probe_of(optimizer))
-        self._at(0)
+        self._at(BEFORE_FORWARD)
 
     def _probe_of(self, optimizer: torch.optim.Optimizer) -> OptimizerProbe:
         return next(probe for probe in self._context.probes if probe.optimizer is optimizer)
 
-    def _at(self, place: int) -> None:
+    def _at(self, point: str) -> None:
         if self._halt is not None:
-            self._halt.at(self._context.updates + 1, POINTS[place], self._context.last_equal)
+            self._halt.at(self._context.updates + 1, point, self._context.last_equal)
 
     def _raise_if_halted(self, *, again: bool = False) -> None:
         if self._halt is not None:
@@ -395,12 +398,12 @@ class Watch:
 
     def _say_closing(self, unread: str) -> None:
         context, covers, verdicts, steps = self._context, self._cover, self._context.verdicts, self._context.steps
-        spent = context.added_s + sum(probe.check(Gradients).raw_hooks.host_seconds for probe in context.probes)
+        spent = context.added_s + sum(probe.check(Gradients).host_seconds for probe in context.probes)
         # Clauses for which the loop passed no values count as unchecked.
         unreported = context.check(LoopReports).unreported
         evaluated = {name: count for name, count in verdicts.evaluations.items() if count and name not in unreported}
         unchecked = [name for name in covers if name not in evaluated]
-        findings = f"{counted(len(verdicts.counts), 'violation')}, {counted(len(verdicts.suspected), 'suspicion')}"
+        findings = f"{counted(len(verdicts.counts), 'clause')} broken, {len(verdicts.suspected)} suspected"
         clauses = f"{len(covers) - len(unchecked)} of {len(covers)} clauses"
         times, first = counted(sum(evaluated.values()), "time"), verdicts.first_steps
         repeated, silenced = (verdicts.counts + verdicts.suspected).items(), verdicts.silenced.items()

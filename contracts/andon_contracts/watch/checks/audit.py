@@ -69,7 +69,7 @@ def _gradient_law(seen: Seen[object]) -> Finding | None:
     place = max(range(len(errors)), key=lambda rank: errors[rank] if math.isfinite(errors[rank]) else math.inf)
     worst = seen.observations[place].values
     ratio, rest = real_of(worst["ratio"]), real_of(worst["rest"])
-    likely = ""
+    likely = None
     if rest <= RATIO_TOLERANCE and abs(ratio - 1) >= RATIO_TOLERANCE:
         factor = name_ratio(ratio, len(seen.observations), worst["micro-batches"])
         what = f"the reduced gradient is {ratio:.3f} x the reference{factor}"

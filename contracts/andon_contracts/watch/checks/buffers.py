@@ -15,7 +15,7 @@ from torch import Tensor
 
 from andon_contracts.laws.law import Law, Seen, difference
 from andon_contracts.observe import Observer, chained
-from andon_contracts.violation import OTHER_SHAPES, Finding
+from andon_contracts.violation import Finding
 from andon_contracts.watch.check import Check, Context, Cover, OptimizerProbe, Values
 from andon_contracts.watch.checks.frozen import ROUND, parts_of
 from andon_contracts.watch.checks.gradients import Gradients
@@ -41,15 +41,16 @@ def _buffers_agree(seen: Seen[object]) -> Finding | None:
         return None
     reshaped = seen.differing_tensors("shapes of buffers")
     odd = reshaped or seen.differing_tensors("buffers")
-    what = OTHER_SHAPES if reshaped else "are not the same"
+    what = "do not have the same shape on all ranks" if reshaped else "are not the same"
     name = "buffers" if _differ(seen, "buffers") else "caches"
     found = difference(Seen(seen.observations, None), name, f"the buffers with which the forward pass began {what}")
     # A forward pass begins with the buffers that the update before it left.
-    return Finding(found.seen, max(found.step - 1, 0), found.ranks, (*odd, "buffers")[0])
+    likely = "" if reshaped else None
+    return Finding(found.seen, max(found.step - 1, 0), found.ranks, (*odd, "buffers")[0], likely=likely)
 
 
 class Buffers(Check):
-    before_laws = (Law("buffers-agree/before", ("buffers", "caches"), _buffers_agree, look=("buffers", "caches")),)
+    before_laws = (Law("buffers-agree/before", ("buffers", "caches"), _buffers_agree, by_tensor=("buffers", "caches")),)
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -86,7 +87,7 @@ class Buffers(Check):
         context = self.context
         if not torch.is_grad_enabled() or context.muted:
             return
-        probes = [probe for probe in context.probes if not probe.check(Gradients).raw_hooks.started]
+        probes = [probe for probe in context.probes if not probe.check(Gradients).started]
         saved, caches = context.subject.buffer_scopes[scope].buffers()
         # A transform of `torch.func` may call the model with other buffers.
         if not probes or any(map(torch._C._functorch.is_functorch_wrapped_tensor, (*saved, *caches))):

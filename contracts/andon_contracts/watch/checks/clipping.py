@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from andon_contracts.agree import bits_of, real_of
+from andon_contracts.agree import real_of
 from andon_contracts.laws.law import Law, Observations, Seen
 from andon_contracts.laws.update import Reduced, clipped_norm, is_clipped_once
 from andon_contracts.observe import norm_of, plain
 from andon_contracts.violation import Finding
 from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values
+from andon_contracts.watch.gradient_hooks import same_memory
 
 _NORM_TOLERANCE = 1e-3
 """The relative error of torch's norms. Ranks whose norms differ by more have different gradients."""
@@ -117,10 +117,9 @@ class ClipPlace(Check):
             self._calls |= _CLIPPED
 
     def reducing(self, tensor: Tensor, group: object, waits: bool) -> None:
-        if self._clipped and (group is None or group is dist.group.WORLD):
-            gradients = [each.grad for each, _ in self._clipped.values() if each.grad is not None]
-            if any(tensor is each or (tensor.data_ptr() == each.data_ptr() != 0) for each in gradients):
-                self._calls |= _UNREDUCED
+        is_clipped = any(same_memory(tensor, each.grad) for each, _ in self._clipped.values())
+        if is_clipped and self.context.exchange.has_all_ranks(group):
+            self._calls |= _UNREDUCED
 
     def unscaling(self, scaler: Any, optimizer: Any) -> None:
         members = (each for group in optimizer.param_groups for each in group["params"])
@@ -187,23 +186,22 @@ class Clipping(Check):
     def _norm(self, members: frozenset[int], order: float) -> float:
         return _norm([plain(g) for i in members if (g := self._probe.members[i].grad) is not None], order)
 
-    def before(self, probe: OptimizerProbe) -> Values:
-        """The norms before and after the clip call with the largest error.
+    def norms(self) -> tuple[float, float] | None:
+        """The norms before and after the clip call with the largest error; `Gradients` sends them.
 
-        No values if a plain call clipped the whole gradient, or if the calls do not partition it: the law then judges
-        what `Gradients` sends.
+        None if a plain call clipped the whole gradient, or if the calls do not partition it: `Gradients` then sends the
+        norms of the whole gradient.
         """
-        limit, calls = self._limit, self._calls
+        limit, calls, probe = self._limit, self._calls, self._probe
         if limit is None or getattr(probe.optimizer, "found_inf", None):
-            return {}
+            return None
         trained = {index for index, parameter in enumerate(probe.members) if parameter.grad is not None}
         clipped = [index for call in calls for index in call.members]
         is_plain = len(calls) == 1 and calls[0].order == 2 and calls[0].alone
         if not calls or is_plain or len(clipped) != len(trained) or set(clipped) != trained:
-            return {}
+            return None
         norms = [(c.norm, c.norm * self._norm(c.members, c.order) / c.own if c.own else 0.0) for c in calls]
-        norm, result = max(norms, key=lambda pair: abs(pair[1] - clipped_norm(pair[0], limit)))
-        return {"norm": bits_of(norm), "clipped": bits_of(result)}
+        return max(norms, key=lambda pair: abs(pair[1] - clipped_norm(pair[0], limit)))
 
     def new_window(self, probe: OptimizerProbe) -> None:
         self._calls.clear()

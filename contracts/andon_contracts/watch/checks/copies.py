@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from andon_contracts.agree import Observation
-from andon_contracts.laws.law import Law, Observations, Seen, hexadecimal
+from andon_contracts.digest import hex64
+from andon_contracts.laws.law import Law, Observations, Seen
 from andon_contracts.legible import log_once
 from andon_contracts.observe import Observer, plain
 from andon_contracts.violation import Finding, first_line
@@ -56,7 +57,7 @@ def _copies_agree(seen: Seen[object]) -> Finding | None:
     )
     if not ranks:
         return None
-    shown = ", ".join(f"rank {rank}: {' '.join(map(hexadecimal, each))}" for rank, each in enumerate(kept))
+    shown = ", ".join(f"rank {rank}: {' '.join(map(hex64, each))}" for rank, each in enumerate(kept))
     what = f"an updated copy of the model (an average, a teacher) differs between the ranks that keep one ({shown})"
     culprits = ranks if 2 * len(ranks) < len(seen.observations) else ()
     return Finding(what, max(seen.step - 1, 0), culprits, "copy of the model")

@@ -71,7 +71,7 @@ _LOOP_LAWS = (
 
 
 class Mode(Check):
-    before_laws = (Law("modes-agree/before", ("modes", "modules"), _modes_agree, look=("modes",)),)
+    before_laws = (Law("modes-agree/before", ("modes", "modules"), _modes_agree, by_tensor=("modes",)),)
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)

@@ -77,7 +77,7 @@ _HYPERPARAMETERS = ("hyperparameters", "rate", "layout")
 
 class Optimizer(Check):
     before_laws = (
-        Law("hyperparameters-agree/before", _HYPERPARAMETERS, _hyperparameters_agree, look=("hyperparameters",)),
+        Law("hyperparameters-agree/before", _HYPERPARAMETERS, _hyperparameters_agree, by_tensor=("hyperparameters",)),
         Law("learning-rate-planned/before", ("rate", "planned"), _rate_planned),
         none_has(
             "groups-planned/before", "ungrouped", "does not have the hyperparameters that groups= declares for its name"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from andon_contracts.agree import bits_of, real_of
+from andon_contracts.agree import WRAP, bits_of, real_of
 from andon_contracts.digest import digests_by_name
 from andon_contracts.laws.law import Law, Observations
 from andon_contracts.laws.update import COUNTED, EVALUATED, RESTORED, Count, Evaluation, Restored
@@ -22,7 +22,6 @@ from andon_contracts.violation import first_line
 from andon_contracts.watch.check import Check, Context, Cover, OptimizerProbe, declared
 from andon_contracts.watch.values import ids_of, lenient_digest, state_digest, text_digest
 
-_WRAP = 1 << 64
 S = TypeVar("S")
 
 
@@ -159,9 +158,9 @@ class Outcomes(Check):
         return {f"random state of rank {rank}": (state,) * len(states) for rank, state in enumerate(states)}
 
     def _judge_restored(self, saved: Mapping[str, int], live: Mapping[str, tuple[int, ...]]) -> None:
-        wanted = {name: digest % _WRAP for name, digest in saved.items()}
+        wanted = {name: digest % WRAP for name, digest in saved.items()}
         # A checkpoint does not restore state that the optimizer created after the save.
-        found = {name: tuple(digest % _WRAP for digest in live[name]) for name in wanted if name in live}
+        found = {name: tuple(digest % WRAP for digest in live[name]) for name in wanted if name in live}
         self._judge(RESTORED, Restored(wanted, found, self._step))
 
     def _raise_on_all_ranks(self, problem: str) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from andon_contracts.agree import bits_of, real_of
 from andon_contracts.laws.law import Law, Observations, Seen
+from andon_contracts.observe import has_other_hooks
 from andon_contracts.violation import Finding
 from andon_contracts.watch.check import LIVE, BackwardPass, Check, Context, Cover, OptimizerProbe, Values
 from andon_contracts.watch.values import text_digest
@@ -135,7 +136,7 @@ def _factor_of_layout(seen: Seen[Scales]) -> Finding | None:
     if not any(_close(now.first_part, each) or _close(now.first_part, 1 / each) for each in layout):
         return None
     twice = "the loss is divided twice, by the number of micro-batches or the world size, or it is scaled on purpose"
-    return Finding(now.description(world), seen.step, (), "gradient", likely=twice if now.first_part < 1 else "")
+    return Finding(now.description(world), seen.step, (), "gradient", likely=twice if now.first_part < 1 else None)
 
 
 _READS = (
@@ -496,7 +497,7 @@ class GradientScale(Check):
         if self._dots_sent or not self._known or self._raw is None or parameter is None or parameter.grad is None:
             return
         # A hook of the loop may change the gradient after it was read.
-        if len(parameter._backward_hooks or ()) > 1 or parameter._post_accumulate_grad_hooks:
+        if has_other_hooks(parameter, own=1):
             self._known = False
             return
         dots, scale = self._dots(parameter.grad), getattr(probe.optimizer, "grad_scale", None)

@@ -70,7 +70,7 @@ def _not_toggled(seen: Seen[object]) -> Finding | None:
     return Finding(what, found.step, (), found.tensor)
 
 
-_PARAMETERS = Law("parameters-kept/before", ("change", "layout"), _parameters_kept, look=("layout",))
+_PARAMETERS = Law("parameters-kept/before", ("change", "layout"), _parameters_kept, by_tensor=("layout",))
 _TOGGLED = Law("parameters-kept/alike", ("change",), _not_toggled, suspicion=True)
 
 _IMPRECISE = "is trained in 16 bits: an update below half a unit in the last place is lost"

@@ -14,14 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from operator import attrgetter
 
-import torch.distributed as dist
 from torch import Tensor
 
 from andon_contracts.agree import bits_of
 from andon_contracts.laws.law import Law, Seen
 from andon_contracts.laws.update import REPLICAS
 from andon_contracts.observe import Look, Observer
-from andon_contracts.violation import NOT_SEEN_REDUCED, Finding
+from andon_contracts.violation import Finding
 from andon_contracts.watch.check import Check, Context, Cover, OptimizerProbe, Values
 
 _REREAD = 16
@@ -43,10 +42,10 @@ def _not_parted(seen: Seen[object]) -> Finding | None:
     if "weights" not in seen.differing:
         return None
     what = (
-        f"the trainable weights differ between ranks, and {NOT_SEEN_REDUCED}. This is right if the loop averages the "
-        "weights later (local SGD). If the loop never does, the closing lines report it"
+        "the trainable weights differ between ranks, and no reduction of their gradients was seen. This is right if "
+        "the loop averages the weights later (local SGD). If the loop never does, the closing lines report it"
     )
-    return Finding(what, seen.step, (), (*seen.differing_tensors("weights"), "weights")[0])
+    return Finding(what, seen.step, (), (*seen.differing_tensors("weights"), "weights")[0], likely="")
 
 
 def _met(seen: Seen[object]) -> Finding | None:
@@ -55,7 +54,7 @@ def _met(seen: Seen[object]) -> Finding | None:
     return Finding(what, seen.step, (), "weights") if since else None
 
 
-PARTED = Law("replicas-agree/parted", ("weights",), _not_parted, look=("weights",), suspicion=True)
+PARTED = Law("replicas-agree/parted", ("weights",), _not_parted, by_tensor=("weights",), suspicion=True)
 """After an update for which no reducer is known: only later updates show whether the weights may differ."""
 _MET_AT_CLOSE = Law("replicas-agree/close", ("parted",), _met)
 
@@ -83,8 +82,7 @@ class Weights(Check):
         return {"replicas-agree": self.context.between_replicas()}
 
     def reducing(self, tensor: Tensor, group: object, waits: bool) -> None:
-        world = dist.get_world_size(group) if isinstance(group, dist.ProcessGroup) else 0
-        if not self.context.muted and (group is None or world == self.context.world):
+        if not self.context.muted and self.context.exchange.has_all_ranks(group):
             self._elements_reduced += tensor.numel()
 
     def begin_step(self) -> None:
