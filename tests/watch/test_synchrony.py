@@ -8,7 +8,6 @@ import json
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -363,8 +362,7 @@ def test_a_rank_that_closes_later_is_not_waited_for_and_nobody_is_blamed() -> No
 
 
 def _reduces_and_clips() -> tuple[list[str], list[str], str]:
-    """What is found first if ranks reduce over a group in different orders, what if a sparse gradient is reduced after
-    a clip call, and the message if the ranks clip to different limits."""
+    """Findings of reductions in different orders, of a sparse one after a clip, and a message on different limits."""
     group, pair = dist.new_group([0, 1]), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     sparse, model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 2)), DistributedDataParallel(net())
     assert [RankSet([0, 1]).all_in(each) for each in (None, group, dist.new_group([0]))] == [True, True, False]
@@ -379,17 +377,16 @@ def _reduces_and_clips() -> tuple[list[str], list[str], str]:
 
     first = clauses(watched(pair, sgd(pair), 1, reduce, group=group))[:1]
     right = clauses(watched(sparse, sgd(sparse), 2, clip, lambda model: model(torch.tensor([0, 3])).square().sum()))
-    apart = partial(nn.utils.clip_grad_norm_, model.parameters(), 0.1 + 0.1 * dist.get_rank())
-    (found,) = watched(model, sgd(model), 1, lambda step: apart()).findings
+    limit = 0.1 + 0.1 * dist.get_rank()
+    (found,) = watched(model, sgd(model), 1, lambda _: nn.utils.clip_grad_norm_(model.parameters(), limit)).findings
     return first, right, f"{found}{found.finding.seen}"
 
 
 def test_reductions_are_known_by_the_ranks_of_their_group_and_by_memory() -> None:
     for first, right, message in answers(2, _reduces_and_clips):
         assert (first, right) == (["collectives-agree"], [])
-        assert "where    gradient of 0.weight (4 of 4 tensors)" in message
-        assert "or the ranks clipped differently" in message
-        assert "the gradients passed to the optimizer differ" in message
+        words = ("gradient of 0.weight (4 of 4", "or the ranks clipped differently", "passed to the optimizer differ")
+        assert all(each in message for each in words)
 
 
 def test_two_checks_cannot_send_one_name() -> None:

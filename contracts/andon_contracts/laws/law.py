@@ -200,10 +200,7 @@ def difference(seen: Seen[object], name: str, what: str, *, real: bool = False) 
 def agreeing(
     law: str, names: Sequence[str], what: str, *, device: bool = False, by_tensor: bool = False, real: bool = False
 ) -> Law[Seen[object]]:
-    """The law that every rank has the same value under each of `names`. device: a device can decide it too.
-
-    by_tensor: if the last of `names` differs, it is compared tensor by tensor.
-    """
+    """The law that every rank has the same value under each of `names`; by_tensor: the last of them is compared so."""
 
     def check(seen: Seen[object]) -> Finding | None:
         name = next((name for name in names if name in seen.differing), None)

@@ -121,9 +121,7 @@ class PendingCollectives:
 
     def reducing(self, group: Any, *, waits: bool) -> None:
         """The loop begins a reduction over `group` (None: all ranks). waits: it blocks until `resumed`."""
-        if threading.get_ident() != self._owner:
-            return
-        if self._ranks.all_in(group):
+        if threading.get_ident() == self._owner and self._ranks.all_in(group):
             name = getattr(group or dist.group.WORLD, "group_name", "")
             self._reductions[name] += 1
             self._inside = (name, self._reductions[name]) if waits else None

@@ -180,15 +180,11 @@ def open_watch(model: nn.Module, optimizers: Sequence[Any], settings: Settings) 
             _halt_signals[name] += 1
             store = own_store(f"{name}/{_halt_signals[name]}")
             if store is not None:
-                halt = HaltSignal(
-                    SignedStore(store, secret_from_ints(seen[0].values)),
-                    exchange.rank,
-                    exchange.world_size,
-                    PendingCollectives(ranks),
-                    hard_stop=settings.hard_stop,
-                    patience_s=settings.patience.total_seconds(),
-                    warns=settings.action == "warn",
-                )
+                signed, pending = SignedStore(store, secret_from_ints(seen[0].values)), PendingCollectives(ranks)
+                options = {"hard_stop": settings.hard_stop, "warns": settings.action == "warn"}
+                patience_s = settings.patience.total_seconds()
+                size = exchange.world_size
+                halt = HaltSignal(signed, exchange.rank, size, pending, patience_s=patience_s, **options)
                 undo.push(halt.end_with)
         opened = Watch(subject, optimizers, settings, exchange, parts, halt, file)
         undo.pop_all()

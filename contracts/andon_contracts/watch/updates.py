@@ -185,14 +185,10 @@ class Updates:
         context, synchrony = self._context, probe.check(Weights).synchrony
         if context.settings.recording and self._said and in_lockstep(self._said) and in_lockstep(said):
             several = len(context.probes) > 1
-            context.recorder.step(
-                self._said,
-                said,
-                context.check(LoopReports).of_update,
-                step=context.settings.start + context.steps if several else probe.updates,
-                index=self._number(probe) if several else None,
-                draws=context.check(Mode).draws,
-            )
+            step = context.settings.start + context.steps if several else probe.updates
+            index, draws = self._number(probe) if several else None, context.check(Mode).draws
+            reports = context.check(LoopReports).of_update
+            context.recorder.step(self._said, said, reports, step=step, index=index, draws=draws)
         seen: Seen[object] = Seen(context.replicas.align(said), None, context.subject.names)
         waiting = synchrony.after(seen) if in_lockstep(said) else frozenset[str]()
         laws = [law for law in self._after_laws[probe] if law.clause not in waiting]
@@ -286,13 +282,8 @@ def _details(context: Context, name: str, step: int, probe: OptimizerProbe | Non
         shapes = {n: layout_digest({"": buffer}) for n, buffer in buffers.items()}
         details["shapes of buffers"] = spread(step, "shapes of buffers", shapes)
     elif name == "modes":
-        return {
-            name: spread(
-                step,
-                "modes of modules",
-                {name or "the model": int(module.training) for name, module in subject.inner.named_modules()},
-            )
-        }
+        modes = {n or "the model": int(module.training) for n, module in subject.inner.named_modules()}
+        return {name: spread(step, "modes of modules", modes)}
     elif name == "hyperparameters" and probe is not None:
         return {name: spread(step, name, hyperparameters_by_key(probe.optimizer))}
     align = context.replicas.aligned

@@ -39,7 +39,7 @@ from andon_contracts.watch.updates import Updates, add_checks, bundle_tensors
 
 
 class Watch:
-    """An open watch; made by `andon.watch`. Until the close, all ranks have the same findings."""
+    """An open watch; made by `andon.watch`. At the close, ranks may differ in `findings` and `violations`."""
 
     # One update, as seen from here. The loop calls the model: `_forward` raises if another rank halted the run, and
     # notifies the checks. `intercept` reports the loop's calls of backward, clip, all-reduce and data loaders;
@@ -73,14 +73,9 @@ class Watch:
         states = {name: self._cover[law.clause].state for law in compared for name in law.by_tensor}
         replicated = {name: not replicas.cut and state != "not applicable" for name, state in states.items()}
         context.recorder = Recorder(ledger, subject, replicated)
-        evidence = Evidence(
-            None if settings.folder is None else Path(settings.folder),
-            exchange.rank,
-            exchange.world_size,
-            lambda: list(context.rows.ids),
-            lambda named: bundle_tensors(context, named),
-            subject.accelerators(),
-        )
+        folder = None if settings.folder is None else Path(settings.folder)
+        ids, tensors = (lambda: list(context.rows.ids)), partial(bundle_tensors, context)
+        evidence = Evidence(folder, exchange.rank, exchange.world_size, ids, tensors, subject.accelerators())
         context.verdicts = Verdicts(settings, live, record=context.recorder.violation, evidence=evidence)
         self._halt = halt
         if halt is not None:
@@ -181,10 +176,7 @@ class Watch:
 
     @property
     def findings(self) -> tuple[Violation, ...]:
-        """The violations and suspicions reported as causes, in order. At the close they may differ between ranks.
-
-        The effects of a cause are in its message (`also`) and in the ledger.
-        """
+        """The violations and suspicions reported as causes, in order; their effects are in the message and ledger."""
         return tuple(self._context.verdicts.findings)
 
     @property
@@ -237,10 +229,8 @@ class Watch:
         if missing or unseen:
             lines.append(f"  not watched: {', '.join([*unseen, *missing])}" + f"; {where}" * bool(missing))
         if beside:
-            tensors = counted(beside, "tensor")
-            lines.append(
-                f"  not watched: the updates of {tensors} in the optimizers that are not parameters of the model"
-            )
+            tensors = f"{counted(beside, 'tensor')} in the optimizers that are not parameters of the model"
+            lines.append(f"  not watched: the updates of {tensors}")
         if settings.verbose:
             width = max(map(len, covers))
             lines += [f"  {name:<{width}}  {cover.state:<14}  {cover.why}".rstrip() for name, cover in covers.items()]
@@ -278,9 +268,8 @@ class Watch:
         several = isinstance(subject.inner, ModuleGroup)
         called = list(subject.inner.children()) if several else [subject.hooked_module]
         before, after = ForwardHook(self._forward, arguments=True), ForwardHook(self._forwarded)
-        for module in {
-            id(each): each for each in (*called, *(scope.hooked_module for scope in subject.buffer_scopes))
-        }.values():
+        called += [scope.hooked_module for scope in subject.buffer_scopes]
+        for module in {id(each): each for each in called}.values():
             self._undo.append(module.register_forward_pre_hook(before, with_kwargs=True).remove)
             self._undo.append(module.register_forward_hook(after).remove)
         if pending is not None and not subject.forward_is_compiled:

@@ -45,8 +45,8 @@ def _buffers_agree(seen: Seen[object]) -> Finding | None:
     name = "buffers" if _differ(seen, "buffers") else "caches"
     found = difference(Seen(seen.observations, None), name, f"the buffers with which the forward pass began {what}")
     # A forward pass begins with the buffers that the update before it left.
-    likely = "" if reshaped else None
-    return Finding(found.seen, max(found.step - 1, 0), found.ranks, (*odd, "buffers")[0], likely=likely)
+    tensor = (*odd, "buffers")[0]
+    return Finding(found.seen, max(found.step - 1, 0), found.ranks, tensor, likely="" if reshaped else None)
 
 
 class Buffers(Check):

@@ -187,10 +187,9 @@ class Clipping(Check):
         return _norm([plain(g) for i in members if (g := self._probe.members[i].grad) is not None], order)
 
     def norms(self) -> tuple[float, float] | None:
-        """The norms before and after the clip call with the largest error; `Gradients` sends them.
+        """The norms before and after the clip call with the largest error, which `Gradients` sends.
 
-        None if a plain call clipped the whole gradient, or if the calls do not partition it: `Gradients` then sends the
-        norms of the whole gradient.
+        None, for the norms of the whole gradient, if a plain call clipped it or the calls do not partition it.
         """
         limit, calls, probe = self._limit, self._calls, self._probe
         if limit is None or getattr(probe.optimizer, "found_inf", None):

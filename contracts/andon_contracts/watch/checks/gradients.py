@@ -140,7 +140,6 @@ class Gradients(Check):
 
     @property
     def started(self) -> bool:
-        """Whether a backward pass of this window has reached a parameter."""
         return self._raw_hooks.started
 
     @property
