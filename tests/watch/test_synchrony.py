@@ -189,7 +189,7 @@ def test_ranks_are_held_to_their_own_part() -> None:
 
 def test_what_is_no_partition_is_refused() -> None:
     assert replicas_of([0, 1, 0, 1], [2, 2, 2, 2]).copies == 2
-    with pytest.raises(ValueError, match="rank 1 names 2 replicas"):
+    with pytest.raises(ValueError, match="rank 1 names 2 ranks"):
         replicas_of([0, 1, 0, 3], [2, 2, 2, 2])
 
 
