@@ -671,7 +671,7 @@ Reference = Callable[[nn.Module, Sequence[int]], tuple[Tensor, int]]
 def balanced(model: nn.Module, ids: Sequence[int]) -> tuple[Tensor, int]:
     """Divided by a number that depends on all rows: no sum over rows."""
     loss, count = loss_sum(model, ids)
-    return loss * (1 + len(set(data()[1][torch.tensor(list(ids))].tolist()))), count
+    return loss * (1 + len(set(data()[1][ids].tolist()))), count
 
 
 def _audited(model: Callable[[], nn.Module], reference: Reference, factor: float) -> tuple[list[str], int]:

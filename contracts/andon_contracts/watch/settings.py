@@ -19,7 +19,7 @@ from andon_contracts.watch.model_probe import ModelProbe, unknown_names
 from andon_contracts.watch.values import text_digest
 
 Action = Literal["warn", "raise"] | Callable[[Violation], None]
-Reference = Callable[[nn.Module, Sequence[int]], tuple[torch.Tensor, int]]
+Reference = Callable[[nn.Module, list[int]], tuple[torch.Tensor, int]]
 Schedule = Callable[[int], float]
 Plan = Callable[[int], Sequence[int]]
 

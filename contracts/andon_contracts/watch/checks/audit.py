@@ -83,7 +83,7 @@ def _gradient_law(seen: Seen[object]) -> Finding | None:
 GRADIENT_LAW = (Law("gradient-law/audit", ("ratio", "error", "rest", "tolerance", "micro-batches"), _gradient_law),)
 
 
-_ForwardPass = tuple[Sequence[int], Tensor | None]
+_ForwardPass = tuple[list[int], Tensor | None]
 """The rows of one forward pass, and the random state before it; None for the present state."""
 
 
@@ -129,7 +129,7 @@ class Audit(Check):
 
     def judge(self, probe: OptimizerProbe, said: Observations, aligned: Observations) -> None:
         reference, step = self.context.settings.reference, said[0].step
-        ids = self.context.check(LoopReports).of_update.union
+        ids = list(self.context.check(LoopReports).of_update.union)  # a tuple would index dimensions, not rows
         # Before a reduction the gradient is not that of all rows.
         if reference is None or not self._due or not ids or not probe.check(Weights).synchrony.known:
             return
@@ -144,7 +144,7 @@ class Audit(Check):
             scene = self.context.scene_of(probe, aligned, applied=False)
             self.context.verdicts.judge(GRADIENT_LAW, Seen[object](seen, None), scene)
 
-    def _forward_passes(self, step: int, ids: Sequence[int]) -> list[_ForwardPass] | None:
+    def _forward_passes(self, step: int, ids: list[int]) -> list[_ForwardPass] | None:
         """The forward passes to recompute: one of all rows, or those of the loop; None if a random state is missing."""
         batches = self.context.rows.batches
         known = [batch.random for batch in batches if batch.random is not None]
