@@ -377,21 +377,43 @@ def test_a_message_says_shapes_and_what_was_applied() -> None:
     assert "  state    step 2 was not applied yet, and the loop goes on; last state known equal: step 1" in gradient
 
 
-def _generators() -> list[list[str]]:
+def _expected() -> list[list[str]]:
+    def generator(seed: int) -> torch.Generator:
+        return torch.Generator().manual_seed(seed)
+
     found = []
-    for seeds, must in (((4, 4), "agree"), ((4, 5), "agree"), ((4, 4), "differ")):
-        model = net()
+    for must, *values in (
+        ("agree", generator(4), generator(4)),
+        ("agree", generator(4), generator(5)),
+        ("agree", 0.5, torch.tensor(2)),
+        ("differ", "seven", "seven"),
+        ("agree", 8, None),
+    ):
+        model, value = net(), values[dist.get_rank()]
         with andon.watch(model, optimizer := sgd(model), action=lambda found: None) as watch:
-            watch.expect("augmentation", torch.Generator().manual_seed(seeds[dist.get_rank()]), must)
+            if value is not None:
+                watch.expect("augmentation", value, must)
             loss_of(model).backward()
             optimizer.step()
-        found.append(clauses(watch))
+        found.append([line for each in watch.findings for line in str(each).splitlines()[1:4]])
     return found
 
 
-def test_a_generator_is_judged_by_its_state() -> None:
-    """Equal seeds agree although the objects are two, other seeds do not."""
-    assert answers(2, _generators)[0] == [[], ["randomness-declared"], ["randomness-declared"]]
+def test_a_value_is_named_and_shown_by_rank() -> None:
+    """Equal seeds agree although the generators are two. A random state has no text, and causes of its own."""
+    agree, differ = "the ranks have different values, and must agree", "ranks 0, 1 have the same value, and must differ"
+    own = "each rank computes the value from its own rows, settings or random numbers"
+    cases = (
+        (agree, "one seed on all ranks, or a draw on one rank only"),
+        (f"{agree} (rank 0: 0.5, rank 1: 2)", own),
+        (f"{differ} (rank 0: 'seven', rank 1: 'seven')", "the value does not depend on the rank"),
+        (f"{agree} (rank 0: 8, rank 1: no value was told)", own),
+    )
+    wanted = [
+        ["  where    augmentation", f"  seen     {what}", f"  likely   {likely}  [inference, not proof]"]
+        for what, likely in cases
+    ]
+    assert answers(2, _expected) == [[[], *wanted]] * 2
 
 
 def _tagged() -> list[str]:
