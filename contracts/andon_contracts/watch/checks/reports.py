@@ -24,8 +24,6 @@ from andon_contracts.watch.values import contents_of, ids_of, text_digest, value
 EXPECTED = 4
 """The most values that `w.expect` compares."""
 _MUST = {"agree": 1, "differ": 2}
-_SHORT = 80
-"""Longer texts are not shown."""
 _SAMPLE = 256
 """About this many rows of the ranks' data sets are compared at the start."""
 
@@ -126,7 +124,7 @@ def _text_of(value: object) -> str:
     """A number, a short text or a tensor of few elements as text; "" for any other value, as a random state."""
     if isinstance(value, Tensor) and value.numel() <= EXPECTED:
         return str(value.tolist())
-    return repr(value) if isinstance(value, Number) or (isinstance(value, str) and len(value) < _SHORT) else ""
+    return repr(value) if isinstance(value, Number) or (isinstance(value, str) and len(value) < 80) else ""
 
 
 _ROWS = (Law("samples-once/told", ("ids",), _rows_once),)
@@ -223,7 +221,7 @@ class LoopReports(Check):
                 step, json.dumps({n: text for n, (*_, text) in self._expected.items()})
             )
             as_expected.seen = replace(as_expected.seen, want=[json.loads(text) for text in texts])
-        context.verdicts.report_all(as_expected, context.scene())
+        context.verdicts.report_all(as_expected, context.scene_of(probe, aligned, applied=False))
         self.of_update = UpdateRows()
         if any(o.values["reports"] for o in said):
             if any(o.values["loss rows"] for o in said):
