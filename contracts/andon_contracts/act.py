@@ -54,6 +54,8 @@ NAMES: Mapping[torch.dtype, str] = {
 """The format's name of each dtype that it supports."""
 _HIDDEN = ("andon_contracts", "torch", "icontract", "threading", "multiprocessing")  # packages that are never shown
 _LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+LAUNCHER_FILES = set[str]()
+"""The files of the frames outside the script that `andon watch` runs. They are never shown."""
 _MOST_FRAMES = 64
 _ACTIVITIES = (
     ("torch.utils.data", "in the data loader"),
@@ -374,9 +376,9 @@ def _user_line(innermost_first: Iterable[tuple[Any, int]], separator: str) -> st
     """The first frame of user code, else of a library. separator: the text before the function's name; "" omits it."""
     library = ""
     for frame, line in innermost_first:
-        if str(frame.f_globals.get("__name__", "")).partition(".")[0] in _HIDDEN:
-            continue
         file = frame.f_code.co_filename
+        if file in LAUNCHER_FILES or str(frame.f_globals.get("__name__", "")).partition(".")[0] in _HIDDEN:
+            continue
         shown = f"{file}:{line}" + (f"{separator}{frame.f_code.co_name}" if separator else "")
         if not file.startswith((*_LIBRARIES, "<frozen ")) and f"{os.sep}site-packages{os.sep}" not in file:
             return shown

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import textwrap
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,7 @@ from torch import nn
 
 import andon
 from andon.run.ledger import read_ledger
+from andon_contracts.act import LAUNCHER_FILES
 from andon_contracts.record import Broken, End, Step
 from andon_contracts.watch import script
 from andon_contracts.watch.opening import optimizer_of, outermost, trained_by
@@ -32,11 +33,13 @@ pytestmark = pytest.mark.xdist_group("test_script")
 
 
 @pytest.fixture(autouse=True)
-def process_of_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
+def process_of_a_script(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """`script.main` takes the process over, as is right in one that ends with the script; here tests come after it."""
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
     for name, value in (("path", list(sys.path)), ("argv", list(sys.argv)), ("excepthook", sys.excepthook)):
         monkeypatch.setattr(sys, name, value)
+    yield
+    LAUNCHER_FILES.clear()
 
 
 HEAD = """
@@ -368,12 +371,16 @@ def test_nothing_was_watched_only_where_no_watch_was_opened(
 def test_ranks_of_a_launcher_that_made_no_group_are_warned(
     world: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each trains apart and is one process to its watch; the exit code is the script's all the same."""
+    """Each trains apart and is one process to its watch; the exit code is the script's all the same.
+
+    The finding at the close names no line: the script has ended, and the command that ran it is none of the user's.
+    """
     monkeypatch.setenv("WORLD_SIZE", world)
-    (tmp_path / "plain.py").write_text(_ONE + OWN_LINE)
+    (tmp_path / "plain.py").write_text(_ONE + OWN_LINE.replace("import andon\n", "").replace(_WITH, "for _ in (1, 2):"))
     code, said = _run([str(tmp_path / "plain.py")])
     warned = "\n  warning: WORLD_SIZE is 2, but no process group was made: the ranks train apart"
-    assert (code, warned in said) == (0, world == "2")
+    closed = "\nandon.Violation: ranks-joined broken after step 2"
+    assert (code, warned in said, closed in said) == (0, world == "2", world == "2")
 
 
 FAILING = """

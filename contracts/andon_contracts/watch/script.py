@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from andon_contracts.act import current_activity
+from andon_contracts.act import LAUNCHER_FILES, current_activity
 from andon_contracts.legible import legible_line, log, report_to_launcher
 from andon_contracts.liveness.halt import own_store
 from andon_contracts.violation import Halted, Violation, first_line
@@ -152,13 +152,13 @@ def _run(command: Sequence[str], *, is_module: bool) -> None:
 
 
 def _hide_our_frames() -> None:
-    """Let tracebacks begin at the script: leave out the frames of the files that are on the stack now."""
-    hidden = {frame.f_code.co_filename for frame, _ in traceback.walk_stack(None)}
-    hidden |= {__file__, runpy.__file__, "<frozen runpy>"}
+    """Let tracebacks and messages leave out the frames of the files that are on the stack now, outside the script."""
+    LAUNCHER_FILES.update(frame.f_code.co_filename for frame, _ in traceback.walk_stack(None))
+    LAUNCHER_FILES.update((__file__, runpy.__file__, "<frozen runpy>"))
     shown = sys.excepthook
 
     def show(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-        while trace is not None and trace.tb_frame.f_code.co_filename in hidden:
+        while trace is not None and trace.tb_frame.f_code.co_filename in LAUNCHER_FILES:
             trace = trace.tb_next
         shown(kind, error.with_traceback(trace), trace)
 
