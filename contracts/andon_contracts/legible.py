@@ -53,8 +53,8 @@ def counted(count: int, noun: str) -> str:
 
 
 def log(*lines: str) -> None:
-    """Write lines to standard error in one write, with invisible characters escaped."""
-    print(legible("\n".join(lines)), file=sys.stderr, flush=True)
+    """Write lines to standard error in one write, their last newline included, with invisible characters escaped."""
+    print(legible("\n".join(lines)) + "\n", end="", file=sys.stderr, flush=True)
 
 
 def log_once(topic: str, line: str) -> None:

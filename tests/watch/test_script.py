@@ -23,7 +23,7 @@ from torch import nn
 import andon
 from andon.run.ledger import read_ledger
 from andon_contracts.act import LAUNCHER_FILES
-from andon_contracts.record import Broken, End, Step
+from andon_contracts.record import Broken, End, LedgerFile, Step
 from andon_contracts.watch import script
 from andon_contracts.watch.opening import optimizer_of, outermost, trained_by
 from tests.support.ranks import run_ranks
@@ -348,6 +348,10 @@ def test_a_ledger_that_cannot_be_written_is_still_refused(tmp_path: Path, monkey
     code, said = _run([str(tmp_path / "loop.py")])
     assert code == ("exit", 2)
     assert "is not a ledger" in said
+    with contextlib.closing(LedgerFile(tmp_path / "run.jsonl", exclusive=True)) as file:
+        file.append(End(0, "finished", {}, None, 0))
+    monkeypatch.setenv("ANDON_LEDGER", str(tmp_path / "run.jsonl"))
+    assert _run([str(tmp_path / "loop.py")])[1].endswith("already contains a run; name another file\n")
 
 
 _WITH = "with andon.watch(model, optimizer):"
@@ -419,7 +423,8 @@ def test_errors_look_as_they_would_alone(tmp_path: Path) -> None:
         ([], "name the script to run"),
         (["nothing.py"], "can't open file 'nothing.py'"),
         (["--allow", "replicas-agre=x", __file__], "did you mean 'replicas-agree'"),
-        (["--allow", "replicas-agree", __file__], "must give a reason"),
+        (["--allow", "replicas-agree", __file__], "say --allow replicas-agree=REASON"),
+        (["--clip", "1.0", __file__], "--clip needs a line in the script: andon.watch(...)"),
         (["--action", "cry", __file__], "invalid choice"),
         (["{}/empty.zip"], "can't find '__main__' module in '{}/empty.zip'\n"),
         (["{}"], "can't find '__main__' module in '{}'\n"),

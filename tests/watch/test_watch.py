@@ -151,7 +151,7 @@ def _open_and_close() -> list[tuple[int, int]]:
         model = net()
         with andon.watch(model, sgd(model), group=group) as w:
             w.batch([dist.get_rank()])
-        with pytest.raises(ValueError, match="clip must be above 0"):
+        with pytest.raises(ValueError, match="clip must be a number above 0"):
             andon.watch(model, sgd(model), group=group, clip=-1.0)
         andon.assert_same(model, group=group)
         gc.collect()

@@ -50,13 +50,15 @@ class UpdateRows:
         return tuple(row for part in self.ids for row in part)
 
 
-def open_ledger(given: str | os.PathLike[str] | None, writer: int, start: int) -> LedgerFile | None:
+def open_ledger(
+    given: str | os.PathLike[str] | None, writer: int, start: int, *, by_command: bool = False
+) -> LedgerFile | None:
     """Open the ledger of a watch at `given`, else at a path from the variable ANDON_LEDGER, else return None.
 
     All watches of a script share the variable. Later ones of this process write to numbered names, and the name has the
     rank `writer` of the world that is rank 0 of the watch, if it is not 0. A ledger with lines is continued only after
-    `start` > 0 updates or a restart by torch's launcher. Raises `ValueError` if it belongs to another run, is damaged
-    or in use by another process, or if the disk refuses.
+    `start` > 0 updates or a restart by torch's launcher. by_command: `andon watch` opens it, which has no `start`.
+    Raises `ValueError` if it belongs to another run, is damaged or in use by another process, or if the disk refuses.
     """
     variable = os.environ.get("ANDON_LEDGER")
     if given is None and not variable:
@@ -80,7 +82,8 @@ def open_ledger(given: str | os.PathLike[str] | None, writer: int, start: int) -
         raise ValueError(f"ledger: {path} cannot be written: {error.strerror}") from None
     if file.head[0] and not start and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         file.close()
-        raise ValueError(f"ledger: {path} already contains a run; name another file, or pass start= to continue it")
+        or_start = "" if by_command else ", or pass start= to continue it"
+        raise ValueError(f"ledger: {path} already contains a run; name another file{or_start}")
     return file
 
 

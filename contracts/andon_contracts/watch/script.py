@@ -104,11 +104,18 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--verbose", action="store_true", help="list every clause at the opening")
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGS...]")
-    options = parser.parse_args(arguments)
+    options, unknown = parser.parse_known_args(arguments)
     pairs = (text.partition("=") for text in options.allow)
     options.allow = {clause.strip(): reason.strip() for clause, _, reason in pairs}
-    problems = allow_problems(options.allow)
-    if not options.command:
+    problems = [f"say --allow {clause}=REASON" for clause, reason in options.allow.items() if not reason]
+    problems = problems or allow_problems(options.allow)
+    for name in unknown:
+        argument = name.removeprefix("--").partition("=")[0].replace("-", "_")
+        known = argument in Settings.__dataclass_fields__
+        problems.append(f"{name} needs a line in the script: andon.watch(...)" if known else f"no option {name}")
+    if unknown:
+        options.command = []
+    elif not options.command:
         problems.append("name the script to run")
     elif not options.module:
         name = options.command[0]
