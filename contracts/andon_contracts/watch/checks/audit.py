@@ -40,7 +40,7 @@ _LONGEST_WINDOW = 64
 """The most micro-batches of an update; with more, a quotient fits by chance."""
 
 
-def name_ratio(ratio: float, world: int, micro_batches: int) -> str:
+def name_ratio(ratio: float, world: int, micro_batches: int, tolerance: float = RATIO_TOLERANCE) -> str:
     """All explanations of a factor: ` = world size 2`, ` = 1 / world size 2 or 1 of 2 micro-batches`; "" for none.
 
     A window of `micro_batches` that is divided like a longer one has their quotient as its factor.
@@ -58,7 +58,7 @@ def name_ratio(ratio: float, world: int, micro_batches: int) -> str:
     full = round(micro_batches / ratio) if 0 < ratio < 1 else 0
     if micro_batches < full <= _LONGEST_WINDOW:
         explained[f"{micro_batches} of {full} micro-batches"] = micro_batches / full
-    named = [word for word, value in explained.items() if math.isclose(ratio, value, rel_tol=RATIO_TOLERANCE)]
+    named = [word for word, value in explained.items() if math.isclose(ratio, value, rel_tol=tolerance)]
     return f" = {' or '.join(named)}" if named else ""
 
 

@@ -24,6 +24,7 @@ from andon_contracts.agree import bits_of, real_of
 from andon_contracts.laws.law import Law, Observations, Seen
 from andon_contracts.violation import Finding
 from andon_contracts.watch.check import LIVE, BackwardPass, Check, Context, Cover, OptimizerProbe, Values
+from andon_contracts.watch.checks.audit import name_ratio
 from andon_contracts.watch.values import text_digest
 
 _UNKNOWN_WEIGHT = -1  # sent as the number of backward passes
@@ -114,7 +115,8 @@ def _short_window(seen: Seen[Scales]) -> Finding | None:
         if 0 < here < full and _close(now.first_part / before.first_part, here / full):
             shown = f"{now.description(len(seen.observations))}, and {before.first_part:.3f} times in the window before"
             window = f"a window of {here} of {full} {what} is divided like a full one"
-            return Finding(f"{shown}: {window}", seen.step, (), "gradient")
+            likely = "the loss of a last, shorter window is divided by the numbers of a full one"
+            return Finding(f"{shown}: {window}", seen.step, (), "gradient", likely=likely)
     return None
 
 
@@ -135,7 +137,8 @@ def _factor_of_layout(seen: Seen[Scales]) -> Finding | None:
     if not any(_close(now.first_part, each) or _close(now.first_part, 1 / each) for each in layout):
         return None
     twice = "the loss is divided twice, by the number of micro-batches or the world size, or it is scaled on purpose"
-    return Finding(now.description(world), seen.step, (), "gradient", likely=twice if now.first_part < 1 else "")
+    what = now.description(world) + name_ratio(now.first_part, world, passes, _ROUNDING)
+    return Finding(what, seen.step, (), "gradient", likely=twice if now.first_part < 1 else "")
 
 
 _READS = (
