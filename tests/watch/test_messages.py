@@ -259,7 +259,9 @@ def test_what_follows_from_a_finding_is_listed_under_it() -> None:
         # After updates 2, 3 and 4, and before 3 and 4.
         assert said.count("  replicas-agree: 5 times, first at step 2\n") == (rank == 0)
         assert said.count("andon.Violation: ") == (rank == 0)
-        assert bool(re.search(r"\n  \d violations, 0 suspicions, [\d.]+ ms per step\n", said)) == (rank == 0)
+        assert bool(re.search(r"\n  \d violations, 0 suspicions; the watch took [\d.]+ ms per step\n", said)) == (
+            rank == 0
+        )
         assert said.count("of the same cause as hyperparameters-agree: replicas-agree, step 2: ") == (rank == 0)
 
 
@@ -286,7 +288,7 @@ def test_a_suspicion_under_a_violation_is_counted_as_a_suspicion(capsys: pytest.
     (found,) = watch.findings
     assert (found.clause, found.step, watch.violations) == ("learning-rate-planned", 2, 1)
     assert "gradient-present" in str(found)
-    assert "  1 violation, 1 suspicion, " in capsys.readouterr().err
+    assert "  1 violation, 1 suspicion; " in capsys.readouterr().err
 
 
 def _one_module_apart() -> list[str]:

@@ -402,7 +402,7 @@ class Watch:
         self._say(
             [
                 f"andon.watch: {counted(steps, 'step')}, {clauses} evaluated {times}",
-                f"  {findings}, {1000 * spent / max(steps, 1):.3g} ms per step",
+                f"  {findings}; the watch took {1000 * spent / max(steps, 1):.3g} ms per step",
                 *(f"  {name}: {counted(count, 'time')}, first at step {first[name]}" for name, count in repeated),
                 *(f"  {name}: {counted(count, 'time')}, silenced by allow" for name, count in silenced),
                 f"  not checked: {', '.join(unchecked)}" * bool(unchecked),
