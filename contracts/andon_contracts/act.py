@@ -27,10 +27,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from andon_contracts.agree import Observation, minority, real_of
+from andon_contracts.agree import Observation, real_of
 from andon_contracts.clauses import CLAUSES
 from andon_contracts.digest import hex64, tensor_digest
 from andon_contracts.fingerprint import environment
+from andon_contracts.laws.law import by_rank
 from andon_contracts.record import SCHEMA_VERSION, Broken
 from andon_contracts.violation import (
     NOT_SEEN_REDUCED,
@@ -54,8 +55,7 @@ NAMES: Mapping[torch.dtype, str] = {
 """The format's name of each dtype that it supports."""
 _HIDDEN = ("andon_contracts", "torch", "icontract", "threading", "multiprocessing")  # packages that are never shown
 _LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-LAUNCHER_FILES = set[str]()
-"""The files of the frames outside the script that `andon watch` runs. They are never shown."""
+LAUNCHER_FILES = set[str]()  # of the frames outside the script that `andon watch` runs, which are never shown
 _MOST_FRAMES = 64
 _ACTIVITIES = (
     ("torch.utils.data", "in the data loader"),
@@ -139,8 +139,7 @@ def write_cause(cause: Cause, evidence: Evidence, at: Mapping[str, object], *, s
         failed = write_part(place, cause.clause, evidence, at, cause.tensor if state else None)
         if account:
             facts = {"cause": cause.kind, "message": cause.text, "world": evidence.world}
-            finding = cause.violation().finding
-            failed = write_account(place, cause.clause, finding, facts, evidence.devices) or failed
+            failed = write_account(place, cause.clause, cause.violation().finding, facts, evidence.devices) or failed
     except Exception as error:  # noqa: BLE001 - the error that stops all ranks must reach them, even without a bundle
         return first_line(error)
     return failed
@@ -168,15 +167,9 @@ def write_part(
     """
     folder, rank = place / clause, evidence.rank
     record, why = flight_record()
-    body: dict[str, object] = {
-        "rank": rank,
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "ids": list(evidence.ids()),
-        "threads": thread_stacks(),
-        "collectives": why or f"rank-{rank}.collectives.json",
-        **at,
-    }
+    process = {"rank": rank, "host": socket.gethostname(), "pid": os.getpid(), "ids": list(evidence.ids())}
+    found = {"threads": thread_stacks(), "collectives": why or f"rank-{rank}.collectives.json"}
+    body: dict[str, object] = {**process, **found, **at}
     failed = "" if record is None else _write_json(folder / f"rank-{rank}.collectives.json", record)
     if tensor is not None:
         failed = _write_state(folder, evidence, tensor, body) or failed
@@ -234,11 +227,7 @@ def agreement(observations: Sequence[Observation], *, moments: bool) -> str:
         parts.append(f"{_listed(earlier)} agreed after step {observations[0].step - 1}, not read again since")
     rates = [real_of(o.values["rate"]) for o in observations]
     if len(set(rates)) > 1:
-        odd = minority(rates)
-        shown = [f"{rates[rank]!r} on rank {rank}" for rank in odd or range(len(rates))]
-        if odd:
-            shown.append(f"{next(rate for rank, rate in enumerate(rates) if rank not in odd)!r} on the others")
-        parts.append(f"lr differs: {', '.join(shown)}")
+        parts.append(f"lr differs: {by_rank(list(map(repr, rates)))}")
     elif "layout" in same and "hyperparameters" not in same:
         parts.append("hyperparameters differ")
     return "; ".join(parts)

@@ -38,11 +38,8 @@ def has_triton() -> bool:
     """True if Triton is installed, even if it is broken. Otherwise torch computes the same, with one warning."""
     installed = importlib.util.find_spec("triton") is not None
     if not installed:
-        warnings.warn(
-            "Triton is not installed: what Andon checks on GPUs is computed by more and slower operations of torch",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        what = "what Andon checks on GPUs is computed by more and slower operations of torch"
+        warnings.warn(f"Triton is not installed: {what}", RuntimeWarning, stacklevel=2)
     return installed
 
 

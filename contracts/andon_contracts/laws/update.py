@@ -188,11 +188,7 @@ def _optimizer_unchanged(seen: Seen[int]) -> Finding | None:
 
 
 WEIGHTS_UNCHANGED = Law(
-    "replicas-agree/reduced",
-    ("weights",),
-    _weights_unchanged,
-    lambda want: {"weights": want.weights},
-    look=("weights",),
+    "replicas-agree/reduced", ("weights",), _weights_unchanged, lambda w: {"weights": w.weights}, look=("weights",)
 )
 OPTIMIZER_UNCHANGED = Law("optimizers-agree/reduced", ("optimizer",), _optimizer_unchanged)
 """Only for one rank alone. Several ranks see a lost state after the update has used it."""

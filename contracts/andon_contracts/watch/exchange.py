@@ -14,7 +14,7 @@ from torch import Tensor
 from andon_contracts.act import Scene, with_message
 from andon_contracts.agree import GroupGather, Observation, gather_observations, gather_short, majority, minority
 from andon_contracts.digest import digests_by_name, mix64
-from andon_contracts.laws.law import LOCKSTEP, Judgement, Observations, Seen
+from andon_contracts.laws.law import LOCKSTEP, Judgement, Observations, Seen, by_rank
 from andon_contracts.liveness.halt import PendingCollectives
 from andon_contracts.observe import plain
 from andon_contracts.violation import named_ranks
@@ -26,14 +26,6 @@ WIDTH = 96
 _BLOCKS = 1024
 _WRAP = 1 << 64
 _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def by_rank(shown: Sequence[str]) -> str:
-    """The value of each rank in words: `2 on rank 1, 3 on the others`, or rank by rank if no majority agrees."""
-    odd = minority(shown)
-    words = [f"{shown[rank]} on rank {rank}" for rank in odd or range(len(shown))]
-    others = [f"{next(text for rank, text in enumerate(shown) if rank not in odd)} on the others"] if odd else []
-    return ", ".join(words + others)
 
 
 def element_text(index: Sequence[int], bits: Sequence[int], dtype: torch.dtype) -> str:
@@ -126,10 +118,8 @@ class Exchange:
         for index, column in enumerate(columns):
             table[index, : len(column)] = torch.tensor(list(column), dtype=torch.int64, device="cpu")
         tables = self._payloads(step, "rows", {}, table.flatten())
-        return [
-            [row[:count] for row in gathered.view(len(columns), max(counts)).tolist()]
-            for gathered, count in zip(tables, counts, strict=True)
-        ]
+        rows = [each.view(len(columns), max(counts)).tolist() for each in tables]
+        return [[row[:count] for row in of_rank] for of_rank, count in zip(rows, counts, strict=True)]
 
     def _payloads(self, step: int, point: str, values: Mapping[str, int], payload: Tensor) -> list[Tensor]:
         return [o.payload for o in self(step, point, values, payload) if o.payload is not None]
@@ -249,8 +239,7 @@ def part_of(subject: ModelProbe, replicate: Any, rank: int) -> tuple[int, int]:
             raise ValueError(msg)
         group = replicate.get_group() if hasattr(replicate, "get_group") else replicate
         if not isinstance(group, dist.ProcessGroup):
-            msg = f"replicate= is a process group or a device mesh, not {type(replicate).__name__}"
-            raise ValueError(msg)
+            raise ValueError(f"replicate= is a process group or a device mesh, not {type(replicate).__name__}")
         ranks = dist.get_process_group_ranks(group)
         return min(ranks), len(ranks)
     parts = set()

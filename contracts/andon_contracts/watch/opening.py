@@ -145,7 +145,7 @@ def open_watch(model: nn.Module, optimizers: Sequence[Any], settings: Settings) 
             if dist.is_available() and dist.is_initialized():
                 first = 0 if settings.group is None else dist.get_process_group_ranks(settings.group)[0]
             try:
-                file = open_ledger(settings.ledger, first, settings.start, by_command=settings.by_command)
+                file = open_ledger(settings, first)
             except ValueError as error:
                 problems.append(str(error))
             if file is not None:
@@ -261,7 +261,6 @@ def trained_by(optimizer: torch.optim.Optimizer) -> tuple[nn.Module, list[torch.
         roots = [root for root in roots if any(id(parameter) in missing for parameter in root.parameters())]
     loose = [p for p in wanted if id(p) in missing and isinstance(p, nn.Parameter)]
     model = chosen[0] if len(chosen) == 1 and not loose else ModuleGroup(chosen, loose)
-
     index = _index(model.parameters())
     optimizers, taken = [optimizer], set(map(id, wanted))
     for group in _ranked(index, but=optimizer):

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from andon_contracts.act import Scene, with_message
 from andon_contracts.agree import GroupGather, minority, own_group
 from andon_contracts.digest import tensor_digest
-from andon_contracts.laws.law import Judgement, Law, Seen, hexadecimal
+from andon_contracts.laws.law import Judgement, Law, Seen, by_rank, hexadecimal
 from andon_contracts.observe import plain
 from andon_contracts.violation import Finding
-from andon_contracts.watch.exchange import WIDTH, Exchange, by_rank
+from andon_contracts.watch.exchange import WIDTH, Exchange
 from andon_contracts.watch.values import text_digest, value_digest
 
 _SHOWN, _BEFORE, _MOST = 60, 20, 1 << 16

@@ -97,8 +97,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--action", choices=("warn", "raise"), default="warn", help="on a violation (default: warn)")
     parser.add_argument("--ledger", metavar="PATH", help="write a line of every update (as ANDON_LEDGER does)")
-    allow_help = "silence a clause; may be repeated"
-    parser.add_argument("--allow", metavar="CLAUSE=REASON", action="append", default=[], help=allow_help)
+    parser.add_argument(
+        "--allow", metavar="CLAUSE=REASON", action="append", default=[], help="silence a clause, repeatable"
+    )
     parser.add_argument("--folder", metavar="PATH", help="where bundles of violations are written")
     parser.add_argument("--hard-stop", action="store_true", help="end ranks that are blocked outside of Python")
     parser.add_argument("--verbose", action="store_true", help="list every clause at the opening")
@@ -110,14 +111,11 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     problems = [f"say --allow {clause}=REASON" for clause, reason in options.allow.items() if not reason]
     problems = problems or allow_problems(options.allow)
     for name in unknown:
-        argument = name.removeprefix("--").partition("=")[0].replace("-", "_")
-        known = argument in Settings.__dataclass_fields__
+        known = name.removeprefix("--").partition("=")[0].replace("-", "_") in Settings.__dataclass_fields__
         problems.append(f"{name} needs a line in the script: andon.watch(...)" if known else f"no option {name}")
-    if unknown:
-        options.command = []
-    elif not options.command:
+    if not (options.command or unknown):
         problems.append("name the script to run")
-    elif not options.module:
+    elif not (options.module or unknown):
         name = options.command[0]
         if _is_program(name):
             if Path(name).is_dir():
@@ -208,8 +206,7 @@ class Standby(Listener):
     def report_if_idle(self) -> None:
         """Print a line if neither this object nor the script opened a watch, and no optimizer was reported."""
         if opening.opened_so_far() == self._opened_before and not self._unwatched:
-            several = os.environ.get("WORLD_SIZE", "1") != "1"
-            which = f"rank {os.environ.get('RANK', '?')}: " if several else ""
+            which = f"rank {os.environ.get('RANK', '?')}: " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
             log(f"andon watch: {which}no optimizer of torch made an update, so nothing was watched")
 
     def _before(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:

@@ -74,7 +74,7 @@ class Settings:
         """
         functions = ("schedule", "scaler", "reference", "plan", "contents")
         compared: dict[str, object] = {name: getattr(self, name) is not None for name in functions}
-        compared |= {
+        return compared | {
             "action": self.action if isinstance(self.action, str) else "callable",
             "allow": sorted(self.allow) if isinstance(self.allow, Mapping) else None,
             "trainable": self.trainable and list(self.trainable),
@@ -83,7 +83,6 @@ class Settings:
             "groups": sorted((name, sorted(values)) for name, values in self.groups.items()),
             **{name: getattr(self, name) for name in ("every", "rows", "start", "updates")},
         }
-        return compared
 
     def problems(self, subject: ModelProbe) -> list[str]:
         """All that is wrong with these settings for `subject`, in words."""
@@ -112,10 +111,8 @@ class Settings:
         problems += [f"no parameter is named {name!r}" for name in unknown_names(names, subject.names)]
         if not subject.trainable:
             return [*problems, "the model has no trainable parameter"]
-        return problems + [
-            f"optimizer {number} holds no parameter of this model: is it the optimizer of another one?"
-            for number in subject.foreign_optimizers()
-        ]
+        what = "holds no parameter of this model: is it the optimizer of another one?"
+        return problems + [f"optimizer {number} {what}" for number in subject.foreign_optimizers()]
 
 
 def _is_count(value: object) -> TypeGuard[int]:

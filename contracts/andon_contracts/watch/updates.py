@@ -182,15 +182,10 @@ class Updates:
         """Write the values of all ranks after an update to the ledger. Returns their judgement."""
         context, synchrony = self._context, probe.check(Weights).synchrony
         if context.settings.recording and self._said and in_lockstep(self._said) and in_lockstep(said):
-            several = len(context.probes) > 1
-            context.recorder.step(
-                self._said,
-                said,
-                context.check(LoopReports).of_update,
-                step=context.settings.start + context.steps if several else probe.updates,
-                index=self._number(probe) if several else None,
-                draws=context.check(Mode).draws,
-            )
+            rows, draws = context.check(LoopReports).of_update, context.check(Mode).draws
+            index = self._number(probe) if len(context.probes) > 1 else None
+            step = probe.updates if index is None else context.settings.start + context.steps
+            context.recorder.step(self._said, said, rows, step=step, index=index, draws=draws)
         seen: Seen[object] = Seen(context.replicas.align(said), None, context.subject.names)
         waiting = synchrony.after(seen) if in_lockstep(said) else frozenset[str]()
         laws = [law for law in self._after_laws[probe] if law.clause not in waiting]
@@ -255,8 +250,7 @@ def _report(
         element = exchange.first_difference(seen.step, named.get(name), noun)
         return replace(scene, element=" ".join(filter(None, [key, element])))
 
-    facts = {} if probe is None else {"ids": list(context.rows.ids)}
-    verdicts.report_all(judgement, scene, locate, facts)
+    verdicts.report_all(judgement, scene, locate, {} if probe is None else {"ids": list(context.rows.ids)})
 
 
 def _details(context: Context, name: str, step: int, probe: OptimizerProbe | None) -> Details:
@@ -284,13 +278,8 @@ def _details(context: Context, name: str, step: int, probe: OptimizerProbe | Non
         shapes = {n: layout_digest({"": buffer}) for n, buffer in buffers.items()}
         details["shapes of buffers"] = spread(step, "shapes of buffers", shapes)
     elif name == "modes":
-        return {
-            name: spread(
-                step,
-                "modes of modules",
-                {name or "the model": int(module.training) for name, module in subject.inner.named_modules()},
-            )
-        }
+        modes = {n or "the model": int(module.training) for n, module in subject.inner.named_modules()}
+        return {name: spread(step, "modes of modules", modes)}
     elif name == "hyperparameters" and probe is not None:
         return {name: spread(step, name, hyperparameters_by_key(probe.optimizer))}
     align = context.replicas.aligned

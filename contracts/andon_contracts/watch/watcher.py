@@ -71,12 +71,14 @@ class Watch:
         states = {name: self._cover[law.clause].state for law in (REPLICAS, GRADIENTS, OPTIMIZERS) for name in law.look}
         replicated = {name: not replicas.cut and state != "not applicable" for name, state in states.items()}
         context.recorder = Recorder(ledger, subject, replicated)
+        rank, world = exchange.rank, exchange.world_size
+        folder = None if settings.folder is None else Path(settings.folder)
         evidence = Evidence(
-            None if settings.folder is None else Path(settings.folder),
-            exchange.rank,
-            exchange.world_size,
+            folder,
+            rank,
+            world,
             lambda: list(context.rows.ids),
-            lambda named: bundle_tensors(context, named),
+            partial(bundle_tensors, context),
             subject.accelerators(),
         )
         context.verdicts = Verdicts(settings, live, record=context.recorder.violation, evidence=evidence)
@@ -270,8 +272,7 @@ class Watch:
         subject, pending = self._context.subject, None if self._halt is None else self._halt.pending
         for wrapper in subject.reducers:
             self._undo.append(wrapper.module.register_forward_pre_hook(ForwardHook(wrapper.forward)).remove)
-        several = isinstance(subject.inner, ModuleGroup)
-        called = list(subject.inner.children()) if several else [subject.hooked_module]
+        called = list(subject.inner.children()) if isinstance(subject.inner, ModuleGroup) else [subject.hooked_module]
         before, after = ForwardHook(self._forward, arguments=True), ForwardHook(self._forwarded)
         for module in {
             id(each): each for each in (*called, *(scope.hooked_module for scope in subject.buffer_scopes))

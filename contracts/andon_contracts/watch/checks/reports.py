@@ -14,7 +14,6 @@ from torch import Tensor
 
 from andon_contracts.agree import bits_of, majority, minority, real_of
 from andon_contracts.laws.law import Law, Observations, Seen, unless_all
-from andon_contracts.legible import counted
 from andon_contracts.observe import flat_digest
 from andon_contracts.violation import Finding, named_ranks
 from andon_contracts.watch.check import Check, Context, Cover, OptimizerProbe, Values
@@ -72,8 +71,7 @@ def _contents_planned(batch: ReportedRows) -> Finding | None:
     if not odd:
         return None
     what = f"rows {[row for _, row in odd][:8]} had other contents than the data set has for them"
-    ranks = sorted({rank for rank, _ in odd})
-    return Finding(what, batch.step, unless_all(ranks, len(batch.ids)), f"row {odd[0][1]}")
+    return Finding(what, batch.step, unless_all((rank for rank, _ in odd), len(batch.ids)), f"row {odd[0][1]}")
 
 
 def _same_data(seen: Seen[object]) -> Finding | None:
@@ -114,9 +112,8 @@ def _as_expected(seen: Seen[Sequence[Mapping[str, str]]]) -> Finding | None:
         name = min((sorted(texts)[index] for texts in seen.want if index < len(texts)), default=f"value {index + 1}")
         texts = [each.get(name, "no value was told") for each in seen.want]
         shown = ", ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
-        is_state = not any(each.get(name) for each in seen.want)
         what += f" ({shown})" * bool(shown)
-        return Finding(what, seen.step, ranks, name, likely="" if is_state else likely)
+        return Finding(what, seen.step, ranks, name, likely=likely * any(each.get(name) for each in seen.want))
     return None
 
 
@@ -147,8 +144,7 @@ class LoopReports(Check):
         self.unreported = {"loss-reported", "randomness-declared"}
         """Clauses for which the loop has reported nothing yet."""
         self._expected: dict[str, tuple[int, int, str]] = {}
-        self._without_loss = 0
-        """Updates for which the loop reported a mean loss, and no rank the losses that it is the mean of."""
+        self._mean_told = False
         self._contents: dict[int, int] = {}
         """By row, as first reported."""
         self._epochs = 0
@@ -177,7 +173,7 @@ class LoopReports(Check):
         if must not in ("agree", "differ", "mean"):
             raise ValueError(f"must is 'agree', 'differ' or 'mean', not {must!r}")
         if must == "mean":
-            self._rows.reported = float(value)  # type: ignore[arg-type]
+            self._mean_told, self._rows.reported = True, float(value)  # type: ignore[arg-type]
             return
         if name not in self._expected and len(self._expected) == EXPECTED:
             raise ValueError(f"{name!r} is one value more than {EXPECTED} that can be compared")
@@ -215,19 +211,16 @@ class LoopReports(Check):
     def judge(self, probe: OptimizerProbe, said: Observations, aligned: Observations) -> None:
         """Judge the values of this update, then gather its rows and judge them by the plan and the data."""
         context, settings, step = self.context, self.context.settings, said[0].step
-        as_expected = context.verdicts.judgement(_EXPECTED, Seen[Sequence[Mapping[str, str]]](said, ()))
-        if as_expected.first is not None and not context.verdicts.is_reported("randomness-declared"):
+        judged = context.verdicts.judgement(_EXPECTED, Seen[Sequence[Mapping[str, str]]](said, ()))
+        if judged.first is not None and not context.verdicts.is_reported("randomness-declared"):
             texts = context.exchange.gather_texts(
                 step, json.dumps({n: text for n, (*_, text) in self._expected.items()})
             )
-            as_expected.seen = replace(as_expected.seen, want=[json.loads(text) for text in texts])
-        context.verdicts.report_all(as_expected, context.scene_of(probe, aligned, applied=False))
+            judged.seen = replace(judged.seen, want=[json.loads(text) for text in texts])
+        context.verdicts.report_all(judged, context.scene_of(probe, aligned, applied=False))
         self.of_update = UpdateRows()
-        if any(o.values["reports"] for o in said):
-            if any(o.values["loss rows"] for o in said):
-                self.unreported.discard("loss-reported")
-            else:
-                self._without_loss += 1
+        if any(o.values["reports"] for o in said) and any(o.values["loss rows"] for o in said):
+            self.unreported.discard("loss-reported")
         if any(o.values["windows passed"] for o in said):
             self._use_skipped_windows(step)
         if not any(o.values["rows"] for o in said):
@@ -258,8 +251,8 @@ class LoopReports(Check):
         self._use(union)
 
     def closing_lines(self) -> list[str]:
-        line = f"  loss-reported: not judged in {counted(self._without_loss, 'update')}: no w.loss(...) for the mean"
-        return [line] if self._without_loss else []
+        line = "  loss-reported: not judged, no w.loss(...) for the mean of w.expect"
+        return [line] * (self._mean_told and "loss-reported" in self.unreported)
 
     def _use_skipped_windows(self, step: int) -> None:
         """Count the rows of updates that a loss scaler skipped as used, update by update."""

@@ -45,8 +45,7 @@ class _RowsSeen:
 
     same: for how many updates in a row all ranks drew the same rows and gave them to the model. same_input: the same by
     the inputs of the model or the raw gradients, if the rows are not known. rows: some of this rank's rows. repeated,
-    ranks: rows that came twice in one pass over their data, and the ranks that had them. readers: ranks that read the
-    same rows since the last look.
+    ranks: rows that came twice in one pass over their data, and the ranks that had them. readers: ranks with the same.
     """
 
     step: int
@@ -227,12 +226,11 @@ class LoadedRows(Check):
         for number in numbers:
             count = self._counts[number]
             again = count.repeated()
-            ranks = tuple(sorted({rank for key in again for rank in count.ranks[key]}))
+            ranks = sorted({rank for key in again for rank in count.ranks[key]})
             repeated = sorted(count.row[key] for key in again)
             own = [sorted(key for of_pass, *_, key in zip(*part, strict=True) if of_pass == number) for part in parts]
             same = tuple(rank for rank in ranks if own[rank] and own.count(own[rank]) > 1)
-            ranks = unless_all(ranks, self.context.world)
-            found = _RowsSeen(step, repeated=repeated, ranks=ranks, readers=same)
+            found = _RowsSeen(step, repeated=repeated, ranks=unless_all(ranks, self.context.world), readers=same)
             self.context.verdicts.judge(_PASS, found, self.context.scene())
         for number in [each for each in self._counts if each < max(numbers, default=0) - 1]:
             del self._counts[number]
