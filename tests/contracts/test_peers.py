@@ -494,8 +494,10 @@ def test_a_cause_travels_whole() -> None:
     [
         (
             EndMessages(1, 4, Position(3, diagnosis.POINTS[1])).failed(ValueError("boom"), "train.py:7 in loop"),
-            ("rank 1 of 4 failed at step 3, in its forward or backward pass (not a contract violation): "
-            "ValueError: boom."),
+            (
+                "rank 1 of 4 failed at step 3, in its forward or backward pass (not a contract violation): "
+                "ValueError: boom."
+            ),
         ),
         (
             EndMessages(1, 4, Position(3, diagnosis.POINTS[2])).failed(MemoryError(), ""),

@@ -260,9 +260,6 @@ def test_a_batch_that_was_refused_is_no_new_micro_batch() -> None:
         assert w.findings == ()
 
 
-# what only one rank has
-
-
 def _lost(model: nn.Module) -> Callable[[], Mapping[str, Tensor]]:
     def read() -> Mapping[str, Tensor]:
         if dist.get_rank() == 1:
@@ -297,9 +294,6 @@ def test_a_file_of_something_else_is_refused_in_words(tmp_path: Path, text: str)
     model = net()
     with andon.watch(model, sgd(model)) as w, pytest.raises(ValueError, match="does not say what was saved"):
         w.loaded(tmp_path / "c")
-
-
-# several optimizers
 
 
 def _loaded(model: nn.Module, optimizers: list[torch.optim.Optimizer], folder: Path) -> list[int]:
@@ -339,9 +333,6 @@ def test_which_optimizer_is_found_does_not_depend_on_who_was_made_first(first: b
     assert any(found is each for each in held)
 
 
-# the loop's own functions
-
-
 @pytest.mark.parametrize("late", [False, True])
 def test_a_zero_grad_of_the_loops_own_outlives_the_watch(late: bool) -> None:
     """One that was set before the watch, or over it while it was open, is there after it, and still works."""
@@ -368,9 +359,6 @@ def test_a_zero_grad_of_the_loops_own_outlives_the_watch(late: bool) -> None:
     optimizer.zero_grad()
     assert calls == [1]
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-# the law
 
 
 def _gradient_law(*ranks: Mapping[str, float]) -> Violation:
@@ -401,9 +389,6 @@ def test_what_is_likely_follows_from_what_was_seen(ratio: float, rest: float, li
     finding = _gradient_law({"error": 0.0627, "rest": rest, "ratio": ratio, "tolerance": 1e-4}).finding
     assert ("by no factor" in finding.seen) == (rest > 1e-3)
     assert f"  likely   {likely}" in message("gradient-law", finding, Scene(1))
-
-
-# evaluations
 
 
 def _normed(train: bool, dropout: bool = False, then_eval: bool = False) -> list[str]:

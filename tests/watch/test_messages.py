@@ -173,9 +173,6 @@ def test_bits_of_a_real_have_its_number_beside_them(value: float, dtype: torch.d
     assert element_text((3,), (bits, bits), dtype) == f"first at [3]: {shown} on rank 0, {shown} on rank 1"
 
 
-# on standard error, behind the user's own line
-
-
 def _own_rows(model: nn.Module) -> Tensor:
     generator = torch.Generator().manual_seed(dist.get_rank())
     return model(torch.randn(5, 4, generator=generator)).square().mean()

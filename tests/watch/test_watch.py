@@ -30,9 +30,6 @@ def _reduced(model: nn.Module) -> None:
         dist.all_reduce(p.grad)
 
 
-# what is said
-
-
 def _flip(folder: str) -> Violation:
     """A bit of rank 1 flips before update 2, which no counter shows: the digest after the update reads it."""
     model = net()
@@ -57,9 +54,6 @@ def test_a_flipped_bit_is_named_by_rank_tensor_and_element(tmp_path: Path) -> No
     record = json.loads((tmp_path / "2" / "replicas-agree.json").read_text())["record"]
     assert (record["clause"], record["step"], record["ranks"]) == ("replicas-agree", 2, [1])
     assert list(record["details"]) == ["2.weight"]
-
-
-# trees
 
 
 def _big(rank: int) -> torch.Tensor:
@@ -109,9 +103,6 @@ def test_trees_are_compared_leaf_by_leaf() -> None:
     assert by_rank[1] == by_rank[2] == by_rank[0]
     for (_, who, where), said in zip(TREES, by_rank[0], strict=True):
         assert said == (f"Violation: trees-agree broken: {who}.\n  where    tree{where}" if who else "accepted")
-
-
-# what it leaves behind
 
 
 def test_one_process_is_watched_too() -> None:
@@ -184,9 +175,6 @@ def test_what_nobody_told_is_not_counted_as_evaluated(losses: int, capfd: pytest
     idle = next(line for line in said.splitlines() if "  not checked: " in line)
     assert "randomness-declared" in idle
     assert ("loss-reported" in idle) == ("not judged, no w.loss(...)" in said) == (not losses)
-
-
-# clipping by the loop
 
 
 LIMIT = 0.5
@@ -380,9 +368,6 @@ def test_what_a_loop_tells_is_compared_whole_or_refused() -> None:
         assert said[1].startswith("Violation: trees-agree broken")
         assert said[2].startswith("ValueError: content[0]['x'] is a builtins.object")
         assert said[3].startswith("ValueError: the value of 'numpy'['x'] is a builtins.object")
-
-
-# what an optimizer keeps
 
 
 class Odd(torch.optim.SGD):

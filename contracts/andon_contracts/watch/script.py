@@ -97,9 +97,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--action", choices=("warn", "raise"), default="warn", help="on a violation (default: warn)")
     parser.add_argument("--ledger", metavar="PATH", help="write a line of every update (as ANDON_LEDGER does)")
-    parser.add_argument(
-        "--allow", metavar="CLAUSE=REASON", action="append", default=[], help="silence a clause, repeatable"
-    )
+    parser.add_argument("--allow", metavar="CLAUSE=REASON", action="append", default=[], help="silence a clause each")
     parser.add_argument("--folder", metavar="PATH", help="where bundles of violations are written")
     parser.add_argument("--hard-stop", action="store_true", help="end ranks that are blocked outside of Python")
     parser.add_argument("--verbose", action="store_true", help="list every clause at the opening")

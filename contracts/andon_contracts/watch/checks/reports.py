@@ -144,10 +144,9 @@ class LoopReports(Check):
         self.unreported = {"loss-reported", "randomness-declared"}
         """Clauses for which the loop has reported nothing yet."""
         self._expected: dict[str, tuple[int, int, str]] = {}
-        self._mean_told = False
         self._contents: dict[int, int] = {}
         """By row, as first reported."""
-        self._epochs = 0
+        self._epochs, self._mean_told = 0, False
         self._epoch: set[int] = set()
 
     def cover(self) -> Mapping[str, Cover]:
@@ -251,8 +250,8 @@ class LoopReports(Check):
         self._use(union)
 
     def closing_lines(self) -> list[str]:
-        line = "  loss-reported: not judged, no w.loss(...) for the mean of w.expect"
-        return [line] * (self._mean_told and "loss-reported" in self.unreported)
+        without_losses = self._mean_told and "loss-reported" in self.unreported
+        return ["  loss-reported: not judged, no w.loss(...) for the mean of w.expect"] * without_losses
 
     def _use_skipped_windows(self, step: int) -> None:
         """Count the rows of updates that a loss scaler skipped as used, update by update."""
