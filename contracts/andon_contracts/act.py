@@ -27,10 +27,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from andon_contracts.agree import Observation, minority, real_of
+from andon_contracts.agree import Observation, real_of
 from andon_contracts.clauses import CLAUSES
 from andon_contracts.digest import hex64, tensor_digest
 from andon_contracts.fingerprint import environment
+from andon_contracts.laws.law import by_rank
 from andon_contracts.record import SCHEMA_VERSION, Broken
 from andon_contracts.violation import Cause, Finding, Violation, explain_command, first_line, named_ranks, row_lines
 
@@ -44,6 +45,7 @@ NAMES: Mapping[torch.dtype, str] = {
 """The format's name of each dtype that it supports."""
 _HIDDEN = ("andon_contracts", "torch", "icontract", "threading", "multiprocessing")  # packages that are never shown
 _LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+LAUNCHER_FILES = set[str]()  # of the frames outside the script that `andon watch` runs, which are never shown
 _MOST_FRAMES = 64
 _ACTIVITIES = (
     ("torch.utils.data", "in the data loader"),
@@ -128,8 +130,7 @@ def write_cause(cause: Cause, evidence: Evidence, at: Mapping[str, object], *, s
         failed = write_part(place, cause.clause, evidence, at, cause.tensor if state else None)
         if account:
             facts = {"cause": cause.kind, "message": cause.text, "world": evidence.world}
-            finding = cause.violation().finding
-            failed = write_account(place, cause.clause, finding, facts, evidence.devices) or failed
+            failed = write_account(place, cause.clause, cause.violation().finding, facts, evidence.devices) or failed
     except Exception as error:  # noqa: BLE001 - the error that stops all ranks must reach them, even without a bundle
         return first_line(error)
     return failed
@@ -157,15 +158,9 @@ def write_part(
     """
     folder, rank = place / clause, evidence.rank
     record, why = flight_record()
-    body: dict[str, object] = {
-        "rank": rank,
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "ids": list(evidence.ids()),
-        "threads": thread_stacks(),
-        "collectives": why or f"rank-{rank}.collectives.json",
-        **at,
-    }
+    process = {"rank": rank, "host": socket.gethostname(), "pid": os.getpid(), "ids": list(evidence.ids())}
+    found = {"threads": thread_stacks(), "collectives": why or f"rank-{rank}.collectives.json"}
+    body: dict[str, object] = {**process, **found, **at}
     failed = "" if record is None else _write_json(folder / f"rank-{rank}.collectives.json", record)
     if tensor is not None:
         failed = _write_state(folder, evidence, tensor, body) or failed
@@ -203,14 +198,6 @@ def _write_json(path: Path, body: Mapping[str, object]) -> str:
     except OSError as error:
         return str(error)
     return ""
-
-
-def by_rank(shown: Sequence[str]) -> str:
-    """The value of each rank in words: `2 on rank 1, 3 on the others`, or rank by rank if no majority agrees."""
-    odd = minority(shown)
-    words = [f"{shown[rank]} on rank {rank}" for rank in odd or range(len(shown))]
-    others = [f"{next(text for rank, text in enumerate(shown) if rank not in odd)} on the others"] if odd else []
-    return ", ".join(words + others)
 
 
 def agreement(observations: Sequence[Observation], *, moments: bool) -> str:
@@ -368,9 +355,9 @@ def _user_line(innermost_first: Iterable[tuple[Any, int]], separator: str) -> st
     """The first frame of user code, else of a library. separator: the text before the function's name; "" omits it."""
     library = ""
     for frame, line in innermost_first:
-        if str(frame.f_globals.get("__name__", "")).partition(".")[0] in _HIDDEN:
-            continue
         file = frame.f_code.co_filename
+        if file in LAUNCHER_FILES or str(frame.f_globals.get("__name__", "")).partition(".")[0] in _HIDDEN:
+            continue
         shown = f"{file}:{line}" + (f"{separator}{frame.f_code.co_name}" if separator else "")
         if not file.startswith((*_LIBRARIES, "<frozen ")) and f"{os.sep}site-packages{os.sep}" not in file:
             return shown

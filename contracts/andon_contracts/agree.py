@@ -138,8 +138,7 @@ def own_group(group: dist.ProcessGroup | None, timeout: datetime.timedelta) -> A
         return None
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     if dist.get_rank() not in ranks:
-        msg = f"andon.watch: rank {dist.get_rank()} is not in the group, which has ranks {ranks}"
-        raise ValueError(msg)
+        raise ValueError(f"andon.watch: rank {dist.get_rank()} is not in the group, which has ranks {ranks}")
     # torch would name the group by its ranks and by the number of groups, so a group made after another was destroyed
     # would read the old addresses from the store. These names are used once. The store counts them, so that a process
     # that replaces another continues its numbers.
@@ -203,8 +202,7 @@ class Mesh:
                 part = peer.recv(size - len(received), socket.MSG_DONTWAIT if spins else 0)
             except BlockingIOError:
                 if time.monotonic() - began > self._timeout_s:
-                    msg = f"Timed out waiting {self._timeout_s:g} s for rank {rank}"
-                    raise dist.DistNetworkError(msg) from None
+                    raise dist.DistNetworkError(f"Timed out waiting {self._timeout_s:g} s for rank {rank}") from None
                 if raise_if_halted is not None and not spins:
                     raise_if_halted()
                 continue

@@ -142,8 +142,7 @@ _ALL = (
         "number.", likely="a division is missing or made twice in the loss, the accumulation or the reduction"),
     Clause("gradient-scale", "pre", "every watched step whose losses and reduction were seen", (),
         "The reduced gradient is that of the mean over all loss terms of the window, for a window of any length.",
-        likely="the loss is not divided by the number of micro-batches, or is divided by the world size twice "
-        "or never"),
+        likely="the loss is not divided by the number of micro-batches, or its sum over ranks by the world size"),
     Clause("loss-reported", "post", "every watched step, if the loop reports a loss", (),
         "The loss that is reported is the mean over the rows of all ranks."),
     Clause("scaler-agrees", "pre", "every watched step, if `scaler` is declared", (),

@@ -38,11 +38,8 @@ def has_triton() -> bool:
     """True if Triton is installed, even if it is broken. Otherwise warns once: torch then computes the same digests."""
     installed = importlib.util.find_spec("triton") is not None
     if not installed:
-        warnings.warn(
-            "Triton is not installed: Andon computes digests on GPUs with slower torch operations",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        what = "Andon computes digests on GPUs with slower torch operations"
+        warnings.warn(f"Triton is not installed: {what}", RuntimeWarning, stacklevel=2)
     return installed
 
 

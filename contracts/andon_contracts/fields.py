@@ -75,8 +75,7 @@ class Part:
         for name in required:
             if name not in data:
                 raise ValueError(f"{prefix}{name} is missing")
-        values = {name: readers[name](value, prefix + name) for name, value in data.items()}
-        return cls(**{**optional, **values})
+        return cls(**{**optional, **{name: readers[name](value, prefix + name) for name, value in data.items()}})
 
 
 def no_constant(name: str) -> NoReturn:

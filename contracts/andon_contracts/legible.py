@@ -53,8 +53,8 @@ def counted(count: int, noun: str) -> str:
 
 
 def log(*lines: str) -> None:
-    """Write lines to standard error in one write, with invisible characters escaped."""
-    print(legible("\n".join(lines)), file=sys.stderr, flush=True)
+    """Write lines to standard error in one write, their last newline included, with invisible characters escaped."""
+    print(legible("\n".join(lines)) + "\n", end="", file=sys.stderr, flush=True)
 
 
 def log_once(topic: str, line: str) -> None:
@@ -81,8 +81,7 @@ def write_error_file(path: Path, message: str, stack: str, when: int, **more: ob
 
     stack: torch prints it unescaped. when: seconds since the epoch, by which torch orders failures. Raises `OSError`.
     """
-    extra = {"py_callstack": legible(stack), "timestamp": str(when)}
-    body = {"message": legible(message), **more, "extraInfo": extra}
+    body = {"message": legible(message), **more, "extraInfo": {"py_callstack": legible(stack), "timestamp": str(when)}}
     part = Path(f"{path}.{os.getpid()}.{time.monotonic_ns()}")
     part.write_text(json.dumps({"message": body}), encoding="utf-8")
     part.replace(path)

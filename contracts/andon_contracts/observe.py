@@ -696,8 +696,7 @@ class Extremes:
         values = [each for raw in self._raw.values() for each in raw.read()]
         for number in range(max(self._passes, default=0)):
             for owners, table in self._tables[number]:
-                found = zip(owners, *table.tolist(), strict=True)
-                values += [each for each in found if self._passes[each[0]] > number]
+                values += [each for each in zip(owners, *table.tolist(), strict=True) if self._passes[each[0]] > number]
         lows, highs = to_floats([low for _, low, _ in self._others]), to_floats([high for _, _, high in self._others])
         return [*values, *zip([index for index, _, _ in self._others], lows, highs, strict=True)]
 

@@ -226,8 +226,7 @@ def encode(record: Record, seq: int, prev: str) -> bytes:
         raise ValueError(f"a {record.kind} record does not survive JSON: a field has a value of a wrong type")
     envelope = {"v": SCHEMA_VERSION, "kind": record.kind, "seq": read_field(Count, seq, "seq"), "prev": prev}
     read_field(Hex16, prev, "prev")
-    text = json.dumps(body | envelope, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    line = text.encode("ascii") + b"\n"
+    line = json.dumps(body | envelope, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii") + b"\n"
     if len(line) > MAX_LINE:
         raise LineTooLong(f"a {record.kind} record takes {len(line)} bytes, more than {MAX_LINE}")
     return line

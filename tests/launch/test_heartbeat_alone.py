@@ -160,10 +160,7 @@ def test_a_rank_that_is_gone_has_the_last_word() -> None:
 
 @pytest.mark.parametrize(
     ("process", "cause"),
-    [
-        (Process.here(), ""),
-        (Process(1, 1, "elsewhere", "far"), "rank 1 of 2 (on far) gave no sign of life"),
-    ],
+    [(Process.here(), ""), (Process(1, 1, "elsewhere", "far"), "rank 1 of 2 (on far) gave no sign of life")],
     ids=["here", "on another machine"],
 )
 def test_only_a_rank_that_cannot_be_seen_may_be_lost_in_silence(process: Process, cause: str) -> None:

@@ -139,10 +139,7 @@ def test_a_model_that_cannot_be_followed_is_bad_input_to_a_plan_and_a_warning_to
     assert _planned(prepare(config), backend) is None
     assert "warning: model.base: its memory cannot be planned" in capsys.readouterr().err
     failing(InputError("model.base: is wrong"))
-    for planning in (
-        lambda: plans(config, [1], Machine((), LARGE)),
-        lambda: _planned(prepare(config), backend),
-    ):
+    for planning in (lambda: plans(config, [1], Machine((), LARGE)), lambda: _planned(prepare(config), backend)):
         with pytest.raises(InputError, match="is wrong") as caught:
             planning()
         assert not isinstance(caught.value, NotPlannable)
@@ -225,7 +222,6 @@ NONE = "0" * 16
 
 @given(st.integers(1, 7), st.lists(st.integers(1, 9), min_size=1, max_size=3))
 def test_no_other_shares_end_earlier(count: int, times: list[int]) -> None:
-
     def end(shares: tuple[int, ...]) -> int:
         return max(share * each for share, each in zip(shares, times, strict=True))
 

@@ -48,7 +48,6 @@ def rows_of(tokens: list[list[int]]) -> list[EncodedRow]:
 
 
 def giving(rows: list[EncodedRow]) -> Encode:
-
     def encode(keep: Callable[[EncodedRow], None]) -> Encoding:
         for each in rows:
             keep(each)
@@ -225,10 +224,7 @@ def files_of(folder: Path, files: Sequence[Sequence[dict[str, Any]]]) -> list[Pa
 
 @given(FILES, st.integers(1, 3), st.builds(RowSelection, st.just(True), st.none() | st.integers(1, 9)))
 def test_a_survey_says_what_the_rows_say(
-    tmp_path_factory: pytest.TempPathFactory,
-    files: list[list[dict[str, Any]]],
-    at_once: int,
-    selection: RowSelection,
+    tmp_path_factory: pytest.TempPathFactory, files: list[list[dict[str, Any]]], at_once: int, selection: RowSelection
 ) -> None:
     folder = tmp_path_factory.mktemp("rows")
     paths = files_of(folder, [[{"prompt": "no answer"}, *rows] for rows in files])

@@ -96,7 +96,6 @@ def test_a_step_with_a_closure_gets_all_other_arguments() -> None:
 
 
 def test_what_is_no_closure_is_not_taken_for_one() -> None:
-
     class TakesGradients(torch.optim.SGD):
         def step(self, gradients: Any = None) -> Any:  # type: ignore[override]
             self.called = gradients

@@ -20,7 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import andon
-from andon_contracts.watch.checks.scale import LossWeight, Scale, ScaleSummary, loss_parts
+from andon_contracts.act import Scene, message
+from andon_contracts.agree import Observation
+from andon_contracts.laws.law import Seen
+from andon_contracts.watch.checks.scale import SCALE, LossWeight, Scale, ScaleSummary, loss_parts
 from tests.watch.clean_loops import loss_sum
 from tests.watch.clean_models import Normed
 from tests.watch.loop import CLASSES, FEATURES, data
@@ -519,6 +522,21 @@ def test_a_loss_scale_is_no_scale_of_the_gradient() -> None:
         assert "2.000 times that of the mean loss" in seen
 
 
+@pytest.mark.parametrize(
+    ("factor", "named", "likely"),
+    [
+        (4.0, "accumulation 4 or world size squared 4", "the loss is not"),
+        (0.5, "1 / world size 2 or 4 of 8 micro-batches", "the loss is divided"),
+    ],
+)
+def test_a_factor_is_named_with_causes_of_its_direction(factor: float, named: str, likely: str) -> None:
+    scale = Scale(factor, factor, 1, 4, 0, deliberate=False, squared=False, reduction_factor=0.5)
+    found = SCALE[1].check(Seen([Observation(rank, 2, 9, "before", {}) for rank in (0, 1)], (scale, scale)))
+    assert found is not None
+    said = message("gradient-scale", found, Scene(2))
+    assert f"times the gradient of a mean = {named}\n  likely   {likely} " in said
+
+
 def test_a_window_without_a_number_says_nothing() -> None:
     found, _ = trained(nn.Linear(6, 3), lambda model, _: _loss(model(torch.full((4, 6), math.nan))).backward())
     assert {clause for clause, _, _ in found} == {"finite"}
@@ -671,7 +689,7 @@ Reference = Callable[[nn.Module, Sequence[int]], tuple[Tensor, int]]
 def balanced(model: nn.Module, ids: Sequence[int]) -> tuple[Tensor, int]:
     """Divided by a number that depends on all rows: no sum over rows."""
     loss, count = loss_sum(model, ids)
-    return loss * (1 + len(set(data()[1][torch.tensor(list(ids))].tolist()))), count
+    return loss * (1 + len(set(data()[1][ids].tolist()))), count
 
 
 def _audited(model: Callable[[], nn.Module], reference: Reference, factor: float) -> tuple[list[str], int]:

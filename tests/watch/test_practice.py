@@ -55,6 +55,9 @@ class Course:
     loss: Callable[[Tensor, Tensor], Tensor] = nn.functional.cross_entropy
 
     def run(self) -> list[tuple[str, int]]:
+        return [(each.clause, each.step) for each in self.watched().findings]
+
+    def watched(self) -> andon.Watch:
         # A rank of the tests is a daemon, which may else have no processes of its own.
         multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
         model = DistributedDataParallel(net())
@@ -68,7 +71,7 @@ class Course:
                     self.behind(model)
                     optimizer.step()
                     optimizer.zero_grad()
-        return [(each.clause, each.step) for each in watch.findings]
+        return watch
 
 
 Batches = Callable[[int], Iterator[Any]]
@@ -323,6 +326,17 @@ def test_what_has_no_index_and_no_way_back_is_suspected() -> None:
         assert {name: found[name][:1] for name in WRONG} == {
             name: [(clause, step)] for name, (_, clause, step) in WRONG.items()
         }
+
+
+def not_dealt_out() -> str:
+    return str(Course(lambda _: iter(DataLoader(rows(), batch_size=4)), epochs=1).watched().findings[0])
+
+
+def test_ranks_that_read_the_same_rows_are_named() -> None:
+    for outcome in run_ranks(2, not_dealt_out):
+        said = outcome.get()
+        assert "  seen     ranks 0, 1 read the same rows [0, 1, 2, 3]\n" in said
+        assert "  likely   no DistributedSampler" in said
 
 
 @pytest.mark.parametrize(

@@ -256,8 +256,7 @@ def _unheard(view: View) -> str:
     if not ranks:
         return ""
     peer, have = view.statuses[ranks[0]], "has" if len(ranks) == 1 else "have"
-    silent = f"{have} given no sign of life for {peer.silent_s:.1f} s"
-    what = f"{_is(ranks)} stopped" if found == "stopped" else silent
+    what = f"{_is(ranks)} stopped" if found == "stopped" else f"{have} given no sign of life for {peer.silent_s:.1f} s"
     return f"{view.name(ranks)} {what}, last seen in {peer.where}"
 
 

@@ -110,8 +110,7 @@ class PendingCollectives:
 
     def forward(self, module: DistributedDataParallel) -> None:
         # A communication hook may send the gradients to any ranks.
-        hooked = getattr(module, "_comm_hooks", ())
-        if torch.is_grad_enabled() and module.require_backward_grad_sync and not hooked:
+        if torch.is_grad_enabled() and module.require_backward_grad_sync and not getattr(module, "_comm_hooks", ()):
             self.armed = True
 
     def backward(self, parameter: nn.Parameter) -> None:
@@ -257,8 +256,7 @@ class HaltLink(StoreLink):
         return _POLL_S if self.processes else _HURRIED_S
 
     def _thread_failed(self, error: Exception) -> None:
-        ours = isinstance(error, RecursionError | NotImplementedError)
-        if isinstance(error, RuntimeError | OSError) and not ours:
+        if isinstance(error, RuntimeError | OSError) and not isinstance(error, RecursionError | NotImplementedError):
             self.store_lost = not self._host_left
             return
         failure = self._halt.unguarded("andon-halt-link", error)
@@ -394,8 +392,7 @@ class PeerMonitor:
             silent_s = math.inf if host_lost and rank in states else link.silent_s * (rank == link.following)
             behind = mine is not None and rank in report.at and report.at[rank].order < mine.order
             code, stopped_s = 0 if rank in left else codes.get(rank), stopped.get(rank, 0.0)
-            state = states.get(rank, "elsewhere")
-            symptoms[rank] = Symptoms(state, rank in left, code, stopped_s, silent_s, behind)
+            symptoms[rank] = Symptoms(states.get(rank, "elsewhere"), rank in left, code, stopped_s, silent_s, behind)
         return symptoms, answer
 
     def _cause(

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from andon_contracts.act import Scene, by_rank, with_message
+from andon_contracts.act import Scene, with_message
 from andon_contracts.agree import (
     WRAP,
     GroupGather,
@@ -23,7 +23,7 @@ from andon_contracts.agree import (
     minority,
 )
 from andon_contracts.digest import digests_by_name, mix64
-from andon_contracts.laws.law import LOCKSTEP, Judgement, Observations, Seen
+from andon_contracts.laws.law import LOCKSTEP, Judgement, Observations, Seen, by_rank
 from andon_contracts.liveness.halt import PendingCollectives
 from andon_contracts.observe import plain
 from andon_contracts.violation import named_ranks
@@ -127,10 +127,8 @@ class Exchange:
         for index, column in enumerate(columns):
             table[index, : len(column)] = torch.tensor(list(column), dtype=torch.int64, device="cpu")
         tables = self._payloads(step, "rows", {}, table.flatten())
-        return [
-            [row[:count] for row in gathered.view(len(columns), max(counts)).tolist()]
-            for gathered, count in zip(tables, counts, strict=True)
-        ]
+        rows = [each.view(len(columns), max(counts)).tolist() for each in tables]
+        return [[row[:count] for row in of_rank] for of_rank, count in zip(rows, counts, strict=True)]
 
     def _payloads(self, step: int, point: str, values: Mapping[str, int], payload: Tensor) -> list[Tensor]:
         return [o.payload for o in self(step, point, values, payload) if o.payload is not None]
@@ -250,8 +248,7 @@ def part_of(subject: ModelProbe, replicate: Any, rank: int) -> tuple[int, int]:
             raise ValueError(msg)
         group = replicate.get_group() if hasattr(replicate, "get_group") else replicate
         if not isinstance(group, dist.ProcessGroup):
-            msg = f"replicate= must be a process group or a device mesh, not {type(replicate).__name__}"
-            raise ValueError(msg)
+            raise ValueError(f"replicate= must be a process group or a device mesh, not {type(replicate).__name__}")
         ranks = dist.get_process_group_ranks(group)
         return min(ranks), len(ranks)
     parts = set()

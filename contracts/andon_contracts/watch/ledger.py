@@ -27,6 +27,7 @@ from andon_contracts.record import LedgerError, LedgerFile
 from andon_contracts.violation import Halted, Violation
 from andon_contracts.watch.judging import print_message
 from andon_contracts.watch.model_probe import ModelProbe
+from andon_contracts.watch.settings import Settings
 from andon_contracts.watch.values import layout_digest, text_digest
 
 _WRITER = "watch"
@@ -50,15 +51,15 @@ class UpdateRows:
         return tuple(row for part in self.ids for row in part)
 
 
-def open_ledger(given: str | os.PathLike[str] | None, writer: int, start: int) -> LedgerFile | None:
-    """Open the ledger of a watch at `given`, else at a path from the variable ANDON_LEDGER, else return None.
+def open_ledger(settings: Settings, writer: int) -> LedgerFile | None:
+    """Open the ledger of a watch at `settings.ledger`, else at a path from the variable ANDON_LEDGER, else return None.
 
     All watches of a script share the variable. Later ones of this process write to numbered names, and the name has the
     rank `writer` of the world that is rank 0 of the watch, if it is not 0. A ledger with lines is continued only after
     `start` > 0 updates or a restart by torch's launcher. Raises `ValueError` if it belongs to another run, is damaged
     or in use by another process, or if the disk refuses.
     """
-    variable = os.environ.get("ANDON_LEDGER")
+    variable, given = os.environ.get("ANDON_LEDGER"), settings.ledger
     if given is None and not variable:
         return None
     path, number = Path(variable or "" if given is None else given), 1
@@ -78,9 +79,10 @@ def open_ledger(given: str | os.PathLike[str] | None, writer: int, start: int) -
         raise ValueError(f"ledger: {path} is being written by another process") from None
     except OSError as error:
         raise ValueError(f"ledger: {path} cannot be written: {error.strerror}") from None
-    if file.head[0] and not start and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+    if file.head[0] and not settings.start and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         file.close()
-        raise ValueError(f"ledger: {path} already contains a run; name another file, or pass start= to continue it")
+        or_start = "" if settings.by_command else ", or pass start= to continue it"
+        raise ValueError(f"ledger: {path} already contains a run; name another file{or_start}")
     return file
 
 
@@ -112,8 +114,7 @@ class Recorder:
         if not resumed:
             plan = record.Plan(rows, None, None, None, None, None)
             run = Path(sys.argv[0] if sys.argv else "").name or _WRITER
-            line = record.Start(run, machine, identity, plan, digests, world, _backend(), _WRITER, _ALGORITHMS)
-            self._append(line)
+            self._append(record.Start(run, machine, identity, plan, digests, world, _backend(), _WRITER, _ALGORITHMS))
         if resumed or start:
             torn = self._file.torn if resumed else 0
             self._append(record.Resume(start, identity, machine, digests, world, _backend(), "the loop's own", torn))
@@ -162,6 +163,7 @@ class Recorder:
         self._last = (step, {"weights": whole["weights"], "optimizer": whole["optimizer"]})
         ids, loss_rows = rows.union, sum(o.values["loss rows"] for o in before)
         loss = sum(real_of(o.values["loss sum"]) for o in before)
+        own = rows.ids or ((),) * len(after)
         content = hex64(text_digest(sorted(zip(ids, rows.contents, strict=True)))) if rows.contents else None
         self._append(
             record.Step(
@@ -177,10 +179,7 @@ class Recorder:
                 world=len(after),
                 backend=_backend(),
                 digests=record.StepDigests(content, **whole),
-                ranks=tuple(
-                    record.RankPart(rank, (), rows.ids[rank] if rows.ids else (), **part)
-                    for rank, part in enumerate(parts)
-                ),
+                ranks=tuple(record.RankPart(rank, (), own[rank], **part) for rank, part in enumerate(parts)),
                 weights_norm=self._norm(after),
                 gradient_at=None if reduced else "optimizer",
                 optimizer_index=index,

@@ -29,6 +29,7 @@ from andon_contracts.watch.exchange import WIDTH, Exchange, Replicas, part_of, r
 from andon_contracts.watch.ledger import open_ledger
 from andon_contracts.watch.model_probe import ModelProbe, ModuleGroup, parameters_of, unwrap
 from andon_contracts.watch.settings import Action, Plan, Reference, Scaler, Schedule, Settings
+from andon_contracts.watch.values import text_digest
 from andon_contracts.watch.watcher import Watch
 
 Kind = TypeVar("Kind")
@@ -92,10 +93,11 @@ def watch(
     at the start is a finding, and `action` applies to it.
     """
     settings = Settings(
-        action=action, allow=dict(allow or {}), log=log, group=group, folder=folder, ledger=ledger, trainable=trainable,
-        tied=tuple(tied), clip=clip, groups=dict(groups or {}), schedule=schedule, scaler=scaler, reference=reference,
-        every=every, plan=plan, rows=rows, contents=contents, start=start, updates=updates, replicate=replicate,
-        hard_stop=hard_stop, timeout=timeout, patience=patience, verbose=verbose,
+        action=action, allow=dict(allow or {}) if isinstance(allow, Mapping | None) else allow, log=log, group=group,
+        folder=folder, ledger=ledger, trainable=trainable, tied=tuple(tied), clip=clip, groups=dict(groups or {}),
+        schedule=schedule, scaler=scaler, reference=reference, every=every, plan=plan, rows=rows, contents=contents,
+        start=start, updates=updates, replicate=replicate, hard_stop=hard_stop, timeout=timeout, patience=patience,
+        verbose=verbose,
     )  # fmt: skip
     return open_watch(model, list(optimizer) if isinstance(optimizer, Sequence) else [optimizer], settings)
 
@@ -144,13 +146,14 @@ def open_watch(model: nn.Module, optimizers: Sequence[Any], settings: Settings) 
         excused = len(problems) if settings.by_command else 0
         if exchange.rank == 0 and not problems:
             try:
-                file = open_ledger(settings.ledger, ranks[0], settings.start)
+                file = open_ledger(settings, ranks[0])
             except ValueError as error:
                 problems.append(str(error))
             if file is not None:
                 undo.callback(file.close)
         # Rank 0 sends the secret that signs heartbeats in this gather, so that it never comes into the ranks' store.
-        digests = {f"told {name}": digest for name, digest in settings.digests().items()}
+        compared = settings.compared()
+        digests = {f"told {name}": text_digest(value) for name, value in compared.items()}
         values = {"records": int(file is not None), "part": part, "copies": copies, **secret_to_ints(new_secret())}
         values = {"problems": len(problems), **digests, **values, "mistakes": len(problems) - excused}
         seen = exchange(0, "settings", values)
@@ -159,11 +162,13 @@ def open_watch(model: nn.Module, optimizers: Sequence[Any], settings: Settings) 
             problems.append(f"rank {', '.join(others)} got a wrong argument; its own message says which")
         differing = [name for name in digests if len({o.values[name] for o in seen}) > 1]
         if differing and not any(o.values["problems"] for o in seen):
-            names = ", ".join(name.removeprefix("told ") for name in differing)
-            problems.append(f"the ranks watch with different settings: {names}")
+            own = "; ".join(f"{name}={compared[name]}" for name in (each.removeprefix("told ") for each in differing))
+            texts = enumerate(exchange.gather_texts(0, own))
+            problems.append(f"the ranks watch with different settings: {', '.join(f'rank {r}: {t}' for r, t in texts)}")
         if problems:
             msg = "andon.watch: " + "; ".join(problems)
-            raise ValueError(msg) if any(o.values["mistakes"] for o in seen) else CannotWatch(msg)
+            mistaken = not settings.by_command or any(o.values["mistakes"] for o in seen)
+            raise ValueError(msg) if mistaken else CannotWatch(msg)
         assert subject is not None
         try:
             parts = replicas_of([o.values["part"] for o in seen], [o.values["copies"] for o in seen])
@@ -247,7 +252,6 @@ def trained_by(optimizer: torch.optim.Optimizer) -> tuple[nn.Module, list[torch.
         roots = [root for root in roots if any(id(parameter) in missing for parameter in root.parameters())]
     loose = [p for p in wanted if id(p) in missing and isinstance(p, nn.Parameter)]
     model = chosen[0] if len(chosen) == 1 and not loose else ModuleGroup(chosen, loose)
-
     index = _index(model.parameters())
     optimizers, taken = [optimizer], set(map(id, wanted))
     for group in _ranked(index, but=optimizer):

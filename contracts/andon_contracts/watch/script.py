@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from andon_contracts.act import current_activity
+from andon_contracts.act import LAUNCHER_FILES, current_activity
 from andon_contracts.legible import legible_line, log, report_to_launcher
 from andon_contracts.liveness.halt import own_store
 from andon_contracts.violation import Halted, Violation, first_line
@@ -105,13 +105,17 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--verbose", action="store_true", help="list every clause when a watch opens")
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGS...]")
-    options = parser.parse_args(arguments)
+    options, unknown = parser.parse_known_args(arguments)
     pairs = (text.partition("=") for text in options.allow)
     options.allow = {clause.strip(): reason.strip() for clause, _, reason in pairs}
-    problems = allow_problems(options.allow)
-    if not options.command:
+    problems = [f"say --allow {clause}=REASON" for clause, reason in options.allow.items() if not reason]
+    problems = problems or allow_problems(options.allow)
+    for name in unknown:
+        known = name.removeprefix("--").partition("=")[0].replace("-", "_") in Settings.__dataclass_fields__
+        problems.append(f"{name} needs a line in the script: andon.watch(...)" if known else f"no option {name}")
+    if not (options.command or unknown):
         problems.append("name the script to run")
-    elif not options.module:
+    elif not (options.module or unknown):
         name = options.command[0]
         if _is_program(name):
             if Path(name).is_dir():
@@ -153,13 +157,13 @@ def _run(command: Sequence[str], *, is_module: bool) -> None:
 
 
 def _hide_our_frames() -> None:
-    """Let tracebacks begin at the script: leave out the frames of the files that are on the stack now."""
-    hidden = {frame.f_code.co_filename for frame, _ in traceback.walk_stack(None)}
-    hidden |= {__file__, runpy.__file__, "<frozen runpy>"}
+    """Let tracebacks and messages leave out the frames of the files that are on the stack now, outside the script."""
+    LAUNCHER_FILES.update(frame.f_code.co_filename for frame, _ in traceback.walk_stack(None))
+    LAUNCHER_FILES.update((__file__, runpy.__file__, "<frozen runpy>"))
     shown = sys.excepthook
 
     def show(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-        while trace is not None and trace.tb_frame.f_code.co_filename in hidden:
+        while trace is not None and trace.tb_frame.f_code.co_filename in LAUNCHER_FILES:
             trace = trace.tb_next
         shown(kind, error.with_traceback(trace), trace)
 
@@ -202,8 +206,7 @@ class Standby(Listener):
     def report_if_idle(self) -> None:
         """Print a line if neither this object nor the script opened a watch, and no optimizer was reported."""
         if opening.opened_so_far() == self._opened_before and not self._unwatched:
-            several = os.environ.get("WORLD_SIZE", "1") != "1"
-            which = f"rank {os.environ.get('RANK', '?')}: " if several else ""
+            which = f"rank {os.environ.get('RANK', '?')}: " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
             log(f"andon watch: {which}no torch optimizer made an update, so nothing was watched")
 
     def _before(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:

@@ -184,11 +184,10 @@ class Updates:
         """Write the values of all ranks after an update to the ledger. Returns their judgement."""
         context, synchrony = self._context, probe.check(Weights).synchrony
         if context.settings.recording and self._said and in_lockstep(self._said) and in_lockstep(said):
-            several = len(context.probes) > 1
-            step = context.settings.start + context.steps if several else probe.updates
-            index, draws = self._number(probe) if several else None, context.check(Mode).draws
-            reports = context.check(LoopReports).of_update
-            context.recorder.step(self._said, said, reports, step=step, index=index, draws=draws)
+            rows, draws = context.check(LoopReports).of_update, context.check(Mode).draws
+            index = self._number(probe) if len(context.probes) > 1 else None
+            step = probe.updates if index is None else context.settings.start + context.steps
+            context.recorder.step(self._said, said, rows, step=step, index=index, draws=draws)
         seen: Seen[object] = Seen(context.replicas.align(said), None, context.subject.names)
         waiting = synchrony.after(seen) if in_lockstep(said) else frozenset[str]()
         laws = [law for law in self._after_laws[probe] if law.clause not in waiting]
@@ -253,8 +252,7 @@ def _report(
         element = exchange.first_difference(seen.step, named.get(name), noun)
         return replace(scene, element=" ".join(filter(None, [key, element])))
 
-    facts = {} if probe is None else {"ids": list(context.rows.ids)}
-    verdicts.report_all(judgement, scene, locate, facts)
+    verdicts.report_all(judgement, scene, locate, {} if probe is None else {"ids": list(context.rows.ids)})
 
 
 def _details(context: Context, name: str, step: int, probe: OptimizerProbe | None) -> Details:

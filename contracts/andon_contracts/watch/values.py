@@ -82,8 +82,7 @@ def ids_of(ids: Sequence[int] | Tensor) -> list[int]:
     # Torch and Python would count a truth value as 1 or 0.
     truths = (isinstance(each, bool) or getattr(each, "dtype", None) is torch.bool for each in listed)
     if any(row < 0 for row in rows) or any(truths):
-        msg = f"ids must be a flat sequence of integers from 0, not {str(listed)[:80]}"
-        raise ValueError(msg)
+        raise ValueError(f"ids must be a flat sequence of integers from 0, not {str(listed)[:80]}")
     return rows
 
 
@@ -93,8 +92,7 @@ def contents_of(content: Sequence[object], count: int) -> list[int]:
     Raises `ValueError` if its length is not `count`, or if a row holds a value that cannot be compared.
     """
     if len(content) != count:
-        msg = f"content has {len(content)} rows, ids has {count}"
-        raise ValueError(msg)
+        raise ValueError(f"content has {len(content)} rows, ids has {count}")
     return [value_digest(row, f"content[{index}]") for index, row in enumerate(content)]
 
 

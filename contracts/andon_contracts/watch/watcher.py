@@ -265,8 +265,7 @@ class Watch:
         subject, pending = self._context.subject, None if self._halt is None else self._halt.pending
         for wrapper in subject.reducers:
             self._undo.append(wrapper.module.register_forward_pre_hook(ForwardHook(wrapper.forward)).remove)
-        several = isinstance(subject.inner, ModuleGroup)
-        called = list(subject.inner.children()) if several else [subject.hooked_module]
+        called = list(subject.inner.children()) if isinstance(subject.inner, ModuleGroup) else [subject.hooked_module]
         before, after = ForwardHook(self._forward, arguments=True), ForwardHook(self._forwarded)
         called += [scope.hooked_module for scope in subject.buffer_scopes]
         for module in {id(each): each for each in called}.values():
@@ -400,7 +399,7 @@ class Watch:
         self._say(
             [
                 f"andon.watch: {counted(steps, 'step')}, {clauses} evaluated {times}",
-                f"  {findings}, {1000 * spent / max(steps, 1):.3g} ms per step",
+                f"  {findings}; the watch took {1000 * spent / max(steps, 1):.3g} ms per step",
                 *(f"  {name}: {counted(count, 'time')}, first at step {first[name]}" for name, count in repeated),
                 *(f"  {name}: {counted(count, 'time')}, silenced by allow" for name, count in silenced),
                 f"  not checked: {', '.join(unchecked)}" * bool(unchecked),

@@ -40,7 +40,7 @@ _LONGEST_WINDOW = 64
 """The most micro-batches of an update; with more, a quotient fits by chance."""
 
 
-def name_ratio(ratio: float, world: int, micro_batches: int) -> str:
+def name_ratio(ratio: float, world: int, micro_batches: int, tolerance: float = RATIO_TOLERANCE) -> str:
     """All explanations of a factor: ` = world size 2`, ` = 1 / world size 2 or 1 of 2 micro-batches`; "" for none.
 
     A window of `micro_batches` that is divided like a longer one has their quotient as its factor.
@@ -58,7 +58,7 @@ def name_ratio(ratio: float, world: int, micro_batches: int) -> str:
     full = round(micro_batches / ratio) if 0 < ratio < 1 else 0
     if micro_batches < full <= _LONGEST_WINDOW:
         explained[f"{micro_batches} of {full} micro-batches"] = micro_batches / full
-    named = [word for word, value in explained.items() if math.isclose(ratio, value, rel_tol=RATIO_TOLERANCE)]
+    named = [word for word, value in explained.items() if math.isclose(ratio, value, rel_tol=tolerance)]
     return f" = {' or '.join(named)}" if named else ""
 
 
@@ -83,7 +83,7 @@ def _gradient_law(seen: Seen[object]) -> Finding | None:
 GRADIENT_LAW = (Law("gradient-law/audit", ("ratio", "error", "rest", "tolerance", "micro-batches"), _gradient_law),)
 
 
-_ForwardPass = tuple[Sequence[int], Tensor | None]
+_ForwardPass = tuple[list[int], Tensor | None]
 """The rows of one forward pass, and the random state to restore before it; None: restore nothing."""
 
 
@@ -128,7 +128,7 @@ class Audit(Check):
 
     def judge(self, probe: OptimizerProbe, said: Observations, aligned: Observations) -> None:
         reference, step = self.context.settings.reference, said[0].step
-        ids = self.context.check(LoopReports).of_update.union
+        ids = list(self.context.check(LoopReports).of_update.union)  # a tuple would index dimensions, not rows
         # Before a reduction the gradient is not that of all rows.
         if reference is None or not self._due or not ids or not probe.check(Weights).synchrony.known:
             return
@@ -143,7 +143,7 @@ class Audit(Check):
             scene = self.context.scene_of(probe, aligned, applied=False)
             self.context.verdicts.judge(GRADIENT_LAW, Seen[object](seen, None), scene)
 
-    def _forward_passes(self, step: int, ids: Sequence[int]) -> list[_ForwardPass] | None:
+    def _forward_passes(self, step: int, ids: list[int]) -> list[_ForwardPass] | None:
         """The forward passes to recompute: one of all rows, or those of the loop; None if a random state is missing."""
         batches = self.context.rows.batches
         known = [batch.random for batch in batches if batch.random is not None]

@@ -54,8 +54,7 @@ class Buffers(Check):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        scopes = len(context.subject.buffer_scopes)
-        self._readers = [(BufferReader(), BufferReader()) for _ in range(scopes)]
+        self._readers = [(BufferReader(), BufferReader()) for _ in range(len(context.subject.buffer_scopes))]
         """By scope: of the buffers that a checkpoint has, and of the others."""
         self.observers = [each for pair in self._readers for reader in pair for each in reader.observers]
         self._digests: dict[OptimizerProbe, list[tuple[int, int, int]]] = {}

@@ -48,7 +48,9 @@ def clip_once(limit: float, longest: int) -> Law[Seen[object]]:
                 f"the gradient's norm was {norm:.6g}; one clip to {limit:g} gives {clipped_norm(norm, limit):.6g}, "
                 f"but the optimizer received a gradient of norm {clipped:.6g}"
             )
-            return Finding(what, seen.step, seen.unless_all(wrong), "clipped gradient")
+            likely = f"clip={limit:g} was declared, but the loop clips to another limit or not at all, or by a norm of"
+            likely += " other gradients than the applied ones"
+            return Finding(what, seen.step, seen.unless_all(wrong), "clipped gradient", likely=likely)
         # A reduced gradient has one norm. If the gradients themselves differ, clipping is not the cause.
         if "gradient" in seen.differing or not max(norms) - min(norms) > _NORM_TOLERANCE * max(norms):
             return None

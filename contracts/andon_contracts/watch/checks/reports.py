@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from numbers import Number
 
 import torch
 from torch import Tensor
@@ -13,7 +15,7 @@ from torch import Tensor
 from andon_contracts.agree import bits_of, majority, minority, real_of
 from andon_contracts.laws.law import Law, Observations, Seen, unless_all
 from andon_contracts.observe import flat_digest
-from andon_contracts.violation import Finding
+from andon_contracts.violation import Finding, named_ranks
 from andon_contracts.watch.check import Check, Context, Cover, OptimizerProbe, Values
 from andon_contracts.watch.ledger import UpdateRows
 from andon_contracts.watch.values import contents_of, ids_of, text_digest, value_digest
@@ -70,8 +72,7 @@ def _contents_planned(batch: ReportedRows) -> Finding | None:
     if not odd:
         return None
     what = f"the content of rows {[row for _, row in odd][:8]} differs from {batch.source}"
-    ranks = sorted({rank for rank, _ in odd})
-    return Finding(what, batch.step, unless_all(ranks, len(batch.ids)), f"row {odd[0][1]}")
+    return Finding(what, batch.step, unless_all((rank for rank, _ in odd), len(batch.ids)), f"row {odd[0][1]}")
 
 
 def _same_data(seen: Seen[object]) -> Finding | None:
@@ -82,7 +83,10 @@ def _same_data(seen: Seen[object]) -> Finding | None:
 
 
 def _loss_reported(seen: Seen[object]) -> Finding | None:
-    mean = sum(map(real_of, seen.column("loss sum"))) / max(sum(seen.column("loss rows")), 1)
+    rows = sum(seen.column("loss rows"))
+    if not rows:  # no rank called `w.loss`: nothing to compare with
+        return None
+    mean = sum(map(real_of, seen.column("loss sum"))) / rows
     reported = {o.rank: real_of(o.values["reported"]) for o in seen.observations if o.values["reports"]}
     odd = [rank for rank, each in reported.items() if not math.isclose(each, mean, rel_tol=1e-4, abs_tol=1e-7)]
     if not odd:
@@ -91,31 +95,48 @@ def _loss_reported(seen: Seen[object]) -> Finding | None:
     return Finding(what, seen.step, seen.unless_all(odd), "loss")
 
 
-def _as_expected(seen: Seen[object]) -> Finding | None:
+def _as_expected(seen: Seen[Sequence[Mapping[str, str]]]) -> Finding | None:
+    """want: by rank, the text of each value by name; empty until a difference was found."""
     for index in range(EXPECTED):
-        name = f"stream {index}"
-        must, values = majority(seen.column(f"{name} must")), seen.column(name)
+        musts, values = seen.column(f"stream {index} must"), seen.column(f"stream {index}")
+        told = [rank for rank, must in enumerate(musts) if must]
+        must = majority([musts[rank] for rank in told] or [0])
+        equal = [rank for rank in told if [values[each] for each in told].count(values[rank]) > 1]
         if must == _MUST["agree"] and len(set(values)) > 1:
-            return Finding("the values differ between ranks, but must agree", seen.step, minority(values), name)
-        if must == _MUST["differ"] and len(set(values)) < len(values):
-            equal = [rank for rank, value in enumerate(values) if values.count(value) > 1]
-            return Finding(f"the values of ranks {equal} are equal, but must differ", seen.step, (), name)
+            what, ranks = "the values differ between ranks, but must agree", minority(values)
+            likely = "each rank computes the value from its own rows, settings or random numbers"
+        elif must == _MUST["differ"] and equal:
+            what, ranks = f"the values of {named_ranks(equal)} are equal, but must differ", ()
+            likely = "the value does not depend on the rank"
+        else:
+            continue
+        name = min((sorted(texts)[index] for texts in seen.want if index < len(texts)), default=f"value {index + 1}")
+        texts = [each.get(name, "no value was told") for each in seen.want]
+        shown = ", ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
+        what += f" ({shown})" * bool(shown)
+        told = any(each.get(name) for each in seen.want)
+        return Finding(what, seen.step, ranks, name, likely=likely if told else None)
     return None
+
+
+def _text_of(value: object) -> str:
+    """A number, a short text or a tensor of few elements as text; "" for any other value, as a random state."""
+    if isinstance(value, Tensor) and value.numel() <= EXPECTED:
+        return str(value.tolist())
+    return repr(value) if isinstance(value, Number) or (isinstance(value, str) and len(value) < 80) else ""
 
 
 _ROWS = (Law("samples-once/told", ("ids",), _rows_once),)
 _CONTENTS = (Law("content-planned/told", ("contents",), _contents_planned),)
 _DATA = (Law("content-planned/data", ("data",), _same_data),)
 _STREAMS = tuple(f"stream {index}{must}" for index in range(EXPECTED) for must in (" must", ""))
+_EXPECTED = (Law("randomness-declared/before", _STREAMS, _as_expected),)
 
 
 class LoopReports(Check):
     """Stores and judges what `Watch.batch` and `loss` report of an update, and the last values of `Watch.expect`."""
 
-    before_laws = (
-        Law("loss-reported/before", ("reports", "reported", "loss sum", "loss rows"), _loss_reported),
-        Law("randomness-declared/before", _STREAMS, _as_expected),
-    )
+    before_laws = (Law("loss-reported/before", ("reports", "reported", "loss sum", "loss rows"), _loss_reported),)
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -124,11 +145,11 @@ class LoopReports(Check):
         """The rows of this update, for the ledger."""
         self.unreported = {"loss-reported", "randomness-declared"}
         """Clauses for which the loop has reported nothing yet."""
-        self._expected: dict[str, tuple[int, int]] = {}
+        self._expected: dict[str, tuple[int, int, str]] = {}
         self._contents: dict[int, int] = {}
         """By row id, the digest of its content as first reported."""
         self._epochs_known = context.settings.rows is not None and context.settings.plan is not None
-        self._epochs = 0
+        self._epochs, self._mean_told = 0, False
         self._epoch: set[int] = set()
 
     def cover(self) -> Mapping[str, Cover]:
@@ -154,15 +175,14 @@ class LoopReports(Check):
         if must not in ("agree", "differ", "mean"):
             raise ValueError(f"must= takes 'agree', 'differ' or 'mean', not {must!r}")
         if must == "mean":
-            self.unreported.discard("loss-reported")
-            self._rows.reported = float(value)  # type: ignore[arg-type]
+            self._mean_told, self._rows.reported = True, float(value)  # type: ignore[arg-type]
             return
         if name not in self._expected and len(self._expected) == EXPECTED:
             raise ValueError(f"at most {EXPECTED} values can be compared; {name!r} is one more")
         self.unreported.discard("randomness-declared")
         state = value.get_state() if isinstance(value, torch.Generator) else value
         digest = flat_digest([state]) if isinstance(state, Tensor) else value_digest(state, f"the value of {name!r}")
-        self._expected[name] = (_MUST[must], digest)
+        self._expected[name] = (_MUST[must], digest, _text_of(value))
 
     def compare_data(self) -> None:
         contents, rows = self.context.settings.contents, self.context.settings.rows
@@ -186,14 +206,23 @@ class LoopReports(Check):
             "reported": bits_of(rows.reported or 0.0),
         }
         expected = [self._expected[name] for name in sorted(self._expected)]
-        for index, (must, digest) in enumerate([*expected, *[(0, 0)] * EXPECTED][:EXPECTED]):
+        for index, (must, digest, _) in enumerate([*expected, *[(0, 0, "")] * EXPECTED][:EXPECTED]):
             values |= {f"stream {index} must": must, f"stream {index}": digest}
         return values
 
     def judge(self, probe: OptimizerProbe, said: Observations, aligned: Observations) -> None:
-        """Gather the rows of this update and judge them by `plan=`, `rows=` and `contents=`."""
+        """Judge the values of this update, then gather its rows and judge them by `plan=`, `rows=` and `contents=`."""
         context, settings, step = self.context, self.context.settings, said[0].step
+        judged = context.verdicts.judgement(_EXPECTED, Seen[Sequence[Mapping[str, str]]](said, ()))
+        if judged.first is not None and not context.verdicts.is_reported("randomness-declared"):
+            texts = context.exchange.gather_texts(
+                step, json.dumps({n: text for n, (*_, text) in self._expected.items()})
+            )
+            judged.seen = replace(judged.seen, want=[json.loads(text) for text in texts])
+        context.verdicts.report_all(judged, context.scene_of(probe, aligned, applied=False))
         self.of_update = UpdateRows()
+        if any(o.values["reports"] for o in said) and any(o.values["loss rows"] for o in said):
+            self.unreported.discard("loss-reported")
         if any(o.values["windows passed"] for o in said):
             self._use_skipped_windows(step)
         if not any(o.values["rows"] for o in said):
@@ -222,6 +251,10 @@ class LoopReports(Check):
         for row, content in zip(union, known, strict=False):
             self._contents.setdefault(row, content)
         self._use(union)
+
+    def closing_lines(self) -> list[str]:
+        without_losses = self._mean_told and "loss-reported" in self.unreported
+        return ["  loss-reported: not judged, no w.loss(...) for the mean of w.expect"] * without_losses
 
     def _use_skipped_windows(self, step: int) -> None:
         passed = self._rows.skipped_windows

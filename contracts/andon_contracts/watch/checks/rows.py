@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from andon_contracts.digest import mix64
 from andon_contracts.laws.law import Law, Observations, Seen, unless_all
 from andon_contracts.observe import Look, Observer
-from andon_contracts.violation import Finding
+from andon_contracts.violation import Finding, named_ranks
 from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values
 from andon_contracts.watch.intercept import LoaderPass, Yielded, is_running, report_unreadable, storage_ids, tensors_in
 
@@ -45,7 +45,8 @@ class _RowsSeen:
 
     same: for how many updates in a row all ranks drew the same rows and gave them to the model. same_input: for how
     many updates in a row, with unknown rows, inputs or raw gradients were equal. rows: this rank's rows of the update.
-    repeated, ranks: rows that came too often in one pass over the data, and the ranks that had them.
+    repeated, ranks: rows that came too often in one pass over the data, and the ranks that had them. readers: the ranks
+    that read the same rows in one update.
     """
 
     step: int
@@ -54,6 +55,7 @@ class _RowsSeen:
     rows: Sequence[int] = ()
     repeated: Sequence[int] = ()
     ranks: tuple[int, ...] = ()
+    readers: tuple[int, ...] = ()
 
 
 def _distributed(seen: _RowsSeen) -> Finding | None:
@@ -72,8 +74,11 @@ def _inputs_differ(seen: _RowsSeen) -> Finding | None:
 
 
 def _once_in_a_pass(seen: _RowsSeen) -> Finding | None:
-    what = f"rows {list(seen.repeated)[:8]} came more than once in one pass over the data"
-    return Finding(what, seen.step, seen.ranks, "global batch") if seen.repeated else None
+    what, likely = f"rows {list(seen.repeated)[:8]} came more than once in one pass over the data", None
+    if seen.readers:
+        likely = "no DistributedSampler, so that each rank reads all rows"
+        what = f"{named_ranks(seen.readers)} read the same rows {list(seen.repeated)[:8]}"
+    return Finding(what, seen.step, seen.ranks, "global batch", likely=likely) if seen.repeated else None
 
 
 def _order_renewed(seen: Seen[object]) -> Finding | None:
@@ -222,7 +227,9 @@ class LoadedRows(Check):
             again = count.repeated()
             ranks = sorted({rank for key in again for rank in count.ranks[key]})
             repeated = sorted(count.row[key] for key in again)
-            found = _RowsSeen(step, repeated=repeated, ranks=unless_all(ranks, self.context.world))
+            own = [sorted(key for of_pass, *_, key in zip(*part, strict=True) if of_pass == number) for part in parts]
+            same = tuple(rank for rank in ranks if own[rank] and own.count(own[rank]) > 1)
+            found = _RowsSeen(step, repeated=repeated, ranks=unless_all(ranks, self.context.world), readers=same)
             self.context.verdicts.judge(_PASS, found, self.context.scene())
         for number in [each for each in self._counts if each < max(numbers, default=0) - 1]:
             del self._counts[number]

@@ -25,6 +25,7 @@ from andon_contracts.laws.law import Law, Observations, Seen
 from andon_contracts.observe import has_other_hooks
 from andon_contracts.violation import Finding
 from andon_contracts.watch.check import LIVE, BackwardPass, Check, Context, Cover, OptimizerProbe, Values
+from andon_contracts.watch.checks.audit import name_ratio
 from andon_contracts.watch.values import text_digest
 
 _UNKNOWN_WEIGHT = -1  # sent as the number of backward passes
@@ -58,13 +59,14 @@ class Scale:
     squared: bool
     reduction_factor: float
 
-    def description(self, world: int) -> str:
+    def description(self, world: int, factor: str = "") -> str:
         weight = self.first_part / self.reduction_factor / world
         passes = f"{self.passes} backward passes of loss weight {weight / max(self.passes, 1):.3f} each"
         loss = passes if self.passes > 1 else f"the loss has weight {weight:.3f}"
         if world > 1:
             loss = f"on each of {world} ranks, {loss}; reduction factor {self.reduction_factor:.3f}"
-        return f"the gradient is {self.first_part:.3f} times that of the mean loss: {loss}"
+        equals = f" ({factor.strip()})" if factor else ""
+        return f"the gradient is {self.first_part:.3f} times that of the mean loss{equals}: {loss}"
 
     @property
     def is_mean(self) -> bool:
@@ -115,7 +117,8 @@ def _short_window(seen: Seen[Scales]) -> Finding | None:
         if 0 < here < full and _close(now.first_part / before.first_part, here / full):
             shown = f"{now.description(len(seen.observations))}. In the window before: {before.first_part:.3f} times"
             window = f"a window of {here} {what} is divided like one of {full}"
-            return Finding(f"{window}: {shown}", seen.step, (), "gradient")
+            likely = "the loss of a last, shorter window is divided by the numbers of a full one"
+            return Finding(f"{window}: {shown}", seen.step, (), "gradient", likely=likely)
     return None
 
 
@@ -136,7 +139,8 @@ def _factor_of_layout(seen: Seen[Scales]) -> Finding | None:
     if not any(_close(now.first_part, each) or _close(now.first_part, 1 / each) for each in layout):
         return None
     twice = "the loss is divided twice, by the number of micro-batches or the world size, or it is scaled on purpose"
-    return Finding(now.description(world), seen.step, (), "gradient", likely=twice if now.first_part < 1 else None)
+    what = now.description(world, name_ratio(now.first_part, world, passes, _ROUNDING))
+    return Finding(what, seen.step, (), "gradient", likely=twice if now.first_part < 1 else None)
 
 
 _READS = (

@@ -204,8 +204,7 @@ class Structure(Check):
                 if trained and not slot.trainable and fixed:
                     return change_of(Change.TOGGLED, index)
             return change_of(Change.TOGGLED_BY_THE_LOOP, list(map(eq, trainable, self._trainable)).index(False))
-        same_groups = self._parameter_groups() == self._groups
-        return 0 if same_groups else change_of(Change.FOREIGN, len(subject.slots))
+        return 0 if self._parameter_groups() == self._groups else change_of(Change.FOREIGN, len(subject.slots))
 
 
 def untrained_copies(subject: ModelProbe) -> set[int]:

@@ -157,8 +157,7 @@ class Weights(Check):
     def judge_close(self) -> None:
         """Weights that began to differ must have agreed again. Every rank knows the state of all ranks."""
         if self.synchrony.state is State.APART:
-            values = {"parted": self.synchrony.since}
-            self.judge_alone(_MET_AT_CLOSE, self._probe.updates, values, by_all=True)
+            self.judge_alone(_MET_AT_CLOSE, self._probe.updates, {"parted": self.synchrony.since}, by_all=True)
 
     def closing_lines(self) -> list[str]:
         return [self.synchrony.closing_line()]
