@@ -497,18 +497,7 @@ def test_word_sum_is_its_definition(data: bytes, start: int) -> None:
 def test_mix64_is_splitmix64(values: list[int]) -> None:
     mixed = as_unsigned(mix64(torch.tensor(values, dtype=torch.int64)))
     assert mixed == [reference_mix(v % M64) for v in values]
-
-
-def test_mix64_is_published_splitmix64() -> None:
-    assert as_unsigned(mix64(torch.tensor([GOLDEN - M64]))) == [0xE220A8397B1DCDAF]
-
-
-def test_mix64_leaves_its_input() -> None:
-    words = torch.arange(5)
-    mix64(words)
-    assert words.tolist() == [0, 1, 2, 3, 4]
-    with pytest.raises(TypeError, match="int32"):
-        mix64(words.int())
+    assert as_unsigned(mix64(torch.tensor([GOLDEN - M64]))) == [0xE220A8397B1DCDAF]  # as published
 
 
 def test_header_binds_length_dtype_and_shape() -> None:

@@ -120,14 +120,8 @@ OPENED: dict[str, tuple[Callable[[], object], str]] = {
     "a rate for a schedule": (lambda: _open(schedule=0.1), "schedule must be a function, not float"),
     "a number for a scaler": (lambda: _open(scaler=2.0), "scaler must have get_scale()"),
     "no update": (lambda: _open(updates=3, start=4), "updates must be at least start (4)"),
-    "a wrong limit on one rank": (
-        lambda: _open(clip=-1.0 if _last() else None),
-        "clip must be a number above 0, not -1.0",
-    ),
-    "a limit of one": (
-        lambda: _open(clip=1.5 if _last() else None),
-        "different settings: rank 0: clip=None, rank 1: clip=None, rank 2: clip=1.5",
-    ),
+    "a wrong limit on one rank": (lambda: _open(clip=-1.0 if _last() else None), "a number above 0, not -1.0"),
+    "a limit of one": (lambda: _open(clip=1.5 if _last() else None), "settings: rank 0: clip=None, rank 1: clip=None"),
     "rows instead of their number, on one rank": (
         lambda: _open(rows=[1, 2] if _last() else None),
         "rows must be a whole number, not list",

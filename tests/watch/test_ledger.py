@@ -105,16 +105,15 @@ def name_of(kind: str, optimizer_of: Any, clip: bool) -> str:
     return f"{kind}-{optimizer_of.__name__}{'-clipped' * clip}.jsonl"
 
 
-def _plan(step: int) -> list[int]:
-    return data()[1][step - 1]
-
-
 def _runs(folder: str) -> None:
+    batches = data()[1]
     for kind, optimizer_of, clip in CASES[dist.get_world_size()]:
         model = model_of(kind)
         optimizer = optimizer_of(model)
         path = Path(folder, name_of(kind, optimizer_of, clip))
-        with andon.watch(model, optimizer, action="raise", ledger=path, rows=ROWS, plan=_plan) as w:
+        with andon.watch(
+            model, optimizer, action="raise", ledger=path, rows=ROWS, plan=lambda step: batches[step - 1]
+        ) as w:
             train(w, model, optimizer, clip=clip)
 
 

@@ -114,8 +114,8 @@ def _as_expected(seen: Seen[Sequence[Mapping[str, str]]]) -> Finding | None:
         texts = [each.get(name, "no value was told") for each in seen.want]
         shown = ", ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
         what += f" ({shown})" * bool(shown)
-        told = any(each.get(name) for each in seen.want)
-        return Finding(what, seen.step, ranks, name, likely=likely if told else None)
+        named = any(each.get(name) for each in seen.want)
+        return Finding(what, seen.step, ranks, name, likely=likely if named else None)
     return None
 
 
