@@ -13,11 +13,11 @@ from typing import Annotated, Any, Literal, NoReturn, Self, Union, get_args, get
 
 _COUNTS = 1 << 63
 _HEX16 = re.compile("[0-9a-f]{16}")
-# The values of a field with such a type, as a predicate and in words.
+# Types of fields, each with a predicate for its values and their description.
 Hex16 = Annotated[str, (lambda value: isinstance(value, str) and _HEX16.fullmatch(value), "16 hexadecimal digits")]
 Count = Annotated[int, (lambda value: type(value) is int and 0 <= value < _COUNTS, "an integer from 0")]
 Seconds = Annotated[float, (lambda value: type(value) is float and 0 <= value < math.inf, "a finite float from 0")]
-_Reader = Callable[[Any, str], Any]  # of a JSON value at a place: the value of a field, or `ValueError`
+_Reader = Callable[[Any, str], Any]  # from a JSON value and its place to the field's value; raises `ValueError`
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Real:
         except (ValueError, OverflowError):
             raise _fault(where, "a hexadecimal float", data) from None
         if real.hex != text or not (finite if math.isfinite(real.value) else value is None):
-            raise _fault(where, "a value that is its hex", data)
+            raise _fault(where, "equal in value and hex", data)
         return real
 
 
@@ -75,8 +75,7 @@ class Part:
         for name in required:
             if name not in data:
                 raise ValueError(f"{prefix}{name} is missing")
-        values = {name: readers[name](value, prefix + name) for name, value in data.items()}
-        return cls(**{**optional, **values})
+        return cls(**{**optional, **{name: readers[name](value, prefix + name) for name, value in data.items()}})
 
 
 def no_constant(name: str) -> NoReturn:

@@ -213,7 +213,7 @@ def test_a_gradient_that_was_given_is_not_said_to_come_of_finite_parts(pipeline:
         pipeline.apply_lora_gradients(torch.full((pipeline.num_trainable_parameters,), math.nan))
     huge = ClassifyPipeline(SMALL, replace(CONFIG, class_weights=(5e36, 5e36)), micro_batches=100)
     huge.accumulate_gradients([sample("a", 0)] * 100)  # each part is finite in fp32, and their sum is not
-    with pytest.raises(Violation, match=r"is not finite although every part was$"):
+    with pytest.raises(Violation, match=r"is not finite, although the gradient of every micro-batch was$"):
         huge.apply_accumulated_gradients(100)
 
 
