@@ -381,13 +381,13 @@ def _expected() -> list[list[str]]:
 
 def test_a_value_is_named_and_shown_by_rank() -> None:
     """Equal seeds agree although the generators are two. A random state has no text, and causes of its own."""
-    agree, differ = "the ranks have different values, and must agree", "ranks 0, 1 have the same value, and must differ"
+    agree, differ = "the values differ between ranks, but must agree", "the values of ranks 0, 1 are equal, but must differ"
     own = "each rank computes the value from its own rows, settings or random numbers"
     cases = (
-        (agree, "one seed on all ranks, or a draw on one rank only"),
+        (agree, "one seed on all ranks, or a random draw on one rank only"),
         (f"{agree} (rank 0: 0.5, rank 1: 2)", own),
         (f"{differ} (rank 0: 'seven', rank 1: 'seven')", "the value does not depend on the rank"),
-        (f"{agree} (rank 0: 8, rank 1: no value was told)", own),
+        (f"{agree} (rank 0: 8, rank 1: no value was reported)", own),
     )
     wanted = [
         ["  where    augmentation", f"  seen     {what}", f"  likely   {likely}  [inference, not proof]"]
