@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import nn
 
 from andon.backend.devices import named_devices
 from andon.backend.inprocess import InlineBackend
@@ -30,9 +29,8 @@ from andon.step.flat import REPLACED
 from andon.step.optimizer import OptimizerSpec
 from andon.step.plan import GlobalBatch
 from andon.step.step import StepResult
-from andon.step.task import Batch, LeafLoss
-from andon.tasks.classification import ClassificationTask
 from andon.training.build import build_replicas, build_step
+from andon_contracts.agree import minority
 from andon_contracts.policy import clause, enforced, ensure, require
 from andon_contracts.violation import Finding
 
@@ -72,51 +70,40 @@ def _canonical(device: Device) -> str:
     return "cuda:0" if text == "cuda" else text
 
 
-def _explain_detached(detached: Sequence[int], step: int) -> Finding:
-    return Finding(
-        seen=REPLACED,
-        step=step,
-        ranks=tuple(detached),
-        tensor="weights",
-    )
+def _detached(self: DataParallelCoordinator) -> tuple[int, ...]:
+    return tuple(rank for rank, each in enumerate(self.pipelines) if not each.replica.parameters.weights_attached())
+
+
+def _explain_detached(self: DataParallelCoordinator, samples: Sequence[SafetySample]) -> Finding:
+    return Finding(REPLACED, self.updates + 1, _detached(self), "weights")
 
 
 @clause("replicas-agree", _explain_detached)
-def _all_attached(detached: Sequence[int], step: int) -> bool:
-    """The weights that every model computes with are those that its optimizer updates."""
-    return not detached
+def _optimizers_own_the_weights(self: DataParallelCoordinator, samples: Sequence[SafetySample]) -> bool:
+    """The weights with which every model computes are those that its optimizer updates."""
+    return not samples or not _detached(self)
 
 
-@require(_all_attached)
-def _judge_attached(detached: Sequence[int], step: int) -> None:
-    """Before a step. Raises `Violation`."""
+def _explain_states(self: DataParallelCoordinator, samples: Sequence[SafetySample]) -> Finding:
+    last = self.last_step
+    seen = "the replicas do not report the same weights, optimizer state and gradient"
+    return Finding(seen, self.updates, minority([tuple(each.items()) for each in last.ranks]) if last else ())
 
 
-class _CurrentRows:
-    """A `Task` whose rows are those of the batch at hand."""
+@clause("replicas-agree", _explain_states)
+def _all_updated_alike(self: DataParallelCoordinator, samples: Sequence[SafetySample]) -> bool:
+    """After a step all replicas reported equal digests."""
+    last = self.last_step
+    return not samples or (last is not None and len({tuple(each.items()) for each in last.ranks}) == 1)
 
-    def __init__(self, rows: ClassificationTask) -> None:
-        self.rows = rows
 
-    def load(self, ids: Sequence[int], device: torch.device) -> Batch:
-        """See `Task.load`."""
-        return self.rows.load(ids, device)
+def _explain_rows(samples: Sequence[SafetySample], result: BatchResult) -> Finding:
+    return Finding(f"{result.total} of {len(samples)} samples were trained on")
 
-    def loss_sum(self, model: nn.Module, batch: Batch) -> LeafLoss:
-        """See `Task.loss_sum`."""
-        return self.rows.loss_sum(model, batch)
 
-    def content(self, batch: Batch) -> torch.Tensor:
-        """See `Task.content`."""
-        return self.rows.content(batch)
-
-    def planned_content(self, ids: Sequence[int]) -> torch.Tensor:
-        """See `Task.planned_content`."""
-        return self.rows.planned_content(ids)
-
-    def planned_terms(self, ids: Sequence[int]) -> Sequence[int]:
-        """See `Task.planned_terms`."""
-        return self.rows.planned_terms(ids)
+@clause("samples-once", _explain_rows)
+def _every_sample_counted(samples: Sequence[SafetySample], result: BatchResult) -> bool:
+    return result.total == len(samples)
 
 
 class DataParallelCoordinator:
@@ -154,9 +141,9 @@ class DataParallelCoordinator:
         self._encoder = SampleEncoder(model_config, classify_config)
         spec = step_spec(classify_config, micro_batches, seed, optimizer)
         built = build_model(model_config, classify_config, seed)  # before any row: it refuses what has no model
-        self._rows = _CurrentRows(self._encoder.of_ids([[0]], [0]))
+        rows = self._encoder.of_ids([[0]], [0])
         self._backend = InlineBackend(placed)
-        replicas = build_replicas(built, spec, self._backend, self._rows, 0, own_base=True)
+        replicas = build_replicas(built, spec, self._backend, rows, 0, own_base=True)
         self._pipelines = tuple(
             ClassifyPipeline(model_config, classify_config, micro_batches=micro_batches, replica=replica)
             for replica in replicas
@@ -164,7 +151,7 @@ class DataParallelCoordinator:
         self._rate = classify_config.learning_rate
         self._updates = 0
         self._last: StepResult | None = None
-        self._step = build_step(spec, self._backend, replicas, self._rows)
+        self._step = build_step(spec, self._backend, replicas, rows)
         self._step.attest_start({})
         self._base = replicas[0].base_digest() if enforced() else 0
 
@@ -222,6 +209,9 @@ class DataParallelCoordinator:
             pipeline.learning_rate = rate
         self._rate = rate
 
+    @require(_optimizers_own_the_weights)
+    @ensure(_all_updated_alike)
+    @ensure(_every_sample_counted)
     def train_batch_parallel(self, samples: Sequence[SafetySample]) -> BatchResult:
         """One update of all replicas on `samples`, of which there may be fewer than replicas (C-DP-002, seed R16).
 
@@ -231,20 +221,11 @@ class DataParallelCoordinator:
         """
         if not samples:
             return NOTHING
-        self._rows.rows = self._encoder.of_samples(samples)
+        rows = self._encoder.of_samples(samples)
         step = self._updates + 1
-        self._judge_models(step)
+        if (step - 1) % self._base_every == 0:
+            self._step.attest_base(step, self._base)
+        self._step.task = rows
         self._last = self._step(GlobalBatch(step, 0, 0, tuple(range(len(samples)))), self._rate, step)
         self._updates = step
         return BatchResult(self._last.loss, self._last.correct, self._last.rows, self._last.grad_norm)
-
-    def _judge_models(self, step: int) -> None:
-        """Before a step: the models are the optimizers' own, and what is frozen has not moved."""
-        if not enforced():
-            return
-        replicas = [pipeline.replica for pipeline in self._pipelines]
-        for replica in replicas:
-            replica.parameters.attach_gradient()
-        _judge_attached([rank for rank, replica in enumerate(replicas) if not replica.parameters.attached()], step)
-        if (step - 1) % self._base_every == 0:
-            self._step.attest_base(step, self._base)

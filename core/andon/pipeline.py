@@ -19,11 +19,12 @@ from andon.console.problems import InputError, Problem, ProblemList, install_hin
 from andon.model.adapter import AdapterSpec
 from andon.model.batches import predictions
 from andon.model.build import ModelSpec
-from andon.step.micro_batch import Leaf, plan_leaves, reports_of
-from andon.step.optimizer import OptimizerSpec, read_reduced
+from andon.step import message
+from andon.step.message import reduced_values, reports_of
+from andon.step.micro_batch import Leaf, plan_leaves
+from andon.step.optimizer import OptimizerSpec
 from andon.step.plan import GlobalBatch
-from andon.step.replica import REDUCED_FACTS, PartialGradient, Replica
-from andon.step.step import RATES
+from andon.step.replica import PartialGradient, Replica
 from andon.step.tree import fold
 from andon.tasks.classification import ClassificationTask
 from andon.training.build import StepSpec, build_replicas
@@ -449,13 +450,13 @@ class ClassifyPipeline:
         """One update by the laws of the step's own, of one replica; `point` says where its gradient comes from."""
         replica, limit, checked = self.replica, self.config.gradient_clip_norm, enforced()
         step = replica.updates + 1
-        facts = replica.take([gradient], divisor, self._rate, limit, checked=checked).tolist()
+        facts = replica.finalize_gradient([gradient], divisor, self._rate, limit, checked=checked).tolist()
         if checked:
-            held = zip((*RATES, *REDUCED_FACTS), (bits_of(self._rate), bits_of(replica.rate), *facts), strict=True)
-            said = Observation(0, step, 0, point, read_reduced(replica.parameters.size, dict(held)))
-            enforce(Judgement(REDUCED, Seen([said], Reduced(limit=limit))))
+            values = zip(message.REDUCED.names, (bits_of(self._rate), bits_of(replica.rate), *facts), strict=True)
+            sent = Observation(0, step, 0, point, reduced_values(replica.parameters.size, dict(values)))
+            enforce(Judgement(REDUCED, Seen([sent], Reduced(limit=limit))))
         replica.apply()
-        return real_of(facts[REDUCED_FACTS.index("norm") if checked else 0])
+        return real_of(facts[message.REDUCED.on_device.index("norm") if checked else 0])
 
     def collect_lora_gradients(self) -> torch.Tensor:
         """What is accumulated, as fp32 [num_trainable_parameters] on the CPU: a SUM over samples (zeros: none).

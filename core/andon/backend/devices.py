@@ -12,6 +12,8 @@ from typing import Literal
 import torch
 
 from andon.console.problems import InputError, Problem, ProblemList
+from andon_contracts.policy import clause, ensure
+from andon_contracts.violation import Finding
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 _CUBLAS_SETTINGS = (":4096:8", ":16:8")
@@ -67,10 +69,36 @@ def named_devices(
     return tuple(devices)
 
 
+Placement = tuple[str, tuple[torch.device, ...], str]
+"""The backend to use, a device for each worker, and what to tell the user (or "")."""
+
+
+def _explain_placement(
+    backend: str, workers: int, names: Sequence[str | int] | None, fallback: bool, result: Placement
+) -> Finding:
+    chosen, devices, note = result
+    said = f"and says {note!r}" if note else "and says nothing"
+    return Finding(f"{backend} with {workers} workers became {chosen} on {', '.join(map(str, devices))} {said}")
+
+
+@clause("cpu-fallback", _explain_placement)
+def _fallback_is_allowed_and_told(
+    backend: str, workers: int, names: Sequence[str | int] | None, fallback: bool, result: Placement
+) -> bool:
+    """Without a GPU nccl becomes gloo on the CPU, if that is allowed, and mixed has CPUs alone; both are told."""
+    chosen, devices, note = result
+    on_cpu = all(device.type == "cpu" for device in devices)
+    if chosen != backend or backend == "nccl":
+        same = chosen == backend and not any(device.type == "cpu" for device in devices)
+        return len(devices) == workers and (same or (fallback and chosen == "gloo" and on_cpu and note != ""))
+    return len(devices) == workers and (backend != "mixed" or bool(names) or not on_cpu or note != "")
+
+
+@ensure(_fallback_is_allowed_and_told)
 def placement(
     backend: str, workers: int, names: Sequence[str | int] | None, gpus: int | None = None, *, fallback: bool = False
-) -> tuple[str, tuple[torch.device, ...], str]:
-    """Where `workers` replicas live: the backend to use, a device for each, and what to tell the user (or "").
+) -> Placement:
+    """Where `workers` replicas live (F-DP-004).
 
     `nccl` without named devices needs a GPU for each worker. With `fallback` it becomes `gloo` on the CPU if there is
     no GPU at all. Raises `InputError` otherwise, and for a named device that does not exist. gpus: how many

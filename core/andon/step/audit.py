@@ -22,14 +22,14 @@ import torch
 
 from andon.backend.base import Backend
 from andon.step.agreement import Agreement, Gathered, RankFailed
-from andon.step.micro_batch import REPORT_FIELDS, Leaf
+from andon.step.message import REPORT, WIDTH
+from andon.step.micro_batch import Leaf
 from andon.step.replica import PartialGradient, Replica
 from andon.step.task import Task
 from andon.step.tree import Node, finish
 from andon_contracts.agree import Observation
 from andon_contracts.digest import word_sum_tensor
-from andon_contracts.laws.law import Judgement, Seen, enforce
-from andon_contracts.laws.update import AUDITED
+from andon_contracts.laws.law import Seen
 
 _PERCENT = 100
 
@@ -96,33 +96,30 @@ class _Subject:
 
 @dataclass(frozen=True)
 class Audited:
-    """What came of an audit. gathered: what the auditors say; done: by local replica, its error or None."""
+    """What the auditors send, what they audited, and by local replica the error that computing again raised."""
 
     gathered: Gathered
     subjects: tuple[_Subject, ...]
-    done: tuple[Exception | None, ...]
+    errors: tuple[Exception | None, ...]
 
     def differs(self) -> torch.Tensor:
         """0-dim bool on the device: whether an auditor failed, or came to another word sum."""
         then, now = self.gathered.payload.chunk(2, dim=1)
-        failed = self.gathered.table[:, self.gathered.column("failed")]
-        return (then != now).any() | failed.any()
+        return (then != now).any() | self.gathered.column("failed").any()
 
-    def judge(self, table: torch.Tensor) -> None:
-        """Judge what the auditors say, from the values of the gathered table on the CPU.
-
-        Raises `Violation` on all ranks alike, and on its own rank what computing again raised.
-        """
-        for error in self.done:
+    def record(self, table: torch.Tensor) -> Seen[None]:
+        """What each auditor found, from the gathered table on the CPU. Raises the error of a local replica."""
+        for error in self.errors:
             if error is not None:
                 raise error
         observations = self.gathered.observations(table)
-        found = [replace(each, values=_found(each, self.subjects)) for each in observations]
-        enforce(Judgement(AUDITED, Seen(found, None)))
-        failed = [each.rank for each in observations if each.values["failed"]]
+        return Seen([replace(each, values=_found(each, self.subjects)) for each in observations], None)
+
+    def refuse_failed(self, seen: Seen[None]) -> None:
+        """Raises `RankFailed` if computing again raised on another rank."""
+        failed = [each.rank for each in seen.observations if each.values["failed"]]
         if failed:
-            msg = f"rank {failed[0]} failed in the audit of step {self.gathered.step}"
-            raise RankFailed(msg)
+            raise RankFailed(f"rank {failed[0]} failed in the audit of step {self.gathered.step}")
 
 
 class Audit:
@@ -208,9 +205,8 @@ class Audit:
         return agreement.gather(step, "partial sums", [{} for _ in local], local).payload
 
     def _reported(self, subject: _Subject, reported: torch.Tensor) -> list[torch.Tensor]:
-        reports = reported[subject.rank].view(-1, len(REPORT_FIELDS))
-        first = self._owners[subject.rank].start
-        return [reports[leaf - first, REPORT_FIELDS.index("gradient")] for leaf in subject.chosen]
+        gradients = reported[subject.rank].view(-1, WIDTH)[:, REPORT.names.index("gradient")]
+        return [gradients[leaf - self._owners[subject.rank].start] for leaf in subject.chosen]
 
     @staticmethod
     def _facts(

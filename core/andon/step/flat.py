@@ -86,12 +86,14 @@ class FlatParameters:
                 parameter.grad = view
 
     def attached(self) -> bool:
-        """Whether every parameter and gradient is still the view that it was made; where not, they are `REPLACED`."""
-        weights = self.weights.data_ptr()
-        return all(
-            parameter.grad is view and parameter.data_ptr() == weights + 4 * slot.start
-            for slot, view, parameter in zip(self.slots, self._gradients, self._parameters, strict=True)
-        )
+        """Whether every parameter and gradient is still a view of these buffers; if not, they are `REPLACED`."""
+        pairs = zip(self._gradients, self._parameters, strict=True)
+        return all(parameter.grad is view for view, parameter in pairs) and self.weights_attached()
+
+    def weights_attached(self) -> bool:
+        """`attached`, of the weights alone."""
+        start = self.weights.data_ptr()
+        return all(p.data_ptr() == start + 4 * slot.start for slot, p in zip(self.slots, self._parameters, strict=True))
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """`flat` [size] as tensors by name."""

@@ -14,7 +14,8 @@ from torch import nn
 from andon.step.captured import CapturedPasses
 from andon.step.flat import REPLACED, FlatParameters, Master, undecayed
 from andon.step.keyed import keyed_randomness
-from andon.step.micro_batch import REPORT_FIELDS, Leaf, LeafResult, PassResult, reports_of_leaves
+from andon.step.message import WIDTH
+from andon.step.micro_batch import Leaf, LeafResult, PassResult, reports_of_leaves
 from andon.step.optimizer import OptimizerSpec
 from andon.step.task import Batch, Task
 from andon.step.tree import Node, fold
@@ -24,15 +25,13 @@ from andon_contracts.observe import finite_total, flat_norm, word_sums
 WEIGHTS = "weights"
 OPTIMIZER = "optimizer"
 """Under which names a state has its weights, and what the optimizer keeps."""
-REDUCED_FACTS = ("gradient", "nonfinite", "weights", "norm", "clipped")
-"""What is known on a replica's device before its update: word sums, a flag, and the bits of two fp64 norms."""
 
 
 @dataclass(frozen=True)
 class PartialGradient:
     """The subtree roots that one replica holds, and what each of its micro-batches gave.
 
-    reports: int64 [micro-batches, len(REPORT_FIELDS)], on the replica's device. kept: copies of the sums that an audit
+    reports: int64 [micro-batches, WIDTH], on the replica's device. kept: copies of the sums that an audit
     asked for.
     """
 
@@ -134,7 +133,7 @@ class Replica:
 
     def nothing(self) -> PartialGradient:
         """What `gradients` gives of no micro-batch, in the place of one that failed."""
-        reports = torch.empty((0, len(REPORT_FIELDS)), dtype=torch.int64, device=self.device)
+        reports = torch.empty((0, WIDTH), dtype=torch.int64, device=self.device)
         return PartialGradient(
             {}, reports, dict.fromkeys(self.keeping or (), torch.zeros_like(self.parameters.gradient))
         )
@@ -212,13 +211,13 @@ class Replica:
             torch.div(here, divisor, out=self.master.gradient[start : start + piece.numel()])
             start += piece.numel()
 
-    def take(
+    def finalize_gradient(
         self, pieces: Sequence[torch.Tensor], divisor: int, rate: float, limit: float | None, *, checked: bool
     ) -> torch.Tensor:
-        """Make the gradient what the optimizer gets, divided once and clipped once, and set the rate of its update.
+        """Divide the summed gradient by the number of loss terms, clip it, and set the learning rate.
 
-        pieces, divisor: see `set_gradient`. Returns int64 on the device: `REDUCED_FACTS`, or where it is not checked
-        the bits of the norm before clipping alone.
+        pieces, divisor: see `set_gradient`. Returns int64 on the device: the device's values of `message.REDUCED`, or
+        if not `checked` only the bits of the norm before clipping.
         """
         self.set_gradient(pieces, divisor)
         self.set_rate(rate)
@@ -246,11 +245,7 @@ class Replica:
             nn.utils.clip_grads_with_norm_([self.master.weights], limit, total)
 
     def after_update(self) -> torch.Tensor:
-        """What the update left, int64 on the device, named by `spec.facts`: word sums of the weights as the model has
-        them and of the moments, and the bits of the fp32 count of updates.
-
-        The sum of a moment that is not there yet is 0; all of them are there after the first update, or none ever is.
-        """
+        """The values of `message.updated(spec)`, int64 on the device. The sum of a moment that does not exist is 0."""
         state, moments = self.optimizer_state(), self.spec.moments
         there = [state[name] for name in moments if name in state]
         sums = word_sums([self.weights_of_model(), *there], finite=False)

@@ -12,15 +12,26 @@ from andon_contracts.violation import Finding
 T = TypeVar("T")
 
 
+def _explain_bounds(count: int, parts: int, result: Sequence[tuple[int, int]]) -> Finding:
+    return Finding(seen=f"{count} items were split into {list(result)} for {parts} parts")
+
+
+@clause("samples-once", _explain_bounds)
+def _bounds_partition(count: int, parts: int, result: Sequence[tuple[int, int]]) -> bool:
+    """One range for each part; end to end they are range(count)."""
+    ends = [0, *(end for _, end in result)]
+    return len(result) == parts and ends == [*(start for start, _ in result), count]
+
+
+@ensure(_bounds_partition)
 def balanced_bounds(count: int, parts: int) -> tuple[tuple[int, int], ...]:
-    """`parts` contiguous half-open ranges that cover range(count), with sizes that differ by at most one.
+    """F-DP-002: `parts` contiguous half-open ranges that cover range(count), with sizes that differ by at most one.
 
     The first `count % parts` ranges are the larger ones; with count < parts the last ranges are empty.
     Raises `ValueError` for count < 0 or parts < 1.
     """
     if count < 0 or parts < 1:
-        msg = f"cannot split {count} items into {parts} parts"
-        raise ValueError(msg)
+        raise ValueError(f"cannot split {count} items into {parts} parts")
     size, larger = divmod(count, parts)
     starts = [part * size + min(part, larger) for part in range(parts + 1)]
     return tuple(pairwise(starts))
