@@ -143,8 +143,7 @@ class TrainingStep:
         # Forward and backward on every rank. The host knows the plan: rows, owners and loss terms of each micro-batch.
         # Losses, gradients and the rows as the model received them are on the devices. Every rank reports to all
         # others whether it raised, and one report per micro-batch.
-        computed = self._compute(update, stop=stop, save=save)
-        partials, gathered = self._unfailed(computed.result[0]), computed.result[1]
+        partials, gathered = self._compute(update, stop=stop, save=save).result
         # Now and then another rank computes some micro-batches again, and must get the same bits.
         if update.checked and self._audit.spec.due(batch.step):
             self._audit_gradients(update, partials, gathered)
@@ -218,19 +217,11 @@ class TrainingStep:
             update.reports = tuple(computed.leaves.reports)
             update.stop, update.save = computed.any("stop"), computed.any("save")
 
-        return Report(gathered.table, update.read, record, keep, checked=update.checked, result=(done, gathered))
-
-    def _unfailed(self, done: Sequence[PartialGradient | Exception]) -> list[PartialGradient]:
-        """The partial gradients; zeros for a rank that failed, so that it can take part in collectives in which the
-        others wait until all of them have read that it failed."""
         partials = [
-            replica.nothing() if isinstance(each, Exception) else each
-            for replica, each in zip(self._replicas, done, strict=True)
+            replica.completed(None if isinstance(each, Exception) else each, roots[rank])
+            for replica, each, rank in zip(self._replicas, done, self._backend.ranks, strict=True)
         ]
-        if not self.late:
-            return partials
-        roots = [self._reduce.roots_of_rank[rank] for rank in self._backend.ranks]
-        return [r.completed(part, nodes) for r, part, nodes in zip(self._replicas, partials, roots, strict=True)]
+        return Report(gathered.table, update.read, record, keep, checked=update.checked, result=(partials, gathered))
 
     @ensures(*laws.AUDITED)
     def _audit_gradients(self, update: Pending, partials: Sequence[PartialGradient], computed: Gathered) -> Report:
