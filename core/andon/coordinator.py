@@ -1,8 +1,6 @@
-"""Data-parallel training of a classifier with replicas in one process: the seed's coordinator, made true.
+"""Data-parallel training of a classifier with replicas in one process: the seed's coordinator, over the trainer's step.
 
-A batch is cut into M micro-batches; each replica sums the gradients of its own, the sums are added along one fixed
-tree, divided once by the number of samples, clipped once, and every replica takes the same update. So the bits do not
-depend on the number of replicas, and there is no other path for few samples or for one replica.
+The bits do not depend on the number of replicas, and there is no other path for few samples or for one replica.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ def _explain_fallback(devices: Sequence[Device], result: Sequence[torch.device])
 
 @clause("cpu-fallback", _explain_fallback)
 def _as_asked_or_cpu(devices: Sequence[Device], result: Sequence[torch.device]) -> bool:
-    """One device for each that was asked for: that one, or the CPU."""
+    """One device for each requested one: that one, or the CPU."""
     return len(result) == len(devices) and all(
         device.type == "cpu" or str(device) == _canonical(asked) for asked, device in zip(devices, result, strict=True)
     )
@@ -51,11 +49,10 @@ def _as_asked_or_cpu(devices: Sequence[Device], result: Sequence[torch.device]) 
 
 @ensure(_as_asked_or_cpu)
 def resolve_devices(devices: Sequence[Device], *, cpu_fallback: bool = False) -> tuple[torch.device, ...]:
-    """A device for each replica: integers are indices of GPUs, 'cpu' may be repeated.
+    """A device for each replica (F-DP-004). Integers are indices of GPUs; 'cpu' may be repeated.
 
-    cpu_fallback: put replicas whose GPU does not exist on the CPU, and say so in the log; never without being asked.
-    Raises `InputError` with all that is wrong: none at all, a name that is no device, a GPU that is absent or named
-    twice (V15).
+    cpu_fallback: put replicas whose GPU does not exist on the CPU, and log a warning. Raises `InputError` with all that
+    is wrong: no devices, a name that is no device, a GPU that is absent or named twice (V15).
     """
     if isinstance(devices, str) or not len(devices):
         raise InputError([Problem("devices", f"At least one GPU index required, or 'cpu'; got {devices!r}")])
@@ -63,7 +60,6 @@ def resolve_devices(devices: Sequence[Device], *, cpu_fallback: bool = False) ->
 
 
 def _canonical(device: Device) -> str:
-    """`cuda:1` for 1, '1' and 'cuda:1'; what is no device stays as it was written."""
     text = str(device).strip()
     if text.isdigit():
         return f"cuda:{int(text)}"
@@ -124,17 +120,21 @@ class DataParallelCoordinator:
         cpu_fallback: bool = False,
         base_every: int = 1,
     ) -> None:
-        """devices: see `resolve_devices`; their replicas compute in turn (`andon train` has processes).
+        """devices: see `resolve_devices`; their replicas compute in turn (`andon train` uses processes).
 
         micro_batches: M, the leaves of the sum; results depend on it, and not on the number of devices.
         seed: of initial weights and dropout. optimizer: AdamW with weight decay 0.01 if None.
-        base_every: the frozen weights are digested before every so many updates; raise it for large models.
+        base_every: compare the frozen weights before every so many updates; raise it for large models.
 
-        One model is built and copied, so that all replicas start alike (V19), which is then attested. Raises
-        `InputError`, before anything is built, and `Violation` if the replicas do not start alike.
+        All replicas are copies of one model (V19). Raises `InputError`, before anything is built, and `Violation` if
+        the replicas do not start alike.
         """
         placed = resolve_devices(devices, cpu_fallback=cpu_fallback)
-        self._check_options(micro_batches, base_every)
+        found = ProblemList()
+        for name, value in (("micro_batches", micro_batches), ("base_every", base_every)):
+            if value < 1:
+                found.add(name, f"{value} must be at least 1")
+        found.raise_if_any()
         self.model_config = model_config
         self.config = classify_config
         self._base_every = base_every
@@ -155,14 +155,6 @@ class DataParallelCoordinator:
         self._step.attest_start({})
         self._base = replicas[0].base_digest() if enforced() else 0
 
-    @staticmethod
-    def _check_options(micro_batches: int, base_every: int) -> None:
-        found = ProblemList()
-        for name, value in (("micro_batches", micro_batches), ("base_every", base_every)):
-            if value < 1:
-                found.add(name, f"{value} must be at least 1")
-        found.raise_if_any()
-
     def __enter__(self) -> DataParallelCoordinator:
         return self
 
@@ -170,12 +162,12 @@ class DataParallelCoordinator:
         self.close()
 
     def close(self) -> None:
-        """Close the backend; replicas of one process hold nothing that needs it."""
+        """Close the backend."""
         self._backend.close()
 
     @property
     def num_gpus(self) -> int:
-        """Replicas, on whatever devices they are (seed R13)."""
+        """The number of replicas, on whatever devices (seed R13)."""
         return len(self._pipelines)
 
     @property
@@ -185,17 +177,17 @@ class DataParallelCoordinator:
 
     @property
     def pipelines(self) -> tuple[ClassifyPipeline, ...]:
-        """All replicas by rank, to look at."""
+        """All replicas by rank."""
         return self._pipelines
 
     @property
     def updates(self) -> int:
-        """Updates taken."""
+        """The number of updates taken."""
         return self._updates
 
     @property
     def last_step(self) -> StepResult | None:
-        """What the last update did in detail: micro-batches by rank, digests."""
+        """The last update in detail: micro-batches by rank, digests."""
         return self._last
 
     @property
@@ -216,8 +208,8 @@ class DataParallelCoordinator:
         """One update of all replicas on `samples`, of which there may be fewer than replicas (C-DP-002, seed R16).
 
         No samples: zeros, and nothing changes. Raises `InputError` for any bad sample before anything is computed
-        (V20), and `Violation` naming clause, step, rank and micro-batch; found before the update (everything that is
-        not finite is), it leaves weights, moments and counts of all replicas as they were (V9).
+        (V20), and `Violation` naming clause, step, rank and micro-batch. If it is found before the update, as every
+        non-finite value is, weights, moments and counts of all replicas are unchanged (V9).
         """
         if not samples:
             return NOTHING

@@ -20,22 +20,28 @@ from andon_contracts.policy import Predicate, ensure, failing, require
 from andon_contracts.violation import Violation
 
 Record = Seen[Any]
+Reader = Callable[[torch.Tensor, Callable[[torch.Tensor], None]], None]
 F = TypeVar("F", bound=Callable[..., "Report | None"])
+
+
+def at_once(table: torch.Tensor, then: Callable[[torch.Tensor], None]) -> None:
+    """The `Report.reader` that waits for the device."""
+    then(table.cpu())
 
 
 @dataclass(frozen=True)
 class Report:
     """What all ranks send at the end of a phase.
 
-    table: int64, still on its device. reader: calls its second argument with the table on the CPU, now or later.
-    record: makes the record of that. look: compares differing values tensor by tensor, for the message of a violation;
-    a collective. keep: receives the record after the contract held. checked: whether there is a contract; false if the
-    phase ran while contracts were suspended. result: what the phase computed, for the next one.
+    table: int64, still on its device. record: makes the record of the table on the CPU. reader: calls its second
+    argument with the table on the CPU, now or later. keep: receives the record after the contract held. look: compares
+    differing values tensor by tensor, for the message of a violation; a collective. checked: false if the phase ran
+    while contracts were suspended. result: what the phase computed, for the next one.
     """
 
     table: torch.Tensor
-    reader: Callable[[torch.Tensor, Callable[[torch.Tensor], None]], None]
     record: Callable[[torch.Tensor], Record]
+    reader: Reader = at_once
     keep: Callable[[Any], None] = lambda record: None
     look: Callable[[Record], Details] = lambda record: {}
     checked: bool = True

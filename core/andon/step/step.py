@@ -221,7 +221,7 @@ class TrainingStep:
             replica.completed(None if isinstance(each, Exception) else each, roots[rank])
             for replica, each, rank in zip(self._replicas, done, self._backend.ranks, strict=True)
         ]
-        return Report(gathered.table, update.read, record, keep, checked=update.checked, result=(partials, gathered))
+        return Report(gathered.table, record, update.read, keep, checked=update.checked, result=(partials, gathered))
 
     @ensures(*laws.AUDITED)
     def _audit_gradients(self, update: Pending, partials: Sequence[PartialGradient], computed: Gathered) -> Report:
@@ -229,7 +229,7 @@ class TrainingStep:
         audited = self._audit(update.batch.step, self._agreement, update.leaves, partials, computed.payload)
         if self.late:
             self._gate.close_if(audited.differs())
-        return Report(audited.gathered.table, update.read, audited.record, audited.refuse_failed)
+        return Report(audited.gathered.table, audited.record, update.read, audited.refuse_failed)
 
     @requires(LOCKSTEP, laws.RATE, laws.WEIGHTS_UNCHANGED)
     @ensures(laws.GRADIENTS, laws.FINITE, laws.CLIP)
@@ -266,7 +266,7 @@ class TrainingStep:
             update.norm = real_of(reduced.column("norm")[0])
             update.gradients = tuple(reduced.column("gradient"))
 
-        return Report(gathered.table, update.read, record, keep, self._look("gradient", "weights"))
+        return Report(gathered.table, record, update.read, keep, self._look("gradient", "weights"))
 
     def _forget_state(self, update: Pending, norm: torch.Tensor) -> None:
         update.norm = float(norm.view(torch.float64)[0])
@@ -279,7 +279,7 @@ class TrainingStep:
             return None
         digest = signed(self._replicas[0].optimizer_digest())
         seen = Seen([Observation(0, update.batch.step, 0, REDUCED.point, {"optimizer": digest})], self._optimizer)
-        return Report(torch.empty(0), update.read, lambda _: seen)
+        return Report(torch.empty(0), lambda _: seen)
 
     @requires(LOCKSTEP)
     @ensures(laws.ONE_UPDATE, laws.OPTIMIZERS, laws.REPLICAS)
@@ -308,7 +308,7 @@ class TrainingStep:
                 )
             )
 
-        return Report(gathered.table, update.read, record, keep, self._look("weights", "optimizer"))
+        return Report(gathered.table, record, update.read, keep, self._look("weights", "optimizer"))
 
     def _alike(self, message: Message, want: object) -> Expected | None:
         return [message.expected(want)] * self._backend.world_size if self.late else None
@@ -347,7 +347,7 @@ class TrainingStep:
         digests = self._backend.map(lambda index: self._replicas[index].base_digest())
         known = [{"base": digest, "first base": expected} for digest in digests]
         gathered = self._agreement.gather(step, laws.BASE_POINT, known)
-        return Report(gathered.table, _at_once, gathered.seen, look=self._look("base"))
+        return Report(gathered.table, gathered.seen, look=self._look("base"))
 
     @ensures(*laws.START)
     def attest_start(self, observed: Mapping[str, int]) -> Report:
@@ -368,11 +368,7 @@ class TrainingStep:
             late = self.late and enforced()
             self._weights_sum = word_sums([self._replicas[0].weights_of_model()], finite=False)[0] if late else None
 
-        return Report(gathered.table, _at_once, gathered.seen, keep)
-
-
-def _at_once(table: torch.Tensor, then: Callable[[torch.Tensor], None]) -> None:
-    then(table.cpu())
+        return Report(gathered.table, gathered.seen, keep=keep)
 
 
 def _refuse_closed(closed: torch.Tensor) -> None:
