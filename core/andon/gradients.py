@@ -1,8 +1,7 @@
-"""The mean of several workers' gradients, and the look for NaN and Inf: the seed's two free functions, made true.
+"""The seed's mean of several workers' gradients, and its test for NaN and Inf.
 
-`average_gradients` weighs every worker alike (seed R27). Over shards of unequal size that is not the gradient of the
-global batch (V8), so the training step does not use it: it adds sums along a fixed tree and divides once by the count
-of rows. It is for workers that hold equally many rows.
+`average_gradients` gives every worker the same weight (seed R27). Over shards of unequal size that is not the gradient
+of the global batch (V8), so the training step does not use it. It is for workers that hold equally many rows.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def _explain_average(grads: Sequence[Gradient], result: Gradient | list[float]) 
 
 @clause("gradient-average", _explain_average)
 def _is_the_mean(grads: Sequence[Gradient], result: Gradient | list[float]) -> bool:
-    """Every element is the mean of the workers' to fp32 rounding, and is NaN or Inf only where theirs is."""
+    """Every element is the workers' mean to fp32 rounding, and is NaN or Inf only where theirs is."""
     if not grads:
         return len(result) == 0
     average, wanted = _fp32(result), _mean_by_scaling(grads)
@@ -55,7 +54,7 @@ def _is_the_mean(grads: Sequence[Gradient], result: Gradient | list[float]) -> b
 
 
 def _mean_by_scaling(grads: Sequence[Gradient]) -> torch.Tensor:
-    """fp64 [n]: each worker's share, scaled before it is added; by another way than the code that is checked."""
+    """fp64 [n]: each worker's share is scaled before it is added, unlike in the code that is checked."""
     mean = torch.zeros_like(_fp32(grads[0]), dtype=torch.float64)
     for gradient in grads:
         mean += _fp32(gradient).to(mean.device).double() / len(grads)
@@ -79,7 +78,7 @@ def _fp32(values: Gradient) -> torch.Tensor:
 
 @overload
 def average_gradients(grads: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Of tensors of one shape: a tensor of it."""
+    """Tensors of one shape give a tensor of that shape."""
 
 
 @overload

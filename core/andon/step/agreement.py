@@ -61,7 +61,6 @@ class Gathered:
         return self.observations(self.table.cpu())
 
     def seen(self, table: torch.Tensor) -> Seen[None]:
-        """The same as a record of which nothing but agreement is wanted."""
         return Seen(self.observations(table), None)
 
     def column(self, name: str) -> torch.Tensor:

@@ -28,7 +28,6 @@ class Slot:
 
 
 def layout_of(parameters: Mapping[str, nn.Parameter]) -> tuple[tuple[Slot, ...], int]:
-    """The slots in the mapping's order, and the buffer's size in elements."""
     slots: list[Slot] = []
     start = 0
     for name, parameter in parameters.items():
@@ -86,12 +85,10 @@ class FlatParameters:
         return all(parameter.grad is view for view, parameter in pairs) and self.weights_attached()
 
     def weights_attached(self) -> bool:
-        """`attached`, of the weights alone."""
         start = self.weights.data_ptr()
         return all(p.data_ptr() == start + 4 * slot.start for slot, p in zip(self.slots, self._parameters, strict=True))
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """`flat` [size] as tensors by name."""
         return {slot.name: flat[slot.start : slot.end].view(slot.shape) for slot in self.slots}
 
     def weight_views(self) -> dict[str, torch.Tensor]:

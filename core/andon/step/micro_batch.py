@@ -101,7 +101,6 @@ def reports_of_leaves(
 
 
 def _column(values: Sequence[torch.Tensor | None], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Scalars as one vector; 0 for None."""
     present = [value for value in values if value is not None]
     if not present:
         return torch.zeros(len(values), dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""Which rows step t trains on: a pure function of the seed and the position, never of the number of workers."""
+"""Which rows each step trains on: a function of the seed and the position, never of the number of workers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class GlobalBatch:
     ids: tuple[int, ...]
 
     def micro_batches(self, count: int) -> tuple[tuple[int, ...], ...]:
-        """The rows of each of `count` micro-batches: contiguous, sizes differ by at most one, the last may be empty."""
+        """The rows of each of `count` micro-batches: contiguous and balanced, the last ones may be empty."""
         return tuple(self.ids[start:end] for start, end in balanced_bounds(len(self.ids), count))
 
 
@@ -32,11 +32,10 @@ class GlobalBatch:
 class BatchPlan:
     """The order of all rows over all epochs.
 
-    ids: the training rows. batch_size: rows an update, the last of an epoch may be short. micro_batches: M, the leaves
-    of the sum. lengths: tokens of each of `ids`; where they are given, rows of similar length share a batch. updates:
-    of an epoch; None: as many as full batches need; else at most one for each of `ids`, and batches differ by one row
-    at most, none larger than batch_size. Raises `ValueError` for no rows, a batch or a count of micro-batches below 1,
-    epochs below 1, or not one length a row.
+    ids: the training rows. batch_size: rows per update, the last of an epoch may have fewer. micro_batches: M, the
+    leaves of the sum. lengths: tokens of each row; if given, rows of similar length share a batch. updates: per epoch;
+    None: as many as full batches need. If given, at most one for each row: batches differ by at most one row, and none
+    is larger than batch_size. Raises `ValueError` for values below 1, no rows, or not one length per row.
     """
 
     ids: tuple[int, ...]
@@ -62,12 +61,10 @@ class BatchPlan:
 
     @functools.cached_property
     def steps_per_epoch(self) -> int:
-        """Updates an epoch: every row once, a short last batch included."""
         return -(-len(self.ids) // self.batch_size) if self.updates is None else self.updates
 
     @functools.cached_property
     def total_steps(self) -> int:
-        """Updates of the whole run."""
         steps = self.steps_per_epoch * self.epochs
         return steps if self.max_steps is None else min(steps, self.max_steps)
 
@@ -95,16 +92,15 @@ class BatchPlan:
         return self._orders[epoch]
 
     def epoch_of(self, step: int) -> int:
-        """The epoch, from 0, to which update `step` belongs; 0 before the first."""
+        """The epoch, from 0, of update `step`; 0 before the first."""
         return max(step - 1, 0) // self.steps_per_epoch
 
     def idle_ranks(self, world_size: int) -> int:
-        """How many of `world_size` ranks have no row in any update: too few rows, or micro-batches, for all of them."""
+        """How many of `world_size` ranks never have a row: too few rows, or micro-batches, for all of them."""
         with_rows = min(self.batch_size, len(self.ids), self.micro_batches)
         return sum(leaves.start >= with_rows for leaves in rank_leaves(self.micro_batches, world_size))
 
     def is_epoch_end(self, step: int) -> bool:
-        """Whether update `step` is the last of its epoch, or of the run."""
         return step % self.steps_per_epoch == 0 or step == self.total_steps
 
 
@@ -118,10 +114,10 @@ def epoch_order(ids: tuple[int, ...], seed: int, epoch: int) -> tuple[int, ...]:
 def grouped_by_length(
     order: tuple[int, ...], length_of: Mapping[int, int], batch_size: int, seed: int, epoch: int
 ) -> tuple[int, ...]:
-    """`order` with rows of similar length side by side: each run of 50 batches sorted, then its batches shuffled.
+    """`order` with rows of similar length side by side: each run of 50 batches sorted, then all batches shuffled.
 
-    Batches are shuffled by (seed, epoch), so that the length of an update's rows says nothing of its place, but for the
-    last one where it is short: it holds the longest rows of the last run.
+    The shuffle is keyed by (seed, epoch), so the lengths of an update's rows do not depend on its place, except that a
+    short last batch holds the longest rows of the last run.
     """
     run = _BATCHES_SORTED_TOGETHER * batch_size
     runs = (order[start : start + run] for start in range(0, len(order), run))
@@ -138,6 +134,6 @@ def rank_leaves(micro_batches: int, world_size: int) -> tuple[range, ...]:
 
 
 def efficiency(micro_batches: int, world_size: int) -> float:
-    """The share of the ranks' time that is used when every micro-batch costs the same: 3 ranks on M = 8 give 0.889."""
+    """The share of the ranks' time that is used if every micro-batch costs the same: 0.889 for 3 ranks and M = 8."""
     busiest = len(rank_leaves(micro_batches, world_size)[0])
     return micro_batches / (busiest * world_size)

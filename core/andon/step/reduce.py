@@ -1,8 +1,7 @@
 """The exact reduction: M gradients summed along one fixed tree, whatever the number of ranks.
 
-Each rank sums inside the largest subtrees of its own run and sends their roots, sliced: slice d of every root goes to
-rank d, which finishes the tree on its slice; then the slices are gathered. The traffic is that of an all-reduce, the
-collectives carry bits and never add.
+Each rank sums inside the largest subtrees of its own run and sends slice d of every root to rank d, which finishes the
+tree on its slice; then the slices are gathered. The traffic is that of an all-reduce, but collectives only carry bits.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ Roots = Mapping[Node, torch.Tensor]
 
 
 class TreeReduction:
-    """Sums flat tensors [size] over `leaves` micro-batches. Usable alone: it knows no model and no optimizer."""
+    """Sums flat tensors [size] over `leaves` micro-batches. It needs no model and no optimizer."""
 
     def __init__(self, leaves: int, size: int, backend: Backend) -> None:
         """leaves: M. size: elements of the flat tensor. Raises `ValueError` if one of them is below 1."""

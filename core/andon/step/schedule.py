@@ -1,4 +1,4 @@
-"""The learning rate of an update: a pure function of its number, so that a resume cannot restart it."""
+"""The learning rate of an update: a function of its number, so that a resume cannot restart it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ class Schedule:
     """Linear warm-up over w updates, then half a cosine or a line down to `min_lr`, or a constant rate.
 
     w is `warmup_steps`, or floor(warmup_fraction * total_steps) if that is None. Update t (from 1) of the warm-up has
-    peak * t / w, so that the peak is reached at t = w and no update is lost to a rate of zero. Update t > w has, with
-    p = (t - w) / (total - w), min + (peak - min) * x, which is `min_lr` at the last one; x is (1 + cos(pi * p)) / 2 of
-    `kind` cosine and 1 - p of linear. Of constant it has the peak.
-    (The seed's S29 starts from 0; an update at rate 0 trains nothing.)
+    peak * t / w; the seed's S29 starts from 0, but an update at rate 0 trains nothing. Update t > w has, with
+    p = (t - w) / (total - w), min + (peak - min) * x: x is (1 + cos(pi * p)) / 2 for a cosine and 1 - p for a line.
     """
 
     peak_lr: float

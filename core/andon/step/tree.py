@@ -1,9 +1,9 @@
 """The fixed binary tree along which gradients and losses are summed.
 
-Floating-point addition is not associative, so the order of a sum is part of its result. Here the order is a function
-of the number of micro-batches alone: a range [lo, hi) is the sum of [lo, mid) and [mid, hi) with mid = (lo + hi) // 2.
-A rank that holds a contiguous run of leaves sums inside the largest subtrees that lie in its run and hands over only
-their roots, at most 2 * ceil(log2(leaves)) of them; whoever holds all roots finishes the same tree.
+Floating-point addition is not associative, so the order of a sum is part of its result. Here the order depends on the
+number of micro-batches alone: a range [lo, hi) is the sum of [lo, mid) and [mid, hi) with mid = (lo + hi) // 2. A rank
+that has a contiguous run of leaves sums inside the largest subtrees of its run and sends their roots, at most
+2 * ceil(log2(leaves)) of them. A rank that has all roots finishes the same tree.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def fold(
 ) -> T:
     """Sum the leaves of `node` along the tree, computing them from left to right.
 
-    `leaf(i)` may return a buffer that the next leaf overwrites: `keep(x)` makes a left summand safe before its right
-    sibling is computed. `add(left, right)` may overwrite `left`. At most ceil(log2(leaves)) kept values live at once.
-    `seen(node, sum)` is shown every sum as it is computed, leaves included.
+    `leaf(i)` may return a buffer that the next leaf overwrites: `keep(x)` saves a left summand before its right sibling
+    is computed. `add(left, right)` may overwrite `left`. At most ceil(log2(leaves)) kept values exist at once.
+    `seen(node, sum)` is called with every sum, leaves included.
     """
     low, high = node
     if high - low == 1:
@@ -52,10 +52,7 @@ def fold(
 
 
 def finish(node: Node, roots: Mapping[Node, T], add: Callable[[T, T], T]) -> T:
-    """Sum `node` from the given subtree roots; `add` must not overwrite its arguments' roots.
-
-    Raises `KeyError` where the roots do not cover the node.
-    """
+    """Sum `node` from subtree roots, which `add` must not overwrite. Raises `KeyError` if they do not cover it."""
     if node in roots:
         return roots[node]
     low, high = node
