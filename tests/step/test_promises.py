@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -29,9 +28,8 @@ from tests.support.faults import CULPRIT, FAULTS, SETTINGS, ordinary
 from tests.support.ranks import run_ranks
 from tests.support.toy import CPU, build
 
-PHASES: Any = TrainingStep
 Drive = Callable[[Backend], object]
-Decorator = tuple[str, Law[Any]]
+Change = Callable[[pytest.MonkeyPatch], None]
 
 
 def _after_one_update(plant: Callable[[Replica], None], on: tuple[int, ...] = (CULPRIT,)) -> Drive:
@@ -49,88 +47,82 @@ def _after_one_update(plant: Callable[[Replica], None], on: tuple[int, ...] = (C
 
 def _flipped_after_the_update(own: Replica) -> None:
     apply = own.apply
-
-    def wrong() -> None:
-        apply()
-        FAULTS["weight flipped"].plant(own)
-
-    own.apply = wrong  # type: ignore[method-assign]
+    own.apply = lambda: (apply(), FAULTS["weight flipped"].plant(own))[0]  # type: ignore[method-assign, func-returns-value]
 
 
 def _nan_gradient(own: Replica) -> None:
-    set_gradient = own.set_gradient
-
-    def wrong(pieces: Any, divisor: int) -> None:
-        set_gradient(pieces, divisor)
-        own.master.gradient[0] = float("nan")
-
-    own.set_gradient = wrong  # type: ignore[method-assign]
+    inner = own.set_gradient
+    own.set_gradient = lambda *args: (inner(*args), own.master.gradient[:1].fill_(torch.nan))[0]  # type: ignore[method-assign, func-returns-value]
 
 
-def _silent_fallback(backend: Backend) -> object:
-    """A rank without GPUs that trains on the CPU and tells nobody."""
+def _placed_without_a_gpu(backend: Backend) -> object:
     chosen, placed, _ = devices.placement("nccl", 2, None, gpus=0, fallback=True)
     return ordinary(build(GroupBackend(chosen, placed[backend.ranks[0]]), SETTINGS)[0], SETTINGS.batches()[0])
 
 
-def _one_update(backend: Backend) -> object:
-    return ordinary(build(backend, SETTINGS)[0], SETTINGS.batches()[0])
-
-
-@contextmanager
-def _swapped(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
-@contextmanager
-def _without(*decorators: Decorator) -> Iterator[None]:
-    """Inside, these phases lack the decorator that names the row."""
-    changed = []
-    for phase, row in decorators:
-        checker = getattr(PHASES, phase).judge
-        for conditions in (*checker.__preconditions__, checker.__postconditions__):
-            odd = [each for each in conditions if row.id in each.condition.__name__.split(", ")]
-            changed += [(conditions, list(conditions))] * bool(odd)
-            conditions[:] = [each for each in conditions if each not in odd]
-    assert len(changed) == len(decorators)
-    try:
-        yield
-    finally:
-        for conditions, before in changed:
-            conditions[:] = before
-
-
-def _silent(*_: object, **__: object) -> tuple[str, tuple[torch.device, ...], str]:
+def _silently(*_: object, **__: object) -> tuple[str, tuple[torch.device, ...], str]:
     return "gloo", (torch.device("cpu"),) * 2, ""
 
 
-FAULTY: Mapping[str, tuple[Drive, tuple[Decorator, ...], str]] = {
+def _body(function: Any, body: Any) -> Change:
+    return lambda patch: patch.setattr(function.__wrapped__, "__code__", body.__code__)
+
+
+def _half_of_the_losses(node: tuple[int, int], leaf: Callable[[int], float], *_: object) -> float:
+    return sum(map(leaf, range(node[1] // 2)))
+
+
+def _without(*decorators: tuple[str, Law[Any]]) -> Change:
+    """Take the decorators that name these rows from these phases of the step."""
+
+    def change(patch: pytest.MonkeyPatch) -> None:
+        for phase, row in decorators:
+            judge = getattr(TrainingStep, phase).judge
+            others = [
+                [each for each in conditions if row.id not in each.condition.__name__.split(", ")]
+                for conditions in (*judge.__preconditions__, judge.__postconditions__)
+            ]
+            patch.setattr(judge, "__preconditions__", others[:-1])
+            patch.setattr(judge, "__postconditions__", others[-1])
+
+    return change
+
+
+def _bare(module: Any, name: str) -> Change:
+    return lambda patch: patch.setattr(module, name, getattr(module, name).__wrapped__)
+
+
+def _as_it_is(_: pytest.MonkeyPatch) -> None:
+    pass
+
+
+BEFORE, AFTER = ("_reduce_gradient", laws.WEIGHTS_UNCHANGED), ("_apply_update", laws.REPLICAS)
+FAULTY: Mapping[str, tuple[Drive, Change, Change, str]] = {
     "C-DP-001": (
-        _after_one_update(FAULTS["weight flipped"].plant),
-        (("_reduce_gradient", laws.WEIGHTS_UNCHANGED), ("_apply_update", laws.REPLICAS)),
-        "replicas-agree",
+        _after_one_update(FAULTS["weight flipped"].plant), _as_it_is, _without(BEFORE, AFTER), "replicas-agree"
     ),
     "C-DP-002": (
-        _after_one_update(FAULTS["micro-batch computed twice"].plant),
-        (("_compute", EACH_ONCE),),
-        "samples-once",
+        _after_one_update(FAULTS["micro-batch computed twice"].plant), _as_it_is,
+        _without(("_compute", EACH_ONCE)), "samples-once",
     ),
-    "F-DP-001": (
-        _after_one_update(_flipped_after_the_update),
-        (("_apply_update", laws.REPLICAS),),
-        "replicas-agree",
+    "F-DP-001": (_after_one_update(_flipped_after_the_update), _as_it_is, _without(AFTER), "replicas-agree"),
+    "F-DP-002": (
+        _after_one_update(FAULTS["other rows"].plant), _as_it_is,
+        _without(("_compute", ROWS_PLANNED)), "content-planned",
     ),
-    "F-DP-002": (_after_one_update(FAULTS["other rows"].plant), (("_compute", ROWS_PLANNED),), "content-planned"),
-    "F-DP-003": (_after_one_update(_nan_gradient, (0, 1)), (("_reduce_gradient", laws.FINITE),), "finite"),
-    "F-DP-004": (_silent_fallback, (), "cpu-fallback"),
-    "F-DP-005": (_one_update, (), "loss-equivalent"),
-}
-"""By id: the fault, the decorators that keep the promise, and the clause that must be named."""
+    "F-DP-003": (
+        _after_one_update(_nan_gradient, (0, 1)), _as_it_is, _without(("_reduce_gradient", laws.FINITE)), "finite"
+    ),
+    "F-DP-004": (
+        _placed_without_a_gpu, _body(devices.placement, _silently), _bare(devices, "placement"), "cpu-fallback"
+    ),
+    "F-DP-005": (
+        _after_one_update(lambda own: None), lambda patch: patch.setattr(pending, "fold", _half_of_the_losses),
+        _bare(pending, "mean_loss"), "loss-equivalent",
+    ),
+}  # fmt: skip
+"""By id: a run with a fault, what else is planted, how the decorator is taken away, the clause that must be named."""
+WANTED = {name: [clause, ""] for name, (*_, clause) in FAULTY.items()}
 
 
 def _clause(drive: Drive, backend: Backend) -> str:
@@ -141,32 +133,21 @@ def _clause(drive: Drive, backend: Backend) -> str:
     return ""
 
 
-def found_by_this_rank() -> Mapping[str, tuple[str, str]]:
+def found_by_this_rank() -> Mapping[str, list[str]]:
     """By id, the clause of the violation that its fault ends in with the decorators, and without them."""
     backend, found = GroupBackend("gloo", CPU), {}
-    for name, (drive, decorators, _) in FAULTY.items():
-        if name == "F-DP-004":
-            with _swapped(devices.placement.__wrapped__, "__code__", _silent.__code__):  # type: ignore[attr-defined]
-                guarded = _clause(drive, backend)
-                with _swapped(devices, "placement", devices.placement.__wrapped__):  # type: ignore[attr-defined]
-                    found[name] = guarded, _clause(drive, backend)
-        elif name == "F-DP-005":
-            with _swapped(pending, "fold", lambda node, leaf, *_: sum(map(leaf, range(node[1] // 2)))):
-                guarded = _clause(drive, backend)
-                with _swapped(pending, "mean_loss", pending.mean_loss.__wrapped__):  # type: ignore[attr-defined]
-                    found[name] = guarded, _clause(drive, backend)
-        else:
-            guarded = _clause(drive, backend)
-            with _without(*decorators):
-                found[name] = guarded, _clause(drive, backend)
-    return found
-
-
-WANTED = {name: (clause, "") for name, (_, _, clause) in FAULTY.items()}
+    for name, (drive, plant, undecorate, _) in FAULTY.items():
+        with pytest.MonkeyPatch.context() as patch:
+            plant(patch)
+            found[name] = [_clause(drive, backend)]
+            undecorate(patch)
+            found[name].append(_clause(drive, backend))
+    return found | {"__debug__": [str(__debug__)]}
 
 
 def test_a_fault_is_named_with_its_decorator_and_not_without() -> None:
-    assert [outcome.get() for outcome in run_ranks(2, found_by_this_rank)] == [WANTED] * 2
+    found = [outcome.get() for outcome in run_ranks(2, found_by_this_rank)]
+    assert found == [WANTED | {"__debug__": ["True"]}] * 2
 
 
 _OPTIMIZED = """
@@ -174,15 +155,13 @@ import json
 from tests.step.test_promises import found_by_this_rank
 from tests.support.ranks import run_ranks
 if __name__ == "__main__":
-    assert False, "this runs with -O"
     print(json.dumps([outcome.get() for outcome in run_ranks(2, found_by_this_rank)]))
 """
 
 
-def test_the_same_holds_with_assertions_off() -> None:
-    done = subprocess.run([sys.executable, "-O", "-c", _OPTIMIZED], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == [{name: list(pair) for name, pair in WANTED.items()}] * 2
+def test_the_same_holds_under_python_o() -> None:
+    done = subprocess.run([sys.executable, "-O", "-c", _OPTIMIZED], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == [WANTED | {"__debug__": ["False"]}] * 2
 
 
 @pytest.mark.parametrize("fault", ["states differ", "a sample is lost"])
@@ -200,7 +179,7 @@ def test_the_coordinator_keeps_its_own_promise(fault: str, monkeypatch: pytest.M
     with replicas(3) as coordinator:
         with pytest.raises(Violation) as caught:
             coordinator.train_batch_parallel(mixed_samples(4))
-        clause = "samples-once" if fault == "a sample is lost" else "replicas-agree"
-        assert (caught.value.clause, caught.value.rank) == (clause, None if clause == "samples-once" else 1)
+        clause, rank = ("samples-once", None) if fault == "a sample is lost" else ("replicas-agree", 1)
+        assert (caught.value.clause, caught.value.rank) == (clause, rank)
         bare = DataParallelCoordinator.train_batch_parallel.__wrapped__  # type: ignore[attr-defined]
         bare(coordinator, mixed_samples(4))
