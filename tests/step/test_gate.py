@@ -22,8 +22,8 @@ from andon.step.message import (
     Field,
     Message,
     encoded,
+    expected_computed,
     padded,
-    planned_reports,
     reduced_values,
     reports_of,
     state_values,
@@ -99,8 +99,7 @@ def test_of_what_was_computed(odd: int | str, world: int, data: st.DataObject) -
         table = torch.tensor(own, dtype=torch.int64).view(-1, len(REPORT.names))
         values.append([*known[rank], *padded(table, most_rows).flatten().tolist()])
     said = gathered(values, COMPUTED.names, data)
-    row = COMPUTED.expected(None)
-    rows = [[*row, *planned_reports(plan, rank, most_rows, checked=True)] for rank in range(world)]
+    rows = expected_computed(plan, world, most_rows, checked=True)
     observations = said.read()
     found = Judgement((LOCKSTEP, *laws.PLANNED), Seen(observations, None)).first is not None
     found = found or any(each.values["failed"] for each in observations)

@@ -52,7 +52,7 @@ def _flipped_after_the_update(own: Replica) -> None:
 
 def _nan_gradient(own: Replica) -> None:
     inner = own.set_gradient
-    own.set_gradient = lambda *args: (inner(*args), own.master.gradient[:1].fill_(torch.nan))[0]  # type: ignore[method-assign, func-returns-value]
+    own.set_gradient = lambda *args: (inner(*args), own.master.gradient[:1].fill_(torch.nan))[0]  # type: ignore[method-assign]
 
 
 def _placed_without_a_gpu(backend: Backend) -> object:

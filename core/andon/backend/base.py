@@ -33,7 +33,10 @@ class Backend(Protocol):
         ...
 
     def exchange(self, local: Sequence[torch.Tensor], rows: Sequence[int]) -> list[list[torch.Tensor]]:
-        """All-to-all of bits. Rank r passes [world, rows[r], width]; local replica d gets, by rank s, [rows[s], width]."""
+        """All-to-all of bits; nothing is added.
+
+        Rank r passes [world, rows[r], width]. Local replica d gets, by rank s, [rows[s], width].
+        """
         ...
 
     def close(self) -> None:

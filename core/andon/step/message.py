@@ -156,12 +156,15 @@ def padded(reports: torch.Tensor, count: int) -> torch.Tensor:
     return nn.functional.pad(reports[:count], (0, 0, 0, max(0, count - reports.shape[0])), value=-1)
 
 
-def planned_reports(plan: Sequence[LeafPlan], rank: int, count: int, *, checked: bool) -> list[int]:
-    """What a device requires of the `padded` reports of `rank`. checked: otherwise any value is right."""
+def expected_computed(plan: Sequence[LeafPlan], world: int, count: int, *, checked: bool) -> Expected:
+    """What `COMPUTED` with `count` padded reports must be, by rank. checked: otherwise only that no rank failed."""
     if not checked:
-        return [Rule.ANY] * (count * WIDTH)
-    owned = [leaf for leaf in plan if leaf.rank == rank]
-    return [value for leaf in owned for value in REPORT.expected(leaf)] + [-1] * ((count - len(owned)) * WIDTH)
+        return [[*(field.fixed for field in COMPUTED.fields), *[Rule.ANY] * (count * WIDTH)]] * world
+    rows = [COMPUTED.expected(None) for _ in range(world)]
+    for leaf in plan:
+        rows[leaf.rank] += REPORT.expected(leaf)
+    length = len(COMPUTED.fields) + count * WIDTH
+    return [row + [-1] * (length - len(row)) for row in rows]
 
 
 def reports_of(observations: Sequence[Observation]) -> tuple[LeafReport, ...]:

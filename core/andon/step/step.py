@@ -27,8 +27,8 @@ from andon.step.message import (
     WIDTH,
     Expected,
     Message,
+    expected_computed,
     padded,
-    planned_reports,
     reduced_values,
     reports_of,
     state_values,
@@ -160,6 +160,7 @@ class TrainingStep:
             update.end(self._backend.devices[0])
         return update
 
+    # C-DP-002, F-DP-002 and, of the parts of the gradient, F-DP-003
     @requires(LOCKSTEP)
     @ensures(EACH_ONCE, ROWS_PLANNED, TERMS_PLANNED, PARTS_FINITE, of=lambda computed: computed.leaves)
     @ensures(ROWS_AGREE)
@@ -188,18 +189,15 @@ class TrainingStep:
             done = [error] * len(self._replicas)
         content = sum(leaf.content for leaf in update.plan)
         known = [{"failed": isinstance(e, Exception), "stop": stop, "save": save, "plan": content} for e in done]
-        none = torch.empty((0, WIDTH), dtype=torch.int64)
-        reports = [
-            padded(none.to(device) if isinstance(each, Exception) else each.reports, self._report_rows).flatten()
-            for each, device in zip(done, self._backend.devices, strict=True)
+        partials = [
+            replica.completed(None if isinstance(each, Exception) else each, roots[rank])
+            for replica, each, rank in zip(self._replicas, done, self._backend.ranks, strict=True)
         ]
+        reports = [padded(each.reports, self._report_rows).flatten() for each in partials]
         expected = None
         if self.late:
-            row = COMPUTED.expected(None) if update.checked else [field.fixed for field in COMPUTED.fields]
-            expected = [
-                [*row, *planned_reports(update.plan, rank, self._report_rows, checked=update.checked)]
-                for rank in range(self._backend.world_size)
-            ]
+            world = self._backend.world_size
+            expected = expected_computed(update.plan, world, self._report_rows, checked=update.checked)
         gathered = self._gather(update, COMPUTED, known, reports, expected)
         errors = [each for each in done if isinstance(each, Exception)]
 
@@ -217,10 +215,6 @@ class TrainingStep:
             update.reports = tuple(computed.leaves.reports)
             update.stop, update.save = computed.any("stop"), computed.any("save")
 
-        partials = [
-            replica.completed(None if isinstance(each, Exception) else each, roots[rank])
-            for replica, each, rank in zip(self._replicas, done, self._backend.ranks, strict=True)
-        ]
         return Report(gathered.table, record, update.read, keep, checked=update.checked, result=(partials, gathered))
 
     @ensures(*laws.AUDITED)
@@ -231,6 +225,7 @@ class TrainingStep:
             self._gate.close_if(audited.differs())
         return Report(audited.gathered.table, audited.record, update.read, audited.refuse_failed)
 
+    # C-DP-001 before the update: equal replicas. F-DP-003 of the reduced gradient.
     @requires(LOCKSTEP, laws.RATE, laws.WEIGHTS_UNCHANGED)
     @ensures(laws.GRADIENTS, laws.FINITE, laws.CLIP)
     def _reduce_gradient(self, update: Pending, partials: Sequence[PartialGradient]) -> Report | None:
@@ -246,7 +241,7 @@ class TrainingStep:
 
         facts = self._backend.map(finalize)
         if not update.checked:
-            # The state that an update leaves without contracts is nothing to which a later one could be held.
+            # A later update cannot be compared with the state that an unchecked one leaves.
             self._weights_sum = None
             update.read(facts[0], partial(self._forget_state, update))
             return None
@@ -281,6 +276,7 @@ class TrainingStep:
         seen = Seen([Observation(0, update.batch.step, 0, REDUCED.point, {"optimizer": digest})], self._optimizer)
         return Report(torch.empty(0), lambda _: seen)
 
+    # C-DP-001 and F-DP-001 after the update: equal replicas
     @requires(LOCKSTEP)
     @ensures(laws.ONE_UPDATE, laws.OPTIMIZERS, laws.REPLICAS)
     def _apply_update(self, update: Pending) -> Report | None:
@@ -349,6 +345,7 @@ class TrainingStep:
         gathered = self._agreement.gather(step, laws.BASE_POINT, known)
         return Report(gathered.table, gathered.seen, look=self._look("base"))
 
+    # C-DP-001 before the first update
     @ensures(*laws.START)
     def attest_start(self, observed: Mapping[str, int]) -> Report:
         """All ranks start from the same layout, weights, base and whatever else is `observed` (name to digest).
