@@ -84,11 +84,6 @@ def argument(explain: Callable[..., str]) -> Callable[[Predicate], Predicate]:
     return lambda predicate: _marked(predicate, predicate, lambda *args, **kwargs: ValueError(explain(*args, **kwargs)))
 
 
-def failing(error: Callable[..., Exception]) -> Callable[[Predicate], Predicate]:
-    """Mark a predicate over several laws, which counts them by itself. error: from the predicate's parameters."""
-    return lambda predicate: _marked(predicate, predicate, error)
-
-
 def _marked(tested: Predicate, predicate: Predicate, error: Callable[..., Exception]) -> Predicate:
     # icontract passes arguments by parameter name, so the error factory must have the predicate's signature.
     error.__signature__ = inspect.signature(predicate)  # type: ignore[attr-defined]
@@ -97,12 +92,12 @@ def _marked(tested: Predicate, predicate: Predicate, error: Callable[..., Except
 
 
 def require(predicate: Predicate) -> Callable[[F], F]:
-    """A precondition that stays on under `python -O`, of a predicate marked by `clause`, `argument` or `failing`."""
+    """A precondition that stays on under `python -O`, of a predicate marked by `clause` or `argument`."""
     return icontract.require(predicate, error=_error_of(predicate), enabled=True)
 
 
 def ensure(predicate: Predicate) -> Callable[[F], F]:
-    """A postcondition that stays on under `python -O`, of a predicate marked by `clause`, `argument` or `failing`."""
+    """A postcondition that stays on under `python -O`, of a predicate marked by `clause` or `argument`."""
     return icontract.ensure(predicate, error=_error_of(predicate), enabled=True)
 
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from andon_contracts.laws.law import Details, Judgement, Law, Seen
-from andon_contracts.policy import Predicate, ensure, failing, require
+from andon_contracts.policy import Predicate, ensure, require
 from andon_contracts.violation import Violation
 
 Record = Seen[Any]
@@ -77,11 +77,11 @@ def _with_condition(
         return Violation.of(broken.clause, finding)
 
     # One condition for all rows of a decorator, because icontract takes 5 microseconds for each.
-    @failing(violation)
     def rows_hold(record: Record, look: Callable[[Record], Details]) -> bool:
         return Judgement(laws, of(record)).first is None
 
     rows_hold.__name__ = ", ".join(law.id for law in laws)
+    rows_hold.__andon_error__ = violation  # type: ignore[attr-defined]  # as `policy.clause` marks one of a single law
     run: Any = phase if hasattr(phase, "judge") else _judged(phase)
     run.judge = contract(rows_hold)(run.judge)
     return run  # type: ignore[no-any-return]
