@@ -25,8 +25,8 @@ from andon.step.micro_batch import Leaf, plan_leaves
 from andon.step.optimizer import OptimizerSpec
 from andon.step.plan import GlobalBatch
 from andon.step.promises import Report, ensures
+from andon.step.reduce import fold
 from andon.step.replica import Replica
-from andon.step.tree import fold
 from andon.tasks.classification import ClassificationTask
 from andon.training.build import StepSpec, build_replicas
 from andon.training.build import build_model as build_trainable

@@ -24,9 +24,9 @@ from andon.backend.base import Backend
 from andon.step.agreement import Agreement, Gathered, RankFailed
 from andon.step.message import REPORT, WIDTH
 from andon.step.micro_batch import Leaf
+from andon.step.reduce import Node, finish
 from andon.step.replica import PartialGradient, Replica
 from andon.step.task import Task
-from andon.step.tree import Node, finish
 from andon_contracts.agree import Observation
 from andon_contracts.digest import word_sum_tensor
 from andon_contracts.laws.law import Seen

@@ -16,7 +16,7 @@ import torch
 from andon.backend.base import Backend
 from andon.step.micro_batch import Leaf
 from andon.step.plan import GlobalBatch
-from andon.step.tree import fold
+from andon.step.reduce import fold
 from andon_contracts.laws.update import LeafPlan, LeafReport
 from andon_contracts.policy import clause, ensure
 from andon_contracts.violation import Finding

@@ -1,17 +1,45 @@
-"""Which rows each step trains on: a function of the seed and the position, never of the number of workers."""
+"""What each step trains on and at which rate: functions of the seed and the position, never of the worker count."""
 
 from __future__ import annotations
 
 import functools
 import itertools
+import math
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
-from andon.step.shard import balanced_bounds
+from andon_contracts.policy import clause, ensure
+from andon_contracts.violation import Finding
 
 _BATCHES_SORTED_TOGETHER = 50
 """Enough for rows of one length to meet, few enough for other company in another epoch (as transformers has it)."""
+
+
+def _explain_bounds(count: int, parts: int, result: Sequence[tuple[int, int]]) -> Finding:
+    return Finding(seen=f"{count} items were split into {list(result)} for {parts} parts")
+
+
+@clause("samples-once", _explain_bounds)
+def _bounds_partition(count: int, parts: int, result: Sequence[tuple[int, int]]) -> bool:
+    """One range for each part; end to end they are range(count)."""
+    ends = [0, *(end for _, end in result)]
+    return len(result) == parts and ends == [*(start for start, _ in result), count]
+
+
+@ensure(_bounds_partition)
+def balanced_bounds(count: int, parts: int) -> tuple[tuple[int, int], ...]:
+    """F-DP-002: `parts` contiguous half-open ranges that cover range(count), with sizes that differ by at most one.
+
+    The first `count % parts` ranges are the larger ones; with count < parts the last ranges are empty.
+    Raises `ValueError` for count < 0 or parts < 1.
+    """
+    if count < 0 or parts < 1:
+        raise ValueError(f"cannot split {count} items into {parts} parts")
+    size, larger = divmod(count, parts)
+    starts = [part * size + min(part, larger) for part in range(parts + 1)]
+    return tuple(pairwise(starts))
 
 
 @dataclass(frozen=True)
@@ -137,3 +165,36 @@ def efficiency(micro_batches: int, world_size: int) -> float:
     """The share of the ranks' time that is used if every micro-batch costs the same: 0.889 for 3 ranks and M = 8."""
     busiest = len(rank_leaves(micro_batches, world_size)[0])
     return micro_batches / (busiest * world_size)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Linear warm-up over w updates, then half a cosine or a line down to `min_lr`, or a constant rate.
+
+    w is `warmup_steps`, or floor(warmup_fraction * total_steps) if that is None. Update t (from 1) of the warm-up has
+    peak * t / w; the seed's S29 starts from 0, but an update at rate 0 trains nothing. Update t > w has, with
+    p = (t - w) / (total - w), min + (peak - min) * x: x is (1 + cos(pi * p)) / 2 for a cosine and 1 - p for a line.
+    """
+
+    peak_lr: float
+    total_steps: int
+    warmup_fraction: float = 0.1
+    min_lr: float = 1e-6
+    kind: str = "cosine"
+    warmup_steps: int | None = None
+
+    def rate(self, step: int) -> float:
+        """The learning rate of update `step`, counted from 1. Raises `ValueError` for a step outside the run."""
+        if not 1 <= step <= self.total_steps:
+            msg = f"step {step} is outside 1 to {self.total_steps}"
+            raise ValueError(msg)
+        fraction = math.floor(self.warmup_fraction * self.total_steps)
+        warmup = fraction if self.warmup_steps is None else self.warmup_steps
+        if step <= warmup:
+            return self.peak_lr * (step / warmup)
+        if self.kind == "constant":
+            return self.peak_lr
+        progress = (step - warmup) / (self.total_steps - warmup)
+        floor = min(self.min_lr, self.peak_lr)
+        left = 1.0 - progress if self.kind == "linear" else (1.0 + math.cos(math.pi * progress)) / 2.0
+        return floor + (self.peak_lr - floor) * left

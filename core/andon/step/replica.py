@@ -19,8 +19,8 @@ from andon.step.keyed import keyed_randomness
 from andon.step.message import WIDTH
 from andon.step.micro_batch import Leaf, LeafResult, PassResult, reports_of_leaves
 from andon.step.optimizer import OptimizerSpec
+from andon.step.reduce import Node, fold
 from andon.step.task import Batch, Task
-from andon.step.tree import Node, fold
 from andon_contracts.digest import tensor_digest, tree_digest, word_sum_tensor
 from andon_contracts.observe import finite_total, flat_norm, word_sums
 
