@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from andon.console.problems import InputError
-from andon.gradients import average_gradients, has_non_finite
+from andon.gradients import average_gradients, has_non_finite, shard_samples
 from andon.model.adapter import trainable_parameters
 from andon.model.memory import activation_bytes, measure_peak_bytes, plan_bytes
 from andon.pipeline import (
@@ -28,7 +28,6 @@ from andon.pipeline import (
     TransformerConfig,
     build_model,
 )
-from andon.step.shard import shard_samples
 from andon.tasks import classification
 from andon_contracts.policy import evaluations, reset_evaluations
 from andon_contracts.violation import Violation

@@ -20,10 +20,10 @@ from andon.backend.inprocess import InlineBackend
 from andon.step.audit import AuditSpec, default_every, describe, siblings
 from andon.step.micro_batch import Leaf
 from andon.step.plan import GlobalBatch, rank_leaves
+from andon.step.reduce import Node, finish, fold, subtree_roots
 from andon.step.replica import Replica
 from andon.step.step import RankFailed, StepResult, TrainingStep
 from andon.step.task import Task
-from andon.step.tree import Node, finish, fold, subtree_roots
 from andon_contracts.policy import evaluations, reset_evaluations
 from andon_contracts.violation import Violation
 from tests.support.ranks import run_ranks

@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves
 
 from andon.step.flat import layout_of
 from andon.step.plan import rank_leaves
+from andon.step.reduce import Node, fold, subtree_roots
 from andon.step.task import Batch, Task
-from andon.step.tree import Node, fold, subtree_roots
 
 T = TypeVar("T")
 _FP32 = 4

@@ -29,9 +29,8 @@ from andon.step.audit import NO_AUDIT, AuditSpec
 from andon.step.captured import CapturedPasses
 from andon.step.keyed import refuse_unkeyed
 from andon.step.optimizer import OptimizerSpec
-from andon.step.plan import BatchPlan
+from andon.step.plan import BatchPlan, Schedule
 from andon.step.replica import WEIGHTS, Replica, restore_state
-from andon.step.schedule import Schedule
 from andon.step.step import TrainingStep
 from andon.step.task import Task
 from andon.training.trainer import Cadence, Journal, Progress, Trainer

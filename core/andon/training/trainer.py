@@ -19,8 +19,7 @@ from andon.backend.base import Backend
 from andon.console.problems import InputError
 from andon.metrics.scores import Scores
 from andon.run.repeats import Repeats
-from andon.step.plan import BatchPlan, GlobalBatch
-from andon.step.schedule import Schedule
+from andon.step.plan import BatchPlan, GlobalBatch, Schedule
 from andon.step.step import Pending, RankFailed, StepResult, TrainingStep
 from andon.training.history import step_record
 from andon_contracts.laws.law import Judgement, enforce
