@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -140,3 +141,32 @@ def _phases(
         if checkpointing:
             checkpoint_hollow(model, kind)
         return traced_activations(model, *trained, kind), evaluation
+
+
+def smaller_settings(config: Config) -> Sequence[tuple[str, Config, str]]:
+    """Settings that may need less memory: as they are written, the configuration with them, and what they cost. First
+    those that cost no accuracy."""
+    training, changes = config.training, []
+
+    def change(section: str, key: str, value: Any, price: str) -> None:
+        part = getattr(config, section).model_copy(update={key: value})
+        written = str(value).lower() if isinstance(value, bool) else value
+        changes.append((f"{section}.{key}={written}", config.model_copy(update={section: part}), price))
+
+    if config.run.cuda_graphs == "always":
+        change("run", "cuda_graphs", "never", "same bits; small models wait for their launches")
+    more = min(2 * training.micro_batches, training.batch_size)
+    while more > training.micro_batches and more <= 8 * training.micro_batches:
+        change("training", "micro_batches", more, "another result, as valid")
+        more = 0 if more == training.batch_size else min(2 * more, training.batch_size)
+    if not training.activation_checkpointing:
+        change("training", "activation_checkpointing", True, "same bits if not compiled; about a third more time")
+    if config.model.dtype == "float32" and config.adapter.kind == "lora":
+        change("model", "dtype", "bfloat16", "frozen weights rounded to 8 bits of precision")
+    if config.model.max_length >= 32:
+        change("model", "max_length", config.model.max_length // 2, "longer texts are cut there")
+    if config.adapter.kind == "none":
+        change("adapter", "kind", "lora", "trains an adapter instead of all weights")
+    elif config.adapter.r > 1:
+        change("adapter", "r", config.adapter.r // 2, "a smaller adapter")
+    return changes
