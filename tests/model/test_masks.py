@@ -276,10 +276,10 @@ def test_an_error_of_our_own_is_not_taken_for_the_model_s(monkeypatch: pytest.Mo
     """As when transformers names something otherwise: it must not end in a slower mask without a word."""
 
     @contextmanager
-    def broken(_: nn.Module) -> Iterator[None]:
+    def broken(*_: object) -> Iterator[None]:
         raise AttributeError
         yield
 
-    monkeypatch.setattr(masks, "_attention_without_mask", broken)
+    monkeypatch.setattr(masks, "attending_by", broken)
     with pytest.raises(AttributeError):
         tried_masking(build_base(spec("decoder")), CPU)

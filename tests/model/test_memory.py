@@ -19,13 +19,15 @@ from andon.model import causal
 from andon.model.adapter import AdapterSpec, attach, trainable_parameters
 from andon.model.build import ModelSpec, build_base, build_shape, checkpoint_layers
 from andon.model.causal import collate_packs, loss_sum
-from andon.model.memory import MemoryPlan, activation_bytes, kept_partials, measure_peak_bytes, plan_bytes, rounded
+from andon.model.memory import MemoryPlan, kept_partials, plan_bytes, rounded
 from andon.model.memory_trace import KernelsOfCuda, checkpoint_hollow, hollow, traced_activations, traced_evaluation
 from andon.step.flat import FlatParameters
 from andon.step.keyed import keyed_randomness
 from andon.step.plan import rank_leaves
 from andon.tasks.classification import ClassificationTask
+from andon_falsify.subjects.meter import activation_bytes
 from tests.model.tiny import CAUSAL, CPU, LORA, adapted, spec, task
+from tests.support.memory import peak_bytes
 
 MIB = 1 << 20
 
@@ -45,12 +47,12 @@ def zeros(mebibytes: int) -> torch.Tensor:
     ids=["one after the other", "both", "views", "copies"],
 )
 def test_the_count_is_of_what_lives_at_once(work: Callable[[], object], mebibytes: int) -> None:
-    assert measure_peak_bytes(work).peak == mebibytes * MIB
+    assert peak_bytes(work) == mebibytes * MIB
 
 
 def test_what_was_made_before_counts_when_it_is_touched() -> None:
     before = zeros(4)
-    assert measure_peak_bytes(before.sum).peak >= 4 * MIB
+    assert peak_bytes(before.sum) >= 4 * MIB
 
 
 def test_the_count_sees_the_backward_pass_and_a_graph_that_is_kept() -> None:
@@ -59,15 +61,15 @@ def test_the_count_sees_the_backward_pass_and_a_graph_that_is_kept() -> None:
     def rounds(count: int) -> list[torch.Tensor]:
         return [(weight * 2).exp().sum() for _ in range(count)]
 
-    few = measure_peak_bytes(lambda: rounds(2)).peak
-    many = measure_peak_bytes(lambda: rounds(7)).peak
+    few = peak_bytes(lambda: rounds(2))
+    many = peak_bytes(lambda: rounds(7))
     assert many - few == 5 * (MIB + 4)
 
     def dropped() -> None:
         for _ in range(7):
             (weight * 2).exp().sum().backward()  # type: ignore[no-untyped-call]
 
-    assert measure_peak_bytes(dropped).peak < many
+    assert peak_bytes(dropped) < many
 
 
 @given(leaves=st.integers(1, 70), world=st.integers(1, 9))
@@ -158,7 +160,7 @@ def counted(shape: ModelSpec, adapter: AdapterSpec, rows: int, length: int, *, c
             loss.loss_sum.backward()  # type: ignore[no-untyped-call]
         assert flat.attached()
 
-    return measure_peak_bytes(train).peak
+    return peak_bytes(train)
 
 
 def rows_of(count: int, length: int) -> ClassificationTask:

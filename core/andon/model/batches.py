@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from andon.model.build import computing, without_adapter
-from andon.model.masks import Masking, masked, masking_of, padding_of, rolled
+from andon.model.masks import Masking, evaluating, masked, masking_of, padding_of, rolled
 from andon.step.task import Batch
 
 _MOST_ROWS, _MOST_TOKENS = 64, 4096
@@ -96,13 +96,8 @@ def _takes_types(model: nn.Module) -> bool:
 
 def predictions(model: nn.Module, batch: Batch) -> torch.Tensor:
     """fp32 [rows, classes] logits in eval mode and without a graph; the model's mode is as before afterwards."""
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            return logits_of(model, batch).float()
-    finally:
-        model.train(training)
+    with evaluating(model, batch["input_ids"].device):
+        return logits_of(model, batch).float()
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from torch import nn
 from andon.console.problems import InputError, Problem
 from andon.model.batches import padded_length
 from andon.model.build import backbone_of, computing, half_of, vocabulary_head, without_adapter
-from andon.model.masks import MISFITS, NOISE, WINDOWS, Masking, evaluating, masking_of, require_misfit, rows_apart
+from andon.model.masks import NOISE, WINDOWS, Masking, evaluating, masking_of, rows_apart, tried
 from andon.step.task import Batch, LeafLoss
 from andon_contracts.digest import row_digests
 
@@ -143,7 +143,7 @@ def row_outputs(model: nn.Module, batch: Batch) -> torch.Tensor:
 
     In eval mode and without a graph; the modes of the model's modules are as before afterwards.
     """
-    with torch.no_grad(), evaluating(model), computing(model, batch["input_ids"].device):
+    with evaluating(model, batch["input_ids"].device):
         hidden, targets, weights = _predictions(hidden_of(model, batch), batch)
         head = _head(model)
         parts = _chunks(head, targets.numel(), hidden.device.type)
@@ -253,19 +253,23 @@ def require_apart(model: nn.Module, device: torch.device, longest: int | None = 
     weights = [torch.ones(row.numel()) for row in rows]
     packs = [list(zip(rows, weights, strict=True)), [(rows[0], weights[0])]]
     batch = {name: value.to(device) for name, value in collate_packs(packs, 0, 4, None).items()}
-    with torch.no_grad(), evaluating(model), computing(model, device):
-        try:
-            packed = head(hidden_of(model, batch)).float()
-            alone = [base(input_ids=row[None].to(device), use_cache=False).logits[0] for row in rows]
-            by_head = head(backbone_of(model)(input_ids=rows[0][None].to(device), use_cache=False).last_hidden_state)[0]
-        except MISFITS as error:
-            require_misfit(error)
-            _refuse(base, f"cannot be given packs of rows: {' '.join(str(error).split())[:200]}")
+
+    def logits_of() -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
+        packed = head(hidden_of(model, batch)).float()
+        alone = [base(input_ids=row[None].to(device), use_cache=False).logits[0] for row in rows]
+        output: Any = backbone_of(model)(input_ids=rows[0][None].to(device), use_cache=False)
+        return packed, alone, head(output.last_hidden_state)[0]
+
+    with evaluating(model, device):
+        found = tried(logits_of)
+    if isinstance(found, Exception):
+        _refuse(base, f"cannot be given packs of rows: {' '.join(str(found).split())[:200]}")
+    packed, alone, by_head = found
     if not torch.equal(by_head, alone[0]):
         _refuse(base, "changes its logits behind its head (scales or caps them), which this training does not")
-    found = [*packed[0, : sum(row.numel() for row in rows)].split([row.numel() for row in rows])]
-    found.append(packed[1, : rows[0].numel()])
-    pairs = zip(found, [*alone, alone[0]], strict=True)
+    counts = [row.numel() for row in rows]
+    together = [*torch.split(packed[0, : sum(counts)], counts), packed[1, : counts[0]]]
+    pairs = zip(together, [*alone, alone[0]], strict=True)
     worst = max(float((one - other).norm() / other.float().norm()) for one, other in pairs)
     if not worst <= NOISE[half_of(model)]:
         _refuse(base, f"gives packed rows other logits than each row alone (relative L2 {worst:.2g})")
@@ -316,7 +320,7 @@ def generate(
     found: list[list[int]] = [[] for _ in prompts]
     own, base.generation_config = base.generation_config, GenerationConfig()
     try:
-        with torch.no_grad(), evaluating(model), computing(model, device):
+        with evaluating(model, device):
             for batch in _prompt_batches([*map(len, prompts)], rooms, positions, _tokens_at_once(base, device)):
                 longest, room = len(prompts[batch[0]]), max(rooms[place] for place in batch)
                 padding = [longest - len(prompts[place]) for place in batch]

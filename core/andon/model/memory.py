@@ -1,15 +1,14 @@
-"""The plan of bytes of one replica, and an independent count of what really lives on a CPU (F-HET-002).
+"""The plan of bytes of one replica (F-HET-002), and a count of the storages that live.
 
-The plan follows the step: frozen weights, one flat buffer each for the weights that train, their gradient and each
-moment, the partial sums of the fixed tree, and on top the most that any one phase needs for itself. The count knows
-nothing of this: it watches every operation and every storage.
+The plan follows the step: frozen weights; a flat buffer each for trained weights, their gradient and each moment;
+partial sums of the fixed tree; and the most that any one phase needs on top. The count knows nothing of the plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,10 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 from andon.step.flat import layout_of
 from andon.step.plan import rank_leaves
-from andon.step.task import Batch, Task
 from andon.step.tree import Node, fold, subtree_roots
 
-T = TypeVar("T")
 _FP32 = 4
 _DIGEST_WORDS = 1 << 16
 _MOMENTS = {"adamw": 2, "sgd": 0}
@@ -33,7 +30,7 @@ CUDA_WORKSPACE = 64 << 20
 
 
 def rounded(size: int) -> int:
-    """Bytes that `size` of them take on a GPU."""
+    """Bytes that `size` bytes take on a GPU."""
     return -(-size // CUDA_UNIT) * CUDA_UNIT
 
 
@@ -41,14 +38,11 @@ def rounded(size: int) -> int:
 class MemoryPlan:
     """Bytes that one replica needs.
 
-    base: frozen weights and buffers. weights, gradient: the flat trainable buffers. moments: the optimizer's.
-    partials: buffers of the tree, kept from step to step. ramp: the digest's table of positions, one a process.
-    workspace: of matrix products on a GPU. These last.
-    activations: one micro-batch, forward and backward. finite: the look for NaN and Inf. digest: its chunks.
-    reduction: what is sent, received and gathered. evaluation: a forward pass of its rows. These are phases, of which
-    the largest counts.
-    graphs: what CUDA graphs hold while they do not run. outside: what torch does not count, as the process, a device's
-    context, buffers of NCCL.
+    Held all the time: base (frozen weights and buffers), weights and gradient (the flat trainable buffers), moments,
+    partials (buffers of the tree), ramp (the digest's table of positions), workspace (of products on a GPU).
+    Phases, of which the largest counts: activations (one micro-batch, forward and backward), finite (the check for NaN
+    and Inf), digest (its chunks), reduction (what is sent, received and gathered), evaluation (a forward pass).
+    graphs: held by CUDA graphs while they do not run. outside: what torch does not count, as a device's context.
     """
 
     base: int
@@ -68,13 +62,13 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        """The most bytes of tensors at once: what lives all the time, plus the largest phase."""
+        """The most bytes of tensors at once."""
         lasting = self.base + self.weights + self.gradient + self.moments + self.partials + self.ramp + self.workspace
         return lasting + max(self.activations, self.finite, self.digest, self.reduction, self.evaluation)
 
     @property
     def needed(self) -> int:
-        """Bytes that must be free on the device before the run starts: nothing is refused for an evaluation's sake."""
+        """Bytes that must be free before the run starts. No run is refused for its evaluation."""
         return replace(self, evaluation=0).total + self.graphs + self.outside
 
     def as_dict(self) -> dict[str, int]:
@@ -96,15 +90,15 @@ def plan_bytes(
 ) -> MemoryPlan:
     """The plan of the rank that needs most, with `micro_batches` leaves over `world_size` ranks.
 
-    trainable: in canonical order, all fp32. optimizer: 'adamw' or 'sgd'. activations: bytes of the largest micro-batch,
-    from `activation_bytes` or from `andon.model.memory_trace`. kind: of the device, 'cpu' or 'cuda'; a GPU reads with
-    kernels that need no room. Raises `ValueError` for an unknown optimizer.
+    trainable: in canonical order, all fp32. optimizer: 'adamw' or 'sgd'. activations: bytes of the largest micro-batch.
+    kind: of the device, 'cpu' or 'cuda'. Raises `ValueError` for an unknown optimizer.
     """
     if optimizer not in _MOMENTS:
         msg = f"unknown optimizer {optimizer!r}; there are {', '.join(_MOMENTS)}"
         raise ValueError(msg)
     on_gpu = kind == "cuda"
-    frozen = _storages([*(p for p in model.parameters() if not p.requires_grad), *model.buffers()])
+    still = [*(p for p in model.parameters() if not p.requires_grad), *model.buffers()]
+    frozen = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in still}
     size = layout_of(trainable)[1] * _FP32
     moments = _MOMENTS[optimizer] + (optimizer == "sgd" and momentum != 0.0)
     runs = rank_leaves(micro_batches, world_size)
@@ -126,7 +120,7 @@ def plan_bytes(
 def kept_partials(micro_batches: int, run: range) -> int:
     """Buffers of the gradient's size that a rank with the leaves `run` holds at once beside the gradient.
 
-    Found by walking the tree as the step does; at most ceil(log2 M) for all leaves on one rank, not M.
+    Counted by walking the tree as the step does. All leaves on one rank need at most ceil(log2 M).
     """
     buffer, live, most = object(), 0, 0
 
@@ -163,60 +157,12 @@ def _reduction_bytes(size: int, micro_batches: int, world_size: int) -> int:
     return max(roots) * size + sum(roots) * width + 2 * width + size
 
 
-def activation_bytes(model: nn.Module, task: Task, batch: Batch) -> int:
-    """Bytes that forward and backward of `batch` add to the weights: one dry forward in training mode, no backward.
-
-    What autograd saves (weights aside, each storage once), the batch itself, and working room of twice the
-    largest saved tensor, for the gradients on their way. Draws from the CPU generator but leaves it as it was.
-    """
-    known = {tensor.untyped_storage()._cdata for tensor in [*model.parameters(), *model.buffers()]}
-    saved: dict[int, int] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in known:
-            saved[storage._cdata] = storage.nbytes()
-        return tensor
-
-    training = model.training
-    model.train()
-    try:
-        with torch.random.fork_rng(devices=[]), torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept):
-            loss = task.loss_sum(model, batch)
-            batch_bytes = sum(_storages(batch.values()).values())
-            held = sum(saved.values())
-            del loss
-    finally:
-        model.train(training)
-    return held + batch_bytes + 2 * max(saved.values(), default=0)
-
-
-def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
-
-
-@dataclass(frozen=True)
-class PeakBytes(Generic[T]):
-    """From `measure_peak_bytes`: the function's result and the most bytes of tensor storage live at once."""
-
-    result: T
-    peak: int
-
-
-def measure_peak_bytes(function: Callable[[], T]) -> PeakBytes[T]:
-    """Run `function` and count the storages that its operations make or touch, each once, while they live.
-
-    Of this thread only. A tensor made before and never touched inside is not seen, so make the model inside `function`
-    to count all of it. What a kernel allocates and frees inside one operation is not seen either.
-    """
-    watch = StorageWatch()
-    with watch:
-        result = function()
-    return PeakBytes(result, watch.peak)
-
-
 class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Weak references to storages; the dead are swept out only when their bytes would raise the peak."""
+    """Inside, `peak` is the most bytes of storages that operations of this thread made or touched, while they live.
+
+    A tensor made before and not touched inside is not counted, nor what a kernel allocates and frees by itself. Dead
+    storages are swept out only when their bytes would raise the peak.
+    """
 
     def __init__(self, unit: int = 1, ignored: Iterable[torch.Tensor] = ()) -> None:
         """unit: bytes to which each storage is rounded up. ignored: tensors whose storages do not count."""
@@ -237,22 +183,18 @@ class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for value in tree_leaves(result):
             self._see(value)
         if self._bytes > self.peak:
-            self._sweep()
+            dead = []
+            for pointer in reversed(self._live):  # the youngest die soonest
+                storage, size = self._live[pointer]
+                if storage.expired():  # type: ignore[no-untyped-call]
+                    dead.append(pointer)
+                    self._bytes -= size
+                    if self._bytes <= self.peak:
+                        break
+            for pointer in dead:
+                del self._live[pointer]
             self.peak = max(self.peak, self._bytes)
         return result
-
-    def _sweep(self) -> None:
-        """Forget the dead, the youngest first, which die soonest, until the rest is no more than the peak."""
-        dead = []
-        for pointer in reversed(self._live):
-            storage, size = self._live[pointer]
-            if storage.expired():  # type: ignore[no-untyped-call]
-                dead.append(pointer)
-                self._bytes -= size
-                if self._bytes <= self.peak:
-                    break
-        for pointer in dead:
-            del self._live[pointer]
 
     def _see(self, value: object) -> None:
         if not isinstance(value, torch.Tensor) or value.layout != torch.strided:

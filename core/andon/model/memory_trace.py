@@ -1,13 +1,14 @@
-"""Bytes of one micro-batch, found by running it on tensors that have a shape and no memory.
+"""Bytes of one micro-batch, found by passes over tensors that have a shape and no memory.
 
-The passes run as they are, on fake tensors of the CPU; where a kernel of a GPU keeps or needs something else than the
-CPU's, its stand-in here allocates what that one allocates. So no GPU is needed to plan for one.
+The passes run on fake tensors of the CPU. A GPU's kernels may keep or need something else than the CPU's; stand-ins
+here allocate what those allocate, so no GPU is needed to plan for one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,56 +20,54 @@ from torch.overrides import TorchFunctionMode
 from andon.model.adapter import trainable_parameters
 from andon.model.build import backbone_of, checkpoint_layers, computing, vocabulary_head
 from andon.model.causal import loss_of_hidden, told_apart
-from andon.model.masks import MISFITS, Masking, masked, may_take_spans, possible_maskings
+from andon.model.masks import Masking, masked, possible_maskings, tried
 from andon.model.memory import CUDA_UNIT, StorageWatch
 from andon.step.flat import FlatParameters
 
 _CPU = torch.device("cpu")
 _MULTIPROCESSORS = 132
-"""Of an H100 or H200: how many parts the deterministic backward pass of attention is cut into depends on it."""
+"""Of an H100 or H200: the deterministic backward pass of attention is cut into parts by it."""
 _ATTENTION_ROWS = 128
 
 
 @contextmanager
 def hollow(model: nn.Module) -> Iterator[FlatParameters]:
-    """Inside, `model` (on the meta device) computes on fake tensors of the CPU; gives its flat trainable buffers.
+    """Inside, `model` (on the meta device) computes on fake tensors of the CPU; yields its flat trainable buffers.
 
-    The model is left with fake tensors and is of no use afterwards, but for another `hollow`.
+    The model keeps the fake tensors, so that it is of no use afterwards but for another `hollow`.
     """
     made: dict[int, torch.Tensor] = {}
+
+    def faked(value: torch.Tensor) -> torch.Tensor:
+        empty = torch.empty(value.shape, dtype=value.dtype, device=_CPU)
+        return nn.Parameter(empty, requires_grad=value.requires_grad) if isinstance(value, nn.Parameter) else empty
+
     with FakeTensorMode(allow_non_fake_inputs=True):
         for module in model.modules():
             tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
             for table in tables:
                 for name, value in table.items():
                     if value is not None:
-                        table[name] = made.setdefault(id(value), _emptied(value))
+                        table[name] = made.setdefault(id(value), faked(value))
         yield FlatParameters(trainable_parameters(model), _CPU)
-
-
-def _emptied(value: torch.Tensor) -> torch.Tensor:
-    empty = torch.empty(value.shape, dtype=value.dtype, device=_CPU)
-    return nn.Parameter(empty, requires_grad=value.requires_grad) if isinstance(value, nn.Parameter) else empty
 
 
 def traced_activations(model: nn.Module, rows: int, length: int, kind: str) -> int:
     """Bytes that forward and backward of `rows` rows of `length` tokens add to weights and flat buffers, run eagerly.
 
-    model: hollow. kind: of the device, 'cpu' or 'cuda'.
+    model: inside `hollow`. kind: of the device, 'cpu' or 'cuda'.
     """
-    return _peak(model, kind, lambda: _pass(model, rows, length, kind))
+    batch = partial(_batch_of, model, rows, length)
+    return _peak(model, kind, lambda: _loss(model, batch(), kind).backward())  # type: ignore[no-untyped-call]
 
 
 def traced_evaluation(model: nn.Module, rows: int, length: int, kind: str) -> int:
-    """Bytes that a forward pass without a graph adds to the weights. model: hollow. kind: 'cpu' or 'cuda'."""
-
-    def look() -> object:
-        with torch.no_grad():
-            return _loss(model, _batch_of(model, rows, length), kind)
-
+    """Bytes that a forward pass without a graph adds to the weights. model, kind: as `traced_activations` has them."""
+    batch = partial(_batch_of, model, rows, length)
     model.eval()
     try:
-        return _peak(model, kind, look)
+        with torch.no_grad():
+            return _peak(model, kind, lambda: _loss(model, batch(), kind))
     finally:
         model.train()
 
@@ -79,8 +78,7 @@ def _peak(model: nn.Module, kind: str, work: Callable[[], object]) -> int:
     watch = StorageWatch(unit=CUDA_UNIT if kind == "cuda" else 1, ignored=known)
     stand_ins: AbstractContextManager[object] = KernelsOfCuda() if kind == "cuda" else nullcontext()
     with stand_ins:
-        if kind == "cuda":
-            _masking(model)  # what is tried is no part of what is traced
+        _masking(model, kind)  # a trial is not part of the trace
         with watch:
             work()
     return watch.peak
@@ -92,8 +90,8 @@ def checkpoint_hollow(model: nn.Module, kind: str) -> None:
 
 
 def _batch_of(model: nn.Module, rows: int, length: int) -> dict[str, torch.Tensor]:
-    """What `model` is given of `rows` rows of `length` tokens, int64: packs, of one row whose tokens are all trained,
-    for a causal language model; else input_ids and attention_mask [rows, length]."""
+    """int64 [rows, length] each: input_ids and attention_mask; for a causal language model packs of one row each, whose
+    tokens are all trained."""
     ids = torch.zeros((rows, length), dtype=torch.int64)
     if vocabulary_head(model) is None:
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -101,74 +99,50 @@ def _batch_of(model: nn.Module, rows: int, length: int) -> dict[str, torch.Tenso
     return {name: torch.zeros_like(ids) for name in names}
 
 
-def _pass(model: nn.Module, rows: int, length: int, kind: str) -> None:
-    _loss(model, _batch_of(model, rows, length), kind).backward()  # type: ignore[no-untyped-call]
-
-
 def _loss(model: nn.Module, batch: Mapping[str, torch.Tensor], kind: str) -> torch.Tensor:
-    """The loss sum of one micro-batch: of a classifier's kind, as all tasks but next tokens are."""
+    """The loss sum of one micro-batch: of next tokens, or as a classifier has it, for all other tasks."""
+    with _passing(model, batch, _masking(model, kind)) as forward:
+        output = forward()
     if vocabulary_head(model) is not None:
-        with _passing(model, batch, kind) as given:
-            hidden: Any = backbone_of(model)(**given)
-        return loss_of_hidden(model, hidden.last_hidden_state, batch, kind).loss_sum
-    with _passing(model, batch, kind) as given:
-        logits: Any = model(**given).logits
-    logits = logits.float().flatten(0, -2)
+        return loss_of_hidden(model, output.last_hidden_state, batch, kind).loss_sum
+    logits = output.logits.float().flatten(0, -2)
     losses = nn.functional.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64), reduction="none")
     return (losses * torch.ones_like(losses)).sum()
 
 
 @contextmanager
-def _passing(model: nn.Module, batch: Mapping[str, torch.Tensor], kind: str) -> Iterator[dict[str, Any]]:
-    """Inside, what the forward pass of `model` is given of `batch` on a device of this kind, in its precision; of a
-    causal language model, that of its backbone."""
+def _passing(model: nn.Module, batch: Mapping[str, torch.Tensor], masking: Masking) -> Iterator[Callable[[], Any]]:
+    """Inside, a call is the forward pass of `batch`: of the backbone of a causal language model, of others whole."""
     if vocabulary_head(model) is not None:
-        with told_apart(model, _masking(model) if kind == "cuda" else Masking.ROW_PAIRS, batch) as given:
-            yield given
+        with told_apart(model, masking, batch) as given:
+            yield partial(backbone_of(model), **given)
         return
-    masking = _masking(model) if kind == "cuda" else Masking.TOKENS
     with computing(model, _CPU), masked(model, masking, batch["attention_mask"]) as mask:
-        yield {"input_ids": batch["input_ids"], "attention_mask": mask}
+        yield partial(model, input_ids=batch["input_ids"], attention_mask=mask)
 
 
 _found: WeakKeyDictionary[nn.Module, Masking] = WeakKeyDictionary()
-"""By model, while it lives: what `_masking` found."""
 
 
-def _masking(model: nn.Module) -> Masking:
-    """How a GPU's run most likely tells `model` who sees whom; tried once, because that takes as long as a pass."""
-    if model not in _found:
-        _found[model] = (_first_that_fits if vocabulary_head(model) is None else _first_for_packs)(model)
+def _masking(model: nn.Module, kind: str) -> Masking:
+    """The masking that a run most likely uses: on a GPU the first that `model` accepts. Values cannot be compared."""
+    *cheaper, last = possible_maskings(model)
+    if kind != "cuda":
+        return last
+    if model not in _found:  # a trial takes as long as a pass
+        batch = _batch_of(model, 2, 5)  # no two sizes alike, so that none passes for another
+        _found[model] = last
+        for masking in cheaper:
+            with torch.no_grad(), _passing(model, batch, masking) as forward:
+                if isinstance(tried(forward), Exception):
+                    continue
+            _found[model] = masking
+            break
     return _found[model]
 
 
-def _first_that_fits(model: nn.Module) -> Masking:
-    """For rows, each with its mask: by values that are not there nothing more is known."""
-    batch = _batch_of(model, 2, 5)  # no two sizes alike, so that none passes for another
-    for masking in possible_maskings(model)[:-1]:
-        with torch.no_grad(), computing(model, _CPU), masked(model, masking, batch["attention_mask"]) as mask:
-            try:
-                model(input_ids=batch["input_ids"], attention_mask=mask)
-            except MISFITS:
-                continue
-        return masking
-    return Masking.TOKENS
-
-
-def _first_for_packs(model: nn.Module) -> Masking:
-    """The same for packs."""
-    if may_take_spans(model):
-        with torch.no_grad(), told_apart(model, Masking.SPANS, _batch_of(model, 2, 5)) as given:
-            try:
-                backbone_of(model)(**given)
-            except MISFITS:
-                return Masking.ROW_PAIRS
-        return Masking.SPANS
-    return Masking.ROW_PAIRS
-
-
 class KernelsOfCuda(TorchFunctionMode):
-    """Functions whose kernels on a GPU keep something else for the backward pass than those on a CPU."""
+    """Inside, functions whose kernels on a GPU keep something else for the backward pass are replaced by stand-ins."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -16,7 +16,7 @@ from andon.backend.base import Backend
 from andon.backend.inprocess import InlineBackend
 from andon.model.adapter import AdapterSpec, trainable_parameters
 from andon.model.build import ModelSpec
-from andon.model.memory import activation_bytes, plan_bytes
+from andon.model.memory import plan_bytes
 from andon.step.optimizer import OptimizerSpec
 from andon.step.plan import BatchPlan
 from andon.step.replica import Replica
@@ -25,7 +25,7 @@ from andon.training.build import Run, RunSpec, StepSpec, build_model, build_run
 from andon.training.trainer import Cadence
 from andon_falsify.subjects.case import PAD, VOCABULARY, Case
 from andon_falsify.subjects.interpose import Place, WatchedBackend, WatchedTask
-from andon_falsify.subjects.meter import StorageMeter
+from andon_falsify.subjects.meter import StorageMeter, activation_bytes
 from andon_falsify.subjects.placing import devices_of, place_of_bits
 from andon_falsify.subjects.trace import LeafMasks, Sightings, copied, digest
 
