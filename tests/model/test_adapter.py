@@ -117,7 +117,6 @@ def test_without_an_adapter_every_weight_trains_in_fp32() -> None:
         (("q_proj", "score"), "'score' is the classification head"),
         (("all-linear", "q_proj"), "already names every module"),
         (("q_prj", "v_prj", "k_proj"), "(?s)'q_prj' matches.*'v_prj' matches"),
-        ((), "no targets"),
     ],
 )
 def test_a_target_that_matches_nothing_is_refused(targets: tuple[str, ...], message: str) -> None:
@@ -130,15 +129,6 @@ def test_named_targets_are_adapted_and_no_others() -> None:
     found = {name.split(".lora_")[0] for name in trainable_parameters(model) if ".lora_" in name}
     prefix = "base_model.model.model.layers"
     assert found == {f"{prefix}.0.self_attn.q_proj", f"{prefix}.1.self_attn.q_proj", f"{prefix}.1.mlp.up_proj"}
-
-
-@pytest.mark.parametrize(
-    "change", [{"kind": "lorra"}, {"r": 0}, {"alpha": 0.0}, {"alpha": float("nan")}, {"dropout": 1.0}]
-)
-def test_values_out_of_range_are_refused(change: dict[str, Any]) -> None:
-    """Rank 0 made the seed divide by zero (V16)."""
-    with pytest.raises(InputError, match=str(next(iter(change)))):
-        attach(build_base(spec()), dataclasses.replace(LORA, **change), seed=0)
 
 
 POOLED: dict[str, dict[str, Any]] = {

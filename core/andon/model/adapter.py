@@ -1,7 +1,7 @@
 """LoRA through peft, checked: each named target exists, a new head trains, trainable weights are fp32.
 
-peft accepts a target that matches nothing as long as another one matches, and a head in bfloat16 beside adapters in
-fp32; both end in a model that trains worse and says nothing. Here the first is an error and the second cannot be.
+peft accepts a target that matches nothing if another one matches, and a head in bfloat16 beside adapters in fp32. Both
+give a model that trains worse, without a warning.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import difflib
 import json
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
@@ -53,14 +53,11 @@ class AdapterSpec:
 def attach(model: nn.Module, spec: AdapterSpec, seed: int) -> nn.Module:
     """`model` with the adapter of `spec`: A drawn from `seed`, B zero, the whole head trainable, trainables fp32.
 
-    Modules of the backbone that the base's checkpoint lacks train whole, as the head does, and are part of the adapter:
-    who loads the adapter elsewhere would draw other weights for them.
-    The head of a causal language model came with it, and stays as it is, but for the rows of new tokens, which train
-    as those of its embedding do. Changes `model` in place and returns what to train (a peft model, or `model` itself
-    for kind 'none'). Raises `InputError` for values out of range and for each target that matches no Linear, with the
-    nearest names.
+    Modules of the backbone that the base's checkpoint lacks train whole as the head does, and belong to the adapter: a
+    program that loads it elsewhere would draw other weights. The head of a causal language model stays as it came, but
+    for the rows of new tokens. Changes `model` in place and returns what to train (a peft model, or `model` itself for
+    kind 'none'). Raises `InputError` for a target that matches no Linear, with the nearest names.
     """
-    _check(spec)
     if spec.new_tokens:
         add_rows(model, spec.new_tokens, spec.kind)
     if spec.kind == "none":
@@ -69,85 +66,63 @@ def attach(model: nn.Module, spec: AdapterSpec, seed: int) -> nn.Module:
     if not heads:
         raise InputError([Problem("model.base", f"{type(model).__name__} has no head beside its backbone")])
     drawn = facts_of(model).drawn
-    _check_targets(model, spec, heads, drawn)
-    new = () if vocabulary_head(model) is not None else (*heads, *drawn)
-    adapted = _inject(model, spec, new, seed)
+    targets = (spec.targets,) if isinstance(spec.targets, str) else tuple(spec.targets)
+    if targets != (ALL_LINEAR,):
+        _check_targets(model, targets, heads, drawn)
+    trained_whole = () if vocabulary_head(model) is not None else (*heads, *drawn)
+    adapted = _inject(model, spec, targets, trained_whole, seed)
     for parameter in adapted.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
-    for name in new:
-        _train_head(adapted.get_base_model().get_submodule(name), name)
+    for name in trained_whole:
+        head = adapted.get_base_model().get_submodule(name).modules_to_save["default"]
+        if not all(parameter.requires_grad for parameter in head.parameters()):
+            msg = f"{name}, which is part of the classification head, is not trainable"
+            raise RuntimeError(msg)
+        head.register_forward_pre_hook(_in_own_type)
+        head.register_forward_hook(_back_to_autocast, always_call=True)
     trained: nn.Module = adapted
     return trained
 
 
-def _check(spec: AdapterSpec) -> None:
-    found = ProblemList()
-    if spec.kind not in ("lora", "none"):
-        found.add("adapter.kind", f"{spec.kind!r} is not one of lora, none")
-    if spec.r < 1:
-        found.add("adapter.r", f"{spec.r} must be at least 1")
-    if not spec.alpha > 0:
-        found.add("adapter.alpha", f"{spec.alpha} must be above 0")
-    if not 0 <= spec.dropout < 1:
-        found.add("adapter.dropout", f"{spec.dropout} must be at least 0 and below 1")
-    if not spec.targets:
-        found.add("adapter.targets", f"no targets; name modules or say {ALL_LINEAR!r}")
-    found.raise_if_any()
-
-
-def _named(targets: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (targets,) if isinstance(targets, str) else tuple(targets)
-
-
-def _check_targets(model: nn.Module, spec: AdapterSpec, heads: Sequence[str], drawn: Sequence[str]) -> None:
-    names = _named(spec.targets)
-    if names == (ALL_LINEAR,):
-        return
+def _check_targets(model: nn.Module, targets: Sequence[str], heads: Sequence[str], drawn: Sequence[str]) -> None:
     linear = [
         name
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and name.partition(".")[0] not in heads and name not in drawn
     ]
+    suffixes = sorted({name.rpartition(".")[2] for name in linear})
     found = ProblemList()
-    for target in names:
-        if not any(name == target or name.endswith(f".{target}") for name in linear):
-            found.add("adapter.targets", _unmatched(target, linear, heads, causal=vocabulary_head(model) is not None))
+    for target in targets:
+        if any(name == target or name.endswith(f".{target}") for name in linear):
+            continue
+        if target in heads and vocabulary_head(model) is not None:
+            what = f"{target!r} gives the logits of the vocabulary, which no adapter changes here; leave it out"
+        elif target in heads:
+            what = f"{target!r} is the classification head, which is trained whole; leave it out"
+        elif target == ALL_LINEAR:
+            what = f"{ALL_LINEAR!r} already names every module; leave the others out"
+        else:
+            near = difflib.get_close_matches(target, suffixes, n=1)
+            remedy = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(suffixes)}"
+            what = f"{target!r} matches no Linear module; {remedy}"
+        found.add("adapter.targets", what)
     found.raise_if_any()
 
 
-def _unmatched(target: str, linear: Iterable[str], heads: Sequence[str], *, causal: bool) -> str:
-    if target in heads and causal:
-        return f"{target!r} gives the logits of the vocabulary, which no adapter changes here; leave it out"
-    if target in heads:
-        return f"{target!r} is the classification head, which is trained whole; leave it out"
-    if target == ALL_LINEAR:
-        return f"{ALL_LINEAR!r} already names every module; leave the others out"
-    suffixes = sorted({name.rpartition(".")[2] for name in linear})
-    near = difflib.get_close_matches(target, suffixes, n=1)
-    remedy = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(suffixes)}"
-    return f"{target!r} matches no Linear module; {remedy}"
+def _inject(
+    model: nn.Module, spec: AdapterSpec, targets: Sequence[str], trained_whole: Sequence[str], seed: int
+) -> Any:
+    from peft import LoraConfig, TaskType, get_peft_model
 
-
-def _peft_task(model: nn.Module, new_heads: Sequence[str]) -> Any:
-    from peft import TaskType
-
-    if not new_heads:
-        return TaskType.CAUSAL_LM
-    return TaskType.TOKEN_CLS if "TokenClassification" in type(model).__name__ else TaskType.SEQ_CLS
-
-
-def _inject(model: nn.Module, spec: AdapterSpec, new_heads: Sequence[str], seed: int) -> Any:
-    from peft import LoraConfig, get_peft_model
-
-    names = _named(spec.targets)
+    by_token = TaskType.TOKEN_CLS if "TokenClassification" in type(model).__name__ else TaskType.SEQ_CLS
     config = LoraConfig(
-        task_type=_peft_task(model, new_heads),
+        task_type=by_token if trained_whole else TaskType.CAUSAL_LM,
         r=spec.r,
         lora_alpha=spec.alpha,  # type: ignore[arg-type]
         lora_dropout=spec.dropout,
-        target_modules=ALL_LINEAR if names == (ALL_LINEAR,) else list(names),
-        modules_to_save=list(new_heads) or None,
+        target_modules=ALL_LINEAR if targets == (ALL_LINEAR,) else list(targets),
+        modules_to_save=list(trained_whole) or None,
         trainable_token_indices=layers_with_rows(model, spec.new_tokens),
     )
     with seeded(seed), torch.device("cpu"), warnings.catch_warnings():
@@ -164,22 +139,12 @@ def _inject(model: nn.Module, spec: AdapterSpec, new_heads: Sequence[str], seed:
             raise InputError([Problem("adapter", what)]) from error
 
 
-def _train_head(wrapper: Any, name: str) -> None:
-    """A part of the head must train, and gets its input in its own type (an fp32 head behind a bfloat16 backbone)."""
-    head = wrapper.modules_to_save["default"]
-    if not all(parameter.requires_grad for parameter in head.parameters()):
-        msg = f"{name}, which is part of the classification head, is not trainable"
-        raise RuntimeError(msg)
-    head.register_forward_pre_hook(_in_own_type)
-    head.register_forward_hook(_back_to_autocast, always_call=True)
-
-
 _left: weakref.WeakKeyDictionary[nn.Module, torch.autocast] = weakref.WeakKeyDictionary()
-"""The heads that are computing, each with the context in which autocast is off."""
+"""The heads that are computing, each with its context without autocast."""
 
 
 def _in_own_type(head: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Autocast would round the head's weights and its logits to the backbone's type."""
+    """Give an fp32 head behind a bfloat16 backbone fp32 input. Autocast would round its weights and its logits."""
     first = next(head.parameters())
     _left[head] = torch.autocast(first.device.type, enabled=False)
     _left[head].__enter__()  # type: ignore[no-untyped-call]
@@ -191,16 +156,14 @@ def _back_to_autocast(head: nn.Module, inputs: tuple[Any, ...], output: Any) -> 
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The trainable parameters in canonical order: sorted by their full name, so no registration order enters."""
+    """The trainable parameters in canonical order: sorted by their full name."""
     named = ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
     return dict(sorted(named, key=itemgetter(0)))
 
 
 def base_digest(model: nn.Module) -> int:
-    """The 64-bit digest of everything that must not change: frozen parameters and all buffers, by name."""
-    frozen: dict[str, torch.Tensor] = {
-        name: parameter.detach() for name, parameter in model.named_parameters() if not parameter.requires_grad
-    }
+    """The 64-bit digest of frozen parameters and all buffers, by name."""
+    frozen: dict[str, torch.Tensor] = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
     return tree_digest(frozen | dict(model.named_buffers()))
 
 
@@ -215,11 +178,10 @@ def export_adapter(
 ) -> None:
     """Write what was trained: a PEFT folder, or for kind 'none' the whole model. The same bytes in every process.
 
-    folder: made if absent; atomicity is its owner's affair. base_reference: where stock peft looks for the base, a hub
-    id (at `revision`) or a path, which is looked up from the working folder of whoever loads it. labels: names in the
-    order of their ids, which transformers finds in `classifier.json` (`AutoConfig` reads it); none of a causal language
-    model, for which no file of names is written. with_base: the base's weights and a `config.json` lie in the folder
-    too, and transformers needs no other (it looks for no base where there is one).
+    folder: made if absent. base_reference: where stock peft looks for the base, a hub id (at `revision`) or a path
+    relative to the loader's working folder. labels: names in the order of their ids, written to `classifier.json`,
+    which `AutoConfig` reads; empty for a causal language model. with_base: write the base's weights and `config.json`
+    too, so that transformers needs no other folder.
     """
     from peft import PeftModel
 
@@ -229,7 +191,16 @@ def export_adapter(
     if not isinstance(model, PeftModel):
         return
     write_tensors(folder / "adapter_model.safetensors", {name: Stored(t) for name, t in adapter_tensors(model).items()})
-    _write_json(folder / "adapter_config.json", _adapter_config(model, base_reference, revision))
+    config = model.peft_config["default"].to_dict()
+    config |= {
+        "base_model_name_or_path": base_reference,
+        "revision": revision,
+        "inference_mode": True,
+        "modules_to_save": sorted(set(config["modules_to_save"] or ())) or None,
+    }
+    # Sets as sorted lists: a set's order depends on the process.
+    plain = {name: sorted(value) if isinstance(value, set) else value for name, value in config.items()}
+    _write_json(folder / "adapter_config.json", plain)
     if labels and not with_base:
         _write_json(folder / "classifier.json", _model_config(model.get_base_model(), labels))
     _write_labels(folder, labels)
@@ -246,8 +217,8 @@ def adapter_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 def load_adapter(model: nn.Module, folder: Path) -> None:
     """Read adapter and head of an exported folder into `model`, which has the same adapter attached.
 
-    Unlike stock peft this checks every name and shape. Raises `InputError` where one is absent, unknown or different,
-    and for weights that are NaN or infinite.
+    Raises `InputError` if a name or shape is absent, unknown or different (stock peft accepts that), and for weights
+    that are not finite.
     """
     from peft import set_peft_model_state_dict
     from safetensors import SafetensorError
@@ -258,13 +229,7 @@ def load_adapter(model: nn.Module, folder: Path) -> None:
         found = load_file(file)
     except (OSError, SafetensorError) as error:
         raise InputError([Problem(str(file), f"cannot read the adapter: {error}")]) from error
-    _check_shapes(file, found, adapter_tensors(model))
-    require_finite(found, file)
-    set_peft_model_state_dict(model, found)
-
-
-def _check_shapes(file: Path, found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
-    problems = ProblemList()
+    problems, wanted = ProblemList(), adapter_tensors(model)
     for name in sorted(found.keys() | wanted.keys()):
         if name not in found:
             problems.add(str(file), f"has no {name}")
@@ -273,13 +238,14 @@ def _check_shapes(file: Path, found: Mapping[str, torch.Tensor], wanted: Mapping
         elif found[name].shape != wanted[name].shape:
             problems.add(str(file), f"{name} is {tuple(found[name].shape)}, the model's {tuple(wanted[name].shape)}")
     problems.raise_if_any()
+    require_finite(found, file)
+    set_peft_model_state_dict(model, found)
 
 
 def save_base(model: nn.Module, folder: Path, labels: Sequence[str]) -> None:
     """Write the base model without its adapter (config.json, model.safetensors, labels.json) as transformers loads it.
 
-    Of weights that are tied one is written. labels: as `export_adapter` has them.
-    What makes an adapter of the embedded model loadable by stock peft. Needed once: the base never changes.
+    Stock peft needs it to load an adapter of the embedded model. One of several tied weights is written.
     """
     _write_model(model, folder, labels, _stored(model, merge=False, dtype=None), str(without_adapter(model).dtype))
 
@@ -287,8 +253,8 @@ def save_base(model: nn.Module, folder: Path, labels: Sequence[str]) -> None:
 def save_merged(model: nn.Module, folder: Path, labels: Sequence[str], dtype: torch.dtype) -> None:
     """Write `model` with its adapter added to the weights of its base, as `save_base` writes the base.
 
-    Each sum is computed in fp32 as its weight is written, and stored in `dtype`: memory holds one merged weight at a
-    time. `model` does not change. A model without an adapter is written as it is, in `dtype`.
+    Each sum is computed in fp32 as its weight is written, in `dtype`: memory holds one merged weight at a time. `model`
+    does not change.
     """
     _write_model(model, folder, labels, _stored(model, merge=True, dtype=dtype), str(dtype))
 
@@ -323,31 +289,30 @@ def _plain(name: str) -> str:
 
 
 def _changes(base: nn.Module) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
-    """By the name of each weight that an adapter of peft changes: its value, in fp32, to the changed one."""
+    """By the name of each weight that an adapter changes: a function from its value, in fp32, to the new one."""
+
+    def with_delta(layer: Any, weight: torch.Tensor) -> torch.Tensor:
+        delta: torch.Tensor = layer.get_delta_weight("default")
+        return weight + delta.float()
+
+    def with_rows(layer: Any, weight: torch.Tensor) -> torch.Tensor:
+        rows = layer.trainable_tokens_delta["default"].float()
+        return weight.index_copy(0, torch.tensor(layer.token_indices["default"], device=weight.device), rows)
+
     found: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
     for name, module in base.named_modules():
         layer: Any = module
-        if hasattr(layer, "lora_A"):  # of the experts of a mixture each tensor has a wrapper, which names it
-            found[f"{_plain(name)}.{getattr(layer, 'parameter_name', 'weight')}"] = partial(_with_delta, layer)
+        if hasattr(layer, "lora_A"):  # each tensor of a mixture's experts has a wrapper, which names it
+            found[f"{_plain(name)}.{getattr(layer, 'parameter_name', 'weight')}"] = partial(with_delta, layer)
         elif hasattr(layer, "trainable_tokens_delta"):
-            found[f"{_plain(name)}.weight"] = partial(_with_rows, layer)
+            found[f"{_plain(name)}.weight"] = partial(with_rows, layer)
     return found
 
 
-def _with_delta(layer: Any, weight: torch.Tensor) -> torch.Tensor:
-    delta: torch.Tensor = layer.get_delta_weight("default")
-    return weight + delta.float()
-
-
-def _with_rows(layer: Any, weight: torch.Tensor) -> torch.Tensor:
-    rows = layer.trainable_tokens_delta["default"].float()
-    return weight.index_copy(0, torch.tensor(layer.token_indices["default"], device=weight.device), rows)
-
-
 def read_labels(folder: Path) -> tuple[str, ...]:
-    """The label names of an exported folder, in the order of their ids: what is read of it first.
+    """The label names of an exported folder, in the order of their ids.
 
-    Raises `InputError` if there are none, and for a folder that holds what is no data (`require_model_folder`).
+    Raises `InputError` if they are absent, and for a folder that `require_model_folder` refuses.
     """
     if is_folder(folder):
         require_model_folder(folder, str(folder))
@@ -361,20 +326,8 @@ def read_labels(folder: Path) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _adapter_config(model: Any, base_reference: str, revision: str | None) -> dict[str, Any]:
-    """peft's own description with its sets as sorted lists: a set's order depends on the process."""
-    config = model.peft_config["default"].to_dict()
-    config |= {
-        "base_model_name_or_path": base_reference,
-        "revision": revision,
-        "inference_mode": True,
-        "modules_to_save": sorted(set(config["modules_to_save"] or ())) or None,
-    }
-    return {name: sorted(value) if isinstance(value, set) else value for name, value in config.items()}
-
-
 def _model_config(base: Any, labels: Sequence[str]) -> dict[str, Any]:
-    """The configuration of a model of transformers, with the names of its classes where it has any."""
+    """The configuration of a model of transformers, with the names of its classes if it has any."""
     config: dict[str, Any] = base.config.to_dict() | {
         "architectures": [type(base).__name__],
         "dtype": str(base.dtype).removeprefix("torch."),
@@ -383,7 +336,7 @@ def _model_config(base: Any, labels: Sequence[str]) -> dict[str, Any]:
         config["id2label"] = {str(index): name for index, name in enumerate(labels)}
         config["label2id"] = {name: index for index, name in enumerate(labels)}
     config.pop("_name_or_path", None)
-    config.pop("auto_map", None)  # code that is not run here, and does not lie beside what is written
+    config.pop("auto_map", None)  # names code that was not run and is not written
     return config
 
 

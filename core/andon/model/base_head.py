@@ -1,8 +1,7 @@
 """The classification head that a base model brings with it: whether it is kept, and in which order its classes are.
 
-A checkpoint that already classifies numbers its classes in its own order. Its head only means something for rows whose
-labels have the same names, numbered in that order; for other labels its output layer is drawn anew, as for a base
-without a head. Without this a head that says "negative" for 0 would be read as the first label of the alphabet.
+A checkpoint that classifies numbers its classes in its own order. Its head is kept for labels of the same names, which
+are then numbered in that order; for other labels its output layer is drawn anew, as for a base without a head.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ _MOST_NAMES = 8
 class BaseFacts:
     """What is known of a base model once its checkpoint is loaded.
 
-    drawn: modules of its backbone whose weights the checkpoint lacks, so that they were drawn at random. notes: lines
-    for the user about its head. own_code: a sentence about code that the base names and that was not run, or empty.
+    drawn: modules of its backbone that the checkpoint lacks, drawn at random. notes: lines for the user about its head.
+    own_code: a sentence about code that the base names and that was not run, or empty.
     """
 
     drawn: tuple[str, ...] = ()
@@ -34,7 +33,7 @@ class BaseFacts:
 
 
 def own_classes(config: Any) -> tuple[str, ...]:
-    """The names of the classes of a model of transformers, in the order of its outputs; empty if they are unclear."""
+    """The names of the classes of a configuration of transformers, in the order of outputs; empty if unclear."""
     found = getattr(config, "id2label", None) or {}
     return tuple(str(found[number]) for number in range(len(found))) if set(found) == set(range(len(found))) else ()
 
@@ -56,7 +55,7 @@ def in_order_of(config: Any, labels: Sequence[str]) -> tuple[str, ...]:
 
 
 def keeps_head(config: Any, auto: Any, head: str, labels: Sequence[str]) -> bool:
-    """Whether the outputs of the base are what `labels` name, in their order. head: as in `ModelSpec`."""
+    """Whether the outputs of the base are what `labels` name, in their order."""
     if not has_own_head(config, auto):
         return False
     own = own_classes(config)
@@ -68,7 +67,7 @@ def keeps_head(config: Any, auto: Any, head: str, labels: Sequence[str]) -> bool
 
 
 def head_note(config: Any, auto: Any, head: str, labels: Sequence[str], *, kept: bool) -> str:
-    """The line that says what became of the base's own head. head, labels: of the run, as in `ModelSpec`."""
+    """The line that says what became of the base's own head. head, labels: of the run."""
     if kept and head == "regression":
         return "head: the base's own is kept; it gives one number too"
     if kept:
@@ -102,7 +101,7 @@ def own_code_note(config: Any, model: nn.Module) -> str:
 
 
 def output_tensors(auto: Any, config: Any) -> frozenset[str]:
-    """The names of the tensors whose shape depends on the number of classes: the output layer of a head."""
+    """The names of the tensors whose shape depends on the number of classes."""
     other = copy.deepcopy(config)
     other.num_labels = config.num_labels + 1
     with torch.device("meta"):
@@ -111,10 +110,8 @@ def output_tensors(auto: Any, config: Any) -> frozenset[str]:
 
 
 def draw_again(model: Any, names: Collection[str], seed: int) -> None:
-    """Draw the tensors `names` of `model` as transformers does for a checkpoint that lacks them, from `seed`.
-
-    The process-global generator is left at another place: call it inside `seeded`.
-    """
+    """Draw the tensors `names` of `model` from `seed` as transformers does for a checkpoint that lacks them. To be
+    called inside `seeded`: it moves the global generator."""
     torch.default_generator.manual_seed(seed)
     for name in names:
         model.get_parameter(name)._is_hf_initialized = False

@@ -1,7 +1,7 @@
-"""Tokens that a causal language model did not know: their rows in its embedding and in its head, tied or not.
+"""New tokens of a causal language model: their rows in its embedding and in its head, tied or not.
 
-The rows are parameters of the adapter, in peft's own form (`trainable_token_indices`), and train as any other. All new
-rows start as the mean of the rows before them: nothing is drawn, and no new token begins likelier than another.
+The rows are parameters of the adapter, in peft's form (`trainable_token_indices`). All start as the mean of the rows
+before them: nothing is drawn, and no new token starts likelier than another.
 """
 
 from __future__ import annotations
@@ -17,29 +17,26 @@ from andon.console.problems import InputError, Problem
 from andon.model.build import seeded, vocabulary_head
 
 _AT_ONCE = 4096
-"""Rows that are added up at a time."""
+"""Rows that are added at a time."""
 
 
 def add_rows(model: nn.Module, tokens: Sequence[int], kind: str) -> None:
-    """Make `tokens` (ids, ascending, without a gap) rows of `model`'s embedding and head, in place; all other rows keep
-    their bits.
+    """Make `tokens` (ids, ascending, without a gap) rows of `model`'s embedding and head, in place.
 
-    Rows that are there already, as where a vocabulary was made larger than its tokenizer, are taken and start as new
-    ones do. kind: of the adapter. Raises `InputError` for a model that is no causal language model or, beside an
-    adapter, has logits with a bias, which peft would leave out.
+    All other rows keep their bits. Rows that exist already, as in a vocabulary larger than its tokenizer, start as new
+    ones do. kind: of the adapter. Raises `InputError` for a model that is no causal language model or, with an adapter,
+    has logits with a bias, which peft would leave out.
     """
     built: Any = model
     head: Any = vocabulary_head(model)
     if head is None:
         raise InputError([Problem("model.new_tokens", f"{type(model).__name__} is no causal language model")])
     if kind != "none" and getattr(head, "bias", None) is not None:
-        what = (
-            f"the logits of {type(model).__name__} have a bias, and rows beside an adapter have none: adapter.kind=none"
-        )
-        raise InputError([Problem("model.new_tokens", what)])
+        what = f"the logits of {type(model).__name__} have a bias, and rows beside an adapter have none"
+        raise InputError([Problem("model.new_tokens", f"{what}: adapter.kind=none")])
     first, end = tokens[0], tokens[-1] + 1
     if built.get_input_embeddings().weight.shape[0] < end:
-        with seeded(0):  # what it draws is written over
+        with seeded(0):  # what it draws is overwritten
             built.resize_token_embeddings(end, mean_resizing=False)
     for layer in (built.get_input_embeddings(), built.get_output_embeddings()):
         for values in (layer.weight, getattr(layer, "bias", None)):
@@ -48,7 +45,7 @@ def add_rows(model: nn.Module, tokens: Sequence[int], kind: str) -> None:
 
 
 def mean_row(rows: torch.Tensor) -> torch.Tensor:
-    """fp64: the mean of `rows` (or of numbers), whose additions have one order, on any number of threads."""
+    """fp64: the mean of `rows` (or of numbers), added in one order on any number of threads."""
     total = torch.zeros((_AT_ONCE, *rows.shape[1:]), dtype=torch.float64)
     for part in torch.split(rows, _AT_ONCE):
         total[: len(part)] += part.double()
@@ -58,7 +55,7 @@ def mean_row(rows: torch.Tensor) -> torch.Tensor:
 
 
 def layers_with_rows(model: Any, tokens: Sequence[int]) -> dict[str, list[int]] | None:
-    """For peft: `tokens` by the name of each layer that has rows of its own for them; None without tokens."""
+    """For peft: `tokens` by the name of each layer with its own rows for them; None without tokens."""
     if not tokens:
         return None
     layers = [model.get_input_embeddings(), model.get_output_embeddings()]
@@ -68,8 +65,8 @@ def layers_with_rows(model: Any, tokens: Sequence[int]) -> dict[str, list[int]] 
 
 
 def with_rows_put_in(adapted: Any) -> Any:
-    """`adapted`, a peft model, whose layers put trained rows into what they give; peft makes a copy of all weights for
-    it, and a gradient as large, at each pass."""
+    """`adapted`, a peft model, whose layers put trained rows into their output. peft's own layers copy all weights, and
+    compute a gradient as large, at each pass."""
     for layer in adapted.modules():
         if hasattr(layer, "trainable_tokens_delta"):
             layer.forward_adapters = functools.partial(_forward, layer)
@@ -77,8 +74,7 @@ def with_rows_put_in(adapted: Any) -> Any:
 
 
 def _forward(layer: Any, given: torch.Tensor, active: object = None) -> torch.Tensor:
-    """What a layer gives of token ids, or its logits of hidden states: the base's, and the trained rows' where they
-    are."""
+    """A layer's embeddings of token ids, or its logits of hidden states, with trained rows in place of the base's."""
     base = layer.base_layer
     found: torch.Tensor = base(given)
     if layer.merged or layer.disable_adapters:

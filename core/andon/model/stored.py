@@ -1,7 +1,7 @@
 """Models as files of safetensors, written one tensor at a time: memory never holds a second copy of a model.
 
-`safetensors.torch.save` builds the whole file in memory. `save_file` creates a file that only its owner can read, and
-hides why a disk refused. So the format, a JSON header and the tensors' bytes, is written here.
+`safetensors.torch.save` builds the whole file in memory; `save_file` makes it readable by its owner alone and hides the
+error of a disk. So the format, a JSON header and the tensors' bytes, is written here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LARGEST_FILE = 5 * 10**9
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor to write. dtype: to store it in, None: its own. change: computes what to store from `tensor` in fp32."""
+    """A tensor to write. dtype: to store it in, None: its own. change: from `tensor` in fp32 to what is stored."""
 
     tensor: torch.Tensor
     dtype: torch.dtype | None = None
@@ -29,12 +29,10 @@ class Stored:
 
     @property
     def kind(self) -> torch.dtype:
-        """The dtype in the file."""
         return self.dtype or self.tensor.dtype
 
     @property
     def size(self) -> int:
-        """Bytes in the file."""
         return self.tensor.numel() * self.kind.itemsize
 
     def data(self) -> memoryview:
@@ -50,7 +48,7 @@ class Stored:
 
 
 def write_tensors(file: Path, tensors: Mapping[str, Stored]) -> None:
-    """Write `tensors` as one file of safetensors. Raises `OSError` for a disk that refuses."""
+    """Write `tensors` as one file of safetensors."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     first = 0
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].kind.itemsize, item[0]))  # aligns every tensor
