@@ -15,11 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPTJConfig, GPTJForCa
 
 import andon.model.causal
 from andon.console.problems import InputError
-from andon.model.adapter import AdapterSpec, attach, trainable_parameters
+from andon.model.adapter import AdapterSpec, attach, mean_row, trainable_parameters
 from andon.model.build import build_base, seeded, without_adapter
 from andon.model.causal import Row, collate_packs, content, generate, loss_sum, require_apart, row_outputs
 from andon.model.memory import StorageWatch
-from andon.model.new_tokens import mean_row
 from andon.step.task import LeafLoss
 from tests.model.tiny import CAUSAL, CPU, LORA, PAD, adapted, causal, causal_base, perturbed
 

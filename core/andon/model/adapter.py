@@ -23,14 +23,14 @@ from torch import nn
 from andon.config.source import is_folder, require_model_folder
 from andon.console.problems import InputError, Problem, ProblemList
 from andon.model.build import facts_of, head_names, seeded, vocabulary_head, without_adapter
-from andon.model.finite import require_finite
-from andon.model.new_tokens import add_rows, layers_with_rows, with_rows_put_in
-from andon.model.stored import Stored, write_sharded, write_tensors
+from andon.model.stored import Stored, require_finite, write_sharded, write_tensors
 from andon_contracts.digest import tree_digest
 
 ALL_LINEAR = "all-linear"
 _WRAPPERS = ("base_layer", "original_module", "token_adapter")
 """Parts of names under which peft keeps what it wraps."""
+_AT_ONCE = 4096
+"""Rows that are added at a time."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def attach(model: nn.Module, spec: AdapterSpec, seed: int) -> nn.Module:
     kind 'none'). Raises `InputError` for a target that matches no Linear, with the nearest names.
     """
     if spec.new_tokens:
-        add_rows(model, spec.new_tokens, spec.kind)
+        _add_rows(model, spec.new_tokens, spec.kind)
     if spec.kind == "none":
         return model.float().requires_grad_(True)
     heads = head_names(model)
@@ -115,6 +115,13 @@ def _inject(
 ) -> Any:
     from peft import LoraConfig, TaskType, get_peft_model
 
+    layers: list[Any] = []
+    if spec.new_tokens:
+        causal: Any = model
+        layers = [causal.get_input_embeddings(), causal.get_output_embeddings()]
+        if layers[0].weight is layers[1].weight:  # peft has a head that is the embedding follow by itself
+            del layers[1]
+    named = {name: list(spec.new_tokens) for name, each in model.named_modules() if any(each is one for one in layers)}
     by_token = TaskType.TOKEN_CLS if "TokenClassification" in type(model).__name__ else TaskType.SEQ_CLS
     config = LoraConfig(
         task_type=by_token if trained_whole else TaskType.CAUSAL_LM,
@@ -123,7 +130,7 @@ def _inject(
         lora_dropout=spec.dropout,
         target_modules=ALL_LINEAR if targets == (ALL_LINEAR,) else list(targets),
         modules_to_save=list(trained_whole) or None,
-        trainable_token_indices=layers_with_rows(model, spec.new_tokens),
+        trainable_token_indices=named or None,
     )
     with seeded(seed), torch.device("cpu"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
@@ -131,12 +138,75 @@ def _inject(
         warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys", RuntimeWarning)
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to False", UserWarning)  # it sets what GPT-2 needs
         try:
-            return with_rows_put_in(get_peft_model(model, config))
+            adapted: Any = get_peft_model(model, config)
         except ValueError as error:
             # peft adapts the experts of a mixture as plain parameters, which have no input to drop from.
             remedy = "; --set adapter.dropout=0" if spec.dropout and "dropout" in str(error) else ""
             what = f"peft refuses it for {type(model).__name__}: {str(error).removesuffix('.')}{remedy}"
             raise InputError([Problem("adapter", what)]) from error
+    for layer in adapted.modules():
+        if hasattr(layer, "trainable_tokens_delta"):
+            layer.forward_adapters = partial(_with_new_rows, layer)
+    return adapted
+
+
+# New tokens of a causal language model have rows in its embedding and in its head, tied or not. The rows are parameters
+# of the adapter, in peft's form (`trainable_token_indices`). All start as the mean of the rows before them: nothing is
+# drawn, and no new token starts likelier than another.
+
+
+def _add_rows(model: nn.Module, tokens: Sequence[int], kind: str) -> None:
+    """Make `tokens` (ids, ascending, without a gap) rows of `model`'s embedding and head, in place.
+
+    All other rows keep their bits. Rows that exist already, as in a vocabulary larger than its tokenizer, start as new
+    ones do. kind: of the adapter. Raises `InputError` for a model that is no causal language model or, with an adapter,
+    has logits with a bias, which peft would leave out.
+    """
+    built: Any = model
+    head: Any = vocabulary_head(model)
+    if head is None:
+        raise InputError([Problem("model.new_tokens", f"{type(model).__name__} is no causal language model")])
+    if kind != "none" and getattr(head, "bias", None) is not None:
+        what = f"the logits of {type(model).__name__} have a bias, and rows beside an adapter have none"
+        raise InputError([Problem("model.new_tokens", f"{what}: adapter.kind=none")])
+    first, end = tokens[0], tokens[-1] + 1
+    if built.get_input_embeddings().weight.shape[0] < end:
+        with seeded(0):  # what it draws is overwritten
+            built.resize_token_embeddings(end, mean_resizing=False)
+    for layer in (built.get_input_embeddings(), built.get_output_embeddings()):
+        for values in (layer.weight, getattr(layer, "bias", None)):
+            if values is not None and not values.is_meta:
+                values.data[first:end] = mean_row(values.data[:first]).to(values.dtype)
+
+
+def mean_row(rows: torch.Tensor) -> torch.Tensor:
+    """fp64: the mean of `rows` (or of numbers), added in one order on any number of threads."""
+    total = torch.zeros((_AT_ONCE, *rows.shape[1:]), dtype=torch.float64)
+    for part in torch.split(rows, _AT_ONCE):
+        total[: len(part)] += part.double()
+    while len(total) > 1:
+        total = total[: len(total) // 2] + total[len(total) // 2 :]
+    return total[0] / len(rows)
+
+
+def _with_new_rows(layer: Any, given: torch.Tensor, active: object = None) -> torch.Tensor:
+    """A layer's embeddings of token ids, or its logits of hidden states, with trained rows in place of the base's.
+
+    peft's own layers copy all weights, and compute a gradient as large, at each pass.
+    """
+    base = layer.base_layer
+    found: torch.Tensor = base(given)
+    if layer.merged or layer.disable_adapters:
+        return found
+    rows = layer.trainable_tokens_delta["default"].to(base.weight.dtype)
+    first, end = layer.token_indices["default"][0], layer.token_indices["default"][-1] + 1
+    if isinstance(base, nn.Linear):
+        found[..., first:end] = nn.functional.linear(given, rows)
+        return found
+    new = (given >= first) & (given < end)
+    own = nn.functional.embedding((given - first).where(new, 0), rows)
+    scale = layer._get_embed_scale()
+    return torch.where(new[..., None], own if scale is None else own * scale.to(own.dtype), found)
 
 
 _left: weakref.WeakKeyDictionary[nn.Module, torch.autocast] = weakref.WeakKeyDictionary()

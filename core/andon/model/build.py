@@ -6,6 +6,7 @@ the classification head of others) are drawn from the spec's seed, and the proce
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence, Set
@@ -20,17 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 from andon.config.source import is_folder, loading, setting_faults
 from andon.console.problems import InputError, Problem, ProblemList
-from andon.model.base_head import (
-    BaseFacts,
-    draw_again,
-    has_own_head,
-    head_note,
-    in_order_of,
-    keeps_head,
-    output_tensors,
-    own_code_note,
-)
-from andon.model.finite import require_finite_model
+from andon.model.stored import require_finite_model
+from andon_contracts.legible import legible_line
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LOADERS = {
@@ -51,6 +43,7 @@ _EMBEDDED = {
 """The embedded models, by architecture and the class that would load them."""
 _PROBLEMS = {"regression": "regression", "multi-label": "multi_label_classification"}
 """What transformers calls the problem: its pipelines make probabilities of logits by this name."""
+_MOST_NAMES = 8
 _SEEDING = threading.Lock()
 
 
@@ -84,6 +77,19 @@ class ModelSpec:
     seed: int = 0
     head: str = "classification"
     revision: str | None = None
+
+
+@dataclass(frozen=True)
+class BaseFacts:
+    """What is known of a base model once its checkpoint is loaded.
+
+    drawn: modules of its backbone that the checkpoint lacks, drawn at random. notes: lines for the user about its head.
+    own_code: a sentence about code that the base names and that was not run, or empty.
+    """
+
+    drawn: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    own_code: str = ""
 
 
 def build_base(spec: ModelSpec) -> nn.Module:
@@ -230,37 +236,95 @@ def _pretrained(spec: ModelSpec) -> Any:
         cached = str(Path(file).parent) if isinstance(file, str) else ""
     require_finite_model(model, Path(cached) if cached else None, str(spec.base))
     note = "" if spec.head == "causal" else _settle_head(model, stored, missing, mismatched, spec)
-    model.andon_facts = BaseFacts(drawn, (note,) if note else (), own_code_note(stored, model))
+    model.andon_facts = BaseFacts(drawn, (note,) if note else (), _own_code_note(stored, model))
     return model
 
 
+def _own_classes(config: Any) -> tuple[str, ...]:
+    """The names of the classes of a configuration of transformers, in the order of outputs; empty if unclear."""
+    found = getattr(config, "id2label", None) or {}
+    return tuple(str(found[number]) for number in range(len(found))) if set(found) == set(range(len(found))) else ()
+
+
+def _has_own_head(stored: Any, auto: Any) -> bool:
+    """Whether the checkpoint with the configuration `stored` was written by the class that `auto` loads it with."""
+    written_by = getattr(stored, "architectures", None)
+    loads = auto._model_mapping.get(type(stored), None)
+    loads = loads if isinstance(loads, (tuple, list)) else (loads,)
+    return not written_by or any(each is not None and each.__name__ in written_by for each in loads)
+
+
 def _settle_head(model: Any, stored: Any, missing: Set[str], mismatched: Set[str], spec: ModelSpec) -> str:
-    """Draw the output layer anew if the checkpoint has one for other classes, and return the line that says so.
+    """Keep the checkpoint's head for labels of the same names, draw its output layer anew for others, and say which.
 
     stored: the checkpoint's configuration. missing, mismatched: tensors that the checkpoint lacks or has in another
-    shape, which are drawn already. The line is empty for a checkpoint without an output layer.
+    shape, which are drawn already. Empty for a checkpoint without an output layer.
     """
     heads = {f"{name}.{each}" for name in head_names(model) for each, _ in model.get_submodule(name).named_parameters()}
     if heads <= missing:
         return ""
-    auto = _auto_class(spec.head)
-    outputs = output_tensors(auto, model.config)
+    auto, other = _auto_class(spec.head), copy.deepcopy(model.config)
+    other.num_labels = model.config.num_labels + 1
+    with torch.device("meta"):
+        configs = (model.config, other)
+        ours, theirs = (auto.from_config(each, trust_remote_code=False).state_dict() for each in configs)
+    outputs = {name for name, value in ours.items() if theirs[name].shape != value.shape}
     if outputs <= missing:
         return ""
+    own, is_own, regression = _own_classes(stored), _has_own_head(stored, auto), spec.head == "regression"
+    if regression and len(own) == 1:
+        same = getattr(stored, "problem_type", None) in (None, "regression")
+    else:  # names that differ only in case say nothing in another case
+        folded = [name.casefold() for name in own]
+        same = len(set(folded)) == len(folded) and folded == [name.casefold() for name in spec.labels]
+        same = same or own == tuple(spec.labels)
     absent = missing | mismatched
-    kept = not outputs & absent and keeps_head(stored, auto, spec.head, spec.labels)
-    if not kept and not outputs <= absent:
-        draw_again(model, outputs, spec.seed)
-    return head_note(stored, auto, spec.head, spec.labels, kept=kept)
+    if is_own and same and not outputs & absent:
+        if regression:
+            return "head: the base's own is kept; it gives one number too"
+        names = _shown(spec.labels)
+        return f"head: the base's own is kept, since it names the same classes; numbered as there: {names}"
+    if not outputs <= absent:  # drawn as transformers draws what a checkpoint lacks
+        torch.default_generator.manual_seed(spec.seed)
+        for name in outputs:
+            model.get_parameter(name)._is_hf_initialized = False
+        for parent in dict.fromkeys(name.rpartition(".")[0] for name in sorted(outputs)):
+            model._init_weights(model.get_submodule(parent))
+    if not is_own:
+        why = f"is that of {', '.join(stored.architectures)}"
+    elif own == tuple(f"LABEL_{number}" for number in range(len(own))):
+        why = f"has {len(own)} output{'s' * (len(own) != 1)} without names"
+    else:
+        why = f"names other classes ({_shown(own)})"
+    return f"head: drawn anew, since the base's own {why}"
+
+
+def _shown(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(map(legible_line, names[:_MOST_NAMES])) + more
+
+
+def _own_code_note(stored: Any, model: nn.Module) -> str:
+    """A sentence that says that the model's own code was not run, if its configuration names any; else empty."""
+    named = getattr(stored, "auto_map", None) or {}
+    codes = {str(code) for key, code in named.items() if str(key).startswith(("AutoModel", "AutoConfig"))}
+    if not codes:
+        return ""
+    return (
+        f"the base's config.json names code of its own ({_shown(sorted(codes))}), which Andon does not run: this is "
+        f"the {type(model).__name__} of transformers with the same weights, which may compute something else (if it "
+        "does not, remove auto_map from config.json)"
+    )
 
 
 def labels_in_own_order(base: str, head: str, labels: Sequence[str], revision: str | None = None) -> tuple[str, ...]:
-    """`labels` in the order of the outputs of the model at `base` if that names the same classes; else unchanged.
-
-    Raises `InputError` for a base whose configuration cannot be loaded.
-    """
-    stored, auto = _stored_config(base, revision), _auto_class(head)
-    return in_order_of(stored, labels) if has_own_head(stored, auto) else tuple(labels)
+    """`labels` in the order of the outputs of the model at `base` if that names the same classes, ignoring case; else
+    unchanged. Raises `InputError` for a base whose configuration cannot be loaded."""
+    stored = _stored_config(base, revision)
+    own = [name.casefold() for name in _own_classes(stored)]
+    named = {name.casefold(): name for name in labels}
+    same = len(named) == len(labels) == len(own) and set(own) == set(named)
+    return tuple(named[name] for name in own) if same and _has_own_head(stored, _auto_class(head)) else tuple(labels)
 
 
 def _stored_config(base: str, revision: str | None) -> Any:

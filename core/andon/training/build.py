@@ -21,8 +21,8 @@ from andon.model.adapter import AdapterSpec, attach, trainable_parameters
 from andon.model.batches import Shape
 from andon.model.build import ModelSpec, build_base, checkpoint_layers, without_adapter
 from andon.model.compiled import compile_backbone
-from andon.model.finite import require_finite
 from andon.model.masks import masking_of, padding_of
+from andon.model.stored import require_finite
 from andon.run.checkpoint import Checkpoint
 from andon.run.repeats import Repeats
 from andon.step.audit import NO_AUDIT, AuditSpec
