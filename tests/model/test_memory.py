@@ -19,8 +19,17 @@ from andon.model import causal
 from andon.model.adapter import AdapterSpec, attach, trainable_parameters
 from andon.model.build import ModelSpec, build_base, build_shape, checkpoint_layers
 from andon.model.causal import collate_packs, loss_sum
-from andon.model.memory import MemoryPlan, kept_partials, plan_bytes, rounded
-from andon.model.memory_trace import KernelsOfCuda, checkpoint_hollow, hollow, traced_activations, traced_evaluation
+from andon.model.memory import (
+    KernelsOfCuda,
+    MemoryPlan,
+    checkpoint_hollow,
+    hollow,
+    kept_partials,
+    plan_bytes,
+    rounded,
+    traced_activations,
+    traced_evaluation,
+)
 from andon.step.flat import FlatParameters
 from andon.step.keyed import keyed_randomness
 from andon.step.plan import rank_leaves

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import library
+from torch import Tensor, library
 
 _SIZES = (32, 64, 128)
 _HALVES = (torch.bfloat16, torch.float16)
@@ -13,7 +13,7 @@ _OLDEST = (8, 0)
 """The first compute capability with the shared memory that the kernels need."""
 
 
-def fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether `causal_attention` accepts these shapes and precision: half precision, heads of 32, 64 or 128 values, as
     many keys as queries, and a number of key and value heads that divides that of query heads."""
     if any(x.dim() != 4 or x.dtype != q.dtype for x in (q, k, v)):
@@ -32,21 +32,19 @@ def runs_on(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _OLDEST
 
 
-def supports(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+def supports(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether `causal_attention` accepts these, and all are on one GPU that it runs on."""
     return fits(q, k, v) and all(x.device == q.device for x in (k, v)) and runs_on(q.device)
 
 
-def causal_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, spans: torch.Tensor | None = None
-) -> torch.Tensor:
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, spans: Tensor | None = None) -> Tensor:
     """softmax(scale q k') v in which each place sees itself and the places before it; its gradient adds in one order.
 
     q and the result: [rows, heads, length, size]. k, v: [rows, heads or a divisor of it, length, size]. spans: int32
     [rows, length, 2], contiguous, for each place of a pack the first of its own row and the one after its last, neither
     ever falling; a place then sees its own row alone, and attention between rows is not computed.
     """
-    out: torch.Tensor = torch.ops.andon.causal_attention(q, k, v, spans, scale)[0]
+    out: Tensor = torch.ops.andon.causal_attention(q, k, v, spans, scale)[0]
     return out
 
 
@@ -56,9 +54,7 @@ def causal_attention(
     device_types="cuda",
     schema="(Tensor q, Tensor k, Tensor v, Tensor? spans, float scale) -> (Tensor, Tensor)",
 )
-def _attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: torch.Tensor | None, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _attention(q: Tensor, k: Tensor, v: Tensor, spans: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     from andon.fast.attention_cuda import forward
 
     out, lse = _shapes(q, k, v, spans, scale)
@@ -74,15 +70,8 @@ def _attention(
     " -> (Tensor, Tensor, Tensor)",
 )
 def _attention_backward(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    spans: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, spans: Tensor | None, out: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
     from andon.fast.attention_cuda import backward
 
     dq, dk, dv = _gradient_shapes(grad, q, k, v, spans, out, lse, scale)
@@ -90,39 +79,30 @@ def _attention_backward(
     return dq, dk, dv
 
 
-def _empty_bshd(x: torch.Tensor) -> torch.Tensor:
+def _empty_bshd(x: Tensor) -> Tensor:
     """[rows, heads, length, size] without values, laid out by rows, length, heads, as projections make and take it."""
     rows, heads, length, size = x.shape
     return x.new_empty((rows, length, heads, size)).transpose(1, 2)
 
 
 @_attention.register_fake
-def _shapes(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: torch.Tensor | None, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _shapes(q: Tensor, k: Tensor, v: Tensor, spans: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     return _empty_bshd(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @_attention_backward.register_fake
 def _gradient_shapes(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    spans: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, spans: Tensor | None, out: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
     return _empty_bshd(q), _empty_bshd(k), _empty_bshd(v)
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     *tensors, ctx.scale = inputs
     ctx.save_for_backward(*tensors, *output)
 
 
-def _gradient(ctx: Any, grad: torch.Tensor, _of_lse: torch.Tensor) -> tuple[Any, ...]:
+def _gradient(ctx: Any, grad: Tensor, _of_lse: Tensor) -> tuple[Any, ...]:
     return *torch.ops.andon.causal_attention_backward(grad, *ctx.saved_tensors, ctx.scale), None, None
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import library, nn
+from torch import Tensor, library, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -97,7 +97,7 @@ def reading_last_tokens(forward: Callable[..., Any], head: nn.Module) -> Callabl
     return reading
 
 
-def last_real(ids: torch.Tensor, pad_id: int) -> torch.Tensor:
+def last_real(ids: Tensor, pad_id: int) -> Tensor:
     """bool [rows, length]: True at each row's last token that is not padding, as transformers finds it."""
     places = torch.arange(ids.shape[1], device=ids.device, dtype=torch.int32)
     last = (places * (ids != pad_id)).argmax(-1)
@@ -105,14 +105,14 @@ def last_real(ids: torch.Tensor, pad_id: int) -> torch.Tensor:
 
 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
-def only_at(x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+def only_at(x: Tensor, chosen: Tensor) -> Tensor:
     """`x` [rows, length, size] at the places `chosen` [rows, length], and 0 elsewhere."""
     return torch.where(chosen[..., None], x, 0)
 
 
-def picked(x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+def picked(x: Tensor, chosen: Tensor) -> Tensor:
     """[rows, 1, size]: the `chosen` token of each row of `x`, in the type of `x`."""
-    one: torch.Tensor = only_at(x, chosen).sum(1, keepdim=True, dtype=x.dtype)  # autocast would sum in fp32
+    one: Tensor = only_at(x, chosen).sum(1, keepdim=True, dtype=x.dtype)  # autocast would sum in fp32
     return one
 
 
@@ -178,7 +178,7 @@ def drop_by_hash(graph: Graph) -> None:
         replace_node(node, hashed_dropout, given["input"], key, given.get("p", 0.5))
 
 
-def hashed_dropout(x: torch.Tensor, keys: torch.Tensor, rate: float) -> torch.Tensor:
+def hashed_dropout(x: Tensor, keys: Tensor, rate: float) -> Tensor:
     """`x` with each value 0 with probability `rate`, else divided by 1 - rate; what is not finite stays so.
 
     keys: int32 [2]. The mask is a function of keys, place in `x` and `rate`: a multiplicative hash of 32 bits with the
@@ -202,14 +202,14 @@ def hashed_dropout(x: torch.Tensor, keys: torch.Tensor, rate: float) -> torch.Te
     schema="(int count, Device device) -> Tensor",
     tags=(torch.Tag.nondeterministic_seeded,),
 )
-def _drawn_keys(count: int, device: torch.device) -> torch.Tensor:
+def _drawn_keys(count: int, device: torch.device) -> Tensor:
     """int32 [count, 2] from the device's generator. An operation of its own: a fused kernel would draw a key anew for
     each of its values."""
     return torch.randint(_MOST_VALUES - 1, (count, 2), dtype=torch.int32, device=device)
 
 
 @_drawn_keys.register_fake
-def _keys_shape(count: int, device: torch.device) -> torch.Tensor:
+def _keys_shape(count: int, device: torch.device) -> Tensor:
     return torch.empty((count, 2), dtype=torch.int32, device=device)
 
 
@@ -258,13 +258,11 @@ def _operands(node: Any) -> tuple[Node, Node] | None:
     return (x, weight) if plain and learns == value_of(node).requires_grad else None
 
 
-def adapted_product(
-    x: torch.Tensor, weight: torch.Tensor, narrow: torch.Tensor, low: torch.Tensor, scale: float
-) -> torch.Tensor:
+def adapted_product(x: Tensor, weight: Tensor, narrow: Tensor, low: Tensor, scale: float) -> Tensor:
     """[..., out]: x weight' + scale * narrow low', in the type of the weight. x: [..., in]. weight: [out, in], frozen.
     narrow: [..., r]. low: [out, r]."""
     dtype = weight.dtype
-    product: torch.Tensor = torch.ops.andon.adapted_product(x.to(dtype), weight, narrow.to(dtype), low.to(dtype), scale)
+    product: Tensor = torch.ops.andon.adapted_product(x.to(dtype), weight, narrow.to(dtype), low.to(dtype), scale)
     return product
 
 
@@ -273,25 +271,23 @@ def adapted_product(
     mutates_args=(),
     schema="(Tensor x, Tensor weight, Tensor narrow, Tensor low, float scale) -> Tensor",
 )
-def _add_into(
-    x: torch.Tensor, weight: torch.Tensor, narrow: torch.Tensor, low: torch.Tensor, scale: float
-) -> torch.Tensor:
+def _add_into(x: Tensor, weight: Tensor, narrow: Tensor, low: Tensor, scale: float) -> Tensor:
     product = nn.functional.linear(x.flatten(0, -2), weight)
     product.addmm_(narrow.flatten(0, -2), low.t(), alpha=scale)
     return product.view(*x.shape[:-1], -1)
 
 
 @_add_into.register_fake
-def _product_shape(x: torch.Tensor, weight: torch.Tensor, *_: Any) -> torch.Tensor:
+def _product_shape(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
     return x.new_empty((*x.shape[:-1], len(weight)))
 
 
-def _keep_factors(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _keep_factors(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, weight, narrow, low, ctx.scale = inputs
     ctx.save_for_backward(weight, narrow, low)
 
 
-def _product_gradient(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _product_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     weight, narrow, low = ctx.saved_tensors
     of_x = grad @ weight if ctx.needs_input_grad[0] else None
     of_low = (grad.flatten(0, -2).t() @ narrow.flatten(0, -2)) * ctx.scale
@@ -313,7 +309,7 @@ def exchange_halves(graph: Graph) -> None:
             replace_node(node, exchanged_halves, turned)
 
 
-def exchanged_halves(x: torch.Tensor) -> torch.Tensor:
+def exchanged_halves(x: Tensor) -> Tensor:
     """(-b, a) for the halves (a, b) of the last dimension."""
     half = x.shape[-1] // 2
     other = x.view(*x.shape[:-1], 2, half).flip(-2).flatten(-2)
@@ -335,13 +331,13 @@ def keep_waves(graph: Graph) -> None:
 
 
 @library.custom_op("andon::kept", mutates_args=(), schema="(Tensor x) -> Tensor")
-def _kept(x: torch.Tensor) -> torch.Tensor:
+def _kept(x: Tensor) -> Tensor:
     """`x` in its own memory; a compiler does not look into this operation."""
     return x.clone()
 
 
 @_kept.register_fake
-def _kept_shape(x: torch.Tensor) -> torch.Tensor:
+def _kept_shape(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
@@ -390,16 +386,16 @@ def replace_causal_attention(graph: Graph) -> None:
 # Nodes: the value that a node was traced with, and its replacement.
 
 
-def value_of(node: Node) -> torch.Tensor:
+def value_of(node: Node) -> Tensor:
     """The tensor without memory that dynamo traced `node` with, a `known` one."""
-    value: torch.Tensor = node.meta["example_value"]
+    value: Tensor = node.meta["example_value"]
     return value
 
 
 def known(*nodes: Any) -> bool:
     """Whether all of `nodes` are nodes that dynamo traced as plain tensors: not numbers, lists or tensor subclasses."""
     values = [node.meta.get("example_value") if isinstance(node, Node) else None for node in nodes]
-    return all(isinstance(value, torch.Tensor) and not is_traceable_wrapper_subclass(value) for value in values)
+    return all(isinstance(value, Tensor) and not is_traceable_wrapper_subclass(value) for value in values)
 
 
 def unwritten(*nodes: Node) -> bool:
@@ -418,7 +414,7 @@ def given_to(node: Node, *names: str) -> dict[str, Any]:
     return dict(zip(names, node.args, strict=False)) | node.kwargs
 
 
-def replace_node(node: Node, function: Callable[..., torch.Tensor], *args: Any) -> None:
+def replace_node(node: Node, function: Callable[..., Tensor], *args: Any) -> None:
     """Put `function(*args)`, which has the same value, in the place of `node`."""
     with node.graph.inserting_before(node):
         new = node.graph.call_function(function, args)

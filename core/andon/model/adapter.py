@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from andon.config.source import is_folder, require_model_folder
 from andon.console.problems import InputError, Problem, ProblemList
@@ -179,7 +179,7 @@ def _add_rows(model: nn.Module, tokens: Sequence[int], kind: str) -> None:
                 values.data[first:end] = mean_row(values.data[:first]).to(values.dtype)
 
 
-def mean_row(rows: torch.Tensor) -> torch.Tensor:
+def mean_row(rows: Tensor) -> Tensor:
     """fp64: the mean of `rows` (or of numbers), added in one order on any number of threads."""
     total = torch.zeros((_AT_ONCE, *rows.shape[1:]), dtype=torch.float64)
     for part in torch.split(rows, _AT_ONCE):
@@ -189,13 +189,13 @@ def mean_row(rows: torch.Tensor) -> torch.Tensor:
     return total[0] / len(rows)
 
 
-def _with_new_rows(layer: Any, given: torch.Tensor, active: object = None) -> torch.Tensor:
+def _with_new_rows(layer: Any, given: Tensor, active: object = None) -> Tensor:
     """A layer's embeddings of token ids, or its logits of hidden states, with trained rows in place of the base's.
 
     peft's own layers copy all weights, and compute a gradient as large, at each pass.
     """
     base = layer.base_layer
-    found: torch.Tensor = base(given)
+    found: Tensor = base(given)
     if layer.merged or layer.disable_adapters:
         return found
     rows = layer.trainable_tokens_delta["default"].to(base.weight.dtype)
@@ -218,7 +218,7 @@ def _in_own_type(head: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     first = next(head.parameters())
     _left[head] = torch.autocast(first.device.type, enabled=False)
     _left[head].__enter__()  # type: ignore[no-untyped-call]
-    return tuple(value.to(first.dtype) if isinstance(value, torch.Tensor) else value for value in inputs)
+    return tuple(value.to(first.dtype) if isinstance(value, Tensor) else value for value in inputs)
 
 
 def _back_to_autocast(head: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
@@ -233,7 +233,7 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def base_digest(model: nn.Module) -> int:
     """The 64-bit digest of frozen parameters and all buffers, by name."""
-    frozen: dict[str, torch.Tensor] = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
+    frozen: dict[str, Tensor] = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
     return tree_digest(frozen | dict(model.named_buffers()))
 
 
@@ -276,11 +276,11 @@ def export_adapter(
     _write_labels(folder, labels)
 
 
-def adapter_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Adapter and head as peft names them in its files: copies on the CPU."""
     from peft import get_peft_model_state_dict
 
-    state: Mapping[str, torch.Tensor] = get_peft_model_state_dict(model, save_embedding_layers=False)
+    state: Mapping[str, Tensor] = get_peft_model_state_dict(model, save_embedding_layers=False)
     return {name: value.detach().to("cpu", copy=True).contiguous() for name, value in sorted(state.items())}
 
 
@@ -312,64 +312,45 @@ def load_adapter(model: nn.Module, folder: Path) -> None:
     set_peft_model_state_dict(model, found)
 
 
-def save_base(model: nn.Module, folder: Path, labels: Sequence[str]) -> None:
-    """Write the base model without its adapter (config.json, model.safetensors, labels.json) as transformers loads it.
+def save_base(model: nn.Module, folder: Path, labels: Sequence[str], merged: torch.dtype | None = None) -> None:
+    """Write the base model (config.json, model.safetensors, labels.json) as transformers loads it, without its adapter.
 
-    Stock peft needs it to load an adapter of the embedded model. One of several tied weights is written.
+    Stock peft needs it to load an adapter of the embedded model. merged: write the sum of base and adapter instead, in
+    this dtype. Each sum is computed in fp32 as its weight is written: memory holds one at a time. One of several tied
+    weights is written. `model` does not change.
     """
-    _write_model(model, folder, labels, _stored(model, merge=False, dtype=None), str(without_adapter(model).dtype))
-
-
-def save_merged(model: nn.Module, folder: Path, labels: Sequence[str], dtype: torch.dtype) -> None:
-    """Write `model` with its adapter added to the weights of its base, as `save_base` writes the base.
-
-    Each sum is computed in fp32 as its weight is written, in `dtype`: memory holds one merged weight at a time. `model`
-    does not change.
-    """
-    _write_model(model, folder, labels, _stored(model, merge=True, dtype=dtype), str(dtype))
-
-
-def _write_model(
-    model: nn.Module, folder: Path, labels: Sequence[str], tensors: Mapping[str, Stored], dtype: str
-) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    write_sharded(folder, tensors)
-    config = _model_config(without_adapter(model), labels) | {"dtype": dtype.removeprefix("torch.")}
-    _write_json(folder / "config.json", config)
-    _write_labels(folder, labels)
-
-
-def _stored(model: nn.Module, *, merge: bool, dtype: torch.dtype | None) -> dict[str, Stored]:
     base: Any = without_adapter(model)
-    changes = _changes(base) if merge else {}
-    other = ".original_module." if merge else ".modules_to_save."
-    found = {}
+    changes = {} if merged is None else _changes(base)
+    left_out = (".lora_", ".trainable_tokens_", ".modules_to_save." if merged is None else ".original_module.")
+    tensors = {}
     for name, value in base.state_dict().items():
         # peft keeps the base's own tensors beside those that it adds, under names with a part more for each wrapper.
-        # The experts of a mixture have two.
         plain = _plain(name.replace(".modules_to_save.default.", "."))
-        if other in name or ".lora_" in name or ".trainable_tokens_" in name or plain in base.all_tied_weights_keys:
-            continue
-        found[plain] = Stored(value, dtype if value.is_floating_point() else None, changes.get(plain))
-    return found
+        if not any(part in name for part in left_out) and plain not in base.all_tied_weights_keys:
+            tensors[plain] = Stored(value, merged if value.is_floating_point() else None, changes.get(plain))
+    folder.mkdir(parents=True, exist_ok=True)
+    write_sharded(folder, tensors)
+    dtype = str(merged or base.dtype).removeprefix("torch.")
+    _write_json(folder / "config.json", _model_config(base, labels) | {"dtype": dtype})
+    _write_labels(folder, labels)
 
 
 def _plain(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def _changes(base: nn.Module) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
+def _changes(base: nn.Module) -> dict[str, Callable[[Tensor], Tensor]]:
     """By the name of each weight that an adapter changes: a function from its value, in fp32, to the new one."""
 
-    def with_delta(layer: Any, weight: torch.Tensor) -> torch.Tensor:
-        delta: torch.Tensor = layer.get_delta_weight("default")
+    def with_delta(layer: Any, weight: Tensor) -> Tensor:
+        delta: Tensor = layer.get_delta_weight("default")
         return weight + delta.float()
 
-    def with_rows(layer: Any, weight: torch.Tensor) -> torch.Tensor:
+    def with_rows(layer: Any, weight: Tensor) -> Tensor:
         rows = layer.trainable_tokens_delta["default"].float()
         return weight.index_copy(0, torch.tensor(layer.token_indices["default"], device=weight.device), rows)
 
-    found: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
+    found: dict[str, Callable[[Tensor], Tensor]] = {}
     for name, module in base.named_modules():
         layer: Any = module
         if hasattr(layer, "lora_A"):  # each tensor of a mixture's experts has a wrapper, which names it

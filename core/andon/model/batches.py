@@ -10,10 +10,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from andon.model.build import computing, without_adapter
-from andon.model.masks import Masking, evaluating, masked, masking_of, padding_of, rolled
+from andon.model.build import computing, evaluating, without_adapter
+from andon.model.masks import Masking, masked, masking_of, padding_of, rolled
 from andon.step.task import Batch
 
 _MOST_ROWS, _MOST_TOKENS = 64, 4096
@@ -43,9 +43,7 @@ def padded_lengths(max_length: int, step: int) -> tuple[int, ...]:
     return tuple(padded_length(length, step, max_length) for length in range(1, max_length + 1, step))
 
 
-def collate(
-    rows: Sequence[torch.Tensor], pad_id: int, multiple: int, limit: int | None = None
-) -> dict[str, torch.Tensor]:
+def collate(rows: Sequence[Tensor], pad_id: int, multiple: int, limit: int | None = None) -> dict[str, Tensor]:
     """Rows (int64 vectors, none empty) padded on the right: input_ids and attention_mask, int64 [rows, length].
 
     length: that of the longest row, rounded up to `multiple` but not beyond `limit`.
@@ -59,7 +57,7 @@ def collate(
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def placed(batch: Batch, device: torch.device) -> dict[str, torch.Tensor]:
+def placed(batch: Batch, device: torch.device) -> dict[str, Tensor]:
     """int64 tensors on `device`; a GPU gets them in one copy from pinned memory that the host does not wait for."""
     if device.type != "cuda":
         return {name: tensor.to(device) for name, tensor in batch.items()}
@@ -68,7 +66,7 @@ def placed(batch: Batch, device: torch.device) -> dict[str, torch.Tensor]:
     return {name: part.view(tensor.shape) for (name, tensor), part in zip(batch.items(), parts, strict=True)}
 
 
-def logits_of(model: nn.Module, batch: Batch) -> torch.Tensor:
+def logits_of(model: nn.Module, batch: Batch) -> Tensor:
     """[rows, classes]: one forward pass without labels, in the precision of the model's weights (autocast)."""
     device, names = batch["input_ids"].device, ["input_ids", "attention_mask"]
     if "token_type_ids" in batch:
@@ -83,11 +81,11 @@ def logits_of(model: nn.Module, batch: Batch) -> torch.Tensor:
         given = {name: rolled(values, shift) for name, values in given.items()}
     masking = Masking.TOKENS if on_left else masking_of(model, device)
     with computing(model, device), masked(model, masking, given.pop("attention_mask")) as mask:
-        logits: torch.Tensor = model(attention_mask=mask, **given).logits
+        logits: Tensor = model(attention_mask=mask, **given).logits
     return rolled(logits, -shift) if on_left and logits.dim() == 3 else logits
 
 
-def predictions(model: nn.Module, batch: Batch) -> torch.Tensor:
+def predictions(model: nn.Module, batch: Batch) -> Tensor:
     """fp32 [rows, classes]: logits in evaluation mode, without a graph."""
     with evaluating(model, batch["input_ids"].device):
         return logits_of(model, batch).float()

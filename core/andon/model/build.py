@@ -12,8 +12,9 @@ import threading
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -24,6 +25,7 @@ from andon.console.problems import InputError, Problem, ProblemList
 from andon.model.stored import require_finite_model
 from andon_contracts.legible import legible_line
 
+T = TypeVar("T")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LOADERS = {
     "classification": "AutoModelForSequenceClassification",
@@ -470,17 +472,11 @@ def _takes(model: Any, spec: ModelSpec, positions: int) -> bool:
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     hooks = [module.register_forward_pre_hook(note) for module in embeddings]
     ids = torch.full((1, spec.max_length), (spec.pad_id + 1) % spec.vocab_size, device=model.device)
-    training = model.training
-    try:
-        with torch.no_grad():
-            model.eval()(input_ids=ids, attention_mask=torch.ones_like(ids))
-    except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError):
-        return False
-    finally:
-        model.train(training)
-        for hook in hooks:
-            hook.remove()
-    return not beyond
+    with evaluating(model, torch.device("cpu")):
+        output = tried(partial(model, input_ids=ids, attention_mask=torch.ones_like(ids)))
+    for hook in hooks:
+        hook.remove()
+    return not isinstance(output, Exception) and not beyond
 
 
 def backbone_of(model: nn.Module) -> nn.Module:
@@ -513,6 +509,36 @@ def computing(model: nn.Module, device: torch.device) -> AbstractContextManager[
     """Inside, products of `model` on `device` are computed in the half precision of its weights, if they have one."""
     half = half_of(model)
     return nullcontext() if half is None else torch.autocast(device.type, dtype=half)
+
+
+MISFITS = (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError)
+"""What models raise that need the mask of tokens, and accept neither a mask by pairs nor none."""
+
+
+def tried(call: Callable[[], T]) -> T | Exception:
+    """What `call`, a pass of a model, returns, or the error of `MISFITS` by which the model refuses its input.
+
+    An error of the device is raised: it says nothing of the model, and on another rank the call would succeed.
+    """
+    try:
+        return call()
+    except MISFITS as error:
+        if isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError) or "CUDA error" in str(error):
+            raise
+        return error
+
+
+@contextmanager
+def evaluating(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Inside, `model` computes in evaluation mode, without gradients, in its precision; then its modes are restored."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad(), computing(model, device):
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 @contextmanager

@@ -16,16 +16,16 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from andon.console.problems import InputError, Problem
 from andon.model.batches import padded_length
-from andon.model.build import backbone_of, computing, half_of, vocabulary_head, without_adapter
-from andon.model.masks import NOISE, WINDOWS, Masking, evaluating, masking_of, rows_apart, tried
+from andon.model.build import backbone_of, computing, evaluating, half_of, tried, vocabulary_head, without_adapter
+from andon.model.masks import NOISE, WINDOWS, Masking, masking_of, rows_apart
 from andon.step.task import Batch, LeafLoss
 from andon_contracts.digest import row_digests
 
-Row = tuple[torch.Tensor, torch.Tensor]
+Row = tuple[Tensor, Tensor]
 """Tokens, int64 [n], and their weights, fp32 [n]; 0 for a token that is not trained."""
 
 _LOGITS = {"cpu": 1 << 25, "cuda": 1 << 28}
@@ -77,20 +77,20 @@ def collate_packs(packs: Sequence[Sequence[Row]], pad_id: int, multiple: int, li
     }
 
 
-def content(batch: Batch) -> torch.Tensor:
+def content(batch: Batch) -> Tensor:
     """int64 [packs]: the digest of each pack's tokens, positions, rows and weights, padding aside."""
     parts = [batch[name] for name in ("input_ids", "positions", "rows", "weights")]
     return row_digests(torch.stack(parts, dim=2).flatten(1), len(parts) * (batch["rows"] > 0).sum(dim=1))
 
 
-def hidden_of(model: nn.Module, batch: Batch) -> torch.Tensor:
+def hidden_of(model: nn.Module, batch: Batch) -> Tensor:
     """[packs, length, hidden]: one pass of the backbone, in which a token sees its own row up to itself.
 
     Packed or not there is one path, so that the bits of a batch are a function of the batch alone.
     """
     with told_apart(model, masking_of(model, batch["rows"].device), batch) as given:
         output: Any = backbone_of(model)(**given)
-    hidden: torch.Tensor = output.last_hidden_state
+    hidden: Tensor = output.last_hidden_state
     return hidden
 
 
@@ -115,7 +115,7 @@ def loss_sum(model: nn.Module, batch: Batch) -> LeafLoss:
     return loss_of_hidden(model, hidden_of(model, batch), batch)
 
 
-def loss_of_hidden(model: nn.Module, hidden: torch.Tensor, batch: Batch, kind: str | None = None) -> LeafLoss:
+def loss_of_hidden(model: nn.Module, hidden: Tensor, batch: Batch, kind: str | None = None) -> LeafLoss:
     """`loss_sum` of the result of `hidden_of`. kind: of the device to compute as on; None: of its own.
 
     Logits are computed at trained tokens alone, in chunks, and their gradient with them: nothing of the size of the
@@ -134,7 +134,7 @@ def loss_of_hidden(model: nn.Module, hidden: torch.Tensor, batch: Batch, kind: s
     return LeafLoss(total, correct, (weights != 0).sum())
 
 
-def row_outputs(model: nn.Module, batch: Batch) -> torch.Tensor:
+def row_outputs(model: nn.Module, batch: Batch) -> Tensor:
     """fp64 [packs, 3], in evaluation mode: each pack's loss sum, trained tokens predicted right, and trained tokens."""
     with evaluating(model, batch["input_ids"].device):
         head = _head(model)
@@ -157,8 +157,8 @@ def _head(model: nn.Module) -> nn.Module:
 
 
 def _predictions(
-    head: nn.Module, hidden: torch.Tensor, batch: Batch, kind: str | None = None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[slice]]:
+    head: nn.Module, hidden: Tensor, batch: Batch, kind: str | None = None
+) -> tuple[Tensor, Tensor, Tensor, list[slice]]:
     """For the trained tokens: the hidden states that predict them, [n, hidden], their ids, their weights (0 for a
     filler), and chunks of them that are a function of sizes and kind of device alone."""
     places = batch["trained"].flatten()
@@ -170,9 +170,7 @@ def _predictions(
     return before, batch["input_ids"].flatten()[places], weights, parts
 
 
-def _chunk_losses(
-    head: nn.Module, hidden: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _chunk_losses(head: nn.Module, hidden: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """fp32 [n] weight * cross entropy, and bool [n] whether the target has the largest logit and a weight."""
     logits = head(hidden).float()
     losses = nn.functional.cross_entropy(logits, targets, reduction="none") * weights
@@ -180,8 +178,8 @@ def _chunk_losses(
 
 
 def _token_losses(
-    head: nn.Module, parts: Sequence[slice], hidden: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    head: nn.Module, parts: Sequence[slice], hidden: Tensor, targets: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor]:
     """`_chunk_losses` of any number of tokens, without a graph."""
     losses = torch.empty(targets.shape, device=hidden.device)
     right = torch.empty(targets.shape, dtype=torch.bool, device=hidden.device)
@@ -198,11 +196,11 @@ class _LossInChunks(torch.autograd.Function):
         ctx: Any,
         head: nn.Module,
         parts: Sequence[slice],
-        hidden: torch.Tensor,
-        targets: torch.Tensor,
-        weights: torch.Tensor,
+        hidden: Tensor,
+        targets: Tensor,
+        weights: Tensor,
         *learning: nn.Parameter,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
         gradients = [torch.zeros_like(hidden), *(torch.zeros_like(each) for each in learning)]
@@ -224,7 +222,7 @@ class _LossInChunks(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         # In place: a head's gradient is large, and autograd refuses a second call.
         of_hidden, *of_head = (kept.mul_(gradient) for kept in ctx.saved_tensors)
         return None, None, of_hidden, None, None, *of_head
@@ -254,7 +252,7 @@ def require_apart(model: nn.Module, device: torch.device, longest: int | None = 
     packs = [list(zip(rows, weights, strict=True)), [(rows[0], weights[0])]]
     batch = {name: value.to(device) for name, value in collate_packs(packs, 0, 4, None).items()}
 
-    def logits_of() -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
+    def logits_of() -> tuple[Tensor, list[Tensor], Tensor]:
         packed = head(hidden_of(model, batch)).float()
         alone = [base(input_ids=row[None].to(device), use_cache=False).logits[0] for row in rows]
         output: Any = backbone_of(model)(input_ids=rows[0][None].to(device), use_cache=False)

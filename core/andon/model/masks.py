@@ -19,16 +19,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from andon.config.source import quiet_loading
 from andon.fast.attention import causal_attention, fits, runs_on
-from andon.model.build import attending_as, backbone_of, computing, half_of, vocabulary_head, without_adapter
+from andon.model.build import (
+    attending_as,
+    backbone_of,
+    evaluating,
+    half_of,
+    tried,
+    vocabulary_head,
+    without_adapter,
+)
 
-T = TypeVar("T")
 WINDOWS = ("sliding_window", "local_attention", "attention_window", "attention_chunk_size", "window_size")
 """What configurations of transformers call a limit to how far a token sees."""
 _UNMASKED, _SPANS = "andon_unmasked_sdpa", "andon_packed_rows"
@@ -94,36 +101,6 @@ def _has_windows(config: Any) -> bool:
     return limited or any(_has_windows(part) for part in parts if part is not None)
 
 
-MISFITS = (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError)
-"""What models raise that need the mask of tokens, and accept neither a mask by pairs nor none."""
-
-
-def tried(call: Callable[[], T]) -> T | Exception:
-    """What `call`, a pass of a model, returns, or the error of `MISFITS` by which the model refuses its input.
-
-    An error of the device is raised: it says nothing of the model, and on another rank the call would succeed.
-    """
-    try:
-        return call()
-    except MISFITS as error:
-        if isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError) or "CUDA error" in str(error):
-            raise
-        return error
-
-
-@contextmanager
-def evaluating(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Inside, `model` computes in evaluation mode, without gradients, in its precision; then its modes are restored."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad(), computing(model, device):
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
-
-
 def tried_masking(model: nn.Module, device: torch.device) -> Masking:
     """The first of `possible_maskings` with which `model` on `device` gives what it gives with the last."""
     *cheaper, last = possible_maskings(model)
@@ -134,15 +111,15 @@ def tried_masking(model: nn.Module, device: torch.device) -> Masking:
 def _holds(model: Any, masking: Masking, device: torch.device) -> bool:
     """Compare logits and the backbone's output (a head of zeros would hide a wrong mask) of three rows."""
     ids, mask = _tokens(model, device)
-    outputs: list[list[torch.Tensor]] = []
+    outputs: list[list[Tensor]] = []
 
-    def logits_with(given: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = model(input_ids=ids, attention_mask=given).logits
+    def logits_with(given: Tensor) -> Tensor:
+        found: Tensor = model(input_ids=ids, attention_mask=given).logits
         return found.float()
 
     def note(_: nn.Module, __: object, output: Any) -> None:
         hidden = getattr(output, "last_hidden_state", None)
-        if isinstance(hidden, torch.Tensor) and hidden.shape[:2] == mask.shape:
+        if isinstance(hidden, Tensor) and hidden.shape[:2] == mask.shape:
             outputs[-1].append(hidden.float() * mask[..., None])
 
     with evaluating(model, device):
@@ -171,9 +148,9 @@ def _spans_hold(model: nn.Module, masking: Masking, device: torch.device) -> boo
     rows, positions = rows.to(device), positions.to(device)
     ids = torch.arange(1, rows.shape[1] + 1, device=device)[None] % base.get_input_embeddings().weight.shape[0]
 
-    def hidden_with(mask: torch.Tensor) -> torch.Tensor:
+    def hidden_with(mask: Tensor) -> Tensor:
         given = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "use_cache": False}
-        found: torch.Tensor = backbone_of(model)(**given).last_hidden_state
+        found: Tensor = backbone_of(model)(**given).last_hidden_state
         return found[rows > 0].float()
 
     outputs = []
@@ -188,7 +165,7 @@ def _spans_hold(model: nn.Module, masking: Masking, device: torch.device) -> boo
     return bool((found - wanted).norm() <= NOISE[half_of(model)] * wanted.norm())
 
 
-def _tokens(model: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _tokens(model: Any, device: torch.device) -> tuple[Tensor, Tensor]:
     """Three rows of different tokens, one of a single token, and their mask, [rows, length]; equal on all ranks."""
     room = getattr(model.config, "max_position_embeddings", None) or 0
     room = room if room > 0 else 2 * _TRIED_LENGTHS[0]  # XLNet says -1 for no limit
@@ -234,8 +211,8 @@ def _tried_padding(model: Any, device: torch.device) -> Padding:
     if isinstance(end, int):
         ids = ids.scatter(1, mask.sum(dim=1, keepdim=True) - 1, end)
 
-    def logits_of(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = model(input_ids=ids, attention_mask=mask).logits
+    def logits_of(ids: Tensor, mask: Tensor) -> Tensor:
+        found: Tensor = model(input_ids=ids, attention_mask=mask).logits
         return found.float()
 
     cuts = [(slice(row, row + 1), slice(length)) for row, length in enumerate(mask.sum(dim=1).tolist())]
@@ -255,7 +232,7 @@ def _tried_padding(model: Any, device: torch.device) -> Padding:
     return Padding("right", changes[0])
 
 
-def rolled(values: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+def rolled(values: Tensor, shift: Tensor) -> Tensor:
     """`values` [rows, length, ...], each row rotated to the left by its own `shift`, int64 [rows].
 
     A shift by a row's number of tokens moves its padding from the right to the left; its negative moves it back.
@@ -277,7 +254,7 @@ def padding_note(model: nn.Module, device: torch.device) -> str:
 
 
 @contextmanager
-def masked(model: nn.Module, masking: Masking, mask: torch.Tensor) -> Iterator[torch.Tensor]:
+def masked(model: nn.Module, masking: Masking, mask: Tensor) -> Iterator[Tensor]:
     """Inside, the mask to give `model`; mask: that of tokens [rows, length], 1 for a token, 0 for padding."""
     if masking is Masking.UNMASKED:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -303,9 +280,7 @@ def attending_by(model: nn.Module, name: str, attention: Callable[..., Any]) -> 
 
 
 @contextmanager
-def rows_apart(
-    model: nn.Module, masking: Masking, rows: torch.Tensor, positions: torch.Tensor
-) -> Iterator[torch.Tensor]:
+def rows_apart(model: nn.Module, masking: Masking, rows: Tensor, positions: Tensor) -> Iterator[Tensor]:
     """Inside, the mask to give `model` so that each token sees those of its own row up to itself, and no other.
 
     masking: `SPANS` or `ROW_PAIRS`. rows: int64 [packs, length], 1 for a pack's first row, 2, ... and 0 for padding at
@@ -323,7 +298,7 @@ def rows_apart(
     yield seen
 
 
-def _spans(rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def _spans(rows: Tensor, positions: Tensor) -> Tensor:
     """int32 [packs, 1, length, 2]: for each place where its row begins and the place after its row's last. Each place
     of padding is a row of its own."""
     length = rows.shape[1]
@@ -336,14 +311,14 @@ def _spans(rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 def _attend_by_spans(
     module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
     dropout: float = 0.0,
     scaling: float | None = None,
     **_: object,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Attention of packed rows as transformers calls it: query [packs, heads, length, size], key and value with as many
     heads or fewer, attention_mask from `_spans`; returns [packs, length, heads, size].
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from andon.console.problems import InputError, Problem
 from andon_contracts.act import NAMES
@@ -29,9 +29,9 @@ LARGEST_FILE = 5 * 10**9
 class Stored:
     """A tensor to write. dtype: to store it in, None: its own. change: from `tensor` in fp32 to what is stored."""
 
-    tensor: torch.Tensor
+    tensor: Tensor
     dtype: torch.dtype | None = None
-    change: Callable[[torch.Tensor], torch.Tensor] | None = None
+    change: Callable[[Tensor], Tensor] | None = None
 
     @property
     def kind(self) -> torch.dtype:
@@ -91,7 +91,7 @@ def write_sharded(folder: Path, tensors: Mapping[str, Stored]) -> None:
     return None
 
 
-def is_finite(tensor: torch.Tensor) -> bool:
+def is_finite(tensor: Tensor) -> bool:
     """Whether `tensor` (any dtype but complex) holds no NaN and no infinity."""
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return True
@@ -99,7 +99,7 @@ def is_finite(tensor: torch.Tensor) -> bool:
     return bool(torch.stack(torch.aminmax(plain)).isfinite().all())
 
 
-def require_finite(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
+def require_finite(tensors: Mapping[str, Tensor], file: Path) -> None:
     """Raise `InputError` that names `file` and each of the `tensors` read from it that is not finite."""
     odd = {name: tensor for name, tensor in sorted(tensors.items()) if not is_finite(tensor)}
     if odd:
@@ -134,7 +134,7 @@ def require_finite_model(model: nn.Module, folder: Path | None, name: str) -> No
     raise InputError(found or _problems(pickled[0] if len(pickled) == 1 else Path(name), odd))
 
 
-def _problems(file: Path, odd: Mapping[str, torch.Tensor]) -> list[Problem]:
+def _problems(file: Path, odd: Mapping[str, Tensor]) -> list[Problem]:
     problems = []
     for name, tensor in [*odd.items()][:_SHOWN]:
         plain = tensor.detach().float()

@@ -11,8 +11,14 @@ from andon.console.problems import InputError, Problem
 from andon.model.adapter import attach, trainable_parameters
 from andon.model.batches import EvaluationBatching, padded_length
 from andon.model.build import build_shape
-from andon.model.memory import MemoryPlan, plan_bytes
-from andon.model.memory_trace import checkpoint_hollow, hollow, traced_activations, traced_evaluation
+from andon.model.memory import (
+    MemoryPlan,
+    checkpoint_hollow,
+    hollow,
+    plan_bytes,
+    traced_activations,
+    traced_evaluation,
+)
 from andon.training.material import Material, adapter_spec, padding_multiple
 
 
