@@ -11,7 +11,6 @@ import json
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from andon.config.schema import Adapter
 from andon.config.source import is_folder, require_model_folder
 from andon.console.problems import InputError, Problem, ProblemList
 from andon.model.build import facts_of, head_names, seeded, vocabulary_head, without_adapter
@@ -33,45 +33,28 @@ _WRAPPERS = ("base_layer", "original_module", "token_adapter")
 """Parts of names under which peft keeps what it wraps."""
 
 
-@dataclass(frozen=True)
-class AdapterSpec:
-    """Which weights train. kind: 'lora', or 'none' for every weight of the model.
-
-    r: rank. alpha: the update is scaled by alpha / r. dropout: before A, in [0, 1). targets: names of Linear modules,
-    matched as whole dotted suffixes, or 'all-linear' for every Linear outside of the head. new_tokens: ids, in order
-    and without a gap, that a causal language model learns besides those before them.
-    """
-
-    kind: str = "lora"
-    r: int = 16
-    alpha: float = 16.0
-    dropout: float = 0.05
-    targets: str | tuple[str, ...] = ALL_LINEAR
-    new_tokens: tuple[int, ...] = ()
-
-
-def attach(model: nn.Module, spec: AdapterSpec, seed: int) -> nn.Module:
-    """`model` with the adapter of `spec`: A drawn from `seed`, B zero, the whole head trainable, trainables fp32.
+def attach(model: nn.Module, adapter: Adapter, seed: int, new_tokens: Sequence[int] = ()) -> nn.Module:
+    """`model` with its adapter: A drawn from `seed`, B zero, the whole head trainable, trainables fp32.
 
     Modules of the backbone that the base's checkpoint lacks train whole, as the head does, and are part of the adapter:
     who loads the adapter elsewhere would draw other weights for them.
     The head of a causal language model came with it, and stays as it is, but for the rows of new tokens, which train
-    as those of its embedding do. Changes `model` in place and returns what to train (a peft model, or `model` itself
-    for kind 'none'). Raises `InputError` for values out of range and for each target that matches no Linear, with the
-    nearest names.
+    as those of its embedding do. new_tokens: their ids, in order and without a gap after the others. Changes `model`
+    in place and returns what to train (a peft model, or `model` itself for kind 'none'). Raises `InputError` for each
+    target that matches no Linear, with the nearest names.
     """
-    _check(spec)
-    if spec.new_tokens:
-        add_rows(model, spec.new_tokens, spec.kind)
-    if spec.kind == "none":
+    if new_tokens:
+        add_rows(model, new_tokens, adapter.kind)
+    if adapter.kind == "none":
         return model.float().requires_grad_(True)
     heads = head_names(model)
     if not heads:
         raise InputError([Problem("model.base", f"{type(model).__name__} has no head beside its backbone")])
     drawn = facts_of(model).drawn
-    _check_targets(model, spec, heads, drawn)
+    names = _named(adapter.targets)
+    _check_targets(model, names, heads, drawn)
     new = () if vocabulary_head(model) is not None else (*heads, *drawn)
-    adapted = _inject(model, spec, new, seed)
+    adapted = _inject(model, adapter, names, new, new_tokens, seed)
     for parameter in adapted.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
@@ -81,27 +64,11 @@ def attach(model: nn.Module, spec: AdapterSpec, seed: int) -> nn.Module:
     return trained
 
 
-def _check(spec: AdapterSpec) -> None:
-    found = ProblemList()
-    if spec.kind not in ("lora", "none"):
-        found.add("adapter.kind", f"{spec.kind!r} is not one of lora, none")
-    if spec.r < 1:
-        found.add("adapter.r", f"{spec.r} must be at least 1")
-    if not spec.alpha > 0:
-        found.add("adapter.alpha", f"{spec.alpha} must be above 0")
-    if not 0 <= spec.dropout < 1:
-        found.add("adapter.dropout", f"{spec.dropout} must be at least 0 and below 1")
-    if not spec.targets:
-        found.add("adapter.targets", f"no targets; name modules or say {ALL_LINEAR!r}")
-    found.raise_if_any()
+def _named(targets: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return targets if isinstance(targets, tuple) else (targets or ALL_LINEAR,)
 
 
-def _named(targets: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (targets,) if isinstance(targets, str) else tuple(targets)
-
-
-def _check_targets(model: nn.Module, spec: AdapterSpec, heads: Sequence[str], drawn: Sequence[str]) -> None:
-    names = _named(spec.targets)
+def _check_targets(model: nn.Module, names: Sequence[str], heads: Sequence[str], drawn: Sequence[str]) -> None:
     if names == (ALL_LINEAR,):
         return
     linear = [
@@ -137,18 +104,24 @@ def _peft_task(model: nn.Module, new_heads: Sequence[str]) -> Any:
     return TaskType.TOKEN_CLS if "TokenClassification" in type(model).__name__ else TaskType.SEQ_CLS
 
 
-def _inject(model: nn.Module, spec: AdapterSpec, new_heads: Sequence[str], seed: int) -> Any:
+def _inject(
+    model: nn.Module,
+    adapter: Adapter,
+    names: Sequence[str],
+    new_heads: Sequence[str],
+    new_tokens: Sequence[int],
+    seed: int,
+) -> Any:
     from peft import LoraConfig, get_peft_model
 
-    names = _named(spec.targets)
     config = LoraConfig(
         task_type=_peft_task(model, new_heads),
-        r=spec.r,
-        lora_alpha=spec.alpha,  # type: ignore[arg-type]
-        lora_dropout=spec.dropout,
+        r=adapter.r,
+        lora_alpha=adapter.alpha,  # type: ignore[arg-type]
+        lora_dropout=adapter.dropout,
         target_modules=ALL_LINEAR if names == (ALL_LINEAR,) else list(names),
         modules_to_save=list(new_heads) or None,
-        trainable_token_indices=layers_with_rows(model, spec.new_tokens),
+        trainable_token_indices=layers_with_rows(model, new_tokens),
     )
     with seeded(seed), torch.device("cpu"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
@@ -159,7 +132,7 @@ def _inject(model: nn.Module, spec: AdapterSpec, new_heads: Sequence[str], seed:
             return with_rows_put_in(get_peft_model(model, config))
         except ValueError as error:
             # peft adapts the experts of a mixture as plain parameters, which have no input to drop from.
-            remedy = "; --set adapter.dropout=0" if spec.dropout and "dropout" in str(error) else ""
+            remedy = "; --set adapter.dropout=0" if adapter.dropout and "dropout" in str(error) else ""
             what = f"peft refuses it for {type(model).__name__}: {str(error).removesuffix('.')}{remedy}"
             raise InputError([Problem("adapter", what)]) from error
 

@@ -56,7 +56,7 @@ def in_order_of(config: Any, labels: Sequence[str]) -> tuple[str, ...]:
 
 
 def keeps_head(config: Any, auto: Any, head: str, labels: Sequence[str]) -> bool:
-    """Whether the outputs of the base are what `labels` name, in their order. head: as in `ModelSpec`."""
+    """Whether the outputs of the base are what `labels` name, in their order. head: a key of `LOADERS`."""
     if not has_own_head(config, auto):
         return False
     own = own_classes(config)
@@ -68,7 +68,7 @@ def keeps_head(config: Any, auto: Any, head: str, labels: Sequence[str]) -> bool
 
 
 def head_note(config: Any, auto: Any, head: str, labels: Sequence[str], *, kept: bool) -> str:
-    """The line that says what became of the base's own head. head, labels: of the run, as in `ModelSpec`."""
+    """The line that says what became of the base's own head. head, labels: as in `ModelInterface`."""
     if kept and head == "regression":
         return "head: the base's own is kept; it gives one number too"
     if kept:

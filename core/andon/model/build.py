@@ -1,7 +1,7 @@
 """A sequence classifier or a causal language model from transformers: the embedded small one, a folder's or the hub's.
 
-The same `ModelSpec` gives the same bits in every process: what a checkpoint lacks (all of it for the embedded models,
-the classification head for others) is drawn from the spec's own seed, and the process-global generator is left alone.
+The same settings give the same bits in every process: what a checkpoint lacks (all of it for the embedded models, the
+classification head for others) is drawn from the run's seed, and the process-global generator is left alone.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from andon.config.schema import Model
 from andon.config.source import is_folder, loading, setting_faults
 from andon.console.problems import InputError, Problem, ProblemList
 from andon.model.base_head import (
@@ -34,7 +35,6 @@ from andon.model.finite import require_finite_model
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _HALVES = (torch.bfloat16, torch.float16)
-_ARCHITECTURES = ("decoder", "encoder")
 LOADERS = {
     "classification": "AutoModelForSequenceClassification",
     "regression": "AutoModelForSequenceClassification",
@@ -57,62 +57,47 @@ _SEEDING = threading.Lock()
 
 
 @dataclass(frozen=True)
-class ModelSpec:
-    """All that defines a base model. Sizes and `dropout` are the embedded model's, unused when `base` is given.
+class ModelInterface:
+    """What the rows and the tokenizer require of a model.
 
-    base: None (embedded), an existing folder, or a hub id. revision: of a hub id; None is its main branch.
-    architecture: 'decoder' (Qwen3) or 'encoder' (BERT).
-    max_length: most tokens of a row. dtype: 'float32' or 'bfloat16', of the frozen weights. vocab_size: ids that the
-    tokenizer may give. pad_id: the padding id; a decoder pools the last token that is not this one.
-    labels: one name for each class, in the order of their ids. seed: of every weight that is not loaded.
-    head: 'classification', 'regression' (one output), 'multi-label', 'tokens' (of each token), or 'causal'
-    for the next token, where num_labels and labels are not read.
+    head: a key of `LOADERS`. labels: the class names in the order of their ids; empty for 'causal'. vocab_size: ids
+    that the tokenizer may give, without `new_tokens`. pad_id: the padding id; a decoder pools the last token that is
+    not this one. new_tokens: ids that a causal language model learns, in order and without a gap after the others.
     """
 
-    num_labels: int
+    head: str
     labels: tuple[str, ...]
     vocab_size: int
     pad_id: int
-    base: str | None = None
-    architecture: str = "decoder"
-    hidden_size: int = 64
-    num_hidden_layers: int = 2
-    num_attention_heads: int = 4
-    num_key_value_heads: int = 4
-    intermediate_size: int = 128
-    dropout: float = 0.1
-    max_length: int = 128
-    dtype: str = "float32"
-    seed: int = 0
-    head: str = "classification"
-    revision: str | None = None
+    new_tokens: tuple[int, ...] = ()
 
 
-def build_base(spec: ModelSpec) -> nn.Module:
-    """The model of `spec` on the CPU, in training mode, with no adapter; identical on every call.
+def build_base(settings: Model, interface: ModelInterface, seed: int) -> nn.Module:
+    """The model on the CPU, in training mode, with no adapter and no new tokens; identical on every call.
 
-    A folder is read without the network and without running code from it. Raises `InputError` for sizes that do not
-    fit each other, a folder or hub id that cannot be loaded or lacks weights of its backbone (of a causal model its
-    head is no less), weights that are NaN or infinite, a tokenizer whose ids exceed the vocabulary, rows longer than
-    the model has positions, and an encoder that is to write.
+    seed: of every weight that is not loaded. A folder is read without the network and without running code from it.
+    Raises `InputError` for a folder or hub id that cannot be loaded or lacks weights of its backbone (of a causal model
+    its head is no less), weights that are NaN or infinite, a tokenizer whose ids exceed the vocabulary, rows longer
+    than the model has positions, and an encoder that is to write.
     """
-    _check(spec)
-    _check_memory(spec)
-    with seeded(spec.seed), torch.device("cpu"):
-        model: nn.Module = _embedded(spec) if spec.base is None else _pretrained(spec)
-    _check_fit(model, spec)
+    _check(settings, interface)
+    _check_memory(settings, interface)
+    with seeded(seed), torch.device("cpu"):
+        embedded = settings.base is None
+        model: nn.Module = _embedded(settings, interface) if embedded else _pretrained(settings, interface, seed)
+    _check_fit(model, settings, interface)
     return _ready(model)
 
 
-def build_shape(spec: ModelSpec) -> nn.Module:
+def build_shape(settings: Model, interface: ModelInterface, seed: int) -> nn.Module:
     """As `build_base`, without weights: on the meta device, nothing is allocated or read.
 
     A folder needs its config.json only. Raises `InputError` as `build_base` does, but for weights that are absent.
     """
-    _check(spec)
-    with seeded(spec.seed), torch.device("meta"):
-        model: nn.Module = _embedded(spec) if spec.base is None else _configured(spec)
-    _check_fit(model, spec)
+    _check(settings, interface)
+    with seeded(seed), torch.device("meta"):
+        model: nn.Module = (_embedded if settings.base is None else _configured)(settings, interface)
+    _check_fit(model, settings, interface)
     return _ready(model)
 
 
@@ -136,100 +121,70 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
-def _check(spec: ModelSpec) -> None:
-    found = ProblemList()
-    if spec.dtype not in _DTYPES:
-        found.add("model.dtype", f"{spec.dtype!r} is not one of {', '.join(_DTYPES)}")
-    if spec.head not in LOADERS:
-        found.add("head", f"{spec.head!r} is not one of {', '.join(LOADERS)}")
-    if spec.head == "classification" and spec.num_labels < 2:
-        found.add("num_labels", f"{spec.num_labels} classes; a classifier needs at least 2")
-    if spec.head == "regression" and spec.num_labels != 1:
-        found.add("num_labels", f"{spec.num_labels} outputs; one number is learned")
-    if spec.head != "causal" and len(spec.labels) != spec.num_labels:
-        found.add("labels", f"{len(spec.labels)} label names for {spec.num_labels} classes")
-    if not 0 <= spec.pad_id < spec.vocab_size:
-        found.add("pad_id", f"padding id {spec.pad_id} is outside of the {spec.vocab_size} ids of the vocabulary")
-    if spec.base is None:
-        _check_sizes(spec, found)
+def _check(settings: Model, interface: ModelInterface) -> None:
+    found, (pad, size) = ProblemList(), (interface.pad_id, interface.vocab_size)
+    if interface.head == "classification" and len(interface.labels) < 2:
+        found.add("num_labels", f"{len(interface.labels)} classes; a classifier needs at least 2")
+    if not 0 <= pad < size:
+        found.add("pad_id", f"padding id {pad} is outside of the {size} ids of the vocabulary")
+    if settings.base is None and interface.head == "causal" and settings.architecture == "encoder":
+        found.add("model.architecture", "'encoder' reads both ways and cannot write the next token; give 'decoder'")
     found.raise_if_any()
 
 
-def _check_sizes(spec: ModelSpec, found: ProblemList) -> None:
-    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
-    wrong = [name for name in (*names, "max_length") if getattr(spec, name) < 1]
-    for name in wrong:
-        found.add(f"model.{name}", f"{getattr(spec, name)} must be at least 1")
-    if spec.architecture not in _ARCHITECTURES:
-        found.add("model.architecture", f"{spec.architecture!r} is not one of {', '.join(_ARCHITECTURES)}")
-    elif spec.head == "causal" and spec.architecture == "encoder":
-        found.add("model.architecture", "'encoder' reads both ways and cannot write the next token; give 'decoder'")
-    if not 0 <= spec.dropout < 1:
-        found.add("model.dropout", f"{spec.dropout} must be at least 0 and below 1")
-    if wrong:
-        return
-    heads = f"{spec.num_attention_heads} attention heads"
-    if spec.hidden_size % spec.num_attention_heads:
-        found.add("model.hidden_size", f"{spec.hidden_size} is not a multiple of the {heads}")
-    elif spec.architecture == "decoder" and (spec.hidden_size // spec.num_attention_heads) % 2:
-        found.add("model.hidden_size", f"{spec.hidden_size} over {heads} is odd; rotary positions need an even number")
-    if spec.architecture == "decoder" and spec.num_attention_heads % spec.num_key_value_heads:
-        found.add("model.num_key_value_heads", f"{spec.num_key_value_heads} does not divide the {heads}")
-
-
-def _check_memory(spec: ModelSpec) -> None:
+def _check_memory(settings: Model, interface: ModelInterface) -> None:
     """An embedded model is drawn in fp32 in this machine's memory, whatever sizes somebody wrote down."""
-    products = 4 * spec.hidden_size**2 + 3 * spec.hidden_size * spec.intermediate_size
-    embeddings = (spec.vocab_size + spec.max_length) * spec.hidden_size
-    needed = 4 * (spec.num_hidden_layers * products + embeddings)
+    products = 4 * settings.hidden_size**2 + 3 * settings.hidden_size * settings.intermediate_size
+    embeddings = (interface.vocab_size + settings.max_length) * settings.hidden_size
+    needed = 4 * (settings.num_hidden_layers * products + embeddings)
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if spec.base is None and needed > there:
+    if settings.base is None and needed > there:
         what = f"its sizes ask for {needed / 2**30:.1f} GiB of weights; this machine has {there / 2**30:.1f}"
         raise InputError([Problem("model", what)])
 
 
-def _label_names(spec: ModelSpec) -> dict[str, Any]:
-    if spec.head == "causal":
+def _label_names(interface: ModelInterface) -> dict[str, Any]:
+    if interface.head == "causal":
         return {}
     return {
-        "problem_type": _PROBLEMS.get(spec.head),  # of a base that was trained on another problem too
-        "num_labels": spec.num_labels,
-        "id2label": dict(enumerate(spec.labels)),
-        "label2id": {name: index for index, name in enumerate(spec.labels)},
+        "problem_type": _PROBLEMS.get(interface.head),  # of a base that was trained on another problem too
+        "num_labels": len(interface.labels),
+        "id2label": dict(enumerate(interface.labels)),
+        "label2id": {name: index for index, name in enumerate(interface.labels)},
     }
 
 
-def _embedded(spec: ModelSpec) -> Any:
+def _embedded(settings: Model, interface: ModelInterface) -> Any:
     import transformers
 
     shared: dict[str, Any] = {
-        "vocab_size": spec.vocab_size,
-        "hidden_size": spec.hidden_size,
-        "num_hidden_layers": spec.num_hidden_layers,
-        "num_attention_heads": spec.num_attention_heads,
-        "intermediate_size": spec.intermediate_size,
-        "max_position_embeddings": spec.max_length,
-        "pad_token_id": spec.pad_id,
+        "vocab_size": interface.vocab_size,
+        "hidden_size": settings.hidden_size,
+        "num_hidden_layers": settings.num_hidden_layers,
+        "num_attention_heads": settings.num_attention_heads,
+        "intermediate_size": settings.intermediate_size,
+        "max_position_embeddings": settings.max_length,
+        "pad_token_id": interface.pad_id,
         "use_cache": False,
-        **_label_names(spec),
+        **_label_names(interface),
     }
-    if spec.architecture == "encoder":
+    if settings.architecture == "encoder":
         config: Any = transformers.BertConfig(
-            **shared, hidden_dropout_prob=spec.dropout, attention_probs_dropout_prob=spec.dropout
+            **shared, hidden_dropout_prob=settings.dropout, attention_probs_dropout_prob=settings.dropout
         )
     else:
         config = transformers.Qwen3Config(
             **shared,
-            head_dim=spec.hidden_size // spec.num_attention_heads,
-            num_key_value_heads=spec.num_key_value_heads,
-            attention_dropout=spec.dropout,
+            head_dim=settings.hidden_size // settings.num_attention_heads,
+            num_key_value_heads=settings.num_key_value_heads,
+            attention_dropout=settings.dropout,
             bos_token_id=None,
             eos_token_id=None,
-            tie_word_embeddings=spec.head == "causal",
+            tie_word_embeddings=interface.head == "causal",
         )
-    model: Any = getattr(transformers, _EMBEDDED[spec.architecture, LOADERS[spec.head]])(config)
-    model.config.dtype = _DTYPES[spec.dtype]
-    return model.to(_DTYPES[spec.dtype])
+    model: Any = getattr(transformers, _EMBEDDED[settings.architecture, LOADERS[interface.head]])(config)
+    model.config.dtype = _DTYPES[settings.dtype]
+    return model.to(_DTYPES[settings.dtype])
 
 
 def _auto_class(head: str) -> Any:
@@ -238,25 +193,26 @@ def _auto_class(head: str) -> Any:
     return getattr(transformers, LOADERS[head])
 
 
-def _pretrained(spec: ModelSpec) -> Any:
-    auto, (source, local) = _auto_class(spec.head), _source(str(spec.base), spec.revision)
-    config = _configuration(spec, source, local)  # not its values to the model, which refuses those that it lacks
-    stored = _stored_config(str(spec.base), spec.revision)
-    with loading(str(spec.base), "model.base"):
+def _pretrained(settings: Model, interface: ModelInterface, seed: int) -> Any:
+    auto, (source, local) = _auto_class(interface.head), _source(str(settings.base), settings.revision)
+    # Its values are not given to the model, which refuses those that it lacks.
+    config = _configuration(settings, interface, source, local)
+    stored = _stored_config(str(settings.base), settings.revision)
+    with loading(str(settings.base), "model.base"):
         model, report = auto.from_pretrained(
             source,
             config=config,
-            dtype=_DTYPES[spec.dtype],
-            revision=spec.revision,
+            dtype=_DTYPES[settings.dtype],
+            revision=settings.revision,
             local_files_only=local,
             trust_remote_code=False,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
     missing, mismatched = set(map(str, report["missing_keys"])), set(map(_key, report["mismatched_keys"]))
-    drawn = _drawn_modules(model, missing | mismatched, spec)
-    require_finite_model(model, _folder_of(source, spec.revision, local=local), str(spec.base))
-    note = "" if spec.head == "causal" else _settle_head(model, stored, missing, mismatched, spec)
+    drawn = _drawn_modules(model, missing | mismatched, str(settings.base), interface.head)
+    require_finite_model(model, _folder_of(source, settings.revision, local=local), str(settings.base))
+    note = "" if interface.head == "causal" else _settle_head(model, stored, missing, mismatched, interface, seed)
     model.andon_facts = BaseFacts(drawn, (note,) if note else (), own_code_note(stored, model))
     return model
 
@@ -276,7 +232,9 @@ def _key(mismatched: Any) -> str:
     return str(mismatched[0] if isinstance(mismatched, (tuple, list)) else mismatched)
 
 
-def _settle_head(model: Any, stored: Any, missing: Set[str], mismatched: Set[str], spec: ModelSpec) -> str:
+def _settle_head(
+    model: Any, stored: Any, missing: Set[str], mismatched: Set[str], interface: ModelInterface, seed: int
+) -> str:
     """Draw the output layer anew if the checkpoint has one for other classes, and return the line that says so.
 
     stored: the checkpoint's configuration as it lies there. missing, mismatched: tensors that the checkpoint lacks or
@@ -285,21 +243,21 @@ def _settle_head(model: Any, stored: Any, missing: Set[str], mismatched: Set[str
     heads = {f"{name}.{each}" for name in head_names(model) for each, _ in model.get_submodule(name).named_parameters()}
     if heads <= missing:
         return ""
-    auto = _auto_class(spec.head)
+    auto = _auto_class(interface.head)
     outputs = output_tensors(auto, model.config)
     if outputs <= missing:
         return ""
     absent = missing | mismatched
-    kept = not outputs & absent and keeps_head(stored, auto, spec.head, spec.labels)
+    kept = not outputs & absent and keeps_head(stored, auto, interface.head, interface.labels)
     if not kept and not outputs <= absent:
-        draw_again(model, outputs, spec.seed)
-    return head_note(stored, auto, spec.head, spec.labels, kept=kept)
+        draw_again(model, outputs, seed)
+    return head_note(stored, auto, interface.head, interface.labels, kept=kept)
 
 
 def labels_in_own_order(base: str, head: str, labels: Sequence[str], revision: str | None = None) -> tuple[str, ...]:
     """`labels` in the order of the outputs of the model at `base`, if that names the same classes; else as they are.
 
-    head, revision: as in `ModelSpec`. Raises `InputError` for a base whose configuration cannot be loaded.
+    head: a key of `LOADERS`. Raises `InputError` for a base whose configuration cannot be loaded.
     """
     stored, auto = _stored_config(base, revision), _auto_class(head)
     return in_order_of(stored, labels) if has_own_head(stored, auto) else tuple(labels)
@@ -313,30 +271,32 @@ def _stored_config(base: str, revision: str | None) -> Any:
         return AutoConfig.from_pretrained(source, revision=revision, local_files_only=local, trust_remote_code=False)
 
 
-def _configured(spec: ModelSpec) -> Any:
-    """The model that a folder's or the hub's configuration describes, with the sizes that `spec` gives its head."""
-    auto, config = _auto_class(spec.head), _configuration(spec, *_source(str(spec.base), spec.revision))
-    with loading(str(spec.base), "model.base"):
-        return auto.from_config(config, dtype=_DTYPES[spec.dtype], trust_remote_code=False)
+def _configured(settings: Model, interface: ModelInterface) -> Any:
+    """The model that a folder's or the hub's configuration describes, with a head as `interface` requires it."""
+    config = _configuration(settings, interface, *_source(str(settings.base), settings.revision))
+    with loading(str(settings.base), "model.base"):
+        return _auto_class(interface.head).from_config(config, dtype=_DTYPES[settings.dtype], trust_remote_code=False)
 
 
-def _configuration(spec: ModelSpec, source: str, local: bool) -> Any:
-    """The configuration at `source`, with the sizes that `spec` gives the head. Refuses one of several models."""
+def _configuration(settings: Model, interface: ModelInterface, source: str, local: bool) -> Any:
+    """The configuration at `source`, with a head as `interface` requires it. Refuses one of several models."""
     from transformers import AutoConfig
 
-    given = {"pad_token_id": spec.pad_id, "use_cache": False, "revision": spec.revision, **_label_names(spec)}
-    with loading(str(spec.base), "model.base"):
-        config = AutoConfig.from_pretrained(source, local_files_only=local, trust_remote_code=False, **given)
-    faults = [Problem("model.base", f"{spec.base!r} {fault}") for fault in setting_faults(config.to_dict())]
+    base, values = str(settings.base), {"pad_token_id": interface.pad_id, "use_cache": False, **_label_names(interface)}
+    with loading(base, "model.base"):
+        config = AutoConfig.from_pretrained(
+            source, revision=settings.revision, local_files_only=local, trust_remote_code=False, **values
+        )
+    faults = [Problem("model.base", f"{base!r} {fault}") for fault in setting_faults(config.to_dict())]
     if faults:  # of a folder they are found before; what the hub has is seen here first
         raise InputError(faults)
     if config.get_text_config() is not config:
-        what = f"{spec.base!r} is several models in one ({', '.join(config.sub_configs)}); give one of text alone"
+        what = f"{base!r} is several models in one ({', '.join(config.sub_configs)}); give one of text alone"
         raise InputError([Problem("model.base", what)])
-    if spec.head == "causal":
-        _refuse_encoder(config, str(spec.base))
+    if interface.head == "causal":
+        _refuse_encoder(config, base)
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
-        what = f"{spec.base!r} has a decoder ({config.model_type}), and its config.json does not say which token that "
+        what = f"{base!r} has a decoder ({config.model_type}), and its config.json does not say which token that "
         what += "begins with; add decoder_start_token_id (of T5 it is the padding id, 0)"
         raise InputError([Problem("model.base", what)])
     return config
@@ -381,19 +341,19 @@ def _source(base: str, revision: str | None) -> tuple[str, bool]:
     return base, False
 
 
-def _drawn_modules(model: Any, absent: Set[str], spec: ModelSpec) -> tuple[str, ...]:
+def _drawn_modules(model: Any, absent: Set[str], base: str, head: str) -> tuple[str, ...]:
     """The modules of the backbone that were drawn at random because the checkpoint lacks them: a pooler alone.
 
     absent: the tensors that it lacks. Transformers fills them with noise and goes on, which is right for a new head,
     and for the pooler that belongs to it. Raises `InputError` for any other part of the backbone.
     """
-    heads = () if spec.head == "causal" else tuple(f"{name}." for name in head_names(model))
+    heads = () if head == "causal" else tuple(f"{name}." for name in head_names(model))
     inside = sorted(name for name in absent if not name.startswith(heads))
     backbone = [name for name in inside if ".pooler." not in name]
     if backbone:
         shown = ", ".join(backbone[:5]) + (f" and {len(backbone) - 5} more" if len(backbone) > 5 else "")
-        whose = "that a causal language model needs" if spec.head == "causal" else "of its own backbone"
-        raise InputError([Problem("model.base", f"{spec.base!r} lacks weights {whose}: {shown}")])
+        whose = "that a causal language model needs" if head == "causal" else "of its own backbone"
+        raise InputError([Problem("model.base", f"{base!r} lacks weights {whose}: {shown}")])
     return tuple(dict.fromkeys(name.rpartition(".")[0] for name in inside))
 
 
@@ -418,24 +378,24 @@ def vocabulary_head(model: nn.Module) -> nn.Module | None:
     return found
 
 
-def facts_of_shape(spec: ModelSpec) -> tuple[int | None, int, str]:
-    """Of the base of `spec`, from its configuration: most tokens of a row (None: no limit), weights, and the dtype that
+def facts_of_shape(settings: Model, interface: ModelInterface) -> tuple[int | None, int, str]:
+    """Of a base, from its configuration: most tokens of a row (None: no limit), weights, and the dtype that
     it was saved in, float32 or bfloat16. Raises `InputError` for a base that cannot be loaded."""
-    model: Any = build_shape(replace(spec, max_length=1))
-    saved = str(getattr(_stored_config(str(spec.base), spec.revision), "dtype", None)).removeprefix("torch.")
+    model: Any = build_shape(settings.model_copy(update={"max_length": 1}), interface, 0)
+    saved = str(getattr(_stored_config(str(settings.base), settings.revision), "dtype", None)).removeprefix("torch.")
     weights = sum(parameter.numel() for parameter in model.parameters())
     return positions_of(model), weights, "bfloat16" if saved == "bfloat16" else "float32"
 
 
-def _check_fit(model: Any, spec: ModelSpec) -> None:
+def _check_fit(model: Any, settings: Model, interface: ModelInterface) -> None:
     found, vocabulary = ProblemList(), model.config.vocab_size
-    if spec.vocab_size > vocabulary:
-        found.add("model.base", f"the tokenizer has {spec.vocab_size} ids, the model's vocabulary {vocabulary}")
-    positions = positions_of(model)
-    if positions is not None and spec.max_length > positions and not _takes(model, spec, positions):
+    if interface.vocab_size > vocabulary:
+        found.add("model.base", f"the tokenizer has {interface.vocab_size} ids, the model's vocabulary {vocabulary}")
+    positions, length = positions_of(model), settings.max_length
+    if positions is not None and length > positions and not _takes(model, length, interface, positions):
         found.add(
             "model.max_length",
-            f"{spec.max_length} tokens are more than the model's {positions} positions; "
+            f"{length} tokens are more than the model's {positions} positions; "
             f"--set model.max_length={positions} is the most",
         )
     found.raise_if_any()
@@ -460,8 +420,8 @@ def positions_of(model: Any) -> int | None:
     return min([positions, *behind])
 
 
-def _takes(model: Any, spec: ModelSpec, positions: int) -> bool:
-    """Whether `model` can be given spec.max_length tokens, which are more than its configuration's `positions`.
+def _takes(model: Any, length: int, interface: ModelInterface, positions: int) -> bool:
+    """Whether `model` can be given `length` tokens, which are more than its configuration's `positions`.
 
     A model that only looks at distances (DeBERTa) can; others fail, or would look beyond a table. One that rotates by
     position computes something for any length, but was not trained on such.
@@ -476,7 +436,7 @@ def _takes(model: Any, spec: ModelSpec, positions: int) -> bool:
         return False
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     hooks = [module.register_forward_pre_hook(note) for module in embeddings]
-    ids = torch.full((1, spec.max_length), (spec.pad_id + 1) % spec.vocab_size, device=model.device)
+    ids = torch.full((1, length), (interface.pad_id + 1) % interface.vocab_size, device=model.device)
     training = model.training
     try:
         with torch.no_grad():
