@@ -13,10 +13,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from andon.config.schema import Optimizer
 from andon.step.agreement import Gathered
 from andon.step.gate import Gate, encoded, expected_row, most
 from andon.step.micro_batch import REPORT_FIELDS, padded, planned_reports, reports_of
-from andon.step.optimizer import OptimizerSpec, read_reduced, read_state, rules_for_facts
+from andon.step.optimizer import moments_of, read_reduced, read_state, rules_for_facts, update_facts
 from andon.step.replica import REDUCED_FACTS
 from andon.step.step import COMPUTED_FACTS, RATES
 from andon_contracts.agree import bits_of, header, majority, real_of
@@ -131,22 +132,22 @@ def _count_bits(updates: float) -> int:
     return int(struct.unpack("<i", struct.pack("<f", updates))[0])
 
 
-SPECS = [OptimizerSpec(), OptimizerSpec("sgd", momentum=0.9)]
+SPECS = [Optimizer(), Optimizer(name="sgd", momentum=0.9)]
 
 
 @pytest.mark.parametrize("column", [None, 0, 1, 2])
 @given(world=worlds, spec=st.sampled_from(SPECS), due=st.integers(1, 99), data=st.data())
 def test_of_what_the_update_left(
-    column: int | None, world: int, spec: OptimizerSpec, due: int, data: st.DataObject
+    column: int | None, world: int, spec: Optimizer, due: int, data: st.DataObject
 ) -> None:
-    moments = [3 + place for place, _ in enumerate(spec.moments)]
+    moments = [3 + place for place, _ in enumerate(moments_of(spec))]
     values = [[5, *moments, _count_bits(due)] for _ in range(world)]
     counts = [_count_bits(count) for count in (due - 1, due + 0.5, 0.0, -1.0, math.nan, math.inf)]
     changed(values, [[6], *([0, 9] for _ in moments), counts], column, data)
-    said = gathered(values, spec.facts, data)
+    said = gathered(values, update_facts(spec), data)
     observations = [replace(each, values=read_state(spec, 9, each.values)) for each in said.read()]
     judgement = Judgement(laws.UPDATED, Seen(observations, due))
-    row = expected_row(rules_for_facts(spec, rules_of(laws.UPDATED, due)), spec.facts)
+    row = expected_row(rules_for_facts(spec, rules_of(laws.UPDATED, due)), update_facts(spec))
     assert closes(said, [row] * world) == (judgement.first is not None)
 
 

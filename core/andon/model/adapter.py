@@ -11,7 +11,6 @@ import json
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from andon.config.schema import Adapter
 from andon.config.source import is_folder, require_model_folder
 from andon.console.problems import InputError, Problem, ProblemList
 from andon.model.build import facts_of, head_names, seeded, vocabulary_head, without_adapter
@@ -33,44 +33,28 @@ _AT_ONCE = 4096
 """Rows that are added at a time."""
 
 
-@dataclass(frozen=True)
-class AdapterSpec:
-    """Which weights train. kind: 'lora', or 'none' for every weight of the model.
-
-    r: rank. alpha: the update is scaled by alpha / r. dropout: before A, in [0, 1). targets: names of Linear modules,
-    matched as whole dotted suffixes, or 'all-linear' for every Linear outside of the head. new_tokens: ids, in order
-    and without a gap, that a causal language model learns besides those before them.
-    """
-
-    kind: str = "lora"
-    r: int = 16
-    alpha: float = 16.0
-    dropout: float = 0.05
-    targets: str | tuple[str, ...] = ALL_LINEAR
-    new_tokens: tuple[int, ...] = ()
-
-
-def attach(model: nn.Module, spec: AdapterSpec, seed: int) -> nn.Module:
-    """`model` with the adapter of `spec`: A drawn from `seed`, B zero, the whole head trainable, trainables fp32.
+def attach(model: nn.Module, adapter: Adapter, seed: int, new_tokens: Sequence[int] = ()) -> nn.Module:
+    """`model` with its adapter: A drawn from `seed`, B zero, the whole head trainable, trainables fp32.
 
     Modules of the backbone that the base's checkpoint lacks train whole as the head does, and belong to the adapter: a
     program that loads it elsewhere would draw other weights. The head of a causal language model stays as it came, but
-    for the rows of new tokens. Changes `model` in place and returns what to train (a peft model, or `model` itself for
-    kind 'none'). Raises `InputError` for a target that matches no Linear, with the nearest names.
+    for the rows of new tokens. new_tokens: their ids, in order and without a gap after the others. Changes `model` in
+    place and returns what to train (a peft model, or `model` itself for kind 'none'). Raises `InputError` for a target
+    that matches no Linear, with the nearest names.
     """
-    if spec.new_tokens:
-        _add_rows(model, spec.new_tokens, spec.kind)
-    if spec.kind == "none":
+    if new_tokens:
+        _add_rows(model, new_tokens, adapter.kind)
+    if adapter.kind == "none":
         return model.float().requires_grad_(True)
     heads = head_names(model)
     if not heads:
         raise InputError([Problem("model.base", f"{type(model).__name__} has no head beside its backbone")])
     drawn = facts_of(model).drawn
-    targets = (spec.targets,) if isinstance(spec.targets, str) else tuple(spec.targets)
+    targets = adapter.targets if isinstance(adapter.targets, tuple) else (adapter.targets or ALL_LINEAR,)
     if targets != (ALL_LINEAR,):
         _check_targets(model, targets, heads, drawn)
     trained_whole = () if vocabulary_head(model) is not None else (*heads, *drawn)
-    adapted = _inject(model, spec, targets, trained_whole, seed)
+    adapted = _inject(model, adapter, targets, trained_whole, new_tokens, seed)
     for parameter in adapted.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
@@ -111,23 +95,28 @@ def _check_targets(model: nn.Module, targets: Sequence[str], heads: Sequence[str
 
 
 def _inject(
-    model: nn.Module, spec: AdapterSpec, targets: Sequence[str], trained_whole: Sequence[str], seed: int
+    model: nn.Module,
+    adapter: Adapter,
+    targets: Sequence[str],
+    trained_whole: Sequence[str],
+    new_tokens: Sequence[int],
+    seed: int,
 ) -> Any:
     from peft import LoraConfig, TaskType, get_peft_model
 
     layers: list[Any] = []
-    if spec.new_tokens:
+    if new_tokens:
         causal: Any = model
         layers = [causal.get_input_embeddings(), causal.get_output_embeddings()]
         if layers[0].weight is layers[1].weight:  # peft has a head that is the embedding follow by itself
             del layers[1]
-    named = {name: list(spec.new_tokens) for name, each in model.named_modules() if any(each is one for one in layers)}
+    named = {name: list(new_tokens) for name, each in model.named_modules() if any(each is one for one in layers)}
     by_token = TaskType.TOKEN_CLS if "TokenClassification" in type(model).__name__ else TaskType.SEQ_CLS
     config = LoraConfig(
         task_type=by_token if trained_whole else TaskType.CAUSAL_LM,
-        r=spec.r,
-        lora_alpha=spec.alpha,  # type: ignore[arg-type]
-        lora_dropout=spec.dropout,
+        r=adapter.r,
+        lora_alpha=adapter.alpha,  # type: ignore[arg-type]
+        lora_dropout=adapter.dropout,
         target_modules=ALL_LINEAR if targets == (ALL_LINEAR,) else list(targets),
         modules_to_save=list(trained_whole) or None,
         trainable_token_indices=named or None,
@@ -141,7 +130,7 @@ def _inject(
             adapted: Any = get_peft_model(model, config)
         except ValueError as error:
             # peft adapts the experts of a mixture as plain parameters, which have no input to drop from.
-            remedy = "; --set adapter.dropout=0" if spec.dropout and "dropout" in str(error) else ""
+            remedy = "; --set adapter.dropout=0" if adapter.dropout and "dropout" in str(error) else ""
             what = f"peft refuses it for {type(model).__name__}: {str(error).removesuffix('.')}{remedy}"
             raise InputError([Problem("adapter", what)]) from error
     for layer in adapted.modules():

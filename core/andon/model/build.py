@@ -1,7 +1,7 @@
 """A sequence classifier or a causal language model from transformers: the embedded small one, a folder's or the hub's.
 
-The same `ModelSpec` gives the same bits in every process: weights that a checkpoint lacks (all of the embedded models,
-the classification head of others) are drawn from the spec's seed, and the process-global generator is left alone.
+The same settings give the same bits in every process: weights that a checkpoint lacks (all of the embedded models, the
+classification head of others) are drawn from the run's seed, and the process-global generator is left alone.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from andon.config.schema import Model
 from andon.config.source import is_folder, loading, setting_faults
 from andon.console.problems import InputError, Problem, ProblemList
 from andon.model.stored import require_finite_model
@@ -50,35 +51,19 @@ _SEEDING = threading.Lock()
 
 
 @dataclass(frozen=True)
-class ModelSpec:
-    """All that defines a base model. Sizes and `dropout` are the embedded model's, unused when `base` is given.
+class ModelInterface:
+    """What the rows and the tokenizer require of a model.
 
-    base: None (embedded), an existing folder, or a hub id. revision: of a hub id; None is its main branch.
-    architecture: 'decoder' (Qwen3) or 'encoder' (BERT).
-    max_length: most tokens of a row. dtype: 'float32' or 'bfloat16', of the frozen weights. vocab_size: ids that the
-    tokenizer may give. pad_id: the padding id; a decoder pools the last token that is not this one.
-    labels: one name for each class, in the order of their ids. seed: of every weight that is not loaded.
-    head: 'classification', 'regression' (one output), 'multi-label', 'tokens' (of each token), or 'causal'
-    for the next token, where num_labels and labels are not read.
+    head: a key of `LOADERS`. labels: the class names in the order of their ids; empty for 'causal'. vocab_size: ids
+    that the tokenizer may give, without `new_tokens`. pad_id: the padding id; a decoder pools the last token that is
+    not this one. new_tokens: ids that a causal language model learns, in order and without a gap after the others.
     """
 
-    num_labels: int
+    head: str
     labels: tuple[str, ...]
     vocab_size: int
     pad_id: int
-    base: str | None = None
-    architecture: str = "decoder"
-    hidden_size: int = 64
-    num_hidden_layers: int = 2
-    num_attention_heads: int = 4
-    num_key_value_heads: int = 4
-    intermediate_size: int = 128
-    dropout: float = 0.1
-    max_length: int = 128
-    dtype: str = "float32"
-    seed: int = 0
-    head: str = "classification"
-    revision: str | None = None
+    new_tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -94,53 +79,65 @@ class BaseFacts:
     own_code: str = ""
 
 
-def build_base(spec: ModelSpec) -> nn.Module:
-    """The model of `spec` on the CPU, in training mode, with no adapter; identical on every call.
+def build_base(settings: Model, interface: ModelInterface, seed: int) -> nn.Module:
+    """The model on the CPU, in training mode, with no adapter and no new tokens; identical on every call.
 
-    A folder is read without the network and without running code from it. Raises `InputError` for embedded weights that
-    this machine's memory cannot hold, a folder or hub id that cannot be loaded or lacks weights of its backbone (or a
-    causal model's head), weights that are not finite, a tokenizer with more ids than the vocabulary, rows longer than
-    the model has positions, and an encoder that is to write.
+    seed: of every weight that is not loaded. A folder is read without the network and without running code from it.
+    Raises `InputError` for embedded weights that this machine's memory cannot hold, a folder or hub id that cannot be
+    loaded or lacks weights of its backbone (or a causal model's head), weights that are not finite, a tokenizer with
+    more ids than the vocabulary, rows longer than the model has positions, and an encoder that is to write.
     """
-    products = 4 * spec.hidden_size**2 + 3 * spec.hidden_size * spec.intermediate_size
-    embeddings = (spec.vocab_size + spec.max_length) * spec.hidden_size
-    needed = 4 * (spec.num_hidden_layers * products + embeddings)
+    _check(settings, interface)
+    products = 4 * settings.hidden_size**2 + 3 * settings.hidden_size * settings.intermediate_size
+    embeddings = (interface.vocab_size + settings.max_length) * settings.hidden_size
+    needed = 4 * (settings.num_hidden_layers * products + embeddings)
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if spec.base is None and needed > there:
+    if settings.base is None and needed > there:
         what = f"its sizes ask for {needed / 2**30:.1f} GiB of weights; this machine has {there / 2**30:.1f}"
         raise InputError([Problem("model", what)])
-    with seeded(spec.seed), torch.device("cpu"):
-        model: Any = _embedded(spec) if spec.base is None else _pretrained(spec)
-    return _fitted(model, spec)
+    with seeded(seed), torch.device("cpu"):
+        embedded = settings.base is None
+        model: Any = _embedded(settings, interface) if embedded else _pretrained(settings, interface, seed)
+    return _fitted(model, settings, interface)
 
 
-def build_shape(spec: ModelSpec) -> nn.Module:
+def build_shape(settings: Model, interface: ModelInterface, seed: int) -> nn.Module:
     """As `build_base`, without weights: on the meta device, nothing is allocated or read.
 
     A folder needs its config.json only. Raises `InputError` as `build_base` does, but for weights.
     """
-    with seeded(spec.seed), torch.device("meta"):
-        if spec.base is None:
-            model: Any = _embedded(spec)
+    _check(settings, interface)
+    with seeded(seed), torch.device("meta"):
+        if settings.base is None:
+            model: Any = _embedded(settings, interface)
         else:
-            auto, config = _auto_class(spec.head), _configuration(spec, *_source(spec.base, spec.revision))
-            with loading(spec.base, "model.base"):
-                model = auto.from_config(config, dtype=_DTYPES[spec.dtype], trust_remote_code=False)
-    return _fitted(model, spec)
+            auto = _auto_class(interface.head)
+            config = _configuration(settings, interface, *_source(settings.base, settings.revision))
+            with loading(settings.base, "model.base"):
+                model = auto.from_config(config, dtype=_DTYPES[settings.dtype], trust_remote_code=False)
+    return _fitted(model, settings, interface)
 
 
-def _fitted(model: Any, spec: ModelSpec) -> nn.Module:
-    """`model` in training mode. Raises `InputError` if the tokenizer or the rows of `spec` do not fit it."""
+def _check(settings: Model, interface: ModelInterface) -> None:
+    found, (pad, size) = ProblemList(), (interface.pad_id, interface.vocab_size)
+    if interface.head == "classification" and len(interface.labels) < 2:
+        found.add("num_labels", f"{len(interface.labels)} classes; a classifier needs at least 2")
+    if not 0 <= pad < size:
+        found.add("pad_id", f"padding id {pad} is outside of the {size} ids of the vocabulary")
+    if settings.base is None and interface.head == "causal" and settings.architecture == "encoder":
+        found.add("model.architecture", "'encoder' reads both ways and cannot write the next token; give 'decoder'")
+    found.raise_if_any()
+
+
+def _fitted(model: Any, settings: Model, interface: ModelInterface) -> nn.Module:
+    """`model` in training mode. Raises `InputError` if the tokenizer or the rows do not fit it."""
     found, vocabulary = ProblemList(), model.config.vocab_size
-    if spec.vocab_size > vocabulary:
-        found.add("model.base", f"the tokenizer has {spec.vocab_size} ids, the model's vocabulary {vocabulary}")
-    positions = positions_of(model)
-    if positions is not None and spec.max_length > positions and not _takes(model, spec, positions):
-        found.add(
-            "model.max_length",
-            f"{spec.max_length} tokens are more than the model's {positions} positions; "
-            f"--set model.max_length={positions} is the most",
-        )
+    if interface.vocab_size > vocabulary:
+        found.add("model.base", f"the tokenizer has {interface.vocab_size} ids, the model's vocabulary {vocabulary}")
+    positions, length = positions_of(model), settings.max_length
+    if positions is not None and length > positions and not _takes(model, length, interface, positions):
+        what = f"{length} tokens are more than the model's {positions} positions"
+        found.add("model.max_length", f"{what}; --set model.max_length={positions} is the most")
     found.raise_if_any()
     if vocabulary_head(model) is not None:
         # The padding id of a causal model is an id like any other, and may be that of a stop token: `padding_idx` would
@@ -158,51 +155,48 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
-def _label_names(spec: ModelSpec) -> dict[str, Any]:
-    if spec.head == "causal":
+def _label_names(interface: ModelInterface) -> dict[str, Any]:
+    if interface.head == "causal":
         return {}
     return {
-        "problem_type": _PROBLEMS.get(spec.head),  # of a base that was trained on another problem too
-        "num_labels": spec.num_labels,
-        "id2label": dict(enumerate(spec.labels)),
-        "label2id": {name: index for index, name in enumerate(spec.labels)},
+        "problem_type": _PROBLEMS.get(interface.head),  # of a base that was trained on another problem too
+        "num_labels": len(interface.labels),
+        "id2label": dict(enumerate(interface.labels)),
+        "label2id": {name: index for index, name in enumerate(interface.labels)},
     }
 
 
-def _embedded(spec: ModelSpec) -> Any:
+def _embedded(settings: Model, interface: ModelInterface) -> Any:
     import transformers
 
-    if spec.head == "causal" and spec.architecture == "encoder":
-        what = "'encoder' reads both ways and cannot write the next token; give 'decoder'"
-        raise InputError([Problem("model.architecture", what)])
     shared: dict[str, Any] = {
-        "vocab_size": spec.vocab_size,
-        "hidden_size": spec.hidden_size,
-        "num_hidden_layers": spec.num_hidden_layers,
-        "num_attention_heads": spec.num_attention_heads,
-        "intermediate_size": spec.intermediate_size,
-        "max_position_embeddings": spec.max_length,
-        "pad_token_id": spec.pad_id,
+        "vocab_size": interface.vocab_size,
+        "hidden_size": settings.hidden_size,
+        "num_hidden_layers": settings.num_hidden_layers,
+        "num_attention_heads": settings.num_attention_heads,
+        "intermediate_size": settings.intermediate_size,
+        "max_position_embeddings": settings.max_length,
+        "pad_token_id": interface.pad_id,
         "use_cache": False,
-        **_label_names(spec),
+        **_label_names(interface),
     }
-    if spec.architecture == "encoder":
+    if settings.architecture == "encoder":
         config: Any = transformers.BertConfig(
-            **shared, hidden_dropout_prob=spec.dropout, attention_probs_dropout_prob=spec.dropout
+            **shared, hidden_dropout_prob=settings.dropout, attention_probs_dropout_prob=settings.dropout
         )
     else:
         config = transformers.Qwen3Config(
             **shared,
-            head_dim=spec.hidden_size // spec.num_attention_heads,
-            num_key_value_heads=spec.num_key_value_heads,
-            attention_dropout=spec.dropout,
+            head_dim=settings.hidden_size // settings.num_attention_heads,
+            num_key_value_heads=settings.num_key_value_heads,
+            attention_dropout=settings.dropout,
             bos_token_id=None,
             eos_token_id=None,
-            tie_word_embeddings=spec.head == "causal",
+            tie_word_embeddings=interface.head == "causal",
         )
-    model: Any = getattr(transformers, _EMBEDDED[spec.architecture, LOADERS[spec.head]])(config)
-    model.config.dtype = _DTYPES[spec.dtype]
-    return model.to(_DTYPES[spec.dtype])
+    model: Any = getattr(transformers, _EMBEDDED[settings.architecture, LOADERS[interface.head]])(config)
+    model.config.dtype = _DTYPES[settings.dtype]
+    return model.to(_DTYPES[settings.dtype])
 
 
 def _auto_class(head: str) -> Any:
@@ -211,16 +205,17 @@ def _auto_class(head: str) -> Any:
     return getattr(transformers, LOADERS[head])
 
 
-def _pretrained(spec: ModelSpec) -> Any:
-    auto, (source, local) = _auto_class(spec.head), _source(str(spec.base), spec.revision)
-    config = _configuration(spec, source, local)  # not its values to the model, which refuses those that it lacks
-    stored = _stored_config(str(spec.base), spec.revision)
-    with loading(str(spec.base), "model.base"):
+def _pretrained(settings: Model, interface: ModelInterface, seed: int) -> Any:
+    auto, (source, local) = _auto_class(interface.head), _source(str(settings.base), settings.revision)
+    # Its values are not given to the model, which refuses those that it lacks.
+    config = _configuration(settings, interface, source, local)
+    stored = _stored_config(str(settings.base), settings.revision)
+    with loading(str(settings.base), "model.base"):
         model, report = auto.from_pretrained(
             source,
             config=config,
-            dtype=_DTYPES[spec.dtype],
-            revision=spec.revision,
+            dtype=_DTYPES[settings.dtype],
+            revision=settings.revision,
             local_files_only=local,
             trust_remote_code=False,
             ignore_mismatched_sizes=True,
@@ -229,15 +224,15 @@ def _pretrained(spec: ModelSpec) -> Any:
     missing = set(map(str, report["missing_keys"]))
     # transformers reports a tensor of another shape with or without both shapes.
     mismatched = {str(key[0] if isinstance(key, tuple | list) else key) for key in report["mismatched_keys"]}
-    drawn = _drawn_modules(model, missing | mismatched, spec)
+    drawn = _drawn_modules(model, missing | mismatched, str(settings.base), interface.head)
     cached = source
     if not local:
         from huggingface_hub import try_to_load_from_cache
 
-        file = try_to_load_from_cache(source, "config.json", revision=spec.revision)
+        file = try_to_load_from_cache(source, "config.json", revision=settings.revision)
         cached = str(Path(file).parent) if isinstance(file, str) else ""
-    require_finite_model(model, Path(cached) if cached else None, str(spec.base))
-    note = "" if spec.head == "causal" else _settle_head(model, stored, missing, mismatched, spec)
+    require_finite_model(model, Path(cached) if cached else None, str(settings.base))
+    note = "" if interface.head == "causal" else _settle_head(model, stored, missing, mismatched, interface, seed)
     model.andon_facts = BaseFacts(drawn, (note,) if note else (), _own_code_note(stored, model))
     return model
 
@@ -256,7 +251,9 @@ def _has_own_head(stored: Any, auto: Any) -> bool:
     return not written_by or any(each is not None and each.__name__ in written_by for each in loads)
 
 
-def _settle_head(model: Any, stored: Any, missing: Set[str], mismatched: Set[str], spec: ModelSpec) -> str:
+def _settle_head(
+    model: Any, stored: Any, missing: Set[str], mismatched: Set[str], interface: ModelInterface, seed: int
+) -> str:
     """Keep the checkpoint's head for labels of the same names, draw its output layer anew for others, and say which.
 
     stored: the checkpoint's configuration. missing, mismatched: tensors that the checkpoint lacks or has in another
@@ -265,7 +262,7 @@ def _settle_head(model: Any, stored: Any, missing: Set[str], mismatched: Set[str
     heads = {f"{name}.{each}" for name in head_names(model) for each, _ in model.get_submodule(name).named_parameters()}
     if heads <= missing:
         return ""
-    auto, other = _auto_class(spec.head), copy.deepcopy(model.config)
+    auto, other = _auto_class(interface.head), copy.deepcopy(model.config)
     other.num_labels = model.config.num_labels + 1
     with torch.device("meta"):
         configs = (model.config, other)
@@ -273,21 +270,21 @@ def _settle_head(model: Any, stored: Any, missing: Set[str], mismatched: Set[str
     outputs = {name for name, value in ours.items() if theirs[name].shape != value.shape}
     if outputs <= missing:
         return ""
-    own, is_own, regression = _own_classes(stored), _has_own_head(stored, auto), spec.head == "regression"
+    own, is_own, regression = _own_classes(stored), _has_own_head(stored, auto), interface.head == "regression"
     if regression and len(own) == 1:
         same = getattr(stored, "problem_type", None) in (None, "regression")
     else:  # names that differ only in case say nothing in another case
         folded = [name.casefold() for name in own]
-        same = len(set(folded)) == len(folded) and folded == [name.casefold() for name in spec.labels]
-        same = same or own == tuple(spec.labels)
+        same = len(set(folded)) == len(folded) and folded == [name.casefold() for name in interface.labels]
+        same = same or own == tuple(interface.labels)
     absent = missing | mismatched
     if is_own and same and not outputs & absent:
         if regression:
             return "head: the base's own is kept; it gives one number too"
-        names = _shown(spec.labels)
+        names = _shown(interface.labels)
         return f"head: the base's own is kept, since it names the same classes; numbered as there: {names}"
     if not outputs <= absent:  # drawn as transformers draws what a checkpoint lacks
-        torch.default_generator.manual_seed(spec.seed)
+        torch.default_generator.manual_seed(seed)
         for name in outputs:
             model.get_parameter(name)._is_hf_initialized = False
         for parent in dict.fromkeys(name.rpartition(".")[0] for name in sorted(outputs)):
@@ -337,26 +334,30 @@ def _stored_config(base: str, revision: str | None) -> Any:
         return AutoConfig.from_pretrained(source, revision=revision, local_files_only=local, trust_remote_code=False)
 
 
-def _configuration(spec: ModelSpec, source: str, local: bool) -> Any:
-    """The configuration at `source`, with the sizes that `spec` gives the head."""
+def _configuration(settings: Model, interface: ModelInterface, source: str, local: bool) -> Any:
+    """The configuration at `source`, with a head as `interface` requires it."""
     from transformers import AutoConfig
 
-    given = {"pad_token_id": spec.pad_id, "use_cache": False, "revision": spec.revision, **_label_names(spec)}
-    with loading(str(spec.base), "model.base"):
-        config = AutoConfig.from_pretrained(source, local_files_only=local, trust_remote_code=False, **given)
-    faults = ProblemList()
+    base, given = str(settings.base), {"pad_token_id": interface.pad_id, "use_cache": False, **_label_names(interface)}
+    with loading(base, "model.base"):
+        config = AutoConfig.from_pretrained(
+            source, revision=settings.revision, local_files_only=local, trust_remote_code=False, **given
+        )
+    found = ProblemList()
     for fault in setting_faults(config.to_dict()):  # a folder's were found before it was loaded
-        faults.add("model.base", f"{spec.base!r} {fault}")
-    faults.raise_if_any()
+        found.add("model.base", f"{base!r} {fault}")
+    found.raise_if_any()
     if config.get_text_config() is not config:
-        what = f"{spec.base!r} is several models in one ({', '.join(config.sub_configs)}); give one of text alone"
-        raise InputError([Problem("model.base", what)])
-    if spec.head == "causal":
-        _refuse_encoder(config, str(spec.base))
-    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
-        what = f"{spec.base!r} has a decoder ({config.model_type}), and its config.json does not say which token that "
+        found.add(
+            "model.base", f"{base!r} is several models in one ({', '.join(config.sub_configs)}); give one of text alone"
+        )
+    elif interface.head == "causal":
+        _refuse_encoder(config, base)
+    elif config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        what = f"{base!r} has a decoder ({config.model_type}), and its config.json does not say which token that "
         what += "begins with; add decoder_start_token_id (of T5 it is the padding id, 0)"
-        raise InputError([Problem("model.base", what)])
+        found.add("model.base", what)
+    found.raise_if_any()
     return config
 
 
@@ -395,18 +396,18 @@ def _source(base: str, revision: str | None) -> tuple[str, bool]:
     return base, False
 
 
-def _drawn_modules(model: Any, absent: Set[str], spec: ModelSpec) -> tuple[str, ...]:
+def _drawn_modules(model: Any, absent: Set[str], base: str, head: str) -> tuple[str, ...]:
     """The modules of the backbone that transformers drew at random because the checkpoint lacks them: a pooler at most.
 
     absent: the tensors that it lacks. Raises `InputError` for any other part of the backbone.
     """
-    heads = () if spec.head == "causal" else tuple(f"{name}." for name in head_names(model))
+    heads = () if head == "causal" else tuple(f"{name}." for name in head_names(model))
     inside = sorted(name for name in absent if not name.startswith(heads))
     backbone = [name for name in inside if ".pooler." not in name]
     if backbone:
         shown = ", ".join(backbone[:5]) + (f" and {len(backbone) - 5} more" if len(backbone) > 5 else "")
-        whose = "that a causal language model needs" if spec.head == "causal" else "of its own backbone"
-        raise InputError([Problem("model.base", f"{spec.base!r} lacks weights {whose}: {shown}")])
+        whose = "that a causal language model needs" if head == "causal" else "of its own backbone"
+        raise InputError([Problem("model.base", f"{base!r} lacks weights {whose}: {shown}")])
     return tuple(dict.fromkeys(name.rpartition(".")[0] for name in inside))
 
 
@@ -427,11 +428,11 @@ def vocabulary_head(model: nn.Module) -> nn.Module | None:
     return found
 
 
-def facts_of_shape(spec: ModelSpec) -> tuple[int | None, int, str]:
-    """From the configuration of `spec.base`: most tokens of a row (None: no limit), number of weights, and the dtype
+def facts_of_shape(settings: Model, interface: ModelInterface) -> tuple[int | None, int, str]:
+    """From the configuration of a base: most tokens of a row (None: no limit), number of weights, and the dtype
     that it was saved in, float32 or bfloat16. Raises `InputError` for a base that cannot be loaded."""
-    model: Any = build_shape(replace(spec, max_length=1))
-    saved = str(getattr(_stored_config(str(spec.base), spec.revision), "dtype", None)).removeprefix("torch.")
+    model: Any = build_shape(settings.model_copy(update={"max_length": 1}), interface, 0)
+    saved = str(getattr(_stored_config(str(settings.base), settings.revision), "dtype", None)).removeprefix("torch.")
     weights = sum(parameter.numel() for parameter in model.parameters())
     return positions_of(model), weights, "bfloat16" if saved == "bfloat16" else "float32"
 
@@ -455,8 +456,8 @@ def positions_of(model: Any) -> int | None:
     return min([positions, *after_padding])
 
 
-def _takes(model: Any, spec: ModelSpec, positions: int) -> bool:
-    """Whether `model` accepts spec.max_length tokens, more than its configuration's `positions`.
+def _takes(model: Any, length: int, interface: ModelInterface, positions: int) -> bool:
+    """Whether `model` accepts length tokens, more than its configuration's `positions`.
 
     A model that uses distances alone (DeBERTa) does; others fail, or would look beyond a table. A model with rotary
     positions computes something for any length, but was not trained on such.
@@ -471,7 +472,7 @@ def _takes(model: Any, spec: ModelSpec, positions: int) -> bool:
         return False
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     hooks = [module.register_forward_pre_hook(note) for module in embeddings]
-    ids = torch.full((1, spec.max_length), (spec.pad_id + 1) % spec.vocab_size, device=model.device)
+    ids = torch.full((1, length), (interface.pad_id + 1) % interface.vocab_size, device=model.device)
     with evaluating(model, torch.device("cpu")):
         output = tried(partial(model, input_ids=ids, attention_mask=torch.ones_like(ids)))
     for hook in hooks:

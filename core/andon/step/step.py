@@ -14,11 +14,12 @@ from itertools import accumulate
 import torch
 
 from andon.backend.base import Backend
+from andon.config.schema import Contracts
 from andon.step.agreement import Agreement, Gathered, RankFailed
-from andon.step.audit import NO_AUDIT, Audit, AuditSpec
+from andon.step.audit import NO_AUDIT, Audit
 from andon.step.gate import Expected, Gate, expected_row
 from andon.step.micro_batch import REPORT_FIELDS, Leaf, padded, plan_leaves, planned_reports, reports_of
-from andon.step.optimizer import read_reduced, read_state, rules_for_facts
+from andon.step.optimizer import read_reduced, read_state, rules_for_facts, update_facts
 from andon.step.pending import UNSIGNED, Pending, StepResult, reads_late
 from andon.step.plan import GlobalBatch, rank_leaves
 from andon.step.reduce import TreeReduction
@@ -50,12 +51,13 @@ class TrainingStep:
         task: Task,
         micro_batches: int,
         clip_norm: float | None,
-        audit: AuditSpec = NO_AUDIT,
+        contracts: Contracts = NO_AUDIT,
         *,
         late: bool | None = None,
     ) -> None:
         """replicas: one for each local rank. micro_batches: M, the leaves of the sum; never a function of world size.
 
+        contracts: when and what is audited.
         late: whether an update is judged when its result is asked for, and not while it is launched; None: where all
         replicas are on GPUs.
 
@@ -73,7 +75,7 @@ class TrainingStep:
         self._clip_norm = clip_norm
         self._owners = rank_leaves(micro_batches, backend.world_size)
         self._reduce = TreeReduction(micro_batches, replicas[0].parameters.size, backend)
-        self._audit = Audit(audit, backend, replicas, task, self._owners, self._reduce.roots_of_rank)
+        self.audit = Audit(contracts, backend, replicas, task, self._owners, self._reduce.roots_of_rank)
         # One more than any rank is to compute, so that a surplus is seen.
         self._report_rows = max(map(len, self._owners)) + 1
         self._agreement = Agreement(backend, replicas, _PLAIN_WIDTH + self._report_rows * len(REPORT_FIELDS))
@@ -110,8 +112,8 @@ class TrainingStep:
         """
         update = Pending(batch, rate, updates, checked=enforced(), late=self.late)
         gathered, partials = self._compute(update, stop=stop, save=save)
-        if update.checked and self._audit.spec.due(batch.step):
-            audited = self._audit(batch.step, self._agreement, update.leaves, partials, gathered.payload)
+        if update.checked and self.audit.due(batch.step):
+            audited = self.audit(batch.step, self._agreement, update.leaves, partials, gathered.payload)
             if self.late:
                 self._gate.close_if(audited.differs())
             update.read(audited.gathered.table, audited.judge)
@@ -153,7 +155,7 @@ class TrainingStep:
 
         done: Sequence[PartialGradient | Exception]
         try:
-            self._audit.prepare(step, checked=update.checked)
+            self.audit.prepare(step, checked=update.checked)
             parts = update.batch.micro_batches(self._micro_batches)
             update.plan = plan_leaves(parts, self._owners, self._task, checked=update.checked)
             update.rows, update.terms = len(update.batch.ids), sum(leaf.terms for leaf in update.plan)
@@ -256,19 +258,18 @@ class TrainingStep:
     def _attest(self, update: Pending) -> None:
         """Digest what the update left on every rank, and agree on it."""
         facts = self._backend.map(lambda index: self._replicas[index].after_update())
-        spec = self._replicas[0].spec
-        rules = rules_for_facts(spec, rules_of(laws.UPDATED, update.updates)) if self.late else {}
-        expected = self._agreement.expected(rules, spec.facts) if self.late else None
-        gathered = self._agreement.gather(
-            update.batch.step, "updated", [{} for _ in facts], facts, spec.facts, expected
-        )
+        settings = self._replicas[0].settings
+        names = update_facts(settings)
+        rules = rules_for_facts(settings, rules_of(laws.UPDATED, update.updates)) if self.late else {}
+        expected = self._agreement.expected(rules, names) if self.late else None
+        gathered = self._agreement.gather(update.batch.step, "updated", [{} for _ in facts], facts, names, expected)
         # Kept on the device: the next update is held to it there before the host has read this one.
         self._weights_there = gathered.table[0, gathered.column("weights")] if self.late else None
         self._judged(update, gathered, self._judge_updated)
 
     def _judge_updated(self, update: Pending, observations: Sequence[Observation]) -> None:
-        spec, size = self._replicas[0].spec, self._replicas[0].parameters.size
-        said = [replace(each, values=read_state(spec, size, each.values)) for each in observations]
+        settings, size = self._replicas[0].settings, self._replicas[0].parameters.size
+        said = [replace(each, values=read_state(settings, size, each.values)) for each in observations]
         looks = {"weights": _weights, "optimizer": Replica.optimizer_state}
         enforce(self._agreement.judgement(laws.UPDATED, Seen(said, update.updates), looks))
         self._weights, self._optimizer = said[0].values["weights"], said[0].values["optimizer"]

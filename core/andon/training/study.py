@@ -19,7 +19,7 @@ from andon.model.memory import (
     traced_activations,
     traced_evaluation,
 )
-from andon.training.material import Material, adapter_spec, padding_multiple
+from andon.training.material import Material, padding_multiple
 
 
 def largest(material: Material, config: Config) -> tuple[int, int]:
@@ -58,8 +58,9 @@ class Study:
         return sum(parameter.numel() for parameter in model.parameters()), trained
 
     def _shape(self, config: Config) -> Any:
-        spec = replace(self.material.model, dtype=config.model.dtype)
-        return attach(build_shape(spec), adapter_spec(config, self.material.tokenizer), config.seed)
+        interface = self.material.interface
+        model = build_shape(config.model, interface, config.seed)
+        return attach(model, config.adapter, config.seed, interface.new_tokens)
 
     def plan(self, config: Config, kind: str, workers: int) -> MemoryPlan:
         """What one of `workers` replicas on a device of `kind` needs, without what lies outside of torch.
