@@ -42,6 +42,8 @@ def attach(model: nn.Module, adapter: Adapter, seed: int, new_tokens: Sequence[i
     place and returns what to train (a peft model, or `model` itself for kind 'none'). Raises `InputError` for a target
     that matches no Linear, with the nearest names.
     """
+    from peft import LoraConfig, TaskType, get_peft_model
+
     if new_tokens:
         _add_rows(model, new_tokens, adapter.kind)
     if adapter.kind == "none":
@@ -53,8 +55,39 @@ def attach(model: nn.Module, adapter: Adapter, seed: int, new_tokens: Sequence[i
     targets = adapter.targets if isinstance(adapter.targets, tuple) else (adapter.targets or ALL_LINEAR,)
     if targets != (ALL_LINEAR,):
         _check_targets(model, targets, heads, drawn)
+    by_token = TaskType.TOKEN_CLS if "TokenClassification" in type(model).__name__ else TaskType.SEQ_CLS
     trained_whole = () if vocabulary_head(model) is not None else (*heads, *drawn)
-    adapted = _inject(model, adapter, targets, trained_whole, new_tokens, seed)
+    layers: list[Any] = []
+    if new_tokens:
+        causal: Any = model
+        layers = [causal.get_input_embeddings(), causal.get_output_embeddings()]
+        if layers[0].weight is layers[1].weight:  # peft has a head that is the embedding follow by itself
+            del layers[1]
+    named = {name: list(new_tokens) for name, each in model.named_modules() if any(each is one for one in layers)}
+    config = LoraConfig(
+        task_type=by_token if trained_whole else TaskType.CAUSAL_LM,
+        r=adapter.r,
+        lora_alpha=adapter.alpha,  # type: ignore[arg-type]
+        lora_dropout=adapter.dropout,
+        target_modules=ALL_LINEAR if targets == (ALL_LINEAR,) else list(targets),
+        modules_to_save=list(trained_whole) or None,
+        trainable_token_indices=named or None,
+    )
+    with seeded(seed), torch.device("cpu"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        # Of a mixture's experts, whose weights transformers joins: peft ranks them by a pattern that it does not need.
+        warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys", RuntimeWarning)
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set to False", UserWarning)  # it sets what GPT-2 needs
+        try:
+            adapted: Any = get_peft_model(model, config)
+        except ValueError as error:
+            # peft adapts the experts of a mixture as plain parameters, which have no input to drop from.
+            remedy = "; --set adapter.dropout=0" if adapter.dropout and "dropout" in str(error) else ""
+            what = f"peft refuses it for {type(model).__name__}: {str(error).removesuffix('.')}{remedy}"
+            raise InputError([Problem("adapter", what)]) from error
+    for layer in adapted.modules():
+        if hasattr(layer, "trainable_tokens_delta"):
+            layer.forward_adapters = partial(_with_new_rows, layer)
     for parameter in adapted.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
@@ -92,51 +125,6 @@ def _check_targets(model: nn.Module, targets: Sequence[str], heads: Sequence[str
             what = f"{target!r} matches no Linear module; {remedy}"
         found.add("adapter.targets", what)
     found.raise_if_any()
-
-
-def _inject(
-    model: nn.Module,
-    adapter: Adapter,
-    targets: Sequence[str],
-    trained_whole: Sequence[str],
-    new_tokens: Sequence[int],
-    seed: int,
-) -> Any:
-    from peft import LoraConfig, TaskType, get_peft_model
-
-    layers: list[Any] = []
-    if new_tokens:
-        causal: Any = model
-        layers = [causal.get_input_embeddings(), causal.get_output_embeddings()]
-        if layers[0].weight is layers[1].weight:  # peft has a head that is the embedding follow by itself
-            del layers[1]
-    named = {name: list(new_tokens) for name, each in model.named_modules() if any(each is one for one in layers)}
-    by_token = TaskType.TOKEN_CLS if "TokenClassification" in type(model).__name__ else TaskType.SEQ_CLS
-    config = LoraConfig(
-        task_type=by_token if trained_whole else TaskType.CAUSAL_LM,
-        r=adapter.r,
-        lora_alpha=adapter.alpha,  # type: ignore[arg-type]
-        lora_dropout=adapter.dropout,
-        target_modules=ALL_LINEAR if targets == (ALL_LINEAR,) else list(targets),
-        modules_to_save=list(trained_whole) or None,
-        trainable_token_indices=named or None,
-    )
-    with seeded(seed), torch.device("cpu"), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-        # Of a mixture's experts, whose weights transformers joins: peft ranks them by a pattern that it does not need.
-        warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys", RuntimeWarning)
-        warnings.filterwarnings("ignore", "fan_in_fan_out is set to False", UserWarning)  # it sets what GPT-2 needs
-        try:
-            adapted: Any = get_peft_model(model, config)
-        except ValueError as error:
-            # peft adapts the experts of a mixture as plain parameters, which have no input to drop from.
-            remedy = "; --set adapter.dropout=0" if adapter.dropout and "dropout" in str(error) else ""
-            what = f"peft refuses it for {type(model).__name__}: {str(error).removesuffix('.')}{remedy}"
-            raise InputError([Problem("adapter", what)]) from error
-    for layer in adapted.modules():
-        if hasattr(layer, "trainable_tokens_delta"):
-            layer.forward_adapters = partial(_with_new_rows, layer)
-    return adapted
 
 
 # New tokens of a causal language model have rows in its embedding and in its head, tied or not. The rows are parameters

@@ -45,11 +45,6 @@ CUDA_WORKSPACE = 64 << 20
 """Bytes of cuBLAS with CUBLAS_WORKSPACE_CONFIG=:4096:8: for the thread of forward passes, and that of backward."""
 
 
-def rounded(size: int) -> int:
-    """Bytes that `size` bytes take on a GPU."""
-    return -(-size // CUDA_UNIT) * CUDA_UNIT
-
-
 @dataclass(frozen=True)
 class MemoryPlan:
     """Bytes that one replica needs.
@@ -113,13 +108,18 @@ def plan_bytes(
         msg = f"unknown optimizer {optimizer!r}; there are {', '.join(_MOMENTS)}"
         raise ValueError(msg)
     on_gpu = kind == "cuda"
+    unit = CUDA_UNIT if on_gpu else 1
     still = [*(p for p in model.parameters() if not p.requires_grad), *model.buffers()]
     frozen = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in still}
     size = layout_of(trainable)[1] * _FP32
     moments = _MOMENTS[optimizer] + (optimizer == "sgd" and momentum != 0.0)
     runs = rank_leaves(micro_batches, world_size)
+    roots = [len(subtree_roots((0, micro_batches), run.start, run.stop)) for run in runs]
+    width = -(-size // world_size)
+    # Roots sent and slices received, the sum of this rank's slice, and the gathered whole.
+    reduction = max(roots) * size + sum(roots) * width + 2 * width + size
     return MemoryPlan(
-        base=sum(rounded(held) if on_gpu else held for held in frozen.values()),
+        base=sum(-(-held // unit) * unit for held in frozen.values()),
         weights=size,
         gradient=size,
         moments=moments * size,
@@ -128,7 +128,7 @@ def plan_bytes(
         activations=activations,
         finite=0 if on_gpu else size + 3 * (size // _FP32),
         digest=0 if on_gpu else 16 * min(_DIGEST_WORDS, max([size, *frozen.values()]) // 8),
-        reduction=_reduction_bytes(size, micro_batches, world_size),
+        reduction=reduction if world_size > 1 else 0,
         workspace=CUDA_WORKSPACE if on_gpu else 0,
     )
 
@@ -160,17 +160,6 @@ def kept_partials(micro_batches: int, run: range) -> int:
     for root in subtree_roots(whole, run.start, run.stop):
         keep(fold(root, leaf, add, keep))
     return most
-
-
-def _reduction_bytes(size: int, micro_batches: int, world_size: int) -> int:
-    """Roots sent and slices received, the sum of this rank's slice, and the gathered whole."""
-    if world_size == 1:
-        return 0
-    roots = [
-        len(subtree_roots((0, micro_batches), run.start, run.stop)) for run in rank_leaves(micro_batches, world_size)
-    ]
-    width = -(-size // world_size)
-    return max(roots) * size + sum(roots) * width + 2 * width + size
 
 
 class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
