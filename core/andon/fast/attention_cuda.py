@@ -17,7 +17,7 @@ import triton.language as tl
 
 
 class Tiles(NamedTuple):
-    """Of a kernel: M rows of its own side, N of the other side at a time, warps and stages of its pipeline."""
+    """A kernel computes M rows of one side and reads N of the other at a time, in so many warps and pipeline stages."""
 
     block_m: int
     block_n: int
@@ -72,7 +72,7 @@ def _forward(  # type: ignore[no-untyped-def]
         if PACKED:
             scores = tl.where(starts[:, None] <= offs_n[None, :], scores, float("-inf"))
         m_new = tl.maximum(m_i, tl.max(scores, 1))
-        if PACKED:  # of a place that has seen none of its own row yet, of which the largest number is no number
+        if PACKED:  # the largest score of a place that has not reached its row yet is -inf, which would give NaN
             m_new = tl.maximum(m_new, LOWEST)
         p = tl.exp2(scores - m_new[:, None])
         alpha = tl.exp2(m_i - m_new)

@@ -203,8 +203,8 @@ def hashed_dropout(x: Tensor, keys: Tensor, rate: float) -> Tensor:
     tags=(torch.Tag.nondeterministic_seeded,),
 )
 def _drawn_keys(count: int, device: torch.device) -> Tensor:
-    """int32 [count, 2] from the device's generator. An operation of its own: a fused kernel would draw a key anew for
-    each of its values."""
+    """int32 [count, 2] from the device's generator. A custom operation, since a fused kernel would draw a key for each
+    of its values."""
     return torch.randint(_MOST_VALUES - 1, (count, 2), dtype=torch.int32, device=device)
 
 
@@ -393,7 +393,7 @@ def value_of(node: Node) -> Tensor:
 
 
 def known(*nodes: Any) -> bool:
-    """Whether all of `nodes` are nodes that dynamo traced as plain tensors: not numbers, lists or tensor subclasses."""
+    """Whether all of `nodes` are nodes that dynamo traced as tensors, without numbers, lists and tensor subclasses."""
     values = [node.meta.get("example_value") if isinstance(node, Node) else None for node in nodes]
     return all(isinstance(value, Tensor) and not is_traceable_wrapper_subclass(value) for value in values)
 

@@ -136,8 +136,8 @@ def _add_rows(model: nn.Module, tokens: Sequence[int], kind: str) -> None:
     """Make `tokens` (ids, ascending, without a gap) rows of `model`'s embedding and head, in place.
 
     All other rows keep their bits. Rows that exist already, as in a vocabulary larger than its tokenizer, start as new
-    ones do. kind: of the adapter. Raises `InputError` for a model that is no causal language model or, with an adapter,
-    has logits with a bias, which peft would leave out.
+    rows do. kind: of the adapter. Raises `InputError` unless `model` is a causal language model, and for an adapter and
+    logits with a bias, which peft would leave out.
     """
     built: Any = model
     head: Any = vocabulary_head(model)
@@ -191,7 +191,7 @@ _left: weakref.WeakKeyDictionary[nn.Module, torch.autocast] = weakref.WeakKeyDic
 
 
 def _in_own_type(head: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Give an fp32 head behind a bfloat16 backbone fp32 input. Autocast would round its weights and its logits."""
+    """Give an fp32 head fp32 input from a bfloat16 backbone. Autocast would round its weights and its logits."""
     first = next(head.parameters())
     _left[head] = torch.autocast(first.device.type, enabled=False)
     _left[head].__enter__()  # type: ignore[no-untyped-call]

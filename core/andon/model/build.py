@@ -443,7 +443,7 @@ def positions_of(model: Any) -> int | None:
     A table of positions with a row for padding, as RoBERTa has it, counts from the next row on.
     """
     positions: int | None = getattr(model.config, "max_position_embeddings", None)
-    if positions is None or positions < 1:  # as XLNet says that there is no limit
+    if positions is None or positions < 1:  # XLNet says -1 for no limit
         return None
     after_padding = [
         table.num_embeddings - table.padding_idx - 1

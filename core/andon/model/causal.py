@@ -116,7 +116,7 @@ def loss_sum(model: nn.Module, batch: Batch) -> LeafLoss:
 
 
 def loss_of_hidden(model: nn.Module, hidden: Tensor, batch: Batch, kind: str | None = None) -> LeafLoss:
-    """`loss_sum` of the result of `hidden_of`. kind: of the device to compute as on; None: of its own.
+    """`loss_sum` of the result of `hidden_of`, computed as on a device of `kind`; None: that of `hidden`.
 
     Logits are computed at trained tokens alone, in chunks, and their gradient with them: nothing of the size of the
     vocabulary is kept for the backward pass. The order is the batch's.
