@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from andon.model.build import computing, evaluating, without_adapter
-from andon.model.masks import Masking, masked, masking_of, padding_of, rolled
+from andon.model.masks import Masking, masked, masking_of, padding_of, rotate_rows
 from andon.step.task import Batch
 
 _MOST_ROWS, _MOST_TOKENS = 64, 4096
@@ -78,11 +78,11 @@ def logits_of(model: nn.Module, batch: Batch) -> Tensor:
     on_left = padding_of(model, device).side == "left"
     if on_left:
         shift = batch["attention_mask"].sum(dim=1)
-        given = {name: rolled(values, shift) for name, values in given.items()}
+        given = {name: rotate_rows(values, shift) for name, values in given.items()}
     masking = Masking.TOKENS if on_left else masking_of(model, device)
     with computing(model, device), masked(model, masking, given.pop("attention_mask")) as mask:
         logits: Tensor = model(attention_mask=mask, **given).logits
-    return rolled(logits, -shift) if on_left and logits.dim() == 3 else logits
+    return rotate_rows(logits, -shift) if on_left and logits.dim() == 3 else logits
 
 
 def predictions(model: nn.Module, batch: Batch) -> Tensor:

@@ -512,18 +512,18 @@ def computing(model: nn.Module, device: torch.device) -> AbstractContextManager[
     return nullcontext() if half is None else torch.autocast(device.type, dtype=half)
 
 
-MISFITS = (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError)
+MASK_REJECTIONS = (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError)
 """What models raise that need the mask of tokens, and accept neither a mask by pairs nor none."""
 
 
 def tried(call: Callable[[], T]) -> T | Exception:
-    """What `call`, a pass of a model, returns, or the error of `MISFITS` by which the model refuses its input.
+    """What `call`, a pass of a model, returns, or the error of `MASK_REJECTIONS` by which the model refuses its input.
 
     An error of the device is raised: it says nothing of the model, and on another rank the call would succeed.
     """
     try:
         return call()
-    except MISFITS as error:
+    except MASK_REJECTIONS as error:
         if isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError) or "CUDA error" in str(error):
             raise
         return error

@@ -2,7 +2,7 @@
 
 A pack is rows end to end in one line of a batch. No row may see another: positions start again with each row, and the
 mask names pairs of tokens. transformers detects packs by itself only without a mask and a cache, and says nothing if
-it does not; so `require_apart` compares a model's packed rows with each row alone.
+it does not; so `check_packing_isolation` compares a model's packed rows with each row alone.
 
 The loss is a SUM in fp32 of weight * cross entropy. It is divided later, by the trained tokens of the whole global
 batch. A token's weight belongs to its prediction, made one token before in its row.
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from andon.console.problems import InputError, Problem
 from andon.model.batches import padded_length
 from andon.model.build import backbone_of, computing, evaluating, half_of, tried, vocabulary_head, without_adapter
-from andon.model.masks import NOISE, WINDOWS, Masking, masking_of, rows_apart
+from andon.model.masks import NOISE, WINDOWS, Masking, masking_of, packed_mask
 from andon.step.task import Batch, LeafLoss
 from andon_contracts.digest import row_digests
 
@@ -88,18 +88,18 @@ def hidden_of(model: nn.Module, batch: Batch) -> Tensor:
 
     Packed or not there is one path, so that the bits of a batch are a function of the batch alone.
     """
-    with told_apart(model, masking_of(model, batch["rows"].device), batch) as given:
+    with packed_inputs(model, masking_of(model, batch["rows"].device), batch) as given:
         output: Any = backbone_of(model)(**given)
     hidden: Tensor = output.last_hidden_state
     return hidden
 
 
 @contextmanager
-def told_apart(model: nn.Module, masking: Masking, batch: Batch) -> Iterator[dict[str, Any]]:
+def packed_inputs(model: nn.Module, masking: Masking, batch: Batch) -> Iterator[dict[str, Any]]:
     """Inside, the arguments of the backbone of `model` for `batch`, in its precision. masking: one for packs."""
     with (
         computing(model, batch["rows"].device),
-        rows_apart(model, masking, batch["rows"], batch["positions"]) as mask,
+        packed_mask(model, masking, batch["rows"], batch["positions"]) as mask,
     ):
         yield {
             "input_ids": batch["input_ids"],
@@ -228,7 +228,7 @@ class _LossInChunks(torch.autograd.Function):
         return None, None, of_hidden, None, None, *of_head
 
 
-def require_apart(model: nn.Module, device: torch.device, longest: int | None = None) -> None:
+def check_packing_isolation(model: nn.Module, device: torch.device, longest: int | None = None) -> None:
     """Raise `InputError` unless `model` on `device` gives packed rows the logits that it gives each of them alone.
 
     Alone is the model's own pass without our mask. Two packs are tried, one of several rows and one with padding.

@@ -156,7 +156,7 @@ def _spans_hold(model: nn.Module, masking: Masking, device: torch.device) -> boo
     outputs = []
     with evaluating(model, device):
         for each in (Masking.ROW_PAIRS, masking):
-            with rows_apart(model, each, rows, positions) as mask:
+            with packed_mask(model, each, rows, positions) as mask:
                 output = tried(partial(hidden_with, mask))
             if isinstance(output, Exception):
                 return False
@@ -221,9 +221,9 @@ def _tried_padding(model: Any, device: torch.device) -> Padding:
     changes = []
     for side in ("right", "left"):
         shift = mask.sum(dim=1) * (side == "left")
-        logits = logits_of(rolled(ids, shift), rolled(mask, shift))
+        logits = logits_of(rotate_rows(ids, shift), rotate_rows(mask, shift))
         by_token = logits.shape[:2] == mask.shape
-        logits = rolled(logits, -shift) if by_token else logits
+        logits = rotate_rows(logits, -shift) if by_token else logits
         padded = [logits[cut if by_token else cut[0]] for cut in cuts]
         moved = max(float((one - other).abs().max()) for one, other in zip(padded, alone, strict=True))
         changes.append(moved / size if size else 0.0)
@@ -232,7 +232,7 @@ def _tried_padding(model: Any, device: torch.device) -> Padding:
     return Padding("right", changes[0])
 
 
-def rolled(values: Tensor, shift: Tensor) -> Tensor:
+def rotate_rows(values: Tensor, shift: Tensor) -> Tensor:
     """`values` [rows, length, ...], each row rotated to the left by its own `shift`, int64 [rows].
 
     A shift by a row's number of tokens moves its padding from the right to the left; its negative moves it back.
@@ -280,7 +280,7 @@ def attending_by(model: nn.Module, name: str, attention: Callable[..., Any]) -> 
 
 
 @contextmanager
-def rows_apart(model: nn.Module, masking: Masking, rows: Tensor, positions: Tensor) -> Iterator[Tensor]:
+def packed_mask(model: nn.Module, masking: Masking, rows: Tensor, positions: Tensor) -> Iterator[Tensor]:
     """Inside, the mask to give `model` so that each token sees those of its own row up to itself, and no other.
 
     masking: `SPANS` or `ROW_PAIRS`. rows: int64 [packs, length], 1 for a pack's first row, 2, ... and 0 for padding at

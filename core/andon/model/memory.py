@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from andon.model.adapter import trainable_parameters
 from andon.model.build import backbone_of, checkpoint_layers, computing, tried, vocabulary_head
-from andon.model.causal import loss_of_hidden, told_apart
+from andon.model.causal import loss_of_hidden, packed_inputs
 from andon.model.masks import Masking, masked, possible_maskings
 from andon.step.flat import FlatParameters, layout_of
 from andon.step.plan import rank_leaves
@@ -220,10 +220,10 @@ class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def hollow(model: nn.Module) -> Iterator[FlatParameters]:
+def with_fake_weights(model: nn.Module) -> Iterator[FlatParameters]:
     """Inside, `model` (on the meta device) computes on fake tensors of the CPU; yields its flat trainable buffers.
 
-    The model keeps the fake tensors, so that it is of no use afterwards but for another `hollow`.
+    The model keeps the fake tensors, so that it is of no use afterwards but for another `with_fake_weights`.
     """
     made: dict[int, Tensor] = {}
 
@@ -244,7 +244,7 @@ def hollow(model: nn.Module) -> Iterator[FlatParameters]:
 def traced_activations(model: nn.Module, rows: int, length: int, kind: str) -> int:
     """Bytes that forward and backward of `rows` rows of `length` tokens add to weights and flat buffers, run eagerly.
 
-    model: inside `hollow`. kind: of the device, 'cpu' or 'cuda'.
+    model: inside `with_fake_weights`. kind: of the device, 'cpu' or 'cuda'.
     """
     batch = partial(_batch_of, model, rows, length)
     return _peak(model, kind, lambda: _loss(model, batch(), kind).backward())  # type: ignore[no-untyped-call]
@@ -273,7 +273,7 @@ def _peak(model: nn.Module, kind: str, work: Callable[[], object]) -> int:
     return watch.peak
 
 
-def checkpoint_hollow(model: nn.Module, kind: str) -> None:
+def checkpoint_fake_layers(model: nn.Module, kind: str) -> None:
     """As `checkpoint_layers`, for a trace. `backward` leaves the stand-ins, so they are entered anew."""
     checkpoint_layers(model, KernelsOfCuda if kind == "cuda" else nullcontext)
 
@@ -303,7 +303,7 @@ def _loss(model: nn.Module, batch: Mapping[str, Tensor], kind: str) -> Tensor:
 def _passing(model: nn.Module, batch: Mapping[str, Tensor], masking: Masking) -> Iterator[Callable[[], Any]]:
     """Inside, a call is the forward pass of `batch`: of the backbone of a causal language model, of others whole."""
     if vocabulary_head(model) is not None:
-        with told_apart(model, masking, batch) as given:
+        with packed_inputs(model, masking, batch) as given:
             yield partial(backbone_of(model), **given)
         return
     with computing(model, _CPU), masked(model, masking, batch["attention_mask"]) as mask:

@@ -13,11 +13,11 @@ from andon.model.batches import EvaluationBatching, padded_length
 from andon.model.build import build_shape
 from andon.model.memory import (
     MemoryPlan,
-    checkpoint_hollow,
-    hollow,
+    checkpoint_fake_layers,
     plan_bytes,
     traced_activations,
     traced_evaluation,
+    with_fake_weights,
 )
 from andon.training.material import Material, padding_multiple
 
@@ -86,7 +86,7 @@ class Study:
             trainable_parameters(model),
             optimizer.name,
             training.micro_batches,
-            0,  # of a micro-batch: found below, because that leaves the model hollow
+            0,  # of a micro-batch: found below, because that leaves fake weights in the model
             world_size=workers,
             momentum=optimizer.momentum,
             kind=kind,
@@ -143,10 +143,10 @@ def _phases(
     model: Any, checkpointing: bool, trained: tuple[int, int], scored: tuple[int, int], kind: str
 ) -> tuple[int, int]:
     """Bytes of a micro-batch and of a batch of an evaluation, run eagerly; trained, scored: rows and length of each."""
-    with hollow(model):
+    with with_fake_weights(model):
         evaluation = traced_evaluation(model, *scored, kind)
         if checkpointing:
-            checkpoint_hollow(model, kind)
+            checkpoint_fake_layers(model, kind)
         return traced_activations(model, *trained, kind), evaluation
 
 
