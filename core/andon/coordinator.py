@@ -11,6 +11,7 @@ import torch
 
 from andon.backend.devices import named_devices
 from andon.backend.inprocess import InlineBackend
+from andon.config.schema import Optimizer
 from andon.console.problems import InputError, Problem, ProblemList
 from andon.pipeline import (
     NOTHING,
@@ -21,13 +22,12 @@ from andon.pipeline import (
     SampleEncoder,
     TransformerConfig,
     build_model,
-    step_spec,
+    config_of,
 )
 from andon.step.flat import REPLACED
-from andon.step.optimizer import OptimizerSpec
 from andon.step.plan import GlobalBatch
-from andon.step.step import StepResult
-from andon.training.build import build_replicas, build_step
+from andon.step.step import StepResult, TrainingStep
+from andon.training.build import build_replicas
 from andon_contracts.agree import minority
 from andon_contracts.policy import clause, enforced, ensure, require
 from andon_contracts.violation import Finding
@@ -116,7 +116,7 @@ class DataParallelCoordinator:
         micro_batches: int = 8,
         *,
         seed: int = 0,
-        optimizer: OptimizerSpec | None = None,
+        optimizer: Optimizer | None = None,
         cpu_fallback: bool = False,
         base_every: int = 1,
     ) -> None:
@@ -139,11 +139,11 @@ class DataParallelCoordinator:
         self.config = classify_config
         self._base_every = base_every
         self._encoder = SampleEncoder(model_config, classify_config)
-        spec = step_spec(classify_config, micro_batches, seed, optimizer)
+        config = config_of(model_config, classify_config, seed, optimizer)
         built = build_model(model_config, classify_config, seed)  # before any row: it refuses what has no model
         rows = self._encoder.of_ids([[0]], [0])
         self._backend = InlineBackend(placed)
-        replicas = build_replicas(built, spec, self._backend, rows, 0, own_base=True)
+        replicas = build_replicas(built, config, self._backend, rows, 0, own_base=True)
         self._pipelines = tuple(
             ClassifyPipeline(model_config, classify_config, micro_batches=micro_batches, replica=replica)
             for replica in replicas
@@ -151,7 +151,8 @@ class DataParallelCoordinator:
         self._rate = classify_config.learning_rate
         self._updates = 0
         self._last: StepResult | None = None
-        self._step = build_step(spec, self._backend, replicas, rows)
+        parts = micro_batches * classify_config.accumulation_steps
+        self._step = TrainingStep(self._backend, replicas, rows, parts, classify_config.gradient_clip_norm)
         self._step.attest_start({})
         self._base = replicas[0].base_digest() if enforced() else 0
 

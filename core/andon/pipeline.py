@@ -15,21 +15,21 @@ import torch
 from torch import nn
 
 from andon.backend.inprocess import InlineBackend
+from andon.config.load import config_from
+from andon.config.schema import Config, Optimizer
 from andon.console.problems import InputError, Problem, ProblemList, install_hint
-from andon.model.adapter import AdapterSpec
 from andon.model.batches import predictions
-from andon.model.build import ModelSpec
+from andon.model.build import ModelInterface
 from andon.step import message
 from andon.step.message import reduced_values, reports_of
 from andon.step.micro_batch import Leaf, plan_leaves
-from andon.step.optimizer import OptimizerSpec
 from andon.step.plan import GlobalBatch
 from andon.step.promises import Report, ensures
 from andon.step.reduce import fold
 from andon.step.replica import Replica
 from andon.tasks.classification import ClassificationTask
-from andon.training.build import StepSpec, build_replicas
 from andon.training.build import build_model as build_trainable
+from andon.training.build import build_replicas
 from andon_contracts.agree import Observation, bits_of, real_of
 from andon_contracts.laws.law import Judgement, Seen, enforce
 from andon_contracts.laws.update import CALLER_GRADIENT, LEAVES, OUTPUT, REDUCED, Leaves, Output, Reduced
@@ -93,7 +93,7 @@ class TransformerConfig:
     'encoder' (BERT: learned positions, LayerNorm, GELU, the first token is classified).
     dropout: of the attention (encoder: and hidden layers) and in the adapter.
 
-    `to_model_spec` refuses what the embedded models cannot be. Presets such as `qwen3_4b` then still serve for their
+    `build_model` refuses what the embedded models cannot be. Presets such as `qwen3_4b` then still serve for their
     sizes; their real weights are trained with `andon train --model`.
     """
 
@@ -159,26 +159,8 @@ class TransformerConfig:
         """Trainable elements of LoRA on query and value projections: layers * rank * (2 hidden + q + kv)."""
         return self.num_hidden_layers * rank * (2 * self.hidden_size + self.q_dim + self.kv_dim)
 
-    def to_model_spec(self, classify: ClassifyConfig, seed: int) -> ModelSpec:
-        """The embedded model of this shape. Raises `InputError` for each field that it cannot have."""
-        self._refuse_what_is_not_embedded()
-        return ModelSpec(
-            num_labels=classify.num_classes,
-            labels=tuple(map(str, range(classify.num_classes))),
-            vocab_size=self.vocab_size + 1,
-            pad_id=self.vocab_size,
-            architecture=self.architecture,
-            hidden_size=self.hidden_size,
-            num_hidden_layers=self.num_hidden_layers,
-            num_attention_heads=self.num_attention_heads,
-            num_key_value_heads=self.num_kv_heads,
-            intermediate_size=self.intermediate_size,
-            dropout=self.dropout,
-            max_length=self.max_position_embeddings,
-            seed=seed,
-        )
-
-    def _refuse_what_is_not_embedded(self) -> None:
+    def refuse_what_is_not_embedded(self) -> None:
+        """Raise `InputError` for each field that the embedded model cannot have."""
         found = ProblemList()
         _check(found, self, "vocab_size", _is_count, "an integer of at least 1")
         remedy = "; real weights are trained with `andon train --model`"
@@ -194,15 +176,6 @@ class TransformerConfig:
         if self.is_encoder and self.num_kv_heads != self.num_attention_heads:
             found.add("num_kv_heads", f"{self.num_kv_heads} must be {self.num_attention_heads} in an encoder")
         found.raise_if_any()
-
-    def to_adapter_spec(self, classify: ClassifyConfig) -> AdapterSpec:
-        """LoRA on the query and value projections of every layer (seed S10)."""
-        return AdapterSpec(
-            r=classify.lora_rank,
-            alpha=classify.lora_alpha,
-            dropout=self.dropout,
-            targets=_TARGETS.get(self.architecture, _TARGETS["decoder"]),
-        )
 
 
 def _check(found: ProblemList, config: object, name: str, test: Callable[[object], bool], wanted: str) -> None:
@@ -292,19 +265,43 @@ def build_model(model_config: TransformerConfig, config: ClassifyConfig, seed: i
 
     Raises `InputError` for a shape that no such model has, and where a library that makes it is not installed.
     """
+    pad = model_config.vocab_size
+    interface = ModelInterface("classification", tuple(map(str, range(config.num_classes))), pad + 1, pad)
     try:
-        return build_trainable(model_config.to_model_spec(config, seed), model_config.to_adapter_spec(config), seed)
+        return build_trainable(config_of(model_config, config, seed), interface)
     except ModuleNotFoundError as error:
         raise InputError([Problem("model", f"{error.name} is not installed; {install_hint('train')}")]) from error
 
 
-def step_spec(config: ClassifyConfig, micro_batches: int, seed: int, optimizer: OptimizerSpec | None) -> StepSpec:
-    """What defines the updates of `config`; micro-batches are computed in `accumulation_steps` parts each (V32)."""
-    return StepSpec(
-        OptimizerSpec() if optimizer is None else optimizer,
-        seed=seed,
-        micro_batches=micro_batches * config.accumulation_steps,
-        clip_norm=config.gradient_clip_norm,
+def config_of(
+    shape: TransformerConfig, classify: ClassifyConfig, seed: int, optimizer: Optimizer | None = None
+) -> Config:
+    """The embedded model of this shape, with LoRA on the query and value projections of every layer (seed S10).
+
+    Raises `InputError` for each field that the embedded model cannot have.
+    """
+    shape.refuse_what_is_not_embedded()
+    return config_from(
+        {
+            "seed": seed,
+            "model": {
+                "architecture": shape.architecture,
+                "hidden_size": shape.hidden_size,
+                "num_hidden_layers": shape.num_hidden_layers,
+                "num_attention_heads": shape.num_attention_heads,
+                "num_key_value_heads": shape.num_kv_heads,
+                "intermediate_size": shape.intermediate_size,
+                "dropout": shape.dropout,
+                "max_length": shape.max_position_embeddings,
+            },
+            "adapter": {
+                "r": classify.lora_rank,
+                "alpha": classify.lora_alpha,
+                "dropout": shape.dropout,
+                "targets": _TARGETS.get(shape.architecture, _TARGETS["decoder"]),
+            },
+            "optimizer": {**dict(optimizer or Optimizer()), "clip_norm": classify.gradient_clip_norm},
+        }
     )
 
 
@@ -323,7 +320,7 @@ class ClassifyPipeline:
         device: str | torch.device = "cpu",
         seed: int = 0,
         micro_batches: int = 8,
-        optimizer: OptimizerSpec | None = None,
+        optimizer: Optimizer | None = None,
         replica: Replica | None = None,
     ) -> None:
         """seed: of the weights that are drawn and of dropout. micro_batches: M, the leaves of the sum of a batch.
@@ -336,12 +333,11 @@ class ClassifyPipeline:
         self.model_config = model_config
         self.config = config
         self._encoder = SampleEncoder(model_config, config)
-        spec = step_spec(config, micro_batches, seed, optimizer)
-        self.micro_batches = spec.micro_batches
+        self.micro_batches = micro_batches * config.accumulation_steps
         if replica is None:
             model = build_model(model_config, config, seed)  # before any row: it refuses what has no model
             backend, rows = InlineBackend([torch.device(device)]), self._encoder.of_ids([[0]], [0])
-            (replica,) = build_replicas(model, spec, backend, rows, 0)
+            (replica,) = build_replicas(model, config_of(model_config, config, seed, optimizer), backend, rows, 0)
         self.replica = replica
         self.model = replica.model
         self._rate = config.learning_rate

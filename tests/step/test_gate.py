@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from andon.config.schema import Optimizer
 from andon.step.agreement import Gathered
 from andon.step.gate import Gate, most
 from andon.step.message import (
@@ -29,6 +30,7 @@ from andon.step.message import (
     state_values,
     updated,
 )
+from andon.step.optimizer import moments_of
 from andon.step.optimizer import OptimizerSpec
 from andon_contracts.agree import bits_of, header, majority, real_of
 from andon_contracts.digest import signed
@@ -140,15 +142,15 @@ def _count_bits(updates: float) -> int:
     return int(struct.unpack("<i", struct.pack("<f", updates))[0])
 
 
-SPECS = [OptimizerSpec(), OptimizerSpec("sgd", momentum=0.9)]
+SPECS = [Optimizer(), Optimizer(name="sgd", momentum=0.9)]
 
 
 @pytest.mark.parametrize("column", [None, 0, 1, 2])
 @given(world=worlds, spec=st.sampled_from(SPECS), due=st.integers(1, 99), data=st.data())
 def test_of_what_the_update_left(
-    column: int | None, world: int, spec: OptimizerSpec, due: int, data: st.DataObject
+    column: int | None, world: int, spec: Optimizer, due: int, data: st.DataObject
 ) -> None:
-    moments = [3 + place for place, _ in enumerate(spec.moments)]
+    moments = [3 + place for place, _ in enumerate(moments_of(spec))]
     values = [[5, *moments, _count_bits(due)] for _ in range(world)]
     counts = [_count_bits(count) for count in (due - 1, due + 0.5, 0.0, -1.0, math.nan, math.inf)]
     changed(values, [[6], *([0, 9] for _ in moments), counts], column, data)

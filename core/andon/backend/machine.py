@@ -69,11 +69,11 @@ def none_works(found: Mapping[int, Accelerator]) -> str:
     return faults[0] if faults and all(faults) else ""
 
 
-def refuse_unfit(backend: str, found: Mapping[int, Accelerator], needed: int | None) -> None:
-    """Raise `InputError` with all reasons why ranks cannot train on these GPUs (by rank); the same on every rank.
+def refuse_unfit(backend: str, found: Mapping[int, Accelerator], needed: int | None, remedy: str = "") -> None:
+    """Raise `InputError` with all that keeps ranks from training on these GPUs (rank to GPU). The same on every rank.
 
-    needed: bytes that must be free on each, from the plan; None: not known. Different models of GPU give different
-    bits, so `nccl` refuses them.
+    needed: bytes that must be free on each, from the plan; None: not known. remedy: what to do if a GPU is too small.
+    Different models of GPU give different bits, so `nccl` refuses them.
     """
     problems = ProblemList()
     for rank, each in sorted(found.items()):
@@ -81,7 +81,7 @@ def refuse_unfit(backend: str, found: Mapping[int, Accelerator], needed: int | N
         if each.fault:
             problems.add(where, f"GPU {each.index} cannot be used: {each.fault}")
         elif needed is not None and each.free < needed:
-            problems.add(where, _too_small(each, needed))
+            problems.add(where, _too_small(each, needed, remedy))
     names = sorted({each.name for each in found.values() if not each.fault})
     if backend == "nccl" and len(names) > 1:
         held = ", ".join(f"rank {rank} {each.name}" for rank, each in sorted(found.items()) if not each.fault)
@@ -91,10 +91,9 @@ def refuse_unfit(backend: str, found: Mapping[int, Accelerator], needed: int | N
     problems.raise_if_any()
 
 
-def _too_small(each: Accelerator, needed: int) -> str:
+def _too_small(each: Accelerator, needed: int, remedy: str) -> str:
     have = f"GPU {each.index} ({each.name}) has {in_gib(each.free)} of {in_gib(each.total)} free"
     if each.total < needed:
-        remedy = "andon plan says which settings need less, as training.activation_checkpointing=true may"
         return f"{have}, too small for the {in_gib(needed)} that the run needs; {remedy}"
     return f"{have} and the run needs {in_gib(needed)}: another process may hold the rest"
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from andon.backend.base import Backend
+from andon.config.schema import Contracts
 from andon.step.agreement import Agreement, Gathered, RankFailed
 from andon.step.message import REPORT, WIDTH
 from andon.step.micro_batch import Leaf
@@ -34,40 +35,12 @@ from andon_contracts.laws.law import Seen
 _PERCENT = 100
 
 
-@dataclass(frozen=True)
-class AuditSpec:
-    """Audit every `every`-th step (0: never), `coverage` micro-batches of each rank (None: all); `seed` picks which."""
-
-    every: int
-    coverage: int | None = 1
-    seed: int = 0
-
-    def due(self, step: int) -> bool:
-        return self.every > 0 and step % self.every == 0
-
-    def chosen(self, step: int, rank: int, leaves: Sequence[int]) -> tuple[int, ...]:
-        """The micro-batches of `rank` that are recomputed at `step`; the same draw on every rank."""
-        if self.coverage is None or self.coverage >= len(leaves):
-            return tuple(leaves)
-        drawn = random.Random(f"andon audit {self.seed} {step} {rank}").sample(list(leaves), self.coverage)
-        return tuple(sorted(drawn))
-
-
-NO_AUDIT = AuditSpec(0)
+NO_AUDIT = Contracts(audit_every=0)
 
 
 def default_every(world_size: int, micro_batches: int) -> int:
     """The K with which recomputing one micro-batch of each rank is a hundredth of the work: ceil(100 W / M)."""
     return -(-_PERCENT * world_size // micro_batches)
-
-
-def describe(spec: AuditSpec, world_size: int) -> str:
-    if not spec.every:
-        return "audit: off"
-    share = "every micro-batch" if spec.coverage is None else f"{spec.coverage} of its micro-batches"
-    if world_size == 1:
-        return f"audit: every {spec.every} steps {share} again; one rank cannot see a persistent fault of its device"
-    return f"audit: every {spec.every} steps another rank computes {share} of each rank again"
 
 
 def siblings(node: Node, chosen: Sequence[int]) -> tuple[Node, ...]:
@@ -124,14 +97,17 @@ class Audit:
 
     def __init__(
         self,
-        spec: AuditSpec,
+        contracts: Contracts,
         backend: Backend,
         replicas: Sequence[Replica],
         task: Task,
         owners: Sequence[range],
         roots: Sequence[tuple[Node, ...]],
     ) -> None:
-        self.spec = spec
+        """owners, roots: the micro-batches of each rank and the subtrees in which it sums them."""
+        every, self.coverage = contracts.audit_every, contracts.audit_coverage
+        self.every = default_every(backend.world_size, sum(map(len, owners))) if every is None else every
+        self._seed = replicas[0].seed
         self._backend = backend
         self._replicas = tuple(replicas)
         self._task = task
@@ -139,14 +115,35 @@ class Audit:
         self._roots = roots
         self._kinds: tuple[int, ...] | None = None
 
+    def due(self, step: int) -> bool:
+        """Whether `step` is audited."""
+        return self.every > 0 and step % self.every == 0
+
+    def chosen(self, step: int, rank: int, leaves: Sequence[int]) -> tuple[int, ...]:
+        """The micro-batches of `rank` that are computed again at `step`: the same draw on every rank."""
+        if self.coverage == "all" or self.coverage >= len(leaves):
+            return tuple(leaves)
+        drawn = random.Random(f"andon audit {self._seed} {step} {rank}").sample(list(leaves), self.coverage)
+        return tuple(sorted(drawn))
+
+    def describe(self) -> str:
+        """One line for a reader; at one rank it says what the audit cannot see."""
+        if not self.every:
+            return "audit: off"
+        share = "every micro-batch" if self.coverage == "all" else f"{self.coverage} of its micro-batches"
+        when = f"audit: every {self.every} steps"
+        if self._backend.world_size == 1:
+            return f"{when} {share} again; one rank cannot see a persistent fault of its device"
+        return f"{when} another rank computes {share} of each rank again"
+
     def subject(self, step: int, rank: int) -> _Subject:
-        chosen = self.spec.chosen(step, rank, self._owners[rank])
+        chosen = self.chosen(step, rank, self._owners[rank])
         roots = tuple(node for node in self._roots[rank] if any(node[0] <= leaf < node[1] for leaf in chosen))
         return _Subject(rank, chosen, roots, tuple(kept for node in roots for kept in siblings(node, chosen)))
 
     def prepare(self, step: int, *, checked: bool) -> None:
         """Must be called before gradients are computed: tell each local replica which sums to copy."""
-        due = checked and self.spec.due(step)
+        due = checked and self.due(step)
         for rank, replica in zip(self._backend.ranks, self._replicas, strict=True):
             replica.keeping = frozenset(self.subject(step, rank).kept) if due else None
 
@@ -235,7 +232,7 @@ class Audit:
             alike = [rank for rank, each in enumerate(self._kinds) if each == kind]
             # Half a turn would pair ranks off, and a pair does not show which of the two is wrong.
             turns = [turn for turn in range(1, len(alike)) if 2 * turn != len(alike) or turn == 1] or [0]
-            turn = turns[step // max(self.spec.every, 1) % len(turns)]
+            turn = turns[step // max(self.every, 1) % len(turns)]
             for place, rank in enumerate(alike):
                 found[rank] = alike[(place + turn) % len(alike)]
         return found

@@ -18,7 +18,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from andon.step.optimizer import OptimizerSpec
+from andon.config.schema import Optimizer
+from andon.step.optimizer import counts_updates, moments_of
 from andon_contracts.agree import Observation, real_of
 from andon_contracts.digest import join, mix_integer, seal, signed
 from andon_contracts.laws import update as laws
@@ -121,7 +122,7 @@ REDUCED = Message(
     (
         Field("planned", "host"),  # the bits of the schedule's learning rate
         Field("rate", "host", laws.RATE, beside="planned"),  # the bits of the optimizer's
-        Field("gradient", "device", laws.GRADIENTS),  # a word sum
+        Field("gradient", "device", laws.GRADIENTS_AGREE),  # a word sum
         Field("nonfinite", "device", laws.FINITE),
         Field("weights", "device", laws.WEIGHTS_UNCHANGED),  # a word sum
         Field("norm", "device", laws.FINITE),  # the bits of the norm before clipping, as fp64
@@ -132,9 +133,9 @@ REDUCED = Message(
 
 
 @cache
-def updated(spec: OptimizerSpec) -> Message:
+def updated(settings: Optimizer) -> Message:
     """After the update: word sums of the weights and of each moment, and the bits of the fp32 count of updates."""
-    moments = (Field(name, "device", laws.OPTIMIZERS, judged="optimizer") for name in spec.moments)
+    moments = (Field(name, "device", laws.OPTIMIZERS, judged="optimizer") for name in moments_of(settings))
     count = Field("updates", "device", laws.ONE_UPDATE, code=fp32_bits)
     return Message("updated", (Field("weights", "device", laws.REPLICAS), *moments, count))
 
@@ -187,12 +188,12 @@ def reduced_values(size: int, raw: Mapping[str, int]) -> dict[str, int]:
     return {**raw, **{name: signed(seal(raw[name], torch.float32, (size,))) for name in ("gradient", "weights")}}
 
 
-def state_values(spec: OptimizerSpec, size: int, raw: Mapping[str, int]) -> dict[str, int]:
-    """From the values of `updated(spec)`: the digests `weights` and `optimizer`, and the count `updates`."""
+def state_values(settings: Optimizer, size: int, raw: Mapping[str, int]) -> dict[str, int]:
+    """From the values of `updated`: the digests `weights` and `optimizer`, and the count `updates`."""
     bits = raw["updates"] & 0xFFFFFFFF
     count = float(struct.unpack("<f", struct.pack("<I", bits))[0])
-    parts = {name: seal(raw[name], torch.float32, (size,)) for name in spec.moments if raw[name]}
-    if spec.counts and bits:
+    parts = {name: seal(raw[name], torch.float32, (size,)) for name in moments_of(settings) if raw[name]}
+    if counts_updates(settings) and bits:
         parts["step"] = seal(mix_integer(bits), torch.float32, ())
     return {
         "weights": signed(seal(raw["weights"], torch.float32, (size,))),

@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from andon.config.schema import Optimizer
 from andon.step.captured import CapturedPasses
 from andon.step.flat import REPLACED, FlatParameters, Master, undecayed
 from andon.step.keyed import keyed_randomness
 from andon.step.message import WIDTH
 from andon.step.micro_batch import Leaf, LeafResult, PassResult, reports_of_leaves
-from andon.step.optimizer import OptimizerSpec
+from andon.step.optimizer import build_optimizer, counts_updates, moments_of, state_names
 from andon.step.reduce import Node, fold
 from andon.step.task import Batch, Task
 from andon_contracts.digest import tensor_digest, tree_digest, word_sum_tensor
@@ -48,7 +49,7 @@ class Replica:
         self,
         model: nn.Module,
         trainable: Mapping[str, nn.Parameter],
-        optimizer: OptimizerSpec,
+        optimizer: Optimizer,
         seed: int,
         device: torch.device,
         master_on: torch.device | None = None,
@@ -66,11 +67,11 @@ class Replica:
         exempt = undecayed(model, trainable)
         ordered = sorted(trainable, key=exempt.__contains__)  # stable: only what does not decay comes last
         self.parameters = FlatParameters({name: trainable[name] for name in ordered}, device)
-        self.spec = optimizer
+        self.settings = optimizer
         self.master = Master.of(self.parameters, master_on)
         last = (slot.start for slot in self.parameters.slots if slot.name in exempt)
         self._ranges = self.master.ranges(next(last, self.parameters.size))
-        self.optimizer = optimizer.build(self._ranges)
+        self.optimizer = build_optimizer(optimizer, self._ranges)
         self._state: dict[str, torch.Tensor] = {}
         self.captured = captured
         self.keeping: frozenset[Node] | None = None
@@ -229,8 +230,8 @@ class Replica:
             nn.utils.clip_grads_with_norm_([self.master.weights], limit, total)
 
     def after_update(self) -> torch.Tensor:
-        """The values of `message.updated(spec)`, int64 on the device. The sum of a moment that does not exist is 0."""
-        state, moments = self.optimizer_state(), self.spec.moments
+        """The values of `message.updated`, int64 on the device. The sum of a moment that does not exist is 0."""
+        state, moments = self.optimizer_state(), moments_of(self.settings)
         there = [state[name] for name in moments if name in state]
         sums = word_sums([self.weights_of_model(), *there], finite=False)
         bits = state.get("step", self._count).reshape(1).view(torch.int32).to(torch.int64)
@@ -257,7 +258,7 @@ class Replica:
         Raises `ValueError` for an optimizer whose device cannot skip an update.
         """
         if closed is not None and not self.optimizer.defaults.get("fused"):
-            msg = f"{self.spec.name} on {self.device} is not fused, so its device cannot keep it from updating"
+            msg = f"{self.settings.name} on {self.device} is not fused, so its device cannot keep it from updating"
             raise ValueError(msg)
         self._closed = closed
         # torch's loss scaler skips the update of a fused optimizer by these attributes.
@@ -267,11 +268,12 @@ class Replica:
     def apply(self) -> None:
         """One optimizer update with the rate that was set."""
         if not self._state:
-            moments = {name: torch.zeros_like(self.master.gradient) for name in sorted(self.spec.kept - {"step"})}
-            self._hold(moments | ({"step": torch.zeros_like(self._count)} if self.spec.counts else {}))
+            names = sorted(state_names(self.settings) - {"step"})
+            moments = {name: torch.zeros_like(self.master.gradient) for name in names}
+            self._hold(moments | ({"step": torch.zeros_like(self._count)} if counts_updates(self.settings) else {}))
         self.optimizer.step()
         self.master.give(self.parameters)
-        if not self.spec.counts:
+        if not counts_updates(self.settings):
             # On the device, because only the device knows now whether the gate skipped the update.
             self._count += 1.0 if self._closed is None else 1.0 - self._closed
 
@@ -345,8 +347,8 @@ def restore_state(replica: Replica, tensors: Mapping[str, torch.Tensor], updates
     Raises `ValueError` naming every tensor that is missing, unexpected, or of another shape or dtype; nothing is
     changed then.
     """
-    flat, kept = replica.parameters, replica.spec.kept if updates else frozenset()
-    moments = kept & {*replica.spec.moments}
+    flat, kept = replica.parameters, state_names(replica.settings) if updates else frozenset()
+    moments = kept & {*moments_of(replica.settings)}
     wanted = {f"{WEIGHTS}/{slot.name}": slot.shape for slot in flat.slots}
     wanted |= {f"{OPTIMIZER}/{kind}/{slot.name}": slot.shape for kind in moments for slot in flat.slots}
     wanted |= {f"{OPTIMIZER}/{kind}": () for kind in kept - moments}

@@ -13,8 +13,9 @@ from itertools import accumulate
 import torch
 
 from andon.backend.base import Backend
+from andon.config.schema import Contracts
 from andon.step.agreement import Agreement, Gathered, RankFailed, Tensors
-from andon.step.audit import NO_AUDIT, Audit, AuditSpec
+from andon.step.audit import NO_AUDIT, Audit
 from andon.step.gate import Gate
 from andon.step.message import (
     COMPUTED,
@@ -80,12 +81,13 @@ class TrainingStep:
         task: Task,
         micro_batches: int,
         clip_norm: float | None,
-        audit: AuditSpec = NO_AUDIT,
+        contracts: Contracts = NO_AUDIT,
         *,
         late: bool | None = None,
     ) -> None:
         """replicas: one for each local rank. micro_batches: M, the leaves of the sum; never a function of world size.
 
+        contracts: when and what is audited.
         late: whether an update is judged when its result is requested, and not while it is launched; None: if all
         replicas are on GPUs.
 
@@ -102,7 +104,7 @@ class TrainingStep:
         self._clip_norm = clip_norm
         self._owners = rank_leaves(micro_batches, backend.world_size)
         self._reduce = TreeReduction(micro_batches, replicas[0].parameters.size, backend)
-        self._audit = Audit(audit, backend, replicas, task, self._owners, self._reduce.roots_of_rank)
+        self.audit = Audit(contracts, backend, replicas, task, self._owners, self._reduce.roots_of_rank)
         # One more than any rank should compute, so that a surplus is seen.
         self._report_rows = max(map(len, self._owners)) + 1
         self._agreement = Agreement(backend, replicas, _PLAIN_WIDTH + self._report_rows * WIDTH)
@@ -145,7 +147,7 @@ class TrainingStep:
         # others whether it raised, and one report per micro-batch.
         partials, gathered = self._compute(update, stop=stop, save=save).result
         # Now and then another rank computes some micro-batches again, and must get the same bits.
-        if update.checked and self._audit.spec.due(batch.step):
+        if update.checked and self.audit.due(batch.step):
             self._audit_gradients(update, partials, gathered)
         # The sum over all micro-batches along one fixed tree, divided once, clipped once. Every rank has the whole
         # gradient now, and reports it beside the weights from which the update starts.
@@ -178,7 +180,7 @@ class TrainingStep:
 
         done: Sequence[PartialGradient | Exception]
         try:
-            self._audit.prepare(step, checked=update.checked)
+            self.audit.prepare(step, checked=update.checked)
             parts = update.batch.micro_batches(self._micro_batches)
             update.plan = plan_leaves(parts, self._owners, self.task, checked=update.checked)
             update.rows, update.terms = len(update.batch.ids), sum(leaf.terms for leaf in update.plan)
@@ -220,14 +222,14 @@ class TrainingStep:
     @ensures(*laws.AUDITED)
     def _audit_gradients(self, update: Pending, partials: Sequence[PartialGradient], computed: Gathered) -> Report:
         """Another rank gets the same bits for the same micro-batches."""
-        audited = self._audit(update.batch.step, self._agreement, update.leaves, partials, computed.payload)
+        audited = self.audit(update.batch.step, self._agreement, update.leaves, partials, computed.payload)
         if self.late:
             self._gate.close_if(audited.differs())
         return Report(audited.gathered.table, audited.record, update.read, audited.refuse_failed)
 
     # C-DP-001 before the update: equal replicas. F-DP-003 of the reduced gradient.
     @requires(LOCKSTEP, laws.RATE, laws.WEIGHTS_UNCHANGED)
-    @ensures(laws.GRADIENTS, laws.FINITE, laws.CLIP)
+    @ensures(laws.GRADIENTS_AGREE, laws.FINITE, laws.CLIP)
     def _reduce_gradient(self, update: Pending, partials: Sequence[PartialGradient]) -> Report | None:
         """From equal weights, every rank gets the same finite gradient, clipped once, and the planned learning rate."""
         pieces = self._reduce([part.roots for part in partials])
@@ -286,13 +288,13 @@ class TrainingStep:
         if not update.checked:
             return None
         facts = self._backend.map(lambda index: self._replicas[index].after_update())
-        spec, size = self._replicas[0].spec, self._replicas[0].parameters.size
-        message = updated(spec)
+        settings, size = self._replicas[0].settings, self._replicas[0].parameters.size
+        message = updated(settings)
         gathered = self._gather(update, message, [{} for _ in facts], facts, self._alike(message, update.updates))
         self._weights_sum = gathered.column("weights")[0] if self.late else None
 
         def record(table: torch.Tensor) -> Seen[int]:
-            sent = [replace(o, values=state_values(spec, size, o.values)) for o in gathered.observations(table)]
+            sent = [replace(o, values=state_values(settings, size, o.values)) for o in gathered.observations(table)]
             return Seen(sent, update.updates)
 
         def keep(left: Seen[int]) -> None:

@@ -16,7 +16,7 @@ from andon.config.schema import SFT, Config
 from andon.config.source import is_there
 from andon.console.problems import InputError, Problem
 from andon.metrics.confusion import read_confusion
-from andon.model.adapter import save_base, save_merged
+from andon.model.adapter import save_base
 from andon.model.build import facts_of
 from andon.model.masks import padding_of
 from andon.run.atomic import whole_folder
@@ -166,7 +166,7 @@ def export_merged(run: TrainedRun, target: Path, dtype: str, check: str = "rows"
     side = padding_of(run.model, run.device).side
     form = Form.WHOLE if form_of(config) is Form.WHOLE else Form.MERGED
     with whole_folder(target) as path:
-        save_merged(run.model, path, run.labels, DTYPES[dtype])
+        save_base(run.model, path, run.labels, merged=DTYPES[dtype])
         write_tokenizer(path, run.tokenizer, config, run.labels, asked, side)
         exact = dtype == "float32" and (form is Form.WHOLE or config.model.dtype == "float32")
         said = _compared(run, path, compared, None, exact=exact)

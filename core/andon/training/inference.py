@@ -22,7 +22,7 @@ from andon.data.conversations import Message
 from andon.data.rows import DataSet, Examples
 from andon.data.tokens import Tokenizer, pretrained_tokenizer
 from andon.metrics.scores import ClassificationScores, Scores
-from andon.model.adapter import attach, base_digest, load_adapter, read_labels, trainable_parameters
+from andon.model.adapter import base_digest, load_adapter, read_labels, trainable_parameters
 from andon.model.batches import EvaluationBatching, predictions
 from andon.model.build import build_base, half_of, positions_of, without_adapter
 from andon.model.causal import generate
@@ -35,16 +35,16 @@ from andon.step.replica import WEIGHTS
 from andon.tasks.encoded import EncodedRows
 from andon.tasks.sft import Asked
 from andon.tasks.task import ScoredTask
+from andon.training.build import build_model
 from andon.training.evaluation import evaluate
 from andon.training.existing import config_at_hand, config_of
 from andon.training.material import (
     HEADS,
     UNWEIGHTED,
-    adapter_spec,
     cut_note,
     encoded,
+    interface_of,
     loss_weights,
-    model_spec,
     skipped_of,
     task_of,
     usable_ids,
@@ -165,12 +165,12 @@ def load_run(
     head = HEADS[config.task or CLASSIFICATION]
     labels = () if head == "causal" else read_labels(folder.adapter)
     tokenizer = pretrained_tokenizer(str(folder.adapter), local_only=True)
-    adapter = adapter_spec(config, tokenizer)
-    spec = model_spec(config, labels, tokenizer, head)
-    if adapter.kind == "none":
-        model = build_base(replace(spec, base=str(folder.adapter), revision=None, dtype="float32"))
+    interface = interface_of(config, head, labels, tokenizer)
+    if config.adapter.kind == "none":
+        whole = {"base": str(folder.adapter), "revision": None, "dtype": "float32"}
+        model = build_base(config.model.model_copy(update=whole), interface, config.seed)
     else:
-        model = attach(build_base(spec), adapter, config.seed)
+        model = build_model(config, interface)
         _require_same_base(folder, model)
         load_adapter(model, folder.adapter)
     if step is not None:

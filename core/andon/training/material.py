@@ -21,15 +21,8 @@ from andon.data.origins import RowSelection
 from andon.data.rows import DataSet, Examples, LabelSets, Targets, TextRows
 from andon.data.tagged import Tagged
 from andon.data.tokens import Tokenizer, byte_tokenizer, pretrained_tokenizer
-from andon.model.adapter import AdapterSpec
 from andon.model.batches import length_step, padded_length
-from andon.model.build import (
-    ModelSpec,
-    facts_of,
-    facts_of_shape,
-    labels_in_own_order,
-    require_decoder,
-)
+from andon.model.build import ModelInterface, facts_of, facts_of_shape, labels_in_own_order, require_decoder
 from andon.model.masks import padding_note
 from andon.step.plan import BatchPlan
 from andon.tasks.classification import ClassificationTask
@@ -64,8 +57,7 @@ class Material:
     validation_ids: tuple[int, ...]
     evaluation_ids: tuple[int, ...]
     plan: BatchPlan
-    model: ModelSpec
-    adapter: AdapterSpec
+    interface: ModelInterface
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -137,16 +129,14 @@ def prepare(config: Config, cache: Path | None = None) -> Material:
         validation_ids=validation_ids,
         evaluation_ids=evaluation_ids,
         plan=plan,
-        model=model_spec(config, rows.train.labels, tokenizer, HEADS[rows.task]),
-        adapter=adapter_spec(config, tokenizer),
+        interface=interface_of(config, HEADS[rows.task], rows.train.labels, tokenizer),
     )
 
 
 def _base(config: Config, task: str, labels: tuple[str, ...], tokenizer: Tokenizer) -> Base | None:
     if config.model.base is None:
         return None
-    spec = model_spec(config, labels, tokenizer, HEADS[task])
-    return Base(*facts_of_shape(spec))
+    return Base(*facts_of_shape(config.model, interface_of(config, HEADS[task], labels, tokenizer)))
 
 
 def skipped_of(task: ScoredTask) -> Mapping[int, Problem]:
@@ -399,19 +389,10 @@ def _plan(config: Config, rows: Rows, train_ids: tuple[int, ...], task: ScoredTa
     )
 
 
-def model_spec(config: Config, labels: tuple[str, ...], tokenizer: Tokenizer, head: str) -> ModelSpec:
-    """The base model that `config` describes for these labels and this tokenizer, with this head; it knows no new
-    tokens yet, for which `attach` makes room."""
-    model = config.model
-    return ModelSpec(
-        num_labels=len(labels),
-        labels=labels,
-        vocab_size=min(tokenizer.ids_of(model.new_tokens), default=tokenizer.vocab_size),
-        pad_id=tokenizer.pad_id,
-        seed=config.seed,
-        head=head,
-        **model.model_dump(exclude={"new_tokens"}),
-    )
+def interface_of(config: Config, head: str, labels: tuple[str, ...], tokenizer: Tokenizer) -> ModelInterface:
+    """What a model with this head must fit. tokenizer: of the run, with its new tokens."""
+    new = tokenizer.ids_of(config.model.new_tokens)
+    return ModelInterface(head, labels, min(new, default=tokenizer.vocab_size), tokenizer.pad_id, new)
 
 
 def warnings_of(model: nn.Module, tokenizer: Tokenizer) -> Iterator[str]:
@@ -420,13 +401,3 @@ def warnings_of(model: nn.Module, tokenizer: Tokenizer) -> Iterator[str]:
     for note in (facts_of(model).own_code, tokenizer.own_code, padding_note(model, device)):
         if note:
             yield f"warning: {note}"
-
-
-def adapter_spec(config: Config, tokenizer: Tokenizer) -> AdapterSpec:
-    """The adapter that `config` describes. tokenizer: of the run, with its new tokens."""
-    adapter = config.adapter
-    return AdapterSpec(
-        targets=adapter.targets or "all-linear",
-        new_tokens=tokenizer.ids_of(config.model.new_tokens),
-        **adapter.model_dump(exclude={"targets"}),
-    )

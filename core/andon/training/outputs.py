@@ -69,7 +69,7 @@ def write_adapter(folder: RunFolder, model: nn.Module, material: Material, resul
     """
     config = resolved(material.config, folder)
     reference = config.model.base or "../base"
-    if material.model.base is None and material.adapter.kind != "none":
+    if material.config.model.base is None and material.config.adapter.kind != "none":
         with whole_folder(folder.path / "base") as path:
             save_base(model, path, material.labels)
     task = material.validation_task  # of the rows themselves, whatever is made of them to train on

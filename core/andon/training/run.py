@@ -36,7 +36,6 @@ from andon.run.ledger import LedgerError, LedgerWriter
 from andon.run.provenance import fingerprint
 from andon.run.repeats import Repeats, apart, require_repeated
 from andon.run.summary import Head, Summary, write_summary
-from andon.step.audit import describe
 from andon.step.replica import state_tensors
 from andon.training.budget import hold_to_budget
 from andon.training.card import Result
@@ -312,9 +311,9 @@ def _announce(session: Session, done: int) -> None:
 
 def _audit(session: Session, done: int) -> str:
     """What is audited; where none of the steps after the first `done` is due, that too."""
-    spec, last = session.run.spec.step.audit, session.run.plan.total_steps
-    shown = describe(spec, session.run.backend.world_size)
-    if not spec.every or done == last or any(map(spec.due, range(done + 1, last + 1))):
+    audit, last = session.run.step.audit, session.run.plan.total_steps
+    shown = audit.describe()
+    if not audit.every or done == last or any(map(audit.due, range(done + 1, last + 1))):
         return shown
     return f"{shown}; none falls into steps {done + 1} to {last}"
 

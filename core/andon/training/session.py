@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,16 +32,13 @@ from andon.model.build import facts_of
 from andon.run.atomic import write_whole
 from andon.run.folder import RunFolder
 from andon.run.provenance import environment
-from andon.step.audit import AuditSpec, default_every
-from andon.step.optimizer import OptimizerSpec
 from andon.training.budget import agree_on_devices
-from andon.training.build import Run, RunSpec, StepSpec, build_run
+from andon.training.build import Run, build_run
 from andon.training.choices import placed, settings_line
 from andon.training.evaluation import Evaluator
 from andon.training.material import Material, padding_multiple, prepare, warnings_of
 from andon.training.rows import is_tokenised_as_read, notes, skip_notes, with_task
 from andon.training.study import captures, evaluation_batching
-from andon.training.trainer import Cadence
 from andon_contracts.liveness.diagnosis import StepClock
 from andon_contracts.policy import suspended
 
@@ -142,49 +139,6 @@ def _usable(config: Config, name: str, devices: Sequence[torch.device], rank: in
     return "gloo" if name == "nccl" else name, torch.device("cpu")
 
 
-def audit_spec(config: Config, world_size: int) -> AuditSpec:
-    """The audit that `config` asks for on `world_size` ranks; by default it costs a hundredth of the work."""
-    every, coverage = config.contracts.audit_every, config.contracts.audit_coverage
-    return AuditSpec(
-        every=default_every(world_size, config.training.micro_batches) if every is None else every,
-        coverage=None if coverage == "all" else coverage,
-        seed=config.seed,
-    )
-
-
-def run_spec(config: Config, material: Material, world_size: int) -> RunSpec:
-    """The run that `config` and the files it names define, on `world_size` ranks."""
-    training, optimizer = config.training, config.optimizer
-    first, second = optimizer.betas
-    lengths = padded_lengths(config.model.max_length, padding_multiple(config))
-    return RunSpec(
-        model=material.model,
-        adapter=material.adapter,
-        step=StepSpec(
-            OptimizerSpec(optimizer.name, (first, second), optimizer.eps, optimizer.weight_decay, optimizer.momentum),
-            seed=config.seed,
-            micro_batches=training.micro_batches,
-            clip_norm=optimizer.clip_norm,
-            audit=audit_spec(config, world_size),
-            checkpointing=training.activation_checkpointing,
-            compile=training.compile,
-            shapes=shapes_of(material.plan.batch_size, training.micro_batches, lengths),
-        ),
-        peak_lr=optimizer.lr,
-        warmup_fraction=config.schedule.warmup_fraction,
-        min_lr=config.schedule.min_lr,
-        schedule=config.schedule.type,
-        warmup_steps=config.schedule.warmup_steps,
-        cadence=Cadence(
-            training.checkpoint_every,
-            training.evaluate_every,
-            config.contracts.base_every,
-            training.early_stopping_patience,
-            None if training.checkpoint_minutes is None else 60 * training.checkpoint_minutes,
-        ),
-    )
-
-
 def _tell(config: Config, backend: Backend) -> None:
     """What of the configuration comes out otherwise than one may think on these devices; rank 0 says it."""
     training = config.training
@@ -201,12 +155,12 @@ def _assemble(
 ) -> Session:
     config, plan = material.config, agree_on_devices(material, backend)
     _tell(config, backend)
-    spec = run_spec(config, material, backend.world_size)
     captured = captures(config, backend.devices[0].type, plan.activations if plan else None)
     captured = captured and (plan is None or plan.graphs > 0)  # a GPU may have no room for them
-    if captured:
-        spec = replace(spec, step=replace(spec.step, capture=True))
-    run = build_run(spec, backend, material.task, material.plan)
+    batches = material.plan
+    lengths = padded_lengths(config.model.max_length, padding_multiple(config))
+    shapes = shapes_of(batches.batch_size, batches.micro_batches, lengths)
+    run = build_run(config, material.interface, backend, material.task, batches, shapes=shapes, capture=captured)
     material.task.require_fit(run.primary.model, run.primary.device)
     if backend.ranks[0] == 0:
         model = run.primary.model
