@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from os import PathLike
@@ -17,7 +17,7 @@ from andon.console.problems import ProblemList, did_you_mean, shown
 from andon.data.formats import Record, Table, open_table
 from andon.data.labels import column_fault, must_be
 from andon.data.origins import ALL_ROWS, Origins, RowSelection
-from andon.data.rows import RowsById
+from andon.data.rows import Examples
 
 Form = Literal["messages", "prompt and completion", "prompt and completion as messages", "text"]
 """How the rows of a file are written."""
@@ -65,25 +65,18 @@ class Conversation:
     source: str = ""
 
 
-class WithoutClasses:
-    """What sets of conversations have in common."""
-
-    @property
-    def labels(self) -> tuple[str, ...]:
-        return ()
-
-    def about(self) -> str:
-        return "task sft"
-
-
 @dataclass(frozen=True)
-class ConversationSet(WithoutClasses, RowsById):
-    """Conversations, all written in one form, and where they came from."""
+class ConversationSet(Examples):
+    """Conversations, all written in one form, held in memory."""
 
     rows: tuple[Conversation, ...]
     source: str
     form: Form
     origins: Origins | None = field(default=None, compare=False, repr=False)
+    labels = ()
+
+    def about(self) -> str:
+        return "task sft"
 
     @cached_property
     def digest(self) -> str:
@@ -159,16 +152,9 @@ def read_conversations(*paths: str | PathLike[str], selection: RowSelection = AL
     rows = list(reading.rows(list(map(Path, paths))))
     assert reading.form is not None
     origins = reading.origins
-    return ConversationSet(tuple(_sourced(rows, origins)), origins.source, reading.form, origins)
-
-
-def _sourced(rows: Sequence[Conversation], origins: Origins) -> Iterator[Conversation]:
-    start = 0
-    for name, size in zip(origins.names(), origins.sizes, strict=True):
-        own = rows[start : start + size]
-        unnamed = len(origins.sizes) > 1 and not any(row.source for row in own)
-        yield from (replace(row, source=name) for row in own) if unnamed else own
-        start += size
+    sources = origins.with_files([row.source for row in rows])
+    named = tuple(replace(row, source=source) for row, source in zip(rows, sources, strict=True))
+    return ConversationSet(named, origins.source, reading.form, origins)
 
 
 @dataclass

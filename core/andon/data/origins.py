@@ -167,6 +167,16 @@ class Origins:
     def names(self) -> tuple[str, ...]:
         return short_names([path for path, _ in self._files])
 
+    def with_files(self, sources: Sequence[str]) -> list[str]:
+        """The source of each row. The rows of a file get its name if there are several files and none of its rows
+        names a source."""
+        found, start = [*sources], 0
+        for name, size in zip(self.names(), self.sizes, strict=True):
+            if len(self.sizes) > 1 and not any(sources[start : start + size]):
+                found[start : start + size] = [name] * size
+            start += size
+        return found
+
     def file_of(self, row: int) -> int:
         """The place of a row's file among the files."""
         return bisect_right(self._starts, row) - 1

@@ -18,8 +18,7 @@ from andon.data.conversations import ConversationSet
 from andon.data.draw import Draw
 from andon.data.labels import class_weights
 from andon.data.origins import RowSelection
-from andon.data.rows import DataSet, Examples, LabelSets, Targets, TextRows
-from andon.data.tagged import Tagged
+from andon.data.rows import DataSet, Examples, LabelSets, Tagged, Targets, TextRows
 from andon.data.tokens import Tokenizer, byte_tokenizer, pretrained_tokenizer
 from andon.model.adapter import AdapterSpec
 from andon.model.batches import length_step, padded_length

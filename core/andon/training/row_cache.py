@@ -12,8 +12,7 @@ import andon.data
 from andon.config.schema import Data
 from andon.console.problems import InputError, Problem
 from andon.data.origins import Origins, RowSelection, Stamp, stamps
-from andon.data.rows import DataSet, Examples, LabelSets, Row, Targets, TextRows
-from andon.data.tagged import Tagged
+from andon.data.rows import DataSet, Examples, LabelSets, Row, Tagged, Targets, TextRows
 from andon.run.columns import Columns, Numbers, kept, key_of
 from andon.run.provenance import source_digest
 

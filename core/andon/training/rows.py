@@ -13,13 +13,13 @@ from typing import Any
 
 from andon.config.schema import CLASSIFICATION, MULTI_LABEL, REGRESSION, SFT, TOKEN_CLASSIFICATION, Config, Data
 from andon.console.problems import InputError, Problem
-from andon.data import rewriting, shell, tagged
+from andon.data import rewriting, shell
 from andon.data.conversations import conversations_in, read_conversations
 from andon.data.labels import alike, likely_separator
 from andon.data.mixing import mixed
 from andon.data.origins import RowSelection, stamps
-from andon.data.readers import first_record, read, read_label_sets, read_targets, shown_names
-from andon.data.rows import DataSet, Examples, LabelSets, TextRows, frozen_split, shared_texts
+from andon.data.readers import TAGS, TOKENS, first_record, read, shown_names
+from andon.data.rows import DataSet, Examples, LabelSets, Tagged, Targets, TextRows, frozen_split, shared_texts
 from andon.run.summary import HELD_OUT, LAST_VALIDATION
 from andon.training.row_cache import kept_rows
 from andon_contracts.legible import legible_line
@@ -145,19 +145,10 @@ def _is_named(data: Data, first: Mapping[str, object]) -> str:
     return ""
 
 
-def _columns(data: Data) -> dict[str, str | None]:
-    return data.model_dump(include={"text_column", "text_pair_column", "label_column"})
-
-
 def _are_conversations(data: Data, first: Mapping[str, object]) -> str:
     named = data.text_column is not None or data.label_column is not None
     found = "" if named else conversations_in(first)
     return f"rows {'are' if found == 'conversations' else 'have'} {found}" if found else ""
-
-
-def _label_sets(data: Data, paths: Sequence[Path], labels: tuple[str, ...] | None, rows: RowSelection) -> LabelSets:
-    separator = data.label_separator
-    return read_label_sets(*paths, **_columns(data), separator=separator, labels=labels, selection=rows)
 
 
 def _are_label_sets(data: Data, first: Mapping[str, object]) -> str:
@@ -167,13 +158,8 @@ def _are_label_sets(data: Data, first: Mapping[str, object]) -> str:
     return "labels are lists" if any(isinstance(first.get(name), list) for name in named) else ""
 
 
-def _tagged(data: Data, paths: Sequence[Path], labels: tuple[str, ...] | None, rows: RowSelection) -> tagged.Tagged:
-    columns = {"token_column": data.text_column, "tag_column": data.label_column}
-    return tagged.read_tagged(*paths, **columns, labels=labels, selection=rows)
-
-
 def _are_tagged(data: Data, first: Mapping[str, object]) -> str:
-    names = data.text_column or tagged.TOKENS, data.label_column or tagged.TAGS
+    names = data.text_column or TOKENS, data.label_column or TAGS
     there = all(isinstance(first.get(name), list) for name in names)
     return f"{names[0]!r} and {names[1]!r} are lists" if there else ""
 
@@ -235,22 +221,22 @@ def class_counts(rows: Rows) -> str:
     return f"classes: {', '.join(listed[:_MOST_CLASSES])}{more}"
 
 
+def _texts(kind: type[TextRows[Any]]) -> Callable[..., Examples]:
+    def rows_of(data: Data, paths: Sequence[Path], labels: tuple[str, ...] | None, chosen: RowSelection) -> Examples:
+        columns = data.model_dump(include={"text_column", "text_pair_column", "label_column", "label_separator"})
+        return read(kind, *paths, **columns, labels=labels, selection=chosen)
+
+    return rows_of
+
+
 READERS: Mapping[str, Reader] = {
-    CLASSIFICATION: Reader(
-        _is_named,
-        lambda data, paths, labels, rows: read(*paths, **_columns(data), labels=labels, selection=rows),
-        shell.embedded,
-    ),
-    TOKEN_CLASSIFICATION: Reader(_are_tagged, _tagged, example="examples/data/tags.jsonl"),
-    MULTI_LABEL: Reader(_are_label_sets, _label_sets, example="examples/data/multi_label.jsonl"),
-    REGRESSION: Reader(
-        _is_named,
-        lambda data, paths, labels, rows: read_targets(*paths, **_columns(data), selection=rows),
-        example="examples/data/regression.csv",
-    ),
+    CLASSIFICATION: Reader(_is_named, _texts(DataSet), shell.embedded),
+    TOKEN_CLASSIFICATION: Reader(_are_tagged, _texts(Tagged), example="examples/data/tags.jsonl"),
+    MULTI_LABEL: Reader(_are_label_sets, _texts(LabelSets), example="examples/data/multi_label.jsonl"),
+    REGRESSION: Reader(_is_named, _texts(Targets), example="examples/data/regression.csv"),
     SFT: Reader(
         _are_conversations,
-        lambda data, paths, labels, rows: read_conversations(*paths, selection=rows),
+        lambda data, paths, labels, selection: read_conversations(*paths, selection=selection),
         rewriting.embedded,
     ),
 }

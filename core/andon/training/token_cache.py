@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
@@ -28,9 +27,9 @@ import andon.data
 from andon.console.messages import say
 from andon.console.problems import Problem
 from andon.data.chat import EncodedRow, Encoding, TrainOn, encode_each
-from andon.data.conversations import Conversation, Form, Reading, WithoutClasses, add_form, add_row, asked
+from andon.data.conversations import Conversation, Form, Reading, add_form, add_row, asked
 from andon.data.origins import Origins, RowSelection, stamps
-from andon.data.rows import fingerprint
+from andon.data.rows import Examples, fingerprint
 from andon.data.tokens import Tokenizer
 from andon.launch.orphan import bind_to_parent
 from andon.run.columns import Columns, Numbers, kept, key_of
@@ -57,45 +56,34 @@ Done = TypeVar("Done")
 
 
 @dataclass(frozen=True)
-class TokenisedConversations(WithoutClasses):
-    """The rows of `paths` as `Examples`, without their texts. `chosen`: the ids of a part; None: all rows.
+class TokenisedConversations(Examples):
+    """Rows without their texts. `fingerprint_of`: by row, of its input text. `chosen`: the ids of a part; None: all."""
 
-    said: form, digest, sizes, units, names (of sources), skipped, as the pass left them.
-    """
-
-    paths: tuple[Path, ...]
-    limit: int | None
-    columns: Mapping[str, array[int]]
-    said: Mapping[str, Any]
     tokens: TokenRows
     encoding: Encoding
+    form: Form
+    digest_of_all: str
+    origins: Origins
+    source: str
+    sources: Sequence[str]
+    """What the column `source` says of each row, else its file; empty strings if there is neither."""
+    fingerprint_of: Sequence[int]
     chosen: tuple[int, ...] | None = None
+    labels = ()
 
-    @cached_property
-    def origins(self) -> Origins:
-        found = Origins.of(self.paths, self.said["units"], self.said["sizes"], self.columns["lines"], self.limit)
-        found.skipped = [Problem(where, what) for where, what in self.said["skipped"]]
-        return found
-
-    @property
-    def form(self) -> Form:
-        form: Form = self.said["form"]
-        return form
+    def about(self) -> str:
+        return "task sft"
 
     @property
     def digest(self) -> str:
-        return str(self.said["digest"])
-
-    @property
-    def source(self) -> str:
-        return self.origins.source
+        return self.digest_of_all
 
     @property
     def ids(self) -> tuple[int, ...]:
-        return tuple(range(len(self.columns["texts"]))) if self.chosen is None else self.chosen
+        return tuple(range(len(self.fingerprint_of))) if self.chosen is None else self.chosen
 
     def __len__(self) -> int:
-        return len(self.columns["texts"]) if self.chosen is None else len(self.chosen)
+        return len(self.fingerprint_of) if self.chosen is None else len(self.chosen)
 
     def subset(self, ids: Iterable[int]) -> Self:
         chosen, here = tuple(ids), {*self.ids}
@@ -104,27 +92,14 @@ class TokenisedConversations(WithoutClasses):
             raise KeyError(missing)
         return replace(self, chosen=chosen)
 
-    @cached_property
-    def _of_files(self) -> tuple[str, ...]:
-        """The source of the rows of each file that name none: the file, if there are several and none of its rows
-        names a source."""
-        found, start = [], 0
-        for name, size in zip(self.origins.names(), self.said["sizes"], strict=True):
-            named = any(place >= 0 for place in self.columns["sources"][start : start + size])
-            found.append("" if named or len(self.paths) == 1 else name)
-            start += size
-        return tuple(found)
-
     def source_of(self, id_: int) -> str:
-        """What the column `source` says of a row, else its file; empty where there is neither."""
-        place = self.columns["sources"][id_]
-        return str(self.said["names"][place]) if place >= 0 else self._of_files[self.origins.file_of(id_)]
+        return self.sources[id_]
 
     def fingerprints(self) -> tuple[int, ...]:
-        return tuple(self.columns["texts"][id_] for id_ in self.ids)
+        return tuple(self.fingerprint_of[id_] for id_ in self.ids)
 
     def told(self, id_: int) -> None:
-        """No text: none is held."""
+        """None: the texts are not kept."""
 
 
 def tokenised(
@@ -272,7 +247,19 @@ def _mapped(paths: tuple[Path, ...], selection: RowSelection, columns: Columns) 
     stops = tuple(read_field(Count, stop, "stops") for stop in how["stops"])
     skipped = tuple((read_field(Count, id_, "skipped"), str(where), str(what)) for id_, where, what in how["skipped"])
     encoding = Encoding(str(how["mask_source"]), stops, tuple(map(str, how["notes"])), skipped)
-    return TokenisedConversations(paths, selection.limit, numbers, said, TokenRows(tensors), encoding)
+    origins = Origins.of(paths, said["units"], said["sizes"], numbers["lines"], selection.limit)
+    origins.skipped = [Problem(where, what) for where, what in said["skipped"]]
+    names = ["" if place < 0 else str(said["names"][place]) for place in numbers["sources"]]
+    return TokenisedConversations(
+        tokens=TokenRows(tensors),
+        encoding=encoding,
+        form=said["form"],
+        digest_of_all=str(said["digest"]),
+        origins=origins,
+        source=origins.source,
+        sources=origins.with_files(names),
+        fingerprint_of=numbers["texts"],
+    )
 
 
 # All cores of this machine
