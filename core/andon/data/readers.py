@@ -234,15 +234,6 @@ def _numbered(found: _Found, names: tuple[str, ...]) -> list[tuple[int, ...]]:
     return [tuple(numbers[name] for name in each) for each in found.labels]
 
 
-def first_record(path: Path) -> Mapping[str, object] | None:
-    """The fields of the first record of a file; None if it has no record.
-
-    Raises `InputError` for a file that cannot be opened, or that has no header and needs one.
-    """
-    first = next(iter(open_table(path, ProblemList()).records), None)
-    return None if first is None else first.fields
-
-
 @dataclass(frozen=True, slots=True)
 class TextRow:
     """A text to predict, and the second text of a pair.

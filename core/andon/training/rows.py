@@ -15,10 +15,11 @@ from andon.config.schema import CLASSIFICATION, MULTI_LABEL, REGRESSION, SFT, TO
 from andon.console.problems import InputError, Problem
 from andon.data import rewriting, shell
 from andon.data.conversations import conversations_in, read_conversations
+from andon.data.formats import first_record
 from andon.data.labels import alike, likely_separator
 from andon.data.mixing import mixed
 from andon.data.origins import RowSelection, stamps
-from andon.data.readers import TAGS, TOKENS, first_record, read, shown_names
+from andon.data.readers import TAGS, TOKENS, read, shown_names
 from andon.data.rows import DataSet, Examples, LabelSets, Tagged, Targets, TextRows, frozen_split, shared_texts
 from andon.run.summary import HELD_OUT, LAST_VALIDATION
 from andon.training.row_cache import kept_rows
