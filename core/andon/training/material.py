@@ -218,7 +218,7 @@ def task_of(config: Config, data: Examples, tokenizer: Tokenizer, weights: Seque
 
 def _regression(config: Config, data: Examples, tokenizer: Tokenizer) -> RegressionTask:
     assert isinstance(data, Targets)
-    return RegressionTask(targets=[row.label for row in data.rows], **_encoded(config, data, tokenizer))
+    return RegressionTask(labels=[row.label for row in data.rows], **_encoded(config, data, tokenizer))
 
 
 def _multi_label(config: Config, data: Examples, tokenizer: Tokenizer) -> MultiLabelTask:
