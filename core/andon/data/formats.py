@@ -49,7 +49,7 @@ class Table:
     """The records of a file. `columns`: None if each record has its own (JSON).
 
     `typed`: numbers and strings differ (JSON, Parquet). `unit`: what stands between the path and a record's `line`.
-    `note`: what the user should know about how the file is read.
+    `note`: what the user should know about how the file is read. `close`: for a table whose records are not all read.
     """
 
     path: Path
@@ -58,6 +58,7 @@ class Table:
     records: Iterator[Record]
     unit: str = ":"
     note: str = ""
+    close: Callable[[], None] = lambda: None
 
     def place(self, line: int) -> str:
         return f"{self.path}{self.unit}{line}"
@@ -89,7 +90,7 @@ def open_table(path: Path, problems: ProblemList) -> Table:
         with file:
             yield from table.records
 
-    return replace(table, records=records())
+    return replace(table, records=records(), close=file.close)
 
 
 def _opened(path: Path, problems: ProblemList) -> tuple[Table, BinaryIO]:

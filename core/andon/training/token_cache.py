@@ -28,7 +28,7 @@ from andon.console.messages import say
 from andon.console.problems import Problem
 from andon.data.chat import EncodedRow, Encoding, TrainOn, encode_each
 from andon.data.conversations import Conversation, Form, Reading, add_form, add_row, asked
-from andon.data.origins import Origins, RowSelection, stamps
+from andon.data.origins import Origins, RowSelection, require_unchanged, stamps
 from andon.data.rows import Examples, fingerprint
 from andon.data.tokens import Tokenizer
 from andon.launch.orphan import bind_to_parent
@@ -36,7 +36,6 @@ from andon.run.columns import Columns, Numbers, kept, key_of
 from andon.run.provenance import source_digest
 from andon.tasks.token_rows import COLUMNS as TOKEN_COLUMNS
 from andon.tasks.token_rows import KINDS, OF_TOKENS, TokenRows, columns_of
-from andon.training.row_cache import require_unchanged
 from andon_contracts.fields import Count, read_field
 
 COLUMNS: Mapping[str, str] = {"lines": "q", "sources": "i", "texts": "Q", **TOKEN_COLUMNS}
@@ -202,7 +201,7 @@ class _Pass:
             self._flush_tokens()
 
     def _flush_rows(self) -> None:
-        lines = self._reading.origins.taken_lines()
+        lines = self._reading.origins.pop_lines()
         self._append({"lines": lines, "sources": self._sources, "texts": self._texts})
         self._sources, self._texts = array("i"), array("Q")
 
