@@ -7,6 +7,7 @@ import json
 import math
 import struct
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from os import PathLike
@@ -173,12 +174,12 @@ class Reading:
         """The rows of the files in turn, as far as nothing is wrong with them; raises `InputError` at the end with all
         that is."""
         for path in paths:
-            table = open_table(path, self.problems)
-            for record in self.origins.records(table, self.problems):
-                row = self._take(table, record)
-                if row is not None:
-                    self.origins.add(record.line)
-                    yield row
+            with closing(open_table(path, self.problems)) as table:
+                for record in self.origins.records(table, self.problems):
+                    row = self._take(table, record)
+                    if row is not None:
+                        self.origins.add(record.line)
+                        yield row
         self.problems.raise_if_any()
 
     def _take(self, table: Table, record: Record) -> Conversation | None:
@@ -209,13 +210,13 @@ def read_prompts(path: Path, column: str | None = None) -> tuple[tuple[Message, 
     learned. Raises `InputError` with every fault found, each as file:line.
     """
     problems = ProblemList()
-    table = open_table(path, problems)
     found: list[tuple[Message, ...]] = []
-    for record in table.records:
-        faults: list[str] = []
-        found.append(_prompt(record.fields, column, faults))
-        for fault in faults:
-            problems.add(table.place(record.line), fault)
+    with closing(open_table(path, problems)) as table:
+        for record in table.records:
+            faults: list[str] = []
+            found.append(_prompt(record.fields, column, faults))
+            for fault in faults:
+                problems.add(table.place(record.line), fault)
     if not found and not problems:
         problems.add(str(path), "has no rows")
     problems.raise_if_any()

@@ -49,7 +49,7 @@ class Table:
     """The records of a file. `columns`: None if each record has its own (JSON).
 
     `typed`: numbers and strings differ (JSON, Parquet). `unit`: what stands between the path and a record's `line`.
-    `note`: what the user should know about how the file is read. `close`: for a table whose records are not all read.
+    `note`: what the user should know about how the file is read. `close`: closes the file.
     """
 
     path: Path
@@ -82,15 +82,11 @@ def first_record(path: Path) -> Mapping[str, object] | None:
 def open_table(path: Path, problems: ProblemList) -> Table:
     """Open a .jsonl, .json (one object a line, or an array), .csv, .tsv or .parquet file; faults go to `problems`.
 
-    Raises `InputError` for another kind of file, and if `path` is not a file with content.
+    The caller closes the table (`contextlib.closing`). Raises `InputError` for another kind of file, and if `path` is
+    not a file with content.
     """
     table, file = _opened(path, problems)
-
-    def records() -> Iterator[Record]:
-        with file:
-            yield from table.records
-
-    return replace(table, records=records(), close=file.close)
+    return replace(table, close=file.close)
 
 
 def _opened(path: Path, problems: ProblemList) -> tuple[Table, BinaryIO]:

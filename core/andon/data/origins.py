@@ -110,7 +110,6 @@ class Origins:
             if record is None:
                 break
             yield record
-        table.close()
         self.skipped = problems.skipped
         if len(self) == before != self._limit and not problems:
             bad = problems.skipped[skipped:]

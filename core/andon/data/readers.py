@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cache, partial
 from os import PathLike
@@ -100,20 +101,20 @@ class _Found:
 
     def read(self, paths: Iterable[Path], columns: Columns, parse: Callable[[Table, Record], Parsed]) -> None:
         for path in paths:
-            table = open_table(path, self.problems)
-            if table.columns is not None:
-                for fault in _chosen(columns, table.columns)[1]:
-                    self.problems.add(f"{path}:1", fault)
-                self.problems.raise_if_any()
-            self.typed = self.typed and table.typed
-            for record in self.origins.records(table, self.problems):
-                texts, label, faults = parse(table, record)
-                for fault in faults:
-                    self.problems.add_row(table.place(record.line), fault)
-                if not faults:
-                    self.origins.add(record.line)
-                    self.texts.append(texts)
-                    self.labels.append(label)
+            with closing(open_table(path, self.problems)) as table:
+                if table.columns is not None:
+                    for fault in _chosen(columns, table.columns)[1]:
+                        self.problems.add(f"{path}:1", fault)
+                    self.problems.raise_if_any()
+                self.typed = self.typed and table.typed
+                for record in self.origins.records(table, self.problems):
+                    texts, label, faults = parse(table, record)
+                    for fault in faults:
+                        self.problems.add_row(table.place(record.line), fault)
+                    if not faults:
+                        self.origins.add(record.line)
+                        self.texts.append(texts)
+                        self.labels.append(label)
 
     def refuse(self, faults: Iterable[tuple[int, str]]) -> None:
         """Skip the rows at these positions. Raises `InputError` if bad rows are not skipped, or no row is left."""
@@ -275,20 +276,20 @@ def read_texts(
 
     def rows() -> Iterator[TextRow]:
         problems = ProblemList()
-        table = open_table(path, problems)
-        if table.columns is not None:
-            for fault in _chosen(wanted, table.columns)[1]:
-                problems.add(f"{path}:1", fault)
-            problems.raise_if_any()
-        for record in table.records:
-            chosen, faults = _chosen(wanted, record.fields)
-            texts = [joined(record.fields[name]) for name in chosen]
-            faults += filter(None, map(column_fault, chosen, texts))
-            for fault in faults:
-                problems.add(table.place(record.line), fault)
-            if not faults:
-                text, *pair = map(str, texts)
-                yield TextRow(text, pair[0] if pair else None, record.fields, chosen)
+        with closing(open_table(path, problems)) as table:
+            if table.columns is not None:
+                for fault in _chosen(wanted, table.columns)[1]:
+                    problems.add(f"{path}:1", fault)
+                problems.raise_if_any()
+            for record in table.records:
+                chosen, faults = _chosen(wanted, record.fields)
+                texts = [joined(record.fields[name]) for name in chosen]
+                faults += filter(None, map(column_fault, chosen, texts))
+                for fault in faults:
+                    problems.add(table.place(record.line), fault)
+                if not faults:
+                    text, *pair = map(str, texts)
+                    yield TextRow(text, pair[0] if pair else None, record.fields, chosen)
         problems.raise_if_any()
 
     columns: dict[str, None] = {}
