@@ -34,7 +34,7 @@ def columns_of(rows: Iterable[EncodedRow], end: int = 0) -> dict[str, array[int]
     of_rows = {name: array(kind) for name, kind in COLUMNS.items() if name not in OF_TOKENS}
     for row in rows:
         end += len(row.ids)
-        trained = sum(weight != 0 for weight in row.weights[1:])
+        trained = len(row.weights) - 1 - row.weights[1:].count(0.0)
         for column, value in zip(of_rows.values(), (end, trained, row.cut, row.cut_trained), strict=True):
             column.append(value)
         tokens.extend(row.ids)
