@@ -1,8 +1,8 @@
-"""The token file of a run's conversations: one process reads, checks, tokenises and digests the rows, all map them.
+"""The token file of a run's conversations: one process parses, checks, tokenises and digests the rows, all map it.
 
-It is made in one pass over the data files, on all cores, and kept in a folder under the digest of all that tokens
-depend on: the files' stamps (place, size, times), the tokenizer, the settings, the libraries and the code. Ranks that
-find it open no data file.
+It is written in one pass over the data files, on all cores, into a folder named by a digest of all that the tokens
+depend on: the files' stamps (path, size, times), the tokenizer, the settings, the libraries and the code. Ranks that
+load it open no data file.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from multiprocessing import get_context
@@ -39,16 +40,16 @@ from andon.tasks.token_rows import KINDS, OF_TOKENS, TokenRows, columns_of
 from andon_contracts.fields import Count, read_field
 
 COLUMNS: Mapping[str, str] = {"lines": "q", "sources": "i", "texts": "Q", **TOKEN_COLUMNS}
-"""The kind of each column, as `array` names it. Besides its tokens a row has its line, the place of its source among
-the names of all sources (-1 for none), and the fingerprint of the text that is asked in it."""
+"""The `array` type of each column. Besides its tokens a row has its line, the index of its source among the names of
+all sources (-1 for none), and the fingerprint of its input text."""
 _LIBRARIES = ("jinja2", "tokenizers", "transformers", "pyarrow")
 _CODE = Path(andon.data.__file__).parent
 _ROWS_AT_ONCE = 4096
 _PROGRESS_S = 5.0
 _BIG = 1 << 24
-"""Bytes of data from which a line announces the pass."""
+"""From this many bytes of data on, a line announces the pass."""
 _BATCHES_ALONE = 8
-"""Batches that are encoded in this process; more of them start others."""
+"""Batches that are encoded in this process before others are forked."""
 
 Batch = TypeVar("Batch")
 Done = TypeVar("Done")
@@ -111,23 +112,12 @@ def tokenised(
     train_on: TrainOn,
     positions: int | None = None,
 ) -> TokenisedConversations:
-    """The rows of `paths`, from the token file in `folder`; if there is none, this process makes it.
+    """The rows of `paths`, from the token file in `folder`; if there is no such file, this process writes it.
 
-    folder: None: the file is made in a temporary folder and is gone with this process. max_length, train_on,
-    positions: as for `encode_each`. Waits for another process that is making the file. Raises `InputError` with all
-    that is wrong with the rows, and if a data file changes meanwhile.
+    folder: None: a temporary folder, which ends with this call; the mapped file stays. max_length, train_on, positions:
+    as for `encode_each`. Waits for another process that is writing the file. Raises `InputError` with all that is wrong
+    with the rows, and if a data file changes meanwhile.
     """
-    if folder is None:
-        with tempfile.TemporaryDirectory() as place:  # what is mapped stays
-            return tokenised(
-                Path(place),
-                paths,
-                selection,
-                tokenizer,
-                max_length=max_length,
-                train_on=train_on,
-                positions=positions,
-            )
     before = stamps(paths)
     key = key_of(
         _LIBRARIES,
@@ -142,7 +132,8 @@ def tokenised(
     def make(append: Callable[[Numbers], None]) -> Mapping[str, object]:
         size = sum(path.stat().st_size for path in paths)
         if size > _BIG:
-            say(f"reading and tokenising {size / 1e6:.0f} MB of conversations on {_cores()} cores")
+            cores = len(os.sched_getaffinity(0))
+            say(f"reading and tokenising {size / 1e6:.0f} MB of conversations on {cores} cores")
         one_pass = _Pass(paths, selection, append)
         encoding = encode_each(
             tokenizer,
@@ -158,11 +149,13 @@ def tokenised(
         require_unchanged(paths, before)
         return said | {"encoding": asdict(encoding)}
 
-    return kept(folder, key, COLUMNS, make, lambda columns: _mapped(tuple(paths), selection, columns))
+    with ExitStack() as stack:
+        place = Path(stack.enter_context(tempfile.TemporaryDirectory())) if folder is None else folder
+        return kept(place, key, COLUMNS, make, lambda columns: _mapped(tuple(paths), selection, columns))
 
 
 class _Pass:
-    """One pass over the files, in which `append` gets all columns; to `encode_each` it is a set of conversations."""
+    """One pass over the files, for `encode_each`. All columns go to `append`, so that memory stays bounded."""
 
     def __init__(self, paths: Sequence[Path], selection: RowSelection, append: Callable[[Numbers], None]) -> None:
         self._reading, self._sha, self._append = Reading(selection), hashlib.sha256(), append
@@ -177,7 +170,6 @@ class _Pass:
 
     @property
     def form(self) -> Form:
-        """The form of the first row, which all have."""
         assert self._reading.form is not None
         return self._reading.form
 
@@ -211,7 +203,7 @@ class _Pass:
         self._encoded = []
 
     def finish(self) -> dict[str, object]:
-        """What else is known of the rows, for JSON."""
+        """Flush the columns, and return the rest of what is known about the rows, for JSON."""
         self._flush_rows()
         self._flush_tokens()
         origins = self._reading.origins
@@ -261,33 +253,28 @@ def _mapped(paths: tuple[Path, ...], selection: RowSelection, columns: Columns) 
     )
 
 
-# All cores of this machine
-
 _encode: Any = None
-"""In a process that encodes batches: what it calls with each."""
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))
+"""In a forked process: the function that encodes a batch."""
 
 
 def on_all_cores(encode: Callable[[Batch], Done], batches: Iterator[Batch]) -> Iterator[Done]:
-    """`map(encode, batches)`; after the first batches in processes forked from this one, one a core.
+    """`map(encode, batches)`; after the first batches, in processes forked from this one, one a core.
 
-    They inherit `encode` and end with this process. Results come in the order of the batches, of which few are held.
+    They inherit `encode` and end with this process. Results come in the order of the batches; few are in memory.
     """
     for _, batch in zip(range(_BATCHES_ALONE), batches, strict=False):
         yield encode(batch)
     first = next(batches, None)
     if first is None:
         return
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # of the processes; without it the library warns of forks
-    pool = ProcessPoolExecutor(_cores(), get_context("fork"), _begin, (encode, os.getpid()))
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else the library warns about the forks
+    cores = len(os.sched_getaffinity(0))
+    pool = ProcessPoolExecutor(cores, get_context("fork"), _begin, (encode, os.getpid()))
     waiting: deque[Future[Done]] = deque()
     try:
         for batch in chain([first], batches):
             waiting.append(pool.submit(_call, batch))
-            if len(waiting) > 2 * _cores():
+            if len(waiting) > 2 * cores:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
