@@ -100,7 +100,7 @@ class ConversationSet(Examples):
 
 
 def asked(form: Form, row: Conversation) -> str:
-    """The input text of a row: all messages before the last answer, each after its role; for a row of text, the text."""
+    """The input text of a row: the messages before the last answer, each after its role; of a row of text, the text."""
     if form == "text":
         return row.messages[0].content
     return "\n".join(f"{each.role}: {each.content}{each.extra}" for each in row.messages[:-1])
@@ -238,7 +238,7 @@ def _prompt(fields: Mapping[str, object], column: str | None, faults: list[str])
 
 
 def conversations_in(fields: Mapping[str, object]) -> str:
-    """What identifies a row as a conversation; empty if nothing does. `text` does not, since rows of classes have it."""
+    """What identifies a row as a conversation; empty if nothing does. `text` does not: rows of classes have it too."""
     for form, columns in _COLUMNS.items():
         if form != "text" and all(fields.get(name) is not None for name in columns):
             return "conversations"
