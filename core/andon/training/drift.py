@@ -94,7 +94,7 @@ def questions_of(run: TrainedRun, data: Examples, check: str) -> Questions:
         most = min(prompts, max(1, _MOST_LOGITS // (vocabulary * tokens)))
         asked = [_prompt(run, row, data) for row in _spaced(data.rows, most)]
         return Questions((), [ids for ids in asked if ids], len(data), tokens)
-    return Questions(_spaced(data.rows, rows), (), len(data), tokens)  # type: ignore[attr-defined]
+    return Questions(_spaced(data.rows, rows), (), len(data), tokens)
 
 
 _Item = TypeVar("_Item")

@@ -18,8 +18,7 @@ from andon.data.conversations import ConversationSet
 from andon.data.draw import Draw
 from andon.data.labels import class_weights
 from andon.data.origins import RowSelection
-from andon.data.rows import DataSet, Examples, LabelSets, Targets, TextRows
-from andon.data.tagged import Tagged
+from andon.data.rows import DataSet, Examples, LabelSets, Tagged, Targets, TextRows
 from andon.data.tokens import Tokenizer, byte_tokenizer, pretrained_tokenizer
 from andon.model.batches import length_step, padded_length
 from andon.model.build import ModelInterface, facts_of, facts_of_shape, labels_in_own_order, require_decoder
@@ -209,7 +208,7 @@ def task_of(config: Config, data: Examples, tokenizer: Tokenizer, weights: Seque
 
 def _regression(config: Config, data: Examples, tokenizer: Tokenizer) -> RegressionTask:
     assert isinstance(data, Targets)
-    return RegressionTask(targets=[row.label for row in data.rows], **_encoded(config, data, tokenizer))
+    return RegressionTask(labels=[row.label for row in data.rows], **_encoded(config, data, tokenizer))
 
 
 def _multi_label(config: Config, data: Examples, tokenizer: Tokenizer) -> MultiLabelTask:
