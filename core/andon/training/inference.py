@@ -19,7 +19,7 @@ from andon.console.messages import say
 from andon.console.problems import InputError, Problem
 from andon.data.chat import encode_prompt
 from andon.data.conversations import Message
-from andon.data.rows import DataSet, Examples
+from andon.data.rows import Examples
 from andon.data.tokens import Tokenizer, pretrained_tokenizer
 from andon.metrics.scores import ClassificationScores, Scores
 from andon.model.adapter import base_digest, load_adapter, read_labels, trainable_parameters
@@ -34,13 +34,11 @@ from andon.run.summary import read_summary
 from andon.step.replica import WEIGHTS
 from andon.tasks.encoded import EncodedRows
 from andon.tasks.sft import Asked
-from andon.tasks.task import ScoredTask
 from andon.training.build import build_model
 from andon.training.evaluation import evaluate
 from andon.training.existing import config_at_hand, config_of
 from andon.training.material import (
     HEADS,
-    UNWEIGHTED,
     cut_note,
     encoded,
     interface_of,
@@ -249,10 +247,7 @@ def evaluate_run(run: TrainedRun, data: Examples) -> Scores:
     if kind != "uniform":
         rows = rows_of(run)
         weights = () if rows is None else loss_weights(run.config, rows)
-    if isinstance(data, DataSet):
-        task: ScoredTask = task_of(run.config, data, run.tokenizer, weights or (1.0,) * len(run.labels))
-    else:
-        task = UNWEIGHTED[run.config.task or CLASSIFICATION](run.config, data, run.tokenizer)
+    task = task_of(run.config, data, run.tokenizer, weights or (1.0,) * len(run.labels))
     ids = usable_ids(task, data.ids)
     for note in (*skip_notes([*skipped_of(task).values()]), cut_note(task, ids, run.config)):
         if note:
@@ -328,10 +323,9 @@ def predict(run: TrainedRun, texts: Iterable[str], *, pairs: Iterable[str] | Non
         what = f"has learned from {'single texts' if named is None else f'pairs, with a second text in {named!r}'}"
         raise InputError([Problem(str(run.folder.path), what)])
     waiting, others = iter(texts), iter(pairs or ())
-    of_task = _PREDICTED[run.config.task or CLASSIFICATION]
     while window := list(islice(waiting, _WINDOW)):
         second = None if pairs is None else list(islice(others, len(window)))
-        yield from of_task(run, window, logits_of_texts(run, window, second))
+        yield from _predicted(run, window, logits_of_texts(run, window, second))
 
 
 def logits_of_texts(run: TrainedRun, texts: Sequence[str], pairs: Sequence[str] | None) -> list[torch.Tensor]:
@@ -355,33 +349,20 @@ def logits_of_texts(run: TrainedRun, texts: Sequence[str], pairs: Sequence[str] 
     return [found[place] for place in range(len(texts))]
 
 
-def _classes(run: TrainedRun, texts: Sequence[str], logits: Sequence[torch.Tensor]) -> Iterator[Prediction]:
-    for text, found in zip(texts, torch.stack([*logits]).softmax(dim=1).tolist(), strict=True):
-        best = max(range(len(found)), key=found.__getitem__)
-        yield Prediction(text, run.labels[best], found[best], tuple(found))
-
-
-def _numbers(run: TrainedRun, texts: Sequence[str], logits: Sequence[torch.Tensor]) -> Iterator[PredictedNumber]:
-    yield from (PredictedNumber(text, float(row[0])) for text, row in zip(texts, logits, strict=True))
-
-
-def _label_sets(run: TrainedRun, texts: Sequence[str], logits: Sequence[torch.Tensor]) -> Iterator[PredictedLabels]:
-    for text, row in zip(texts, logits, strict=True):
-        labels = tuple(name for name, there in zip(run.labels, (row > 0).tolist(), strict=True) if there)
-        yield PredictedLabels(text, labels, dict(zip(run.labels, row.sigmoid().tolist(), strict=True)))
-
-
-def _tags(run: TrainedRun, texts: Sequence[str], logits: Sequence[torch.Tensor]) -> Iterator[PredictedTags]:
-    _, firsts = run.tokenizer.encode_words(texts, run.config.model.max_length)
-    for text, places, row in zip(texts, firsts, logits, strict=True):
-        best = row.argmax(dim=1).tolist()
-        yield PredictedTags(text, tuple(run.labels[best[place]] if place >= 0 else None for place in places))
-
-
-_PREDICTED: Mapping[str, Callable[[TrainedRun, Sequence[str], Sequence[torch.Tensor]], Iterator[Predicted]]] = {
-    CLASSIFICATION: _classes,
-    REGRESSION: _numbers,
-    MULTI_LABEL: _label_sets,
-    TOKEN_CLASSIFICATION: _tags,
-}
-"""By the task's name: texts and the logits of each to the prediction of each."""
+def _predicted(run: TrainedRun, texts: Sequence[str], logits: Sequence[torch.Tensor]) -> Iterator[Predicted]:
+    task, labels = run.config.task or CLASSIFICATION, run.labels
+    if task == REGRESSION:
+        yield from (PredictedNumber(text, float(row[0])) for text, row in zip(texts, logits, strict=True))
+    elif task == MULTI_LABEL:
+        for text, row in zip(texts, logits, strict=True):
+            chosen = tuple(name for name, above in zip(labels, (row > 0).tolist(), strict=True) if above)
+            yield PredictedLabels(text, chosen, dict(zip(labels, row.sigmoid().tolist(), strict=True)))
+    elif task == TOKEN_CLASSIFICATION:
+        _, firsts = run.tokenizer.encode_words(texts, run.config.model.max_length)
+        for text, places, row in zip(texts, firsts, logits, strict=True):
+            best = row.argmax(dim=1).tolist()
+            yield PredictedTags(text, tuple(labels[best[place]] if place >= 0 else None for place in places))
+    else:
+        for text, found in zip(texts, torch.stack([*logits]).softmax(dim=1).tolist(), strict=True):
+            likeliest = max(range(len(found)), key=found.__getitem__)
+            yield Prediction(text, labels[likeliest], found[likeliest], tuple(found))
