@@ -30,8 +30,7 @@ from andon.step.message import (
     state_values,
     updated,
 )
-from andon.step.optimizer import moments_of
-from andon.step.optimizer import OptimizerSpec
+from andon.step.optimizer import OptimizerSpec, moments_of
 from andon_contracts.agree import bits_of, header, majority, real_of
 from andon_contracts.digest import signed
 from andon_contracts.laws import update as laws

@@ -34,7 +34,7 @@ from andon.run.folder import RunFolder
 from andon.run.provenance import Provenance
 from andon.training import export
 from andon.training.card import Form, Result, card
-from andon.training.drift import EXTENTS
+from andon.training.export import EXTENTS
 from andon.training.inference import load_run, predict
 from tests.cli.command import cli, tree
 from tests.data.test_chat import CHATML, tokenizer
@@ -389,7 +389,7 @@ def test_a_base_in_another_unit_is_held_to_its_own_size(tmp_path: Path) -> None:
     for name, parameter in run.model.named_parameters():
         if "modules_to_save" in name:
             parameter.data *= 1e6
-    (said,) = export.export_merged(run, tmp_path / "out", "float32")
+    (said,) = export.export_run(run, tmp_path / "out", "float32")
     assert "from a number of the run" in said
 
 

@@ -45,11 +45,10 @@ from andon_contracts.policy import suspended
 
 @dataclass
 class Session:
-    """A run, and what its configuration adds to it.
+    """A run with its folder, its data and its clock.
 
     started: when its command began, by `time.monotonic`, which no change of the system's clock moves. began: the same
-    in seconds since the epoch, to compare with times of files.
-    clock: where the run is. planned_bytes: what each GPU replica may need; 0 where no rank is on a GPU.
+    in seconds since the epoch, to compare with times of files. planned_bytes: the plan of each GPU replica; 0 on CPUs.
     """
 
     config: Config
@@ -85,10 +84,55 @@ def assembled(
             stack.enter_context(folder.open_for_writing())
         # Before ranks wait for each other: tokens take as long as there are rows.
         material = prepare(config, folder.tokens if writing else None)
-        clock = StepClock(compiles=material.config.training.compile != "off")
-        backend = stack.enter_context(_backend(material.config, clock))
-        begun = time.monotonic() if started is None else started
-        yield _assemble(folder, material, backend, begun, clock, writing=writing)
+        config = material.config
+        clock = StepClock(compiles=config.training.compile != "off")
+        backend = stack.enter_context(_backend(config, clock))
+        started = time.monotonic() if started is None else started
+        memory, speaks = agree_on_devices(material, backend), backend.ranks[0] == 0
+        if speaks:
+            on_cpus = any(device.type != "cuda" for device in backend.devices)
+            if config.training.compile != "off" and on_cpus:
+                say(f"training.compile={config.training.compile} is for GPUs: on the CPU the model runs eagerly")
+            if backend.name == "mixed":
+                say(
+                    "mixed: a GPU drops other activations than a CPU, so the result depends on which rank computes what"
+                )
+        captured = captures(config, backend.devices[0].type, memory.activations if memory else None)
+        captured = captured and (memory is None or memory.graphs > 0)  # a GPU may have no room for them
+        plan, lengths = material.plan, padded_lengths(config.model.max_length, padding_multiple(config))
+        shapes = shapes_of(plan.batch_size, plan.micro_batches, lengths)
+        run = build_run(config, material.interface, backend, material.task, plan, shapes=shapes, capture=captured)
+        material.task.require_fit(run.primary.model, run.primary.device)
+        if speaks:
+            _say_notes(material, run, folder if writing else None)
+        accelerators = [torch.cuda.get_device_name(device) for device in backend.devices if device.type == "cuda"]
+        portable = FORM if config.run.portable else None
+        yield Session(
+            config=config,
+            folder=folder,
+            material=material,
+            run=run,
+            environment=environment(torch.get_num_threads(), accelerators, portable=portable),
+            started=started,
+            began=time.time() - (time.monotonic() - started),
+            clock=clock,
+            evaluator=Evaluator(backend, run.replicas, evaluation_batching(material, config)),
+            planned_bytes=memory.total + memory.graphs if memory else 0,
+        )
+
+
+def _say_notes(material: Material, run: Run, folder: RunFolder | None) -> None:
+    """Notes on the settings, the model and the data, and the list of skipped rows into `folder`."""
+    config, model = material.config, run.primary.model
+    chosen = [settings_line(config)] if config.model.base is not None else []
+    of_rows = notes(material.rows) if is_tokenised_as_read(config) else ()
+    of_model = (*facts_of(model).notes, *warnings_of(model, material.tokenizer))
+    for note in (*chosen, *of_model, *material.task.notes, *of_rows, *skip_notes(material.unusable)):
+        say(note)
+    skipped = (*material.rows.skipped, *material.unusable)
+    if skipped and folder is not None:
+        write_whole(folder.skipped, "".join(f"{problem}\n" for problem in skipped).encode())
+        say(f"note: all {len(skipped)} skipped rows are listed in {folder.skipped}")
 
 
 @contextmanager
@@ -119,10 +163,10 @@ def _backend(config: Config, clock: StepClock) -> Iterator[Backend]:
 
 
 def _usable(config: Config, name: str, devices: Sequence[torch.device], rank: int) -> tuple[str, torch.device]:
-    """The backend and the device of this rank, its first kernel run; the CPU where no GPU that was found works.
+    """The backend and the device of this rank, its first kernel run; the CPU if no GPU works and `cpu_fallback` is set.
 
-    Collective where ranks are on GPUs. Raises `InputError` on every rank where some work and some do not, where those
-    that were asked for by name do not, and for GPUs of different models under `nccl`.
+    Collective if ranks are on GPUs. Raises `InputError` on every rank if only some GPUs work, if those named in
+    `run.devices` do not, and for GPUs of different models under `nccl`.
     """
     device = devices[rank]
     if all(each.type != "cuda" for each in devices):
@@ -137,53 +181,3 @@ def _usable(config: Config, name: str, devices: Sequence[torch.device], rank: in
     if rank == 0:
         say(f"no GPU works here ({fault}): training on the CPU instead of {name} (clause cpu-fallback)")
     return "gloo" if name == "nccl" else name, torch.device("cpu")
-
-
-def _tell(config: Config, backend: Backend) -> None:
-    """What of the configuration comes out otherwise than one may think on these devices; rank 0 says it."""
-    training = config.training
-    if backend.ranks[0] != 0:
-        return
-    if training.compile != "off" and any(device.type != "cuda" for device in backend.devices):
-        say(f"training.compile={training.compile} is for GPUs: on the CPU the model runs eagerly")
-    if backend.name == "mixed":
-        say("mixed: a GPU drops other activations than a CPU, so the result depends on which rank computes what")
-
-
-def _assemble(
-    folder: RunFolder, material: Material, backend: Backend, started: float, clock: StepClock, *, writing: bool
-) -> Session:
-    config, plan = material.config, agree_on_devices(material, backend)
-    _tell(config, backend)
-    captured = captures(config, backend.devices[0].type, plan.activations if plan else None)
-    captured = captured and (plan is None or plan.graphs > 0)  # a GPU may have no room for them
-    batches = material.plan
-    lengths = padded_lengths(config.model.max_length, padding_multiple(config))
-    shapes = shapes_of(batches.batch_size, batches.micro_batches, lengths)
-    run = build_run(config, material.interface, backend, material.task, batches, shapes=shapes, capture=captured)
-    material.task.require_fit(run.primary.model, run.primary.device)
-    if backend.ranks[0] == 0:
-        model = run.primary.model
-        chosen = [settings_line(config)] if config.model.base is not None else []
-        for note in (*chosen, *facts_of(model).notes, *warnings_of(model, material.tokenizer), *material.task.notes):
-            say(note)
-        skipped = (*material.rows.skipped, *material.unusable)
-        told = notes(material.rows) if is_tokenised_as_read(config) else ()
-        for note in (*told, *skip_notes(material.unusable)):
-            say(note)
-        if skipped and writing:
-            write_whole(folder.skipped, "".join(f"{problem}\n" for problem in skipped).encode())
-            say(f"note: all {len(skipped)} skipped rows are listed in {folder.skipped}")
-    accelerators = [torch.cuda.get_device_name(device) for device in backend.devices if device.type == "cuda"]
-    return Session(
-        config=config,
-        folder=folder,
-        material=material,
-        run=run,
-        environment=environment(torch.get_num_threads(), accelerators, portable=FORM if config.run.portable else None),
-        started=started,
-        began=time.time() - (time.monotonic() - started),
-        clock=clock,
-        evaluator=Evaluator(backend, run.replicas, evaluation_batching(material, config)),
-        planned_bytes=plan.total + plan.graphs if plan else 0,
-    )
