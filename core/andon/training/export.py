@@ -24,11 +24,10 @@ from andon.run.folder import RunFolder
 from andon.run.ledger import LedgerError, read_ledger
 from andon.run.summary import read_summary
 from andon.tasks.sft import Asked
-from andon.training.card import Form, Result
 from andon.training.drift import EXTENTS, Questions, Said, drift, questions_of, said_by_run, said_by_written
 from andon.training.existing import config_of, go_on_with
 from andon.training.inference import TrainedRun, rows_of
-from andon.training.outputs import card_note, form_of, write_card, write_model_files, write_tokenizer
+from andon.training.outputs import Form, Result, form_of, write_card, write_model_files, write_tokenizer
 from andon_contracts.record import Start
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -93,8 +92,8 @@ def export_adapter_of(run: TrainedRun, target: Path, check: str = "rows") -> tup
             save_base(run.model, path / reference, run.labels)
         base = path / reference if form is Form.COMPLETE else None if form is Form.WHOLE else run.config.model.base
         drift_line = _compared(run, path, compared, base, exact=config.model.dtype == "float32")
-        note = card_note(_of_checkpoint(run), own_code)
-        said = write_card(path, run.folder, config, result, form, target.name, run.tokenizer, asked, note)
+        notes = (_of_checkpoint(run), own_code)
+        said = write_card(path, run.folder, config, result, form, target.name, run.tokenizer, asked, notes)
         require_place(target)
         return drift_line, *said
 
@@ -171,7 +170,7 @@ def export_merged(run: TrainedRun, target: Path, dtype: str, check: str = "rows"
         exact = dtype == "float32" and (form is Form.WHOLE or config.model.dtype == "float32")
         said = _compared(run, path, compared, None, exact=exact)
         how = f"its weights are in {dtype}{'' if form is Form.WHOLE else ', merged in float32'}; {said}"
-        note = card_note(_of_checkpoint(run), how, own_code)
-        written = write_card(path, run.folder, config, result, form, target.name, run.tokenizer, asked, note)
+        notes = (_of_checkpoint(run), how, own_code)
+        written = write_card(path, run.folder, config, result, form, target.name, run.tokenizer, asked, notes)
         require_place(target)  # measuring the drift takes minutes
         return said, *written
