@@ -33,9 +33,9 @@ from andon.model.build import seeded
 from andon.run.folder import RunFolder
 from andon.run.provenance import Provenance
 from andon.training import export
-from andon.training.card import Form, Result, card
 from andon.training.export import EXTENTS
 from andon.training.inference import load_run, predict
+from andon.training.outputs import Form, Result, card
 from tests.cli.command import cli, tree
 from tests.data.test_chat import CHATML, tokenizer
 from tests.support.stock import Stock

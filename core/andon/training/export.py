@@ -31,11 +31,10 @@ from andon.run.folder import RunFolder
 from andon.run.ledger import LedgerError, read_ledger
 from andon.run.summary import read_summary
 from andon.tasks.sft import Asked
-from andon.training.card import Form, Result
 from andon.training.existing import config_of, go_on_with
 from andon.training.inference import TrainedRun, logits_of_texts, rows_of
 from andon.training.material import HEADS
-from andon.training.outputs import card_note, form_of, write_card, write_model_files, write_tokenizer
+from andon.training.outputs import Form, Result, form_of, write_card, write_model_files, write_tokenizer
 from andon_contracts.record import Start
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -147,8 +146,8 @@ def export_run(run: TrainedRun, target: Path, dtype: str | None = None, check: s
                 f"these are the weights of the run's checkpoint of step {run.step}; the scores, the digest of the "
                 "trained weights and the command in this card are those of the run's result"
             )
-        note = card_note(of_checkpoint, how, own_code)
-        said = write_card(path, run.folder, config, result, form, target.name, run.tokenizer, asked, note)
+        notes = (of_checkpoint, how, own_code)
+        said = write_card(path, run.folder, config, result, form, target.name, run.tokenizer, asked, notes)
         require_place(target)  # measuring the drift takes minutes
         return drift, *said
 

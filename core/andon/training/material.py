@@ -214,8 +214,7 @@ def task_of(config: Config, data: Any, tokenizer: Tokenizer, weights: Sequence[f
     pairs = [row.pair for row in data.rows if row.pair is not None]
     tokens, columns = encoded(tokenizer, [row.text for row in data.rows], pairs or None, config.model.max_length)
     shared: dict[str, Any] = {"tokens": tokens, "columns": columns, **_batching(config, data, tokenizer)}
-    labels: list[Any] = [row.label for row in data.rows]
-    shared["labels"] = labels
+    shared["labels"] = [row.label for row in data.rows]
     if isinstance(data, Targets):
         return RegressionTask(**shared)
     shared |= {"num_labels": len(data.labels), "names": data.labels}
