@@ -62,8 +62,7 @@ __all__ = sorted(_HOME)
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        msg = f"module 'andon' has no attribute {name!r}"
-        raise AttributeError(msg)
+        raise AttributeError(f"module 'andon' has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)
 
 

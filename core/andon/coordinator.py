@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
+from andon.backend.base import InlineBackend
 from andon.backend.devices import named_devices
-from andon.backend.inprocess import InlineBackend
 from andon.config.schema import Optimizer
 from andon.console.problems import InputError, Problem, ProblemList
 from andon.pipeline import (
@@ -19,10 +19,11 @@ from andon.pipeline import (
     ClassifyConfig,
     ClassifyPipeline,
     SafetySample,
-    SampleEncoder,
     TransformerConfig,
     build_model,
     config_of,
+    encode,
+    encode_samples,
 )
 from andon.step.flat import REPLACED
 from andon.step.plan import GlobalBatch
@@ -42,8 +43,13 @@ def _explain_fallback(devices: Sequence[Device], result: Sequence[torch.device])
 @clause("cpu-fallback", _explain_fallback)
 def _as_asked_or_cpu(devices: Sequence[Device], result: Sequence[torch.device]) -> bool:
     """One device for each requested one: that one, or the CPU."""
+
+    def name(device: Device) -> str:
+        text = str(device).strip()
+        return f"cuda:{int(text)}" if text.isdigit() else "cuda:0" if text == "cuda" else text
+
     return len(result) == len(devices) and all(
-        device.type == "cpu" or str(device) == _canonical(asked) for asked, device in zip(devices, result, strict=True)
+        device.type == "cpu" or str(device) == name(asked) for asked, device in zip(devices, result, strict=True)
     )
 
 
@@ -57,13 +63,6 @@ def resolve_devices(devices: Sequence[Device], *, cpu_fallback: bool = False) ->
     if isinstance(devices, str) or not len(devices):
         raise InputError([Problem("devices", f"At least one GPU index required, or 'cpu'; got {devices!r}")])
     return named_devices(devices, where="devices", absent="cpu" if cpu_fallback else "refuse")
-
-
-def _canonical(device: Device) -> str:
-    text = str(device).strip()
-    if text.isdigit():
-        return f"cuda:{int(text)}"
-    return "cuda:0" if text == "cuda" else text
 
 
 def _detached(self: DataParallelCoordinator) -> tuple[int, ...]:
@@ -105,7 +104,8 @@ def _every_sample_counted(samples: Sequence[SafetySample], result: BatchResult) 
 class DataParallelCoordinator:
     """One replica of a classifier on each device, trained as one (seed R6; C-DP-001, C-DP-002).
 
-    Use it as a context manager, or call `close`.
+    pipelines: all replicas by rank. updates: the number of updates taken. last_step: the last update in detail,
+    micro-batches by rank and digests; None before the first. Use it as a context manager, or call `close`.
     """
 
     def __init__(
@@ -137,22 +137,21 @@ class DataParallelCoordinator:
         found.raise_if_any()
         self.model_config = model_config
         self.config = classify_config
+        self.updates = 0
+        self.last_step: StepResult | None = None
         self._base_every = base_every
-        self._encoder = SampleEncoder(model_config, classify_config)
+        self._rate = classify_config.learning_rate
         config = config_of(model_config, classify_config, seed, optimizer)
         built = build_model(model_config, classify_config, seed)  # before any row: it refuses what has no model
-        rows = self._encoder.of_ids([[0]], [0])
-        self._backend = InlineBackend(placed)
-        replicas = build_replicas(built, config, self._backend, rows, 0, own_base=True)
-        self._pipelines = tuple(
+        rows = encode(model_config, classify_config, [[0]], [0])
+        backend = InlineBackend(placed)
+        replicas = build_replicas(built, config, backend, rows, 0, own_base=True)
+        self.pipelines = tuple(
             ClassifyPipeline(model_config, classify_config, micro_batches=micro_batches, replica=replica)
             for replica in replicas
         )
-        self._rate = classify_config.learning_rate
-        self._updates = 0
-        self._last: StepResult | None = None
         parts = micro_batches * classify_config.accumulation_steps
-        self._step = TrainingStep(self._backend, replicas, rows, parts, classify_config.gradient_clip_norm)
+        self._step = TrainingStep(backend, replicas, rows, parts, classify_config.gradient_clip_norm)
         self._step.attest_start({})
         self._base = replicas[0].base_digest() if enforced() else 0
 
@@ -163,33 +162,17 @@ class DataParallelCoordinator:
         self.close()
 
     def close(self) -> None:
-        """Close the backend."""
-        self._backend.close()
+        """Free what the replicas share: nothing, as they live in this process."""
 
     @property
     def num_gpus(self) -> int:
         """The number of replicas, on whatever devices (seed R13)."""
-        return len(self._pipelines)
+        return len(self.pipelines)
 
     @property
     def primary_pipeline(self) -> ClassifyPipeline:
         """Replica 0, for evaluation and inference (R14, R15). If it is trained alone, the next step raises."""
-        return self._pipelines[0]
-
-    @property
-    def pipelines(self) -> tuple[ClassifyPipeline, ...]:
-        """All replicas by rank."""
-        return self._pipelines
-
-    @property
-    def updates(self) -> int:
-        """The number of updates taken."""
-        return self._updates
-
-    @property
-    def last_step(self) -> StepResult | None:
-        """The last update in detail: micro-batches by rank, digests."""
-        return self._last
+        return self.pipelines[0]
 
     @property
     def learning_rate(self) -> float:
@@ -198,7 +181,7 @@ class DataParallelCoordinator:
 
     @learning_rate.setter
     def learning_rate(self, rate: float) -> None:
-        for pipeline in self._pipelines:
+        for pipeline in self.pipelines:
             pipeline.learning_rate = rate
         self._rate = rate
 
@@ -214,11 +197,11 @@ class DataParallelCoordinator:
         """
         if not samples:
             return NOTHING
-        rows = self._encoder.of_samples(samples)
-        step = self._updates + 1
-        if (step - 1) % self._base_every == 0:
+        rows = encode_samples(self.model_config, self.config, samples)
+        step = self.updates + 1
+        if self.updates % self._base_every == 0:
             self._step.attest_base(step, self._base)
         self._step.task = rows
-        self._last = self._step(GlobalBatch(step, 0, 0, tuple(range(len(samples)))), self._rate, step)
-        self._updates = step
-        return BatchResult(self._last.loss, self._last.correct, self._last.rows, self._last.grad_norm)
+        self.last_step = last = self._step(GlobalBatch(step, 0, 0, tuple(range(len(samples)))), self._rate, step)
+        self.updates = step
+        return BatchResult(last.loss, last.correct, last.rows, last.grad_norm)

@@ -14,14 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from andon.backend.inprocess import InlineBackend
+from andon.backend.base import InlineBackend
 from andon.config.load import config_from
 from andon.config.schema import Config, Optimizer
 from andon.console.problems import InputError, Problem, ProblemList, install_hint
 from andon.model.batches import predictions
-from andon.model.build import ModelInterface
+from andon.model.build import ModelInterface, evaluating, without_adapter
 from andon.step import message
-from andon.step.message import reduced_values, reports_of
 from andon.step.micro_batch import Leaf, plan_leaves
 from andon.step.plan import GlobalBatch
 from andon.step.promises import Report, ensures
@@ -35,8 +34,6 @@ from andon_contracts.laws.law import Judgement, Seen, enforce
 from andon_contracts.laws.update import CALLER_GRADIENT, LEAVES, OUTPUT, REDUCED, Leaves, Output, Reduced
 from andon_contracts.observe import nonfinite
 from andon_contracts.policy import enforced
-
-_TARGETS = {"decoder": ("q_proj", "v_proj"), "encoder": ("query", "value")}
 
 
 @dataclass(frozen=True)
@@ -82,6 +79,20 @@ class ClassifyConfig:
             if not _is_positive(weight):
                 found.add(f"class_weights[{label}]", f"{weight!r} must be a finite number above 0")
         found.raise_if_any()
+
+
+def _check(found: ProblemList, config: object, name: str, test: Callable[[object], bool], wanted: str) -> None:
+    value = getattr(config, name)
+    if not test(value):
+        found.add(name, f"{value!r} must be {wanted}")
+
+
+def _is_count(value: object, least: int = 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
 
 
 @dataclass(frozen=True)
@@ -168,28 +179,12 @@ class TransformerConfig:
         for name, value in {} if self.is_encoder else fixed.items():
             if getattr(self, name) != value:
                 found.add(name, f"{getattr(self, name)!r}, but the embedded decoder has {value!r}{remedy}")
-        narrow = self.hidden_size // max(self.num_attention_heads, 1)
-        if self.head_dim_override not in (None, narrow):
-            found.add(
-                "head_dim_override", f"{self.head_dim_override} is not to be had: the model {remedy} has {narrow}"
-            )
+        width, narrow = self.head_dim_override, self.hidden_size // max(self.num_attention_heads, 1)
+        if width not in (None, narrow):
+            found.add("head_dim_override", f"{width} is not to be had: the model {remedy} has {narrow}")
         if self.is_encoder and self.num_kv_heads != self.num_attention_heads:
             found.add("num_kv_heads", f"{self.num_kv_heads} must be {self.num_attention_heads} in an encoder")
         found.raise_if_any()
-
-
-def _check(found: ProblemList, config: object, name: str, test: Callable[[object], bool], wanted: str) -> None:
-    value = getattr(config, name)
-    if not test(value):
-        found.add(name, f"{value!r} must be {wanted}")
-
-
-def _is_count(value: object, least: int = 1) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _is_positive(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
 
 
 @dataclass(frozen=True)
@@ -226,49 +221,46 @@ class BatchResult:
 
 
 NOTHING = BatchResult(0.0, 0, 0, 0.0)
-"""What no samples give: nothing is computed and nothing changes."""
+"""The result of no samples: nothing is computed and nothing changes."""
 
 
-class SampleEncoder:
-    """Turns samples into rows, and refuses a whole batch for one bad sample before any state is touched (V20)."""
+def encode(
+    shape: TransformerConfig, classify: ClassifyConfig, rows: Sequence[Sequence[int]], labels: Sequence[int]
+) -> ClassificationTask:
+    """Token ids and labels as a task, one or more rows, cut to the longest that the model takes.
 
-    def __init__(self, model_config: TransformerConfig, config: ClassifyConfig) -> None:
-        self._config = config
-        self._vocab_size = model_config.vocab_size
-        self._max_length = min(config.max_seq_len, model_config.max_position_embeddings)
-
-    def of_samples(self, samples: Sequence[SafetySample]) -> ClassificationTask:
-        """The rows of `samples`, one or more, cut to the longest that the model takes.
-
-        Raises `InputError` naming every sample with an empty text, a byte outside of the vocabulary, or a label that
-        is not a class (F-CLASS-002, V30).
-        """
-        rows = [sample.input_ids() for sample in samples]
-        return self.of_ids(rows, [sample.label for sample in samples])
-
-    def of_ids(self, rows: Sequence[Sequence[int]], labels: Sequence[int]) -> ClassificationTask:
-        """The same from token ids."""
-        return ClassificationTask(
-            [row[: self._max_length] for row in rows],
-            labels,
-            num_labels=self._config.num_classes,
-            vocab_size=self._vocab_size,
-            pad_id=self._vocab_size,
-            class_weights=self._config.class_weights,
-            max_length=self._max_length,
-            places=[f"sample {place}" for place in range(len(rows))],
-        )
+    Raises `InputError`, before any state is touched (V20), naming every sample with an empty text, a byte outside of
+    the vocabulary, or a label that is not a class (F-CLASS-002, V30).
+    """
+    longest = min(classify.max_seq_len, shape.max_position_embeddings)
+    return ClassificationTask(
+        [row[:longest] for row in rows],
+        labels,
+        num_labels=classify.num_classes,
+        vocab_size=shape.vocab_size,
+        pad_id=shape.vocab_size,
+        class_weights=classify.class_weights,
+        max_length=longest,
+        places=[f"sample {place}" for place in range(len(rows))],
+    )
 
 
-def build_model(model_config: TransformerConfig, config: ClassifyConfig, seed: int) -> nn.Module:
-    """The base of `model_config` on the CPU with LoRA on queries and values and a trainable head; the same every time.
+def encode_samples(
+    shape: TransformerConfig, classify: ClassifyConfig, samples: Sequence[SafetySample]
+) -> ClassificationTask:
+    """`encode` the bytes of one or more samples."""
+    return encode(shape, classify, [each.input_ids() for each in samples], [each.label for each in samples])
+
+
+def build_model(shape: TransformerConfig, classify: ClassifyConfig, seed: int) -> nn.Module:
+    """The base of `shape` on the CPU with LoRA on queries and values and a trainable head; the same every time.
 
     Raises `InputError` for a shape that no such model has, and where a library that makes it is not installed.
     """
-    pad = model_config.vocab_size
-    interface = ModelInterface("classification", tuple(map(str, range(config.num_classes))), pad + 1, pad)
+    pad = shape.vocab_size
+    interface = ModelInterface("classification", tuple(map(str, range(classify.num_classes))), pad + 1, pad)
     try:
-        return build_trainable(config_of(model_config, config, seed), interface)
+        return build_trainable(config_of(shape, classify, seed), interface)
     except ModuleNotFoundError as error:
         raise InputError([Problem("model", f"{error.name} is not installed; {install_hint('train')}")]) from error
 
@@ -298,7 +290,7 @@ def config_of(
                 "r": classify.lora_rank,
                 "alpha": classify.lora_alpha,
                 "dropout": shape.dropout,
-                "targets": _TARGETS.get(shape.architecture, _TARGETS["decoder"]),
+                "targets": ("query", "value") if shape.is_encoder else ("q_proj", "v_proj"),
             },
             "optimizer": {**dict(optimizer or Optimizer()), "clip_norm": classify.gradient_clip_norm},
         }
@@ -332,18 +324,16 @@ class ClassifyPipeline:
             raise InputError([Problem("micro_batches", f"{micro_batches} must be at least 1")])
         self.model_config = model_config
         self.config = config
-        self._encoder = SampleEncoder(model_config, config)
         self.micro_batches = micro_batches * config.accumulation_steps
         if replica is None:
             model = build_model(model_config, config, seed)  # before any row: it refuses what has no model
-            backend, rows = InlineBackend([torch.device(device)]), self._encoder.of_ids([[0]], [0])
+            backend, rows = InlineBackend([torch.device(device)]), encode(model_config, config, [[0]], [0])
             (replica,) = build_replicas(model, config_of(model_config, config, seed, optimizer), backend, rows, 0)
         self.replica = replica
         self.model = replica.model
         self._rate = config.learning_rate
         self._sum: torch.Tensor | None = None
-        self._samples = 0
-        self._calls = 0
+        self._samples = self._calls = 0
 
     @property
     def device(self) -> torch.device:
@@ -381,10 +371,9 @@ class ClassifyPipeline:
         if not result.total:
             return result
         try:
-            norm = self.apply_accumulated_gradients(result.total)
+            return replace(result, grad_norm=self.apply_accumulated_gradients(result.total))
         finally:
             self.zero_gradients()
-        return replace(result, grad_norm=norm)
 
     def accumulate_gradients(self, samples: Sequence[SafetySample]) -> BatchResult:
         """Add the gradient of the SUM of the samples' losses to what is accumulated; no update (seed S15).
@@ -394,7 +383,7 @@ class ClassifyPipeline:
         """
         if not samples:
             return NOTHING
-        partial, reports = self._compute(self._encoder.of_samples(samples)).result
+        partial, reports = self._compute(encode_samples(self.model_config, self.config, samples)).result
         (root,) = partial.roots.values()
         self._sum = root.clone() if self._sum is None else self._sum.add_(root)
         self.replica.release(partial)
@@ -414,7 +403,7 @@ class ClassifyPipeline:
         leaves = [Leaf(leaf.index, leaf.ids[0] if leaf.ids else 0, leaf.ids) for leaf in plan]
         node = (first, first + self.micro_batches)
         partial = self.replica.gradients(step, leaves, [node], rows, checked=enforced())
-        reports = reports_of([Observation(0, step, 0, "accumulated", {}, partial.reports)])
+        reports = message.reports_of([Observation(0, step, 0, "accumulated", {}, partial.reports)])
         seen = Seen([], Leaves(reports, plan, step))
         return Report(partial.reports, lambda _: seen, result=(partial, reports))
 
@@ -450,9 +439,8 @@ class ClassifyPipeline:
         def record(table: torch.Tensor) -> Seen[Reduced]:
             if not checked:
                 return Seen([], Reduced())
-            rates = (bits_of(self._rate), bits_of(replica.rate))
-            raw = dict(zip(message.REDUCED.names, (*rates, *table.tolist()), strict=True))
-            values = reduced_values(replica.parameters.size, raw)
+            raw = (bits_of(self._rate), bits_of(replica.rate), *table.tolist())
+            values = message.reduced_values(replica.parameters.size, dict(zip(message.REDUCED.names, raw, strict=True)))
             return Seen([Observation(0, replica.updates + 1, 0, point, values)], Reduced(limit=limit))
 
         return Report(facts, record, checked=checked, result=norm)
@@ -476,10 +464,10 @@ class ClassifyPipeline:
         if given.dim() != 1 or given.numel() != self.num_trainable_parameters:
             msg = f"a gradient of shape {tuple(given.shape)} for {self.num_trainable_parameters} trainable parameters"
             raise ValueError(msg)
-        parameters = self.replica.parameters
-        padded = torch.zeros_like(parameters.gradient)
-        parts = torch.split(given.to(self.device), [math.prod(slot.shape) for slot in parameters.slots])
-        for view, part in zip(parameters.views(padded).values(), parts, strict=True):
+        padded = torch.zeros_like(self.replica.parameters.gradient)
+        views = self.replica.parameters.views(padded).values()
+        parts = torch.split(given.to(self.device), [view.numel() for view in views])
+        for view, part in zip(views, parts, strict=True):
             view.copy_(part.view(view.shape))
         return self._apply(padded, 1, CALLER_GRADIENT)
 
@@ -489,10 +477,9 @@ class ClassifyPipeline:
         In eval mode, without a gradient. Raises `InputError` for a bad id or label, `Violation` where the logits are
         not finite: they are not masked into a finite loss (V29).
         """
-        rows = self._encoder.of_ids([ids], [label])
+        rows = encode(self.model_config, self.config, [ids], [label])
         batch = rows.load([0], self.device)
-        logits = predictions(self.model, batch)
-        self._judge_output("logits", logits)
+        logits = self._finite("logits", predictions(self.model, batch))
         return float(rows.row_losses(logits, batch["labels"])), int(logits.argmax(dim=1))
 
     def forward_hidden(self, ids: Sequence[int]) -> torch.Tensor:
@@ -500,21 +487,15 @@ class ClassifyPipeline:
 
         Raises as `forward_only` does.
         """
-        batch = self._encoder.of_ids([ids], [0]).load([0], self.device)
-        base: Any = self.model.get_base_model()  # type: ignore[operator]
-        training = self.model.training
-        self.model.eval()
-        try:
-            with torch.no_grad():
-                backbone = getattr(base, base.base_model_prefix)
-                states = backbone(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
-        finally:
-            self.model.train(training)
+        batch = encode(self.model_config, self.config, [ids], [0]).load([0], self.device)
+        base: Any = without_adapter(self.model)
+        with evaluating(self.model, self.device):
+            backbone = getattr(base, base.base_model_prefix)
+            states = backbone(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
         length = int(batch["attention_mask"].sum())
-        hidden: torch.Tensor = states.last_hidden_state[0, :length].float()
-        self._judge_output("hidden states", hidden)
-        return hidden
+        return self._finite("hidden states", states.last_hidden_state[0, :length].float())
 
-    def _judge_output(self, name: str, values: torch.Tensor) -> None:
+    def _finite(self, name: str, values: torch.Tensor) -> torch.Tensor:
         odd = (0,) if nonfinite(values) else ()
         enforce(Judgement(OUTPUT, Output(name, 1, odd, self.replica.updates)))
+        return values

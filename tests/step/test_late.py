@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 import pytest
 import torch
 
-from andon.backend.base import Backend
+from andon.backend.base import Backend, InlineBackend
 from andon.backend.group import GroupBackend
-from andon.backend.inprocess import InlineBackend
 from andon.config.schema import Contracts, Optimizer
 from andon.step.audit import NO_AUDIT
 from andon.step.replica import Replica

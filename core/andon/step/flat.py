@@ -1,4 +1,4 @@
-"""Trainable parameters as views of one flat fp32 buffer, their gradients as views of another.
+"""Trainable parameters as views of one flat fp32 buffer, their gradients as views of another, and their optimizer.
 
 One buffer makes one reduction, one digest and one optimizer call, or two if some weights do not decay; these come last.
 Every tensor starts at a multiple of 16 elements (64 bytes). The gaps always hold zeros.
@@ -9,13 +9,16 @@ and updates with other roundings.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from andon.config.schema import Optimizer
+
 _ALIGNMENT = 16
+_MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 REPLACED = "weights of the model, or their gradients, were replaced by other tensors, which would not be trained"
 
 
@@ -28,6 +31,7 @@ class Slot:
 
 
 def layout_of(parameters: Mapping[str, nn.Parameter]) -> tuple[tuple[Slot, ...], int]:
+    """The place of each parameter in the flat buffer, and the size of that buffer."""
     slots: list[Slot] = []
     start = 0
     for name, parameter in parameters.items():
@@ -65,12 +69,9 @@ class FlatParameters:
         self.gradient = torch.zeros(self.size, device=device)
         self._parameters = tuple(parameters.values())
         self._gradients = tuple(self.views(self.gradient).values())
-        with torch.no_grad():
-            for slot, parameter in zip(self.slots, self._parameters, strict=True):
-                view = self.weights.data[slot.start : slot.end].view(slot.shape)
-                view.copy_(parameter)
-                # Only its data: modules and hooks hold the parameter itself.
-                parameter.data = view
+        for view, parameter in zip(self.weight_views().values(), self._parameters, strict=True):
+            view.copy_(parameter.detach())
+            parameter.data = view  # only its data: modules and hooks hold the parameter itself
         self.attach_gradient()
 
     def attach_gradient(self) -> None:
@@ -151,3 +152,29 @@ class Master:
         """Copy these to the model's weights."""
         if self.apart:
             parameters.weights.data.copy_(self.weights.data)
+
+
+def build_optimizer(settings: Optimizer, ranges: Sequence[Range]) -> torch.optim.Optimizer:
+    """The optimizer of ranges of one flat parameter. Weight decay leaves alone what `undecayed` names (seed S12)."""
+    groups = [{"params": [r.weights], "weight_decay": settings.weight_decay if r.decays else 0.0} for r in ranges]
+    if settings.name == "adamw":
+        return torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)
+    # On a GPU it must be fused: only then can the device skip an update (`Replica.gate`).
+    fused = True if ranges[0].weights.is_cuda else None
+    return torch.optim.SGD(groups, lr=0.0, momentum=settings.momentum, fused=fused)
+
+
+def moments_of(settings: Optimizer) -> tuple[str, ...]:
+    """The names of the flat tensors that the optimizer may keep."""
+    return _MOMENTS[settings.name]
+
+
+def state_names(settings: Optimizer) -> frozenset[str]:
+    """The names of all tensors in the optimizer's state after an update."""
+    moments = moments_of(settings) if settings.name != "sgd" or settings.momentum else ()
+    return frozenset((*moments, *(("step",) if counts_updates(settings) else ())))
+
+
+def counts_updates(settings: Optimizer) -> bool:
+    """Whether the optimizer counts its updates itself, in an fp32 `step`."""
+    return settings.name == "adamw"

@@ -15,19 +15,24 @@ from torch import nn
 
 from andon.config.schema import Optimizer
 from andon.step.captured import CapturedPasses
-from andon.step.flat import REPLACED, FlatParameters, Master, undecayed
-from andon.step.keyed import keyed_randomness
+from andon.step.flat import (
+    REPLACED,
+    FlatParameters,
+    Master,
+    build_optimizer,
+    counts_updates,
+    moments_of,
+    state_names,
+    undecayed,
+)
 from andon.step.message import WIDTH
 from andon.step.micro_batch import Leaf, LeafResult, PassResult, reports_of_leaves
-from andon.step.optimizer import build_optimizer, counts_updates, moments_of, state_names
 from andon.step.reduce import Node, fold
-from andon.step.task import Batch, Task
+from andon.step.task import Batch, Task, keyed_randomness
 from andon_contracts.digest import tensor_digest, tree_digest, word_sum_tensor
 from andon_contracts.observe import finite_total, flat_norm, word_sums
 
-WEIGHTS = "weights"
-OPTIMIZER = "optimizer"
-"""The names of the two parts of a state."""
+WEIGHTS, OPTIMIZER = "weights", "optimizer"  # the names of the two parts of a state
 
 
 @dataclass(frozen=True)
@@ -76,11 +81,11 @@ class Replica:
         self.captured = captured
         self.keeping: frozenset[Node] | None = None
         """The sums that the next `gradients` copies, for an audit; None: no audit is due."""
+        self.seed = seed
         self._count = torch.zeros((), device=self.master.device)
         self._closed: torch.Tensor | None = None
-        self.seed = seed
+        # Buffers of the gradient's size, reused every step: at most one for each level of the tree and each root.
         self._spare: list[torch.Tensor] = []
-        """Buffers of the gradient's size, reused every step: at most one for each level of the tree and each root."""
         owned = {id(parameter) for parameter in trainable.values()}
         named = (*model.named_parameters(), *model.named_buffers())
         self._frozen = {name: tensor for name, tensor in named if id(tensor) not in owned}
@@ -105,21 +110,33 @@ class Replica:
         by_index = {leaf.index: leaf for leaf in leaves}
         results: list[LeafResult] = []
         kept: dict[Node, torch.Tensor] = {}
-        keeping = self.keeping
+        gradient, keeping = self.parameters.gradient, self.keeping
 
         def compute(index: int) -> torch.Tensor:
             results.append(self._leaf(step, by_index[index], task, checked=checked))
             if keeping is not None:
-                results[-1].gradient = word_sum_tensor(self.parameters.gradient)
-            return self.parameters.gradient
+                results[-1].gradient = word_sum_tensor(gradient)
+            return gradient
+
+        def save(value: torch.Tensor) -> torch.Tensor:
+            """`value`, or a copy of it if the next micro-batch would overwrite it."""
+            if value is not gradient:
+                return value
+            return (self._spare.pop() if self._spare else torch.empty_like(value)).copy_(value)
+
+        def add(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+            # In place, so that the tree holds at most one buffer for each level.
+            left.add_(right)
+            if right is not gradient:
+                self._spare.append(right)
+            return left
 
         def keep(node: Node, value: torch.Tensor) -> None:
             if node in (keeping or ()):
                 kept[node] = value.clone()  # rare, and a spare buffer would never be freed
 
         self._prepare()
-        shown = None if keeping is None else keep
-        sums = {node: self._keep(fold(node, compute, self._add, self._keep, shown)) for node in roots}
+        sums = {node: save(fold(node, compute, add, save, keep if keeping else None)) for node in roots}
         if not self.parameters.attached():
             raise RuntimeError(REPLACED)  # with contracts off too
         return PartialGradient(sums, reports_of_leaves(results, task, self.device, checked=checked), kept)
@@ -177,20 +194,6 @@ class Replica:
             self.captured = captured
         return self.parameters.gradient.clone()
 
-    def _keep(self, value: torch.Tensor) -> torch.Tensor:
-        """`value`, or a copy of it if the next micro-batch would overwrite it."""
-        if value is not self.parameters.gradient:
-            return value
-        buffer = self._spare.pop() if self._spare else torch.empty_like(value)
-        return buffer.copy_(value)
-
-    def _add(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        # In place, so that the tree holds at most one buffer for each level.
-        left.add_(right)
-        if right is not self.parameters.gradient:
-            self._spare.append(right)
-        return left
-
     def release(self, partial: PartialGradient) -> None:
         """Reuse the roots' buffers in the next step."""
         self._spare.extend(partial.roots.values())
@@ -239,17 +242,15 @@ class Replica:
         return torch.cat([sums, *([sums.new_zeros(missing)] if missing else []), bits]).to(self.device)
 
     def weights_of_model(self) -> torch.Tensor:
-        """The weights as the model has them: flat, without a graph, on the master's device."""
+        """The flat weights of the model, without a graph, on the master's device."""
         return self.parameters.weights.detach().to(self.master.device)
 
     def set_rate(self, rate: float) -> None:
-        """Give the optimizer the learning rate of the coming update."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
 
     @property
     def rate(self) -> float:
-        """The learning rate that the optimizer holds."""
         return float(self.optimizer.param_groups[0]["lr"])
 
     def gate(self, closed: torch.Tensor | None) -> None:
@@ -268,9 +269,10 @@ class Replica:
     def apply(self) -> None:
         """One optimizer update with the rate that was set."""
         if not self._state:
-            names = sorted(state_names(self.settings) - {"step"})
-            moments = {name: torch.zeros_like(self.master.gradient) for name in names}
-            self._hold(moments | ({"step": torch.zeros_like(self._count)} if counts_updates(self.settings) else {}))
+            like = {
+                name: self._count if name == "step" else self.master.gradient for name in state_names(self.settings)
+            }
+            self._hold({name: torch.zeros_like(like[name]) for name in sorted(like)})
         self.optimizer.step()
         self.master.give(self.parameters)
         if not counts_updates(self.settings):
@@ -283,13 +285,13 @@ class Replica:
         return int(self.optimizer_state().get("step", self._count))
 
     def optimizer_state(self) -> dict[str, torch.Tensor]:
-        """The optimizer's tensors by name: flat moments, and its count `step`. Empty before the first update."""
+        """Flat moments, and the count `step`, by name. Empty before the first update."""
         return dict(self._state)
 
     def _hold(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Make these tensors the optimizer's state. Each range gets its part of the moments and its own step count.
+        """Make these tensors the optimizer's state. Each range gets its part of the moments and a count of its own.
 
-        `optimizer_state` reports the count of the first range; all counts are equal.
+        The counts are equal; `optimizer_state` has that of the first range.
         """
         self._state = dict(state)
         for place, each in enumerate(self._ranges):
@@ -314,19 +316,19 @@ class Replica:
     def weights_digest(self) -> int:
         return tensor_digest(self.parameters.weights.detach())
 
+    def optimizer_digest(self) -> int:
+        return tree_digest(self.optimizer_state())
+
+    def base_digest(self) -> int:
+        return tree_digest(self.frozen())
+
     def reduced_gradient(self) -> dict[str, torch.Tensor]:
         """The gradient that the optimizer sees, by name, sharing storage."""
         return self.parameters.views(self.master.gradient)
 
-    def optimizer_digest(self) -> int:
-        return tree_digest(self.optimizer_state())
-
     def frozen(self) -> dict[str, torch.Tensor]:
         """Frozen weights and buffers by name, without a graph."""
         return {name: tensor.detach() for name, tensor in self._frozen.items()}
-
-    def base_digest(self) -> int:
-        return tree_digest(self.frozen())
 
 
 def state_tensors(replica: Replica) -> dict[str, torch.Tensor]:
