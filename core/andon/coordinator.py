@@ -36,21 +36,16 @@ from andon_contracts.violation import Finding
 Device = str | int | torch.device
 
 
-def _explain_fallback(devices: Sequence[Device], result: Sequence[torch.device]) -> Finding:
-    return Finding(seen=f"asked for {list(map(str, devices))}, chosen were {list(map(str, result))}")
-
-
-@clause("cpu-fallback", _explain_fallback)
+@clause(
+    "cpu-fallback",
+    lambda devices, result: Finding(f"asked for {list(map(str, devices))}, chosen were {list(map(str, result))}"),
+)
 def _as_asked_or_cpu(devices: Sequence[Device], result: Sequence[torch.device]) -> bool:
     """One device for each requested one: that one, or the CPU."""
-
-    def name(device: Device) -> str:
-        text = str(device).strip()
-        return f"cuda:{int(text)}" if text.isdigit() else "cuda:0" if text == "cuda" else text
-
-    return len(result) == len(devices) and all(
-        device.type == "cpu" or str(device) == name(asked) for asked, device in zip(devices, result, strict=True)
-    )
+    asked = [str(device).strip() for device in devices]
+    names = [f"cuda:{int(each)}" if each.isdigit() else {"cuda": "cuda:0"}.get(each, each) for each in asked]
+    pairs = zip(names, result, strict=False)
+    return len(result) == len(names) and all(each.type == "cpu" or str(each) == name for name, each in pairs)
 
 
 @ensure(_as_asked_or_cpu)
@@ -69,34 +64,31 @@ def _detached(self: DataParallelCoordinator) -> tuple[int, ...]:
     return tuple(rank for rank, each in enumerate(self.pipelines) if not each.replica.parameters.weights_attached())
 
 
-def _explain_detached(self: DataParallelCoordinator, samples: Sequence[SafetySample]) -> Finding:
-    return Finding(REPLACED, self.updates + 1, _detached(self), "weights")
-
-
-@clause("replicas-agree", _explain_detached)
+@clause("replicas-agree", lambda self, samples: Finding(REPLACED, self.updates + 1, _detached(self), "weights"))
 def _optimizers_own_the_weights(self: DataParallelCoordinator, samples: Sequence[SafetySample]) -> bool:
     """The weights with which every model computes are those that its optimizer updates."""
     return not samples or not _detached(self)
 
 
+def _digests(self: DataParallelCoordinator) -> list[tuple[tuple[str, int], ...]]:
+    return [tuple(each.items()) for each in self.last_step.ranks] if self.last_step else []
+
+
 def _explain_states(self: DataParallelCoordinator, samples: Sequence[SafetySample]) -> Finding:
-    last = self.last_step
     seen = "the replicas do not report the same weights, optimizer state and gradient"
-    return Finding(seen, self.updates, minority([tuple(each.items()) for each in last.ranks]) if last else ())
+    return Finding(seen, self.updates, minority(_digests(self)))
 
 
 @clause("replicas-agree", _explain_states)
 def _all_updated_alike(self: DataParallelCoordinator, samples: Sequence[SafetySample]) -> bool:
     """After a step all replicas reported equal digests."""
-    last = self.last_step
-    return not samples or (last is not None and len({tuple(each.items()) for each in last.ranks}) == 1)
+    return not samples or len(set(_digests(self))) == 1
 
 
-def _explain_rows(samples: Sequence[SafetySample], result: BatchResult) -> Finding:
-    return Finding(f"{result.total} of {len(samples)} samples were trained on")
-
-
-@clause("samples-once", _explain_rows)
+@clause(
+    "samples-once",
+    lambda samples, result: Finding(f"{result.total} of {len(samples)} samples were trained on"),
+)
 def _every_sample_counted(samples: Sequence[SafetySample], result: BatchResult) -> bool:
     return result.total == len(samples)
 

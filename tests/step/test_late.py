@@ -208,7 +208,7 @@ def test_an_optimizer_that_its_device_cannot_hold_back_is_refused() -> None:
 
 def test_a_fused_sgd_is_held_back_and_counts_no_update() -> None:
     held = replica(optimizer=Optimizer(name="sgd"))
-    held.optimizer = torch.optim.SGD([each.weights for each in held._ranges], lr=0.1, fused=True)
+    held.optimizer = torch.optim.SGD([each.weights for each in held.master.ranges], lr=0.1, fused=True)
     held.parameters.gradient.fill_(1.0)
     closed = torch.ones(())
     held.gate(closed)

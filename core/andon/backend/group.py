@@ -40,12 +40,7 @@ class GroupBackend:
     """
 
     def __init__(
-        self,
-        name: str,
-        device: torch.device,
-        group: dist.ProcessGroup | None = None,
-        *,
-        clock: StepClock | None = None,
+        self, name: str, device: torch.device, group: dist.ProcessGroup | None = None, *, clock: StepClock | None = None
     ) -> None:
         if not dist.is_initialized():
             raise ValueError("the process group is not initialised")

@@ -110,38 +110,27 @@ class Range:
     decays: bool
 
 
-@dataclass(frozen=True)
 class Master:
     """What the optimizer sees: `weights`, a leaf parameter [size] fp32 whose `.grad` is `gradient`.
 
-    apart: whether these are copies, and not the model's own buffers.
+    device: where they are copies; None: they are the model's own buffers (`apart` is false). decayed: the elements
+    before this one decay. ranges: those that decay and those that do not; none is empty.
     """
 
-    weights: nn.Parameter
-    gradient: torch.Tensor
-    device: torch.device
-    apart: bool
-
-    @classmethod
-    def of(cls, parameters: FlatParameters, device: torch.device | None) -> Master:
-        """Copies on `device`; None: the buffers of `parameters`."""
-        weights, gradient = parameters.weights, parameters.gradient
-        if device is not None:
-            weights = nn.Parameter(weights.detach().to(device, copy=True))
-            gradient = torch.zeros(parameters.size, device=device)
-        weights.grad = gradient
-        return cls(weights, gradient, gradient.device, device is not None)
-
-    def ranges(self, split: int) -> tuple[Range, ...]:
-        """The weights before element `split`, which decay, and those after it, which do not; no empty ranges."""
-        size = self.weights.numel()
-        if split in (0, size):
-            return (Range(self.weights, slice(0, size), decays=split > 0),)
-        spans = slice(0, split), slice(split, size)
-        found = tuple(Range(nn.Parameter(self.weights.data[span]), span, decays=not span.start) for span in spans)
-        for each in found:
+    def __init__(self, parameters: FlatParameters, device: torch.device | None, decayed: int) -> None:
+        self.weights, self.gradient, size = parameters.weights, parameters.gradient, parameters.size
+        self.apart = device is not None
+        if self.apart:
+            self.weights = nn.Parameter(self.weights.detach().to(device, copy=True))
+            self.gradient = torch.zeros(size, device=device)
+        self.weights.grad = self.gradient
+        self.device = self.gradient.device
+        self.ranges = [Range(self.weights, slice(0, size), decays=decayed > 0)]
+        if 0 < decayed < size:
+            spans = slice(0, decayed), slice(decayed, size)
+            self.ranges = [Range(nn.Parameter(self.weights.data[s]), s, decays=not s.start) for s in spans]
+        for each in self.ranges:
             each.weights.grad = self.gradient[each.span]
-        return found
 
     def take(self, parameters: FlatParameters) -> None:
         """Copy the model's weights to these."""
@@ -155,7 +144,7 @@ class Master:
 
 
 def build_optimizer(settings: Optimizer, ranges: Sequence[Range]) -> torch.optim.Optimizer:
-    """The optimizer of ranges of one flat parameter. Weight decay leaves alone what `undecayed` names (seed S12)."""
+    """The optimizer of ranges of one flat parameter (seed S12)."""
     groups = [{"params": [r.weights], "weight_decay": settings.weight_decay if r.decays else 0.0} for r in ranges]
     if settings.name == "adamw":
         return torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)

@@ -48,11 +48,7 @@ class Gate:
         self._spread()
 
     def look(
-        self,
-        table: torch.Tensor,
-        expected: torch.Tensor,
-        held: torch.Tensor | None = None,
-        want: Reduced | None = None,
+        self, table: torch.Tensor, expected: torch.Tensor, held: torch.Tensor | None = None, want: Reduced | None = None
     ) -> None:
         """Close if any value in `table` (int64 [world, width]) breaks its rule in `expected` (`message.encoded`).
 

@@ -14,11 +14,10 @@ from andon_contracts.policy import clause, ensure
 from andon_contracts.violation import Finding
 
 
-def _explain_bounds(count: int, parts: int, result: Sequence[tuple[int, int]]) -> Finding:
-    return Finding(seen=f"{count} items were split into {list(result)} for {parts} parts")
-
-
-@clause("samples-once", _explain_bounds)
+@clause(
+    "samples-once",
+    lambda count, parts, result: Finding(f"{count} items were split into {list(result)} for {parts} parts"),
+)
 def _bounds_partition(count: int, parts: int, result: Sequence[tuple[int, int]]) -> bool:
     """One range for each part; end to end they are range(count)."""
     ends = [0, *(end for _, end in result)]

@@ -61,8 +61,7 @@ class Replica:
         captured: CapturedPasses | None = None,
     ) -> None:
         """model: already on `device`. trainable: its trainable parameters in canonical order, all fp32. seed: of the
-        randomness of its passes. master_on: the device of `Master`, which divides, clips and updates; None: the
-        model's. captured: makes CUDA graphs of passes; the bits are the same.
+        randomness of its passes. master_on: see `Master`. captured: makes CUDA graphs of passes; the bits are the same.
 
         Raises `ValueError` for what `FlatParameters` refuses, for a parameter that requires a gradient and is not in
         `trainable`, and for a norm that keeps running statistics.
@@ -73,10 +72,9 @@ class Replica:
         ordered = sorted(trainable, key=exempt.__contains__)  # stable: only what does not decay comes last
         self.parameters = FlatParameters({name: trainable[name] for name in ordered}, device)
         self.settings = optimizer
-        self.master = Master.of(self.parameters, master_on)
-        last = (slot.start for slot in self.parameters.slots if slot.name in exempt)
-        self._ranges = self.master.ranges(next(last, self.parameters.size))
-        self.optimizer = build_optimizer(optimizer, self._ranges)
+        undecayed_slots = (slot.start for slot in self.parameters.slots if slot.name in exempt)
+        self.master = Master(self.parameters, master_on, next(undecayed_slots, self.parameters.size))
+        self.optimizer = build_optimizer(optimizer, self.master.ranges)
         self._state: dict[str, torch.Tensor] = {}
         self.captured = captured
         self.keeping: frozenset[Node] | None = None
@@ -234,12 +232,11 @@ class Replica:
 
     def after_update(self) -> torch.Tensor:
         """The values of `message.updated`, int64 on the device. The sum of a moment that does not exist is 0."""
-        state, moments = self.optimizer_state(), moments_of(self.settings)
-        there = [state[name] for name in moments if name in state]
-        sums = word_sums([self.weights_of_model(), *there], finite=False)
-        bits = state.get("step", self._count).reshape(1).view(torch.int32).to(torch.int64)
-        missing = len(moments) - len(there)
-        return torch.cat([sums, *([sums.new_zeros(missing)] if missing else []), bits]).to(self.device)
+        moments = [self._state[name] for name in moments_of(self.settings) if name in self._state]
+        sums = word_sums([self.weights_of_model(), *moments], finite=False)
+        missing = sums.new_zeros(len(moments_of(self.settings)) - len(moments))
+        bits = self._state.get("step", self._count).reshape(1).view(torch.int32).to(torch.int64)
+        return torch.cat([sums, missing, bits]).to(self.device)
 
     def weights_of_model(self) -> torch.Tensor:
         """The flat weights of the model, without a graph, on the master's device."""
@@ -269,10 +266,9 @@ class Replica:
     def apply(self) -> None:
         """One optimizer update with the rate that was set."""
         if not self._state:
-            like = {
-                name: self._count if name == "step" else self.master.gradient for name in state_names(self.settings)
-            }
-            self._hold({name: torch.zeros_like(like[name]) for name in sorted(like)})
+            shaped = {"step": self._count}
+            names = sorted(state_names(self.settings))
+            self._hold({name: torch.zeros_like(shaped.get(name, self.master.gradient)) for name in names})
         self.optimizer.step()
         self.master.give(self.parameters)
         if not counts_updates(self.settings):
@@ -282,7 +278,7 @@ class Replica:
     @property
     def updates(self) -> int:
         """Updates taken, as the optimizer counts them; for SGD, which does not count, our own count."""
-        return int(self.optimizer_state().get("step", self._count))
+        return int(self._state.get("step", self._count))
 
     def optimizer_state(self) -> dict[str, torch.Tensor]:
         """Flat moments, and the count `step`, by name. Empty before the first update."""
@@ -294,7 +290,7 @@ class Replica:
         The counts are equal; `optimizer_state` has that of the first range.
         """
         self._state = dict(state)
-        for place, each in enumerate(self._ranges):
+        for place, each in enumerate(self.master.ranges):
             held = self.optimizer.state[each.weights]
             held.clear()
             for name, value in state.items():
@@ -356,11 +352,9 @@ def restore_state(replica: Replica, tensors: Mapping[str, torch.Tensor], updates
     wanted |= {f"{OPTIMIZER}/{kind}": () for kind in kept - moments}
     faults = [f"{name} is missing" for name in wanted if name not in tensors]
     faults += [f"{name} is not part of this model's state" for name in tensors if name not in wanted]
-    faults += [
-        f"{name} is {tensor.dtype} {tuple(tensor.shape)}, not torch.float32 {wanted[name]}"
-        for name, tensor in tensors.items()
-        if name in wanted and (tuple(tensor.shape) != wanted[name] or tensor.dtype != torch.float32)
-    ]
+    for name, found in tensors.items():
+        if name in wanted and (found.dtype, tuple(found.shape)) != (torch.float32, wanted[name]):
+            faults.append(f"{name} is {found.dtype} {tuple(found.shape)}, not torch.float32 {wanted[name]}")
     if faults:
         raise ValueError("; ".join(faults))
 

@@ -375,11 +375,15 @@ class TrainingStep:
             replica.release(partials[index])
             return facts
 
+        def forget_state(norm: torch.Tensor) -> None:
+            update.norm = float(norm.view(torch.float64)[0])
+            self._weights = self._optimizer = None
+
         facts = self._backend.map(finalize)
         if not update.checked:
             # A later update cannot be compared with the state that an unchecked one leaves.
             self._weights_sum = None
-            update.read(facts[0], partial(self._forget_state, update))
+            update.read(facts[0], forget_state)
             return None
         want = laws.Reduced(Rule.SAME if self._weights_sum is None else Rule.PREVIOUS, self._clip_norm)
         rates = [{"planned": bits_of(update.rate), "rate": bits_of(replica.rate)} for replica in self._replicas]
@@ -397,10 +401,6 @@ class TrainingStep:
             update.gradients = tuple(reduced.column("gradient"))
 
         return Report(gathered.table, record, update.read, keep, self._look("gradient", "weights"))
-
-    def _forget_state(self, update: Pending, norm: torch.Tensor) -> None:
-        update.norm = float(norm.view(torch.float64)[0])
-        self._weights = self._optimizer = None
 
     @requires(laws.OPTIMIZER_UNCHANGED)
     def _compare_moments(self, update: Pending) -> Report | None:
