@@ -63,13 +63,13 @@ class ClassifyConfig:
 
     def __post_init__(self) -> None:
         found = ProblemList()
-        _check(found, self, "num_classes", lambda value: _is_count(value, 2), "an integer of at least 2 (F-CLASS-004)")
-        for name in ("lora_rank", "epochs", "max_seq_len", "log_interval", "batch_size", "accumulation_steps"):
-            _check(found, self, name, _is_count, "an integer of at least 1")
-        for name in ("lora_alpha", "learning_rate"):
-            _check(found, self, name, _is_positive, "a finite number above 0")
+        counts = ("lora_rank", "epochs", "max_seq_len", "log_interval", "batch_size", "accumulation_steps")
+        of_two = "an integer of at least 2 (F-CLASS-004)"
+        _check(found, self, ["num_classes"], lambda value: _is_count(value, 2), of_two)
+        _check(found, self, counts, _is_count, "an integer of at least 1")
+        _check(found, self, ("lora_alpha", "learning_rate"), _is_positive, "a finite number above 0")
         if self.gradient_clip_norm is not None:
-            _check(found, self, "gradient_clip_norm", _is_positive, "a finite number above 0, or None")
+            _check(found, self, ["gradient_clip_norm"], _is_positive, "a finite number above 0, or None")
         if self.quantize_nf4:
             found.add("quantize_nf4", "True, but four-bit bases are not supported; must be False")
         weights = self.class_weights
@@ -81,10 +81,12 @@ class ClassifyConfig:
         found.raise_if_any()
 
 
-def _check(found: ProblemList, config: object, name: str, test: Callable[[object], bool], wanted: str) -> None:
-    value = getattr(config, name)
-    if not test(value):
-        found.add(name, f"{value!r} must be {wanted}")
+def _check(
+    found: ProblemList, config: object, names: Sequence[str], test: Callable[[object], bool], wanted: str
+) -> None:
+    for name in names:
+        if not test(getattr(config, name)):
+            found.add(name, f"{getattr(config, name)!r} must be {wanted}")
 
 
 def _is_count(value: object, least: int = 1) -> bool:
@@ -173,7 +175,7 @@ class TransformerConfig:
     def refuse_what_is_not_embedded(self) -> None:
         """Raise `InputError` for each field that the embedded model cannot have."""
         found = ProblemList()
-        _check(found, self, "vocab_size", _is_count, "an integer of at least 1")
+        _check(found, self, ["vocab_size"], _is_count, "an integer of at least 1")
         remedy = "; real weights are trained with `andon train --model`"
         fixed = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "use_bias": False}
         for name, value in {} if self.is_encoder else fixed.items():
@@ -273,28 +275,13 @@ def config_of(
     Raises `InputError` for each field that the embedded model cannot have.
     """
     shape.refuse_what_is_not_embedded()
-    return config_from(
-        {
-            "seed": seed,
-            "model": {
-                "architecture": shape.architecture,
-                "hidden_size": shape.hidden_size,
-                "num_hidden_layers": shape.num_hidden_layers,
-                "num_attention_heads": shape.num_attention_heads,
-                "num_key_value_heads": shape.num_kv_heads,
-                "intermediate_size": shape.intermediate_size,
-                "dropout": shape.dropout,
-                "max_length": shape.max_position_embeddings,
-            },
-            "adapter": {
-                "r": classify.lora_rank,
-                "alpha": classify.lora_alpha,
-                "dropout": shape.dropout,
-                "targets": ("query", "value") if shape.is_encoder else ("q_proj", "v_proj"),
-            },
-            "optimizer": {**dict(optimizer or Optimizer()), "clip_norm": classify.gradient_clip_norm},
-        }
-    )
+    same = ("architecture", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "dropout")
+    model = {name: getattr(shape, name) for name in same}
+    model |= {"num_key_value_heads": shape.num_kv_heads, "max_length": shape.max_position_embeddings}
+    targets = ("query", "value") if shape.is_encoder else ("q_proj", "v_proj")
+    adapter = {"r": classify.lora_rank, "alpha": classify.lora_alpha, "dropout": shape.dropout, "targets": targets}
+    chosen = {**dict(optimizer or Optimizer()), "clip_norm": classify.gradient_clip_norm}
+    return config_from({"seed": seed, "model": model, "adapter": adapter, "optimizer": chosen})
 
 
 class ClassifyPipeline:

@@ -101,7 +101,7 @@ def test_of_what_was_computed(odd: int | str, world: int, data: st.DataObject) -
         values.append([*known[rank], *padded(table, most_rows).flatten().tolist()])
     said = gathered(values, COMPUTED.names, data)
     rows = expected_computed(plan, world, most_rows, checked=True)
-    observations = said.read()
+    observations = said.observations(said.table)
     found = Judgement((LOCKSTEP, *laws.PLANNED), Seen(observations, None)).first is not None
     found = found or any(each.values["failed"] for each in observations)
     found = found or Judgement(laws.LEAVES, Leaves(reports_of(observations), plan, STEP)).first is not None
@@ -129,7 +129,7 @@ def test_of_what_was_reduced(
     changed(values, pools, column, data)
     said = gathered(values, REDUCED.names, data)
     weights = reduced_values(9, {"gradient": 0, "weights": held})["weights"]
-    observations = [replace(each, values=reduced_values(9, each.values)) for each in said.read()]
+    observations = [replace(each, values=reduced_values(9, each.values)) for each in said.observations(said.table)]
     judgement = Judgement(
         laws.REDUCED, Seen(observations, Reduced(Rule.SAME if first else weights, limit, norm_tolerance=near))
     )
@@ -154,7 +154,7 @@ def test_of_what_the_update_left(
     counts = [_count_bits(count) for count in (due - 1, due + 0.5, 0.0, -1.0, math.nan, math.inf)]
     changed(values, [[6], *([0, 9] for _ in moments), counts], column, data)
     said = gathered(values, updated(spec).names, data)
-    observations = [replace(each, values=state_values(spec, 9, each.values)) for each in said.read()]
+    observations = [replace(each, values=state_values(spec, 9, each.values)) for each in said.observations(said.table)]
     judgement = Judgement(laws.UPDATED, Seen(observations, due))
     assert closes(said, [updated(spec).expected(due)] * world) == (judgement.first is not None)
 

@@ -199,7 +199,7 @@ def gpus_here() -> Sequence[Accelerator]:
 def of_all_ranks(mine: Accelerator | None) -> dict[int, Accelerator]:
     """The GPU of every rank that has one, by rank. Collective over the default group.
 
-    It uses the CPU group, because a broken GPU cannot send, and JSON, so that nothing is unpickled.
+    Over its CPUs, because a broken GPU cannot send, and in JSON, so that nothing is unpickled.
     """
     text = json.dumps(None if mine is None else mine.as_dict()).encode()
     sent = torch.tensor(list(text.ljust(_MESSAGE_BYTES)), dtype=torch.uint8)
@@ -212,8 +212,7 @@ def of_all_ranks(mine: Accelerator | None) -> dict[int, Accelerator]:
 def none_works(found: Mapping[int, Accelerator]) -> str:
     """Why none of these GPUs (by rank) can be used, in the words of the first; "" if any can, or there are none.
 
-    Only then may a run fall back to the CPU (clause cpu-fallback). If some GPUs work, the user would rather hear of the
-    broken one.
+    Only then may a run fall back to the CPU (clause cpu-fallback): if some GPUs work, the broken one is an error.
     """
     faults = [each.fault for _, each in sorted(found.items())]
     return faults[0] if faults and all(faults) else ""

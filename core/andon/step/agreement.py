@@ -30,8 +30,8 @@ class RankFailed(RuntimeError):
 class Gathered:
     """What all ranks sent at one point of one step.
 
-    table: int64 [world, `length` or more] on a device. After the header stand the values of `names`, then a payload
-    whose length all ranks know. expected: what the gate holds against it (see `message.encoded`), on the same device.
+    table: int64 [world, `length` or more] on a device: the header, the values of `names`, and a payload whose length
+    all ranks know. expected: what the gate requires of it (see `message.encoded`), on the same device.
     """
 
     step: int
@@ -43,15 +43,11 @@ class Gathered:
     expected: torch.Tensor | None = None
 
     def observations(self, table: torch.Tensor) -> tuple[Observation, ...]:
-        """Every rank's observation, by rank. table: the values of this one, on the CPU."""
+        """Every rank's observation, by rank. table: the values of `self.table` on the CPU."""
         end = HEADER + len(self.names)
         rows: list[list[int]] = table[:, :end].tolist()
         payloads = table[:, end : self.length].unbind()
         return tuple(decode_message(row, self.point, self.names, own) for row, own in zip(rows, payloads, strict=True))
-
-    def read(self) -> tuple[Observation, ...]:
-        """Every rank's observation, by rank. Waits for the device."""
-        return self.observations(self.table.cpu())
 
     def seen(self, table: torch.Tensor) -> Seen[None]:
         return Seen(self.observations(table), None)
@@ -137,6 +133,7 @@ class Agreement:
         for name in tensors if in_lockstep(seen.observations) else ():
             if name in seen.differing:
                 observed = [digests_by_name(tensors[name](replica)) for replica in self._replicas]
-                found = self.gather(seen.step, f"tensors of {name}", observed).read()
-                details[name] = {tensor: [each.values[tensor] for each in found] for tensor in found[0].values}
+                found = self.gather(seen.step, f"tensors of {name}", observed)
+                ranks = found.observations(found.table.cpu())
+                details[name] = {tensor: [each.values[tensor] for each in ranks] for tensor in ranks[0].values}
         return details

@@ -3,8 +3,7 @@
 Replicas that agree may all have received the same wrong value: a bit that flips in one rank's gradient before the
 reduction reaches every rank alike. So at every K-th step each rank records digests of its micro-batches' gradients and
 of the partial sums that it is about to send. Another rank recomputes some of the micro-batches, from the same weights
-and the same keyed randomness, and sums them along the same tree; it receives the sums of the others from the audited
-rank (issue 3 item 7).
+and the same keyed randomness, and sums them along the same tree; the audited rank sends it the sums of the others.
 
 A flip in one of a rank's L gradients is found with the probability coverage / (K * L), one in a partial sum with at
 least that. A rank that always computes one of them wrongly is found after K * L / coverage steps on average. A lone

@@ -5,9 +5,8 @@ these kernels with their arguments, and launching it is one call. Nothing is com
 pass in its order, and dropout draws from the seed that the device's generator has when the graph runs. So whether a
 pass is captured, here or on another rank, changes no bit of the result.
 
-A graph repeats what the device did, and nothing that the host did: a pass that waits for the device or draws on the
-host stays eager. Other state on the host, such as a counter of calls, would be frozen; audits compute eagerly, so they
-would find that.
+A graph repeats what the device did, not the host: a pass that waits for the device or draws on the host stays eager.
+Other state on the host, such as a counter of calls, would be frozen; audits compute eagerly, so they would find that.
 """
 
 from __future__ import annotations
@@ -61,8 +60,7 @@ class _Graph:
 class CapturedPasses:
     """The passes of one replica on a GPU: the first of each shape is eager, and the second becomes a graph.
 
-    eager: why no pass is captured any more; "" otherwise. All graphs share one pool of memory beside that of eager
-    passes.
+    eager: why no pass is captured any more; "" otherwise. All graphs share one pool of memory.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -145,10 +145,7 @@ def encoded(expected: Expected) -> list[int]:
 
 
 def padded(reports: torch.Tensor, count: int) -> torch.Tensor:
-    """Reports [n, WIDTH] as `count` rows, the missing ones of -1, because messages of all ranks have one length.
-
-    `count` is one more than any rank should compute, so that a surplus micro-batch is seen.
-    """
+    """Reports [n, WIDTH] as `count` rows, the missing ones of -1, because messages of all ranks have one length."""
     return nn.functional.pad(reports[:count], (0, 0, 0, max(0, count - reports.shape[0])), value=-1)
 
 

@@ -117,13 +117,7 @@ def _contents(results: Sequence[LeafResult], task: Task, device: torch.device, *
         rows = task.content(_together([batch for _, batch, _ in given]))
     else:
         rows = torch.cat([task.content(b) if own is None else own for own, (_, b, _) in zip(known, given, strict=True)])
-    firsts, counts = [leaf.first for leaf, _, _ in given], [len(leaf.ids) for leaf, _, _ in given]
-    triton = kernels() if rows.is_cuda else None
-    if triton is None:
-        sums = bound_sums(rows, firsts, counts)
-    else:
-        runs = [n for run in zip(accumulate(counts, initial=0), firsts, counts, strict=False) for n in run]
-        sums = triton.bound_sums_on_device(rows, on_device(runs, rows.device).view(-1, 3))
+    sums = bound_sums(rows, [leaf.first for leaf, _, _ in given], [len(leaf.ids) for leaf, _, _ in given])
     if len(given) == len(results):
         return sums
     ordered = iter(sums)
@@ -152,6 +146,12 @@ def bound_sums(rows: torch.Tensor, firsts: Sequence[int], counts: Sequence[int])
 
     First each digest is mixed with its place in the global batch: run i lies at `firsts[i]`, `firsts[i]` + 1, ...
     """
+    starts = list(accumulate(counts, initial=0))
+    triton = kernels() if rows.is_cuda else None
+    if triton is not None:
+        runs = on_device([n for run in zip(starts[:-1], firsts, counts, strict=True) for n in run], rows.device)
+        sums: torch.Tensor = triton.bound_sums_on_device(rows, runs.view(-1, 3))
+        return sums
     ends = [first + count for first, count in zip(firsts, counts, strict=True)]
     table = _mixed_places(rows.device, max(256, 1 << max(ends).bit_length()))
     if ends[:-1] == list(firsts[1:]):
@@ -159,7 +159,7 @@ def bound_sums(rows: torch.Tensor, firsts: Sequence[int], counts: Sequence[int])
     else:
         places = torch.cat([table[first:end] for first, end in zip(firsts, ends, strict=True)])
     bound = mix64(rows + places)
-    return torch.stack([bound[start:end].sum() for start, end in pairwise(accumulate(counts, initial=0))])
+    return torch.stack([bound[start:end].sum() for start, end in pairwise(starts)])
 
 
 @functools.lru_cache(maxsize=8)

@@ -37,14 +37,11 @@ WEIGHTS, OPTIMIZER = "weights", "optimizer"  # the names of the two parts of a s
 
 @dataclass(frozen=True)
 class PartialGradient:
-    """The subtree roots of one replica, and its reports: int64 [micro-batches, WIDTH] on its device.
-
-    kept: copies of the sums that an audit needs.
-    """
+    """The subtree roots of one replica, and its reports: int64 [micro-batches, WIDTH] on its device."""
 
     roots: Mapping[Node, torch.Tensor]
     reports: torch.Tensor
-    kept: Mapping[Node, torch.Tensor] = field(default_factory=dict)
+    kept: Mapping[Node, torch.Tensor] = field(default_factory=dict)  # copies of the sums that an audit needs
 
 
 class Replica:
@@ -285,10 +282,7 @@ class Replica:
         return dict(self._state)
 
     def _hold(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Make these tensors the optimizer's state. Each range gets its part of the moments and a count of its own.
-
-        The counts are equal; `optimizer_state` has that of the first range.
-        """
+        """Make these tensors the optimizer's state. Each range gets its part of the moments, and an equal count."""
         self._state = dict(state)
         for place, each in enumerate(self.master.ranges):
             held = self.optimizer.state[each.weights]
@@ -342,8 +336,7 @@ def state_tensors(replica: Replica) -> dict[str, torch.Tensor]:
 def restore_state(replica: Replica, tensors: Mapping[str, torch.Tensor], updates: int) -> None:
     """Put back what `state_tensors` gave, after `updates` updates.
 
-    Raises `ValueError` naming every tensor that is missing, unexpected, or of another shape or dtype; nothing is
-    changed then.
+    Raises `ValueError`, before anything changes, naming every tensor that is missing, unexpected, or of another form.
     """
     flat, kept = replica.parameters, state_names(replica.settings) if updates else frozenset()
     moments = kept & {*moments_of(replica.settings)}

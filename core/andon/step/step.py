@@ -96,10 +96,8 @@ def _loss_is_that_of_one_process(losses: Sequence[float], terms: int, step: int,
 
 @ensure(_loss_is_that_of_one_process)
 def mean_loss(losses: Sequence[float], terms: int, step: int) -> float:
-    """F-DP-005: the loss of the whole batch, whichever ranks computed its micro-batches.
-
-    losses: the loss sum of each micro-batch. They are summed along the same tree as the gradients. step: for messages.
-    """
+    """F-DP-005: the loss of the whole batch, whichever ranks computed its micro-batches, from their loss sums."""
+    # Along the same tree as the gradients.
     total: float = fold((0, len(losses)), losses.__getitem__, operator.add, float)
     return total / max(terms, 1)
 
@@ -223,10 +221,8 @@ class TrainingStep:
         """replicas: one for each local rank. micro_batches: M, the leaves of the sum; never a function of world size.
 
         contracts: when and what is audited. late: whether an update is judged when its result is requested, and not
-        while it is launched; None: if all replicas are on GPUs.
-
-        Raises `ValueError` if the number of replicas is not the backend's, or if an update that is judged late could
-        not be vetoed by its device.
+        while it is launched; None: if all replicas are on GPUs. Raises `ValueError` if the number of replicas is not
+        the backend's, or if an update that is judged late could not be vetoed by its device.
         """
         if len(replicas) != len(backend.ranks):
             raise ValueError(f"{len(replicas)} replicas for {len(backend.ranks)} local ranks")
@@ -257,7 +253,6 @@ class TrainingStep:
         """One update on `batch` with learning rate `rate`; `updates` is the count of updates after it.
 
         stop: this process must stop; save: it requests a checkpoint. The result combines the requests of all ranks.
-
         Raises `Violation` on every rank alike if a clause does not hold; up to the update, nothing has changed then.
         Raises `RankFailed` if another rank raised, and a rank's own error on that rank.
         """
@@ -466,10 +461,7 @@ class TrainingStep:
     @requires(LOCKSTEP)
     @ensures(laws.FROZEN)
     def attest_base(self, step: int, expected: int) -> Report | None:
-        """Every rank's frozen weights are still those of the start (digest `expected`). Raises `Violation`.
-
-        Must be called with no update under way.
-        """
+        """Every rank's frozen weights are still those of the start (digest `expected`). No update may be under way."""
         if not enforced():
             return None
         digests = self._backend.map(lambda index: self._replicas[index].base_digest())

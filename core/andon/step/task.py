@@ -63,11 +63,9 @@ def key(seed: int, step: int, micro_batch: int) -> int:
 
 @contextmanager
 def keyed_randomness(seed: int, step: int, micro_batch: int, device: torch.device) -> Iterator[None]:
-    """Context manager: torch's global generators of the CPU and of `device` start from the key of one micro-batch.
-
-    It restores the state of the CPU's generator, but not of a GPU's, from which only its rank draws.
-    """
+    """Context manager: torch's global generators of the CPU and of `device` start from the key of one micro-batch."""
     stream = key(seed, step, micro_batch)
+    # A GPU's generator is not restored: only its rank draws from it.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(stream)
         if device.type == "cuda":
