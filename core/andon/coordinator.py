@@ -94,10 +94,10 @@ def _every_sample_counted(samples: Sequence[SafetySample], result: BatchResult) 
 
 
 class DataParallelCoordinator:
-    """One replica of a classifier on each device, trained as one (seed R6; C-DP-001, C-DP-002).
+    """One replica of a classifier on each device, trained as one (seed R6; C-DP-001, C-DP-002); a context manager.
 
     pipelines: all replicas by rank. updates: the number of updates taken. last_step: the last update in detail,
-    micro-batches by rank and digests; None before the first. Use it as a context manager, or call `close`.
+    micro-batches by rank and digests; None before the first.
     """
 
     def __init__(
@@ -114,12 +114,10 @@ class DataParallelCoordinator:
     ) -> None:
         """devices: see `resolve_devices`; their replicas compute in turn (`andon train` uses processes).
 
-        micro_batches: M, the leaves of the sum; results depend on it, and not on the number of devices.
-        seed: of initial weights and dropout. optimizer: AdamW with weight decay 0.01 if None.
-        base_every: compare the frozen weights before every so many updates; raise it for large models.
-
-        All replicas are copies of one model (V19). Raises `InputError`, before anything is built, and `Violation` if
-        the replicas do not start alike.
+        micro_batches: M, the leaves of the sum; results depend on it, and not on the number of devices. seed: of
+        initial weights and dropout. optimizer: AdamW with weight decay 0.01 if None. base_every: compare the frozen
+        weights before every so many updates; raise it for large models. All replicas are copies of one model (V19).
+        Raises `InputError`, before anything is built, and `Violation` if the replicas do not start alike.
         """
         placed = resolve_devices(devices, cpu_fallback=cpu_fallback)
         found = ProblemList()
@@ -184,8 +182,8 @@ class DataParallelCoordinator:
         """One update of all replicas on `samples`, of which there may be fewer than replicas (C-DP-002, seed R16).
 
         No samples: zeros, and nothing changes. Raises `InputError` for any bad sample before anything is computed
-        (V20), and `Violation` naming clause, step, rank and micro-batch. If it is found before the update, as every
-        non-finite value is, weights, moments and counts of all replicas are unchanged (V9).
+        (V20), and `Violation` naming clause, step, rank and micro-batch; before the update, as for every value that is
+        not finite, no replica has changed then (V9).
         """
         if not samples:
             return NOTHING

@@ -40,12 +40,10 @@ from andon_contracts.policy import enforced
 class ClassifyConfig:
     """How a classifier is trained: the twelve settings of the seed with its defaults (seed 2c).
 
-    learning_rate: constant here; a schedule belongs to the trainer, as do epochs, batch_size and log_interval.
+    learning_rate: constant; a schedule belongs to the trainer, as do epochs, batch_size and log_interval.
     accumulation_steps: every micro-batch is computed in so many parts, still for one update (V32).
     gradient_clip_norm: L2 limit of the reduced gradient, None: no clipping. class_weights: one for each class, or None.
-    max_seq_len: longer texts are cut at the end. quantize_nf4: only False; four-bit bases are not supported (V34).
-
-    Raises `InputError` with all that is wrong, before anything is built (V16).
+    max_seq_len: longer texts are cut. quantize_nf4: only False (V34). Raises `InputError` with all that is wrong (V16).
     """
 
     num_classes: int = 5
@@ -101,13 +99,10 @@ def _is_positive(value: object) -> bool:
 class TransformerConfig:
     """The shape of a base model with random weights: the fields of the seed (S7), and dropout, which it lacks.
 
-    vocab_size: ids that a text may use; the model gets one more, which is padding and nothing else.
-    architecture: 'decoder' (Qwen3: causal, rotary positions, RMSNorm, SwiGLU, the last token is classified) or
-    'encoder' (BERT: learned positions, LayerNorm, GELU, the first token is classified).
-    dropout: of the attention (encoder: and hidden layers) and in the adapter.
-
-    `build_model` refuses what the embedded models cannot be. Presets such as `qwen3_4b` then still serve for their
-    sizes; their real weights are trained with `andon train --model`.
+    vocab_size: ids that a text may use; the model gets one more, for padding. architecture: 'decoder' (Qwen3, the last
+    token is classified) or 'encoder' (BERT, the first token is classified). dropout: of the attention (encoder: and
+    hidden layers) and in the adapter. `build_model` refuses what the embedded models cannot be. Presets such as
+    `qwen3_4b` then still serve for their sizes; their real weights are trained with `andon train --model`.
     """
 
     hidden_size: int
@@ -208,8 +203,8 @@ class SafetySample:
 class BatchResult:
     """What one batch gave (seed S23).
 
-    avg_loss: sum of w[label] * cross entropy over all samples, divided once by their number. correct, total: samples.
-    grad_norm: global L2 norm of the batch's gradient before clipping, whether or not there is clipping (V6).
+    avg_loss: sum of w[label] * cross entropy over all samples, divided once by their number. grad_norm: global L2 norm
+    of the batch's gradient before clipping, whether or not there is clipping (V6).
     """
 
     avg_loss: float
@@ -231,8 +226,8 @@ def encode(
 ) -> ClassificationTask:
     """Token ids and labels as a task, one or more rows, cut to the longest that the model takes.
 
-    Raises `InputError`, before any state is touched (V20), naming every sample with an empty text, a byte outside of
-    the vocabulary, or a label that is not a class (F-CLASS-002, V30).
+    Raises `InputError` naming every sample with an empty text, a byte outside of the vocabulary, or a label that is not
+    a class (F-CLASS-002, V20, V30).
     """
     longest = min(classify.max_seq_len, shape.max_position_embeddings)
     return ClassificationTask(
@@ -304,8 +299,8 @@ class ClassifyPipeline:
     ) -> None:
         """seed: of the weights that are drawn and of dropout. micro_batches: M, the leaves of the sum of a batch.
 
-        optimizer: AdamW with weight decay 0.01 if None. replica: one that somebody built of this model and these
-        settings, to train instead of one of its own. Raises `InputError` for what cannot be built, before anything is.
+        optimizer: AdamW with weight decay 0.01 if None. replica: of this model and these settings, if it exists.
+        Raises `InputError` for what cannot be built, before anything is.
         """
         if micro_batches < 1:
             raise InputError([Problem("micro_batches", f"{micro_batches} must be at least 1")])
@@ -348,8 +343,8 @@ class ClassifyPipeline:
     def train_batch(self, samples: Sequence[SafetySample]) -> BatchResult:
         """One update on `samples`: gradient of their mean loss, clipped once, one optimizer step (seed S14).
 
-        No samples: zeros, and nothing changes. Raises `InputError` for bad samples and `Violation` for what is not
-        finite, with weights, moments and counts untouched; `ValueError` if accumulated gradients wait to be applied.
+        No samples: zeros, and nothing changes. Raises `InputError` for bad samples, `Violation` for what is not finite,
+        and `ValueError` if accumulated gradients wait to be applied; nothing has changed then.
         """
         if self._samples:
             msg = f"the gradient of {self._samples} samples waits: apply_accumulated_gradients or zero_gradients first"
@@ -365,8 +360,7 @@ class ClassifyPipeline:
     def accumulate_gradients(self, samples: Sequence[SafetySample]) -> BatchResult:
         """Add the gradient of the SUM of the samples' losses to what is accumulated; no update (seed S15).
 
-        The result's grad_norm is 0: there is no gradient of the whole batch yet. Raises as `train_batch` does; what
-        was accumulated before is then as it was.
+        The result's grad_norm is 0. Raises as `train_batch` does; what was accumulated before is then as it was.
         """
         if not samples:
             return NOTHING
@@ -397,8 +391,8 @@ class ClassifyPipeline:
     def apply_accumulated_gradients(self, total_samples: int) -> float:
         """Divide the accumulated sum by `total_samples`, clip, take one update, start anew (seed S15).
 
-        Returns the norm before clipping. Raises `ValueError` if nothing is accumulated or more than `total_samples`
-        are; `Violation` if the gradient is not finite (nothing has changed then).
+        Returns the norm before clipping. Raises, before anything changes, `ValueError` if nothing is accumulated or
+        more than `total_samples` are, and `Violation` if the gradient is not finite.
         """
         if self._sum is None or total_samples < self._samples:
             msg = f"{self._samples} samples are accumulated, so their sum cannot be divided by {total_samples}"
@@ -433,19 +427,16 @@ class ClassifyPipeline:
         return Report(facts, record, checked=checked, result=norm)
 
     def collect_lora_gradients(self) -> torch.Tensor:
-        """What is accumulated, as fp32 [num_trainable_parameters] on the CPU: a SUM over samples (zeros: none).
-
-        In the order of `gradient_layout`, without the padding of the flat buffer (seed S19).
-        """
+        """What is accumulated, fp32 [num_trainable_parameters] on the CPU: a SUM over samples, zeros for none (S19)."""
         flat = self.replica.parameters
         source = torch.zeros_like(flat.gradient) if self._sum is None else self._sum
         return torch.cat([view.reshape(-1) for view in flat.views(source).values()]).cpu()
 
     def apply_lora_gradients(self, flat: torch.Tensor | Sequence[float]) -> float:
-        """Take one update with a gradient that is already reduced and divided, laid out as `collect_lora_gradients`.
+        """Take one update with a gradient that is already reduced and divided, in the order of `gradient_layout`.
 
-        It is clipped as any other; returns the norm before that. Raises `ValueError` for another length and
-        `Violation` for a value that is not finite (V31); nothing has changed then.
+        It is clipped as any other; returns the norm before that. Raises, before anything changes, `ValueError` for
+        another length and `Violation` for a value that is not finite (V31).
         """
         given = torch.as_tensor(flat, dtype=torch.float32).detach()
         if given.dim() != 1 or given.numel() != self.num_trainable_parameters:
@@ -461,8 +452,7 @@ class ClassifyPipeline:
     def forward_only(self, ids: Sequence[int], label: int) -> tuple[float, int]:
         """w[label] * cross entropy of one row of token ids, and the class predicted (the first of equals); S17.
 
-        In eval mode, without a gradient. Raises `InputError` for a bad id or label, `Violation` where the logits are
-        not finite: they are not masked into a finite loss (V29).
+        In eval mode. Raises `InputError` for a bad id or label, `Violation` if the logits are not finite (V29).
         """
         rows = encode(self.model_config, self.config, [ids], [label])
         batch = rows.load([0], self.device)
@@ -470,10 +460,7 @@ class ClassifyPipeline:
         return float(rows.row_losses(logits, batch["labels"])), int(logits.argmax(dim=1))
 
     def forward_hidden(self, ids: Sequence[int]) -> torch.Tensor:
-        """fp32 [len(ids), hidden_size]: the last hidden states of one row, adapter included, in eval mode (S9).
-
-        Raises as `forward_only` does.
-        """
+        """fp32 [len(ids), hidden_size]: the last hidden states of one row, adapter included; see `forward_only`."""
         batch = encode(self.model_config, self.config, [ids], [0]).load([0], self.device)
         base: Any = without_adapter(self.model)
         with evaluating(self.model, self.device):

@@ -41,10 +41,8 @@ def named_devices(
     """Devices from names: `cpu`, or the index of a GPU (`0`, `cuda:0`). gpus: how many there are (None: ask torch).
 
     where: the name of the list in messages. absent: `cpu` puts the replica of a missing GPU on the CPU and logs a
-    warning (clause cpu-fallback).
-
-    Raises `InputError` with all that is wrong: a name of no device, a missing GPU, a GPU named twice. The CPU may be
-    repeated, because several replicas can use it.
+    warning (clause cpu-fallback). Raises `InputError` with all that is wrong: a name of no device, a missing GPU, a
+    GPU named twice. Several replicas can use the CPU.
     """
     found = ProblemList()
     count = torch.cuda.device_count() if gpus is None else gpus
@@ -103,11 +101,10 @@ def _fallback_is_allowed_and_told(
 def placement(
     backend: str, workers: int, names: Sequence[str | int] | None, gpus: int | None = None, *, fallback: bool = False
 ) -> Placement:
-    """Where `workers` replicas live (F-DP-004).
+    """Where `workers` replicas live (F-DP-004). gpus: how many there are (None: ask torch).
 
     `nccl` without named devices needs a GPU for each worker. With `fallback` it becomes `gloo` on the CPU if there is
-    no GPU at all. Raises `InputError` otherwise, and for a named device that does not exist. gpus: how many
-    there are (None: ask torch).
+    no GPU at all. Raises `InputError` otherwise, and for a named device that does not exist.
     """
     cpu = torch.device("cpu")
     if names:
@@ -146,16 +143,15 @@ def on_device(values: Sequence[int], device: torch.device) -> torch.Tensor:
 
 
 def demand_determinism(devices: Sequence[torch.device]) -> None:
-    """Use deterministic kernels on `devices`; an operation without one raises.
-
-    Must be called before CUDA starts, when cuBLAS reads its setting. torch would also fill new memory of GPUs with NaN,
-    which takes a twentieth of a compiled step; comparing the digests of two runs finds a kernel that reads such memory.
+    """Use deterministic kernels on `devices`; an operation without one raises. To be called before CUDA starts.
 
     Raises `InputError` if the environment gives cuBLAS another setting.
     """
     torch.use_deterministic_algorithms(mode=True)
     if all(device.type != "cuda" for device in devices):
         return
+    # torch would fill new memory of GPUs with NaN, which takes a twentieth of a compiled step. Comparing the digests of
+    # two runs finds a kernel that reads such memory.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     given = os.environ.setdefault(_CUBLAS, _CUBLAS_SETTINGS[0])
     if given not in _CUBLAS_SETTINGS:
@@ -222,7 +218,6 @@ def refuse_unfit(backend: str, found: Mapping[int, Accelerator], needed: int | N
     """Raise `InputError` with all that keeps ranks from training on these GPUs (rank to GPU). The same on every rank.
 
     needed: bytes that must be free on each, from the plan; None: not known. remedy: what to do if a GPU is too small.
-    Different models of GPU give different bits, so `nccl` refuses them.
     """
     problems = ProblemList()
     for rank, each in sorted(found.items()):

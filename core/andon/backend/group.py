@@ -24,19 +24,16 @@ _LENGTH_BYTES = 8
 
 
 def groups_of(backend: str) -> str:
-    """The process groups of `backend`, as torch's `init_process_group` takes them by kind of device.
-
-    Beside NCCL there is always one for CPUs, for what a rank must send if its GPU does not work.
-    """
+    """The process groups of `backend`, as torch's `init_process_group` takes them by kind of device."""
+    # Beside NCCL there is one for CPUs, for what a rank must send if its GPU does not work.
     return "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
 
 
 class GroupBackend:
-    """A rank of an initialised process group, which it does not own.
+    """A rank of an initialised process group, which it does not own. clock: told when this rank waits for the others.
 
     Collectives of `mixed` run on the CPU, because its ranks on CPUs and GPUs share one gloo group. Creating a backend
-    over gloo is collective: ranks of one machine connect for short messages, of which a step has several. clock: told
-    when this rank waits for the others.
+    over gloo is collective: ranks of one machine connect for short messages, of which a step has several.
     """
 
     def __init__(

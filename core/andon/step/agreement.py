@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -49,8 +50,11 @@ class Gathered:
         payloads = table[:, end : self.length].unbind()
         return tuple(decode_message(row, self.point, self.names, own) for row, own in zip(rows, payloads, strict=True))
 
-    def seen(self, table: torch.Tensor) -> Seen[None]:
-        return Seen(self.observations(table), None)
+    def seen(
+        self, table: torch.Tensor, want: Any = None, values: Callable[[Mapping[str, int]], Mapping[str, int]] = dict
+    ) -> Seen[Any]:
+        """The observations as laws judge them. want: what is required. values: from the values that were sent."""
+        return Seen([replace(each, values=values(each.values)) for each in self.observations(table)], want)
 
     def column(self, name: str) -> torch.Tensor:
         """int64 [world] on the device: the value `name` of each rank."""

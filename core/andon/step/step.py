@@ -12,9 +12,10 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import accumulate
+from typing import Any
 
 import torch
 
@@ -385,11 +386,10 @@ class TrainingStep:
         gathered = self._gather(update, REDUCED, rates, facts, self._alike(REDUCED, want), self._weights_sum, want)
         size = self._replicas[0].parameters.size
 
-        def record(table: torch.Tensor) -> Seen[laws.Reduced]:
-            sent = [replace(o, values=reduced_values(size, o.values)) for o in gathered.observations(table)]
+        def record(table: torch.Tensor) -> Seen[Any]:
             # Only now: on GPUs the update before was read after this one was launched.
             weights = Rule.SAME if self._weights is None else self._weights
-            return Seen(sent, laws.Reduced(weights, self._clip_norm))
+            return gathered.seen(table, laws.Reduced(weights, self._clip_norm), partial(reduced_values, size))
 
         def keep(reduced: Seen[laws.Reduced]) -> None:
             update.norm = real_of(reduced.column("norm")[0])
@@ -421,10 +421,6 @@ class TrainingStep:
         gathered = self._gather(update, message, [{} for _ in facts], facts, self._alike(message, update.updates))
         self._weights_sum = gathered.column("weights")[0] if self.late else None
 
-        def record(table: torch.Tensor) -> Seen[int]:
-            sent = [replace(o, values=state_values(settings, size, o.values)) for o in gathered.observations(table)]
-            return Seen(sent, update.updates)
-
         def keep(left: Seen[int]) -> None:
             weights, moments = left.column("weights"), left.column("optimizer")
             self._weights, self._optimizer = weights[0], moments[0]
@@ -433,6 +429,7 @@ class TrainingStep:
                 for gradient, own, optimizer in zip(update.gradients, weights, moments, strict=True)
             )
 
+        record = partial(gathered.seen, want=update.updates, values=partial(state_values, settings, size))
         return Report(gathered.table, record, update.read, keep, self._look("weights", "optimizer"))
 
     def _alike(self, message: Message, want: object) -> Expected | None:
