@@ -31,8 +31,8 @@ from andon.model.memory import (
     with_fake_weights,
 )
 from andon.step.flat import FlatParameters
-from andon.step.keyed import keyed_randomness
 from andon.step.plan import rank_leaves
+from andon.step.task import keyed_randomness
 from andon.tasks.classification import ClassificationTask
 from andon_falsify.subjects.meter import activation_bytes
 from tests.model.tiny import CAUSAL, CPU, LORA, Shape, adapted, base_of, changed, hollow_base, spec, task

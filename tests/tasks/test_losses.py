@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from andon.backend.inprocess import InlineBackend
+from andon.backend.base import InlineBackend
 from andon.config.schema import Config, Optimizer
 from andon.console.problems import InputError
 from andon.metrics.label_sets import multi_label_scores

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from andon.backend.inprocess import InlineBackend
+from andon.backend.base import InlineBackend
 from andon.config.load import load_config
 from andon.console.exits import Exit
 from andon.model import batches

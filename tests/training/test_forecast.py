@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from andon.backend.inprocess import InlineBackend
+from andon.backend.base import InlineBackend
 from andon.config.load import load_config
 from andon.config.schema import Config
 from andon.console.problems import InputError

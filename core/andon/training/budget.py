@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 
 from andon.backend.base import Backend
-from andon.backend.machine import look_at, of_all_ranks, refuse_unfit
+from andon.backend.devices import look_at, of_all_ranks, refuse_unfit
 from andon.console.messages import say
 from andon.console.problems import InputError
 from andon.model.memory import MemoryPlan

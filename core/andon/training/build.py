@@ -27,11 +27,10 @@ from andon.model.stored import require_finite
 from andon.run.checkpoint import Checkpoint
 from andon.run.repeats import Repeats
 from andon.step.captured import CapturedPasses
-from andon.step.keyed import refuse_unkeyed
 from andon.step.plan import BatchPlan, Schedule
 from andon.step.replica import WEIGHTS, Replica, restore_state
 from andon.step.step import TrainingStep
-from andon.step.task import Task
+from andon.step.task import Task, refuse_unkeyed
 from andon.training.trainer import Journal, Progress, Trainer
 from andon_contracts.liveness.diagnosis import StepClock
 from andon_contracts.violation import first_line, kind_of

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from andon.backend.devices import placement
+from andon.backend.devices import Accelerator, gpus_here, placement
 from andon.backend.host import free_ram
-from andon.backend.machine import Accelerator, gpus_here
 from andon.config.schema import Config
 from andon.console.problems import InputError
 from andon.model.memory import MemoryPlan

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from andon.backend.base import InlineBackend
 from andon.backend.devices import named_devices
-from andon.backend.inprocess import InlineBackend
 from andon.config.schema import CLASSIFICATION, MULTI_LABEL, REGRESSION, TOKEN_CLASSIFICATION, Config
 from andon.console.messages import say
 from andon.console.problems import InputError, Problem

@@ -15,8 +15,7 @@ from andon.run.folder import State
 from andon.run.provenance import differences as other_machine
 from andon.run.provenance import fingerprint, read_provenance
 from andon.run.sealed import CheckpointError
-from andon.step.pending import UNSIGNED
-from andon.step.step import RankFailed
+from andon.step.step import UNSIGNED, RankFailed
 from andon.training.existing import config_of, require_same_as_finished
 from andon.training.history import History, begin_anew, read_history
 from andon.training.session import Session

@@ -13,11 +13,18 @@ from typing import Any
 
 import torch
 
-from andon.backend.base import Backend
-from andon.backend.devices import NO_GPU, demand_determinism, placement
+from andon.backend.base import Backend, InlineBackend
+from andon.backend.devices import (
+    NO_GPU,
+    demand_determinism,
+    look_at,
+    none_works,
+    of_all_ranks,
+    placement,
+    refuse_unfit,
+    refuse_without_nccl,
+)
 from andon.backend.group import GroupBackend, groups_of
-from andon.backend.inprocess import InlineBackend
-from andon.backend.machine import look_at, none_works, of_all_ranks, refuse_unfit, refuse_without_nccl
 from andon.backend.products import FORM, portable_kernels
 from andon.config.schema import Config
 from andon.console.messages import say

@@ -12,8 +12,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from andon.backend.base import Backend
-from andon.backend.inprocess import InlineBackend
+from andon.backend.base import Backend, InlineBackend
 from andon.config.schema import Adapter, Config, Contracts, Model, Optimizer, Training
 from andon.model.adapter import trainable_parameters
 from andon.model.build import ModelInterface
