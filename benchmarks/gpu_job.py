@@ -20,9 +20,8 @@ from torch._C._distributed_c10d import TCPStore
 
 from andon.data.chat import EncodedRow
 from andon.model.adapter import AdapterSpec, attach
-from andon.tasks.classification import ClassificationTask
 from andon.tasks.sft import SftTask
-from andon.tasks.task import ScoredTask
+from andon.tasks.text import ClassificationTask, ScoredTask
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from andon.step.optimizer import OptimizerSpec
 from andon.step.plan import GlobalBatch
 from andon.step.step import StepResult
 from andon.step.task import Batch, LeafLoss
-from andon.tasks.classification import ClassificationTask
+from andon.tasks.text import ClassificationTask
 from andon.training.build import build_replicas, build_step
 from andon_contracts.policy import clause, enforced, ensure, require
 from andon_contracts.violation import Finding

@@ -25,7 +25,7 @@ from andon.step.plan import GlobalBatch
 from andon.step.replica import REDUCED_FACTS, PartialGradient, Replica
 from andon.step.step import RATES
 from andon.step.tree import fold
-from andon.tasks.classification import ClassificationTask
+from andon.tasks.text import ClassificationTask
 from andon.training.build import StepSpec, build_replicas
 from andon.training.build import build_model as build_trainable
 from andon_contracts.agree import Observation, bits_of, real_of

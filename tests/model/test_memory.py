@@ -24,7 +24,7 @@ from andon.model.memory_trace import KernelsOfCuda, checkpoint_hollow, hollow, t
 from andon.step.flat import FlatParameters
 from andon.step.keyed import keyed_randomness
 from andon.step.plan import rank_leaves
-from andon.tasks.classification import ClassificationTask
+from andon.tasks.text import ClassificationTask
 from tests.model.tiny import CAUSAL, CPU, LORA, adapted, spec, task
 
 MIB = 1 << 20

@@ -10,7 +10,7 @@ from torch import nn
 
 from andon.model.adapter import AdapterSpec, attach, trainable_parameters
 from andon.model.build import ModelSpec, build_base, seeded
-from andon.tasks.classification import ClassificationTask
+from andon.tasks.text import ClassificationTask
 
 CPU = torch.device("cpu")
 PAD = 32

@@ -20,9 +20,7 @@ from andon.model.build import ModelSpec
 from andon.step.optimizer import OptimizerSpec
 from andon.step.plan import BatchPlan
 from andon.step.task import Task
-from andon.tasks.multi_label import MultiLabelTask
-from andon.tasks.regression import RegressionTask
-from andon.tasks.tagging import NO_TAG, TaggingTask
+from andon.tasks.text import NO_TAG, MultiLabelTask, RegressionTask, TaggingTask
 from andon.training.build import Run, RunSpec, StepSpec, build_run
 from andon_falsify.reference.decoder import Decoder
 from andon_falsify.reference.params import Lora, canonical, canonical_name

@@ -13,7 +13,7 @@ from andon.data.readers import read
 from andon.data.rows import DataSet, Targets
 from andon.data.tokens import byte_tokenizer
 from andon.model.batches import predictions
-from andon.tasks.classification import ClassificationTask
+from andon.tasks.text import ClassificationTask
 from tests.model.tiny import CPU, PAD, adapted, perturbed
 
 ROWS = [("is it red", "it is red", "yes"), ("is it red", "it is blue", "no"), ("it is", " rediit is red", "no")]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -57,6 +57,34 @@ class Scores(Protocol):
     def confusion(self) -> Confusion | None: ...
 
     def as_dict(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class SourcedScores:
+    """The scores of all rows, and of the rows of each source."""
+
+    whole: Scores
+    sources: Mapping[str, Scores]
+
+    @property
+    def rows(self) -> int:
+        return self.whole.rows
+
+    @property
+    def loss(self) -> float | None:
+        return self.whole.loss
+
+    @property
+    def confusion(self) -> Confusion | None:
+        return self.whole.confusion
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON: the scores of all rows, and the numbers among those of each source."""
+        numbers = {
+            name: {key: value for key, value in each.as_dict().items() if isinstance(value, int | float)}
+            for name, each in self.sources.items()
+        }
+        return self.whole.as_dict() | {"sources": numbers}
 
 
 @dataclass(frozen=True)

@@ -32,9 +32,8 @@ from andon.run.provenance import read_provenance
 from andon.run.sealed import CheckpointError
 from andon.run.summary import read_summary
 from andon.step.replica import WEIGHTS
-from andon.tasks.encoded import EncodedRows
 from andon.tasks.sft import Asked
-from andon.tasks.task import ScoredTask
+from andon.tasks.text import EncodedRows, ScoredTask
 from andon.training.evaluation import evaluate
 from andon.training.existing import config_at_hand, config_of
 from andon.training.material import (

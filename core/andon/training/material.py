@@ -31,13 +31,17 @@ from andon.model.build import (
 )
 from andon.model.masks import padding_note
 from andon.step.plan import BatchPlan
-from andon.tasks.classification import ClassificationTask
-from andon.tasks.encoded import Columns, EncodedRows
-from andon.tasks.multi_label import MultiLabelTask
-from andon.tasks.regression import RegressionTask
 from andon.tasks.sft import Asked, SftTask
-from andon.tasks.tagging import NO_TAG, TaggingTask
-from andon.tasks.task import ScoredTask
+from andon.tasks.text import (
+    NO_TAG,
+    ClassificationTask,
+    Columns,
+    EncodedRows,
+    MultiLabelTask,
+    RegressionTask,
+    ScoredTask,
+    TaggingTask,
+)
 from andon.tasks.token_rows import TokenRows
 from andon.training.choices import Base, capped, for_rows, with_micro_batches, with_values
 from andon.training.limits import require_records_fit

@@ -20,7 +20,7 @@ from andon.model.memory import activation_bytes, plan_bytes
 from andon.step.optimizer import OptimizerSpec
 from andon.step.plan import BatchPlan
 from andon.step.replica import Replica
-from andon.tasks.classification import ClassificationTask
+from andon.tasks.text import ClassificationTask
 from andon.training.build import Run, RunSpec, StepSpec, build_model, build_run
 from andon.training.trainer import Cadence
 from andon_falsify.subjects.case import PAD, VOCABULARY, Case
