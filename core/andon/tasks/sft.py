@@ -26,7 +26,7 @@ from andon.data.packing import best_fit, padded_share
 from andon.data.tokens import Tokenizer
 from andon.metrics.scores import WithoutMatrix
 from andon.model.batches import placed
-from andon.model.causal import collate_packs, content, loss_sum, require_apart, row_outputs
+from andon.model.causal import check_packing_isolation, collate_packs, content, loss_sum, row_outputs
 from andon.run.atomic import write_json
 from andon.step.task import Batch, LeafLoss
 from andon.tasks.token_rows import TokenRows, sums_of
@@ -214,7 +214,7 @@ class SftTask:
         """Raise `InputError` for a model that lets rows of a pack attend to each other, or whose attention span is
         shorter than a row."""
         rows = [row for pack in self._packs for row in pack]
-        require_apart(model, device, int(self._rows.lengths[rows].max()))
+        check_packing_isolation(model, device, int(self._rows.lengths[rows].max()))
 
     def outputs(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """fp64 [packs, 3]: sum of losses, tokens predicted right, trained tokens; in eval mode, without gradients."""

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from andon.config.load import load_config, to_yaml
-from andon.config.schema import Config
+from andon.config.schema import Config, Model
 from andon.console.problems import InputError
 from andon.data.readers import read
 from andon.data.rows import DataSet
@@ -24,7 +24,7 @@ from andon.inspection.explain import explain
 from andon.inspection.recorded import open_recorded
 from andon.inspection.show import overview
 from andon.model.adapter import read_labels
-from andon.model.build import ModelSpec, build_base
+from andon.model.build import ModelInterface, build_base
 from andon.run.checkpoint import load_checkpoint, newest_valid, save_checkpoint
 from andon.run.folder import RunFolder
 from andon.run.ledger import LedgerError, digested_ledger
@@ -180,7 +180,8 @@ def model_folder(draw: random.Random, folder: Path) -> str:
         with contextlib.suppress(InputError):
             labels = read_labels(inside)
             tokenizer = pretrained_tokenizer(str(inside), local_only=True)
-            build_base(ModelSpec(len(labels), labels, tokenizer.vocab_size, tokenizer.pad_id, str(inside)))
+            interface = ModelInterface("classification", labels, tokenizer.vocab_size, tokenizer.pad_id)
+            build_base(Model(base=str(inside)), interface, seed=0)
         return wrong()
 
 
