@@ -14,7 +14,7 @@ from torch import nn
 from andon.backend.inprocess import InlineBackend
 from andon.config.schema import Config, Optimizer
 from andon.console.problems import InputError
-from andon.metrics.label_sets import multi_label_scores
+from andon.metrics.scores import multi_label_scores
 from andon.model.adapter import trainable_parameters
 from andon.step.audit import NO_AUDIT
 from andon.step.plan import BatchPlan

@@ -19,13 +19,21 @@ from andon.console.problems import ProblemList
 from andon.data.labels import LARGEST_TARGET
 from andon.data.tokens import Tokenizer
 from andon.metrics.confusion import confusion_of
-from andon.metrics.label_sets import MultiLabelScores, multi_label_scores
-from andon.metrics.numbers import RegressionScores, regression_scores
-from andon.metrics.scores import ClassificationScores, Scores, SourcedScores, scores
+from andon.metrics.scores import (
+    ClassificationScores,
+    MultiLabelScores,
+    RegressionScores,
+    Scores,
+    SourcedScores,
+    multi_label_scores,
+    regression_scores,
+    scores,
+)
 from andon.metrics.spans import UNREAD, SpanScores, span_scores
 from andon.model.batches import collate, logits_of, placed, predictions
 from andon.step.task import Batch, LeafLoss
 from andon.tasks.sft import SftTask
+from andon.tasks.token_rows import FlatRows, PaddedRows
 from andon_contracts.digest import row_digests
 
 _TABLE_ROWS = 512
@@ -52,7 +60,7 @@ class RowOptions(TypedDict, total=False):
     cut: Sequence[int]
 
 
-class EncodedRows:
+class EncodedRows(PaddedRows):
     """Encoded rows and what is learned of each; a row's id is its position in `tokens`.
 
     A task over texts subclasses it with the form of its labels (`label_fault`, `label_tensor`), its loss (`loss_sum`),
@@ -61,9 +69,7 @@ class EncodedRows:
 
     width: int
     """Outputs of a row."""
-    notes: tuple[str, ...] = ()
     output = "logits"
-    counts_right = True
 
     def __init__(
         self, tokens: Sequence[Sequence[int]], labels: Sequence[Any] | None, **options: Unpack[RowOptions]
@@ -79,8 +85,8 @@ class EncodedRows:
         self._limit = options.get("max_length")
         if labels is not None:
             self._check(tokens, labels, options)
-        self._lengths = torch.tensor([len(row) for row in tokens], dtype=torch.int64)
-        self._starts = (torch.cumsum(self._lengths, 0) - self._lengths).tolist()
+        self.lengths = torch.tensor([len(row) for row in tokens], dtype=torch.int64)
+        self._starts = (torch.cumsum(self.lengths, 0) - self.lengths).tolist()
         self._tokens = _flat(tokens)
         none = torch.empty((len(tokens), 0), dtype=torch.int64)
         self._labels = none if labels is None else self.label_tensor(labels)
@@ -98,19 +104,10 @@ class EncodedRows:
         """int64 [rows] or [rows, numbers]; [rows, 0] if the labels are in a column."""
         raise NotImplementedError
 
-    def __len__(self) -> int:
-        return self._lengths.numel()
-
-    def padded_to(self, multiple: int, max_length: int) -> Self:
-        """The same rows with batches padded to a multiple of `multiple`, but never beyond `max_length`."""
-        found = copy.copy(self)
-        found._multiple, found._limit = multiple, max_length
-        return found
-
     def in_copies(self, copies: int) -> Self:
-        """Each of the N rows several times, for training: copy k of row r has the id r + k * N (`data.mixing`)."""
+        """Each of the N rows several times, for training: copy k of row r has the id r + k * N (`mixed`)."""
         found = copy.copy(self)
-        found._lengths, found._starts = self._lengths.repeat(copies), self._starts * copies
+        found.lengths, found._starts = self.lengths.repeat(copies), self._starts * copies
         found._table = self._table.repeat(copies)
         found._labels = torch.cat([self._labels] * copies)
         return found
@@ -121,11 +118,6 @@ class EncodedRows:
         found._sources = sources
         return found
 
-    @property
-    def lengths(self) -> torch.Tensor:
-        """int64 [rows]: tokens of each row."""
-        return self._lengths
-
     def cut_rows(self, ids: Sequence[int]) -> int:
         return sum(id_ in self._cut for id_ in ids)
 
@@ -134,13 +126,8 @@ class EncodedRows:
 
         Padded on the right with pad_id, with mask 0. Raises `ValueError` without ids, `IndexError` for unknown ids.
         """
-        if not ids:
-            raise ValueError("a batch needs at least one row")
-        count = len(self)
-        if min(ids) < 0 or max(ids) >= count:
-            msg = f"rows {min(ids)} to {max(ids)} asked of a task with {count} rows"
-            raise IndexError(msg)
-        spans = [slice(self._starts[row], self._starts[row] + int(self._lengths[row])) for row in ids]
+        self._require_known(ids)
+        spans = [slice(self._starts[row], self._starts[row] + int(self.lengths[row])) for row in ids]
         batch = collate([self._tokens[span] for span in spans], self.pad_id, self._multiple, self._limit)
         for name, (values, padding) in self._columns.items():
             column = torch.full_like(batch["input_ids"], padding)
@@ -166,10 +153,6 @@ class EncodedRows:
             return row_digests(values, lengths)
         labels = batch["labels"] if self._labels.dim() == 2 else batch["labels"].unsqueeze(1)
         return row_digests(torch.cat([labels, values], dim=1), lengths + labels.shape[1])
-
-    def planned_content(self, ids: Sequence[int]) -> torch.Tensor:
-        """int64 [len(ids)] on the CPU: the `content` that these rows must have, computed when the task was made."""
-        return self._table[list(ids)]
 
     def planned_terms(self, ids: Sequence[int]) -> Sequence[int]:
         """The loss terms of each row: one, whatever the row's weight."""
@@ -207,9 +190,9 @@ class EncodedRows:
 
     def shown(self, row: int, tokenizer: Tokenizer) -> Iterator[str]:
         """A line with the row's label, and for each token its position, its id and its text."""
-        yield f"row {row}: {int(self._lengths[row])} tokens, {self.learned(row)}"
+        yield f"row {row}: {int(self.lengths[row])} tokens, {self.learned(row)}"
         start = self._starts[row]
-        for place, id_ in enumerate(self._tokens[start : start + int(self._lengths[row])].tolist()):
+        for place, id_ in enumerate(self._tokens[start : start + int(self.lengths[row])].tolist()):
             yield f"{place:6} {id_:7}  {tokenizer.shown(id_)}"
 
     def require_fit(self, model: nn.Module, device: torch.device) -> None:
@@ -230,7 +213,7 @@ class EncodedRows:
     def _digest_rows(self) -> torch.Tensor:
         table = torch.zeros(len(self), dtype=torch.int64)
         for first in range(0, len(self), _TABLE_ROWS):
-            lengths = self._lengths[first : first + _TABLE_ROWS]
+            lengths = self.lengths[first : first + _TABLE_ROWS]
             real = torch.arange(int(lengths.max())) < lengths.unsqueeze(1)
             start = self._starts[first]
             flat = {"input_ids": self._tokens} | {name: values for name, (values, _) in self._columns.items()}
@@ -245,6 +228,8 @@ class EncodedRows:
 
 
 def _flat(rows: Sequence[Sequence[int]]) -> torch.Tensor:
+    if isinstance(rows, FlatRows):
+        return rows.flat
     return torch.tensor(list(itertools.chain.from_iterable(rows)), dtype=torch.int64)
 
 
@@ -332,7 +317,7 @@ class ClassificationTask(EncodedRows):
         confusion = confusion_of(logits.argmax(dim=1), labels, self.num_labels)
         losses: list[float] = self.row_losses(logits, labels).double().tolist()
         positive = (logits[:, 1] - logits[:, 0]).tolist() if self.num_labels == 2 else None
-        return scores(confusion, positive, labels.tolist() if positive is not None else None, losses)
+        return scores(confusion, positive, labels.tolist(), losses)
 
 
 class MultiLabelTask(EncodedRows):
@@ -514,6 +499,5 @@ ScoredTask = EncodedRows | SftTask
 """A `Task` of the step whose rows the trainer also scores.
 
 `outputs` gives `width` numbers for a row, the same on every rank; `output` is the word for them in messages. `score` is
-a function of the outputs of all rows, computed on every rank, so it is bit-identical on any number of ranks. `notes`
-are lines for the user. `counts_right`: loss terms are predicted right or wrong, so `LeafLoss.correct` has a meaning.
+a function of the outputs of all rows, computed on every rank, so it is bit-identical on any number of ranks.
 """
