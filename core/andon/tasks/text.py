@@ -220,7 +220,7 @@ class EncodedRows(PaddedRows):
             batch = {"attention_mask": real}
             for name, values in flat.items():
                 batch[name] = torch.zeros(real.shape, dtype=torch.int64)
-                batch[name][real] = values[start : start + int(lengths.sum())]
+                batch[name][real] = values[start : start + int(lengths.sum())].long()
             if self._labels.numel():
                 batch["labels"] = self._labels[first : first + _TABLE_ROWS]
             table[first : first + _TABLE_ROWS] = self.content(batch)
