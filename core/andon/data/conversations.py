@@ -163,16 +163,10 @@ class Reading:
 
     def rows(self, paths: Iterable[Path]) -> Iterator[Conversation]:
         """The usable rows of the files in turn. Raises `InputError` at the end, with all faults."""
-        for path in paths:
-            with closing(open_table(path, self.problems)) as table:
-                for record in self.origins.records(table, self.problems):
-                    row = self._take(table, record)
-                    if row is not None:
-                        self.origins.add(record.line)
-                        yield row
+        yield from self.origins.read(paths, self.problems, self._parsed)
         self.problems.raise_if_any()
 
-    def _take(self, table: Table, record: Record) -> Conversation | None:
+    def _parsed(self, table: Table, record: Record) -> tuple[Conversation, list[str]]:
         where = table.place(record.line)
         faults: list[str] = []
         fields = _as_messages(record.fields, faults)
@@ -183,14 +177,10 @@ class Reading:
         faults += self.origins.repeated(table, record)
         if form == "text" and fields.get("tools"):
             faults.append("column 'tools' is there, and a text is learned as it is; write tools into the text")
-        for fault in faults:
-            self.problems.add_row(where, fault)
-        if faults:
-            return None
-        if self.form is None:  # only a usable row decides the form of its file
+        if not faults and self.form is None:  # only a usable row decides the form of its file
             self.form, self.first = form, where
         source = record.fields.get(SOURCE_COLUMN)
-        return Conversation(len(self.origins), messages, where, "" if source is None else str(source))
+        return Conversation(len(self.origins), messages, where, "" if source is None else str(source)), faults
 
 
 def read_prompts(path: Path, column: str | None = None) -> tuple[tuple[Message, ...], ...]:
@@ -251,31 +241,27 @@ def conversations_in(fields: Mapping[str, object]) -> str:
 def _as_messages(fields: Mapping[str, object], faults: list[str]) -> Mapping[str, object]:
     source = conversations_in(fields)
     if "ShareGPT" in source:
-        given = [_of_sharegpt(each) for each in fields["conversations"]]  # type: ignore[attr-defined]
+        given: list[Any] = []
+        for each in fields["conversations"]:  # type: ignore[attr-defined]
+            if isinstance(each, dict) and "from" in each:
+                role = _SHAREGPT_ROLES.get(str(each["from"]), each["from"])
+                more = {key: value for key, value in each.items() if key not in ("from", "value")}
+                given.append(more | {"role": role, "content": each.get("value")})
+            else:
+                given.append(each)
     elif "Alpaca" in source:
-        given = _of_alpaca(fields, faults)
+        texts = {name: fields.get(name) or "" for name in ("instruction", "input", "output")}
+        faults += filter(None, (column_fault(name, text) for name, text in texts.items() if text or name != "input"))
+        if fields.get("history"):
+            faults.append("column 'history' is there, and is not read: write such rows as messages")
+        question = "\n\n".join(str(texts[name]) for name in ("instruction", "input") if texts[name])
+        given = [{"role": "user", "content": question}, {"role": ANSWERS, "content": texts["output"]}]
     else:
         return fields
     system = fields.get("system")
     if system and not any(isinstance(each, dict) and each.get("role") == "system" for each in given):
         given.insert(0, {"role": "system", "content": system})
     return {name: value for name, value in fields.items() if name != "text"} | {"messages": given}
-
-
-def _of_sharegpt(given: object) -> object:
-    if not isinstance(given, dict) or "from" not in given:
-        return given
-    more = {key: value for key, value in given.items() if key not in ("from", "value")}
-    return more | {"role": _SHAREGPT_ROLES.get(str(given["from"]), given["from"]), "content": given.get("value")}
-
-
-def _of_alpaca(fields: Mapping[str, object], faults: list[str]) -> list[object]:
-    texts = {name: fields.get(name) or "" for name in ("instruction", "input", "output")}
-    faults += filter(None, (column_fault(name, text) for name, text in texts.items() if text or name != "input"))
-    if fields.get("history"):
-        faults.append("column 'history' is there, and is not read: write such rows as messages")
-    question = "\n\n".join(str(texts[name]) for name in ("instruction", "input") if texts[name])
-    return [{"role": "user", "content": question}, {"role": ANSWERS, "content": texts["output"]}]
 
 
 def _with_tools(messages: tuple[Message, ...], fields: Mapping[str, object], faults: list[str]) -> tuple[Message, ...]:
@@ -447,7 +433,10 @@ def _weight(given: Mapping[str, object], role: object, faults: list[str]) -> flo
         faults.append(f"weight {must_be('a number of 0 or more', weight)}")
         return 0.0
     else:
-        number = _single(weight)
+        try:
+            (number,) = struct.unpack("<f", struct.pack("<f", weight))  # in single precision
+        except (OverflowError, struct.error):  # struct.error: an integer too large for a double
+            number = math.inf
         if not 0.0 <= number < math.inf:
             faults.append(f"weight must be a number from 0 to 3.4e38, is {shown(weight)}")
         if train is not None and train != (number > 0):
@@ -455,11 +444,3 @@ def _weight(given: Mapping[str, object], role: object, faults: list[str]) -> flo
     if role != ANSWERS and number > 0 and (weight is not None or train is not None):
         faults.append(f"is from {shown(role)} and is to be trained; by themselves only messages from {ANSWERS!r} are")
     return number
-
-
-def _single(weight: float) -> float:
-    try:
-        (number,) = struct.unpack("<f", struct.pack("<f", weight))
-    except (OverflowError, struct.error):  # struct.error: an integer too large for a double
-        return math.inf
-    return float(number)

@@ -26,8 +26,8 @@ TOKENS, TAGS = "tokens", "tags"
 """The columns of words and tags if the user names none."""
 Columns = Mapping[str, tuple[str, ...]]
 """The names that the column of each part may have: `text`, `label` and, for pairs, `text_pair`, in this order."""
-Parsed = tuple[tuple[str, ...], Any, list[str]]
-"""A row's texts, its label before it has a number, and what is wrong with it."""
+Parsed = tuple[tuple[tuple[str, ...], Any], list[str]]
+"""A row's texts and its label before it has a number, and what is wrong with it."""
 
 
 def read(
@@ -100,21 +100,13 @@ class _Found:
     labels: list[Any] = field(default_factory=list)
 
     def read(self, paths: Iterable[Path], columns: Columns, parse: Callable[[Table, Record], Parsed]) -> None:
-        for path in paths:
-            with closing(open_table(path, self.problems)) as table:
-                if table.columns is not None:
-                    for fault in _chosen(columns, table.columns)[1]:
-                        self.problems.add(f"{path}:1", fault)
-                    self.problems.raise_if_any()
-                self.typed = self.typed and table.typed
-                for record in self.origins.records(table, self.problems):
-                    texts, label, faults = parse(table, record)
-                    for fault in faults:
-                        self.problems.add_row(table.place(record.line), fault)
-                    if not faults:
-                        self.origins.add(record.line)
-                        self.texts.append(texts)
-                        self.labels.append(label)
+        def begin(table: Table) -> None:
+            _require_columns(columns, table, self.problems)
+            self.typed = self.typed and table.typed
+
+        for texts, label in self.origins.read(paths, self.problems, parse, begin):
+            self.texts.append(texts)
+            self.labels.append(label)
 
     def refuse(self, faults: Iterable[tuple[int, str]]) -> None:
         """Skip the rows at these positions. Raises `InputError` if bad rows are not skipped, or no row is left."""
@@ -133,6 +125,13 @@ class _Found:
         self.origins.keep(kept)
 
 
+def _require_columns(columns: Columns, table: Table, problems: ProblemList) -> None:
+    if table.columns is not None:
+        for fault in _chosen(columns, table.columns)[1]:
+            problems.add(f"{table.path}:1", fault)
+        problems.raise_if_any()
+
+
 def _labelled_text(
     columns: Columns,
     value_of: Callable[[object, bool], tuple[Any, str | None]],
@@ -142,14 +141,14 @@ def _labelled_text(
 ) -> Parsed:
     chosen, faults = _chosen(columns, record.fields)
     if faults:
-        return (), None, faults
+        return ((), None), faults
     texts = {name: record.fields[name] for name in (chosen[0], *chosen[2:])}
     label, wrong = value_of(record.fields[chosen[1]], table.typed)
     faults = [
         *filter(None, (*(column_fault(name, text) for name, text in texts.items()), wrong)),
         *(origins.repeated(table, record) if ID_COLUMN not in chosen else ()),
     ]
-    return tuple(map(str, texts.values())), label, faults
+    return (tuple(map(str, texts.values())), label), faults
 
 
 def _tagged_words(
@@ -158,7 +157,7 @@ def _tagged_words(
     fields = record.fields
     faults = [*filter(None, (_list_fault(name, fields) for name in (token_column, tag_column)))]
     if faults:
-        return (), None, faults
+        return ((), None), faults
     words: Any = fields[token_column]
     tags: Any = fields[tag_column]
     odd = next((word for word in words if len(word.split()) != 1), None)
@@ -168,7 +167,7 @@ def _tagged_words(
         faults.append(f"{len(words)} {token_column} and {len(tags)} {tag_column}; each word has one tag")
     if known is not None:
         faults += [f"tag {shown(tag)} is unknown{did_you_mean(tag, known)}" for tag in tags if tag not in known]
-    return (" ".join(words),), tuple(tags), faults
+    return ((" ".join(words),), tuple(tags)), faults
 
 
 def _list_fault(name: str, fields: Mapping[str, object]) -> str | None:
@@ -264,10 +263,7 @@ def read_texts(
     def rows() -> Iterator[TextRow]:
         problems = ProblemList()
         with closing(open_table(path, problems)) as table:
-            if table.columns is not None:
-                for fault in _chosen(wanted, table.columns)[1]:
-                    problems.add(f"{path}:1", fault)
-                problems.raise_if_any()
+            _require_columns(wanted, table, problems)
             for record in table.records:
                 chosen, faults = _chosen(wanted, record.fields)
                 texts = [joined(record.fields[name]) for name in chosen]
