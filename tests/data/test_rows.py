@@ -333,6 +333,7 @@ def test_what_is_held_out_is_never_trained_on() -> None:
 
 def test_answers_are_ragged_and_fit_the_embedded_model() -> None:
     rows: list[EncodedRow] = []
-    encode_each(byte_tokenizer(), rewriting.embedded(0)[0], 128, "assistant", rows.append)
+    data, _ = rewriting.embedded(0)
+    encode_each(byte_tokenizer(), data.form, data.rows, 128, "assistant", rows.append)
     assert {sum(map(bool, row.weights)) for row in rows} == set(range(4, 13))
     assert max(len(row.ids) for row in rows) <= 40

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import islice
-from typing import Literal, Protocol
+from typing import Literal
 
 from andon.console.problems import InputError, Problem, ProblemList, shown
 from andon.data.conversations import ANSWERS, Conversation, Form, Message
@@ -58,16 +58,6 @@ class Encoding:
     skipped: tuple[tuple[int, str, str], ...] = ()
 
 
-class Conversations(Protocol):
-    """Rows of one form; `rows` may be iterable only once."""
-
-    @property
-    def form(self) -> Form: ...
-
-    @property
-    def rows(self) -> Iterable[Conversation]: ...
-
-
 @dataclass(slots=True)
 class _Batch:
     """Rows that were encoded together, each as its tokens or as (id, place, fault).
@@ -88,7 +78,8 @@ MapBatches = Callable[[Callable[[list[Conversation]], _Batch], Iterator[list[Con
 
 def encode_each(
     tokenizer: Tokenizer,
-    data: Conversations,
+    form: Form,
+    conversations: Iterable[Conversation],
     max_length: int,
     train_on: TrainOn,
     keep: Callable[[EncodedRow], None],
@@ -97,7 +88,7 @@ def encode_each(
     positions: int | None = None,
     map_batches: MapBatches = map,
 ) -> Encoding:
-    """Encode every row in order, cut at its end to `max_length`, and pass it to `keep`.
+    """Encode every row of one form in order, cut at its end to `max_length`, and pass it to `keep`.
 
     skip_bad: skip a row with a fault. positions: the most tokens that the model can read; None: unknown.
 
@@ -113,11 +104,11 @@ def encode_each(
         raise InputError(
             [Problem("model.max_length", f"must be 2 at least, since the first token of a row is given ({max_length})")]
         )
-    encoder = _Encoder(tokenizer, data.form, train_on)
+    encoder = _Encoder(tokenizer, form, train_on)
     problems, all_ = ProblemList(skips=skip_bad), _Batch()
     skipped: list[tuple[int, str, str]] = []
     cut = cut_tokens = cut_trained = 0
-    rows = iter(data.rows)
+    rows = iter(conversations)
 
     def encode(together: list[Conversation]) -> _Batch:
         return encoder.batch(together, max_length, positions, skip_bad)

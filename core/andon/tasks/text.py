@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from andon.console.problems import ProblemList
-from andon.data.labels import LARGEST_TARGET
 from andon.data.tokens import Tokenizer
 from andon.metrics.confusion import confusion_of
 from andon.metrics.scores import (
@@ -88,21 +87,29 @@ class EncodedRows(PaddedRows):
         self.lengths = torch.tensor([len(row) for row in tokens], dtype=torch.int64)
         self._starts = (torch.cumsum(self.lengths, 0) - self.lengths).tolist()
         self._tokens = _flat(tokens)
-        none = torch.empty((len(tokens), 0), dtype=torch.int64)
-        self._labels = none if labels is None else self.label_tensor(labels)
+        self._labels = EncodedRows.label_tensor(self, tokens) if labels is None else self.label_tensor(labels)
         self._cut = frozenset(options.get("cut", ()))
         columns = options.get("columns") or {}
         self._columns = {name: (_flat(values), padding) for name, (values, padding) in columns.items()}
         self._sources: Sequence[str] = ()
-        self._table = self._digest_rows()
+        self._table = torch.zeros(len(self), dtype=torch.int64)
+        flat = {"input_ids": self._tokens} | {name: values for name, (values, _) in self._columns.items()}
+        for first in range(0, len(self), _TABLE_ROWS):
+            lengths, start = self.lengths[first : first + _TABLE_ROWS], self._starts[first]
+            real = torch.arange(int(lengths.max())) < lengths.unsqueeze(1)
+            batch = {"attention_mask": real, "labels": self._labels[first : first + _TABLE_ROWS]}
+            for name, values in flat.items():
+                batch[name] = torch.zeros(real.shape, dtype=torch.int64)
+                batch[name][real] = values[start : start + int(lengths.sum())].long()
+            self._table[first : first + _TABLE_ROWS] = self.content(batch)
 
-    def label_fault(self, label: Any, tokens: Sequence[int]) -> str:
-        """Why the label of a row with these tokens is unusable; empty if it is usable."""
-        raise NotImplementedError
+    def label_fault(self, label: Any) -> str:
+        """Why a label is unusable; empty if it is usable. What readers have refused already is not checked again."""
+        return ""
 
     def label_tensor(self, labels: Sequence[Any]) -> torch.Tensor:
         """int64 [rows] or [rows, numbers]; [rows, 0] if the labels are in a column."""
-        raise NotImplementedError
+        return torch.empty((len(labels), 0), dtype=torch.int64)
 
     def in_copies(self, copies: int) -> Self:
         """Each of the N rows several times, for training: copy k of row r has the id r + k * N (`mixed`)."""
@@ -139,10 +146,8 @@ class EncodedRows(PaddedRows):
         return placed(batch, device)
 
     def content(self, batch: Batch) -> torch.Tensor:
-        """int64 [rows]: the digest of each row's tokens, mask, columns and labels in the batch, without padding.
-
-        The digest of a row is of (labels, 2 * id + mask, columns, 2 * id + mask, ...), for as many tokens as mask 1.
-        """
+        """int64 [rows]: the digest of each row in the batch: its labels, then for each token 2 * id + mask and the
+        columns, for as many tokens as the mask is 1."""
         mask = batch["attention_mask"]
         values = batch["input_ids"] * 2 + mask
         lengths = mask.sum(dim=1)
@@ -206,25 +211,9 @@ class EncodedRows(PaddedRows):
         for index, (row, label) in enumerate(zip(tokens, labels, strict=True)):
             where = places[index] if places is not None else f"row {index}"
             token_fault = _token_fault(row, options["vocab_size"], options["pad_id"], options.get("max_length"))
-            for fault in filter(None, (self.label_fault(label, row), token_fault)):
+            for fault in filter(None, (self.label_fault(label), token_fault)):
                 found.add(where, fault)
         found.raise_if_any()
-
-    def _digest_rows(self) -> torch.Tensor:
-        table = torch.zeros(len(self), dtype=torch.int64)
-        for first in range(0, len(self), _TABLE_ROWS):
-            lengths = self.lengths[first : first + _TABLE_ROWS]
-            real = torch.arange(int(lengths.max())) < lengths.unsqueeze(1)
-            start = self._starts[first]
-            flat = {"input_ids": self._tokens} | {name: values for name, (values, _) in self._columns.items()}
-            batch = {"attention_mask": real}
-            for name, values in flat.items():
-                batch[name] = torch.zeros(real.shape, dtype=torch.int64)
-                batch[name][real] = values[start : start + int(lengths.sum())].long()
-            if self._labels.numel():
-                batch["labels"] = self._labels[first : first + _TABLE_ROWS]
-            table[first : first + _TABLE_ROWS] = self.content(batch)
-        return table
 
 
 def _flat(rows: Sequence[Sequence[int]]) -> torch.Tensor:
@@ -282,7 +271,7 @@ class ClassificationTask(EncodedRows):
         found.raise_if_any()
         self._weights = {torch.device("cpu"): torch.tensor(weights, dtype=torch.float32)}
 
-    def label_fault(self, label: int, tokens: Sequence[int]) -> str:
+    def label_fault(self, label: int) -> str:
         known = isinstance(label, int) and not isinstance(label, bool) and 0 <= label < self.num_labels
         fault = f"label {label!r} is not one of the {self.num_labels} classes 0 to {self.num_labels - 1}"
         return "" if known else fault
@@ -342,10 +331,6 @@ class MultiLabelTask(EncodedRows):
         self._names = tuple(names)
         super().__init__(tokens, labels, **options)
 
-    def label_fault(self, label: Sequence[int], tokens: Sequence[int]) -> str:
-        odd = next((number for number in label if not 0 <= number < self.width), None)
-        return "" if odd is None else f"label {odd!r} is not one of the {self.width} labels 0 to {self.width - 1}"
-
     def label_tensor(self, labels: Sequence[Sequence[int]]) -> torch.Tensor:
         wanted = torch.zeros((len(labels), self.width), dtype=torch.int64)
         for row, numbers in enumerate(labels):
@@ -388,9 +373,6 @@ class RegressionTask(EncodedRows):
     output = "number"
     counts_right = False
     width = 1
-
-    def label_fault(self, label: float, tokens: Sequence[int]) -> str:
-        return "" if abs(label) <= LARGEST_TARGET else f"target {label!r} is no finite number of fp32"
 
     def label_tensor(self, labels: Sequence[float]) -> torch.Tensor:
         return torch.tensor(list(labels), dtype=torch.float64).view(torch.int64)
@@ -440,16 +422,8 @@ class TaggingTask(EncodedRows):
         options["columns"] = {**(options.get("columns") or {}), "labels": (tags, NO_TAG)}
         super().__init__(tokens, tags, **options)
 
-    def label_fault(self, label: Sequence[int], tokens: Sequence[int]) -> str:
-        if len(label) != len(tokens):
-            return f"{len(label)} tags for {len(tokens)} tokens"
-        odd = next((tag for tag in label if tag != NO_TAG and not 0 <= tag < len(self.names)), None)
-        if odd is not None:
-            return f"tag {odd!r} is not one of the {len(self.names)} tags 0 to {len(self.names) - 1}"
+    def label_fault(self, label: Sequence[int]) -> str:
         return "" if any(tag != NO_TAG for tag in label) else "no word of it has a token"
-
-    def label_tensor(self, labels: Sequence[Any]) -> torch.Tensor:
-        return torch.empty((len(labels), 0), dtype=torch.int64)
 
     def in_copies(self, copies: int) -> Self:
         found = super().in_copies(copies)

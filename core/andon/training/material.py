@@ -258,7 +258,9 @@ def _conversations(config: Config, data: TokenisedConversations | ConversationSe
         tokens, encoding = data.tokens, data.encoding
     else:
         rows: list[EncodedRow] = []
-        encoding = encode_each(tokenizer, data, limit, train_on, rows.append, skip_bad=config.data.bad_rows == "skip")
+        encoding = encode_each(
+            tokenizer, data.form, data.rows, limit, train_on, rows.append, skip_bad=config.data.bad_rows == "skip"
+        )
         tokens = TokenRows.of(rows)
     new = config.model.new_tokens
     ids = ", ".join(f"{token!r} {id_}" for token, id_ in zip(new, tokenizer.ids_of(new), strict=True))

@@ -107,9 +107,6 @@ class TokenisedConversations(Examples):
     def fingerprints(self) -> tuple[int, ...]:
         return tuple(self.fingerprint_of[id_] for id_ in self.ids)
 
-    def told(self, id_: int) -> None:
-        """None: the texts are not kept."""
-
 
 def tokenised(
     folder: Path | None,
@@ -139,28 +136,101 @@ def tokenised(
     )
 
     def make(append: Callable[[Numbers], None]) -> Mapping[str, object]:
+        """One pass over the files. Columns go to `append` as they are made, so that memory stays bounded."""
         size = sum(path.stat().st_size for path in paths)
         if size > _BIG:
             cores = len(os.sched_getaffinity(0))
             say(f"reading and tokenising {size / 1e6:.0f} MB of conversations on {cores} cores")
-        one_pass = _Pass(paths, selection, append)
+        reading, sha = Reading(selection), hashlib.sha256()
+        origins, rows = reading.origins, reading.rows(paths)
+        first = next(rows)  # a file without rows is an `InputError`
+        assert reading.form is not None
+        form = reading.form
+        add_form(sha, form)
+        names: dict[str, int] = {}
+        sources, texts = array("i"), array("Q")
+        encoded: list[EncodedRow] = []
+        end = 0
+
+        def noted() -> Iterator[Conversation]:
+            said = time.monotonic()
+            for number, row in enumerate(chain([first], rows), start=1):
+                add_row(sha, row)
+                sources.append(names.setdefault(row.source, len(names)) if row.source else -1)
+                texts.append(fingerprint(asked(form, row)))
+                if time.monotonic() - said > _PROGRESS_S:
+                    said = time.monotonic()
+                    say(f"{number} rows read and tokenised")
+                yield row
+
+        def flush() -> None:
+            nonlocal end, encoded, sources, texts
+            append({"lines": origins.pop_lines(), "sources": sources, "texts": texts, **columns_of(encoded, end)})
+            end += sum(len(row.ids) for row in encoded)
+            encoded, sources, texts = [], array("i"), array("Q")
+
+        def keep(row: EncodedRow) -> None:
+            encoded.append(row)
+            if len(encoded) == _ROWS_AT_ONCE:
+                flush()
+
         encoding = encode_each(
             tokenizer,
-            one_pass,
+            form,
+            noted(),
             max_length,
             train_on,
-            one_pass.keep,
+            keep,
             skip_bad=selection.skip_bad,
             positions=positions,
             map_batches=on_all_cores,
         )
-        said = one_pass.finish()
+        flush()
         require_unchanged(paths, before)
-        return said | {"encoding": asdict(encoding)}
+        return {
+            "form": form,
+            "digest": sha.hexdigest(),
+            "sizes": list(origins.sizes),
+            "units": list(origins.units),
+            "names": list(names),
+            "skipped": [[problem.where, problem.what] for problem in reading.problems.skipped],
+            "encoding": asdict(encoding),
+        }
+
+    def load(columns: Columns) -> TokenisedConversations:
+        said, numbers = columns.said, {}
+        for name in COLUMNS.keys() - TOKEN_COLUMNS.keys():
+            numbers[name] = array(COLUMNS[name])
+            numbers[name].frombytes((columns.folder / name).read_bytes())
+        if said["form"] not in get_args(Form) or not len(said["sizes"]) == len(said["units"]) == len(paths):
+            raise ValueError("its index is not of these files")
+        tensors = {name: _numbers(columns, name, kind) for name, kind in TOKEN_COLUMNS.items()}
+        rows = sum(said["sizes"])
+        wanted = {name: int(tensors["ends"][-1]) if name in OF_TOKENS else rows for name in COLUMNS}
+        if not rows or columns.counts != wanted:
+            raise ValueError(f"its columns have {columns.counts} numbers, and not {wanted}")
+        how = said["encoding"]
+        stops = tuple(read_field(Count, stop, "stops") for stop in how["stops"])
+        skipped = tuple(
+            (read_field(Count, id_, "skipped"), str(where), str(what)) for id_, where, what in how["skipped"]
+        )
+        origins = Origins.of(paths, said["units"], said["sizes"], numbers["lines"], selection.limit)
+        origins.skipped = [Problem(where, what) for where, what in said["skipped"]]
+        names = ["" if place < 0 else str(said["names"][place]) for place in numbers["sources"]]
+        return TokenisedConversations(
+            tokens=TokenRows(tensors),
+            encoding=Encoding(str(how["mask_source"]), stops, tuple(map(str, how["notes"])), skipped),
+            form=said["form"],
+            digest_of_all=str(said["digest"]),
+            origins=origins,
+            source=origins.source,
+            sources=origins.with_files(names),
+            fingerprint_of=numbers["texts"],
+        )
 
     with ExitStack() as stack:
         place = Path(stack.enter_context(tempfile.TemporaryDirectory())) if folder is None else folder
-        return kept(place, key, COLUMNS, make, lambda columns: _mapped(tuple(paths), selection, columns))
+        return kept(place, key, COLUMNS, make, load)
 
 
 def encoded_texts(folder: Path | None, data: TextRows[Any], tokenizer: Tokenizer, max_length: int) -> EncodedTexts:
@@ -209,101 +279,6 @@ def _numbers(columns: Columns, name: str, kind: str) -> torch.Tensor:
     if not size:  # no file of no bytes can be mapped
         return torch.empty(0, dtype=dtype)
     return torch.from_file(str(columns.folder / name), shared=False, size=size, dtype=dtype)
-
-
-class _Pass:
-    """One pass over the files, for `encode_each`. All columns go to `append`, so that memory stays bounded."""
-
-    def __init__(self, paths: Sequence[Path], selection: RowSelection, append: Callable[[Numbers], None]) -> None:
-        self._reading, self._sha, self._append = Reading(selection), hashlib.sha256(), append
-        self._names: dict[str, int] = {}
-        self._sources, self._texts = array("i"), array("Q")
-        self._encoded: list[EncodedRow] = []
-        self._end = 0
-        rows = self._reading.rows(paths)
-        first = next(rows, None)
-        assert first is not None, "a file without rows is an `InputError`"
-        self.rows = self._noted(chain([first], rows))
-
-    @property
-    def form(self) -> Form:
-        assert self._reading.form is not None
-        return self._reading.form
-
-    def _noted(self, rows: Iterable[Conversation]) -> Iterator[Conversation]:
-        add_form(self._sha, self.form)
-        said = time.monotonic()
-        for number, row in enumerate(rows, start=1):
-            add_row(self._sha, row)
-            self._sources.append(self._names.setdefault(row.source, len(self._names)) if row.source else -1)
-            self._texts.append(fingerprint(asked(self.form, row)))
-            if number % _ROWS_AT_ONCE == 0:
-                self._flush_rows()
-            if time.monotonic() - said > _PROGRESS_S:
-                said = time.monotonic()
-                say(f"{number} rows read and tokenised")
-            yield row
-
-    def keep(self, row: EncodedRow) -> None:
-        self._encoded.append(row)
-        if len(self._encoded) == _ROWS_AT_ONCE:
-            self._flush_tokens()
-
-    def _flush_rows(self) -> None:
-        lines = self._reading.origins.pop_lines()
-        self._append({"lines": lines, "sources": self._sources, "texts": self._texts})
-        self._sources, self._texts = array("i"), array("Q")
-
-    def _flush_tokens(self) -> None:
-        self._append(columns_of(self._encoded, self._end))
-        self._end += sum(len(row.ids) for row in self._encoded)
-        self._encoded = []
-
-    def finish(self) -> dict[str, object]:
-        """Flush the columns, and return the rest of what is known about the rows, for JSON."""
-        self._flush_rows()
-        self._flush_tokens()
-        origins = self._reading.origins
-        return {
-            "form": self.form,
-            "digest": self._sha.hexdigest(),
-            "sizes": list(origins.sizes),
-            "units": list(origins.units),
-            "names": list(self._names),
-            "skipped": [[problem.where, problem.what] for problem in self._reading.problems.skipped],
-        }
-
-
-def _mapped(paths: tuple[Path, ...], selection: RowSelection, columns: Columns) -> TokenisedConversations:
-    said, numbers = columns.said, {}
-    for name, kind in COLUMNS.items():
-        if name not in TOKEN_COLUMNS:
-            numbers[name] = array(kind)
-            numbers[name].frombytes((columns.folder / name).read_bytes())
-    if said["form"] not in get_args(Form) or not len(said["sizes"]) == len(said["units"]) == len(paths):
-        raise ValueError("its index is not of these files")
-    tensors = {name: _numbers(columns, name, kind) for name, kind in TOKEN_COLUMNS.items()}
-    rows = sum(said["sizes"])
-    wanted = {name: int(tensors["ends"][-1]) if name in OF_TOKENS else rows for name in COLUMNS}
-    if not rows or columns.counts != wanted:
-        raise ValueError(f"its columns have {columns.counts} numbers, and not {wanted}")
-    how = said["encoding"]
-    stops = tuple(read_field(Count, stop, "stops") for stop in how["stops"])
-    skipped = tuple((read_field(Count, id_, "skipped"), str(where), str(what)) for id_, where, what in how["skipped"])
-    encoding = Encoding(str(how["mask_source"]), stops, tuple(map(str, how["notes"])), skipped)
-    origins = Origins.of(paths, said["units"], said["sizes"], numbers["lines"], selection.limit)
-    origins.skipped = [Problem(where, what) for where, what in said["skipped"]]
-    names = ["" if place < 0 else str(said["names"][place]) for place in numbers["sources"]]
-    return TokenisedConversations(
-        tokens=TokenRows(tensors),
-        encoding=encoding,
-        form=said["form"],
-        digest_of_all=str(said["digest"]),
-        origins=origins,
-        source=origins.source,
-        sources=origins.with_files(names),
-        fingerprint_of=numbers["texts"],
-    )
 
 
 _encode: Any = None
