@@ -5,12 +5,12 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from andon.config.source import require_file
 from andon.console.problems import InputError, Problem, ProblemList, shown
@@ -80,20 +80,23 @@ class Origins:
         self._ids: dict[str, int] = {}
 
     @classmethod
-    def of(
-        cls,
-        paths: Sequence[Path],
-        units: Sequence[str],
-        sizes: Sequence[int],
-        lines: array[int],
-        limit: int | None = None,
-    ) -> Self:
-        """The origins of rows that were read before. units, sizes: of each file; lines: of each row."""
-        found = cls(limit)
-        found._files = list(zip(paths, units, strict=True))
-        found._starts = [0, *accumulate(sizes)][: len(sizes)]
-        found.lines = lines
+    def of(cls, paths: Sequence[Path], said: Mapping[str, Any], lines: array[int]) -> Self:
+        """The origins that were `described`. lines: of each row."""
+        found = cls()
+        found._files = list(zip(paths, said["units"], strict=True))
+        found._starts = [0, *accumulate(said["sizes"])][: len(paths)]
+        found.lines, found.notes = lines, list(said["notes"])
+        found.skipped = [Problem(where, what) for where, what in said["skipped"]]
         return found
+
+    def described(self) -> dict[str, object]:
+        """All but the lines, for JSON."""
+        return {
+            "units": [unit for _, unit in self._files],
+            "sizes": list(self.sizes),
+            "notes": self.notes,
+            "skipped": [[problem.where, problem.what] for problem in self.skipped],
+        }
 
     def read(
         self,
@@ -157,11 +160,6 @@ class Origins:
         self._before += len(lines)
         self.lines = array("q")
         return lines
-
-    @property
-    def units(self) -> tuple[str, ...]:
-        """What stands between a file's path and a line in it, for each file."""
-        return tuple(unit for _, unit in self._files)
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
 """The rows of a run, read and split, or loaded from the files in which another process of this host keeps them.
 
-Works without torch, so that the command line refuses bad data at once. What depends on the task is in `READERS`.
+Works without torch, so that the command line refuses bad data at once.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Rows:
     """The data sets of a run. Row ids of `train` cover training and validation; `evaluation` has its own.
 
     task: its name in the configuration. train_ids: the rows of an epoch; further copies of a row have ids of their own
-    (`mixing`). weights: of the files of `train`, in order; empty for one file with each row once.
+    (`mixed`). weights: of the files of `train`, in order; empty for one file with each row once.
     """
 
     task: str
@@ -301,7 +301,7 @@ def read_rows(
 
         if folder is None or task == SFT:
             return read_once()
-        return _kept_rows(folder, config, paths, labels, selection, read_once)
+        return _kept_rows(folder, task, data, paths, labels, selection, read_once)
 
     if data.files:
         train = rows_of([Path(file.path) for file in data.files], None)
@@ -325,60 +325,57 @@ def read_rows(
     return Rows(task, train, evaluation, in_epoch, validation_ids, tuple(weights))
 
 
-_KINDS = {"rows": "B", "lines": "q"}
-"""The rows as JSON, and the line of each."""
 _CODE = Path(andon.data.__file__).parent
 
 
 def _kept_rows(
     folder: Path,
-    config: Config,
+    task: str,
+    data: Data,
     paths: Sequence[Path],
     labels: Sequence[str] | None,
     selection: RowSelection,
-    read: Callable[[], Examples],
+    read_once: Callable[[], Examples],
 ) -> Examples:
-    """The rows of `paths` from `folder`; if they are not there, `read` reads them and they are written.
+    """The rows of `paths` from `folder`: as JSON, with the line of each. If there are none, they are read and written.
 
-    Waits for another process that writes them. Raises what `read` raises, and `InputError` if a file changes meanwhile.
+    Waits for another process that writes them. Raises `InputError` if a file changes meanwhile.
     """
     before = stamps(paths)
-    depends_on = {
-        "code": source_digest(_CODE),
-        "files": before,
-        "task": task_of_run(config),
-        "columns": config.data.model_dump(include=_COLUMNS),
-        "selection": [selection.skip_bad, selection.limit, labels],
-    }
+    key = key_of(
+        ("pyarrow",),
+        code=source_digest(_CODE),
+        files=before,
+        task=task,
+        columns=data.model_dump(include=_COLUMNS),
+        selection=[selection.skip_bad, selection.limit, labels],
+    )
 
     def make(append: Callable[[Numbers], None]) -> Mapping[str, object]:
-        found = read()
+        found = read_once()
         assert isinstance(found, TextRows)
         assert found.origins is not None
         require_unchanged(paths, before, found.origins.stamps)
         rows = json.dumps([(row.text, row.pair, row.label) for row in found.rows])
         append({"rows": array("B", rows.encode()), "lines": found.origins.lines})
-        return {
-            "labels": list(found.labels),
-            "units": list(found.origins.units),
-            "sizes": list(found.origins.sizes),
-            "notes": found.origins.notes,
-            "skipped": [[problem.where, problem.what] for problem in found.origins.skipped],
-        }
+        return {"labels": found.labels, "origins": found.origins.described()}
 
     def load(columns: Columns) -> TextRows[Any]:
-        said, lines = columns.said, array("q")
-        lines.frombytes((columns.folder / "lines").read_bytes())
-        origins = Origins.of(paths, said["units"], said["sizes"], lines)
-        origins.notes = list(said["notes"])
-        origins.skipped = [Problem(where, what) for where, what in said["skipped"]]
+        origins = Origins.of(paths, columns.said["origins"], column(columns, "lines", "q"))
         rows = tuple(
             Row(place, text, tuple(label) if isinstance(label, list) else label, pair)
-            for place, (text, pair, label) in enumerate(json.loads((columns.folder / "rows").read_bytes()))
+            for place, (text, pair, label) in enumerate(json.loads(column(columns, "rows", "B").tobytes()))
         )
-        return TEXT_TASKS[task_of_run(config)](rows, tuple(said["labels"]), origins.source, origins)
+        return TEXT_TASKS[task](rows, tuple(columns.said["labels"]), origins.source, origins)
 
-    return kept(folder, key_of(("pyarrow",), **depends_on), _KINDS, make, load)
+    return kept(folder, key, {"rows": "B", "lines": "q"}, make, load)
+
+
+def column(columns: Columns, name: str, kind: str) -> array[int]:
+    """A column, read into memory. kind: its `array` type."""
+    found = array(kind)
+    found.frombytes((columns.folder / name).read_bytes())
+    return found
 
 
 def unfit_model(config: Config) -> str:

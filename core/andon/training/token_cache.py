@@ -20,13 +20,12 @@ from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, chain
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Self, TypeVar, get_args
+from typing import Any, Self, TypeVar
 
 import torch
 
 import andon.data
 from andon.console.messages import say
-from andon.console.problems import Problem
 from andon.data.chat import EncodedRow, Encoding, TrainOn, encode_each
 from andon.data.conversations import Conversation, Form, Reading, add_form, add_row, asked
 from andon.data.origins import Origins, RowSelection, require_unchanged, stamps
@@ -36,8 +35,8 @@ from andon.launch.orphan import bind_to_parent
 from andon.run.columns import Columns, Numbers, kept, key_of
 from andon.run.provenance import source_digest
 from andon.tasks.token_rows import COLUMNS as TOKEN_COLUMNS
-from andon.tasks.token_rows import KINDS, OF_TOKENS, FlatRows, TokenRows, columns_of
-from andon_contracts.fields import Count, read_field
+from andon.tasks.token_rows import KINDS, FlatRows, TokenRows, columns_of
+from andon.training.rows import column
 
 COLUMNS: Mapping[str, str] = {"lines": "q", "sources": "i", "texts": "Q", **TOKEN_COLUMNS}
 """The `array` type of each column. Besides its tokens a row has its line, the index of its source among the names of
@@ -190,42 +189,25 @@ def tokenised(
         return {
             "form": form,
             "digest": sha.hexdigest(),
-            "sizes": list(origins.sizes),
-            "units": list(origins.units),
             "names": list(names),
-            "skipped": [[problem.where, problem.what] for problem in reading.problems.skipped],
+            "origins": origins.described(),
             "encoding": asdict(encoding),
         }
 
     def load(columns: Columns) -> TokenisedConversations:
-        said, numbers = columns.said, {}
-        for name in COLUMNS.keys() - TOKEN_COLUMNS.keys():
-            numbers[name] = array(COLUMNS[name])
-            numbers[name].frombytes((columns.folder / name).read_bytes())
-        if said["form"] not in get_args(Form) or not len(said["sizes"]) == len(said["units"]) == len(paths):
-            raise ValueError("its index is not of these files")
-        tensors = {name: _numbers(columns, name, kind) for name, kind in TOKEN_COLUMNS.items()}
-        rows = sum(said["sizes"])
-        wanted = {name: int(tensors["ends"][-1]) if name in OF_TOKENS else rows for name in COLUMNS}
-        if not rows or columns.counts != wanted:
-            raise ValueError(f"its columns have {columns.counts} numbers, and not {wanted}")
-        how = said["encoding"]
-        stops = tuple(read_field(Count, stop, "stops") for stop in how["stops"])
-        skipped = tuple(
-            (read_field(Count, id_, "skipped"), str(where), str(what)) for id_, where, what in how["skipped"]
-        )
-        origins = Origins.of(paths, said["units"], said["sizes"], numbers["lines"], selection.limit)
-        origins.skipped = [Problem(where, what) for where, what in said["skipped"]]
-        names = ["" if place < 0 else str(said["names"][place]) for place in numbers["sources"]]
+        said, how = columns.said, columns.said["encoding"]
+        origins = Origins.of(paths, said["origins"], column(columns, "lines", "q"))
+        names = ["" if place < 0 else str(said["names"][place]) for place in column(columns, "sources", "i")]
+        skipped = tuple((int(id_), str(where), str(what)) for id_, where, what in how["skipped"])
         return TokenisedConversations(
-            tokens=TokenRows(tensors),
-            encoding=Encoding(str(how["mask_source"]), stops, tuple(map(str, how["notes"])), skipped),
+            tokens=TokenRows({name: _mapped(columns, name, kind) for name, kind in TOKEN_COLUMNS.items()}),
+            encoding=Encoding(str(how["mask_source"]), tuple(how["stops"]), tuple(how["notes"]), skipped),
             form=said["form"],
             digest_of_all=str(said["digest"]),
             origins=origins,
             source=origins.source,
             sources=origins.with_files(names),
-            fingerprint_of=numbers["texts"],
+            fingerprint_of=column(columns, "texts", "Q"),
         )
 
     with ExitStack() as stack:
@@ -256,8 +238,8 @@ def encoded_texts(folder: Path | None, data: TextRows[Any], tokenizer: Tokenizer
         return {}
 
     def load(columns: Columns) -> EncodedTexts:
-        ends, word_ends, cut = (_numbers(columns, name, "q").tolist() for name in ("ends", "ends_of_words", "cut"))
-        tokens, types, firsts = (_numbers(columns, name, "i") for name in ("tokens", "types", "firsts"))
+        ends, word_ends, cut = (_mapped(columns, name, "q").tolist() for name in ("ends", "ends_of_words", "cut"))
+        tokens, types, firsts = (_mapped(columns, name, "i") for name in ("tokens", "types", "firsts"))
         of_types = FlatRows(types, ends) if types.numel() else ()
         return EncodedTexts(FlatRows(tokens, ends), of_types, cut, FlatRows(firsts, word_ends))
 
@@ -273,7 +255,7 @@ def encoded_texts(folder: Path | None, data: TextRows[Any], tokenizer: Tokenizer
     return found
 
 
-def _numbers(columns: Columns, name: str, kind: str) -> torch.Tensor:
+def _mapped(columns: Columns, name: str, kind: str) -> torch.Tensor:
     """A column, mapped into memory."""
     size, dtype = columns.counts[name], KINDS[kind]
     if not size:  # no file of no bytes can be mapped
