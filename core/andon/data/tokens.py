@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,14 +26,7 @@ _WHOLE, _WHOLE_OF_A_TOKEN = 1 << 16, 16
 """A text is tokenised whole up to this many characters, or up to this many for each token that it may have."""
 _AT_ONCE = 1024
 """Texts that are tokenised together: uncut, their tokens take a hundred bytes each meanwhile."""
-_NOT_CONTENT = (
-    "name_or_path",
-    "local_files_only",
-    "_commit_hash",
-    "is_local",
-    "transformers_version",
-    "tokenizer_file",
-)
+_OF_ORIGIN = re.compile("name_or_path|local_files_only|_commit_hash|is_local|transformers_version|tokenizer_file")
 """Keys of tokenizer_config.json that name a tokenizer's origin and do not change its tokens."""
 
 
@@ -110,11 +103,12 @@ class Tokenizer:
         firsts: list[list[int]] = []
         cut_off: list[int] = []
         for first in range(0, len(texts), _AT_ONCE):
-            here = slice(first, first + _AT_ONCE)
-            begun = [self._beginning(text, max_length, place) for place, text in enumerate(texts[here], first)]
-            columns = (
-                [begun] if pairs is None else self._beginnings_of_pairs(texts[here], pairs[here], max_length, first)
-            )
+            here = range(first, min(first + _AT_ONCE, len(texts)))
+            if pairs is None:
+                columns = [[self._beginning(texts[place], max_length, place) for place in here]]
+            else:
+                both = [self._beginnings_of_pair((texts[place], pairs[place]), max_length, place) for place in here]
+                columns = [[pair[side] for pair in both] for side in (0, 1)]
             whole = self._called(*columns, first=first, truncation=False, **how)
             ids: list[list[int]] = whole["input_ids"]
             long = [place for place, each in enumerate(ids) if len(each) > max_length]
@@ -171,11 +165,14 @@ class Tokenizer:
 
     def ids_of(self, tokens: Sequence[str]) -> tuple[int, ...]:
         """The id of each of these tokens. Raises `InputError` for an unknown token."""
-        found, known = ProblemList(), self.base.get_vocab() if tokens else {}
-        for token in tokens:
-            if token not in known:
-                found.add("model.new_tokens", f"{token!r} is no token of this tokenizer")
-        found.raise_if_any()
+        known = self.base.get_vocab() if tokens else {}
+        unknown = [
+            Problem("model.new_tokens", f"{each!r} is no token of this tokenizer")
+            for each in tokens
+            if each not in known
+        ]
+        if unknown:
+            raise InputError(unknown)
         return tuple(known[token] for token in tokens)
 
     def shown(self, id_: int) -> str:
@@ -185,7 +182,7 @@ class Tokenizer:
 
     def plain_ids(self, texts: Sequence[str]) -> list[list[int]]:
         """One list of ids for each text: uncut, and with no special tokens but those that the text spells."""
-        return self._ids(list(texts), truncation=False, add_special_tokens=False) if texts else []
+        return self._ids(list(texts)) if texts else []
 
     def _beginning(self, text: str, most: int, before: int) -> str:
         """`text`, or a prefix of it that has the same first `most` tokens. before: earlier texts, for messages.
@@ -197,36 +194,28 @@ class Tokenizer:
         """
         size, first = max(_WHOLE, _WHOLE_OF_A_TOKEN * most), None
         while size < len(text) and self.base.truncation_side == "right":
-            (ids,) = self._ids([text[:size]], before, truncation=False, add_special_tokens=False)
+            (ids,) = self._ids([text[:size]], before)
             if first is not None and ids[:most] == first:
                 return text[: size // 2]
             first = ids[:most] if len(ids) > most else None
             size *= 2
         return text
 
-    def _beginnings_of_pairs(
-        self, texts: Sequence[str], pairs: Sequence[str], most: int, first: int
-    ) -> list[list[str]]:
-        """Pairs whose long text is replaced by its `_beginning`.
-
-        Truncation takes tokens from the text that has more of them. So the beginning must have more tokens than the
-        other text, as the whole has. If both texts are long, it is unknown which has more, and both stay whole.
-        """
-        both = [
-            [self._beginning(text, most, place) for place, text in enumerate(each, first)] for each in (texts, pairs)
-        ]
-        for place, pair in enumerate(zip(texts, pairs, strict=True)):
-            cut = [len(column[place]) < len(text) for column, text in zip(both, pair, strict=True)]
-            if all(cut):
-                both[0][place], both[1][place] = pair
-            elif any(cut):
-                long = cut.index(True)
-                (other,) = self._ids([pair[1 - long]], first + place, truncation=False, add_special_tokens=False)
-                both[long][place] = self._beginning(pair[long], max(most, len(other)), first + place)
+    def _beginnings_of_pair(self, pair: tuple[str, str], most: int, before: int) -> list[str]:
+        """A pair whose long text is replaced by its `_beginning`. Truncation takes tokens from the text that has more
+        of them, so the beginning must have more tokens than the other text. If both are long, both stay whole."""
+        both = [self._beginning(text, most, before) for text in pair]
+        cut = [len(begun) < len(text) for begun, text in zip(both, pair, strict=True)]
+        if all(cut):
+            return [*pair]
+        if any(cut):
+            long = cut.index(True)
+            (other,) = self._ids([pair[1 - long]], before)
+            both[long] = self._beginning(pair[long], max(most, len(other)), before)
         return both
 
-    def _ids(self, texts: list[str], first: int = 0, **how: Any) -> list[list[int]]:
-        ids: list[list[int]] = self._called(texts, first=first, **how)["input_ids"]
+    def _ids(self, texts: list[str], first: int = 0) -> list[list[int]]:
+        ids: list[list[int]] = self._called(texts, first=first, truncation=False, add_special_tokens=False)["input_ids"]
         return ids
 
     def _called(self, *texts: list[str], first: int = 0, **how: Any) -> Any:
@@ -234,10 +223,11 @@ class Tokenizer:
 
         first: how many texts came before these, for the message.
         """
+        numbered = (pair for column in texts for pair in enumerate(column, start=first + 1))
         try:
             return self.base(*texts, verbose=False, **how)
         except TypeError as error:
-            faults = ((place, text_fault(text)) for place, text in _numbered(first, *texts) if text.strip())
+            faults = ((place, text_fault(text)) for place, text in numbered if text.strip())
             problems = [Problem(f"text {place}", fault) for place, fault in faults if fault is not None]
             if problems:
                 raise InputError(problems) from error
@@ -245,18 +235,19 @@ class Tokenizer:
         except BaseException as error:
             if not _of_native_code(error):
                 raise
-            raise InputError([self._refusal(error, first, *texts)]) from error
-
-    def _refusal(self, error: BaseException, first: int, *texts: list[str]) -> Problem:
-        why = f"the tokenizer fails on it ({error}); leave the row out, or use another tokenizer"
-        for place, text in _numbered(first, *texts):
-            try:
-                self.base([text], verbose=False)
-            except BaseException as again:
-                if not _of_native_code(again):
-                    raise
-                return Problem(f"text {place}", f"{why}: {shown(text)}")
-        return Problem("model.base", why)
+            why, where = (
+                f"the tokenizer fails on it ({error}); leave the row out, or use another tokenizer",
+                "model.base",
+            )
+            for place, text in numbered:
+                try:
+                    self.base([text], verbose=False)
+                except BaseException as again:
+                    if not _of_native_code(again):
+                        raise
+                    where, why = f"text {place}", f"{why}: {shown(text)}"
+                    break
+            raise InputError([Problem(where, why)]) from error
 
     def save(self, folder: Path, max_length: int | None = None, side: str = "right") -> None:
         """Write the tokenizer's files into `folder`, without the truncation that `encode` may have left set.
@@ -296,12 +287,6 @@ def _of_native_code(error: BaseException) -> bool:
     return is_panic(error) or type(error) is Exception
 
 
-def _numbered(first: int, *texts: list[str]) -> Iterator[tuple[int, str]]:
-    """All texts with their row number, from `first` + 1."""
-    for column in texts:
-        yield from enumerate(column, start=first + 1)
-
-
 def _files_digest(folder: Path) -> str:
     sha = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
@@ -309,7 +294,7 @@ def _files_digest(folder: Path) -> str:
             continue
         content = path.read_bytes()
         if path.name == "tokenizer_config.json":
-            settings = {key: value for key, value in json.loads(content).items() if key not in _NOT_CONTENT}
+            settings = {key: value for key, value in json.loads(content).items() if not _OF_ORIGIN.fullmatch(key)}
             content = json.dumps(settings, sort_keys=True).encode()
         for part in (path.relative_to(folder).as_posix().encode(), content):
             sha.update(len(part).to_bytes(8, "little"))
@@ -372,13 +357,12 @@ def pretrained_tokenizer(path_or_hub_id: str, *, local_only: bool, revision: str
         if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
             what = f"the tokenizer of {path_or_hub_id!r} knows no token but special ones: are its files there?"
             raise InputError([Problem("model.base", what)])
-        ids = [tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id]
-        pad_id = next((id_ for id_ in ids if id_ is not None), None)
+        special = {name: getattr(tokenizer, f"{name}_token_id") for name in ("pad", "eos", "unk", "bos", "sep")}
+        pad_id = next((special[name] for name in ("pad", "eos", "unk", "bos") if special[name] is not None), None)
         if pad_id is None:
             what = f"the tokenizer of {path_or_hub_id!r} has no padding token and no end token to pad with"
             raise InputError([Problem("model.base", what)])
-        others = [tokenizer.unk_token_id, tokenizer.eos_token_id, tokenizer.sep_token_id, tokenizer.bos_token_id]
-        empty_id = next((id_ for id_ in others if id_ is not None and id_ != pad_id), None)
-        if empty_id is None:
-            empty_id = min(set(tokenizer.get_vocab().values()) - {pad_id})
+        others = [special[name] for name in ("unk", "eos", "sep", "bos")]
+        least = min(set(tokenizer.get_vocab().values()) - {pad_id})
+        empty_id = next((id_ for id_ in others if id_ is not None and id_ != pad_id), least)
     return Tokenizer(tokenizer, pad_id, empty_id)
