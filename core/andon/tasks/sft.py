@@ -34,7 +34,6 @@ from andon_contracts.fields import Count, json_object, read_field
 from andon_contracts.untrusted import read_json
 
 ASKED = "conversations.json"
-_TABLE_PACKS = 64
 _LARGEST_EXPONENT = math.log(sys.float_info.max)
 
 
@@ -110,40 +109,40 @@ class SftTask(PaddedRows):
         pad_id: int,
         max_length: int,
         padding_multiple: int = 8,
-        packs: Sequence[Sequence[int]] | None = None,
         sources: Sequence[str] = (),
         notes: Sequence[str] = (),
         asked: Asked = Asked("text", ()),
         skipped: Mapping[int, Problem] | None = None,
     ) -> None:
-        """packs: positions in `rows` of each pack, in order; None: each row is a pack. sources: one a row, or empty.
-        asked: how to prompt a trained model. padding_multiple: batches are padded to a multiple of it, but never beyond
-        max_length. skipped: by position, why a row must be left out; it has one untrained token here.
+        """Each row is a pack. sources: one a row, or empty. asked: how to prompt a trained model. padding_multiple:
+        batches are padded to a multiple of it, but never beyond max_length. skipped: by position, why a row must be
+        left out; it has one untrained token here.
         """
         self.notes, self.asked, self.skipped = tuple(notes), asked, skipped or {}
         self._rows = rows if isinstance(rows, TokenRows) else TokenRows.of(rows)
-        self._packs = [(place,) for place in range(len(rows))] if packs is None else [tuple(pack) for pack in packs]
         self._pad_id, self._limit, self._multiple = pad_id, max_length, padding_multiple
         self._sources = tuple(sources)
-        places = [place for pack in self._packs for place in pack]
-        self._terms = sums_of(self._rows.trained[places], self._packs).tolist()
-        self.lengths = sums_of(self._rows.lengths[places], self._packs)
+        self._set_packs([(place,) for place in range(len(rows))])
+
+    def _set_packs(self, packs: list[tuple[int, ...]]) -> None:
+        self._packs, places = packs, [place for pack in packs for place in pack]
+        self._terms = sums_of(self._rows.trained[places], packs).tolist()
+        self.lengths = sums_of(self._rows.lengths[places], packs)
+        self.__dict__.pop("_table", None)
 
     @cached_property
     def _table(self) -> torch.Tensor:
         """int64 [packs]: the digest of each, computed from the stored rows and not from batches."""
-        found = []
-        for first in range(0, len(self), _TABLE_PACKS):
-            laid, counts = self._rows.laid_out(self._packs[first : first + _TABLE_PACKS])
+        found, few = [], 64
+        for first in range(0, len(self), few):
+            laid, counts = self._rows.laid_out(self._packs[first : first + few])
             found.append(row_digests(laid.flatten(1), laid.shape[2] * counts))
         return torch.cat(found)
 
     def in_copies(self, copies: int) -> Self:
         """Each of the N rows several times, for training: copy k of row r has the id r + k * N (`mixed`)."""
         found = copy.copy(self)
-        found._packs, found._terms = self._packs * copies, self._terms * copies
-        found.lengths = self.lengths.repeat(copies)
-        found.__dict__.pop("_table", None)
+        found._set_packs(self._packs * copies)
         return found
 
     def packed(self, ids: Sequence[int]) -> SftTask:
@@ -154,17 +153,11 @@ class SftTask(PaddedRows):
         lengths, limit = self._rows.lengths[list(ids)].tolist(), self._limit
         packs = best_fit(lengths, limit)
         padding = 1 - sum(lengths) / (len(packs) * limit)
+        found = copy.copy(self)
+        found._set_packs([tuple(ids[place] for place in pack) for pack in packs])
         note = f"{len(ids)} rows in {len(packs)} packs of {limit} tokens ({padding:.1%} padding)"
-        return SftTask(
-            self._rows,
-            pad_id=self._pad_id,
-            max_length=limit,
-            padding_multiple=self._multiple,
-            packs=[[ids[place] for place in pack] for pack in packs],
-            sources=self._sources,
-            notes=(*self.notes, note),
-            asked=self.asked,
-        )
+        found.notes, found.skipped = (*self.notes, note), {}
+        return found
 
     def cut_rows(self, ids: Sequence[int]) -> int:
         return int((self._rows.cut[[row for pack in ids for row in self._packs[pack]]] > 0).sum())
@@ -207,15 +200,12 @@ class SftTask(PaddedRows):
         values: list[list[float]] = [[*each, lost] for each, lost in zip(outputs.tolist(), cut, strict=True)]
         by_source: dict[str, list[list[float]]] = {}
         for pack, value in zip(ids, values, strict=True):
-            if self._sources and self._sources[self._packs[pack][0]]:
-                by_source.setdefault(self._sources[self._packs[pack][0]], []).append(value)
+            if self._sources and (source := self._sources[self._packs[pack][0]]):
+                by_source.setdefault(source, []).append(value)
         whole = _scored(values)
         return LanguageScores(
-            rows=whole.rows,
-            tokens=whole.tokens,
-            loss=whole.loss,
+            **vars(whole),
             perplexity=math.inf if whole.loss > _LARGEST_EXPONENT else math.exp(whole.loss),
-            token_accuracy=whole.token_accuracy,
             exact_match=sum(right == tokens + lost for _, right, tokens, lost in values) / max(len(values), 1),
             cut=sum(cut),
             sources={name: _scored(by_source[name]) for name in sorted(by_source)},
