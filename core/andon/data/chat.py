@@ -146,10 +146,8 @@ def encode_prompt(tokenizer: Tokenizer, form: Form, messages: Sequence[Message])
     """
     encoder = _Encoder(tokenizer, form, "assistant")
     prompt = Conversation(0, tuple(messages), "the prompt")
-    fault = encoder.special_fault(prompt)
     try:
-        if fault is not None:
-            raise TemplateFault(fault)
+        encoder.require_plain(prompt)
         ids = tokenizer.plain_ids([encoder.text(prompt.messages, asks=True)])[0]
         return [*encoder.opening_of(ids), *ids]
     except TemplateFault as error:
@@ -201,10 +199,6 @@ class _Turn:
     answer: bool
 
 
-Weighed = tuple[list[int], list[float]]
-"""The ids of a row and the weight of each."""
-
-
 class _Encoder:
     """Writes rows of one form for one tokenizer, and determines the weights of their tokens."""
 
@@ -254,8 +248,8 @@ class _Encoder:
             return "prefixes of the template, verified"
         return "the template's generation marks" + (", and the stop token after each" if extended else "")
 
-    def special_fault(self, row: Conversation) -> str | None:
-        """Why the special tokens that a row spells make it unusable, or None. In a row of text, whose author writes the
+    def require_plain(self, row: Conversation) -> None:
+        """Raise `TemplateFault` for a message that spells a special token. In a row of text, whose author writes the
         turns too, they are only noted."""
         for place, message in enumerate(row.messages):
             found = next(filter(None, map(self._spelled.search, (message.content, message.extra, message.tools))), None)
@@ -263,8 +257,8 @@ class _Encoder:
                 self._batch.spelling.append(row.where)
             elif found is not None:
                 what = f"{self._name(place)} spells the special token {shown(found[0])} at character {found.start()}"
-                return f"{what}, which would be read as one of the template's own; take it out, or write it otherwise"
-        return None
+                remedy = "which would be read as one of the template's own; take it out, or write it otherwise"
+                raise TemplateFault(f"{what}, {remedy}")
 
     def _name(self, place: int) -> str:
         return ("prompt", "completion")[place] if self._form == "prompt and completion" else f"message {place}"
@@ -283,37 +277,30 @@ class _Encoder:
     def batch(self, rows: Iterable[Conversation], most: int, positions: int | None, skips: bool) -> _Batch:
         """Encode `rows`. most, positions, skips: as for `encode_each`."""
         self._batch = _Batch()
-        for row, weighed in self._weighed(rows):
-            fault = weighed if isinstance(weighed, str) else _untrained(weighed[1], most, positions, skips)
-            if isinstance(weighed, tuple) and not fault:
-                ids, weights = weighed
-                lost, kept = weights[most:], (array("i", ids[:most]), array("f", weights[:most]))
-                self._batch.rows.append(EncodedRow(row.id, *kept, len(lost), len(lost) - lost.count(0.0)))
-            else:
-                self._batch.rows.append((row.id, row.where, fault))
-        return self._batch
-
-    def _weighed(self, rows: Iterable[Conversation]) -> Iterator[tuple[Conversation, Weighed | str]]:
-        """Each row with its ids and weights, or its fault."""
-        drafts: list[tuple[Conversation, tuple[str, list[_Turn]] | str]] = []
+        drafts: list[tuple[Conversation, str, list[_Turn], TemplateFault | None]] = []
         for row in rows:
             try:
-                fault = self.special_fault(row)
-                drafts.append((row, self._draft(row) if fault is None else fault))
+                self.require_plain(row)
+                drafts.append((row, *self._draft(row), None))
             except TemplateFault as error:
-                drafts.append((row, str(error)))
-        written = [draft for _, draft in drafts if not isinstance(draft, str)]
-        texts = {
-            text: None
-            for whole, turns in written
-            for text in (whole, *(t for turn in turns for t in (turn.before, turn.after)))
-        }
-        ids = dict(zip(texts, self._ids_of([*texts]), strict=True))
-        for row, draft in drafts:
+                drafts.append((row, "", [], error))
+        texts: dict[str, None] = {}
+        for _, whole, turns, fault in drafts:
+            if fault is None:
+                texts |= dict.fromkeys((whole, *(text for turn in turns for text in (turn.before, turn.after))))
+        ids_of = dict(zip(texts, self._ids_of([*texts]), strict=True))
+        for row, whole, turns, fault in drafts:
             try:
-                yield row, draft if isinstance(draft, str) else self._weigh(ids, *draft)
+                if fault is not None:
+                    raise fault
+                ids, weights = self._weigh(ids_of, whole, turns)
+                if not any(weights[:most]):
+                    raise TemplateFault(_untrained(weights, most, positions, skips))
+                lost, kept = weights[most:], (array("i", ids[:most]), array("f", weights[:most]))
+                self._batch.rows.append(EncodedRow(row.id, *kept, len(lost), len(lost) - lost.count(0.0)))
             except TemplateFault as error:
-                yield row, str(error)
+                self._batch.rows.append((row.id, row.where, str(error)))
+        return self._batch
 
     def _ids_of(self, texts: list[str]) -> list[list[int]]:
         """`plain_ids` of texts that begin each other. Each part between added tokens is tokenised once, unless the ids
@@ -419,7 +406,7 @@ class _Encoder:
         written = self._form == "text" and list(ids[: len(self.opening)]) == self.opening
         return [] if written else self.opening
 
-    def _weigh(self, ids_of: dict[str, list[int]], text: str, turns: list[_Turn]) -> Weighed:
+    def _weigh(self, ids_of: dict[str, list[int]], text: str, turns: list[_Turn]) -> tuple[list[int], list[float]]:
         whole = ids_of[text]
         usual = 1.0 if self._all else 0.0
         weights = [usual] * len(whole)
@@ -501,9 +488,6 @@ def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
 
 
 def _untrained(weights: list[float], most: int, positions: int | None, skips: bool) -> str:
-    """A fault if none of a row's first `most` tokens is trained; else empty."""
-    if any(weights[:most]):
-        return ""
     first = next((place for place, weight in enumerate(weights) if weight), None)
     if first is None:
         return "no token of it would be trained: all its answers have weight 0"

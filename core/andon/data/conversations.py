@@ -76,9 +76,6 @@ class ConversationSet(Examples):
     origins: Origins | None = field(default=None, compare=False, repr=False)
     labels = ()
 
-    def about(self) -> str:
-        return "task sft"
-
     @cached_property
     def digest(self) -> str:
         sha = hashlib.sha256()

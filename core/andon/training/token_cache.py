@@ -79,9 +79,6 @@ class TokenisedConversations(Examples):
     chosen: tuple[int, ...] | None = None
     labels = ()
 
-    def about(self) -> str:
-        return "task sft"
-
     @property
     def digest(self) -> str:
         return self.digest_of_all
