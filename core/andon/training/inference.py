@@ -32,15 +32,14 @@ from andon.run.provenance import read_provenance
 from andon.run.sealed import CheckpointError
 from andon.run.summary import read_summary
 from andon.step.replica import WEIGHTS
-from andon.tasks.encoded import EncodedRows
 from andon.tasks.sft import Asked
+from andon.tasks.text import EncodedRows
 from andon.training.build import build_model
 from andon.training.evaluation import evaluate
 from andon.training.existing import config_at_hand, config_of
 from andon.training.material import (
     HEADS,
     cut_note,
-    encoded,
     interface_of,
     loss_weights,
     skipped_of,
@@ -48,7 +47,7 @@ from andon.training.material import (
     usable_ids,
     warnings_of,
 )
-from andon.training.rows import READERS, Rows, read_rows, selection_of, skip_notes
+from andon.training.rows import Rows, read_files, read_rows, selection_of, skip_notes
 from andon_contracts.digest import hex64
 
 _WINDOW, _PROMPTS = 2048, 256
@@ -231,7 +230,7 @@ def read_labelled(
         columns = columns.model_copy(update={key: name for key, name in named.items() if name is not None})
     task = config.task or CLASSIFICATION
     labels = () if HEADS[task] == "causal" else read_labels(folder.adapter)
-    found = READERS[task].read(columns, [data], labels, selection_of(config.data, train=False))
+    found = read_files(task, columns, [data], labels, selection_of(config.data, train=False))
     for note in skip_notes(found.origins.skipped if found.origins is not None else ()):
         say(note)
     return found
@@ -334,14 +333,14 @@ def logits_of_texts(run: TrainedRun, texts: Sequence[str], pairs: Sequence[str] 
     Texts of like lengths are computed together, as `EvaluationBatching` says.
     """
     limit = run.config.model.max_length
-    tokens, columns = encoded(run.tokenizer, texts, pairs, limit)
+    encoding = run.tokenizer.encode(texts, limit, pairs)
     asked = EncodedRows(
-        tokens,
+        encoding.tokens,
         None,
         pad_id=run.tokenizer.pad_id,
         vocab_size=run.tokenizer.vocab_size,
         max_length=limit,
-        columns=columns,
+        columns=encoding.columns,
     )
     found: dict[int, torch.Tensor] = {}
     for batch in EvaluationBatching(_TOKENS, limit=limit).of(asked.lengths.tolist()):
@@ -358,7 +357,7 @@ def _predicted(run: TrainedRun, texts: Sequence[str], logits: Sequence[torch.Ten
             chosen = tuple(name for name, above in zip(labels, (row > 0).tolist(), strict=True) if above)
             yield PredictedLabels(text, chosen, dict(zip(labels, row.sigmoid().tolist(), strict=True)))
     elif task == TOKEN_CLASSIFICATION:
-        _, firsts = run.tokenizer.encode_words(texts, run.config.model.max_length)
+        firsts = run.tokenizer.encode(texts, run.config.model.max_length, words=True).firsts
         for text, places, row in zip(texts, firsts, logits, strict=True):
             best = row.argmax(dim=1).tolist()
             yield PredictedTags(text, tuple(labels[best[place]] if place >= 0 else None for place in places))

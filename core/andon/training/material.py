@@ -24,18 +24,21 @@ from andon.model.batches import length_step, padded_length
 from andon.model.build import ModelInterface, facts_of, facts_of_shape, labels_in_own_order, require_decoder
 from andon.model.masks import padding_note
 from andon.step.plan import BatchPlan
-from andon.tasks.classification import ClassificationTask
-from andon.tasks.encoded import Columns, EncodedRows
-from andon.tasks.multi_label import MultiLabelTask
-from andon.tasks.regression import RegressionTask
 from andon.tasks.sft import Asked, SftTask
-from andon.tasks.tagging import NO_TAG, TaggingTask
-from andon.tasks.task import ScoredTask
+from andon.tasks.text import (
+    NO_TAG,
+    ClassificationTask,
+    EncodedRows,
+    MultiLabelTask,
+    RegressionTask,
+    ScoredTask,
+    TaggingTask,
+)
 from andon.tasks.token_rows import TokenRows
 from andon.training.choices import Base, capped, for_rows, with_micro_batches, with_values
 from andon.training.limits import require_records_fit
 from andon.training.rows import Rows, cache_of, read_rows, task_of_run
-from andon.training.token_cache import TokenisedConversations, tokenised
+from andon.training.token_cache import TokenisedConversations, encoded_texts, tokenised
 
 
 @dataclass(frozen=True)
@@ -111,8 +114,9 @@ def prepare(config: Config, cache: Path | None = None) -> Material:
     elif config.data.class_weights != "uniform":
         what = f"{config.data.class_weights} is of classes, and {rows.task} has no weights"
         raise InputError([Problem("data.class_weights", what)])
-    whole = task_of(config, rows.train, tokenizer, weights)
-    scored = None if rows.evaluation is None else task_of(config, rows.evaluation, tokenizer, weights)
+    folder = cache_of(config, cache)
+    whole = task_of(config, rows.train, tokenizer, weights, folder)
+    scored = None if rows.evaluation is None else task_of(config, rows.evaluation, tokenizer, weights, folder)
     rows = rows.without(skipped_of(whole))
     lengths = whole.lengths[[rows.row_of(id_) for id_ in rows.train_ids]].tolist()
     longest = max(int(each.lengths.max()) for each in (whole, scored) if each is not None)
@@ -205,69 +209,46 @@ def loss_weights(config: Config, rows: Rows) -> tuple[float, ...]:
     return class_weights(config.data.class_weights, trained_on.counts(), trained_on.labels)
 
 
-def task_of(config: Config, data: Any, tokenizer: Tokenizer, weights: Sequence[float] = ()) -> ScoredTask:
-    """The rows of `data` as what a step or an evaluation works on. weights: of each class in the loss."""
+def task_of(
+    config: Config, data: Any, tokenizer: Tokenizer, weights: Sequence[float] = (), cache: Path | None = None
+) -> ScoredTask:
+    """The rows of `data` as what a step or an evaluation works on. weights: of each class in the loss.
+
+    cache: the folder of the token file; None: this process encodes texts and keeps no tokens.
+    """
     if isinstance(data, TokenisedConversations | ConversationSet):
         return _conversations(config, data, tokenizer)
-    if isinstance(data, Tagged):
-        return _tagging(config, data, tokenizer)
-    pairs = [row.pair for row in data.rows if row.pair is not None]
-    tokens, columns = encoded(tokenizer, [row.text for row in data.rows], pairs or None, config.model.max_length)
-    shared: dict[str, Any] = {"tokens": tokens, "columns": columns, **_batching(config, data, tokenizer)}
-    shared["labels"] = [row.label for row in data.rows]
-    if isinstance(data, Targets):
-        return RegressionTask(**shared)
-    shared |= {"num_labels": len(data.labels), "names": data.labels}
-    if isinstance(data, LabelSets):
-        return MultiLabelTask(**shared)
-    return ClassificationTask(class_weights=weights, **shared)
-
-
-def _tagging(config: Config, data: Tagged, tokenizer: Tokenizer) -> TaggingTask:
-    if config.data.text_pair_column is not None:
-        raise InputError([Problem("data.text_pair_column", "is for texts; words have tags in one text")])
-    texts, limit = [row.text for row in data.rows], config.model.max_length
-    tokens, firsts = tokenizer.encode_words(texts, limit)
-    tags = [[NO_TAG] * len(ids) for ids in tokens]
-    unread: dict[int, dict[int, int]] = {}
-    for id_, (row, places, each) in enumerate(zip(data.rows, firsts, tags, strict=True)):
-        for word, (tag, place) in enumerate(zip(row.label, places, strict=True)):
-            if place >= 0:
-                each[place] = tag
-            else:
-                unread.setdefault(id_, {})[word] = tag
-    batching = _batching(config, data, tokenizer)
-    columns = _typed(tokenizer.types_of(texts, limit))
-    return TaggingTask(tokens, tags, names=data.labels, unread=unread, columns=columns, **batching)
-
-
-def _batching(config: Config, data: Examples, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The arguments that all text tasks share, for the rows that the tokenizer encoded last."""
+    found = encoded_texts(cache, data, tokenizer, config.model.max_length)
     several = data.origins if data.origins is not None and len(data.origins.sizes) > 1 else None
-    return {
-        "cut": tokenizer.last_cut,
+    shared: dict[str, Any] = {
+        "tokens": found.tokens,
+        "columns": found.columns,
+        "cut": found.cut,
         "vocab_size": tokenizer.vocab_size,
         "pad_id": tokenizer.pad_id,
         "padding_multiple": padding_multiple(config),
         "max_length": config.model.max_length,
         "places": [several.where(id_) if several else f"{data.source}: row {id_}" for id_ in data.ids],
     }
-
-
-def encoded(
-    tokenizer: Tokenizer, texts: Sequence[str], pairs: Sequence[str] | None, max_length: int
-) -> tuple[list[list[int]], Columns]:
-    """The tokens of texts, or of pairs of texts, and their types, such as which text of a pair each is of, where the
-    tokenizer has any."""
-    if pairs is None:
-        tokens = tokenizer.encode(texts, max_length)
-        return tokens, _typed(tokenizer.types_of(texts, max_length))
-    tokens, types = tokenizer.encode_pairs(texts, pairs, max_length)
-    return tokens, _typed(types)
-
-
-def _typed(types: Sequence[Sequence[int]]) -> Columns:
-    return {"token_type_ids": (types, 0)} if any(map(any, types)) else {}
+    if isinstance(data, Tagged):
+        if config.data.text_pair_column is not None:
+            raise InputError([Problem("data.text_pair_column", "is for texts; words have tags in one text")])
+        tags = [[NO_TAG] * len(ids) for ids in found.tokens]
+        unread: dict[int, dict[int, int]] = {}
+        for id_, (row, places) in enumerate(zip(data.rows, found.firsts, strict=True)):
+            for word, (tag, place) in enumerate(zip(row.label, places, strict=True)):
+                if place >= 0:
+                    tags[id_][place] = tag
+                else:
+                    unread.setdefault(id_, {})[word] = tag
+        return TaggingTask(tags=tags, names=data.labels, unread=unread, **shared)
+    shared["labels"] = [row.label for row in data.rows]
+    if isinstance(data, Targets):
+        return RegressionTask(**shared)
+    shared |= {"num_labels": len(data.labels), "names": data.labels}
+    return (
+        MultiLabelTask(**shared) if isinstance(data, LabelSets) else ClassificationTask(class_weights=weights, **shared)
+    )
 
 
 def _conversations(config: Config, data: TokenisedConversations | ConversationSet, tokenizer: Tokenizer) -> SftTask:
@@ -277,7 +258,9 @@ def _conversations(config: Config, data: TokenisedConversations | ConversationSe
         tokens, encoding = data.tokens, data.encoding
     else:
         rows: list[EncodedRow] = []
-        encoding = encode_each(tokenizer, data, limit, train_on, rows.append, skip_bad=config.data.bad_rows == "skip")
+        encoding = encode_each(
+            tokenizer, data.form, data.rows, limit, train_on, rows.append, skip_bad=config.data.bad_rows == "skip"
+        )
         tokens = TokenRows.of(rows)
     new = config.model.new_tokens
     ids = ", ".join(f"{token!r} {id_}" for token, id_ in zip(new, tokenizer.ids_of(new), strict=True))
