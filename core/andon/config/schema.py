@@ -16,7 +16,6 @@ from pydantic_core import PydanticCustomError
 
 
 def _as_tuple(value: object) -> object:
-    """A YAML or JSON list where a tuple is kept, so that a configuration cannot change."""
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -33,10 +32,10 @@ Name = Annotated[str, Field(min_length=1)]
 
 
 class Section(BaseModel):
-    """What all parts have in common: frozen, no unknown keys, no conversion between types.
+    """A part of the configuration: frozen, without unknown keys or conversions between types.
 
-    A key of `automatic` that is `auto` counts as not set, so that a value is chosen for it. `default` of a field is
-    then the value of the embedded run.
+    A key in `automatic` whose value is `auto` counts as not set, so that a value is chosen for it; its `default` is
+    the value of the embedded run.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
@@ -87,22 +86,14 @@ class Model(Section):
     )
 
     @model_validator(mode="after")
-    def _new_tokens_differ(self) -> Model:
+    def _keys_fit(self) -> Model:
         for token in self.new_tokens:
             if token != token.strip():
                 raise _refuse("new_tokens", f"{token!r} begins or ends with white space, which texts have anyway")
             if self.new_tokens.count(token) > 1:
                 raise _refuse("new_tokens", f"names {token!r} twice ({list(self.new_tokens)})")
-        return self
-
-    @model_validator(mode="after")
-    def _revision_has_a_base(self) -> Model:
         if self.revision is not None and self.base is None:
             raise _refuse("revision", f"needs model.base, a model on the hub ({self.revision!r})")
-        return self
-
-    @model_validator(mode="after")
-    def _sizes_fit(self) -> Model:
         if self.base is None:
             heads = self.num_attention_heads
             if self.hidden_size % heads:
@@ -117,17 +108,10 @@ class Model(Section):
 
 
 UNUSED_WITH_BASE = frozenset(
-    f"model.{name}"
-    for name in (
-        "architecture",
-        "hidden_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "intermediate_size",
-    )
+    ("model.architecture", "model.hidden_size", "model.num_hidden_layers", "model.num_attention_heads")
+    + ("model.num_key_value_heads", "model.intermediate_size")
 )
-"""By dotted key, the settings that say how the embedded model is made; a run with `model.base` does not read them."""
+"""By dotted key, the settings of the embedded model; a run with `model.base` does not read them."""
 
 
 class Adapter(Section):
@@ -211,15 +195,11 @@ class Data(Section):
     )
 
     @model_validator(mode="after")
-    def _eval_and_limit_beside_train(self) -> Data:
+    def _files_fit(self) -> Data:
         if self.eval is not None and self.train is None:
             raise _refuse("eval", f"needs data.train: the embedded data has rows of its own for it ({self.eval!r})")
         if self.limit is not None and self.train is None:
             raise _refuse("limit", f"needs data.train; the embedded data is used as it is ({self.limit})")
-        return self
-
-    @model_validator(mode="after")
-    def _files_are_some(self) -> Data:
         paths = [file.path for file in self.files]
         if self.train is not None and not paths:
             raise _refuse("train", "names no file ([])")
@@ -398,23 +378,15 @@ class Run(Section):
         return given
 
     @model_validator(mode="after")
-    def _ranks_are_processes(self) -> Run:
+    def _keys_fit(self) -> Run:
         for key in ("step_deadline_s", "max_restarts"):
             value = getattr(self, key)
             if value and self.backend == "inline":
                 what = f"needs ranks of their own, which inline has not: gloo, nccl or mixed ({value})"
                 raise _refuse(key, what)
-        return self
-
-    @model_validator(mode="after")
-    def _portable_is_of_cpus(self) -> Run:
         if self.portable and (self.backend in ("nccl", "mixed") or {*map(str, self.devices or ())} - {"cpu"}):
             where = f"devices {list(self.devices)}" if self.devices else self.backend
             raise _refuse("portable", f"is of CPUs; with {where} leave it false (true)")
-        return self
-
-    @model_validator(mode="after")
-    def _devices_fit(self) -> Run:
         if self.devices is None:
             return self
         names = [str(name) for name in self.devices]
@@ -481,20 +453,12 @@ class Config(Section):
         return f"must not be more than optimizer.lr, {self.optimizer.lr} ({own.min_lr})"
 
     @model_validator(mode="after")
-    def _rates_fit(self) -> Config:
+    def _sections_fit(self) -> Config:
         known = self.model.base is None or "lr" in self.optimizer.model_fields_set  # else it is chosen later
         if known and self.rate_fault:
             raise _refuse("schedule.min_lr", self.rate_fault)
-        return self
-
-    @model_validator(mode="after")
-    def _portable_is_of_float32(self) -> Config:
         if self.run.portable and self.model.dtype != "float32":
             raise _refuse("run.portable", f"needs model.dtype=float32: CPUs compute {self.model.dtype} each in its way")
-        return self
-
-    @model_validator(mode="after")
-    def _patience_has_a_loss(self) -> Config:
         patience = self.training.early_stopping_patience
         if patience is not None and self.data.validation_fraction == 0:
             what = f"needs rows to validate on: a data.validation_fraction above 0 ({patience})"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from andon.backend import host
-from andon.config.schema import SFT, Config, Model, Section
+from andon.config.schema import SFT, Config, Section
 from andon.console.problems import InputError, Problem
 from andon.data.hub import at_hand
 
@@ -39,6 +39,12 @@ def is_set(config: Config, key: str) -> bool:
     return name in getattr(config, section).model_fields_set
 
 
+def value_of(config: Config, key: str) -> Any:
+    """The value of a dotted key."""
+    section, name = key.split(".")
+    return getattr(getattr(config, section), name)
+
+
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:
     """`config` with other values by dotted key; those keys count as set."""
     sections: dict[str, dict[str, Any]] = {}
@@ -54,9 +60,7 @@ def inherited(config: Config, before: Config) -> Config:
 
     How many workers there are is chosen again.
     """
-    was = {key: getattr(getattr(before, key.split(".")[0]), key.split(".")[1]) for key in automatic_keys(config)}
-    del was["run.workers"]
-    return _where_unset(config, was)
+    return _where_unset(config, {key: value_of(before, key) for key in automatic_keys(config) if key != "run.workers"})
 
 
 def automatic_keys(config: Config) -> list[str]:
@@ -85,65 +89,54 @@ def placed(config: Config, gpus: int | None = None) -> tuple[Config, str]:
         return config, ""
     there = host.gpus() if gpus is None else gpus
     asked = is_set(config, "run.backend")
-    backend = run.backend if asked else _backend(config, there)
+    backend: str = run.backend
+    if not asked and run.devices:
+        kinds = {"gloo" if str(name) == "cpu" else "nccl" for name in run.devices}
+        backend = kinds.pop() if len(kinds) == 1 else "mixed"
+    elif not asked:
+        backend = "nccl" if there and not run.portable else "gloo"
+    most = min(_PARTS, config.training.batch_size)
+    if is_set(config, "training.micro_batches"):
+        most = config.training.micro_batches
     if backend == "nccl" and not there and run.cpu_fallback:
-        return _on_cpus(config, "no GPU is usable here (clause cpu-fallback)")
+        return _on_cpus(config, most, "no GPU is usable here (clause cpu-fallback)")
     if backend == "gloo" and not is_set(config, "run.workers") and config.model.base is not None:
-        return _on_cpus(config, f"{there} GPUs are not used" if there else "")
+        return _on_cpus(config, most, f"{there} GPUs are not used" if there else "")
     if backend == "nccl" and not asked and is_set(config, "run.workers") and run.workers > there:
-        return _on_cpus(config, f"{run.workers} workers were asked for, and there are {there} GPUs" if there else "")
+        why = f"{run.workers} workers were asked for, and there are {there} GPUs" if there else ""
+        return _on_cpus(config, most, why)
     if backend != "nccl" or not there or is_set(config, "run.workers"):
         return with_values(config, {"run.backend": backend, "run.workers": run.workers}), ""
-    most = _fewest_parts(config)
     workers = len(run.devices) if run.devices else min(there, most) or 1
     why = f" of {there} GPUs: an update has {most} micro-batches" if workers == most < there else ""
     found = with_values(config, {"run.backend": backend, "run.workers": workers})
     return found, f"auto: {workers} nccl worker{'s' * (workers > 1)}{why}"
 
 
-def _on_cpus(config: Config, why: str) -> tuple[Config, str]:
-    """`config` on gloo, with workers for the CPUs if none are set, and the line that says so."""
+def _on_cpus(config: Config, most: int, why: str) -> tuple[Config, str]:
+    """`config` on gloo, with workers for the CPUs if none are set, and the line that says so.
+
+    With a base there are as many as have a micro-batch, a core and memory: each process has the base in fp32, and
+    trains all of it or a LoRA. most: micro-batches.
+    """
     workers, memory = config.run.workers, ""
     if not is_set(config, "run.workers") and config.model.base is not None:
-        workers, memory = _cpu_workers(config)
-    found = with_values(config, {"run.backend": "gloo", "run.workers": workers})
+        workers, free = min(most, host.physical_cores()), host.free_ram()
+        try:
+            folder = Path(at_hand(config.model.base, config.model.revision)).expanduser()
+            files = [*folder.glob("*.safetensors")] or [*folder.glob("*.bin")]
+            size = sum(file.stat().st_size for file in files)
+            half = 'float16"' in (folder / "config.json").read_text(encoding="utf-8")
+        except (InputError, OSError, ValueError):
+            free = None  # loading says what is wrong with it
+        if free and size:
+            needed = size * (2 if half else 1) * (6 if config.adapter.kind == "none" else 1.25) + _GIB
+            fitting = max(int(free // needed), 1)
+            if fitting < workers:
+                workers, memory = fitting, f"each needs about {needed / _GIB:.1f} GiB of memory"
     line, reason = f"auto: {workers} gloo worker{'s' * (workers > 1)}", why or memory
+    found = with_values(config, {"run.backend": "gloo", "run.workers": workers})
     return found, f"{line}: {reason}" if reason else line
-
-
-def _backend(config: Config, gpus: int) -> str:
-    if config.run.devices:
-        kinds = {"gloo" if str(name) == "cpu" else "nccl" for name in config.run.devices}
-        return kinds.pop() if len(kinds) == 1 else "mixed"
-    return "nccl" if gpus and not config.run.portable else "gloo"
-
-
-def _fewest_parts(config: Config) -> int:
-    training = config.training
-    return training.micro_batches if is_set(config, "training.micro_batches") else min(_PARTS, training.batch_size)
-
-
-def _cpu_workers(config: Config) -> tuple[int, str]:
-    """As many as have work, a core and memory: each process has the base in fp32, and trains all of it or a LoRA."""
-    most = min(_fewest_parts(config), host.physical_cores())
-    free, size = host.free_ram(), _fp32_bytes(config.model)
-    if not free or not size:
-        return most, ""
-    needed = size * (6 if config.adapter.kind == "none" else 1.25) + _GIB
-    fitting = max(int(free // needed), 1)
-    return (most, "") if fitting >= most else (fitting, f"each needs about {needed / _GIB:.1f} GiB of memory")
-
-
-def _fp32_bytes(model: Model) -> int:
-    """The size of the base's weights; 0 if they are not on this machine."""
-    try:
-        folder = Path(at_hand(str(model.base), model.revision)).expanduser()
-        files = [*folder.glob("*.safetensors")] or [*folder.glob("*.bin")]
-        size = sum(file.stat().st_size for file in files)
-        half = 'float16"' in (folder / "config.json").read_text(encoding="utf-8")
-    except (InputError, OSError, ValueError):
-        return 0  # loading says what is wrong with it
-    return size * (2 if half else 1)
 
 
 # What follows from rows and the base
@@ -207,7 +200,13 @@ def for_rows(
     config = _where_unset(config, values)
     if fault := config.rate_fault:
         raise InputError([Problem("schedule.min_lr", fault)])
-    pays = on_gpus and base is not None and _pays(config, base, lengths)
+    pays = False
+    if on_gpus and base is not None:
+        # Six operations for each weight and token.
+        training, epochs = config.training, float(config.training.epochs)
+        if training.max_steps is not None:
+            epochs = min(epochs, training.max_steps * training.batch_size / max(len(lengths), 1))
+        pays = 6.0 * base.weights * sum(lengths) * epochs >= _COMPILE_PAYS
     return _where_unset(config, {"training.compile": "graphs" if pays else "off"})
 
 
@@ -222,15 +221,6 @@ def with_micro_batches(config: Config, rows: int, length: int) -> Config:
     if config.model.base is not None:
         parts = max(parts, -(-rows // max(_TOKENS // length, 1)))
     return with_values(config, {"training.micro_batches": parts})
-
-
-def _pays(config: Config, base: Base, lengths: Sequence[int]) -> bool:
-    """Whether compiled passes save more time than compiling takes: six operations for each weight and token."""
-    training = config.training
-    epochs = float(training.epochs)
-    if training.max_steps is not None:
-        epochs = min(epochs, training.max_steps * training.batch_size / max(len(lengths), 1))
-    return 6.0 * base.weights * sum(lengths) * epochs >= _COMPILE_PAYS
 
 
 def settings_line(config: Config) -> str:
