@@ -1,6 +1,6 @@
-"""One worker of a classifier's training: its configuration, its samples, and gradient and step as halves apart.
+"""The seed's pipeline: a classifier that trains alone, or computes gradient and update separately.
 
-The seed's names over the trainer's own parts: the model is built, trained and judged by what `andon train` uses.
+These are the seed's names over the trainer's own parts, which build, train and judge the model as in `andon train`.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from andon.config.schema import Config, Optimizer
 from andon.console.problems import InputError, Problem, ProblemList, install_hint
 from andon.model.batches import predictions
 from andon.model.build import ModelInterface
-from andon.step.micro_batch import Leaf, plan_leaves, reports_of
-from andon.step.optimizer import read_reduced
+from andon.step import message
+from andon.step.message import reduced_values, reports_of
+from andon.step.micro_batch import Leaf, plan_leaves
 from andon.step.plan import GlobalBatch
-from andon.step.replica import REDUCED_FACTS, PartialGradient, Replica
-from andon.step.step import RATES
-from andon.step.tree import fold
+from andon.step.promises import Report, ensures
+from andon.step.reduce import fold
+from andon.step.replica import Replica
 from andon.tasks.classification import ClassificationTask
 from andon.training.build import build_model as build_trainable
 from andon.training.build import build_replicas
 from andon_contracts.agree import Observation, bits_of, real_of
 from andon_contracts.laws.law import Judgement, Seen, enforce
-from andon_contracts.laws.update import CALLER_GRADIENT, LEAVES, OUTPUT, REDUCED, LeafReport, Leaves, Output, Reduced
+from andon_contracts.laws.update import CALLER_GRADIENT, LEAVES, OUTPUT, REDUCED, Leaves, Output, Reduced
 from andon_contracts.observe import nonfinite
 from andon_contracts.policy import enforced
 
@@ -65,7 +66,7 @@ class ClassifyConfig:
 
     def __post_init__(self) -> None:
         found = ProblemList()
-        _check(found, self, "num_classes", _is_class_count, "an integer of at least 2 (F-CLASS-004)")
+        _check(found, self, "num_classes", lambda value: _is_count(value, 2), "an integer of at least 2 (F-CLASS-004)")
         for name in ("lora_rank", "epochs", "max_seq_len", "log_interval", "batch_size", "accumulation_steps"):
             _check(found, self, name, _is_count, "an integer of at least 1")
         for name in ("lora_alpha", "learning_rate"):
@@ -74,18 +75,13 @@ class ClassifyConfig:
             _check(found, self, "gradient_clip_norm", _is_positive, "a finite number above 0, or None")
         if self.quantize_nf4:
             found.add("quantize_nf4", "True, but four-bit bases are not supported; must be False")
-        self._check_class_weights(found)
-        found.raise_if_any()
-
-    def _check_class_weights(self, found: ProblemList) -> None:
         weights = self.class_weights
-        if weights is None:
-            return
-        if len(weights) != self.num_classes:
+        if weights is not None and len(weights) != self.num_classes:
             found.add("class_weights", f"{len(weights)} weights for {self.num_classes} classes")
-        for label, weight in enumerate(weights):
+        for label, weight in enumerate(weights or ()):
             if not _is_positive(weight):
                 found.add(f"class_weights[{label}]", f"{weight!r} must be a finite number above 0")
+        found.raise_if_any()
 
 
 @dataclass(frozen=True)
@@ -156,7 +152,7 @@ class TransformerConfig:
 
     @property
     def is_encoder(self) -> bool:
-        """Whether every token sees every other one."""
+        """Whether every token attends to every other one."""
         return self.architecture == "encoder"
 
     def lora_parameters(self, rank: int) -> int:
@@ -188,12 +184,8 @@ def _check(found: ProblemList, config: object, name: str, test: Callable[[object
         found.add(name, f"{value!r} must be {wanted}")
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _is_class_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 2
+def _is_count(value: object, least: int = 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def _is_positive(value: object) -> bool:
@@ -355,7 +347,7 @@ class ClassifyPipeline:
 
     @property
     def device(self) -> torch.device:
-        """Where the model and its optimizer live."""
+        """The device of the model and its optimizer."""
         return self.replica.device
 
     @property
@@ -402,7 +394,7 @@ class ClassifyPipeline:
         """
         if not samples:
             return NOTHING
-        partial, reports = self._compute(self._encoder.of_samples(samples))
+        partial, reports = self._compute(self._encoder.of_samples(samples)).result
         (root,) = partial.roots.values()
         self._sum = root.clone() if self._sum is None else self._sum.add_(root)
         self.replica.release(partial)
@@ -412,8 +404,9 @@ class ClassifyPipeline:
         total = fold((0, len(losses)), losses.__getitem__, operator.add, float)
         return BatchResult(total / len(samples), sum(report.correct for report in reports), len(samples), 0.0)
 
-    def _compute(self, rows: ClassificationTask) -> tuple[PartialGradient, tuple[LeafReport, ...]]:
-        """The micro-batches of all `rows`, numbered on from earlier calls so that each has its own masks."""
+    @ensures(*LEAVES, of=lambda record: record.want)
+    def _compute(self, rows: ClassificationTask) -> Report:
+        """The gradient of all `rows`. Micro-batches are numbered on from earlier calls, so that their masks differ."""
         step, first = self.replica.updates + 1, self._calls * self.micro_batches
         parts = GlobalBatch(step, 0, 0, tuple(range(len(rows)))).micro_batches(self.micro_batches)
         planned = plan_leaves(parts, (range(self.micro_batches),), rows)
@@ -422,8 +415,8 @@ class ClassifyPipeline:
         node = (first, first + self.micro_batches)
         partial = self.replica.gradients(step, leaves, [node], rows, checked=enforced())
         reports = reports_of([Observation(0, step, 0, "accumulated", {}, partial.reports)])
-        enforce(Judgement(LEAVES, Leaves(reports, plan, step)))
-        return partial, reports
+        seen = Seen([], Leaves(reports, plan, step))
+        return Report(partial.reports, lambda _: seen, result=(partial, reports))
 
     def apply_accumulated_gradients(self, total_samples: int) -> float:
         """Divide the accumulated sum by `total_samples`, clip, take one update, start anew (seed S15).
@@ -439,20 +432,30 @@ class ClassifyPipeline:
         return norm
 
     def zero_gradients(self) -> None:
-        """Forget what is accumulated."""
+        """Forget the accumulated gradient."""
         self._sum, self._samples, self._calls = None, 0, 0
 
     def _apply(self, gradient: torch.Tensor, divisor: int, point: str) -> float:
-        """One update by the laws of the step's own, of one replica; `point` says where its gradient comes from."""
+        norm: float = self._finalize(gradient, divisor, point).result
+        self.replica.apply()
+        return norm
+
+    @ensures(*REDUCED)
+    def _finalize(self, gradient: torch.Tensor, divisor: int, point: str) -> Report:
+        """The gradient as the optimizer gets it, under the laws of the step, and its norm. point: its source."""
         replica, limit, checked = self.replica, self.config.gradient_clip_norm, enforced()
-        step = replica.updates + 1
-        facts = replica.take([gradient], divisor, self._rate, limit, checked=checked).tolist()
-        if checked:
-            held = zip((*RATES, *REDUCED_FACTS), (bits_of(self._rate), bits_of(replica.rate), *facts), strict=True)
-            said = Observation(0, step, 0, point, read_reduced(replica.parameters.size, dict(held)))
-            enforce(Judgement(REDUCED, Seen([said], Reduced(limit=limit))))
-        replica.apply()
-        return real_of(facts[REDUCED_FACTS.index("norm") if checked else 0])
+        facts = replica.finalize_gradient([gradient], divisor, self._rate, limit, checked=checked)
+        norm = real_of(int(facts[message.REDUCED.on_device.index("norm") if checked else 0]))
+
+        def record(table: torch.Tensor) -> Seen[Reduced]:
+            if not checked:
+                return Seen([], Reduced())
+            rates = (bits_of(self._rate), bits_of(replica.rate))
+            raw = dict(zip(message.REDUCED.names, (*rates, *table.tolist()), strict=True))
+            values = reduced_values(replica.parameters.size, raw)
+            return Seen([Observation(0, replica.updates + 1, 0, point, values)], Reduced(limit=limit))
+
+        return Report(facts, record, checked=checked, result=norm)
 
     def collect_lora_gradients(self) -> torch.Tensor:
         """What is accumulated, as fp32 [num_trainable_parameters] on the CPU: a SUM over samples (zeros: none).

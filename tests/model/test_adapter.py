@@ -33,7 +33,6 @@ from andon.model.adapter import (
     load_adapter,
     read_labels,
     save_base,
-    save_merged,
     trainable_parameters,
 )
 from andon.model.batches import predictions
@@ -179,7 +178,7 @@ def test_what_the_checkpoint_lacks_goes_along_with_the_adapter(family: str, head
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
     with torch.no_grad():
         torch.testing.assert_close(stock(**inputs).logits, logits(model), atol=1e-5, rtol=1e-5)
-        save_merged(model, tmp_path / "merged", LABELS, torch.float32)
+        save_base(model, tmp_path / "merged", LABELS, torch.float32)
         with quiet_loading():
             plain, report = loader.from_pretrained(tmp_path / "merged", output_loading_info=True)
         assert not report["missing_keys"] | report["unexpected_keys"]
@@ -270,7 +269,7 @@ def test_a_merged_model_in_one_file_or_in_several_is_read_by_transformers(
     monkeypatch.setattr(stored, "LARGEST_FILE", limit)
     model = perturbed(attach(causal_base(dtype="bfloat16"), LORA, seed=3))
     before = tree_digest(dict(model.named_parameters()))
-    save_merged(model, tmp_path, (), torch.bfloat16)
+    save_base(model, tmp_path, (), torch.bfloat16)
     assert tree_digest(dict(model.named_parameters())) == before
     files = sorted(tmp_path.glob("*.safetensors"))
     assert (len(files) > 2) == (tmp_path / "model.safetensors.index.json").exists() == (limit == 2000)
@@ -330,7 +329,7 @@ def test_a_mixture_is_merged_and_saved_with_all_of_its_experts(family: str, load
     with torch.no_grad():
         wanted = model.eval()(**inputs).logits
         save_base(model, tmp_path / "base", ("a", "b", "c"))
-        save_merged(model, tmp_path / "merged", ("a", "b", "c"), torch.float32)
+        save_base(model, tmp_path / "merged", ("a", "b", "c"), torch.float32)
         for folder, same in (("merged", True), ("base", False)):
             with quiet_loading():
                 stock, report = loader.from_pretrained(tmp_path / folder, output_loading_info=True)

@@ -15,11 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPTJConfig, GPTJForCa
 import andon.model.causal
 from andon.config.schema import Adapter
 from andon.console.problems import InputError
-from andon.model.adapter import attach, trainable_parameters
+from andon.model.adapter import attach, mean_row, trainable_parameters
 from andon.model.build import seeded, without_adapter
-from andon.model.causal import Row, collate_packs, content, generate, loss_sum, require_apart, row_outputs
+from andon.model.causal import Row, check_packing_isolation, collate_packs, content, generate, loss_sum, row_outputs
 from andon.model.memory import StorageWatch
-from andon.model.new_tokens import mean_row
 from andon.step.task import LeafLoss
 from tests.model.tiny import CAUSAL, CPU, LORA, PAD, TINY, base_of, causal, causal_base, changed, perturbed
 
@@ -240,7 +239,7 @@ def test_a_batch_without_a_trained_token_has_no_loss_and_no_gradient() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_decoders_that_keep_rows_apart_are_taken(family: str) -> None:
     for eager in (False, True):
-        require_apart(causal(family, eager=eager), CPU)
+        check_packing_isolation(causal(family, eager=eager), CPU)
 
 
 def _built(kind: str, **settings: Any) -> nn.Module:
@@ -264,7 +263,7 @@ def _built(kind: str, **settings: Any) -> nn.Module:
 def test_a_model_that_cannot_keep_rows_apart_is_refused(kind: str, settings: dict[str, Any], message: str) -> None:
     """A state that runs on, places counted by the mask, logits that are not the head's, a limit to sight."""
     with pytest.raises(InputError, match=rf"model\.base: .*{message}"):
-        require_apart(_built(kind, **settings), CPU)
+        check_packing_isolation(_built(kind, **settings), CPU)
 
 
 @pytest.mark.parametrize("way", ["a mask of ones", "a default cache", "positions that run on"])
@@ -283,10 +282,10 @@ def test_rows_that_see_each_other_are_refused(way: str, monkeypatch: pytest.Monk
             given["position_ids"] = None
         return own(*ids, **given)
 
-    require_apart(model, CPU)
+    check_packing_isolation(model, CPU)
     monkeypatch.setattr(backbone, "forward", forward)
     with pytest.raises(InputError, match="gives packed rows other logits than each row alone"):
-        require_apart(model, CPU)
+        check_packing_isolation(model, CPU)
 
 
 PROMPTS = ([4, 5, 6], [7], [9, 10, 11, 12, 13], [8, 3])
@@ -356,7 +355,7 @@ def test_the_gradient_of_new_tokens_is_that_of_a_float64_loop(family: str, of: l
     assert max(distances(gradients(model, loss), exact).values()) <= 2e-6
     rows = [tuple(value.shape) for name, value in exact.items() if "trainable_tokens" in name]
     assert rows == [(2, 16)] * (2 if family == "llama" else 1)
-    require_apart(model, CPU)
+    check_packing_isolation(model, CPU)
 
 
 @pytest.mark.parametrize("adapter", [LORA, WHOLE], ids=["lora", "whole"])

@@ -14,7 +14,7 @@ from andon.config.schema import Adapter, Config, Optimizer, Training
 from andon.console.problems import InputError
 from andon.model.adapter import attach
 from andon.model.build import checkpoint_layers
-from andon.model.masks import _attending
+from andon.model.masks import attending_by
 from andon.step.plan import BatchPlan
 from andon.step.step import TrainingStep
 from andon.training.build import build_replicas
@@ -76,7 +76,7 @@ def test_what_is_computed_again_attends_as_it_did() -> None:
         if checkpointing:
             checkpoint_layers(model)
         calls.clear()
-        with _attending(model, "andon_test_attention", attend):
+        with attending_by(model, "andon_test_attention", attend):
             logits = model(input_ids=torch.arange(1, 9)[None], use_cache=False).logits
         forward = len(calls)
         logits.square().sum().backward()

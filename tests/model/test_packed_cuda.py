@@ -10,7 +10,7 @@ import andon.model.masks
 from andon.config.schema import Adapter
 from andon.model.adapter import attach, trainable_parameters
 from andon.model.build import checkpoint_layers
-from andon.model.causal import collate_packs, loss_sum, require_apart
+from andon.model.causal import check_packing_isolation, collate_packs, loss_sum
 from andon.model.masks import Masking, masking_of
 from andon.step.task import Batch
 from tests.model.tiny import CAUSAL, base_of, changed, perturbed
@@ -47,7 +47,7 @@ def learned(model: nn.Module, lengths: list[list[int]]) -> tuple[float, torch.Te
 def test_spans_give_what_pairs_give(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of()
     assert masking_of(model, GPU) is Masking.SPANS
-    require_apart(model, GPU, 128)
+    check_packing_isolation(model, GPU, 128)
     loss, gradient = learned(model, LENGTHS)
     monkeypatch.setitem(andon.model.masks._tried, model, Masking.ROW_PAIRS)
     wanted, right = learned(model, LENGTHS)
@@ -71,7 +71,7 @@ def test_the_same_bits_again() -> None:
 def test_what_the_kernel_does_not_take_is_told_by_pairs(model: tuple[str, int]) -> None:
     built = model_of(*model)
     assert masking_of(built, GPU) is Masking.ROW_PAIRS
-    require_apart(built, GPU, 128)
+    check_packing_isolation(built, GPU, 128)
     assert learned(built, LENGTHS)[0] > 0
 
 

@@ -11,9 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from andon.config.load import load_config
-from andon.step.plan import BatchPlan, GlobalBatch, efficiency, epoch_order, rank_leaves
-from andon.step.schedule import Schedule
-from andon.step.shard import balanced_bounds
+from andon.step.plan import BatchPlan, GlobalBatch, Schedule, balanced_bounds, efficiency, epoch_order, rank_leaves
 from andon.training.build import schedule_of
 
 IDS = tuple(range(100, 137))

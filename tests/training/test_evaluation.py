@@ -81,7 +81,7 @@ def test_every_row_is_scored_once(world: int) -> None:
     assert found == evaluate(InlineBackend([CPU]), [ByFirstToken()], rows(), range(ROWS))
 
 
-NOT_FINITE = "finite broken .* no finite logits: 1 of 150 rows have none, row 133 first"
+NOT_FINITE = "finite broken .* logits is not finite for 1 of 150 rows, first for row 133"
 TWICE = r"evaluation-once .* rows \[6, 13, 20, 27, 34, 41, 48, 55\] were counted more than once"
 
 
@@ -90,7 +90,7 @@ TWICE = r"evaluation-once .* rows \[6, 13, 20, 27, 34, 41, 48, 55\] were counted
     [
         *((InlineBackend, odd, NOT_FINITE) for odd in (math.nan, math.inf, -math.inf)),
         (RepeatingBackend, 0.0, TWICE),
-        (SwappingBackend, 0.0, "evaluation-once .* not the planned ones in their order"),
+        (SwappingBackend, 0.0, "evaluation-once .* rows, but not the planned rows in the planned order"),
     ],
 )
 def test_rows_that_do_not_come_back_once_and_finite_are_not_scored(
@@ -103,7 +103,7 @@ def test_rows_that_do_not_come_back_once_and_finite_are_not_scored(
 def test_a_score_of_fewer_rows_than_planned_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     inner = classification.scores
     monkeypatch.setattr(classification, "scores", lambda *given: replace(inner(*given), rows=ROWS - 1))
-    with pytest.raises(Violation, match=r"evaluation-once .* rank 0 reports rows as 149.0, the rows give 150.0"):
+    with pytest.raises(Violation, match=r"evaluation-once .* rank 0 reports rows as 149.0, but the rows give 150.0"):
         evaluate(InlineBackend([CPU]), [ByFirstToken()], rows(), range(ROWS))
 
 

@@ -32,7 +32,7 @@ from andon.run.ledger import read_ledger
 from andon.training.existing import require_same_as_finished
 from andon.training.history import read_history
 from andon.training.inference import load_run
-from andon.training.outputs import resolved
+from andon.training.run import resolved
 from andon_contracts.digest import tree_digest
 from andon_contracts.fields import Real
 from andon_contracts.record import Broken, End, Evaluation, Record, Resume, Retraction, Saved, Step, StepDigests

@@ -22,15 +22,14 @@ from andon.model.adapter import attach, trainable_parameters
 from andon.model.batches import Shape
 from andon.model.build import ModelInterface, build_base, checkpoint_layers, without_adapter
 from andon.model.compiled import compile_backbone
-from andon.model.finite import require_finite
 from andon.model.masks import masking_of, padding_of
+from andon.model.stored import require_finite
 from andon.run.checkpoint import Checkpoint
 from andon.run.repeats import Repeats
 from andon.step.captured import CapturedPasses
 from andon.step.keyed import refuse_unkeyed
-from andon.step.plan import BatchPlan
+from andon.step.plan import BatchPlan, Schedule
 from andon.step.replica import WEIGHTS, Replica, restore_state
-from andon.step.schedule import Schedule
 from andon.step.step import TrainingStep
 from andon.step.task import Task
 from andon.training.trainer import Journal, Progress, Trainer

@@ -22,7 +22,7 @@ from andon.data.chat import encode_prompt
 from andon.data.conversations import ConversationSet
 from andon.data.rows import Row
 from andon.metrics.confusion import read_confusion
-from andon.model.adapter import save_base, save_merged
+from andon.model.adapter import save_base
 from andon.model.build import LOADERS, computing, facts_of, without_adapter
 from andon.model.causal import generate
 from andon.model.masks import padding_of
@@ -31,11 +31,10 @@ from andon.run.folder import RunFolder
 from andon.run.ledger import LedgerError, read_ledger
 from andon.run.summary import read_summary
 from andon.tasks.sft import Asked
-from andon.training.card import Form, Result
 from andon.training.existing import config_of, go_on_with
 from andon.training.inference import TrainedRun, logits_of_texts, rows_of
 from andon.training.material import HEADS
-from andon.training.outputs import card_note, form_of, write_card, write_model_files, write_tokenizer
+from andon.training.outputs import Form, Result, form_of, write_card, write_model_files, write_tokenizer
 from andon_contracts.record import Start
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -126,7 +125,7 @@ def export_run(run: TrainedRun, target: Path, dtype: str | None = None, check: s
         loaded_on: Path | str | None = None
         if dtype is not None:
             side = padding_of(run.model, run.device).side
-            save_merged(run.model, path, run.labels, DTYPES[dtype])
+            save_base(run.model, path, run.labels, merged=DTYPES[dtype])
             write_tokenizer(path, run.tokenizer, config, run.labels, asked, side)
         else:
             # Where peft looks for the base: a hub id, a folder's whole path, or the name of the one that goes along.
@@ -147,8 +146,8 @@ def export_run(run: TrainedRun, target: Path, dtype: str | None = None, check: s
                 f"these are the weights of the run's checkpoint of step {run.step}; the scores, the digest of the "
                 "trained weights and the command in this card are those of the run's result"
             )
-        note = card_note(of_checkpoint, how, own_code)
-        said = write_card(path, run.folder, config, result, form, target.name, run.tokenizer, asked, note)
+        notes = (of_checkpoint, how, own_code)
+        said = write_card(path, run.folder, config, result, form, target.name, run.tokenizer, asked, notes)
         require_place(target)  # measuring the drift takes minutes
         return drift, *said
 

@@ -18,8 +18,7 @@ from andon.data.conversations import ConversationSet
 from andon.data.draw import Draw
 from andon.data.labels import class_weights
 from andon.data.origins import RowSelection
-from andon.data.rows import DataSet, Examples, LabelSets, Targets
-from andon.data.tagged import Tagged
+from andon.data.rows import DataSet, Examples, LabelSets, Tagged, Targets
 from andon.data.tokens import Tokenizer, byte_tokenizer, pretrained_tokenizer
 from andon.model.batches import length_step, padded_length
 from andon.model.build import ModelInterface, facts_of, facts_of_shape, labels_in_own_order, require_decoder
@@ -215,10 +214,10 @@ def task_of(config: Config, data: Any, tokenizer: Tokenizer, weights: Sequence[f
     pairs = [row.pair for row in data.rows if row.pair is not None]
     tokens, columns = encoded(tokenizer, [row.text for row in data.rows], pairs or None, config.model.max_length)
     shared: dict[str, Any] = {"tokens": tokens, "columns": columns, **_batching(config, data, tokenizer)}
-    labels: list[Any] = [row.label for row in data.rows]
+    shared["labels"] = [row.label for row in data.rows]
     if isinstance(data, Targets):
-        return RegressionTask(targets=labels, **shared)
-    shared |= {"labels": labels, "num_labels": len(data.labels), "names": data.labels}
+        return RegressionTask(**shared)
+    shared |= {"num_labels": len(data.labels), "names": data.labels}
     if isinstance(data, LabelSets):
         return MultiLabelTask(**shared)
     return ClassificationTask(class_weights=weights, **shared)

@@ -20,8 +20,7 @@ from andon.config.schema import Config
 from andon.console.problems import InputError
 from andon.metrics.scores import Scores
 from andon.run.repeats import Repeats
-from andon.step.plan import BatchPlan, GlobalBatch
-from andon.step.schedule import Schedule
+from andon.step.plan import BatchPlan, GlobalBatch, Schedule
 from andon.step.step import Pending, RankFailed, StepResult, TrainingStep
 from andon.training.history import step_record
 from andon_contracts.laws.law import Judgement, enforce

@@ -17,14 +17,14 @@ from andon.backend.inprocess import InlineBackend
 from andon.config.schema import Adapter, Config, Contracts, Model, Optimizer, Training
 from andon.model.adapter import trainable_parameters
 from andon.model.build import ModelInterface
-from andon.model.memory import activation_bytes, plan_bytes
+from andon.model.memory import plan_bytes
 from andon.step.plan import BatchPlan
 from andon.step.replica import Replica
 from andon.tasks.classification import ClassificationTask
 from andon.training.build import Run, build_model, build_run
 from andon_falsify.subjects.case import PAD, VOCABULARY, Case
 from andon_falsify.subjects.interpose import Place, WatchedBackend, WatchedTask
-from andon_falsify.subjects.meter import StorageMeter
+from andon_falsify.subjects.meter import StorageMeter, activation_bytes
 from andon_falsify.subjects.placing import devices_of, place_of_bits
 from andon_falsify.subjects.trace import LeafMasks, Sightings, copied, digest
 

@@ -11,8 +11,8 @@ from andon.coordinator import DataParallelCoordinator
 from andon.model.adapter import trainable_parameters
 from andon.pipeline import ClassifyConfig, SafetySample, TransformerConfig
 from andon.step.micro_batch import Leaf
+from andon.step.plan import Schedule
 from andon.step.replica import PartialGradient, Replica
-from andon.step.schedule import Schedule
 from andon_contracts.policy import suspended
 from andon_contracts.violation import Violation
 from andon_falsify.subjects.assembly import frozen_of, plan_of

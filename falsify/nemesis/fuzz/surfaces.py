@@ -18,6 +18,7 @@ from andon.config.load import load_config, to_yaml
 from andon.config.schema import Config, Model
 from andon.console.problems import InputError
 from andon.data.readers import read
+from andon.data.rows import DataSet
 from andon.data.tokens import pretrained_tokenizer
 from andon.inspection.explain import explain
 from andon.inspection.recorded import open_recorded
@@ -87,7 +88,7 @@ def data(draw: random.Random, folder: Path) -> str:
     path = folder / name
     path.write_bytes(damaged(draw, content))
     try:
-        found = read(path)
+        found = read(DataSet, path)
     except InputError as error:
         return "" if str(path) in str(error) else "the message does not name the file"
     if len(found.labels) < 2 or not found.rows:
