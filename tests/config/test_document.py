@@ -114,6 +114,7 @@ def test_a_document_that_eats_memory_or_is_none_is_refused(text: str, said: str)
         ("a: !!python/object/apply:os.system [x]", "x.yaml:1 a: the tag !python/object/apply:os.system is not supp"),
         ("a: !thing {}", "x.yaml:1 a: the tag !!thing is not supported"),
         ("a: !!int x", "x.yaml:1 a: 'x' is no int"),
+        ("a: !!int [1]", "x.yaml:1 a: the tag !int is not supported"),
         ("a: !!bool 3", "x.yaml:1 a: '3' is no bool"),
         ("? [a]\n: 1", "x.yaml:1: a key must be a word"),
         ("a: " + "1" * 500, "x.yaml:1 a: too long a number ("),

@@ -5,13 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from andon.config.document import MOST_BYTES, Document, KeyPath, dump, parse
-from andon.config.foreign_names import FOREIGN_NAMES
 from andon.config.schema import ONE_FILE, SEVERAL_FILES, Config, Section, TrainFile
 from andon.config.source import require_file
 from andon.console.problems import InputError, Problem, ProblemList, did_you_mean, shown
@@ -48,20 +46,74 @@ _WANTED = {
     "tuple_type": "a list",
     "model_type": "a section with keys",
 }
-_BOUNDS = {
-    "greater_than": ("more than", "gt"),
-    "greater_than_equal": ("at least", "ge"),
-    "less_than": ("less than", "lt"),
-    "less_than_equal": ("at most", "le"),
-}
+_BOUNDS = {"greater_than": "more than", "greater_than_equal": "at least"}
+_BOUNDS |= {"less_than": "less than", "less_than_equal": "at most"}
 _KINDS = {str: "the string ", bool: "", dict: "the section ", list: "the list ", tuple: "the list "}
+
+_SECTIONS = {name: part for name, part in Config() if isinstance(part, Section)}
+_KEYS: list[KeyPath] = [
+    path for name, _ in Config() for path in ((name,), *((name, key) for key, _ in _SECTIONS.get(name, ())))
+]
+_BATCH = "training.batch_size is the rows of one update over all workers"
+_BY_ANSWER = {
+    "optimizer.lr": "learning_rate",
+    "optimizer.name": "optim optimizer",
+    "optimizer.clip_norm": "max_grad_norm gradient_clipping",
+    "optimizer.betas": "adam_beta1 adam_beta2",
+    "optimizer.eps": "adam_epsilon",
+    "schedule.type": "lr_scheduler lr_scheduler_type",
+    "schedule.warmup_fraction": "warmup_ratio",
+    "training.epochs": "num_train_epochs num_epochs",
+    "training.evaluate_every": "eval_steps",
+    "training.checkpoint_every": "save_steps",
+    "training.keep_checkpoints": "save_total_limit",
+    "training.packing": "sample_packing",
+    "training.activation_checkpointing": "gradient_checkpointing",
+    "training.compile": "torch_compile",
+    "training.eval_rows": "max_eval_samples",
+    "run.log_every": "logging_steps",
+    "run.dir": "output_dir",
+    "run.resume": "resume_from_checkpoint",
+    "run.report_to": "use_wandb wandb_project",
+    "model.base": "model_name_or_path model_name base_model",
+    "model.revision": "model_revision",
+    "model.max_length": "max_seq_length max_seq_len sequence_len cutoff_len",
+    "model.dtype": "torch_dtype",
+    "adapter.kind": "use_peft",
+    "adapter.r": "lora_r lora_rank",
+    "adapter.alpha": "lora_alpha",
+    "adapter.dropout": "lora_dropout",
+    "adapter.targets": "target_modules lora_target lora_target_modules lora_target_linear",
+    "data.train": "train_file datasets dataset dataset_name",
+    "data.eval": "validation_file eval_dataset test_datasets",
+    "data.text_column": "dataset_text_field",
+    "data.validation_fraction": "val_set_size",
+    "data.limit": "max_samples max_train_samples",
+    "data.train_on": "train_on_inputs assistant_only_loss completion_only_loss",
+    "data.cache": "dataset_prepared_path",
+    f"{_BATCH}; training.micro_batches splits it": "per_device_train_batch_size train_batch_size micro_batch_size",
+    f"{_BATCH}, summed over training.micro_batches": "gradient_accumulation_steps",
+    "evaluation batches follow from training.micro_batches": "per_device_eval_batch_size eval_batch_size",
+    "quantized weights are not supported; model.dtype=bfloat16 halves frozen ones": "load_in_4bit load_in_8bit",
+    "model.dtype=bfloat16 is for the frozen weights; weights that train are float32": "bf16 fp16",
+    "not supported: every worker holds the whole model": "deepspeed fsdp fsdp_config",
+    "set training.evaluate_every; every epoch ends with an evaluation too": "eval_strategy evaluation_strategy",
+    "set training.checkpoint_every; every epoch ends with a checkpoint too": "save_strategy saves_per_epoch",
+    "set training.keep; best is the lowest validation loss": "load_best_model_at_end metric_for_best_model",
+    "attention needs no setting: torch chooses the kernel": "flash_attention flash_attn attn_implementation",
+    "nothing is uploaded; `andon export` writes a folder that you can upload": "push_to_hub hub_model_id",
+    "the tokenizer's own chat template is used; to change it, edit the model's folder": "chat_template",
+    "not supported": "neftune_noise_alpha use_dora use_rslora lora_use_rslora modules_to_save lora_modules_to_save",
+}
+FOREIGN_NAMES: Mapping[str, str] = {name: meant for meant, names in _BY_ANSWER.items() for name in names.split()}
+"""What the settings of the HF Trainer, TRL and Axolotl are called here, or a sentence if no key means the same."""
 
 
 def load_config(path: Path | None, overrides: Sequence[str] = (), flags: Mapping[str, object] | None = None) -> Config:
     """The configuration in `path` (all defaults without one), changed by `overrides`, changed by `flags`.
 
-    `overrides` are KEY=VALUE with a dotted key and a YAML value, a later one before an earlier. `flags` are values by
-    dotted key; None stands for a flag that was not given. A section or file with nothing in it keeps its defaults.
+    `overrides` are KEY=VALUE with a dotted key and a YAML value; later ones win. `flags` are values by dotted key; None
+    stands for a flag that was not given. A section or file with nothing in it keeps its defaults.
 
     Raises `InputError` with every problem found, each at file:line and key, `--set KEY`, or the flag: unreadable or
     malformed YAML, a key twice, unknown keys (with the nearest known one), wrong types, values out of bounds.
@@ -71,12 +123,32 @@ def load_config(path: Path | None, overrides: Sequence[str] = (), flags: Mapping
     # `optimizer:` with nothing below it says nothing.
     tree = {key: value for key, value in document.value.items() if value is not None or key not in Config.model_fields}
     said: dict[KeyPath, str] = {}
+
+    def put(key: str, value: object, where: str) -> None:
+        path, section = tuple(key.split(".")), tree
+        for depth, name in enumerate(path[:-1], start=1):
+            inner = section.setdefault(name, {})
+            if not isinstance(inner, dict):
+                problems.add(where, f"{'.'.join(path[:depth])} is no section, it is {shown(inner)}")
+                return
+            section = inner
+        section[path[-1]] = value
+        said[path] = where
+
     for override in overrides:
-        _override(tree, override, said, problems)
+        key, equals, text = override.partition("=")
+        key = key.strip()
+        if not equals or not all(key.split(".")):
+            problems.add(f"--set {shown(override)}", "must be KEY=VALUE, as in optimizer.lr=1e-3")
+            continue
+        try:
+            put(key, parse(text, f"--set {key}", problems).value, f"--set {key}")
+        except InputError as error:
+            for problem in error.problems:
+                problems.add(f"--set {key}", problem.what)
     for key, value in (flags or {}).items():
         if value is not None:
-            flag = FLAGS.get(key, f"--set {key}")
-            _put(tree, tuple(key.split(".")), value, flag, said, problems)
+            put(key, value, FLAGS.get(key, f"--set {key}"))
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
@@ -122,63 +194,29 @@ def _read(path: Path, problems: ProblemList) -> Document:
     return document
 
 
-def _override(tree: dict[str, Any], override: str, said: dict[KeyPath, str], problems: ProblemList) -> None:
-    key, equals, text = override.partition("=")
-    key = key.strip()
-    where = f"--set {key}"
-    if not equals or not all(key.split(".")):
-        problems.add(f"--set {shown(override)}", "must be KEY=VALUE, as in optimizer.lr=1e-3")
-        return
-    try:
-        value = parse(text, where, problems).value
-    except InputError as error:
-        for problem in error.problems:
-            problems.add(where, problem.what)
-        return
-    _put(tree, tuple(key.split(".")), value, where, said, problems)
-
-
-def _put(
-    tree: dict[str, Any], path: KeyPath, value: object, where: str, said: dict[KeyPath, str], problems: ProblemList
-) -> None:
-    section = tree
-    for depth, name in enumerate(path[:-1], start=1):
-        inner = section.setdefault(name, {})
-        if not isinstance(inner, dict):
-            problems.add(where, f"{'.'.join(path[:depth])} is no section, it is {shown(inner)}")
-            return
-        section = inner
-    section[path[-1]] = value
-    said[path] = where
-
-
 def _where(key_path: KeyPath, path: Path | None, document: Document, said: Mapping[KeyPath, str]) -> str:
-    """Where a reader corrects the value at `key_path`: what was said last, the line in the file, or the key alone."""
+    """Where to correct the value at `key_path`: the last override or flag, the line in the file, or the key alone."""
     for end in range(len(key_path), 0, -1):
         if key_path[:end] in said:
             return said[key_path[:end]]
-    line = document.line(key_path)
-    if line is None:
-        below = [where for each, where in said.items() if each[: len(key_path)] == key_path]
-        return below[0] if below else ".".join(key_path)
-    return f"{path}:{line} {'.'.join(key_path)}"
+    line, name = document.line(key_path), ".".join(key_path)
+    below = (where for each, where in said.items() if each[: len(key_path)] == key_path)
+    return next(below, name) if line is None else f"{path}:{line} {name}"
 
 
 def _faults(error: ValidationError) -> Iterator[tuple[KeyPath, str]]:
+    """The first fault of each key."""
     seen: set[KeyPath] = set()
     for details in error.errors(include_url=False):
-        key_path = _key_path(details)
+        # Without the type that pydantic tried, which follows the key.
+        key_path = tuple(str(part) for part in details["loc"] if part not in (ONE_FILE, SEVERAL_FILES))
+        if details["type"] == "beside":
+            key_path = (*key_path, *str(details["ctx"]["key"]).split("."))
+        elif key_path[:2] in _MEANT:
+            key_path = key_path[:2]
         if key_path not in seen:
             seen.add(key_path)
             yield key_path, _what(key_path, details)
-
-
-def _key_path(details: ErrorDetails) -> KeyPath:
-    """The key itself: pydantic goes on with the type that it tried."""
-    location = tuple(str(part) for part in details["loc"] if part not in (ONE_FILE, SEVERAL_FILES))
-    if details["type"] == "beside":
-        return (*location, *str(details["ctx"]["key"]).split("."))
-    return location[:2] if location[:2] in _MEANT else location
 
 
 def _what(key_path: KeyPath, details: ErrorDetails) -> str:
@@ -198,9 +236,8 @@ def _what(key_path: KeyPath, details: ErrorDetails) -> str:
         names = choices.replace(" or ", ", ").replace("'", "").split(", ")
         return f"must be {choices} ({shown(value)}){did_you_mean(value, names) if isinstance(value, str) else ''}"
     if kind in _BOUNDS:
-        words, name = _BOUNDS[kind]
-        bound = context[name]
-        return f"must be {words} {f'{bound:g}' if isinstance(bound, float) else bound} ({shown(value)})"
+        (bound,) = context.values()
+        return f"must be {_BOUNDS[kind]} {f'{bound:g}' if isinstance(bound, float) else bound} ({shown(value)})"
     return f"{details['msg'][:1].lower()}{details['msg'][1:]} ({shown(value)})"
 
 
@@ -208,13 +245,10 @@ def _suggestion(path: KeyPath) -> str:
     """The key that was meant: the same name elsewhere, what another trainer's name means, else the nearest name."""
     if path[:2] == ("data", "train"):
         return f"; known here: {', '.join(TrainFile.model_fields)}"
-    known = _known_keys()
-    meant = meant_by(path[-1])
-    if meant:
+    if meant := meant_by(path[-1]):
         return f"; did you mean {meant!r}?" if " " not in meant else f"; {meant}"
-    beside = {each[-1]: ".".join(each) for each in known if each[:-1] == path[:-1]}
-    anywhere = {each[-1]: ".".join(each) for each in known}
-    for names in (beside, anywhere):
+    beside = {each[-1]: ".".join(each) for each in _KEYS if each[:-1] == path[:-1]}
+    for names in (beside, {each[-1]: ".".join(each) for each in _KEYS}):
         if near := did_you_mean(path[-1], names):
             name = near.split("'")[1]
             return f"; did you mean {names[name]!r}?"
@@ -224,20 +258,10 @@ def _suggestion(path: KeyPath) -> str:
 def meant_by(name: str) -> str:
     """The dotted key of this name in any section, else what another trainer's setting of this name is called here, or a
     sentence if no key means the same; empty for an unknown name."""
-    sections = {each[0] for each in _known_keys() if len(each) > 1}
-    key = next((".".join(each) for each in _known_keys() if each[-1] == name and each != (name,)), "")
-    if not key and name in Config.model_fields.keys() - sections:
-        return name
-    return key or FOREIGN_NAMES.get(name, "")
-
-
-def _known_keys() -> list[KeyPath]:
-    known: list[KeyPath] = []
-    for name, section in Config.model_fields.items():
-        known.append((name,))
-        if isinstance(section.annotation, type) and issubclass(section.annotation, BaseModel):
-            known += ((name, key) for key in section.annotation.model_fields)
-    return known
+    for path in sorted(_KEYS, key=lambda path: -len(path)):
+        if path[-1] == name and name not in _SECTIONS:
+            return ".".join(path)
+    return FOREIGN_NAMES.get(name, "")
 
 
 def template() -> str:
