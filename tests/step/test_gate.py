@@ -30,7 +30,7 @@ from andon.step.message import (
     state_values,
     updated,
 )
-from andon.step.optimizer import OptimizerSpec, moments_of
+from andon.step.optimizer import moments_of
 from andon_contracts.agree import bits_of, header, majority, real_of
 from andon_contracts.digest import signed
 from andon_contracts.laws import update as laws
@@ -162,7 +162,7 @@ def test_of_what_the_update_left(
 def test_every_row_that_may_be_judged_late_has_a_form_for_the_device() -> None:
     assert set(rules_of(laws.REDUCED, Reduced())) == {"rate", "weights", "gradient", "nonfinite", "norm", "clipped"}
     assert rules_of(laws.UPDATED, 4) == {"updates": 4, "optimizer": Rule.SAME, "weights": Rule.SAME}
-    fields = (*COMPUTED.fields, *REPORT.fields, *REDUCED.fields, *updated(OptimizerSpec()).fields)
+    fields = (*COMPUTED.fields, *REPORT.fields, *REDUCED.fields, *updated(Optimizer()).fields)
     late = (*laws.PLANNED, *laws.LEAVES, *laws.REDUCED, *laws.UPDATED)
     assert {field.law for field in fields} - {None} == {law for law in late if law is not LOCKSTEP}
     with pytest.raises(ValueError, match="rate must stand beside planned"):

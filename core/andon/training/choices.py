@@ -1,9 +1,8 @@
 """The settings that nobody set, chosen once for the data, the base model and the devices.
 
 `placed` chooses where a run trains, before ranks are started, and needs no torch. `for_rows` chooses what depends on
-tokens and on the base: every rank computes the same choices, because they do not depend on the number of workers,
-the kind of GPU, or time. Whatever is chosen stands in the run's config.yaml, and `inherited` keeps it at a
-resume.
+tokens and on the base, equally on every rank: the number of workers, the kind of GPU and time play no part. The choices
+are in the run's config.yaml, and a resume keeps them.
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ def is_set(config: Config, key: str) -> bool:
 
 
 def value_of(config: Config, key: str) -> Any:
-    """The value of a dotted key."""
     section, name = key.split(".")
     return getattr(getattr(config, section), name)
 
@@ -56,10 +54,7 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
 
 
 def inherited(config: Config, before: Config) -> Config:
-    """`config` of a resumed run, with unset values filled from `before`, the run's first configuration.
-
-    How many workers there are is chosen again.
-    """
+    """`config` of a resumed run, with unset values from `before`, the run's first configuration, but for workers."""
     return _where_unset(config, {key: value_of(before, key) for key in automatic_keys(config) if key != "run.workers"})
 
 
@@ -72,58 +67,49 @@ def _where_unset(config: Config, values: Mapping[str, Any]) -> Config:
     return with_values(config, {key: value for key, value in values.items() if not is_set(config, key)})
 
 
-# Where a run trains
-
-
 def placed(config: Config, gpus: int | None = None) -> tuple[Config, str]:
     """`config` with its backend and workers, and a line that says what was chosen, or "" for the embedded run.
 
     gpus: how many there are (None: torch is asked). Without settings, a run on the user's own data or base takes all
     GPUs, at most one per micro-batch (min(8, batch_size), the smallest M that can be chosen). On CPUs a pretrained base
-    gets a worker for each physical core, as far as memory holds their copies of it; the embedded model gets two.
+    gets a worker for each physical core and micro-batch, as far as memory holds their copies of it in fp32, with all of
+    it or a LoRA in training; the embedded model gets two.
     """
-    run = config.run
-    if config.data.train is None and config.model.base is None and not is_set(config, "run.backend"):
+    run, base = config.run, config.model.base
+    named, counted = is_set(config, "run.backend"), is_set(config, "run.workers")
+    if config.data.train is None and base is None and not named:
         return with_values(config, {"run.backend": run.backend, "run.workers": run.workers}), ""
-    if is_set(config, "run.backend") and is_set(config, "run.workers") and not run.cpu_fallback:
+    if named and counted and not run.cpu_fallback:
         return config, ""
     there = host.gpus() if gpus is None else gpus
-    asked = is_set(config, "run.backend")
     backend: str = run.backend
-    if not asked and run.devices:
-        kinds = {"gloo" if str(name) == "cpu" else "nccl" for name in run.devices}
-        backend = kinds.pop() if len(kinds) == 1 else "mixed"
-    elif not asked:
-        backend = "nccl" if there and not run.portable else "gloo"
+    if not named:
+        kinds = {"gloo" if str(name) == "cpu" else "nccl" for name in run.devices or ()}
+        chosen = "nccl" if there and not run.portable else "gloo"
+        backend = chosen if not kinds else kinds.pop() if len(kinds) == 1 else "mixed"
     most = min(_PARTS, config.training.batch_size)
     if is_set(config, "training.micro_batches"):
         most = config.training.micro_batches
+    workers, why = run.workers, ""
     if backend == "nccl" and not there and run.cpu_fallback:
-        return _on_cpus(config, most, "no GPU is usable here (clause cpu-fallback)")
-    if backend == "gloo" and not is_set(config, "run.workers") and config.model.base is not None:
-        return _on_cpus(config, most, f"{there} GPUs are not used" if there else "")
-    if backend == "nccl" and not asked and is_set(config, "run.workers") and run.workers > there:
-        why = f"{run.workers} workers were asked for, and there are {there} GPUs" if there else ""
-        return _on_cpus(config, most, why)
-    if backend != "nccl" or not there or is_set(config, "run.workers"):
-        return with_values(config, {"run.backend": backend, "run.workers": run.workers}), ""
-    workers = len(run.devices) if run.devices else min(there, most) or 1
-    why = f" of {there} GPUs: an update has {most} micro-batches" if workers == most < there else ""
-    found = with_values(config, {"run.backend": backend, "run.workers": workers})
-    return found, f"auto: {workers} nccl worker{'s' * (workers > 1)}{why}"
+        why = "no GPU is usable here (clause cpu-fallback)"
+    elif backend == "gloo" and not counted and base is not None:
+        why = f"{there} GPUs are not used" if there else ""
+    elif backend == "nccl" and not named and counted and workers > there:
+        why = f"{workers} workers were asked for, and there are {there} GPUs" if there else ""
+    else:
+        line = ""
+        if backend == "nccl" and there and not counted:
+            workers = len(run.devices) if run.devices else min(there, most) or 1
+            why = f" of {there} GPUs: an update has {most} micro-batches" if workers == most < there else ""
+            line = f"auto: {workers} nccl worker{'s' * (workers > 1)}{why}"
+        return with_values(config, {"run.backend": backend, "run.workers": workers}), line
 
-
-def _on_cpus(config: Config, most: int, why: str) -> tuple[Config, str]:
-    """`config` on gloo, with workers for the CPUs if none are set, and the line that says so.
-
-    With a base there are as many as have a micro-batch, a core and memory: each process has the base in fp32, and
-    trains all of it or a LoRA. most: micro-batches.
-    """
-    workers, memory = config.run.workers, ""
-    if not is_set(config, "run.workers") and config.model.base is not None:
+    # On CPUs
+    if not counted and base is not None:
         workers, free = min(most, host.physical_cores()), host.free_ram()
         try:
-            folder = Path(at_hand(config.model.base, config.model.revision)).expanduser()
+            folder = Path(at_hand(base, config.model.revision)).expanduser()
             files = [*folder.glob("*.safetensors")] or [*folder.glob("*.bin")]
             size = sum(file.stat().st_size for file in files)
             half = 'float16"' in (folder / "config.json").read_text(encoding="utf-8")
@@ -133,22 +119,15 @@ def _on_cpus(config: Config, most: int, why: str) -> tuple[Config, str]:
             needed = size * (2 if half else 1) * (6 if config.adapter.kind == "none" else 1.25) + _GIB
             fitting = max(int(free // needed), 1)
             if fitting < workers:
-                workers, memory = fitting, f"each needs about {needed / _GIB:.1f} GiB of memory"
-    line, reason = f"auto: {workers} gloo worker{'s' * (workers > 1)}", why or memory
+                workers, why = fitting, why or f"each needs about {needed / _GIB:.1f} GiB of memory"
+    line = f"auto: {workers} gloo worker{'s' * (workers > 1)}"
     found = with_values(config, {"run.backend": "gloo", "run.workers": workers})
-    return found, f"{line}: {reason}" if reason else line
-
-
-# What follows from rows and the base
+    return found, f"{line}: {why}" if why else line
 
 
 @dataclass(frozen=True)
 class Base:
-    """The facts about a base model that choices depend on.
-
-    positions: most tokens of a row (None: no limit). weights: how many. dtype: that of its checkpoint, float32 or
-    bfloat16.
-    """
+    """positions: most tokens of a row (None: no limit). weights: how many. dtype: of the checkpoint, as in settings."""
 
     positions: int | None
     weights: int
@@ -213,7 +192,7 @@ def for_rows(
 def with_micro_batches(config: Config, rows: int, length: int) -> Config:
     """`config` with its number of micro-batches: 8, or more to keep each at 4,096 tokens or one row.
 
-    rows: of an update, or its packs; length: tokens of the longest, padded.
+    rows: of an update, or its packs. length: tokens of the longest, padded.
     """
     if is_set(config, "training.micro_batches"):
         return config
