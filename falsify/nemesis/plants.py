@@ -119,7 +119,7 @@ def where_weights_lie(scratch: Path) -> Path:
 
 def loss_is_nan(plan: Planting) -> None:
     """The loss of one micro-batch is NaN."""
-    from andon.tasks.classification import ClassificationTask
+    from andon.tasks.text import ClassificationTask
 
     due = _Due(plan)
 

@@ -14,14 +14,12 @@ from torch import nn
 from andon.backend.inprocess import InlineBackend
 from andon.config.schema import Config, Optimizer
 from andon.console.problems import InputError
-from andon.metrics.label_sets import multi_label_scores
+from andon.metrics.scores import multi_label_scores
 from andon.model.adapter import trainable_parameters
 from andon.step.audit import NO_AUDIT
 from andon.step.plan import BatchPlan
 from andon.step.task import Task
-from andon.tasks.multi_label import MultiLabelTask
-from andon.tasks.regression import RegressionTask
-from andon.tasks.tagging import NO_TAG, TaggingTask
+from andon.tasks.text import NO_TAG, MultiLabelTask, RegressionTask, TaggingTask
 from andon.training.build import Run, build_run
 from andon_falsify.reference.decoder import Decoder
 from andon_falsify.reference.params import Lora, canonical, canonical_name

@@ -25,7 +25,7 @@ from andon.run.atomic import write_whole
 from andon.run.folder import RunFolder
 from andon.run.summary import labelled
 from andon.training.existing import config_of, require_run, require_task
-from andon.training.rows import READERS
+from andon.training.rows import TEXT_TASKS
 from andon_contracts.legible import legible
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def predict(
     A column that has the name of a result, as `label`, is printed as `input_label`.
     """
     folder = require_run(run)
-    require_task(folder, READERS.keys() - {SFT}, "generate")
+    require_task(folder, TEXT_TASKS, "generate")
     given = _one_file(file, data)
     _check_output(output, given)
     found = _texts(folder, given, text_column)

@@ -13,7 +13,7 @@ from typing import Self
 
 from andon.config.source import require_file
 from andon.console.problems import InputError, Problem, ProblemList, shown
-from andon.data.formats import Record, Table
+from andon.data.formats import Record, Table, identity_of
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,7 @@ def stamps(paths: Sequence[Path]) -> list[Stamp]:
     found: list[Stamp] = []
     for path in paths:
         require_file(path)
-        now = path.stat()
-        found.append((str(path.absolute()), now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns))
+        found.append((str(path.absolute()), *identity_of(path.stat())))
     return found
 
 

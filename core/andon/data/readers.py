@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from andon.config.load import FLAGS
 from andon.console.problems import InputError, Problem, ProblemList, did_you_mean, shown
 from andon.data.formats import Record, Table, open_table
-from andon.data.labels import column_fault, label_fault, label_names, label_set_of, same_kind, target_of, text_fault
+from andon.data.labels import class_of, column_fault, label_set_of, same_kind, target_of, text_fault
 from andon.data.origins import ALL_ROWS, ID_COLUMN, Origins, RowSelection
 from andon.data.rows import DataSet, LabelSets, Row, Tagged, Targets, TextRows
 
@@ -70,7 +70,7 @@ def read(
         usual = (*LABEL_COLUMNS, "labels") if kind is LabelSets else LABEL_COLUMNS
         columns = {"text": _candidates(text_column, TEXT_COLUMNS), "label": _candidates(label_column, usual)}
         columns |= {} if text_pair_column is None else {"text_pair": (text_pair_column,)}
-        value_of = {DataSet: _class_of, Targets: _target_of}.get(kind, partial(_label_set_of, label_separator))
+        value_of = {DataSet: class_of, Targets: target_of}.get(kind, partial(label_set_of, label_separator))
         parse = partial(_labelled_text, columns, value_of, found.origins)
     found.read(map(Path, paths), columns, parse)
     if kind is DataSet:
@@ -152,19 +152,6 @@ def _labelled_text(
     return tuple(map(str, texts.values())), label, faults
 
 
-def _class_of(label: object, typed: bool) -> tuple[object, str | None]:
-    return label, label_fault(label, typed)
-
-
-def _target_of(label: object, typed: bool) -> tuple[object, str | None]:
-    number = target_of(label, typed)
-    return number, number if isinstance(number, str) else None
-
-
-def _label_set_of(separator: str | None, label: object, typed: bool) -> tuple[object, str | None]:
-    return label_set_of(label, separator)
-
-
 def _tagged_words(
     token_column: str, tag_column: str, known: Sequence[str] | None, table: Table, record: Record
 ) -> Parsed:
@@ -206,7 +193,7 @@ def _number_classes(found: _Found, labels: Sequence[str] | None) -> tuple[tuple[
     found.refuse(odd)
     if odd:
         meant, _ = same_kind(found.labels, found.typed)
-    names = label_names(meant) if labels is None else tuple(labels)
+    names = tuple(map(str, sorted(set(meant)))) if labels is None else tuple(labels)  # integers by value
     if labels is None and len(names) < 2:
         what = f"all {len(meant)} rows have the label {names[0]!r}; a classifier needs two classes at least"
         found.problems.add(found.origins.source, what)

@@ -8,6 +8,7 @@ import json
 import re
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,26 @@ _NOT_CONTENT = (
 """Keys of tokenizer_config.json that name a tokenizer's origin and do not change its tokens."""
 
 
+@dataclass(frozen=True)
+class EncodedTexts:
+    """Texts, or pairs of texts, as token ids.
+
+    types: the token type of each id, such as which text of a pair it is of; empty if all are 0. cut: the positions of
+    the texts whose end was cut off. firsts: of each text, the position of each word's first token, or -1; empty unless
+    words were asked for.
+    """
+
+    tokens: Sequence[Sequence[int]]
+    types: Sequence[Sequence[int]] = ()
+    cut: Sequence[int] = ()
+    firsts: Sequence[Sequence[int]] = ()
+
+    @property
+    def columns(self) -> dict[str, tuple[Sequence[Sequence[int]], int]]:
+        """The columns of a batch besides the tokens, each with its padding value."""
+        return {"token_type_ids": (self.types, 0)} if self.types else {}
+
+
 class Tokenizer:
     """A tokenizer of transformers, with its own special tokens around each text.
 
@@ -43,19 +64,14 @@ class Tokenizer:
     ids at the end of an encoding (a text that ends in the literal padding token, an end token that is also the
     padding token) are dropped, and an encoding that is then empty becomes one unknown or end token.
 
-    truncated: how many texts were cut so far. last_cut: the positions of those of the last call.
+    truncated: how many texts were cut so far.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, pad_id: int, empty_id: int) -> None:
-        if pad_id == empty_id:
-            msg = f"an empty text cannot be encoded as the padding id {pad_id}"
-            raise ValueError(msg)
-        self.base = tokenizer
-        self._empty_id = empty_id
-        self.pad_id = pad_id
+        assert pad_id != empty_id, "an empty text must not become padding"
+        self.base, self.pad_id, self._empty_id = tokenizer, pad_id, empty_id
         self.vocab_size = max(*tokenizer.get_vocab().values(), pad_id, empty_id) + 1
         self.truncated = 0
-        self.last_cut: tuple[int, ...] = ()
         with tempfile.TemporaryDirectory() as folder:
             self._write(Path(folder))
             self.digest = _files_digest(Path(folder))
@@ -70,64 +86,28 @@ class Tokenizer:
             f"{type(self.base).__name__} of transformers, which may give other tokens"
         )
 
-    def encode(self, texts: Sequence[str], max_length: int) -> list[list[int]]:
-        """One list of 1 to `max_length` ids for each text, cut at its end (a closing special token stays).
+    def encode(
+        self, texts: Sequence[str], max_length: int, pairs: Sequence[str] | None = None, *, words: bool = False
+    ) -> EncodedTexts:
+        """Encode each text, or each text with its pair, as 1 to `max_length` ids.
 
-        Raises `InputError` if `max_length` leaves no room for a token of the text, and for a lone surrogate.
+        A text is cut at its end; a closing special token stays. A pair loses tokens of its longer text first.
+        words: also find the first token of each word of a text, words being separated by white space. It is the first
+        token that covers a character of the word, by the tokenizer's offsets.
+
+        Raises `InputError` if `max_length` leaves no room for a token of the text, for a text that the tokenizer cannot
+        encode, and with `words` for a tokenizer without offsets.
         """
-        return self._encoded(texts, None, max_length)["input_ids"]
-
-    def types_of(self, texts: Sequence[str], max_length: int) -> list[list[int]]:
-        """The token type of each id of `encode`; empty for a tokenizer without types, or with type 0 only.
-
-        XLNet's closing token has a type of its own, and the model was trained with it.
-        """
-        if not texts or not any(self.base("a", verbose=False).get("token_type_ids") or ()):
-            return []
-        cut, last = self.truncated, self.last_cut
-        found = self._encoded(texts, None, max_length)["token_type_ids"]
-        self.truncated, self.last_cut = cut, last  # counted by `encode`
-        return found
-
-    def encode_pairs(
-        self, texts: Sequence[str], pairs: Sequence[str], max_length: int
-    ) -> tuple[list[list[int]], list[list[int]]]:
-        """The ids of each pair, joined as the tokenizer joins two texts, and their types; 0 for a tokenizer without.
-
-        A pair longer than max_length loses tokens of its longer text first. Raises as `encode` does.
-        """
-        found = self._encoded(texts, pairs, max_length)
-        return found["input_ids"], found["token_type_ids"]
-
-    def encode_words(self, texts: Sequence[str], max_length: int) -> tuple[list[list[int]], list[list[int]]]:
-        """Encode words joined by spaces. Also returns for each word the position of its first token; -1 for a word
-        without a token, for example after a cut.
-
-        A word's first token is the first that covers a character of it, by the tokenizer's offsets. Raises as `encode`
-        does, and for a tokenizer without offsets.
-        """
-        if not self.base.is_fast:
+        if words and not self.base.is_fast:
             raise InputError([Problem("model.base", "its tokenizer does not say where in a text a token is")])
-        found = self._encoded(texts, None, max_length, return_offsets_mapping=True)
-        firsts = []
-        for text, ids, offsets in zip(texts, found["input_ids"], found["offset_mapping"], strict=True):
-            place_of = [-1] * max((end for _, end in offsets), default=0)  # of each character, the first of its tokens
-            for place, (start, end) in reversed([*enumerate(offsets[: len(ids)])]):
-                place_of[start:end] = [place] * (end - start)
-            words = re.finditer(r"\S+", text)
-            covers = ([place for place in place_of[word.start() : word.end()] if place >= 0] for word in words)
-            firsts.append([min(places, default=-1) for places in covers])
-        return found["input_ids"], firsts
-
-    def _encoded(
-        self, texts: Sequence[str], pairs: Sequence[str] | None, max_length: int, **how: Any
-    ) -> dict[str, list[Any]]:
-        """The tokenizer's lists for each text or pair: ids without padding at their end, types for as many ids."""
+        how = {"return_offsets_mapping": True} if words else {}
         least = self.base.num_special_tokens_to_add(pair=pairs is not None) + (pairs is not None)
         if max_length <= least:
             kind = "this tokenizer" if pairs is None else "pairs of texts and this tokenizer"
             raise InputError([Problem("model.max_length", f"must be more than {least} for {kind} ({max_length})")])
-        rows: dict[str, list[Any]] = {"input_ids": [], "token_type_ids": [], "offset_mapping": []}
+        tokens: list[list[int]] = []
+        types: list[list[int]] = []
+        firsts: list[list[int]] = []
         cut_off: list[int] = []
         for first in range(0, len(texts), _AT_ONCE):
             here = slice(first, first + _AT_ONCE)
@@ -142,18 +122,21 @@ class Tokenizer:
                 side = True if pairs is None else "longest_first"
                 texts_of_long = [[column[place] for place in long] for column in columns]
                 cut = self._called(*texts_of_long, truncation=side, max_length=max_length, **how)
-                for name in rows.keys() & whole.keys():
+                for name in whole.keys() & {"input_ids", "token_type_ids", "offset_mapping"}:
                     for place, values in zip(long, cut[name], strict=True):
                         whole[name][place] = values
             cut_off += [first + place for place in long]
-            ended = [*map(self._ended, ids)]
-            types = whole.get("token_type_ids") or [[0] * len(each) for each in ended]
-            rows["input_ids"] += ended
-            rows["token_type_ids"] += [of_row[: len(each)] or [0] for each, of_row in zip(ended, types, strict=True)]
-            rows["offset_mapping"] += whole.get("offset_mapping", ())
-        self.last_cut = tuple(cut_off)
+            for place, each in enumerate(ids):
+                end = len(each)
+                while end and each[end - 1] == self.pad_id:
+                    end -= 1
+                tokens.append(each[:end] or [self._empty_id])
+                if "token_type_ids" in whole:
+                    types.append(whole["token_type_ids"][place][:end] or [0])
+                if words:
+                    firsts.append(_firsts(texts[first + place], whole["offset_mapping"][place][: len(tokens[-1])]))
         self.truncated += len(cut_off)
-        return rows
+        return EncodedTexts(tokens, types if any(map(any, types)) else (), cut_off, firsts)
 
     def with_tokens(self, tokens: Sequence[str]) -> Tokenizer:
         """A copy of this tokenizer with `tokens` added after all other ids, in order.
@@ -275,12 +258,6 @@ class Tokenizer:
                 return Problem(f"text {place}", f"{why}: {shown(text)}")
         return Problem("model.base", why)
 
-    def _ended(self, ids: list[int]) -> list[int]:
-        end = len(ids)
-        while end and ids[end - 1] == self.pad_id:
-            end -= 1
-        return ids[:end] or [self._empty_id]
-
     def save(self, folder: Path, max_length: int | None = None, side: str = "right") -> None:
         """Write the tokenizer's files into `folder`, without the truncation that `encode` may have left set.
 
@@ -303,6 +280,15 @@ class Tokenizer:
             backend.no_truncation()
             backend.no_padding()
         self.base.save_pretrained(str(folder))
+
+
+def _firsts(text: str, offsets: Sequence[tuple[int, int]]) -> list[int]:
+    """The position of the first token of each word of `text`, or -1."""
+    place_of = [-1] * max((end for _, end in offsets), default=0)  # of each character, the first of its tokens
+    for place, (start, end) in reversed([*enumerate(offsets)]):
+        place_of[start:end] = [place] * (end - start)
+    spans = (place_of[word.start() : word.end()] for word in re.finditer(r"\S+", text))
+    return [min((place for place in span if place >= 0), default=-1) for span in spans]
 
 
 def _of_native_code(error: BaseException) -> bool:

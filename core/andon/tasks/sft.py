@@ -22,14 +22,13 @@ from torch import nn
 from andon.console.problems import InputError, Problem
 from andon.data.chat import EncodedRow, show_row
 from andon.data.conversations import Form
-from andon.data.packing import best_fit, padded_share
 from andon.data.tokens import Tokenizer
-from andon.metrics.scores import WithoutMatrix
+from andon.metrics.scores import Scores
 from andon.model.batches import placed
 from andon.model.causal import check_packing_isolation, collate_packs, content, loss_sum, row_outputs
 from andon.run.atomic import write_json
 from andon.step.task import Batch, LeafLoss
-from andon.tasks.token_rows import TokenRows, sums_of
+from andon.tasks.token_rows import PaddedRows, TokenRows, best_fit, sums_of
 from andon_contracts.digest import row_digests
 from andon_contracts.fields import Count, json_object, read_field
 from andon_contracts.untrusted import read_json
@@ -50,7 +49,7 @@ class SourceScores:
 
 
 @dataclass(frozen=True)
-class LanguageScores(WithoutMatrix):
+class LanguageScores(Scores):
     """Scores of `rows` conversations with `tokens` trained tokens.
 
     loss: weight * cross entropy, mean over the trained tokens that were read. perplexity: exp(loss). token_accuracy:
@@ -97,11 +96,11 @@ class Asked:
             raise InputError([Problem(str(file), f"does not say how the model is asked: {error}")]) from error
 
 
-class SftTask:
+class SftTask(PaddedRows):
     """Encoded conversations in packs; a pack's id is its position. The outputs are three sums for each pack."""
 
+    _limit: int
     output = "losses"
-    counts_right = True
     width = 3
 
     def __init__(
@@ -139,16 +138,8 @@ class SftTask:
             found.append(row_digests(laid.flatten(1), laid.shape[2] * counts))
         return torch.cat(found)
 
-    def __len__(self) -> int:
-        return len(self._packs)
-
-    def padded_to(self, multiple: int, max_length: int) -> Self:
-        found = copy.copy(self)
-        found._multiple, found._limit = multiple, max_length
-        return found
-
     def in_copies(self, copies: int) -> Self:
-        """Each of the N rows several times, for training: copy k of row r has the id r + k * N (`data.mixing`)."""
+        """Each of the N rows several times, for training: copy k of row r has the id r + k * N (`mixed`)."""
         found = copy.copy(self)
         found._packs, found._terms = self._packs * copies, self._terms * copies
         found.lengths = self.lengths.repeat(copies)
@@ -160,14 +151,14 @@ class SftTask:
 
         The packs are a function of the rows' lengths alone. A line of the notes has their number.
         """
-        lengths = self._rows.lengths[list(ids)].tolist()
-        packs = best_fit(lengths, self._limit)
-        padding = padded_share(lengths, packs, self._limit)
-        note = f"{len(ids)} rows in {len(packs)} packs of {self._limit} tokens ({padding:.1%} padding)"
+        lengths, limit = self._rows.lengths[list(ids)].tolist(), self._limit
+        packs = best_fit(lengths, limit)
+        padding = 1 - sum(lengths) / (len(packs) * limit)
+        note = f"{len(ids)} rows in {len(packs)} packs of {limit} tokens ({padding:.1%} padding)"
         return SftTask(
             self._rows,
             pad_id=self._pad_id,
-            max_length=self._limit,
+            max_length=limit,
             padding_multiple=self._multiple,
             packs=[[ids[place] for place in pack] for pack in packs],
             sources=self._sources,
@@ -182,15 +173,8 @@ class SftTask:
         return self._packs[pack]
 
     def load(self, ids: Sequence[int], device: torch.device) -> Batch:
-        """Packs `ids` on `device`, collated by `collate_packs`; all int64, padded on the right.
-
-        Raises `ValueError` without ids, `IndexError` for unknown ids.
-        """
-        if not ids:
-            raise ValueError("a batch needs at least one pack")
-        if min(ids) < 0 or max(ids) >= len(self):
-            msg = f"packs {min(ids)} to {max(ids)} asked of a task with {len(self)}"
-            raise IndexError(msg)
+        """Packs `ids` on `device`, collated by `collate_packs`; all int64, padded on the right."""
+        self._require_known(ids)
         packs = [[self._rows.tensors(place) for place in self._packs[each]] for each in ids]
         return placed(collate_packs(packs, self._pad_id, self._multiple, self._limit), device)
 
@@ -199,9 +183,6 @@ class SftTask:
 
     def content(self, batch: Batch) -> torch.Tensor:
         return content(batch)
-
-    def planned_content(self, ids: Sequence[int]) -> torch.Tensor:
-        return self._table[list(ids)]
 
     def planned_terms(self, ids: Sequence[int]) -> Sequence[int]:
         return [self._terms[pack] for pack in ids]

@@ -40,7 +40,7 @@ from andon.run.ledger import LedgerError, read_ledger
 from andon.run.summary import Summary, labelled, read_summary
 from andon.training.existing import require_run, require_task
 from andon.training.given import RowFiles
-from andon.training.rows import READERS
+from andon.training.rows import TEXT_TASKS
 from andon.training.start import Ended, start
 from andon_contracts.record import Broken
 from andon_contracts.violation import Finding, Violation
@@ -203,7 +203,7 @@ class TrainingRun:
 
         Raises `InputError` for what is no text, and for a run of conversations, which answers (`generate`).
         """
-        require_task(require_run(self.path), READERS.keys() - {SFT}, "generate")
+        require_task(require_run(self.path), TEXT_TASKS, "generate")
         given = _texts(texts)
         from andon.training.caller import torch_as_found
         from andon.training.inference import predict

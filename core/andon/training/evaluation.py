@@ -13,7 +13,7 @@ from andon.backend.base import Backend
 from andon.metrics.scores import Scores
 from andon.model.batches import EvaluationBatching
 from andon.step.replica import Replica
-from andon.tasks.task import ScoredTask
+from andon.tasks.text import ScoredTask
 from andon_contracts.laws.law import Judgement, enforce
 from andon_contracts.laws.update import EVALUATED, OUTPUT, Evaluation, Output
 

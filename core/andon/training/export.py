@@ -275,7 +275,8 @@ def _decided(run: TrainedRun, asked: Questions, logits: Sequence[torch.Tensor]) 
         found = torch.stack([*logits]).sigmoid()
         return Answers(found, (found > 0.5).tolist())
     if task == TOKEN_CLASSIFICATION:
-        _, firsts = run.tokenizer.encode_words([row.text for row in asked.rows], run.config.model.max_length)
+        texts = [row.text for row in asked.rows]
+        firsts = run.tokenizer.encode(texts, run.config.model.max_length, words=True).firsts
         logits = [row[place] for row, places in zip(logits, firsts, strict=True) for place in places if place >= 0]
     found = torch.stack([*logits]).softmax(dim=1)
     return Answers(found, found.argmax(dim=1).tolist())

@@ -32,15 +32,14 @@ from andon.run.provenance import read_provenance
 from andon.run.sealed import CheckpointError
 from andon.run.summary import read_summary
 from andon.step.replica import WEIGHTS
-from andon.tasks.encoded import EncodedRows
 from andon.tasks.sft import Asked
+from andon.tasks.text import EncodedRows
 from andon.training.build import build_model
 from andon.training.evaluation import evaluate
 from andon.training.existing import config_at_hand, config_of
 from andon.training.material import (
     HEADS,
     cut_note,
-    encoded,
     interface_of,
     loss_weights,
     skipped_of,
@@ -48,7 +47,7 @@ from andon.training.material import (
     usable_ids,
     warnings_of,
 )
-from andon.training.rows import READERS, Rows, read_rows, selection_of, skip_notes
+from andon.training.rows import Rows, read_files, read_rows, selection_of, skip_notes
 from andon_contracts.digest import hex64
 
 _WINDOW, _PROMPTS = 2048, 256
@@ -221,7 +220,7 @@ def read_labelled(
     columns = config.data.model_copy(update={key: name for key, name in named.items() if name is not None})
     task = config.task or CLASSIFICATION
     labels = () if HEADS[task] == "causal" else read_labels(folder.adapter)
-    found = READERS[task].read(columns, [data], labels, selection_of(config.data, train=False))
+    found = read_files(task, columns, [data], labels, selection_of(config.data, train=False))
     for note in skip_notes(found.origins.skipped if found.origins is not None else ()):
         say(note)
     return found
@@ -324,7 +323,7 @@ def predict(run: TrainedRun, texts: Iterable[str], *, pairs: Iterable[str] | Non
                 chosen = tuple(name for name, above in zip(labels, (row > 0).tolist(), strict=True) if above)
                 yield PredictedLabels(text, chosen, dict(zip(labels, row.sigmoid().tolist(), strict=True)))
         elif task == TOKEN_CLASSIFICATION:
-            _, firsts = run.tokenizer.encode_words(window, run.config.model.max_length)
+            firsts = run.tokenizer.encode(window, run.config.model.max_length, words=True).firsts
             for text, places, row in zip(window, firsts, logits, strict=True):
                 best = row.argmax(dim=1).tolist()
                 yield PredictedTags(text, tuple(labels[best[place]] if place >= 0 else None for place in places))
@@ -340,9 +339,11 @@ def logits_of_texts(run: TrainedRun, texts: Sequence[str], pairs: Sequence[str] 
     Texts of like lengths are computed together, as `EvaluationBatching` says.
     """
     own, limit = run.tokenizer, run.config.model.max_length
-    tokens, columns = encoded(own, texts, pairs, limit)
-    rows = EncodedRows(tokens, None, pad_id=own.pad_id, vocab_size=own.vocab_size, max_length=limit, columns=columns)
-    found: dict[int, torch.Tensor] = {}
+    found = own.encode(texts, limit, pairs)
+    rows = EncodedRows(
+        found.tokens, None, pad_id=own.pad_id, vocab_size=own.vocab_size, max_length=limit, columns=found.columns
+    )
+    logits: dict[int, torch.Tensor] = {}
     for batch in EvaluationBatching(_TOKENS, limit=limit).of(rows.lengths.tolist()):
-        found |= zip(batch, predictions(run.model, rows.load(batch, run.device)).cpu(), strict=True)
-    return [found[place] for place in range(len(texts))]
+        logits |= zip(batch, predictions(run.model, rows.load(batch, run.device)).cpu(), strict=True)
+    return [logits[place] for place in range(len(texts))]

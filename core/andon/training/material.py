@@ -24,18 +24,22 @@ from andon.model.batches import length_step, padded_length
 from andon.model.build import ModelInterface, facts_of, facts_of_shape, labels_in_own_order, require_decoder
 from andon.model.masks import padding_note
 from andon.step.plan import BatchPlan
-from andon.tasks.classification import ClassificationTask
-from andon.tasks.encoded import Columns, EncodedRows, RowOptions
-from andon.tasks.multi_label import MultiLabelTask
-from andon.tasks.regression import RegressionTask
 from andon.tasks.sft import Asked, SftTask
-from andon.tasks.tagging import NO_TAG, TaggingTask
-from andon.tasks.task import ScoredTask
+from andon.tasks.text import (
+    NO_TAG,
+    ClassificationTask,
+    EncodedRows,
+    MultiLabelTask,
+    RegressionTask,
+    RowOptions,
+    ScoredTask,
+    TaggingTask,
+)
 from andon.tasks.token_rows import TokenRows
 from andon.training.choices import Base, capped, for_rows, with_micro_batches
 from andon.training.limits import require_records_fit
 from andon.training.rows import Rows, cache_of, read_rows, task_of_run
-from andon.training.token_cache import TokenisedConversations, tokenised
+from andon.training.token_cache import TokenisedConversations, encoded_texts, tokenised
 
 
 @dataclass(frozen=True)
@@ -119,8 +123,8 @@ def prepare(config: Config, cache: Path | None = None) -> Material:
     elif config.data.class_weights != "uniform":
         what = f"{config.data.class_weights} is of classes, and {name} has no weights"
         raise InputError([Problem("data.class_weights", what)])
-    whole = task_of(config, rows.train, tokenizer, weights)
-    scored = whole if rows.evaluation is None else task_of(config, rows.evaluation, tokenizer, weights)
+    whole = task_of(config, rows.train, tokenizer, weights, cache)
+    scored = whole if rows.evaluation is None else task_of(config, rows.evaluation, tokenizer, weights, cache)
     rows = rows.without(skipped_of(whole))
     lengths = whole.lengths[[rows.row_of(id_) for id_ in rows.train_ids]].tolist()
     longest = max(int(each.lengths.max()) for each in (whole, scored))
@@ -215,28 +219,27 @@ def loss_weights(config: Config, rows: Rows) -> tuple[float, ...]:
     return class_weights(config.data.class_weights, trained_on.counts(), trained_on.labels)
 
 
-def task_of(config: Config, data: Any, tokenizer: Tokenizer, weights: Sequence[float] = ()) -> ScoredTask:
-    """The rows of `data` as what a step or an evaluation works on. weights: of each class in the loss."""
+def task_of(
+    config: Config, data: Any, tokenizer: Tokenizer, weights: Sequence[float] = (), cache: Path | None = None
+) -> ScoredTask:
+    """The rows of `data` as what a step or an evaluation works on. weights: of each class in the loss.
+
+    cache: the folder of the token file; None: this process encodes texts and keeps no tokens.
+    """
     if isinstance(data, TokenisedConversations | ConversationSet):
         return _conversations(config, data, tokenizer)
-    texts, limit = [row.text for row in data.rows], config.model.max_length
-    firsts: Sequence[Sequence[int]] = ()
-    if isinstance(data, Tagged):
-        if config.data.text_pair_column is not None:
-            raise InputError([Problem("data.text_pair_column", "is for texts; words have tags in one text")])
-        tokens, firsts = tokenizer.encode_words(texts, limit)
-        columns = _typed(tokenizer.types_of(texts, limit))
-    else:
-        pairs = [row.pair for row in data.rows if row.pair is not None]
-        tokens, columns = encoded(tokenizer, texts, pairs or None, limit)
+    if isinstance(data, Tagged) and config.data.text_pair_column is not None:
+        raise InputError([Problem("data.text_pair_column", "is for texts; words have tags in one text")])
+    found = encoded_texts(cache, data, tokenizer, config.model.max_length)
+    tokens = found.tokens
     several = data.origins if data.origins is not None and len(data.origins.sizes) > 1 else None
     shared: RowOptions = {
-        "columns": columns,
-        "cut": tokenizer.last_cut,
+        "columns": found.columns,
+        "cut": found.cut,
         "vocab_size": tokenizer.vocab_size,
         "pad_id": tokenizer.pad_id,
         "padding_multiple": padding_multiple(config),
-        "max_length": limit,
+        "max_length": config.model.max_length,
         "places": [several.where(id_) if several else f"{data.source}: row {id_}" for id_ in data.ids],
     }
     labels, names, count = [row.label for row in data.rows], data.labels, len(data.labels)
@@ -249,28 +252,13 @@ def task_of(config: Config, data: Any, tokenizer: Tokenizer, weights: Sequence[f
     # The tag of a word is that of its first token; a word may have none.
     tags = [[NO_TAG] * len(ids) for ids in tokens]
     unread: dict[int, dict[int, int]] = {}
-    for id_, (row_tags, places, found) in enumerate(zip(labels, firsts, tags, strict=True)):
+    for id_, (row_tags, places) in enumerate(zip(labels, found.firsts, strict=True)):
         for word, (tag, place) in enumerate(zip(row_tags, places, strict=True)):
             if place >= 0:
-                found[place] = tag
+                tags[id_][place] = tag
             else:
                 unread.setdefault(id_, {})[word] = tag
     return TaggingTask(tokens, tags, names=names, unread=unread, **shared)
-
-
-def encoded(
-    tokenizer: Tokenizer, texts: Sequence[str], pairs: Sequence[str] | None, max_length: int
-) -> tuple[list[list[int]], Columns]:
-    """The tokens of texts or pairs, and their types, such as which text of a pair each is of, if they have any."""
-    if pairs is None:
-        tokens = tokenizer.encode(texts, max_length)
-        return tokens, _typed(tokenizer.types_of(texts, max_length))
-    tokens, types = tokenizer.encode_pairs(texts, pairs, max_length)
-    return tokens, _typed(types)
-
-
-def _typed(types: Sequence[Sequence[int]]) -> Columns:
-    return {"token_type_ids": (types, 0)} if any(map(any, types)) else {}
 
 
 def _conversations(config: Config, data: TokenisedConversations | ConversationSet, tokenizer: Tokenizer) -> SftTask:

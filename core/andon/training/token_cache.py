@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from itertools import chain
+from itertools import accumulate, chain
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Self, TypeVar, get_args
@@ -30,18 +30,27 @@ from andon.console.problems import Problem
 from andon.data.chat import EncodedRow, Encoding, TrainOn, encode_each
 from andon.data.conversations import Conversation, Form, Reading, add_form, add_row, asked
 from andon.data.origins import Origins, RowSelection, require_unchanged, stamps
-from andon.data.rows import Examples, fingerprint
-from andon.data.tokens import Tokenizer
+from andon.data.rows import Examples, Tagged, TextRows, fingerprint
+from andon.data.tokens import EncodedTexts, Tokenizer
 from andon.launch.orphan import bind_to_parent
 from andon.run.columns import Columns, Numbers, kept, key_of
 from andon.run.provenance import source_digest
 from andon.tasks.token_rows import COLUMNS as TOKEN_COLUMNS
-from andon.tasks.token_rows import KINDS, OF_TOKENS, TokenRows, columns_of
+from andon.tasks.token_rows import KINDS, OF_TOKENS, FlatRows, TokenRows, columns_of
 from andon_contracts.fields import Count, read_field
 
 COLUMNS: Mapping[str, str] = {"lines": "q", "sources": "i", "texts": "Q", **TOKEN_COLUMNS}
 """The `array` type of each column. Besides its tokens a row has its line, the index of its source among the names of
 all sources (-1 for none), and the fingerprint of its input text."""
+TEXT_COLUMNS: Mapping[str, str] = {
+    "tokens": "i",
+    "types": "i",
+    "firsts": "i",
+    "ends": "q",
+    "ends_of_words": "q",
+    "cut": "q",
+}
+"""The `array` type of each column of texts, with what `EncodedTexts` has."""
 _LIBRARIES = ("jinja2", "tokenizers", "transformers", "pyarrow")
 _CODE = Path(andon.data.__file__).parent
 _ROWS_AT_ONCE = 4096
@@ -154,6 +163,54 @@ def tokenised(
         return kept(place, key, COLUMNS, make, lambda columns: _mapped(tuple(paths), selection, columns))
 
 
+def encoded_texts(folder: Path | None, data: TextRows[Any], tokenizer: Tokenizer, max_length: int) -> EncodedTexts:
+    """The tokens of the texts of `data`, from the token file in `folder`; if there is none, this process writes it.
+
+    folder: None: nothing is written. Waits for another process that is writing the file. Raises as `Tokenizer.encode`.
+    """
+    texts, pairs = [row.text for row in data.rows], [row.pair for row in data.rows if row.pair is not None]
+
+    def encode() -> EncodedTexts:
+        return tokenizer.encode(texts, max_length, pairs or None, words=isinstance(data, Tagged))
+
+    if folder is None:
+        return encode()
+    truncated = tokenizer.truncated
+
+    def make(append: Callable[[Numbers], None]) -> Mapping[str, object]:
+        found = encode()
+        append({name: array("i", chain.from_iterable(getattr(found, name))) for name in ("tokens", "types", "firsts")})
+        ends = {"ends": found.tokens, "ends_of_words": found.firsts}
+        append({name: array("q", accumulate(map(len, rows))) for name, rows in ends.items()})
+        append({"cut": array("q", found.cut)})
+        return {}
+
+    def load(columns: Columns) -> EncodedTexts:
+        ends, word_ends, cut = (_numbers(columns, name, "q").tolist() for name in ("ends", "ends_of_words", "cut"))
+        tokens, types, firsts = (_numbers(columns, name, "i") for name in ("tokens", "types", "firsts"))
+        of_types = FlatRows(types, ends) if types.numel() else ()
+        return EncodedTexts(FlatRows(tokens, ends), of_types, cut, FlatRows(firsts, word_ends))
+
+    key = key_of(
+        _LIBRARIES,
+        code=source_digest(_CODE),
+        rows=data.digest,
+        tokenizer=tokenizer.digest,
+        max_length=max_length,
+    )
+    found = kept(folder, key, TEXT_COLUMNS, make, load)
+    tokenizer.truncated = truncated + len(found.cut)
+    return found
+
+
+def _numbers(columns: Columns, name: str, kind: str) -> torch.Tensor:
+    """A column, mapped into memory."""
+    size, dtype = columns.counts[name], KINDS[kind]
+    if not size:  # no file of no bytes can be mapped
+        return torch.empty(0, dtype=dtype)
+    return torch.from_file(str(columns.folder / name), shared=False, size=size, dtype=dtype)
+
+
 class _Pass:
     """One pass over the files, for `encode_each`. All columns go to `append`, so that memory stays bounded."""
 
@@ -225,11 +282,7 @@ def _mapped(paths: tuple[Path, ...], selection: RowSelection, columns: Columns) 
             numbers[name].frombytes((columns.folder / name).read_bytes())
     if said["form"] not in get_args(Form) or not len(said["sizes"]) == len(said["units"]) == len(paths):
         raise ValueError("its index is not of these files")
-    tensors = {
-        name: torch.from_file(str(columns.folder / name), shared=False, size=columns.counts[name], dtype=KINDS[kind])
-        for name, kind in TOKEN_COLUMNS.items()
-        if columns.counts[name]
-    }
+    tensors = {name: _numbers(columns, name, kind) for name, kind in TOKEN_COLUMNS.items()}
     rows = sum(said["sizes"])
     wanted = {name: int(tensors["ends"][-1]) if name in OF_TOKENS else rows for name in COLUMNS}
     if not rows or columns.counts != wanted:

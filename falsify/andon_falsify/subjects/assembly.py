@@ -20,7 +20,7 @@ from andon.model.build import ModelInterface
 from andon.model.memory import plan_bytes
 from andon.step.plan import BatchPlan
 from andon.step.replica import Replica
-from andon.tasks.classification import ClassificationTask
+from andon.tasks.text import ClassificationTask
 from andon.training.build import Run, build_model, build_run
 from andon_falsify.subjects.case import PAD, VOCABULARY, Case
 from andon_falsify.subjects.interpose import Place, WatchedBackend, WatchedTask
