@@ -143,7 +143,7 @@ def build_run(
         plan=plan,
         replicas=replicas,
         step=TrainingStep(backend, replicas, task, plan.micro_batches, clip_norm, config.contracts, late=late),
-        schedule=schedule_of(config, plan),
+        schedule=Schedule(config, plan.total_steps),
         initial_weights=replicas[0].weights_digest(),
         base=replicas[0].base_digest(),
     )
@@ -153,12 +153,6 @@ def build_model(config: Config, interface: ModelInterface) -> nn.Module:
     """The model with its adapter on the CPU, the same bits on every call. Raises `InputError`."""
     model = build_base(config.model, interface, config.seed)
     return attach(model, config.adapter, config.seed, interface.new_tokens)
-
-
-def schedule_of(config: Config, plan: BatchPlan) -> Schedule:
-    """The learning rate of each step of `plan`."""
-    own, peak = config.schedule, config.optimizer.lr
-    return Schedule(peak, plan.total_steps, own.warmup_fraction, own.min_lr, own.type, own.warmup_steps)
 
 
 def build_replicas(
