@@ -7,8 +7,7 @@ mapping are refused, and an alias counts as often as it is used.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import yaml
@@ -52,23 +51,11 @@ _CoreLoader.yaml_implicit_resolvers = {
 _CoreDumper.yaml_implicit_resolvers = yaml.SafeDumper.yaml_implicit_resolvers | _CoreLoader.yaml_implicit_resolvers
 
 
-@dataclass
-class Document:
-    """`value`: dicts, lists and scalars. `lines`: the line, from 1, of each key and item by its path."""
+def parse(text: str, where: str, problems: ProblemList) -> tuple[Any, Mapping[KeyPath, int]]:
+    """The one document in `text` as dicts, lists and scalars, and the line, from 1, of each key and item by its path.
 
-    value: Any = None
-    lines: dict[KeyPath, int] = field(default_factory=dict)
-
-    def line(self, path: KeyPath) -> int | None:
-        """The line of `path` or of the nearest thing around it; None when there is neither."""
-        around = (path[:end] for end in range(len(path), 0, -1))
-        return next((self.lines[each] for each in around if each in self.lines), None)
-
-
-def parse(text: str, where: str, problems: ProblemList) -> Document:
-    """The one document in `text`. Faults of its form are noted in `problems` at `where`:LINE, and left out.
-
-    Raises `InputError` for text that is malformed, too long, too deep, or expands to too many values.
+    Faults of form are noted in `problems` at `where`:LINE, and left out. Raises `InputError` for text that is
+    malformed, too long, too deep, or expands to too many values.
     """
     if len(text) > MOST_BYTES:
         raise InputError([Problem(where, f"is longer than {MOST_BYTES} characters ({len(text)})")])
@@ -125,7 +112,7 @@ def parse(text: str, where: str, problems: ProblemList) -> Document:
         problems.add(f"{place} {'.'.join(path)}".rstrip(), fault)
         return None
 
-    return Document(None if root is None else read(root, ()), lines)
+    return None if root is None else read(root, ()), lines
 
 
 def dump(value: Any, *, flow: bool = False) -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from andon.config.document import MOST_BYTES, Document, KeyPath, dump, parse
+from andon.config.document import MOST_BYTES, KeyPath, dump, parse
 from andon.config.schema import ONE_FILE, SEVERAL_FILES, Config, Section, TrainFile
 from andon.config.source import require_file
 from andon.console.problems import InputError, Problem, ProblemList, did_you_mean, shown
@@ -119,9 +120,9 @@ def load_config(path: Path | None, overrides: Sequence[str] = (), flags: Mapping
     malformed YAML, a key twice, unknown keys (with the nearest known one), wrong types, values out of bounds.
     """
     problems = ProblemList()
-    document = _read(Path(path), problems) if path is not None else Document({})
+    values, lines = ({}, {}) if path is None else _read(Path(path), problems)
     # `optimizer:` with nothing below it says nothing.
-    tree = {key: value for key, value in document.value.items() if value is not None or key not in Config.model_fields}
+    tree = {key: value for key, value in values.items() if value is not None or key not in Config.model_fields}
     said: dict[KeyPath, str] = {}
 
     def put(key: str, value: object, where: str) -> None:
@@ -142,7 +143,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = (), flags: Mapping
             problems.add(f"--set {shown(override)}", "must be KEY=VALUE, as in optimizer.lr=1e-3")
             continue
         try:
-            put(key, parse(text, f"--set {key}", problems).value, f"--set {key}")
+            put(key, parse(text, f"--set {key}", problems)[0], f"--set {key}")
         except InputError as error:
             for problem in error.problems:
                 problems.add(f"--set {key}", problem.what)
@@ -153,7 +154,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = (), flags: Mapping
         config = Config.model_validate(tree)
     except ValidationError as error:
         for key_path, what in _faults(error):
-            problems.add(_where(key_path, path, document, said), what)
+            problems.add(_where(key_path, path, lines, said), what)
         problems.raise_if_any()
         raise
     problems.raise_if_any()
@@ -174,7 +175,7 @@ def to_yaml(config: Config) -> str:
     return dump(config.model_dump(mode="json"))
 
 
-def _read(path: Path, problems: ProblemList) -> Document:
+def _read(path: Path, problems: ProblemList) -> tuple[dict[str, Any], Mapping[KeyPath, int]]:
     require_file(path, empty=True)
     try:
         with path.open("rb") as file:
@@ -186,22 +187,20 @@ def _read(path: Path, problems: ProblemList) -> Document:
         what = f"not UTF-8: byte 0x{content[error.start]:02x} at byte {error.start} of the file"
         line = content[: error.start].count(b"\n") + 1
         raise InputError([Problem(f"{path}:{line}", what)]) from error
-    document = parse(text, str(path), problems)
-    if document.value is None:
-        return Document({})
-    if not isinstance(document.value, dict):
-        raise InputError([Problem(f"{path}:1", f"must hold keys and values, is {shown(document.value)}")])
-    return document
+    values, lines = parse(text, str(path), problems)
+    if not isinstance(values, dict | None):
+        raise InputError([Problem(f"{path}:1", f"must hold keys and values, is {shown(values)}")])
+    return values or {}, lines
 
 
-def _where(key_path: KeyPath, path: Path | None, document: Document, said: Mapping[KeyPath, str]) -> str:
-    """Where to correct the value at `key_path`: the last override or flag, the line in the file, or the key alone."""
-    for end in range(len(key_path), 0, -1):
-        if key_path[:end] in said:
-            return said[key_path[:end]]
-    line, name = document.line(key_path), ".".join(key_path)
-    below = (where for each, where in said.items() if each[: len(key_path)] == key_path)
-    return next(below, name) if line is None else f"{path}:{line} {name}"
+def _where(key_path: KeyPath, path: Path | None, lines: Mapping[KeyPath, int], said: Mapping[KeyPath, str]) -> str:
+    """Where to correct the value at `key_path`: the last override or flag, the line of the key or of what is around it
+    in the file, or the key alone."""
+    name, around = ".".join(key_path), [key_path[:end] for end in range(len(key_path), 0, -1)]
+    found = [said[each] for each in around if each in said]
+    found += [f"{path}:{lines[each]} {name}" for each in around if each in lines]
+    found += [where for each, where in said.items() if each[: len(key_path)] == key_path]
+    return found[0] if found else name
 
 
 def _faults(error: ValidationError) -> Iterator[tuple[KeyPath, str]]:
