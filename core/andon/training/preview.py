@@ -37,12 +37,11 @@ def describe(config: Config, row: int | None = None) -> Iterator[str]:
     material.task.require_fit(model, torch.device("cpu"))
 
     # The data
-    yield from filter(None, [told_of_task(config)])
     own = f"{len(material.evaluation_ids)} to evaluate on"
     scored = "on which the result is scored too" if rows.evaluation is None else own
     held = f"{len(material.validation_ids)} to validate, {scored}"
-    yield f"data: {len(rows.train_ids)} rows to train on, {held}; {rows.train.about()}"
-    yield from filter(None, [class_counts(rows)])
+    about = f"data: {len(rows.train_ids)} rows to train on, {held}; {rows.train.about()}"
+    yield from filter(None, (told_of_task(config), about, class_counts(rows)))
     origins = rows.train.origins
     if rows.weights and origins is not None:
         kept_back = Counter(origins.file_of(id_) for id_ in rows.validation_ids)
@@ -58,9 +57,7 @@ def describe(config: Config, row: int | None = None) -> Iterator[str]:
         sum(weights.numel() for weights in each) for each in (model.parameters(), trainable_parameters(model).values())
     )
     yield f"model: {total:,} weights, {trained:,} of them trained (adapter: {config.adapter.kind})"
-    yield from facts_of(model).notes
-    yield from warnings_of(model, material.tokenizer)
-    yield from filter(None, [chosen])
+    yield from filter(None, (*facts_of(model).notes, *warnings_of(model, material.tokenizer), chosen))
     if config.model.base is not None:
         yield settings_line(config)
         unset = [f"{key}={value_of(config, key)}" for key in automatic_keys(config) if not is_set(given, key)]
@@ -75,26 +72,22 @@ def describe(config: Config, row: int | None = None) -> Iterator[str]:
     where = f"{name}: {', '.join(map(str, devices[:_MOST_WORKERS]))}{more}"
     count, workers = plan.micro_batches, config.run.workers
     full = [str(world) for world in range(1, _MOST_WORKERS + 1) if efficiency(count, world) == 1]
-    use = f"{count} micro-batches keep them busy {efficiency(count, workers):.0%} of the time"
-    if efficiency(count, workers) != 1:
-        use += f" ({', '.join(full)} workers: 100%)"
+    better = f" ({', '.join(full)} workers: 100%)" if efficiency(count, workers) != 1 else ""
+    use = f"{count} micro-batches keep them busy {efficiency(count, workers):.0%} of the time{better}"
     yield f"workers: {workers} ({where}), {use}"
 
     # Notes
-    yield from notes(rows)
-    yield from skip_notes(material.unusable)
+    yield from (*notes(rows), *skip_notes(material.unusable))
     yield from filter(None, (unfit_model(config), learns_nothing(plan, config), few_updates(plan, config)))
     for each in filter(None, (idleness(plan, workers), note, *material.task.notes)):
         yield f"note: {each}"
-    if material.tokenizer.truncated:
-        limit = config.model.max_length
-        yield f"note: {material.tokenizer.truncated} texts are cut to {limit} tokens (model.max_length)"
     cut = cut_note(material.evaluation_task, material.evaluation_ids, config)
+    if count := material.tokenizer.truncated:
+        yield f"note: {count} texts are cut to {config.model.max_length} tokens (model.max_length)"
     yield from filter(None, (cut, eval_rows_note(material)))
-    if row is None:
-        return
-    count = len(material.validation_task)
-    if not 0 <= row < count:
-        raise InputError([Problem("--show-row", f"{row} is none of the {count} rows, which are counted from 0")])
-    yield from filter(None, [rows.where(row)])
-    yield from material.validation_task.shown(row, material.tokenizer)
+    if row is not None:
+        count = len(material.validation_task)
+        if not 0 <= row < count:
+            raise InputError([Problem("--show-row", f"{row} is none of the {count} rows, which are counted from 0")])
+        yield from filter(None, [rows.where(row)])
+        yield from material.validation_task.shown(row, material.tokenizer)
