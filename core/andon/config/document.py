@@ -73,7 +73,7 @@ def parse(text: str, where: str, problems: ProblemList) -> tuple[Any, Mapping[Ke
     visited = 0
 
     def read(node: yaml.Node, path: KeyPath) -> Any:
-        """The value of a node; of one that aliases name again each time."""
+        """The value of a node. A node that aliases repeat is read, and counted, each time."""
         nonlocal visited
         visited += 1
         place = f"{where}:{node.start_mark.line + 1}"

@@ -53,7 +53,7 @@ def by_dotted_key(config: Config) -> dict[str, Any]:
 
 
 def device_kind(run: Run) -> str:
-    """What kind of device a run is on: cpu, cuda or mixed."""
+    """The kind of a run's devices: cpu, cuda or mixed."""
     if run.devices:
         kinds = {"cpu" if str(name) == "cpu" else "cuda" for name in run.devices}
         return kinds.pop() if len(kinds) == 1 else "mixed"

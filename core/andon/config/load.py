@@ -1,5 +1,5 @@
-"""A configuration from a YAML file, `--set` overrides and flags, with everything wrong in them at once; and the
-commented configuration that `andon init` writes, made from the schema so that it cannot fall behind it."""
+"""A configuration from a YAML file, `--set` overrides and flags, with all problems at once; and the commented
+configuration that `andon init` writes, generated from the schema."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _MEANT = {
     ("adapter", "targets"): "must be all-linear, or a list of module names",
     ("run", "devices"): "must be a list of devices, each cpu or the index of a GPU",
 }
-"""Keys that take more than one type; what each type says of them would confuse."""
+"""Keys of more than one type; the errors of each type would confuse."""
 _WANTED = {
     "float_type": "a number",
     "int_type": "an integer",
@@ -121,7 +121,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = (), flags: Mapping
     """
     problems = ProblemList()
     values, lines = ({}, {}) if path is None else _read(Path(path), problems)
-    # `optimizer:` with nothing below it says nothing.
+    # `optimizer:` with nothing below it keeps the defaults.
     tree = {key: value for key, value in values.items() if value is not None or key not in Config.model_fields}
     said: dict[KeyPath, str] = {}
 

@@ -1,7 +1,7 @@
 """The configuration of a run: every key with its type, its bounds, its default and what it is for.
 
-Unknown keys are refused, and so are values of another type: the string "1e-3" is no number, 3.0 no integer. Without
-any file the defaults are the embedded run: generated shell snippets, a small Qwen3, LoRA on all of it, two workers.
+Unknown keys are refused, and values of another type too: the string "1e-3" for a number, 3.0 for an integer. Without a
+file the defaults are the embedded run: generated shell snippets, a small Qwen3, LoRA on all of it, two workers.
 Unset settings for which a pretrained base needs other values are chosen by `andon.training.choices`.
 """
 
@@ -24,7 +24,7 @@ NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Count = Annotated[int, Field(ge=1)]
 Size = Annotated[int, Field(ge=1, le=1 << 20)]
-"""Of what takes memory or processes by its number; more is a mistake, or meant to do harm."""
+"""A number that memory or processes grow with; a larger one is a mistake or an attack."""
 Steps = Annotated[int, Field(ge=1, le=1 << 40)]
 Name = Annotated[str, Field(min_length=1)]
 Names = Annotated[tuple[Name, ...], BeforeValidator(_as_tuple)]
@@ -48,7 +48,7 @@ class Section(BaseModel):
         return {key: value for key, value in given.items() if not (value == "auto" and key in cls.automatic)}
 
     def _faults(self) -> Iterator[tuple[str, str]]:
-        """What is wrong with a key beside another one; `load` puts it at the key that is named."""
+        """Keys whose values do not fit those of other keys, each with the reason."""
         yield from ()
 
     @model_validator(mode="after")
@@ -59,7 +59,7 @@ class Section(BaseModel):
 
 
 def setting(default: Any, description: str) -> Any:
-    """The default of a key, with what is said of it where settings are listed."""
+    """The default of a key, with its line in lists of settings."""
     return Field(default=default, description=description)
 
 
@@ -136,7 +136,7 @@ class TrainFile(Section):
 
 
 def _as_files(value: object) -> object:
-    """A list of files, of which each is a path or a section, as a tuple of sections; what is no list as it is."""
+    """A list of files, each a path or a section, as a tuple of sections; any other value unchanged."""
     if not isinstance(value, list | tuple):
         return value
     return tuple({"path": each} if isinstance(each, str) else each for each in value)
@@ -383,7 +383,7 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _embedded_sft_learns(cls, given: Any) -> Any:
-        """A run of sft that names neither data nor model has defaults of its own, for what is not said."""
+        """An sft run without data and model has other defaults."""
         if not isinstance(given, Mapping):
             return given
         parts = {name: given.get(name, {}) for name in ("data", *_EMBEDDED_SFT)}
@@ -396,7 +396,7 @@ class Config(Section):
 
     @property
     def rate_fault(self) -> str:
-        """What is wrong with the lowest rate beside the peak; empty if nothing is."""
+        """Why the lowest rate does not fit the peak; empty if it fits."""
         own, default = self.schedule, Schedule.model_fields["min_lr"].default
         if own.type == "constant" or own.min_lr <= self.optimizer.lr or own.min_lr == default:
             return ""

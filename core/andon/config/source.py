@@ -52,12 +52,12 @@ def require_file(path: Path, *, empty: bool = False) -> None:
 
 
 def is_there(path: Path) -> bool:
-    """Whether anything is at `path`. Raises `InputError` for what can be no path, as a name that is too long."""
+    """Whether `path` exists. Raises `InputError` for an impossible path, such as a name that is too long."""
     return _answered(path, path.exists)
 
 
 def is_folder(path: Path) -> bool:
-    """Whether `path` is a folder. Raises `InputError` for what can be no path, as a name that is too long."""
+    """Whether `path` is a folder. Raises `InputError` for an impossible path, such as a name that is too long."""
     return _answered(path, path.is_dir)
 
 

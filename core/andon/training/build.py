@@ -61,7 +61,7 @@ class Run:
 
     @property
     def writes(self) -> bool:
-        """Whether this process is the one that writes files."""
+        """Whether this process writes the files."""
         return self.backend.ranks[0] == 0
 
     def restore(self, checkpoint: Checkpoint) -> None:
@@ -168,8 +168,8 @@ def build_replicas(
 ) -> list[Replica]:
     """One replica for each local rank of `backend`, all with the weights of `model` (on the CPU, as built).
 
-    Each has trainable weights of its own; those on one device share the frozen base, unless `own_base`. sample: a row
-    of `task` on which each model is tried. shapes: of the micro-batches, if passes are compiled. capture: whether eager
+    Trainable weights are separate; replicas on one device share the frozen base, unless `own_base`. sample: a row of
+    `task` on which each model is tried. shapes: of the micro-batches, if passes are compiled. capture: whether eager
     passes on GPUs become CUDA graphs, with the same bits; not together with activation checkpointing, which would read
     the device's generator in the middle of a graph.
 

@@ -1,4 +1,4 @@
-"""The settings that nobody set, chosen once for the data, the base model and the devices.
+"""Values for unset settings, chosen once for the data, the base model and the devices.
 
 `placed` chooses where a run trains, before ranks are started, and needs no torch. `for_rows` chooses what depends on
 tokens and on the base, equally on every rank: the number of workers, the kind of GPU and time play no part. The choices
@@ -24,7 +24,7 @@ _PARTS = 8
 _TOKENS = 4096
 """Of a micro-batch at most, unless one row has more."""
 _RATES = {("lora", True): 2e-4, ("lora", False): 1e-3, ("none", True): 2e-5, ("none", False): 5e-5}
-"""By the adapter's kind, and whether the head is pretrained too: one that is drawn anew needs a higher rate.
+"""By the adapter's kind, and whether the head is pretrained too: a new head needs a higher rate.
 
 MiniLM on BANKING77 with LoRA, 3 epochs: accuracy 0.46 with 2e-4, 0.87 with 1e-3, 0.88 with 2e-3."""
 _COMPILE_PAYS = 2e17
@@ -135,7 +135,7 @@ class Base:
 
 
 def capped(config: Config, task: str, base: Base | None) -> Config:
-    """`config` with the most tokens of a row that may be chosen, where none is set."""
+    """`config` with the largest `model.max_length` that may be chosen, if none is set."""
     if base is None or is_set(config, "model.max_length"):
         return config
     most = _CAP_SFT if task == SFT else _CAP

@@ -69,7 +69,7 @@ def require_place(target: Path) -> None:
 
 
 def result_of(folder: RunFolder, labels: Sequence[str]) -> Result:
-    """The result of the finished run in `folder`. Raises `InputError` for one that is not finished or not readable."""
+    """The result of the finished run in `folder`. Raises `InputError` if it is unfinished or unreadable."""
     summary = read_summary(folder.summary)
     if not summary.finished:
         raise InputError([Problem(str(folder.path), f"is not finished; go on with it: {go_on_with(folder)}")])
@@ -123,7 +123,7 @@ def export_run(run: TrainedRun, target: Path, dtype: str | None = None, check: s
             save_base(run.model, path, run.labels, merged=DTYPES[dtype])
             write_tokenizer(path, run.tokenizer, config, run.labels, asked, side)
         else:
-            # Where peft looks for the base: a hub id, a folder's whole path, or the name of the one that goes along.
+            # Where peft looks for the base: a hub id, an absolute path, or the folder of the base beside the adapter.
             reference = config.model.base or "base"
             if config.model.base is not None and Path(config.model.base).expanduser().is_absolute():
                 reference = str(Path(str(base)).expanduser().resolve())
@@ -176,7 +176,7 @@ class Answers:
 
 
 def _questions_of(run: TrainedRun, check: str) -> Questions | str:
-    """Evaluation rows of the run, or their prompts, evenly spaced; a sentence if there are none."""
+    """Evaluation rows of the run, or their prompts, evenly spaced; if impossible, a sentence with the reason."""
     found = rows_of(run)
     if found is None:
         return NOT_MEASURED

@@ -229,8 +229,8 @@ def read_labelled(
 def evaluate_run(run: TrainedRun, data: Examples) -> Scores:
     """Scores of the rows in `data` (`read_labelled`), as the run's own summary has them.
 
-    The loss is weighted as in training. Without the training rows, weights by frequency are unknown: there is no loss
-    then, and a line says so.
+    The loss is weighted as in training. Weights by frequency need the training rows: without these the loss is left
+    out, and a line says so.
     """
     kind, weights = run.config.data.class_weights, (1.0,) * len(run.labels)
     if kind != "uniform":
@@ -250,7 +250,7 @@ def evaluate_run(run: TrainedRun, data: Examples) -> Scores:
 
 
 def rows_of(run: TrainedRun) -> Rows | None:
-    """The rows that the run was trained and scored on; None where they are gone or have changed."""
+    """The rows that the run was trained and scored on; None if they are gone or have changed."""
     try:
         rows = read_rows(run.config)
     except InputError:

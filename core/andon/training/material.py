@@ -73,7 +73,7 @@ class Material:
 
 
 def prepare(config: Config, cache: Path | None = None) -> Material:
-    """Read, split, encode, choose what nobody set, and plan. Raises `InputError` for anything that the user got wrong.
+    """Read, split, encode, choose unset values, and plan. Raises `InputError` for anything that the user got wrong.
 
     cache: a folder that keeps tokens of conversations, if the configuration names none; None: they are made each time.
     """
@@ -116,7 +116,7 @@ def prepare(config: Config, cache: Path | None = None) -> Material:
         base = base_with(rows.train.labels)
         config = capped(config, name, base)
 
-    # Rows become tokens; what nobody set is chosen from their lengths.
+    # Rows become tokens; unset values are chosen from their lengths.
     weights: tuple[float, ...] = ()
     if name == CLASSIFICATION:
         weights = loss_weights(config, rows)

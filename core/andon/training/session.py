@@ -69,7 +69,7 @@ def assembled(
 ) -> Iterator[Session]:
     """The parts of a run on this process's backend; rank 0 owns the run folder meanwhile. Nothing is trained yet.
 
-    writing: whether the folder is to be written; otherwise it is left as it is, and nobody owns it.
+    writing: False leaves the folder unchanged and unowned.
     Raises `InputError` for what the user got wrong, a folder that another process owns included.
     """
     config = with_task(placed(config)[0])
