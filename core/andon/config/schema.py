@@ -33,12 +33,16 @@ Names = Annotated[tuple[Name, ...], BeforeValidator(_as_tuple)]
 class Section(BaseModel):
     """A part of the configuration: frozen, without unknown keys or conversions between types.
 
-    A key in `automatic` whose value is `auto` counts as not set, so that a value is chosen for it; its `default` is
-    the value of the embedded run.
+    A key in `automatic` whose value is `auto` counts as not set, so that a value is chosen for it; its default is that
+    of the embedded run.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
     automatic: ClassVar[frozenset[str]] = frozenset()
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        cls.automatic = frozenset(name for name, field in cls.model_fields.items() if field.json_schema_extra)
 
     @model_validator(mode="before")
     @classmethod
@@ -63,10 +67,13 @@ def setting(default: Any, description: str) -> Any:
     return Field(default=default, description=description)
 
 
+def auto(default: Any, description: str) -> Any:
+    """The same for a key in `automatic`."""
+    return Field(default=default, description=description, json_schema_extra={"auto": True})
+
+
 class Model(Section):
     """The base model. The sizes describe the embedded one and are unused when `base` is given."""
-
-    automatic = frozenset({"max_length", "dtype"})
 
     base: Name | None = setting(None, "folder or hub id of a transformers model; null: the embedded one")
     revision: Name | None = setting(None, "branch, tag or commit of a base on the hub; null: its main branch")
@@ -77,8 +84,8 @@ class Model(Section):
     num_key_value_heads: Size = setting(4, "divides num_attention_heads (decoder)")
     intermediate_size: Size = 128
     dropout: Share = setting(0.1, "of attention; of an encoder's hidden states too")
-    max_length: Size = setting(128, "tokens of a row, longer rows are cut; auto, with a base: the longest row")
-    dtype: Literal["float32", "bfloat16"] = setting(
+    max_length: Size = auto(128, "tokens of a row, longer rows are cut; auto, with a base: the longest row")
+    dtype: Literal["float32", "bfloat16"] = auto(
         "float32", "of frozen weights, trained ones are float32; auto: on GPUs as the base was saved"
     )
     new_tokens: Names = setting((), "sft: added to the tokenizer's own, as in ['<tool>', '</tool>']; their rows train")
@@ -110,12 +117,10 @@ UNUSED_WITH_BASE = frozenset(("model.architecture", "model.hidden_size", "model.
 class Adapter(Section):
     """What is trained besides the classification head."""
 
-    automatic = frozenset({"dropout"})
-
     kind: Literal["lora", "none"] = setting("lora", "none trains every weight")
     r: Size = setting(16, "rank")
     alpha: Positive = setting(32.0, "the update is scaled by alpha / r")
-    dropout: Share = setting(0.1, "auto: 0.05 with a pretrained base")
+    dropout: Share = auto(0.1, "auto: 0.05 with a pretrained base")
     targets: Literal["all-linear"] | Names | None = setting(
         "all-linear", "modules to adapt: all-linear, or a list of names; null is all-linear"
     )
@@ -200,10 +205,8 @@ class Data(Section):
 class Optimizer(Section):
     """How weights change."""
 
-    automatic = frozenset({"lr"})
-
     name: Literal["adamw", "sgd"] = "adamw"
-    lr: Positive = setting(2.5e-3, "peak learning rate; auto: LoRA 2e-4 (sft) or 1e-3, all weights 2e-5 or 5e-5")
+    lr: Positive = auto(2.5e-3, "peak learning rate; auto: LoRA 2e-4 (sft) or 1e-3, all weights 2e-5 or 5e-5")
     betas: Annotated[tuple[Share, Share], BeforeValidator(_as_tuple)] = setting((0.9, 0.999), "adamw")
     eps: Positive = setting(1e-8, "adamw")
     weight_decay: NotNegative = 0.01
@@ -230,20 +233,16 @@ class Schedule(Section):
 class Training(Section):
     """How long and in which portions."""
 
-    automatic = frozenset(
-        ("epochs", "micro_batches", "packing", "group_by_length", "keep", "checkpoint_minutes", "compile")
-    )
-
-    epochs: Steps = setting(2, "auto: 3 with a pretrained base")
+    epochs: Steps = auto(2, "auto: 3 with a pretrained base")
     max_steps: Steps | None = setting(None, "end after this many steps; null: after the epochs")
     batch_size: Steps = setting(32, "rows of one step, over all workers, before they are packed")
-    micro_batches: Size = setting(8, "parts of a batch, on which the result depends; auto: 8, more for long rows")
-    packing: bool = setting(False, "sft: several rows share one sequence of max_length tokens; auto, with a base: on")
-    group_by_length: bool = setting(False, "rows of similar length share a batch, another order; auto, with a base: on")
+    micro_batches: Size = auto(8, "parts of a batch, on which the result depends; auto: 8, more for long rows")
+    packing: bool = auto(False, "sft: several rows share one sequence of max_length tokens; auto, with a base: on")
+    group_by_length: bool = auto(False, "rows of similar length share a batch, another order; auto, with a base: on")
     pad_to_multiple_of: Size = setting(
         8, "padded lengths are multiples of this; 1 wastes least; compile has its own lengths"
     )
-    compile: Literal["off", "kernels", "graphs"] = setting(
+    compile: Literal["off", "kernels", "graphs"] = auto(
         "off", "on GPUs: fused kernels, or these in CUDA graphs; auto: graphs for long runs"
     )
     compile_lengths: Size = setting(4, "padded lengths that are compiled; each takes a minute")
@@ -251,14 +250,14 @@ class Training(Section):
         False, "recompute activations in the backward pass: less memory, more time"
     )
     early_stopping_patience: Count | None = setting(None, "evaluations without a better validation loss; null: never")
-    keep: Literal["best", "last"] = setting(
+    keep: Literal["best", "last"] = auto(
         "last", "weights that are the result: of the best validation loss, or last; auto: best"
     )
     checkpoint_every: Count | None = setting(None, "steps; at the end of every epoch anyway")
     eval_rows: Count | None = setting(
         None, "validate and evaluate on this many rows at most, drawn from the seed; null: all"
     )
-    checkpoint_minutes: Positive | None = setting(
+    checkpoint_minutes: Positive | None = auto(
         None, "between checkpoints, at most 5 % of the time; null: never; auto: 15 with a base"
     )
     evaluate_every: Count | None = setting(None, "steps; at the end of every epoch anyway")
@@ -289,11 +288,10 @@ _DEVICE = re.compile(r"cpu|(cuda:)?\d{1,4}")
 class Run(Section):
     """Where a run lives and what it says; none of this but `portable` changes its result."""
 
-    automatic = frozenset({"workers", "backend"})
-    workers: Annotated[int, Field(ge=1, le=1 << 14)] = setting(
+    workers: Annotated[int, Field(ge=1, le=1 << 14)] = auto(
         2, "ranks on this machine; auto: one a GPU, else with a base up to one a core, or 2"
     )
-    backend: Literal["inline", "gloo", "nccl", "mixed"] = setting(
+    backend: Literal["inline", "gloo", "nccl", "mixed"] = auto(
         "gloo", "inline: in one process; gloo, nccl, mixed; auto: nccl on GPUs, else gloo"
     )
     cpu_fallback: bool = setting(False, "true: train on the CPU if nccl finds no working GPU")
