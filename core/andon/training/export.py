@@ -20,7 +20,6 @@ from andon.config.source import is_there, loading
 from andon.console.problems import InputError, Problem
 from andon.data.chat import encode_prompt
 from andon.data.conversations import ConversationSet
-from andon.data.rows import Row
 from andon.metrics.confusion import read_confusion
 from andon.model.adapter import save_base
 from andon.model.build import LOADERS, computing, facts_of, without_adapter
@@ -149,30 +148,25 @@ def export_run(run: TrainedRun, target: Path, dtype: str | None = None, check: s
 
 @dataclass(frozen=True)
 class Questions:
-    """Rows that both models predict, or prompts that both answer, out of a run's `total` rows.
+    """Texts that both models predict, or prompts that both answer, out of a run's `total` rows.
 
-    prompts: the ids of each, and the most tokens of its answer. tokens: the limit of all answers.
+    pairs: the second texts, if there are any. prompts: the ids of each, and the most tokens of its answer. tokens: the
+    limit of all answers.
     """
 
-    rows: Sequence[Row[Any]]
-    prompts: Sequence[tuple[list[int], int]]
     total: int
     tokens: int
+    texts: Sequence[str] = ()
+    pairs: Sequence[str] = ()
+    prompts: Sequence[tuple[list[int], int]] = ()
 
-    def batches(self) -> Iterator[tuple[list[str], list[str] | None]]:
-        """Texts, and their second texts if they have any."""
-        for first in range(0, len(self.rows), _BATCH):
-            rows = self.rows[first : first + _BATCH]
-            pairs = [row.pair for row in rows if row.pair is not None]
-            yield [row.text for row in rows], pairs or None
+    def batches(self) -> Iterator[tuple[Sequence[str], Sequence[str] | None]]:
+        for part in (slice(first, first + _BATCH) for first in range(0, len(self.texts), _BATCH)):
+            yield self.texts[part], self.pairs[part] or None
 
 
-@dataclass(frozen=True)
-class Answers:
-    """numbers: fp32 [n, k], what a model computes. decided: the decision that follows, one entry for each row."""
-
-    numbers: torch.Tensor
-    decided: Sequence[object]
+Answers = tuple[torch.Tensor, Sequence[object]]
+"""What a model computes, fp32 [n, k], and the decision that follows, one entry for each row."""
 
 
 def _questions_of(run: TrainedRun, check: str) -> Questions | str:
@@ -188,7 +182,8 @@ def _questions_of(run: TrainedRun, check: str) -> Questions | str:
     total = len(data)
     rows = [data.rows[place * total // most] for place in range(most)] if total > most else data.rows
     if not isinstance(data, ConversationSet):
-        return Questions(rows, (), total, tokens) if rows else _NO_PROMPT
+        pairs = [row.pair for row in rows if row.pair is not None]
+        return Questions(total, tokens, [row.text for row in rows], pairs) if rows else _NO_PROMPT
     asked, text = [], data.form == "text"
     for row in rows:
         try:
@@ -199,7 +194,7 @@ def _questions_of(run: TrainedRun, check: str) -> Questions | str:
         ids = ids[: -(-len(ids) // 2)] if text else ids
         if ids and len(ids) < limit:
             asked.append((ids, min(tokens, limit - len(ids))))
-    return Questions((), asked, total, tokens) if asked else _NO_PROMPT
+    return Questions(total, tokens, prompts=asked) if asked else _NO_PROMPT
 
 
 def _answers_of_run(run: TrainedRun, asked: Questions) -> Answers:
@@ -207,14 +202,17 @@ def _answers_of_run(run: TrainedRun, asked: Questions) -> Answers:
         prompts, most = zip(*asked.prompts, strict=True)
         answers = generate(run.model, prompts, Asked.read(run.folder.adapter).stops, most)
         with computing(run.model, run.device):
-            return Answers(_logits_along(without_adapter(run.model), asked, answers), list(map(tuple, answers)))
+            return _logits_along(without_adapter(run.model), asked, answers), list(map(tuple, answers))
     return _decided(run, asked, [row for batch in asked.batches() for row in logits_of_texts(run, *batch)])
 
 
 def _answers_of_written(
-    run: TrainedRun, folder: Path, asked: Questions, before: Answers, base: Path | str | None
+    run: TrainedRun, folder: Path, asked: Questions, before: Any, base: Path | str | None
 ) -> Answers:
-    """The answers of the model in `folder`, by transformers alone, or with peft for an adapter on `base`."""
+    """The answers of the model in `folder`, by transformers alone, or with peft for an adapter on `base`.
+
+    before: the run's own answers to prompts; the logits are those along them.
+    """
     import transformers
 
     task, place = run.config.task or CLASSIFICATION, str(folder)
@@ -246,8 +244,7 @@ def _answers_of_written(
                 given = torch.tensor([ids], device=model.device)
                 found = model.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=most)
                 answers.append(tuple(found[0, len(ids) :].tolist()))
-            decided: Any = before.decided
-            return Answers(_logits_along(model, asked, decided), answers)
+            return _logits_along(model, asked, before), answers
         logits = []
         for batch in asked.batches():
             parts = (part for part in batch if part is not None)
@@ -270,16 +267,15 @@ def _decided(run: TrainedRun, asked: Questions, logits: Sequence[torch.Tensor]) 
     """Probabilities or numbers from the logits of each row, and labels or tags from these."""
     task = run.config.task or CLASSIFICATION
     if task == REGRESSION:
-        return Answers(torch.stack([*logits]), ())
+        return torch.stack([*logits]), ()
     if task == MULTI_LABEL:
         found = torch.stack([*logits]).sigmoid()
-        return Answers(found, (found > 0.5).tolist())
+        return found, (found > 0.5).tolist()
     if task == TOKEN_CLASSIFICATION:
-        texts = [row.text for row in asked.rows]
-        firsts = run.tokenizer.encode(texts, run.config.model.max_length, words=True).firsts
+        firsts = run.tokenizer.encode(asked.texts, run.config.model.max_length, words=True).firsts
         logits = [row[place] for row, places in zip(logits, firsts, strict=True) for place in places if place >= 0]
     found = torch.stack([*logits]).softmax(dim=1)
-    return Answers(found, found.argmax(dim=1).tolist())
+    return found, found.argmax(dim=1).tolist()
 
 
 def _drift(
@@ -292,12 +288,12 @@ def _drift(
     folder gives no finite number.
     """
     run.model.to("meta")
-    after = _answers_of_written(run, path, asked, before, base)
-    largest, size = float((before.numbers - after.numbers).abs().max()), float(before.numbers.abs().max())
-    count, task = len(asked.rows) + len(asked.prompts), run.config.task or CLASSIFICATION
+    (numbers, decided), (found, after) = before, _answers_of_written(run, path, asked, before[1], base)
+    largest, size = float((numbers - found).abs().max()), float(numbers.abs().max())
+    count, task = len(asked.texts) + len(asked.prompts), run.config.task or CLASSIFICATION
     of = f"{asked.total}" if count == asked.total else f"{count} of {asked.total}"
     rows = f"prompts, answered with {asked.tokens} tokens at most," if task == SFT else "rows"
-    changed = sum(one != other for one, other in zip(before.decided, after.decided, strict=True))
+    changed = sum(one != other for one, other in zip(decided, after, strict=True))
     words = _WORDS[task].format(largest=f"{largest:.1e}", changed=changed)
     sentence = f"on {of} evaluation {rows} the largest difference from a {words}"
     if not math.isfinite(largest) or (exact and not largest <= _MOST_DRIFT * max(1.0, size)):
