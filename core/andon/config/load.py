@@ -20,18 +20,9 @@ _HEAD = """\
 # Train with: andon train config.yaml [--workers N] [--set KEY=VALUE]
 """
 _COMMENT_COLUMN = 36
-FLAGS = {
-    "run.workers": "--workers",
-    "run.backend": "--backend",
-    "run.resume": "--resume",
-    "run.dir": "--run-dir",
-    "task": "--task",
-    "data.train": "--data",
-    "data.eval": "--eval-data",
-    "data.text_column": "--text-column",
-    "data.label_column": "--label-column",
-    "model.base": "--model",
-}
+FLAGS = {"run.workers": "--workers", "run.backend": "--backend", "run.resume": "--resume", "run.dir": "--run-dir"}
+FLAGS |= {"task": "--task", "data.train": "--data", "data.eval": "--eval-data", "model.base": "--model"}
+FLAGS |= {"data.text_column": "--text-column", "data.label_column": "--label-column"}
 """What the command line calls the keys that have a flag of their own."""
 
 _MEANT = {
@@ -39,14 +30,8 @@ _MEANT = {
     ("run", "devices"): "must be a list of devices, each cpu or the index of a GPU",
 }
 """Keys of more than one type; the errors of each type would confuse."""
-_WANTED = {
-    "float_type": "a number",
-    "int_type": "an integer",
-    "bool_type": "true or false",
-    "string_type": "a string",
-    "tuple_type": "a list",
-    "model_type": "a section with keys",
-}
+_WANTED = {"float_type": "a number", "int_type": "an integer", "bool_type": "true or false"}
+_WANTED |= {"string_type": "a string", "tuple_type": "a list", "model_type": "a section with keys"}
 _BOUNDS = {"greater_than": "more than", "greater_than_equal": "at least"}
 _BOUNDS |= {"less_than": "less than", "less_than_equal": "at most"}
 _KINDS = {str: "the string ", bool: "", dict: "the section ", list: "the list ", tuple: "the list "}
