@@ -226,8 +226,8 @@ def other_base(plan: Planting) -> None:
     from andon.training import build as building
 
     @replaces(building, "build_base")
-    def build(former: Any, spec: Any) -> Any:
-        model = former(spec)
+    def build(former: Any, *args: Any) -> Any:
+        model = former(*args)
         if plan.here:
             name, tensor = next(iter(model.named_parameters()))
             tensor.data.view(-1)[0] += 1.0
