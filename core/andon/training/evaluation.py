@@ -52,35 +52,18 @@ def evaluate(
 ) -> Scores:
     """Scores of the rows `ids` by the replicas' `models`, exactly the same on any number of ranks.
 
-    Whole batches are shared out, and what comes back is bits, scored alike everywhere.
-
-    Raises `Violation` if what came back is not each row once, in order, or is scored otherwise (`evaluation-once`), or
-    is not finite (`finite`).
+    Each rank evaluates whole batches. The raw outputs are gathered, and every rank scores the same table. Raises
+    `Violation` if that does not have each row once, in order, or is scored otherwise (`evaluation-once`), or is not
+    finite (`finite`).
     """
-    row_ids, outputs = _gathered(backend, models, task, ids, batching)
-    evaluation = Evaluation(0, (tuple(row_ids),), len(ids), {}, {}, planned=tuple(ids))
-    enforce(Judgement(EVALUATED, evaluation))
-    finite = outputs.isfinite().all(dim=1).tolist()
-    odd = tuple(row for row, whole in zip(row_ids, finite, strict=True) if not whole)
-    enforce(Judgement(OUTPUT, Output(task.output, len(row_ids), odd)))
-    result = task.score(row_ids, outputs)
-    counted = {"rows": float(len(ids))}
-    enforce(Judgement(EVALUATED, replace(evaluation, reported={"rows": [float(result.rows)]}, counted=counted)))
-    return result
-
-
-def _gathered(
-    backend: Backend, models: Sequence[nn.Module], task: ScoredTask, ids: Sequence[int], batching: EvaluationBatching
-) -> tuple[list[int], torch.Tensor]:
-    """The rows that came back, put in the order of `ids`, and their outputs, fp64 [rows, width] on the CPU."""
     batches = batching.of(task.lengths[list(ids)].tolist())
-    # In turns, since those of one end are longer than those of the other.
+    # In turns, since the batches are sorted by length.
     owned = [batches[rank :: backend.world_size] for rank in range(backend.world_size)]
     most = max(sum(map(len, each)) for each in owned)
 
-    def work(index: int) -> torch.Tensor:
+    def outputs_of(index: int) -> torch.Tensor:
         device = backend.devices[index]
-        # Filled up with -1, since collectives take one length; fp64 holds ids and fp32 outputs as they are.
+        # Padded with -1, since all ranks send one length to a collective. fp64 holds ids and fp32 outputs exactly.
         table = torch.full((most, 1 + task.width), -1.0, dtype=torch.float64, device=device)
         row = 0
         for batch in owned[backend.ranks[index]]:
@@ -90,9 +73,18 @@ def _gathered(
             row += len(rows)
         return table
 
-    table = torch.cat([part.cpu() for part in backend.gather(backend.map(work))])
+    table = torch.cat([part.cpu() for part in backend.gather(backend.map(outputs_of))])
     table = table[table[:, 0] >= 0]
     places = torch.tensor([place for each in owned for batch in each for place in batch], dtype=torch.int64)
-    if len(table) == len(places):  # of others than were sent the contract is to tell, as they came
+    if len(table) == len(places):  # a table with more or fewer rows goes to the contract as it came
         table = table[places.argsort()]
-    return [int(value) for value in table[:, 0].tolist()], table[:, 1:]
+    row_ids, outputs = [int(value) for value in table[:, 0].tolist()], table[:, 1:]
+    evaluation = Evaluation(0, (tuple(row_ids),), len(ids), {}, {}, planned=tuple(ids))
+    enforce(Judgement(EVALUATED, evaluation))
+    finite = outputs.isfinite().all(dim=1).tolist()
+    odd = tuple(row for row, whole in zip(row_ids, finite, strict=True) if not whole)
+    enforce(Judgement(OUTPUT, Output(task.output, len(row_ids), odd)))
+    result = task.score(row_ids, outputs)
+    counted = {"rows": float(len(ids))}
+    enforce(Judgement(EVALUATED, replace(evaluation, reported={"rows": [float(result.rows)]}, counted=counted)))
+    return result

@@ -33,7 +33,7 @@ from andon.tasks.tagging import NO_TAG, TaggingTask
 from andon.tasks.task import ScoredTask
 from andon.tasks.token_rows import TokenRows
 from andon.training.choices import Base, capped, for_rows, with_micro_batches, with_values
-from andon.training.limits import require_records_fit
+from andon.training.notices import require_records_fit
 from andon.training.rows import Rows, cache_of, read_rows, task_of_run
 from andon.training.token_cache import TokenisedConversations, tokenised
 

@@ -36,8 +36,6 @@ from andon.training.choices import automatic_keys
 from andon.training.material import HEADS
 from andon_contracts.legible import legible_line
 
-CARD = "README.md"
-"""Where hubs look for the card of a model."""
 _MOST_LABELS, _MOST_COLUMNS = 20, 10
 """Classes that are listed, and up to which the confusion matrix is shown."""
 _PIPELINES = {
@@ -105,26 +103,22 @@ _HAVE_FLAGS = ("task", "run.workers", "run.device_kind")
 
 
 class Form(Enum):
-    """What lies in the folder of a card."""
+    """What lies in the folder of a card: an adapter alone, an adapter with its base beside it, a model of which every
+    weight was trained, or a base with the adapter added to its weights."""
 
     ADAPTER = "adapter"
-    """What was trained alone: its base is elsewhere."""
     COMPLETE = "complete"
-    """An adapter with its base beside it, in one folder."""
     WHOLE = "whole"
-    """A model of which every weight was trained."""
     MERGED = "merged"
-    """A base with the adapter added to its weights."""
 
 
 @dataclass(frozen=True)
 class Result:
     """The result of a run.
 
-    labels: the classes by id. rows: the number of training rows. kept_step: the step of the weights if the validation
-    loss chose their checkpoint; None: they are the last step's. scores: as JSON, of the rows that `evaluated_on` names.
-    confusion: the confusion matrix of these rows, if the task has one. weights: the digest of the trained weights, 16
-    hex digits, computed on `world_size` ranks of `backend`.
+    labels: the classes by id. rows: the number of training rows. scores: as JSON, of the rows that `evaluated_on`
+    names, as is the confusion matrix. weights: the digest of the trained weights, 16 hex digits, computed on
+    `world_size` ranks of `backend`. kept_step: their step if the validation loss chose it; None: the last one.
     """
 
     labels: tuple[str, ...]
@@ -167,19 +161,14 @@ def write_model_files(
 def write_tokenizer(
     path: Path, tokenizer: Tokenizer, config: Config, labels: Sequence[str], asked: Asked | None, side: str
 ) -> None:
-    """Write the files of a tokenizer, and the prompt format of a model that answers.
-
-    A classifier's tokenizer cuts texts as in training, and pads them on `side`. Raises `InputError` if the disk
-    refuses.
-    """
+    """Write the files of a tokenizer, and the prompt format of a model that answers. A classifier's tokenizer cuts
+    texts as in training, and pads them on `side`. Raises `InputError` if the disk refuses."""
     if asked is not None:
         asked.write(path, tokenizer.pad_id)
     try:
         tokenizer.save(path, config.model.max_length if labels else None, side)
-    except OSError:
-        raise
-    except Exception as error:  # the tokenizers library raises a bare Exception for a disk that refuses
-        if type(error) is not Exception:
+    except Exception as error:
+        if type(error) is not Exception:  # the tokenizers library raises a bare Exception for a disk that refuses
             raise
         raise InputError([Problem(str(path.parent), f"the tokenizer cannot be written: {error}")]) from error
 
@@ -195,15 +184,12 @@ def write_card(
     asked: Asked | None,
     notes: Sequence[str] = (),
 ) -> tuple[str, ...]:
-    """Write the card of the run in `folder` into `path`.
-
-    notes: sentences for one more paragraph; empty ones are left out. Returns lines that a user should read before
-    prompting the model.
-    """
+    """Write the card of the run in `folder` into `path`. notes: sentences for one more paragraph; empty ones are left
+    out. Returns lines that a user should read before prompting the model."""
     asks = None if asked is None else asking(tokenizer, asked.form)
     note = " ".join(f"{each[0].upper()}{each[1:]}." for each in notes if each)
     text = card(config, read_provenance(folder.provenance), result, form, name, note, asks)
-    (path / CARD).write_text(text, encoding="utf-8")
+    (path / "README.md").write_text(text, encoding="utf-8")  # where hubs look for the card of a model
     return () if asks is None or not asks.note else (asks.note,)
 
 
@@ -219,10 +205,12 @@ def card(
     """The text of a README.md. name: of the model. note: one more paragraph. asking: how to prompt a model that
     answers."""
     task = config.task or CLASSIFICATION
-    base = config.model.base
+    base, model = config.model.base, config.model
     # A folder stands in a run's configuration by its whole path, of which only the name goes to others.
     on_hub = base is not None and not base.startswith(("/", "~", "."))
     short = base if base is None or on_hub else Path(base).name
+    layers = f"{model.num_hidden_layers} layer{'s' * (model.num_hidden_layers != 1)}"
+    sizes = f"{layers} of width {model.hidden_size}, drawn from seed {config.seed}"
     paths = [config.data.eval] if config.data.eval else [file.path for file in config.data.files]
     evaluated = ", ".join(Path(path).name for path in paths) or "the rows that Andon embeds"
     data = provenance.digest("data")  # of the rows to train on, then of those to evaluate on if they are in other files
@@ -264,11 +252,9 @@ def card(
     environment = Environment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"plain": _plain, "code": _code, "listed": _listed}
     template = (files("andon.training") / "card.md.j2").read_text(encoding="utf-8")
-    by_class = _by_class(result)
-    listed = by_class if len(by_class) <= _MOST_LABELS else ()
-    matrix = result.confusion
-    if matrix is not None and matrix.classes > _MOST_COLUMNS:
-        matrix = None
+    by_class, matrix = _by_class(result), result.confusion
+    classes = by_class if len(by_class) <= _MOST_LABELS else ()
+    table: Sequence[Sequence[int]] = matrix.table() if matrix is not None and matrix.classes <= _MOST_COLUMNS else ()
     shown = environment.from_string(template).render(
         header=yaml.safe_dump(header, sort_keys=False, allow_unicode=True),
         name=name,
@@ -277,7 +263,7 @@ def card(
         config=config,
         labels=list(result.labels),
         paired=config.data.text_pair_column is not None,
-        base=_embedded_base(config) if short is None else _code(short),
+        base=f"the {model.architecture} that Andon embeds ({sizes})" if short is None else _code(short),
         note=note,
         loader=LOADERS[HEADS[task]],
         pipeline=pipeline,
@@ -287,12 +273,10 @@ def card(
         scores=_scores(task, scores, result),
         classes=[
             (_code(label), *(f"{one[key]:.4f}" for key in ("precision", "recall", "f1")), one["support"])
-            for label, one in listed
+            for label, one in classes
         ],
         sources=[*_sources(task, result)],
-        confusion=[(_code(label), *row) for label, row in zip(result.labels, matrix.table(), strict=True)]
-        if matrix is not None
-        else [],
+        confusion=[(_code(label), *row) for label, row in zip(result.labels, table, strict=False)],
         origin=[(what, value) for what, value in origin.items() if value],
         command=_command(config, result, short),
     )
@@ -370,13 +354,6 @@ def _command(config: Config, result: Result, base: str | None) -> str:
         if key not in _HAVE_FLAGS and not key.endswith((".embedded", ".weights")):
             words += ["--set", f"{key}={json.dumps(value)}"]
     return " ".join(shlex.quote(legible_line(word)) for word in words)
-
-
-def _embedded_base(config: Config) -> str:
-    model = config.model
-    layers = f"{model.num_hidden_layers} layer{'s' * (model.num_hidden_layers != 1)}"
-    sizes = f"{layers} of width {model.hidden_size}, drawn from seed {config.seed}"
-    return f"the {model.architecture} that Andon embeds ({sizes})"
 
 
 def _listed(labels: Sequence[str]) -> str:
