@@ -31,6 +31,7 @@ from andon.model.build import LOADERS
 from andon.model.masks import padding_of
 from andon.run.folder import RunFolder
 from andon.run.provenance import Provenance, read_provenance
+from andon.run.summary import Summary
 from andon.tasks.sft import Asked
 from andon.training.choices import automatic_keys
 from andon.training.material import HEADS
@@ -112,27 +113,6 @@ class Form(Enum):
     MERGED = "merged"
 
 
-@dataclass(frozen=True)
-class Result:
-    """The result of a run.
-
-    labels: the classes by id. rows: the number of training rows. scores: as JSON, of the rows that `evaluated_on`
-    names, as is the confusion matrix. weights: the digest of the trained weights, 16 hex digits, computed on
-    `world_size` ranks of `backend`. kept_step: their step if the validation loss chose it; None: the last one.
-    """
-
-    labels: tuple[str, ...]
-    rows: int
-    steps: int
-    scores: Mapping[str, Any]
-    evaluated_on: str
-    weights: str
-    world_size: int
-    backend: str
-    confusion: Confusion | None = None
-    kept_step: int | None = None
-
-
 def form_of(config: Config) -> Form:
     """What a run's own `adapter` folder holds."""
     if config.adapter.kind == "none":
@@ -177,7 +157,9 @@ def write_card(
     path: Path,
     folder: RunFolder,
     config: Config,
-    result: Result,
+    result: Summary,
+    rows: int,
+    matrix: Confusion | None,
     form: Form,
     name: str,
     tokenizer: Tokenizer,
@@ -188,7 +170,7 @@ def write_card(
     out. Returns lines that a user should read before prompting the model."""
     asks = None if asked is None else asking(tokenizer, asked.form)
     note = " ".join(f"{each[0].upper()}{each[1:]}." for each in notes if each)
-    text = card(config, read_provenance(folder.provenance), result, form, name, note, asks)
+    text = card(config, read_provenance(folder.provenance), result, rows, matrix, form, name, note, asks)
     (path / "README.md").write_text(text, encoding="utf-8")  # where hubs look for the card of a model
     return () if asks is None or not asks.note else (asks.note,)
 
@@ -196,7 +178,9 @@ def write_card(
 def card(
     config: Config,
     provenance: Provenance,
-    result: Result,
+    result: Summary,
+    rows: int,
+    matrix: Confusion | None,
     form: Form,
     name: str,
     note: str = "",
@@ -223,8 +207,8 @@ def card(
     }
     if on_hub:
         header["base_model"] = base
-    scores = [each for each in _SCORES[task] if result.scores.get(each.key) is not None]
-    metrics = [{"type": each.hub, "name": each.word, "value": result.scores[each.key]} for each in scores if each.hub]
+    scores = [each for each in _SCORES[task] if result.eval.get(each.key) is not None]
+    metrics = [{"type": each.hub, "name": each.word, "value": result.eval[each.key]} for each in scores if each.hub]
     if metrics:
         model_index = {
             "task": {"type": pipeline, "name": pipeline.replace("-", " ").title()},
@@ -232,7 +216,7 @@ def card(
                 "name": evaluated,
                 "type": pipeline,
                 "split": result.evaluated_on,
-                "args": {"rows": result.scores.get("rows"), "sha256": data[64:] or data},
+                "args": {"rows": result.eval.get("rows"), "sha256": data[64:] or data},
             },
             "metrics": metrics,
         }
@@ -243,7 +227,7 @@ def card(
         "rows trained and validated on, SHA-256": _code(data[:64]),
         "rows evaluated on, SHA-256": _code(data[64:]) if len(data) > 64 else "",
         "base model, digest": _code(provenance.digest("base")),
-        "trained weights, digest": f"{_code(result.weights)}, on {result.world_size} {result.backend} workers",
+        "trained weights, digest": f"{_code(result.weights_digest)}, on {result.world_size} {result.backend} workers",
         "first weights, digest": _code(provenance.digest("initial_weights")),
         "versions": ", ".join(f"{each} {_plain(fingerprint[each])}" for each in _VERSIONS if each in fingerprint),
         "machine": _plain(fingerprint.get("devices") or fingerprint.get("cpu", "unknown")),
@@ -252,7 +236,7 @@ def card(
     environment = Environment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"plain": _plain, "code": _code, "listed": _listed}
     template = (files("andon.training") / "card.md.j2").read_text(encoding="utf-8")
-    by_class, matrix = _by_class(result), result.confusion
+    by_class = _by_class(result)
     classes = by_class if len(by_class) <= _MOST_LABELS else ()
     table: Sequence[Sequence[int]] = matrix.table() if matrix is not None and matrix.classes <= _MOST_COLUMNS else ()
     shown = environment.from_string(template).render(
@@ -269,6 +253,7 @@ def card(
         pipeline=pipeline,
         asking=asking,
         result=result,
+        rows=rows,
         evaluated=evaluated,
         scores=_scores(task, scores, result),
         classes=[
@@ -283,13 +268,13 @@ def card(
     return f"{shown}\n"
 
 
-def _by_class(result: Result) -> list[tuple[str, Mapping[str, Any]]]:
-    types: Mapping[str, Mapping[str, Any]] = result.scores.get("types") or {}
-    return [*zip(result.labels, result.scores.get("classes") or (), strict=False), *types.items()]
+def _by_class(result: Summary) -> list[tuple[str, Mapping[str, Any]]]:
+    types: Mapping[str, Mapping[str, Any]] = result.eval.get("types") or {}
+    return [*zip(result.labels, result.eval.get("classes") or (), strict=False), *types.items()]
 
 
-def _scores(task: str, scores: Sequence[_Score], result: Result) -> list[tuple[str, str, str]]:
-    rows, tokens, words = (int(result.scores.get(key) or 0) for key in ("rows", "tokens", "words"))
+def _scores(task: str, scores: Sequence[_Score], result: Summary) -> list[tuple[str, str, str]]:
+    rows, tokens, words = (int(result.eval.get(key) or 0) for key in ("rows", "tokens", "words"))
     each = len(result.labels)
     support = sum(one["support"] for _, one in _by_class(result))
     counts = {
@@ -303,14 +288,14 @@ def _scores(task: str, scores: Sequence[_Score], result: Result) -> list[tuple[s
     }
     table = []
     for score in scores:
-        value, (count, of) = result.scores[score.key], counts[score.of]
+        value, (count, of) = result.eval[score.key], counts[score.of]
         table.append((score.word, f"{value:.4f}", f"{round(value * count)} of {of}" if score.share else of))
     return table
 
 
-def _sources(task: str, result: Result) -> Iterator[tuple[object, ...]]:
+def _sources(task: str, result: Summary) -> Iterator[tuple[object, ...]]:
     """The head and the lines of the table of scores by source of a row; nothing if there are none, or too many."""
-    sources: Mapping[str, Mapping[str, Any]] = result.scores.get("sources") or {}
+    sources: Mapping[str, Mapping[str, Any]] = result.eval.get("sources") or {}
     if not sources or len(sources) > _MOST_LABELS:
         return
     each = next(iter(sources.values()))
@@ -322,7 +307,7 @@ def _sources(task: str, result: Result) -> Iterator[tuple[object, ...]]:
         yield (_code(name), one["rows"], *(one[key] for key in tokens), *values)
 
 
-def _command(config: Config, result: Result, base: str | None) -> str:
+def _command(config: Config, result: Summary, base: str | None) -> str:
     """The command that repeats the run, for a shell, with files and folders by their names alone."""
     weights = ["" if file.weight == 1 else f"={file.weight!r}" for file in config.data.files]
     names = short_names([file.path for file in config.data.files])

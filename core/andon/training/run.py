@@ -9,7 +9,8 @@ import hashlib
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,15 +48,16 @@ from andon.step.replica import state_tensors
 from andon.step.step import RankFailed
 from andon.tasks.sft import SftTask
 from andon.training.budget import hold_to_budget
+from andon.training.choices import with_values
 from andon.training.existing import config_of, require_same_as_finished
 from andon.training.history import History, begin_anew, read_history, violation_records
 from andon.training.journal import FolderJournal, MetricsWriter, ProgressView, evaluation_of, progress_from
 from andon.training.material import cut_note, eval_rows_note
 from andon.training.notices import few_updates, idleness, learns_nothing
-from andon.training.outputs import Result, form_of, write_card, write_model_files
+from andon.training.outputs import form_of, write_card, write_model_files
 from andon.training.rows import changed_since, unfit_model
 from andon.training.session import Session, assembled
-from andon.training.trainer import Journal, Outcome, Progress
+from andon.training.trainer import Journal, Progress
 from andon_contracts.digest import hex64, signed
 from andon_contracts.fields import Real
 from andon_contracts.laws.law import Judgement, enforce
@@ -64,6 +66,8 @@ from andon_contracts.policy import evaluations, reset_evaluations
 from andon_contracts.record import End, Plan, Resume, Start
 from andon_contracts.violation import Violation
 
+ResumePoint = tuple[Checkpoint | None, History]
+"""Where a run goes on from: a checkpoint (None: it begins anew), and what its ledger tells of before."""
 CLOCKS_S = 2.0
 """The largest difference between the clocks of ranks, in seconds, without a warning."""
 _ANEW, _DONE, _REFUSED = -1, -2, -3
@@ -87,55 +91,53 @@ def train(config: Config, folder: RunFolder, stop_asked: Callable[[], bool], sta
             if run.writes:
                 say(f"resume: the run in {folder.path} is finished, nothing to do")
             return Exit.OK
+        checkpoint, history = point
         if run.writes and unfit_model(session.config):
             say(unfit_model(session.config))
-        progress = progress_from(point.checkpoint) if point.checkpoint is not None else Progress()
+        progress = progress_from(checkpoint) if checkpoint is not None else Progress()
         agree_on_start(session, progress)  # from here on rank 0 may write to what all have read
-        journal = open_journal(session, point, progress) if run.writes else None
+        writer = open_journal(session, checkpoint, history, progress) if run.writes else None
+        journal, repeats = writer or Journal(), Repeats(history.steps)
+        evaluate = partial(session.evaluator, material.validation_task, material.validation_ids)
         trainer = run.trainer(
-            journal or Journal(),
+            journal,
             progress,
-            Repeats(point.history.steps),
-            evaluate=(lambda: session.evaluator(material.validation_task, material.validation_ids))
-            if material.validation_ids
-            else None,
+            repeats,
+            evaluate=evaluate if material.validation_ids else None,
             stop_asked=stop_asked,
             clock=session.clock,
         )
         try:
-            outcome = trainer.run()
-            finish(session, journal, outcome, point.history)
-            if journal is not None:
-                journal.close()
+            reason = trainer.run()
+            finish(session, writer, reason, trainer.progress, history)
+            journal.close()
         except BaseException as error:
-            if journal is not None and isinstance(error, Violation):
-                last = Outcome(trainer.progress, "violation")
-                _record_violation(session, journal, error, last, trainer.weights, point.history)
+            if writer is not None and isinstance(error, Violation):
+                # The last lines of the ledger, and a summary of the last step that held. Checkpoints stay.
+                held, weights, before = trainer.progress, trainer.weights, history.last
+                try:
+                    for record in violation_records(error, held.step, weights, writer.saved_at, before):
+                        writer.ledger.append(record)
+                    again = replace(history, violations=history.violations + 1, ended=None)
+                    _write_summary(session, writer, _summary(session, "violation", held, weights, again))
+                except InputError as refused:  # a disk that refuses must not hide the violation
+                    say(f"the violation could not be recorded: {refused}")
             with suppress(InputError):  # the error that is being raised comes first
-                if journal is not None:
-                    journal.close()
+                journal.close()
             raise
-        if run.writes and outcome.reason != "preempted":
+        if run.writes and reason != "preempted":
             discard(folder.tokens)
-    return Exit.PREEMPTED if outcome.reason == "preempted" else Exit.OK
+    return Exit.PREEMPTED if reason == "preempted" else Exit.OK
 
 
 # Where the run goes on from
 
 
-@dataclass(frozen=True)
-class ResumePoint:
-    """Where a run goes on from: a checkpoint (None: it begins anew), and what its ledger tells of before."""
-
-    checkpoint: Checkpoint | None
-    history: History
-
-
 def restore(session: Session) -> ResumePoint | None:
     """Load the checkpoint that rank 0 chose into every replica, and read the ledger, once on every rank.
 
-    None: the run is finished. Raises `InputError` on rank 0 (`RankFailed` on the others) for a run that was not asked
-    to be resumed, that was another one, or whose ledger is damaged.
+    None: the run is finished, and nothing is left to do. Raises `InputError` on rank 0 (`RankFailed` on the others) for
+    a run that was not asked to be resumed, that was another one, or whose ledger is damaged.
     """
     run = session.run
     point: ResumePoint | None = None
@@ -155,9 +157,9 @@ def restore(session: Session) -> ResumePoint | None:
         return None
     if point is None:
         checkpoint = None if answer == _ANEW else _load(session, answer)
-        point = ResumePoint(checkpoint, _history(session, checkpoint))
-    if point.checkpoint is not None:
-        run.restore(point.checkpoint)
+        point = checkpoint, _history(session, checkpoint)
+    if point[0] is not None:
+        run.restore(point[0])
     return point
 
 
@@ -203,11 +205,11 @@ def _choose(session: Session) -> tuple[ResumePoint | None, int]:
         )
     if checkpoint is None:
         say("resume: no checkpoint, starting anew")
-        return ResumePoint(None, history), _ANEW
+        return (None, history), _ANEW
     done, now = f"{checkpoint.step} of {session.material.plan.total_steps} steps done", session.run.backend.world_size
     resized = f", on {history.world} workers; now there are {now}" if history.world not in (0, now) else ""
     say(f"resume: from {checkpoint.path.name}, {done}{resized}")
-    return ResumePoint(checkpoint, history), checkpoint.step
+    return (checkpoint, history), checkpoint.step
 
 
 def run_identity(session: Session) -> dict[str, Any]:
@@ -309,7 +311,9 @@ def _number(text: str) -> int:
 # What rank 0 writes before the first step
 
 
-def open_journal(session: Session, point: ResumePoint, progress: Progress) -> FolderJournal:
+def open_journal(
+    session: Session, checkpoint: Checkpoint | None, history: History, progress: Progress
+) -> FolderJournal:
     """Write what the run starts from, and then the ledger's line of the start or of the resume.
 
     A ledger that has the run's end already gets no line: only files that are written after it may be missing. Raises
@@ -352,10 +356,10 @@ def open_journal(session: Session, point: ResumePoint, progress: Progress) -> Fo
         algorithms = dict.fromkeys(("weights", "gradient", "optimizer", "base"), "tensor-digest")
         algorithms |= {"content": "content-sums", "data": "sha256"}
         ledger.append(Start(run=folder.path.name, plan=plan, algorithms=algorithms, **common))
-    elif point.history.ended is None:
-        if point.history.retraction is not None:
-            ledger.append(point.history.retraction)
-        name = point.checkpoint.path.name if point.checkpoint is not None else None
+    elif history.ended is None:
+        if history.retraction is not None:
+            ledger.append(history.retraction)
+        name = checkpoint.path.name if checkpoint is not None else None
         ledger.append(Resume(step=progress.step, name=name, torn=ledger.torn, **common))
     else:
         say("resume: the ledger has the end of this run; what is written after it is written again")
@@ -407,17 +411,17 @@ def _announcements(session: Session, done: int) -> list[str]:
 # What is left at the end
 
 
-def finish(session: Session, journal: FolderJournal | None, outcome: Outcome, history: History) -> None:
+def finish(session: Session, journal: FolderJournal | None, reason: str, progress: Progress, history: History) -> None:
     """Load the best weights if they are kept, score the rows never trained on (every rank takes part), then write what
     the run came to (rank 0).
 
     A run that was preempted gets neither scores nor an adapter: it goes on later. What the ledger has already, from a
     process that ended before its summary was there, must come out again, and is not written twice.
     """
-    run, material, progress = session.run, session.material, outcome.progress
     scores: Scores | None = None
-    kept, digests = 0, {"weights": hex64(run.primary.weights_digest())}
-    if outcome.reason != "preempted":
+    run, material, kept = session.run, session.material, 0
+    digests = {"weights": hex64(run.primary.weights_digest())}
+    if reason != "preempted":
         if session.config.training.keep == "best":
             kept = progress.best_step
         if kept not in (0, progress.step):
@@ -428,7 +432,7 @@ def finish(session: Session, journal: FolderJournal | None, outcome: Outcome, hi
     step, weights = kept or progress.step, run.primary.weights_digest()
     epoch, digests = run.plan.epoch_of(step), digests | ({"kept": hex64(weights)} if kept else {})
     scored = evaluation_of(step, epoch, scores) if scores is not None else None
-    end = End(progress.step, outcome.reason, digests, final_loss=Real.of(progress.last_loss))
+    end = End(progress.step, reason, digests, final_loss=Real.of(progress.last_loss))
     require_repeated(progress.step, (*apart("scores", history.evaluated, scored), *apart("end", history.ended, end)))
     if journal is None:
         return
@@ -440,26 +444,13 @@ def finish(session: Session, journal: FolderJournal | None, outcome: Outcome, hi
     if 0 < journal.updates == journal.zero_updates:
         why = "no row changed a trained weight; look for weights of the base model that are all zero"
         say(f"warning: the gradient of all {journal.updates} updates was exactly zero: {why}")
+    summary = _summary(session, reason, progress, weights, history, scores, memory, kept)
     if scores is not None:
         journal.evaluated(step, epoch, scores, material.rows.last_scores, recorded=history.evaluated == scored)
-        # If the ledger has the end already, an earlier process computed the weights.
-        ended = history.ended is not None
-        result = Result(
-            labels=tuple(material.labels),
-            rows=len(run.plan.ids),
-            steps=progress.step,
-            kept_step=kept or None,
-            scores=scores.as_dict(),
-            evaluated_on=material.rows.last_scores,
-            weights=hex64(weights),
-            world_size=history.world if ended else run.backend.world_size,
-            backend=history.backend if ended else run.backend.name,
-            confusion=scores.confusion,
-        )
-        write_adapter(session, result)
+        write_adapter(session, summary, scores)
     if history.ended != end:
         journal.ledger.append(end)
-    _summarize(session, journal, outcome, weights, scores, history, memory, kept)
+    _write_summary(session, journal, summary)
 
 
 def load_best(session: Session, progress: Progress) -> None:
@@ -485,72 +476,57 @@ def load_best(session: Session, progress: Progress) -> None:
     enforce(Judgement(RESTORED, Restored({"weights": recorded}, {"weights": found}, step)))
 
 
-def _record_violation(
-    session: Session, journal: FolderJournal, violation: Violation, last: Outcome, weights: int, history: History
-) -> None:
-    """The last lines of the ledger, and a summary of the last step that held. Checkpoints stay what they were.
-
-    history: before this part of the run.
-    """
-    try:
-        for record in violation_records(violation, last.progress.step, weights, journal.saved_at, history.last):
-            journal.ledger.append(record)
-        again = replace(history, violations=history.violations + 1, ended=None)
-        _summarize(session, journal, last, weights, None, again, {})
-    except InputError as refused:  # a disk that refuses must not hide the violation
-        say(f"the violation could not be recorded: {refused}")
-
-
-def _summarize(
+def _summary(
     session: Session,
-    journal: FolderJournal,
-    outcome: Outcome,
+    reason: str,
+    progress: Progress,
     weights: int,
-    scores: Scores | None,
     history: History,
-    memory: Mapping[str, int],
+    scores: Scores | None = None,
+    memory: Mapping[str, int] | None = None,
     kept: int = 0,
-) -> None:
+) -> Summary:
+    """What the run came to; `_write_summary` fills in what is known last."""
+    confusion = scores.confusion if scores is not None else None
+    quoted = {"confusion": digest_of(confusion)} if confusion is not None else {}  # the matrix is in its own file
+    backend, ended = session.run.backend, history.ended is not None  # by an earlier process
+    return Summary(
+        run=session.folder.path.name,
+        finished=reason in ("finished", "early-stopping"),
+        reason=reason,
+        steps=progress.step,
+        world_size=history.world if ended else backend.world_size,
+        backend=history.backend if ended else backend.name,
+        weights_digest=hex64(weights),
+        initial_weights_digest=hex64(session.run.initial_weights),
+        contracts={},
+        violations=history.violations,
+        wall_s=0.0,
+        ledger=Head(0, ""),
+        fingerprint=fingerprint(session.environment),
+        final_loss=Real.of(progress.last_loss),
+        eval=scores.as_dict() | quoted if scores is not None else {},
+        best_step=progress.best_step or None,
+        kept_step=kept or None,
+        evaluated_on=session.material.rows.last_scores,
+        labels=tuple(session.material.labels),
+        memory=memory or {},
+        dropped_values=dropped_values() or None,
+    )
+
+
+def _write_summary(session: Session, journal: FolderJournal, summary: Summary) -> None:
     """Write the summary, last of all: a folder that holds a finished one is a finished run."""
-    progress, ended, backend = outcome.progress, history.ended is not None, session.run.backend
     changed = changed_since(session.config, session.material.rows, session.began)
     for key, how in changed.items():
         say(f"warning: {key} is not what this run was trained on any more: it {how}")
     journal.ledger.sync()
-    count, digest = journal.ledger.head
-    # The confusion matrix is in a file of its own.
-    confusion = scores.confusion if scores is not None else None
-    quoted = {"confusion": digest_of(confusion)} if confusion is not None else {}
-    write_summary(
-        session.folder.summary,
-        Summary(
-            run=session.folder.path.name,
-            finished=outcome.reason in ("finished", "early-stopping"),
-            reason=outcome.reason,
-            steps=progress.step,
-            world_size=history.world if ended else backend.world_size,
-            backend=history.backend if ended else backend.name,
-            weights_digest=hex64(weights),
-            initial_weights_digest=hex64(session.run.initial_weights),
-            contracts=evaluations(),
-            violations=history.violations,
-            wall_s=round(time.monotonic() - session.started, 3),
-            ledger=Head(count=count, digest=digest),
-            fingerprint=fingerprint(session.environment),
-            final_loss=Real.of(progress.last_loss),
-            eval=scores.as_dict() | quoted if scores is not None else {},
-            best_step=progress.best_step or None,
-            kept_step=kept or None,
-            evaluated_on=session.material.rows.last_scores,
-            labels=tuple(session.material.labels),
-            memory=memory,
-            dropped_values=dropped_values() or None,
-            data_changed=changed,
-        ),
-    )
+    head, wall_s = Head(*journal.ledger.head), round(time.monotonic() - session.started, 3)
+    last = replace(summary, contracts=evaluations(), wall_s=wall_s, ledger=head, data_changed=changed)
+    write_summary(session.folder.summary, last)
 
 
-def write_adapter(session: Session, result: Result) -> None:
+def write_adapter(session: Session, result: Summary, scores: Scores) -> None:
     """Write the trained adapter as a PEFT folder with tokenizer and card, whole or not at all, and an embedded base.
 
     The embedded base lies in the adapter's folder too, so that transformers needs no other, and beside it for peft,
@@ -566,8 +542,8 @@ def write_adapter(session: Session, result: Result) -> None:
     with whole_folder(folder.adapter) as path:
         reference = config.model.base or "../base"
         write_model_files(path, model, config, material.tokenizer, material.labels, reference, asked)
-        notes = (facts_of(model).own_code,)
-        write_card(path, folder, config, result, form_of(config), folder.path.name, material.tokenizer, asked, notes)
+        found, notes = (result, len(session.run.plan.ids), scores.confusion), (facts_of(model).own_code,)
+        write_card(path, folder, config, *found, form_of(config), folder.path.name, material.tokenizer, asked, notes)
 
 
 def resolved(config: Config, folder: RunFolder) -> Config:
@@ -577,16 +553,13 @@ def resolved(config: Config, folder: RunFolder) -> Config:
         return str(Path(path).resolve())
 
     data, base = config.data, config.model.base
-    files: dict[str, object] = {} if data.eval is None else {"eval": absolute(data.eval)}
+    values: dict[str, object] = {"run.dir": absolute(str(folder.path))}
+    if data.eval is not None:
+        values["data.eval"] = absolute(data.eval)
     if isinstance(data.train, str):
-        files["train"] = absolute(data.train)
+        values["data.train"] = absolute(data.train)
     elif data.train is not None:
-        files["train"] = tuple(file.model_copy(update={"path": absolute(file.path)}) for file in data.train)
-    model = {"base": absolute(base)} if base is not None and Path(base).is_dir() else {}
-    return config.model_copy(
-        update={
-            "data": data.model_copy(update=files),
-            "model": config.model.model_copy(update=model),
-            "run": config.run.model_copy(update={"dir": str(folder.path.resolve())}),
-        }
-    )
+        values["data.train"] = tuple(each.model_copy(update={"path": absolute(each.path)}) for each in data.train)
+    if base is not None and Path(base).is_dir():
+        values["model.base"] = absolute(base)
+    return with_values(config, values)

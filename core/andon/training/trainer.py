@@ -50,14 +50,6 @@ class Progress:
     last_loss: float = math.nan
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How a run ended: `finished`, `early-stopping` or `preempted`."""
-
-    progress: Progress
-    reason: str
-
-
 class Journal:
     """Records what happens in a run. This one records nothing: rank 0 alone writes files (`journal.FolderJournal`)."""
 
@@ -101,8 +93,8 @@ class Trainer:
     _due_at: float = field(default=math.inf, init=False)
     _under_way: list[tuple[GlobalBatch, Pending]] = field(default_factory=list, init=False)
 
-    def run(self) -> Outcome:
-        """Train from `progress` to the end of the plan, early stopping, or a request to stop.
+    def run(self) -> str:
+        """Train from `progress` on, and return why that ended: `finished`, `early-stopping` or `preempted`.
 
         Raises `Violation` on every rank alike, `InputError` on a rank whose disk refuses (`RankFailed` on the others).
         """
@@ -112,7 +104,7 @@ class Trainer:
             if self._gives_up():
                 return self._end("early-stopping")
             if stop:
-                return Outcome(self.progress, "preempted")
+                return "preempted"
             stop = self._advance(self.plan.batch(step))
         return self._end("finished")
 
@@ -207,8 +199,8 @@ class Trainer:
             if what == _REFUSED:
                 raise RankFailed(f"rank {rank} could not write the checkpoint of step {self.progress.step}")
 
-    def _end(self, reason: str) -> Outcome:
+    def _end(self, reason: str) -> str:
         self.clock.at(self.progress.step, "end")
         if self._saved_at != self.progress.step:
             self.step.attest_base(self.progress.step, self.base_digest)
-        return Outcome(self.progress, reason)
+        return reason
