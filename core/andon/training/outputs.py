@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from importlib.resources import files
@@ -189,12 +189,10 @@ def card(
     """The text of a README.md. name: of the model. note: one more paragraph. asking: how to prompt a model that
     answers."""
     task = config.task or CLASSIFICATION
-    base, model = config.model.base, config.model
+    base = config.model.base
     # A folder stands in a run's configuration by its whole path, of which only the name goes to others.
     on_hub = base is not None and not base.startswith(("/", "~", "."))
     short = base if base is None or on_hub else Path(base).name
-    layers = f"{model.num_hidden_layers} layer{'s' * (model.num_hidden_layers != 1)}"
-    sizes = f"{layers} of width {model.hidden_size}, drawn from seed {config.seed}"
     paths = [config.data.eval] if config.data.eval else [file.path for file in config.data.files]
     evaluated = ", ".join(Path(path).name for path in paths) or "the rows that Andon embeds"
     data = provenance.digest("data")  # of the rows to train on, then of those to evaluate on if they are in other files
@@ -222,23 +220,13 @@ def card(
         }
         header["model-index"] = [{"name": name, "results": [model_index]}]
 
-    fingerprint = provenance.fingerprint
-    origin = {
-        "rows trained and validated on, SHA-256": _code(data[:64]),
-        "rows evaluated on, SHA-256": _code(data[64:]) if len(data) > 64 else "",
-        "base model, digest": _code(provenance.digest("base")),
-        "trained weights, digest": f"{_code(result.weights_digest)}, on {result.world_size} {result.backend} workers",
-        "first weights, digest": _code(provenance.digest("initial_weights")),
-        "versions": ", ".join(f"{each} {_plain(fingerprint[each])}" for each in _VERSIONS if each in fingerprint),
-        "machine": _plain(fingerprint.get("devices") or fingerprint.get("cpu", "unknown")),
-        "commit of Andon": _code(provenance.commit) if provenance.commit else "",
-    }
-    environment = Environment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"plain": _plain, "code": _code, "listed": _listed}
-    template = (files("andon.training") / "card.md.j2").read_text(encoding="utf-8")
+    sources: Mapping[str, Mapping[str, Any]] = result.eval.get("sources") or {}
+    sources = sources if len(sources) <= _MOST_LABELS else {}
+    by_source = [score for score in _SCORES[task] if any(score.key in one for one in sources.values())]
     by_class = _by_class(result)
-    classes = by_class if len(by_class) <= _MOST_LABELS else ()
-    table: Sequence[Sequence[int]] = matrix.table() if matrix is not None and matrix.classes <= _MOST_COLUMNS else ()
+    environment = Environment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"plain": _plain, "code": _code, "listed": _listed, "fixed": "{:.4f}".format}
+    template = (files("andon.training") / "card.md.j2").read_text(encoding="utf-8")
     shown = environment.from_string(template).render(
         header=yaml.safe_dump(header, sort_keys=False, allow_unicode=True),
         name=name,
@@ -247,7 +235,7 @@ def card(
         config=config,
         labels=list(result.labels),
         paired=config.data.text_pair_column is not None,
-        base=f"the {model.architecture} that Andon embeds ({sizes})" if short is None else _code(short),
+        own_base=short,
         note=note,
         loader=LOADERS[HEADS[task]],
         pipeline=pipeline,
@@ -256,13 +244,13 @@ def card(
         rows=rows,
         evaluated=evaluated,
         scores=_scores(task, scores, result),
-        classes=[
-            (_code(label), *(f"{one[key]:.4f}" for key in ("precision", "recall", "f1")), one["support"])
-            for label, one in classes
-        ],
-        sources=[*_sources(task, result)],
-        confusion=[(_code(label), *row) for label, row in zip(result.labels, table, strict=False)],
-        origin=[(what, value) for what, value in origin.items() if value],
+        classes=by_class if len(by_class) <= _MOST_LABELS else (),
+        sources=sources,
+        by_source=sorted(by_source, key=lambda score: score.key != "loss"),
+        confusion=matrix.table() if matrix is not None and matrix.classes <= _MOST_COLUMNS else (),
+        data=data,
+        provenance=provenance,
+        versions=[(each, provenance.fingerprint[each]) for each in _VERSIONS if each in provenance.fingerprint],
         command=_command(config, result, short),
     )
     return f"{shown}\n"
@@ -291,20 +279,6 @@ def _scores(task: str, scores: Sequence[_Score], result: Summary) -> list[tuple[
         value, (count, of) = result.eval[score.key], counts[score.of]
         table.append((score.word, f"{value:.4f}", f"{round(value * count)} of {of}" if score.share else of))
     return table
-
-
-def _sources(task: str, result: Summary) -> Iterator[tuple[object, ...]]:
-    """The head and the lines of the table of scores by source of a row; nothing if there are none, or too many."""
-    sources: Mapping[str, Mapping[str, Any]] = result.eval.get("sources") or {}
-    if not sources or len(sources) > _MOST_LABELS:
-        return
-    each = next(iter(sources.values()))
-    own = sorted((score for score in _SCORES[task] if score.key in each), key=lambda score: score.key != "loss")
-    tokens = ["tokens"] if "tokens" in each else []
-    yield ("source", "rows", *(["trained tokens"] if tokens else []), *(score.word for score in own))
-    for name, one in sources.items():
-        values = ("" if one.get(score.key) is None else f"{one[score.key]:.4f}" for score in own)
-        yield (_code(name), one["rows"], *(one[key] for key in tokens), *values)
 
 
 def _command(config: Config, result: Summary, base: str | None) -> str:

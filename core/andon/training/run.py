@@ -511,7 +511,6 @@ def _summary(
         evaluated_on=session.material.rows.last_scores,
         labels=tuple(session.material.labels),
         memory=memory or {},
-        dropped_values=dropped_values() or None,
     )
 
 
@@ -521,8 +520,14 @@ def _write_summary(session: Session, journal: FolderJournal, summary: Summary) -
     for key, how in changed.items():
         say(f"warning: {key} is not what this run was trained on any more: it {how}")
     journal.ledger.sync()
-    head, wall_s = Head(*journal.ledger.head), round(time.monotonic() - session.started, 3)
-    last = replace(summary, contracts=evaluations(), wall_s=wall_s, ledger=head, data_changed=changed)
+    last = replace(
+        summary,
+        contracts=evaluations(),
+        wall_s=round(time.monotonic() - session.started, 3),
+        ledger=Head(*journal.ledger.head),
+        data_changed=changed,
+        dropped_values=dropped_values() or None,
+    )
     write_summary(session.folder.summary, last)
 
 

@@ -23,7 +23,6 @@ from andon.launch import preemption
 from andon.launch.launcher import PRELOAD, launch, warm_up
 from andon.launch.rank import preempted
 from andon.launch.report import Report
-from andon.launch.supervisor import LaunchResult
 from andon.run.folder import RUNS, RunFolder, State, new_folder
 from andon.run.ledger import LedgerError, read_ledger
 from andon.run.summary import quoted, read_summary
@@ -97,9 +96,23 @@ def start(
     task = told_of_task(config)
     require(config.run.report_to)
     config = with_task(config)
-    folder = _folder_of(config)
+    folder, resuming = None, config.run.resume == "auto"
+    if config.run.dir is not None:
+        folder = RunFolder(Path(config.run.dir))
+    elif resuming:
+        folder = newest_unfinished(config, RUNS)
+        if folder is not None:
+            say(f"resume: {folder.path} is the newest unfinished run of this configuration (another one: --run-dir)")
     config, chosen = placed(config if folder is None else as_begun(config, folder))
-    if folder is not None and _nothing_to_do(config, folder):
+    state = State.EMPTY if folder is None else folder.state()
+    if folder is not None and state is State.FOREIGN:
+        raise InputError([foreign(folder.path)])
+    if folder is not None and not resuming and folder.begun():
+        what = "a run" if state is State.FINISHED else f"a run that is not finished ({how_far(folder)})"
+        raise InputError([Problem(str(folder.path), f"holds {what}; add --resume auto, or name another folder")])
+    if folder is not None and resuming and state is State.FINISHED:
+        require_same_as_finished(config, folder)
+        say(f"resume: the run in {folder.path} is finished, nothing to do")
         return Ended(folder, Exit.OK)
     if task:
         say(task)
@@ -110,7 +123,7 @@ def start(
     made = folder is None
     if folder is None:
         folder = RunFolder(new_folder())
-        if config.run.resume == "auto":
+        if resuming:
             say(f"resume: no unfinished run of this configuration under {RUNS}/, starting anew in {folder.path}")
     before = folder.names() if not made and folder.path.exists() else None
     try:
@@ -142,34 +155,9 @@ def start(
     return ended
 
 
-def _folder_of(config: Config) -> RunFolder | None:
-    """The folder that is named; else the run that there is to resume, if that was requested; None: a new one."""
-    if config.run.dir is not None:
-        return RunFolder(Path(config.run.dir))
-    found = newest_unfinished(config, RUNS) if config.run.resume == "auto" else None
-    if found is not None:
-        say(f"resume: {found.path} is the newest unfinished run of this configuration (another one: --run-dir)")
-    return found
-
-
 def foreign(path: Path) -> Problem:
     """What is wrong with a folder that holds something else than a run."""
     return Problem(str(path), "holds something that is no run; name a new or an empty folder")
-
-
-def _nothing_to_do(config: Config, folder: RunFolder) -> bool:
-    """Whether the folder holds a finished run that was asked to be resumed. Refuses a folder that may not be used."""
-    state = folder.state()
-    if state is State.FOREIGN:
-        raise InputError([foreign(folder.path)])
-    if config.run.resume != "auto" and folder.begun():
-        what = "a run" if state is State.FINISHED else f"a run that is not finished ({how_far(folder)})"
-        raise InputError([Problem(str(folder.path), f"holds {what}; add --resume auto, or name another folder")])
-    if config.run.resume != "auto" or state is not State.FINISHED:
-        return False
-    require_same_as_finished(config, folder)
-    say(f"resume: the run in {folder.path} is finished, nothing to do")
-    return True
 
 
 def _unfinished(folder: RunFolder, how: str) -> Ended:
@@ -253,7 +241,13 @@ def _train_in_ranks(config: Config, folder: RunFolder, started: float, entry: st
             for record in read_ledger(folder.ledger):
                 if isinstance(record, Step | Resume):
                     reached = record.step
-        failures.append((_error(result), reached))
+        # The error without what differs between two occurrences of it: ranks, seconds, addresses.
+        error: object = result.cause
+        if result.first is not None:
+            error = result.exit, result.exits[result.first.rank]
+            if result.exit is Exit.CRASHED and report is not None:
+                error = report.cause.partition(":")[0]
+        failures.append((error, reached))
         if len(failures) > 1 and failures[-1] == failures[-2]:
             why += f"; the restart met the same error after the same step ({reached}), so no other follows"
             break
@@ -263,15 +257,6 @@ def _train_in_ranks(config: Config, folder: RunFolder, started: float, entry: st
         say(f"{why}; restart {len(failures)} of {most} from the last checkpoint")
         config = config.model_copy(update={"run": config.run.model_copy(update={"resume": "auto"})})
     return Ended(folder, result.exit, why, report, result.asked_by)
-
-
-def _error(result: LaunchResult) -> object:
-    """What went wrong, without what differs between two occurrences of one error (ranks, seconds, addresses)."""
-    if result.first is None:
-        return result.cause
-    if result.exit is Exit.CRASHED and result.report is not None:
-        return result.report.cause.partition(":")[0]
-    return result.exit, result.exits[result.first.rank]
 
 
 def _report(folder: RunFolder, config: Config) -> None:
