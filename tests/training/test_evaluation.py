@@ -20,10 +20,10 @@ from andon.model import batches
 from andon.model.batches import EvaluationBatching
 from andon.tasks import text as text_tasks
 from andon.tasks.text import ClassificationTask
-from andon.training.evaluation import Evaluator, evaluate
 from andon.training.material import prepare
 from andon.training.preview import describe
 from andon.training.study import evaluation_batching
+from andon.training.trainer import Evaluator, evaluate
 from andon_contracts.policy import evaluations, reset_evaluations
 from andon_contracts.violation import Violation
 from tests.training.runs import Runs, outcome, records, write_jsonl

@@ -186,7 +186,7 @@ def export(
         if value not in known:
             raise InputError([Problem(option, f"{value!r} is not one of {', '.join(known)}")])
     require_place(target)
-    result_of(folder, ())
+    result_of(folder)
     trained = load_run(folder, model, checkpoint=checkpoint, device=device)
     said = export_run(trained, target, chosen if whole else None, check)
     put(f"wrote {target}: {f'a model of transformers in {chosen}' if whole else 'an adapter of peft'}", *said)

@@ -36,10 +36,9 @@ from andon.launch.portable import chosen
 from andon.launch.rank import report_to, run_rank
 from andon.run.folder import RunFolder, State
 from andon.training.choices import placed
-from andon.training.entry import ENTRY, payload_of, train_rank
 from andon.training.existing import as_begun, go_on_with
 from andon.training.rows import told_of_task, with_task
-from andon.training.start import foreign, start
+from andon.training.start import ENTRY, foreign, payload_of, start, train_rank
 
 
 def train(

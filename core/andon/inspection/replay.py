@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from andon.config.identity import differences
 from andon.config.schema import Config
 from andon.console.exits import Exit
 from andon.console.problems import InputError, Problem
@@ -147,12 +146,10 @@ def replay_rank(payload: Mapping[str, Any]) -> int:
 
 
 def _require_same(session: Session, checkpoint: Checkpoint | None) -> None:
-    from andon.training.resume import identity_at_start, identity_of, run_identity
+    from andon.training.run import identity_changes
 
-    was = identity_of(checkpoint) if checkpoint is not None else identity_at_start(session)
-    changed = differences(was, run_identity(session)) if was is not None else []
     # Another kind of device is another machine: its bits are not comparable, which the fingerprint says.
-    changed = [each for each in changed if each[0] != "run.device_kind"]
+    changed = [each for each in identity_changes(session, checkpoint) if each[0] != "run.device_kind"]
     if changed:
         raise InputError(
             Problem(key, f"was {before!r} in the run, is {now!r}; only the same can be done again")

@@ -20,7 +20,7 @@ from andon.config.source import is_there, loading
 from andon.console.problems import InputError, Problem
 from andon.data.chat import encode_prompt
 from andon.data.conversations import ConversationSet
-from andon.metrics.confusion import read_confusion
+from andon.metrics.confusion import Confusion, read_confusion
 from andon.model.adapter import save_base
 from andon.model.build import LOADERS, computing, facts_of, without_adapter
 from andon.model.causal import generate
@@ -28,12 +28,12 @@ from andon.model.masks import padding_of
 from andon.run.atomic import whole_folder
 from andon.run.folder import RunFolder
 from andon.run.ledger import LedgerError, read_ledger
-from andon.run.summary import read_summary
+from andon.run.summary import Summary, read_summary
 from andon.tasks.sft import Asked
 from andon.training.existing import config_of, go_on_with
 from andon.training.inference import TrainedRun, logits_of_texts, rows_of
 from andon.training.material import HEADS
-from andon.training.outputs import Form, Result, form_of, write_card, write_model_files, write_tokenizer
+from andon.training.outputs import Form, form_of, write_card, write_model_files, write_tokenizer
 from andon_contracts.record import Start
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -67,8 +67,11 @@ def require_place(target: Path) -> None:
         raise InputError([Problem(str(target), f"there is no folder {target.parent}")])
 
 
-def result_of(folder: RunFolder, labels: Sequence[str]) -> Result:
-    """The result of the finished run in `folder`. Raises `InputError` if it is unfinished or unreadable."""
+def result_of(folder: RunFolder) -> tuple[Summary, int, Confusion | None]:
+    """Summary, number of training rows and confusion matrix of the finished run in `folder`.
+
+    Raises `InputError` for a run that is not finished or not readable.
+    """
     summary = read_summary(folder.summary)
     if not summary.finished:
         raise InputError([Problem(str(folder.path), f"is not finished; go on with it: {go_on_with(folder)}")])
@@ -79,18 +82,7 @@ def result_of(folder: RunFolder, labels: Sequence[str]) -> Result:
     if not isinstance(first, Start) or first.plan.rows is None:
         raise InputError([Problem(str(folder.ledger), "does not begin with the start of a run")])
     quoted = summary.eval.get("confusion")
-    return Result(
-        labels=tuple(labels),
-        rows=first.plan.rows,
-        steps=summary.steps,
-        kept_step=summary.kept_step,
-        scores=summary.eval,
-        evaluated_on=summary.evaluated_on,
-        weights=summary.weights_digest,
-        world_size=summary.world_size,
-        backend=summary.backend,
-        confusion=read_confusion(folder.confusion, quoted) if quoted is not None else None,
-    )
+    return summary, first.plan.rows, read_confusion(folder.confusion, quoted) if quoted is not None else None
 
 
 def export_run(run: TrainedRun, target: Path, dtype: str | None = None, check: str = "rows") -> tuple[str, ...]:
@@ -104,7 +96,7 @@ def export_run(run: TrainedRun, target: Path, dtype: str | None = None, check: s
     `require_place` and `result_of` do, and `RuntimeError` if the folder gives other answers than the run.
     """
     require_place(target)
-    result, config = result_of(run.folder, run.labels), config_of(run.folder)
+    result, config = result_of(run.folder), config_of(run.folder)
     asked = Asked.read(run.folder.adapter) if run.config.task == SFT else None
     compared: tuple[Questions, Answers] | str = "it was not compared with the run (--check none)"
     if check != "none":
@@ -141,7 +133,7 @@ def export_run(run: TrainedRun, target: Path, dtype: str | None = None, check: s
                 "trained weights and the command in this card are those of the run's result"
             )
         notes = (of_checkpoint, how, own_code)
-        said = write_card(path, run.folder, config, result, form, target.name, run.tokenizer, asked, notes)
+        said = write_card(path, run.folder, config, *result, form, target.name, run.tokenizer, asked, notes)
         require_place(target)  # measuring the drift takes minutes
         return drift, *said
 

@@ -35,7 +35,6 @@ from andon.step.replica import WEIGHTS
 from andon.tasks.sft import Asked
 from andon.tasks.text import EncodedRows
 from andon.training.build import build_model
-from andon.training.evaluation import evaluate
 from andon.training.existing import config_at_hand, config_of
 from andon.training.material import (
     HEADS,
@@ -48,6 +47,7 @@ from andon.training.material import (
     warnings_of,
 )
 from andon.training.rows import Rows, read_files, read_rows, selection_of, skip_notes
+from andon.training.trainer import evaluate
 from andon_contracts.digest import hex64
 
 _WINDOW, _PROMPTS = 2048, 256

@@ -37,7 +37,7 @@ from andon.tasks.text import (
 )
 from andon.tasks.token_rows import TokenRows
 from andon.training.choices import Base, capped, for_rows, with_micro_batches
-from andon.training.limits import require_records_fit
+from andon.training.notices import require_records_fit
 from andon.training.rows import Rows, cache_of, read_rows, task_of_run
 from andon.training.token_cache import TokenisedConversations, encoded_texts, tokenised
 
