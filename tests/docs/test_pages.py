@@ -6,10 +6,9 @@ The deep tier builds the site and runs the tutorials.
 from __future__ import annotations
 
 import re
-import tomllib
 from functools import cache
-from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer

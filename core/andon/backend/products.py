@@ -1,16 +1,15 @@
-"""Kernels that are to have the same bits on any CPU with AVX2, at the speed of oneDNN: what `run.portable` needs of
-torch beside the variables of `launch/portable`.
+"""Matrix products with the same bits on any CPU with AVX2, at the speed of oneDNN: for `run.portable`.
 
-MKL, which computes torch's products of matrices, adds in an order of its own for each kind of CPU; where it is told not
-to (`MKL_CBWR=COMPATIBLE`) it takes two to three times as long. oneDNN's kernels add one product after the other, each
-by a fused multiply-add, as long as there are not many: then neither the width of a register nor the size of a cache is
-in the bits. So sums are cut into parts no longer than that, by us and not by oneDNN, which cuts by the CPU.
+MKL, which torch uses for products, adds in another order on each kind of CPU; with `MKL_CBWR=COMPATIBLE` it is two to
+three times slower. oneDNN's kernels add one product after the other by fused multiply-adds, if there are not many: then
+neither the width of a register nor the size of a cache changes the bits. So sums are cut into parts of that length here
+and not by oneDNN, which cuts by the CPU.
 
     part[i, j] = fma(a[i, k], b[k, j], ... fma(a[i, 1], b[1, j], fma(a[i, 0], b[0, j], 0)))    for RUN values of k
     (a @ b + bias)[i, j] = ((part of the first RUN values + part of the next) + ...) + bias[j]
 
-That oneDNN adds so nobody promises, nor that torch keeps the operation by which it is called here, which is not public.
-So it is tried on the CPU at hand before anything is trained.
+oneDNN does not promise this order, and the operation that calls it is private to torch. So it is tried on the CPU at
+hand before anything is trained.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ _TRIED = ((2, RUN, 4000), (3, RUN // 2, 1536), (16, RUN, 77), (37, 1, 5), (64, 3
 
 @contextmanager
 def portable_kernels() -> Iterator[None]:
-    """Inside, in the whole process, `mm` and `addmm` of float32 matrices on CPUs add in the order above.
+    """Context manager: in this process `mm` and `addmm` of float32 matrices on CPUs add in the order above.
 
-    Forward and backward, since autograd calls the same two. Batched products, those by a vector, scaled ones, those in
-    place and those with `out` are left to MKL. Nothing else is left to oneDNN, which computes exact GELU and
-    convolutions by the CPU.
-    Raises `InputError` for a torch without oneDNN, and on a CPU where it adds otherwise.
+    Forward and backward, because autograd calls the same two. MKL still computes batched products, products by a
+    vector, scaled ones, those in place and those with `out`. oneDNN computes nothing else, because its exact GELU
+    and its convolutions depend on the CPU. Raises `InputError` if torch has no oneDNN, or if it adds otherwise on
+    this CPU.
     """
     _require_order()
     was_enabled = torch.backends.mkldnn.enabled
@@ -76,7 +75,7 @@ def _addmm(given: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float
 
 
 def _in_order(a: Tensor, b: Tensor) -> bool:
-    """Whether these two are float32 matrices that have any element. Raises `RuntimeError` where they do not fit."""
+    """Whether both are float32 matrices with elements. Raises `RuntimeError` if their shapes do not fit."""
     if not (a.dim() == b.dim() == 2 and a.dtype is b.dtype is torch.float32):
         return False
     if a.shape[1] != b.shape[0]:
@@ -87,7 +86,7 @@ def _in_order(a: Tensor, b: Tensor) -> bool:
 
 
 def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-    """`a @ b + bias`: [rows, k] by [k, outputs], and [outputs], which only a product of one part may have."""
+    """`a @ b + bias`: [rows, k] by [k, outputs], and [outputs]; a bias only for a product of one part."""
     (rows, columns), outputs = a.shape, b.shape[1]
     # oneDNN copies a left one that lies by columns, as the gradient of a weight has it. The other way round are the
     # same products and sums, and the smaller of the two is on the left.
@@ -110,12 +109,12 @@ def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _dense(right: Tensor) -> Tensor:
-    """With its rows or its columns one after the other; where neither are, oneDNN has a kernel that adds otherwise."""
+    """`right` contiguous by rows or by columns; otherwise oneDNN has a kernel that adds in another order."""
     return right if right.is_contiguous() or right.t().is_contiguous() else right.contiguous()
 
 
 def _require_order() -> None:
-    """Raise `InputError` where some element of the products that are tried is not the chain of multiply-adds."""
+    """Raise `InputError` if an element of a tried product is not the chain of multiply-adds."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         raise InputError([Problem(_KEY, "needs a torch that is built with oneDNN")])
     generator = torch.Generator().manual_seed(0)

@@ -441,7 +441,7 @@ def export(
     whole = merge or config.adapter.kind == "none"
     if dtype is not None and not whole:
         raise InputError([Problem("--dtype", "is for --merge; an adapter is written in float32, as it was trained")])
-    from andon.training.export import CHECKS, DTYPES, export_adapter_of, export_merged, require_place, result_of
+    from andon.training.export import CHECKS, DTYPES, export_run, require_place, result_of
     from andon.training.inference import load_run
 
     chosen = dtype or ("float32" if config.adapter.kind == "none" else config.model.dtype)
@@ -451,12 +451,8 @@ def export(
     require_place(target)
     result_of(folder, ())
     trained = load_run(folder, model, checkpoint=checkpoint, device=device)
-    if whole:
-        said = export_merged(trained, target, chosen, check)
-        put(f"wrote {target}: a model of transformers in {chosen}", *said)
-    else:
-        said = export_adapter_of(trained, target, check)
-        put(f"wrote {target}: an adapter of peft", *said)
+    said = export_run(trained, target, chosen if whole else None, check)
+    put(f"wrote {target}: {f'a model of transformers in {chosen}' if whole else 'an adapter of peft'}", *said)
 
 
 Run = Annotated[Path, typer.Argument(help="Run folder, or its ledger.jsonl.")]
@@ -545,7 +541,7 @@ def report(
         raise InputError([Problem("--html", f"{target} must end in .html, so that no file of a run is written over")])
     paths = [run] if other is None else [run, other]
     with ThreadPoolExecutor() as threads:  # each is a process, which reads the ledger while this one does
-        asked = [threads.submit(_plugin_output, "verify", "--verbose", "--", str(path)) for path in paths]
+        asked = [threads.submit(plugin_output, "verify", "--verbose", "--", str(path)) for path in paths]
         from andon.inspection.difference import compare, read_side
         from andon.inspection.report import write_page
         from andon.inspection.report.page import Page, Verdict
@@ -557,7 +553,7 @@ def report(
     put(f"wrote {target}")
 
 
-def _plugin_output(name: str, *arguments: str) -> tuple[int, list[str]] | None:
+def plugin_output(name: str, *arguments: str) -> tuple[int, list[str]] | None:
     """The exit code and the lines of a command of another package, run as a process; None if no package has it.
 
     If it prints nothing, as for a mistake, its lines are those of standard error.
