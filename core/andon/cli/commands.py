@@ -543,9 +543,7 @@ def report(
     with ThreadPoolExecutor() as threads:  # each is a process, which reads the ledger while this one does
         asked = [threads.submit(plugin_output, "verify", "--verbose", "--", str(path)) for path in paths]
         from andon.inspection.difference import compare, read_side
-        from andon.inspection.report import write_page
-        from andon.inspection.report.page import Page, Verdict
-        from andon.inspection.report.run_view import load_run_view
+        from andon.inspection.report.page import Page, Verdict, load_run_view, write_page
 
         runs = [load_run_view(read_side(path)) for path in paths]
         verdicts = [None if (said := each.result()) is None else Verdict(*said) for each in asked]

@@ -8,7 +8,6 @@ own tries them for a bounded time. The last line of its output is a JSON object,
 
 from __future__ import annotations
 
-import fcntl
 import importlib
 import json
 import os
@@ -23,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from andon.backend.host import free_ram
 from andon.console.exits import Exit
 from andon.console.problems import InputError, install_hint
 from andon.launch.fork_server import require_sockets
@@ -35,7 +33,6 @@ IMPORTED = ("torch", "transformers", "peft", "safetensors", "numpy", "pydantic",
 _LITTLE = 1 << 30
 _DRIVER = Path("/proc/driver/nvidia/version")
 _RANKS = 2
-_END_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -58,48 +55,54 @@ def examine(folder: Path, limit_s: float) -> Iterator[Check]:
     here = environment()
     portable = "run.portable works" if "avx2" in str(here["instructions"]).split() else "no AVX2: run.portable does not"
     yield Check("machine", "ok", f"{here['platform']}, {here['cpu']}, {here['cores']} CPUs, {portable}")
-    free = free_ram()
-    if free is not None and free < _LITTLE:
-        yield Check("memory", "warning", f"{_size(free)} free", "end other programs, or raise the container's limit")
-    elif free is not None:
-        yield Check("memory", "ok", f"{_size(free)} free")
     libraries = _probe(limit_s, "libraries")
     yield from _libraries(libraries)
     yield _gpus(libraries)
-    yield _gloo(limit_s)
-    yield _folder(folder, limit_s)
+    try:
+        require_sockets()
+        gloo = _probe(limit_s, "gloo")
+    except InputError as error:
+        gloo = {"error": str(error)}
+    if "error" in gloo:
+        todo = "see the libraries above, TMPDIR, GLOO_SOCKET_IFNAME and ulimit -n; --backend inline needs no ranks"
+        yield Check("backend gloo", "problem", gloo["error"], todo)
+    else:
+        yield Check("backend gloo", "ok", f"{_RANKS} ranks have gathered their numbers")
+    where = next((each for each in (folder, *folder.absolute().parents) if each.is_dir()), Path("/")).absolute()
+    seen = _probe(limit_s, "folder", str(where))
+    if "error" in seen:
+        yield Check("folder", "problem", seen["error"], "name another one for runs: andon doctor DIR, then --run-dir")
+        return
+    little = seen["free"] < _LITTLE
+    todo = "make room: each checkpoint holds trained weights and moments" if little else ""
+    yield Check("folder", "warning" if little else "ok", f"{where}: {seen['free'] / 2**30:.1f} GiB free", todo)
 
 
 def _probe(limit_s: float, *arguments: str) -> Mapping[str, Any]:
-    # A socket's path has at most 107 bytes, so the probe gets a short folder; `_gloo` checks TMPDIR itself.
+    # A socket's path has at most 107 bytes, so the probe gets a short folder; `require_sockets` checks TMPDIR itself.
     short = "/tmp" if os.access("/tmp", os.W_OK) else None
-    prefix = f"ad-{os.getpid()}-"
     try:
-        with tempfile.TemporaryDirectory(prefix=prefix, dir=short, ignore_cleanup_errors=True) as scratch:
-            return _answer(limit_s, arguments, scratch)
+        scratch = tempfile.TemporaryDirectory(prefix=f"ad-{os.getpid()}-", dir=short, ignore_cleanup_errors=True)
     except OSError as error:
         return {"error": f"no folder for temporary files ({error.strerror}); set TMPDIR to one that can be written"}
-
-
-def _answer(limit_s: float, arguments: tuple[str, ...], scratch: str) -> Mapping[str, Any]:
-    # In a session of its own, so that everything that the probe started ends with it.
-    probe = subprocess.Popen(
-        module_command("andon.inspection.doctor", *arguments),
-        env=os.environ | {"TMPDIR": scratch},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
-    try:
-        out, errors = probe.communicate(timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        return {"error": f"no answer within {limit_s:g} s (--timeout)"}
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(probe.pid, signal.SIGKILL)
-        with suppress(subprocess.TimeoutExpired):  # a process that waits for a lost disk cannot be killed
-            probe.wait(_END_S)
+    with scratch:
+        probe = subprocess.Popen(
+            module_command("andon.inspection.doctor", *arguments),
+            env=os.environ | {"TMPDIR": scratch.name},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # so that everything that the probe started ends with it
+        )
+        try:
+            out, errors = probe.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            return {"error": f"no answer within {limit_s:g} s (--timeout)"}
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(probe.pid, signal.SIGKILL)
+            with suppress(subprocess.TimeoutExpired):  # a process that waits for a lost disk cannot be killed
+                probe.wait(2.0)
     with suppress(ValueError):
         found = json.loads(out.decode(errors="replace").splitlines()[-1] if out.strip() else "")
         if isinstance(found, dict):
@@ -118,11 +121,9 @@ def _libraries(seen: Mapping[str, Any]) -> Iterator[Check]:
         version = version_of(name)
         if module not in seen["broken"]:
             yield Check(f"library {name}", "ok", version or "there, of unknown version")
-            continue
-        what = f"cannot be imported: {seen['broken'][module]}"
-        if version is not None:
-            what = f"{version} {what}"
-        yield Check(f"library {name}", "problem", what, install_hint("train"))
+        else:
+            what = " ".join(filter(None, (version, f"cannot be imported: {seen['broken'][module]}")))
+            yield Check(f"library {name}", "problem", what, install_hint("train"))
 
 
 def _gpus(seen: Mapping[str, Any]) -> Check:
@@ -143,35 +144,6 @@ def _gpus(seen: Mapping[str, Any]) -> Check:
     return Check("gpus", "warning", f"torch (for CUDA {seen.get('cuda')}) finds none; driver {driver}", todo)
 
 
-def _gloo(limit_s: float) -> Check:
-    try:
-        require_sockets()
-        seen = _probe(limit_s, "gloo")
-    except InputError as error:
-        seen = {"error": str(error)}
-    if "error" in seen:
-        todo = "see the libraries above, TMPDIR, GLOO_SOCKET_IFNAME and ulimit -n; --backend inline needs no ranks"
-        return Check("backend gloo", "problem", seen["error"], todo)
-    return Check("backend gloo", "ok", f"{_RANKS} ranks have gathered their numbers")
-
-
-def _folder(folder: Path, limit_s: float) -> Check:
-    where = next((each for each in (folder, *folder.absolute().parents) if each.is_dir()), Path("/"))
-    seen = _probe(limit_s, "folder", str(where.absolute()))
-    if "error" in seen:
-        return Check("folder", "problem", seen["error"], "name another one for runs: andon doctor DIR, then --run-dir")
-    free = f"{where.absolute()}: {_size(seen['free'])} free"
-    if not seen["locks"]:
-        return Check("folder", "problem", f"{free}, and its locks keep nobody out", "name a folder on another disk")
-    if seen["free"] < _LITTLE:
-        return Check("folder", "warning", free, "make room: each checkpoint holds trained weights and moments")
-    return Check("folder", "ok", f"{free}, files are locked")
-
-
-def _size(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB" if size >= _LITTLE else f"{size / 2**20:.0f} MiB"
-
-
 def _probe_libraries() -> dict[str, Any]:
     broken = {}
     for name in IMPORTED:
@@ -189,23 +161,15 @@ def _probe_libraries() -> dict[str, Any]:
 
 
 def _probe_folder(name: str) -> dict[str, Any]:
-    """The bytes that are free there, and whether a lock that one process holds keeps another out."""
     from andon.run.atomic import storage, temporary_beside
 
     file = temporary_beside(Path(name) / "doctor")
-    with storage(file):
-        with open(file, "xb") as one, open(file, "rb") as other:
-            file.unlink()  # at once, so that nothing is left however this process ends
-            one.write(b"\0" * 4096)
-            one.flush()
-            os.fsync(one.fileno())
-            fcntl.flock(one, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            try:
-                fcntl.flock(other, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                locks = False
-            except BlockingIOError:
-                locks = True
-        return {"free": shutil.disk_usage(name).free, "locks": locks}
+    with storage(file), open(file, "xb") as written:
+        file.unlink()  # at once, so that nothing is left however this process ends
+        written.write(b"\0" * 4096)
+        written.flush()
+        os.fsync(written.fileno())
+        return {"free": shutil.disk_usage(name).free}
 
 
 def _probe_gloo() -> dict[str, Any]:
@@ -224,18 +188,14 @@ def _probe_gloo() -> dict[str, Any]:
 
 def gather_ranks(payload: Mapping[str, str]) -> int:
     """One rank of the gloo check."""
-    import torch
+    import torch.distributed as dist
 
-    from andon.backend.group import GroupBackend, groups_of
     from andon.launch.joining import join
 
-    _, rank, world = join(groups_of("gloo"), timeout_s=3600)
-    group = GroupBackend("gloo", torch.device("cpu"))
-    try:
-        gathered = group.exchange([torch.full((world, 1, 1), float(rank))], [1] * world)[0]
-    finally:
-        group.close()
-    if [float(each) for each in gathered] != [float(each) for each in range(world)]:
+    _, rank, world = join("gloo", timeout_s=3600)
+    gathered: list[int | None] = [None] * world
+    dist.all_gather_object(gathered, rank)
+    if gathered != [*range(world)]:
         raise InputError(f"{world} ranks sent 0 to {world - 1} and gathered {gathered}")
     return Exit.OK
 
@@ -247,10 +207,8 @@ def main(arguments: list[str]) -> int:
             found = _probe_folder(arguments[1])
         else:
             found = {"libraries": _probe_libraries, "gloo": _probe_gloo}[arguments[0]]()
-    except InputError as error:
-        found = {"error": str(error)}
     except Exception as error:  # noqa: BLE001 - the doctor reports any error
-        found = {"error": f"{type(error).__name__}: {error}"}
+        found = {"error": str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"}
     sys.stdout.write(f"{json.dumps(found)}\n")
     sys.stdout.flush()
     return Exit.OK

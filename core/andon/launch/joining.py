@@ -37,6 +37,7 @@ _POLL_S = 0.02
 _VERDICT_S = 1.0
 """How much longer than rank 0 the others wait, to hear from it who is missing."""
 _INTERFACE = "GLOO_SOCKET_IFNAME"
+_STORE_ERRORS = (dist.DistStoreError, dist.DistNetworkError)
 
 
 class Absent(RuntimeError):
@@ -54,11 +55,11 @@ class Refused(RuntimeError):
 def join(kinds: str, timeout_s: float) -> tuple[SignedStore, int, int]:
     """Initialise the default process group from the variables of torch's launcher, or of ours.
 
-    Gives the part of the store that is this world's alone, through a connection of its own and with values signed,
+    Returns the part of the store that is this world's alone, through a connection of its own and with values signed,
     this rank, and the number of ranks.
 
     Raises `InputError` on a rank whose interface does not exist, `Refused` on the others, and `Absent` after
-    `timeout_s` with the ranks that are missing, or without them where the store itself is not there.
+    `timeout_s` with the ranks that are missing, or without them if the store itself cannot be reached.
     """
     timeout = timedelta(seconds=timeout_s)
     context, address = RankContext.from_environment(), os.environ.get(STORE, "")
@@ -73,28 +74,24 @@ def join(kinds: str, timeout_s: float) -> tuple[SignedStore, int, int]:
     if not address:
         ours = ours.clone()  # type: ignore[attr-defined]
         ours.set_timeout(timedelta(seconds=store_link.TIMEOUT_S))
-    return SignedStore(ours, _secret()), rank, world
-
-
-def _secret() -> bytes:
-    told = torch.frombuffer(bytearray(store_link.new_secret()), dtype=torch.uint8)
-    dist.broadcast(told, 0)
-    return bytes(told.tolist())
+    secret = torch.frombuffer(bytearray(store_link.new_secret()), dtype=torch.uint8)
+    dist.broadcast(secret, 0)
+    return SignedStore(ours, bytes(secret.tolist())), rank, world
 
 
 def _torch_store(timeout: timedelta) -> Store:
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     try:
         store, _, _ = next(rendezvous("env://", timeout=timeout))
-    except (dist.DistStoreError, dist.DistNetworkError) as error:
+    except _STORE_ERRORS as error:
         seconds = timeout.total_seconds()
         raise Absent(f"the ranks' store at {where} cannot be met at within {seconds:g} s: {_line(error)}") from error
     return store  # type: ignore[no-any-return]
 
 
-def interface_problem(environ: Mapping[str, str] | None = None) -> str:
-    """What is wrong with the interface that gloo is told to use; empty where nothing is, or none is named."""
-    named = (os.environ if environ is None else environ).get(_INTERFACE, "")
+def interface_problem() -> str:
+    """What is wrong with the interface that gloo is told to use; "" if nothing is, or none is named."""
+    named = os.environ.get(_INTERFACE, "")
     there = [name for _, name in socket.if_nameindex()]
     wrong = [name for name in named.split(",") if name and name not in there]
     return f"{', '.join(wrong)}: no such interface on {socket.gethostname()}, only {', '.join(there)}" if wrong else ""
@@ -141,45 +138,47 @@ class Meeting:
         name = self._word if self.rank == 0 else self._called()
         ours = PrefixStore(f"andon/world/{name}", self.store)
         try:
-            ours.set(f"here {self.rank}", json.dumps(Here(problem).to_json()))
+            _put(ours, f"here {self.rank}", Here(problem))
             if problem and self.rank != 0:  # rank 0 tells the others
                 raise InputError([Problem(_INTERFACE, problem)])
             verdict = self._gathered(ours, problem) if self.rank == 0 else self._verdict(ours)
-        except (dist.DistStoreError, dist.DistNetworkError) as error:
+        except _STORE_ERRORS as error:
             raise Absent(f"the ranks' store stopped answering while they met: {_line(error)}") from error
         finally:
             if self._reader.dropped:
                 say(self._reader.account(self.rank))
         if problem:
             raise InputError([Problem(_INTERFACE, problem)])
-        self._judge(verdict)
+        for rank, text in verdict.problems.items():
+            raise Refused(f"rank {rank} of {self.world} cannot join: {_INTERFACE}: {text}")
+        if verdict.missing:
+            raise Absent(f"{named_ranks(verdict.missing)} of {self.world} did not come within {self.timeout_s:g} s")
         return ours
 
     def _called(self) -> str:
-        asked, answer = f"andon/call {self.rank}", f"andon/answer {self.rank} {self._word}"
-        deadline = time.monotonic() + self.timeout_s
+        answer, deadline = f"andon/answer {self.rank} {self._word}", time.monotonic() + self.timeout_s
+        late = f"rank 0 of {self.world} did not come within {self.timeout_s:g} s"
         try:
             while True:
-                self.store.set(asked, json.dumps(Word(self._word).to_json()))
+                _put(self.store, f"andon/call {self.rank}", Word(self._word))
                 found = self._read(self.store, answer, Word)
                 if found is not None:
                     return found.word
                 if time.monotonic() > deadline:
-                    raise Absent(f"rank 0 of {self.world} did not come within {self.timeout_s:g} s")
+                    raise Absent(late)
                 time.sleep(_POLL_S)
-        except (dist.DistStoreError, dist.DistNetworkError) as error:
-            msg = f"rank 0 of {self.world} did not come within {self.timeout_s:g} s: {_line(error)}"
-            raise Absent(msg) from error
+        except _STORE_ERRORS as error:
+            raise Absent(f"{late}: {_line(error)}") from error
 
     def _gathered(self, ours: Store, problem: str) -> Verdict:
-        """As rank 0: answer whoever calls, until all are here or it has taken too long; say to all what came of it."""
+        """As rank 0: answer each call, until all are here or it has taken too long; tell all the outcome."""
         deadline, pause = time.monotonic() + self.timeout_s, _POLL_S
         missing, answered, told = set(range(1, self.world)), set[str](), {0: problem}
         while missing and time.monotonic() < deadline:
             for rank in sorted(missing):
                 call = self._read(self.store, f"andon/call {rank}", Word)
                 if call is not None and call.word not in answered:
-                    self.store.set(f"andon/answer {rank} {call.word}", json.dumps(Word(self._word).to_json()))
+                    _put(self.store, f"andon/answer {rank} {call.word}", Word(self._word))
                     answered.add(call.word)
                 here = self._read(ours, f"here {rank}", Here)
                 if here is not None:
@@ -189,16 +188,13 @@ class Meeting:
                 time.sleep(pause)
                 pause = min(2 * pause, 10 * _POLL_S)
         verdict = Verdict(tuple(sorted(missing)), {str(rank): told[rank] for rank in sorted(told) if told[rank]})
-        ours.set("verdict", json.dumps(verdict.to_json()))
+        _put(ours, "verdict", verdict)
         if missing or verdict.problems:
-            self._wait_for(ours, [rank for rank in told if rank and not told[rank]])
+            # The store may end with this rank: the others that are here need a moment to read why.
+            readers, deadline = [rank for rank in told if rank and not told[rank]], time.monotonic() + _VERDICT_S / 2
+            while readers and not ours.check([f"read {rank}" for rank in readers]) and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
         return verdict
-
-    def _wait_for(self, ours: Store, readers: list[int]) -> None:
-        """The store may end with this rank: let those that are here read why, for a moment."""
-        deadline = time.monotonic() + _VERDICT_S / 2
-        while readers and not ours.check([f"read {rank}" for rank in readers]) and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
 
     def _verdict(self, ours: Store) -> Verdict:
         deadline = time.monotonic() + self.timeout_s + _VERDICT_S
@@ -210,18 +206,16 @@ class Meeting:
             if time.monotonic() > deadline:
                 raise Absent(f"rank 0 of {self.world} fell silent while the ranks met")
             time.sleep(_POLL_S)
-            ours.set(f"here {self.rank}", json.dumps(Here("").to_json()))  # again: somebody may have overwritten it
+            _put(ours, f"here {self.rank}", Here(""))  # again: somebody may have overwritten it
 
     def _read(self, store: Store, key: str, form: type[Form]) -> Form | None:
         if not store.check([key]):
             return None
         return self._reader.read(key, store.get(key), lambda body: parse_strict(form, body))
 
-    def _judge(self, verdict: Verdict) -> None:
-        for rank, text in verdict.problems.items():
-            raise Refused(f"rank {rank} of {self.world} cannot join: {_INTERFACE}: {text}")
-        if verdict.missing:
-            raise Absent(f"{named_ranks(verdict.missing)} of {self.world} did not come within {self.timeout_s:g} s")
+
+def _put(store: Store, key: str, part: Part) -> None:
+    store.set(key, json.dumps(part.to_json()))
 
 
 def _line(error: BaseException) -> str:

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any
 
 from andon.launch.context import LAUNCHER, RUN_ID, STORE
 from andon.launch.fork_server import claim_and_sweep, end_if_stopped, require_sockets
@@ -31,15 +31,10 @@ from andon.launch.report import clear
 from andon.launch.store_server import StoreServer
 from andon.launch.supervisor import LaunchResult, Supervisor, signal_pipe
 
-JSON: TypeAlias = "bool | int | float | str | Sequence[JSON] | Mapping[str, JSON] | None"
-
 PRELOAD = ("torch", "torch.distributed", "transformers", "peft", "andon.launch.rank")
 """Default imports of the forkserver."""
-
-SINGLE_THREADED = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+_SINGLE_THREADED = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 """Set to 1 in every rank: ranks share the cores, and a forkserver must have no thread when it forks."""
-
-_ENTRY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 _NOT_INHERITED = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
 """Variables by which another launcher may have told this process that it is a rank."""
 _one_at_a_time = threading.Lock()
@@ -49,11 +44,11 @@ _preload: list[str] = []
 def warm_up(preload: Sequence[str] = PRELOAD) -> None:
     """Start the forkserver, which imports `preload` while this process goes on; returns at once.
 
-    Only the first call in a process decides what is imported; a later one starts a forkserver that has ended. Until a
-    rank has its handlers, `PREEMPTION_SIGNALS` are blocked in it, and in the forkserver for good, so that a
-    signal to the whole process group ends ranks at a step boundary instead of killing them through their parent. Nor
-    does it kill multiprocessing's tracker of semaphores, which would otherwise be started again and print a traceback
-    for each that it does not know. Raises `InputError` where the folder for temporary files takes no socket.
+    Only the first call in a process decides what is imported; a later call starts the forkserver again if it has ended.
+    `PREEMPTION_SIGNALS` are blocked in the forkserver for good, and in a rank until it has its handlers. So a signal to
+    the whole process group ends ranks at a step boundary instead of killing them through their parent. Nor does it kill
+    multiprocessing's tracker of semaphores, which would be started again and print a traceback for each semaphore that
+    it does not know. Raises `InputError` if the folder for temporary files takes no socket.
     """
     require_sockets()
     if not _preload:
@@ -61,7 +56,7 @@ def warm_up(preload: Sequence[str] = PRELOAD) -> None:
         _preload.extend(preload)
     multiprocessing.set_forkserver_preload(_preload)  # for a forkserver that was ended meanwhile, and is started again
     # A server looks for modules in the folder that it is started in first: a `torch.py` there is not to be run.
-    given = dict.fromkeys(SINGLE_THREADED, "1") | {"PYTHONSAFEPATH": "1", LAUNCHER: str(os.getpid())}
+    given = dict.fromkeys(_SINGLE_THREADED, "1") | {"PYTHONSAFEPATH": "1", LAUNCHER: str(os.getpid())}
     before = {name: os.environ.get(name) for name in given}
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, PREEMPTION_SIGNALS)
     try:
@@ -80,7 +75,7 @@ def warm_up(preload: Sequence[str] = PRELOAD) -> None:
 
 def launch(
     entry: str,
-    payload: Mapping[str, JSON],
+    payload: Mapping[str, Any],
     *,
     workers: int,
     run_folder: Path,
@@ -94,13 +89,8 @@ def launch(
     seconds to end at a step boundary; a second SIGINT ends them at once. A rank that is stopped for more than
     `silence_s` is given up, unless another rank has given it up before. One launch at a time in a process.
 
-    Raises ValueError for a malformed entry, fewer than 1 worker or a timeout that is not positive, TypeError for a
-    payload that is not JSON, RuntimeError while another launch runs in this process.
+    Raises TypeError for a payload that is not JSON, RuntimeError while another launch runs in this process.
     """
-    if not _ENTRY.fullmatch(entry):
-        raise ValueError(f'entry must be "module:function", not {entry!r}')
-    if workers < 1 or not timeout_s > 0:
-        raise ValueError(f"at least 1 worker and a timeout above 0 s are needed, not {workers} and {timeout_s}")
     arguments = json.dumps(payload)
     if not _one_at_a_time.acquire(blocking=False):
         raise RuntimeError("another launch runs in this process")
@@ -120,7 +110,7 @@ def launch(
 
 
 def _environment(workers: int, run_id: str, store: str) -> dict[str, str]:
-    """This process's variables as they are now (the forkserver's are as old as the forkserver), and the world's."""
+    # The forkserver's own variables are as old as the forkserver.
     own = {name: value for name, value in os.environ.items() if not _NOT_INHERITED.fullmatch(name)}
     # One machine: gloo would otherwise look up the host's name, and listen where others can reach it.
     defaults = {"GLOO_SOCKET_IFNAME": "lo", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}

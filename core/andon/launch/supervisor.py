@@ -38,7 +38,6 @@ EXITS_S = 2.0
 """Seconds that the fork server has to report the exit codes of ranks that are gone. One that is stopped never does."""
 KILLED_S = 5.0
 """Seconds after SIGKILL in which a process must be gone, unless the kernel itself holds it."""
-
 _SERVER_S = 0.5
 """Seconds in which a fork server whose ranks were lost with it must have ended: its pipes close a little before."""
 
@@ -60,7 +59,6 @@ class LaunchResult:
 
     @property
     def report(self) -> Report | None:
-        """The report of the rank that failed first (all of a user's mistakes, a traceback)."""
         return None if self.first is None else self.first.report
 
 
@@ -68,8 +66,8 @@ class LaunchResult:
 def signal_pipe() -> Iterator[int]:
     """A pipe that receives the number of each preemption signal, which does not end this process meanwhile.
 
-    Gives the end to read. Signals noted since training began are in it. In other threads than the main one nothing is
-    ever written to it: only the main thread can handle signals.
+    Yields the end to read. It holds the signals collected since training began. In other threads than the main one
+    nothing is ever written to it: only the main thread can handle signals.
     """
     reading, writing = os.pipe()
     os.set_blocking(reading, False)
@@ -78,14 +76,14 @@ def signal_pipe() -> Iterator[int]:
         if threading.current_thread() is not threading.main_thread():
             yield reading
             return
-        with _blocked():  # so that each signal is handled once: by the handler before, or by the one from now on
+        with _blocked_signals():  # so that each is handled once: by the handler before, or by the one from now on
             descriptor = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
             before = {signum: signal.signal(signum, lambda *_: None) for signum in PREEMPTION_SIGNALS}
             os.write(writing, bytes(taken()))
         try:
             yield reading
         finally:
-            with _blocked():
+            with _blocked_signals():
                 signal.set_wakeup_fd(descriptor)
                 for signum, handler in before.items():
                     signal.signal(signum, signal.SIG_DFL if handler is None else handler)
@@ -95,8 +93,7 @@ def signal_pipe() -> Iterator[int]:
 
 
 @contextmanager
-def _blocked() -> Iterator[None]:
-    """Signals that come meanwhile are delivered at the end."""
+def _blocked_signals() -> Iterator[None]:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, PREEMPTION_SIGNALS)
     try:
         yield
@@ -140,6 +137,7 @@ class Supervisor:
         self._asked_by, self._interrupts = 0, 0
         self._stopped, self._server_stopped = ConditionTimer(END_S), ConditionTimer(END_S)
         self._kill_at, self._late = math.inf, ""
+        """When the ranks are killed, and what to say of them then; "" if another rank's end is the cause."""
         self._killed_at: float | None = None
         self._idle_since: float | None = None
 
@@ -169,37 +167,34 @@ class Supervisor:
     def _look(self) -> None:
         pending = [rank for rank in range(len(self._processes)) if rank not in self._exits] if self._met else []
         connection.wait([self._signals, *(self._processes[rank].sentinel for rank in pending)], POLL_S)
-        for rank in pending:
-            code = self._processes[rank].exitcode
-            if code is not None:
-                self._exits[rank] = code
+        codes = {rank: self._processes[rank].exitcode for rank in pending}
+        self._exits |= {rank: code for rank, code in codes.items() if code is not None}
         # Signals after exit codes: a signal to the whole group came before the ends that it caused.
         with suppress(BlockingIOError):
             for signum in os.read(self._signals, 4096):
-                self._handle(signum)
+                if signum in PREEMPTION_SIGNALS:
+                    self._handle(signum)
         if not self._started.is_set():
-            self._watch_server()
+            # A fork server that is stopped is ended: nothing else would, and `_start` waits for its answer.
+            server = fork_server.running()
+            stopped = [server.pid] if server is not None and server.state() == "stopped" else []
+            if max(self._server_stopped.update(stopped).values(), default=0.0) >= STOPPED_S:
+                how = f"no rank could be started: the fork server did not run for {STOPPED_S:g} s, {STOPPED_BY}"
+                self._verdict = (Exit.RANK_SILENT, how)
+                fork_server.end_if_stopped()
         elif not self._met and self._error is None:
             self._meet_ranks()
         self._conclude()
         if time.monotonic() >= self._kill_at:
             self._kill((Exit.RANK_SILENT, f"{named_ranks(self._live)} {self._late}") if self._late else None)
 
-    def _watch_server(self) -> None:
-        """End a fork server that is stopped for too long: nothing else would, and `_start` waits for its answer."""
-        server = fork_server.running()
-        stopped = [server.pid] if server is not None and server.state() == "stopped" else []
-        stopped_s = self._server_stopped.update(stopped)
-        if server is not None and stopped_s.get(server.pid, 0.0) >= STOPPED_S:
-            how = f"no rank could be started: the fork server did not run for {STOPPED_S:g} s, {STOPPED_BY}"
-            self._verdict = (Exit.RANK_SILENT, how)
-            fork_server.end_if_stopped()
-
     def _meet_ranks(self) -> None:
         self._met = True
-        found = {rank: Process.of(process.pid or 0) for rank, process in enumerate(self._processes)}
-        self._live = {rank: process for rank, process in found.items() if process is not None}
-        for rank in found.keys() - self._live.keys():
+        for rank, process in enumerate(self._processes):
+            found = Process.of(process.pid or 0)
+            if found is not None:
+                self._live[rank] = found
+        for rank in set(range(len(self._processes))) - self._live.keys():
             self._note_death(rank)
         if self._interrupts > 1:
             self._kill(None)
@@ -207,8 +202,6 @@ class Supervisor:
             self._forward(self._asked_by)
 
     def _handle(self, signum: int) -> None:
-        if signum not in PREEMPTION_SIGNALS:
-            return
         self._interrupts += signum == signal.SIGINT
         if self._interrupts > 1:
             self._kill((Exit.RANK_LOST, "all ranks were killed: a second SIGINT asked for it"))
@@ -226,7 +219,6 @@ class Supervisor:
         self._end_by(time.monotonic() + bound, f"did not end within {bound:g} s of {signal.Signals(signum).name}")
 
     def _end_by(self, deadline: float, late: str) -> None:
-        """late: what to say of the ranks that live then; empty if the end of another rank is the cause."""
         if deadline < self._kill_at:
             self._kill_at, self._late = deadline, late
 
@@ -236,10 +228,8 @@ class Supervisor:
         stopped = self._stopped.update(rank for rank, state in states.items() if state == "stopped")
         # The other ranks give it up first, if there are any, and report what they waited for.
         patience = Patience(stopped_s=self._silence_s + END_S)
-        found = {
-            rank: conclude(Symptoms(state, stopped_s=stopped.get(rank, 0.0)), patience)
-            for rank, state in states.items()
-        }
+        seen = {rank: Symptoms(state, stopped_s=stopped.get(rank, 0.0)) for rank, state in states.items()}
+        found = {rank: conclude(symptoms, patience) for rank, symptoms in seen.items()}
         for rank in first_conclusion(found, ["died"])[1]:
             del self._live[rank]
             self._note_death(rank)

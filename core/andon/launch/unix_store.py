@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 from collections import deque
-from collections.abc import Sequence
 from datetime import timedelta
 from multiprocessing.connection import Client, Connection
 
@@ -21,10 +20,10 @@ _LATE_S = 5.0
 class UnixStore(Store):
     """A client of a `StoreServer`, as torch takes stores, for any number of threads.
 
-    What waits for a value has a connection to itself meanwhile, so that nothing else waits for it. Raises
+    A call that waits for a value has a connection to itself, so that no other call waits for it. Raises
     `DistNetworkError` once the server is gone, and `DistStoreError` for values that have not come in time.
 
-    Torch keeps no reference to a store written in Python: see to it that it lives as long as whatever uses it.
+    Torch keeps no reference to a store written in Python: the caller must keep it alive.
     """
 
     def __init__(self, address: str) -> None:
@@ -48,9 +47,6 @@ class UnixStore(Store):
     def check(self, keys: list[str]) -> bool:
         return bool(self._ask("check", *keys))
 
-    def multi_set(self, keys: list[str], values: Sequence[str | bytes]) -> None:
-        self._ask("set", *(part for pair in zip(keys, values, strict=True) for part in pair))
-
     def compare_set(self, key: str, expected: str | bytes, value: str | bytes) -> bytes:
         """Set the value if the present one is `expected` ("": none is there); returns the value afterwards."""
         return self._ask("compare_set", key, expected, value)[0]
@@ -58,20 +54,10 @@ class UnixStore(Store):
     def add(self, key: str, amount: int) -> int:
         return int(self._ask("add", key, str(amount))[0])
 
-    def append(self, key: str, value: str | bytes) -> None:
-        self._ask("append", key, value)
-
     def delete_key(self, key: str) -> bool:
         return bool(self._ask("delete", key))
 
-    def num_keys(self) -> int:
-        return int(self._ask("count")[0])
-
-    deleteKey, getNumKeys = delete_key, num_keys
-
-    def has_extended_api(self) -> bool:
-        """Whether there are `append`, `multi_get` and `multi_set`."""
-        return True
+    deleteKey = delete_key
 
     def _awaited(self, keys: list[str], timeout: timedelta | None = None) -> list[bytes]:
         seconds = (timeout or self.timeout).total_seconds()  # type: ignore[attr-defined]
@@ -81,8 +67,13 @@ class UnixStore(Store):
         return found
 
     def _ask(self, *parts: str | bytes, wait_s: float | None = None) -> list[bytes]:
+        if self._process != os.getpid():  # the connections of the process that this one was forked from are its own
+            self._process, self._idle = os.getpid(), deque()
         try:
-            connection = self._connection()
+            try:
+                connection = self._idle.pop()
+            except IndexError:
+                connection = Client(self._address, "AF_UNIX")
             connection.send_bytes(packed([part.encode() if isinstance(part, str) else part for part in parts]))
             if wait_s is not None and not connection.poll(wait_s):
                 connection.close()
@@ -92,15 +83,6 @@ class UnixStore(Store):
             raise dist.DistNetworkError(f"the launcher's store is gone: {error or 'connection closed'}") from error
         self._idle.append(connection)
         return answer
-
-    def _connection(self) -> Connection:
-        """One that nobody uses, or another one; those of the process that this one was forked from are its own."""
-        if self._process != os.getpid():
-            self._process, self._idle = os.getpid(), deque()
-        try:
-            return self._idle.pop()
-        except IndexError:
-            return Client(self._address, "AF_UNIX")
 
 
 @functools.cache
