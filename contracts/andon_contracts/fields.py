@@ -42,16 +42,16 @@ class Real:
 
     @classmethod
     def from_json(cls, data: object, where: str = "real") -> Self:
-        """The inverse of `to_json`. Raises `ValueError` if value and hex differ."""
         if not isinstance(data, dict) or data.keys() != {"hex", "value"} or not isinstance(data["hex"], str):
             _refuse(where, "{value, hex}", json_object(data, where))
         text, value = data["hex"], data["value"]
         try:
+            if type(value) in (int, float) and float(value).hex() == text and math.isfinite(value):
+                return cls(text)
             number = float.fromhex(text)
-            equal = float(value).hex() == text if type(value) in (int, float) else value is None
         except (ValueError, OverflowError):
             _refuse(where, "a hexadecimal float", data)
-        if number.hex() != text or not equal or math.isfinite(number) == (value is None):
+        if number.hex() != text or value is not None or math.isfinite(number):
             _refuse(where, "equal in value and hex", data)
         return cls(text)
 

@@ -393,7 +393,7 @@ def test_a_report_asks_no_module_beside_the_user(
 def test_a_process_of_ours_keeps_the_flags_and_the_path_of_its_parent(tmp_path: Path) -> None:
     (tmp_path / "named.py").write_text("import sys; print(sys.flags.optimize, sys.flags.utf8_mode, sys.path[0])")
     asking = (
-        "from andon.launch.interpreter import module_command as made; import subprocess; subprocess.run(made('named'))"
+        "from andon.console.messages import module_command as made; import subprocess; subprocess.run(made('named'))"
     )
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     command = [sys.executable, "-O", "-X", "utf8", "-c", asking]

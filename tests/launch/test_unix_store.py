@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from andon.launch import store_server
+from andon.launch.joining import UnixStore
 from andon.launch.store_server import StoreServer
-from andon.launch.unix_store import UnixStore
 from tests.launch.pipes import PATIENCE_S
 
 SHORT = timedelta(seconds=0.1)

@@ -16,19 +16,19 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-import typer
+from typer import Argument, Context, Option, Typer
+from typer import Exit as Ended
 from typer.core import TyperCommand
 
 from andon.console.exits import Exit
-from andon.console.messages import command_line, put, say
+from andon.console.messages import command_line, module_command, put, say
 from andon.console.problems import InputError, Problem, install_hint
-from andon.launch.interpreter import module_command
 
 PLUGINS = "andon.commands"
 """The group of entry points with commands of other packages: a name for a typer app or a function."""
 _ANYTHING: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}
 
-app = typer.Typer(
+app = Typer(
     add_completion=False,
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -40,13 +40,13 @@ app = typer.Typer(
 def _show_version(asked: bool) -> None:
     if asked:
         put(version("andon"))
-        raise typer.Exit
+        raise Ended
 
 
 @app.callback()
 def andon(
     shown: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Say which version this is.")
+        bool, Option("--version", is_eager=True, callback=_show_version, help="Say which version this is.")
     ] = False,
 ) -> None:
     """Data-parallel LoRA training, every step a checked fact."""
@@ -112,25 +112,25 @@ def _train_files(said: Sequence[str]) -> object:
 
 
 def _asked(
-    config: Annotated[Path | None, typer.Argument(help="YAML file; without one, the embedded example.")] = None,
-    backend: Annotated[str | None, typer.Option(help="auto, inline, gloo, nccl or mixed.")] = None,
+    config: Annotated[Path | None, Argument(help="YAML file; without one, the embedded example.")] = None,
+    backend: Annotated[str | None, Option(help="auto, inline, gloo, nccl or mixed.")] = None,
     task: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="What is learned of a row, as in regression; else as the data has it."),
+        Option(metavar="NAME", help="What is learned of a row, as in regression; else as the data has it."),
     ] = None,
     data: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             metavar="FILE[=WEIGHT]",
             help="Training rows: JSONL, CSV, TSV or Parquet; again for further files, whose rows count WEIGHT times.",
         ),
     ] = None,
-    eval_data: Annotated[str | None, typer.Option(help="Rows to evaluate on, never trained on.")] = None,
-    text_column: Annotated[str | None, typer.Option(help="Column of the texts.")] = None,
-    label_column: Annotated[str | None, typer.Option(help="Column of the labels.")] = None,
-    model: Annotated[str | None, typer.Option(help="Hugging Face model folder or hub id of the base.")] = None,
+    eval_data: Annotated[str | None, Option(help="Rows to evaluate on, never trained on.")] = None,
+    text_column: Annotated[str | None, Option(help="Column of the texts.")] = None,
+    label_column: Annotated[str | None, Option(help="Column of the labels.")] = None,
+    model: Annotated[str | None, Option(help="Hugging Face model folder or hub id of the base.")] = None,
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one key, as in optimizer.lr=1e-3.")
+        list[str] | None, Option("--set", metavar="KEY=VALUE", help="Override one key, as in optimizer.lr=1e-3.")
     ] = None,
 ) -> Asked:
     flags = {
@@ -164,11 +164,11 @@ def _configured(command: Callable[..., None]) -> Callable[..., None]:
 @_configured
 def train(
     asked: Asked,
-    workers: Annotated[int | None, typer.Option(help="Ranks on this machine.")] = None,
-    resume: Annotated[str | None, typer.Option(help="auto: go on in --run-dir, or the newest unfinished.")] = None,
-    run_dir: Annotated[str | None, typer.Option(help="Folder of the run; a new one under runs/ by default.")] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress, no scores.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Metrics as lines of JSON on standard output.")] = False,
+    workers: Annotated[int | None, Option(help="Ranks on this machine.")] = None,
+    resume: Annotated[str | None, Option(help="auto: go on in --run-dir, or the newest unfinished.")] = None,
+    run_dir: Annotated[str | None, Option(help="Folder of the run; a new one under runs/ by default.")] = None,
+    quiet: Annotated[bool, Option("--quiet", help="No progress, no scores.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Metrics as lines of JSON on standard output.")] = False,
 ) -> None:
     """Train. The result is the same to the bit for every number of workers."""
     if quiet and as_json:
@@ -178,11 +178,11 @@ def train(
     from andon.cli.train import run_training
 
     given = {key: value for key, value in flags.items() if value is not None}
-    raise typer.Exit(int(run_training(asked.file, asked.overrides, given | asked.flags)))
+    raise Ended(int(run_training(asked.file, asked.overrides, given | asked.flags)))
 
 
 @_listed
-def init(path: Annotated[Path, typer.Argument(help="A folder for config.yaml, or the file itself (.yaml).")]) -> None:
+def init(path: Annotated[Path, Argument(help="A folder for config.yaml, or the file itself (.yaml).")]) -> None:
     """Write a commented config.yaml with every setting at its default."""
     from andon.config.load import template
     from andon.config.source import is_folder, is_there
@@ -201,8 +201,8 @@ def init(path: Annotated[Path, typer.Argument(help="A folder for config.yaml, or
 @_configured
 def check(
     asked: Asked,
-    workers: Annotated[int | None, typer.Option(min=1, help="Ranks on this machine.")] = None,
-    show_row: Annotated[int | None, typer.Option(help="Show a row of the training data token by token.")] = None,
+    workers: Annotated[int | None, Option(min=1, help="Ranks on this machine.")] = None,
+    show_row: Annotated[int | None, Option(help="Show a row of the training data token by token.")] = None,
 ) -> None:
     """Say what a run would do. Reads configuration, data, tokenizer and model as the run would."""
     from andon.cli.plan import in_a_child
@@ -220,9 +220,9 @@ def check(
 
 @_listed
 def doctor(
-    folder: Annotated[Path, typer.Argument(help="Where runs are to be.")] = Path("runs"),
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds that each check may take at most.")] = 60,
+    folder: Annotated[Path, Argument(help="Where runs are to be.")] = Path("runs"),
+    as_json: Annotated[bool, Option("--json", help="One JSON object.")] = False,
+    timeout: Annotated[float, Option(min=1, help="Seconds that each check may take at most.")] = 60,
 ) -> None:
     """Say whether runs can train here, and what to do where not. Ends with 0 where they can, with 1 where not."""
     from andon.inspection.doctor import examine
@@ -234,19 +234,19 @@ def doctor(
             put(f"{each.level:<8} {each.name}: {each.found}", *([f"         -> {each.todo}"] if each.todo else []))
     can = all(each.level != "problem" for each in found)
     if as_json:
-        told = {"can_train": can, "checks": [asdict(each) for each in found]}
+        told = {"can_train": can, "checks": [each._asdict() for each in found]}
         put(*json.dumps(told, indent=2).splitlines())
     else:
         put("andon train can run here" if can else "andon train cannot run here: see each problem above")
-    raise typer.Exit(int(Exit.OK if can else Exit.CRASHED))
+    raise Ended(int(Exit.OK if can else Exit.CRASHED))
 
 
-def watch(context: typer.Context) -> None:
+def watch(context: Context) -> None:
     """Run a training script of your own under the contracts. See andon watch --help."""
     # Listed here for --help alone: `main` runs it before typer is imported, which it does not need.
     from andon_contracts.watch.script import main
 
-    raise typer.Exit(main(context.args))
+    raise Ended(main(context.args))
 
 
 _listed(watch, context_settings={**_ANYTHING, "help_option_names": []})  # a script has options of its own
@@ -256,13 +256,11 @@ _listed(watch, context_settings={**_ANYTHING, "help_option_names": []})  # a scr
 @_configured
 def plan(
     asked: Asked,
-    workers: Annotated[
-        str | None, typer.Option(help="Numbers of workers, as in 1,2,4; run.workers by default.")
-    ] = None,
+    workers: Annotated[str | None, Option(help="Numbers of workers, as in 1,2,4; run.workers by default.")] = None,
     gpu_memory: Annotated[
-        float | None, typer.Option(metavar="GIB", help="Plan for GPUs with so much memory, whatever is here.")
+        float | None, Option(metavar="GIB", help="Plan for GPUs with so much memory, whatever is here.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, in bytes.")] = False,
+    as_json: Annotated[bool, Option("--json", help="One JSON object, in bytes.")] = False,
 ) -> None:
     """Say what memory a run needs on each device. Ends with 0 where it fits, with 2 where not."""
     from andon.cli.plan import in_a_child, lines_of, numbers
@@ -286,27 +284,27 @@ def plan(
         for line in lines_of(found):
             put(line)
     if not all(world.fits for world in found.worlds):
-        raise typer.Exit(int(Exit.USAGE))
+        raise Ended(int(Exit.USAGE))
 
 
-FinishedRun = Annotated[Path, typer.Argument(help="Run folder.")]
+FinishedRun = Annotated[Path, Argument(help="Run folder.")]
 Base = Annotated[
-    str | None, typer.Option("--model", metavar="PATH", help="Where the run's base is now; checked to be the same one.")
+    str | None, Option("--model", metavar="PATH", help="Where the run's base is now; checked to be the same one.")
 ]
 Checkpoint = Annotated[
-    str | None, typer.Option(metavar="best|last|STEP", help="Weights of this checkpoint; the run's result by default.")
+    str | None, Option(metavar="best|last|STEP", help="Weights of this checkpoint; the run's result by default.")
 ]
-Device = Annotated[str, typer.Option(metavar="auto|cpu|cuda[:N]", help="auto: a GPU if torch can use one.")]
-SameAsData = Annotated[Path | None, typer.Option("--data", help="The same as DATA.")]
-Output = Annotated[Path | None, typer.Option(help="Write a .csv, .tsv, .jsonl or .parquet file instead.")]
+Device = Annotated[str, Option(metavar="auto|cpu|cuda[:N]", help="auto: a GPU if torch can use one.")]
+SameAsData = Annotated[Path | None, Option("--data", help="The same as DATA.")]
+Output = Annotated[Path | None, Option(help="Write a .csv, .tsv, .jsonl or .parquet file instead.")]
 
 
 def evaluate(
     run: FinishedRun,
-    file: Annotated[Path | None, typer.Argument(metavar="DATA", help="Rows with labels.")] = None,
+    file: Annotated[Path | None, Argument(metavar="DATA", help="Rows with labels.")] = None,
     data: SameAsData = None,
-    text_column: Annotated[str | None, typer.Option(help="Column of the texts; as in the run by default.")] = None,
-    label_column: Annotated[str | None, typer.Option(help="Column of the labels; as in the run by default.")] = None,
+    text_column: Annotated[str | None, Option(help="Column of the texts; as in the run by default.")] = None,
+    label_column: Annotated[str | None, Option(help="Column of the labels; as in the run by default.")] = None,
     model: Base = None,
     checkpoint: Checkpoint = None,
     device: Device = "auto",
@@ -336,10 +334,10 @@ _listed(evaluate, "eval")
 @_listed
 def predict(
     run: FinishedRun,
-    file: Annotated[Path | None, typer.Argument(metavar="DATA", help="Texts: JSONL, CSV, TSV or Parquet.")] = None,
+    file: Annotated[Path | None, Argument(metavar="DATA", help="Texts: JSONL, CSV, TSV or Parquet.")] = None,
     data: SameAsData = None,
-    text_column: Annotated[str | None, typer.Option(help="Column of the texts; as in the run by default.")] = None,
-    all_scores: Annotated[bool, typer.Option("--all-scores", help="The probability of every label too.")] = False,
+    text_column: Annotated[str | None, Option(help="Column of the texts; as in the run by default.")] = None,
+    all_scores: Annotated[bool, Option("--all-scores", help="The probability of every label too.")] = False,
     output: Output = None,
     model: Base = None,
     checkpoint: Checkpoint = None,
@@ -379,13 +377,13 @@ def predict(
 def generate(
     run: FinishedRun,
     prompt: Annotated[
-        list[str] | None, typer.Argument(help="Prompts; else --data, or a line each of standard input.")
+        list[str] | None, Argument(help="Prompts; else --data, or a line each of standard input.")
     ] = None,
-    data: Annotated[Path | None, typer.Option(help="Prompts: JSONL, CSV, TSV or Parquet.")] = None,
+    data: Annotated[Path | None, Option(help="Prompts: JSONL, CSV, TSV or Parquet.")] = None,
     prompt_column: Annotated[
-        str | None, typer.Option(help="Column of the prompts; prompt, else messages, by default.")
+        str | None, Option(help="Column of the prompts; prompt, else messages, by default.")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = 256,
+    max_new_tokens: Annotated[int, Option(min=1, help="Tokens of an answer at most.")] = 256,
     output: Output = None,
     model: Base = None,
     checkpoint: Checkpoint = None,
@@ -420,14 +418,14 @@ def generate(
 @_listed
 def export(
     run: FinishedRun,
-    target: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder.")],
-    merge: Annotated[bool, typer.Option("--merge", help="Base and adapter as one model of transformers.")] = False,
+    target: Annotated[Path, Argument(metavar="DIR", help="A new folder.")],
+    merge: Annotated[bool, Option("--merge", help="Base and adapter as one model of transformers.")] = False,
     dtype: Annotated[
         str | None,
-        typer.Option(help="float32 or bfloat16, of a whole model's weights; as the run had them by default."),
+        Option(help="float32 or bfloat16, of a whole model's weights; as the run had them by default."),
     ] = None,
     check: Annotated[
-        str, typer.Option(metavar="rows|full|none", help="Compare a few answers with the run's, many, or none.")
+        str, Option(metavar="rows|full|none", help="Compare a few answers with the run's, many, or none.")
     ] = "rows",
     model: Base = None,
     checkpoint: Checkpoint = None,
@@ -455,7 +453,7 @@ def export(
     put(f"wrote {target}: {f'a model of transformers in {chosen}' if whole else 'an adapter of peft'}", *said)
 
 
-Run = Annotated[Path, typer.Argument(help="Run folder, or its ledger.jsonl.")]
+Run = Annotated[Path, Argument(help="Run folder, or its ledger.jsonl.")]
 
 
 def _put_each(lines: Iterable[str]) -> None:
@@ -466,8 +464,8 @@ def _put_each(lines: Iterable[str]) -> None:
 @_listed
 def show(
     run: Run,
-    number: Annotated[int | None, typer.Argument(metavar="[STEP]", help="The same as --step.")] = None,
-    step: Annotated[int | None, typer.Option(help="Show this step: rows, losses, digests, ranks.")] = None,
+    number: Annotated[int | None, Argument(metavar="[STEP]", help="The same as --step.")] = None,
+    step: Annotated[int | None, Option(help="Show this step: rows, losses, digests, ranks.")] = None,
 ) -> None:
     """Show a run from start to end, or one step of it, by its ledger."""
     if number is not None and step is not None:
@@ -482,7 +480,7 @@ def show(
 
 @_listed
 def explain(
-    path: Annotated[Path, typer.Argument(help="Bundle of a violation, its run, or the name of a clause.")],
+    path: Annotated[Path, Argument(help="Bundle of a violation, its run, or the name of a clause.")],
 ) -> None:
     """Explain a violation. What was promised, what was seen, where, and how to look further."""
     from andon.inspection.explain import explain as explained
@@ -492,25 +490,25 @@ def explain(
 
 @_listed
 def diff(
-    one: Annotated[Path, typer.Argument(help="Run folder, ledger, or configuration (.yaml).")],
-    other: Annotated[Path, typer.Argument(help="Run folder, ledger, or configuration (.yaml).")],
+    one: Annotated[Path, Argument(help="Run folder, ledger, or configuration (.yaml).")],
+    other: Annotated[Path, Argument(help="Run folder, ledger, or configuration (.yaml).")],
 ) -> None:
     """Find where two runs part. Ends with 0 same, 1 different, 2 not comparable."""
     from andon.inspection.difference import compare, read_side
 
     found = compare(read_side(one), read_side(other))
     _put_each(found.lines)
-    raise typer.Exit(found.result.value)
+    raise Ended(found.result.value)
 
 
 @_listed
 def replay(
-    run: Annotated[Path, typer.Argument(help="Run folder; nothing is written into it.")],
-    steps: Annotated[str, typer.Option(help="Steps to do again, as in 3:7.")],
+    run: Annotated[Path, Argument(help="Run folder; nothing is written into it.")],
+    steps: Annotated[str, Option(help="Steps to do again, as in 3:7.")],
     workers: Annotated[
-        int | None, typer.Option(help="Ranks on this machine; by default as in the run, if it has the cores.")
+        int | None, Option(help="Ranks on this machine; by default as in the run, if it has the cores.")
     ] = None,
-    backend: Annotated[str | None, typer.Option(help="inline, gloo, nccl or mixed.")] = None,
+    backend: Annotated[str | None, Option(help="inline, gloo, nccl or mixed.")] = None,
 ) -> None:
     """Do steps of a run again and compare every digest. Ends with 0 same, 1 different, 2 neither."""
     from andon.inspection.replay import ReplayFailed, replay_run
@@ -519,17 +517,17 @@ def replay(
         found = replay_run(run, steps, workers, backend)
     except ReplayFailed as error:
         say(str(error))
-        raise typer.Exit(int(error.ends_with)) from None
+        raise Ended(int(error.ends_with)) from None
     _put_each(found.lines)
-    raise typer.Exit(found.result.value)
+    raise Ended(found.result.value)
 
 
 @_listed
 def report(
     run: Run,
-    other: Annotated[Path | None, typer.Argument(help="A second one, to be shown beside it.")] = None,
+    other: Annotated[Path | None, Argument(help="A second one, to be shown beside it.")] = None,
     html: Annotated[
-        Path | None, typer.Option(help="Where the page is written; RUN/report.html, or report-OTHER.html.")
+        Path | None, Option(help="Where the page is written; RUN/report.html, or report-OTHER.html.")
     ] = None,
 ) -> None:
     """Make one HTML page of a run, or of two side by side. Curves, scores, verdict, what happened, where they part."""
@@ -578,7 +576,7 @@ for _point in sorted(entry_points(group=PLUGINS), key=attrgetter("name")):
     except ModuleNotFoundError as _error:
         app.command(_point.name, help=f"(needs {_error.name})", context_settings=_ANYTHING)(_absent(_point, _error))
         continue
-    if isinstance(_found, typer.Typer):
+    if isinstance(_found, Typer):
         app.add_typer(_found, name=_point.name)
     else:
         # Without a short help of its own the list of commands would cut it in mid-sentence.

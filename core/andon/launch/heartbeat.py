@@ -19,7 +19,7 @@ from torch.distributed import DistStoreError
 
 from andon.console.exits import Exit
 from andon.console.messages import say
-from andon.launch.report import Report, unguarded
+from andon.launch.report import Report, watchdog_failed
 from andon_contracts.act import current_activity
 from andon_contracts.liveness import diagnosis
 from andon_contracts.liveness.diagnosis import UPDATE, PeerStatus, RankStatus, StepClock, View
@@ -201,7 +201,7 @@ class Heartbeat:
 
     def _end_by(self, error: Exception, tell: Callable[[], None] = lambda: None) -> None:
         """The watch itself failed: this rank must not go on without it."""
-        report = unguarded(error, self._rank)
+        report = watchdog_failed(error, self._rank)
         self._exit, self._last = report.exit, report.cause
         with suppress(Exception):  # this very store may be what failed
             tell()

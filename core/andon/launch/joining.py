@@ -7,14 +7,17 @@ name of this world, and all that follows stands under this name.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import secrets
 import socket
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from multiprocessing.connection import Client, Connection
 from typing import TypeVar
 
 import torch
@@ -26,7 +29,7 @@ from andon.console.exits import Exit
 from andon.console.messages import say
 from andon.console.problems import InputError, Problem
 from andon.launch.context import STORE, RankContext
-from andon.launch.unix_store import unix_store
+from andon.launch.store_server import packed, unpacked
 from andon_contracts.fields import Count, Hex16, Part
 from andon_contracts.liveness import store_link
 from andon_contracts.liveness.store_link import SignedStore, StrictReader, parse_strict
@@ -36,6 +39,8 @@ Form = TypeVar("Form", bound=Part)
 _POLL_S = 0.02
 _VERDICT_S = 1.0
 """How much longer than rank 0 the others wait, to hear from it who is missing."""
+_LATE_S = 5.0
+"""How much longer than the server waits for a key, a client waits for the server to say so."""
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _STORE_ERRORS = (dist.DistStoreError, dist.DistNetworkError)
 
@@ -220,3 +225,77 @@ def _put(store: Store, key: str, part: Part) -> None:
 
 def _line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0]
+
+
+class UnixStore(Store):
+    """A client of a `StoreServer`, as torch takes stores, for any number of threads.
+
+    A call that waits for a value has a connection to itself, so that no other call waits for it. Raises
+    `DistNetworkError` once the server is gone, and `DistStoreError` for values that have not come in time.
+
+    Torch keeps no reference to a store written in Python: the caller must keep it alive.
+    """
+
+    def __init__(self, address: str) -> None:
+        super().__init__()
+        self._address = address
+        self._idle: deque[Connection] = deque()
+        self._process = os.getpid()
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._ask("set", key, value)
+
+    def get(self, key: str) -> bytes:
+        return self._awaited([key])[0]
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return self._awaited(keys)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self._awaited(keys, timeout)
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._ask("check", *keys))
+
+    def compare_set(self, key: str, expected: str | bytes, value: str | bytes) -> bytes:
+        """Set the value if the present one is `expected` ("": none is there); returns the value afterwards."""
+        return self._ask("compare_set", key, expected, value)[0]
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._ask("add", key, str(amount))[0])
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._ask("delete", key))
+
+    deleteKey = delete_key
+
+    def _awaited(self, keys: list[str], timeout: timedelta | None = None) -> list[bytes]:
+        seconds = (timeout or self.timeout).total_seconds()  # type: ignore[attr-defined]
+        found = self._ask("get", repr(seconds), *keys, wait_s=seconds + _LATE_S) if keys else []
+        if len(found) != len(keys):
+            raise dist.DistStoreError(f"wait timeout after {seconds * 1000:.0f}ms, keys: {', '.join(keys)}")
+        return found
+
+    def _ask(self, *parts: str | bytes, wait_s: float | None = None) -> list[bytes]:
+        if self._process != os.getpid():  # the connections of the process that this one was forked from are its own
+            self._process, self._idle = os.getpid(), deque()
+        try:
+            try:
+                connection = self._idle.pop()
+            except IndexError:
+                connection = Client(self._address, "AF_UNIX")
+            connection.send_bytes(packed([part.encode() if isinstance(part, str) else part for part in parts]))
+            if wait_s is not None and not connection.poll(wait_s):
+                connection.close()
+                return []
+            answer = unpacked(connection.recv_bytes())
+        except (OSError, EOFError) as error:
+            raise dist.DistNetworkError(f"the launcher's store is gone: {error or 'connection closed'}") from error
+        self._idle.append(connection)
+        return answer
+
+
+@functools.cache
+def unix_store(address: str) -> UnixStore:
+    """The one client of this process for the server at `address`; it lives as long as the process."""
+    return UnixStore(address)

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 _HANGUP = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
@@ -70,7 +73,24 @@ def end() -> None:
     _State.ends = False
 
 
+@contextmanager
+def collected() -> Iterator[None]:
+    """Inside, signals are collected and do not end this process; only its main thread can have that.
+
+    Signals of one kind that arrive at once count as one, as the system has it.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    before = {signum: signal.signal(signum, _note) for signum in PREEMPTION_SIGNALS} if main else {}
+    if _note not in before.values():
+        taken()  # signals that an earlier launch of this program did not look at any more
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, signal.SIG_DFL if handler is None else handler)
+
+
 def taken() -> list[int]:
-    """The signals collected since training began, in order; they are forgotten here."""
+    """The signals collected so far, in order; they are forgotten here."""
     found, _State.received = _State.received, []
     return found

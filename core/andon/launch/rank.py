@@ -28,7 +28,7 @@ from andon.console.messages import write
 from andon.launch.context import RUN_ID, RankContext
 from andon.launch.orphan import die_with_parent
 from andon.launch.preemption import PREEMPTION_SIGNALS
-from andon.launch.report import Report, describe, path_of, unguarded, write_for_torch
+from andon.launch.report import Report, describe, path_of, watchdog_failed, write_for_torch
 from andon_contracts.legible import ERROR_FILE_VARIABLE, legible_line
 from andon_contracts.liveness.process import run_within
 
@@ -109,27 +109,17 @@ def end_now(report: Report) -> None:
         os._exit(report.exit)
 
 
-@dataclass(frozen=True)
-class Job:
-    """What the launcher gives each of its ranks. `payload` is JSON; `environment` is all that ranks have in common."""
-
-    entry: str
-    payload: str
-    run_folder: str
-    environment: Mapping[str, str]
-
-
-def serve(job: Job, rank: int) -> NoReturn:
-    """Be this rank of `andon.launch.launcher`."""
+def serve(entry: str, payload: str, run_folder: str, environment: Mapping[str, str], rank: int) -> NoReturn:
+    """Be this rank of `andon.launch.launcher`. payload: JSON. environment: all that ranks have in common."""
     os.environ.clear()
-    os.environ.update(job.environment, RANK=str(rank), LOCAL_RANK=str(rank))
+    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
 
     def work(context: RankContext) -> int:
-        module, _, name = job.entry.partition(":")
-        code: int = getattr(importlib.import_module(module), name)(json.loads(job.payload))
+        module, _, name = entry.partition(":")
+        code: int = getattr(importlib.import_module(module), name)(json.loads(payload))
         return code
 
-    _live(work, Path(job.run_folder))
+    _live(work, Path(run_folder))
 
 
 def _live(work: Callable[[RankContext], int], run_folder: Path | None) -> NoReturn:
@@ -137,7 +127,7 @@ def _live(work: Callable[[RankContext], int], run_folder: Path | None) -> NoRetu
     rank, _state.folder = 0, run_folder
 
     def end_unguarded(error: Exception) -> None:
-        report = unguarded(error, rank)
+        report = watchdog_failed(error, rank)
         if _state.heartbeat is not None:
             _state.heartbeat.leave(report.exit, report.cause)
         end_now(report)

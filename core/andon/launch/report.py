@@ -118,7 +118,7 @@ def first_cause(
     def order(rank: int) -> tuple[int, float, int]:
         report = reports[rank]
         seen = report.time if report is not None else (died or {}).get(rank, float("inf"))
-        return _remoteness(exits[rank], report, rank in ended), seen, rank
+        return _blame_order(exits[rank], report, rank in ended), seen, rank
 
     first = min(failed, key=order)
     sentences = {rank: _sentence(exits[rank], reports[rank], len(exits), run_folder) for rank in failed}
@@ -158,7 +158,7 @@ def describe(error: BaseException, rank: int) -> Report:
     return replace(report, exit=peer, cause=f"{type(error).__name__}: {head}" if head else type(error).__name__)
 
 
-def unguarded(error: Exception, rank: int) -> Report:
+def watchdog_failed(error: Exception, rank: int) -> Report:
     """The end of a rank whose guard failed with this error: it would not see a deadline pass, or others end."""
     found = describe(error, rank)
     return replace(found, exit=Exit.CRASHED, cause=f"the watch over this rank failed: {found.cause}")
@@ -183,7 +183,7 @@ def write_for_torch(report: Report, path: Path) -> None:
     write_error_file(path, report.cause, report.message, when, errorCode=report.exit)
 
 
-def _remoteness(code: int, report: Report | None, ended: bool) -> int:
+def _blame_order(code: int, report: Report | None, ended: bool) -> int:
     """How far a rank's end is from the first cause: 0 for a failure of its own."""
     if report is not None and report.exit != 0:
         # A launcher asks the others to end once one has failed, so being preempted may be a consequence too.
