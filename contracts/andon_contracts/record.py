@@ -240,9 +240,7 @@ def decode_line(line: bytes, count: int, head: str) -> Record:
         data = _DECODER.decode(line.decode("ascii"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not a line of JSON: {error}") from None
-    if type(data) is not dict:
-        json_object(data, "the line")
-    version, kind = data.pop("v", None), data.pop("kind", None)
+    version, kind = json_object(data, "the line").pop("v", None), data.pop("kind", None)
     if type(version) is not int or version != SCHEMA_VERSION:
         raise ValueError(f"version {version!r} of the ledger format is not supported, only {SCHEMA_VERSION}")
     if not isinstance(kind, str) or kind not in KINDS:
@@ -264,8 +262,7 @@ def chain(previous_line: bytes) -> str:
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     data = dict(pairs)
     if len(data) < len(pairs):
-        seen = set[str]()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        twice = next(key for at, (key, _) in enumerate(pairs) if key in dict(pairs[:at]))
         raise ValueError(f"duplicate key {twice!r} in a JSON object")
     return data
 

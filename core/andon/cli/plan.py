@@ -1,31 +1,20 @@
-"""Plan: the memory that a run needs and how busy it keeps its workers, before it starts."""
+"""What `andon plan` prints, and how a command whose memory grows with its input is run in a child process."""
 
 from __future__ import annotations
 
-import json
+import os
+import signal
+import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from andon.cli.apart import in_a_child
-from andon.cli.options import (
-    Backend,
-    BaseModel,
-    ConfigFile,
-    EvalData,
-    LabelColumn,
-    Overrides,
-    Task,
-    TextColumn,
-    TrainData,
-    material,
-)
-from andon.config.load import load_config
 from andon.console.exits import Exit
-from andon.console.messages import put
+from andon.console.messages import say
 from andon.console.problems import InputError, Problem
-from andon.training.choices import placed
+from andon.launch.orphan import bind_to_parent
+from andon_contracts.liveness.process import exit_text
 
 if TYPE_CHECKING:
     from andon.model.memory import MemoryPlan
@@ -35,47 +24,34 @@ _MOST_WORKERS = 4096
 _WHERE = {"cpu": "{} on the CPU", "cuda": "{} on GPUs, each", "host": "{} that start on the CPU, before their GPUs"}
 
 
-def plan(
-    config: ConfigFile = None,
-    workers: Annotated[
-        str | None, typer.Option(help="Numbers of workers, as in 1,2,4; run.workers by default.")
-    ] = None,
-    gpu_memory: Annotated[
-        float | None, typer.Option(metavar="GIB", help="Plan for GPUs with so much memory, whatever is here.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, in bytes.")] = False,
-    backend: Backend = None,
-    task: Task = None,
-    data: TrainData = None,
-    eval_data: EvalData = None,
-    text_column: TextColumn = None,
-    label_column: LabelColumn = None,
-    model: BaseModel = None,
-    overrides: Overrides = None,
-) -> None:
-    """Say what memory a run needs on each device. Ends with 0 where it fits, with 2 where not."""
-    if gpu_memory is not None and not 0 < gpu_memory < 2**20:
-        raise InputError([Problem("--gpu-memory", f"{gpu_memory} is no size of a GPU in GiB")])
-    made_of = material(task, data, eval_data, text_column, label_column, model)
-    loaded = load_config(config, overrides or (), {"run.backend": backend, **made_of})
-    counts = _numbers(workers) if workers is not None else ()
-    in_a_child("plan")
-    from andon.training.forecast import forecast, machine_here
+def in_a_child(command: str) -> None:
+    """Fork: the child returns and runs the command; the parent waits and ends as the child does (`typer.Exit`).
 
-    size = None if gpu_memory is None else int(gpu_memory * 2**30)
-    loaded, _ = placed(loaded, None if size is None else max(counts, default=1))
-    counts = counts or (loaded.run.workers,)
-    found = forecast(loaded, counts, machine_here(size, max(counts)))
-    if as_json:
-        put(*json.dumps(found.as_dict(), indent=2).splitlines())
-    else:
-        for line in _lines(found):
-            put(line)
-    if not all(world.fits for world in found.worlds):
-        raise typer.Exit(int(Exit.USAGE))
+    A child that a signal killed is reported with the signal, and with what the kernel says of its memory; the exit
+    code is 71 then. Ctrl-C and the parent's death end the child. A process that runs torch, which must not fork, runs
+    the command itself.
+    """
+    if "torch" in sys.modules:
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    parent, child = os.getpid(), os.fork()
+    if child == 0:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        bind_to_parent(parent)
+        return
+    try:
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    except KeyboardInterrupt:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        raise
+    if code < 0:
+        say(f"{command} {exit_text(code)}")
+    raise typer.Exit(code if code >= 0 else int(Exit.RANK_LOST))
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def numbers(text: str) -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",")]
     if not all(
         part.isascii() and part.isdigit() and len(part) <= 4 and 1 <= int(part) <= _MOST_WORKERS for part in parts
@@ -86,7 +62,7 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(map(int, parts)))
 
 
-def _lines(found: Forecast) -> Iterator[str]:
+def lines_of(found: Forecast) -> Iterator[str]:
     yield f"model: {found.weights:,} weights, {found.trained:,} of them trained"
     yield f"largest micro-batch: {found.rows} rows of {found.length} tokens"
     for world in found.worlds:
