@@ -34,7 +34,6 @@ from andon.console.problems import InputError, Problem, ProblemList, install_hin
 from andon.data.labels import text_fault
 from andon.launch.context import is_rank
 from andon.launch.fork_server import for_one_launch
-from andon.launch.portable import chosen
 from andon.run.folder import RunFolder, State, metrics_lines
 from andon.run.ledger import LedgerError, read_ledger
 from andon.run.summary import Summary, labelled, read_summary
@@ -342,12 +341,12 @@ def _trained(config: Config, started: float, files: RowFiles) -> Ended:
     if config.run.backend == "inline":
         from andon.training.caller import torch_as_found
 
-        with chosen(config.run), torch_as_found():
+        with torch_as_found():
             return start(config, started, given=given)
     if multiprocessing.current_process().daemon:
         what = f"{config.run.backend} starts ranks, and a daemonic process may start none; take inline"
         raise InputError([Problem("run.backend", what)])
-    with chosen(config.run), for_one_launch():
+    with for_one_launch():
         return start(config, started, given=given)
 
 

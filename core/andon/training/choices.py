@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from andon.backend import host
+from andon.config.identity import identity
 from andon.config.schema import SFT, Config, Model, Section
 from andon.console.problems import InputError, Problem
 from andon.data.hub import at_hand
+from andon.launch.portable import can_take_effect, obstacles
 
 _CAP = 512
 _CAP_SFT = 2048
@@ -56,6 +58,8 @@ def inherited(config: Config, before: Config) -> Config:
     """
     was = {key: getattr(getattr(before, key.split(".")[0]), key.split(".")[1]) for key in automatic_keys(config)}
     del was["run.workers"]
+    if _is_demo(config):
+        was["run.portable"] = before.run.portable
     return _where_unset(config, was)
 
 
@@ -99,6 +103,24 @@ def placed(config: Config, gpus: int | None = None) -> tuple[Config, str]:
     why = f" of {there} GPUs: an update has {most} micro-batches" if workers == most < there else ""
     found = with_values(config, {"run.backend": backend, "run.workers": workers})
     return found, f"auto: {workers} nccl worker{'s' * (workers > 1)}{why}"
+
+
+def _is_demo(config: Config) -> bool:
+    """Whether `config` leaves `run.portable` open and is the run of the defaults, wherever it is placed."""
+    return not is_set(config, "run.portable") and identity(config) == identity(Config())
+
+
+def portable_demo(config: Config) -> tuple[Config, str]:
+    """`config`, portable if it is the demo and can be, and a line that says why not, or "".
+
+    So the demo has one digest on all CPUs with AVX2.
+    """
+    if not _is_demo(config):
+        return config, ""
+    why = "; ".join(f"{problem.where} {problem.what}" for problem in obstacles())
+    if not why and not can_take_effect(config.run):
+        why = "torch has computed in this process before"
+    return with_values(config, {"run.portable": not why}), f"auto: run.portable=false, since {why}" if why else ""
 
 
 def _on_cpus(config: Config, why: str) -> tuple[Config, str]:

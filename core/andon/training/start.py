@@ -20,12 +20,13 @@ from andon.console.problems import InputError, Problem
 from andon.integrations.trackers import require
 from andon.launch import preemption
 from andon.launch.launcher import PRELOAD, launch, warm_up
+from andon.launch.portable import portable_environment
 from andon.launch.report import Report
 from andon.launch.supervisor import LaunchResult
 from andon.run.folder import RUNS, RunFolder, State, new_folder
 from andon.run.ledger import LedgerError, read_ledger
 from andon.run.summary import quoted, read_summary
-from andon.training.choices import placed
+from andon.training.choices import placed, portable_demo
 from andon.training.entry import ENTRY, payload_of
 from andon.training.existing import (
     as_begun,
@@ -87,18 +88,20 @@ def start(
     config = with_task(config)
     folder = _folder_of(config)
     config, chosen = placed(config if folder is None else as_begun(config, folder))
+    config, not_portable = portable_demo(config)
     if folder is not None and _nothing_to_do(config, folder):
         return Ended(folder, Exit.OK)
     if task:
         say(task)
     # All mistakes in the data at once, before ranks are started that would each find them.
     rows = None if is_tokenised_as_read(config) else read_rows(config)
-    for note in filter(None, (*(() if rows is None else notes(rows)), chosen)):
+    for note in filter(None, (*(() if rows is None else notes(rows)), chosen, not_portable)):
         say(note)
     made = folder is None
     folder = _new_folder(config) if folder is None else folder
     try:
-        ended = _train(config, folder, started, entry, rows, given or {}, made=made)
+        with portable_environment(config.run):
+            ended = _train(config, folder, started, entry, rows, given or {}, made=made)
         if ended.exit is Exit.OK and folder.state() is not State.FINISHED:
             ended = _left(folder, "every rank ended with exit code 0")
     finally:
