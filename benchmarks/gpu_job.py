@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import TCPStore
 
+from andon.config.schema import Adapter
 from andon.data.chat import EncodedRow
-from andon.model.adapter import AdapterSpec, attach
+from andon.model.adapter import attach
 from andon.tasks.classification import ClassificationTask
 from andon.tasks.sft import SftTask
 from andon.tasks.task import ScoredTask
@@ -66,7 +67,7 @@ CONVERSATIONS = 1_600
 
 
 def model_of(shape: Shape, device: torch.device, adapter: str = "lora", dtype: Any = torch.bfloat16) -> nn.Module:
-    spec = AdapterSpec(kind=adapter, r=16, alpha=32.0, dropout=0.05, targets=targets_of(shape))
+    spec = Adapter(kind=adapter, r=16, alpha=32.0, dropout=0.05, targets=targets_of(shape))
     return attach(base_of(shape, device, dtype), spec, 1).to(device)
 
 

@@ -24,11 +24,11 @@ from andon.backend.base import Backend
 from andon.backend.devices import demand_determinism
 from andon.backend.group import GroupBackend
 from andon.backend.inprocess import InlineBackend
+from andon.config.schema import Config, Training
 from andon.model.batches import shapes_of
-from andon.step.optimizer import OptimizerSpec
 from andon.step.plan import BatchPlan
-from andon.step.step import Pending
-from andon.training.build import StepSpec, build_replicas, build_step
+from andon.step.step import Pending, TrainingStep
+from andon.training.build import build_replicas
 from andon_contracts.digest import hex64
 from andon_contracts.policy import suspended
 from benchmarks.gpu_job import (
@@ -88,19 +88,19 @@ class Measurement:
         rows, per_step = len(self.task), self.shape.batch
         self.plan = BatchPlan(tuple(range(rows)), per_step, options.micro_batches, 3, -(-count * per_step // rows))
         started = time.perf_counter()
-        update = StepSpec(
-            OptimizerSpec(),
-            seed=5,
-            micro_batches=options.micro_batches,
-            clip_norm=1.0,
-            compile=options.compile,
+        config = Config(seed=5, training=Training(compile=options.compile))
+        replicas = build_replicas(
+            model_of(self.shape, device, options.adapter),
+            config,
+            backend,
+            self.task,
+            0,
             shapes=shapes_of(per_step, options.micro_batches, [self.shape.length]),
             capture=options.captured,
         )
-        replicas = build_replicas(model_of(self.shape, device, options.adapter), update, backend, self.task, 0)
         self.replica = replicas[0]
         self.built_s = time.perf_counter() - started
-        self.step = build_step(update, backend, replicas, self.task)
+        self.step = TrainingStep(backend, replicas, self.task, options.micro_batches, 1.0)
         self.taken, self.losses = 0, [0.0]
         self._under_way: list[Pending] = []
 

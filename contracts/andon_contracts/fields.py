@@ -12,9 +12,9 @@ from functools import cache, partial
 from typing import Annotated, Any, Literal, NoReturn, Self, Union, get_args, get_origin, get_type_hints
 
 _COUNTS = 1 << 63
-_HEX16 = re.compile("[0-9a-f]{16}")
+_HEX16 = re.compile("[0-9a-f]{16}").fullmatch
 # Types of fields, each with a predicate for its values and their description.
-Hex16 = Annotated[str, (lambda value: isinstance(value, str) and _HEX16.fullmatch(value), "16 hexadecimal digits")]
+Hex16 = Annotated[str, (lambda value: type(value) is str and _HEX16(value), "16 hexadecimal digits")]
 Count = Annotated[int, (lambda value: type(value) is int and 0 <= value < _COUNTS, "an integer from 0")]
 Seconds = Annotated[float, (lambda value: type(value) is float and 0 <= value < math.inf, "a finite float from 0")]
 _Reader = Callable[[Any, str], Any]  # from a JSON value and its place to the field's value; raises `ValueError`
@@ -47,13 +47,13 @@ class Real:
             raise _fault(where, "{value, hex}", json_object(data, where))
         text, value = data["hex"], data["value"]
         try:
-            real = cls.of(float.fromhex(text))
-            finite = isinstance(value, int | float) and not isinstance(value, bool) and cls.of(value) == real
+            number = float.fromhex(text)
+            equal = float(value).hex() == text if type(value) in (int, float) else value is None
         except (ValueError, OverflowError):
             raise _fault(where, "a hexadecimal float", data) from None
-        if real.hex != text or not (finite if math.isfinite(real.value) else value is None):
+        if number.hex() != text or not equal or math.isfinite(number) == (value is None):
             raise _fault(where, "equal in value and hex", data)
-        return real
+        return cls(text)
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Part:
     @classmethod
     def from_json(cls, data: object, where: str = "") -> Self:
         """The inverse of `to_json`. Raises `ValueError` naming a field that is missing, unknown or ill-typed."""
-        readers, required, optional = _fields(cls)  # type: ignore[arg-type] # mypy: `type[Self]` is not hashable
+        readers, required, fixed, made = _fields(cls)  # type: ignore[arg-type] # mypy: `type[Self]` is not hashable
         if not isinstance(data, dict) or not data.keys() <= readers.keys():
             name = where or cls.__name__.lower()
             raise ValueError(f"{name} has the unknown field {min(json_object(data, name).keys() - readers.keys())!r}")
@@ -75,7 +75,15 @@ class Part:
         for name in required:
             if name not in data:
                 raise ValueError(f"{prefix}{name} is missing")
-        return cls(**{**optional, **{name: readers[name](value, prefix + name) for name, value in data.items()}})
+        # Not by the constructor: that of a frozen dataclass takes as long to set the fields as to read them.
+        part = object.__new__(cls)
+        values = part.__dict__
+        values.update(fixed)
+        for name, value in data.items():
+            values[name] = readers[name](value, prefix + name)
+        for name in made:
+            values.setdefault(name, made[name]())
+        return part
 
 
 def no_constant(name: str) -> NoReturn:
@@ -109,13 +117,20 @@ def _to_json(value: object) -> object:
 
 
 @cache  # a ledger has millions of fields
-def _fields(part: type[Part]) -> tuple[Mapping[str, _Reader], Sequence[str], Mapping[str, None]]:
-    """The reader of each field; the fields that the JSON must have; and those without a default that may be None."""
+def _fields(
+    part: type[Part],
+) -> tuple[Mapping[str, _Reader], Sequence[str], Mapping[str, object], Mapping[str, Callable[[], object]]]:
+    """The reader of each field; the fields that the JSON must have; and the defaults, and factories of them, of others.
+
+    A field without a default that may be None is None if the JSON lacks it.
+    """
     hints, specs = get_type_hints(part, include_extras=True), dataclasses.fields(part)
-    bare = [s.name for s in specs if s.default is dataclasses.MISSING and s.default_factory is dataclasses.MISSING]
-    optional = dict.fromkeys(name for name in bare if type(None) in get_args(hints[name]))
-    required = [name for name in bare if name not in optional]
-    return {spec.name: _reader(hints[spec.name]) for spec in specs}, required, optional
+    made = {s.name: s.default_factory for s in specs if s.default_factory is not dataclasses.MISSING}
+    fixed = {s.name: s.default for s in specs if s.default is not dataclasses.MISSING}
+    bare = [s.name for s in specs if s.name not in fixed and s.name not in made]
+    fixed |= dict.fromkeys(name for name in bare if type(None) in get_args(hints[name]))
+    required = [name for name in bare if name not in fixed]
+    return {spec.name: _reader(hints[spec.name]) for spec in specs}, required, fixed, made
 
 
 @cache
@@ -127,22 +142,25 @@ def _reader(hint: Any) -> _Reader:
         (only,) = (option for option in inner if option is not type(None))
         return _reader(only)
     if origin is Annotated:
-        return partial(_read_if, *inner[1])
+        return _reader_if(*inner[1])
     if origin is tuple:
         return _read_counts if inner[0] == Count else partial(_read_list, _reader(inner[0]))
     if origin is Literal:
-        return partial(_read_if, lambda value: type(value) is str and value in inner, f"one of {', '.join(inner)}")
+        return _reader_if(lambda value: type(value) is str and value in inner, f"one of {', '.join(inner)}")
     if origin is not None:
         return partial(_read_object, _reader(inner[1]))
     if issubclass(hint, Part | Real):
         return hint.from_json  # type: ignore[no-any-return]
-    return partial(_read_if, lambda value: type(value) is hint, f"a {hint.__name__}")
+    return _reader_if(lambda value: type(value) is hint, f"a {hint.__name__}")
 
 
-def _read_if(right: Callable[[Any], object], wanted: str, value: Any, where: str) -> Any:
-    if not right(value):
-        raise _fault(where, wanted, value)
-    return value
+def _reader_if(right: Callable[[Any], object], wanted: str) -> _Reader:
+    def read(value: Any, where: str) -> Any:
+        if not right(value):
+            raise _fault(where, wanted, value)
+        return value
+
+    return read
 
 
 def _read_list(read: _Reader, value: Any, where: str) -> tuple[Any, ...]:

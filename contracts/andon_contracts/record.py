@@ -240,13 +240,15 @@ def decode_line(line: bytes, count: int, head: str) -> Record:
         data = _DECODER.decode(line.decode("ascii"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not a line of JSON: {error}") from None
-    version, kind = json_object(data, "the line").get("v"), data.get("kind")
+    if type(data) is not dict:
+        json_object(data, "the line")
+    version, kind = data.pop("v", None), data.pop("kind", None)
     if type(version) is not int or version != SCHEMA_VERSION:
         raise ValueError(f"version {version!r} of the ledger format is not supported, only {SCHEMA_VERSION}")
     if not isinstance(kind, str) or kind not in KINDS:
         raise ValueError(f"unknown kind of record {kind!r}")
-    seq, prev = read_field(Count, data.get("seq"), "seq"), read_field(Hex16, data.get("prev"), "prev")
-    record = KINDS[kind].from_json({key: data[key] for key in data if key not in {"v", "kind", "seq", "prev"}})
+    seq, prev = read_field(Count, data.pop("seq", None), "seq"), read_field(Hex16, data.pop("prev", None), "prev")
+    record = KINDS[kind].from_json(data)
     if seq != count:
         raise ValueError(f"the line has sequence number {seq}, expected {count}")
     if prev != head:
@@ -260,11 +262,11 @@ def chain(previous_line: bytes) -> str:
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    data = dict[str, object]()
-    for key, value in pairs:
-        if key in data:
-            raise ValueError(f"duplicate key {key!r} in a JSON object")
-        data[key] = value
+    data = dict(pairs)
+    if len(data) < len(pairs):
+        seen = set[str]()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"duplicate key {twice!r} in a JSON object")
     return data
 
 

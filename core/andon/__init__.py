@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from andon.coordinator import DataParallelCoordinator as DataParallelCoordinator
     from andon.gradients import average_gradients as average_gradients
     from andon.gradients import has_non_finite as has_non_finite
+    from andon.gradients import shard_samples as shard_samples
     from andon.pipeline import BatchResult as BatchResult
     from andon.pipeline import ClassifyConfig as ClassifyConfig
     from andon.pipeline import ClassifyPipeline as ClassifyPipeline
     from andon.pipeline import SafetySample as SafetySample
     from andon.pipeline import TransformerConfig as TransformerConfig
     from andon.step.reduce import TreeReduction as TreeReduction
-    from andon.step.shard import shard_samples as shard_samples
     from andon.training.api import Preempted as Preempted
     from andon.training.api import RankLost as RankLost
     from andon.training.api import RunError as RunError
@@ -52,7 +52,7 @@ _HOME = {
     "average_gradients": "andon.gradients",
     "has_non_finite": "andon.gradients",
     "open_run": "andon.training.api",
-    "shard_samples": "andon.step.shard",
+    "shard_samples": "andon.gradients",
     "train": "andon.training.api",
     "watch": "andon_contracts.watch",
 }

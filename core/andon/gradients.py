@@ -1,15 +1,14 @@
-"""The mean of several workers' gradients, and the look for NaN and Inf: the seed's two free functions, made true.
+"""The seed's free functions: mean of several workers' gradients, test for NaN and Inf, split of samples.
 
-`average_gradients` weighs every worker alike (seed R27). Over shards of unequal size that is not the gradient of the
-global batch (V8), so the training step does not use it: it adds sums along a fixed tree and divides once by the count
-of rows. It is for workers that hold equally many rows.
+`average_gradients` gives every worker the same weight (seed R27). Over shards of unequal size that is not the gradient
+of the global batch (V8), so the training step does not use it. It is for workers that hold equally many rows.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import overload
+from typing import TypeVar, overload
 
 import torch
 
@@ -17,6 +16,7 @@ from andon_contracts.policy import argument, clause, ensure, require
 from andon_contracts.violation import Finding
 
 Gradient = Sequence[float] | torch.Tensor
+T = TypeVar("T")
 
 
 def _explain_lengths(grads: Sequence[Gradient]) -> str:
@@ -47,7 +47,7 @@ def _explain_average(grads: Sequence[Gradient], result: Gradient | list[float]) 
 
 @clause("gradient-average", _explain_average)
 def _is_the_mean(grads: Sequence[Gradient], result: Gradient | list[float]) -> bool:
-    """Every element is the mean of the workers' to fp32 rounding, and is NaN or Inf only where theirs is."""
+    """Every element is the workers' mean to fp32 rounding, and is NaN or Inf only where theirs is."""
     if not grads:
         return len(result) == 0
     average, wanted = _fp32(result), _mean_by_scaling(grads)
@@ -55,7 +55,7 @@ def _is_the_mean(grads: Sequence[Gradient], result: Gradient | list[float]) -> b
 
 
 def _mean_by_scaling(grads: Sequence[Gradient]) -> torch.Tensor:
-    """fp64 [n]: each worker's share, scaled before it is added; by another way than the code that is checked."""
+    """fp64 [n]: each worker's share is scaled before it is added, unlike in the code that is checked."""
     mean = torch.zeros_like(_fp32(grads[0]), dtype=torch.float64)
     for gradient in grads:
         mean += _fp32(gradient).to(mean.device).double() / len(grads)
@@ -79,7 +79,7 @@ def _fp32(values: Gradient) -> torch.Tensor:
 
 @overload
 def average_gradients(grads: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Of tensors of one shape: a tensor of it."""
+    """Tensors of one shape give a tensor of that shape."""
 
 
 @overload
@@ -115,3 +115,43 @@ def has_non_finite(values: Gradient) -> bool:
     if isinstance(values, torch.Tensor):
         return not bool(torch.isfinite(values).all())
     return not all(math.isfinite(value) for value in values)
+
+
+def _explain_workers(num_workers: int) -> str:
+    return f"num_workers must be at least 1, got {num_workers}"
+
+
+@argument(_explain_workers)
+def _has_workers(num_workers: int) -> bool:
+    return num_workers >= 1
+
+
+def _explain_shards(samples: Sequence[T], num_workers: int, result: Sequence[Sequence[T]]) -> Finding:
+    sizes = [len(shard) for shard in result]
+    return Finding(seen=f"{len(samples)} samples became {len(sizes)} shards of {sizes} for {num_workers} workers")
+
+
+@clause("samples-once", _explain_shards)
+def _shards_partition(samples: Sequence[T], num_workers: int, result: Sequence[Sequence[T]]) -> bool:
+    """One shard a worker; end to end they are the samples, each object once and in order."""
+    joined = [sample for shard in result for sample in shard]
+    return (
+        len(result) == num_workers
+        and len(joined) == len(samples)
+        and all(a is b for a, b in zip(joined, samples, strict=True))
+    )
+
+
+@require(_has_workers)
+@ensure(_shards_partition)
+def shard_samples(samples: Sequence[T], num_workers: int) -> list[list[T]]:
+    """Contiguous shards, one a worker; each has floor(n / num_workers) samples and the last also the remainder.
+
+    The rule of the seed (R26, F-DP-002), with two of its edge cases mended (V13): no samples give `num_workers` empty
+    shards, and fewer than one worker is a `ValueError`. The training step itself splits evenly (`balanced_bounds`).
+    """
+    items = list(samples)
+    size = len(items) // num_workers
+    ends = [(worker + 1) * size for worker in range(num_workers - 1)] + [len(items)]
+    starts = [worker * size for worker in range(num_workers)]
+    return [items[start:end] for start, end in zip(starts, ends, strict=True)]

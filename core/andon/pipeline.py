@@ -1,6 +1,6 @@
-"""One worker of a classifier's training: its configuration, its samples, and gradient and step as halves apart.
+"""The seed's pipeline: a classifier that trains alone, or computes gradient and update separately.
 
-The seed's names over the trainer's own parts: the model is built, trained and judged by what `andon train` uses.
+These are the seed's names over the trainer's own parts, which build, train and judge the model as in `andon train`.
 """
 
 from __future__ import annotations
@@ -15,22 +15,24 @@ import torch
 from torch import nn
 
 from andon.backend.inprocess import InlineBackend
+from andon.config.load import config_from
+from andon.config.schema import Config, Optimizer
 from andon.console.problems import InputError, Problem, ProblemList, install_hint
-from andon.model.adapter import AdapterSpec
 from andon.model.batches import predictions
-from andon.model.build import ModelSpec
-from andon.step.micro_batch import Leaf, plan_leaves, reports_of
-from andon.step.optimizer import OptimizerSpec, read_reduced
+from andon.model.build import ModelInterface
+from andon.step import message
+from andon.step.message import reduced_values, reports_of
+from andon.step.micro_batch import Leaf, plan_leaves
 from andon.step.plan import GlobalBatch
-from andon.step.replica import REDUCED_FACTS, PartialGradient, Replica
-from andon.step.step import RATES
-from andon.step.tree import fold
+from andon.step.promises import Report, ensures
+from andon.step.reduce import fold
+from andon.step.replica import Replica
 from andon.tasks.classification import ClassificationTask
-from andon.training.build import StepSpec, build_replicas
 from andon.training.build import build_model as build_trainable
+from andon.training.build import build_replicas
 from andon_contracts.agree import Observation, bits_of, real_of
 from andon_contracts.laws.law import Judgement, Seen, enforce
-from andon_contracts.laws.update import CALLER_GRADIENT, LEAVES, OUTPUT, REDUCED, LeafReport, Leaves, Output, Reduced
+from andon_contracts.laws.update import CALLER_GRADIENT, LEAVES, OUTPUT, REDUCED, Leaves, Output, Reduced
 from andon_contracts.observe import nonfinite
 from andon_contracts.policy import enforced
 
@@ -64,7 +66,7 @@ class ClassifyConfig:
 
     def __post_init__(self) -> None:
         found = ProblemList()
-        _check(found, self, "num_classes", _is_class_count, "an integer of at least 2 (F-CLASS-004)")
+        _check(found, self, "num_classes", lambda value: _is_count(value, 2), "an integer of at least 2 (F-CLASS-004)")
         for name in ("lora_rank", "epochs", "max_seq_len", "log_interval", "batch_size", "accumulation_steps"):
             _check(found, self, name, _is_count, "an integer of at least 1")
         for name in ("lora_alpha", "learning_rate"):
@@ -73,18 +75,13 @@ class ClassifyConfig:
             _check(found, self, "gradient_clip_norm", _is_positive, "a finite number above 0, or None")
         if self.quantize_nf4:
             found.add("quantize_nf4", "True, but four-bit bases are not supported; must be False")
-        self._check_class_weights(found)
-        found.raise_if_any()
-
-    def _check_class_weights(self, found: ProblemList) -> None:
         weights = self.class_weights
-        if weights is None:
-            return
-        if len(weights) != self.num_classes:
+        if weights is not None and len(weights) != self.num_classes:
             found.add("class_weights", f"{len(weights)} weights for {self.num_classes} classes")
-        for label, weight in enumerate(weights):
+        for label, weight in enumerate(weights or ()):
             if not _is_positive(weight):
                 found.add(f"class_weights[{label}]", f"{weight!r} must be a finite number above 0")
+        found.raise_if_any()
 
 
 @dataclass(frozen=True)
@@ -96,7 +93,7 @@ class TransformerConfig:
     'encoder' (BERT: learned positions, LayerNorm, GELU, the first token is classified).
     dropout: of the attention (encoder: and hidden layers) and in the adapter.
 
-    `to_model_spec` refuses what the embedded models cannot be. Presets such as `qwen3_4b` then still serve for their
+    `build_model` refuses what the embedded models cannot be. Presets such as `qwen3_4b` then still serve for their
     sizes; their real weights are trained with `andon train --model`.
     """
 
@@ -155,33 +152,15 @@ class TransformerConfig:
 
     @property
     def is_encoder(self) -> bool:
-        """Whether every token sees every other one."""
+        """Whether every token attends to every other one."""
         return self.architecture == "encoder"
 
     def lora_parameters(self, rank: int) -> int:
         """Trainable elements of LoRA on query and value projections: layers * rank * (2 hidden + q + kv)."""
         return self.num_hidden_layers * rank * (2 * self.hidden_size + self.q_dim + self.kv_dim)
 
-    def to_model_spec(self, classify: ClassifyConfig, seed: int) -> ModelSpec:
-        """The embedded model of this shape. Raises `InputError` for each field that it cannot have."""
-        self._refuse_what_is_not_embedded()
-        return ModelSpec(
-            num_labels=classify.num_classes,
-            labels=tuple(map(str, range(classify.num_classes))),
-            vocab_size=self.vocab_size + 1,
-            pad_id=self.vocab_size,
-            architecture=self.architecture,
-            hidden_size=self.hidden_size,
-            num_hidden_layers=self.num_hidden_layers,
-            num_attention_heads=self.num_attention_heads,
-            num_key_value_heads=self.num_kv_heads,
-            intermediate_size=self.intermediate_size,
-            dropout=self.dropout,
-            max_length=self.max_position_embeddings,
-            seed=seed,
-        )
-
-    def _refuse_what_is_not_embedded(self) -> None:
+    def refuse_what_is_not_embedded(self) -> None:
+        """Raise `InputError` for each field that the embedded model cannot have."""
         found = ProblemList()
         _check(found, self, "vocab_size", _is_count, "an integer of at least 1")
         remedy = "; real weights are trained with `andon train --model`"
@@ -198,15 +177,6 @@ class TransformerConfig:
             found.add("num_kv_heads", f"{self.num_kv_heads} must be {self.num_attention_heads} in an encoder")
         found.raise_if_any()
 
-    def to_adapter_spec(self, classify: ClassifyConfig) -> AdapterSpec:
-        """LoRA on the query and value projections of every layer (seed S10)."""
-        return AdapterSpec(
-            r=classify.lora_rank,
-            alpha=classify.lora_alpha,
-            dropout=self.dropout,
-            targets=_TARGETS.get(self.architecture, _TARGETS["decoder"]),
-        )
-
 
 def _check(found: ProblemList, config: object, name: str, test: Callable[[object], bool], wanted: str) -> None:
     value = getattr(config, name)
@@ -214,12 +184,8 @@ def _check(found: ProblemList, config: object, name: str, test: Callable[[object
         found.add(name, f"{value!r} must be {wanted}")
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _is_class_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 2
+def _is_count(value: object, least: int = 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def _is_positive(value: object) -> bool:
@@ -299,19 +265,43 @@ def build_model(model_config: TransformerConfig, config: ClassifyConfig, seed: i
 
     Raises `InputError` for a shape that no such model has, and where a library that makes it is not installed.
     """
+    pad = model_config.vocab_size
+    interface = ModelInterface("classification", tuple(map(str, range(config.num_classes))), pad + 1, pad)
     try:
-        return build_trainable(model_config.to_model_spec(config, seed), model_config.to_adapter_spec(config), seed)
+        return build_trainable(config_of(model_config, config, seed), interface)
     except ModuleNotFoundError as error:
         raise InputError([Problem("model", f"{error.name} is not installed; {install_hint('train')}")]) from error
 
 
-def step_spec(config: ClassifyConfig, micro_batches: int, seed: int, optimizer: OptimizerSpec | None) -> StepSpec:
-    """What defines the updates of `config`; micro-batches are computed in `accumulation_steps` parts each (V32)."""
-    return StepSpec(
-        OptimizerSpec() if optimizer is None else optimizer,
-        seed=seed,
-        micro_batches=micro_batches * config.accumulation_steps,
-        clip_norm=config.gradient_clip_norm,
+def config_of(
+    shape: TransformerConfig, classify: ClassifyConfig, seed: int, optimizer: Optimizer | None = None
+) -> Config:
+    """The embedded model of this shape, with LoRA on the query and value projections of every layer (seed S10).
+
+    Raises `InputError` for each field that the embedded model cannot have.
+    """
+    shape.refuse_what_is_not_embedded()
+    return config_from(
+        {
+            "seed": seed,
+            "model": {
+                "architecture": shape.architecture,
+                "hidden_size": shape.hidden_size,
+                "num_hidden_layers": shape.num_hidden_layers,
+                "num_attention_heads": shape.num_attention_heads,
+                "num_key_value_heads": shape.num_kv_heads,
+                "intermediate_size": shape.intermediate_size,
+                "dropout": shape.dropout,
+                "max_length": shape.max_position_embeddings,
+            },
+            "adapter": {
+                "r": classify.lora_rank,
+                "alpha": classify.lora_alpha,
+                "dropout": shape.dropout,
+                "targets": _TARGETS.get(shape.architecture, _TARGETS["decoder"]),
+            },
+            "optimizer": {**dict(optimizer or Optimizer()), "clip_norm": classify.gradient_clip_norm},
+        }
     )
 
 
@@ -330,7 +320,7 @@ class ClassifyPipeline:
         device: str | torch.device = "cpu",
         seed: int = 0,
         micro_batches: int = 8,
-        optimizer: OptimizerSpec | None = None,
+        optimizer: Optimizer | None = None,
         replica: Replica | None = None,
     ) -> None:
         """seed: of the weights that are drawn and of dropout. micro_batches: M, the leaves of the sum of a batch.
@@ -343,12 +333,11 @@ class ClassifyPipeline:
         self.model_config = model_config
         self.config = config
         self._encoder = SampleEncoder(model_config, config)
-        spec = step_spec(config, micro_batches, seed, optimizer)
-        self.micro_batches = spec.micro_batches
+        self.micro_batches = micro_batches * config.accumulation_steps
         if replica is None:
             model = build_model(model_config, config, seed)  # before any row: it refuses what has no model
             backend, rows = InlineBackend([torch.device(device)]), self._encoder.of_ids([[0]], [0])
-            (replica,) = build_replicas(model, spec, backend, rows, 0)
+            (replica,) = build_replicas(model, config_of(model_config, config, seed, optimizer), backend, rows, 0)
         self.replica = replica
         self.model = replica.model
         self._rate = config.learning_rate
@@ -358,7 +347,7 @@ class ClassifyPipeline:
 
     @property
     def device(self) -> torch.device:
-        """Where the model and its optimizer live."""
+        """The device of the model and its optimizer."""
         return self.replica.device
 
     @property
@@ -405,7 +394,7 @@ class ClassifyPipeline:
         """
         if not samples:
             return NOTHING
-        partial, reports = self._compute(self._encoder.of_samples(samples))
+        partial, reports = self._compute(self._encoder.of_samples(samples)).result
         (root,) = partial.roots.values()
         self._sum = root.clone() if self._sum is None else self._sum.add_(root)
         self.replica.release(partial)
@@ -415,8 +404,9 @@ class ClassifyPipeline:
         total = fold((0, len(losses)), losses.__getitem__, operator.add, float)
         return BatchResult(total / len(samples), sum(report.correct for report in reports), len(samples), 0.0)
 
-    def _compute(self, rows: ClassificationTask) -> tuple[PartialGradient, tuple[LeafReport, ...]]:
-        """The micro-batches of all `rows`, numbered on from earlier calls so that each has its own masks."""
+    @ensures(*LEAVES, of=lambda record: record.want)
+    def _compute(self, rows: ClassificationTask) -> Report:
+        """The gradient of all `rows`. Micro-batches are numbered on from earlier calls, so that their masks differ."""
         step, first = self.replica.updates + 1, self._calls * self.micro_batches
         parts = GlobalBatch(step, 0, 0, tuple(range(len(rows)))).micro_batches(self.micro_batches)
         planned = plan_leaves(parts, (range(self.micro_batches),), rows)
@@ -425,8 +415,8 @@ class ClassifyPipeline:
         node = (first, first + self.micro_batches)
         partial = self.replica.gradients(step, leaves, [node], rows, checked=enforced())
         reports = reports_of([Observation(0, step, 0, "accumulated", {}, partial.reports)])
-        enforce(Judgement(LEAVES, Leaves(reports, plan, step)))
-        return partial, reports
+        seen = Seen([], Leaves(reports, plan, step))
+        return Report(partial.reports, lambda _: seen, result=(partial, reports))
 
     def apply_accumulated_gradients(self, total_samples: int) -> float:
         """Divide the accumulated sum by `total_samples`, clip, take one update, start anew (seed S15).
@@ -442,20 +432,30 @@ class ClassifyPipeline:
         return norm
 
     def zero_gradients(self) -> None:
-        """Forget what is accumulated."""
+        """Forget the accumulated gradient."""
         self._sum, self._samples, self._calls = None, 0, 0
 
     def _apply(self, gradient: torch.Tensor, divisor: int, point: str) -> float:
-        """One update by the laws of the step's own, of one replica; `point` says where its gradient comes from."""
+        norm: float = self._finalize(gradient, divisor, point).result
+        self.replica.apply()
+        return norm
+
+    @ensures(*REDUCED)
+    def _finalize(self, gradient: torch.Tensor, divisor: int, point: str) -> Report:
+        """The gradient as the optimizer gets it, under the laws of the step, and its norm. point: its source."""
         replica, limit, checked = self.replica, self.config.gradient_clip_norm, enforced()
-        step = replica.updates + 1
-        facts = replica.take([gradient], divisor, self._rate, limit, checked=checked).tolist()
-        if checked:
-            held = zip((*RATES, *REDUCED_FACTS), (bits_of(self._rate), bits_of(replica.rate), *facts), strict=True)
-            said = Observation(0, step, 0, point, read_reduced(replica.parameters.size, dict(held)))
-            enforce(Judgement(REDUCED, Seen([said], Reduced(limit=limit))))
-        replica.apply()
-        return real_of(facts[REDUCED_FACTS.index("norm") if checked else 0])
+        facts = replica.finalize_gradient([gradient], divisor, self._rate, limit, checked=checked)
+        norm = real_of(int(facts[message.REDUCED.on_device.index("norm") if checked else 0]))
+
+        def record(table: torch.Tensor) -> Seen[Reduced]:
+            if not checked:
+                return Seen([], Reduced())
+            rates = (bits_of(self._rate), bits_of(replica.rate))
+            raw = dict(zip(message.REDUCED.names, (*rates, *table.tolist()), strict=True))
+            values = reduced_values(replica.parameters.size, raw)
+            return Seen([Observation(0, replica.updates + 1, 0, point, values)], Reduced(limit=limit))
+
+        return Report(facts, record, checked=checked, result=norm)
 
     def collect_lora_gradients(self) -> torch.Tensor:
         """What is accumulated, as fp32 [num_trainable_parameters] on the CPU: a SUM over samples (zeros: none).

@@ -26,6 +26,7 @@ from andon.cli.plugins import said_by
 from andon.cli.setup import init
 from andon.cli.train import run_training
 from andon.config.load import load_config
+from andon.config.schema import Model
 from andon.config.source import quiet_loading, require_model_folder
 from andon.console.exits import Exit
 from andon.console.messages import say
@@ -34,7 +35,7 @@ from andon.inspection.difference import read_side
 from andon.inspection.explain import explain
 from andon.inspection.recorded import open_recorded
 from andon.inspection.replay import replay_run
-from andon.model.build import ModelSpec, build_base
+from andon.model.build import build_base
 from andon.run.checkpoint import load_checkpoint, newest_valid, save_checkpoint
 from andon.run.folder import RunFolder
 from andon.run.ledger import read_ledger
@@ -54,6 +55,7 @@ from andon_falsify.history import read_history
 from andon_falsify.verdict import Outcome
 from tests.cli.command import cli
 from tests.inspection.ledgers import step, whole_run, write
+from tests.model.tiny import TINY
 from tests.training.runs import Runs
 
 
@@ -241,10 +243,10 @@ def test_numbers_that_nobody_means_are_refused(setting: str) -> None:
 
 
 def test_an_embedded_model_larger_than_the_machine_is_refused() -> None:
-    spec = ModelSpec(2, ("a", "b"), 300, 0, hidden_size=1 << 15, num_hidden_layers=900, intermediate_size=1 << 17)
+    large, interface = Model(hidden_size=1 << 15, num_hidden_layers=900, intermediate_size=1 << 17), TINY.interface
     with pytest.raises(InputError, match=r"its sizes ask for [0-9.]+ GiB of weights"):
-        build_base(spec)
-    assert build_base(replace(spec, num_hidden_layers=1, hidden_size=64, intermediate_size=128))
+        build_base(large, interface, 0)
+    assert build_base(Model(num_hidden_layers=1), interface, 0)
 
 
 @pytest.mark.parametrize(

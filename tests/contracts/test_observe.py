@@ -19,7 +19,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from andon.model.memory import measure_peak_bytes
 from andon_contracts.digest import (
     GOLDEN,
     MAX_SUMS,
@@ -48,6 +47,7 @@ from andon_contracts.observe import (
     word_sums,
 )
 from andon_contracts.watch.checks.clipping import torch_norm_error
+from tests.support.memory import peak_bytes
 
 
 @pytest.mark.parametrize("place", [0, 999, 1000])
@@ -446,7 +446,7 @@ def test_a_watch_measures_long_tensors_as_well(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("count", [1_000, 3_000_000])
 def test_it_needs_a_piece_of_memory_and_no_copy(count: int, scale: float) -> None:
     flat = _normal(count) * scale
-    peak = measure_peak_bytes(lambda: flat_norm(flat)).peak - flat.nbytes
+    peak = peak_bytes(lambda: flat_norm(flat)) - flat.nbytes
     assert peak <= min(4 << 20, flat.nbytes) + 64
 
 

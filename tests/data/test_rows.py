@@ -21,9 +21,8 @@ from andon.data.labels import ClassWeights, alike, class_weights, label_names, s
 from andon.data.mixing import mixed
 from andon.data.readers import read
 from andon.data.rewriting import EVAL_ROWS, RULES, TRAIN_ROWS
-from andon.data.rows import DataSet, Row, frozen_split, repeated_texts, shared_texts
+from andon.data.rows import DataSet, Row, Tagged, frozen_split, repeated_texts, shared_texts
 from andon.data.shell import SSC_LABELS, embedded, generate
-from andon.data.tagged import read_tagged
 from andon.data.tokens import byte_tokenizer
 
 LABELS = ("no", "yes", "maybe")
@@ -213,28 +212,31 @@ def test_rows_of_several_files_have_ids_and_places_of_their_own(tmp_path: Path) 
     one = written(tmp_path / "a" / "rows.jsonl", '{"text": "p", "label": 1}', "", '{"text": "q", "label": 1}')
     two = written(tmp_path / "rows.csv", "text,label", "r,0", "s,1")
     three = written(tmp_path / "rows.jsonl", '{"text": "t", "label": 2}')
-    data = read(one, two, three)
+    data = read(DataSet, one, two, three)
     assert (data.labels, data.ids) == (("0", "1", "2"), (0, 1, 2, 3, 4))
     assert [row.label for row in data.rows] == [1, 1, 0, 1, 2]
     assert data.origins is not None
     assert [data.origins.where(id_) for id_ in (1, 2, 4)] == [f"{one}:3", f"{two}:2", f"{three}:1"]
     assert data.origins.sizes == (2, 2, 1)
     assert data.origins.names() == ("a/rows.jsonl", f"{tmp_path.name}/rows.csv", f"{tmp_path.name}/rows.jsonl")
-    assert read(one, three).digest == read(written(tmp_path / "b.jsonl", *(p.read_text() for p in (one, three)))).digest
+    assert (
+        read(DataSet, one, three).digest
+        == read(DataSet, written(tmp_path / "b.jsonl", *(p.read_text() for p in (one, three)))).digest
+    )
 
 
 def test_faults_in_any_of_the_files_are_at_their_line(tmp_path: Path) -> None:
     one = written(tmp_path / "a.jsonl", '{"text": "p", "label": "x", "id": 1}', '{"text": "", "label": "x"}')
     two = written(tmp_path / "b.jsonl", '{"text": "q", "label": "y", "id": 1}', '{"text": "r", "label": "y", "id": 1}')
     with pytest.raises(InputError) as caught:
-        read(one, two)
+        read(DataSet, one, two)
     assert [each.where for each in caught.value.problems] == [f"{one}:2", f"{two}:2"]
     empty = written(tmp_path / "c.jsonl", "")
     with pytest.raises(InputError, match="has no rows"):
-        read(written(tmp_path / "d.jsonl", '{"text": "p", "label": "x"}'), empty)
+        read(DataSet, written(tmp_path / "d.jsonl", '{"text": "p", "label": "x"}'), empty)
     (tmp_path / "x").mkdir()
     with pytest.raises(InputError, match="named twice"):
-        read(two, tmp_path / "x" / ".." / "b.jsonl")
+        read(DataSet, two, tmp_path / "x" / ".." / "b.jsonl")
 
 
 def test_a_files_conversations_have_its_name_for_a_source_where_they_name_none(tmp_path: Path) -> None:
@@ -252,10 +254,10 @@ def test_a_files_conversations_have_its_name_for_a_source_where_they_name_none(t
 def test_words_of_several_files_share_their_tags(tmp_path: Path) -> None:
     one = written(tmp_path / "a.jsonl", '{"tokens": ["p"], "tags": ["B-x"]}')
     two = written(tmp_path / "b.jsonl", '{"tokens": ["q"], "tags": ["A"]}')
-    data = read_tagged(one, two)
+    data = read(Tagged, one, two)
     assert (data.labels, [row.label for row in data.rows]) == (("A", "B-x"), [(1,), (0,)])
     with pytest.raises(InputError, match="has no rows"):
-        read_tagged(one, written(tmp_path / "c.jsonl", ""))
+        read(Tagged, one, written(tmp_path / "c.jsonl", ""))
 
 
 # The embedded data sets: functions of the seed, disjoint, ragged, with labels that follow from the text.

@@ -15,10 +15,10 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch.fx import Graph, GraphModule
 from torch.nn.functional import scaled_dot_product_attention
 
+from andon.config.schema import Adapter
 from andon.fast import rewrites
 from andon.fast.attention import causal_attention, supports
 from andon.fast.rewrites import replace_causal_attention
-from andon.model.adapter import AdapterSpec
 from andon.model.build import backbone_of
 from andon.model.compiled import traced
 from andon.model.masks import Masking, masked, possible_maskings
@@ -94,7 +94,7 @@ def test_what_the_kernels_do_not_take_is_left(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize(("masking", "count"), [(Masking.UNMASKED, 2), (Masking.CAUSAL_PAIRS, 0)])
 def test_each_layer_of_a_decoder_without_a_mask_has_it(masking: Masking, count: int) -> None:
-    model = adapted("decoder", adapter=AdapterSpec(kind="none")).train()
+    model = adapted("decoder", adapter=Adapter(kind="none")).train()
     assert masking in possible_maskings(model)
     found: list[list[tuple[Any, ...]]] = []
     batch, backbone = padded_batch(), backbone_of(model)

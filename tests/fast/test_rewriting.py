@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForSequenceClassification, Qwen3Config, Qwen3ForSequenceClassification
 
+from andon.config.schema import Adapter
 from andon.fast.rewrites import (
     exchanged_halves,
     hashed_dropout,
@@ -26,7 +27,7 @@ from andon.fast.rewrites import (
     reading_last_tokens,
     rewrite,
 )
-from andon.model.adapter import AdapterSpec, attach
+from andon.model.adapter import attach
 from andon.model.build import backbone_of
 from andon.model.compiled import traced
 from andon.model.masks import masked, possible_maskings
@@ -64,7 +65,7 @@ def decoder(kind: str = "qwen3", *, dropout: float = 0.0, targets: tuple[str, ..
         base = Qwen3ForSequenceClassification(Qwen3Config(**sizes))
     else:
         base = LlamaForSequenceClassification(LlamaConfig(**sizes))
-    model = attach(base, AdapterSpec(r=4, alpha=6.0, dropout=dropout, targets=targets), 1)
+    model = attach(base, Adapter(r=4, alpha=6.0, dropout=dropout, targets=targets), 1)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.2)

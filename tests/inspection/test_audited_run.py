@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from andon.config.schema import Config
-from andon.step.audit import AuditSpec
-from andon.training.session import audit_spec
+from andon.backend.inprocess import InlineBackend
+from andon.config.schema import Config, Contracts
+from tests.step.test_audit import audited
+from tests.support.toy import CPU
 from tests.training.runs import Runs, outcome, summary
 
 EVERY_STEP = ("contracts.audit_every=1", "contracts.audit_coverage=all")
@@ -40,7 +41,7 @@ def test_one_worker_is_told_what_it_cannot_see(runs: Runs, tmp_path: Path, capsy
 
 def test_the_default_costs_a_hundredth_and_can_be_switched_off() -> None:
     """K = ceil(100 W / M) with the default of 8 micro-batches; 0 is never."""
-    assert audit_spec(Config(), 2) == AuditSpec(25, 1, 42)
-    assert audit_spec(Config(), 4) == AuditSpec(50, 1, 42)
-    off = Config.model_validate({"contracts": {"audit_every": 0, "audit_coverage": "all"}})
-    assert audit_spec(off, 2) == AuditSpec(0, None, 42)
+    default, off = Config().contracts, Contracts(audit_every=0)
+    for world, contracts, every in ((2, default, 25), (4, default, 50), (2, off, 0)):
+        step, _ = audited(InlineBackend([CPU] * world), contracts)
+        assert (step.audit.every, step.audit.coverage) == (every, 1)

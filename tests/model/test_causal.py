@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -14,16 +13,16 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GPTJConfig, GPTJForCausalLM
 
 import andon.model.causal
+from andon.config.schema import Adapter
 from andon.console.problems import InputError
-from andon.model.adapter import AdapterSpec, attach, trainable_parameters
-from andon.model.build import build_base, seeded, without_adapter
-from andon.model.causal import Row, collate_packs, content, generate, loss_sum, require_apart, row_outputs
+from andon.model.adapter import attach, mean_row, trainable_parameters
+from andon.model.build import seeded, without_adapter
+from andon.model.causal import Row, check_packing_isolation, collate_packs, content, generate, loss_sum, row_outputs
 from andon.model.memory import StorageWatch
-from andon.model.new_tokens import mean_row
 from andon.step.task import LeafLoss
-from tests.model.tiny import CAUSAL, CPU, LORA, PAD, adapted, causal, causal_base, perturbed
+from tests.model.tiny import CAUSAL, CPU, LORA, PAD, TINY, base_of, causal, causal_base, changed, perturbed
 
-WHOLE = AdapterSpec(kind="none")
+WHOLE = Adapter(kind="none")
 FAMILIES = ("qwen3", "llama", "gpt2")
 STOP = 31
 
@@ -90,7 +89,7 @@ def gradients(model: nn.Module, loss: LeafLoss | torch.Tensor) -> dict[str, torc
 @pytest.mark.parametrize("adapter", [LORA, WHOLE], ids=["lora", "whole"])
 @pytest.mark.parametrize(("family", "eager"), [("qwen3", False), ("qwen3", True), ("llama", False), ("gpt2", False)])
 def test_the_gradient_is_that_of_a_float64_loop(
-    family: str, eager: bool, adapter: AdapterSpec, packs: list[list[Row]]
+    family: str, eager: bool, adapter: Adapter, packs: list[list[Row]]
 ) -> None:
     model = moved(causal(family, adapter, eager=eager))
     total, exact = wanted(model)
@@ -173,7 +172,7 @@ def test_the_digest_is_of_what_the_model_is_given() -> None:
 
 
 @pytest.mark.parametrize("adapter", [LORA, WHOLE], ids=["lora", "whole"])
-def test_few_logits_are_held_at_a_time(adapter: AdapterSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_logits_are_held_at_a_time(adapter: Adapter, monkeypatch: pytest.MonkeyPatch) -> None:
     model = moved(causal("qwen3", adapter))
     batch = batch_of(PACKED)
     whole = loss_sum(model, batch)
@@ -191,11 +190,9 @@ def test_few_logits_are_held_at_a_time(adapter: AdapterSpec, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("adapter", [LORA, WHOLE], ids=["lora", "whole"])
-def test_logits_take_a_small_part_of_what_all_of_them_take(
-    adapter: AdapterSpec, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spec = dataclasses.replace(CAUSAL, vocab_size=8192, max_length=320, num_hidden_layers=1)
-    model: Any = attach(build_base(spec), adapter, seed=3)
+def test_logits_take_a_small_part_of_what_all_of_them_take(adapter: Adapter, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = changed(CAUSAL, vocab_size=8192, max_length=320, num_hidden_layers=1)
+    model: Any = attach(base_of(spec), adapter, seed=3)
     ids = torch.arange(320)
     batch = batch_of([[(ids, torch.ones(320))]])
     for parameter in trainable_parameters(model).values():
@@ -242,7 +239,7 @@ def test_a_batch_without_a_trained_token_has_no_loss_and_no_gradient() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_decoders_that_keep_rows_apart_are_taken(family: str) -> None:
     for eager in (False, True):
-        require_apart(causal(family, eager=eager), CPU)
+        check_packing_isolation(causal(family, eager=eager), CPU)
 
 
 def _built(kind: str, **settings: Any) -> nn.Module:
@@ -266,7 +263,7 @@ def _built(kind: str, **settings: Any) -> nn.Module:
 def test_a_model_that_cannot_keep_rows_apart_is_refused(kind: str, settings: dict[str, Any], message: str) -> None:
     """A state that runs on, places counted by the mask, logits that are not the head's, a limit to sight."""
     with pytest.raises(InputError, match=rf"model\.base: .*{message}"):
-        require_apart(_built(kind, **settings), CPU)
+        check_packing_isolation(_built(kind, **settings), CPU)
 
 
 @pytest.mark.parametrize("way", ["a mask of ones", "a default cache", "positions that run on"])
@@ -285,10 +282,10 @@ def test_rows_that_see_each_other_are_refused(way: str, monkeypatch: pytest.Monk
             given["position_ids"] = None
         return own(*ids, **given)
 
-    require_apart(model, CPU)
+    check_packing_isolation(model, CPU)
     monkeypatch.setattr(backbone, "forward", forward)
     with pytest.raises(InputError, match="gives packed rows other logits than each row alone"):
-        require_apart(model, CPU)
+        check_packing_isolation(model, CPU)
 
 
 PROMPTS = ([4, 5, 6], [7], [9, 10, 11, 12, 13], [8, 3])
@@ -332,8 +329,6 @@ def test_a_batch_of_prompts_stays_within_positions_and_memory() -> None:
 
 KNOWN = 33
 NEW = (33, 34)
-WITH_NEW = dataclasses.replace(LORA, new_tokens=NEW)
-WHOLE_WITH_NEW = AdapterSpec(kind="none", new_tokens=NEW)
 NEW_ROWS = (row([1, 33, 3, 34, 5, 33, 31], 2), row([34, 34, 8, 31], 1))
 """Read and written, in prompts and in answers."""
 
@@ -352,7 +347,7 @@ def with_new(of: list[list[Row]]) -> list[list[Row]]:
 @pytest.mark.parametrize("of", [PACKED, SEPARATE], ids=["packed", "separate"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_gradient_of_new_tokens_is_that_of_a_float64_loop(family: str, of: list[list[Row]]) -> None:
-    model = moved(attach(causal_base(family), WITH_NEW, seed=3))
+    model = moved(attach(causal_base(family), LORA, 3, NEW))
     given = with_new(of)
     total, exact = wanted(model, (each for pack in given for each in pack))
     loss = loss_sum(model, batch_of(given))
@@ -360,16 +355,16 @@ def test_the_gradient_of_new_tokens_is_that_of_a_float64_loop(family: str, of: l
     assert max(distances(gradients(model, loss), exact).values()) <= 2e-6
     rows = [tuple(value.shape) for name, value in exact.items() if "trainable_tokens" in name]
     assert rows == [(2, 16)] * (2 if family == "llama" else 1)
-    require_apart(model, CPU)
+    check_packing_isolation(model, CPU)
 
 
-@pytest.mark.parametrize("spec", [WITH_NEW, WHOLE_WITH_NEW], ids=["lora", "whole"])
+@pytest.mark.parametrize("adapter", [LORA, WHOLE], ids=["lora", "whole"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_rows_start_as_the_mean_of_the_others_which_keep_their_bits(family: str, spec: AdapterSpec) -> None:
+def test_rows_start_as_the_mean_of_the_others_which_keep_their_bits(family: str, adapter: Adapter) -> None:
     before = tables(causal_base(family))
     state = torch.get_rng_state()
     for seed in (3, 4):
-        found = tables(attach(causal_base(family), spec, seed))
+        found = tables(attach(causal_base(family), adapter, seed, NEW))
         for was, now in zip(before, found, strict=True):
             assert now.shape == (35, 16)
             assert torch.equal(now[:KNOWN], was)
@@ -382,14 +377,14 @@ def test_rows_start_as_the_mean_of_the_others_which_keep_their_bits(family: str,
 def test_rows_that_are_there_already_are_taken() -> None:
     """Vocabularies are often larger than their tokenizers: nothing grows, and other rows to spare stay as they are."""
     before = tables(causal_base("llama", words=40))
-    for was, now in zip(before, tables(attach(causal_base("llama", words=40), WITH_NEW, 3)), strict=True):
-        changed = (was != now).any(1).nonzero().flatten().tolist()
-        assert (now.shape, changed) == (was.shape, [33, 34])
+    for was, now in zip(before, tables(attach(causal_base("llama", words=40), LORA, 3, NEW)), strict=True):
+        other = (was != now).any(1).nonzero().flatten().tolist()
+        assert (now.shape, other) == (was.shape, [33, 34])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_only_the_rows_of_new_tokens_are_trained_of_a_vocabulary(dtype: str) -> None:
-    model = attach(causal_base("llama", dtype=dtype), WITH_NEW, seed=3)
+    model = attach(causal_base("llama", dtype=dtype), LORA, 3, NEW)
     trained = {name: value for name, value in trainable_parameters(model).items() if ".lora_" not in name}
     assert [name.split(".")[-2] for name in trained] == ["trainable_tokens_delta"] * 2
     assert all(value.dtype == torch.float32 for value in trained.values())
@@ -412,9 +407,9 @@ def test_a_mean_is_of_all_rows_in_one_order() -> None:
 
 def test_models_without_such_rows_are_refused() -> None:
     with pytest.raises(InputError, match=r"model.new_tokens: Qwen3ForSequenceClassification is no causal language"):
-        adapted(adapter=WITH_NEW)
+        attach(base_of(TINY), LORA, 3, NEW)
     biased = GPTJConfig(vocab_size=KNOWN, n_embd=16, n_layer=1, n_head=2, rotary_dim=4, n_positions=32)
     with pytest.raises(InputError, match=r"model.new_tokens: the logits of GPTJForCausalLM have a bias"):
-        attach(GPTJForCausalLM(biased), WITH_NEW, 3)
-    whole: Any = attach(GPTJForCausalLM(biased), WHOLE_WITH_NEW, 3)
+        attach(GPTJForCausalLM(biased), LORA, 3, NEW)
+    whole: Any = attach(GPTJForCausalLM(biased), WHOLE, 3, NEW)
     assert whole.lm_head.bias.shape == (35,)

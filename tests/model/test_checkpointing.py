@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -11,14 +10,15 @@ from torch import nn
 
 from andon.backend.base import Backend
 from andon.backend.inprocess import InlineBackend
+from andon.config.schema import Adapter, Config, Optimizer, Training
 from andon.console.problems import InputError
-from andon.model.adapter import AdapterSpec, attach
-from andon.model.build import build_base, checkpoint_layers
-from andon.model.masks import _attending
-from andon.step.optimizer import OptimizerSpec
+from andon.model.adapter import attach
+from andon.model.build import checkpoint_layers
+from andon.model.masks import attending_by
 from andon.step.plan import BatchPlan
-from andon.training.build import StepSpec, build_replicas, build_step
-from tests.model.tiny import CPU, causal, spec, task
+from andon.step.step import TrainingStep
+from andon.training.build import build_replicas
+from tests.model.tiny import CPU, base_of, causal, changed, spec, task
 
 ROWS = task(
     [[1 + (row * 7 + place) % 30 for place in range(3 + row % 9)] for row in range(13)], [r % 3 for r in range(13)]
@@ -27,13 +27,13 @@ PLAN = BatchPlan(tuple(range(13)), 8, 5, 3, 1)
 """Eight rows in five micro-batches, then the five that are left."""
 
 
-def trained(backend: Backend, optimizer: str, *, checkpointing: bool, dropout: float, architecture: str) -> int:
-    shape = dataclasses.replace(spec(architecture), dropout=dropout)
-    model = attach(build_base(shape), AdapterSpec(r=2, alpha=4.0, dropout=dropout), 3)
-    settings, clip = OptimizerSpec(optimizer, weight_decay=0.0), 1.0 if optimizer == "adamw" else None
-    update = StepSpec(settings, seed=5, micro_batches=5, clip_norm=clip, checkpointing=checkpointing)
-    replicas = build_replicas(model, update, backend, ROWS, 0)
-    step = build_step(update, backend, replicas, ROWS)
+def trained(backend: Backend, optimizer: Any, *, checkpointing: bool, dropout: float, architecture: str) -> int:
+    shape = changed(spec(architecture), dropout=dropout)
+    model = attach(base_of(shape), Adapter(r=2, alpha=4.0, dropout=dropout), 3)
+    settings, clip = Optimizer(name=optimizer, weight_decay=0.0), 1.0 if optimizer == "adamw" else None
+    config = Config(seed=5, optimizer=settings, training=Training(activation_checkpointing=checkpointing))
+    replicas = build_replicas(model, config, backend, ROWS, 0)
+    step = TrainingStep(backend, replicas, ROWS, 5, clip)
     step.attest_start({})
     for number in range(1, PLAN.total_steps + 1):
         step.launch(PLAN.batch(number), 0.1, number).result()
@@ -72,11 +72,11 @@ def test_what_is_computed_again_attends_as_it_did() -> None:
 
     found = []
     for checkpointing in (False, True):
-        model = causal(adapter=AdapterSpec(kind="none"))
+        model = causal(adapter=Adapter(kind="none"))
         if checkpointing:
             checkpoint_layers(model)
         calls.clear()
-        with _attending(model, "andon_test_attention", attend):
+        with attending_by(model, "andon_test_attention", attend):
             logits = model(input_ids=torch.arange(1, 9)[None], use_cache=False).logits
         forward = len(calls)
         logits.square().sum().backward()

@@ -18,7 +18,7 @@ from transformers import (
 
 from andon.model import masks
 from andon.model.batches import collate, predictions
-from andon.model.build import backbone_of, build_base
+from andon.model.build import backbone_of
 from andon.model.masks import (
     Masking,
     Padding,
@@ -30,7 +30,7 @@ from andon.model.masks import (
     tried_masking,
 )
 from andon_contracts.digest import tree_digest
-from tests.model.tiny import CPU, PAD, adapted, padded_batch, spec
+from tests.model.tiny import CPU, PAD, adapted, base_of, padded_batch, spec
 
 SMALL = {
     "hidden_size": 32,
@@ -111,7 +111,7 @@ def test_every_way_that_a_model_should_take_gives_the_same_logits(architecture: 
 
 
 def test_no_mask_is_made_for_a_model_that_needs_none() -> None:
-    model = build_base(spec("decoder")).eval()
+    model = base_of(spec("decoder")).eval()
     seen: list[object] = []
     for name, module in model.named_modules():
         if name.endswith("self_attn"):
@@ -153,7 +153,7 @@ def test_a_mask_by_which_some_see_more_does_not_hold_in_any_precision(
 
 
 def test_what_was_tried_on_a_gpu_is_used_and_nothing_is_tried_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, tried = build_base(spec("decoder")), list[nn.Module]()
+    model, tried = base_of(spec("decoder")), list[nn.Module]()
 
     def trying(model: nn.Module, _: torch.device) -> Masking:
         tried.append(model)
@@ -171,7 +171,7 @@ def test_what_was_tried_on_a_gpu_is_used_and_nothing_is_tried_on_a_cpu(monkeypat
 )
 @pytest.mark.parametrize("nested", [False, True])
 def test_windows_and_layers_of_another_kind_need_the_mask_of_tokens(name: str, value: object, nested: bool) -> None:
-    model, text = build_base(spec("decoder")), PreTrainedConfig()
+    model, text = base_of(spec("decoder")), PreTrainedConfig()
     if nested:
         model.config = Nested(attn_implementation="sdpa")
         model.config.text_config = text
@@ -190,7 +190,7 @@ def test_a_decoder_that_is_told_to_see_all_is_not_causal() -> None:
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError(), RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED")])
 def test_a_fault_of_the_device_is_not_the_mask_s(error: Exception) -> None:
     """It ends what it happens to; another rank would go on with another mask."""
-    model, calls = build_base(spec("decoder")), list[int]()
+    model, calls = base_of(spec("decoder")), list[int]()
 
     def failing(*_: object) -> None:
         calls.append(1)
@@ -273,10 +273,10 @@ def test_an_error_of_our_own_is_not_taken_for_the_model_s(monkeypatch: pytest.Mo
     """As when transformers names something otherwise: it must not end in a slower mask without a word."""
 
     @contextmanager
-    def broken(_: nn.Module) -> Iterator[None]:
+    def broken(*_: object) -> Iterator[None]:
         raise AttributeError
         yield
 
-    monkeypatch.setattr(masks, "_attention_without_mask", broken)
+    monkeypatch.setattr(masks, "attending_by", broken)
     with pytest.raises(AttributeError):
-        tried_masking(build_base(spec("decoder")), CPU)
+        tried_masking(base_of(spec("decoder")), CPU)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 from torch import nn
 
 import andon.model.masks
-from andon.model.adapter import AdapterSpec, attach, trainable_parameters
-from andon.model.build import build_base, checkpoint_layers
-from andon.model.causal import collate_packs, loss_sum, require_apart
+from andon.config.schema import Adapter
+from andon.model.adapter import attach, trainable_parameters
+from andon.model.build import checkpoint_layers
+from andon.model.causal import check_packing_isolation, collate_packs, loss_sum
 from andon.model.masks import Masking, masking_of
 from andon.step.task import Batch
-from tests.model.tiny import CAUSAL, perturbed
+from tests.model.tiny import CAUSAL, base_of, changed, perturbed
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 GPU = torch.device("cuda", 0)
@@ -23,9 +22,9 @@ LENGTHS = [[70, 3, 1, 50], [128], [5, 90]]
 
 def model_of(dtype: str = "bfloat16", head: int = 32, *, dropout: float = 0.0) -> nn.Module:
     """A decoder with two heads of `head` values, one of keys, whose adapter is not at its start."""
-    spec = dataclasses.replace(CAUSAL, hidden_size=2 * head, max_length=256, dtype=dtype)
-    adapter = AdapterSpec(r=4, alpha=8.0, dropout=dropout)
-    return perturbed(attach(build_base(spec), adapter, seed=3), by=0.1).to(GPU)
+    spec = changed(CAUSAL, hidden_size=2 * head, max_length=256, dtype=dtype)
+    adapter = Adapter(r=4, alpha=8.0, dropout=dropout)
+    return perturbed(attach(base_of(spec), adapter, seed=3), by=0.1).to(GPU)
 
 
 def batch_of(lengths: list[list[int]]) -> Batch:
@@ -48,7 +47,7 @@ def learned(model: nn.Module, lengths: list[list[int]]) -> tuple[float, torch.Te
 def test_spans_give_what_pairs_give(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of()
     assert masking_of(model, GPU) is Masking.SPANS
-    require_apart(model, GPU, 128)
+    check_packing_isolation(model, GPU, 128)
     loss, gradient = learned(model, LENGTHS)
     monkeypatch.setitem(andon.model.masks._tried, model, Masking.ROW_PAIRS)
     wanted, right = learned(model, LENGTHS)
@@ -72,7 +71,7 @@ def test_the_same_bits_again() -> None:
 def test_what_the_kernel_does_not_take_is_told_by_pairs(model: tuple[str, int]) -> None:
     built = model_of(*model)
     assert masking_of(built, GPU) is Masking.ROW_PAIRS
-    require_apart(built, GPU, 128)
+    check_packing_isolation(built, GPU, 128)
     assert learned(built, LENGTHS)[0] > 0
 
 

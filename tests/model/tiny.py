@@ -8,31 +8,60 @@ from typing import Any
 import torch
 from torch import nn
 
-from andon.model.adapter import AdapterSpec, attach, trainable_parameters
-from andon.model.build import ModelSpec, build_base, seeded
+from andon.config.schema import Adapter, Model
+from andon.model.adapter import attach, trainable_parameters
+from andon.model.build import ModelInterface, build_base, build_shape, seeded
 from andon.tasks.classification import ClassificationTask
 
 CPU = torch.device("cpu")
 PAD = 32
-TINY = ModelSpec(
-    num_labels=3,
-    labels=("safe", "needs-quoting", "unsafe"),
-    vocab_size=33,
-    pad_id=PAD,
-    hidden_size=16,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    intermediate_size=24,
-    dropout=0.0,
-    max_length=16,
-    seed=7,
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """The arguments of `build_base`."""
+
+    model: Model
+    interface: ModelInterface
+    seed: int = 7
+
+
+def changed(shape: Shape, **values: Any) -> Shape:
+    """`shape` with other values, each named as its field of `Model`, `ModelInterface` or `Shape`."""
+    own, required = ({key: values.pop(key) for key in list(values) if key in names} for names in _FIELDS)
+    model, interface = shape.model.model_copy(update=own), dataclasses.replace(shape.interface, **required)
+    return dataclasses.replace(shape, model=model, interface=interface, **values)
+
+
+_FIELDS = (Model.model_fields, ModelInterface.__dataclass_fields__)
+
+
+def base_of(shape: Shape) -> Any:
+    return build_base(shape.model, shape.interface, shape.seed)
+
+
+def hollow_base(shape: Shape) -> Any:
+    return build_shape(shape.model, shape.interface, shape.seed)
+
+
+TINY = Shape(
+    Model(
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=24,
+        dropout=0.0,
+        max_length=16,
+    ),
+    ModelInterface("classification", ("safe", "needs-quoting", "unsafe"), vocab_size=33, pad_id=PAD),
 )
-LORA = AdapterSpec(r=2, alpha=4.0, dropout=0.0)
+LABELS = TINY.interface.labels
+LORA = Adapter(r=2, alpha=4.0, dropout=0.0)
 
 
-def spec(architecture: str = "decoder", dtype: str = "float32") -> ModelSpec:
-    return dataclasses.replace(TINY, architecture=architecture, dtype=dtype)
+def spec(architecture: str = "decoder", dtype: str = "float32") -> Shape:
+    return changed(TINY, architecture=architecture, dtype=dtype)
 
 
 def padded_batch() -> dict[str, torch.Tensor]:
@@ -44,9 +73,9 @@ def padded_batch() -> dict[str, torch.Tensor]:
     return {"input_ids": ids.where(mask == 1, torch.tensor(PAD)), "attention_mask": mask}
 
 
-def adapted(architecture: str = "decoder", dtype: str = "float32", adapter: AdapterSpec = LORA) -> nn.Module:
+def adapted(architecture: str = "decoder", dtype: str = "float32", adapter: Adapter = LORA) -> nn.Module:
     """The tiny model with an adapter whose B is zero, as training starts."""
-    return attach(build_base(spec(architecture, dtype)), adapter, seed=3)
+    return attach(base_of(spec(architecture, dtype)), adapter, seed=3)
 
 
 def perturbed(model: nn.Module, seed: int = 11, by: float = 0.3) -> nn.Module:
@@ -72,7 +101,7 @@ def task(
     )
 
 
-CAUSAL = dataclasses.replace(TINY, head="causal", num_labels=0, labels=())
+CAUSAL = changed(TINY, head="causal", labels=())
 
 
 def causal_base(kind: str = "qwen3", *, dropout: float = 0.0, words: int = 33, dtype: str = "float32") -> Any:
@@ -80,7 +109,7 @@ def causal_base(kind: str = "qwen3", *, dropout: float = 0.0, words: int = 33, d
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if kind == "qwen3":
-        return build_base(dataclasses.replace(CAUSAL, dropout=dropout, dtype=dtype))
+        return base_of(changed(CAUSAL, dropout=dropout, dtype=dtype))
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
     dropped = {"attention_dropout": dropout}
     if kind == "gpt2":
@@ -91,7 +120,7 @@ def causal_base(kind: str = "qwen3", *, dropout: float = 0.0, words: int = 33, d
         return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).train()
 
 
-def causal(kind: str = "qwen3", adapter: AdapterSpec = LORA, *, dropout: float = 0.0, eager: bool = False) -> nn.Module:
+def causal(kind: str = "qwen3", adapter: Adapter = LORA, *, dropout: float = 0.0, eager: bool = False) -> nn.Module:
     """The same with an adapter; eager: its attention in plain steps."""
     model = causal_base(kind, dropout=dropout)
     if eager:

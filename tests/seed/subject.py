@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from andon.config.schema import Optimizer
 from andon.coordinator import DataParallelCoordinator
 from andon.pipeline import ClassifyConfig, ClassifyPipeline, SafetySample, TransformerConfig, build_model
-from andon.step.optimizer import OptimizerSpec
 
 SMALL = TransformerConfig(
     hidden_size=16,
@@ -25,7 +25,7 @@ SMALL = TransformerConfig(
 )
 ENCODER = replace(SMALL, architecture="encoder")
 CONFIG = ClassifyConfig(num_classes=2, lora_rank=2, learning_rate=1e-2)
-SGD = OptimizerSpec("sgd", weight_decay=0.0)
+SGD = Optimizer(name="sgd", weight_decay=0.0)
 SEEDS = {"hidden_size": 32, "num_attention_heads": 4, "num_kv_heads": 4, "intermediate_size": 64, "vocab_size": 100}
 FIXTURE = replace(SMALL, **SEEDS, num_hidden_layers=2, max_position_embeddings=64)
 """The model of the seed's own tests (1g)."""
@@ -102,7 +102,7 @@ class Reference:
     """Trains on the mean of w[label] * cross entropy over the batch, clipped to the limit, by torch's own optimizer."""
 
     def __init__(
-        self, model_config: TransformerConfig, config: ClassifyConfig, optimizer: OptimizerSpec, seed: int = 0
+        self, model_config: TransformerConfig, config: ClassifyConfig, optimizer: Optimizer, seed: int = 0
     ) -> None:
         self.config = config
         self.model: Any = build_model(model_config, config, seed).double().train()

@@ -19,10 +19,10 @@ from torch import nn
 
 from andon.backend.group import GroupBackend
 from andon.backend.inprocess import InlineBackend
+from andon.config.schema import Optimizer
 from andon.console.problems import InputError
 from andon.coordinator import DataParallelCoordinator, resolve_devices
 from andon.pipeline import BatchResult, ClassifyConfig, ClassifyPipeline, SafetySample, SampleEncoder, TransformerConfig
-from andon.step.optimizer import OptimizerSpec
 from andon.step.step import TrainingStep
 from andon.step.task import Batch, LeafLoss
 from andon_contracts.violation import Violation
@@ -170,7 +170,7 @@ def test_the_bits_do_not_depend_on_the_replicas(
 ) -> None:
     """V5, V22, T20, N1, N2, N6, D1 to D10: any batches (empty, ragged), G, M, seed, weights, optimizer."""
     config = replace(CONFIG, class_weights=weights)
-    options = {"seed": seed, "micro_batches": micro_batches, "optimizer": OptimizerSpec(kind)}
+    options = {"seed": seed, "micro_batches": micro_batches, "optimizer": Optimizer(name=kind)}
     options["model_config"] = replace(SMALL, dropout=0.2)
     with replicas(1, config, **options) as one, replicas(world, config, **options) as several:
         for samples in batches:
@@ -205,7 +205,7 @@ def test_t07_replicas_that_train_alone_diverge() -> None:
 def test_t19_all_layers_and_the_bias_are_equal_after_training() -> None:
     """T17, T19, F-DP-001: A, B, head weight and bias of an encoder move, and are equal on three replicas."""
     shape = replace(FIXTURE, architecture="encoder", vocab_size=256)
-    with replicas(3, FIXTURE_CONFIG, model_config=shape, optimizer=OptimizerSpec()) as coordinator:
+    with replicas(3, FIXTURE_CONFIG, model_config=shape, optimizer=Optimizer()) as coordinator:
         start = weights(coordinator.primary_pipeline)
         for count in (6, 2):
             coordinator.train_batch_parallel(mixed_samples(count))
@@ -242,8 +242,8 @@ def test_v01_v08_every_sample_moves_the_weights_alike(world: int, samples: list[
 def test_v02_the_loss_is_that_of_one_process_after_100_steps() -> None:
     """V2, F-DP-005: at step 100 of the seed's own workload, at a rate that learns, within 1 % of one process."""
     samples = [sample(f"test_sample_{i}", i % 2) for i in range(10, 30)]
-    reference = Reference(SMALL, CONFIG, OptimizerSpec())
-    with replicas(2, optimizer=OptimizerSpec(), micro_batches=2, base_every=100) as coordinator:
+    reference = Reference(SMALL, CONFIG, Optimizer())
+    with replicas(2, optimizer=Optimizer(), micro_batches=2, base_every=100) as coordinator:
         for _ in range(100):
             loss, _ = reference.step(samples)
             result = coordinator.train_batch_parallel(samples)
@@ -301,7 +301,7 @@ def test_v07_clipping_comes_once_and_after_the_reduction() -> None:
 def test_v09_a_nan_in_any_shard_stops_everybody(rank: int) -> None:
     """V9, V10, F-DP-003: NaN in shard k raises, naming clause, step, rank and micro-batch; no state changes."""
     samples = mixed_samples(8)
-    with replicas(4, optimizer=OptimizerSpec(), base_every=1000) as coordinator:
+    with replicas(4, optimizer=Optimizer(), base_every=1000) as coordinator:
         coordinator.train_batch_parallel(samples)
         plant_nan(coordinator, "z")
         before = states(coordinator)
@@ -382,7 +382,7 @@ def test_v19_replicas_are_copies_of_one_model() -> None:
 def test_v20_a_bad_sample_changes_nothing(bad: Any) -> None:
     """V20, V30, F-CLASS-002: the error names place and value of every bad label or text, and changes no replica."""
     samples = mixed_samples(3)
-    with replicas(2, optimizer=OptimizerSpec()) as coordinator:
+    with replicas(2, optimizer=Optimizer()) as coordinator:
         before = states(coordinator)
         with pytest.raises(InputError) as caught:
             coordinator.train_batch_parallel([*samples, bad])
@@ -412,7 +412,7 @@ def test_v21_replicas_of_another_structure_cannot_train_together() -> None:
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_v26_a_replica_that_misses_an_update_is_found_within_that_step(rank: int) -> None:
     """V26, FALSIFY-DP-001: without the common update on any one of three replicas, training stops and names it."""
-    with replicas(3, optimizer=OptimizerSpec()) as coordinator:
+    with replicas(3, optimizer=Optimizer()) as coordinator:
         coordinator.train_batch_parallel(mixed_samples(8))
         coordinator.pipelines[rank].replica.apply = lambda: None  # type: ignore[method-assign]
         assert broken(coordinator, mixed_samples(8))[1:3] == (rank, 2)

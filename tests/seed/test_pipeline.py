@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from andon.console.problems import InputError
-from andon.gradients import average_gradients, has_non_finite
+from andon.gradients import average_gradients, has_non_finite, shard_samples
 from andon.model.adapter import trainable_parameters
-from andon.model.memory import activation_bytes, measure_peak_bytes, plan_bytes
+from andon.model.memory import plan_bytes
 from andon.pipeline import (
     BatchResult,
     ClassifyConfig,
@@ -28,10 +28,10 @@ from andon.pipeline import (
     TransformerConfig,
     build_model,
 )
-from andon.step.shard import shard_samples
 from andon.tasks import classification
 from andon_contracts.policy import evaluations, reset_evaluations
 from andon_contracts.violation import Violation
+from andon_falsify.subjects.meter import activation_bytes
 from tests.seed.subject import (
     CONFIG,
     ENCODER,
@@ -47,6 +47,7 @@ from tests.seed.subject import (
     state,
     weights,
 )
+from tests.support.memory import peak_bytes
 
 FP32 = st.floats(width=32)
 FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -420,8 +421,8 @@ def test_v23_memory_is_measured_and_not_a_formula() -> None:
     rows = SampleEncoder(shape, CONFIG).of_samples(samples)
     largest = activation_bytes(model, rows, rows.load(range(2), torch.device("cpu")))
     plan = plan_bytes(model, trainable_parameters(model), "adamw", 4, largest)
-    measured = measure_peak_bytes(lambda: ClassifyPipeline(shape, CONFIG, micro_batches=4).train_batch(samples))
-    assert measured.peak <= 1.1 * plan.total
+    measured = peak_bytes(lambda: ClassifyPipeline(shape, CONFIG, micro_batches=4).train_batch(samples))
+    assert measured <= 1.1 * plan.total
     assert plan.base > 0.5 * plan.total
 
 

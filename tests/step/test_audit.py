@@ -17,13 +17,14 @@ from hypothesis import strategies as st
 from andon.backend.base import Backend
 from andon.backend.group import GroupBackend
 from andon.backend.inprocess import InlineBackend
-from andon.step.audit import AuditSpec, default_every, describe, siblings
+from andon.config.schema import Contracts
+from andon.step.audit import default_every, siblings
 from andon.step.micro_batch import Leaf
 from andon.step.plan import GlobalBatch, rank_leaves
+from andon.step.reduce import Node, finish, fold, subtree_roots
 from andon.step.replica import Replica
 from andon.step.step import RankFailed, StepResult, TrainingStep
 from andon.step.task import Task
-from andon.step.tree import Node, finish, fold, subtree_roots
 from andon_contracts.policy import evaluations, reset_evaluations
 from andon_contracts.violation import Violation
 from tests.support.ranks import run_ranks
@@ -31,12 +32,12 @@ from tests.support.toy import CPU, Settings, ToyTask, build, rate, replica, run
 
 LEAVES = 8
 SETTINGS = Settings(LEAVES, sizes=(16, 16, 5))
-ALL = AuditSpec(1, None)
+ALL = Contracts(audit_every=1, audit_coverage="all")
 
 
-def audited(backend: Backend, spec: AuditSpec, task: Task | None = None) -> tuple[TrainingStep, list[Replica]]:
+def audited(backend: Backend, contracts: Contracts, task: Task | None = None) -> tuple[TrainingStep, list[Replica]]:
     replicas = [replica() for _ in backend.ranks]
-    return TrainingStep(backend, replicas, task or ToyTask(), LEAVES, 0.2, spec), replicas
+    return TrainingStep(backend, replicas, task or ToyTask(), LEAVES, 0.2, contracts), replicas
 
 
 def inline(world: int) -> InlineBackend:
@@ -77,10 +78,10 @@ def plant_in_sum(victim: Replica, root: int, place: int, bit: int) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8, 11])
-@pytest.mark.parametrize("coverage", [1, 2, None])
-def test_an_audit_changes_nothing(world: int, coverage: int | None) -> None:
+@pytest.mark.parametrize("coverage", [1, 2, "all"])
+def test_an_audit_changes_nothing(world: int, coverage: Any) -> None:
     plain = run(inline(world), replace(SETTINGS, clip_norm=0.2))
-    step, replicas = audited(inline(world), AuditSpec(1, coverage))
+    step, replicas = audited(inline(world), Contracts(audit_every=1, audit_coverage=coverage))
     reset_evaluations()
     step.attest_start({})
     for batch, expected in zip(SETTINGS.batches(), plain, strict=True):
@@ -144,13 +145,12 @@ def test_one_rank_finds_what_passes_and_not_what_persists() -> None:
     step, replicas = audited(inline(1), ALL)
     plant_in_gradient(replicas[0], 3, 0, 5, times=1000)
     do(step, SETTINGS.batches()[0])
-    assert "cannot see a persistent fault" in describe(ALL, 1)
-    assert "cannot see" not in describe(ALL, 2)
+    assert "cannot see a persistent fault" in step.audit.describe()
+    assert "cannot see" not in audited(inline(2), ALL)[0].audit.describe()
 
 
 def test_a_flip_is_found_exactly_where_its_micro_batch_is_drawn() -> None:
-    spec = AuditSpec(1, 1, seed=3)
-    step, replicas = audited(inline(2), spec)
+    step, replicas = audited(inline(2), Contracts(audit_every=1))
     draw = random.Random(9)
     (batch,) = Settings(LEAVES, sizes=(16,)).batches()
     clean = [r._leaf for r in replicas]
@@ -159,7 +159,7 @@ def test_a_flip_is_found_exactly_where_its_micro_batch_is_drawn() -> None:
         leaf = draw.randrange(LEAVES)
         owner = leaf // 4
         plant_in_gradient(replicas[owner], leaf, draw.randrange(180), draw.randrange(22))
-        drawn = leaf in spec.chosen(number, owner, range(4 * owner, 4 * owner + 4))
+        drawn = leaf in step.audit.chosen(number, owner, range(4 * owner, 4 * owner + 4))
         expected = pytest.raises(Violation, match="audit broken") if drawn else nullcontext()
         with expected:
             step(replace(batch, step=number), 0.01, replicas[0].updates + 1)
@@ -172,17 +172,18 @@ def test_a_flip_is_found_exactly_where_its_micro_batch_is_drawn() -> None:
 @pytest.mark.parametrize(("coverage", "leaves"), [(1, 4), (2, 4), (1, 8), (3, 5)])
 def test_micro_batches_are_drawn_at_the_stated_rate(coverage: int, leaves: int) -> None:
     """Each of L micro-batches is drawn with probability c / L: 1,000 draws lie in the binomial's 99 % interval."""
-    spec = AuditSpec(1, coverage, seed=11)
+    step, _ = audited(inline(2), Contracts(audit_every=1, audit_coverage=coverage))
     draw = random.Random(12)
-    found = sum(draw.randrange(leaves) in spec.chosen(number, 1, range(leaves)) for number in range(1000))
+    found = sum(draw.randrange(leaves) in step.audit.chosen(number, 1, range(leaves)) for number in range(1000))
     share = coverage / leaves
     assert abs(found - 1000 * share) <= 2.576 * math.sqrt(1000 * share * (1 - share))
 
 
 def test_audits_are_due_every_k_steps_and_cost_a_hundredth() -> None:
     """K = ceil(100 W / M): one of the M / W micro-batches of a rank every K steps is at most 1 % of its work."""
-    assert [number for number in range(1, 10) if AuditSpec(3).due(number)] == [3, 6, 9]
-    assert not any(AuditSpec(0).due(number) for number in range(1, 10))
+    for every, due in ((3, [3, 6, 9]), (0, [])):
+        step, _ = audited(inline(2), Contracts(audit_every=every))
+        assert [number for number in range(1, 10) if step.audit.due(number)] == due
     assert default_every(2, 8) == 25
     assert default_every(1, 8) == 13
     for world, leaves in ((1, 3), (3, 8), (8, 8), (16, 8)):
@@ -204,9 +205,9 @@ def test_what_is_taken_over_completes_what_is_computed_again(leaves: int, data: 
     assert finish(root, table, lambda one, other: f"({one}{other})") == whole
 
 
-def _rank_with_flip(coverage: int | None) -> tuple[str, tuple[int, ...], int, int]:
+def _rank_with_flip(coverage: Any) -> tuple[str, tuple[int, ...], int, int]:
     backend = GroupBackend("gloo", CPU)
-    step, (own,) = audited(backend, AuditSpec(1, coverage))
+    step, (own,) = audited(backend, Contracts(audit_every=1, audit_coverage=coverage))
     first, second, third = SETTINGS.batches()
     do(step, first)
     do(step, second)
@@ -219,8 +220,8 @@ def _rank_with_flip(coverage: int | None) -> tuple[str, tuple[int, ...], int, in
     return "", (), 0, own.updates
 
 
-@pytest.mark.parametrize("coverage", [1, None])
-def test_ranks_of_a_group_audit_each_other(coverage: int | None) -> None:
+@pytest.mark.parametrize("coverage", [1, "all"])
+def test_ranks_of_a_group_audit_each_other(coverage: Any) -> None:
     outcomes = [outcome.get() for outcome in run_ranks(2, _rank_with_flip, coverage)]
     assert outcomes == [("audit", (0, 1), 3, 2)] * 2
 

@@ -12,7 +12,7 @@ import torch
 
 from andon.backend.group import GroupBackend
 from andon.backend.inprocess import InlineBackend
-from andon.step.optimizer import OptimizerSpec
+from andon.config.schema import Optimizer
 from tests.support.ranks import run_ranks
 from tests.support.toy import CPU, Settings, run
 
@@ -21,8 +21,8 @@ WORLDS = (1, 2, 3, 4)
 SETTINGS = {
     "adamw-clipped-m8": Settings(8, clip_norm=0.2),
     "adamw-clipped-m5": Settings(5, clip_norm=0.2),
-    "sgd-m8": Settings(8, optimizer=OptimizerSpec("sgd", momentum=0.9)),
-    "sgd-m5": Settings(5, optimizer=OptimizerSpec("sgd")),
+    "sgd-m8": Settings(8, optimizer=Optimizer(name="sgd", momentum=0.9)),
+    "sgd-m5": Settings(5, optimizer=Optimizer(name="sgd")),
     # Fewer micro-batches than ranks: some ranks have nothing to compute and still take part.
     "adamw-m2": Settings(2),
 }

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from andon.backend.inprocess import InlineBackend
-from andon.step.audit import AuditSpec
+from andon.config.schema import Contracts, Optimizer
 from andon.step.captured import CapturedPasses
-from andon.step.optimizer import OptimizerSpec
 from andon.step.replica import Replica
 from andon.step.step import TrainingStep
 from andon.step.task import Task
@@ -22,7 +21,7 @@ from tests.support.faults import CULPRIT, FAULTS, SETTINGS, WORLD, PoisonedTask
 from tests.support.toy import SEED, Settings, ToyModel, ToyTask, rate, record, trainable
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-OPTIMIZERS = {"adamw": OptimizerSpec(), "sgd": OptimizerSpec("sgd", momentum=0.9), "plain": OptimizerSpec("sgd")}
+OPTIMIZERS = {"adamw": Optimizer(), "sgd": Optimizer(name="sgd", momentum=0.9), "plain": Optimizer(name="sgd")}
 
 
 class PinnedTask(ToyTask):
@@ -59,7 +58,7 @@ def made(
         passes = CapturedPasses(device) if captured else None
         replicas.append(Replica(model, trainable(model), settings.optimizer, SEED, device, captured=passes))
     backend = InlineBackend([device] * world)
-    audit = AuditSpec(audit_every, None)
+    audit = Contracts(audit_every=audit_every, audit_coverage="all")
     return TrainingStep(backend, replicas, task, settings.micro_batches, settings.clip_norm, audit, late=late), replicas
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from andon.backend.base import Backend
 from andon.backend.group import GroupBackend
 from andon.backend.inprocess import InlineBackend
-from andon.step.optimizer import OptimizerSpec
+from andon.config.schema import Optimizer
 from andon.step.plan import GlobalBatch
 from andon.step.replica import Replica
 from andon.step.step import RankFailed, TrainingStep
@@ -212,7 +212,7 @@ def test_a_state_that_moved_between_two_updates_is_found_before_it_is_used(
     clause: str,
     ranks: tuple[int, ...],
 ) -> None:
-    step, replicas = build(InlineBackend([CPU] * world), replace(SETTINGS, optimizer=OptimizerSpec()))
+    step, replicas = build(InlineBackend([CPU] * world), replace(SETTINGS, optimizer=Optimizer()))
     if attested:
         step.attest_start({})
     for batch in SETTINGS.batches()[:updates]:

@@ -9,8 +9,8 @@ import torch
 from torch.nn import functional as F
 
 from andon.backend.inprocess import InlineBackend
+from andon.config.schema import Optimizer
 from andon.step.keyed import key
-from andon.step.optimizer import OptimizerSpec
 from andon.step.plan import GlobalBatch
 from tests.support.faults import SteepTask
 from tests.support.toy import CPU, DROPOUT, SEED, Settings, ToyModel, ToyTask, build, rate
@@ -102,10 +102,8 @@ def test_no_rows_return_zeros_and_change_nothing() -> None:
     assert [(r.weights_digest(), r.optimizer_digest(), r.updates) for r in replicas] == before
 
 
-@pytest.mark.parametrize(
-    "spec", [OptimizerSpec(weight_decay=0.5), OptimizerSpec("sgd", momentum=0.9, weight_decay=0.5)]
-)
-def test_plain_torch_reaches_the_same_weights(spec: OptimizerSpec) -> None:
+@pytest.mark.parametrize("spec", [Optimizer(weight_decay=0.5), Optimizer(name="sgd", momentum=0.9, weight_decay=0.5)])
+def test_plain_torch_reaches_the_same_weights(spec: Optimizer) -> None:
     """With biases in a group of their own, which does not decay."""
     settings = Settings(8, sizes=(10, 7), optimizer=spec, clip_norm=None)
     step, (replica,) = build(InlineBackend([CPU]), settings)

@@ -13,11 +13,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from andon.backend.inprocess import InlineBackend
+from andon.config.schema import Config
 from andon.console.problems import InputError
 from andon.step.keyed import key, keyed_randomness, refuse_unkeyed
-from andon.step.optimizer import OptimizerSpec
 from andon.step.task import LeafLoss
-from andon.training.build import StepSpec, build_replicas
+from andon.training.build import build_replicas
 from tests.model.tiny import adapted, task
 from tests.support.toy import CPU, Settings, ToyTask, build, rate
 
@@ -146,7 +146,7 @@ def test_a_model_whose_numbers_no_key_decides_is_refused(
     monkeypatch.setattr(rows, "loss_sum", lambda *given: LeafLoss(plain(*given).loss_sum + draw(), torch.tensor(0)))
     states = random.getstate(), repr(np.random.get_state())
     with pytest.raises(InputError, match=r"^model\.base: two passes .* differ: the model draws from numpy, random or"):
-        build_replicas(adapted(), StepSpec(OptimizerSpec(), 5, 2, 1.0), InlineBackend([CPU]), rows, 0)
+        build_replicas(adapted(), Config(seed=5), InlineBackend([CPU]), rows, 0)
     assert (random.getstate(), repr(np.random.get_state())) == states
 
 

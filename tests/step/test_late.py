@@ -10,8 +10,8 @@ import torch
 from andon.backend.base import Backend
 from andon.backend.group import GroupBackend
 from andon.backend.inprocess import InlineBackend
-from andon.step.audit import NO_AUDIT, AuditSpec
-from andon.step.optimizer import OptimizerSpec
+from andon.config.schema import Contracts, Optimizer
+from andon.step.audit import NO_AUDIT
 from andon.step.replica import Replica
 from andon.step.step import RankFailed, TrainingStep
 from andon.step.task import Task
@@ -27,7 +27,7 @@ State = tuple[int, int, int]
 
 
 def late_step(
-    backend: Backend, settings: Settings = SETTINGS, task: Task | None = None, audit: AuditSpec = NO_AUDIT
+    backend: Backend, settings: Settings = SETTINGS, task: Task | None = None, audit: Contracts = NO_AUDIT
 ) -> tuple[TrainingStep, list[Replica]]:
     replicas = [replica(optimizer=settings.optimizer, seed=settings.seed) for _ in backend.ranks]
     step = TrainingStep(
@@ -165,7 +165,7 @@ def test_a_nan_closes_the_gate(micro_batch: int, where: str, backend: Backend) -
 
 
 def test_an_audit_is_judged_late_too(backend: Backend) -> None:
-    step, replicas = late_step(backend, audit=AuditSpec(1, None))
+    step, replicas = late_step(backend, audit=Contracts(audit_every=1, audit_coverage="all"))
     step(SETTINGS.batches()[0], rate(1), 1)
     plant_in_gradient(replicas[1], leaf=3, place=3, bit=12)
     violation, states = _caught(step, replicas)
@@ -204,11 +204,11 @@ def test_after_a_violation_a_single_update_can_be_taken_again() -> None:
 def test_an_optimizer_that_its_device_cannot_hold_back_is_refused() -> None:
     backend = InlineBackend([CPU])
     with pytest.raises(ValueError, match="sgd on cpu is not fused"):
-        late_step(backend, Settings(8, optimizer=OptimizerSpec("sgd")))
+        late_step(backend, Settings(8, optimizer=Optimizer(name="sgd")))
 
 
 def test_a_fused_sgd_is_held_back_and_counts_no_update() -> None:
-    held = replica(optimizer=OptimizerSpec("sgd"))
+    held = replica(optimizer=Optimizer(name="sgd"))
     held.optimizer = torch.optim.SGD([each.weights for each in held._ranges], lr=0.1, fused=True)
     held.parameters.gradient.fill_(1.0)
     closed = torch.ones(())

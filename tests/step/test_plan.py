@@ -11,12 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from andon.config.load import load_config
-from andon.step.plan import BatchPlan, GlobalBatch, efficiency, epoch_order, rank_leaves
-from andon.step.schedule import Schedule
-from andon.step.shard import balanced_bounds
+from andon.step.plan import BatchPlan, GlobalBatch, Schedule, balanced_bounds, efficiency, epoch_order, rank_leaves
 from andon.training.build import schedule_of
-from andon.training.material import prepare
-from andon.training.session import run_spec
 
 IDS = tuple(range(100, 137))
 plans = st.builds(
@@ -182,7 +178,7 @@ def test_the_schedule_of_a_configuration() -> None:
     for warmup in ("fraction=0.25", "steps=5"):
         settings = [f"schedule.warmup_{warmup}", "schedule.min_lr=0.125", "schedule.type=linear"]
         config = load_config(None, ["optimizer.lr=0.5", *settings])
-        schedule = schedule_of(run_spec(config, prepare(config), 1), plan)
+        schedule = schedule_of(config, plan)
         assert [schedule.rate(step) for step in (5, 20)] == [0.5, 0.125]
         assert [schedule.rate(step) for step in (4, 10)] == pytest.approx([0.4, 0.375])
 

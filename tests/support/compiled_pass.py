@@ -25,7 +25,8 @@ def decoder(dropout: float) -> nn.Module:
     """Three layers of a bf16 Qwen3 shape with an adapter whose second factor is not zero."""
     from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
-    from andon.model.adapter import AdapterSpec, attach
+    from andon.config.schema import Adapter
+    from andon.model.adapter import attach
 
     config = Qwen3Config(
         hidden_size=256,
@@ -42,7 +43,7 @@ def decoder(dropout: float) -> nn.Module:
     torch.manual_seed(3)
     base: nn.Module = Qwen3ForSequenceClassification(config).to(torch.bfloat16)
     base.config.dtype = torch.bfloat16  # type: ignore[union-attr]
-    model = attach(base, AdapterSpec(r=8, alpha=16.0, dropout=dropout, targets=("q_proj", "v_proj")), 1)
+    model = attach(base, Adapter(r=8, alpha=16.0, dropout=dropout, targets=("q_proj", "v_proj")), 1)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.05)
@@ -77,7 +78,8 @@ def new_rows_off_eager(mode: str) -> list[float]:
     """The same of the rows of two new tokens, read and written in two packs by a model with a head of its own."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from andon.model.adapter import AdapterSpec, attach
+    from andon.config.schema import Adapter
+    from andon.model.adapter import attach
     from andon.model.causal import collate_packs, loss_sum
 
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
@@ -85,8 +87,8 @@ def new_rows_off_eager(mode: str) -> list[float]:
     torch.manual_seed(3)
     base: nn.Module = Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, tie_word_embeddings=False, use_cache=False))
     base.config.dtype = torch.bfloat16  # type: ignore[union-attr]
-    spec = AdapterSpec(r=8, alpha=16.0, dropout=0.0, targets=("q_proj", "v_proj"), new_tokens=(100, 101))
-    model = attach(base.to(torch.bfloat16), spec, 1).to(DEVICE).train()
+    spec = Adapter(r=8, alpha=16.0, dropout=0.0, targets=("q_proj", "v_proj"))
+    model = attach(base.to(torch.bfloat16), spec, 1, (100, 101)).to(DEVICE).train()
     rows = [(torch.arange(start, start + 32) % 102, torch.ones(32)) for start in (0, 75, 90)]
     packs = collate_packs([rows[:2], rows[2:]], 0, LENGTH, LENGTH)
     given = {name: value.to(DEVICE) for name, value in packs.items()}

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from andon.backend.base import Backend
-from andon.step.optimizer import OptimizerSpec
+from andon.config.schema import Optimizer
 from andon.step.plan import GlobalBatch
 from andon.step.replica import Replica
 from andon.step.step import StepResult, TrainingStep
@@ -75,7 +75,7 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def replica(
     model: Callable[[], nn.Module] = ToyModel,
-    optimizer: OptimizerSpec | None = None,
+    optimizer: Optimizer | None = None,
     seed: int = SEED,
     kind: type[Replica] = Replica,
 ) -> Replica:
@@ -83,14 +83,14 @@ def replica(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         own = model()
-    return kind(own, trainable(own), optimizer or OptimizerSpec(), seed, CPU)
+    return kind(own, trainable(own), optimizer or Optimizer(), seed, CPU)
 
 
 @dataclass(frozen=True)
 class Settings:
     micro_batches: int
     sizes: tuple[int, ...] = (10, 7, 3, 1)
-    optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
+    optimizer: Optimizer = field(default_factory=Optimizer)
     clip_norm: float | None = None
     seed: int = SEED
 

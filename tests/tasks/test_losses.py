@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
@@ -13,20 +12,20 @@ from hypothesis import strategies as st
 from torch import nn
 
 from andon.backend.inprocess import InlineBackend
+from andon.config.schema import Config, Optimizer
 from andon.console.problems import InputError
 from andon.metrics.label_sets import multi_label_scores
 from andon.model.adapter import trainable_parameters
-from andon.model.build import ModelSpec
-from andon.step.optimizer import OptimizerSpec
+from andon.step.audit import NO_AUDIT
 from andon.step.plan import BatchPlan
 from andon.step.task import Task
 from andon.tasks.multi_label import MultiLabelTask
 from andon.tasks.regression import RegressionTask
 from andon.tasks.tagging import NO_TAG, TaggingTask
-from andon.training.build import Run, RunSpec, StepSpec, build_run
+from andon.training.build import Run, build_run
 from andon_falsify.reference.decoder import Decoder
 from andon_falsify.reference.params import Lora, canonical, canonical_name
-from tests.model.tiny import CPU, LORA, PAD, TINY
+from tests.model.tiny import CPU, LORA, PAD, TINY, Shape, changed
 
 WORLD = 3
 ROWS = 40
@@ -34,20 +33,21 @@ Logits = Callable[[list[int]], torch.Tensor]
 """Tokens of one row to the outputs at its last one, float64 [outputs]."""
 
 
-def tiny(head: str, *labels: str) -> ModelSpec:
-    return replace(TINY, head=head, num_labels=len(labels), labels=labels)
+def tiny(head: str, *labels: str) -> Shape:
+    return changed(TINY, head=head, labels=labels)
 
 
 def farthest(
-    spec: ModelSpec, task: Task, row_loss: Callable[[Logits, int], torch.Tensor], row_terms: list[int], updates: int
+    spec: Shape, task: Task, row_loss: Callable[[Logits, int], torch.Tensor], row_terms: list[int], updates: int
 ) -> float:
     """Over `updates` updates, how far any tensor's gradient is from the float64 one, relative, in the L2 norm.
 
     row_loss: a row's part of the sum. row_terms: of each row.
     """
     plan = BatchPlan(tuple(range(ROWS)), batch_size=7, micro_batches=4, seed=1, epochs=updates, max_steps=updates)
-    step = StepSpec(OptimizerSpec(), seed=5, micro_batches=4, clip_norm=None)
-    run = build_run(RunSpec(spec, LORA, step, peak_lr=1e-3), InlineBackend([CPU] * WORLD), task, plan)
+    optimizer = Optimizer(lr=1e-3, clip_norm=None)
+    config = Config(seed=5, model=spec.model, adapter=LORA, optimizer=optimizer, contracts=NO_AUDIT)
+    run = build_run(config, spec.interface, InlineBackend([CPU] * WORLD), task, plan)
     for module in (module for model in run.models for module in model.modules() if isinstance(module, nn.Dropout)):
         module.p = 0.0  # a head of tokens has one of its own
     run.step.attest_start({})
@@ -245,7 +245,7 @@ def test_words_that_were_cut_off_are_missed() -> None:
     ids=["several labels", "a number", "tags"],
 )
 def test_the_gradient_is_that_of_a_loop_in_float64(
-    spec: ModelSpec, task: Task, row_loss: Callable[[Logits, int], torch.Tensor], row_terms: list[int], updates: int
+    spec: Shape, task: Task, row_loss: Callable[[Logits, int], torch.Tensor], row_terms: list[int], updates: int
 ) -> None:
     """Of the mean over the terms of the global batch, on three ranks with ragged rows."""
     assert farthest(spec, task, row_loss, row_terms, updates) <= 2e-6

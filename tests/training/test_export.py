@@ -33,9 +33,9 @@ from andon.model.build import seeded
 from andon.run.folder import RunFolder
 from andon.run.provenance import Provenance
 from andon.training import export
-from andon.training.card import Form, Result, card
-from andon.training.drift import EXTENTS
+from andon.training.export import EXTENTS
 from andon.training.inference import load_run, predict
+from andon.training.outputs import Form, Result, card
 from tests.cli.command import cli, tree
 from tests.data.test_chat import CHATML, tokenizer
 from tests.support.stock import Stock
@@ -182,21 +182,21 @@ def test_what_is_lost_in_bfloat16_is_said(made: Path, tmp_path: Path, stock: Sto
     assert float(told[2]) > 1e-5
 
 
-def halved(layer: Any, weight: torch.Tensor) -> torch.Tensor:
-    return weight + layer.get_delta_weight("default") / 2
+def halved(base: Any, changes: Any = adapter._changes) -> dict[str, Any]:
+    """Every merged weight is halfway from the base's to what it should be."""
+    return {name: lambda weight, change=change: (weight + change(weight)) / 2 for name, change in changes(base).items()}
 
 
-def halved_alpha(*given: Any, written: Callable[..., dict[str, Any]] = adapter._adapter_config) -> dict[str, Any]:
-    config = written(*given)
-    return config | {"lora_alpha": config["lora_alpha"] / 2}
+def halved_alpha(file: Path, content: dict[str, Any], write: Any = adapter._write_json) -> None:
+    write(file, content | {"lora_alpha": content["lora_alpha"] / 2} if "lora_alpha" in content else content)
 
 
 @pytest.mark.parametrize(
     ("kind", "options", "part", "other"),
     [
-        ("embedded", MERGE, "_with_delta", halved),
-        ("embedded", (), "_adapter_config", halved_alpha),
-        ("pretrained", (), "_adapter_config", halved_alpha),
+        ("embedded", MERGE, "_changes", halved),
+        ("embedded", (), "_write_json", halved_alpha),
+        ("pretrained", (), "_write_json", halved_alpha),
     ],
 )
 def test_weights_that_are_read_otherwise_do_not_go_out(
@@ -389,7 +389,7 @@ def test_a_base_in_another_unit_is_held_to_its_own_size(tmp_path: Path) -> None:
     for name, parameter in run.model.named_parameters():
         if "modules_to_save" in name:
             parameter.data *= 1e6
-    (said,) = export.export_merged(run, tmp_path / "out", "float32")
+    (said,) = export.export_run(run, tmp_path / "out", "float32")
     assert "from a number of the run" in said
 
 
@@ -517,7 +517,7 @@ def test_an_answering_model_is_compared_by_its_logits(
     found = re.search(r"on 4 evaluation prompts, .* the largest difference from a logit of the run is ([\d.e-]+)", said)
     assert found is not None, said
     assert float(found[1]) > 1e-4
-    monkeypatch.setattr(adapter, "_with_delta", halved)
+    monkeypatch.setattr(adapter, "_changes", halved)
     with pytest.raises(RuntimeError, match="the written model is not the run's: on 4 evaluation prompts"):
         exported(answering("messages"), tmp_path / "wrong", "--merge")
     assert not (tmp_path / "wrong").exists()

@@ -17,7 +17,7 @@ from andon.config.schema import Config
 from andon.console.problems import InputError
 from andon.model.memory import MemoryPlan
 from andon.training import forecast, study
-from andon.training.budget import _planned, hold_to_budget
+from andon.training.budget import _fitting_setting, _planned, hold_to_budget
 from andon.training.forecast import Machine, WorldPlan
 from andon.training.material import prepare
 from andon.training.study import NotPlannable, captures, with_graphs_that_fit
@@ -102,14 +102,30 @@ def test_what_updates_on_the_cpu_is_planned_there(data: Path) -> None:
     assert (host.weights, host.gradient, host.moments) == (gpu.weights, gpu.weights, 2 * gpu.weights)
 
 
-def test_the_smallest_gpu_counts_and_each_remedy_needs_less(data: Path) -> None:
-    config = configured(data, "run.backend=nccl", "model.hidden_size=128", "model.max_length=64")
-    found = forecast.forecast(config, [2], Machine((LARGE, 700 * MIB), LARGE))
+def test_the_smallest_gpu_counts_and_one_setting_with_which_it_fits_is_named(data: Path) -> None:
+    given = ("run.backend=nccl", "run.cuda_graphs=always", "model.hidden_size=128", "model.max_length=64")
+    free = forecast.forecast(configured(data, *given), [2], Machine((LARGE,) * 2, LARGE))
+    needed = free.worlds[0].needs[0].needed
+    assert free.remedy is None
+    found = forecast.forecast(configured(data, *given), [2], Machine((LARGE, needed - 1), LARGE))
     need = found.worlds[0].needs[0]
-    assert (need.budget, need.fits) == (700 * MIB, False)
-    assert found.remedies
-    assert all(remedy.needed < need.needed for remedy in found.remedies)
-    assert not forecast.forecast(config, [2], Machine((LARGE,) * 2, LARGE)).remedies
+    assert (need.budget, need.fits) == (needed - 1, False)
+    assert found.remedy is not None
+    changed = forecast.forecast(
+        configured(data, *given, found.remedy.setting), [2], Machine((LARGE, needed - 1), LARGE)
+    )
+    assert changed.worlds[0].fits
+    assert changed.worlds[0].needs[0].needed == found.remedy.needed < needed
+    assert forecast.forecast(configured(data, *given), [2], Machine((LARGE, 700 * MIB), LARGE)).remedy is None
+
+
+def test_a_run_that_does_not_fit_on_its_gpus_names_a_setting_that_does(data: Path) -> None:
+    config = configured(data, "run.backend=nccl", "model.hidden_size=128", "model.max_length=64")
+    looked = study.Study(prepare(config))
+    needed = looked.plan(config, "cuda", 2).needed
+    offered = _fitting_setting(looked, 2, needed - 1)
+    assert offered == "it would fit with --set training.micro_batches=8 (another result, as valid)"
+    assert _fitting_setting(looked, 2, 1) == "no single setting would make it fit; andon plan says what needs most"
 
 
 def test_a_model_that_cannot_be_followed_is_bad_input_to_a_plan_and_a_warning_to_a_run(
@@ -128,7 +144,7 @@ def test_a_model_that_cannot_be_followed_is_bad_input_to_a_plan_and_a_warning_to
     expected = r"model\.base: its memory cannot be planned \(RuntimeError: no such shape\)"
     with pytest.raises(NotPlannable, match=expected):
         plans(config, [1], Machine((), LARGE))
-    assert _planned(prepare(config), backend) is None
+    assert _planned(study.Study(prepare(config)), backend) is None
     assert "warning: model.base: its memory cannot be planned" in capsys.readouterr().err
     failing(InputError("model.base: is wrong"))
     for planning in (lambda: plans(config, [1], Machine((), LARGE)), lambda: _planned(prepare(config), backend)):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -17,24 +15,22 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from andon.backend.inprocess import InlineBackend
 from andon.cli.train import run_training
 from andon.config.load import load_config
-from andon.config.schema import MULTI_LABEL, REGRESSION, TOKEN_CLASSIFICATION
+from andon.config.schema import MULTI_LABEL, REGRESSION, TOKEN_CLASSIFICATION, Config, Model
 from andon.config.source import quiet_loading
 from andon.console.problems import InputError
 from andon.data.rows import frozen_split
 from andon.data.tokens import byte_tokenizer
 from andon.metrics.confusion import digest_of
-from andon.model.adapter import AdapterSpec, save_base, trainable_parameters
-from andon.model.build import build_base
+from andon.model.adapter import save_base, trainable_parameters
 from andon.run.folder import RunFolder
-from andon.step.optimizer import OptimizerSpec
-from andon.training.build import StepSpec, build_model, build_replicas
+from andon.training.build import build_model, build_replicas
 from andon.training.inference import Prediction, evaluate_run, load_run, predict, read_labelled, rows_of
 from andon.training.material import prepare
 from andon.training.preview import describe
 from andon.training.rows import read_rows
 from andon_falsify.claims.ledgers import read_run, verify
 from andon_falsify.verdict import Outcome
-from tests.model.tiny import CPU, TINY, spec, task
+from tests.model.tiny import CPU, LABELS, TINY, base_of, changed, task
 from tests.training.kinds import COUNT, IDS, KINDS, Kind
 from tests.training.runs import SMALL, Runs, outcome, records, row, summary
 
@@ -180,12 +176,12 @@ def test_classes_are_listed_and_doubtful_ones_are_named(tmp_path: Path, capsys: 
 # What is put together below the configuration, and what a run takes over from its base
 
 ROWS = task([[1, 2, 3], [4, 5]], [0, 1])
-UPDATE = StepSpec(OptimizerSpec(), seed=5, micro_batches=2, clip_norm=1.0)
+UPDATE = Config(seed=5)
 
 
 @pytest.mark.parametrize("own_base", [False, True])
 def test_replicas_on_one_device_share_what_is_frozen_or_have_their_own(own_base: bool) -> None:
-    model = build_model(spec("decoder"), AdapterSpec(r=2, alpha=4.0), 3)
+    model = build_model(Config(model=TINY.model), TINY.interface)
     first, second = build_replicas(model, UPDATE, InlineBackend([CPU, CPU]), ROWS, 0, own_base=own_base)
     assert (first.weights_digest(), first.base_digest()) == (second.weights_digest(), second.base_digest())
     trained, others = trainable_parameters(first.model), dict(second.model.named_parameters())
@@ -201,7 +197,7 @@ def test_a_model_whose_own_code_fails_on_a_row_is_no_error_of_ours(tmp_path: Pat
     config = AutoConfig.for_model("nystromformer", vocab_size=33, num_landmarks=12, segment_means_seq_len=48, **sizes)
     with quiet_loading():
         AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
-    model = build_model(dataclasses.replace(spec(), base=str(tmp_path)), AdapterSpec(r=2, alpha=4.0), 3)
+    model = build_model(Config(model=Model(base=str(tmp_path))), TINY.interface)
     with pytest.raises(InputError, match=r"model\.base: Nystromformer\w+ fails on a row .* \(RuntimeError: shape"):
         build_replicas(model, UPDATE, InlineBackend([CPU]), ROWS, 0)
 
@@ -249,7 +245,7 @@ def test_an_untrained_run_scores_as_its_base(kind: Kind, tmp_path: Path, capsys:
 
 def test_code_that_a_base_names_is_said_by_every_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = tmp_path / "base"
-    save_base(build_base(replace(TINY, vocab_size=260, pad_id=0, max_length=128)), base, TINY.labels)
+    save_base(base_of(changed(TINY, vocab_size=260, pad_id=0, max_length=128)), base, LABELS)
     byte_tokenizer().save(base)
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoModel": "own.Model"}}))

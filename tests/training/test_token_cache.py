@@ -27,7 +27,7 @@ from andon.data.tokens import byte_tokenizer
 from andon.run.folder import RunFolder
 from andon.training import token_cache
 from andon.training.material import prepare
-from andon.training.rows import read_rows
+from andon.training.rows import read_rows, task_of_run, with_task
 from andon.training.token_cache import COLUMNS, TokenisedConversations, tokenised
 from tests.support.ranks import run_ranks
 from tests.training.runs import Runs, outcome, row
@@ -314,3 +314,25 @@ def test_rows_that_another_process_read_are_the_same_and_open_no_file(
     paths[0].write_text(paths[0].read_text() + "\n")
     with pytest.raises(InputError, match="has changed while it was read"):
         read_rows(config, folder=tmp_path / "cache", known=read)
+
+
+@pytest.mark.parametrize("name", ["rows.csv", "rows.tsv", "rows.jsonl"])
+def test_a_file_is_opened_once_to_find_its_task_and_to_read_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark = {"rows.csv": ",", "rows.tsv": "\t"}
+    lines = [mark[name].join(row) for row in (("text", "label"), ("a", "x"), ("b", "y"))] if name in mark else []
+    lines = lines or ['{"text": "a", "label": ["x"]}', '{"text": "b", "label": ["y"]}']
+    path = tmp_path / name
+    path.write_text("\n".join(lines))
+    config = load_config(None, [f"data.train={path}"])
+    opened: list[Path] = []
+    opens = Path.open
+    monkeypatch.setattr(Path, "open", lambda self, *args, **how: opened.append(self) or opens(self, *args, **how))
+    assert task_of_run(config) == ("classification" if name in mark else "multi-label")
+    assert len(read_rows(with_task(config)).train) == 2
+    assert opened == [path], "detected and read through one handle"
+    path.write_text("\n".join([*lines, lines[-1]]))
+    assert task_of_run(config) != "sft"
+    path.write_text("\n".join([*lines, lines[-1], lines[-1]]))
+    assert len(read_rows(config).train) == 4

@@ -1,5 +1,4 @@
-"""Devices by name, and what to do where there is none: said, never silent (F-DP-004); deterministic kernels on them;
-integers on them."""
+"""Devices by name, the placement of ranks (F-DP-004), and deterministic kernels."""
 
 from __future__ import annotations
 
@@ -12,6 +11,8 @@ from typing import Literal
 import torch
 
 from andon.console.problems import InputError, Problem, ProblemList
+from andon_contracts.policy import clause, ensure
+from andon_contracts.violation import Finding
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 _CUBLAS_SETTINGS = (":4096:8", ":16:8")
@@ -33,11 +34,11 @@ def named_devices(
 ) -> tuple[torch.device, ...]:
     """Devices from names: `cpu`, or the index of a GPU (`0`, `cuda:0`). gpus: how many there are (None: ask torch).
 
-    where: what messages call the list. absent: what becomes of a GPU that does not exist; `cpu` puts its replica on the
-    CPU, and says so in the log (clause cpu-fallback).
+    where: the name of the list in messages. absent: `cpu` puts the replica of a missing GPU on the CPU and logs a
+    warning (clause cpu-fallback).
 
-    Raises `InputError` with all that is wrong: a name that is none, a GPU that does not exist, a GPU named twice (the
-    CPU may be: several replicas can live on it).
+    Raises `InputError` with all that is wrong: a name of no device, a missing GPU, a GPU named twice. The CPU may be
+    repeated, because several replicas can use it.
     """
     found = ProblemList()
     count = torch.cuda.device_count() if gpus is None else gpus
@@ -67,10 +68,36 @@ def named_devices(
     return tuple(devices)
 
 
+Placement = tuple[str, tuple[torch.device, ...], str]
+"""The backend to use, a device for each worker, and what to tell the user (or "")."""
+
+
+def _explain_placement(
+    backend: str, workers: int, names: Sequence[str | int] | None, fallback: bool, result: Placement
+) -> Finding:
+    chosen, devices, note = result
+    said = f"and says {note!r}" if note else "and says nothing"
+    return Finding(f"{backend} with {workers} workers became {chosen} on {', '.join(map(str, devices))} {said}")
+
+
+@clause("cpu-fallback", _explain_placement)
+def _fallback_is_allowed_and_told(
+    backend: str, workers: int, names: Sequence[str | int] | None, fallback: bool, result: Placement
+) -> bool:
+    """Without a GPU nccl becomes gloo on the CPU, if that is allowed, and mixed has CPUs alone; both are told."""
+    chosen, devices, note = result
+    on_cpu = all(device.type == "cpu" for device in devices)
+    if chosen != backend or backend == "nccl":
+        same = chosen == backend and not any(device.type == "cpu" for device in devices)
+        return len(devices) == workers and (same or (fallback and chosen == "gloo" and on_cpu and note != ""))
+    return len(devices) == workers and (backend != "mixed" or bool(names) or not on_cpu or note != "")
+
+
+@ensure(_fallback_is_allowed_and_told)
 def placement(
     backend: str, workers: int, names: Sequence[str | int] | None, gpus: int | None = None, *, fallback: bool = False
-) -> tuple[str, tuple[torch.device, ...], str]:
-    """Where `workers` replicas live: the backend to use, a device for each, and what to tell the user (or "").
+) -> Placement:
+    """Where `workers` replicas live (F-DP-004).
 
     `nccl` without named devices needs a GPU for each worker. With `fallback` it becomes `gloo` on the CPU if there is
     no GPU at all. Raises `InputError` otherwise, and for a named device that does not exist. gpus: how many
@@ -106,20 +133,19 @@ def placement(
 
 
 def on_device(values: Sequence[int], device: torch.device) -> torch.Tensor:
-    """int64 [len(values)] on `device`; a GPU gets them from pinned memory, so that nobody waits for the copy."""
+    """int64 [len(values)] on `device`, copied to a GPU from pinned memory, so that the host does not wait."""
     if device.type != "cuda":
         return torch.tensor(values, dtype=torch.int64, device=device)
     return torch.tensor(values, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
 
 
 def demand_determinism(devices: Sequence[torch.device]) -> None:
-    """Deterministic kernels on `devices`, or an error at the first operation that has none.
+    """Use deterministic kernels on `devices`; an operation without one raises.
 
-    cuBLAS looks at its workspace's setting when CUDA starts, so this comes before. On GPUs torch is kept from writing
-    NaN into memory that a kernel is about to fill, which takes a twentieth of a compiled step: who reads what nobody
-    wrote gives other bits in another run, and that is what equal bits from run to run are compared for.
+    Must be called before CUDA starts, when cuBLAS reads its setting. torch would also fill new memory of GPUs with NaN,
+    which takes a twentieth of a compiled step; comparing the digests of two runs finds a kernel that reads such memory.
 
-    Raises `InputError` where cuBLAS was told to be otherwise.
+    Raises `InputError` if the environment gives cuBLAS another setting.
     """
     torch.use_deterministic_algorithms(mode=True)
     if all(device.type != "cuda" for device in devices):

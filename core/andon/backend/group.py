@@ -25,19 +25,19 @@ _LENGTH_BYTES = 8
 
 
 def groups_of(backend: str) -> str:
-    """The process groups that ranks of `backend` need, as torch's `init_process_group` takes them by kind of device.
+    """The process groups of `backend`, as torch's `init_process_group` takes them by kind of device.
 
-    Beside NCCL there is always one for CPUs: what a GPU cannot tell of itself goes through it.
+    Beside NCCL there is always one for CPUs, for what a rank must send if its GPU does not work.
     """
     return "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
 
 
 class GroupBackend:
-    """A rank of an initialised process group. It does not own the group; who initialised it destroys it.
+    """A rank of an initialised process group, which it does not own.
 
-    carrier: the device on which collectives run: the rank's own for gloo and NCCL, the CPU for `mixed`, where ranks
-    on CPUs and GPUs share one gloo group. Making it is collective: over gloo, ranks of one machine connect for their
-    short messages, of which a step has several. clock: of the rank; it is told when the rank waits for the others.
+    Collectives of `mixed` run on the CPU, because its ranks on CPUs and GPUs share one gloo group. Creating a backend
+    over gloo is collective: ranks of one machine connect for short messages, of which a step has several. clock: told
+    when this rank waits for the others.
     """
 
     def __init__(
@@ -62,12 +62,11 @@ class GroupBackend:
             self._mesh = GroupGather(group or dist.group.WORLD, 0).sockets()
 
     def map(self, work: Callable[[int], T]) -> list[T]:
-        """work(0): this process has one replica."""
         return [work(0)]
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        """Inside, the clock says that this rank waits for the others, and after an error it goes on saying so."""
+        """Context manager: the clock shows that this rank waits, also after an error."""
         if self._clock is not None:
             self._clock.wait()
         yield
@@ -75,7 +74,6 @@ class GroupBackend:
             self._clock.work()
 
     def gather(self, local: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """All-gather, by rank, on the replica's device."""
         with self._waiting():
             sent = local[0].to(self._carrier).contiguous()
             if self._mesh is not None and 0 < sent.numel() * sent.itemsize <= _SHORT_BYTES:
@@ -85,9 +83,9 @@ class GroupBackend:
             return list(received.to(self.devices[0]).view(self.world_size, *sent.shape).unbind(0))
 
     def _through(self, mesh: Mesh, sent: torch.Tensor) -> list[torch.Tensor]:
-        """`gather`, each message behind its length: bits of a shorter or longer one must never be taken for this.
+        """`gather` over sockets. Each message follows its length, so that bits of a shorter one are never misread.
 
-        Raises `RuntimeError` where another rank sends a message of another length.
+        Raises `RuntimeError` if another rank sends a message of another length.
         """
         size = sent.numel() * sent.itemsize
         message = size.to_bytes(_LENGTH_BYTES, "little") + ctypes.string_at(sent.data_ptr(), size)
@@ -104,7 +102,6 @@ class GroupBackend:
         return rows
 
     def exchange(self, local: Sequence[torch.Tensor], rows: Sequence[int]) -> list[list[torch.Tensor]]:
-        """All-to-all by one collective with uneven splits."""
         with self._waiting():
             sent = local[0].to(self._carrier).contiguous()
             width = sent.shape[-1]
@@ -121,6 +118,5 @@ class GroupBackend:
             return [[part.view(count, width) for part, count in zip(parts, rows, strict=True)]]
 
     def close(self) -> None:
-        """End the connections; the group belongs to whoever made it."""
         if self._mesh is not None:
             self._mesh.close()

@@ -13,7 +13,6 @@ _DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg"))
 
 
 def gpus() -> int:
-    """How many GPUs torch sees. Without a driver 0, and torch is not imported."""
     if not any(map(Path.exists, _DRIVERS)):
         return 0
     import torch
@@ -22,7 +21,7 @@ def gpus() -> int:
 
 
 def physical_cores() -> int:
-    """How many physical cores this process may use; threads of one core count once."""
+    """Physical cores that this process may use; threads of one core count once."""
     allowed = os.sched_getaffinity(0)
     try:
         return len({Path(_CORE.format(cpu)).read_text(encoding="ascii") for cpu in allowed})

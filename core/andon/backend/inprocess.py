@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class InlineBackend:
-    """Replicas in turn. The simplest backend, and the one to debug in."""
+    """Replicas in turn. The simplest backend, and the best one for debugging."""
 
     name = "inline"
 
@@ -21,15 +21,13 @@ class InlineBackend:
         self.ranks = tuple(range(self.world_size))
 
     def map(self, work: Callable[[int], T]) -> list[T]:
-        """work(rank) for each rank, in order."""
         return [work(index) for index in self.ranks]
 
     def gather(self, local: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Each replica's tensor, on the first replica's device."""
         return [tensor.to(self.devices[0]) for tensor in local]
 
     def exchange(self, local: Sequence[torch.Tensor], rows: Sequence[int]) -> list[list[torch.Tensor]]:
-        """The transposed list of lists; on one device nothing is copied."""
+        """The transposed list of lists."""
         return [[sent[index].to(device) for sent in local] for index, device in enumerate(self.devices)]
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Memory that is free where ranks are to live: facts gathered first, judged by pure functions, alike on every rank."""
+"""The GPUs of the ranks: each rank reports its own, and pure functions judge all reports alike on every rank."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _MESSAGE_BYTES = 2048
 
 @dataclass(frozen=True)
 class Accelerator:
-    """A GPU as a rank finds it: its place on its machine, its model, and bytes (0: it could not be asked).
+    """A GPU as its rank finds it: its index on its machine, its model, and bytes (0: it did not answer).
 
-    fault: why it cannot be used, in the words of its driver; "" where it can.
+    fault: why it cannot be used, in the words of its driver; "" if it can.
     """
 
     index: int
@@ -32,12 +32,11 @@ class Accelerator:
     fault: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, to be sent to other ranks."""
         return asdict(self)
 
 
 def look_at(index: int) -> Accelerator:
-    """Ask GPU `index`, and have it compute something; what goes wrong is a fact too. Starts CUDA on it."""
+    """Query GPU `index`, and let it compute something. An error becomes its `fault`. Starts CUDA on it."""
     try:
         free, total = torch.cuda.mem_get_info(index)
         torch.ones(1, device=torch.device("cuda", index)).add_(1).item()
@@ -48,9 +47,9 @@ def look_at(index: int) -> Accelerator:
 
 
 def of_all_ranks(mine: Accelerator | None) -> dict[int, Accelerator]:
-    """The GPU of every rank that has one, by rank, as that rank finds it. Collective over the default group.
+    """The GPU of every rank that has one, by rank. Collective over the default group.
 
-    It goes over CPUs, since a GPU that cannot be used cannot tell of itself, and as JSON: nothing is unpickled.
+    It uses the CPU group, because a broken GPU cannot send, and JSON, so that nothing is unpickled.
     """
     text = json.dumps(None if mine is None else mine.as_dict()).encode()
     sent = torch.tensor(list(text.ljust(_MESSAGE_BYTES)), dtype=torch.uint8)
@@ -61,20 +60,20 @@ def of_all_ranks(mine: Accelerator | None) -> dict[int, Accelerator]:
 
 
 def none_works(found: Mapping[int, Accelerator]) -> str:
-    """Why none of these GPUs (rank to GPU) can be used, in the words of the first; "" where one can, or there is none.
+    """Why none of these GPUs (by rank) can be used, in the words of the first; "" if any can, or there are none.
 
-    What is then done on the CPU is a decision (clause cpu-fallback). Where some work and some do not it is not made:
-    who has GPUs for a run would rather hear of the one that broke.
+    Only then may a run fall back to the CPU (clause cpu-fallback). If some GPUs work, the user would rather hear of the
+    broken one.
     """
     faults = [each.fault for _, each in sorted(found.items())]
     return faults[0] if faults and all(faults) else ""
 
 
-def refuse_unfit(backend: str, found: Mapping[int, Accelerator], needed: int | None) -> None:
+def refuse_unfit(backend: str, found: Mapping[int, Accelerator], needed: int | None, remedy: str = "") -> None:
     """Raise `InputError` with all that keeps ranks from training on these GPUs (rank to GPU). The same on every rank.
 
-    needed: bytes that must be free on each, from the plan; None: not known. Different models of GPU give different
-    bits, so `nccl` refuses them.
+    needed: bytes that must be free on each, from the plan; None: not known. remedy: what to do if a GPU is too small.
+    Different models of GPU give different bits, so `nccl` refuses them.
     """
     problems = ProblemList()
     for rank, each in sorted(found.items()):
@@ -82,7 +81,7 @@ def refuse_unfit(backend: str, found: Mapping[int, Accelerator], needed: int | N
         if each.fault:
             problems.add(where, f"GPU {each.index} cannot be used: {each.fault}")
         elif needed is not None and each.free < needed:
-            problems.add(where, _too_small(each, needed))
+            problems.add(where, _too_small(each, needed, remedy))
     names = sorted({each.name for each in found.values() if not each.fault})
     if backend == "nccl" and len(names) > 1:
         held = ", ".join(f"rank {rank} {each.name}" for rank, each in sorted(found.items()) if not each.fault)
@@ -92,22 +91,20 @@ def refuse_unfit(backend: str, found: Mapping[int, Accelerator], needed: int | N
     problems.raise_if_any()
 
 
-def _too_small(each: Accelerator, needed: int) -> str:
+def _too_small(each: Accelerator, needed: int, remedy: str) -> str:
     have = f"GPU {each.index} ({each.name}) has {in_gib(each.free)} of {in_gib(each.total)} free"
     if each.total < needed:
-        remedy = "andon plan says which settings need less, as training.activation_checkpointing=true may"
         return f"{have}, too small for the {in_gib(needed)} that the run needs; {remedy}"
     return f"{have} and the run needs {in_gib(needed)}: another process may hold the rest"
 
 
 def refuse_without_nccl(backend: str, available: bool | None = None) -> None:
-    """Raise `InputError` where `nccl` is asked for and this build of torch has none (available: None asks it)."""
+    """Raise `InputError` for `nccl` if torch was built without it. available: None asks torch."""
     if backend == "nccl" and not (dist.is_nccl_available() if available is None else available):
         raise InputError([Problem("run.backend", "this torch was built without NCCL; choose gloo, or mixed")])
 
 
 def in_gib(size: int) -> str:
-    """Bytes for a reader."""
     return f"{size / _GIB:.2f} GiB"
 
 

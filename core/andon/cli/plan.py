@@ -91,11 +91,10 @@ def _lines(found: Forecast) -> Iterator[str]:
     yield f"largest micro-batch: {found.rows} rows of {found.length} tokens"
     for world in found.worlds:
         yield from _of_world(world)
-    if found.remedies:
-        yield "settings that need less:"
-    for remedy in found.remedies:
-        verdict = {True: "fits", False: "does not fit", None: "unknown"}[remedy.fits]
-        yield f"  --set {remedy.setting}: {_gib(remedy.needed)}, {verdict} ({remedy.price})"
+    if found.remedy is not None:
+        yield f"would fit with --set {found.remedy.setting}: {_gib(found.remedy.needed)} ({found.remedy.price})"
+    elif not all(world.fits or world.problem for world in found.worlds):
+        yield "no single setting would make it fit"
 
 
 def _of_world(world: WorldPlan) -> Iterator[str]:

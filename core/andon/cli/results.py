@@ -178,7 +178,7 @@ def export(
     whole = merge or config.adapter.kind == "none"
     if dtype is not None and not whole:
         raise InputError([Problem("--dtype", "is for --merge; an adapter is written in float32, as it was trained")])
-    from andon.training.export import CHECKS, DTYPES, export_adapter_of, export_merged, require_place, result_of
+    from andon.training.export import CHECKS, DTYPES, export_run, require_place, result_of
     from andon.training.inference import load_run
 
     chosen = dtype or ("float32" if config.adapter.kind == "none" else config.model.dtype)
@@ -188,12 +188,8 @@ def export(
     require_place(target)
     result_of(folder, ())
     trained = load_run(folder, model, checkpoint=checkpoint, device=device)
-    if whole:
-        said = export_merged(trained, target, chosen, check)
-        put(f"wrote {target}: a model of transformers in {chosen}", *said)
-    else:
-        said = export_adapter_of(trained, target, check)
-        put(f"wrote {target}: an adapter of peft", *said)
+    said = export_run(trained, target, chosen if whole else None, check)
+    put(f"wrote {target}: {f'a model of transformers in {chosen}' if whole else 'an adapter of peft'}", *said)
 
 
 def _one_file(file: Path | None, data: Path | None) -> Path | None:

@@ -88,6 +88,15 @@ def load_config(path: Path | None, overrides: Sequence[str] = (), flags: Mapping
     return config
 
 
+def config_from(values: Mapping[str, object]) -> Config:
+    """The configuration of a caller's values by section and key. Raises `InputError` with every problem, by key."""
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        problems = [Problem(".".join(key_path), what) for key_path, what in _faults(error)]
+        raise InputError(problems) from error
+
+
 def to_yaml(config: Config) -> str:
     """Every key of `config` as YAML; `load_config` reads it back to the same."""
     return dump(config.model_dump(mode="json"))

@@ -1,4 +1,4 @@
-"""Files of conversations to rows of messages, with all of a file's faults at once."""
+"""Files of conversations to rows of messages. All faults of a file are raised at once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import hashlib
 import json
 import math
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from os import PathLike
@@ -17,16 +18,16 @@ from andon.console.problems import ProblemList, did_you_mean, shown
 from andon.data.formats import Record, Table, open_table
 from andon.data.labels import column_fault, must_be
 from andon.data.origins import ALL_ROWS, Origins, RowSelection
-from andon.data.rows import RowsById
+from andon.data.rows import Examples
 
 Form = Literal["messages", "prompt and completion", "prompt and completion as messages", "text"]
-"""How the rows of a file are written."""
+"""How the rows of a file are written; all rows of a data set have one form."""
 
 ROLES = ("system", "user", "assistant", "tool")
 ANSWERS = "assistant"
-"""The role whose messages are learned."""
+"""The role whose messages are trained."""
 SOURCE_COLUMN = "source"
-"""Where a row comes from, for scores by source; of no meaning to training."""
+"""The column with a row's source, for scores by source; training does not use it."""
 
 _COLUMNS: Mapping[str, tuple[str, ...]] = {
     "messages": ("messages",),
@@ -39,10 +40,10 @@ _SHAREGPT_ROLES = {"human": "user", "gpt": ANSWERS, "function": "tool", "observa
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """`weight`: what a token of it counts in the loss where it is trained at all, in single precision; 0 for none.
+    """`weight`: of its tokens in the loss, in single precision, if they are trained; 0: they are not trained.
 
-    `extra`: a JSON object with what else a chat template reads of it (tool calls, the name of a tool), or empty.
-    `tools`: of the first message, a JSON list of the tools that the conversation may call, or empty.
+    `extra`: a JSON object with more fields for the chat template (tool calls, the name of a tool), or empty.
+    `tools`: in the first message, a JSON list of the tools that the conversation may call, or empty.
     """
 
     role: str
@@ -54,9 +55,9 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """One row. `id` is its place in what it was read from, from 0, and never changes; `where` is its file and line.
+    """One row. `id` is its position among all rows, from 0; `where` is its file and line; `source` may be empty.
 
-    A row of the form `text` is one message of the assistant. `source` is what its column says, or empty.
+    A row of the form `text` is one message of the assistant.
     """
 
     id: int
@@ -65,25 +66,18 @@ class Conversation:
     source: str = ""
 
 
-class WithoutClasses:
-    """What sets of conversations have in common."""
-
-    @property
-    def labels(self) -> tuple[str, ...]:
-        return ()
-
-    def about(self) -> str:
-        return "task sft"
-
-
 @dataclass(frozen=True)
-class ConversationSet(WithoutClasses, RowsById):
-    """Conversations, all written in one form, and where they came from."""
+class ConversationSet(Examples):
+    """Conversations, all written in one form, held in memory."""
 
     rows: tuple[Conversation, ...]
     source: str
     form: Form
     origins: Origins | None = field(default=None, compare=False, repr=False)
+    labels = ()
+
+    def about(self) -> str:
+        return "task sft"
 
     @cached_property
     def digest(self) -> str:
@@ -94,7 +88,7 @@ class ConversationSet(WithoutClasses, RowsById):
         return sha.hexdigest()
 
     def source_of(self, id_: int) -> str:
-        """What the column `source` says of a row; empty where nothing. Raises KeyError for an id not here."""
+        """The source of a row, or an empty string. Raises KeyError for an unknown id."""
         return str(self._by_id[id_].source)
 
     def texts(self) -> tuple[str, ...]:
@@ -102,22 +96,14 @@ class ConversationSet(WithoutClasses, RowsById):
 
     def told(self, id_: int) -> tuple[str, str] | None:
         row = self._by_id.get(id_)
-        return None if row is None else (last_answer(row), asked(self.form, row))
-
-
-def last_answer(row: Conversation) -> str:
-    """What is learned last of a row: a text, tool calls as JSON, or both."""
-    return row.messages[-1].content + row.messages[-1].extra
+        return None if row is None else (row.messages[-1].content + row.messages[-1].extra, asked(self.form, row))
 
 
 def asked(form: Form, row: Conversation) -> str:
-    """What a model is asked by a row: all before the last answer; of a row of text, the text."""
-    return row.messages[0].content if form == "text" else written(row.messages[:-1])
-
-
-def written(messages: Iterable[Message]) -> str:
-    """Messages as one text, each with its role before it."""
-    return "\n".join(f"{each.role}: {each.content}{each.extra}" for each in messages)
+    """The input text of a row: the messages before the last answer, each after its role; of a row of text, the text."""
+    if form == "text":
+        return row.messages[0].content
+    return "\n".join(f"{each.role}: {each.content}{each.extra}" for each in row.messages[:-1])
 
 
 def add_form(sha: hashlib._Hash, form: Form) -> None:
@@ -126,13 +112,13 @@ def add_form(sha: hashlib._Hash, form: Form) -> None:
 
 
 def add_row(sha: hashlib._Hash, row: Conversation) -> None:
-    """Go on with the digest of rows: every message in order, each part with its length before it."""
+    """Continue the digest of rows: every message in order, each part preceded by its length."""
     sha.update(len(row.messages).to_bytes(8, "little"))
     for message in row.messages:
         _add(sha, message.role.encode())
         _add(sha, message.content.encode())
         _add(sha, struct.pack("<d", message.weight))
-        for part in filter(None, (message.extra, message.tools)):  # JSON, which no role begins like
+        for part in filter(None, (message.extra, message.tools)):  # JSON, and no role begins like JSON
             _add(sha, part.encode())
 
 
@@ -142,16 +128,15 @@ def _add(sha: hashlib._Hash, part: bytes) -> None:
 
 
 def read_conversations(*paths: str | PathLike[str], selection: RowSelection = ALL_ROWS) -> ConversationSet:
-    """The rows of .jsonl, .json (one object a line, or an array), .parquet, .csv or .tsv files, in the one form that
-    all have.
+    """Read .jsonl, .json (one object a line, or an array), .parquet, .csv or .tsv files whose rows all have one form.
 
-    `messages` is a list of objects with a `role`, a `content` and, where wanted, a `weight` (0 or more) or `train`
-    (true or false); `prompt` and `completion` are two strings, or two lists of such messages, of which the completion
-    alone is learned; `text` is learned as a whole. The chat template gets the list in `tools`. ShareGPT's
-    `conversations` and Alpaca's `instruction`, `input` and `output` are read as messages, with their `system`.
-    Other columns are left alone, but for `source` and `id`.
-    A row's id is its place among all rows, from 0. Of several files the source of a row is its file
-    (`Origins.names`), where no row of that file names one.
+    `messages` is a list of objects with a `role`, a `content` and optionally a `weight` (0 or more) or `train` (true or
+    false). `prompt` and `completion` are two strings, or two lists of such messages; only the completion is trained.
+    `text` is trained as a whole. The chat template gets the list in `tools`. ShareGPT's `conversations` and Alpaca's
+    `instruction`, `input` and `output` are read as messages, with their `system`. Other columns but `source` and `id`
+    are ignored.
+    A row's id is its position among all rows, from 0. With several files, the source of a row is its file
+    (`Origins.names`) if no row of that file names one.
 
     Raises `InputError` with every fault found, each as file:line with the offending value.
     """
@@ -159,16 +144,9 @@ def read_conversations(*paths: str | PathLike[str], selection: RowSelection = AL
     rows = list(reading.rows(list(map(Path, paths))))
     assert reading.form is not None
     origins = reading.origins
-    return ConversationSet(tuple(_sourced(rows, origins)), origins.source, reading.form, origins)
-
-
-def _sourced(rows: Sequence[Conversation], origins: Origins) -> Iterator[Conversation]:
-    start = 0
-    for name, size in zip(origins.names(), origins.sizes, strict=True):
-        own = rows[start : start + size]
-        unnamed = len(origins.sizes) > 1 and not any(row.source for row in own)
-        yield from (replace(row, source=name) for row in own) if unnamed else own
-        start += size
+    sources = origins.with_files([row.source for row in rows])
+    named = tuple(replace(row, source=source) for row, source in zip(rows, sources, strict=True))
+    return ConversationSet(named, origins.source, reading.form, origins)
 
 
 @dataclass
@@ -184,15 +162,14 @@ class Reading:
         self.origins = Origins(self.selection.limit)
 
     def rows(self, paths: Iterable[Path]) -> Iterator[Conversation]:
-        """The rows of the files in turn, as far as nothing is wrong with them; raises `InputError` at the end with all
-        that is."""
+        """The usable rows of the files in turn. Raises `InputError` at the end, with all faults."""
         for path in paths:
-            table = open_table(path, self.problems)
-            for record in self.origins.records(table, self.problems):
-                row = self._take(table, record)
-                if row is not None:
-                    self.origins.add(record.line)
-                    yield row
+            with closing(open_table(path, self.problems)) as table:
+                for record in self.origins.records(table, self.problems):
+                    row = self._take(table, record)
+                    if row is not None:
+                        self.origins.add(record.line)
+                        yield row
         self.problems.raise_if_any()
 
     def _take(self, table: Table, record: Record) -> Conversation | None:
@@ -217,19 +194,19 @@ class Reading:
 
 
 def read_prompts(path: Path, column: str | None = None) -> tuple[tuple[Message, ...], ...]:
-    """What a model is to answer, of each row of a file: in `column`, else in `prompt`, else in `messages`.
+    """The prompt in each row of a file: in `column`, else in `prompt`, else in `messages`.
 
-    A string is one message of a user; of a list of messages the answer at its end is left out, as that of a row to be
-    learned. Raises `InputError` with every fault found, each as file:line.
+    A string is one message of a user. An answer at the end of a list of messages is dropped. Raises `InputError` with
+    every fault found, each as file:line.
     """
     problems = ProblemList()
-    table = open_table(path, problems)
     found: list[tuple[Message, ...]] = []
-    for record in table.records:
-        faults: list[str] = []
-        found.append(_prompt(record.fields, column, faults))
-        for fault in faults:
-            problems.add(table.place(record.line), fault)
+    with closing(open_table(path, problems)) as table:
+        for record in table.records:
+            faults: list[str] = []
+            found.append(_prompt(record.fields, column, faults))
+            for fault in faults:
+                problems.add(table.place(record.line), fault)
     if not found and not problems:
         problems.add(str(path), "has no rows")
     problems.raise_if_any()
@@ -261,7 +238,7 @@ def _prompt(fields: Mapping[str, object], column: str | None, faults: list[str])
 
 
 def conversations_in(fields: Mapping[str, object]) -> str:
-    """What makes a row a conversation in any form but `text`, which a class may stand beside; empty if nothing does."""
+    """What identifies a row as a conversation; empty if nothing does. `text` does not: rows of classes have it too."""
     for form, columns in _COLUMNS.items():
         if form != "text" and all(fields.get(name) is not None for name in columns):
             return "conversations"
@@ -318,7 +295,7 @@ def _function(value: Any) -> dict[str, Any] | None:
 
 
 def _decoded(value: object) -> object:
-    """What a string says as JSON, as many files write tools and arguments; anything else as it is."""
+    """A string parsed as JSON if possible, since many files write tools and arguments so; other values unchanged."""
     try:
         return json.loads(value) if isinstance(value, str) and value else value
     except (ValueError, RecursionError):
@@ -326,11 +303,11 @@ def _decoded(value: object) -> object:
 
 
 def _json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, default=str)  # Parquet has dates
+    return json.dumps(value, ensure_ascii=False, default=str)  # `str` for the dates of Parquet
 
 
 def _extra(given: Mapping[str, object], role: object, faults: list[str]) -> str:
-    """What a chat template reads of a message besides its content; faults go to `faults`."""
+    """The fields of a message besides its content that a chat template reads; faults go to `faults`."""
     found: dict[str, Any] = {}
     calls: Any = _decoded(given.get("tool_calls")) or []
     if calls and role != ANSWERS:
@@ -418,7 +395,7 @@ def _messages(form: Form, fields: Mapping[str, object], faults: list[str]) -> tu
 
 
 def _listed(name: str, value: object, faults: list[str]) -> list[Message]:
-    """The messages of one list; those with a fault are left out, and their faults noted with their place."""
+    """The usable messages of one list; the faults of the others are noted with their position."""
     if not isinstance(value, list):
         faults.append(f"{name} {must_be('a list of messages', value)}")
         return []
@@ -459,7 +436,7 @@ def _message(given: object) -> tuple[Message | None, list[str]]:
 
 
 def _weight(given: Mapping[str, object], role: object, faults: list[str]) -> float:
-    """What the message counts by its `weight` or `train`; 1 where neither is there."""
+    """The message's weight by its `weight` or `train`; 1 without both."""
     weight, train = given.get("weight"), given.get("train")
     if train is not None and not isinstance(train, bool):
         faults.append(f"train {must_be('true or false', train)}")
@@ -483,6 +460,6 @@ def _weight(given: Mapping[str, object], role: object, faults: list[str]) -> flo
 def _single(weight: float) -> float:
     try:
         (number,) = struct.unpack("<f", struct.pack("<f", weight))
-    except (OverflowError, struct.error):  # the latter for an integer that is no float either
+    except (OverflowError, struct.error):  # struct.error: an integer too large for a double
         return math.inf
     return float(number)

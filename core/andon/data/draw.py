@@ -1,4 +1,4 @@
-"""Choices from a seed that are the same on any machine and in any version of Python."""
+"""Random choices from a seed that are the same on any machine and in any version of Python."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _Item = TypeVar("_Item")
 
 
 class Draw:
-    """Choices under a name, through `Random.random` alone, the one method whose sequence Python promises to keep."""
+    """Random choices seeded by a name. Uses only `Random.random`, whose sequence Python promises to keep."""
 
     def __init__(self, name: str) -> None:
         self._random = random.Random(name).random

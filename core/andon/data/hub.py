@@ -1,4 +1,4 @@
-"""Names of models that are no folder here: asked of the hub once, before a library tries again and again."""
+"""Model names that are not local folders: looked up on the hub once, before a library retries again and again."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from andon.console.messages import command_line
 from andon.console.problems import InputError, Problem
 
 _ANSWER_S = 10.0
-"""Seconds that the hub has to answer."""
 
 
 def at_hand(base: str, revision: str | None = None) -> str:
-    """The folder of the model `base` on this machine: itself, or where the hub's cache has it at `revision`.
+    """The folder of the model `base` on this machine: itself, or its folder in the hub's cache at `revision`.
 
-    For a name that no user gave, but a run folder, which may be anybody's: nothing is fetched for it. Raises
-    `InputError` where the model is not here.
+    For a name from a run folder, which may be from anybody: nothing is downloaded for it. Raises `InputError` if the
+    model is not on this machine.
     """
     from huggingface_hub import snapshot_download
 
@@ -34,10 +33,9 @@ def at_hand(base: str, revision: str | None = None) -> str:
 
 
 def require_on_hub(name: str, revision: str | None = None) -> None:
-    """Raise `InputError` if `name`, no folder here, can be no hub id, is unknown there at `revision`, or the hub is not
-    reached.
+    """Raise `InputError` if `name` is not a valid hub id, is unknown there at `revision`, or the hub is unreachable.
 
-    A model whose configuration is in the hub's cache passes without a question: loading it says what else is wrong.
+    A model whose configuration is in the hub's cache passes without a request.
     """
     if Path(name).exists():
         raise InputError([Problem("model.base", f"{name!r} is a file; give the model's folder")])

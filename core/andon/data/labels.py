@@ -1,4 +1,4 @@
-"""Label maps (what a file says to a class number) and class weights."""
+"""Labels of files: what they mean, and what is wrong with them; and class weights."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _AS_SETS = "; to learn several labels a row: --task multi-label"
 _AS_NUMBERS = "; to learn the numbers themselves: --task regression"
 _SEPARATOR = "--set data.label_separator=';'"
 LARGEST_TARGET = 3e38
-"""Beyond it fp32 has no numbers."""
+"""The largest target; a model's fp32 numbers end a little above it."""
 _LONGEST_INTEGER = 18
-"""Digits beyond which a label of a table is a name and no number."""
+"""A label of a table with more digits is a name."""
 
 
 def text_fault(text: str) -> str | None:
@@ -38,18 +38,17 @@ def text_fault(text: str) -> str | None:
 
 
 def column_fault(name: str, value: object) -> str | None:
-    """Why `value`, which stands in column `name`, cannot be a text; None: it can."""
+    """Why `value` in column `name` cannot be a text; None: it can."""
     fault = text_fault(value) if isinstance(value, str) else must_be("a string", value)
     return f"{name} {fault}" if fault else None
 
 
 def must_be(wanted: str, value: object) -> str:
-    """What is wrong with a value of another type."""
     return f"must be {wanted}, is {'null' if value is None else shown(value)}"
 
 
 def label_fault(label: object, typed: bool) -> str | None:
-    """Why one label by itself cannot be used, or None. `typed`: numbers are not strings (JSON), else all is text."""
+    """Why a class label is unusable, or None. `typed`: numbers and strings differ (JSON); else all is text."""
     if label is None:
         return "label is null"
     if isinstance(label, str):
@@ -68,7 +67,7 @@ def label_fault(label: object, typed: bool) -> str | None:
 
 
 def target_of(label: object, typed: bool) -> float | str:
-    """The number that a label says, or why it says none. `typed`: numbers are not strings (JSON), else all is text."""
+    """The target number, or why it is unusable. `typed`: numbers and strings differ (JSON); else all is text."""
     if label is None:
         return "label is null"
     if isinstance(label, bool) or not isinstance(label, int | float if typed else str):
@@ -87,9 +86,9 @@ def target_of(label: object, typed: bool) -> float | str:
 
 
 def label_set_of(label: object, separator: str | None) -> tuple[tuple[str, ...], str | None]:
-    """The labels that one row has, as written, and why they cannot be used; no fault: None.
+    """The labels of a row, and why they are unusable, or None.
 
-    A list of strings, or, where a separator is named, one string with it between labels; nothing in it is no label.
+    A list of strings, or a string with `separator` between labels; an empty string has no label.
     """
     if isinstance(label, str) and separator is not None:
         label = [part.strip() for part in label.split(separator)] if label.strip() else []
@@ -106,7 +105,7 @@ def label_set_of(label: object, separator: str | None) -> tuple[tuple[str, ...],
 
 
 def likely_separator(labels: Sequence[str]) -> str:
-    """What stands between words in more than half of the labels, so that each may be several; empty where nothing."""
+    """The separator that splits more than half of the labels into several; empty if there is none."""
     for separator in (";", "|", ","):
         joined = sum(len([part for part in label.split(separator) if part.strip()]) > 1 for label in labels)
         if 2 * joined > len(labels):
@@ -115,9 +114,9 @@ def likely_separator(labels: Sequence[str]) -> str:
 
 
 def same_kind(labels: Sequence[int | str], typed: bool) -> tuple[Sequence[int | str], list[tuple[int, str]]]:
-    """Labels as they are meant, and (place, fault) for each that is of another kind than most.
+    """The labels as integers or strings, and (position, fault) for each whose type differs from the majority.
 
-    Text from a table counts as integers when every label is one and none has leading zeros.
+    Text from a table counts as integers if every label is one and none has leading zeros.
     """
     integer = [isinstance(label, int) if typed else _is_integer(str(label)) for label in labels]
     integers = sum(integer)
@@ -150,17 +149,15 @@ def _is_integer(label: str) -> bool:
 
 
 def label_names(labels: Sequence[int | str]) -> tuple[str, ...]:
-    """The class names in the order of their numbers: integers by value, strings sorted by code point."""
+    """The class names in the order of their numbers: integers by value, strings by code point."""
     return tuple(str(label) for label in sorted(set(labels)))
 
 
 def class_weights(kind: ClassWeights, counts: Sequence[int], names: Sequence[str] = ()) -> tuple[float, ...]:
     """One weight a class, with sum K, for `counts` rows of each of K classes (F-TUNE-005 of the seed).
 
-    names: of the classes, for messages; without them a class has its number.
-
-    uniform: 1; inverse: proportional to n / (K * n_c); sqrt_inverse: to its square root.
-    Raises `InputError` for no classes at all, and for a class without rows where its count is divided by.
+    uniform: 1; inverse: proportional to n / (K * n_c); sqrt_inverse: to its square root. names: of the classes, for
+    messages. Raises `InputError` without classes, and for a class without rows unless `kind` is uniform.
     """
     if not counts:
         raise InputError("class weights need at least one class")

@@ -1,4 +1,4 @@
-"""How often the rows of each file stand in an epoch: whole copies, and of a fraction so many rows, drawn once."""
+"""How often an epoch has the rows of each file: whole copies, and for a fraction a sample of rows, drawn once."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from andon.console.problems import InputError, Problem
 
 
 def mixed(ids: Sequence[int], sizes: Sequence[int], weights: Sequence[float], seed: int) -> tuple[int, ...]:
-    """The ids of an epoch, ascending: of each file its rows among `ids`, as often as its weight says.
+    """The ids of an epoch, ascending: of each file its rows among `ids`, repeated by the file's weight.
 
-    sizes: the rows of each file, ids and others; files follow each other, so that together they have the ids 0 to
-    N - 1. Copy k of row r has the id r + k * N: ids stay unique, and are those of the rows where all weights are 1.
+    sizes: all rows of each file; the rows of all files together have the ids 0 to N - 1. Copy k of row r has the id
+    r + k * N, so ids are unique, and are those of the rows if all weights are 1.
 
-    n rows of weight w give n * w of them, rounded to the nearest, halves up, by the decimal digits of w: each row as
-    often as all can stand there, and those that stand there once more are drawn by the seed and the file's place
-    alone. Raises `InputError` for a file of which no row would be left.
+    n rows of weight w give n * w entries, rounded half up by the decimal digits of w: each row floor(w) times, and the
+    rest is a sample of the rows that depends only on the seed and the file's position. Raises `InputError` for a file
+    without an entry.
     """
     total, starts = sum(sizes), [0, *accumulate(sizes)]
     by_file: list[list[int]] = [[] for _ in sizes]

@@ -7,12 +7,12 @@ from heapq import heappop, heappush
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Packs of rows, each row (its place in `lengths`) in exactly one, of at most `capacity` tokens together.
+    """Packs of rows of at most `capacity` tokens; each row (its position in `lengths`) is in exactly one pack.
 
-    Best-fit decreasing: the longest row first, of equal ones that with the lower place, into the pack that it leaves
-    least room in, of equal ones that begun first. So the packs are a function of the lengths alone; those begun first
-    come first, and a pack's rows are in the order in which they were put there. It needs at most 11/9 of the
-    fewest packs possible, and a constant (Johnson 1973).
+    Best-fit decreasing: the longest row first (of equal rows the first), into the pack with the least room left (of
+    equal packs the oldest). So the packs are a function of the lengths alone. They are in the order of their creation,
+    and a pack's rows in the order of their placement. At most 11/9 of the fewest packs possible, plus a constant
+    (Johnson 1973).
 
     Raises `ValueError` for a length that is not from 1 to `capacity`.
     """
@@ -43,6 +43,6 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def padded_share(lengths: Sequence[int], packs: Sequence[Sequence[int]], capacity: int) -> float:
-    """The share (0 to 1) of tokens that are padding where each pack is filled up to `capacity`; 0 without packs."""
+    """The share (0 to 1) of padding tokens if each pack is padded to `capacity`; 0 without packs."""
     room = len(packs) * capacity
     return 1 - sum(lengths[place] for pack in packs for place in pack) / room if room else 0.0

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _SPECIALS = ("<pad>", "<s>", "</s>", "<unk>")
 _WHOLE, _WHOLE_OF_A_TOKEN = 1 << 16, 16
-"""Characters of a text, or for each token that it may have, up to which it is tokenised as a whole."""
+"""A text is tokenised whole up to this many characters, or up to this many for each token that it may have."""
 _AT_ONCE = 1024
 """Texts that are tokenised together: uncut, their tokens take a hundred bytes each meanwhile."""
 _NOT_CONTENT = (
@@ -33,7 +33,7 @@ _NOT_CONTENT = (
     "transformers_version",
     "tokenizer_file",
 )
-"""Keys of tokenizer_config.json that say where a tokenizer came from and not what it does."""
+"""Keys of tokenizer_config.json that name a tokenizer's origin and do not change its tokens."""
 
 
 class Tokenizer:
@@ -41,7 +41,9 @@ class Tokenizer:
 
     A decoder classifies at the last token whose id is not the padding id, whatever the attention mask says. So padding
     ids at the end of an encoding (a text that ends in the literal padding token, an end token that is also the
-    padding token) are dropped here, and what is empty then becomes one unknown or end token.
+    padding token) are dropped, and an encoding that is then empty becomes one unknown or end token.
+
+    truncated: how many texts were cut so far. last_cut: the positions of those of the last call.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, pad_id: int, empty_id: int) -> None:
@@ -49,7 +51,6 @@ class Tokenizer:
             msg = f"an empty text cannot be encoded as the padding id {pad_id}"
             raise ValueError(msg)
         self.base = tokenizer
-        """The tokenizer of transformers, for what only the rows of a decoder ask of it: special tokens, a template."""
         self._empty_id = empty_id
         self.pad_id = pad_id
         self.vocab_size = max(*tokenizer.get_vocab().values(), pad_id, empty_id) + 1
@@ -61,7 +62,7 @@ class Tokenizer:
 
     @property
     def own_code(self) -> str:
-        """A sentence that says that the tokenizer's own code was not run, if its files name any; else empty."""
+        """A sentence saying that the tokenizer's own code was not run, if its files name any; else empty."""
         if not self.base.init_kwargs.get("auto_map"):
             return ""
         return (
@@ -72,101 +73,93 @@ class Tokenizer:
     def encode(self, texts: Sequence[str], max_length: int) -> list[list[int]]:
         """One list of 1 to `max_length` ids for each text, cut at its end (a closing special token stays).
 
-        Raises `InputError` when `max_length` leaves no room for a token of the text, and for a lone surrogate.
+        Raises `InputError` if `max_length` leaves no room for a token of the text, and for a lone surrogate.
         """
-        around = self.base.num_special_tokens_to_add()
-        if max_length <= around:
-            raise InputError(
-                [Problem("model.max_length", f"must be more than {around} for this tokenizer ({max_length})")]
-            )
-        rows: list[list[int]] = []
-        cut_off: list[int] = []
-        for first in range(0, len(texts), _AT_ONCE):
-            begun = self._beginnings(texts[first : first + _AT_ONCE], max_length, first)
-            encoded = self._ids(begun, first, truncation=False)
-            long = [place for place, ids in enumerate(encoded) if len(ids) > max_length]
-            if long:
-                cut = self._ids([begun[place] for place in long], truncation=True, max_length=max_length)
-                for place, ids in zip(long, cut, strict=True):
-                    encoded[place] = ids
-            cut_off += [first + place for place in long]
-            rows += map(self._ended, encoded)
-        self._note_cut(cut_off)
-        return rows
+        return self._encoded(texts, None, max_length)["input_ids"]
 
     def types_of(self, texts: Sequence[str], max_length: int) -> list[list[int]]:
-        """The type of each id that `encode` gives for single texts; empty for a tokenizer with 0 for all.
+        """The token type of each id of `encode`; empty for a tokenizer without types, or with type 0 only.
 
         XLNet's closing token has a type of its own, and the model was trained with it.
         """
         if not texts or not any(self.base("a", verbose=False).get("token_type_ids") or ()):
             return []
-        rows: list[list[int]] = []
-        for first in range(0, len(texts), _AT_ONCE):
-            begun = self._beginnings(texts[first : first + _AT_ONCE], max_length, first)
-            found = self._called(begun, first=first, truncation=True, max_length=max_length)
-            ended = map(self._ended, found["input_ids"])
-            rows += [of_row[: len(ids)] or [0] for of_row, ids in zip(found["token_type_ids"], ended, strict=True)]
-        return rows
+        cut, last = self.truncated, self.last_cut
+        found = self._encoded(texts, None, max_length)["token_type_ids"]
+        self.truncated, self.last_cut = cut, last  # counted by `encode`
+        return found
 
     def encode_pairs(
         self, texts: Sequence[str], pairs: Sequence[str], max_length: int
     ) -> tuple[list[list[int]], list[list[int]]]:
-        """Ids of each pair, joined as the tokenizer joins two texts, and their types, 0 where it has none.
+        """The ids of each pair, joined as the tokenizer joins two texts, and their types; 0 for a tokenizer without.
 
-        A pair beyond max_length loses tokens of its longer text first. Raises as `encode` does.
+        A pair longer than max_length loses tokens of its longer text first. Raises as `encode` does.
         """
-        around = self.base.num_special_tokens_to_add(pair=True)
-        if max_length <= around + 1:
-            what = f"must be more than {around + 1} for pairs of texts and this tokenizer ({max_length})"
-            raise InputError([Problem("model.max_length", what)])
-        rows: list[list[int]] = []
-        types: list[list[int]] = []
-        cut_off: list[int] = []
-        for first in range(0, len(texts), _AT_ONCE):
-            chosen = slice(first, first + _AT_ONCE)
-            both = self._beginnings_of_pairs(texts[chosen], pairs[chosen], max_length, first)
-            whole = self._called(*both, first=first, truncation=False)["input_ids"]
-            cut_off += [place for place, ids in enumerate(whole, first) if len(ids) > max_length]
-            found = self._called(*both, first=first, truncation="longest_first", max_length=max_length)
-            ended = [self._ended(ids) for ids in found["input_ids"]]
-            given = found.get("token_type_ids") or [[0] * len(ids) for ids in ended]
-            types += [of_row[: len(ids)] or [0] for ids, of_row in zip(ended, given, strict=True)]
-            rows += ended
-        self._note_cut(cut_off)
-        return rows, types
+        found = self._encoded(texts, pairs, max_length)
+        return found["input_ids"], found["token_type_ids"]
 
     def encode_words(self, texts: Sequence[str], max_length: int) -> tuple[list[list[int]], list[list[int]]]:
-        """As `encode`, of words with a space between them, and for each word the place of its first token; -1 where it
-        has none, as behind a cut.
+        """Encode words joined by spaces. Also returns for each word the position of its first token; -1 for a word
+        without a token, for example after a cut.
 
-        A word's first token is the first that covers a character of it, by the tokenizer's own offsets. Raises as
-        `encode` does, and for a tokenizer that has no offsets.
+        A word's first token is the first that covers a character of it, by the tokenizer's offsets. Raises as `encode`
+        does, and for a tokenizer without offsets.
         """
         if not self.base.is_fast:
             raise InputError([Problem("model.base", "its tokenizer does not say where in a text a token is")])
-        rows = self.encode(texts, max_length)
-        spans: list[list[tuple[int, int]]] = []
-        for first in range(0, len(texts), _AT_ONCE):
-            begun = self._beginnings(texts[first : first + _AT_ONCE], max_length, first)
-            cut = self._called(begun, first=first, truncation=True, max_length=max_length, return_offsets_mapping=True)
-            spans += cut["offset_mapping"]
+        found = self._encoded(texts, None, max_length, return_offsets_mapping=True)
         firsts = []
-        for text, ids, offsets in zip(texts, rows, spans, strict=True):
+        for text, ids, offsets in zip(texts, found["input_ids"], found["offset_mapping"], strict=True):
             place_of = [-1] * max((end for _, end in offsets), default=0)  # of each character, the first of its tokens
             for place, (start, end) in reversed([*enumerate(offsets[: len(ids)])]):
                 place_of[start:end] = [place] * (end - start)
             words = re.finditer(r"\S+", text)
             covers = ([place for place in place_of[word.start() : word.end()] if place >= 0] for word in words)
             firsts.append([min(places, default=-1) for places in covers])
-        return rows, firsts
+        return found["input_ids"], firsts
+
+    def _encoded(
+        self, texts: Sequence[str], pairs: Sequence[str] | None, max_length: int, **how: Any
+    ) -> dict[str, list[Any]]:
+        """The tokenizer's lists for each text or pair: ids without padding at their end, types for as many ids."""
+        least = self.base.num_special_tokens_to_add(pair=pairs is not None) + (pairs is not None)
+        if max_length <= least:
+            kind = "this tokenizer" if pairs is None else "pairs of texts and this tokenizer"
+            raise InputError([Problem("model.max_length", f"must be more than {least} for {kind} ({max_length})")])
+        rows: dict[str, list[Any]] = {"input_ids": [], "token_type_ids": [], "offset_mapping": []}
+        cut_off: list[int] = []
+        for first in range(0, len(texts), _AT_ONCE):
+            here = slice(first, first + _AT_ONCE)
+            begun = [self._beginning(text, max_length, place) for place, text in enumerate(texts[here], first)]
+            columns = (
+                [begun] if pairs is None else self._beginnings_of_pairs(texts[here], pairs[here], max_length, first)
+            )
+            whole = self._called(*columns, first=first, truncation=False, **how)
+            ids: list[list[int]] = whole["input_ids"]
+            long = [place for place, each in enumerate(ids) if len(each) > max_length]
+            if long:
+                side = True if pairs is None else "longest_first"
+                texts_of_long = [[column[place] for place in long] for column in columns]
+                cut = self._called(*texts_of_long, truncation=side, max_length=max_length, **how)
+                for name in rows.keys() & whole.keys():
+                    for place, values in zip(long, cut[name], strict=True):
+                        whole[name][place] = values
+            cut_off += [first + place for place in long]
+            ended = [*map(self._ended, ids)]
+            types = whole.get("token_type_ids") or [[0] * len(each) for each in ended]
+            rows["input_ids"] += ended
+            rows["token_type_ids"] += [of_row[: len(each)] or [0] for each, of_row in zip(ended, types, strict=True)]
+            rows["offset_mapping"] += whole.get("offset_mapping", ())
+        self.last_cut = tuple(cut_off)
+        self.truncated += len(cut_off)
+        return rows
 
     def with_tokens(self, tokens: Sequence[str]) -> Tokenizer:
-        """A tokenizer with `tokens` besides these, their ids behind all others, in order.
+        """A copy of this tokenizer with `tokens` added after all other ids, in order.
 
-        They are found in texts to the letter, wherever they stand, and are not special: whoever writes a message may
-        write them, and they stay in what is decoded. Raises `InputError` for one that is a token already, or that is
-        not read and written as one id.
+        They match texts to the letter and are not special: a message may contain them, and decoding keeps them. Raises
+        `InputError` for a token that exists already, or that is not encoded and decoded as one id.
         """
         found, known = ProblemList(), self.base.get_vocab()
         for token in tokens:
@@ -194,7 +187,7 @@ class Tokenizer:
         return grown
 
     def ids_of(self, tokens: Sequence[str]) -> tuple[int, ...]:
-        """The id of each of these tokens. Raises `InputError` for one that is none."""
+        """The id of each of these tokens. Raises `InputError` for an unknown token."""
         found, known = ProblemList(), self.base.get_vocab() if tokens else {}
         for token in tokens:
             if token not in known:
@@ -203,24 +196,19 @@ class Tokenizer:
         return tuple(known[token] for token in tokens)
 
     def shown(self, id_: int) -> str:
-        """What a token says, in quotes, on one line of a terminal; a part of a character by the name it has."""
+        """A token's text in quotes, on one line of a terminal; its vocabulary name if it is a part of a character."""
         said = str(self.base.decode([id_]))
         return legible_line(repr(str(self.base.convert_ids_to_tokens(id_)) if "\ufffd" in said else said))
 
     def plain_ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """One list of ids for each text, as it stands: uncut, and with no special token but those that it spells."""
+        """One list of ids for each text: uncut, and with no special tokens but those that the text spells."""
         return self._ids(list(texts), truncation=False, add_special_tokens=False) if texts else []
 
-    def _note_cut(self, places: Sequence[int]) -> None:
-        self.last_cut = tuple(places)
-        self.truncated += len(places)
-
     def _beginning(self, text: str, most: int, before: int) -> str:
-        """`text`, or a prefix of it that has the same first `most` tokens.
+        """`text`, or a prefix of it that has the same first `most` tokens. before: earlier texts, for messages.
 
-        before: how many texts came before it, for messages.
         Tokenising takes a hundred bytes a character: a row of 40 MB would take gigabytes to become 128 tokens. A text
-        of up to `_WHOLE` characters is never cut here. A longer one is cut at the first length whose first `most`
+        of up to `_WHOLE` characters is never cut here. A longer text is cut at the first length whose first `most`
         tokens are also those of twice that length. How far a tokenizer looks ahead is bounded by its vocabulary and
         its patterns. So tokens that do not change with 65,536 more characters do not change with the rest either.
         """
@@ -233,18 +221,17 @@ class Tokenizer:
             size *= 2
         return text
 
-    def _beginnings(self, texts: Sequence[str], most: int, first: int) -> list[str]:
-        return [self._beginning(text, most, place) for place, text in enumerate(texts, first)]
-
     def _beginnings_of_pairs(
         self, texts: Sequence[str], pairs: Sequence[str], most: int, first: int
-    ) -> tuple[list[str], list[str]]:
-        """Pairs of which the long text is replaced by its `_beginning`.
+    ) -> list[list[str]]:
+        """Pairs whose long text is replaced by its `_beginning`.
 
         Truncation takes tokens from the text that has more of them. So the beginning must have more tokens than the
         other text, as the whole has. If both texts are long, it is unknown which has more, and both stay whole.
         """
-        both = self._beginnings(texts, most, first), self._beginnings(pairs, most, first)
+        both = [
+            [self._beginning(text, most, place) for place, text in enumerate(each, first)] for each in (texts, pairs)
+        ]
         for place, pair in enumerate(zip(texts, pairs, strict=True)):
             cut = [len(column[place]) < len(text) for column, text in zip(both, pair, strict=True)]
             if all(cut):
@@ -260,7 +247,7 @@ class Tokenizer:
         return ids
 
     def _called(self, *texts: list[str], first: int = 0, **how: Any) -> Any:
-        """What the tokenizer of transformers gives for a batch. Raises `InputError` for texts that it cannot read.
+        """Call the tokenizer of transformers with a batch. Raises `InputError` for texts that it cannot encode.
 
         first: how many texts came before these, for the message.
         """
@@ -297,8 +284,8 @@ class Tokenizer:
     def save(self, folder: Path, max_length: int | None = None, side: str = "right") -> None:
         """Write the tokenizer's files into `folder`, without the truncation that `encode` may have left set.
 
-        One that had no token to pad with gets that of `pad_id`, so that batches can be made with what is read back.
-        max_length: where it cuts texts, if it is asked to, and it pads them on that `side`, as a classifier's here.
+        A tokenizer without a padding token gets that of `pad_id`, so that the loaded tokenizer can pad batches.
+        max_length, side: where the loaded tokenizer truncates, and on which side it pads.
         """
         before = (self.base.pad_token, self.base.padding_side, self.base.model_max_length)
         if self.base.pad_token_id is None:
@@ -319,12 +306,12 @@ class Tokenizer:
 
 
 def _of_native_code(error: BaseException) -> bool:
-    """Whether the library tokenizers raised it: a panic, or a bare `Exception` for whatever it does not like."""
+    """Whether the library tokenizers raised it: a panic, or a bare `Exception`."""
     return is_panic(error) or type(error) is Exception
 
 
 def _numbered(first: int, *texts: list[str]) -> Iterator[tuple[int, str]]:
-    """All texts with the number of their row, counted from 1 with the `first` that came before."""
+    """All texts with their row number, from `first` + 1."""
     for column in texts:
         yield from enumerate(column, start=first + 1)
 
@@ -347,8 +334,8 @@ def _files_digest(folder: Path) -> str:
 def byte_tokenizer(*, pairs: bool = False, begins: bool = False) -> Tokenizer:
     """The embedded tokenizer: one id for each byte of UTF-8, after `<pad>` 0, `<s>` 1, `</s>` 2 and `<unk>` 3.
 
-    It loses nothing: a text that holds the letters of a special token is bytes like any other. pairs: it puts `</s>`
-    between two texts. begins: it puts `<s>` before a text, as rows that are to be gone on with are begun.
+    It is lossless: letters that spell a special token are bytes like any others. pairs: puts `</s>` between two texts.
+    begins: puts `<s>` before a text, as at the beginning of a conversation.
     """
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers, processors
@@ -384,7 +371,7 @@ def byte_tokenizer(*, pairs: bool = False, begins: bool = False) -> Tokenizer:
 def pretrained_tokenizer(path_or_hub_id: str, *, local_only: bool, revision: str | None = None) -> Tokenizer:
     """The tokenizer of a model folder or, unless `local_only`, of a hub id at `revision`. Runs no code from there.
 
-    Without a padding token its end token pads. Raises `InputError` when there is no tokenizer, or neither token.
+    Without a padding token, the end token pads. Raises `InputError` without a tokenizer, or without either token.
     """
     if not Path(path_or_hub_id).is_dir() and path_or_hub_id.startswith((".", "/", "~")):
         raise InputError([Problem("model.base", f"there is no folder {path_or_hub_id!r}")])

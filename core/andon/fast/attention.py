@@ -1,22 +1,21 @@
-"""Causal attention as an operation of torch's, with its gradient. Its kernels, in `attention_cuda`, load when used."""
+"""Causal attention as an operation of torch, with its gradient. Its kernels, in `attention_cuda`, load when used."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import library
+from torch import Tensor, library
 
 _SIZES = (32, 64, 128)
 _HALVES = (torch.bfloat16, torch.float16)
 _OLDEST = (8, 0)
-"""The compute capability from which a multiprocessor has the shared memory that the kernels take."""
+"""The first compute capability with the shared memory that the kernels need."""
 
 
-def fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether these have shapes and a precision that `causal_attention` takes: half precision, heads of 32, 64 or 128
-    values, as many keys as queries, and fewer or as many heads of keys and values, each of which serves as many of the
-    queries'."""
+def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether `causal_attention` accepts these shapes and precision: half precision, heads of 32, 64 or 128 values, as
+    many keys as queries, and a number of key and value heads that divides that of query heads."""
     if any(x.dim() != 4 or x.dtype != q.dtype for x in (q, k, v)):
         return False
     return (
@@ -29,26 +28,23 @@ def fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
 
 
 def runs_on(device: torch.device) -> bool:
-    """Whether `device` is a GPU that is not too old for `causal_attention`."""
+    """Whether `causal_attention` runs on `device`."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _OLDEST
 
 
-def supports(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether `causal_attention` takes these where they are: they fit, and all are on a GPU that it runs on."""
+def supports(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether `causal_attention` accepts these, and all are on one GPU that it runs on."""
     return fits(q, k, v) and all(x.device == q.device for x in (k, v)) and runs_on(q.device)
 
 
-def causal_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, spans: torch.Tensor | None = None
-) -> torch.Tensor:
-    """softmax(scale q k') v where each place sees itself and those before it, with a gradient that has one order.
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, spans: Tensor | None = None) -> Tensor:
+    """softmax(scale q k') v in which each place sees itself and the places before it; its gradient adds in one order.
 
-    q: [rows, heads, length, size]. k, v: [rows, heads or a divisor of it, length, size]. Returns the shape of q. Takes
-    what `supports` says, and only where it is told to be on a GPU. spans: int32 [rows, length, 2] in one piece, of each
-    place where the row that it is packed with others as begins, and where it ends, one behind its last; a place then
-    sees none of other rows, and what they would cost is not computed. Both numbers never fall from place to place.
+    q and the result: [rows, heads, length, size]. k, v: [rows, heads or a divisor of it, length, size]. spans: int32
+    [rows, length, 2], contiguous, for each place of a pack the first of its own row and the one after its last, neither
+    ever falling; a place then sees its own row alone, and attention between rows is not computed.
     """
-    out: torch.Tensor = torch.ops.andon.causal_attention(q, k, v, spans, scale)[0]
+    out: Tensor = torch.ops.andon.causal_attention(q, k, v, spans, scale)[0]
     return out
 
 
@@ -58,12 +54,9 @@ def causal_attention(
     device_types="cuda",
     schema="(Tensor q, Tensor k, Tensor v, Tensor? spans, float scale) -> (Tensor, Tensor)",
 )
-def _attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: torch.Tensor | None, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _attention(q: Tensor, k: Tensor, v: Tensor, spans: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     from andon.fast.attention_cuda import forward
 
-    # The kernels write into what stands here, so that their module, which needs Triton, needs nothing of this one.
     out, lse = _shapes(q, k, v, spans, scale)
     forward(q, k, v, spans, out, lse, scale)
     return out, lse
@@ -77,15 +70,8 @@ def _attention(
     " -> (Tensor, Tensor, Tensor)",
 )
 def _attention_backward(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    spans: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, spans: Tensor | None, out: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
     from andon.fast.attention_cuda import backward
 
     dq, dk, dv = _gradient_shapes(grad, q, k, v, spans, out, lse, scale)
@@ -93,39 +79,30 @@ def _attention_backward(
     return dq, dk, dv
 
 
-def _empty_bshd(x: torch.Tensor) -> torch.Tensor:
+def _empty_bshd(x: Tensor) -> Tensor:
     """[rows, heads, length, size] without values, laid out by rows, length, heads, as projections make and take it."""
     rows, heads, length, size = x.shape
     return x.new_empty((rows, length, heads, size)).transpose(1, 2)
 
 
 @_attention.register_fake
-def _shapes(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: torch.Tensor | None, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _shapes(q: Tensor, k: Tensor, v: Tensor, spans: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     return _empty_bshd(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @_attention_backward.register_fake
 def _gradient_shapes(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    spans: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, spans: Tensor | None, out: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
     return _empty_bshd(q), _empty_bshd(k), _empty_bshd(v)
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     *tensors, ctx.scale = inputs
     ctx.save_for_backward(*tensors, *output)
 
 
-def _gradient(ctx: Any, grad: torch.Tensor, _of_lse: torch.Tensor) -> tuple[Any, ...]:
+def _gradient(ctx: Any, grad: Tensor, _of_lse: Tensor) -> tuple[Any, ...]:
     return *torch.ops.andon.causal_attention_backward(grad, *ctx.saved_tensors, ctx.scale), None, None
 
 

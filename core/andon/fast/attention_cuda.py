@@ -1,10 +1,10 @@
 """Causal attention for training on a GPU, as Triton kernels whose backward pass adds in one order.
 
-Made for short rows, of text classification or in packs, where the kernels that torch keeps for its deterministic mode
-spend most of their time outside of the products: keys and values of fewer heads than the queries are read as they are,
-and no gradient is summed atomically or through memory. The way of computing is that of FlashAttention-2 (Dao, 2023):
-the backward pass computes the probabilities again from the logarithms of their sums; the gradients of queries in one
-kernel, those of keys and values in another, each program for its own rows, in the order of the other rows.
+For short rows, of text classification or in packs, for which torch's deterministic kernels spend most of their time
+outside of the products. Keys and values of fewer heads are read as they are, and no gradient is summed atomically or
+through memory. The method is FlashAttention-2 (Dao, 2023): the backward pass computes the probabilities again from the
+logarithms of their sums; one kernel for the gradients of queries, one for those of keys and values, each program for
+its own rows, in the order of the other rows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import triton.language as tl
 
 
 class Tiles(NamedTuple):
-    """How a kernel is cut: M rows of its own side, N of the other side at a time, warps and stages of its pipeline."""
+    """A kernel computes M rows of one side and reads N of the other at a time, in so many warps and pipeline stages."""
 
     block_m: int
     block_n: int
@@ -28,11 +28,11 @@ class Tiles(NamedTuple):
 FORWARD = Tiles(64, 64, 4, 3)
 QUERIES = Tiles(64, 64, 4, 2)
 KEYS = Tiles(64, 64, 4, 2)
-"""Fixed, and not chosen by timing: they are part of the order in which a row's terms are added."""
+"""Fixed, not tuned by timing: they decide the order in which a row's terms are added."""
 
 _LOG2_E = 1.4426950408889634
 LOWEST: tl.constexpr = tl.constexpr(-1e30)
-"""Below every score, and yet a number."""
+"""Below every score, but finite."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -72,7 +72,7 @@ def _forward(  # type: ignore[no-untyped-def]
         if PACKED:
             scores = tl.where(starts[:, None] <= offs_n[None, :], scores, float("-inf"))
         m_new = tl.maximum(m_i, tl.max(scores, 1))
-        if PACKED:  # of a place that has seen none of its own row yet, of which the largest number is no number
+        if PACKED:  # the largest score of a place that has not reached its row yet is -inf, which would give NaN
             m_new = tl.maximum(m_new, LOWEST)
         p = tl.exp2(scores - m_new[:, None])
         alpha = tl.exp2(m_i - m_new)
@@ -193,11 +193,10 @@ def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor,
     scale: float,
 ) -> None:  # fmt: skip
-    """Write softmax(scale q k') v, each place seeing itself and those before it, and the base-2 logarithms of its sums.
+    """Write `out`, the causal softmax(scale q k') v, and `lse`, the base-2 logarithms of its sums.
 
-    q: [rows, heads, length, size], half precision. k, v: [rows, fewer heads, length, size]; their number of heads
-    divides that of q. spans: None, or what keeps packed rows apart, as `causal_attention` has them. Written are out, as
-    q, its last dimension in one piece; lse, fp32 [rows, heads, length].
+    q, k, v, spans: as `causal_attention` has them. out: as q, its last dimension contiguous. lse: fp32 [rows, heads,
+    length].
     """
     q, k, v = _addressable(q), _addressable(k), _addressable(v)
     rows, heads, length, size = q.shape
@@ -231,7 +230,7 @@ def backward(
 
 
 def _addressable(x: torch.Tensor) -> torch.Tensor:
-    """`x` with its last dimension in one piece and its places no further apart than 32 bits count, as they are read."""
+    """`x` with its last dimension contiguous and offsets of 32 bits, as the kernels read it."""
     return x if x.stride(3) == 1 and x.shape[2] * x.stride(2) < 2**31 else x.contiguous()
 
 

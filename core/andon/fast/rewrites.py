@@ -1,8 +1,7 @@
-"""A traced graph with the parts replaced that torch's compiler makes slow kernels of; it computes the same function.
+"""Rewrites of a traced graph, whose parts torch's compiler makes slow kernels of; it computes the same function.
 
-Which masks are drawn and how values round is another matter for a compiled pass than for an eager one, as it was
-before; see `CompiledPasses` for why that never depends on who computes it. Each rewriting was measured on an H200 with
-the reference job of docs/gpu.md.
+Masks of dropout and rounding differ between a compiled pass and an eager one; see `CompiledPasses` for why that never
+depends on the rank. Each rewrite was measured on an H200 with the reference job of docs/gpu.md.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import library, nn
+from torch import Tensor, library, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -22,7 +21,7 @@ _SDPA: Any = nn.functional.scaled_dot_product_attention
 _SDPA_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _LINEAR: Any = nn.functional.linear
 _MOST_VALUES = 2**31
-"""Places that 32 bits count."""
+"""Numbers of 32 bits."""
 _BY_TOKEN: tuple[Any, ...] = (
     nn.functional.linear,
     nn.functional.dropout,
@@ -40,24 +39,16 @@ _BY_TOKEN: tuple[Any, ...] = (
 _BY_TOKEN_METHODS = ("to", "float", "pow", "mean", "add", "mul", "rsqrt")
 _NORMS = (nn.functional.rms_norm, nn.functional.layer_norm)
 _SWITCHES = ("_set_grad_enabled", "_enter_inference_mode")
-"""Functions of torch, by name since none of them is public, that switch gradients on or off in a graph."""
-_SCORING = (
-    nn.Linear,
-    nn.Dropout,
-    nn.Identity,
-    nn.Tanh,
-    nn.GELU,
-    nn.ReLU,
-    nn.Sequential,
-    nn.ModuleDict,
-    nn.ParameterDict,
-)
+"""Functions of torch, by name since they are private, that switch gradients on or off in a graph."""
+_SCORING: tuple[type, ...] = (nn.Linear, nn.Dropout, nn.Identity, nn.Tanh, nn.GELU, nn.ReLU, nn.Sequential)
+_SCORING += (nn.ModuleDict, nn.ParameterDict)
+"""Modules of a head that take each token by itself, or call only their children."""
 
 
 def rewrite(module: GraphModule) -> None:
-    """Rewrite, in place, `module` and the graphs that it calls, which are layers whose activations are computed again.
+    """Rewrite, in place, `module` and the graphs that it calls: layers whose activations are computed again.
 
-    Dropout stays what it is in the latter: what they draw is drawn again in the backward pass by their own means.
+    The latter keep their dropout, which they draw again in the backward pass.
     """
     leave_out(module.graph)
     drop_by_hash(module.graph)
@@ -70,52 +61,43 @@ def rewrite(module: GraphModule) -> None:
             each.recompile()
 
 
-# The tokens that no head reads: the work behind the last attention is done for those that one reads, and for no other.
-# A decoder's head reads one token of each row, the last real one. What is computed of the other tokens after the last
-# layer's attention is never used; it is a thirtieth of a model of 36 layers.
+# A decoder's classification head reads the last real token of each row. What is computed of the other tokens after the
+# last layer's attention is never used; it is a thirtieth of a model of 36 layers.
 
 
 def reading_last_tokens(forward: Callable[..., Any], head: nn.Module) -> Callable[..., Any]:
-    """`forward` of the backbone of `head`, giving zeros for every token but those that the head reads.
-
-    What a graph that is traced of it computes for them is left out by `leave_out`. Returns `forward` itself where it is
-    not known which tokens the head reads.
+    """`forward` of the backbone of `head`, with zeros for every token that the head does not read, so that `leave_out`
+    finds what is computed for them. Returns `forward` itself if it is not known which tokens the head reads.
     """
-    config: Any = getattr(head, "config", None)
-    pad_id: int | None = config.get_text_config().pad_token_id if _reads_last_tokens(head) else None
-    if pad_id is None:
+    from transformers.modeling_layers import GenericForSequenceClassification as Known
+
+    model: Any = head
+    if not isinstance(head, Known) or type(head).forward is not Known.forward or "forward" in vars(head):
+        return forward
+    scores: nn.Module = model.score
+    by_token = all(
+        (type(each) in _SCORING or type(each).__module__.partition(".")[0] == "peft") and "forward" not in vars(each)
+        for each in scores.modules()
+    )
+    pad_id: int | None = model.config.get_text_config().pad_token_id
+    if not by_token or pad_id is None:
         return forward
 
     def reading(*args: Any, **kwargs: Any) -> Any:
         ids = args[0] if args else kwargs.get("input_ids")
         if ids is None:
             return forward(*args, **kwargs)
-        chosen = last_real(ids, pad_id)  # first, for use anywhere in the graph
+        chosen = last_real(ids, pad_id)  # first, so that all of the graph may use it
         output = forward(*args, **kwargs)
         hidden = getattr(output, "last_hidden_state", None)
-        if hidden is not None and hidden.shape[:-1] == chosen.shape:  # not with tokens that the model adds
+        if hidden is not None and hidden.shape[:-1] == chosen.shape:  # the model added no tokens
             output.last_hidden_state = only_at(hidden, chosen)
         return output
 
     return reading
 
 
-def _reads_last_tokens(head: Any) -> bool:
-    """Whether `head` scores each token by itself and then takes the score of the last real one."""
-    from transformers.modeling_layers import GenericForSequenceClassification as Known
-
-    if not isinstance(head, Known) or type(head).forward is not Known.forward or "forward" in vars(head):
-        return False
-    return all(_scores_by_token(module) for module in head.score.modules())
-
-
-def _scores_by_token(module: nn.Module) -> bool:
-    """Whether `module` takes each token by itself, or calls only modules that are asked in turn."""
-    known_kind = type(module) in _SCORING or type(module).__module__.partition(".")[0] == "peft"
-    return known_kind and "forward" not in vars(module)
-
-
-def last_real(ids: torch.Tensor, pad_id: int) -> torch.Tensor:
+def last_real(ids: Tensor, pad_id: int) -> Tensor:
     """bool [rows, length]: True at each row's last token that is not padding, as transformers finds it."""
     places = torch.arange(ids.shape[1], device=ids.device, dtype=torch.int32)
     last = (places * (ids != pad_id)).argmax(-1)
@@ -123,41 +105,44 @@ def last_real(ids: torch.Tensor, pad_id: int) -> torch.Tensor:
 
 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
-def only_at(x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """`x` [rows, length, size] where `chosen` [rows, length] says, and 0 elsewhere."""
+def only_at(x: Tensor, chosen: Tensor) -> Tensor:
+    """`x` [rows, length, size] at the places `chosen` [rows, length], and 0 elsewhere."""
     return torch.where(chosen[..., None], x, 0)
 
 
-def picked(x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """[rows, 1, size]: the one token of each row of `x` that is `chosen`, as it is, in the type of `x`."""
-    one: torch.Tensor = only_at(x, chosen).sum(1, keepdim=True, dtype=x.dtype)  # autocast would sum in fp32
+def picked(x: Tensor, chosen: Tensor) -> Tensor:
+    """[rows, 1, size]: the `chosen` token of each row of `x`, in the type of `x`."""
+    one: Tensor = only_at(x, chosen).sum(1, keepdim=True, dtype=x.dtype)  # autocast would sum in fp32
     return one
 
 
 def leave_out(graph: Graph) -> None:
-    """Have what only leads to `only_at` computed for the chosen tokens alone.
+    """Have what leads to `only_at` alone computed for the chosen tokens alone.
 
-    Not where something is written in place, or where gradients are switched on or off on the way: a token is picked
-    once, before its first use.
+    A token is picked once, before its first use, so nothing changes if a value is written in place, or gradients are
+    switched on or off on the way.
     """
     for end in calls_of(graph, only_at):
+        order = list(graph.nodes)
         hidden, chosen = end.args
-        spared = _leading_to(end, hidden)
+        # The nodes whose values are used for `end` alone and that take each token by itself.
+        spared = dict[Node, None]()
+        for node in reversed(order):
+            mine = node is hidden or node.users
+            if mine and all(user in spared or user is end for user in node.users) and _by_token(node):
+                spared[node] = None
+        spared = dict.fromkeys(reversed(spared))
+        between = order[order.index(next(iter(spared))) : order.index(end)] if spared else []
+        if any(getattr(node.target, "__name__", "") in _SWITCHES for node in between):
+            continue
         read = dict.fromkeys(each for node in spared for each in node.all_input_nodes if each not in spared)
         sources = [each for each in read if known(each) and value_of(each).dim() == 3]  # rows, tokens, values
-        if unwritten(*spared, *sources) and not _switches(graph, spared, end):
-            for source in sources:
-                _pick(source, spared, chosen)
-
-
-def _leading_to(end: Node, last: Any) -> dict[Node, None]:
-    """The nodes, in order, whose values are used for `end` alone and that take each token by itself."""
-    found: dict[Node, None] = {}
-    for node in reversed(list(end.graph.nodes)):
-        mine = node is last or node.users
-        if mine and all(user in found or user is end for user in node.users) and _by_token(node):
-            found[node] = None
-    return dict.fromkeys(reversed(found))
+        for source in sources if unwritten(*spared, *sources) else ():
+            with graph.inserting_before(next(node for node in order if node in source.users and node in spared)):
+                new = graph.call_function(picked, (source, chosen))
+            new.meta = dict(source.meta)
+            for user in [user for user in source.users if user in spared]:
+                user.replace_input_with(source, new)
 
 
 def _by_token(node: Node) -> bool:
@@ -171,60 +156,34 @@ def _by_token(node: Node) -> bool:
     return node.target not in _NORMS or len(given_to(node, "input", "normalized_shape")["normalized_shape"]) == 1
 
 
-def _switches(graph: Graph, spared: dict[Node, None], end: Node) -> bool:
-    """Whether gradients are switched on or off between the first of `spared` and `end`."""
-    order = list(graph.nodes)
-    between = order[order.index(next(iter(spared))) : order.index(end)] if spared else []
-    return any(getattr(node.target, "__name__", "") in _SWITCHES for node in between)
-
-
-def _pick(source: Node, spared: dict[Node, None], chosen: Any) -> None:
-    graph = source.graph
-    first = next(node for node in graph.nodes if node in source.users and node in spared)
-    with graph.inserting_before(first):
-        new = graph.call_function(picked, (source, chosen))
-    new.meta = dict(source.meta)
-    for user in [user for user in source.users if user in spared]:
-        user.replace_input_with(source, new)
-
-
-# Dropout by a hash: a dozen integer operations a value in the place of Philox's hundred, and no mask in memory.
+# Dropout by a hash: a dozen integer operations a value instead of Philox's hundred, and no mask in memory.
 
 
 def drop_by_hash(graph: Graph) -> None:
     """Replace each call of dropout that draws by `hashed_dropout`, with keys from the stream that it would use."""
-    found = [node for node in calls_of(graph, nn.functional.dropout) if _draws(node)]
+    found = []
+    for node in calls_of(graph, nn.functional.dropout):
+        given = {"p": 0.5, "training": True, "inplace": False, **given_to(node, "input", "p", "training", "inplace")}
+        draws = given["training"] is True and isinstance(given["p"], float) and 0 < given["p"] < 1
+        if draws and not given["inplace"] and known(given["input"]) and value_of(given["input"]).numel() < _MOST_VALUES:
+            found.append(node)
     if not found:
         return
     with graph.inserting_before(found[0]):
-        device = value_of(_dropped(found[0])[0]).device
+        device = value_of(given_to(found[0], "input")["input"]).device
         keys = graph.call_function(torch.ops.andon.drawn_keys.default, (len(found), device))
         own = [graph.call_function(torch.select, (keys, 0, place)) for place in range(len(found))]
     for node, key in zip(found, own, strict=True):
-        x, rate = _dropped(node)  # not before: it may be a dropout that was replaced meanwhile
-        replace_node(node, hashed_dropout, x, key, rate)
+        given = given_to(node, "input", "p")  # only now: its input may be a dropout that was just replaced
+        replace_node(node, hashed_dropout, given["input"], key, given.get("p", 0.5))
 
 
-def _dropped(node: Node) -> tuple[Any, Any]:
-    """The tensor that a call of dropout drops values of, and its rate."""
-    given = given_to(node, "input", "p")
-    return given["input"], given.get("p", 0.5)
-
-
-def _draws(node: Node) -> bool:
-    """Whether a call of dropout draws, writes nothing in place, and has no more values than can be counted."""
-    given = given_to(node, "input", "p", "training", "inplace")
-    x, rate = _dropped(node)
-    draws = given.get("training", True) is True and isinstance(rate, float) and 0 < rate < 1
-    return draws and not given.get("inplace", False) and known(x) and value_of(x).numel() < _MOST_VALUES
-
-
-def hashed_dropout(x: torch.Tensor, keys: torch.Tensor, rate: float) -> torch.Tensor:
+def hashed_dropout(x: Tensor, keys: Tensor, rate: float) -> Tensor:
     """`x` with each value 0 with probability `rate`, else divided by 1 - rate; what is not finite stays so.
 
-    keys: int32 [2]. The mask is a function of keys, of the place in `x` and of `rate`: a multiplicative hash of 32 bits
-    with the mixing steps of MurmurHash3's finalizer (Appleby), into which the keys enter at different depths. Masks are
-    each other's with places exchanged only where the second keys are equal, one pair of draws in two thousand million.
+    keys: int32 [2]. The mask is a function of keys, place in `x` and `rate`: a multiplicative hash of 32 bits with the
+    mixing steps of MurmurHash3's finalizer (Appleby), which the keys enter at different depths. Two masks are
+    permutations of each other only if their second keys are equal, one pair of draws in two thousand million.
     """
     place = torch.arange(x.numel(), dtype=torch.int32, device=x.device).view(x.shape)
     bits = (place ^ keys[0]) * -1640531535
@@ -243,24 +202,24 @@ def hashed_dropout(x: torch.Tensor, keys: torch.Tensor, rate: float) -> torch.Te
     schema="(int count, Device device) -> Tensor",
     tags=(torch.Tag.nondeterministic_seeded,),
 )
-def _drawn_keys(count: int, device: torch.device) -> torch.Tensor:
-    """int32 [count, 2] from the device's generator. An operation of its own: a kernel that used one would draw it anew
-    for each of its values."""
+def _drawn_keys(count: int, device: torch.device) -> Tensor:
+    """int32 [count, 2] from the device's generator. A custom operation, since a fused kernel would draw a key for each
+    of its values."""
     return torch.randint(_MOST_VALUES - 1, (count, 2), dtype=torch.int32, device=device)
 
 
 @_drawn_keys.register_fake
-def _keys_shape(count: int, device: torch.device) -> torch.Tensor:
+def _keys_shape(count: int, device: torch.device) -> Tensor:
     return torch.empty((count, 2), dtype=torch.int32, device=device)
 
 
-# A frozen product with what an adapter adds to it, as one operation: the sum is made where the product already is. Made
-# apart, the adapter's product is written, read and added, and backward a scaled copy of the gradient is made.
+# A frozen product with what an adapter adds to it, as one operation that adds in place. Apart, the adapter's product is
+# written, read and added, and the backward pass makes a scaled copy of the gradient.
 
 
 def add_in_place(graph: Graph) -> None:
-    """Replace each `linear(x, weight) + scale * linear(narrow, low)` by `adapted_product`, where nothing else uses the
-    first product, its weight is frozen, and both are computed when they are added, for the same gradients."""
+    """Replace each `linear(x, weight) + scale * linear(narrow, low)` by `adapted_product`, if nothing else uses the
+    first product, its weight is frozen, and both products have one shape and the type of the weight."""
     for total in calls_of(graph, operator.add):
         found = _adapted(total)
         if found is not None:
@@ -268,7 +227,7 @@ def add_in_place(graph: Graph) -> None:
 
 
 def _adapted(total: Node) -> tuple[Any, ...] | None:
-    """The arguments of `adapted_product` that give `total`; None: it is another sum."""
+    """The arguments of `adapted_product` for `total`; None for another sum."""
     base: Any
     scaled: Any
     base, scaled = total.args
@@ -280,19 +239,14 @@ def _adapted(total: Node) -> tuple[Any, ...] | None:
     first, second = _operands(base), _operands(product)
     if first is None or second is None or value_of(first[1]).requires_grad:
         return None
-    same = _alike(total, base, scaled, product, first[1]) and unwritten(base, scaled, product, first[0], second[0])
+    types = {value_of(node).dtype for node in (base, scaled, product, total, first[1])}
+    alike = value_of(base).shape == value_of(product).shape and len(types) == 1 and types.pop().is_floating_point
+    same = alike and unwritten(base, scaled, product, first[0], second[0])
     return (*first, *second, scale) if same else None
 
 
-def _alike(total: Any, base: Any, scaled: Any, product: Any, weight: Node) -> bool:
-    """Whether the products are of one shape and of the type of `weight`."""
-    shapes = {value_of(node).shape for node in (base, product)}
-    types = {value_of(node).dtype for node in (base, scaled, product, total, weight)}
-    return len(shapes) == len(types) == 1 and types.pop().is_floating_point
-
-
 def _operands(node: Any) -> tuple[Node, Node] | None:
-    """(input, weight) of `node`, a product without a bias that has a gradient if those have; None: it is none."""
+    """(input, weight) of a product without a bias that has a gradient if they have; None for another node."""
     if node.target is not _LINEAR:
         return None
     given = given_to(node, "input", "weight", "bias")
@@ -304,13 +258,11 @@ def _operands(node: Any) -> tuple[Node, Node] | None:
     return (x, weight) if plain and learns == value_of(node).requires_grad else None
 
 
-def adapted_product(
-    x: torch.Tensor, weight: torch.Tensor, narrow: torch.Tensor, low: torch.Tensor, scale: float
-) -> torch.Tensor:
-    """x weight' + scale * narrow low', in the type of the weight. x: [..., in]. weight: [out, in], frozen. narrow:
-    [..., r]. low: [out, r]. Returns [..., out]."""
+def adapted_product(x: Tensor, weight: Tensor, narrow: Tensor, low: Tensor, scale: float) -> Tensor:
+    """[..., out]: x weight' + scale * narrow low', in the type of the weight. x: [..., in]. weight: [out, in], frozen.
+    narrow: [..., r]. low: [out, r]."""
     dtype = weight.dtype
-    product: torch.Tensor = torch.ops.andon.adapted_product(x.to(dtype), weight, narrow.to(dtype), low.to(dtype), scale)
+    product: Tensor = torch.ops.andon.adapted_product(x.to(dtype), weight, narrow.to(dtype), low.to(dtype), scale)
     return product
 
 
@@ -319,25 +271,23 @@ def adapted_product(
     mutates_args=(),
     schema="(Tensor x, Tensor weight, Tensor narrow, Tensor low, float scale) -> Tensor",
 )
-def _add_into(
-    x: torch.Tensor, weight: torch.Tensor, narrow: torch.Tensor, low: torch.Tensor, scale: float
-) -> torch.Tensor:
+def _add_into(x: Tensor, weight: Tensor, narrow: Tensor, low: Tensor, scale: float) -> Tensor:
     product = nn.functional.linear(x.flatten(0, -2), weight)
     product.addmm_(narrow.flatten(0, -2), low.t(), alpha=scale)
     return product.view(*x.shape[:-1], -1)
 
 
 @_add_into.register_fake
-def _product_shape(x: torch.Tensor, weight: torch.Tensor, *_: Any) -> torch.Tensor:
+def _product_shape(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
     return x.new_empty((*x.shape[:-1], len(weight)))
 
 
-def _keep_factors(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _keep_factors(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, weight, narrow, low, ctx.scale = inputs
     ctx.save_for_backward(weight, narrow, low)
 
 
-def _product_gradient(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _product_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     weight, narrow, low = ctx.saved_tensors
     of_x = grad @ weight if ctx.needs_input_grad[0] else None
     of_low = (grad.flatten(0, -2).t() @ narrow.flatten(0, -2)) * ctx.scale
@@ -347,19 +297,19 @@ def _product_gradient(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None
 _add_into.register_autograd(_product_gradient, setup_context=_keep_factors)
 
 
-# Rotary positions as a compiler can make good kernels of them.
+# Rotary positions in a form that compiles to good kernels.
 
 
 def exchange_halves(graph: Graph) -> None:
-    """Replace `cat((-b, a))` of a tensor's halves a and b by `exchanged_halves`, whose gradient is one too: a load in
-    the place of masked ones, forward and backward."""
+    """Replace `cat((-b, a))` of a tensor's halves a and b by `exchanged_halves`: one load instead of masked loads,
+    forward and backward."""
     for node in calls_of(graph, torch.cat):
         turned = _turned(node)
         if turned is not None:
             replace_node(node, exchanged_halves, turned)
 
 
-def exchanged_halves(x: torch.Tensor) -> torch.Tensor:
+def exchanged_halves(x: Tensor) -> Tensor:
     """(-b, a) for the halves (a, b) of the last dimension."""
     half = x.shape[-1] // 2
     other = x.view(*x.shape[:-1], 2, half).flip(-2).flatten(-2)
@@ -367,8 +317,8 @@ def exchanged_halves(x: torch.Tensor) -> torch.Tensor:
 
 
 def keep_waves(graph: Graph) -> None:
-    """Have cosines and sines computed once: else each layer's kernels compute them anew, which takes longer than all
-    that those kernels read and write."""
+    """Have cosines and sines computed once. Each layer's kernels would compute them anew, which takes longer than what
+    those kernels read and write."""
     waves = [node for name in ("cos", "sin") for node in graph.find_nodes(op="call_method", target=name)]
     waves += [node for each in (torch.cos, torch.sin) for node in graph.find_nodes(op="call_function", target=each)]
     for node in waves:
@@ -381,18 +331,18 @@ def keep_waves(graph: Graph) -> None:
 
 
 @library.custom_op("andon::kept", mutates_args=(), schema="(Tensor x) -> Tensor")
-def _kept(x: torch.Tensor) -> torch.Tensor:
-    """`x` in memory of its own; a compiler does not look into this operation."""
+def _kept(x: Tensor) -> Tensor:
+    """`x` in its own memory; a compiler does not look into this operation."""
     return x.clone()
 
 
 @_kept.register_fake
-def _kept_shape(x: torch.Tensor) -> torch.Tensor:
+def _kept_shape(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
 def _turned(node: Node) -> Node | None:
-    """The tensor whose halves `node`, a concatenation, exchanges; None: it does something else."""
+    """The tensor whose halves `node`, a concatenation, exchanges; None for another concatenation."""
     given = given_to(node, "tensors", "dim")
     parts = given.get("tensors")
     if given.get("dim", 0) != -1 or not isinstance(parts, (list, tuple)) or len(parts) != 2 or not known(*parts):
@@ -409,7 +359,7 @@ def _turned(node: Node) -> Node | None:
 
 
 def _half_of(node: Any) -> tuple[Node, slice] | None:
-    """The tensor of which `node` is `tensor[..., slice]`, and the slice."""
+    """(tensor, slice) if `node` is `tensor[..., slice]`."""
     if not known(node) or node.target is not operator.getitem:
         return None
     whole, index = node.args
@@ -418,11 +368,8 @@ def _half_of(node: Any) -> tuple[Node, slice] | None:
     return (whole, index[1]) if isinstance(index[1], slice) else None
 
 
-# Causal attention by kernels of our own.
-
-
 def replace_causal_attention(graph: Graph) -> None:
-    """Replace causal attention that has no mask and no dropout by `causal_attention`, where that takes it."""
+    """Replace causal attention that has no mask and no dropout by `causal_attention`, if that supports it."""
     for node in calls_of(graph, _SDPA):
         given = given_to(node, *_SDPA_ARGUMENTS)
         parts = [given[name] for name in _SDPA_ARGUMENTS[:3]]
@@ -436,29 +383,24 @@ def replace_causal_attention(graph: Graph) -> None:
             replace_node(node, causal_attention, *parts, float(scale))
 
 
-# Nodes: the value that one was traced with, what is known of it, and another in its place.
+# Nodes: the value that a node was traced with, and its replacement.
 
 
-def value_of(node: Node) -> torch.Tensor:
-    """The tensor without memory that dynamo traced `node` with. For nodes that are `known`."""
-    value: torch.Tensor = node.meta["example_value"]
+def value_of(node: Node) -> Tensor:
+    """The tensor without memory that dynamo traced `node` with, a `known` one."""
+    value: Tensor = node.meta["example_value"]
     return value
 
 
 def known(*nodes: Any) -> bool:
-    """Whether all of `nodes` are nodes of which dynamo traced that they are plain tensors.
-
-    Numbers, lists, and tensors that stand for others are not, nor what another tracer put into a graph.
-    """
+    """Whether all of `nodes` are nodes that dynamo traced as tensors, without numbers, lists and tensor subclasses."""
     values = [node.meta.get("example_value") if isinstance(node, Node) else None for node in nodes]
-    return all(isinstance(value, torch.Tensor) and not is_traceable_wrapper_subclass(value) for value in values)
+    return all(isinstance(value, Tensor) and not is_traceable_wrapper_subclass(value) for value in values)
 
 
 def unwritten(*nodes: Node) -> bool:
-    """Whether nothing wrote into the values of `nodes`, which are `known`, or into what shares their memory.
-
-    Only then is a value that is read at another place the same one. Values that were made by writing do not count.
-    """
+    """Whether nothing wrote into the values of `nodes`, all `known`, or into what shares their memory. Only then may
+    they be read at another place."""
     return all(not value_of(node).is_inference() and value_of(node)._version == 0 for node in nodes)
 
 
@@ -468,12 +410,12 @@ def calls_of(graph: Graph, target: Callable[..., Any]) -> list[Node]:
 
 
 def given_to(node: Node, *names: str) -> dict[str, Any]:
-    """The arguments of the call `node` by name; names: those of the function's arguments, in its order."""
+    """The arguments of the call `node` by name. names: of the function's parameters, in order."""
     return dict(zip(names, node.args, strict=False)) | node.kwargs
 
 
-def replace_node(node: Node, function: Callable[..., torch.Tensor], *args: Any) -> None:
-    """Put `function(*args)` in the place of `node`, whose value it gives."""
+def replace_node(node: Node, function: Callable[..., Tensor], *args: Any) -> None:
+    """Put `function(*args)`, which has the same value, in the place of `node`."""
     with node.graph.inserting_before(node):
         new = node.graph.call_function(function, args)
     new.meta = dict(node.meta)

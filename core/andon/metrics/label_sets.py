@@ -15,8 +15,8 @@ from andon.metrics.scores import ClassScores, WithoutMatrix, class_scores
 class MultiLabelScores(WithoutMatrix):
     """Scores of labels over `rows` rows.
 
-    subset_accuracy: rows whose labels are all right. micro_f1: of all yeses together, macro_f1: plain mean over the
-    labels, those that no row has too. A score whose denominator is zero is 0.0. loss: mean over rows and labels.
+    subset_accuracy: share of rows whose labels are all right. micro_f1: over all labels together, macro_f1: plain mean
+    over the labels, also those without rows. A score with denominator zero is 0.0. loss: mean over rows and labels.
     """
 
     rows: int
@@ -28,7 +28,7 @@ class MultiLabelScores(WithoutMatrix):
 
 
 def multi_label_scores(predicted: torch.Tensor, actual: torch.Tensor, losses: Sequence[float]) -> MultiLabelScores:
-    """Scores of bool [rows, labels] tables. losses: one for each row and label, in any order.
+    """Scores of two bool [rows, labels] tables. losses: one for each row and label, in any order.
 
     Raises `ValueError` for different shapes.
     """

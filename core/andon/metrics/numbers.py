@@ -1,7 +1,7 @@
 """Scores of predicted numbers, the same floats on any number of workers and in any order of rows.
 
-Every sum is rounded once (`math.fsum`), or made of integers. A correlation does not exist, and is None, where all
-predictions or all targets are one number.
+Every sum is rounded once (`math.fsum`) or is of integers. A correlation is None if all predictions or all targets are
+equal.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from andon.metrics.scores import WithoutMatrix
 class RegressionScores(WithoutMatrix):
     """Scores of numbers over `rows` rows.
 
-    mae, rmse: mean absolute error, root of the mean squared one, in the unit of the targets. pearson: the correlation,
-    spearman: that of the ranks, rows of one number having the mean of theirs; both in [-1, 1]. loss: the mean squared
-    error.
+    mae, rmse: mean absolute error and root mean squared error, in the unit of the targets. pearson: the correlation,
+    spearman: the correlation of the ranks, ties with their mean rank; both in [-1, 1]. loss: the mean squared error.
     """
 
     rows: int
@@ -32,9 +31,9 @@ class RegressionScores(WithoutMatrix):
 
 
 def regression_scores(predicted: Sequence[float], actual: Sequence[float]) -> RegressionScores:
-    """Scores of numbers, one of each a row. Errors of no rows are 0.0.
+    """Scores of one prediction and one target for each row. Errors of no rows are 0.0.
 
-    Raises `ValueError` for lists of different lengths and for what is not finite.
+    Raises `ValueError` for lists of different lengths and for numbers that are not finite.
     """
     if len(predicted) != len(actual):
         msg = f"{len(predicted)} predictions for {len(actual)} targets"
@@ -55,7 +54,7 @@ def regression_scores(predicted: Sequence[float], actual: Sequence[float]) -> Re
 
 
 def pearson(first: Sequence[float], second: Sequence[float]) -> float | None:
-    """The correlation of two lists of one length, in [-1, 1]; None where one of them is constant."""
+    """The correlation of two lists of one length, in [-1, 1]; None if a list is constant."""
     apart = [_apart(values) for values in (first, second)]
     if not all(map(any, apart)):
         return None
@@ -66,7 +65,7 @@ def pearson(first: Sequence[float], second: Sequence[float]) -> float | None:
 
 
 def _apart(values: Sequence[float]) -> list[float]:
-    """How far each is from their mean, in units of their range, so that no square vanishes; 0 where there is none."""
+    """The deviation of each value from the mean, in units of their range, so that no square underflows."""
     low, high = min(values, default=0.0), max(values, default=0.0)
     if low == high:
         return [0.0] * len(values)
@@ -76,7 +75,7 @@ def _apart(values: Sequence[float]) -> list[float]:
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
-    """The correlation of the ranks of two lists of one length, by integers; None where one of them is constant."""
+    """The correlation of the ranks of two lists of one length, in integers; None if a list is constant."""
     # Twice a mean rank is an integer, and twice their mean is one more than their number.
     one, other = ([rank - len(values) - 1 for rank in _doubled_ranks(values)] for values in (first, second))
     covariance = sum(a * b for a, b in zip(one, other, strict=True))
@@ -86,7 +85,7 @@ def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
 
 
 def _doubled_ranks(values: Sequence[float]) -> list[int]:
-    """Twice the rank of each value, from 1; equal ones have the mean of their ranks."""
+    """Twice the rank of each value, from 1; ties have their mean rank."""
     ranks = [0] * len(values)
     behind = 0
     for _, group in groupby(sorted(range(len(values)), key=values.__getitem__), key=values.__getitem__):

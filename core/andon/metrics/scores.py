@@ -1,10 +1,10 @@
 """Scores from exact counts: the same floats on any number of workers and in any order of rows.
 
-Counts are integers, so that adding those of several workers is exact.
+Counts are integers, so adding those of several workers is exact.
 
-Where a denominator is zero the score is 0.0 (scikit-learn's zero_division=0): precision of a class never predicted,
+If a denominator is zero, the score is 0.0 (scikit-learn's zero_division=0): precision of a class never predicted,
 recall of a class without rows, F1 of a class with neither, MCC when all rows or all predictions are of one class,
-accuracy of no rows. AUROC without a row of each class does not exist: None.
+accuracy of no rows. AUROC is None without a row of each class.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from andon.metrics.confusion import Confusion
 
 @dataclass(frozen=True)
 class ClassScores:
-    """One class: support is its number of rows; the others are in [0, 1]."""
+    """Scores of one class in [0, 1], and its number of rows (`support`)."""
 
     precision: float
     recall: float
@@ -30,38 +30,33 @@ class ClassScores:
 
 @dataclass(frozen=True)
 class WithoutMatrix:
-    """Scores of rows that have no confusion matrix: of a number, of several labels, or of tags by their spans."""
+    """Base class of scores without a confusion matrix."""
 
     @property
     def confusion(self) -> None:
-        """There is none."""
+        return None
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
         return asdict(self)
 
 
 class Scores(Protocol):
-    """Scores of an evaluation over `rows` rows, whatever the task."""
+    """Scores of an evaluation over `rows` rows, of any task.
+
+    loss: mean over the loss terms; None if unknown. confusion: None for a task that predicts no single class. as_dict:
+    plain values for JSON.
+    """
 
     @property
-    def rows(self) -> int:
-        """How many rows were scored."""
-        ...
+    def rows(self) -> int: ...
 
     @property
-    def loss(self) -> float | None:
-        """The mean over what the sum of losses is divided by; None where it is not known."""
-        ...
+    def loss(self) -> float | None: ...
 
     @property
-    def confusion(self) -> Confusion | None:
-        """The confusion matrix; None for a task that predicts no single class."""
-        ...
+    def confusion(self) -> Confusion | None: ...
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        ...
+    def as_dict(self) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -82,7 +77,6 @@ class ClassificationScores:
     loss: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
         return asdict(self)
 
 
@@ -105,6 +99,14 @@ def scores(
         right[true] += count if true == guess else 0
     rows = sum(actual)
     classes = tuple(map(class_scores, right, predicted, actual))
+    if row_losses is not None and len(row_losses) != rows:
+        raise ValueError(f"{len(row_losses)} losses for {rows} rows")
+    area = None
+    if positive_probabilities is not None and labels is not None:
+        if len(classes) != 2 or len(labels) != rows:
+            what = f"AUROC needs two classes and a label for each of {rows} rows"
+            raise ValueError(f"{what}, not {len(classes)} and {len(labels)}")
+        area = auroc(positive_probabilities, labels)
     return ClassificationScores(
         rows=rows,
         accuracy=_ratio(sum(right), rows),
@@ -112,8 +114,8 @@ def scores(
         mcc=_mcc(sum(right), rows, actual, predicted),
         classes=classes,
         confusion=confusion,
-        auroc=_auroc_of(rows, len(classes), positive_probabilities, labels),
-        loss=_mean_loss(rows, row_losses),
+        auroc=area,
+        loss=None if row_losses is None else _ratio(math.fsum(row_losses), rows),
     )
 
 
@@ -144,7 +146,7 @@ def _ratio(part: float, whole: float) -> float:
 
 
 def class_scores(right: int, predicted: int, actual: int) -> ClassScores:
-    """The scores of one class: how many were predicted right, predicted, and there."""
+    """The scores of one class from its counts of right predictions, predictions and rows."""
     return ClassScores(
         precision=_ratio(right, predicted),
         recall=_ratio(right, actual),
@@ -159,23 +161,3 @@ def _mcc(right: int, rows: int, actual: Sequence[int], predicted: Sequence[int])
     spread_predicted = rows * rows - sum(count * count for count in predicted)
     # Squared in integers, so that it is rounded once and never leaves [-1, 1].
     return math.copysign(math.sqrt(_ratio(covariance * covariance, spread_actual * spread_predicted)), covariance)
-
-
-def _auroc_of(
-    rows: int, num_labels: int, probabilities: Sequence[float] | None, labels: Sequence[int] | None
-) -> float | None:
-    if probabilities is None or labels is None:
-        return None
-    if num_labels != 2 or len(labels) != rows:
-        msg = f"AUROC needs two classes and a label for each of {rows} rows, not {num_labels} and {len(labels)}"
-        raise ValueError(msg)
-    return auroc(probabilities, labels)
-
-
-def _mean_loss(rows: int, row_losses: Sequence[float] | None) -> float | None:
-    if row_losses is None:
-        return None
-    if len(row_losses) != rows:
-        msg = f"{len(row_losses)} losses for {rows} rows"
-        raise ValueError(msg)
-    return _ratio(math.fsum(row_losses), rows)

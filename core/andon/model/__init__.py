@@ -1,1 +1,1 @@
-"""Models, adapters, and how a model is given its rows."""
+"""Models, adapters, their input, and the memory that they need."""

@@ -1,7 +1,7 @@
 """LoRA through peft, checked: each named target exists, a new head trains, trainable weights are fp32.
 
-peft accepts a target that matches nothing as long as another one matches, and a head in bfloat16 beside adapters in
-fp32; both end in a model that trains worse and says nothing. Here the first is an error and the second cannot be.
+peft accepts a target that matches nothing if another one matches, and a head in bfloat16 beside adapters in fp32. Both
+give a model that trains worse, without a warning.
 """
 
 from __future__ import annotations
@@ -10,145 +10,68 @@ import difflib
 import json
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from andon.config.schema import Adapter
 from andon.config.source import is_folder, require_model_folder
 from andon.console.problems import InputError, Problem, ProblemList
 from andon.model.build import facts_of, head_names, seeded, vocabulary_head, without_adapter
-from andon.model.finite import require_finite
-from andon.model.new_tokens import add_rows, layers_with_rows, with_rows_put_in
-from andon.model.stored import Stored, write_sharded, write_tensors
+from andon.model.stored import Stored, require_finite, write_sharded, write_tensors
 from andon_contracts.digest import tree_digest
 
 ALL_LINEAR = "all-linear"
 _WRAPPERS = ("base_layer", "original_module", "token_adapter")
 """Parts of names under which peft keeps what it wraps."""
+_AT_ONCE = 4096
+"""Rows that are added at a time."""
 
 
-@dataclass(frozen=True)
-class AdapterSpec:
-    """Which weights train. kind: 'lora', or 'none' for every weight of the model.
+def attach(model: nn.Module, adapter: Adapter, seed: int, new_tokens: Sequence[int] = ()) -> nn.Module:
+    """`model` with its adapter: A drawn from `seed`, B zero, the whole head trainable, trainables fp32.
 
-    r: rank. alpha: the update is scaled by alpha / r. dropout: before A, in [0, 1). targets: names of Linear modules,
-    matched as whole dotted suffixes, or 'all-linear' for every Linear outside of the head. new_tokens: ids, in order
-    and without a gap, that a causal language model learns besides those before them.
+    Modules of the backbone that the base's checkpoint lacks train whole as the head does, and belong to the adapter: a
+    program that loads it elsewhere would draw other weights. The head of a causal language model stays as it came, but
+    for the rows of new tokens. new_tokens: their ids, in order and without a gap after the others. Changes `model` in
+    place and returns what to train (a peft model, or `model` itself for kind 'none'). Raises `InputError` for a target
+    that matches no Linear, with the nearest names.
     """
+    from peft import LoraConfig, TaskType, get_peft_model
 
-    kind: str = "lora"
-    r: int = 16
-    alpha: float = 16.0
-    dropout: float = 0.05
-    targets: str | tuple[str, ...] = ALL_LINEAR
-    new_tokens: tuple[int, ...] = ()
-
-
-def attach(model: nn.Module, spec: AdapterSpec, seed: int) -> nn.Module:
-    """`model` with the adapter of `spec`: A drawn from `seed`, B zero, the whole head trainable, trainables fp32.
-
-    Modules of the backbone that the base's checkpoint lacks train whole, as the head does, and are part of the adapter:
-    who loads the adapter elsewhere would draw other weights for them.
-    The head of a causal language model came with it, and stays as it is, but for the rows of new tokens, which train
-    as those of its embedding do. Changes `model` in place and returns what to train (a peft model, or `model` itself
-    for kind 'none'). Raises `InputError` for values out of range and for each target that matches no Linear, with the
-    nearest names.
-    """
-    _check(spec)
-    if spec.new_tokens:
-        add_rows(model, spec.new_tokens, spec.kind)
-    if spec.kind == "none":
+    if new_tokens:
+        _add_rows(model, new_tokens, adapter.kind)
+    if adapter.kind == "none":
         return model.float().requires_grad_(True)
     heads = head_names(model)
     if not heads:
         raise InputError([Problem("model.base", f"{type(model).__name__} has no head beside its backbone")])
     drawn = facts_of(model).drawn
-    _check_targets(model, spec, heads, drawn)
-    new = () if vocabulary_head(model) is not None else (*heads, *drawn)
-    adapted = _inject(model, spec, new, seed)
-    for parameter in adapted.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.float()
-    for name in new:
-        _train_head(adapted.get_base_model().get_submodule(name), name)
-    trained: nn.Module = adapted
-    return trained
-
-
-def _check(spec: AdapterSpec) -> None:
-    found = ProblemList()
-    if spec.kind not in ("lora", "none"):
-        found.add("adapter.kind", f"{spec.kind!r} is not one of lora, none")
-    if spec.r < 1:
-        found.add("adapter.r", f"{spec.r} must be at least 1")
-    if not spec.alpha > 0:
-        found.add("adapter.alpha", f"{spec.alpha} must be above 0")
-    if not 0 <= spec.dropout < 1:
-        found.add("adapter.dropout", f"{spec.dropout} must be at least 0 and below 1")
-    if not spec.targets:
-        found.add("adapter.targets", f"no targets; name modules or say {ALL_LINEAR!r}")
-    found.raise_if_any()
-
-
-def _named(targets: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (targets,) if isinstance(targets, str) else tuple(targets)
-
-
-def _check_targets(model: nn.Module, spec: AdapterSpec, heads: Sequence[str], drawn: Sequence[str]) -> None:
-    names = _named(spec.targets)
-    if names == (ALL_LINEAR,):
-        return
-    linear = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and name.partition(".")[0] not in heads and name not in drawn
-    ]
-    found = ProblemList()
-    for target in names:
-        if not any(name == target or name.endswith(f".{target}") for name in linear):
-            found.add("adapter.targets", _unmatched(target, linear, heads, causal=vocabulary_head(model) is not None))
-    found.raise_if_any()
-
-
-def _unmatched(target: str, linear: Iterable[str], heads: Sequence[str], *, causal: bool) -> str:
-    if target in heads and causal:
-        return f"{target!r} gives the logits of the vocabulary, which no adapter changes here; leave it out"
-    if target in heads:
-        return f"{target!r} is the classification head, which is trained whole; leave it out"
-    if target == ALL_LINEAR:
-        return f"{ALL_LINEAR!r} already names every module; leave the others out"
-    suffixes = sorted({name.rpartition(".")[2] for name in linear})
-    near = difflib.get_close_matches(target, suffixes, n=1)
-    remedy = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(suffixes)}"
-    return f"{target!r} matches no Linear module; {remedy}"
-
-
-def _peft_task(model: nn.Module, new_heads: Sequence[str]) -> Any:
-    from peft import TaskType
-
-    if not new_heads:
-        return TaskType.CAUSAL_LM
-    return TaskType.TOKEN_CLS if "TokenClassification" in type(model).__name__ else TaskType.SEQ_CLS
-
-
-def _inject(model: nn.Module, spec: AdapterSpec, new_heads: Sequence[str], seed: int) -> Any:
-    from peft import LoraConfig, get_peft_model
-
-    names = _named(spec.targets)
+    targets = adapter.targets if isinstance(adapter.targets, tuple) else (adapter.targets or ALL_LINEAR,)
+    if targets != (ALL_LINEAR,):
+        _check_targets(model, targets, heads, drawn)
+    by_token = TaskType.TOKEN_CLS if "TokenClassification" in type(model).__name__ else TaskType.SEQ_CLS
+    trained_whole = () if vocabulary_head(model) is not None else (*heads, *drawn)
+    layers: list[Any] = []
+    if new_tokens:
+        causal: Any = model
+        layers = [causal.get_input_embeddings(), causal.get_output_embeddings()]
+        if layers[0].weight is layers[1].weight:  # peft has a head that is the embedding follow by itself
+            del layers[1]
+    named = {name: list(new_tokens) for name, each in model.named_modules() if any(each is one for one in layers)}
     config = LoraConfig(
-        task_type=_peft_task(model, new_heads),
-        r=spec.r,
-        lora_alpha=spec.alpha,  # type: ignore[arg-type]
-        lora_dropout=spec.dropout,
-        target_modules=ALL_LINEAR if names == (ALL_LINEAR,) else list(names),
-        modules_to_save=list(new_heads) or None,
-        trainable_token_indices=layers_with_rows(model, spec.new_tokens),
+        task_type=by_token if trained_whole else TaskType.CAUSAL_LM,
+        r=adapter.r,
+        lora_alpha=adapter.alpha,  # type: ignore[arg-type]
+        lora_dropout=adapter.dropout,
+        target_modules=ALL_LINEAR if targets == (ALL_LINEAR,) else list(targets),
+        modules_to_save=list(trained_whole) or None,
+        trainable_token_indices=named or None,
     )
     with seeded(seed), torch.device("cpu"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
@@ -156,34 +79,123 @@ def _inject(model: nn.Module, spec: AdapterSpec, new_heads: Sequence[str], seed:
         warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys", RuntimeWarning)
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to False", UserWarning)  # it sets what GPT-2 needs
         try:
-            return with_rows_put_in(get_peft_model(model, config))
+            adapted: Any = get_peft_model(model, config)
         except ValueError as error:
             # peft adapts the experts of a mixture as plain parameters, which have no input to drop from.
-            remedy = "; --set adapter.dropout=0" if spec.dropout and "dropout" in str(error) else ""
+            remedy = "; --set adapter.dropout=0" if adapter.dropout and "dropout" in str(error) else ""
             what = f"peft refuses it for {type(model).__name__}: {str(error).removesuffix('.')}{remedy}"
             raise InputError([Problem("adapter", what)]) from error
+    for layer in adapted.modules():
+        if hasattr(layer, "trainable_tokens_delta"):
+            layer.forward_adapters = partial(_with_new_rows, layer)
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    for name in trained_whole:
+        head = adapted.get_base_model().get_submodule(name).modules_to_save["default"]
+        if not all(parameter.requires_grad for parameter in head.parameters()):
+            msg = f"{name}, which is part of the classification head, is not trainable"
+            raise RuntimeError(msg)
+        head.register_forward_pre_hook(_in_own_type)
+        head.register_forward_hook(_back_to_autocast, always_call=True)
+    trained: nn.Module = adapted
+    return trained
 
 
-def _train_head(wrapper: Any, name: str) -> None:
-    """A part of the head must train, and gets its input in its own type (an fp32 head behind a bfloat16 backbone)."""
-    head = wrapper.modules_to_save["default"]
-    if not all(parameter.requires_grad for parameter in head.parameters()):
-        msg = f"{name}, which is part of the classification head, is not trainable"
-        raise RuntimeError(msg)
-    head.register_forward_pre_hook(_in_own_type)
-    head.register_forward_hook(_back_to_autocast, always_call=True)
+def _check_targets(model: nn.Module, targets: Sequence[str], heads: Sequence[str], drawn: Sequence[str]) -> None:
+    linear = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and name.partition(".")[0] not in heads and name not in drawn
+    ]
+    suffixes = sorted({name.rpartition(".")[2] for name in linear})
+    found = ProblemList()
+    for target in targets:
+        if any(name == target or name.endswith(f".{target}") for name in linear):
+            continue
+        if target in heads and vocabulary_head(model) is not None:
+            what = f"{target!r} gives the logits of the vocabulary, which no adapter changes here; leave it out"
+        elif target in heads:
+            what = f"{target!r} is the classification head, which is trained whole; leave it out"
+        elif target == ALL_LINEAR:
+            what = f"{ALL_LINEAR!r} already names every module; leave the others out"
+        else:
+            near = difflib.get_close_matches(target, suffixes, n=1)
+            remedy = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(suffixes)}"
+            what = f"{target!r} matches no Linear module; {remedy}"
+        found.add("adapter.targets", what)
+    found.raise_if_any()
+
+
+# New tokens of a causal language model have rows in its embedding and in its head, tied or not. The rows are parameters
+# of the adapter, in peft's form (`trainable_token_indices`). All start as the mean of the rows before them: nothing is
+# drawn, and no new token starts likelier than another.
+
+
+def _add_rows(model: nn.Module, tokens: Sequence[int], kind: str) -> None:
+    """Make `tokens` (ids, ascending, without a gap) rows of `model`'s embedding and head, in place.
+
+    All other rows keep their bits. Rows that exist already, as in a vocabulary larger than its tokenizer, start as new
+    rows do. kind: of the adapter. Raises `InputError` unless `model` is a causal language model, and for an adapter and
+    logits with a bias, which peft would leave out.
+    """
+    built: Any = model
+    head: Any = vocabulary_head(model)
+    if head is None:
+        raise InputError([Problem("model.new_tokens", f"{type(model).__name__} is no causal language model")])
+    if kind != "none" and getattr(head, "bias", None) is not None:
+        what = f"the logits of {type(model).__name__} have a bias, and rows beside an adapter have none"
+        raise InputError([Problem("model.new_tokens", f"{what}: adapter.kind=none")])
+    first, end = tokens[0], tokens[-1] + 1
+    if built.get_input_embeddings().weight.shape[0] < end:
+        with seeded(0):  # what it draws is overwritten
+            built.resize_token_embeddings(end, mean_resizing=False)
+    for layer in (built.get_input_embeddings(), built.get_output_embeddings()):
+        for values in (layer.weight, getattr(layer, "bias", None)):
+            if values is not None and not values.is_meta:
+                values.data[first:end] = mean_row(values.data[:first]).to(values.dtype)
+
+
+def mean_row(rows: Tensor) -> Tensor:
+    """fp64: the mean of `rows` (or of numbers), added in one order on any number of threads."""
+    total = torch.zeros((_AT_ONCE, *rows.shape[1:]), dtype=torch.float64)
+    for part in torch.split(rows, _AT_ONCE):
+        total[: len(part)] += part.double()
+    while len(total) > 1:
+        total = total[: len(total) // 2] + total[len(total) // 2 :]
+    return total[0] / len(rows)
+
+
+def _with_new_rows(layer: Any, given: Tensor, active: object = None) -> Tensor:
+    """A layer's embeddings of token ids, or its logits of hidden states, with trained rows in place of the base's.
+
+    peft's own layers copy all weights, and compute a gradient as large, at each pass.
+    """
+    base = layer.base_layer
+    found: Tensor = base(given)
+    if layer.merged or layer.disable_adapters:
+        return found
+    rows = layer.trainable_tokens_delta["default"].to(base.weight.dtype)
+    first, end = layer.token_indices["default"][0], layer.token_indices["default"][-1] + 1
+    if isinstance(base, nn.Linear):
+        found[..., first:end] = nn.functional.linear(given, rows)
+        return found
+    new = (given >= first) & (given < end)
+    own = nn.functional.embedding((given - first).where(new, 0), rows)
+    scale = layer._get_embed_scale()
+    return torch.where(new[..., None], own if scale is None else own * scale.to(own.dtype), found)
 
 
 _left: weakref.WeakKeyDictionary[nn.Module, torch.autocast] = weakref.WeakKeyDictionary()
-"""The heads that are computing, each with the context in which autocast is off."""
+"""The heads that are computing, each with its context without autocast."""
 
 
 def _in_own_type(head: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Autocast would round the head's weights and its logits to the backbone's type."""
+    """Give an fp32 head fp32 input from a bfloat16 backbone. Autocast would round its weights and its logits."""
     first = next(head.parameters())
     _left[head] = torch.autocast(first.device.type, enabled=False)
     _left[head].__enter__()  # type: ignore[no-untyped-call]
-    return tuple(value.to(first.dtype) if isinstance(value, torch.Tensor) else value for value in inputs)
+    return tuple(value.to(first.dtype) if isinstance(value, Tensor) else value for value in inputs)
 
 
 def _back_to_autocast(head: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
@@ -191,16 +203,14 @@ def _back_to_autocast(head: nn.Module, inputs: tuple[Any, ...], output: Any) -> 
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The trainable parameters in canonical order: sorted by their full name, so no registration order enters."""
+    """The trainable parameters in canonical order: sorted by their full name."""
     named = ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
     return dict(sorted(named, key=itemgetter(0)))
 
 
 def base_digest(model: nn.Module) -> int:
-    """The 64-bit digest of everything that must not change: frozen parameters and all buffers, by name."""
-    frozen: dict[str, torch.Tensor] = {
-        name: parameter.detach() for name, parameter in model.named_parameters() if not parameter.requires_grad
-    }
+    """The 64-bit digest of frozen parameters and all buffers, by name."""
+    frozen: dict[str, Tensor] = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
     return tree_digest(frozen | dict(model.named_buffers()))
 
 
@@ -215,11 +225,10 @@ def export_adapter(
 ) -> None:
     """Write what was trained: a PEFT folder, or for kind 'none' the whole model. The same bytes in every process.
 
-    folder: made if absent; atomicity is its owner's affair. base_reference: where stock peft looks for the base, a hub
-    id (at `revision`) or a path, which is looked up from the working folder of whoever loads it. labels: names in the
-    order of their ids, which transformers finds in `classifier.json` (`AutoConfig` reads it); none of a causal language
-    model, for which no file of names is written. with_base: the base's weights and a `config.json` lie in the folder
-    too, and transformers needs no other (it looks for no base where there is one).
+    folder: made if absent. base_reference: where stock peft looks for the base, a hub id (at `revision`) or a path
+    relative to the loader's working folder. labels: names in the order of their ids, written to `classifier.json`,
+    which `AutoConfig` reads; empty for a causal language model. with_base: write the base's weights and `config.json`
+    too, so that transformers needs no other folder.
     """
     from peft import PeftModel
 
@@ -229,25 +238,34 @@ def export_adapter(
     if not isinstance(model, PeftModel):
         return
     write_tensors(folder / "adapter_model.safetensors", {name: Stored(t) for name, t in adapter_tensors(model).items()})
-    _write_json(folder / "adapter_config.json", _adapter_config(model, base_reference, revision))
+    config = model.peft_config["default"].to_dict()
+    config |= {
+        "base_model_name_or_path": base_reference,
+        "revision": revision,
+        "inference_mode": True,
+        "modules_to_save": sorted(set(config["modules_to_save"] or ())) or None,
+    }
+    # Sets as sorted lists: a set's order depends on the process.
+    plain = {name: sorted(value) if isinstance(value, set) else value for name, value in config.items()}
+    _write_json(folder / "adapter_config.json", plain)
     if labels and not with_base:
         _write_json(folder / "classifier.json", _model_config(model.get_base_model(), labels))
     _write_labels(folder, labels)
 
 
-def adapter_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Adapter and head as peft names them in its files: copies on the CPU."""
     from peft import get_peft_model_state_dict
 
-    state: Mapping[str, torch.Tensor] = get_peft_model_state_dict(model, save_embedding_layers=False)
+    state: Mapping[str, Tensor] = get_peft_model_state_dict(model, save_embedding_layers=False)
     return {name: value.detach().to("cpu", copy=True).contiguous() for name, value in sorted(state.items())}
 
 
 def load_adapter(model: nn.Module, folder: Path) -> None:
     """Read adapter and head of an exported folder into `model`, which has the same adapter attached.
 
-    Unlike stock peft this checks every name and shape. Raises `InputError` where one is absent, unknown or different,
-    and for weights that are NaN or infinite.
+    Raises `InputError` if a name or shape is absent, unknown or different (stock peft accepts that), and for weights
+    that are not finite.
     """
     from peft import set_peft_model_state_dict
     from safetensors import SafetensorError
@@ -258,13 +276,7 @@ def load_adapter(model: nn.Module, folder: Path) -> None:
         found = load_file(file)
     except (OSError, SafetensorError) as error:
         raise InputError([Problem(str(file), f"cannot read the adapter: {error}")]) from error
-    _check_shapes(file, found, adapter_tensors(model))
-    require_finite(found, file)
-    set_peft_model_state_dict(model, found)
-
-
-def _check_shapes(file: Path, found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
-    problems = ProblemList()
+    problems, wanted = ProblemList(), adapter_tensors(model)
     for name in sorted(found.keys() | wanted.keys()):
         if name not in found:
             problems.add(str(file), f"has no {name}")
@@ -273,81 +285,62 @@ def _check_shapes(file: Path, found: Mapping[str, torch.Tensor], wanted: Mapping
         elif found[name].shape != wanted[name].shape:
             problems.add(str(file), f"{name} is {tuple(found[name].shape)}, the model's {tuple(wanted[name].shape)}")
     problems.raise_if_any()
+    require_finite(found, file)
+    set_peft_model_state_dict(model, found)
 
 
-def save_base(model: nn.Module, folder: Path, labels: Sequence[str]) -> None:
-    """Write the base model without its adapter (config.json, model.safetensors, labels.json) as transformers loads it.
+def save_base(model: nn.Module, folder: Path, labels: Sequence[str], merged: torch.dtype | None = None) -> None:
+    """Write the base model (config.json, model.safetensors, labels.json) as transformers loads it, without its adapter.
 
-    Of weights that are tied one is written. labels: as `export_adapter` has them.
-    What makes an adapter of the embedded model loadable by stock peft. Needed once: the base never changes.
+    Stock peft needs it to load an adapter of the embedded model. merged: write the sum of base and adapter instead, in
+    this dtype. Each sum is computed in fp32 as its weight is written: memory holds one at a time. One of several tied
+    weights is written. `model` does not change.
     """
-    _write_model(model, folder, labels, _stored(model, merge=False, dtype=None), str(without_adapter(model).dtype))
-
-
-def save_merged(model: nn.Module, folder: Path, labels: Sequence[str], dtype: torch.dtype) -> None:
-    """Write `model` with its adapter added to the weights of its base, as `save_base` writes the base.
-
-    Each sum is computed in fp32 as its weight is written, and stored in `dtype`: memory holds one merged weight at a
-    time. `model` does not change. A model without an adapter is written as it is, in `dtype`.
-    """
-    _write_model(model, folder, labels, _stored(model, merge=True, dtype=dtype), str(dtype))
-
-
-def _write_model(
-    model: nn.Module, folder: Path, labels: Sequence[str], tensors: Mapping[str, Stored], dtype: str
-) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    write_sharded(folder, tensors)
-    config = _model_config(without_adapter(model), labels) | {"dtype": dtype.removeprefix("torch.")}
-    _write_json(folder / "config.json", config)
-    _write_labels(folder, labels)
-
-
-def _stored(model: nn.Module, *, merge: bool, dtype: torch.dtype | None) -> dict[str, Stored]:
     base: Any = without_adapter(model)
-    changes = _changes(base) if merge else {}
-    other = ".original_module." if merge else ".modules_to_save."
-    found = {}
+    changes = {} if merged is None else _changes(base)
+    left_out = (".lora_", ".trainable_tokens_", ".modules_to_save." if merged is None else ".original_module.")
+    tensors = {}
     for name, value in base.state_dict().items():
         # peft keeps the base's own tensors beside those that it adds, under names with a part more for each wrapper.
-        # The experts of a mixture have two.
         plain = _plain(name.replace(".modules_to_save.default.", "."))
-        if other in name or ".lora_" in name or ".trainable_tokens_" in name or plain in base.all_tied_weights_keys:
-            continue
-        found[plain] = Stored(value, dtype if value.is_floating_point() else None, changes.get(plain))
-    return found
+        if not any(part in name for part in left_out) and plain not in base.all_tied_weights_keys:
+            tensors[plain] = Stored(value, merged if value.is_floating_point() else None, changes.get(plain))
+    folder.mkdir(parents=True, exist_ok=True)
+    write_sharded(folder, tensors)
+    dtype = str(merged or base.dtype).removeprefix("torch.")
+    _write_json(folder / "config.json", _model_config(base, labels) | {"dtype": dtype})
+    _write_labels(folder, labels)
 
 
 def _plain(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def _changes(base: nn.Module) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
-    """By the name of each weight that an adapter of peft changes: its value, in fp32, to the changed one."""
-    found: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
+def _changes(base: nn.Module) -> dict[str, Callable[[Tensor], Tensor]]:
+    """By the name of each weight that an adapter changes: a function from its value, in fp32, to the new one."""
+
+    def with_delta(layer: Any, weight: Tensor) -> Tensor:
+        delta: Tensor = layer.get_delta_weight("default")
+        return weight + delta.float()
+
+    def with_rows(layer: Any, weight: Tensor) -> Tensor:
+        rows = layer.trainable_tokens_delta["default"].float()
+        return weight.index_copy(0, torch.tensor(layer.token_indices["default"], device=weight.device), rows)
+
+    found: dict[str, Callable[[Tensor], Tensor]] = {}
     for name, module in base.named_modules():
         layer: Any = module
-        if hasattr(layer, "lora_A"):  # of the experts of a mixture each tensor has a wrapper, which names it
-            found[f"{_plain(name)}.{getattr(layer, 'parameter_name', 'weight')}"] = partial(_with_delta, layer)
+        if hasattr(layer, "lora_A"):  # each tensor of a mixture's experts has a wrapper, which names it
+            found[f"{_plain(name)}.{getattr(layer, 'parameter_name', 'weight')}"] = partial(with_delta, layer)
         elif hasattr(layer, "trainable_tokens_delta"):
-            found[f"{_plain(name)}.weight"] = partial(_with_rows, layer)
+            found[f"{_plain(name)}.weight"] = partial(with_rows, layer)
     return found
 
 
-def _with_delta(layer: Any, weight: torch.Tensor) -> torch.Tensor:
-    delta: torch.Tensor = layer.get_delta_weight("default")
-    return weight + delta.float()
-
-
-def _with_rows(layer: Any, weight: torch.Tensor) -> torch.Tensor:
-    rows = layer.trainable_tokens_delta["default"].float()
-    return weight.index_copy(0, torch.tensor(layer.token_indices["default"], device=weight.device), rows)
-
-
 def read_labels(folder: Path) -> tuple[str, ...]:
-    """The label names of an exported folder, in the order of their ids: what is read of it first.
+    """The label names of an exported folder, in the order of their ids.
 
-    Raises `InputError` if there are none, and for a folder that holds what is no data (`require_model_folder`).
+    Raises `InputError` if they are absent, and for a folder that `require_model_folder` refuses.
     """
     if is_folder(folder):
         require_model_folder(folder, str(folder))
@@ -361,20 +354,8 @@ def read_labels(folder: Path) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _adapter_config(model: Any, base_reference: str, revision: str | None) -> dict[str, Any]:
-    """peft's own description with its sets as sorted lists: a set's order depends on the process."""
-    config = model.peft_config["default"].to_dict()
-    config |= {
-        "base_model_name_or_path": base_reference,
-        "revision": revision,
-        "inference_mode": True,
-        "modules_to_save": sorted(set(config["modules_to_save"] or ())) or None,
-    }
-    return {name: sorted(value) if isinstance(value, set) else value for name, value in config.items()}
-
-
 def _model_config(base: Any, labels: Sequence[str]) -> dict[str, Any]:
-    """The configuration of a model of transformers, with the names of its classes where it has any."""
+    """The configuration of a model of transformers, with the names of its classes if it has any."""
     config: dict[str, Any] = base.config.to_dict() | {
         "architectures": [type(base).__name__],
         "dtype": str(base.dtype).removeprefix("torch."),
@@ -383,7 +364,7 @@ def _model_config(base: Any, labels: Sequence[str]) -> dict[str, Any]:
         config["id2label"] = {str(index): name for index, name in enumerate(labels)}
         config["label2id"] = {name: index for index, name in enumerate(labels)}
     config.pop("_name_or_path", None)
-    config.pop("auto_map", None)  # code that is not run here, and does not lie beside what is written
+    config.pop("auto_map", None)  # names code that was not run and is not written
     return config
 
 

@@ -1,6 +1,6 @@
-"""Rows as a model takes them: padded to lengths that belong to their rows, placed, and passed through it.
+"""Rows as a model's input: padded, copied to its device, and passed through it.
 
-A batch is padded to its own longest row, so its shape depends on its rows alone and not on who computes it.
+A batch is padded to its own longest row, so its shape depends on its rows and not on the rank that computes it.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from andon.model.build import computing, without_adapter
-from andon.model.masks import Masking, masked, masking_of, padding_of, rolled
+from andon.model.build import computing, evaluating, without_adapter
+from andon.model.masks import Masking, masked, masking_of, padding_of, rotate_rows
 from andon.step.task import Batch
 
 _MOST_ROWS, _MOST_TOKENS = 64, 4096
@@ -22,19 +22,19 @@ Shape = tuple[int, int]
 
 
 def padded_length(longest: int, multiple: int, limit: int | None = None) -> int:
-    """Tokens to which rows of at most `longest` are padded: up to a multiple, and beyond `limit` only as they are."""
+    """`longest` rounded up to `multiple`, but not beyond `limit`."""
     length = -(-longest // multiple) * multiple
     return length if limit is None else max(longest, min(length, limit))
 
 
 def shapes_of(batch_size: int, micro_batches: int, lengths: Collection[int]) -> frozenset[Shape]:
-    """The shapes of full global batches: one or two numbers of rows, each of `lengths`."""
+    """The shapes of micro-batches of full global batches: one or two numbers of rows, each of `lengths`."""
     rows = {batch_size // micro_batches, -(-batch_size // micro_batches)} - {0}
     return frozenset((count, length) for count in rows for length in lengths)
 
 
 def length_step(max_length: int, count: int, multiple: int = 8) -> int:
-    """The multiple to pad to so that there are at most `count` lengths up to `max_length`; itself one of `multiple`."""
+    """The multiple to pad to for at most `count` lengths up to `max_length`; itself a multiple of `multiple`."""
     return padded_length(-(-max_length // count), multiple)
 
 
@@ -43,9 +43,7 @@ def padded_lengths(max_length: int, step: int) -> tuple[int, ...]:
     return tuple(padded_length(length, step, max_length) for length in range(1, max_length + 1, step))
 
 
-def collate(
-    rows: Sequence[torch.Tensor], pad_id: int, multiple: int, limit: int | None = None
-) -> dict[str, torch.Tensor]:
+def collate(rows: Sequence[Tensor], pad_id: int, multiple: int, limit: int | None = None) -> dict[str, Tensor]:
     """Rows (int64 vectors, none empty) padded on the right: input_ids and attention_mask, int64 [rows, length].
 
     length: that of the longest row, rounded up to `multiple` but not beyond `limit`.
@@ -59,8 +57,8 @@ def collate(
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def placed(batch: Batch, device: torch.device) -> dict[str, torch.Tensor]:
-    """int64 tensors on `device`; a GPU gets them in one copy from pinned memory that nobody waits for."""
+def placed(batch: Batch, device: torch.device) -> dict[str, Tensor]:
+    """int64 tensors on `device`; a GPU gets them in one copy from pinned memory that the host does not wait for."""
     if device.type != "cuda":
         return {name: tensor.to(device) for name, tensor in batch.items()}
     joined = torch.cat([tensor.flatten() for tensor in batch.values()]).pin_memory().to(device, non_blocking=True)
@@ -68,49 +66,37 @@ def placed(batch: Batch, device: torch.device) -> dict[str, torch.Tensor]:
     return {name: part.view(tensor.shape) for (name, tensor), part in zip(batch.items(), parts, strict=True)}
 
 
-def logits_of(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """[rows, classes]: one forward pass, without the labels, so that the model computes no loss of its own.
-
-    A model whose weights are stored in half precision computes its matrix products in it (autocast).
-    """
+def logits_of(model: nn.Module, batch: Batch) -> Tensor:
+    """[rows, classes]: one forward pass without labels, in the precision of the model's weights (autocast)."""
     device, names = batch["input_ids"].device, ["input_ids", "attention_mask"]
-    if "token_type_ids" in batch and _takes_types(model):
-        names.append("token_type_ids")
+    if "token_type_ids" in batch:
+        base = without_adapter(model)
+        several = getattr(getattr(base, "config", None), "type_vocab_size", 2) > 1
+        if several and "token_type_ids" in inspect.signature(type(base).forward).parameters:
+            names.append("token_type_ids")
     given = {name: batch[name] for name in names}
     on_left = padding_of(model, device).side == "left"
     if on_left:
         shift = batch["attention_mask"].sum(dim=1)
-        given = {name: rolled(values, shift) for name, values in given.items()}
+        given = {name: rotate_rows(values, shift) for name, values in given.items()}
     masking = Masking.TOKENS if on_left else masking_of(model, device)
     with computing(model, device), masked(model, masking, given.pop("attention_mask")) as mask:
-        logits: torch.Tensor = model(attention_mask=mask, **given).logits
-    return rolled(logits, -shift) if on_left and logits.dim() == 3 else logits
+        logits: Tensor = model(attention_mask=mask, **given).logits
+    return rotate_rows(logits, -shift) if on_left and logits.dim() == 3 else logits
 
 
-def _takes_types(model: nn.Module) -> bool:
-    """Whether a model is told of which of two texts a token is: one of more than one type of token."""
-    base = without_adapter(model)
-    more = getattr(getattr(base, "config", None), "type_vocab_size", 2) > 1
-    return more and "token_type_ids" in inspect.signature(type(base).forward).parameters
-
-
-def predictions(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """fp32 [rows, classes] logits in eval mode and without a graph; the model's mode is as before afterwards."""
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            return logits_of(model, batch).float()
-    finally:
-        model.train(training)
+def predictions(model: nn.Module, batch: Batch) -> Tensor:
+    """fp32 [rows, classes]: logits in evaluation mode, without a graph."""
+    with evaluating(model, batch["input_ids"].device):
+        return logits_of(model, batch).float()
 
 
 @dataclass(frozen=True)
 class EvaluationBatching:
-    """How many rows are scored at once: at most 64, of at most `tokens` tokens or 4,096 if that is more, with padding.
+    """Batches that are scored: at most 64 rows, and `tokens` tokens with padding or 4,096 if that is more.
 
-    tokens: of the largest micro-batch in training. A pass without gradients needs less memory than that micro-batch.
-    multiple, limit: of padded lengths, see `padded_length`. Neither the workers nor the machine enter.
+    tokens: of the largest micro-batch in training, which needs more memory than a pass without gradients. multiple,
+    limit: of padded lengths, see `padded_length`. The batches do not depend on the workers.
     """
 
     tokens: int = 0
@@ -118,10 +104,7 @@ class EvaluationBatching:
     limit: int | None = None
 
     def of(self, lengths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """The places of rows of these lengths, longest first, in batches: each once, and one row at least in each.
-
-        Rows of like lengths are padded little. Workers share whole batches, so every batch is computed with one shape.
-        """
+        """The places of rows of these lengths, longest first, in batches. A worker computes whole batches."""
         places = sorted(range(len(lengths)), key=lambda place: -lengths[place])
         batches, first = [], 0
         while first < len(places):

@@ -1,40 +1,33 @@
 """A sequence classifier or a causal language model from transformers: the embedded small one, a folder's or the hub's.
 
-The same `ModelSpec` gives the same bits in every process: what a checkpoint lacks (all of it for the embedded models,
-the classification head for others) is drawn from the spec's own seed, and the process-global generator is left alone.
+The same settings give the same bits in every process: weights that a checkpoint lacks (all of the embedded models, the
+classification head of others) are drawn from the run's seed, and the process-global generator is left alone.
 """
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from andon.config.schema import Model
 from andon.config.source import is_folder, loading, setting_faults
 from andon.console.problems import InputError, Problem, ProblemList
-from andon.model.base_head import (
-    BaseFacts,
-    draw_again,
-    has_own_head,
-    head_note,
-    in_order_of,
-    keeps_head,
-    output_tensors,
-    own_code_note,
-)
-from andon.model.finite import require_finite_model
+from andon.model.stored import require_finite_model
+from andon_contracts.legible import legible_line
 
+T = TypeVar("T")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_HALVES = (torch.bfloat16, torch.float16)
-_ARCHITECTURES = ("decoder", "encoder")
 LOADERS = {
     "classification": "AutoModelForSequenceClassification",
     "regression": "AutoModelForSequenceClassification",
@@ -42,7 +35,7 @@ LOADERS = {
     "tokens": "AutoModelForTokenClassification",
     "causal": "AutoModelForCausalLM",
 }
-"""Who in transformers reads a folder's or the hub's model, by the head that it is to have."""
+"""The class of transformers that loads a folder's or the hub's model, by head."""
 _EMBEDDED = {
     ("decoder", "AutoModelForSequenceClassification"): "Qwen3ForSequenceClassification",
     ("decoder", "AutoModelForTokenClassification"): "Qwen3ForTokenClassification",
@@ -50,186 +43,160 @@ _EMBEDDED = {
     ("encoder", "AutoModelForSequenceClassification"): "BertForSequenceClassification",
     ("encoder", "AutoModelForTokenClassification"): "BertForTokenClassification",
 }
-"""The embedded models, by architecture and who would read them."""
+"""The embedded models, by architecture and the class that would load them."""
 _PROBLEMS = {"regression": "regression", "multi-label": "multi_label_classification"}
-"""What transformers calls the problem, for whoever uses the model there: its pipelines make probabilities of others."""
+"""What transformers calls the problem: its pipelines make probabilities of logits by this name."""
+_MOST_NAMES = 8
 _SEEDING = threading.Lock()
 
 
 @dataclass(frozen=True)
-class ModelSpec:
-    """All that defines a base model. Sizes and `dropout` are the embedded model's, unused when `base` is given.
+class ModelInterface:
+    """What the rows and the tokenizer require of a model.
 
-    base: None (embedded), an existing folder, or a hub id. revision: of a hub id; None is its main branch.
-    architecture: 'decoder' (Qwen3) or 'encoder' (BERT).
-    max_length: most tokens of a row. dtype: 'float32' or 'bfloat16', of the frozen weights. vocab_size: ids that the
-    tokenizer may give. pad_id: the padding id; a decoder pools the last token that is not this one.
-    labels: one name for each class, in the order of their ids. seed: of every weight that is not loaded.
-    head: 'classification', 'regression' (one output), 'multi-label', 'tokens' (of each token), or 'causal'
-    for the next token, where num_labels and labels are not read.
+    head: a key of `LOADERS`. labels: the class names in the order of their ids; empty for 'causal'. vocab_size: ids
+    that the tokenizer may give, without `new_tokens`. pad_id: the padding id; a decoder pools the last token that is
+    not this one. new_tokens: ids that a causal language model learns, in order and without a gap after the others.
     """
 
-    num_labels: int
+    head: str
     labels: tuple[str, ...]
     vocab_size: int
     pad_id: int
-    base: str | None = None
-    architecture: str = "decoder"
-    hidden_size: int = 64
-    num_hidden_layers: int = 2
-    num_attention_heads: int = 4
-    num_key_value_heads: int = 4
-    intermediate_size: int = 128
-    dropout: float = 0.1
-    max_length: int = 128
-    dtype: str = "float32"
-    seed: int = 0
-    head: str = "classification"
-    revision: str | None = None
+    new_tokens: tuple[int, ...] = ()
 
 
-def build_base(spec: ModelSpec) -> nn.Module:
-    """The model of `spec` on the CPU, in training mode, with no adapter; identical on every call.
+@dataclass(frozen=True)
+class BaseFacts:
+    """What is known of a base model once its checkpoint is loaded.
 
-    A folder is read without the network and without running code from it. Raises `InputError` for sizes that do not
-    fit each other, a folder or hub id that cannot be loaded or lacks weights of its backbone (of a causal model its
-    head is no less), weights that are NaN or infinite, a tokenizer whose ids exceed the vocabulary, rows longer than
-    the model has positions, and an encoder that is to write.
+    drawn: modules of its backbone that the checkpoint lacks, drawn at random. notes: lines for the user about its head.
+    own_code: a sentence about code that the base names and that was not run, or empty.
     """
-    _check(spec)
-    _check_memory(spec)
-    with seeded(spec.seed), torch.device("cpu"):
-        model: nn.Module = _embedded(spec) if spec.base is None else _pretrained(spec)
-    _check_fit(model, spec)
-    return _ready(model)
+
+    drawn: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    own_code: str = ""
 
 
-def build_shape(spec: ModelSpec) -> nn.Module:
+def build_base(settings: Model, interface: ModelInterface, seed: int) -> nn.Module:
+    """The model on the CPU, in training mode, with no adapter and no new tokens; identical on every call.
+
+    seed: of every weight that is not loaded. A folder is read without the network and without running code from it.
+    Raises `InputError` for embedded weights that this machine's memory cannot hold, a folder or hub id that cannot be
+    loaded or lacks weights of its backbone (or a causal model's head), weights that are not finite, a tokenizer with
+    more ids than the vocabulary, rows longer than the model has positions, and an encoder that is to write.
+    """
+    _check(settings, interface)
+    products = 4 * settings.hidden_size**2 + 3 * settings.hidden_size * settings.intermediate_size
+    embeddings = (interface.vocab_size + settings.max_length) * settings.hidden_size
+    needed = 4 * (settings.num_hidden_layers * products + embeddings)
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if settings.base is None and needed > there:
+        what = f"its sizes ask for {needed / 2**30:.1f} GiB of weights; this machine has {there / 2**30:.1f}"
+        raise InputError([Problem("model", what)])
+    with seeded(seed), torch.device("cpu"):
+        embedded = settings.base is None
+        model: Any = _embedded(settings, interface) if embedded else _pretrained(settings, interface, seed)
+    return _fitted(model, settings, interface)
+
+
+def build_shape(settings: Model, interface: ModelInterface, seed: int) -> nn.Module:
     """As `build_base`, without weights: on the meta device, nothing is allocated or read.
 
-    A folder needs its config.json only. Raises `InputError` as `build_base` does, but for weights that are absent.
+    A folder needs its config.json only. Raises `InputError` as `build_base` does, but for weights.
     """
-    _check(spec)
-    with seeded(spec.seed), torch.device("meta"):
-        model: nn.Module = _embedded(spec) if spec.base is None else _configured(spec)
-    _check_fit(model, spec)
-    return _ready(model)
+    _check(settings, interface)
+    with seeded(seed), torch.device("meta"):
+        if settings.base is None:
+            model: Any = _embedded(settings, interface)
+        else:
+            auto = _auto_class(interface.head)
+            config = _configuration(settings, interface, *_source(settings.base, settings.revision))
+            with loading(settings.base, "model.base"):
+                model = auto.from_config(config, dtype=_DTYPES[settings.dtype], trust_remote_code=False)
+    return _fitted(model, settings, interface)
 
 
-def _ready(model: nn.Module) -> nn.Module:
-    """In training mode. What a causal model reads is known by rows, so the padding's id is an id like any other:
-    `padding_idx` would drop the gradient of its embedding, and with it that of a stop token of the same id."""
+def _check(settings: Model, interface: ModelInterface) -> None:
+    found, (pad, size) = ProblemList(), (interface.pad_id, interface.vocab_size)
+    if interface.head == "classification" and len(interface.labels) < 2:
+        found.add("num_labels", f"{len(interface.labels)} classes; a classifier needs at least 2")
+    if not 0 <= pad < size:
+        found.add("pad_id", f"padding id {pad} is outside of the {size} ids of the vocabulary")
+    if settings.base is None and interface.head == "causal" and settings.architecture == "encoder":
+        found.add("model.architecture", "'encoder' reads both ways and cannot write the next token; give 'decoder'")
+    found.raise_if_any()
+
+
+def _fitted(model: Any, settings: Model, interface: ModelInterface) -> nn.Module:
+    """`model` in training mode. Raises `InputError` if the tokenizer or the rows do not fit it."""
+    found, vocabulary = ProblemList(), model.config.vocab_size
+    if interface.vocab_size > vocabulary:
+        found.add("model.base", f"the tokenizer has {interface.vocab_size} ids, the model's vocabulary {vocabulary}")
+    positions, length = positions_of(model), settings.max_length
+    if positions is not None and length > positions and not _takes(model, length, interface, positions):
+        what = f"{length} tokens are more than the model's {positions} positions"
+        found.add("model.max_length", f"{what}; --set model.max_length={positions} is the most")
+    found.raise_if_any()
     if vocabulary_head(model) is not None:
-        built: Any = model
-        built.get_input_embeddings().padding_idx = None
-    return model.train()
+        # The padding id of a causal model is an id like any other, and may be that of a stop token: `padding_idx` would
+        # drop the gradient of its embedding.
+        model.get_input_embeddings().padding_idx = None
+    fitted: nn.Module = model.train()
+    return fitted
 
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Inside, the CPU generator starts from `seed`; afterwards it is as it was. One thread at a time.
-
-    Only the CPU generator is touched: `torch.manual_seed` would seed every GPU's too.
-    """
+    """Inside, the CPU's generator starts from `seed`; then its state is restored. One thread at a time."""
     with _SEEDING, torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # `torch.manual_seed` would seed every GPU's too
         yield
 
 
-def _check(spec: ModelSpec) -> None:
-    found = ProblemList()
-    if spec.dtype not in _DTYPES:
-        found.add("model.dtype", f"{spec.dtype!r} is not one of {', '.join(_DTYPES)}")
-    if spec.head not in LOADERS:
-        found.add("head", f"{spec.head!r} is not one of {', '.join(LOADERS)}")
-    if spec.head == "classification" and spec.num_labels < 2:
-        found.add("num_labels", f"{spec.num_labels} classes; a classifier needs at least 2")
-    if spec.head == "regression" and spec.num_labels != 1:
-        found.add("num_labels", f"{spec.num_labels} outputs; one number is learned")
-    if spec.head != "causal" and len(spec.labels) != spec.num_labels:
-        found.add("labels", f"{len(spec.labels)} label names for {spec.num_labels} classes")
-    if not 0 <= spec.pad_id < spec.vocab_size:
-        found.add("pad_id", f"padding id {spec.pad_id} is outside of the {spec.vocab_size} ids of the vocabulary")
-    if spec.base is None:
-        _check_sizes(spec, found)
-    found.raise_if_any()
-
-
-def _check_sizes(spec: ModelSpec, found: ProblemList) -> None:
-    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
-    wrong = [name for name in (*names, "max_length") if getattr(spec, name) < 1]
-    for name in wrong:
-        found.add(f"model.{name}", f"{getattr(spec, name)} must be at least 1")
-    if spec.architecture not in _ARCHITECTURES:
-        found.add("model.architecture", f"{spec.architecture!r} is not one of {', '.join(_ARCHITECTURES)}")
-    elif spec.head == "causal" and spec.architecture == "encoder":
-        found.add("model.architecture", "'encoder' reads both ways and cannot write the next token; give 'decoder'")
-    if not 0 <= spec.dropout < 1:
-        found.add("model.dropout", f"{spec.dropout} must be at least 0 and below 1")
-    if wrong:
-        return
-    heads = f"{spec.num_attention_heads} attention heads"
-    if spec.hidden_size % spec.num_attention_heads:
-        found.add("model.hidden_size", f"{spec.hidden_size} is not a multiple of the {heads}")
-    elif spec.architecture == "decoder" and (spec.hidden_size // spec.num_attention_heads) % 2:
-        found.add("model.hidden_size", f"{spec.hidden_size} over {heads} is odd; rotary positions need an even number")
-    if spec.architecture == "decoder" and spec.num_attention_heads % spec.num_key_value_heads:
-        found.add("model.num_key_value_heads", f"{spec.num_key_value_heads} does not divide the {heads}")
-
-
-def _check_memory(spec: ModelSpec) -> None:
-    """An embedded model is drawn in fp32 in this machine's memory, whatever sizes somebody wrote down."""
-    products = 4 * spec.hidden_size**2 + 3 * spec.hidden_size * spec.intermediate_size
-    embeddings = (spec.vocab_size + spec.max_length) * spec.hidden_size
-    needed = 4 * (spec.num_hidden_layers * products + embeddings)
-    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if spec.base is None and needed > there:
-        what = f"its sizes ask for {needed / 2**30:.1f} GiB of weights; this machine has {there / 2**30:.1f}"
-        raise InputError([Problem("model", what)])
-
-
-def _label_names(spec: ModelSpec) -> dict[str, Any]:
-    if spec.head == "causal":
+def _label_names(interface: ModelInterface) -> dict[str, Any]:
+    if interface.head == "causal":
         return {}
     return {
-        "problem_type": _PROBLEMS.get(spec.head),  # of a base that was trained on another problem too
-        "num_labels": spec.num_labels,
-        "id2label": dict(enumerate(spec.labels)),
-        "label2id": {name: index for index, name in enumerate(spec.labels)},
+        "problem_type": _PROBLEMS.get(interface.head),  # of a base that was trained on another problem too
+        "num_labels": len(interface.labels),
+        "id2label": dict(enumerate(interface.labels)),
+        "label2id": {name: index for index, name in enumerate(interface.labels)},
     }
 
 
-def _embedded(spec: ModelSpec) -> Any:
+def _embedded(settings: Model, interface: ModelInterface) -> Any:
     import transformers
 
     shared: dict[str, Any] = {
-        "vocab_size": spec.vocab_size,
-        "hidden_size": spec.hidden_size,
-        "num_hidden_layers": spec.num_hidden_layers,
-        "num_attention_heads": spec.num_attention_heads,
-        "intermediate_size": spec.intermediate_size,
-        "max_position_embeddings": spec.max_length,
-        "pad_token_id": spec.pad_id,
+        "vocab_size": interface.vocab_size,
+        "hidden_size": settings.hidden_size,
+        "num_hidden_layers": settings.num_hidden_layers,
+        "num_attention_heads": settings.num_attention_heads,
+        "intermediate_size": settings.intermediate_size,
+        "max_position_embeddings": settings.max_length,
+        "pad_token_id": interface.pad_id,
         "use_cache": False,
-        **_label_names(spec),
+        **_label_names(interface),
     }
-    if spec.architecture == "encoder":
+    if settings.architecture == "encoder":
         config: Any = transformers.BertConfig(
-            **shared, hidden_dropout_prob=spec.dropout, attention_probs_dropout_prob=spec.dropout
+            **shared, hidden_dropout_prob=settings.dropout, attention_probs_dropout_prob=settings.dropout
         )
     else:
         config = transformers.Qwen3Config(
             **shared,
-            head_dim=spec.hidden_size // spec.num_attention_heads,
-            num_key_value_heads=spec.num_key_value_heads,
-            attention_dropout=spec.dropout,
+            head_dim=settings.hidden_size // settings.num_attention_heads,
+            num_key_value_heads=settings.num_key_value_heads,
+            attention_dropout=settings.dropout,
             bos_token_id=None,
             eos_token_id=None,
-            tie_word_embeddings=spec.head == "causal",
+            tie_word_embeddings=interface.head == "causal",
         )
-    model: Any = getattr(transformers, _EMBEDDED[spec.architecture, LOADERS[spec.head]])(config)
-    model.config.dtype = _DTYPES[spec.dtype]
-    return model.to(_DTYPES[spec.dtype])
+    model: Any = getattr(transformers, _EMBEDDED[settings.architecture, LOADERS[interface.head]])(config)
+    model.config.dtype = _DTYPES[settings.dtype]
+    return model.to(_DTYPES[settings.dtype])
 
 
 def _auto_class(head: str) -> Any:
@@ -238,71 +205,125 @@ def _auto_class(head: str) -> Any:
     return getattr(transformers, LOADERS[head])
 
 
-def _pretrained(spec: ModelSpec) -> Any:
-    auto, (source, local) = _auto_class(spec.head), _source(str(spec.base), spec.revision)
-    config = _configuration(spec, source, local)  # not its values to the model, which refuses those that it lacks
-    stored = _stored_config(str(spec.base), spec.revision)
-    with loading(str(spec.base), "model.base"):
+def _pretrained(settings: Model, interface: ModelInterface, seed: int) -> Any:
+    auto, (source, local) = _auto_class(interface.head), _source(str(settings.base), settings.revision)
+    # Its values are not given to the model, which refuses those that it lacks.
+    config = _configuration(settings, interface, source, local)
+    stored = _stored_config(str(settings.base), settings.revision)
+    with loading(str(settings.base), "model.base"):
         model, report = auto.from_pretrained(
             source,
             config=config,
-            dtype=_DTYPES[spec.dtype],
-            revision=spec.revision,
+            dtype=_DTYPES[settings.dtype],
+            revision=settings.revision,
             local_files_only=local,
             trust_remote_code=False,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
-    missing, mismatched = set(map(str, report["missing_keys"])), set(map(_key, report["mismatched_keys"]))
-    drawn = _drawn_modules(model, missing | mismatched, spec)
-    require_finite_model(model, _folder_of(source, spec.revision, local=local), str(spec.base))
-    note = "" if spec.head == "causal" else _settle_head(model, stored, missing, mismatched, spec)
-    model.andon_facts = BaseFacts(drawn, (note,) if note else (), own_code_note(stored, model))
+    missing = set(map(str, report["missing_keys"]))
+    # transformers reports a tensor of another shape with or without both shapes.
+    mismatched = {str(key[0] if isinstance(key, tuple | list) else key) for key in report["mismatched_keys"]}
+    drawn = _drawn_modules(model, missing | mismatched, str(settings.base), interface.head)
+    cached = source
+    if not local:
+        from huggingface_hub import try_to_load_from_cache
+
+        file = try_to_load_from_cache(source, "config.json", revision=settings.revision)
+        cached = str(Path(file).parent) if isinstance(file, str) else ""
+    require_finite_model(model, Path(cached) if cached else None, str(settings.base))
+    note = "" if interface.head == "causal" else _settle_head(model, stored, missing, mismatched, interface, seed)
+    model.andon_facts = BaseFacts(drawn, (note,) if note else (), _own_code_note(stored, model))
     return model
 
 
-def _folder_of(source: str, revision: str | None, *, local: bool) -> Path | None:
-    """Where the files of `source` are on this disk; None: a hub id that the cache does not have."""
-    from huggingface_hub import try_to_load_from_cache
-
-    found = source if local else try_to_load_from_cache(source, "config.json", revision=revision)
-    if not isinstance(found, str):
-        return None
-    return Path(found) if local else Path(found).parent
+def _own_classes(config: Any) -> tuple[str, ...]:
+    """The names of the classes of a configuration of transformers, in the order of outputs; empty if unclear."""
+    found = getattr(config, "id2label", None) or {}
+    return tuple(str(found[number]) for number in range(len(found))) if set(found) == set(range(len(found))) else ()
 
 
-def _key(mismatched: Any) -> str:
-    """The name of a tensor of another shape, which transformers reports with or without both shapes."""
-    return str(mismatched[0] if isinstance(mismatched, (tuple, list)) else mismatched)
+def _has_own_head(stored: Any, auto: Any) -> bool:
+    """Whether the checkpoint with the configuration `stored` was written by the class that `auto` loads it with."""
+    written_by = getattr(stored, "architectures", None)
+    loads = auto._model_mapping.get(type(stored), None)
+    loads = loads if isinstance(loads, (tuple, list)) else (loads,)
+    return not written_by or any(each is not None and each.__name__ in written_by for each in loads)
 
 
-def _settle_head(model: Any, stored: Any, missing: Set[str], mismatched: Set[str], spec: ModelSpec) -> str:
-    """Draw the output layer anew if the checkpoint has one for other classes, and return the line that says so.
+def _settle_head(
+    model: Any, stored: Any, missing: Set[str], mismatched: Set[str], interface: ModelInterface, seed: int
+) -> str:
+    """Keep the checkpoint's head for labels of the same names, draw its output layer anew for others, and say which.
 
-    stored: the checkpoint's configuration as it lies there. missing, mismatched: tensors that the checkpoint lacks or
-    has in another shape, which are drawn already. The line is empty for a checkpoint without an output layer.
+    stored: the checkpoint's configuration. missing, mismatched: tensors that the checkpoint lacks or has in another
+    shape, which are drawn already. Empty for a checkpoint without an output layer.
     """
     heads = {f"{name}.{each}" for name in head_names(model) for each, _ in model.get_submodule(name).named_parameters()}
     if heads <= missing:
         return ""
-    auto = _auto_class(spec.head)
-    outputs = output_tensors(auto, model.config)
+    auto, other = _auto_class(interface.head), copy.deepcopy(model.config)
+    other.num_labels = model.config.num_labels + 1
+    with torch.device("meta"):
+        configs = (model.config, other)
+        ours, theirs = (auto.from_config(each, trust_remote_code=False).state_dict() for each in configs)
+    outputs = {name for name, value in ours.items() if theirs[name].shape != value.shape}
     if outputs <= missing:
         return ""
+    own, is_own, regression = _own_classes(stored), _has_own_head(stored, auto), interface.head == "regression"
+    if regression and len(own) == 1:
+        same = getattr(stored, "problem_type", None) in (None, "regression")
+    else:  # names that differ only in case say nothing in another case
+        folded = [name.casefold() for name in own]
+        same = len(set(folded)) == len(folded) and folded == [name.casefold() for name in interface.labels]
+        same = same or own == tuple(interface.labels)
     absent = missing | mismatched
-    kept = not outputs & absent and keeps_head(stored, auto, spec.head, spec.labels)
-    if not kept and not outputs <= absent:
-        draw_again(model, outputs, spec.seed)
-    return head_note(stored, auto, spec.head, spec.labels, kept=kept)
+    if is_own and same and not outputs & absent:
+        if regression:
+            return "head: the base's own is kept; it gives one number too"
+        names = _shown(interface.labels)
+        return f"head: the base's own is kept, since it names the same classes; numbered as there: {names}"
+    if not outputs <= absent:  # drawn as transformers draws what a checkpoint lacks
+        torch.default_generator.manual_seed(seed)
+        for name in outputs:
+            model.get_parameter(name)._is_hf_initialized = False
+        for parent in dict.fromkeys(name.rpartition(".")[0] for name in sorted(outputs)):
+            model._init_weights(model.get_submodule(parent))
+    if not is_own:
+        why = f"is that of {', '.join(stored.architectures)}"
+    elif own == tuple(f"LABEL_{number}" for number in range(len(own))):
+        why = f"has {len(own)} output{'s' * (len(own) != 1)} without names"
+    else:
+        why = f"names other classes ({_shown(own)})"
+    return f"head: drawn anew, since the base's own {why}"
+
+
+def _shown(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(map(legible_line, names[:_MOST_NAMES])) + more
+
+
+def _own_code_note(stored: Any, model: nn.Module) -> str:
+    """A sentence that says that the model's own code was not run, if its configuration names any; else empty."""
+    named = getattr(stored, "auto_map", None) or {}
+    codes = {str(code) for key, code in named.items() if str(key).startswith(("AutoModel", "AutoConfig"))}
+    if not codes:
+        return ""
+    return (
+        f"the base's config.json names code of its own ({_shown(sorted(codes))}), which Andon does not run: this is "
+        f"the {type(model).__name__} of transformers with the same weights, which may compute something else (if it "
+        "does not, remove auto_map from config.json)"
+    )
 
 
 def labels_in_own_order(base: str, head: str, labels: Sequence[str], revision: str | None = None) -> tuple[str, ...]:
-    """`labels` in the order of the outputs of the model at `base`, if that names the same classes; else as they are.
-
-    head, revision: as in `ModelSpec`. Raises `InputError` for a base whose configuration cannot be loaded.
-    """
-    stored, auto = _stored_config(base, revision), _auto_class(head)
-    return in_order_of(stored, labels) if has_own_head(stored, auto) else tuple(labels)
+    """`labels` in the order of the outputs of the model at `base` if that names the same classes, ignoring case; else
+    unchanged. Raises `InputError` for a base whose configuration cannot be loaded."""
+    stored = _stored_config(base, revision)
+    own = [name.casefold() for name in _own_classes(stored)]
+    named = {name.casefold(): name for name in labels}
+    same = len(named) == len(labels) == len(own) and set(own) == set(named)
+    return tuple(named[name] for name in own) if same and _has_own_head(stored, _auto_class(head)) else tuple(labels)
 
 
 def _stored_config(base: str, revision: str | None) -> Any:
@@ -313,32 +334,30 @@ def _stored_config(base: str, revision: str | None) -> Any:
         return AutoConfig.from_pretrained(source, revision=revision, local_files_only=local, trust_remote_code=False)
 
 
-def _configured(spec: ModelSpec) -> Any:
-    """The model that a folder's or the hub's configuration describes, with the sizes that `spec` gives its head."""
-    auto, config = _auto_class(spec.head), _configuration(spec, *_source(str(spec.base), spec.revision))
-    with loading(str(spec.base), "model.base"):
-        return auto.from_config(config, dtype=_DTYPES[spec.dtype], trust_remote_code=False)
-
-
-def _configuration(spec: ModelSpec, source: str, local: bool) -> Any:
-    """The configuration at `source`, with the sizes that `spec` gives the head. Refuses one of several models."""
+def _configuration(settings: Model, interface: ModelInterface, source: str, local: bool) -> Any:
+    """The configuration at `source`, with a head as `interface` requires it."""
     from transformers import AutoConfig
 
-    given = {"pad_token_id": spec.pad_id, "use_cache": False, "revision": spec.revision, **_label_names(spec)}
-    with loading(str(spec.base), "model.base"):
-        config = AutoConfig.from_pretrained(source, local_files_only=local, trust_remote_code=False, **given)
-    faults = [Problem("model.base", f"{spec.base!r} {fault}") for fault in setting_faults(config.to_dict())]
-    if faults:  # of a folder they are found before; what the hub has is seen here first
-        raise InputError(faults)
+    base, given = str(settings.base), {"pad_token_id": interface.pad_id, "use_cache": False, **_label_names(interface)}
+    with loading(base, "model.base"):
+        config = AutoConfig.from_pretrained(
+            source, revision=settings.revision, local_files_only=local, trust_remote_code=False, **given
+        )
+    found = ProblemList()
+    for fault in setting_faults(config.to_dict()):  # a folder's were found before it was loaded
+        found.add("model.base", f"{base!r} {fault}")
+    found.raise_if_any()
     if config.get_text_config() is not config:
-        what = f"{spec.base!r} is several models in one ({', '.join(config.sub_configs)}); give one of text alone"
-        raise InputError([Problem("model.base", what)])
-    if spec.head == "causal":
-        _refuse_encoder(config, str(spec.base))
-    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
-        what = f"{spec.base!r} has a decoder ({config.model_type}), and its config.json does not say which token that "
+        found.add(
+            "model.base", f"{base!r} is several models in one ({', '.join(config.sub_configs)}); give one of text alone"
+        )
+    elif interface.head == "causal":
+        _refuse_encoder(config, base)
+    elif config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        what = f"{base!r} has a decoder ({config.model_type}), and its config.json does not say which token that "
         what += "begins with; add decoder_start_token_id (of T5 it is the padding id, 0)"
-        raise InputError([Problem("model.base", what)])
+        found.add("model.base", what)
+    found.raise_if_any()
     return config
 
 
@@ -348,17 +367,13 @@ def require_decoder(base: str, revision: str | None = None) -> None:
 
 
 def _refuse_encoder(config: Any, base: str) -> None:
-    if _is_encoder(config):
-        what = f"{base!r} is an encoder ({config.model_type}), which cannot write the next token; give a decoder"
-        raise InputError([Problem("model.base", what)])
-
-
-def _is_encoder(config: Any) -> bool:
-    """Transformers would have one write, and warn. Those that can be both are what `is_decoder` says."""
+    """transformers would let an encoder write, with a warning. `is_decoder` decides for models that can be both."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     masked = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    return bool(config.is_encoder_decoder or (masked and not getattr(config, "is_decoder", False)))
+    if config.is_encoder_decoder or (masked and not getattr(config, "is_decoder", False)):
+        what = f"{base!r} is an encoder ({config.model_type}), which cannot write the next token; give a decoder"
+        raise InputError([Problem("model.base", what)])
 
 
 def _source(base: str, revision: str | None) -> tuple[str, bool]:
@@ -381,28 +396,23 @@ def _source(base: str, revision: str | None) -> tuple[str, bool]:
     return base, False
 
 
-def _drawn_modules(model: Any, absent: Set[str], spec: ModelSpec) -> tuple[str, ...]:
-    """The modules of the backbone that were drawn at random because the checkpoint lacks them: a pooler alone.
+def _drawn_modules(model: Any, absent: Set[str], base: str, head: str) -> tuple[str, ...]:
+    """The modules of the backbone that transformers drew at random because the checkpoint lacks them: a pooler at most.
 
-    absent: the tensors that it lacks. Transformers fills them with noise and goes on, which is right for a new head,
-    and for the pooler that belongs to it. Raises `InputError` for any other part of the backbone.
+    absent: the tensors that it lacks. Raises `InputError` for any other part of the backbone.
     """
-    heads = () if spec.head == "causal" else tuple(f"{name}." for name in head_names(model))
+    heads = () if head == "causal" else tuple(f"{name}." for name in head_names(model))
     inside = sorted(name for name in absent if not name.startswith(heads))
     backbone = [name for name in inside if ".pooler." not in name]
     if backbone:
         shown = ", ".join(backbone[:5]) + (f" and {len(backbone) - 5} more" if len(backbone) > 5 else "")
-        whose = "that a causal language model needs" if spec.head == "causal" else "of its own backbone"
-        raise InputError([Problem("model.base", f"{spec.base!r} lacks weights {whose}: {shown}")])
+        whose = "that a causal language model needs" if head == "causal" else "of its own backbone"
+        raise InputError([Problem("model.base", f"{base!r} lacks weights {whose}: {shown}")])
     return tuple(dict.fromkeys(name.rpartition(".")[0] for name in inside))
 
 
 def head_names(model: nn.Module) -> tuple[str, ...]:
-    """The head: the model's children with parameters, other than its backbone.
-
-    `score` for decoders, `classifier` for BERT, `pre_classifier` and `classifier` for DistilBERT, `lm_head` for causal
-    language models.
-    """
+    """The head: the model's children with parameters, other than its backbone, as `score` or `classifier`."""
     backbone = getattr(model, "base_model_prefix", None)
     return tuple(
         name
@@ -412,59 +422,45 @@ def head_names(model: nn.Module) -> tuple[str, ...]:
 
 
 def vocabulary_head(model: nn.Module) -> nn.Module | None:
-    """The layer that gives a causal language model's logits of the next token; None: the model is none."""
+    """The layer that gives a causal language model's logits of the next token; None for any other model."""
     base: Any = without_adapter(model)
     found: nn.Module | None = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
     return found
 
 
-def facts_of_shape(spec: ModelSpec) -> tuple[int | None, int, str]:
-    """Of the base of `spec`, from its configuration: most tokens of a row (None: no limit), weights, and the dtype that
-    it was saved in, float32 or bfloat16. Raises `InputError` for a base that cannot be loaded."""
-    model: Any = build_shape(replace(spec, max_length=1))
-    saved = str(getattr(_stored_config(str(spec.base), spec.revision), "dtype", None)).removeprefix("torch.")
+def facts_of_shape(settings: Model, interface: ModelInterface) -> tuple[int | None, int, str]:
+    """From the configuration of a base: most tokens of a row (None: no limit), number of weights, and the dtype
+    that it was saved in, float32 or bfloat16. Raises `InputError` for a base that cannot be loaded."""
+    model: Any = build_shape(settings.model_copy(update={"max_length": 1}), interface, 0)
+    saved = str(getattr(_stored_config(str(settings.base), settings.revision), "dtype", None)).removeprefix("torch.")
     weights = sum(parameter.numel() for parameter in model.parameters())
     return positions_of(model), weights, "bfloat16" if saved == "bfloat16" else "float32"
 
 
-def _check_fit(model: Any, spec: ModelSpec) -> None:
-    found, vocabulary = ProblemList(), model.config.vocab_size
-    if spec.vocab_size > vocabulary:
-        found.add("model.base", f"the tokenizer has {spec.vocab_size} ids, the model's vocabulary {vocabulary}")
-    positions = positions_of(model)
-    if positions is not None and spec.max_length > positions and not _takes(model, spec, positions):
-        found.add(
-            "model.max_length",
-            f"{spec.max_length} tokens are more than the model's {positions} positions; "
-            f"--set model.max_length={positions} is the most",
-        )
-    found.raise_if_any()
-
-
 def positions_of(model: Any) -> int | None:
-    """How many tokens of a row have a position, as the model's configuration and its tables say; None: no limit.
+    """How many tokens of a row have a position, by the model's configuration and its tables; None: no limit.
 
-    A table of positions with a row for padding, as RoBERTa has it, counts from behind that row.
+    A table of positions with a row for padding, as RoBERTa has it, counts from the next row on.
     """
     positions: int | None = getattr(model.config, "max_position_embeddings", None)
-    if positions is None or positions < 1:  # as XLNet says that there is no limit
+    if positions is None or positions < 1:  # XLNet says -1 for no limit
         return None
-    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    behind = [
+    after_padding = [
         table.num_embeddings - table.padding_idx - 1
-        for table in tables
-        if table is not model.get_input_embeddings()
+        for table in model.modules()
+        if isinstance(table, nn.Embedding)
+        and table is not model.get_input_embeddings()
         and table.padding_idx is not None
         and table.num_embeddings >= positions
     ]
-    return min([positions, *behind])
+    return min([positions, *after_padding])
 
 
-def _takes(model: Any, spec: ModelSpec, positions: int) -> bool:
-    """Whether `model` can be given spec.max_length tokens, which are more than its configuration's `positions`.
+def _takes(model: Any, length: int, interface: ModelInterface, positions: int) -> bool:
+    """Whether `model` accepts length tokens, more than its configuration's `positions`.
 
-    A model that only looks at distances (DeBERTa) can; others fail, or would look beyond a table. One that rotates by
-    position computes something for any length, but was not trained on such.
+    A model that uses distances alone (DeBERTa) does; others fail, or would look beyond a table. A model with rotary
+    positions computes something for any length, but was not trained on such.
     """
     beyond: list[int] = []
 
@@ -476,56 +472,79 @@ def _takes(model: Any, spec: ModelSpec, positions: int) -> bool:
         return False
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     hooks = [module.register_forward_pre_hook(note) for module in embeddings]
-    ids = torch.full((1, spec.max_length), (spec.pad_id + 1) % spec.vocab_size, device=model.device)
-    training = model.training
-    try:
-        with torch.no_grad():
-            model.eval()(input_ids=ids, attention_mask=torch.ones_like(ids))
-    except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError):
-        return False
-    finally:
-        model.train(training)
-        for hook in hooks:
-            hook.remove()
-    return not beyond
+    ids = torch.full((1, length), (interface.pad_id + 1) % interface.vocab_size, device=model.device)
+    with evaluating(model, torch.device("cpu")):
+        output = tried(partial(model, input_ids=ids, attention_mask=torch.ones_like(ids)))
+    for hook in hooks:
+        hook.remove()
+    return not isinstance(output, Exception) and not beyond
 
 
 def backbone_of(model: nn.Module) -> nn.Module:
-    """The model without its adapter's wrapper and without its head."""
+    """The model without its adapter's wrapper and its head."""
     base: Any = without_adapter(model)
     found: nn.Module = getattr(base, base.base_model_prefix)
     return found
 
 
 def facts_of(model: nn.Module) -> BaseFacts:
-    """What is known of the base of `model`, with or without an adapter; nothing of one that no checkpoint gave."""
+    """What is known of the base of `model`, with or without an adapter; nothing if it came from no checkpoint."""
     found: BaseFacts = getattr(without_adapter(model), "andon_facts", BaseFacts())
     return found
 
 
 def without_adapter(model: nn.Module) -> nn.Module:
-    """The model of transformers, whose layers are adapted if they were: peft's wrapper is taken off."""
+    """The model of transformers inside peft's wrapper; its layers stay adapted."""
     adapted: Any = model
     found: nn.Module = adapted.get_base_model() if hasattr(adapted, "get_base_model") else model
     return found
 
 
 def half_of(model: nn.Module) -> torch.dtype | None:
-    """The half precision of its matrix products, in which its weights are stored; None: they have its own."""
-    config: Any = getattr(model, "config", None)
-    stored = getattr(config, "dtype", None)
-    return stored if stored in _HALVES else None
+    """The half precision in which its weights are stored and its matrix products computed; None: fp32."""
+    stored = getattr(getattr(model, "config", None), "dtype", None)
+    return stored if stored in (torch.bfloat16, torch.float16) else None
 
 
 def computing(model: nn.Module, device: torch.device) -> AbstractContextManager[object]:
-    """Inside, products of `model` on `device` are made in the half precision that its weights are stored in."""
+    """Inside, products of `model` on `device` are computed in the half precision of its weights, if they have one."""
     half = half_of(model)
     return nullcontext() if half is None else torch.autocast(device.type, dtype=half)
 
 
+MASK_REJECTIONS = (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError)
+"""What models raise that need the mask of tokens, and accept neither a mask by pairs nor none."""
+
+
+def tried(call: Callable[[], T]) -> T | Exception:
+    """What `call`, a pass of a model, returns, or the error of `MASK_REJECTIONS` by which the model refuses its input.
+
+    An error of the device is raised: it says nothing of the model, and on another rank the call would succeed.
+    """
+    try:
+        return call()
+    except MASK_REJECTIONS as error:
+        if isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError) or "CUDA error" in str(error):
+            raise
+        return error
+
+
+@contextmanager
+def evaluating(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Inside, `model` computes in evaluation mode, without gradients, in its precision; then its modes are restored."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad(), computing(model, device):
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
 @contextmanager
 def attending_as(model: nn.Module, name: str) -> Iterator[None]:
-    """Inside, `model` attends by what transformers knows under `name`."""
+    """Inside, `model` uses the attention that transformers has under `name`."""
     config: Any = without_adapter(model).config
     before = config._attn_implementation
     config._attn_implementation = name
@@ -536,11 +555,10 @@ def attending_as(model: nn.Module, name: str) -> Iterator[None]:
 
 
 def checkpoint_layers(model: nn.Module, again: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
-    """Have every layer of `model` keep its input alone and compute the rest again in the backward pass.
+    """Have every layer of `model` keep only its input and compute the rest again in the backward pass.
 
-    The second pass draws what the first drew, and attends as it did, whichever attention the model has by then. again:
-    makes the context of the second pass. Only training passes are changed. Raises `InputError` for a model whose
-    layers cannot do this.
+    The second pass has the random numbers and the attention of the first. again: makes the context of the second pass.
+    Only training passes change. Raises `InputError` for a model whose layers cannot do this.
     """
     able = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
     if not able:
@@ -557,11 +575,11 @@ def checkpoint_layers(model: nn.Module, again: Callable[[], AbstractContextManag
         return nullcontext(), as_before(config._attn_implementation, again())
 
     def computed_again(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # then both passes are traced here and now
+        if torch.compiler.is_compiling():  # both passes are traced at once
             return checkpoint(function, *args, use_reentrant=False, **kwargs)
         return checkpoint(function, *args, use_reentrant=False, context_fn=both_passes, **kwargs)
 
-    # Not `gradient_checkpointing_enable`: it has the embeddings ask for gradients that nobody needs here.
+    # `gradient_checkpointing_enable` would have the embeddings require gradients.
     for module in able:
         module._gradient_checkpointing_func = computed_again  # type: ignore[assignment]
         module.gradient_checkpointing = True  # type: ignore[assignment]

@@ -1,11 +1,11 @@
-"""Next tokens as a loss: packs of rows to one forward pass, and the sum of the trained tokens' cross entropies.
+"""Next tokens as a loss: a forward pass of packs of rows, and the sum of the trained tokens' cross entropies.
 
-A pack is rows end to end in one line of a batch. Nothing of one row may reach another: positions start again with each,
-and who sees whom is said by pairs of tokens. transformers sees packs by itself only where it is given no mask and no
-cache, and is silent where it does not; `require_apart` holds a model to its own word about each row alone.
+A pack is rows end to end in one line of a batch. No row may see another: positions start again with each row, and the
+mask names pairs of tokens. transformers detects packs by itself only without a mask and a cache, and says nothing if
+it does not; so `check_packing_isolation` compares a model's packed rows with each row alone.
 
-The loss is a SUM in fp32, of weight * cross entropy, and is divided by nothing here: whoever divides knows the trained
-tokens of the whole global batch. A token's weight belongs to its prediction, made one token before in its row.
+The loss is a SUM in fp32 of weight * cross entropy. It is divided later, by the trained tokens of the whole global
+batch. A token's weight belongs to its prediction, made one token before in its row.
 """
 
 from __future__ import annotations
@@ -16,35 +16,33 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from andon.console.problems import InputError, Problem
 from andon.model.batches import padded_length
-from andon.model.build import backbone_of, computing, half_of, vocabulary_head, without_adapter
-from andon.model.masks import MISFITS, NOISE, WINDOWS, Masking, evaluating, masking_of, require_misfit, rows_apart
+from andon.model.build import backbone_of, computing, evaluating, half_of, tried, vocabulary_head, without_adapter
+from andon.model.masks import NOISE, WINDOWS, Masking, masking_of, packed_mask
 from andon.step.task import Batch, LeafLoss
 from andon_contracts.digest import row_digests
 
-Row = tuple[torch.Tensor, torch.Tensor]
-"""Its tokens, an int64 vector, and their weights, fp32 of the same length; 0 for one that is not trained."""
+Row = tuple[Tensor, Tensor]
+"""Tokens, int64 [n], and their weights, fp32 [n]; 0 for a token that is not trained."""
 
 _LOGITS = {"cpu": 1 << 25, "cuda": 1 << 28}
-"""How many logits are held at a time by kind of device: 128 MiB of fp32, and 1 GiB where products of few rows wait for
-memory."""
+"""Logits held at a time by kind of device: 128 MiB and 1 GiB of fp32. A GPU's products of few rows wait for memory."""
 _TRIED_LENGTHS = (9, 2, 5)
 _FEW_LENGTHS = 32
-"""Padding to a multiple of so many tokens or more is for few shapes, and not for alignment."""
+"""Padding to a multiple of this many tokens or more serves few shapes, not alignment."""
 
 
 def collate_packs(packs: Sequence[Sequence[Row]], pad_id: int, multiple: int, limit: int | None) -> Batch:
     """`packs` (none empty, nor a row) padded on the right to one length: int64 tensors, first dimension the packs.
 
-    length: the longest pack's, rounded up to `multiple` but not beyond `limit`. input_ids, positions (from 0 in each
-    row), rows (1 for a pack's first row, 2, ...; 0 is padding) and weights (the bits of fp32; 0 for a row's first
-    token, which nothing predicts) are [packs, length]. trained has the places (pack * length + column) of all tokens
-    with a weight, in order and dealt out evenly to [packs, n]; 0, where no row has a trained token, fills the rest. If
-    `multiple` makes few lengths, n is one of them, so that passes repeat their shapes. Raises `ValueError` for a row
-    whose weights are of another length.
+    length: the longest pack's, rounded up to `multiple` but not beyond `limit`. [packs, length] each: input_ids,
+    positions (from 0 in each row), rows (1 for a pack's first row, 2, ...; 0 is padding), weights (the bits of fp32; 0
+    for a row's first token). trained: [packs, n], the places (pack * length + column) of all tokens with a weight, in
+    order and dealt out evenly, filled with place 0, which is never trained. If `multiple` makes few lengths, n is one
+    of them, so that passes repeat their shapes. Raises `ValueError` for a row whose weights are of another length.
     """
     counts = [[tokens.numel() for tokens, _ in rows] for rows in packs]
     length = padded_length(max(map(sum, counts)), multiple, limit)
@@ -79,29 +77,29 @@ def collate_packs(packs: Sequence[Sequence[Row]], pad_id: int, multiple: int, li
     }
 
 
-def content(batch: Batch) -> torch.Tensor:
+def content(batch: Batch) -> Tensor:
     """int64 [packs]: the digest of each pack's tokens, positions, rows and weights, padding aside."""
     parts = [batch[name] for name in ("input_ids", "positions", "rows", "weights")]
     return row_digests(torch.stack(parts, dim=2).flatten(1), len(parts) * (batch["rows"] > 0).sum(dim=1))
 
 
-def hidden_of(model: nn.Module, batch: Batch) -> torch.Tensor:
+def hidden_of(model: nn.Module, batch: Batch) -> Tensor:
     """[packs, length, hidden]: one pass of the backbone, in which a token sees its own row up to itself.
 
-    Packed or not there is one path, and so the bits of a batch are a function of the batch alone.
+    Packed or not there is one path, so that the bits of a batch are a function of the batch alone.
     """
-    with told_apart(model, masking_of(model, batch["rows"].device), batch) as given:
+    with packed_inputs(model, masking_of(model, batch["rows"].device), batch) as given:
         output: Any = backbone_of(model)(**given)
-    hidden: torch.Tensor = output.last_hidden_state
+    hidden: Tensor = output.last_hidden_state
     return hidden
 
 
 @contextmanager
-def told_apart(model: nn.Module, masking: Masking, batch: Batch) -> Iterator[dict[str, Any]]:
-    """Inside, what the backbone of `model` is given of `batch`, in its precision. masking: one for packs."""
+def packed_inputs(model: nn.Module, masking: Masking, batch: Batch) -> Iterator[dict[str, Any]]:
+    """Inside, the arguments of the backbone of `model` for `batch`, in its precision. masking: one for packs."""
     with (
         computing(model, batch["rows"].device),
-        rows_apart(model, masking, batch["rows"], batch["positions"]) as mask,
+        packed_mask(model, masking, batch["rows"], batch["positions"]) as mask,
     ):
         yield {
             "input_ids": batch["input_ids"],
@@ -112,45 +110,39 @@ def told_apart(model: nn.Module, masking: Masking, batch: Batch) -> Iterator[dic
 
 
 def loss_sum(model: nn.Module, batch: Batch) -> LeafLoss:
-    """The fp32 sum of weight * cross entropy over the trained tokens, with its graph; its terms are these tokens, and
-    correct is those that have the largest logit."""
+    """The fp32 sum of weight * cross entropy over the trained tokens, with its graph; the trained tokens, and those of
+    them with the largest logit."""
     return loss_of_hidden(model, hidden_of(model, batch), batch)
 
 
-def loss_of_hidden(model: nn.Module, hidden: torch.Tensor, batch: Batch, kind: str | None = None) -> LeafLoss:
-    """`loss_sum` of what `hidden_of` gave. kind: of the device as on which it is computed, None: as where it is.
+def loss_of_hidden(model: nn.Module, hidden: Tensor, batch: Batch, kind: str | None = None) -> LeafLoss:
+    """`loss_sum` of the result of `hidden_of`, computed as on a device of `kind`; None: that of `hidden`.
 
-    Logits are made at trained tokens alone, some at a time, and their gradient with them: nothing of the size of the
-    vocabulary is kept for the backward pass. Their order is the batch's, so the bits are too.
+    Logits are computed at trained tokens alone, in chunks, and their gradient with them: nothing of the size of the
+    vocabulary is kept for the backward pass. The order is the batch's.
     """
     head = _head(model)
-    hidden, targets, weights = _predictions(hidden, batch)
-    parts = _chunks(head, targets.numel(), kind or hidden.device.type)
+    hidden, targets, weights, parts = _predictions(head, hidden, batch, kind)
     learning = [parameter for parameter in head.parameters() if parameter.requires_grad]
     with computing(model, hidden.device):
         if torch.is_grad_enabled():
-            total, correct = _LossInChunks.apply(  # type: ignore[no-untyped-call]
-                head, parts, hidden, targets, weights, *learning
-            )
+            given = (head, parts, hidden, targets, weights, *learning)
+            total, correct = _LossInChunks.apply(*given)  # type: ignore[no-untyped-call]
         else:
             losses, right = _token_losses(head, parts, hidden, targets, weights)
             total, correct = losses.double().sum().float(), right.sum()
     return LeafLoss(total, correct, (weights != 0).sum())
 
 
-def row_outputs(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """fp64 [packs, 3]: of each pack the loss sum, the trained tokens predicted right, and the trained tokens.
-
-    In eval mode and without a graph; the modes of the model's modules are as before afterwards.
-    """
-    with torch.no_grad(), evaluating(model), computing(model, batch["input_ids"].device):
-        hidden, targets, weights = _predictions(hidden_of(model, batch), batch)
+def row_outputs(model: nn.Module, batch: Batch) -> Tensor:
+    """fp64 [packs, 3], in evaluation mode: each pack's loss sum, trained tokens predicted right, and trained tokens."""
+    with evaluating(model, batch["input_ids"].device):
         head = _head(model)
-        parts = _chunks(head, targets.numel(), hidden.device.type)
+        hidden, targets, weights, parts = _predictions(head, hidden_of(model, batch), batch)
         losses, right = _token_losses(head, parts, hidden, targets, weights)
     values = torch.stack([losses.double(), right.double(), (weights != 0).double()], dim=1)
     packs, length = batch["input_ids"].shape
-    # Each at its own place, where a sum by index would have an order of the device's; place 0 only ever takes zeros.
+    # Each at its own place: a sum by index would have the device's order. Place 0 gets zeros alone.
     table = torch.zeros((packs * length, 3), dtype=torch.float64, device=values.device)
     table[batch["trained"].flatten()] = values
     return table.view(packs, length, 3).sum(dim=1)
@@ -164,35 +156,31 @@ def _head(model: nn.Module) -> nn.Module:
     return head
 
 
-def _predictions(hidden: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of the trained tokens what predicts them, [n, hidden], they themselves, and their weights. A filler has that of
-    place 0, which is 0."""
+def _predictions(
+    head: nn.Module, hidden: Tensor, batch: Batch, kind: str | None = None
+) -> tuple[Tensor, Tensor, Tensor, list[slice]]:
+    """For the trained tokens: the hidden states that predict them, [n, hidden], their ids, their weights (0 for a
+    filler), and chunks of them that are a function of sizes and kind of device alone."""
     places = batch["trained"].flatten()
     before = hidden.flatten(0, 1).index_select(0, (places - 1).clamp(min=0))
     weights = batch["weights"].flatten()[places].to(torch.int32).view(torch.float32)
-    return before, batch["input_ids"].flatten()[places], weights
+    vocabulary = next(head.parameters()).shape[0]  # `head.weight` of a head with new tokens would be assembled for this
+    step = max(1, _LOGITS.get(kind or hidden.device.type, _LOGITS["cpu"]) // vocabulary)
+    parts = [slice(first, min(first + step, len(places))) for first in range(0, len(places), step)]
+    return before, batch["input_ids"].flatten()[places], weights, parts
 
 
-def _chunk_losses(
-    head: nn.Module, hidden: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _chunk_losses(head: nn.Module, hidden: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """fp32 [n] weight * cross entropy, and bool [n] whether the target has the largest logit and a weight."""
     logits = head(hidden).float()
     losses = nn.functional.cross_entropy(logits, targets, reduction="none") * weights
     return losses, (logits.detach().argmax(dim=1) == targets) & (weights != 0)
 
 
-def _chunks(head: nn.Module, count: int, kind: str) -> list[slice]:
-    """Tokens 0 to count - 1 in order, so many at a time as `_LOGITS` allows: a function of sizes and kind of device."""
-    weight = next(head.parameters())  # `head.weight` of one with new tokens would be put together for this
-    step = max(1, _LOGITS.get(kind, _LOGITS["cpu"]) // weight.shape[0])
-    return [slice(first, min(first + step, count)) for first in range(0, count, step)]
-
-
 def _token_losses(
-    head: nn.Module, parts: Sequence[slice], hidden: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `_chunk_losses`, for any number of tokens and without a graph."""
+    head: nn.Module, parts: Sequence[slice], hidden: Tensor, targets: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`_chunk_losses` of any number of tokens, without a graph."""
     losses = torch.empty(targets.shape, device=hidden.device)
     right = torch.empty(targets.shape, dtype=torch.bool, device=hidden.device)
     for part in parts:
@@ -201,18 +189,18 @@ def _token_losses(
 
 
 class _LossInChunks(torch.autograd.Function):
-    """The loss sum and its correct tokens; the gradient is made with each chunk's logits while they are there."""
+    """The loss sum and its correct tokens; the gradient is computed with each chunk's logits."""
 
     @staticmethod
     def forward(
         ctx: Any,
         head: nn.Module,
         parts: Sequence[slice],
-        hidden: torch.Tensor,
-        targets: torch.Tensor,
-        weights: torch.Tensor,
+        hidden: Tensor,
+        targets: Tensor,
+        weights: Tensor,
         *learning: nn.Parameter,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
         gradients = [torch.zeros_like(hidden), *(torch.zeros_like(each) for each in learning)]
@@ -224,8 +212,8 @@ class _LossInChunks(torch.autograd.Function):
             gradients[0][part] = found[0]
             if learning:
                 torch._foreach_add_(gradients[1:], found[1:])
-            del found  # as large as the head, and not to be there beside that of the next chunk
-            # In fp64, and rounded once at the end: a sum of thousands of terms in fp32 loses its last digits.
+            del found  # as large as the head: freed before the next chunk's
+            # In fp64, rounded once at the end: an fp32 sum of thousands of terms loses its last digits.
             total += losses.detach().double().sum()
             correct += right.sum()
         ctx.save_for_backward(*gradients)
@@ -234,44 +222,20 @@ class _LossInChunks(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # In place: a head's gradient is large, and autograd itself refuses to come here a second time.
+    def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        # In place: a head's gradient is large, and autograd refuses a second call.
         of_hidden, *of_head = (kept.mul_(gradient) for kept in ctx.saved_tensors)
         return None, None, of_hidden, None, None, *of_head
 
 
-def require_apart(model: nn.Module, device: torch.device, longest: int | None = None) -> None:
+def check_packing_isolation(model: nn.Module, device: torch.device, longest: int | None = None) -> None:
     """Raise `InputError` unless `model` on `device` gives packed rows the logits that it gives each of them alone.
 
-    Alone is the model's own pass with no mask of ours. One that changes its logits behind its head is refused too. Two
-    packs are tried, with more than one row and with padding. longest: tokens of the longest row (None: not known); a
-    model that limits how far a token sees is refused unless that is as far as any row goes.
+    Alone is the model's own pass without our mask. Two packs are tried, one of several rows and one with padding.
+    Refused too: a model that changes its logits after its head, and a limit to how far a token sees below `longest`,
+    the tokens of the longest row (None: not known).
     """
     base: Any = without_adapter(model)
-    _require_whole_sight(base, longest)
-    head, rows = _head(model), _tried_rows(base, longest)
-    weights = [torch.ones(row.numel()) for row in rows]
-    packs = [list(zip(rows, weights, strict=True)), [(rows[0], weights[0])]]
-    batch = {name: value.to(device) for name, value in collate_packs(packs, 0, 4, None).items()}
-    with torch.no_grad(), evaluating(model), computing(model, device):
-        try:
-            packed = head(hidden_of(model, batch)).float()
-            alone = [base(input_ids=row[None].to(device), use_cache=False).logits[0] for row in rows]
-            by_head = head(backbone_of(model)(input_ids=rows[0][None].to(device), use_cache=False).last_hidden_state)[0]
-        except MISFITS as error:
-            require_misfit(error)
-            _refuse(base, f"cannot be given packs of rows: {' '.join(str(error).split())[:200]}")
-    if not torch.equal(by_head, alone[0]):
-        _refuse(base, "changes its logits behind its head (scales or caps them), which this training does not")
-    found = [*packed[0, : sum(row.numel() for row in rows)].split([row.numel() for row in rows])]
-    found.append(packed[1, : rows[0].numel()])
-    pairs = zip(found, [*alone, alone[0]], strict=True)
-    worst = max(float((one - other).norm() / other.float().norm()) for one, other in pairs)
-    if not worst <= NOISE[half_of(model)]:
-        _refuse(base, f"gives packed rows other logits than each row alone (relative L2 {worst:.2g})")
-
-
-def _require_whole_sight(base: Any, longest: int | None) -> None:
     kinds = set(getattr(base.config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
         _refuse(base, f"has layers of {', '.join(sorted(kinds))}, which cannot be told rows apart")
@@ -279,21 +243,38 @@ def _require_whole_sight(base: Any, longest: int | None) -> None:
     narrow = [f"{name} {limit}" for name, limit in limits.items() if limit and (longest is None or limit < longest)]
     if narrow:
         _refuse(base, f"limits how far a token sees ({', '.join(narrow)}), and rows may be longer")
+    positions = getattr(base.config, "max_position_embeddings", None)
+    room = min(limit for limit in (*_TRIED_LENGTHS[:1], longest, positions) if limit)
+    counts = [max(1, min(length, room)) for length in _TRIED_LENGTHS]
+    size = base.get_input_embeddings().weight.shape[0]
+    head, rows = _head(model), (torch.arange(1, sum(counts) + 1) % size).split(counts)
+    weights = [torch.ones(row.numel()) for row in rows]
+    packs = [list(zip(rows, weights, strict=True)), [(rows[0], weights[0])]]
+    batch = {name: value.to(device) for name, value in collate_packs(packs, 0, 4, None).items()}
+
+    def logits_of() -> tuple[Tensor, list[Tensor], Tensor]:
+        packed = head(hidden_of(model, batch)).float()
+        alone = [base(input_ids=row[None].to(device), use_cache=False).logits[0] for row in rows]
+        output: Any = backbone_of(model)(input_ids=rows[0][None].to(device), use_cache=False)
+        return packed, alone, head(output.last_hidden_state)[0]
+
+    with evaluating(model, device):
+        found = tried(logits_of)
+    if isinstance(found, Exception):
+        _refuse(base, f"cannot be given packs of rows: {' '.join(str(found).split())[:200]}")
+    packed, alone, by_head = found
+    if not torch.equal(by_head, alone[0]):
+        _refuse(base, "changes its logits behind its head (scales or caps them), which this training does not")
+    together = [*torch.split(packed[0, : sum(counts)], counts), packed[1, : counts[0]]]
+    pairs = zip(together, [*alone, alone[0]], strict=True)
+    worst = max(float((one - other).norm() / other.float().norm()) for one, other in pairs)
+    if not worst <= NOISE[half_of(model)]:
+        _refuse(base, f"gives packed rows other logits than each row alone (relative L2 {worst:.2g})")
 
 
 def _refuse(base: Any, what: str) -> NoReturn:
     name = base.config._name_or_path or type(base).__name__
     raise InputError([Problem("model.base", f"{name!r} {what}; give another model")])
-
-
-def _tried_rows(base: Any, longest: int | None) -> list[torch.Tensor]:
-    """Rows of tokens that differ, the same on every rank, no longer than `longest` and than the model has positions."""
-    positions = getattr(base.config, "max_position_embeddings", None)
-    room = min(limit for limit in (*_TRIED_LENGTHS[:1], longest, positions) if limit)
-    size = base.get_input_embeddings().weight.shape[0]
-    lengths = [max(1, min(length, room)) for length in _TRIED_LENGTHS]
-    ids = torch.arange(1, sum(lengths) + 1) % size
-    return list(ids.split(lengths))
 
 
 def generate(
@@ -302,8 +283,8 @@ def generate(
     """The ids that `model` writes after each of `prompts`: greedily, by `generate` of transformers, on its own device.
 
     An answer ends with the first of `stop_ids`, which it includes, after its number `most` of tokens, or at the model's
-    last position. A batch holds prompts of similar lengths, padded on the left. The model is in eval mode, and its own
-    generation settings are not used. Raises `ValueError` for a prompt without ids.
+    last position. A batch holds prompts of similar lengths, padded on the left. The model's own generation settings
+    are not used. Raises `ValueError` for a prompt without ids.
     """
     from transformers import GenerationConfig
 
@@ -316,8 +297,11 @@ def generate(
     found: list[list[int]] = [[] for _ in prompts]
     own, base.generation_config = base.generation_config, GenerationConfig()
     try:
-        with torch.no_grad(), evaluating(model), computing(model, device):
-            for batch in _prompt_batches([*map(len, prompts)], rooms, positions, _tokens_at_once(base, device)):
+        with evaluating(model, device):
+            # Keys and values, in fp32, take half of a GPU's free memory, or 2 GiB of a CPU's.
+            memory = torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else 1 << 31
+            tokens = int(memory // (8 * base.config.num_hidden_layers * base.config.hidden_size))
+            for batch in _prompt_batches([*map(len, prompts)], rooms, positions, tokens):
                 longest, room = len(prompts[batch[0]]), max(rooms[place] for place in batch)
                 padding = [longest - len(prompts[place]) for place in batch]
                 rows = [[0] * empty + [*prompts[place]] for place, empty in zip(batch, padding, strict=True)]
@@ -337,8 +321,7 @@ def generate(
 def _prompt_batches(lengths: Sequence[int], rooms: Sequence[int], positions: int, tokens: int) -> Iterator[list[int]]:
     """The places of prompts, longest first, in batches of at most `tokens` tokens with their answers, or of one prompt.
 
-    The longest prompt and the longest answer of a batch fit into the model's positions. Prompts without room are left
-    out.
+    The longest prompt and answer of a batch together fit into the model's positions. A prompt without room is left out.
     """
     batch: list[int] = []
     room = 0
@@ -353,9 +336,3 @@ def _prompt_batches(lengths: Sequence[int], rooms: Sequence[int], positions: int
         room = most
     if batch:
         yield batch
-
-
-def _tokens_at_once(base: Any, device: torch.device) -> int:
-    """Tokens whose keys and values, in fp32, take half of a GPU's free memory, or 2 GiB of a CPU's."""
-    memory = torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else 1 << 31
-    return int(memory // (8 * base.config.num_hidden_layers * base.config.hidden_size))

@@ -1,7 +1,7 @@
-"""The backbone compiled, for training passes of known shapes; every other pass runs as it is.
+"""The backbone compiled, for training passes of known shapes; every other pass runs eagerly.
 
-A compiled kernel may round otherwise than an eager one, so which passes are compiled must not depend on who computes
-them or on what came before: it is a function of the batch's shape and of a set that is fixed before the first step.
+A compiled kernel may round otherwise than an eager one. So a pass is compiled by its batch's shape alone, from a set
+that is fixed before the first step, whichever rank computes it and whatever came before.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from andon.model.batches import Shape
 from andon.model.build import backbone_of, without_adapter
 
 MODES = {"off": None, "kernels": "default", "graphs": "reduce-overhead"}
-"""What `training.compile` may be, and what torch calls it: nothing, fused kernels, and these in CUDA graphs."""
+"""Values of `training.compile`, and torch's names: nothing, fused kernels, and these in CUDA graphs."""
 _SILENCING = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE", "TORCHDYNAMO_SUPPRESS_ERRORS")
 
 
@@ -40,7 +40,6 @@ class CompiledPasses:
     eager: int = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """One pass, in the way that its shape says."""
         ids = args[0] if args else kwargs.get("input_ids")
         if ids is None or not torch.is_grad_enabled():
             return self.eagerly(*args, **kwargs)
@@ -55,15 +54,10 @@ class CompiledPasses:
 
 
 def compile_backbone(model: nn.Module, mode: str, shapes: Collection[Shape]) -> CompiledPasses:
-    """Have `model`'s backbone compiled for `shapes`; `mode` is one of `MODES` but off. Compiles at the first pass.
+    """Have `model`'s backbone compiled for `shapes` at the first pass; `mode` is one of `MODES` but off.
 
-    Raises `ValueError` for an unknown mode, and `InputError` for variables of the environment that have torch run a
-    model eagerly without a word.
+    Raises `InputError` for environment variables that make torch run a compiled model eagerly without a warning.
     """
-    chosen = MODES.get(mode)
-    if chosen is None:
-        msg = f"{mode!r} is not one of {', '.join(name for name, value in MODES.items() if value)}"
-        raise ValueError(msg)
     silent = [name for name in _SILENCING if os.environ.get(name, "0") not in ("", "0")]
     if silent:
         raise InputError(
@@ -71,26 +65,26 @@ def compile_backbone(model: nn.Module, mode: str, shapes: Collection[Shape]) -> 
         )
     backbone = backbone_of(model)
     eagerly = backbone.forward
-    compiled = traced(model, rewriting_backend(torch._inductor.list_mode_options(chosen)), **_room_for(len(shapes)))
+    compiled = traced(
+        model, rewriting_backend(torch._inductor.list_mode_options(MODES[mode])), **_room_for(len(shapes))
+    )
     passes = CompiledPasses(eagerly, compiled, frozenset(shapes), graphs=mode == "graphs")
     backbone.forward = passes
     return passes
 
 
 def traced(model: nn.Module, backend: Callable[..., Any], **more: Any) -> Callable[..., Any]:
-    """The forward of `model`'s backbone, traced at its first call and given to `backend`. more: to torch.compile."""
+    """The forward of `model`'s backbone, to be traced at its first call. backend, more: of `torch.compile`."""
     forward = reading_last_tokens(backbone_of(model).forward, without_adapter(model))
     return torch.compile(forward, dynamic=False, backend=backend, **more)
 
 
 def rewriting_backend(options: dict[str, Any], **more: Any) -> Callable[..., Any]:
-    """A backend for `torch.compile`: inductor with `options` of its, on graphs that were rewritten first.
+    """A backend for `torch.compile`: inductor with `options`, on graphs that were rewritten first.
 
-    Choices that inductor would make by timing, and that may change bits, are switched off: for its backward graph too,
-    which is compiled on a thread of autograd's that has not the configuration of this one.
-
-    What torch keeps of a compilation on the disk is found again by the next run: by the graph, torch's version, the
-    device and, since functions of ours are in graphs, the code of those.
+    Choices by timing, which may change bits, are switched off, in the backward graph too, which autograd compiles on a
+    thread without this one's configuration. torch finds a compilation on disk again by the graph, its version, the
+    device, and the code of our functions in the graph.
     """
     options = {**options, "deterministic": True}
 
@@ -98,28 +92,21 @@ def rewriting_backend(options: dict[str, Any], **more: Any) -> Callable[..., Any
         from torch._inductor.compile_fx import compile_fx
 
         rewrite(module)
-        # Named or not, what operations of ours do is in what is kept: so the code is a part of every key.
-        known = dict.fromkeys(["andon", *sorted(_own_functions(module))], _code_of_rewrites())
+        # torch caches no graph that calls a function it does not know. The code of ours is a part of every key.
+        graphs = [each.graph for each in module.modules() if isinstance(each, torch.fx.GraphModule)]
+        called = [node.target for graph in graphs for node in graph.nodes if node.op == "call_function"]
+        functions = [each for each in called if inspect.isfunction(each)]
+        own = {f"{each.__module__}.{each.__name__}" for each in functions if each.__module__.startswith("andon.")}
+        known = dict.fromkeys(["andon", *sorted(own)], _code_of_rewrites())
         patches = {**options, "unsafe_marked_cacheable_functions": known}
         return compile_fx(module, inputs, config_patches=patches, **more)
 
     return backend
 
 
-def _own_functions(module: torch.fx.GraphModule) -> set[str]:
-    """The functions of ours that graphs of `module` call: torch keeps no graph with one that it is not told of."""
-    graphs = [each.graph for each in module.modules() if isinstance(each, torch.fx.GraphModule)]
-    called = [node.target for graph in graphs for node in graph.nodes if node.op == "call_function"]
-    return {
-        f"{each.__module__}.{each.__name__}"
-        for each in called
-        if inspect.isfunction(each) and each.__module__.partition(".")[0] == "andon"
-    }
-
-
 @functools.cache
 def _code_of_rewrites() -> str:
-    """A digest of the code that is traced into graphs."""
+    """A digest of the code that may be traced into graphs."""
     digest = hashlib.sha256()
     for package in ("fast", "model"):
         for path in sorted((Path(__file__).parents[1] / package).glob("*.py")):
@@ -128,10 +115,8 @@ def _code_of_rewrites() -> str:
 
 
 def _room_for(graphs: int) -> dict[str, Any]:
-    """Arguments that keep `torch.compile`, a call of its own for each backbone, from giving up after a few graphs.
-
-    torch 2.11 has one limit for the whole process and all backbones in it, later ones take it with the call.
-    """
+    """Arguments with which `torch.compile` does not give up after a few graphs. torch 2.11 has one limit for the whole
+    process, later versions take one with the call."""
     known = inspect.signature(torch.compile).parameters
     if {"recompile_limit", "isolate_recompiles"} <= known.keys():
         return {"recompile_limit": 2 * graphs, "isolate_recompiles": True}

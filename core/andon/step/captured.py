@@ -1,13 +1,13 @@
 """Eager passes of a GPU as CUDA graphs, with the same bits.
 
-A pass of a small model is a thousand kernels, which the host launches one by one while the GPU waits for it. A graph
-holds these kernels with what they are given, and launching it is one call. Nothing is compiled: they are the kernels
-that the eager pass launches, in its order, and dropout draws from the seed that the device's generator has when the
-graph runs. So a pass may be captured or not, here or on another rank, and no bit of the result says which.
+A pass of a small model is a thousand kernels, which the host launches one by one while the GPU waits. A graph holds
+these kernels with their arguments, and launching it is one call. Nothing is compiled: they are the kernels of the eager
+pass in its order, and dropout draws from the seed that the device's generator has when the graph runs. So whether a
+pass is captured, here or on another rank, changes no bit of the result.
 
-A graph does again what was done on the device, and nothing of what the host did: a pass that waits for the device or
-draws on the host stays eager. What else a model keeps on the host (a count of its calls, say) would be frozen as well,
-which is why audits compute eagerly: they would tell.
+A graph repeats what the device did, and nothing that the host did: a pass that waits for the device or draws on the
+host stays eager. Other state on the host, such as a counter of calls, would be frozen; audits compute eagerly, so they
+would find that.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Pass = Callable[[Batch], PassResult]
 
 @dataclass(frozen=True)
 class _Graph:
-    """A captured pass: where it reads its batch, and where it leaves what it gave, as the bits of one int64 vector."""
+    """A captured pass: the tensors that it reads, and the bits of its result as one int64 vector."""
 
     graph: torch.cuda.CUDAGraph
     given: Batch
@@ -50,8 +50,8 @@ class _Graph:
 class CapturedPasses:
     """The passes of one replica on a GPU: the first of each shape is eager, and the second becomes a graph.
 
-    eager: why no pass is captured any more; "" while they are. All graphs share the memory of their activations, and
-    hold it beside that of eager passes.
+    eager: why no pass is captured any more; "" otherwise. All graphs share one pool of memory beside that of eager
+    passes.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -68,10 +68,10 @@ class CapturedPasses:
         return len(self._graphs)
 
     def __call__(self, kind: object, batch: Batch, drawing: Drawing, compute: Pass) -> PassResult:
-        """What `compute` gives of `batch`, whose tensors it must not keep, on the current stream.
+        """`compute(batch)`, which must not keep the batch's tensors and must overwrite its own state.
 
-        kind: what decides, besides the shapes of a batch, what `compute` launches. drawing: inside, what is drawn is
-        drawn from the beginning of this pass. compute: whatever an earlier call of it has left, it overwrites.
+        kind: decides, besides the shapes of a batch, which kernels `compute` launches. drawing: a context manager that
+        starts the pass's randomness.
         """
         shape = (kind, *((name, tensor.shape, tensor.dtype) for name, tensor in batch.items()))
         graph = self._graphs.get(shape)
@@ -88,10 +88,10 @@ class CapturedPasses:
             return _unpacked(graph.bits.clone(), graph.like)
 
     def _try(self, shape: object, batch: Batch, drawing: Drawing, compute: Pass) -> PassResult:
-        """An eager pass, of which it is found out whether a graph could stand for it.
+        """An eager pass that finds out whether a graph could replace it.
 
-        The first pass of a shape may wait where a model makes something to keep, a table of positions say; a second
-        one that waits will always.
+        The first pass of a shape may wait, if a model caches a table of positions for example; a second one that waits
+        always will.
         """
         before: Any = torch.cuda.get_sync_debug_mode()
         with drawing():
@@ -114,7 +114,7 @@ class CapturedPasses:
             return compute(batch)  # what was no wait fails here again, as itself
 
     def _capture(self, shape: object, batch: Batch, drawing: Drawing, compute: Pass) -> _Graph | None:
-        """The graph of `compute`, which does nothing yet; None where it cannot be captured, and then no other is."""
+        """The graph of `compute`, not yet launched. None if it cannot be captured; then no other pass is captured."""
         with torch.cuda.device(self._device), drawing():
             if self._stream is None:
                 self._stream = torch.cuda.Stream(self._device)
@@ -144,10 +144,10 @@ class CapturedPasses:
         return self._graphs[shape]
 
     def _end(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End the capture into `graph`; where torch refuses to, undo what it then leaves as in the middle of one.
+        """End the capture into `graph`. If torch fails at that, repair what it leaves half done.
 
-        The allocator would route to the pool, and never again give back memory that other streams used. The device's
-        generator would refuse to draw: a new one takes its place, which no graph of the device draws from.
+        The allocator would continue to use the pool, and never free memory that other streams used. The device's
+        generator would refuse to draw: a new one replaces it, from which no graph of the device draws.
         """
         try:
             graph.capture_end()
@@ -183,7 +183,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _packed(result: PassResult) -> torch.Tensor:
-    """int64: the bits of all that there is of `result`, so that one copy takes it out of memory that graphs share."""
+    """int64: the bits of all parts of `result`, so that one copy moves it out of memory that graphs share."""
     there = [part for part in _parts(result) if part is not None]
     return torch.cat([_bits(part).reshape(-1) for part in there])
 
@@ -197,7 +197,7 @@ def _bits(value: torch.Tensor) -> torch.Tensor:
 
 
 def _unpacked(bits: torch.Tensor, like: PassResult) -> PassResult:
-    """What `_packed` made `bits` of: a result like `like`, in fp64 and int64."""
+    """The result of which `_packed` made `bits`, with parts like those of `like`, in fp64 and int64."""
     sizes = [part.numel() for part in _parts(like) if part is not None]
     pieces = iter(torch.split(bits, sizes))
 

@@ -1,12 +1,10 @@
 """Trainable parameters as views of one flat fp32 buffer, their gradients as views of another.
 
 One buffer makes one reduction, one digest and one optimizer call, or two if some weights do not decay; these come last.
-Every tensor starts at a multiple of 16 elements (64 bytes), the gaps hold zeros for ever: zero gradient, zero moments,
-zero weights.
+Every tensor starts at a multiple of 16 elements (64 bytes). The gaps always hold zeros.
 
-An optimizer sees these buffers, or others elsewhere: kernels of a GPU divide, add up a norm and update with other
-roundings than those of a CPU. Where ranks of both kinds are in one group, all of them do this on the CPU, and those on
-GPUs are given the bits of the result.
+In a group of CPUs and GPUs (`mixed`) the optimizer sees copies of these buffers on the CPU, because a GPU divides, sums
+and updates with other roundings.
 """
 
 from __future__ import annotations
@@ -19,13 +17,10 @@ from torch import nn
 
 _ALIGNMENT = 16
 REPLACED = "weights of the model, or their gradients, were replaced by other tensors, which would not be trained"
-"""What is said of parameters that are not `FlatParameters.attached`, whoever looks."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one tensor lies in the flat buffer, in elements."""
-
     name: str
     shape: tuple[int, ...]
     start: int
@@ -33,7 +28,6 @@ class Slot:
 
 
 def layout_of(parameters: Mapping[str, nn.Parameter]) -> tuple[tuple[Slot, ...], int]:
-    """The slots in the mapping's order, and the buffer's size in elements."""
     slots: list[Slot] = []
     start = 0
     for name, parameter in parameters.items():
@@ -54,9 +48,9 @@ def undecayed(model: nn.Module, trainable: Mapping[str, nn.Parameter]) -> frozen
 class FlatParameters:
     """Owns the storage of a model's trainable parameters and gradients.
 
-    `weights` [size] fp32 is a leaf parameter for the optimizer, `gradient` [size] fp32 is what backward adds into.
-    After construction the model's own parameters are views of these. Raises `ValueError` without parameters, for one
-    that is not fp32 (its updates would be rounded away: faults F44) or not on `device`.
+    `weights` [size] fp32 is a leaf parameter for the optimizer; backward adds into `gradient` [size] fp32. After
+    construction the model's own parameters are views of these. Raises `ValueError` without parameters, and for one that
+    is not on `device` or not fp32 (its updates would be rounded away: faults F44).
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], device: torch.device) -> None:
@@ -75,7 +69,7 @@ class FlatParameters:
             for slot, parameter in zip(self.slots, self._parameters, strict=True):
                 view = self.weights.data[slot.start : slot.end].view(slot.shape)
                 view.copy_(parameter)
-                # Its data alone: modules, hooks and whoever built the model keep the parameter that they hold.
+                # Only its data: modules and hooks hold the parameter itself.
                 parameter.data = view
         self.attach_gradient()
 
@@ -86,19 +80,18 @@ class FlatParameters:
                 parameter.grad = view
 
     def attached(self) -> bool:
-        """Whether every parameter and gradient is still the view that it was made; where not, they are `REPLACED`."""
-        weights = self.weights.data_ptr()
-        return all(
-            parameter.grad is view and parameter.data_ptr() == weights + 4 * slot.start
-            for slot, view, parameter in zip(self.slots, self._gradients, self._parameters, strict=True)
-        )
+        """Whether every parameter and gradient is still a view of these buffers; if not, they are `REPLACED`."""
+        pairs = zip(self._gradients, self._parameters, strict=True)
+        return all(parameter.grad is view for view, parameter in pairs) and self.weights_attached()
+
+    def weights_attached(self) -> bool:
+        start = self.weights.data_ptr()
+        return all(p.data_ptr() == start + 4 * slot.start for slot, p in zip(self.slots, self._parameters, strict=True))
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """`flat` [size] as tensors by name."""
         return {slot.name: flat[slot.start : slot.end].view(slot.shape) for slot in self.slots}
 
     def weight_views(self) -> dict[str, torch.Tensor]:
-        """The weights by name, sharing storage, without a graph."""
         return self.views(self.weights.data)
 
     @property
@@ -109,7 +102,7 @@ class FlatParameters:
 
 @dataclass(frozen=True)
 class Range:
-    """A part of the flat weights: a leaf parameter that shares their storage and has its part of their gradient."""
+    """A part of the flat weights as a leaf parameter that shares their storage and their gradient's."""
 
     weights: nn.Parameter
     span: slice
@@ -118,8 +111,10 @@ class Range:
 
 @dataclass(frozen=True)
 class Master:
-    """weights: a leaf parameter [size] fp32 on `device` whose `.grad` is gradient [size] fp32. apart: whether they are
-    not the model's own."""
+    """What the optimizer sees: `weights`, a leaf parameter [size] fp32 whose `.grad` is `gradient`.
+
+    apart: whether these are copies, and not the model's own buffers.
+    """
 
     weights: nn.Parameter
     gradient: torch.Tensor
@@ -128,7 +123,7 @@ class Master:
 
     @classmethod
     def of(cls, parameters: FlatParameters, device: torch.device | None) -> Master:
-        """Buffers of their own on `device`, or for None those of `parameters`."""
+        """Copies on `device`; None: the buffers of `parameters`."""
         weights, gradient = parameters.weights, parameters.gradient
         if device is not None:
             weights = nn.Parameter(weights.detach().to(device, copy=True))
@@ -137,7 +132,7 @@ class Master:
         return cls(weights, gradient, gradient.device, device is not None)
 
     def ranges(self, split: int) -> tuple[Range, ...]:
-        """The weights before element `split`, which decay, and those from it on, which do not; only those there are."""
+        """The weights before element `split`, which decay, and those after it, which do not; no empty ranges."""
         size = self.weights.numel()
         if split in (0, size):
             return (Range(self.weights, slice(0, size), decays=split > 0),)
@@ -148,11 +143,11 @@ class Master:
         return found
 
     def take(self, parameters: FlatParameters) -> None:
-        """Take over the weights that the model has."""
+        """Copy the model's weights to these."""
         if self.apart:
             self.weights.data.copy_(parameters.weights.data)
 
     def give(self, parameters: FlatParameters) -> None:
-        """Have the model's weights be these."""
+        """Copy these to the model's weights."""
         if self.apart:
             parameters.weights.data.copy_(self.weights.data)

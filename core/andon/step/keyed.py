@@ -22,9 +22,9 @@ def key(seed: int, step: int, micro_batch: int) -> int:
 
 @contextmanager
 def keyed_randomness(seed: int, step: int, micro_batch: int, device: torch.device) -> Iterator[None]:
-    """Inside, torch's global generators of the CPU and of `device` start from the key of one micro-batch.
+    """Context manager: torch's global generators of the CPU and of `device` start from the key of one micro-batch.
 
-    The state of the CPU's generator is restored on exit. A GPU's is not: only its rank draws from it.
+    It restores the state of the CPU's generator, but not of a GPU's, from which only its rank draws.
     """
     stream = key(seed, step, micro_batch)
     with torch.random.fork_rng(devices=[]):
@@ -35,10 +35,10 @@ def keyed_randomness(seed: int, step: int, micro_batch: int, device: torch.devic
 
 
 def refuse_unkeyed(forward: Callable[[], LeafLoss], device: torch.device) -> None:
-    """Run `forward`, a pass over one row, twice with one key. The host's generators are afterwards as before.
+    """Run `forward`, a pass over one row, twice with one key, and restore the host's generators.
 
-    Raises `ValueError` if the losses differ, or if the second pass moves the global generator of numpy or `random` on:
-    a stream that no key decides would give another result on another rank.
+    Raises `ValueError` if the losses differ, or if the second pass advances the global generator of numpy or `random`:
+    they are not keyed, so another rank would get another result.
     """
     python_state, numpy_state = random.getstate(), np.random.get_state(legacy=False)
     found = []

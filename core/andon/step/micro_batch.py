@@ -1,11 +1,11 @@
-"""One micro-batch: its plan, what it is, what it gave, and the report that its rank makes of it; also of which rows it
-was given, as digests that are bound to their places in the global batch. `laws.update` holds reports to plans.
+"""Micro-batches: their plan, what a pass over one gives, and the reports that `laws.update` holds to the plan.
+
+The rows of a micro-batch are compared as digests that depend on the rows' places in the global batch.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -14,19 +14,12 @@ import torch
 from torch import nn
 
 from andon.backend.devices import on_device
-from andon.step.gate import expected_row
+from andon.step.message import WIDTH
 from andon.step.task import Batch, Task
-from andon_contracts.agree import Observation, real_of
 from andon_contracts.digest import kernels, mix64
-from andon_contracts.laws.law import Rule, rules_of
-from andon_contracts.laws.update import LEAVES, LeafPlan, LeafReport
+from andon_contracts.laws.update import LeafPlan
 
 _LEAST_PLACES = 256
-
-REPORT_FIELDS = ("index", "rows", "loss_bits", "correct", "terms", "total_bits", "content", "gradient")
-"""The columns of a report: int64 each. `loss_bits` are the bits of the fp64 loss sum, `total_bits` those of an fp64
-that is finite exactly where the gradient is; `gradient` is the word sum of the gradient as it was computed, 0 where no
-audit is due."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +33,10 @@ class Leaf:
 
 @dataclass(frozen=True)
 class PassResult:
-    """What one forward and backward pass gave besides its gradient: 0-dim tensors on its device.
+    """What one pass gives besides its gradient: 0-dim tensors on its device.
 
-    loss: the sum. correct: int64. terms: int64; None where each row is one. total: fp64, finite exactly where the
-    gradient is; None where nobody looked. content: int64 [rows], the digests of the rows as the pass read them; None
-    where that is still to be asked of the batch.
+    loss: the sum. terms: None if each row is one. total: fp64, finite exactly if the gradient is; None if not checked.
+    content: int64 [rows], digests of the rows as the pass read them; None if they must be computed from the batch.
     """
 
     loss: torch.Tensor
@@ -56,10 +48,7 @@ class PassResult:
 
 @dataclass
 class LeafResult:
-    """What one micro-batch gave besides its gradient, and the rows as they were given.
-
-    batch, found: None without rows. gradient: 0-dim int64, its word sum; None where no audit is due.
-    """
+    """batch, found: None without rows. gradient: 0-dim int64, its word sum; None if no audit is due."""
 
     leaf: Leaf
     batch: Batch | None = None
@@ -70,10 +59,7 @@ class LeafResult:
 def plan_leaves(
     micro_batches: Sequence[tuple[int, ...]], owners: Sequence[range], task: Task, *, checked: bool = True
 ) -> tuple[LeafPlan, ...]:
-    """The micro-batches of a global batch with their owners, the digests of their planned rows, and their terms.
-
-    checked: otherwise without the digests.
-    """
+    """Each micro-batch with its owner, the digest of its planned rows (0 if not `checked`) and its loss terms."""
     rank_of = {index: rank for rank, run in enumerate(owners) for index in run}
     sums = [0] * len(micro_batches)
     ids = [row for part in micro_batches for row in part]
@@ -89,12 +75,9 @@ def plan_leaves(
 def reports_of_leaves(
     results: Sequence[LeafResult], task: Task, device: torch.device, *, checked: bool
 ) -> torch.Tensor:
-    """int64 [len(results), len(REPORT_FIELDS)] on `device`: one report for each micro-batch, in their order.
-
-    checked: digest the rows that were given, all of them at once.
-    """
+    """int64 [len(results), WIDTH] on `device`: one report (`message.REPORT`) for each micro-batch, in their order."""
     if not results:
-        return torch.empty((0, len(REPORT_FIELDS)), dtype=torch.int64, device=device)
+        return torch.empty((0, WIDTH), dtype=torch.int64, device=device)
     found = [result.found for result in results]
     counted = all(each is None or each.terms is None for each in found)
 
@@ -118,7 +101,6 @@ def reports_of_leaves(
 
 
 def _column(values: Sequence[torch.Tensor | None], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Scalars as one vector; 0 for what there is none of."""
     present = [value for value in values if value is not None]
     if not present:
         return torch.zeros(len(values), dtype=dtype, device=device)
@@ -129,8 +111,7 @@ def _column(values: Sequence[torch.Tensor | None], dtype: torch.dtype, device: t
 
 
 def _contents(results: Sequence[LeafResult], task: Task, device: torch.device, *, checked: bool) -> torch.Tensor:
-    """int64 [len(results)]: the digest of the rows of each as the model was given them, bound to their places; 0
-    without rows."""
+    """int64 [len(results)]: the digest of each one's rows as the model received them; 0 without rows."""
     given = [(result, result.batch) for result in results if result.batch is not None]
     if not given or not checked:
         return torch.zeros(len(results), dtype=torch.int64, device=device)
@@ -155,7 +136,7 @@ def _contents(results: Sequence[LeafResult], task: Task, device: torch.device, *
 
 
 def _together(batches: Sequence[Batch]) -> Batch:
-    """Several micro-batches as one, end to end; what is narrower than the widest is padded with zeros behind."""
+    """Several micro-batches as one, padded with zeros to the widest."""
     if len(batches) == 1:
         return batches[0]
     joined = {}
@@ -172,9 +153,9 @@ def _together(batches: Sequence[Batch]) -> Batch:
 
 
 def bound_sums(rows: torch.Tensor, firsts: Sequence[int], counts: Sequence[int]) -> torch.Tensor:
-    """int64 [len(counts)]: of each run of `counts[i]` of the digests `rows`, the sum modulo 2^64.
+    """int64 [len(counts)]: the sum modulo 2^64 of each run of `counts[i]` of the digests `rows`.
 
-    Each digest is bound to its place in the global batch first: run i lies at `firsts[i]`, `firsts[i]` + 1, ...
+    First each digest is mixed with its place in the global batch: run i lies at `firsts[i]`, `firsts[i]` + 1, ...
     """
     ends = [first + count for first, count in zip(firsts, counts, strict=True)]
     runs = list(zip(firsts, ends, strict=True))
@@ -188,39 +169,5 @@ def bound_sums(rows: torch.Tensor, firsts: Sequence[int], counts: Sequence[int])
 
 @functools.lru_cache(maxsize=8)
 def _mixed_places(device: torch.device, count: int) -> torch.Tensor:
-    """mix(place + 1) of the first `count` places; asked for in powers of two, so that few are kept."""
+    """mix(place + 1) of the first `count` places, a power of two."""
     return mix64(torch.arange(1, count + 1, device=device, dtype=torch.int64))
-
-
-def padded(reports: torch.Tensor, count: int) -> torch.Tensor:
-    """Reports [n, fields] as `count` rows, the missing ones of -1: messages of all ranks have one length.
-
-    With a `count` above what any rank is to compute, a rank that computed too many is seen to have.
-    """
-    return nn.functional.pad(reports[:count], (0, 0, 0, max(0, count - reports.shape[0])), value=-1)
-
-
-def planned_reports(plan: Sequence[LeafPlan], rank: int, count: int, *, checked: bool) -> list[int]:
-    """What `padded` reports of `rank` must hold, row by row.
-
-    checked: otherwise anything may stand there.
-    """
-    if not checked:
-        return [Rule.ANY] * (count * len(REPORT_FIELDS))
-    owned = [rules_of(LEAVES, leaf) for leaf in plan if leaf.rank == rank]
-    wanted = [value for rules in owned for value in expected_row(rules, REPORT_FIELDS)]
-    return wanted + [-1] * ((count - len(owned)) * len(REPORT_FIELDS))
-
-
-def reports_of(observations: Sequence[Observation]) -> tuple[LeafReport, ...]:
-    """Every rank's reports, in order of rank and micro-batch."""
-    found: list[LeafReport] = []
-    for observation in observations:
-        assert observation.payload is not None
-        for row in observation.payload.view(-1, len(REPORT_FIELDS)).tolist():
-            index, rows, loss, correct, terms, total, content, gradient = row
-            if index >= 0:
-                infinite = not math.isfinite(real_of(total))
-                rank = observation.rank
-                found.append(LeafReport(rank, index, rows, real_of(loss), correct, terms, infinite, content, gradient))
-    return tuple(found)

@@ -1,17 +1,45 @@
-"""Which rows step t trains on: a pure function of the seed and the position, never of the number of workers."""
+"""What each step trains on and at which rate: functions of the seed and the position, never of the worker count."""
 
 from __future__ import annotations
 
 import functools
 import itertools
+import math
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
-from andon.step.shard import balanced_bounds
+from andon_contracts.policy import clause, ensure
+from andon_contracts.violation import Finding
 
 _BATCHES_SORTED_TOGETHER = 50
 """Enough for rows of one length to meet, few enough for other company in another epoch (as transformers has it)."""
+
+
+def _explain_bounds(count: int, parts: int, result: Sequence[tuple[int, int]]) -> Finding:
+    return Finding(seen=f"{count} items were split into {list(result)} for {parts} parts")
+
+
+@clause("samples-once", _explain_bounds)
+def _bounds_partition(count: int, parts: int, result: Sequence[tuple[int, int]]) -> bool:
+    """One range for each part; end to end they are range(count)."""
+    ends = [0, *(end for _, end in result)]
+    return len(result) == parts and ends == [*(start for start, _ in result), count]
+
+
+@ensure(_bounds_partition)
+def balanced_bounds(count: int, parts: int) -> tuple[tuple[int, int], ...]:
+    """F-DP-002: `parts` contiguous half-open ranges that cover range(count), with sizes that differ by at most one.
+
+    The first `count % parts` ranges are the larger ones; with count < parts the last ranges are empty.
+    Raises `ValueError` for count < 0 or parts < 1.
+    """
+    if count < 0 or parts < 1:
+        raise ValueError(f"cannot split {count} items into {parts} parts")
+    size, larger = divmod(count, parts)
+    starts = [part * size + min(part, larger) for part in range(parts + 1)]
+    return tuple(pairwise(starts))
 
 
 @dataclass(frozen=True)
@@ -24,7 +52,7 @@ class GlobalBatch:
     ids: tuple[int, ...]
 
     def micro_batches(self, count: int) -> tuple[tuple[int, ...], ...]:
-        """The rows of each of `count` micro-batches: contiguous, sizes differ by at most one, the last may be empty."""
+        """The rows of each of `count` micro-batches: contiguous and balanced, the last ones may be empty."""
         return tuple(self.ids[start:end] for start, end in balanced_bounds(len(self.ids), count))
 
 
@@ -32,11 +60,10 @@ class GlobalBatch:
 class BatchPlan:
     """The order of all rows over all epochs.
 
-    ids: the training rows. batch_size: rows an update, the last of an epoch may be short. micro_batches: M, the leaves
-    of the sum. lengths: tokens of each of `ids`; where they are given, rows of similar length share a batch. updates:
-    of an epoch; None: as many as full batches need; else at most one for each of `ids`, and batches differ by one row
-    at most, none larger than batch_size. Raises `ValueError` for no rows, a batch or a count of micro-batches below 1,
-    epochs below 1, or not one length a row.
+    ids: the training rows. batch_size: rows per update, the last of an epoch may have fewer. micro_batches: M, the
+    leaves of the sum. lengths: tokens of each row; if given, rows of similar length share a batch. updates: per epoch;
+    None: as many as full batches need. If given, at most one for each row: batches differ by at most one row, and none
+    is larger than batch_size. Raises `ValueError` for values below 1, no rows, or not one length per row.
     """
 
     ids: tuple[int, ...]
@@ -62,12 +89,10 @@ class BatchPlan:
 
     @functools.cached_property
     def steps_per_epoch(self) -> int:
-        """Updates an epoch: every row once, a short last batch included."""
         return -(-len(self.ids) // self.batch_size) if self.updates is None else self.updates
 
     @functools.cached_property
     def total_steps(self) -> int:
-        """Updates of the whole run."""
         steps = self.steps_per_epoch * self.epochs
         return steps if self.max_steps is None else min(steps, self.max_steps)
 
@@ -95,16 +120,15 @@ class BatchPlan:
         return self._orders[epoch]
 
     def epoch_of(self, step: int) -> int:
-        """The epoch, from 0, to which update `step` belongs; 0 before the first."""
+        """The epoch, from 0, of update `step`; 0 before the first."""
         return max(step - 1, 0) // self.steps_per_epoch
 
     def idle_ranks(self, world_size: int) -> int:
-        """How many of `world_size` ranks have no row in any update: too few rows, or micro-batches, for all of them."""
+        """How many of `world_size` ranks never have a row: too few rows, or micro-batches, for all of them."""
         with_rows = min(self.batch_size, len(self.ids), self.micro_batches)
         return sum(leaves.start >= with_rows for leaves in rank_leaves(self.micro_batches, world_size))
 
     def is_epoch_end(self, step: int) -> bool:
-        """Whether update `step` is the last of its epoch, or of the run."""
         return step % self.steps_per_epoch == 0 or step == self.total_steps
 
 
@@ -118,10 +142,10 @@ def epoch_order(ids: tuple[int, ...], seed: int, epoch: int) -> tuple[int, ...]:
 def grouped_by_length(
     order: tuple[int, ...], length_of: Mapping[int, int], batch_size: int, seed: int, epoch: int
 ) -> tuple[int, ...]:
-    """`order` with rows of similar length side by side: each run of 50 batches sorted, then its batches shuffled.
+    """`order` with rows of similar length side by side: each run of 50 batches sorted, then all batches shuffled.
 
-    Batches are shuffled by (seed, epoch), so that the length of an update's rows says nothing of its place, but for the
-    last one where it is short: it holds the longest rows of the last run.
+    The shuffle is keyed by (seed, epoch), so the lengths of an update's rows do not depend on its place, except that a
+    short last batch holds the longest rows of the last run.
     """
     run = _BATCHES_SORTED_TOGETHER * batch_size
     runs = (order[start : start + run] for start in range(0, len(order), run))
@@ -138,6 +162,39 @@ def rank_leaves(micro_batches: int, world_size: int) -> tuple[range, ...]:
 
 
 def efficiency(micro_batches: int, world_size: int) -> float:
-    """The share of the ranks' time that is used when every micro-batch costs the same: 3 ranks on M = 8 give 0.889."""
+    """The share of the ranks' time that is used if every micro-batch costs the same: 0.889 for 3 ranks and M = 8."""
     busiest = len(rank_leaves(micro_batches, world_size)[0])
     return micro_batches / (busiest * world_size)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Linear warm-up over w updates, then half a cosine or a line down to `min_lr`, or a constant rate.
+
+    w is `warmup_steps`, or floor(warmup_fraction * total_steps) if that is None. Update t (from 1) of the warm-up has
+    peak * t / w; the seed's S29 starts from 0, but an update at rate 0 trains nothing. Update t > w has, with
+    p = (t - w) / (total - w), min + (peak - min) * x: x is (1 + cos(pi * p)) / 2 for a cosine and 1 - p for a line.
+    """
+
+    peak_lr: float
+    total_steps: int
+    warmup_fraction: float = 0.1
+    min_lr: float = 1e-6
+    kind: str = "cosine"
+    warmup_steps: int | None = None
+
+    def rate(self, step: int) -> float:
+        """The learning rate of update `step`, counted from 1. Raises `ValueError` for a step outside the run."""
+        if not 1 <= step <= self.total_steps:
+            msg = f"step {step} is outside 1 to {self.total_steps}"
+            raise ValueError(msg)
+        fraction = math.floor(self.warmup_fraction * self.total_steps)
+        warmup = fraction if self.warmup_steps is None else self.warmup_steps
+        if step <= warmup:
+            return self.peak_lr * (step / warmup)
+        if self.kind == "constant":
+            return self.peak_lr
+        progress = (step - warmup) / (self.total_steps - warmup)
+        floor = min(self.min_lr, self.peak_lr)
+        left = 1.0 - progress if self.kind == "linear" else (1.0 + math.cos(math.pi * progress)) / 2.0
+        return floor + (self.peak_lr - floor) * left

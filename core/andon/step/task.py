@@ -1,4 +1,4 @@
-"""What the step asks of a task: rows to tensors, tensors to a loss sum. Any module and any loss will do."""
+"""What the step needs of a task: rows to tensors, tensors to a loss sum. Any module and any loss will do."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ Batch = Mapping[str, torch.Tensor]
 class LeafLoss:
     """The loss of one micro-batch.
 
-    loss_sum: scalar, the SUM over its rows (weights applied, divided by nothing), with its graph.
-    correct: scalar int64, terms of the sum that were predicted right.
-    terms: scalar int64, terms of the sum; None: one for each row.
+    loss_sum: scalar, the SUM over its rows (weights applied, divided by nothing), with its graph. correct: scalar
+    int64, terms that were predicted right. terms: scalar int64, terms of the sum; None: one per row.
     """
 
     loss_sum: torch.Tensor
@@ -38,7 +37,7 @@ class Task(Protocol):
         ...
 
     def content(self, batch: Batch) -> torch.Tensor:
-        """int64 [rows]: a digest of what the model is given for each row, padding aside."""
+        """int64 [rows]: a digest of each row as the model receives it, without padding."""
         ...
 
     def planned_content(self, ids: Sequence[int]) -> torch.Tensor:
@@ -46,5 +45,5 @@ class Task(Protocol):
         ...
 
     def planned_terms(self, ids: Sequence[int]) -> Sequence[int]:
-        """For each of these rows, how many terms of the loss sum are its own: 1 where a row is one term."""
+        """For each of these rows, its terms of the loss sum: 1 if a row is one term."""
         ...

@@ -1,14 +1,14 @@
-"""Encoded rows as batches: what all tasks over texts have in common, whatever is learned of a row.
+"""The base class of all tasks over texts: encoded rows, their batches and their digests.
 
-Rows are encoded once, before training (seed S2, C-PRETOK-001). Each row has a digest from then on, to which what a
-model is given is held.
+Rows are encoded once, before training (seed S2, C-PRETOK-001). Each row has a digest from then on, which the content of
+every batch must match.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Required, Self, TypedDict, Unpack
 
@@ -25,15 +25,15 @@ from andon_contracts.digest import row_digests
 
 _TABLE_ROWS = 512
 Columns = Mapping[str, tuple[Sequence[Sequence[int]], int]]
-"""Numbers of each token of each row, by the name that they have in a batch, and what pads them there."""
+"""By its name in a batch: a number for each token of each row, and the padding value."""
 
 
 class RowOptions(TypedDict, total=False):
-    """What the tasks over texts have in common besides tokens and labels.
+    """Options of all tasks over texts.
 
-    Batches are padded with pad_id to a multiple of padding_multiple (8), but never beyond max_length. places: where
-    each row came from, for messages. columns: further numbers of the tokens. cut: the rows of which the end was cut
-    off. vocab_size: ids are below it.
+    Batches are padded with pad_id to a multiple of padding_multiple (8), but never beyond max_length. vocab_size: token
+    ids are below it. places: the origin of each row, for messages. columns: more numbers for each token. cut: the rows
+    whose end was cut off.
     """
 
     pad_id: Required[int]
@@ -47,7 +47,7 @@ class RowOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class SourcedScores:
-    """The scores of all rows, and those of each source by itself."""
+    """The scores of all rows, and of the rows of each source."""
 
     whole: Scores
     sources: Mapping[str, Scores]
@@ -65,7 +65,7 @@ class SourcedScores:
         return self.whole.confusion
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON: those of all rows, and of each of `sources` its numbers."""
+        """Plain values for JSON: the scores of all rows, and the numbers among those of each source."""
         numbers = {
             name: {key: value for key, value in each.as_dict().items() if isinstance(value, int | float)}
             for name, each in self.sources.items()
@@ -74,9 +74,10 @@ class SourcedScores:
 
 
 class EncodedRows:
-    """Rows of tokens, and what is learned of each as int64 numbers; a row's id is its place in `tokens`.
+    """Encoded rows and what is learned of each; a row's id is its position in `tokens`.
 
-    A task over texts adds its loss (`loss_sum`), the terms of it (`planned_terms`) and its scores (`scores_of`).
+    A task over texts subclasses it with the form of its labels (`label_fault`, `label_tensor`), its loss (`loss_sum`),
+    the number of its terms (`planned_terms`) and its scores (`scores_of`).
     """
 
     width: int
@@ -86,42 +87,57 @@ class EncodedRows:
     counts_right = True
 
     def __init__(
-        self, tokens: Sequence[Sequence[int]], labels: torch.Tensor | None, **options: Unpack[RowOptions]
+        self, tokens: Sequence[Sequence[int]], labels: Sequence[Any] | None, **options: Unpack[RowOptions]
     ) -> None:
-        """labels: int64 [rows] or [rows, numbers]; None where what is learned stands in a column."""
+        """labels: one a row, as the subclass defines them; None: rows to predict, which are not checked.
+
+        Raises `InputError` that names every unusable row by its place (`train.csv:17`): no tokens or more than
+        max_length, ids outside of the vocabulary, padding at its end (a decoder would pool an earlier token), or a
+        label with a `label_fault`.
+        """
         self.pad_id = options["pad_id"]
         self._multiple = options.get("padding_multiple", 8)
         self._limit = options.get("max_length")
+        if labels is not None:
+            self._check(tokens, labels, options)
         self._lengths = torch.tensor([len(row) for row in tokens], dtype=torch.int64)
         self._starts = (torch.cumsum(self._lengths, 0) - self._lengths).tolist()
         self._tokens = _flat(tokens)
-        self._labels = labels
+        none = torch.empty((len(tokens), 0), dtype=torch.int64)
+        self._labels = none if labels is None else self.label_tensor(labels)
         self._cut = frozenset(options.get("cut", ()))
         columns = options.get("columns") or {}
         self._columns = {name: (_flat(values), padding) for name, (values, padding) in columns.items()}
         self._sources: Sequence[str] = ()
         self._table = self._digest_rows()
 
+    def label_fault(self, label: Any, tokens: Sequence[int]) -> str:
+        """Why the label of a row with these tokens is unusable; empty if it is usable."""
+        raise NotImplementedError
+
+    def label_tensor(self, labels: Sequence[Any]) -> torch.Tensor:
+        """int64 [rows] or [rows, numbers]; [rows, 0] if the labels are in a column."""
+        raise NotImplementedError
+
     def __len__(self) -> int:
         return self._lengths.numel()
 
     def padded_to(self, multiple: int, max_length: int) -> Self:
-        """The same rows; batches of them are padded to a multiple of `multiple`, but never beyond `max_length`."""
+        """The same rows with batches padded to a multiple of `multiple`, but never beyond `max_length`."""
         found = copy.copy(self)
         found._multiple, found._limit = multiple, max_length
         return found
 
     def in_copies(self, copies: int) -> Self:
-        """Each of the N rows several times, to be trained on: copy k of row r has the id r + k * N (`data.mixing`)."""
+        """Each of the N rows several times, for training: copy k of row r has the id r + k * N (`data.mixing`)."""
         found = copy.copy(self)
         found._lengths, found._starts = self._lengths.repeat(copies), self._starts * copies
         found._table = self._table.repeat(copies)
-        if self._labels is not None:
-            found._labels = torch.cat([self._labels] * copies)
+        found._labels = torch.cat([self._labels] * copies)
         return found
 
     def by_source(self, sources: Sequence[str]) -> Self:
-        """The same rows, scored by source too. sources: one for each row."""
+        """The same rows, also scored by source. sources: one for each row."""
         found = copy.copy(self)
         found._sources = sources
         return found
@@ -135,10 +151,9 @@ class EncodedRows:
         return sum(id_ in self._cut for id_ in ids)
 
     def load(self, ids: Sequence[int], device: torch.device) -> Batch:
-        """Rows `ids`, one or more, on `device`: input_ids, attention_mask and each column [rows, length], labels with
-        the rows' own first, all int64.
+        """Rows `ids` on `device`: input_ids, attention_mask and each column [rows, length], and labels; all int64.
 
-        Padded on the right with pad_id, mask 0 there. Raises `ValueError` without ids, `IndexError` for unknown ones.
+        Padded on the right with pad_id, with mask 0. Raises `ValueError` without ids, `IndexError` for unknown ids.
         """
         if not ids:
             raise ValueError("a batch needs at least one row")
@@ -153,15 +168,14 @@ class EncodedRows:
             for place, span in enumerate(spans):
                 column[place, : span.stop - span.start] = values[span]
             batch[name] = column
-        if self._labels is not None:
+        if self._labels.numel():
             batch["labels"] = self._labels[list(ids)]
         return placed(batch, device)
 
     def content(self, batch: Batch) -> torch.Tensor:
-        """int64 [rows]: the digest of each row's tokens, mask, columns and labels as the batch holds them, padding
-        aside.
+        """int64 [rows]: the digest of each row's tokens, mask, columns and labels in the batch, without padding.
 
-        They enter together: a row is (labels, 2 * id + mask, columns, 2 * id + mask, ...), as long as its mask says.
+        The digest of a row is of (labels, 2 * id + mask, columns, 2 * id + mask, ...), for as many tokens as mask 1.
         """
         mask = batch["attention_mask"]
         values = batch["input_ids"] * 2 + mask
@@ -169,17 +183,17 @@ class EncodedRows:
         if self._columns:
             values = torch.stack([values, *(batch[name] for name in self._columns)], dim=2).flatten(1)
             lengths = lengths * (1 + len(self._columns))
-        if self._labels is None:
+        if not self._labels.numel():
             return row_digests(values, lengths)
         labels = batch["labels"] if self._labels.dim() == 2 else batch["labels"].unsqueeze(1)
         return row_digests(torch.cat([labels, values], dim=1), lengths + labels.shape[1])
 
     def planned_content(self, ids: Sequence[int]) -> torch.Tensor:
-        """int64 [len(ids)] on the CPU: what `content` must give for these rows, computed when the task was made."""
+        """int64 [len(ids)] on the CPU: the `content` that these rows must have, computed when the task was made."""
         return self._table[list(ids)]
 
     def planned_terms(self, ids: Sequence[int]) -> Sequence[int]:
-        """One for each row: a row is one term of the loss, whatever its weight."""
+        """The loss terms of each row: one, whatever the row's weight."""
         return (1,) * len(ids)
 
     def outputs(self, model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -191,11 +205,11 @@ class EncodedRows:
         raise NotImplementedError
 
     def scores_of(self, ids: Sequence[int], outputs: torch.Tensor) -> Scores:
-        """The scores of these rows by their outputs, fp64 [rows, width] on the CPU."""
+        """The scores of these rows from their outputs, fp64 [rows, width] on the CPU."""
         raise NotImplementedError
 
     def score(self, ids: Sequence[int], outputs: torch.Tensor) -> Scores:
-        """The scores of these rows by their outputs, and of each source's rows among them."""
+        """`scores_of` these rows, and of each source's rows among them."""
         whole = self.scores_of(ids, outputs)
         by_source: dict[str, list[int]] = {}
         for place, row in enumerate(ids if self._sources else ()):
@@ -209,18 +223,30 @@ class EncodedRows:
         return SourcedScores(whole, sources)
 
     def learned(self, row: int) -> str:
-        """What is learned of a row, for a reader."""
+        """The row's label as text, for a person."""
         raise NotImplementedError
 
     def shown(self, row: int, tokenizer: Tokenizer) -> Iterator[str]:
-        """What is learned of the row, and a line for each token: its place, its id, what it says."""
+        """A line with the row's label, and for each token its position, its id and its text."""
         yield f"row {row}: {int(self._lengths[row])} tokens, {self.learned(row)}"
         start = self._starts[row]
         for place, id_ in enumerate(self._tokens[start : start + int(self._lengths[row])].tolist()):
             yield f"{place:6} {id_:7}  {tokenizer.shown(id_)}"
 
     def require_fit(self, model: nn.Module, device: torch.device) -> None:
-        """Any model that was built for these rows can be given them."""
+        """Nothing to check: every model that was built for these rows can read them."""
+
+    def _check(self, tokens: Sequence[Sequence[int]], labels: Sequence[Any], options: RowOptions) -> None:
+        places, found = options.get("places"), ProblemList()
+        if len(tokens) != len(labels):
+            found.add("", f"{len(tokens)} rows of tokens but {len(labels)} labels")
+            found.raise_if_any()
+        for index, (row, label) in enumerate(zip(tokens, labels, strict=True)):
+            where = places[index] if places is not None else f"row {index}"
+            token_fault = _token_fault(row, options["vocab_size"], options["pad_id"], options.get("max_length"))
+            for fault in filter(None, (self.label_fault(label, row), token_fault)):
+                found.add(where, fault)
+        found.raise_if_any()
 
     def _digest_rows(self) -> torch.Tensor:
         table = torch.zeros(len(self), dtype=torch.int64)
@@ -233,7 +259,7 @@ class EncodedRows:
             for name, values in flat.items():
                 batch[name] = torch.zeros(real.shape, dtype=torch.int64)
                 batch[name][real] = values[start : start + int(lengths.sum())]
-            if self._labels is not None:
+            if self._labels.numel():
                 batch["labels"] = self._labels[first : first + _TABLE_ROWS]
             table[first : first + _TABLE_ROWS] = self.content(batch)
         return table
@@ -241,29 +267,6 @@ class EncodedRows:
 
 def _flat(rows: Sequence[Sequence[int]]) -> torch.Tensor:
     return torch.tensor(list(itertools.chain.from_iterable(rows)), dtype=torch.int64)
-
-
-def check_rows(
-    tokens: Sequence[Sequence[int]], labels: int, label_fault: Callable[[int], str], options: RowOptions
-) -> None:
-    """Raise `InputError` that names, by its place (`train.csv:17`), every row that no model can be given.
-
-    Those have no tokens or more than max_length, ids outside of the vocabulary, padding at their end (a decoder would
-    pool an earlier token), or a label in which label_fault, called with the row's index, finds a fault. labels: how
-    many.
-    """
-    vocab_size, pad_id, max_length = options["vocab_size"], options["pad_id"], options.get("max_length")
-    places = options.get("places")
-    found = ProblemList()
-    if len(tokens) != labels:
-        found.add("", f"{len(tokens)} rows of tokens but {labels} labels")
-        found.raise_if_any()
-    for index, row in enumerate(tokens):
-        where = places[index] if places is not None else f"row {index}"
-        for fault in (label_fault(index), _token_fault(row, vocab_size, pad_id, max_length)):
-            if fault:
-                found.add(where, fault)
-    found.raise_if_any()
 
 
 def _token_fault(row: Sequence[int], vocab_size: int, pad_id: int, max_length: int | None) -> str:

@@ -1,7 +1,7 @@
-"""Several labels of each text, or none: each label is a yes or no of its own, with a term of the loss.
+"""Several labels of each text, or none: each label is a separate yes or no with its own term of the loss.
 
-The loss is the SUM over rows and labels of the binary cross entropy of a logit, in fp32; its terms are rows times
-labels, so that what the step divides by is what torch's BCEWithLogitsLoss divides by for its mean.
+The loss is the SUM over rows and labels of the binary cross entropy of a logit, in fp32; it has rows * labels
+terms, so the step divides by the same count as torch's BCEWithLogitsLoss for its mean.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from torch import nn
 from andon.metrics.label_sets import MultiLabelScores, multi_label_scores
 from andon.model.batches import logits_of
 from andon.step.task import Batch, LeafLoss
-from andon.tasks.encoded import EncodedRows, RowOptions, check_rows
+from andon.tasks.encoded import EncodedRows, RowOptions
 
 
 class MultiLabelTask(EncodedRows):
-    """Encoded rows and the labels of each, in a batch as 0 and 1; the outputs are logits [rows, labels]. A label is
-    predicted where its probability is above 0.5, so where its logit is above 0."""
+    """Rows with any number of labels each, in a batch as 0 and 1. The outputs are logits [rows, labels].
+
+    A label is predicted if its probability is above 0.5, so if its logit is above 0.
+    """
 
     def __init__(
         self,
@@ -31,39 +33,37 @@ class MultiLabelTask(EncodedRows):
         names: Sequence[str] = (),
         **options: Unpack[RowOptions],
     ) -> None:
-        """tokens, labels: parallel, one entry a row; of labels their numbers. names: of the labels, for a reader.
-
-        Raises `InputError` that names, by `places`, every row that `check_rows` refuses, or with a label that is none.
-        """
+        """labels: the label numbers of each row. names: of the labels. Raises `InputError` as `EncodedRows` does."""
         self.width = num_labels
         self._names = tuple(names)
+        super().__init__(tokens, labels, **options)
 
-        def fault(index: int) -> str:
-            odd = next((label for label in labels[index] if not 0 <= label < num_labels), None)
-            return "" if odd is None else f"label {odd!r} is not one of the {num_labels} labels 0 to {num_labels - 1}"
+    def label_fault(self, label: Sequence[int], tokens: Sequence[int]) -> str:
+        odd = next((number for number in label if not 0 <= number < self.width), None)
+        return "" if odd is None else f"label {odd!r} is not one of the {self.width} labels 0 to {self.width - 1}"
 
-        check_rows(tokens, len(labels), fault, options)
-        self._wanted = torch.zeros((len(labels), num_labels), dtype=torch.int64)
+    def label_tensor(self, labels: Sequence[Sequence[int]]) -> torch.Tensor:
+        wanted = torch.zeros((len(labels), self.width), dtype=torch.int64)
         for row, numbers in enumerate(labels):
-            self._wanted[row, list(numbers)] = 1
-        super().__init__(tokens, self._wanted, **options)
+            wanted[row, list(numbers)] = 1
+        return wanted
 
     def planned_terms(self, ids: Sequence[int]) -> Sequence[int]:
         return (self.width,) * len(ids)
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> LeafLoss:
-        """Sum over rows and labels of the binary cross entropy, in fp32, and how many of them are predicted right."""
+        """Sum over rows and labels of the binary cross entropy, in fp32, and how many labels are predicted right."""
         logits = logits_of(model, batch)
         wanted = batch["labels"]
         right = ((logits.detach() > 0) == (wanted == 1)).sum()
         return LeafLoss(_losses(logits, wanted).sum(), right, torch.full_like(right, wanted.numel()))
 
     def learned(self, row: int) -> str:
-        numbers = self._wanted[row].nonzero().flatten().tolist()
+        numbers = self._labels[row].nonzero().flatten().tolist()
         return f"labels {numbers}" + (f" ({', '.join(self._names[each] for each in numbers)})" if self._names else "")
 
     def scores_of(self, ids: Sequence[int], outputs: torch.Tensor) -> MultiLabelScores:
-        wanted = self._wanted[list(ids)]
+        wanted = self._labels[list(ids)]
         losses: list[float] = _losses(outputs.float(), wanted).double().flatten().tolist()
         return multi_label_scores(outputs > 0, wanted == 1, losses)
 

@@ -1,14 +1,14 @@
-"""A tag of each word: the loss is the SUM over words of the cross entropy of their first pieces, in fp32.
+"""A tag for each word: the loss is the SUM over words of the cross entropy of each word's first token, in fp32.
 
-The other pieces of a word, and what a tokenizer puts around it, are read and not scored. Terms are words, so a long row
-counts for more than a short one, as in a mean over all words of a global batch.
+The model reads the other tokens of a word and the special tokens, but they have no loss. Terms are words, so a long row
+counts more than a short one, as in a mean over all words of a global batch.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Self, Unpack
+from typing import Any, Self, Unpack
 
 import torch
 from torch import nn
@@ -16,16 +16,16 @@ from torch import nn
 from andon.metrics.spans import UNREAD, SpanScores, span_scores
 from andon.model.batches import logits_of, predictions
 from andon.step.task import Batch, LeafLoss
-from andon.tasks.encoded import EncodedRows, RowOptions, check_rows
+from andon.tasks.encoded import EncodedRows, RowOptions
 
 NO_TAG = -100
-"""In the place of a token that is not scored."""
+"""The tag of a token without loss."""
 
 
 class TaggingTask(EncodedRows):
-    """Encoded rows with the tags of some of their tokens; in a batch they are `labels` [rows, length].
+    """Rows with tags of some of their tokens; in a batch they are `labels` [rows, length].
 
-    Its outputs are, for each word of a row in order, the number of the likeliest tag and the word's loss, then 0.
+    The outputs of a row are two numbers for each word, in order: the likeliest tag and the word's loss; then zeros.
     """
 
     output = "losses"
@@ -39,28 +39,28 @@ class TaggingTask(EncodedRows):
         unread: Mapping[int, Mapping[int, int]] | None = None,
         **options: Unpack[RowOptions],
     ) -> None:
-        """tokens, tags: parallel, one of each a token; `NO_TAG` where none is learned. names: of the tags.
-        unread: by row, then by the word's place in it, the tag of each word that no token stands for, as behind a cut;
-        in scores such a word is missed.
+        """tags: one for each token, or `NO_TAG`. names: of the tags. unread: by row and by the word's position in it,
+        the tag of each word without a token, for example after a cut; scores count such a word as missed.
 
-        Raises `InputError` that names, by `places`, every row that `check_rows` refuses, or without a tag.
+        Raises `InputError` as `EncodedRows` does, also for a row without a tag.
         """
         self.names = tuple(names)
-
-        def fault(index: int) -> str:
-            if len(tags[index]) != len(tokens[index]):
-                return f"{len(tags[index])} tags for {len(tokens[index])} tokens"
-            odd = next((tag for tag in tags[index] if tag != NO_TAG and not 0 <= tag < len(names)), None)
-            if odd is not None:
-                return f"tag {odd!r} is not one of the {len(names)} tags 0 to {len(names) - 1}"
-            return "" if any(tag != NO_TAG for tag in tags[index]) else "no word of it has a token"
-
-        check_rows(tokens, len(tags), fault, options)
         self._tags = [[tag for tag in row if tag != NO_TAG] for row in tags]
         self.width = 2 * max(map(len, self._tags), default=0)  # two for each word of the longest row
         self._unread = dict(unread or {})
         options["columns"] = {**(options.get("columns") or {}), "labels": (tags, NO_TAG)}
-        super().__init__(tokens, None, **options)
+        super().__init__(tokens, tags, **options)
+
+    def label_fault(self, label: Sequence[int], tokens: Sequence[int]) -> str:
+        if len(label) != len(tokens):
+            return f"{len(label)} tags for {len(tokens)} tokens"
+        odd = next((tag for tag in label if tag != NO_TAG and not 0 <= tag < len(self.names)), None)
+        if odd is not None:
+            return f"tag {odd!r} is not one of the {len(self.names)} tags 0 to {len(self.names) - 1}"
+        return "" if any(tag != NO_TAG for tag in label) else "no word of it has a token"
+
+    def label_tensor(self, labels: Sequence[Any]) -> torch.Tensor:
+        return torch.empty((len(labels), 0), dtype=torch.int64)
 
     def in_copies(self, copies: int) -> Self:
         found = super().in_copies(copies)
@@ -102,5 +102,5 @@ class TaggingTask(EncodedRows):
 
 
 def _losses(logits: torch.Tensor, tags: torch.Tensor) -> torch.Tensor:
-    """fp32 [rows, length]; 0 where no tag is learned."""
+    """fp32 [rows, length]; 0 for tokens without a tag."""
     return nn.functional.cross_entropy(logits.float().transpose(1, 2), tags, ignore_index=NO_TAG, reduction="none")

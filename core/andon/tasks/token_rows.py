@@ -1,7 +1,6 @@
-"""Encoded conversations as columns: all tokens end to end, and where each row ends.
+"""Encoded conversations as columns: the tokens of all rows end to end, and where each row ends.
 
-Columns may be files that are mapped into memory: of rows that nobody looks at nothing is held, and processes of one
-machine share what they look at.
+Columns may be memory-mapped files: rows that are not used take no memory, and the ranks of a host share the others.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ COLUMNS: Mapping[str, str] = {
     "cut": "i",
     "cut_trained": "i",
 }
-"""The kind of each column, as `array` names it, and torch in `KINDS`."""
+"""The `array` type of each column; `KINDS` has torch's."""
 OF_TOKENS = ("tokens", "weights")
-"""The columns that have a number for each token; the others have one for each row."""
+"""The columns with a number for each token; the others have a number for each row."""
 
 
 def columns_of(rows: Iterable[EncodedRow], end: int = 0) -> dict[str, array[int] | array[float]]:
-    """The columns of some rows. end: of the tokens of the rows before them."""
+    """The columns of some rows. end: the number of tokens of the rows before them."""
     tokens, weights = array(COLUMNS["tokens"]), array("f")
     of_rows = {name: array(kind) for name, kind in COLUMNS.items() if name not in OF_TOKENS}
     for row in rows:
         end += len(row.ids)
-        trained = sum(weight != 0 for weight in row.weights[1:])
+        trained = len(row.weights) - 1 - row.weights[1:].count(0.0)
         for column, value in zip(of_rows.values(), (end, trained, row.cut, row.cut_trained), strict=True):
             column.append(value)
         tokens.extend(row.ids)
@@ -51,8 +50,8 @@ def sums_of(values: torch.Tensor, packs: Sequence[Sequence[int]]) -> torch.Tenso
 
 
 class TokenRows:
-    """Rows by their places, from 0. int64, one a row: `lengths`: tokens; `trained`: how many of them are trained;
-    `cut`: tokens that were cut off; `cut_trained`: how many of these would have been trained."""
+    """Rows by position, from 0. int64 [rows]: `lengths`: tokens; `trained`: how many of them are trained; `cut`: tokens
+    that were cut off; `cut_trained`: how many of these would have been trained."""
 
     def __init__(self, columns: Mapping[str, torch.Tensor]) -> None:
         self._columns = columns
@@ -76,16 +75,15 @@ class TokenRows:
         return self._columns["tokens"][here].long(), self._columns["weights"][here]
 
     def row(self, row: int) -> EncodedRow:
-        """A row as it was encoded; its id is its place."""
+        """A row as it was encoded; its id is its position."""
         tokens, weights = self.tensors(row)
         cut, cut_trained = (int(self._columns[name][row]) for name in ("cut", "cut_trained"))
         return EncodedRow(row, array("i", tokens.tolist()), array("f", weights.tolist()), cut, cut_trained)
 
     def laid_out(self, packs: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """int64 [packs, length, 4]: of each token of each pack its id, its place in its row, the number of its row in
-        the pack, from 1, and the bits of its weight, 0 for a row's first; and int64 [packs]: tokens of each pack.
-
-        Behind a pack's end there is padding of no meaning.
+        """int64 [packs, length, 4]: for each token its id, its position in its row, the number of its row in the pack,
+        from 1, and the bits of its weight, 0 for a row's first. And int64 [packs]: tokens of each pack; the numbers
+        after them are padding.
         """
         rows = torch.tensor([row for pack in packs for row in pack], dtype=torch.int64)
         lengths = self.lengths[rows]

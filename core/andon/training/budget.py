@@ -13,9 +13,10 @@ import torch
 from andon.backend.base import Backend
 from andon.backend.machine import look_at, of_all_ranks, refuse_unfit
 from andon.console.messages import say
+from andon.console.problems import InputError
 from andon.model.memory import MemoryPlan
 from andon.training.material import Material
-from andon.training.study import NotPlannable, Study, with_graphs_that_fit
+from andon.training.study import NotPlannable, Study, smaller_settings, with_graphs_that_fit
 from andon_contracts.laws.law import Judgement
 from andon_contracts.laws.update import BUDGET, Peaks
 
@@ -34,20 +35,38 @@ def agree_on_devices(material: Material, backend: Backend) -> MemoryPlan | None:
     found = of_all_ranks(look_at(device.index or 0) if device.type == "cuda" else None)
     if not found:
         return None
-    planned = _planned(material, backend)
+    study = Study(material)
+    planned = _planned(study, backend)
     # Compiled passes may fit where the bound does not.
     if planned is None or material.config.training.compile != "off":
         refuse_unfit(backend.name, found, None)
         return planned
     planned = with_graphs_that_fit(planned, material.config, min(each.free for each in found.values()))
-    refuse_unfit(backend.name, found, planned.needed)
+    working = [each.total for each in found.values() if not each.fault]
+    too_small = planned.needed > min(working, default=0)
+    remedy = _fitting_setting(study, backend.world_size, min(working)) if working and too_small else ""
+    refuse_unfit(backend.name, found, planned.needed, remedy)
     return planned
 
 
-def _planned(material: Material, backend: Backend) -> MemoryPlan | None:
+def _fitting_setting(study: Study, workers: int, size: int) -> str:
+    """What to do if the run needs more than the `size` bytes of a GPU: the first setting with which it fits."""
+    for setting, changed, price in smaller_settings(study.material.config):
+        if changed.model.max_length != study.material.config.model.max_length:
+            continue  # it needs the rows tokenised again
+        try:
+            plan = study.plan(changed, "cuda", workers)
+        except InputError:  # this model or these rows do not allow it
+            continue
+        if with_graphs_that_fit(plan, changed, size).needed <= size:
+            return f"it would fit with --set {setting} ({price})"
+    return "no single setting would make it fit; andon plan says what needs most"
+
+
+def _planned(study: Study, backend: Backend) -> MemoryPlan | None:
     """The plan of a GPU replica; None, with a warning, for a model that cannot be traced without memory."""
     try:
-        return Study(material).plan(material.config, "cuda", backend.world_size)
+        return study.plan(study.material.config, "cuda", backend.world_size)
     except NotPlannable as error:
         if 0 in backend.ranks:
             say(f"warning: {error}")

@@ -1,4 +1,4 @@
-"""How a run is put together, below its configuration: plain values, a backend, a task and a plan become a trainer.
+"""How a run is put together: a configuration, a backend, a task and a plan become a trainer.
 
 `andon train`, the coordinator and the falsifier's own subject are built here and nowhere else, so that the trainer
 that is accused is the one that ships. Whoever wants to look on hands in a backend or a task of his own around ours.
@@ -8,72 +8,33 @@ from __future__ import annotations
 
 import copy
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from andon.backend.base import Backend
+from andon.config.schema import Config
 from andon.console.problems import InputError, Problem
 from andon.metrics.scores import Scores
-from andon.model.adapter import AdapterSpec, attach, trainable_parameters
+from andon.model.adapter import attach, trainable_parameters
 from andon.model.batches import Shape
-from andon.model.build import ModelSpec, build_base, checkpoint_layers, without_adapter
+from andon.model.build import ModelInterface, build_base, checkpoint_layers, without_adapter
 from andon.model.compiled import compile_backbone
-from andon.model.finite import require_finite
 from andon.model.masks import masking_of, padding_of
+from andon.model.stored import require_finite
 from andon.run.checkpoint import Checkpoint
 from andon.run.repeats import Repeats
-from andon.step.audit import NO_AUDIT, AuditSpec
 from andon.step.captured import CapturedPasses
 from andon.step.keyed import refuse_unkeyed
-from andon.step.optimizer import OptimizerSpec
-from andon.step.plan import BatchPlan
+from andon.step.plan import BatchPlan, Schedule
 from andon.step.replica import WEIGHTS, Replica, restore_state
-from andon.step.schedule import Schedule
 from andon.step.step import TrainingStep
 from andon.step.task import Task
-from andon.training.trainer import Cadence, Journal, Progress, Trainer
+from andon.training.trainer import Journal, Progress, Trainer
 from andon_contracts.liveness.diagnosis import StepClock
 from andon_contracts.violation import first_line, kind_of
-
-
-@dataclass(frozen=True)
-class StepSpec:
-    """What defines an update, besides the rows and the rate that it is given.
-
-    seed: of dropout. micro_batches: M, the leaves of the sum. late: see `TrainingStep`. checkpointing: whether layers
-    compute their activations again in the backward pass. compile: one of `andon.model.compiled.MODES`, for models on
-    GPUs. shapes: of the micro-batches that are compiled then. capture: whether eager passes of GPUs become CUDA
-    graphs, of the same bits; not with checkpointing, for which the device's generator would be read in the middle.
-    """
-
-    optimizer: OptimizerSpec
-    seed: int
-    micro_batches: int
-    clip_norm: float | None
-    audit: AuditSpec = NO_AUDIT
-    late: bool | None = None
-    checkpointing: bool = False
-    compile: str = "off"
-    shapes: frozenset[Shape] = frozenset()
-    capture: bool = False
-
-
-@dataclass(frozen=True)
-class RunSpec:
-    """What defines a run, besides its rows and where it runs. `Schedule` gives the rates."""
-
-    model: ModelSpec
-    adapter: AdapterSpec
-    step: StepSpec
-    peak_lr: float
-    warmup_fraction: float = 0.1
-    min_lr: float = 1e-6
-    schedule: str = "cosine"
-    warmup_steps: int | None = None
-    cadence: Cadence = field(default_factory=Cadence)
 
 
 @dataclass
@@ -83,7 +44,7 @@ class Run:
     initial_weights, base: digests of the trainable and of the frozen weights as built, before anything is restored.
     """
 
-    spec: RunSpec
+    config: Config
     backend: Backend
     task: Task
     plan: BatchPlan
@@ -155,69 +116,81 @@ class Run:
             repeats=repeats,
             progress=progress,
             weights=self.primary.weights_digest(),
-            cadence=self.spec.cadence,
+            config=self.config,
             clock=StepClock() if clock is None else clock,
         )
 
 
 def build_run(
-    spec: RunSpec,
+    config: Config,
+    interface: ModelInterface,
     backend: Backend,
     task: Task,
     plan: BatchPlan,
     *,
+    shapes: frozenset[Shape] = frozenset(),
+    capture: bool = False,
+    late: bool | None = None,
     model: nn.Module | None = None,
 ) -> Run:
-    """The run of `spec` on this process's `backend`; nothing is trained yet. Collective where ranks are on GPUs.
+    """The run of `config` on this process's `backend`; nothing is trained yet. Collective where ranks are on GPUs.
 
-    model: what `build_model` gives of the spec, where somebody has it; it becomes the first replica's. Raises
-    `InputError` for what cannot be trained.
+    M is that of `plan`. shapes, capture: see `build_replicas`. late: see `TrainingStep`. model: what `build_model`
+    returns, if the caller has it; it becomes the first replica's. Raises `InputError` for what cannot be trained.
     """
-    built = build_model(spec.model, spec.adapter, spec.step.seed) if model is None else model
-    replicas = build_replicas(built, spec.step, backend, task, plan.ids[0])
+    built = build_model(config, interface) if model is None else model
+    replicas = build_replicas(built, config, backend, task, plan.ids[0], shapes=shapes, capture=capture)
+    clip_norm = config.optimizer.clip_norm
     return Run(
-        spec=spec,
+        config=config,
         backend=backend,
         task=task,
         plan=plan,
         replicas=replicas,
-        step=build_step(spec.step, backend, replicas, task),
-        schedule=schedule_of(spec, plan),
+        step=TrainingStep(backend, replicas, task, plan.micro_batches, clip_norm, config.contracts, late=late),
+        schedule=schedule_of(config, plan),
         initial_weights=replicas[0].weights_digest(),
         base=replicas[0].base_digest(),
     )
 
 
-def build_model(model: ModelSpec, adapter: AdapterSpec, seed: int) -> nn.Module:
-    """The model with its adapter on the CPU, the same bits on every call. seed: of the adapter. Raises `InputError`."""
-    return attach(build_base(model), adapter, seed)
+def build_model(config: Config, interface: ModelInterface) -> nn.Module:
+    """The model with its adapter on the CPU, the same bits on every call. Raises `InputError`."""
+    model = build_base(config.model, interface, config.seed)
+    return attach(model, config.adapter, config.seed, interface.new_tokens)
 
 
-def schedule_of(spec: RunSpec, plan: BatchPlan) -> Schedule:
+def schedule_of(config: Config, plan: BatchPlan) -> Schedule:
     """The learning rate of each step of `plan`."""
-    total, warmup = plan.total_steps, spec.warmup_steps
-    return Schedule(spec.peak_lr, total, spec.warmup_fraction, spec.min_lr, spec.schedule, warmup)
-
-
-def build_step(spec: StepSpec, backend: Backend, replicas: Sequence[Replica], task: Task) -> TrainingStep:
-    """What takes the updates of `replicas`, one for each local rank."""
-    return TrainingStep(backend, replicas, task, spec.micro_batches, spec.clip_norm, spec.audit, late=spec.late)
+    own, peak = config.schedule, config.optimizer.lr
+    return Schedule(peak, plan.total_steps, own.warmup_fraction, own.min_lr, own.type, own.warmup_steps)
 
 
 def build_replicas(
-    model: nn.Module, spec: StepSpec, backend: Backend, task: Task, sample: int, *, own_base: bool = False
+    model: nn.Module,
+    config: Config,
+    backend: Backend,
+    task: Task,
+    sample: int,
+    *,
+    own_base: bool = False,
+    shapes: frozenset[Shape] = frozenset(),
+    capture: bool = False,
 ) -> list[Replica]:
     """One replica for each local rank of `backend`, all with the weights of `model` (on the CPU, as built).
 
     Each has trainable weights of its own; those on one device share the frozen base, unless each is to have its
-    `own_base`. sample: a row of `task` on which each model is tried. Raises `InputError` for a model that cannot be
-    trained to the same bits anywhere: whose random numbers cannot be keyed by micro-batch, or that keeps running
-    statistics.
+    `own_base`. sample: a row of `task` on which each model is tried. shapes: of the micro-batches, if passes are
+    compiled. capture: whether eager passes on GPUs become CUDA graphs, with the same bits; not together with activation
+    checkpointing, which would read the device's generator in the middle of a graph.
+
+    Raises `InputError` for a model that cannot be trained to the same bits anywhere: its random numbers cannot be keyed
+    by micro-batch, or it keeps running statistics.
     """
     placed: dict[torch.device, nn.Module] = {}
     try:
         replicas = [
-            _replica(_placed(model, device, placed, own_base=own_base), spec, backend, task, sample, device)
+            _replica(_placed(model, device, placed, own_base=own_base), config, backend, task, sample, device, capture)
             for device in backend.devices
         ]
     except InputError:
@@ -226,19 +199,19 @@ def build_replicas(
         raise InputError([Problem("model.base", str(error))]) from error
     for replica in replicas:
         masking_of(replica.model, replica.device)  # now, while it has the weights that every start of this run has
-    # Behind the trials of masks, which are of passes as the model itself makes them.
-    for replica in replicas if spec.compile != "off" else ():
+    # After the trials of masks, which need the model's own passes.
+    for replica in replicas if config.training.compile != "off" else ():
         if replica.device.type == "cuda":
-            compile_backbone(replica.model, spec.compile, spec.shapes)
+            compile_backbone(replica.model, config.training.compile, shapes)
     return replicas
 
 
 def _replica(
-    model: nn.Module, spec: StepSpec, backend: Backend, task: Task, sample: int, device: torch.device
+    model: nn.Module, config: Config, backend: Backend, task: Task, sample: int, device: torch.device, capture: bool
 ) -> Replica:
     model.train()
     padding_of(model, device)  # tried while it has the weights that every start has, and before anything is hooked
-    if spec.checkpointing:
+    if config.training.activation_checkpointing:
         checkpoint_layers(model)
     batch = task.load([sample], device)
     try:
@@ -251,9 +224,9 @@ def _replica(
         raise InputError([Problem("model.base", what)]) from error
     master_on = torch.device("cpu") if backend.name == "mixed" and device.type != "cpu" else None
     # A replica that is alone in its process, and draws on its device.
-    capture = spec.capture and device.type == "cuda" and backend.name in ("inline", "nccl")
+    capture = capture and device.type == "cuda" and backend.name in ("inline", "nccl")
     captured = CapturedPasses(device) if capture else None
-    return Replica(model, trainable_parameters(model), spec.optimizer, spec.seed, device, master_on, captured)
+    return Replica(model, trainable_parameters(model), config.optimizer, config.seed, device, master_on, captured)
 
 
 def _of_the_model(error: Exception) -> bool:

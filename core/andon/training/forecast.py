@@ -6,7 +6,7 @@ Nothing of the model is allocated or read but its configuration: its passes run 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from andon.backend.devices import placement
@@ -18,7 +18,7 @@ from andon.model.memory import MemoryPlan
 from andon.step.plan import efficiency, rank_leaves
 from andon.training.material import prepare
 from andon.training.notices import idleness
-from andon.training.study import Study, largest, updated_on_host, with_graphs_that_fit
+from andon.training.study import Study, largest, smaller_settings, updated_on_host, with_graphs_that_fit
 
 _MIB = 2**20
 CUDA_CONTEXT = 600 * _MIB
@@ -97,28 +97,24 @@ class WorldPlan:
 
 @dataclass(frozen=True)
 class Remedy:
-    """A setting that needs less, and what it would need with the same number of workers."""
+    """A setting with which a run would fit, the bytes that it would need then, and what the setting costs."""
 
     setting: str
     needed: int
-    fits: bool | None
     price: str
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        return {"setting": self.setting, "needed": self.needed, "fits": self.fits, "price": self.price}
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """All that is said. remedies: for the first number of workers that does not fit, empty where all fit."""
+    """All that is said. remedy: for the first number of workers that does not fit; None if all fit, or no setting is
+    enough."""
 
     rows: int
     length: int
     weights: int
     trained: int
     worlds: tuple[WorldPlan, ...]
-    remedies: tuple[Remedy, ...] = field(default=())
+    remedy: Remedy | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for `--json`."""
@@ -127,7 +123,7 @@ class Forecast:
             "weights": self.weights,
             "trained": self.trained,
             "worlds": [world.as_dict() for world in self.worlds],
-            "remedies": [remedy.as_dict() for remedy in self.remedies],
+            "remedy": None if self.remedy is None else asdict(self.remedy),
         }
 
 
@@ -149,8 +145,8 @@ def forecast(config: Config, workers: Sequence[int], machine: Machine) -> Foreca
     short = next((world for world in worlds if not world.fits and not world.problem), None)
     rows, length = largest(material, config)
     weights, trained = study.sizes(config)
-    remedies = () if short is None else tuple(_remedies(study, config, short, machine))
-    return Forecast(rows, length, weights, trained, worlds, remedies)
+    remedy = None if short is None else _remedy(study, config, short, machine)
+    return Forecast(rows, length, weights, trained, worlds, remedy)
 
 
 def _world(study: Study, config: Config, workers: int, machine: Machine) -> WorldPlan:
@@ -200,49 +196,18 @@ def _on_host(study: Study, config: Config, plan: MemoryPlan, workers: int) -> Me
     return MemoryPlan(**dict.fromkeys((part.name for part in fields(MemoryPlan)), 0) | kept)
 
 
-def _remedies(study: Study, config: Config, short: WorldPlan, machine: Machine) -> Sequence[Remedy]:
-    """What needs less than `short` does, from what costs no accuracy to what may."""
-    before = max(
+def _remedy(study: Study, config: Config, short: WorldPlan, machine: Machine) -> Remedy | None:
+    """The first setting with which `short` fits, from those that cost no accuracy to those that may."""
+    lacking = max(
         (need for need in short.needs if need.fits is False), key=lambda need: need.needed - (need.budget or 0)
     )
-    found = []
-    for setting, changed, price in _changes(config):
+    for setting, changed, price in smaller_settings(config):
         try:
-            # Rows that are cut otherwise are other rows: fewer tokens each, and more packs.
-            same_rows = changed.model.max_length == config.model.max_length
-            looked = study if same_rows else Study(prepare(changed))
-            world = _world(looked, changed, short.workers, machine)
-        except InputError:  # not with this model, or these rows: no remedy
+            same_rows = changed.model.max_length == config.model.max_length  # else they are cut, and packed, otherwise
+            world = _world(study if same_rows else Study(prepare(changed)), changed, short.workers, machine)
+        except InputError:  # this model or these rows do not allow it
             continue
-        after = next((need for need in world.needs if need.kind == before.kind), None)
-        if after is not None and after.needed < before.needed:
-            found.append(Remedy(setting, after.needed, after.fits, price))
-    return found
-
-
-def _changes(config: Config) -> Sequence[tuple[str, Config, str]]:
-    """Settings that may need less: how they are written, the configuration with them, and what they cost."""
-    training, changes = config.training, []
-
-    def change(section: str, key: str, value: Any, price: str) -> None:
-        part = getattr(config, section).model_copy(update={key: value})
-        written = str(value).lower() if isinstance(value, bool) else value
-        changes.append((f"{section}.{key}={written}", config.model_copy(update={section: part}), price))
-
-    if config.run.cuda_graphs == "always":
-        change("run", "cuda_graphs", "never", "same bits; small models wait for their launches")
-    more = min(2 * training.micro_batches, training.batch_size)
-    while more > training.micro_batches and more <= 8 * training.micro_batches:
-        change("training", "micro_batches", more, "another result, as valid")
-        more = 0 if more == training.batch_size else min(2 * more, training.batch_size)
-    if not training.activation_checkpointing:
-        change("training", "activation_checkpointing", True, "same bits if not compiled; about a third more time")
-    if config.model.dtype == "float32" and config.adapter.kind == "lora":
-        change("model", "dtype", "bfloat16", "frozen weights rounded to 8 bits of precision")
-    if config.model.max_length >= 32:
-        change("model", "max_length", config.model.max_length // 2, "longer texts are cut there")
-    if config.adapter.kind == "none":
-        change("adapter", "kind", "lora", "trains an adapter instead of all weights")
-    elif config.adapter.r > 1:
-        change("adapter", "r", config.adapter.r // 2, "a smaller adapter")
-    return changes
+        if world.fits:
+            needed = next((need.needed for need in world.needs if need.kind == lacking.kind), 0)
+            return Remedy(setting, needed, price)
+    return None

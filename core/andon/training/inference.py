@@ -19,10 +19,10 @@ from andon.console.messages import say
 from andon.console.problems import InputError, Problem
 from andon.data.chat import encode_prompt
 from andon.data.conversations import Message
-from andon.data.rows import DataSet, Examples
+from andon.data.rows import Examples
 from andon.data.tokens import Tokenizer, pretrained_tokenizer
 from andon.metrics.scores import ClassificationScores, Scores
-from andon.model.adapter import attach, base_digest, load_adapter, read_labels, trainable_parameters
+from andon.model.adapter import base_digest, load_adapter, read_labels, trainable_parameters
 from andon.model.batches import EvaluationBatching, predictions
 from andon.model.build import build_base, half_of, positions_of, without_adapter
 from andon.model.causal import generate
@@ -34,17 +34,15 @@ from andon.run.summary import read_summary
 from andon.step.replica import WEIGHTS
 from andon.tasks.encoded import EncodedRows
 from andon.tasks.sft import Asked
-from andon.tasks.task import ScoredTask
+from andon.training.build import build_model
 from andon.training.evaluation import evaluate
 from andon.training.existing import config_at_hand, config_of
 from andon.training.material import (
     HEADS,
-    UNWEIGHTED,
-    adapter_spec,
     cut_note,
     encoded,
+    interface_of,
     loss_weights,
-    model_spec,
     skipped_of,
     task_of,
     usable_ids,
@@ -85,7 +83,7 @@ class Prediction:
     probabilities: tuple[float, ...]
 
     def record(self, labels: Sequence[str] | None, rounded: Callable[[float], float]) -> dict[str, Any]:
-        """For a file or a screen. labels: names of the probabilities, where all are to be told."""
+        """Values for a file or a screen. labels: the names of all probabilities, if they are to be shown."""
         row: dict[str, Any] = {"text": self.text, "label": self.label, "probability": rounded(self.probability)}
         if labels is not None:
             row["scores"] = dict(zip(labels, map(rounded, self.probabilities), strict=True))
@@ -100,7 +98,7 @@ class PredictedNumber:
     value: float
 
     def record(self, labels: Sequence[str] | None, rounded: Callable[[float], float]) -> dict[str, Any]:
-        """For a file or a screen."""
+        """See `Prediction.record`."""
         return {"text": self.text, "value": rounded(self.value)}
 
 
@@ -113,7 +111,7 @@ class PredictedLabels:
     probabilities: Mapping[str, float]
 
     def record(self, labels: Sequence[str] | None, rounded: Callable[[float], float]) -> dict[str, Any]:
-        """For a file or a screen. labels: names of the probabilities, where all are to be told."""
+        """See `Prediction.record`."""
         told = self.labels if labels is None else labels
         scores = {name: rounded(self.probabilities[name]) for name in told}
         return {"text": self.text, "labels": list(self.labels), "scores": scores}
@@ -127,7 +125,7 @@ class PredictedTags:
     tags: tuple[str | None, ...]
 
     def record(self, labels: Sequence[str] | None, rounded: Callable[[float], float]) -> dict[str, Any]:
-        """For a file or a screen."""
+        """See `Prediction.record`."""
         return {"tokens": self.text.split(), "tags": list(self.tags)}
 
 
@@ -161,20 +159,40 @@ def load_run(
     """
     place = device_named(device)
     step = None if checkpoint is None else _step_named(folder, checkpoint)
-    config = _config_of_model(folder, base)
+    config = config_of(folder)
+    whole = config.adapter.kind == "none"
+    if base is not None and (whole or config.model.base is None):
+        why = "its whole model lies in its folder" if whole else "it was trained on the embedded model"
+        raise InputError([Problem("--model", f"the run in {folder.path} takes no base: {why}")])
+    if not whole:
+        config = config_at_hand(folder, (), {} if base is None else {"model.base": base})
     head = HEADS[config.task or CLASSIFICATION]
     labels = () if head == "causal" else read_labels(folder.adapter)
     tokenizer = pretrained_tokenizer(str(folder.adapter), local_only=True)
-    adapter = adapter_spec(config, tokenizer)
-    spec = model_spec(config, labels, tokenizer, head)
-    if adapter.kind == "none":
-        model = build_base(replace(spec, base=str(folder.adapter), revision=None, dtype="float32"))
+    interface = interface_of(config, head, labels, tokenizer)
+    if whole:
+        own = {"base": str(folder.adapter), "revision": None, "dtype": "float32"}
+        model = build_base(config.model.model_copy(update=own), interface, config.seed)
     else:
-        model = attach(build_base(spec), adapter, config.seed)
-        _require_same_base(folder, model)
+        model = build_model(config, interface)
+        wanted, found = read_provenance(folder.provenance).digest("base"), hex64(base_digest(model))
+        if found != wanted:
+            what = f"the base model has digest {found}, the adapter was trained on {wanted}"
+            raise InputError([Problem(str(folder.path), what)])
         load_adapter(model, folder.adapter)
     if step is not None:
-        _load_step(folder.checkpoints / f"step-{step:08d}", model)
+        path = folder.checkpoints / f"step-{step:08d}"
+        try:
+            tensors = load_checkpoint(path).tensors
+        except CheckpointError as error:
+            raise InputError([Problem("--checkpoint", str(error))]) from error
+        prefix, trained = f"{WEIGHTS}/", trainable_parameters(model)
+        saved = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+        if {name: value.shape for name, value in saved.items()} != {name: each.shape for name, each in trained.items()}:
+            raise InputError([Problem("--checkpoint", f"{path} holds other weights than this run trains")])
+        with torch.no_grad():
+            for name, value in saved.items():
+                trained[name].copy_(value)
     model = model.to(place).eval()
     for warning in warnings_of(model, tokenizer):
         say(warning)
@@ -197,39 +215,6 @@ def _step_named(folder: RunFolder, checkpoint: str) -> int:
     if step not in saved:
         raise InputError([Problem("--checkpoint", f"{folder.checkpoints} has no checkpoint of step {step}; {there}")])
     return step
-
-
-def _load_step(path: Path, model: nn.Module) -> None:
-    try:
-        tensors = load_checkpoint(path).tensors
-    except CheckpointError as error:
-        raise InputError([Problem("--checkpoint", str(error))]) from error
-    prefix = f"{WEIGHTS}/"
-    saved = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-    trained = trainable_parameters(model)
-    if {name: value.shape for name, value in saved.items()} != {name: each.shape for name, each in trained.items()}:
-        raise InputError([Problem("--checkpoint", f"{path} holds other weights than this run trains")])
-    with torch.no_grad():
-        for name, value in saved.items():
-            trained[name].copy_(value)
-
-
-def _config_of_model(folder: RunFolder, base: str | None) -> Config:
-    config = config_of(folder)
-    whole = config.adapter.kind == "none"
-    if base is not None and (whole or config.model.base is None):
-        why = "its whole model lies in its folder" if whole else "it was trained on the embedded model"
-        raise InputError([Problem("--model", f"the run in {folder.path} takes no base: {why}")])
-    return config if whole else config_at_hand(folder, (), {} if base is None else {"model.base": base})
-
-
-def _require_same_base(folder: RunFolder, model: nn.Module) -> None:
-    wanted = read_provenance(folder.provenance).digest("base")
-    found = hex64(base_digest(model))
-    if found != wanted:
-        raise InputError(
-            [Problem(str(folder.path), f"the base model has digest {found}, the adapter was trained on {wanted}")]
-        )
 
 
 def read_labelled(
@@ -258,18 +243,17 @@ def evaluate_run(run: TrainedRun, data: Examples) -> Scores:
     The loss is weighted as in training. Weights by frequency are those of the training rows: where these are gone or
     have changed, there is no loss, and a line says so.
     """
-    weights = _weights(run)
-    if isinstance(data, DataSet):
-        task: ScoredTask = task_of(run.config, data, run.tokenizer, weights or (1.0,) * len(run.labels))
-    else:
-        task = UNWEIGHTED[run.config.task or CLASSIFICATION](run.config, data, run.tokenizer)
+    kind, weights = run.config.data.class_weights, (1.0,) * len(run.labels)
+    if kind != "uniform":
+        rows = rows_of(run)
+        weights = () if rows is None else loss_weights(run.config, rows)
+    task = task_of(run.config, data, run.tokenizer, weights or (1.0,) * len(run.labels))
     ids = usable_ids(task, data.ids)
     for note in (*skip_notes([*skipped_of(task).values()]), cut_note(task, ids, run.config)):
         if note:
             say(note)
     scores = evaluate(InlineBackend([run.device]), [run.model], task, ids)
-    if weights is None:
-        kind = run.config.data.class_weights
+    if len(weights) < len(run.labels):
         say(f"note: no loss: its weights ({kind}) come from the training rows, which are gone or have changed")
         assert isinstance(scores, ClassificationScores)
         return replace(scores, loss=None)
@@ -284,13 +268,6 @@ def rows_of(run: TrainedRun) -> Rows | None:
         return None
     same = rows.digest == read_provenance(run.folder.provenance).digest("data")
     return rows.numbered_by(run.labels) if same else None
-
-
-def _weights(run: TrainedRun) -> tuple[float, ...] | None:
-    if run.config.data.class_weights == "uniform":
-        return (1.0,) * len(run.labels)
-    rows = rows_of(run)
-    return None if rows is None else loss_weights(run.config, rows)
 
 
 @dataclass(frozen=True)
@@ -346,10 +323,9 @@ def predict(run: TrainedRun, texts: Iterable[str], *, pairs: Iterable[str] | Non
         what = f"has learned from {'single texts' if named is None else f'pairs, with a second text in {named!r}'}"
         raise InputError([Problem(str(run.folder.path), what)])
     waiting, others = iter(texts), iter(pairs or ())
-    of_task = _PREDICTED[run.config.task or CLASSIFICATION]
     while window := list(islice(waiting, _WINDOW)):
         second = None if pairs is None else list(islice(others, len(window)))
-        yield from of_task(run, window, logits_of_texts(run, window, second))
+        yield from _predicted(run, window, logits_of_texts(run, window, second))
 
 
 def logits_of_texts(run: TrainedRun, texts: Sequence[str], pairs: Sequence[str] | None) -> list[torch.Tensor]:
@@ -373,33 +349,20 @@ def logits_of_texts(run: TrainedRun, texts: Sequence[str], pairs: Sequence[str] 
     return [found[place] for place in range(len(texts))]
 
 
-def _classes(run: TrainedRun, texts: Sequence[str], logits: Sequence[torch.Tensor]) -> Iterator[Prediction]:
-    for text, found in zip(texts, torch.stack([*logits]).softmax(dim=1).tolist(), strict=True):
-        best = max(range(len(found)), key=found.__getitem__)
-        yield Prediction(text, run.labels[best], found[best], tuple(found))
-
-
-def _numbers(run: TrainedRun, texts: Sequence[str], logits: Sequence[torch.Tensor]) -> Iterator[PredictedNumber]:
-    yield from (PredictedNumber(text, float(row[0])) for text, row in zip(texts, logits, strict=True))
-
-
-def _label_sets(run: TrainedRun, texts: Sequence[str], logits: Sequence[torch.Tensor]) -> Iterator[PredictedLabels]:
-    for text, row in zip(texts, logits, strict=True):
-        labels = tuple(name for name, there in zip(run.labels, (row > 0).tolist(), strict=True) if there)
-        yield PredictedLabels(text, labels, dict(zip(run.labels, row.sigmoid().tolist(), strict=True)))
-
-
-def _tags(run: TrainedRun, texts: Sequence[str], logits: Sequence[torch.Tensor]) -> Iterator[PredictedTags]:
-    _, firsts = run.tokenizer.encode_words(texts, run.config.model.max_length)
-    for text, places, row in zip(texts, firsts, logits, strict=True):
-        best = row.argmax(dim=1).tolist()
-        yield PredictedTags(text, tuple(run.labels[best[place]] if place >= 0 else None for place in places))
-
-
-_PREDICTED: Mapping[str, Callable[[TrainedRun, Sequence[str], Sequence[torch.Tensor]], Iterator[Predicted]]] = {
-    CLASSIFICATION: _classes,
-    REGRESSION: _numbers,
-    MULTI_LABEL: _label_sets,
-    TOKEN_CLASSIFICATION: _tags,
-}
-"""By the task's name: texts and the logits of each to the prediction of each."""
+def _predicted(run: TrainedRun, texts: Sequence[str], logits: Sequence[torch.Tensor]) -> Iterator[Predicted]:
+    task, labels = run.config.task or CLASSIFICATION, run.labels
+    if task == REGRESSION:
+        yield from (PredictedNumber(text, float(row[0])) for text, row in zip(texts, logits, strict=True))
+    elif task == MULTI_LABEL:
+        for text, row in zip(texts, logits, strict=True):
+            chosen = tuple(name for name, above in zip(labels, (row > 0).tolist(), strict=True) if above)
+            yield PredictedLabels(text, chosen, dict(zip(labels, row.sigmoid().tolist(), strict=True)))
+    elif task == TOKEN_CLASSIFICATION:
+        _, firsts = run.tokenizer.encode_words(texts, run.config.model.max_length)
+        for text, places, row in zip(texts, firsts, logits, strict=True):
+            best = row.argmax(dim=1).tolist()
+            yield PredictedTags(text, tuple(labels[best[place]] if place >= 0 else None for place in places))
+    else:
+        for text, found in zip(texts, torch.stack([*logits]).softmax(dim=1).tolist(), strict=True):
+            likeliest = max(range(len(found)), key=found.__getitem__)
+            yield Prediction(text, labels[likeliest], found[likeliest], tuple(found))

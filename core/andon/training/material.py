@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,18 +18,10 @@ from andon.data.conversations import ConversationSet
 from andon.data.draw import Draw
 from andon.data.labels import class_weights
 from andon.data.origins import RowSelection
-from andon.data.rows import DataSet, Examples, LabelSets, Targets, TextRows
-from andon.data.tagged import Tagged
+from andon.data.rows import DataSet, Examples, LabelSets, Tagged, Targets
 from andon.data.tokens import Tokenizer, byte_tokenizer, pretrained_tokenizer
-from andon.model.adapter import AdapterSpec
 from andon.model.batches import length_step, padded_length
-from andon.model.build import (
-    ModelSpec,
-    facts_of,
-    facts_of_shape,
-    labels_in_own_order,
-    require_decoder,
-)
+from andon.model.build import ModelInterface, facts_of, facts_of_shape, labels_in_own_order, require_decoder
 from andon.model.masks import padding_note
 from andon.step.plan import BatchPlan
 from andon.tasks.classification import ClassificationTask
@@ -50,8 +42,7 @@ from andon.training.token_cache import TokenisedConversations, tokenised
 class Material:
     """Everything that training needs besides a backend; a function of the configuration and the files it names.
 
-    config: with all that was chosen.
-    task: trained on, by the ids of `plan`. validation_task: has the rows by their own ids, and scores those held back.
+    config: with every choice. task: trained on, by the ids of `plan`. validation_task: has the rows by their own ids.
     validation_ids, evaluation_ids: the rows that are scored, at most `training.eval_rows` of each.
     """
 
@@ -64,8 +55,7 @@ class Material:
     validation_ids: tuple[int, ...]
     evaluation_ids: tuple[int, ...]
     plan: BatchPlan
-    model: ModelSpec
-    adapter: AdapterSpec
+    interface: ModelInterface
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -89,7 +79,7 @@ def prepare(config: Config, cache: Path | None = None) -> Material:
         if config.model.base is not None:
             # Refused here, before the tokenizer asks for a chat template.
             require_decoder(config.model.base, config.model.revision)
-        # Their tokens are made as they are read, for which the longest length must be known.
+        # Conversations are tokenised as they are read, so the longest length must be known before.
         base = _base(config, SFT, (), tokenizer)
         config = capped(config, SFT, base)
 
@@ -106,47 +96,71 @@ def prepare(config: Config, cache: Path | None = None) -> Material:
 
     rows = read_rows(config, conversations, cache_of(config, cache))
     if task_name != SFT:
-        rows = rows.numbered_by(_order_of_labels(config, rows))
+        labels = rows.train.labels
+        if config.model.base is not None and rows.task != REGRESSION:
+            # In the order in which the base names the same classes, so that a head it brings stays meaningful.
+            labels = labels_in_own_order(config.model.base, HEADS[rows.task], labels, config.model.revision)
+        rows = rows.numbered_by(labels)
         base = _base(config, task_name, rows.train.labels, tokenizer)
         config = capped(config, task_name, base)
-    encode = _encoder(config, rows, tokenizer)
-    whole, scored = encode(rows.train), None if rows.evaluation is None else encode(rows.evaluation)
+
+    # Rows become tokens; what nobody set is chosen from their lengths.
+    weights: tuple[float, ...] = ()
+    if rows.task == CLASSIFICATION:
+        weights = loss_weights(config, rows)
+    elif config.data.class_weights != "uniform":
+        what = f"{config.data.class_weights} is of classes, and {rows.task} has no weights"
+        raise InputError([Problem("data.class_weights", what)])
+    whole = task_of(config, rows.train, tokenizer, weights)
+    scored = None if rows.evaluation is None else task_of(config, rows.evaluation, tokenizer, weights)
     rows = rows.without(skipped_of(whole))
     lengths = whole.lengths[[rows.row_of(id_) for id_ in rows.train_ids]].tolist()
     longest = max(int(each.lengths.max()) for each in (whole, scored) if each is not None)
     config = for_rows(config, rows.task, base, lengths, longest, on_gpus=device_kind(config.run) == "cuda")
     padding = padding_multiple(config), config.model.max_length
     whole, scored = whole.padded_to(*padding), None if scored is None else scored.padded_to(*padding)
-    task, train_ids = _in_epochs(config, rows, whole)
+
+    # Trained on are packs, or copies of rows by weight; scored are the rows themselves, or some of them.
+    task, train_ids = whole, rows.train_ids
+    if config.training.packing:
+        if not isinstance(whole, SftTask):
+            what = "is for conversations (task sft); a class is that of one row"
+            raise InputError([Problem("training.packing", what)])
+        task = whole.packed([rows.row_of(id_) for id_ in train_ids])
+        train_ids = tuple(range(len(task)))
+    elif rows.copies > 1:
+        task = whole.in_copies(rows.copies)
     if rows.sources and isinstance(whole, EncodedRows):
         whole = whole.by_source(rows.sources)
-    validation_ids = _sampled(config, rows.validation_ids)
-    evaluation_task, evaluation_ids = whole, validation_ids
+    scored_ids = [rows.validation_ids]
     if rows.evaluation is not None and scored is not None:
-        evaluation_task, evaluation_ids = scored, _sampled(config, usable_ids(scored, rows.evaluation.ids))
+        scored_ids.append(usable_ids(scored, rows.evaluation.ids))
+    most = config.training.eval_rows
+    for place, ids in enumerate(scored_ids):
+        if most is not None and most < len(ids):
+            drawn = Draw(f"evaluated rows, seed {config.seed}").shuffled(ids)[:most]
+            scored_ids[place] = tuple(sorted(drawn))
     plan = _plan(config, rows, train_ids, task)
     config = with_values(config, {"training.micro_batches": plan.micro_batches})
-    require_records_fit(config, rows, plan, max(len(validation_ids), len(evaluation_ids)))
+    require_records_fit(config, rows, plan, max(map(len, scored_ids)))
     return Material(
         config=config,
         rows=rows,
         tokenizer=tokenizer,
         task=task,
         validation_task=whole,
-        evaluation_task=evaluation_task,
-        validation_ids=validation_ids,
-        evaluation_ids=evaluation_ids,
+        evaluation_task=whole if scored is None else scored,
+        validation_ids=scored_ids[0],
+        evaluation_ids=scored_ids[-1],
         plan=plan,
-        model=model_spec(config, rows.train.labels, tokenizer, HEADS[rows.task]),
-        adapter=adapter_spec(config, tokenizer),
+        interface=interface_of(config, HEADS[rows.task], rows.train.labels, tokenizer),
     )
 
 
 def _base(config: Config, task: str, labels: tuple[str, ...], tokenizer: Tokenizer) -> Base | None:
     if config.model.base is None:
         return None
-    spec = model_spec(config, labels, tokenizer, HEADS[task])
-    return Base(*facts_of_shape(spec))
+    return Base(*facts_of_shape(config.model, interface_of(config, HEADS[task], labels, tokenizer)))
 
 
 def skipped_of(task: ScoredTask) -> Mapping[int, Problem]:
@@ -163,26 +177,12 @@ def usable_ids(task: ScoredTask, ids: Sequence[int]) -> tuple[int, ...]:
     return found
 
 
-def _sampled(config: Config, ids: tuple[int, ...]) -> tuple[int, ...]:
-    most = config.training.eval_rows
-    if most is None or most >= len(ids):
-        return ids
-    return tuple(sorted(Draw(f"evaluated rows, seed {config.seed}").shuffled(ids)[:most]))
-
-
 def eval_rows_note(material: Material) -> str:
     """How many rows are scored, if `training.eval_rows` leaves some out; else empty."""
     rows, most = material.rows, material.config.training.eval_rows
     sizes = {"validation": len(rows.validation_ids), "evaluation": len(rows.evaluation or ())}
     counts = [f"{most} of {size} {what} rows" for what, size in sizes.items() if most is not None and size > most]
     return f"note: scores are of {' and '.join(counts)} (training.eval_rows)" if counts else ""
-
-
-def _order_of_labels(config: Config, rows: Rows) -> tuple[str, ...]:
-    """The labels in the order in which the base names the same classes, so that a head it brings stays meaningful."""
-    if config.model.base is None or rows.task in (REGRESSION, SFT):
-        return rows.train.labels
-    return labels_in_own_order(config.model.base, HEADS[rows.task], rows.train.labels, config.model.revision)
 
 
 def _tokenizer(config: Config, task: str) -> Tokenizer:
@@ -205,35 +205,25 @@ def loss_weights(config: Config, rows: Rows) -> tuple[float, ...]:
     return class_weights(config.data.class_weights, trained_on.counts(), trained_on.labels)
 
 
-def task_of(config: Config, data: Examples, tokenizer: Tokenizer, weights: Sequence[float]) -> ClassificationTask:
-    """The rows of `data`, a `DataSet`, as what a step or an evaluation works on. weights: one a class, of the loss."""
-    assert isinstance(data, DataSet)
-    return ClassificationTask(
-        labels=[row.label for row in data.rows],
-        num_labels=len(data.labels),
-        names=data.labels,
-        class_weights=weights,
-        **_encoded(config, data, tokenizer),
-    )
+def task_of(config: Config, data: Any, tokenizer: Tokenizer, weights: Sequence[float] = ()) -> ScoredTask:
+    """The rows of `data` as what a step or an evaluation works on. weights: of each class in the loss."""
+    if isinstance(data, TokenisedConversations | ConversationSet):
+        return _conversations(config, data, tokenizer)
+    if isinstance(data, Tagged):
+        return _tagging(config, data, tokenizer)
+    pairs = [row.pair for row in data.rows if row.pair is not None]
+    tokens, columns = encoded(tokenizer, [row.text for row in data.rows], pairs or None, config.model.max_length)
+    shared: dict[str, Any] = {"tokens": tokens, "columns": columns, **_batching(config, data, tokenizer)}
+    shared["labels"] = [row.label for row in data.rows]
+    if isinstance(data, Targets):
+        return RegressionTask(**shared)
+    shared |= {"num_labels": len(data.labels), "names": data.labels}
+    if isinstance(data, LabelSets):
+        return MultiLabelTask(**shared)
+    return ClassificationTask(class_weights=weights, **shared)
 
 
-def _regression(config: Config, data: Examples, tokenizer: Tokenizer) -> RegressionTask:
-    assert isinstance(data, Targets)
-    return RegressionTask(targets=[row.label for row in data.rows], **_encoded(config, data, tokenizer))
-
-
-def _multi_label(config: Config, data: Examples, tokenizer: Tokenizer) -> MultiLabelTask:
-    assert isinstance(data, LabelSets)
-    return MultiLabelTask(
-        labels=[row.label for row in data.rows],
-        num_labels=len(data.labels),
-        names=data.labels,
-        **_encoded(config, data, tokenizer),
-    )
-
-
-def _tagging(config: Config, data: Examples, tokenizer: Tokenizer) -> TaggingTask:
-    assert isinstance(data, Tagged)
+def _tagging(config: Config, data: Tagged, tokenizer: Tokenizer) -> TaggingTask:
     if config.data.text_pair_column is not None:
         raise InputError([Problem("data.text_pair_column", "is for texts; words have tags in one text")])
     texts, limit = [row.text for row in data.rows], config.model.max_length
@@ -251,27 +241,17 @@ def _tagging(config: Config, data: Examples, tokenizer: Tokenizer) -> TaggingTas
     return TaggingTask(tokens, tags, names=data.labels, unread=unread, columns=columns, **batching)
 
 
-def _encoded(config: Config, data: TextRows[Any], tokenizer: Tokenizer) -> dict[str, Any]:
-    pairs = [row.pair for row in data.rows if row.pair is not None]
-    tokens, columns = encoded(tokenizer, [row.text for row in data.rows], pairs or None, config.model.max_length)
-    return {"tokens": tokens, "columns": columns, **_batching(config, data, tokenizer)}
-
-
 def _batching(config: Config, data: Examples, tokenizer: Tokenizer) -> dict[str, Any]:
     """The arguments that all text tasks share, for the rows that the tokenizer encoded last."""
+    several = data.origins if data.origins is not None and len(data.origins.sizes) > 1 else None
     return {
         "cut": tokenizer.last_cut,
         "vocab_size": tokenizer.vocab_size,
         "pad_id": tokenizer.pad_id,
         "padding_multiple": padding_multiple(config),
         "max_length": config.model.max_length,
-        "places": [_place(data, id_) for id_ in data.ids],
+        "places": [several.where(id_) if several else f"{data.source}: row {id_}" for id_ in data.ids],
     }
-
-
-def _place(data: Examples, id_: int) -> str:
-    several = data.origins is not None and len(data.origins.sizes) > 1
-    return data.origins.where(id_) if several and data.origins is not None else f"{data.source}: row {id_}"
 
 
 def encoded(
@@ -290,53 +270,28 @@ def _typed(types: Sequence[Sequence[int]]) -> Columns:
     return {"token_type_ids": (types, 0)} if any(map(any, types)) else {}
 
 
-def conversation_task(config: Config, data: Examples, tokenizer: Tokenizer) -> SftTask:
-    """Conversations, tokenised already or encoded here, as what is worked on, each a row of its own."""
+def _conversations(config: Config, data: TokenisedConversations | ConversationSet, tokenizer: Tokenizer) -> SftTask:
+    """Conversations, tokenised already or encoded here, one a row."""
     limit, train_on = config.model.max_length, config.data.train_on
     if isinstance(data, TokenisedConversations):
         tokens, encoding = data.tokens, data.encoding
     else:
-        assert isinstance(data, ConversationSet)
         rows: list[EncodedRow] = []
         encoding = encode_each(tokenizer, data, limit, train_on, rows.append, skip_bad=config.data.bad_rows == "skip")
         tokens = TokenRows.of(rows)
+    new = config.model.new_tokens
+    ids = ", ".join(f"{token!r} {id_}" for token, id_ in zip(new, tokenizer.ids_of(new), strict=True))
+    added = (f"new tokens, by id: {ids}; each starts as the mean of all rows before them",) if new else ()
     return SftTask(
         tokens,
         pad_id=tokenizer.pad_id,
         max_length=limit,
         padding_multiple=padding_multiple(config),
         sources=[data.source_of(id_) for id_ in data.ids],
-        notes=(f"trained tokens: {encoding.mask_source}", *_new_tokens(config, tokenizer), *encoding.notes),
+        notes=(f"trained tokens: {encoding.mask_source}", *added, *encoding.notes),
         asked=Asked(data.form, encoding.stops),
         skipped={id_: Problem(where, what) for id_, where, what in encoding.skipped},
     )
-
-
-def _new_tokens(config: Config, tokenizer: Tokenizer) -> Iterator[str]:
-    new = config.model.new_tokens
-    if new:
-        said = ", ".join(f"{token!r} {id_}" for token, id_ in zip(new, tokenizer.ids_of(new), strict=True))
-        yield f"new tokens, by id: {said}; each starts as the mean of all rows before them"
-
-
-UNWEIGHTED: Mapping[str, Callable[[Config, Examples, Tokenizer], ScoredTask]] = {
-    REGRESSION: _regression,
-    MULTI_LABEL: _multi_label,
-    TOKEN_CLASSIFICATION: _tagging,
-    SFT: conversation_task,
-}
-"""By the task's name, of those without classes to be weighted: a data set by itself to what is made of it."""
-
-
-def _encoder(config: Config, rows: Rows, tokenizer: Tokenizer) -> Callable[[Examples], ScoredTask]:
-    """What makes a task of each data set of a run."""
-    if rows.task == CLASSIFICATION:
-        weights = loss_weights(config, rows)
-        return lambda data: task_of(config, data, tokenizer, weights)
-    kind = config.data.class_weights
-    if kind != "uniform":
-        raise InputError([Problem("data.class_weights", f"{kind} is of classes, and {rows.task} has no weights")])
-    return lambda data: UNWEIGHTED[rows.task](config, data, tokenizer)
 
 
 HEADS: Mapping[str, str] = {
@@ -347,15 +302,6 @@ HEADS: Mapping[str, str] = {
     SFT: "causal",
 }
 """By the task's name: the head of its model."""
-
-
-def _in_epochs(config: Config, rows: Rows, whole: ScoredTask) -> tuple[ScoredTask, tuple[int, ...]]:
-    if not config.training.packing:
-        return (whole.in_copies(rows.copies) if rows.copies > 1 else whole), rows.train_ids
-    if not isinstance(whole, SftTask):
-        raise InputError([Problem("training.packing", "is for conversations (task sft); a class is that of one row")])
-    packed = whole.packed([rows.row_of(id_) for id_ in rows.train_ids])
-    return packed, tuple(range(len(packed)))
 
 
 def padding_multiple(config: Config) -> int:
@@ -399,19 +345,10 @@ def _plan(config: Config, rows: Rows, train_ids: tuple[int, ...], task: ScoredTa
     )
 
 
-def model_spec(config: Config, labels: tuple[str, ...], tokenizer: Tokenizer, head: str) -> ModelSpec:
-    """The base model that `config` describes for these labels and this tokenizer, with this head; it knows no new
-    tokens yet, for which `attach` makes room."""
-    model = config.model
-    return ModelSpec(
-        num_labels=len(labels),
-        labels=labels,
-        vocab_size=min(tokenizer.ids_of(model.new_tokens), default=tokenizer.vocab_size),
-        pad_id=tokenizer.pad_id,
-        seed=config.seed,
-        head=head,
-        **model.model_dump(exclude={"new_tokens"}),
-    )
+def interface_of(config: Config, head: str, labels: tuple[str, ...], tokenizer: Tokenizer) -> ModelInterface:
+    """What a model with this head must fit. tokenizer: of the run, with its new tokens."""
+    new = tokenizer.ids_of(config.model.new_tokens)
+    return ModelInterface(head, labels, min(new, default=tokenizer.vocab_size), tokenizer.pad_id, new)
 
 
 def warnings_of(model: nn.Module, tokenizer: Tokenizer) -> Iterator[str]:
@@ -420,13 +357,3 @@ def warnings_of(model: nn.Module, tokenizer: Tokenizer) -> Iterator[str]:
     for note in (facts_of(model).own_code, tokenizer.own_code, padding_note(model, device)):
         if note:
             yield f"warning: {note}"
-
-
-def adapter_spec(config: Config, tokenizer: Tokenizer) -> AdapterSpec:
-    """The adapter that `config` describes. tokenizer: of the run, with its new tokens."""
-    adapter = config.adapter
-    return AdapterSpec(
-        targets=adapter.targets or "all-linear",
-        new_tokens=tokenizer.ids_of(config.model.new_tokens),
-        **adapter.model_dump(exclude={"targets"}),
-    )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from andon.config.schema import Config
-from andon.step.plan import BatchPlan
-from andon.step.schedule import Schedule
+from andon.step.plan import BatchPlan, Schedule
 
 _FEW_UPDATES = 100
 

@@ -12,9 +12,10 @@ from andon.backend.devices import placement
 from andon.config.schema import Config
 from andon.console.problems import InputError, Problem
 from andon.data.rows import repeated_texts
-from andon.model.adapter import attach, trainable_parameters
-from andon.model.build import build_base, facts_of
+from andon.model.adapter import trainable_parameters
+from andon.model.build import facts_of
 from andon.step.plan import efficiency
+from andon.training.build import build_model
 from andon.training.choices import automatic_keys, is_set, placed, settings_line
 from andon.training.material import Material, cut_note, eval_rows_note, prepare, warnings_of
 from andon.training.notices import few_updates, idleness, learns_nothing
@@ -33,7 +34,7 @@ def describe(config: Config, row: int | None = None) -> Iterator[str]:
     name, devices, note = placement(run.backend, run.workers, run.devices, fallback=run.cpu_fallback)
     material = prepare(config)
     config = material.config
-    model = attach(build_base(material.model), material.adapter, config.seed)
+    model = build_model(config, material.interface)
     material.task.require_fit(model, torch.device("cpu"))
     if told_of_task(config):
         yield told_of_task(config)
@@ -115,7 +116,7 @@ def _texts(material: Material) -> str:
 def _model(model: nn.Module, material: Material) -> str:
     trained = sum(parameter.numel() for parameter in trainable_parameters(model).values())
     total = sum(parameter.numel() for parameter in model.parameters())
-    return f"model: {total:,} weights, {trained:,} of them trained (adapter: {material.adapter.kind})"
+    return f"model: {total:,} weights, {trained:,} of them trained (adapter: {material.config.adapter.kind})"
 
 
 def _plan(material: Material) -> str:

@@ -11,12 +11,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from andon.backend.base import Backend
 from andon.config.identity import config_digest
+from andon.config.load import to_yaml
 from andon.config.schema import Config
 from andon.console.exits import Exit
 from andon.console.messages import say
@@ -27,19 +29,20 @@ from andon.integrations.wandb import WandbRun
 from andon.launch.rank import dropped_values
 from andon.metrics.confusion import digest_of
 from andon.metrics.scores import Scores
-from andon.model.build import backbone_of
+from andon.model.adapter import save_base
+from andon.model.build import backbone_of, facts_of
 from andon.model.compiled import CompiledPasses
 from andon.model.masks import Masking, masking_of
+from andon.run.atomic import whole_folder, write_json, write_whole
 from andon.run.columns import discard
 from andon.run.folder import RunFolder
 from andon.run.ledger import LedgerError, LedgerWriter
-from andon.run.provenance import fingerprint
+from andon.run.provenance import fingerprint, write_provenance
 from andon.run.repeats import Repeats, apart, require_repeated
 from andon.run.summary import Head, Summary, write_summary
-from andon.step.audit import describe
 from andon.step.replica import state_tensors
+from andon.tasks.sft import SftTask
 from andon.training.budget import hold_to_budget
-from andon.training.card import Result
 from andon.training.history import History, violation_records
 from andon.training.journal import (
     FolderJournal,
@@ -50,7 +53,7 @@ from andon.training.journal import (
 )
 from andon.training.material import cut_note, eval_rows_note
 from andon.training.notices import few_updates, idleness, learns_nothing
-from andon.training.outputs import write_adapter, write_start
+from andon.training.outputs import Result, form_of, write_card, write_model_files
 from andon.training.progress import ProgressView
 from andon.training.resume import AlreadyFinished, Standpoint, load_best, restore, run_identity
 from andon.training.rows import changed_since, unfit_model
@@ -198,7 +201,16 @@ def open_journal(session: Session, standpoint: Standpoint, progress: Progress) -
     if not run.writes:
         return SilentJournal()
     digests = {"initial_weights": hex64(run.initial_weights), "base": hex64(run.base)}
-    write_start(folder, config, session.environment, session.material, digests)
+    write_whole(folder.config, to_yaml(resolved(config, folder)).encode())
+    write_json(folder.environment, session.environment)
+    tokenizer, new = session.material.tokenizer, config.model.new_tokens
+    write_provenance(
+        folder.provenance,
+        identity=config_digest(config),
+        new_tokens=dict(zip(new, tokenizer.ids_of(new), strict=True)),
+        digests={**digests, "data": session.material.rows.digest, "tokenizer": tokenizer.digest},
+        environment=session.environment,
+    )
     try:
         ledger = LedgerWriter(folder.ledger)
     except LedgerError as error:
@@ -312,9 +324,9 @@ def _announce(session: Session, done: int) -> None:
 
 def _audit(session: Session, done: int) -> str:
     """What is audited; where none of the steps after the first `done` is due, that too."""
-    spec, last = session.run.spec.step.audit, session.run.plan.total_steps
-    shown = describe(spec, session.run.backend.world_size)
-    if not spec.every or done == last or any(map(spec.due, range(done + 1, last + 1))):
+    audit, last = session.run.step.audit, session.run.plan.total_steps
+    shown = audit.describe()
+    if not audit.every or done == last or any(map(audit.due, range(done + 1, last + 1))):
         return shown
     return f"{shown}; none falls into steps {done + 1} to {last}"
 
@@ -358,7 +370,7 @@ def finish(session: Session, journal: Journal, outcome: Outcome, history: Histor
     if scores is not None:
         journal.evaluated(step, epoch, scores, material.rows.last_scores, recorded=history.evaluated == scored)
         result = _result(session, outcome, weights, scores, history, kept)
-        write_adapter(session.folder, run.primary.model, material, result)
+        write_adapter(session, result)
     if history.ended != end:
         journal.append(end)
     _summarise(session, journal, outcome, weights, scores, history, memory, kept)
@@ -455,4 +467,43 @@ def _summarise(
             dropped_values=dropped_values() or None,
             data_changed=changed,
         ),
+    )
+
+
+def write_adapter(session: Session, result: Result) -> None:
+    """The trained adapter as a PEFT folder with tokenizer and card, whole or not at all; an embedded base goes along.
+
+    The embedded base lies in the adapter's folder too, so that transformers needs no other, and beside it for peft,
+    named by where it is from there: the run's folder may be moved. Another base is named by its whole path or hub id.
+    """
+    material, folder, model = session.material, session.folder, session.run.primary.model
+    config = resolved(session.config, folder)
+    if config.model.base is None and config.adapter.kind != "none":
+        with whole_folder(folder.path / "base") as path:
+            save_base(model, path, material.labels)
+    task = material.validation_task  # of the rows themselves, whatever is made of them to train on
+    asked = task.asked if isinstance(task, SftTask) else None
+    with whole_folder(folder.adapter) as path:
+        write_model_files(
+            path, model, config, material.tokenizer, material.labels, config.model.base or "../base", asked
+        )
+        notes = (facts_of(model).own_code,)
+        write_card(path, folder, config, result, form_of(config), folder.path.name, material.tokenizer, asked, notes)
+
+
+def resolved(config: Config, folder: RunFolder) -> Config:
+    """`config` with its run folder named, and absolute paths, so that it can be used from anywhere."""
+    data, base = config.data, config.model.base
+    files: dict[str, object] = {} if data.eval is None else {"eval": str(Path(data.eval).resolve())}
+    if isinstance(data.train, str):
+        files["train"] = str(Path(data.train).resolve())
+    elif data.train is not None:
+        files["train"] = tuple(file.model_copy(update={"path": str(Path(file.path).resolve())}) for file in data.train)
+    model = {"base": str(Path(base).resolve())} if base is not None and Path(base).is_dir() else {}
+    return config.model_copy(
+        update={
+            "data": data.model_copy(update=files),
+            "model": config.model.model_copy(update=model),
+            "run": config.run.model_copy(update={"dir": str(folder.path.resolve())}),
+        }
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,27 +31,23 @@ from andon.model.build import facts_of
 from andon.run.atomic import write_whole
 from andon.run.folder import RunFolder
 from andon.run.provenance import environment
-from andon.step.audit import AuditSpec, default_every
-from andon.step.optimizer import OptimizerSpec
 from andon.training.budget import agree_on_devices
-from andon.training.build import Run, RunSpec, StepSpec, build_run
+from andon.training.build import Run, build_run
 from andon.training.choices import placed, settings_line
 from andon.training.evaluation import Evaluator
 from andon.training.material import Material, padding_multiple, prepare, warnings_of
 from andon.training.rows import is_tokenised_as_read, notes, skip_notes, with_task
 from andon.training.study import captures, evaluation_batching
-from andon.training.trainer import Cadence
 from andon_contracts.liveness.diagnosis import StepClock
 from andon_contracts.policy import suspended
 
 
 @dataclass
 class Session:
-    """A run, and what its configuration adds to it.
+    """A run with its folder, its data and its clock.
 
     started: when its command began, by `time.monotonic`, which no change of the system's clock moves. began: the same
-    in seconds since the epoch, to compare with times of files.
-    clock: where the run is. planned_bytes: what each GPU replica may need; 0 where no rank is on a GPU.
+    in seconds since the epoch, to compare with times of files. planned_bytes: the plan of each GPU replica; 0 on CPUs.
     """
 
     config: Config
@@ -87,10 +83,55 @@ def assembled(
             stack.enter_context(folder.open_for_writing())
         # Before ranks wait for each other: tokens take as long as there are rows.
         material = prepare(config, folder.tokens if writing else None)
-        clock = StepClock(compiles=material.config.training.compile != "off")
-        backend = stack.enter_context(_backend(material.config, clock))
-        begun = time.monotonic() if started is None else started
-        yield _assemble(folder, material, backend, begun, clock, writing=writing)
+        config = material.config
+        clock = StepClock(compiles=config.training.compile != "off")
+        backend = stack.enter_context(_backend(config, clock))
+        started = time.monotonic() if started is None else started
+        memory, speaks = agree_on_devices(material, backend), backend.ranks[0] == 0
+        if speaks:
+            on_cpus = any(device.type != "cuda" for device in backend.devices)
+            if config.training.compile != "off" and on_cpus:
+                say(f"training.compile={config.training.compile} is for GPUs: on the CPU the model runs eagerly")
+            if backend.name == "mixed":
+                say(
+                    "mixed: a GPU drops other activations than a CPU, so the result depends on which rank computes what"
+                )
+        captured = captures(config, backend.devices[0].type, memory.activations if memory else None)
+        captured = captured and (memory is None or memory.graphs > 0)  # a GPU may have no room for them
+        plan, lengths = material.plan, padded_lengths(config.model.max_length, padding_multiple(config))
+        shapes = shapes_of(plan.batch_size, plan.micro_batches, lengths)
+        run = build_run(config, material.interface, backend, material.task, plan, shapes=shapes, capture=captured)
+        material.task.require_fit(run.primary.model, run.primary.device)
+        if speaks:
+            _say_notes(material, run, folder if writing else None)
+        accelerators = [torch.cuda.get_device_name(device) for device in backend.devices if device.type == "cuda"]
+        portable = FORM if config.run.portable else None
+        yield Session(
+            config=config,
+            folder=folder,
+            material=material,
+            run=run,
+            environment=environment(torch.get_num_threads(), accelerators, portable=portable),
+            started=started,
+            began=time.time() - (time.monotonic() - started),
+            clock=clock,
+            evaluator=Evaluator(backend, run.replicas, evaluation_batching(material, config)),
+            planned_bytes=memory.total + memory.graphs if memory else 0,
+        )
+
+
+def _say_notes(material: Material, run: Run, folder: RunFolder | None) -> None:
+    """Notes on the settings, the model and the data, and the list of skipped rows into `folder`."""
+    config, model = material.config, run.primary.model
+    chosen = [settings_line(config)] if config.model.base is not None else []
+    of_rows = notes(material.rows) if is_tokenised_as_read(config) else ()
+    of_model = (*facts_of(model).notes, *warnings_of(model, material.tokenizer))
+    for note in (*chosen, *of_model, *material.task.notes, *of_rows, *skip_notes(material.unusable)):
+        say(note)
+    skipped = (*material.rows.skipped, *material.unusable)
+    if skipped and folder is not None:
+        write_whole(folder.skipped, "".join(f"{problem}\n" for problem in skipped).encode())
+        say(f"note: all {len(skipped)} skipped rows are listed in {folder.skipped}")
 
 
 @contextmanager
@@ -121,10 +162,10 @@ def _backend(config: Config, clock: StepClock) -> Iterator[Backend]:
 
 
 def _usable(config: Config, name: str, devices: Sequence[torch.device], rank: int) -> tuple[str, torch.device]:
-    """The backend and the device of this rank, its first kernel run; the CPU where no GPU that was found works.
+    """The backend and the device of this rank, its first kernel run; the CPU if no GPU works and `cpu_fallback` is set.
 
-    Collective where ranks are on GPUs. Raises `InputError` on every rank where some work and some do not, where those
-    that were asked for by name do not, and for GPUs of different models under `nccl`.
+    Collective if ranks are on GPUs. Raises `InputError` on every rank if only some GPUs work, if those named in
+    `run.devices` do not, and for GPUs of different models under `nccl`.
     """
     device = devices[rank]
     if all(each.type != "cuda" for each in devices):
@@ -139,96 +180,3 @@ def _usable(config: Config, name: str, devices: Sequence[torch.device], rank: in
     if rank == 0:
         say(f"no GPU works here ({fault}): training on the CPU instead of {name} (clause cpu-fallback)")
     return "gloo" if name == "nccl" else name, torch.device("cpu")
-
-
-def audit_spec(config: Config, world_size: int) -> AuditSpec:
-    """The audit that `config` asks for on `world_size` ranks; by default it costs a hundredth of the work."""
-    every, coverage = config.contracts.audit_every, config.contracts.audit_coverage
-    return AuditSpec(
-        every=default_every(world_size, config.training.micro_batches) if every is None else every,
-        coverage=None if coverage == "all" else coverage,
-        seed=config.seed,
-    )
-
-
-def run_spec(config: Config, material: Material, world_size: int) -> RunSpec:
-    """The run that `config` and the files it names define, on `world_size` ranks."""
-    training, optimizer = config.training, config.optimizer
-    first, second = optimizer.betas
-    lengths = padded_lengths(config.model.max_length, padding_multiple(config))
-    return RunSpec(
-        model=material.model,
-        adapter=material.adapter,
-        step=StepSpec(
-            OptimizerSpec(optimizer.name, (first, second), optimizer.eps, optimizer.weight_decay, optimizer.momentum),
-            seed=config.seed,
-            micro_batches=training.micro_batches,
-            clip_norm=optimizer.clip_norm,
-            audit=audit_spec(config, world_size),
-            checkpointing=training.activation_checkpointing,
-            compile=training.compile,
-            shapes=shapes_of(material.plan.batch_size, training.micro_batches, lengths),
-        ),
-        peak_lr=optimizer.lr,
-        warmup_fraction=config.schedule.warmup_fraction,
-        min_lr=config.schedule.min_lr,
-        schedule=config.schedule.type,
-        warmup_steps=config.schedule.warmup_steps,
-        cadence=Cadence(
-            training.checkpoint_every,
-            training.evaluate_every,
-            config.contracts.base_every,
-            training.early_stopping_patience,
-            None if training.checkpoint_minutes is None else 60 * training.checkpoint_minutes,
-        ),
-    )
-
-
-def _tell(config: Config, backend: Backend) -> None:
-    """What of the configuration comes out otherwise than one may think on these devices; rank 0 says it."""
-    training = config.training
-    if backend.ranks[0] != 0:
-        return
-    if training.compile != "off" and any(device.type != "cuda" for device in backend.devices):
-        say(f"training.compile={training.compile} is for GPUs: on the CPU the model runs eagerly")
-    if backend.name == "mixed":
-        say("mixed: a GPU drops other activations than a CPU, so the result depends on which rank computes what")
-
-
-def _assemble(
-    folder: RunFolder, material: Material, backend: Backend, started: float, clock: StepClock, *, writing: bool
-) -> Session:
-    config, plan = material.config, agree_on_devices(material, backend)
-    _tell(config, backend)
-    spec = run_spec(config, material, backend.world_size)
-    captured = captures(config, backend.devices[0].type, plan.activations if plan else None)
-    captured = captured and (plan is None or plan.graphs > 0)  # a GPU may have no room for them
-    if captured:
-        spec = replace(spec, step=replace(spec.step, capture=True))
-    run = build_run(spec, backend, material.task, material.plan)
-    material.task.require_fit(run.primary.model, run.primary.device)
-    if backend.ranks[0] == 0:
-        model = run.primary.model
-        chosen = [settings_line(config)] if config.model.base is not None else []
-        for note in (*chosen, *facts_of(model).notes, *warnings_of(model, material.tokenizer), *material.task.notes):
-            say(note)
-        skipped = (*material.rows.skipped, *material.unusable)
-        told = notes(material.rows) if is_tokenised_as_read(config) else ()
-        for note in (*told, *skip_notes(material.unusable)):
-            say(note)
-        if skipped and writing:
-            write_whole(folder.skipped, "".join(f"{problem}\n" for problem in skipped).encode())
-            say(f"note: all {len(skipped)} skipped rows are listed in {folder.skipped}")
-    accelerators = [torch.cuda.get_device_name(device) for device in backend.devices if device.type == "cuda"]
-    return Session(
-        config=config,
-        folder=folder,
-        material=material,
-        run=run,
-        environment=environment(torch.get_num_threads(), accelerators, portable=FORM if config.run.portable else None),
-        started=started,
-        began=time.time() - (time.monotonic() - started),
-        clock=clock,
-        evaluator=Evaluator(backend, run.replicas, evaluation_batching(material, config)),
-        planned_bytes=plan.total + plan.graphs if plan else 0,
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,9 +11,15 @@ from andon.console.problems import InputError, Problem
 from andon.model.adapter import attach, trainable_parameters
 from andon.model.batches import EvaluationBatching, padded_length
 from andon.model.build import build_shape
-from andon.model.memory import MemoryPlan, plan_bytes
-from andon.model.memory_trace import checkpoint_hollow, hollow, traced_activations, traced_evaluation
-from andon.training.material import Material, adapter_spec, padding_multiple
+from andon.model.memory import (
+    MemoryPlan,
+    checkpoint_fake_layers,
+    plan_bytes,
+    traced_activations,
+    traced_evaluation,
+    with_fake_weights,
+)
+from andon.training.material import Material, padding_multiple
 
 
 def largest(material: Material, config: Config) -> tuple[int, int]:
@@ -51,8 +58,9 @@ class Study:
         return sum(parameter.numel() for parameter in model.parameters()), trained
 
     def _shape(self, config: Config) -> Any:
-        spec = replace(self.material.model, dtype=config.model.dtype)
-        return attach(build_shape(spec), adapter_spec(config, self.material.tokenizer), config.seed)
+        interface = self.material.interface
+        model = build_shape(config.model, interface, config.seed)
+        return attach(model, config.adapter, config.seed, interface.new_tokens)
 
     def plan(self, config: Config, kind: str, workers: int) -> MemoryPlan:
         """What one of `workers` replicas on a device of `kind` needs, without what lies outside of torch.
@@ -78,7 +86,7 @@ class Study:
             trainable_parameters(model),
             optimizer.name,
             training.micro_batches,
-            0,  # of a micro-batch: found below, because that leaves the model hollow
+            0,  # of a micro-batch: found below, because that leaves fake weights in the model
             world_size=workers,
             momentum=optimizer.momentum,
             kind=kind,
@@ -135,8 +143,37 @@ def _phases(
     model: Any, checkpointing: bool, trained: tuple[int, int], scored: tuple[int, int], kind: str
 ) -> tuple[int, int]:
     """Bytes of a micro-batch and of a batch of an evaluation, run eagerly; trained, scored: rows and length of each."""
-    with hollow(model):
+    with with_fake_weights(model):
         evaluation = traced_evaluation(model, *scored, kind)
         if checkpointing:
-            checkpoint_hollow(model, kind)
+            checkpoint_fake_layers(model, kind)
         return traced_activations(model, *trained, kind), evaluation
+
+
+def smaller_settings(config: Config) -> Sequence[tuple[str, Config, str]]:
+    """Settings that may need less memory: as they are written, the configuration with them, and what they cost. First
+    those that cost no accuracy."""
+    training, changes = config.training, []
+
+    def change(section: str, key: str, value: Any, price: str) -> None:
+        part = getattr(config, section).model_copy(update={key: value})
+        written = str(value).lower() if isinstance(value, bool) else value
+        changes.append((f"{section}.{key}={written}", config.model_copy(update={section: part}), price))
+
+    if config.run.cuda_graphs == "always":
+        change("run", "cuda_graphs", "never", "same bits; small models wait for their launches")
+    more = min(2 * training.micro_batches, training.batch_size)
+    while more > training.micro_batches and more <= 8 * training.micro_batches:
+        change("training", "micro_batches", more, "another result, as valid")
+        more = 0 if more == training.batch_size else min(2 * more, training.batch_size)
+    if not training.activation_checkpointing:
+        change("training", "activation_checkpointing", True, "same bits if not compiled; about a third more time")
+    if config.model.dtype == "float32" and config.adapter.kind == "lora":
+        change("model", "dtype", "bfloat16", "frozen weights rounded to 8 bits of precision")
+    if config.model.max_length >= 32:
+        change("model", "max_length", config.model.max_length // 2, "longer texts are cut there")
+    if config.adapter.kind == "none":
+        change("adapter", "kind", "lora", "trains an adapter instead of all weights")
+    elif config.adapter.r > 1:
+        change("adapter", "r", config.adapter.r // 2, "a smaller adapter")
+    return changes

@@ -16,11 +16,11 @@ from typing import Protocol
 import torch
 
 from andon.backend.base import Backend
+from andon.config.schema import Config
 from andon.console.problems import InputError
 from andon.metrics.scores import Scores
 from andon.run.repeats import Repeats
-from andon.step.plan import BatchPlan, GlobalBatch
-from andon.step.schedule import Schedule
+from andon.step.plan import BatchPlan, GlobalBatch, Schedule
 from andon.step.step import Pending, RankFailed, StepResult, TrainingStep
 from andon.training.history import step_record
 from andon_contracts.laws.law import Judgement, enforce
@@ -74,21 +74,6 @@ class Journal(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Cadence:
-    """After how many updates something is done that is no update; None: at the ends of epochs alone.
-
-    patience: training ends after this many evaluations in a row without a better validation loss. save_s: the seconds
-    from one checkpoint to the next by rank 0's clock; None: the clock decides nothing.
-    """
-
-    checkpoint_every: int | None = None
-    evaluate_every: int | None = None
-    base_every: int = 50
-    patience: int | None = None
-    save_s: float | None = None
-
-
 _WAIT = 19
 """Rank 0 waits this many times as long as the last checkpoint took, so that saving by time takes at most 5 %."""
 _WRITTEN, _REFUSED, _BROKEN = 0, 1, 2
@@ -116,7 +101,7 @@ class Trainer:
     repeats: Repeats
     progress: Progress
     weights: int
-    cadence: Cadence
+    config: Config
     clock: StepClock
     _saved_at: int = field(default=-1, init=False)
     _due_at: float = field(default=math.inf, init=False)
@@ -161,11 +146,12 @@ class Trainer:
 
     def _schedule_save(self, took: float) -> None:
         """Rank 0 wants the next checkpoint after `save_s`, or later if the last one, of `took` seconds, was slow."""
-        if self.cadence.save_s is not None and self.backend.ranks[0] == 0:
-            self._due_at = monotonic() + max(self.cadence.save_s, _WAIT * took)
+        minutes = self.config.training.checkpoint_minutes
+        if minutes is not None and self.backend.ranks[0] == 0:
+            self._due_at = monotonic() + max(60 * minutes, _WAIT * took)
 
     def _gives_up(self) -> bool:
-        patience = self.cadence.patience
+        patience = self.config.training.early_stopping_patience
         return patience is not None and self.progress.bad_evaluations >= patience
 
     def _settle(self, batch: GlobalBatch, result: StepResult, *, stopping: bool, saving: bool) -> None:
@@ -176,11 +162,11 @@ class Trainer:
         self.progress = replace(self.progress, step=batch.step, last_loss=result.loss)
         self.weights = result.digests.get("weights", self.weights)
         self.journal.step(batch, result, record)
-        best, every, began = self._look(batch, result), self.cadence.checkpoint_every, monotonic()
+        best, every, began = self._look(batch, result), self.config.training.checkpoint_every, monotonic()
         saving = saving or stopping or best or self._gives_up() or self.plan.is_epoch_end(batch.step)
         saving = saving or (every is not None and batch.step % every == 0)
         # What is frozen is too large to be read at each update, but no checkpoint vouches for it unread.
-        if saving or batch.step % self.cadence.base_every == 0:
+        if saving or batch.step % self.config.contracts.base_every == 0:
             self.step.attest_base(batch.step, self.base_digest)
         if saving:
             self._save(best=best)
@@ -188,13 +174,13 @@ class Trainer:
             self._schedule_save(monotonic() - began)
 
     def _due(self, step: int) -> bool:
-        cadence = self.cadence
-        regular = (cadence.base_every, cadence.checkpoint_every, cadence.evaluate_every)
+        training = self.config.training
+        regular = (self.config.contracts.base_every, training.checkpoint_every, training.evaluate_every)
         return self.plan.is_epoch_end(step) or any(every is not None and step % every == 0 for every in regular)
 
     def _look(self, batch: GlobalBatch, result: StepResult) -> bool:
         """Evaluate if it is due. The validation loss decides what is best (returned) and when to give up."""
-        every = self.cadence.evaluate_every
+        every = self.config.training.evaluate_every
         due = self.plan.is_epoch_end(batch.step) or (every is not None and batch.step % every == 0)
         if self.evaluate is None or not due:
             return False

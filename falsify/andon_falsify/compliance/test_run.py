@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 
 from andon_falsify.checkers import (
@@ -63,7 +65,7 @@ def test_all_ranks_hold_the_same_state_after_every_update(court: Court, backend:
 
 @pytest.mark.claim("layout-equal")
 @pytest.mark.parametrize("architecture", ["decoder", "encoder"])
-def test_the_layout_is_one(court: Court, backend: str, architecture: str) -> None:
+def test_the_layout_is_one(court: Court, backend: str, architecture: Literal["decoder", "encoder"]) -> None:
     """Read from the addresses of the parameters after construction, on every rank, and against one inline rank."""
     case = Case(architecture=architecture, world=room_for(backend, 3), backend=backend)
     trace, alone = court.run(case), court.run(case.but(world=1, backend="inline"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -25,7 +27,7 @@ from andon_falsify.verdict import Outcome, not_applicable
 EXAMPLES = max(4, settings().max_examples // 6)
 """Each example is two runs and a reference, so a sixth of what the profile gives a cheap property."""
 
-_OPTIMIZERS = st.sampled_from(
+_OPTIMIZERS: st.SearchStrategy[tuple[Literal["adamw", "sgd"], float | None, float, float]] = st.sampled_from(
     [("adamw", 0.5, 1e-2, 0.0), ("sgd", None, 0.05, 0.0), ("sgd", None, 0.02, 0.9), ("adamw", None, 3e-3, 0.0)]
 )
 

@@ -12,7 +12,6 @@ from torch import nn
 
 from andon.backend import devices
 from andon.model.adapter import trainable_parameters
-from andon.step.optimizer import OptimizerSpec
 from andon.step.plan import BatchPlan
 from andon.step.replica import Replica
 from andon.step.step import TrainingStep
@@ -70,9 +69,8 @@ def _layout_reversed(parts: Parts, _: ExitStack) -> None:
         if rank:
             own = parts.replicas[place]
             backwards = dict(reversed(trainable_parameters(own.model).items()))
-            spec = OptimizerSpec(case.optimizer, weight_decay=case.weight_decay)
             master_on = own.master.device if own.master.apart else None
-            parts.replicas[place] = Replica(own.model, backwards, spec, case.seed, own.device, master_on)
+            parts.replicas[place] = Replica(own.model, backwards, own.settings, case.seed, own.device, master_on)
     parts.step = TrainingStep(
         parts.backend, parts.replicas, parts.task, case.micro_batches, case.clip_norm, late=parts.step.late
     )

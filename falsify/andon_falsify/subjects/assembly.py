@@ -14,18 +14,17 @@ from torch import nn
 
 from andon.backend.base import Backend
 from andon.backend.inprocess import InlineBackend
-from andon.model.adapter import AdapterSpec, trainable_parameters
-from andon.model.build import ModelSpec
-from andon.model.memory import activation_bytes, plan_bytes
-from andon.step.optimizer import OptimizerSpec
+from andon.config.schema import Adapter, Config, Contracts, Model, Optimizer, Training
+from andon.model.adapter import trainable_parameters
+from andon.model.build import ModelInterface
+from andon.model.memory import plan_bytes
 from andon.step.plan import BatchPlan
 from andon.step.replica import Replica
 from andon.tasks.classification import ClassificationTask
-from andon.training.build import Run, RunSpec, StepSpec, build_model, build_run
-from andon.training.trainer import Cadence
+from andon.training.build import Run, build_model, build_run
 from andon_falsify.subjects.case import PAD, VOCABULARY, Case
 from andon_falsify.subjects.interpose import Place, WatchedBackend, WatchedTask
-from andon_falsify.subjects.meter import StorageMeter
+from andon_falsify.subjects.meter import StorageMeter, activation_bytes
 from andon_falsify.subjects.placing import devices_of, place_of_bits
 from andon_falsify.subjects.trace import LeafMasks, Sightings, copied, digest
 
@@ -51,48 +50,51 @@ class Parts(Run):
 
 
 @lru_cache(maxsize=8)
-def _pristine(spec: ModelSpec, adapter: AdapterSpec, seed: int) -> nn.Module:
-    return build_model(spec, adapter, seed)
+def _pristine(model: Model, adapter: Adapter, seed: int, interface: ModelInterface) -> nn.Module:
+    return build_model(Config(seed=seed, model=model, adapter=adapter), interface)
 
 
-def spec_of(case: Case, *, late: bool | None = None) -> RunSpec:
-    """What defines the run of `case`. late: see `TrainingStep`."""
-    model = ModelSpec(
-        num_labels=case.rows.classes,
-        labels=tuple(map(str, range(case.rows.classes))),
-        vocab_size=VOCABULARY + 1,
-        pad_id=PAD,
-        architecture=case.architecture,
-        hidden_size=case.hidden,
-        num_hidden_layers=case.layers,
-        num_attention_heads=case.heads,
-        num_key_value_heads=case.heads,
-        intermediate_size=case.inner,
-        dropout=case.dropout,
-        max_length=case.longest,
+def config_of(case: Case) -> Config:
+    """The configuration of the run of `case`."""
+    return Config(
         seed=case.seed,
+        model=Model(
+            architecture=case.architecture,
+            hidden_size=case.hidden,
+            num_hidden_layers=case.layers,
+            num_attention_heads=case.heads,
+            num_key_value_heads=case.heads,
+            intermediate_size=case.inner,
+            dropout=case.dropout,
+            max_length=case.longest,
+        ),
+        adapter=Adapter(
+            kind="lora" if case.rank else "none",
+            r=case.rank or 1,
+            alpha=2.0 * (case.rank or 1),
+            dropout=case.dropout,
+        ),
+        optimizer=Optimizer(
+            name=case.optimizer,
+            lr=case.lr,
+            weight_decay=case.weight_decay,
+            momentum=case.momentum,
+            clip_norm=case.clip_norm,
+        ),
+        training=Training(checkpoint_every=case.checkpoint_every),
+        contracts=Contracts(base_every=2, audit_every=0),
     )
-    kind = "lora" if case.rank else "none"
-    step = StepSpec(
-        OptimizerSpec(case.optimizer, weight_decay=case.weight_decay, momentum=case.momentum),
-        seed=case.seed,
-        micro_batches=case.micro_batches,
-        clip_norm=case.clip_norm,
-        late=late,
-    )
-    return RunSpec(
-        model=model,
-        adapter=AdapterSpec(kind=kind, r=case.rank or 1, alpha=2.0 * (case.rank or 1), dropout=case.dropout),
-        step=step,
-        peak_lr=case.lr,
-        cadence=Cadence(checkpoint_every=case.checkpoint_every, base_every=2),
-    )
+
+
+def interface_of(case: Case) -> ModelInterface:
+    """What the rows of `case` require of its model."""
+    return ModelInterface("classification", tuple(map(str, range(case.rows.classes))), VOCABULARY + 1, PAD)
 
 
 def model_of(case: Case) -> nn.Module:
     """The model of `case` before training: the same bits on every call."""
-    spec = spec_of(case)
-    return copy.deepcopy(_pristine(spec.model, spec.adapter, case.seed))
+    config = config_of(case)
+    return copy.deepcopy(_pristine(config.model, config.adapter, config.seed, interface_of(case)))
 
 
 def task_of(case: Case) -> ClassificationTask:
@@ -134,7 +136,8 @@ def put_together(case: Case, backend: Backend, meters: dict[int, StorageMeter], 
             seen.masks[seen.at, rows] = masks
 
     task = WatchedTask(inner, place, on_leaf, _poisoner(case, plan, seen))
-    run = build_run(spec_of(case, late=late), WatchedBackend(backend, place, inside), task, plan, model=model_of(case))
+    watched = WatchedBackend(backend, place, inside)
+    run = build_run(config_of(case), interface_of(case), watched, task, plan, late=late, model=model_of(case))
     if case.values:
         for model in run.models:
             task.watch(model)

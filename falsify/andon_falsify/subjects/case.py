@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 VOCABULARY = 127
 """Token ids of rows are 33 to 126, the printable characters of ASCII, so that a row is also a text."""
@@ -68,14 +68,14 @@ class Case:
     micro_batches: int = 4
     epochs: int = 1
     max_steps: int | None = None
-    optimizer: str = "adamw"
+    optimizer: Literal["adamw", "sgd"] = "adamw"
     momentum: float = 0.0
     weight_decay: float = 0.01
     lr: float = 1e-2
     clip_norm: float | None = 0.5
     seed: int = 0
     class_weights: tuple[float, ...] | None = None
-    architecture: str = "decoder"
+    architecture: Literal["decoder", "encoder"] = "decoder"
     layers: int = 1
     hidden: int = 16
     heads: int = 2

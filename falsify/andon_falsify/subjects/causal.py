@@ -16,13 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from andon.backend.inprocess import InlineBackend
+from andon.config.schema import Adapter, Config, Model
 from andon.data.chat import EncodedRow
-from andon.model.adapter import AdapterSpec, attach, trainable_parameters
-from andon.model.build import ModelSpec, build_base, seeded
-from andon.step.optimizer import OptimizerSpec
+from andon.model.adapter import attach, trainable_parameters
+from andon.model.build import ModelInterface, build_base, seeded
 from andon.step.plan import GlobalBatch
+from andon.step.step import TrainingStep
 from andon.tasks.sft import SftTask
-from andon.training.build import StepSpec, build_replicas, build_step
+from andon.training.build import build_replicas
 from andon_falsify.reference.causal import TokenRow, TokenSum, mean_of, token_sum
 from andon_falsify.reference.decoder import Decoder
 from andon_falsify.reference.params import Lora, canonical, canonical_name
@@ -76,10 +77,10 @@ class CausalSubject:
         ]
         task = SftTask(encoded, pad_id=PAD, max_length=LONGEST)
         self.task = task.packed(range(len(encoded))) if case.packed else task
-        spec, backend = StepSpec(OptimizerSpec(), 5, case.micro_batches, None), InlineBackend([_CPU] * case.world)
-        self.replicas = build_replicas(_model(case), spec, backend, self.task, 0)
+        config, backend = Config(seed=5), InlineBackend([_CPU] * case.world)
+        self.replicas = build_replicas(_model(case), config, backend, self.task, 0)
         self.model: Any = self.replicas[0].model
-        self._step = build_step(spec, backend, self.replicas, self.task)
+        self._step = TrainingStep(backend, self.replicas, self.task, case.micro_batches, None)
         self._first = 0
 
     def start(self) -> None:
@@ -145,7 +146,7 @@ def _short(name: str) -> str:
 
 
 def _model(case: CausalCase) -> nn.Module:
-    adapter = AdapterSpec(r=2, alpha=ALPHA, dropout=0.0) if case.lora else AdapterSpec(kind="none")
+    adapter = Adapter(r=2, alpha=ALPHA, dropout=0.0) if case.lora else Adapter(kind="none")
     model = attach(_base(case.family), adapter, seed=3)
     # An adapter's B begins at 0, and A then has no gradient to compare.
     draw = torch.Generator().manual_seed(11)
@@ -157,11 +158,7 @@ def _model(case: CausalCase) -> nn.Module:
 
 def _base(family: str) -> Any:
     if family == "qwen3":
-        spec = ModelSpec(
-            num_labels=0,
-            labels=(),
-            vocab_size=VOCABULARY,
-            pad_id=PAD,
+        settings = Model(
             hidden_size=16,
             num_hidden_layers=2,
             num_attention_heads=2,
@@ -169,10 +166,8 @@ def _base(family: str) -> Any:
             intermediate_size=24,
             dropout=0.0,
             max_length=LONGEST,
-            seed=7,
-            head="causal",
         )
-        return build_base(spec)
+        return build_base(settings, ModelInterface("causal", (), VOCABULARY, PAD), seed=7)
     from transformers import GPT2Config, GPT2LMHeadModel
 
     sizes: dict[str, Any] = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": LONGEST, "vocab_size": VOCABULARY}

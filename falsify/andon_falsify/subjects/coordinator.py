@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from andon.config.schema import Optimizer
 from andon.coordinator import DataParallelCoordinator
 from andon.model.adapter import trainable_parameters
 from andon.pipeline import ClassifyConfig, SafetySample, TransformerConfig
 from andon.step.micro_batch import Leaf
-from andon.step.optimizer import OptimizerSpec
+from andon.step.plan import Schedule
 from andon.step.replica import PartialGradient, Replica
-from andon.step.schedule import Schedule
 from andon_contracts.policy import suspended
 from andon_contracts.violation import Violation
 from andon_falsify.subjects.assembly import frozen_of, plan_of
@@ -71,7 +71,7 @@ def coordinator_of(case: Case) -> DataParallelCoordinator:
         gradient_clip_norm=case.clip_norm,
         class_weights=case.class_weights,
     )
-    optimizer = OptimizerSpec(case.optimizer, weight_decay=case.weight_decay, momentum=case.momentum)
+    optimizer = Optimizer(name=case.optimizer, weight_decay=case.weight_decay, momentum=case.momentum)
     return DataParallelCoordinator(
         shape,
         settings,

@@ -1,4 +1,4 @@
-"""A count of live tensor bytes: each storage from the first operation that shows it until it is freed."""
+"""Counts of tensor bytes: storages that live, and what autograd saves of one micro-batch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+
+from andon.step.task import Batch, Task
 
 
 class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -59,3 +62,31 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _leave(self, place: int) -> None:
         with self._lock:
             self.live -= self._held.pop(place, 0)
+
+
+def activation_bytes(model: nn.Module, task: Task, batch: Batch) -> int:
+    """Bytes that forward and backward of `batch` add to the weights: one dry forward in training mode, no backward.
+
+    What autograd saves (weights aside, each storage once), the batch itself, and working room of twice the
+    largest saved tensor, for the gradients on their way. Leaves the CPU generator and the model's mode as they were.
+    """
+    known = {tensor.untyped_storage()._cdata for tensor in [*model.parameters(), *model.buffers()]}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in known:
+            saved[storage._cdata] = storage.nbytes()
+        return tensor
+
+    training = model.training
+    model.train()
+    try:
+        with torch.random.fork_rng(devices=[]), torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept):
+            loss = task.loss_sum(model, batch)
+            held = sum(saved.values())
+            del loss
+    finally:
+        model.train(training)
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in batch.values()}
+    return held + sum(storages.values()) + 2 * max(saved.values(), default=0)

@@ -21,9 +21,10 @@ from typing import Any
 
 import torch
 
+from andon.config.schema import Model
 from andon.config.source import quiet_loading
 from andon.data.tokens import byte_tokenizer
-from andon.model.build import ModelSpec, build_base
+from andon.model.build import ModelInterface, build_base
 from andon.run.checkpoint import save_checkpoint
 from andon.run.provenance import environment, write_provenance
 from andon_contracts.act import Evidence, Scene, with_bundle
@@ -85,18 +86,11 @@ def _files_of(folder: Path) -> Files:
 def model_folder() -> Files:
     """A small decoder with its tokenizer and labels."""
     tokenizer = byte_tokenizer()
-    spec = ModelSpec(
-        2,
-        ("no", "yes"),
-        tokenizer.vocab_size,
-        tokenizer.pad_id,
-        hidden_size=8,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-    )
+    settings = Model(hidden_size=8, num_attention_heads=2, num_key_value_heads=2)
+    interface = ModelInterface("classification", ("no", "yes"), tokenizer.vocab_size, tokenizer.pad_id)
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
-        model = build_base(spec)
+        model = build_base(settings, interface, seed=0)
         with quiet_loading():
             model.save_pretrained(folder)  # type: ignore[operator]
         tokenizer.save(folder)

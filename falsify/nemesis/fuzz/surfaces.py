@@ -15,15 +15,16 @@ from pathlib import Path
 import torch
 
 from andon.config.load import load_config, to_yaml
-from andon.config.schema import Config
+from andon.config.schema import Config, Model
 from andon.console.problems import InputError
 from andon.data.readers import read
+from andon.data.rows import DataSet
 from andon.data.tokens import pretrained_tokenizer
 from andon.inspection.explain import explain
 from andon.inspection.recorded import open_recorded
 from andon.inspection.show import overview
 from andon.model.adapter import read_labels
-from andon.model.build import ModelSpec, build_base
+from andon.model.build import ModelInterface, build_base
 from andon.run.checkpoint import load_checkpoint, newest_valid, save_checkpoint
 from andon.run.folder import RunFolder
 from andon.run.ledger import LedgerError, digested_ledger
@@ -87,7 +88,7 @@ def data(draw: random.Random, folder: Path) -> str:
     path = folder / name
     path.write_bytes(damaged(draw, content))
     try:
-        found = read(path)
+        found = read(DataSet, path)
     except InputError as error:
         return "" if str(path) in str(error) else "the message does not name the file"
     if len(found.labels) < 2 or not found.rows:
@@ -179,7 +180,8 @@ def model_folder(draw: random.Random, folder: Path) -> str:
         with contextlib.suppress(InputError):
             labels = read_labels(inside)
             tokenizer = pretrained_tokenizer(str(inside), local_only=True)
-            build_base(ModelSpec(len(labels), labels, tokenizer.vocab_size, tokenizer.pad_id, str(inside)))
+            interface = ModelInterface("classification", labels, tokenizer.vocab_size, tokenizer.pad_id)
+            build_base(Model(base=str(inside)), interface, seed=0)
         return wrong()
 
 

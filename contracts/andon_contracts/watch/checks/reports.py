@@ -111,7 +111,7 @@ def _as_expected(seen: Seen[Sequence[Mapping[str, str]]]) -> Finding | None:
         else:
             continue
         name = min((sorted(texts)[index] for texts in seen.want if index < len(texts)), default=f"value {index + 1}")
-        texts = [each.get(name, "no value was told") for each in seen.want]
+        texts = [each.get(name, "no value was reported") for each in seen.want]
         shown = ", ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
         what += f" ({shown})" * bool(shown)
         named = any(each.get(name) for each in seen.want)
