@@ -8,8 +8,7 @@ from pathlib import Path
 import torch
 
 from andon.console.problems import InputError, Problem
-from andon.run.checkpoint import Checkpoint, load_checkpoint
-from andon.run.sealed import CheckpointError
+from andon.run.checkpoint import Checkpoint, CheckpointError, load_checkpoint
 
 
 def tensors_apart(one: Path, other: Path) -> Iterator[str]:

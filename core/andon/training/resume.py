@@ -10,11 +10,10 @@ import torch
 from andon.config.identity import differences, identity
 from andon.console.messages import say
 from andon.console.problems import InputError, Problem
-from andon.run.checkpoint import Checkpoint, load_checkpoint, newest_valid
+from andon.run.checkpoint import Checkpoint, CheckpointError, load_checkpoint, newest_valid
 from andon.run.folder import State
 from andon.run.provenance import differences as other_machine
 from andon.run.provenance import fingerprint, read_provenance
-from andon.run.sealed import CheckpointError
 from andon.step.pending import UNSIGNED
 from andon.step.step import RankFailed
 from andon.training.existing import config_of, require_same_as_finished
