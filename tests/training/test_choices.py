@@ -11,7 +11,17 @@ from andon.config.identity import config_digest
 from andon.config.load import load_config, template, to_yaml
 from andon.config.schema import SFT, Config
 from andon.console.problems import InputError
-from andon.training.choices import Base, capped, for_rows, inherited, is_set, placed, with_micro_batches
+from andon.launch import portable
+from andon.training.choices import (
+    Base,
+    capped,
+    for_rows,
+    inherited,
+    is_set,
+    placed,
+    portable_demo,
+    with_micro_batches,
+)
 
 BASE = Base(positions=1024, weights=10**9, dtype="bfloat16")
 OWN = ["data.train=rows.csv"]
@@ -181,6 +191,42 @@ def test_a_resumed_run_keeps_what_was_chosen(tmp_path: Path) -> None:
     assert (again.run.backend, is_set(again, "run.workers")) == ("nccl", False)
     other = inherited(config(*PRETRAINED, "model.dtype=float32"), written)
     assert other.model.dtype == "float32"  # named by the user: the resume refuses it by name
+
+
+@pytest.mark.parametrize(
+    ("overrides", "demo"),
+    [
+        ([], True),
+        (["run.workers=3", "training.checkpoint_every=5"], True),
+        (["run.portable=false"], False),
+        (["run.backend=nccl"], False),
+        (["seed=43"], False),
+        (OWN, False),
+        (["model.base=somewhere"], False),
+    ],
+)
+def test_only_the_demo_is_portable_by_default_and_only_on_cpus_with_avx2(
+    monkeypatch: pytest.MonkeyPatch, overrides: list[str], demo: bool
+) -> None:
+    for name in portable.SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(portable, "environment", lambda: {"instructions": "avx avx2"})
+    found, said = portable_demo(config(*overrides))
+    assert (found.run.portable, said) == (demo, "")
+    monkeypatch.setenv("MKL_CBWR", "AVX2")
+    assert ("MKL_CBWR is 'AVX2' in the environment" in portable_demo(config(*overrides))[1]) == demo
+    monkeypatch.delenv("MKL_CBWR")
+    monkeypatch.setattr(portable, "environment", lambda: {"instructions": "avx fma"})
+    found, said = portable_demo(config(*overrides))
+    assert (found.run.portable, "needs a CPU with AVX2" in said) == (False, demo)
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_a_resumed_demo_keeps_the_order_of_its_sums_on_any_cpu(monkeypatch: pytest.MonkeyPatch, value: bool) -> None:
+    monkeypatch.setattr(portable, "environment", lambda: {"instructions": "avx fma" if value else "avx2"})
+    again = inherited(config(), config(f"run.portable={value}"))
+    assert again.run.portable == value
+    assert portable_demo(again) == (again, "")
 
 
 def test_the_template_leaves_what_is_chosen_open(tmp_path: Path) -> None:

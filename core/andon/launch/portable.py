@@ -43,6 +43,7 @@ RUN = 384
 FORM = f"parts of {RUN} fused multiply-adds"
 """The fingerprint's name for this order of additions; another order needs another name."""
 _KEY = "run.portable"
+_REMEDY = "run.portable=false trains without"
 _ASK_BRANCH, _COMPATIBLE = 1, 3
 """MKL_CBWR_BRANCH and MKL_CBWR_COMPATIBLE of mkl_types.h."""
 _UNASKED = 0
@@ -107,7 +108,7 @@ def require_in_effect() -> None:
     if found == _IN_EFFECT:
         return
     if found[1] is None:
-        raise InputError([Problem(_KEY, "needs a torch that is built with MKL")])
+        raise InputError([Problem(_KEY, f"needs a torch that is built with MKL; {_REMEDY}")])
     settings = " ".join(f"{name}={value}" for name, value in SETTINGS.items())
     what = (
         f"comes too late: torch has computed in this process before, with {found[0]}; start the program with "
@@ -220,7 +221,7 @@ def _require_order() -> None:
     import torch
 
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        raise InputError([Problem(_KEY, "needs a torch that is built with oneDNN")])
+        raise InputError([Problem(_KEY, f"needs a torch that is built with oneDNN; {_REMEDY}")])
     generator = torch.Generator().manual_seed(0)
 
     def drawn(rows: int, columns: int, *, turned: bool) -> Tensor:
@@ -253,4 +254,4 @@ def _require_order() -> None:
         chain = (left[:, k] * right[:, k] + chain).float()
     if not torch.equal(chain + torch.cat(biases), torch.cat(found)):
         what = f"needs products that add in one order, which oneDNN of torch {torch.__version__} has not on this CPU"
-        raise InputError([Problem(_KEY, f"{what}; run.portable=false trains without")])
+        raise InputError([Problem(_KEY, f"{what}; {_REMEDY}")])
