@@ -14,7 +14,7 @@ which cuts by the CPU.
 oneDNN does not promise this order, and the operation that calls it is private to torch. So it is tried on the CPU at
 hand before anything is trained.
 
-The launcher sets the variables without loading torch, so every function imports torch itself.
+The launcher sets the variables and does not load torch, so functions import it.
 """
 
 from __future__ import annotations
@@ -46,8 +46,6 @@ _KEY = "run.portable"
 _REMEDY = "run.portable=false trains without"
 _ASK_BRANCH, _COMPATIBLE = 1, 3
 """MKL_CBWR_BRANCH and MKL_CBWR_COMPATIBLE of mkl_types.h."""
-_UNASKED = 0
-"""No branch of MKL's."""
 _IN_EFFECT = ("AVX2", _COMPATIBLE)
 """What torch and MKL answer if both variables took effect."""
 _FEW = 16
@@ -125,7 +123,7 @@ def _capability_and_branch() -> tuple[str, int | None]:
     if not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
         return capability, None
     if capability != _IN_EFFECT[0]:
-        return capability, _UNASKED  # MKL settles on a branch when it is asked, and a plain run may follow
+        return capability, 0  # MKL settles on a branch when it is asked, and a plain run may follow
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
         return capability, int(ctypes.CDLL(str(library)).mkl_serv_cbwr_get(_ASK_BRANCH))
@@ -191,29 +189,27 @@ def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     import torch
 
     (rows, columns), outputs = a.shape, b.shape[1]
-    # oneDNN copies a left one that lies by columns, as the gradient of a weight has it. The other way round are the
+    # oneDNN copies a left matrix that lies by columns, as the gradient of a weight has it. The other way round are the
     # same products and sums, and the smaller of the two is on the left.
     if outputs < rows and not a.is_contiguous() and a.t().is_contiguous():
         turned = _product(b.t(), a.t(), None).t().clone(memory_format=torch.contiguous_format)
         return turned if bias is None else turned.add_(bias)
-    linear = torch.ops.mkldnn._linear_pointwise.default
     right = b.t()
     if rows < _FEW:
         a = torch.cat((a, a.new_zeros(_FEW - rows, columns)))
-    # A single output has kernels of its own, which add otherwise: it is computed twice.
+    # A single output has kernels of its own, which add in another order: it is computed twice.
     if outputs == 1:
         right, bias = right.expand(2, columns), bias if bias is None else bias.repeat(2)
-    made: Tensor = linear(a[:, :RUN], _dense(right[:, :RUN]), bias, "none", [], "")
-    for first in range(RUN, columns, RUN):
-        end = first + RUN
-        made.add_(linear(a[:, first:end], _dense(right[:, first:end]), None, "none", [], ""))
+    made = a
+    for first in range(0, columns, RUN):
+        part = right[:, first : first + RUN]
+        if not (part.is_contiguous() or part.t().is_contiguous()):
+            part = part.contiguous()  # oneDNN has a kernel for others that adds in another order
+        linear = torch.ops.mkldnn._linear_pointwise.default
+        product: Tensor = linear(a[:, first : first + RUN], part, None if first else bias, "none", [], "")
+        made = made.add_(product) if first else product
     # The result is alone in its memory, as a product of torch's is.
     return made if rows >= _FEW and outputs > 1 else made[:rows, :outputs].clone(memory_format=torch.contiguous_format)
-
-
-def _dense(right: Tensor) -> Tensor:
-    """`right` contiguous by rows or by columns; otherwise oneDNN has a kernel that adds in another order."""
-    return right if right.is_contiguous() or right.t().is_contiguous() else right.contiguous()
 
 
 def _require_order() -> None:
@@ -229,10 +225,7 @@ def _require_order() -> None:
             return torch.randn(columns, rows, generator=generator).t()
         return torch.randn(rows, columns, generator=generator)
 
-    lefts: list[Tensor] = []
-    rights: list[Tensor] = []
-    biases: list[Tensor] = []
-    found: list[Tensor] = []
+    tried: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
     for rows, columns, outputs in _TRIED:
         for turned in range(4):
             a = drawn(rows, columns, turned=bool(turned & 1))
@@ -242,16 +235,14 @@ def _require_order() -> None:
             at = torch.tensor([0, outputs // 3, outputs // 2, outputs - 1])
             for row in {0, rows // 2, rows - 1}:
                 pair = torch.nn.functional.pad(torch.cat((a[row][None], b[:, at].t())), (0, RUN - columns))
-                lefts.append(pair[:1].expand(len(at), RUN))
-                rights.append(pair[1:])
-                biases.append(bias[at])
-                found.append(made[row, at])
-    left, right = torch.cat(lefts).double(), torch.cat(rights).double()
+                tried.append((pair[:1].expand(len(at), RUN), pair[1:], bias[at], made[row, at]))
+    lefts, rights, biases, found = (torch.cat(each) for each in zip(*tried, strict=True))
+    left, right = lefts.double(), rights.double()
     chain = torch.zeros(len(left))
     for k in range(RUN):
         # The product of two float32 is exact in float64. A sum that two roundings change is changed on every CPU,
         # because the numbers drawn are the same on all.
         chain = (left[:, k] * right[:, k] + chain).float()
-    if not torch.equal(chain + torch.cat(biases), torch.cat(found)):
+    if not torch.equal(chain + biases, found):
         what = f"needs products that add in one order, which oneDNN of torch {torch.__version__} has not on this CPU"
         raise InputError([Problem(_KEY, f"{what}; {_REMEDY}")])

@@ -202,13 +202,13 @@ def load_checkpoint(path: Path) -> Checkpoint:
     """
     manifest, state, tensors = _read(path, torch.clone)  # not mapped: the file may change later
     if _NAME.fullmatch(path.name) and manifest.step != _step_of(path):
-        name = f"the folder's name says {_step_of(path)}"
-        raise CheckpointError(f"{path / MANIFEST}: it is of step {manifest.step}, {name}")
-    digest = hex64(tree_digest(tensors))
+        what = f"it is of step {manifest.step}, the folder's name says {_step_of(path)}"
+        raise CheckpointError(f"{path / MANIFEST}: {what}")
+    digest, head = hex64(tree_digest(tensors)), (manifest.ledger.count, manifest.ledger.digest)
     if digest != manifest.digest:
-        said = manifest.digest
-        raise CheckpointError(f"{path / TENSORS}: the tensors have digest {digest}, the manifest says {said}")
-    return Checkpoint(path, manifest.step, tensors, state, digest, (manifest.ledger.count, manifest.ledger.digest))
+        what = f"the tensors have digest {digest}, the manifest says {manifest.digest}"
+        raise CheckpointError(f"{path / TENSORS}: {what}")
+    return Checkpoint(path, manifest.step, tensors, state, digest, head)
 
 
 def _read(folder: Path, use: Callable[[Tensor], Read]) -> tuple[Manifest, dict[str, Any], dict[str, Read]]:
@@ -226,11 +226,10 @@ def _read(folder: Path, use: Callable[[Tensor], Read]) -> tuple[Manifest, dict[s
         names = set(os.listdir(folder))
     except OSError as error:
         raise CheckpointError(f"{folder}: {error.strerror}") from error
-    for name in (MANIFEST, STATE, TENSORS):
-        if name not in names:
-            raise CheckpointError(f"{folder / name}: it is missing")
-    for name in sorted(names - {MANIFEST, STATE, TENSORS}):
-        raise CheckpointError(f"{folder / name}: no checkpoint has such a file")
+    for name in sorted(names ^ {MANIFEST, STATE, TENSORS}):
+        raise CheckpointError(
+            f"{folder / name}: {'no checkpoint has such a file' if name in names else 'it is missing'}"
+        )
     manifest = _read_manifest(folder / MANIFEST)
     for name, file in manifest.files.items():
         _require_listed(folder / name, file)

@@ -200,23 +200,23 @@ class RunFolder:
                 return
         try:
             with storage(self._claim, "read"):
-                # Shared: ranks that ask at the same time do not keep each other out.
-                fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InputError([Problem(str(self.path), f"is being written by {_owner(handle)}")]) from None
+                self._lock(handle, fcntl.LOCK_SH)  # shared: ranks that ask at the same time do not keep each other out
         finally:
             os.close(handle)
 
     def _take(self, handle: int, file: Path) -> None:
         """Lock the open `file` for this process alone. Raises `InputError` if another has it, or just removed it."""
-        try:
-            with storage(file):
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                there = _is_at(handle, file)
-        except BlockingIOError:
-            raise InputError([Problem(str(self.path), f"is being written by {_owner(handle)}")]) from None
+        with storage(file):
+            self._lock(handle, fcntl.LOCK_EX)
+            there = _is_at(handle, file)
         if not there:  # a lock on a file without a name keeps nobody out
             raise InputError([Problem(str(self.path), "was just discarded by the process that had it; try again")])
+
+    def _lock(self, handle: int, how: int) -> None:
+        try:
+            fcntl.flock(handle, how | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError([Problem(str(self.path), f"is being written by {_owner(handle)}")]) from None
 
     def _refuse_no_files(self) -> None:
         """Raise `InputError` for a folder in the place of a file, and for a pipe, which would keep a reader waiting."""
