@@ -123,7 +123,7 @@ def _capability_and_branch() -> tuple[str, int | None]:
     if not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
         return capability, None
     if capability != _IN_EFFECT[0]:
-        return capability, 0  # MKL settles on a branch when it is asked, and a plain run may follow
+        return capability, 0  # asking MKL fixes its branch, and a plain run may follow
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
         return capability, int(ctypes.CDLL(str(library)).mkl_serv_cbwr_get(_ASK_BRANCH))
@@ -197,7 +197,7 @@ def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     right = b.t()
     if rows < _FEW:
         a = torch.cat((a, a.new_zeros(_FEW - rows, columns)))
-    # A single output has kernels of its own, which add in another order: it is computed twice.
+    # For a single output oneDNN has other kernels, which add in another order: it is computed twice.
     if outputs == 1:
         right, bias = right.expand(2, columns), bias if bias is None else bias.repeat(2)
     made = a

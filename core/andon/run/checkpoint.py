@@ -47,7 +47,7 @@ Read = TypeVar("Read")
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that is not the one that was written; the message names the file and the fault."""
+    """A checkpoint that is damaged or was changed. The message names the file and the fault."""
 
 
 @dataclass(frozen=True)
@@ -161,17 +161,15 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def _write(path: Path, parts: Iterable[bytes | memoryview]) -> _File:
-    sha, size = hashlib.sha256(), 0
+    sha = hashlib.sha256()
 
-    def counted() -> Iterator[bytes | memoryview]:
-        nonlocal size
+    def hashed() -> Iterator[bytes | memoryview]:
         for part in parts:
             sha.update(part)
-            size += len(part)
             yield part
 
-    write_new(path, counted())
-    return _File(size, sha.hexdigest())
+    write_new(path, hashed())
+    return _File(path.stat().st_size, sha.hexdigest())
 
 
 def _require_saved(folder: Path, saved: Mapping[str, int], step: int) -> None:
@@ -227,9 +225,8 @@ def _read(folder: Path, use: Callable[[Tensor], Read]) -> tuple[Manifest, dict[s
     except OSError as error:
         raise CheckpointError(f"{folder}: {error.strerror}") from error
     for name in sorted(names ^ {MANIFEST, STATE, TENSORS}):
-        raise CheckpointError(
-            f"{folder / name}: {'no checkpoint has such a file' if name in names else 'it is missing'}"
-        )
+        what = "no checkpoint has such a file" if name in names else "it is missing"
+        raise CheckpointError(f"{folder / name}: {what}")
     manifest = _read_manifest(folder / MANIFEST)
     for name, file in manifest.files.items():
         _require_listed(folder / name, file)

@@ -56,10 +56,10 @@ def key_of(libraries: tuple[str, ...], **depends_on: object) -> str:
 
 
 def kept(folder: Path, key: str, kinds: Mapping[str, str], make: Make, read: Callable[[Columns], Read]) -> Read:
-    """The result of `read` on the columns under `key` in `folder`; if there are none, `make` computes them first.
+    """The result of `read` on the columns under `key` in `folder`, which `make` computes first if necessary.
 
-    Waits for another process that computes some, so call it before anything in which others wait with a timeout.
-    Raises what `make` does, of which nothing stays, and `InputError` if the disk refuses.
+    Waits for another process that computes some, so call it before other ranks wait for this one with a timeout.
+    Raises the errors of `make`, of which nothing stays, and `InputError` if the disk refuses.
     """
     path = folder / key
     try:

@@ -61,7 +61,7 @@ class RunFolder:
         self.confusion = path / "confusion"
         """The folder of confusion matrices, a file each (`metrics/confusion`)."""
         self.adapter = path / "adapter"
-        """The PEFT adapter, or the whole model if there is no adapter."""
+        """The PEFT adapter, or the whole model of a run without one."""
         self.rows = path / "rows"
         """The rows that were given as Python objects."""
         self.tokens = path / "tokens"
@@ -104,7 +104,7 @@ class RunFolder:
         return saved or _starts_a_ledger(self.ledger) or bool(_head(self.metrics, 1))
 
     def names(self) -> frozenset[str]:
-        """The names in the folder; none if there is no folder."""
+        """The names in the folder, which may not exist."""
         with suppress(FileNotFoundError, NotADirectoryError):
             return frozenset(os.listdir(self.path))
         return frozenset()
@@ -209,7 +209,7 @@ class RunFolder:
         with storage(file):
             self._lock(handle, fcntl.LOCK_EX)
             there = _is_at(handle, file)
-        if not there:  # a lock on a file without a name keeps nobody out
+        if not there:  # the lock is worthless: others lock the file that has the name now
             raise InputError([Problem(str(self.path), "was just discarded by the process that had it; try again")])
 
     def _lock(self, handle: int, how: int) -> None:
@@ -257,7 +257,7 @@ def _is_at(handle: int, file: Path) -> bool:
 
 
 def _remove_unclaimed(file: Path) -> None:
-    """Remove a claim that nobody holds; that of another command stays (`BlockingIOError`)."""
+    """Remove a claim without an owner. Raises `BlockingIOError`, and removes nothing, if another command has it."""
     handle = os.open(file, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,6 +1,6 @@
 """The fields of a step that must be the same when it is done again (`resume-exact`), and their comparison.
 
-A resumed run is held to it; `replay` and `diff` use it to find the record at which two runs part.
+A resumed run must repeat them; `replay` and `diff` find the first record at which two runs differ by them.
 """
 
 from __future__ import annotations
