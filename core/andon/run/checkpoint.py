@@ -228,8 +228,8 @@ def _read(folder: Path, use: Callable[[Tensor], Read]) -> tuple[Manifest, dict[s
         what = "no checkpoint has such a file" if name in names else "it is missing"
         raise CheckpointError(f"{folder / name}: {what}")
     manifest = _read_manifest(folder / MANIFEST)
-    for name, file in manifest.files.items():
-        _require_listed(folder / name, file)
+    for name in (TENSORS, STATE):
+        _require_listed(folder / name, manifest.files[name])
     path, found = folder / TENSORS, dict[str, Read]()
     try:
         with safe_open(path, framework="pt") as opened:
