@@ -20,7 +20,7 @@ from andon.console.problems import InputError, Problem
 from andon.inspection.difference import OTHER_MACHINE, Comparison, Differences
 from andon.inspection.recorded import Recorded, open_recorded
 from andon.launch.launcher import launch
-from andon.launch.portable import chosen
+from andon.launch.portable import portable_environment
 from andon.run.folder import RunFolder
 from andon.run.repeats import Difference, apart, differing, shown
 from andon.training.existing import config_at_hand
@@ -52,9 +52,9 @@ def replay_run(path: Path, steps: str, workers: int | None, backend: str | None)
     first, last = read_range(steps, found)
     config = settings(found.folder, workers, backend)
     if config.run.backend == "inline":
-        with chosen(config.run):
+        with portable_environment(config.run):
             return replay(config, path, first, last)
-    with chosen(config.run), tempfile.TemporaryDirectory(prefix="andon-replay-") as out:
+    with portable_environment(config.run), tempfile.TemporaryDirectory(prefix="andon-replay-") as out:
         payload: dict[str, Any] = {"config": config.model_dump(mode="json"), "path": str(path.absolute()), "out": out}
         result = launch(
             "andon.inspection.replay:replay_rank",

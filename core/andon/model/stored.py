@@ -1,8 +1,5 @@
 """Weights in files: written one tensor at a time, so that memory never holds a second copy of a model, and finite.
 
-`safetensors.torch.save` builds the whole file in memory; `save_file` makes it readable by its owner alone and hides the
-error of a disk. So the format, a JSON header and the tensors' bytes, is written here.
-
 One NaN in a loaded weight makes every loss NaN, and `finite` would blame the rows of a micro-batch. `torch.aminmax`
 allocates nothing and reads 26 GB/s on one core; the digest that every start computes reads 0.7.
 """
@@ -18,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from andon.console.problems import InputError, Problem
-from andon_contracts.act import NAMES
+from andon.run.checkpoint import bytes_of, safetensors_parts
 
 _SHOWN = 5
 LARGEST_FILE = 5 * 10**9
@@ -49,24 +46,14 @@ class Stored:
                 value = self.change(value.float())
             if not value.isfinite().all():
                 raise ValueError("a merged weight is not finite")
-        value = value.to("cpu", self.kind).contiguous()
-        return value.reshape(-1).view(torch.uint8).numpy().data
+        return bytes_of(value.to("cpu", self.kind))
 
 
 def write_tensors(file: Path, tensors: Mapping[str, Stored]) -> None:
     """Write `tensors` as one file of safetensors."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    first = 0
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].kind.itemsize, item[0]))  # aligns every tensor
-    for name, each in ordered:
-        offsets = [first, first := first + each.size]
-        header[name] = {"dtype": NAMES[each.kind], "shape": list(each.tensor.shape), "data_offsets": offsets}
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
+    kinds = {name: (each.kind, each.tensor.shape) for name, each in tensors.items()}
     with file.open("wb") as out:
-        out.write(len(text).to_bytes(8, "little") + text)
-        for _, each in ordered:
-            out.write(each.data())
+        out.writelines(safetensors_parts(kinds, lambda name: tensors[name].data(), {"format": "pt"}))
 
 
 def write_sharded(folder: Path, tensors: Mapping[str, Stored]) -> None:

@@ -36,7 +36,6 @@ from andon.console.problems import InputError, Problem, ProblemList, install_hin
 from andon.data.labels import text_fault
 from andon.launch.context import is_rank
 from andon.launch.fork_server import for_one_launch
-from andon.launch.portable import chosen
 from andon.run.folder import RunFolder, State, metrics_lines
 from andon.run.ledger import LedgerError, read_ledger
 from andon.run.summary import Summary, labelled, read_summary
@@ -121,7 +120,6 @@ def train(
             if found.run.backend != "inline" and multiprocessing.current_process().daemon:
                 what = f"{found.run.backend} starts ranks, and a daemonic process may start none; take inline"
                 raise InputError([Problem("run.backend", what)])
-            stack.enter_context(chosen(found.run))
             stack.enter_context(_preserved() if found.run.backend == "inline" else for_one_launch())
             written = {key: files.written[name] for key, name in _ROWS.items() if name in files.written}
             ended = start(found, started, given={key.removeprefix("data."): path for key, path in written.items()})

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from andon.backend import host
+from andon.config.identity import identity
 from andon.config.schema import SFT, Config, Section
 from andon.console.problems import InputError, Problem
 from andon.data.hub import at_hand
+from andon.launch.portable import can_take_effect, obstacles
 
 _CAP = 512
 _CAP_SFT = 2048
@@ -55,7 +57,10 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
 
 def inherited(config: Config, before: Config) -> Config:
     """`config` of a resumed run, with unset values from `before`, the run's first configuration, but for workers."""
-    return _where_unset(config, {key: value_of(before, key) for key in automatic_keys(config) if key != "run.workers"})
+    was = {key: value_of(before, key) for key in automatic_keys(config) if key != "run.workers"}
+    if _is_demo(config):
+        was["run.portable"] = before.run.portable
+    return _where_unset(config, was)
 
 
 def automatic_keys(config: Config) -> list[str]:
@@ -123,6 +128,24 @@ def placed(config: Config, gpus: int | None = None) -> tuple[Config, str]:
     line = f"auto: {workers} gloo worker{'s' * (workers > 1)}"
     found = with_values(config, {"run.backend": "gloo", "run.workers": workers})
     return found, f"{line}: {why}" if why else line
+
+
+def _is_demo(config: Config) -> bool:
+    """Whether `config` leaves `run.portable` open and is the run of the defaults, wherever it is placed."""
+    return not is_set(config, "run.portable") and identity(config) == identity(Config())
+
+
+def portable_demo(config: Config) -> tuple[Config, str]:
+    """`config`, portable if it is the demo and can be, and a line that says why not, or "".
+
+    So the demo has one digest on all CPUs with AVX2.
+    """
+    if not _is_demo(config):
+        return config, ""
+    why = "; ".join(f"{problem.where} {problem.what}" for problem in obstacles())
+    if not why and not can_take_effect(config.run):
+        why = "torch has computed in this process before"
+    return with_values(config, {"run.portable": not why}), f"auto: run.portable=false, since {why}" if why else ""
 
 
 @dataclass(frozen=True)

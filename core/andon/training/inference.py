@@ -26,10 +26,9 @@ from andon.model.adapter import base_digest, load_adapter, read_labels, trainabl
 from andon.model.batches import EvaluationBatching, predictions
 from andon.model.build import build_base, half_of, positions_of, without_adapter
 from andon.model.causal import generate
-from andon.run.checkpoint import load_checkpoint, saved_steps
+from andon.run.checkpoint import CheckpointError, load_checkpoint, saved_steps
 from andon.run.folder import RunFolder
 from andon.run.provenance import read_provenance
-from andon.run.sealed import CheckpointError
 from andon.run.summary import read_summary
 from andon.step.replica import WEIGHTS
 from andon.tasks.sft import Asked

@@ -34,14 +34,13 @@ from andon.model.build import backbone_of, facts_of
 from andon.model.compiled import CompiledPasses
 from andon.model.masks import Masking, masking_of
 from andon.run.atomic import whole_folder, write_json, write_whole
-from andon.run.checkpoint import Checkpoint, load_checkpoint, newest_valid
+from andon.run.checkpoint import Checkpoint, CheckpointError, load_checkpoint, newest_valid
 from andon.run.columns import discard
 from andon.run.folder import RunFolder, State
 from andon.run.ledger import LedgerError, LedgerWriter
 from andon.run.provenance import differences as other_machine
 from andon.run.provenance import fingerprint, read_provenance, write_provenance
 from andon.run.repeats import Repeats, apart, require_repeated
-from andon.run.sealed import CheckpointError
 from andon.run.summary import Head, Summary, write_summary
 from andon.step.replica import state_tensors
 from andon.step.step import UNSIGNED, RankFailed

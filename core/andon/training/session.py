@@ -25,14 +25,13 @@ from andon.backend.devices import (
     refuse_without_nccl,
 )
 from andon.backend.group import GroupBackend, groups_of
-from andon.backend.products import FORM, portable_kernels
 from andon.config.schema import Config
 from andon.console.messages import say
 from andon.console.problems import InputError, Problem
 from andon.launch.context import RankContext, is_rank
 from andon.launch.heartbeat import Heartbeat, Timeouts
 from andon.launch.joining import join
-from andon.launch.portable import require_in_effect
+from andon.launch.portable import FORM, portable_kernels, require_in_effect
 from andon.launch.rank import end_now, watched_by
 from andon.model.batches import padded_lengths, shapes_of
 from andon.model.build import facts_of
