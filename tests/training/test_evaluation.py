@@ -21,9 +21,9 @@ from andon.model.batches import EvaluationBatching
 from andon.tasks import classification
 from andon.tasks.classification import ClassificationTask
 from andon.training.evaluation import Evaluator, evaluate
+from andon.training.forecast import evaluation_batching
 from andon.training.material import prepare
 from andon.training.preview import describe
-from andon.training.study import evaluation_batching
 from andon_contracts.policy import evaluations, reset_evaluations
 from andon_contracts.violation import Violation
 from tests.training.runs import Runs, outcome, records, write_jsonl

@@ -12,15 +12,24 @@ import pytest
 import torch
 
 from andon.backend.inprocess import InlineBackend
+from andon.backend.machine import Accelerator
 from andon.config.load import load_config
 from andon.config.schema import Config
 from andon.console.problems import InputError
 from andon.model.memory import MemoryPlan
-from andon.training import forecast, study
-from andon.training.budget import _fitting_setting, _planned, hold_to_budget
-from andon.training.forecast import Machine, WorldPlan
+from andon.training import forecast
+from andon.training.forecast import (
+    Machine,
+    MemoryPlanner,
+    NotPlannable,
+    WorldPlan,
+    agree_on_devices,
+    captures,
+    fitting_setting,
+    hold_to_budget,
+    with_graphs_that_fit,
+)
 from andon.training.material import prepare
-from andon.training.study import NotPlannable, captures, with_graphs_that_fit
 from andon_contracts.policy import evaluations, reset_evaluations, suspended
 from tests.training.runs import SMALL, write_jsonl
 
@@ -121,35 +130,37 @@ def test_the_smallest_gpu_counts_and_one_setting_with_which_it_fits_is_named(dat
 
 def test_a_run_that_does_not_fit_on_its_gpus_names_a_setting_that_does(data: Path) -> None:
     config = configured(data, "run.backend=nccl", "model.hidden_size=128", "model.max_length=64")
-    looked = study.Study(prepare(config))
-    needed = looked.plan(config, "cuda", 2).needed
-    offered = _fitting_setting(looked, 2, needed - 1)
+    planner = MemoryPlanner(prepare(config))
+    needed = planner.plan(config, "cuda", 2).needed
+    offered = fitting_setting(planner, 2, needed - 1)
     assert offered == "it would fit with --set training.micro_batches=8 (another result, as valid)"
-    assert _fitting_setting(looked, 2, 1) == "no single setting would make it fit; andon plan says what needs most"
+    assert fitting_setting(planner, 2, 1) == "no single setting would make it fit; andon plan says what needs most"
 
 
 def test_a_model_that_cannot_be_followed_is_bad_input_to_a_plan_and_a_warning_to_a_run(
     data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = configured(data)
-    backend: Any = SimpleNamespace(ranks=[0], world_size=1)
+    config, gpu = configured(data), Accelerator(0, "a GPU", LARGE, LARGE)
+    backend: Any = SimpleNamespace(name="nccl", ranks=[0], world_size=1, devices=[torch.device("cuda", 0)])
+    monkeypatch.setattr(forecast, "look_at", lambda _: gpu)
+    monkeypatch.setattr(forecast, "of_all_ranks", lambda found: {0: found})
 
     def failing(error: Exception) -> None:
-        def phases(*_: object) -> None:
+        def phases(*_: object, **__: object) -> None:
             raise error
 
-        monkeypatch.setattr(study, "_phases", phases)
+        monkeypatch.setattr(forecast, "traced_bytes", phases)
 
     failing(RuntimeError("no such shape\nand more"))
     expected = r"model\.base: its memory cannot be planned \(RuntimeError: no such shape\)"
     with pytest.raises(NotPlannable, match=expected):
         plans(config, [1], Machine((), LARGE))
-    assert _planned(study.Study(prepare(config)), backend) is None
+    assert agree_on_devices(prepare(config), backend) is None
     assert "warning: model.base: its memory cannot be planned" in capsys.readouterr().err
     failing(InputError("model.base: is wrong"))
     for planning in (
         lambda: plans(config, [1], Machine((), LARGE)),
-        lambda: _planned(study.Study(prepare(config)), backend),
+        lambda: agree_on_devices(prepare(config), backend),
     ):
         with pytest.raises(InputError, match="is wrong") as caught:
             planning()

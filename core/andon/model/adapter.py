@@ -109,35 +109,30 @@ def _check_targets(model: nn.Module, targets: Sequence[str], heads: Sequence[str
         if isinstance(module, nn.Linear) and name.partition(".")[0] not in heads and name not in drawn
     ]
     suffixes = sorted({name.rpartition(".")[2] for name in linear})
-    found = ProblemList()
+    found, causal = ProblemList(), vocabulary_head(model) is not None
     for target in targets:
         if any(name == target or name.endswith(f".{target}") for name in linear):
             continue
-        if target in heads and vocabulary_head(model) is not None:
-            what = f"{target!r} gives the logits of the vocabulary, which no adapter changes here; leave it out"
+        near = difflib.get_close_matches(target, suffixes, n=1)
+        remedy = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(suffixes)}"
+        what = f"matches no Linear module; {remedy}"
+        if target in heads and causal:
+            what = "gives the logits of the vocabulary, which no adapter changes here; leave it out"
         elif target in heads:
-            what = f"{target!r} is the classification head, which is trained whole; leave it out"
+            what = "is the classification head, which is trained whole; leave it out"
         elif target == ALL_LINEAR:
-            what = f"{ALL_LINEAR!r} already names every module; leave the others out"
-        else:
-            near = difflib.get_close_matches(target, suffixes, n=1)
-            remedy = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(suffixes)}"
-            what = f"{target!r} matches no Linear module; {remedy}"
-        found.add("adapter.targets", what)
+            what = "already names every module; leave the others out"
+        found.add("adapter.targets", f"{target!r} {what}")
     found.raise_if_any()
 
 
-# New tokens of a causal language model have rows in its embedding and in its head, tied or not. The rows are parameters
-# of the adapter, in peft's form (`trainable_token_indices`). All start as the mean of the rows before them: nothing is
-# drawn, and no new token starts likelier than another.
-
-
 def _add_rows(model: nn.Module, tokens: Sequence[int], kind: str) -> None:
-    """Make `tokens` (ids, ascending, without a gap) rows of `model`'s embedding and head, in place.
+    """Make `tokens` (ids, ascending, without a gap) rows of `model`'s embedding and head, tied or not, in place.
 
-    All other rows keep their bits. Rows that exist already, as in a vocabulary larger than its tokenizer, start as new
-    rows do. kind: of the adapter. Raises `InputError` unless `model` is a causal language model, and for an adapter and
-    logits with a bias, which peft would leave out.
+    The rows are parameters of the adapter, in peft's form (`trainable_token_indices`). All start as the mean of the
+    rows before them, those too that a vocabulary larger than its tokenizer has already: nothing is drawn, and no new
+    token starts likelier than another. All other rows keep their bits. Raises `InputError` unless `model` is a causal
+    language model, and for an adapter and logits with a bias, which peft would leave out.
     """
     built: Any = model
     head: Any = vocabulary_head(model)
@@ -225,10 +220,10 @@ def export_adapter(
 ) -> None:
     """Write what was trained: a PEFT folder, or for kind 'none' the whole model. The same bytes in every process.
 
-    folder: made if absent. base_reference: where stock peft looks for the base, a hub id (at `revision`) or a path
-    relative to the loader's working folder. labels: names in the order of their ids, written to `classifier.json`,
-    which `AutoConfig` reads; empty for a causal language model. with_base: write the base's weights and `config.json`
-    too, so that transformers needs no other folder.
+    base_reference: where stock peft looks for the base, a hub id (at `revision`) or a path relative to the loader's
+    working folder. labels: names in the order of their ids, written to `classifier.json`, which `AutoConfig` reads;
+    empty for a causal language model. with_base: write the base's weights and `config.json` too, so that transformers
+    needs no other folder.
     """
     from peft import PeftModel
 
@@ -293,8 +288,7 @@ def save_base(model: nn.Module, folder: Path, labels: Sequence[str], merged: tor
     """Write the base model (config.json, model.safetensors, labels.json) as transformers loads it, without its adapter.
 
     Stock peft needs it to load an adapter of the embedded model. merged: write the sum of base and adapter instead, in
-    this dtype. Each sum is computed in fp32 as its weight is written: memory holds one at a time. One of several tied
-    weights is written. `model` does not change.
+    this dtype, computed in fp32 one weight at a time. Of tied weights one is written. `model` does not change.
     """
     base: Any = without_adapter(model)
     changes = {} if merged is None else _changes(base)
@@ -330,10 +324,11 @@ def _changes(base: nn.Module) -> dict[str, Callable[[Tensor], Tensor]]:
     found: dict[str, Callable[[Tensor], Tensor]] = {}
     for name, module in base.named_modules():
         layer: Any = module
+        plain = _plain(name)
         if hasattr(layer, "lora_A"):  # each tensor of a mixture's experts has a wrapper, which names it
-            found[f"{_plain(name)}.{getattr(layer, 'parameter_name', 'weight')}"] = partial(with_delta, layer)
+            found[f"{plain}.{getattr(layer, 'parameter_name', 'weight')}"] = partial(with_delta, layer)
         elif hasattr(layer, "trainable_tokens_delta"):
-            found[f"{_plain(name)}.weight"] = partial(with_rows, layer)
+            found[f"{plain}.weight"] = partial(with_rows, layer)
     return found
 
 

@@ -26,15 +26,7 @@ from torch import Tensor, nn
 
 from andon.config.source import quiet_loading
 from andon.fast.attention import causal_attention, fits, runs_on
-from andon.model.build import (
-    attending_as,
-    backbone_of,
-    evaluating,
-    half_of,
-    tried,
-    vocabulary_head,
-    without_adapter,
-)
+from andon.model.build import attending_as, backbone_of, evaluating, half_of, tried, vocabulary_head, without_adapter
 
 WINDOWS = ("sliding_window", "local_attention", "attention_window", "attention_chunk_size", "window_size")
 """What configurations of transformers call a limit to how far a token sees."""
@@ -104,42 +96,40 @@ def _has_windows(config: Any) -> bool:
 def tried_masking(model: nn.Module, device: torch.device) -> Masking:
     """The first of `possible_maskings` with which `model` on `device` gives what it gives with the last."""
     *cheaper, last = possible_maskings(model)
-    holds = _spans_hold if last is Masking.ROW_PAIRS else _holds
-    return next((each for each in cheaper if holds(model, each, device)), last)
+    packs = last is Masking.ROW_PAIRS
+    if not cheaper or (packs and not runs_on(device)):
+        return last
+    outputs_with, order = (_outputs_of_pack, 2) if packs else (_outputs_of_rows, float("inf"))
+    noise, size = NOISE[half_of(model)], partial(torch.linalg.vector_norm, ord=order)
+    with evaluating(model, device):
+        wanted = outputs_with(model, last, device)
+        for masking in cheaper if wanted else ():
+            found = outputs_with(model, masking, device)
+            pairs = zip(found, wanted, strict=False)
+            if len(found) == len(wanted) and all(
+                bool(size(one - other) <= noise * size(other)) for one, other in pairs
+            ):
+                return masking
+    return last
 
 
-def _holds(model: Any, masking: Masking, device: torch.device) -> bool:
-    """Compare logits and the backbone's output (a head of zeros would hide a wrong mask) of three rows."""
+def _outputs_of_rows(model: Any, masking: Masking, device: torch.device) -> list[Tensor]:
+    """The backbone's output (a head of zeros would hide a wrong mask) and logits of three rows; none if refused."""
     ids, mask = _tokens(model, device)
-    outputs: list[list[Tensor]] = []
-
-    def logits_with(given: Tensor) -> Tensor:
-        found: Tensor = model(input_ids=ids, attention_mask=given).logits
-        return found.float()
+    outputs: list[Tensor] = []
 
     def note(_: nn.Module, __: object, output: Any) -> None:
         hidden = getattr(output, "last_hidden_state", None)
         if isinstance(hidden, Tensor) and hidden.shape[:2] == mask.shape:
-            outputs[-1].append(hidden.float() * mask[..., None])
+            outputs.append(hidden.float() * mask[..., None])
 
-    with evaluating(model, device):
-        for each in (Masking.TOKENS, masking):
-            outputs.append([])
-            with masked(model, each, mask) as given, backbone_of(model).register_forward_hook(note):
-                logits = tried(partial(logits_with, given))
-            if isinstance(logits, Exception):
-                return False
-            outputs[-1].append(logits)
-    noise, (wanted, found) = NOISE[half_of(model)], outputs
-    return len(wanted) == len(found) and all(
-        bool((one - other).abs().max() <= noise * other.abs().max()) for one, other in zip(found, wanted, strict=True)
-    )
+    with masked(model, masking, mask) as given, backbone_of(model).register_forward_hook(note):
+        logits = tried(lambda: model(input_ids=ids, attention_mask=given).logits.float())
+    return [] if isinstance(logits, Exception) else [*outputs, logits]
 
 
-def _spans_hold(model: nn.Module, masking: Masking, device: torch.device) -> bool:
-    """Compare the backbone's output of a pack of three rows and padding."""
-    if not runs_on(device):
-        return False
+def _outputs_of_pack(model: nn.Module, masking: Masking, device: torch.device) -> list[Tensor]:
+    """The backbone's output of a pack of three rows and padding; none if refused."""
     base: Any = without_adapter(model)
     room = getattr(base.config, "max_position_embeddings", None) or 2 * _TRIED_LENGTHS[0]
     lengths = [max(1, min(length, room)) for length in _TRIED_LENGTHS]
@@ -147,22 +137,10 @@ def _spans_hold(model: nn.Module, masking: Masking, device: torch.device) -> boo
     positions = torch.tensor([[place for length in (*lengths, 1, 1, 1, 1) for place in range(length)]])
     rows, positions = rows.to(device), positions.to(device)
     ids = torch.arange(1, rows.shape[1] + 1, device=device)[None] % base.get_input_embeddings().weight.shape[0]
-
-    def hidden_with(mask: Tensor) -> Tensor:
+    with packed_mask(model, masking, rows, positions) as mask:
         given = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "use_cache": False}
-        found: Tensor = backbone_of(model)(**given).last_hidden_state
-        return found[rows > 0].float()
-
-    outputs = []
-    with evaluating(model, device):
-        for each in (Masking.ROW_PAIRS, masking):
-            with packed_mask(model, each, rows, positions) as mask:
-                output = tried(partial(hidden_with, mask))
-            if isinstance(output, Exception):
-                return False
-            outputs.append(output)
-    wanted, found = outputs
-    return bool((found - wanted).norm() <= NOISE[half_of(model)] * wanted.norm())
+        hidden = tried(lambda: backbone_of(model)(**given).last_hidden_state[rows > 0].float())
+    return [] if isinstance(hidden, Exception) else [hidden]
 
 
 def _tokens(model: Any, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -179,7 +157,7 @@ def _tokens(model: Any, device: torch.device) -> tuple[Tensor, Tensor]:
 @dataclass(frozen=True)
 class Padding:
     """Where rows are padded. change: how far padding moves a row's logits, as a share of the largest logit; 0.0 if only
-    by rounding, or if the model could not be tried."""
+    by rounding, or if the model cannot be tried."""
 
     side: str = "right"
     change: float = 0.0
@@ -210,18 +188,14 @@ def _tried_padding(model: Any, device: torch.device) -> Padding:
     end = getattr(model.config, "eos_token_id", None)  # some classify by their token for the end
     if isinstance(end, int):
         ids = ids.scatter(1, mask.sum(dim=1, keepdim=True) - 1, end)
-
-    def logits_of(ids: Tensor, mask: Tensor) -> Tensor:
-        found: Tensor = model(input_ids=ids, attention_mask=mask).logits
-        return found.float()
-
     cuts = [(slice(row, row + 1), slice(length)) for row, length in enumerate(mask.sum(dim=1).tolist())]
-    alone = [logits_of(ids[cut], mask[cut]) for cut in cuts]
+    alone = [model(input_ids=ids[cut], attention_mask=mask[cut]).logits.float() for cut in cuts]
     size = max(float(logits.abs().max()) for logits in alone)
     changes = []
     for side in ("right", "left"):
         shift = mask.sum(dim=1) * (side == "left")
-        logits = logits_of(rotate_rows(ids, shift), rotate_rows(mask, shift))
+        given = {"input_ids": rotate_rows(ids, shift), "attention_mask": rotate_rows(mask, shift)}
+        logits = model(**given).logits.float()
         by_token = logits.shape[:2] == mask.shape
         logits = rotate_rows(logits, -shift) if by_token else logits
         padded = [logits[cut if by_token else cut[0]] for cut in cuts]

@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -25,12 +24,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from andon.model.adapter import trainable_parameters
+from andon.model.batches import Shape
 from andon.model.build import backbone_of, checkpoint_layers, computing, tried, vocabulary_head
 from andon.model.causal import loss_of_hidden, packed_inputs
 from andon.model.masks import Masking, masked, possible_maskings
 from andon.step.flat import FlatParameters, layout_of
 from andon.step.plan import rank_leaves
-from andon.step.tree import Node, fold, subtree_roots
+from andon.step.tree import subtree_roots
 
 _CPU = torch.device("cpu")
 _MULTIPROCESSORS = 132
@@ -136,30 +136,10 @@ def plan_bytes(
 def kept_partials(micro_batches: int, run: range) -> int:
     """Buffers of the gradient's size that a rank with the leaves `run` holds at once beside the gradient.
 
-    Counted by walking the tree as the step does. All leaves on one rank need at most ceil(log2 M).
+    The sums of earlier subtrees, and in the current one of n leaves a left summand at each level, ceil(log2 n).
     """
-    buffer, live, most = object(), 0, 0
-
-    def leaf(_: int) -> object:
-        return buffer
-
-    def keep(value: object) -> object:
-        nonlocal live, most
-        if value is not buffer:
-            return value
-        live += 1
-        most = max(most, live)
-        return object()
-
-    def add(left: object, right: object) -> object:
-        nonlocal live
-        live -= right is not buffer
-        return left
-
-    whole: Node = (0, micro_batches)
-    for root in subtree_roots(whole, run.start, run.stop):
-        keep(fold(root, leaf, add, keep))
-    return most
+    roots = subtree_roots((0, micro_batches), run.start, run.stop)
+    return max((done + max(1, (end - start - 1).bit_length()) for done, (start, end) in enumerate(roots)), default=0)
 
 
 class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -188,16 +168,9 @@ class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for value in tree_leaves(result):
             self._see(value)
         if self._bytes > self.peak:
-            dead = []
-            for pointer in reversed(self._live):  # the youngest die soonest
-                storage, size = self._live[pointer]
-                if storage.expired():  # type: ignore[no-untyped-call]
-                    dead.append(pointer)
-                    self._bytes -= size
-                    if self._bytes <= self.peak:
-                        break
-            for pointer in dead:
-                del self._live[pointer]
+            held = self._live.items()
+            self._live = {pointer: each for pointer, each in held if not each[0].expired()}  # type: ignore[no-untyped-call]
+            self._bytes = sum(size for _, size in self._live.values())
             self.peak = max(self.peak, self._bytes)
         return result
 
@@ -206,25 +179,58 @@ class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         storage = value.untyped_storage()
         known = self._live.get(storage._cdata)
-        # The device of a fake tensor costs a call, so only a new storage is asked.
+        # The device of a fake tensor costs a call, so it is read for new storages alone.
         if known is None and (storage._cdata in self._ignored or value.device.type == "meta"):
             return
         size = -(-storage.nbytes() // self._unit) * self._unit
-        if known is None:
-            weakly = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        if known is None or known[1] != size:
+            weakly, before = known or (StorageWeakRef(storage), 0)  # type: ignore[no-untyped-call]
             self._live[storage._cdata] = (weakly, size)
-            self._bytes += size
-        elif known[1] != size:
-            self._live[storage._cdata] = (known[0], size)
-            self._bytes += size - known[1]
+            self._bytes += size - before
+
+
+def traced_bytes(
+    model: nn.Module, kind: str, trained: Shape, scored: Shape, *, checkpointing: bool = False
+) -> tuple[int, int]:
+    """Bytes that an eager micro-batch of `trained` adds to weights and flat buffers, forward and backward, and bytes
+    that a forward pass of `scored` without a graph adds to the weights.
+
+    model: on the meta device. It keeps fake tensors, so it is of no use afterwards but for another trace. kind: of the
+    device, 'cpu' or 'cuda'.
+    """
+    kernels: Callable[[], AbstractContextManager[object]] = KernelsOfCuda if kind == "cuda" else nullcontext
+    batch = partial(_batch_of, vocabulary_head(model) is not None)
+
+    def peak(work: Callable[[], object]) -> int:
+        known = [*model.parameters(), *model.buffers()]
+        known += [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        watch = StorageWatch(CUDA_UNIT if kind == "cuda" else 1, known)
+        with kernels(), watch:
+            work()
+        return watch.peak
+
+    with _fake_weights(model):
+        model.eval()
+        *cheaper, masking = possible_maskings(model)
+        if kind == "cuda":  # a run most likely uses the first that the model accepts; values cannot be compared here
+            two = batch((2, 5))  # no two sizes alike, so that none passes for another
+            for each in cheaper:
+                with kernels(), torch.no_grad(), _passing(model, two, each) as forward:
+                    accepted = not isinstance(tried(forward), Exception)
+                if accepted:
+                    masking = each
+                    break
+        with torch.no_grad():
+            evaluation = peak(lambda: _loss(model, batch(scored), masking, kind))
+        model.train()
+        if checkpointing:  # the backward pass leaves the stand-ins, so the second pass enters them anew
+            checkpoint_layers(model, kernels)
+        return peak(lambda: _loss(model, batch(trained), masking, kind).backward()), evaluation  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def with_fake_weights(model: nn.Module) -> Iterator[FlatParameters]:
-    """Inside, `model` (on the meta device) computes on fake tensors of the CPU; yields its flat trainable buffers.
-
-    The model keeps the fake tensors, so that it is of no use afterwards but for another `with_fake_weights`.
-    """
+def _fake_weights(model: nn.Module) -> Iterator[None]:
+    """Inside, `model` computes on fake tensors of the CPU, the trainable ones in flat buffers."""
     made: dict[int, Tensor] = {}
 
     def faked(value: Tensor) -> Tensor:
@@ -238,59 +244,19 @@ def with_fake_weights(model: nn.Module) -> Iterator[FlatParameters]:
                 for name, value in table.items():
                     if value is not None:
                         table[name] = made.setdefault(id(value), faked(value))
-        yield FlatParameters(trainable_parameters(model), _CPU)
+        FlatParameters(trainable_parameters(model), _CPU)
+        yield
 
 
-def traced_activations(model: nn.Module, rows: int, length: int, kind: str) -> int:
-    """Bytes that forward and backward of `rows` rows of `length` tokens add to weights and flat buffers, run eagerly.
-
-    model: inside `with_fake_weights`. kind: of the device, 'cpu' or 'cuda'.
-    """
-    batch = partial(_batch_of, model, rows, length)
-    return _peak(model, kind, lambda: _loss(model, batch(), kind).backward())  # type: ignore[no-untyped-call]
+def _batch_of(causal: bool, shape: Shape) -> dict[str, Tensor]:
+    """int64 [rows, length] each; for a causal language model packs of one row each, whose tokens are all trained."""
+    names = ("input_ids", "positions", "rows", "weights", "trained") if causal else ("input_ids", "attention_mask")
+    return {name: torch.full(shape, int(name == "attention_mask")) for name in names}
 
 
-def traced_evaluation(model: nn.Module, rows: int, length: int, kind: str) -> int:
-    """Bytes that a forward pass without a graph adds to the weights. model, kind: as `traced_activations` has them."""
-    batch = partial(_batch_of, model, rows, length)
-    model.eval()
-    try:
-        with torch.no_grad():
-            return _peak(model, kind, lambda: _loss(model, batch(), kind))
-    finally:
-        model.train()
-
-
-def _peak(model: nn.Module, kind: str, work: Callable[[], object]) -> int:
-    known = [*model.parameters(), *model.buffers()]
-    known += [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    watch = StorageWatch(unit=CUDA_UNIT if kind == "cuda" else 1, ignored=known)
-    stand_ins: AbstractContextManager[object] = KernelsOfCuda() if kind == "cuda" else nullcontext()
-    with stand_ins:
-        _masking(model, kind)  # a trial is not part of the trace
-        with watch:
-            work()
-    return watch.peak
-
-
-def checkpoint_fake_layers(model: nn.Module, kind: str) -> None:
-    """As `checkpoint_layers`, for a trace. `backward` leaves the stand-ins, so they are entered anew."""
-    checkpoint_layers(model, KernelsOfCuda if kind == "cuda" else nullcontext)
-
-
-def _batch_of(model: nn.Module, rows: int, length: int) -> dict[str, Tensor]:
-    """int64 [rows, length] each: input_ids and attention_mask; for a causal language model packs of one row each, whose
-    tokens are all trained."""
-    ids = torch.zeros((rows, length), dtype=torch.int64)
-    if vocabulary_head(model) is None:
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    names = ("input_ids", "positions", "rows", "weights", "trained")
-    return {name: torch.zeros_like(ids) for name in names}
-
-
-def _loss(model: nn.Module, batch: Mapping[str, Tensor], kind: str) -> Tensor:
+def _loss(model: nn.Module, batch: Mapping[str, Tensor], masking: Masking, kind: str) -> Tensor:
     """The loss sum of one micro-batch: of next tokens, or as a classifier has it, for all other tasks."""
-    with _passing(model, batch, _masking(model, kind)) as forward:
+    with _passing(model, batch, masking) as forward:
         output = forward()
     if vocabulary_head(model) is not None:
         return loss_of_hidden(model, output.last_hidden_state, batch, kind).loss_sum
@@ -305,29 +271,9 @@ def _passing(model: nn.Module, batch: Mapping[str, Tensor], masking: Masking) ->
     if vocabulary_head(model) is not None:
         with packed_inputs(model, masking, batch) as given:
             yield partial(backbone_of(model), **given)
-        return
-    with computing(model, _CPU), masked(model, masking, batch["attention_mask"]) as mask:
-        yield partial(model, input_ids=batch["input_ids"], attention_mask=mask)
-
-
-_found: WeakKeyDictionary[nn.Module, Masking] = WeakKeyDictionary()
-
-
-def _masking(model: nn.Module, kind: str) -> Masking:
-    """The masking that a run most likely uses: on a GPU the first that `model` accepts. Values cannot be compared."""
-    *cheaper, last = possible_maskings(model)
-    if kind != "cuda":
-        return last
-    if model not in _found:  # a trial takes as long as a pass
-        batch = _batch_of(model, 2, 5)  # no two sizes alike, so that none passes for another
-        _found[model] = last
-        for masking in cheaper:
-            with torch.no_grad(), _passing(model, batch, masking) as forward:
-                if isinstance(tried(forward), Exception):
-                    continue
-            _found[model] = masking
-            break
-    return _found[model]
+    else:
+        with computing(model, _CPU), masked(model, masking, batch["attention_mask"]) as mask:
+            yield partial(model, input_ids=batch["input_ids"], attention_mask=mask)
 
 
 class KernelsOfCuda(TorchFunctionMode):
@@ -336,8 +282,7 @@ class KernelsOfCuda(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        stand_in = _STAND_INS.get(func, func)
-        return stand_in(*args, **(kwargs or {}))
+        return _STAND_INS.get(func, func)(*args, **(kwargs or {}))
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

@@ -37,8 +37,8 @@ from andon.run.provenance import fingerprint
 from andon.run.repeats import Repeats, apart, require_repeated
 from andon.run.summary import Head, Summary, write_summary
 from andon.step.replica import state_tensors
-from andon.training.budget import hold_to_budget
 from andon.training.card import Result
+from andon.training.forecast import hold_to_budget
 from andon.training.history import History, violation_records
 from andon.training.journal import (
     FolderJournal,
