@@ -14,7 +14,7 @@ import copy
 import inspect
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -26,7 +26,16 @@ from torch import Tensor, nn
 
 from andon.config.source import quiet_loading
 from andon.fast.attention import causal_attention, fits, runs_on
-from andon.model.build import attending_as, backbone_of, evaluating, half_of, tried, vocabulary_head, without_adapter
+from andon.model.build import (
+    attending_as,
+    backbone_of,
+    computing,
+    evaluating,
+    half_of,
+    tried,
+    vocabulary_head,
+    without_adapter,
+)
 
 WINDOWS = ("sliding_window", "local_attention", "attention_window", "attention_chunk_size", "window_size")
 """What configurations of transformers call a limit to how far a token sees."""
@@ -137,8 +146,7 @@ def _outputs_of_pack(model: nn.Module, masking: Masking, device: torch.device) -
     positions = torch.tensor([[place for length in (*lengths, 1, 1, 1, 1) for place in range(length)]])
     rows, positions = rows.to(device), positions.to(device)
     ids = torch.arange(1, rows.shape[1] + 1, device=device)[None] % base.get_input_embeddings().weight.shape[0]
-    with packed_mask(model, masking, rows, positions) as mask:
-        given = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "use_cache": False}
+    with packed_inputs(model, masking, {"input_ids": ids, "rows": rows, "positions": positions}) as given:
         hidden = tried(lambda: backbone_of(model)(**given).last_hidden_state[rows > 0].float())
     return [] if isinstance(hidden, Exception) else [hidden]
 
@@ -254,22 +262,26 @@ def attending_by(model: nn.Module, name: str, attention: Callable[..., Any]) -> 
 
 
 @contextmanager
-def packed_mask(model: nn.Module, masking: Masking, rows: Tensor, positions: Tensor) -> Iterator[Tensor]:
-    """Inside, the mask to give `model` so that each token sees those of its own row up to itself, and no other.
+def packed_inputs(model: nn.Module, masking: Masking, batch: Mapping[str, Tensor]) -> Iterator[dict[str, Any]]:
+    """Inside, the arguments of the backbone of `model` with which each token sees those of its own row up to itself,
+    and no other; computed in the precision of `model`.
 
-    masking: `SPANS` or `ROW_PAIRS`. rows: int64 [packs, length], 1 for a pack's first row, 2, ... and 0 for padding at
-    the end. positions: likewise, from 0 in each row, and 0 for padding.
+    masking: `SPANS` or `ROW_PAIRS`. batch: int64 [packs, length] input_ids, rows (1 for a pack's first row, 2, ... and
+    0 for padding at the end), and positions (from 0 in each row, and 0 for padding).
     """
-    if masking is Masking.SPANS:
-        with attending_by(model, _SPANS, _attend_by_spans):
-            yield _spans(rows, positions)
-        return
-    seen = (rows[:, None, :, None] == rows[:, None, None, :]).tril()
-    config: Any = without_adapter(model).config
-    if config._attn_implementation != "sdpa":  # others add the mask to their scores
-        lowest = torch.finfo(torch.float32).min
-        seen = torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, lowest)
-    yield seen
+    rows, positions = batch["rows"], batch["positions"]
+    given = {"input_ids": batch["input_ids"], "position_ids": positions, "use_cache": False}
+    with computing(model, rows.device):
+        if masking is Masking.SPANS:
+            with attending_by(model, _SPANS, _attend_by_spans):
+                yield given | {"attention_mask": _spans(rows, positions)}
+            return
+        seen = (rows[:, None, :, None] == rows[:, None, None, :]).tril()
+        config: Any = without_adapter(model).config
+        if config._attn_implementation != "sdpa":  # others add the mask to their scores
+            lowest = torch.finfo(torch.float32).min
+            seen = torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, lowest)
+        yield given | {"attention_mask": seen}
 
 
 def _spans(rows: Tensor, positions: Tensor) -> Tensor:

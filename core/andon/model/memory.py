@@ -26,8 +26,8 @@ from torch.utils._pytree import tree_leaves
 from andon.model.adapter import trainable_parameters
 from andon.model.batches import Shape
 from andon.model.build import backbone_of, checkpoint_layers, computing, tried, vocabulary_head
-from andon.model.causal import loss_of_hidden, packed_inputs
-from andon.model.masks import Masking, masked, possible_maskings
+from andon.model.causal import loss_of_hidden
+from andon.model.masks import Masking, masked, packed_inputs, possible_maskings
 from andon.step.flat import FlatParameters, layout_of
 from andon.step.plan import rank_leaves
 from andon.step.tree import subtree_roots
