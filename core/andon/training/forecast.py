@@ -125,7 +125,8 @@ class MemoryPlanner:
         elif kind == "cuda" and training.compile == "graphs":
             # They keep their memory while an evaluation, or an eager pass of another shape, runs beside them.
             graphs = min(activations, evaluation)
-        moments = 0 if updated_on_host(config, kind) else plan.moments
+        on_host = kind == "cuda" and config.run.backend == "mixed"  # its update is made on the CPU, on buffers there
+        moments = 0 if on_host else plan.moments
         return replace(plan, activations=activations, evaluation=evaluation, graphs=graphs, moments=moments)
 
 
@@ -149,11 +150,6 @@ def with_graphs_that_fit(plan: MemoryPlan, config: Config, free: int) -> MemoryP
     """`plan`, without CUDA graphs if `free` bytes have no room for them and no setting demands them; same bits."""
     unasked = config.run.cuda_graphs == "auto" and config.training.compile == "off"  # compiled ones are asked for
     return replace(plan, graphs=0) if unasked and plan.needed > free else plan
-
-
-def updated_on_host(config: Config, kind: str) -> bool:
-    """Whether a replica on a device of `kind` has its update made on the CPU, on buffers of its own there."""
-    return config.run.backend == "mixed" and kind == "cuda"
 
 
 def smaller_settings(config: Config) -> Iterator[tuple[str, Config, str]]:
@@ -218,40 +214,34 @@ class Machine:
 class Need:
     """One kind of device under one number of workers. ranks: those on it. budget: bytes free on each GPU, or in all.
 
-    kind: 'cuda', 'cpu', or 'host' for the memory in which ranks build the model that they move to their GPUs.
+    kind: 'cuda', 'cpu', or 'host' for the memory in which ranks build the model that they move to their GPUs. fits:
+    None if the budget is not known.
     """
 
     kind: str
     ranks: int
-    plan: MemoryPlan
     needed: int
     budget: int | None
-
-    @property
-    def fits(self) -> bool | None:
-        """None: the budget is not known."""
-        return None if self.budget is None else self.needed <= self.budget
+    fits: bool | None
+    each_rank: MemoryPlan
 
 
 @dataclass(frozen=True)
 class WorldPlan:
-    """One number of workers: micro-batches of each, and needs. problem: why this number is impossible, or empty.
+    """One number of workers. problem: why it is impossible, or empty. note: for the user, about the devices.
 
-    idle: why some workers would never train on a row, or empty. note: for the user, about the devices.
+    idle: why some workers would never train on a row, or empty. fits: False for a problem and for a need above a known
+    budget.
     """
 
     workers: int
-    leaves: tuple[int, ...]
+    micro_batches_of_each: tuple[int, ...]
     efficiency: float
-    needs: tuple[Need, ...] = ()
+    fits: bool = False
     problem: str = ""
     idle: str = ""
     note: str = ""
-
-    @property
-    def fits(self) -> bool:
-        """False only for a problem and for a need above a known budget."""
-        return not self.problem and all(need.fits is not False for need in self.needs)
+    devices: tuple[Need, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -268,19 +258,10 @@ class Forecast:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for `--json`, in bytes."""
-        worlds = [
-            {"workers": world.workers, "micro_batches_of_each": list(world.leaves)}
-            | {"efficiency": round(world.efficiency, 4), "fits": world.fits}
-            | {"problem": world.problem, "idle": world.idle, "note": world.note}
-            | {
-                "devices": [
-                    {"kind": need.kind, "ranks": need.ranks, "needed": need.needed, "budget": need.budget}
-                    | {"fits": need.fits, "each_rank": need.plan.as_dict()}
-                    for need in world.needs
-                ]
-            }
-            for world in self.worlds
-        ]
+        worlds = []
+        for world in self.worlds:
+            devices = [asdict(need) | {"each_rank": need.each_rank.as_dict()} for need in world.devices]
+            worlds.append(asdict(world) | {"efficiency": round(world.efficiency, 4), "devices": devices})
         return {
             "micro_batch": {"rows": self.rows, "length": self.length},
             "weights": self.weights,
@@ -294,25 +275,26 @@ class Forecast:
         yield f"model: {self.weights:,} weights, {self.trained:,} of them trained"
         yield f"largest micro-batch: {self.rows} rows of {self.length} tokens"
         for world in self.worlds:
-            busiest = max(world.leaves)
-            share = f"{world.efficiency:.0%} busy, at most {busiest} of {sum(world.leaves)} micro-batches on one"
+            parts = world.micro_batches_of_each
+            busiest = max(parts)
+            share = f"{world.efficiency:.0%} busy, at most {busiest} of {sum(parts)} micro-batches on one"
             yield f"workers {world.workers}: {share}"
             if world.idle:
                 yield f"  note: {world.idle}"
             elif world.efficiency < 1:
-                waiting = sum(count < busiest for count in world.leaves)
+                waiting = sum(count < busiest for count in parts)
                 yield f"  note: {waiting} of {world.workers} workers would wait for the others in every step"
             if world.note:
                 yield f"  note: {world.note}"
             if world.problem:
                 yield f"  cannot be: {world.problem}"
-            for need in world.needs:
+            for need in world.devices:
                 verdict = "what is free is unknown"
                 if need.budget is not None:
                     verdict = f"{'fits' if need.fits else 'DOES NOT FIT'} in the {in_gib(need.budget)} that are free"
                 yield f"  {_WHERE[need.kind].format(need.ranks)}: {in_gib(need.needed)}, {verdict}"
-                parts = {name: sum(getattr(need.plan, part) for part in of) for name, of in _PARTS.items()}
-                shown = [f"{name} {size / _MIB:,.1f} MiB" for name, size in parts.items() if size]
+                sizes = {name: sum(getattr(need.each_rank, part) for part in of) for name, of in _PARTS.items()}
+                shown = [f"{name} {size / _MIB:,.1f} MiB" for name, size in sizes.items() if size]
                 yield f"    a replica: {', '.join(shown)}"
         if self.remedy is not None:
             yield f"would fit with --set {self.remedy.setting}: {in_gib(self.remedy.needed)} ({self.remedy.price})"
@@ -336,13 +318,13 @@ def forecast(config: Config, workers: Sequence[int], machine: Machine) -> Foreca
     model, remedy = planner.shape(config), None
     short = next((world for world in worlds if not world.fits and not world.problem), None)
     if short is not None:
-        lacking = max((need for need in short.needs if need.fits is False), key=lambda n: n.needed - (n.budget or 0))
+        lacking = max((need for need in short.devices if need.fits is False), key=lambda n: n.needed - (n.budget or 0))
 
         def needed_if_fits(changed: Config) -> int | None:
             same_rows = changed.model.max_length == config.model.max_length  # else they are cut, and packed, otherwise
             other = planner if same_rows else MemoryPlanner(prepare(changed))
             world = _world(other, changed, short.workers, machine)
-            return next((n.needed for n in world.needs if n.kind == lacking.kind), 0) if world.fits else None
+            return next((n.needed for n in world.devices if n.kind == lacking.kind), 0) if world.fits else None
 
         remedy = first_that_fits(config, needed_if_fits)
     trained = sum(parameter.numel() for parameter in trainable_parameters(model).values())
@@ -352,44 +334,43 @@ def forecast(config: Config, workers: Sequence[int], machine: Machine) -> Foreca
 
 def _world(planner: MemoryPlanner, config: Config, workers: int, machine: Machine) -> WorldPlan:
     parts = config.training.micro_batches
-    world = WorldPlan(
-        workers,
-        tuple(map(len, rank_leaves(parts, workers))),
-        efficiency(parts, workers),
-        idle=idleness(planner.material.plan, workers),
-    )
+    leaves, idle = tuple(map(len, rank_leaves(parts, workers))), idleness(planner.material.plan, workers)
+    world = WorldPlan(workers, leaves, efficiency(parts, workers), idle=idle)
     named = config.run.devices if workers == config.run.workers else None
+    fallback = config.run.cpu_fallback
     try:
-        backend, devices, note = placement(
-            config.run.backend, workers, named, len(machine.gpus), fallback=config.run.cpu_fallback
-        )
+        backend, devices, note = placement(config.run.backend, workers, named, len(machine.gpus), fallback=fallback)
     except InputError as error:
         return replace(world, problem=str(error))
-    needs = []
+    needs: list[Need] = []
+
+    def add(kind: str, ranks: int, needed: int, budget: int | None, each_rank: MemoryPlan) -> None:
+        needs.append(Need(kind, ranks, needed, budget, None if budget is None else needed <= budget, each_rank))
+
     gpus = [device.index for device in devices if device.type == "cuda"]
     if gpus:
         plan = planner.plan(config, "cuda", workers)
         plan = replace(plan, outside=CUDA_CONTEXT + (NCCL_BUFFERS if workers > 1 and backend == "nccl" else 0))
         free = min(machine.gpus[index] for index in gpus)
         plan = with_graphs_that_fit(plan, config, free)
-        needs.append(Need("cuda", len(gpus), plan, plan.needed, free))
+        add("cuda", len(gpus), plan.needed, free, plan)
         # A rank's part of the machine's memory: the model that it builds for its GPU, or its updates if they are more.
         phases = [{"base": plan.base, "weights": plan.weights}]
-        if updated_on_host(config, "cuda"):
+        if config.run.backend == "mixed":
             lasting = planner.plan(config, "cpu", workers)
             phases.append({"weights": lasting.weights, "gradient": lasting.gradient, "moments": lasting.moments})
-        most = max(phases, key=lambda parts: sum(parts.values()))
+        most = max(phases, key=lambda phase: sum(phase.values()))
         none = dict.fromkeys((part.name for part in fields(MemoryPlan)), 0)
         host = MemoryPlan(**none | most | {"outside": PROCESS})
-        needs.append(Need("host", len(gpus), host, len(gpus) * host.needed, machine.ram))
+        add("host", len(gpus), len(gpus) * host.needed, machine.ram, host)
     ranks = workers - len(gpus)
     if ranks:
         plan = replace(planner.plan(config, "cpu", workers), outside=PROCESS)
         needed = ranks * plan.needed
         if backend == "inline":  # one process: they share it and the base, and compute in turn
             needed = plan.needed + (ranks - 1) * (plan.weights + plan.gradient + plan.moments + plan.partials)
-        needs.append(Need("cpu", ranks, plan, needed, machine.ram))
-    return replace(world, needs=tuple(needs), note=note)
+        add("cpu", ranks, needed, machine.ram, plan)
+    return replace(world, fits=all(need.fits is not False for need in needs), note=note, devices=tuple(needs))
 
 
 # A run on GPUs: agreed on before the first step, and compared with what it needed.
