@@ -245,7 +245,8 @@ def export_adapter(
     _write_json(folder / "adapter_config.json", plain)
     if labels and not with_base:
         _write_json(folder / "classifier.json", _model_config(model.get_base_model(), labels))
-    _write_labels(folder, labels)
+    if labels:
+        _write_json(folder / "labels.json", {"labels": list(labels)})
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -303,7 +304,8 @@ def save_base(model: nn.Module, folder: Path, labels: Sequence[str], merged: tor
     write_sharded(folder, tensors)
     dtype = str(merged or base.dtype).removeprefix("torch.")
     _write_json(folder / "config.json", _model_config(base, labels) | {"dtype": dtype})
-    _write_labels(folder, labels)
+    if labels:
+        _write_json(folder / "labels.json", {"labels": list(labels)})
 
 
 def _plain(name: str) -> str:
@@ -365,8 +367,3 @@ def _model_config(base: Any, labels: Sequence[str]) -> dict[str, Any]:
 
 def _write_json(file: Path, content: Mapping[str, Any]) -> None:
     file.write_text(json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _write_labels(folder: Path, labels: Sequence[str]) -> None:
-    if labels:
-        _write_json(folder / "labels.json", {"labels": list(labels)})

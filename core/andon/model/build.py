@@ -325,7 +325,7 @@ def _configuration(settings: Model, interface: ModelInterface) -> Any:
         what = f"is several models in one ({', '.join(config.sub_configs)}); give one of text alone"
         raise InputError([Problem("model.base", f"{base!r} {what}")])
     if interface.head == "causal":
-        _refuse_encoder(config, base)
+        require_decoder(base, config=config)
     elif config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         what = f"{base!r} has a decoder ({config.model_type}), and its config.json does not say which token that "
         what += "begins with; add decoder_start_token_id (of T5 it is the padding id, 0)"
@@ -333,15 +333,14 @@ def _configuration(settings: Model, interface: ModelInterface) -> Any:
     return config
 
 
-def require_decoder(base: str, revision: str | None = None) -> None:
-    """Raise `InputError` for a base that cannot write the next token, by its configuration alone."""
-    _refuse_encoder(_config(base, revision), base)
+def require_decoder(base: str, revision: str | None = None, config: Any = None) -> None:
+    """Raise `InputError` for a base that cannot write the next token, by its configuration alone; None: to be read.
 
-
-def _refuse_encoder(config: Any, base: str) -> None:
-    """transformers would let an encoder write, with a warning. `is_decoder` decides for models that can be both."""
+    transformers would let an encoder write, with a warning. `is_decoder` decides for models that can be both.
+    """
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
+    config = config or _config(base, revision)
     masked = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
     if config.is_encoder_decoder or (masked and not getattr(config, "is_decoder", False)):
         what = f"{base!r} is an encoder ({config.model_type}), which cannot write the next token; give a decoder"
@@ -378,8 +377,7 @@ def head_names(model: nn.Module) -> tuple[str, ...]:
 
 def vocabulary_head(model: nn.Module) -> nn.Module | None:
     """The layer that gives a causal language model's logits of the next token; None for any other model."""
-    base: Any = without_adapter(model)
-    found: nn.Module | None = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
+    found: nn.Module | None = getattr(without_adapter(model), "get_output_embeddings", lambda: None)()
     return found
 
 
@@ -414,9 +412,9 @@ def _takes(model: Any, length: int, interface: ModelInterface, positions: int) -
     """
     beyond: list[int] = []
 
-    def note(table: nn.Module, given: tuple[Any, ...]) -> None:
-        rows = int(getattr(table, "num_embeddings", 0))
-        beyond.extend([rows] if table is not model.get_input_embeddings() and rows >= positions else [])
+    def note(table: Any, _: object) -> None:
+        if table is not model.get_input_embeddings() and table.num_embeddings >= positions:
+            beyond.append(table.num_embeddings)
 
     if any("inv_freq" in name for name, _ in model.named_buffers()):
         return False
@@ -432,8 +430,7 @@ def _takes(model: Any, length: int, interface: ModelInterface, positions: int) -
 
 def without_adapter(model: nn.Module) -> nn.Module:
     """The model of transformers inside peft's wrapper; its layers stay adapted."""
-    adapted: Any = model
-    found: nn.Module = adapted.get_base_model() if hasattr(adapted, "get_base_model") else model
+    found: nn.Module = getattr(model, "get_base_model", lambda: model)()
     return found
 
 

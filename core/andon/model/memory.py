@@ -36,12 +36,11 @@ _CPU = torch.device("cpu")
 _MULTIPROCESSORS = 132
 """Of an H100 or H200: the deterministic backward pass of attention is cut into parts by it."""
 _ATTENTION_ROWS = 128
-_FP32 = 4
-_DIGEST_WORDS = 1 << 16
+_FP32, _DIGEST_WORDS = 4, 1 << 16
 _MOMENTS = {"adamw": 2, "sgd": 0}
-CUDA_UNIT = 512
+_CUDA_UNIT = 512
 """Bytes to which torch's allocator of a GPU rounds up."""
-CUDA_WORKSPACE = 64 << 20
+_CUDA_WORKSPACE = 64 << 20
 """Bytes of cuBLAS with CUBLAS_WORKSPACE_CONFIG=:4096:8: for the thread of forward passes, and that of backward."""
 
 
@@ -108,7 +107,7 @@ def plan_bytes(
         msg = f"unknown optimizer {optimizer!r}; there are {', '.join(_MOMENTS)}"
         raise ValueError(msg)
     on_gpu = kind == "cuda"
-    unit = CUDA_UNIT if on_gpu else 1
+    unit = _CUDA_UNIT if on_gpu else 1
     still = [*(p for p in model.parameters() if not p.requires_grad), *model.buffers()]
     frozen = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in still}
     size = layout_of(trainable)[1] * _FP32
@@ -129,7 +128,7 @@ def plan_bytes(
         finite=0 if on_gpu else size + 3 * (size // _FP32),
         digest=0 if on_gpu else 16 * min(_DIGEST_WORDS, max([size, *frozen.values()]) // 8),
         reduction=reduction if world_size > 1 else 0,
-        workspace=CUDA_WORKSPACE if on_gpu else 0,
+        workspace=_CUDA_WORKSPACE if on_gpu else 0,
     )
 
 
@@ -162,11 +161,9 @@ class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        for value in tree_leaves((args, kwargs)):
-            self._see(value)
+        self._see(tree_leaves((args, kwargs)))
         result = func(*args, **kwargs)
-        for value in tree_leaves(result):
-            self._see(value)
+        self._see(tree_leaves(result))
         if self._bytes > self.peak:
             held = self._live.items()
             self._live = {pointer: each for pointer, each in held if not each[0].expired()}  # type: ignore[no-untyped-call]
@@ -174,16 +171,16 @@ class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.peak = max(self.peak, self._bytes)
         return result
 
-    def _see(self, value: object) -> None:
-        if not isinstance(value, Tensor) or value.layout != torch.strided:
-            return
-        storage = value.untyped_storage()
-        known = self._live.get(storage._cdata)
-        # The device of a fake tensor costs a call, so it is read for new storages alone.
-        if known is None and (storage._cdata in self._ignored or value.device.type == "meta"):
-            return
-        size = -(-storage.nbytes() // self._unit) * self._unit
-        if known is None or known[1] != size:
+    def _see(self, values: Iterable[object]) -> None:
+        for value in values:
+            if not isinstance(value, Tensor) or value.layout != torch.strided:
+                continue
+            storage = value.untyped_storage()
+            known = self._live.get(storage._cdata)
+            # The device of a fake tensor costs a call, so it is read for new storages alone.
+            if known is None and (storage._cdata in self._ignored or value.device.type == "meta"):
+                continue
+            size = -(-storage.nbytes() // self._unit) * self._unit
             weakly, before = known or (StorageWeakRef(storage), 0)  # type: ignore[no-untyped-call]
             self._live[storage._cdata] = (weakly, size)
             self._bytes += size - before
@@ -199,12 +196,17 @@ def traced_bytes(
     device, 'cpu' or 'cuda'.
     """
     kernels: Callable[[], AbstractContextManager[object]] = KernelsOfCuda if kind == "cuda" else nullcontext
-    batch = partial(_batch_of, vocabulary_head(model) is not None)
+    names: tuple[str, ...] = ("input_ids", "attention_mask")
+    if vocabulary_head(model) is not None:  # packs of one row each, whose tokens are all trained
+        names = ("input_ids", "positions", "rows", "weights", "trained")
+
+    def batch(shape: Shape) -> dict[str, Tensor]:
+        return {name: torch.full(shape, int(name == "attention_mask")) for name in names}
 
     def peak(work: Callable[[], object]) -> int:
         known = [*model.parameters(), *model.buffers()]
         known += [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        watch = StorageWatch(CUDA_UNIT if kind == "cuda" else 1, known)
+        watch = StorageWatch(_CUDA_UNIT if kind == "cuda" else 1, known)
         with kernels(), watch:
             work()
         return watch.peak
@@ -248,12 +250,6 @@ def _fake_weights(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _batch_of(causal: bool, shape: Shape) -> dict[str, Tensor]:
-    """int64 [rows, length] each; for a causal language model packs of one row each, whose tokens are all trained."""
-    names = ("input_ids", "positions", "rows", "weights", "trained") if causal else ("input_ids", "attention_mask")
-    return {name: torch.full(shape, int(name == "attention_mask")) for name in names}
-
-
 def _loss(model: nn.Module, batch: Mapping[str, Tensor], masking: Masking, kind: str) -> Tensor:
     """The loss sum of one micro-batch: of next tokens, or as a classifier has it, for all other tasks."""
     with _passing(model, batch, masking) as forward:
@@ -287,17 +283,13 @@ class KernelsOfCuda(TorchFunctionMode):
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     """Fused: keeps a mask of booleans."""
-    if not training or p == 0.0:
-        return input
-    dropped: Tensor = torch.native_dropout(input, p, True)[0]
+    dropped: Tensor = torch.native_dropout(input, p, True)[0] if training and p else input
     return dropped
 
 
 def _layer_norm(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """In fp32 under autocast."""
-    if torch.is_autocast_enabled("cpu"):
-        input = input.float()
-    return nn.functional.layer_norm(input, *args, **kwargs)
+    return nn.functional.layer_norm(input.float() if torch.is_autocast_enabled("cpu") else input, *args, **kwargs)
 
 
 def _attention(
@@ -305,8 +297,7 @@ def _attention(
 ) -> Tensor:
     """Fused attention: flash for half precision without a mask, the memory-efficient one otherwise."""
     if torch.is_autocast_enabled("cpu"):
-        half = torch.get_autocast_dtype("cpu")
-        query, key, value = query.to(half), key.to(half), value.to(half)
+        query, key, value = (each.to(torch.get_autocast_dtype("cpu")) for each in (query, key, value))
     flash = attn_mask is None and query.dtype != torch.float32
     if more.get("enable_gqa") and not flash:
         times = query.shape[1] // key.shape[1]
