@@ -145,17 +145,10 @@ def _label_names(interface: ModelInterface) -> dict[str, Any]:
 def _embedded(settings: Model, interface: ModelInterface) -> Any:
     import transformers
 
-    shared: dict[str, Any] = {
-        "vocab_size": interface.vocab_size,
-        "hidden_size": settings.hidden_size,
-        "num_hidden_layers": settings.num_hidden_layers,
-        "num_attention_heads": settings.num_attention_heads,
-        "intermediate_size": settings.intermediate_size,
-        "max_position_embeddings": settings.max_length,
-        "pad_token_id": interface.pad_id,
-        "use_cache": False,
-        **_label_names(interface),
-    }
+    sizes = {"hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"}
+    shared = settings.model_dump(include=sizes) | _label_names(interface)
+    shared |= {"vocab_size": interface.vocab_size, "pad_token_id": interface.pad_id, "use_cache": False}
+    shared |= {"max_position_embeddings": settings.max_length}
     kind = "Bert" if settings.architecture == "encoder" else "Qwen3"
     if kind == "Bert":
         shared |= {"hidden_dropout_prob": settings.dropout, "attention_probs_dropout_prob": settings.dropout}
@@ -185,17 +178,10 @@ def _pretrained(settings: Model, interface: ModelInterface, seed: int) -> Any:
     # Its values are not given to the model, which refuses those that it lacks.
     config, stored = _configuration(settings, interface), _config(base, settings.revision)
     source, local = _source(base, settings.revision)
+    how: dict[str, Any] = {"revision": settings.revision, "local_files_only": local, "trust_remote_code": False}
+    how |= {"ignore_mismatched_sizes": True, "output_loading_info": True, "dtype": _DTYPES[settings.dtype]}
     with loading(base, "model.base"):
-        model, report = _auto_class(interface.head).from_pretrained(
-            source,
-            config=config,
-            dtype=_DTYPES[settings.dtype],
-            revision=settings.revision,
-            local_files_only=local,
-            trust_remote_code=False,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-        )
+        model, report = _auto_class(interface.head).from_pretrained(source, config=config, **how)
     missing = set(map(str, report["missing_keys"]))
     # transformers reports a tensor of another shape with or without both shapes.
     mismatched = {str(key[0] if isinstance(key, tuple | list) else key) for key in report["mismatched_keys"]}
@@ -308,10 +294,9 @@ def _config(base: str, revision: str | None, **values: Any) -> Any:
     from transformers import AutoConfig
 
     source, local = _source(base, revision)
+    values |= {"revision": revision, "local_files_only": local, "trust_remote_code": False}
     with loading(base, "model.base"):
-        return AutoConfig.from_pretrained(
-            source, revision=revision, local_files_only=local, trust_remote_code=False, **values
-        )
+        return AutoConfig.from_pretrained(source, **values)
 
 
 def _configuration(settings: Model, interface: ModelInterface) -> Any:

@@ -168,13 +168,7 @@ class _LossInChunks(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        head: nn.Module,
-        parts: Sequence[slice],
-        hidden: Tensor,
-        targets: Tensor,
-        weights: Tensor,
-        *learning: nn.Parameter,
+        ctx: Any, head: nn.Module, parts: Any, hidden: Tensor, targets: Tensor, weights: Tensor, *learning: Tensor
     ) -> tuple[Tensor, Tensor]:
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         correct = torch.zeros((), dtype=torch.int64, device=hidden.device)

@@ -95,7 +95,6 @@ def possible_maskings(model: nn.Module) -> tuple[Masking, ...]:
 
 
 def _has_windows(config: Any) -> bool:
-    """Whether some layer has another attention than the full one, or a limit to how far a token sees."""
     parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", None) or ()]
     kinds = set(getattr(config, "layer_types", None) or ("full_attention",))
     limited = kinds != {"full_attention"} or any(getattr(config, name, None) for name in WINDOWS)
@@ -227,12 +226,9 @@ def rotate_rows(values: Tensor, shift: Tensor) -> Tensor:
 def padding_note(model: nn.Module, device: torch.device) -> str:
     """A sentence that says how much padding changes the logits of `model`, if on both sides it does; else empty."""
     change = padding_of(model, device).change
-    if not change:
-        return ""
-    return (
-        f"{type(without_adapter(model)).__name__} mixes padding into its rows: padding a short row moves its logits by "
-        f"up to {change:.1e} of the largest, so what is said of a text depends on the texts in its batch"
-    )
+    what = f"padding a short row moves its logits by up to {change:.1e} of the largest"
+    what += ", so what is said of a text depends on the texts in its batch"
+    return f"{type(without_adapter(model)).__name__} mixes padding into its rows: {what}" if change else ""
 
 
 @contextmanager
@@ -296,31 +292,22 @@ def _spans(rows: Tensor, positions: Tensor) -> Tensor:
 
 
 def _attend_by_spans(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **_: object,
+    _: nn.Module, query: Tensor, key: Tensor, value: Tensor, spans: Tensor, dropout: float = 0.0, **more: Any
 ) -> tuple[Tensor, None]:
     """Attention of packed rows as transformers calls it: query [packs, heads, length, size], key and value with as many
-    heads or fewer, attention_mask from `_spans`; returns [packs, length, heads, size].
+    heads or fewer, spans from `_spans`; returns [packs, length, heads, size].
 
     Raises `ValueError` for what our kernel does not take. It has no dropout: torch computes attention with dropout.
     """
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scale = more.get("scaling") or query.shape[-1] ** -0.5
     query, key = query.to(value.dtype), key.to(value.dtype)  # rotary positions leave fp32 under autocast
     if dropout:
         places = torch.arange(query.shape[2], device=query.device)
-        seen = (attention_mask[..., :1] <= places) & (places <= places[:, None])
-        shared = key.shape[1] != query.shape[1]
-        found = nn.functional.scaled_dot_product_attention(
-            query, key, value, seen, dropout, scale=scale, enable_gqa=shared
-        )
+        seen = (spans[..., :1] <= places) & (places <= places[:, None])
+        shared: dict[str, Any] = {"scale": scale, "enable_gqa": key.shape[1] != query.shape[1]}
+        found = nn.functional.scaled_dot_product_attention(query, key, value, seen, dropout, **shared)
     elif fits(query, key, value):
-        found = causal_attention(query, key, value, scale, attention_mask.squeeze(1))
+        found = causal_attention(query, key, value, scale, spans.squeeze(1))
     else:
         msg = f"heads of {tuple(query.shape)} {query.dtype} are not attended by spans"
         raise ValueError(msg)
