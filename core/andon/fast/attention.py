@@ -43,12 +43,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, spans: Tenso
     return out
 
 
-_SCHEMA = "(Tensor q, Tensor k, Tensor v, Tensor? spans, float scale) -> (Tensor, Tensor)"
-_GRADIENT_SCHEMA = "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? spans, Tensor out, Tensor lse, float scale)"
-_GRADIENT_SCHEMA += " -> (Tensor, Tensor, Tensor)"
-
-
-@library.custom_op("andon::causal_attention", mutates_args=(), device_types="cuda", schema=_SCHEMA)
+@library.custom_op("andon::causal_attention", mutates_args=(), device_types="cuda")
 def _attention(q: Tensor, k: Tensor, v: Tensor, spans: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     from andon.fast.attention_cuda import forward
 
@@ -57,7 +52,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, spans: Tensor | None, scale: flo
     return out, lse
 
 
-@library.custom_op("andon::causal_attention_backward", mutates_args=(), device_types="cuda", schema=_GRADIENT_SCHEMA)
+@library.custom_op("andon::causal_attention_backward", mutates_args=(), device_types="cuda")
 def _attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, spans: Tensor | None, out: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:

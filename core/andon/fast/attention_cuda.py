@@ -3,8 +3,7 @@
 For short rows, of text classification or in packs, for which torch's deterministic kernels spend most of their time
 outside of the products. Keys and values of fewer heads are read as they are, and no gradient is summed atomically or
 through memory. The method is FlashAttention-2 (Dao, 2023): the backward pass computes the probabilities again from the
-logarithms of their sums; one kernel for the gradients of queries, one for those of keys and values, each program for
-its own rows, in the order of the other rows.
+logarithms of their sums, with one kernel for the gradients of queries and one for those of keys and values.
 """
 
 from __future__ import annotations

@@ -35,10 +35,8 @@ _SCORING += (nn.ModuleDict, nn.ParameterDict)
 
 
 def rewrite(module: GraphModule) -> None:
-    """Rewrite, in place, `module` and the graphs that it calls: layers whose activations are computed again.
-
-    The latter keep their dropout, which they draw again in the backward pass.
-    """
+    """Rewrite, in place, `module` and the graphs that it calls: layers whose activations are computed again. The latter
+    keep their dropout, which they draw again in the backward pass."""
     leave_out(module.graph)
     drop_by_hash(module.graph)
     for each in module.modules():
@@ -53,9 +51,8 @@ def rewrite(module: GraphModule) -> None:
 def reading_last_tokens(forward: Callable[..., Any], head: nn.Module) -> Callable[..., Any]:
     """`forward` of the backbone of `head`, with zeros for every token that the head does not read.
 
-    A decoder's classification head reads the last real token of each row. After the last layer's attention nothing else
-    is used, and `leave_out` finds by the zeros what need not be computed: a thirtieth of a model of 36 layers. Returns
-    `forward` itself if it is not known which tokens the head reads.
+    A decoder's classification head reads the last real token of each row. `leave_out` finds by the zeros what need not
+    be computed, a thirtieth of a model of 36 layers. Returns `forward` if it is not known which tokens the head reads.
     """
     from transformers.modeling_layers import GenericForSequenceClassification as Known
 
@@ -104,11 +101,8 @@ def picked(x: Tensor, chosen: Tensor) -> Tensor:
 
 
 def leave_out(graph: Graph) -> None:
-    """Have what leads to `only_at` alone computed for the chosen tokens alone.
-
-    A token is picked once, before its first use, so nothing changes if a value is written in place, or gradients are
-    switched on or off on the way.
-    """
+    """Have what leads to `only_at` alone computed for the chosen tokens alone. A token is picked once, before its first
+    use. So nothing changes if a value is written in place, or gradients are switched on or off on the way."""
     for end in calls_of(graph, only_at):
         order = list(graph.nodes)
         hidden, chosen = end.args
@@ -143,10 +137,8 @@ def _by_token(node: Node) -> bool:
 
 
 def drop_by_hash(graph: Graph) -> None:
-    """Replace each call of dropout that draws by `hashed_dropout`, with keys from the stream that it would use.
-
-    A hash is a dozen integer operations a value instead of Philox's hundred, and no mask in memory.
-    """
+    """Replace each call of dropout that draws by `hashed_dropout`, with keys from the stream that it would use. A hash
+    is a dozen integer operations a value instead of Philox's hundred, and no mask in memory."""
     found = []
     for node in calls_of(graph, nn.functional.dropout):
         given = {"p": 0.5, "training": True, "inplace": False, **given_to(node, "input", "p", "training", "inplace")}
@@ -182,12 +174,7 @@ def hashed_dropout(x: Tensor, keys: Tensor, rate: float) -> Tensor:
     return x * kept * (1 / (1 - rate))
 
 
-@library.custom_op(
-    "andon::drawn_keys",
-    mutates_args=(),
-    schema="(int count, Device device) -> Tensor",
-    tags=(torch.Tag.nondeterministic_seeded,),
-)
+@library.custom_op("andon::drawn_keys", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
 def _drawn_keys(count: int, device: torch.device) -> Tensor:
     """int32 [count, 2] from the device's generator. A custom operation, since a fused kernel would draw a key for each
     of its values."""
@@ -242,11 +229,7 @@ def adapted_product(x: Tensor, weight: Tensor, narrow: Tensor, low: Tensor, scal
     return product
 
 
-@library.custom_op(
-    "andon::adapted_product",
-    mutates_args=(),
-    schema="(Tensor x, Tensor weight, Tensor narrow, Tensor low, float scale) -> Tensor",
-)
+@library.custom_op("andon::adapted_product", mutates_args=())
 def _add_into(x: Tensor, weight: Tensor, narrow: Tensor, low: Tensor, scale: float) -> Tensor:
     product = nn.functional.linear(x.flatten(0, -2), weight)
     product.addmm_(narrow.flatten(0, -2), low.t(), alpha=scale)
@@ -323,7 +306,7 @@ def keep_waves(graph: Graph) -> None:
                 user.replace_input_with(node, kept)
 
 
-@library.custom_op("andon::kept", mutates_args=(), schema="(Tensor x) -> Tensor")
+@library.custom_op("andon::kept", mutates_args=())
 def _kept(x: Tensor) -> Tensor:
     """`x` in its own memory; a compiler does not look into this operation."""
     return x.clone()

@@ -11,6 +11,7 @@ import json
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -22,8 +23,8 @@ from torch import Tensor, nn
 from andon.config.schema import Adapter
 from andon.config.source import is_folder, require_model_folder
 from andon.console.problems import InputError, Problem, ProblemList
-from andon.model.build import facts_of, head_names, seeded, vocabulary_head, without_adapter
-from andon.model.stored import Stored, require_finite, write_sharded, write_tensors
+from andon.model.build import facts_of, head_names, require_finite, seeded, vocabulary_head, without_adapter
+from andon_contracts.act import NAMES
 from andon_contracts.digest import tree_digest
 
 ALL_LINEAR = "all-linear"
@@ -31,6 +32,8 @@ _WRAPPERS = ("base_layer", "original_module", "token_adapter")
 """Parts of names under which peft keeps what it wraps."""
 _AT_ONCE = 4096
 """Rows that are added at a time."""
+LARGEST_FILE = 5 * 10**9
+"""Bytes of tensors in one file of a model, as transformers splits it."""
 
 
 def attach(model: nn.Module, adapter: Adapter, seed: int, new_tokens: Sequence[int] = ()) -> nn.Module:
@@ -163,9 +166,7 @@ def mean_row(rows: Tensor) -> Tensor:
 
 def _with_new_rows(layer: Any, given: Tensor, active: object = None) -> Tensor:
     """A layer's embeddings of token ids, or its logits of hidden states, with trained rows in place of the base's.
-
-    peft's own layers copy all weights, and compute a gradient as large, at each pass.
-    """
+    peft's own layers copy all weights, and compute a gradient as large, at each pass."""
     base = layer.base_layer
     found: Tensor = base(given)
     if layer.merged or layer.disable_adapters:
@@ -334,11 +335,80 @@ def _changes(base: nn.Module) -> dict[str, Callable[[Tensor], Tensor]]:
     return found
 
 
-def read_labels(folder: Path) -> tuple[str, ...]:
-    """The label names of an exported folder, in the order of their ids.
+# `safetensors.torch.save` builds the whole file in memory; `save_file` makes it readable by its owner alone and hides
+# the error of a disk. So the format, a JSON header and the tensors' bytes, is written here, one tensor at a time.
 
-    Raises `InputError` if they are absent, and for a folder that `require_model_folder` refuses.
-    """
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor to write. dtype: to store it in, None: its own. change: from `tensor` in fp32 to what is stored."""
+
+    tensor: Tensor
+    dtype: torch.dtype | None = None
+    change: Callable[[Tensor], Tensor] | None = None
+
+    @property
+    def kind(self) -> torch.dtype:
+        return self.dtype or self.tensor.dtype
+
+    @property
+    def size(self) -> int:
+        return self.tensor.numel() * self.kind.itemsize
+
+    def data(self) -> memoryview:
+        """The bytes to write. Raises `ValueError` if a changed tensor is not finite."""
+        value = self.tensor.detach()
+        if self.change is not None:
+            with torch.no_grad():
+                value = self.change(value.float())
+            if not value.isfinite().all():
+                raise ValueError("a merged weight is not finite")
+        value = value.to("cpu", self.kind).contiguous()
+        return value.reshape(-1).view(torch.uint8).numpy().data
+
+
+def write_tensors(file: Path, tensors: Mapping[str, Stored]) -> None:
+    """Write `tensors` as one file of safetensors."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    first = 0
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].kind.itemsize, item[0]))  # aligns every tensor
+    for name, each in ordered:
+        offsets = [first, first := first + each.size]
+        header[name] = {"dtype": NAMES[each.kind], "shape": list(each.tensor.shape), "data_offsets": offsets}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("wb") as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        for _, each in ordered:
+            out.write(each.data())
+
+
+def write_sharded(folder: Path, tensors: Mapping[str, Stored]) -> None:
+    """Write `tensors` as `model.safetensors`, or as several files with an index if they exceed `LARGEST_FILE`."""
+    shards: list[dict[str, Stored]] = [{}]
+    room = LARGEST_FILE
+    for name, each in tensors.items():
+        if each.size > room and shards[-1]:
+            shards.append({})
+            room = LARGEST_FILE
+        shards[-1][name] = each
+        room -= each.size
+    if len(shards) == 1:
+        write_tensors(folder / "model.safetensors", tensors)
+        return
+    places: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        write_tensors(folder / file, shard)
+        places |= dict.fromkeys(shard, file)
+    total = sum(each.size for each in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def read_labels(folder: Path) -> tuple[str, ...]:
+    """The label names of an exported folder, in the order of their ids. Raises `InputError` if they are absent, and for
+    a folder that `require_model_folder` refuses."""
     if is_folder(folder):
         require_model_folder(folder, str(folder))
     file = folder / "labels.json"

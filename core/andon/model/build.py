@@ -9,21 +9,20 @@ from __future__ import annotations
 import copy
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from andon.config.schema import Model
 from andon.config.source import is_folder, loading, setting_faults
 from andon.console.problems import InputError, Problem, ProblemList
-from andon.model.stored import require_finite_model
 from andon_contracts.legible import legible_line
 
 T = TypeVar("T")
@@ -38,7 +37,7 @@ LOADERS = {
 """The class of transformers that loads a folder's or the hub's model, by head."""
 _PROBLEMS = {"regression": "regression", "multi-label": "multi_label_classification"}
 """What transformers calls the problem: its pipelines make probabilities of logits by this name."""
-_MOST_NAMES = 8
+_MOST_NAMES, _MOST_TENSORS = 8, 5
 _SEEDING = threading.Lock()
 
 
@@ -199,7 +198,7 @@ def _pretrained(settings: Model, interface: ModelInterface, seed: int) -> Any:
 
         file = try_to_load_from_cache(source, "config.json", revision=settings.revision)
         cached = str(Path(file).parent) if isinstance(file, str) else ""
-    require_finite_model(model, Path(cached) if cached else None, base)
+    _require_finite_model(model, Path(cached) if cached else None, base)
     note = "" if causal else _settle_head(model, stored, missing, mismatched, interface, seed)
     named, own_code = getattr(stored, "auto_map", None) or {}, ""
     codes = {str(code) for key, code in named.items() if str(key).startswith(("AutoModel", "AutoConfig"))}
@@ -212,6 +211,60 @@ def _pretrained(settings: Model, interface: ModelInterface, seed: int) -> Any:
     drawn = tuple(dict.fromkeys(name.rpartition(".")[0] for name in inside))
     model.andon_facts = BaseFacts(drawn, (note,) if note else (), own_code)
     return model
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether `tensor` (any dtype but complex) holds no NaN and no infinity."""
+    if not tensor.is_floating_point() or tensor.numel() == 0:
+        return True
+    plain = tensor.detach().float() if tensor.dtype.itemsize == 1 else tensor.detach()  # no kernel reads float8
+    return bool(torch.stack(torch.aminmax(plain)).isfinite().all())
+
+
+def require_finite(tensors: Mapping[str, Tensor], file: Path) -> None:
+    """Raise `InputError` that names `file` and each of the `tensors` read from it that is not finite."""
+    odd = {name: tensor for name, tensor in sorted(tensors.items()) if not is_finite(tensor)}
+    if odd:
+        raise InputError(_not_finite(file, odd))
+
+
+def _require_finite_model(model: nn.Module, folder: Path | None, name: str) -> None:
+    """Raise `InputError` unless all parameters of the loaded `model` are finite and its saved buffers hold no NaN.
+
+    A buffer may hold infinities: attention masks do. folder: where the model was loaded from; None: not on this disk.
+    The error names the file in `folder` and the tensor as it is called there, or `name` and the parameter.
+    """
+    odd = {
+        key: value
+        for key, value in model.state_dict(keep_vars=True).items()
+        if not is_finite(value) and (isinstance(value, nn.Parameter) or bool(value.isnan().any()))
+    }
+    if not odd:
+        return
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    files = [] if folder is None else sorted(folder.glob("*.safetensors"))
+    found: list[Problem] = []
+    for file in files:
+        with suppress(OSError, SafetensorError):  # another file of the folder, which is not the model's
+            found += _not_finite(file, {key: value for key, value in load_file(file).items() if not is_finite(value)})
+    pickled = [] if folder is None or files else sorted(folder.glob("*.bin"))  # not read: that would unpickle them
+    raise InputError(found or _not_finite(pickled[0] if len(pickled) == 1 else Path(name), odd))
+
+
+def _not_finite(file: Path, odd: Mapping[str, Tensor]) -> list[Problem]:
+    problems = []
+    for name, tensor in [*odd.items()][:_MOST_TENSORS]:
+        plain = tensor.detach().float()
+        bad = ~plain.isfinite()
+        first = tuple(torch.nonzero(bad)[0].tolist())
+        what = f"the tensor {name!r} is not finite: {int(bad.sum())} of its {tensor.numel()} values are NaN or infinite"
+        where = f"(the first, {plain[first].item()}, is at {list(first)}); get an undamaged copy"
+        problems.append(Problem(str(file), f"{what} {where}"))
+    if len(odd) > _MOST_TENSORS:
+        problems.append(Problem(str(file), f"and {len(odd) - _MOST_TENSORS} more tensors that are not finite"))
+    return problems
 
 
 def _own_classes(config: Any) -> tuple[str, ...]:
@@ -320,9 +373,7 @@ def _configuration(settings: Model, interface: ModelInterface) -> Any:
 
 def require_decoder(base: str, revision: str | None = None, config: Any = None) -> None:
     """Raise `InputError` for a base that cannot write the next token, by its configuration alone; None: to be read.
-
-    transformers would let an encoder write, with a warning. `is_decoder` decides for models that can be both.
-    """
+    transformers would let an encoder write, with a warning. `is_decoder` decides for models that can be both."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     config = config or _config(base, revision)
@@ -376,10 +427,8 @@ def facts_of_shape(settings: Model, interface: ModelInterface) -> tuple[int | No
 
 
 def positions_of(model: Any) -> int | None:
-    """How many tokens of a row have a position, by the model's configuration and its tables; None: no limit.
-
-    A table of positions with a row for padding, as RoBERTa has it, counts from the next row on.
-    """
+    """How many tokens of a row have a position, by the model's configuration and its tables; None: no limit. A table of
+    positions with a row for padding, as RoBERTa has it, counts from the next row on."""
     positions: int | None = getattr(model.config, "max_position_embeddings", None)
     if positions is None or positions < 1:  # XLNet says -1 for no limit
         return None
@@ -445,10 +494,8 @@ def computing(model: nn.Module, device: torch.device) -> AbstractContextManager[
 
 
 def tried(call: Callable[[], T]) -> T | Exception:
-    """What `call`, a pass of a model, returns, or the error with which the model refuses its input, as a mask.
-
-    An error of the device is raised: it says nothing of the model, and on another rank the call would succeed.
-    """
+    """What `call`, a pass of a model, returns, or the error with which the model refuses its input, as a mask. An error
+    of the device is raised: it says nothing of the model, and on another rank the call would succeed."""
     try:
         return call()
     except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError) as error:

@@ -83,10 +83,8 @@ def content(batch: Batch) -> Tensor:
 
 
 def hidden_of(model: nn.Module, batch: Batch) -> Tensor:
-    """[packs, length, hidden]: one pass of the backbone, in which a token sees its own row up to itself.
-
-    Packed or not there is one path, so that the bits of a batch are a function of the batch alone.
-    """
+    """[packs, length, hidden]: one pass of the backbone, in which a token sees its own row up to itself. Packed or not
+    there is one path, so that the bits of a batch are a function of the batch alone."""
     with packed_inputs(model, masking_of(model, batch["rows"].device), batch) as given:
         output: Any = backbone_of(model)(**given)
     hidden: Tensor = output.last_hidden_state
@@ -200,7 +198,6 @@ class _LossInChunks(torch.autograd.Function):
 def check_packing_isolation(model: nn.Module, device: torch.device, longest: int | None = None) -> None:
     """Raise `InputError` unless `model` on `device` gives packed rows the logits that it gives each of them alone.
 
-    Alone is the model's own pass without our mask. Two packs are tried, one of several rows and one with padding.
     Refused too: a model that changes its logits after its head, and a limit to how far a token sees below `longest`,
     the tokens of the longest row (None: not known).
     """
@@ -253,8 +250,7 @@ def generate(
     """The ids that `model` writes after each of `prompts`: greedily, by `generate` of transformers, on its own device.
 
     An answer ends with the first of `stop_ids`, which it includes, after its number `most` of tokens, or at the model's
-    last position. A batch holds prompts of similar lengths, padded on the left. The model's own generation settings
-    are not used. Raises `ValueError` for a prompt without ids.
+    last position. The model's own generation settings are not used. Raises `ValueError` for a prompt without ids.
     """
     from transformers import GenerationConfig
 

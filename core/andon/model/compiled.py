@@ -54,10 +54,8 @@ class CompiledPasses:
 
 
 def compile_backbone(model: nn.Module, mode: str, shapes: Collection[Shape]) -> CompiledPasses:
-    """Have `model`'s backbone compiled for `shapes` at the first pass; `mode` is one of `MODES` but off.
-
-    Raises `InputError` for environment variables that make torch run a compiled model eagerly without a warning.
-    """
+    """Have `model`'s backbone compiled for `shapes` at the first pass; `mode` is one of `MODES` but off. Raises
+    `InputError` for environment variables that make torch run a compiled model eagerly without a warning."""
     silent = [name for name in _SILENCING if os.environ.get(name, "0") not in ("", "0")]
     if silent:
         what = "would have a model that is to be compiled run eagerly; unset it"

@@ -49,9 +49,7 @@ that is wrongly seen moves them more."""
 
 class Masking(Enum):
     """How a model is told which tokens see which. A causal language model, which gets packs, takes one of the last two.
-
-    Each number of workers must choose the same, so the choice depends on the model and its device alone.
-    """
+    Each number of workers must choose the same, so the choice depends on the model and its device alone."""
 
     UNMASKED = "no mask in its attention, which is causal"
     CAUSAL_PAIRS = "a mask by pairs of tokens, of those before"
@@ -65,10 +63,8 @@ _tried: weakref.WeakKeyDictionary[nn.Module, Masking] = weakref.WeakKeyDictionar
 
 
 def masking_of(model: nn.Module, device: torch.device) -> Masking:
-    """The masking of `model` on `device`: on a GPU the first of `possible_maskings` that gives what the last gives.
-
-    A trial with other weights may end otherwise, so a run asks before it restores weights.
-    """
+    """The masking of `model` on `device`: on a GPU the first of `possible_maskings` that gives what the last gives. A
+    trial with other weights may end otherwise, so a run asks before it restores weights."""
     if device.type != "cuda":
         return Masking.TOKENS if vocabulary_head(model) is None else Masking.ROW_PAIRS
     if model not in _tried:
@@ -214,10 +210,8 @@ def _tried_padding(model: Any, device: torch.device) -> Padding:
 
 
 def rotate_rows(values: Tensor, shift: Tensor) -> Tensor:
-    """`values` [rows, length, ...], each row rotated to the left by its own `shift`, int64 [rows].
-
-    A shift by a row's number of tokens moves its padding from the right to the left; its negative moves it back.
-    """
+    """`values` [rows, length, ...], each row rotated to the left by its own `shift`, int64 [rows]. A shift by a row's
+    number of tokens moves its padding from the right to the left; its negative moves it back."""
     places = torch.arange(values.shape[1], device=values.device)
     order = (places + shift[:, None]) % values.shape[1]
     return values.gather(1, order.view(*order.shape, *[1] * (values.dim() - 2)).expand_as(values))

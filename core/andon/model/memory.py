@@ -100,8 +100,8 @@ def plan_bytes(
 ) -> MemoryPlan:
     """The plan of the rank that needs most, with `micro_batches` leaves over `world_size` ranks.
 
-    trainable: in canonical order, all fp32. optimizer: 'adamw' or 'sgd'. activations: bytes of the largest micro-batch.
-    kind: of the device, 'cpu' or 'cuda'. Raises `ValueError` for an unknown optimizer.
+    trainable: all fp32. optimizer: 'adamw' or 'sgd'; others are a `ValueError`. activations: bytes of the largest
+    micro-batch. kind: of the device, 'cpu' or 'cuda'.
     """
     if optimizer not in _MOMENTS:
         msg = f"unknown optimizer {optimizer!r}; there are {', '.join(_MOMENTS)}"
@@ -133,10 +133,8 @@ def plan_bytes(
 
 
 def kept_partials(micro_batches: int, run: range) -> int:
-    """Buffers of the gradient's size that a rank with the leaves `run` holds at once beside the gradient.
-
-    The sums of earlier subtrees, and in the current one of n leaves a left summand at each level, ceil(log2 n).
-    """
+    """Buffers of the gradient's size that a rank with the leaves `run` holds at once beside the gradient. The sums of
+    earlier subtrees, and in the current one of n leaves a left summand at each level, ceil(log2 n)."""
     roots = subtree_roots((0, micro_batches), run.start, run.stop)
     return max((done + max(1, (end - start - 1).bit_length()) for done, (start, end) in enumerate(roots)), default=0)
 
@@ -144,8 +142,7 @@ def kept_partials(micro_batches: int, run: range) -> int:
 class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inside, `peak` is the most bytes of storages that operations of this thread made or touched, while they live.
 
-    A tensor made before and not touched inside is not counted, nor what a kernel allocates and frees by itself. Dead
-    storages are swept out only when their bytes would raise the peak.
+    It does not count a tensor made before and not touched inside, nor what a kernel allocates and frees by itself.
     """
 
     def __init__(self, unit: int = 1, ignored: Iterable[Tensor] = ()) -> None:

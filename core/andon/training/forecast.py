@@ -212,11 +212,8 @@ class Machine:
 
 @dataclass(frozen=True)
 class Need:
-    """One kind of device under one number of workers. ranks: those on it. budget: bytes free on each GPU, or in all.
-
-    kind: 'cuda', 'cpu', or 'host' for the memory in which ranks build the model that they move to their GPUs. fits:
-    None if the budget is not known.
-    """
+    """One kind of device under one number of workers: 'cuda', 'cpu', or 'host', the memory in which ranks build models
+    that they move to their GPUs. ranks: those on it. budget: bytes free on each GPU, or in all; None: not known."""
 
     kind: str
     ranks: int
@@ -228,11 +225,8 @@ class Need:
 
 @dataclass(frozen=True)
 class WorldPlan:
-    """One number of workers. problem: why it is impossible, or empty. note: for the user, about the devices.
-
-    idle: why some workers would never train on a row, or empty. fits: False for a problem and for a need above a known
-    budget.
-    """
+    """One number of workers. problem: why it is impossible, or empty. idle: why some workers would train on no row, or
+    empty. note: for the user, about the devices. fits: False for a problem, and for a need above a known budget."""
 
     workers: int
     micro_batches_of_each: tuple[int, ...]
@@ -423,9 +417,7 @@ def fitting_setting(planner: MemoryPlanner, workers: int, size: int) -> str:
 
 def hold_to_budget(backend: Backend, step: int, planned: int) -> Mapping[str, int]:
     """What the run needed, in bytes, for the summary: `planned` and `peak` of GPUs, `process_peak` of this process.
-
-    Collective if ranks are on GPUs. A peak above the plan is a warning, since it makes no result wrong.
-    """
+    Collective if ranks are on GPUs. A peak above the plan is a warning, since it makes no result wrong."""
     process = {"process_peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
     if not planned:
         return process
