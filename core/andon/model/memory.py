@@ -193,12 +193,28 @@ def traced_bytes(
     device, 'cpu' or 'cuda'.
     """
     kernels: Callable[[], AbstractContextManager[object]] = KernelsOfCuda if kind == "cuda" else nullcontext
-    names: tuple[str, ...] = ("input_ids", "attention_mask")
-    if vocabulary_head(model) is not None:  # packs of one row each, whose tokens are all trained
-        names = ("input_ids", "positions", "rows", "weights", "trained")
+    causal = vocabulary_head(model) is not None
+    packs = ("input_ids", "positions", "rows", "weights", "trained")  # of one row each, whose tokens are all trained
+    names = packs if causal else ("input_ids", "attention_mask")
 
-    def batch(shape: Shape) -> dict[str, Tensor]:
-        return {name: torch.full(shape, int(name == "attention_mask")) for name in names}
+    @contextmanager
+    def passing(shape: Shape, masking: Masking) -> Iterator[tuple[dict[str, Tensor], Callable[[], Any]]]:
+        batch = {name: torch.full(shape, int(name == "attention_mask")) for name in names}
+        if causal:
+            with packed_inputs(model, masking, batch) as given:
+                yield batch, partial(backbone_of(model), **given)
+        else:
+            with computing(model, _CPU), masked(model, masking, batch["attention_mask"]) as mask:
+                yield batch, partial(model, input_ids=batch["input_ids"], attention_mask=mask)
+
+    def loss(shape: Shape) -> Tensor:
+        with passing(shape, masking) as (batch, forward):
+            output = forward()
+        if causal:
+            return loss_of_hidden(model, output.last_hidden_state, batch, kind).loss_sum
+        logits = output.logits.float().flatten(0, -2)  # as a classifier has it, for all other tasks
+        losses = nn.functional.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64), reduction="none")
+        return (losses * torch.ones_like(losses)).sum()
 
     def peak(work: Callable[[], object]) -> int:
         known = [*model.parameters(), *model.buffers()]
@@ -208,65 +224,32 @@ def traced_bytes(
             work()
         return watch.peak
 
-    with _fake_weights(model):
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        made: dict[int, Tensor] = {}
+        for table in (table for module in model.modules() for table in (module._parameters, module._buffers)):
+            for name, value in table.items():
+                if value is not None:
+                    empty = torch.empty(value.shape, dtype=value.dtype, device=_CPU)
+                    learns = isinstance(value, nn.Parameter)
+                    fake = nn.Parameter(empty, requires_grad=value.requires_grad) if learns else empty
+                    table[name] = made.setdefault(id(value), fake)  # type: ignore[assignment]
+        FlatParameters(trainable_parameters(model), _CPU)
         model.eval()
         *cheaper, masking = possible_maskings(model)
-        if kind == "cuda":  # a run most likely uses the first that the model accepts; values cannot be compared here
-            two = batch((2, 5))  # no two sizes alike, so that none passes for another
-            for each in cheaper:
-                with kernels(), torch.no_grad(), _passing(model, two, each) as forward:
-                    accepted = not isinstance(tried(forward), Exception)
-                if accepted:
-                    masking = each
-                    break
+        # A run on a GPU takes the first that holds; values cannot be compared here. The sizes of the trial differ, so
+        # that none passes for another.
+        for each in cheaper if kind == "cuda" else ():
+            with kernels(), torch.no_grad(), passing((2, 5), each) as (_, forward):
+                accepted = not isinstance(tried(forward), Exception)
+            if accepted:
+                masking = each
+                break
         with torch.no_grad():
-            evaluation = peak(lambda: _loss(model, batch(scored), masking, kind))
+            evaluation = peak(lambda: loss(scored))
         model.train()
         if checkpointing:  # the backward pass leaves the stand-ins, so the second pass enters them anew
             checkpoint_layers(model, kernels)
-        return peak(lambda: _loss(model, batch(trained), masking, kind).backward()), evaluation  # type: ignore[no-untyped-call]
-
-
-@contextmanager
-def _fake_weights(model: nn.Module) -> Iterator[None]:
-    """Inside, `model` computes on fake tensors of the CPU, the trainable ones in flat buffers."""
-    made: dict[int, Tensor] = {}
-
-    def faked(value: Tensor) -> Tensor:
-        empty = torch.empty(value.shape, dtype=value.dtype, device=_CPU)
-        return nn.Parameter(empty, requires_grad=value.requires_grad) if isinstance(value, nn.Parameter) else empty
-
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        for module in model.modules():
-            tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-            for table in tables:
-                for name, value in table.items():
-                    if value is not None:
-                        table[name] = made.setdefault(id(value), faked(value))
-        FlatParameters(trainable_parameters(model), _CPU)
-        yield
-
-
-def _loss(model: nn.Module, batch: Mapping[str, Tensor], masking: Masking, kind: str) -> Tensor:
-    """The loss sum of one micro-batch: of next tokens, or as a classifier has it, for all other tasks."""
-    with _passing(model, batch, masking) as forward:
-        output = forward()
-    if vocabulary_head(model) is not None:
-        return loss_of_hidden(model, output.last_hidden_state, batch, kind).loss_sum
-    logits = output.logits.float().flatten(0, -2)
-    losses = nn.functional.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64), reduction="none")
-    return (losses * torch.ones_like(losses)).sum()
-
-
-@contextmanager
-def _passing(model: nn.Module, batch: Mapping[str, Tensor], masking: Masking) -> Iterator[Callable[[], Any]]:
-    """Inside, a call is the forward pass of `batch`: of the backbone of a causal language model, of others whole."""
-    if vocabulary_head(model) is not None:
-        with packed_inputs(model, masking, batch) as given:
-            yield partial(backbone_of(model), **given)
-    else:
-        with computing(model, _CPU), masked(model, masking, batch["attention_mask"]) as mask:
-            yield partial(model, input_ids=batch["input_ids"], attention_mask=mask)
+        return peak(lambda: loss(trained).backward()), evaluation  # type: ignore[no-untyped-call]
 
 
 class KernelsOfCuda(TorchFunctionMode):
