@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -231,6 +231,6 @@ def test_small_eager_passes_are_captured(
 )
 def test_graphs_are_left_out_where_there_is_no_room(asked: str, compiled: str, free: int, kept: int) -> None:
     """Ten bytes of weights and five of graphs. Only graphs that the user asked for, or compiled, count as needed."""
-    plan = MemoryPlan(**dict.fromkeys((each.name for each in fields(MemoryPlan)), 0) | {"base": 10, "graphs": 5})
+    plan = MemoryPlan(base=10, graphs=5)
     settings = {"run": {"backend": "nccl", "cuda_graphs": asked}, "training": {"compile": compiled}}
     assert with_graphs_that_fit(plan, Config.model_validate(settings), free) == replace(plan, graphs=kept)

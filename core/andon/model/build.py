@@ -27,13 +27,8 @@ from andon_contracts.legible import legible_line
 
 T = TypeVar("T")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-LOADERS = {
-    "classification": "AutoModelForSequenceClassification",
-    "regression": "AutoModelForSequenceClassification",
-    "multi-label": "AutoModelForSequenceClassification",
-    "tokens": "AutoModelForTokenClassification",
-    "causal": "AutoModelForCausalLM",
-}
+LOADERS = dict.fromkeys(("classification", "regression", "multi-label"), "AutoModelForSequenceClassification")
+LOADERS |= {"tokens": "AutoModelForTokenClassification", "causal": "AutoModelForCausalLM"}
 """The class of transformers that loads a folder's or the hub's model, by head."""
 _PROBLEMS = {"regression": "regression", "multi-label": "multi_label_classification"}
 """What transformers calls the problem: its pipelines make probabilities of logits by this name."""
@@ -74,8 +69,7 @@ def build_base(settings: Model, interface: ModelInterface, seed: int, *, weights
     """The model on the CPU, in training mode, with no adapter and no new tokens; identical on every call.
 
     seed: of every weight that is not loaded. weights: False for the model on the meta device, for which nothing is
-    allocated and of a folder only config.json is read. A folder is read without the network and without running code
-    from it.
+    allocated and of a folder only config.json is read. A folder needs no network, and its code is not run.
 
     Raises `InputError` for embedded weights that this machine's memory cannot hold, a folder or hub id that cannot be
     loaded or lacks weights of its backbone (or a causal model's head), weights that are not finite, a tokenizer with

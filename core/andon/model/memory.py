@@ -55,16 +55,16 @@ class MemoryPlan:
     graphs: held by CUDA graphs while they do not run. outside: what torch does not count, as a device's context.
     """
 
-    base: int
-    weights: int
-    gradient: int
-    moments: int
-    partials: int
-    ramp: int
-    activations: int
-    finite: int
-    digest: int
-    reduction: int
+    base: int = 0
+    weights: int = 0
+    gradient: int = 0
+    moments: int = 0
+    partials: int = 0
+    ramp: int = 0
+    activations: int = 0
+    finite: int = 0
+    digest: int = 0
+    reduction: int = 0
     evaluation: int = 0
     workspace: int = 0
     graphs: int = 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 import resource
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -354,8 +354,7 @@ def _world(planner: MemoryPlanner, config: Config, workers: int, machine: Machin
             lasting = planner.plan(config, "cpu", workers)
             phases.append({"weights": lasting.weights, "gradient": lasting.gradient, "moments": lasting.moments})
         most = max(phases, key=lambda phase: sum(phase.values()))
-        none = dict.fromkeys((part.name for part in fields(MemoryPlan)), 0)
-        host = MemoryPlan(**none | most | {"outside": PROCESS})
+        host = MemoryPlan(**most, outside=PROCESS)
         add("host", len(gpus), len(gpus) * host.needed, machine.ram, host)
     ranks = workers - len(gpus)
     if ranks:
