@@ -182,7 +182,7 @@ def test_eval_of_a_file_with_other_columns_than_the_run(run: Path, tmp_path: Pat
     assert [one["support"] for one in scores["classes"]] == [sum(row) for row in matrix.table()]
 
 
-@pytest.mark.parametrize("module", ["andon.cli.commands", "andon.cli.plan"])
+@pytest.mark.parametrize("module", ["andon.cli.commands", "andon.config.load"])
 def test_an_interrupt_while_the_command_is_imported(module: str) -> None:
     program = (
         "import os, signal, sys\n"

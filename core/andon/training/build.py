@@ -20,10 +20,9 @@ from andon.console.problems import InputError, Problem
 from andon.metrics.scores import Scores
 from andon.model.adapter import attach, trainable_parameters
 from andon.model.batches import Shape
-from andon.model.build import ModelInterface, build_base, checkpoint_layers, without_adapter
+from andon.model.build import ModelInterface, build_base, checkpoint_layers, require_finite, without_adapter
 from andon.model.compiled import compile_backbone
 from andon.model.masks import masking_of, padding_of
-from andon.model.stored import require_finite
 from andon.run.checkpoint import Checkpoint
 from andon.run.repeats import Repeats
 from andon.step.captured import CapturedPasses

@@ -45,9 +45,9 @@ from andon.run.summary import Head, Summary, write_summary
 from andon.step.replica import state_tensors
 from andon.step.step import UNSIGNED, RankFailed
 from andon.tasks.sft import SftTask
-from andon.training.budget import hold_to_budget
 from andon.training.choices import with_values
 from andon.training.existing import config_of, require_same_as_finished
+from andon.training.forecast import hold_to_budget
 from andon.training.history import History, begin_anew, read_history, violation_records
 from andon.training.journal import FolderJournal, MetricsWriter, ProgressView, evaluation_of, progress_from
 from andon.training.material import cut_note, eval_rows_note

@@ -38,12 +38,11 @@ from andon.model.build import facts_of
 from andon.run.atomic import write_whole
 from andon.run.folder import RunFolder
 from andon.run.provenance import environment
-from andon.training.budget import agree_on_devices
 from andon.training.build import Run, build_run
 from andon.training.choices import placed, settings_line
+from andon.training.forecast import agree_on_devices, captures, evaluation_batching
 from andon.training.material import Material, padding_multiple, prepare, warnings_of
 from andon.training.rows import is_tokenised_as_read, notes, skip_notes, with_task
-from andon.training.study import captures, evaluation_batching
 from andon.training.trainer import Evaluator
 from andon_contracts.liveness.diagnosis import StepClock
 from andon_contracts.policy import suspended
