@@ -102,15 +102,19 @@ class Trainer:
 
         Raises `Violation` on every rank alike, `InputError` on a rank whose disk refuses (`RankFailed` on the others).
         """
-        stop = False
+        stop, reason = False, "finished"
         self._schedule_save(0.0)
         for step in range(self.progress.step + 1, self.plan.total_steps + 1):
             if self._gives_up():
-                return self._end("early-stopping")
+                reason = "early-stopping"
+                break
             if stop:
                 return "preempted"
             stop = self._advance(self.plan.batch(step))
-        return self._end("finished")
+        self.clock.at(self.progress.step, "end")
+        if self._saved_at != self.progress.step:
+            self.step.attest_base(self.progress.step, self.base_digest)
+        return reason
 
     def _advance(self, batch: GlobalBatch) -> bool:
         """Do one update and what is due after it; returns whether a rank was asked to stop.
@@ -162,8 +166,12 @@ class Trainer:
             self.clock.at(step, "evaluation")
             scores = self.evaluate()
             self.journal.evaluated(step, batch.epoch, scores, "validation")
-            if scores.loss is not None:
-                best = self._compare(scores.loss, result.digests.get("weights", 0))
+            done, loss = self.progress, scores.loss
+            if loss is not None and loss < done.best_loss:
+                best, weights = True, result.digests.get("weights", 0)
+                self.progress = replace(done, best_step=step, best_loss=loss, best_weights=weights, bad_evaluations=0)
+            elif loss is not None:
+                self.progress = replace(done, bad_evaluations=done.bad_evaluations + 1)
         began = monotonic()
         saving = saving or stopping or best or self._gives_up() or self._is_due(step, training.checkpoint_every)
         # Frozen weights are too large to be read at each update, but no checkpoint vouches for them unread.
@@ -173,15 +181,6 @@ class Trainer:
             self._save(best=best)
             self._saved_at = step
             self._schedule_save(monotonic() - began)
-
-    def _compare(self, loss: float, weights: int) -> bool:
-        """Whether this validation loss is the lowest so far; after too many that are not, the run gives up."""
-        done = self.progress
-        if not loss < done.best_loss:  # a loss that is not a number is not the lowest
-            self.progress = replace(done, bad_evaluations=done.bad_evaluations + 1)
-            return False
-        self.progress = replace(done, best_step=done.step, best_loss=loss, best_weights=weights, bad_evaluations=0)
-        return True
 
     def _save(self, *, best: bool) -> None:
         """Have the checkpoint written, and tell every rank what became of it: all go on or none does."""
@@ -202,12 +201,6 @@ class Trainer:
                 enforce(Judgement(RESTORED, Restored({}, {}, self.progress.step, seen, (rank,))))
             if what == _REFUSED:
                 raise RankFailed(f"rank {rank} could not write the checkpoint of step {self.progress.step}")
-
-    def _end(self, reason: str) -> str:
-        self.clock.at(self.progress.step, "end")
-        if self._saved_at != self.progress.step:
-            self.step.attest_base(self.progress.step, self.base_digest)
-        return reason
 
 
 @dataclass
