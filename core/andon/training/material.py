@@ -121,8 +121,7 @@ def prepare(config: Config, cache: Path | None = None) -> Material:
     if name == CLASSIFICATION:
         weights = loss_weights(config, rows)
     elif config.data.class_weights != "uniform":
-        what = f"{config.data.class_weights} is of classes, and {name} has no weights"
-        raise InputError([Problem("data.class_weights", what)])
+        raise InputError(f"data.class_weights: {config.data.class_weights} is of classes, and {name} has no weights")
     whole = task_of(config, rows.train, tokenizer, weights, cache)
     scored = whole if rows.evaluation is None else task_of(config, rows.evaluation, tokenizer, weights, cache)
     rows = rows.without(skipped_of(whole))
