@@ -189,10 +189,7 @@ def test_an_environment_that_says_otherwise_is_refused(
 def test_a_cpu_without_avx2_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch would believe the variable, and crash at an instruction that is not there."""
     monkeypatch.setattr(portable, "environment", lambda: {"instructions": "avx fma"})
-    with (
-        pytest.raises(InputError, match=r"run\.portable: needs a CPU with AVX2"),
-        portable_environment(Run(portable=True)),
-    ):
+    with pytest.raises(InputError, match=r"run\.portable: needs a CPU with"), portable_environment(Run(portable=True)):
         pytest.fail("it went on")
 
 

@@ -331,11 +331,8 @@ def prune(folder: Path, keep: int, best: int | None = None, newest: int | None =
     """Remove all checkpoints but the `keep` latest and the one of step `best`; return the removed paths.
 
     newest: the step that was saved last. Later ones were rejected when the run was resumed: they do not count, and stay
-    for the user to look at until they are written anew. Raises `ValueError` for `keep` < 1, `InputError` if the disk
-    refuses.
+    for the user to look at until they are written anew. Raises `InputError` if the disk refuses.
     """
-    if keep < 1:
-        raise ValueError(f"at least one checkpoint must stay, not {keep}")
     with storage(folder, "read"):
         named = _named(folder)
     steps = [step for step in sorted(named) if newest is None or step <= newest]
