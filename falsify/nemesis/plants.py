@@ -120,7 +120,7 @@ def where_weights_lie(scratch: Path) -> Path:
 
 def loss_is_nan(plan: Planting) -> None:
     """The loss of one micro-batch is NaN."""
-    from andon.tasks.classification import ClassificationTask
+    from andon.tasks.text import ClassificationTask
 
     due = _Due(plan)
 
@@ -227,8 +227,8 @@ def other_base(plan: Planting) -> None:
     from andon.training import build as building
 
     @replaces(building, "build_base")
-    def build(former: Any, spec: Any) -> Any:
-        model = former(spec)
+    def build(former: Any, *args: Any) -> Any:
+        model = former(*args)
         if plan.here:
             name, tensor = next(iter(model.named_parameters()))
             tensor.data.view(-1)[0] += 1.0

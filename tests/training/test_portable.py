@@ -67,7 +67,7 @@ from andon.inspection.replay import replay_run
 from andon.training import session
 from pathlib import Path
 
-def train(backend, workers, folder, entry="andon.training.entry:train_rank", resume="never"):
+def train(backend, workers, folder, entry="andon.training.start:train_rank", resume="never"):
     flags = {"run.dir": folder, "run.backend": backend, "run.workers": workers, "run.resume": resume}
     said = io.StringIO()
     with contextlib.redirect_stderr(said):

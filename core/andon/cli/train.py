@@ -8,22 +8,8 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from andon.cli.options import (
-    Backend,
-    BaseModel,
-    ConfigFile,
-    EvalData,
-    LabelColumn,
-    Overrides,
-    Task,
-    TextColumn,
-    TrainData,
-    material,
-)
 from andon.config.load import load_config
 from andon.config.schema import Config
 from andon.console.exits import Exit
@@ -36,41 +22,9 @@ from andon.launch.portable import portable_environment
 from andon.launch.rank import report_to, run_rank
 from andon.run.folder import RunFolder, State
 from andon.training.choices import placed, portable_demo
-from andon.training.entry import ENTRY, payload_of, train_rank
 from andon.training.existing import as_begun, go_on_with
 from andon.training.rows import told_of_task, with_task
-from andon.training.start import foreign, start
-
-
-def train(
-    config: ConfigFile = None,
-    workers: Annotated[int | None, typer.Option(help="Ranks on this machine.")] = None,
-    backend: Backend = None,
-    resume: Annotated[str | None, typer.Option(help="auto: go on in --run-dir, or the newest unfinished.")] = None,
-    run_dir: Annotated[str | None, typer.Option(help="Folder of the run; a new one under runs/ by default.")] = None,
-    task: Task = None,
-    data: TrainData = None,
-    eval_data: EvalData = None,
-    text_column: TextColumn = None,
-    label_column: LabelColumn = None,
-    model: BaseModel = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress, no scores.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Metrics as lines of JSON on standard output.")] = False,
-    overrides: Overrides = None,
-) -> None:
-    """Train. The result is the same to the bit for every number of workers."""
-    if quiet and as_json:
-        raise InputError([Problem("--quiet", "says nothing, and --json says it as JSON; give one of them")])
-    flags: dict[str, Any] = {
-        "run.progress": "quiet" if quiet else "json" if as_json else None,
-        "run.workers": workers,
-        "run.backend": backend,
-        "run.resume": resume,
-        "run.dir": run_dir,
-        **material(task, data, eval_data, text_column, label_column, model),
-    }
-    given = {key: value for key, value in flags.items() if value is not None}
-    raise typer.Exit(int(run_training(config, overrides or (), given)))
+from andon.training.start import ENTRY, foreign, payload_of, start, train_rank
 
 
 def run_training(
