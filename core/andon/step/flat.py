@@ -9,7 +9,7 @@ and updates with other roundings.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -132,6 +132,16 @@ class Master:
         for each in self.ranges:
             each.weights.grad = self.gradient[each.span]
 
+    def build_optimizer(self, settings: Optimizer) -> torch.optim.Optimizer:
+        """The optimizer of all ranges (seed S12)."""
+        decay = settings.weight_decay
+        groups = [{"params": [each.weights], "weight_decay": decay if each.decays else 0.0} for each in self.ranges]
+        if settings.name == "adamw":
+            return torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)
+        # On a GPU it must be fused: only then can the device skip an update (`Replica.gate`).
+        fused = True if self.device.type == "cuda" else None
+        return torch.optim.SGD(groups, lr=0.0, momentum=settings.momentum, fused=fused)
+
     def take(self, parameters: FlatParameters) -> None:
         """Copy the model's weights to these."""
         if self.apart:
@@ -141,16 +151,6 @@ class Master:
         """Copy these to the model's weights."""
         if self.apart:
             parameters.weights.data.copy_(self.weights.data)
-
-
-def build_optimizer(settings: Optimizer, ranges: Sequence[Range]) -> torch.optim.Optimizer:
-    """The optimizer of ranges of one flat parameter (seed S12)."""
-    groups = [{"params": [r.weights], "weight_decay": settings.weight_decay if r.decays else 0.0} for r in ranges]
-    if settings.name == "adamw":
-        return torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)
-    # On a GPU it must be fused: only then can the device skip an update (`Replica.gate`).
-    fused = True if ranges[0].weights.is_cuda else None
-    return torch.optim.SGD(groups, lr=0.0, momentum=settings.momentum, fused=fused)
 
 
 def moments_of(settings: Optimizer) -> tuple[str, ...]:

@@ -15,16 +15,7 @@ from torch import nn
 
 from andon.config.schema import Optimizer
 from andon.step.captured import CapturedPasses
-from andon.step.flat import (
-    REPLACED,
-    FlatParameters,
-    Master,
-    build_optimizer,
-    counts_updates,
-    moments_of,
-    state_names,
-    undecayed,
-)
+from andon.step.flat import REPLACED, FlatParameters, Master, counts_updates, moments_of, state_names, undecayed
 from andon.step.message import WIDTH
 from andon.step.micro_batch import Leaf, LeafResult, PassResult, reports_of_leaves
 from andon.step.reduce import Node, fold
@@ -71,7 +62,7 @@ class Replica:
         self.settings = optimizer
         undecayed_slots = (slot.start for slot in self.parameters.slots if slot.name in exempt)
         self.master = Master(self.parameters, master_on, next(undecayed_slots, self.parameters.size))
-        self.optimizer = build_optimizer(optimizer, self.master.ranges)
+        self.optimizer = self.master.build_optimizer(optimizer)
         self._state: dict[str, torch.Tensor] = {}
         self.captured = captured
         self.keeping: frozenset[Node] | None = None
