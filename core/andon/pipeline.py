@@ -26,7 +26,7 @@ from andon.step.plan import GlobalBatch
 from andon.step.promises import Report, ensures
 from andon.step.reduce import fold
 from andon.step.replica import Replica
-from andon.tasks.classification import ClassificationTask
+from andon.tasks.text import ClassificationTask
 from andon.training.build import build_model as build_trainable
 from andon.training.build import build_replicas
 from andon_contracts.agree import Observation, bits_of, real_of

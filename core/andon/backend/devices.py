@@ -225,9 +225,9 @@ def refuse_unfit(backend: str, found: Mapping[int, Accelerator], needed: int | N
         if each.fault:
             problems.add(where, f"GPU {each.index} cannot be used: {each.fault}")
         elif needed is not None and each.free < needed:
-            have = f"GPU {each.index} ({each.name}) has {_gib(each.free)} of {_gib(each.total)} free"
-            small = f"{have}, too small for the {_gib(needed)} that the run needs; {remedy}"
-            busy = f"{have} and the run needs {_gib(needed)}: another process may hold the rest"
+            have = f"GPU {each.index} ({each.name}) has {in_gib(each.free)} of {in_gib(each.total)} free"
+            small = f"{have}, too small for the {in_gib(needed)} that the run needs; {remedy}"
+            busy = f"{have} and the run needs {in_gib(needed)}: another process may hold the rest"
             problems.add(where, small if each.total < needed else busy)
     working = {rank: each.name for rank, each in sorted(found.items()) if not each.fault}
     if backend == "nccl" and len(set(working.values())) > 1:
@@ -238,7 +238,7 @@ def refuse_unfit(backend: str, found: Mapping[int, Accelerator], needed: int | N
     problems.raise_if_any()
 
 
-def _gib(size: int) -> str:
+def in_gib(size: int) -> str:
     return f"{size / 2**30:.2f} GiB"
 
 

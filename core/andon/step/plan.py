@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from andon.config.schema import Config
 from andon_contracts.policy import clause, ensure
 from andon_contracts.violation import Finding
 
@@ -167,25 +168,21 @@ class Schedule:
     p = (t - w) / (total - w), min + (peak - min) * x: x is (1 + cos(pi * p)) / 2 for a cosine and 1 - p for a line.
     """
 
-    peak_lr: float
+    config: Config
     total_steps: int
-    warmup_fraction: float = 0.1
-    min_lr: float = 1e-6
-    kind: str = "cosine"
-    warmup_steps: int | None = None
 
     def rate(self, step: int) -> float:
         """The learning rate of update `step`, counted from 1. Raises `ValueError` for a step outside the run."""
         if not 1 <= step <= self.total_steps:
             raise ValueError(f"step {step} is outside 1 to {self.total_steps}")
-        warmup = self.warmup_steps
-        if warmup is None:
-            warmup = math.floor(self.warmup_fraction * self.total_steps)
+        own, peak = self.config.schedule, self.config.optimizer.lr
+        fraction = math.floor(own.warmup_fraction * self.total_steps)
+        warmup = fraction if own.warmup_steps is None else own.warmup_steps
         if step <= warmup:
-            return self.peak_lr * (step / warmup)
-        if self.kind == "constant":
-            return self.peak_lr
+            return peak * (step / warmup)
+        if own.type == "constant":
+            return peak
         progress = (step - warmup) / (self.total_steps - warmup)
-        floor = min(self.min_lr, self.peak_lr)
-        left = 1.0 - progress if self.kind == "linear" else (1.0 + math.cos(math.pi * progress)) / 2.0
-        return floor + (self.peak_lr - floor) * left
+        floor = min(own.min_lr, peak)
+        left = 1.0 - progress if own.type == "linear" else (1.0 + math.cos(math.pi * progress)) / 2.0
+        return floor + (peak - floor) * left
