@@ -21,7 +21,7 @@ from andon.console.problems import InputError, Problem, ProblemList, install_hin
 from andon.model.batches import predictions
 from andon.model.build import ModelInterface, evaluating, without_adapter
 from andon.step import message
-from andon.step.micro_batch import Leaf, plan_leaves
+from andon.step.micro_batch import plan_leaves
 from andon.step.plan import GlobalBatch
 from andon.step.promises import Report, ensures
 from andon.step.reduce import fold
@@ -384,9 +384,7 @@ class ClassifyPipeline:
         """The gradient of all `rows`. Micro-batches are numbered on from earlier calls, so that their masks differ."""
         step, first = self.replica.updates + 1, self._calls * self.micro_batches
         parts = GlobalBatch(step, 0, 0, tuple(range(len(rows)))).micro_batches(self.micro_batches)
-        planned = plan_leaves(parts, (range(self.micro_batches),), rows)
-        plan = [replace(leaf, index=first + leaf.index) for leaf in planned]
-        leaves = [Leaf(leaf.index, leaf.ids[0] if leaf.ids else 0, leaf.ids) for leaf in plan]
+        leaves, plan = plan_leaves(parts, [range(self.micro_batches)], rows, first=first)
         node = (first, first + self.micro_batches)
         partial = self.replica.gradients(step, leaves, [node], rows, checked=enforced())
         reports = message.reports_of([Observation(0, step, 0, "accumulated", {}, partial.reports)])

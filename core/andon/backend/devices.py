@@ -201,8 +201,8 @@ def of_all_ranks(mine: Accelerator | None) -> dict[int, Accelerator]:
     sent = torch.tensor(list(text.ljust(_MESSAGE_BYTES)), dtype=torch.uint8)
     rows = [torch.empty_like(sent) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, sent)
-    told = (json.loads(bytes(row.tolist())) for row in rows)
-    return {rank: Accelerator(**fact) for rank, fact in enumerate(told) if fact is not None}
+    reports = (json.loads(bytes(row.tolist())) for row in rows)
+    return {rank: Accelerator(**each) for rank, each in enumerate(reports) if each is not None}
 
 
 def none_works(found: Mapping[int, Accelerator]) -> str:

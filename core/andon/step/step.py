@@ -14,7 +14,6 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -296,10 +295,8 @@ class TrainingStep:
         try:
             self.audit.prepare(step, checked=update.checked)
             parts = update.batch.micro_batches(self._micro_batches)
-            update.plan = plan_leaves(parts, self._owners, self.task, checked=update.checked)
+            update.leaves, update.plan = plan_leaves(parts, self._owners, self.task, checked=update.checked)
             update.rows, update.terms = len(update.batch.ids), sum(leaf.terms for leaf in update.plan)
-            firsts = accumulate(map(len, parts), initial=0)
-            update.leaves = [Leaf(index, next(firsts), part) for index, part in enumerate(parts)]
             done = self._backend.map(gradients)
         except Exception as error:  # noqa: BLE001 - the other ranks must hear of it before it is raised
             done = [error] * len(self._replicas)
