@@ -93,8 +93,8 @@ def _every_sample_counted(samples: Sequence[SafetySample], result: BatchResult) 
 class DataParallelCoordinator:
     """One replica of a classifier on each device, trained as one (seed R6; C-DP-001, C-DP-002); a context manager.
 
-    pipelines: all replicas by rank. updates: the number of updates taken. last_step: the last update in detail,
-    micro-batches by rank and digests; None before the first.
+    pipelines: all replicas by rank. num_gpus: their number, on whatever devices (seed R13). updates: the number of
+    updates taken. last_step: the last update in detail, micro-batches by rank and digests; None before the first.
     """
 
     def __init__(
@@ -133,6 +133,7 @@ class DataParallelCoordinator:
             ClassifyPipeline(model_config, classify_config, micro_batches=micro_batches, replica=replica)
             for replica in replicas
         )
+        self.num_gpus = len(self.pipelines)
         parts, rows = self.pipelines[0].micro_batches, encode(model_config, classify_config, [([0], 0)])
         self._step = TrainingStep(InlineBackend(placed), replicas, rows, parts, classify_config.gradient_clip_norm)
         self._step.attest_start({})
@@ -146,11 +147,6 @@ class DataParallelCoordinator:
 
     def close(self) -> None:
         """Free what the replicas share: nothing, as they live in this process."""
-
-    @property
-    def num_gpus(self) -> int:
-        """The number of replicas, on whatever devices (seed R13)."""
-        return len(self.pipelines)
 
     @property
     def primary_pipeline(self) -> ClassifyPipeline:

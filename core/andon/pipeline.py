@@ -289,7 +289,8 @@ class ClassifyPipeline:
     """A classifier that can train alone, or lend its gradient half to others (seed S12 to S20).
 
     `train_batch` is `accumulate_gradients` and `apply_accumulated_gradients`; with the same `micro_batches` it leaves
-    the bits that a coordinator leaves, whatever its number of replicas.
+    the bits that a coordinator leaves, whatever its number of replicas. num_trainable_parameters: elements of the
+    adapter and the head: the sum of r * (d_in + d_out), and the head's own.
     """
 
     def __init__(
@@ -317,19 +318,11 @@ class ClassifyPipeline:
             (replica,) = build_classifiers(model_config, config, seed, optimizer, [torch.device(device)])
         self.replica = replica
         self.model = replica.model
+        self.device = replica.device
+        self.num_trainable_parameters = replica.parameters.count
         self._rate = config.learning_rate
         self._sum: torch.Tensor | None = None
         self._samples = self._calls = 0
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the model and its optimizer."""
-        return self.replica.device
-
-    @property
-    def num_trainable_parameters(self) -> int:
-        """Elements of the adapter and the head: the sum of r * (d_in + d_out), and the head's own."""
-        return self.replica.parameters.count
 
     @property
     def learning_rate(self) -> float:

@@ -46,7 +46,7 @@ class GroupBackend:
         self.ranks: tuple[int, ...] = (dist.get_rank(group),)
         self.devices: tuple[torch.device, ...] = (device,)
         self._group = group
-        self._clock = clock
+        self._clock = StepClock() if clock is None else clock
         self._carrier = device if name == "nccl" else torch.device("cpu")
         self._mesh = None if name == "nccl" else GroupGather(group or dist.group.WORLD, 0).sockets()
 
@@ -56,11 +56,9 @@ class GroupBackend:
     @contextmanager
     def _waiting(self) -> Iterator[None]:
         """Context manager: the clock shows that this rank waits, also after an error."""
-        if self._clock is not None:
-            self._clock.wait()
+        self._clock.wait()
         yield
-        if self._clock is not None:
-            self._clock.work()
+        self._clock.work()
 
     def gather(self, local: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         with self._waiting():
