@@ -216,10 +216,8 @@ class Audit:
     def _copies(
         self, subjects: Sequence[_Subject], partials: Sequence[PartialGradient], wanted: set[int]
     ) -> dict[int, dict[Node, torch.Tensor]]:
-        """For each rank of `wanted`, its copies of the sums that are not recomputed.
-
-        One gather for each sum, so that a rank never holds more than one of every other rank at once.
-        """
+        """For each rank of `wanted`, its copies of the sums that are not recomputed."""
+        # One gather for each sum, so that a rank never holds more than one of every other rank at once.
         found: dict[int, dict[Node, torch.Tensor]] = {rank: {} for rank in wanted}
         for place in range(max(len(subject.kept) for subject in subjects)):
             local = []

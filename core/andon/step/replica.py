@@ -128,10 +128,8 @@ class Replica:
         return PartialGradient(sums, reports_of_leaves(results, task, self.device, checked=checked), kept)
 
     def completed(self, partial: PartialGradient | None, roots: Sequence[Node]) -> PartialGradient:
-        """`partial` (None: the pass raised) with zeros for the `roots` that it lacks.
-
-        On GPUs a rank takes part in the collectives that the others enter before they have read that it is wrong.
-        """
+        """`partial` (None: the pass raised) with zeros for the `roots` that it lacks."""
+        # On GPUs a rank takes part in the collectives that the others enter before they have read that it is wrong.
         if partial is None:
             reports = torch.empty((0, WIDTH), dtype=torch.int64, device=self.device)
             kept = dict.fromkeys(self.keeping or (), torch.zeros_like(self.parameters.gradient))
@@ -168,11 +166,9 @@ class Replica:
         return PassResult(loss.loss_sum.detach(), loss.correct, loss.terms, total, rows)
 
     def gradient_of(self, step: int, leaf: Leaf, task: Task) -> torch.Tensor:
-        """The gradient of one micro-batch alone, [size] fp32, as its owner computes it; for an audit.
-
-        Always eager, so that the audit of a captured pass compares it with the eager one.
-        """
+        """The gradient of one micro-batch alone, [size] fp32, as its owner computes it; for an audit."""
         self._prepare()
+        # Eager, so that the audit of a captured pass compares it with the eager one.
         captured, self.captured = self.captured, None
         try:
             self._leaf(step, leaf, task, checked=False)

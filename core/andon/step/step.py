@@ -55,10 +55,8 @@ _COMPARED: Mapping[str, Callable[[Replica], Tensors]] = {
 
 
 def reads_late(backend: Backend) -> bool:
-    """Whether all replicas of `backend` are on GPUs, so that no values are needed in the middle of a step.
-
-    In `mixed` messages go through the CPU, where they are read at once.
-    """
+    """Whether all replicas of `backend` are on GPUs, so that no values are needed in the middle of a step."""
+    # In `mixed` messages go through the CPU, where they are read at once.
     return backend.name != "mixed" and all(device.type == "cuda" for device in backend.devices)
 
 
@@ -417,10 +415,7 @@ class TrainingStep:
         want: object = None,
         held: torch.Tensor | None = None,
     ) -> Gathered:
-        """Gather the message `sent` from all ranks. If it is judged late, the gate looks at it first.
-
-        want: what its laws require. held: the weights' word sum after the last update, for the gate.
-        """
+        """Gather the message `sent`, at which the gate looks if it is judged late. want, held: see `Gate.look`."""
         world, expected = self._backend.world_size, None
         if self.late and sent is COMPUTED:
             expected = message.expected_computed(update.plan, world, self._report_rows, checked=update.checked)
