@@ -113,14 +113,14 @@ class Range:
 class Master:
     """What the optimizer sees: `weights`, a leaf parameter [size] fp32 whose `.grad` is `gradient`.
 
-    device: where they are copies; None: they are the model's own buffers (`apart` is false). decayed: the elements
+    device: where they are copies; None: they are the model's own buffers (`separate` is false). decayed: the elements
     before this one decay. ranges: those that decay and those that do not; none is empty.
     """
 
     def __init__(self, parameters: FlatParameters, device: torch.device | None, decayed: int) -> None:
         self.weights, self.gradient, size = parameters.weights, parameters.gradient, parameters.size
-        self.apart = device is not None
-        if self.apart:
+        self.separate = device is not None
+        if self.separate:
             self.weights = nn.Parameter(self.weights.detach().to(device, copy=True))
             self.gradient = torch.zeros(size, device=device)
         self.weights.grad = self.gradient
@@ -142,14 +142,14 @@ class Master:
         fused = True if self.device.type == "cuda" else None
         return torch.optim.SGD(groups, lr=0.0, momentum=settings.momentum, fused=fused)
 
-    def take(self, parameters: FlatParameters) -> None:
+    def pull_weights(self, parameters: FlatParameters) -> None:
         """Copy the model's weights to these."""
-        if self.apart:
+        if self.separate:
             self.weights.data.copy_(parameters.weights.data)
 
-    def give(self, parameters: FlatParameters) -> None:
+    def push_weights(self, parameters: FlatParameters) -> None:
         """Copy these to the model's weights."""
-        if self.apart:
+        if self.separate:
             parameters.weights.data.copy_(self.weights.data)
 
 

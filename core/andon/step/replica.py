@@ -254,7 +254,7 @@ class Replica:
             names = sorted(state_names(self.settings))
             self._hold({name: torch.zeros_like(shaped.get(name, self.master.gradient)) for name in names})
         self.optimizer.step()
-        self.master.give(self.parameters)
+        self.master.push_weights(self.parameters)
         if not counts_updates(self.settings):
             # On the device, because only the device knows now whether the gate skipped the update.
             self._count += 1.0 if self._closed is None else 1.0 - self._closed
@@ -280,7 +280,7 @@ class Replica:
     def restore(self, weights: torch.Tensor, optimizer_state: Mapping[str, torch.Tensor], updates: int) -> None:
         """Put back the flat weights, the optimizer's tensors by name, and the count of updates."""
         self.parameters.weights.data.copy_(weights)
-        self.master.take(self.parameters)
+        self.master.pull_weights(self.parameters)
         self._count.fill_(updates)
         # Copies, because the optimizer writes into its state.
         self._hold({name: value.to(self.master.device, copy=True) for name, value in optimizer_state.items()})
