@@ -292,17 +292,25 @@ def save_base(model: nn.Module, folder: Path, labels: Sequence[str], merged: tor
     Stock peft needs it to load an adapter of the embedded model. merged: write the sum of base and adapter instead, in
     this dtype, computed in fp32 one weight at a time. Of tied weights one is written. `model` does not change.
     """
+    from huggingface_hub import split_state_dict_into_shards_factory
+
     base: Any = without_adapter(model)
     changes = {} if merged is None else _changes(base)
     left_out = (".lora_", ".trainable_tokens_", ".modules_to_save." if merged is None else ".original_module.")
-    tensors = {}
+    tensors: dict[str, Stored] = {}
     for name, value in base.state_dict().items():
         # peft keeps the base's own tensors beside those that it adds, under names with a part more for each wrapper.
         plain = _plain(name.replace(".modules_to_save.default.", "."))
         if not any(part in name for part in left_out) and plain not in base.all_tied_weights_keys:
             tensors[plain] = Stored(value, merged if value.is_floating_point() else None, changes.get(plain))
     folder.mkdir(parents=True, exist_ok=True)
-    write_sharded(folder, tensors)
+    sizes: dict[str, Any] = {"get_storage_size": lambda each: each.size, "max_shard_size": LARGEST_FILE}
+    split = split_state_dict_into_shards_factory(tensors, filename_pattern="model{suffix}.safetensors", **sizes)
+    for file, names in split.filename_to_tensors.items():
+        write_tensors(folder / file, {name: tensors[name] for name in names})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        _write_json(folder / "model.safetensors.index.json", index)
     dtype = str(merged or base.dtype).removeprefix("torch.")
     _write_json(folder / "config.json", _model_config(base, labels) | {"dtype": dtype})
     if labels:
@@ -381,29 +389,6 @@ def write_tensors(file: Path, tensors: Mapping[str, Stored]) -> None:
         out.write(len(text).to_bytes(8, "little") + text)
         for _, each in ordered:
             out.write(each.data())
-
-
-def write_sharded(folder: Path, tensors: Mapping[str, Stored]) -> None:
-    """Write `tensors` as `model.safetensors`, or as several files with an index if they exceed `LARGEST_FILE`."""
-    shards: list[dict[str, Stored]] = [{}]
-    room = LARGEST_FILE
-    for name, each in tensors.items():
-        if each.size > room and shards[-1]:
-            shards.append({})
-            room = LARGEST_FILE
-        shards[-1][name] = each
-        room -= each.size
-    if len(shards) == 1:
-        write_tensors(folder / "model.safetensors", tensors)
-        return
-    places: dict[str, str] = {}
-    for number, shard in enumerate(shards, start=1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        write_tensors(folder / file, shard)
-        places |= dict.fromkeys(shard, file)
-    total = sum(each.size for each in tensors.values())
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def read_labels(folder: Path) -> tuple[str, ...]:
