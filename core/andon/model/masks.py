@@ -109,10 +109,8 @@ def tried_masking(model: nn.Module, device: torch.device) -> Masking:
         wanted = outputs_with(model, last, device)
         for masking in cheaper if wanted else ():
             found = outputs_with(model, masking, device)
-            pairs = zip(found, wanted, strict=False)
-            if len(found) == len(wanted) and all(
-                bool(size(one - other) <= noise * size(other)) for one, other in pairs
-            ):
+            same = len(found) == len(wanted)
+            if same and all(size(one - other) <= noise * size(other) for one, other in zip(found, wanted, strict=True)):
                 return masking
     return last
 
