@@ -1,4 +1,4 @@
-"""What must hold during training, and how it is checked: clauses, digests, the pipe, the record."""
+"""The contracts of a training step and their checks: clauses, laws, digests, gathers, the ledger, and the watch."""
 
 from __future__ import annotations
 

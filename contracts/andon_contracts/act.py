@@ -1,6 +1,6 @@
-"""What a violation causes: a message that separates fact, inference and scope, a bundle, and the error itself.
+"""Turns a violation into a message that separates fact, inference and scope, a bundle, and the error to raise.
 
-The bundle is the files by which a violation, or another end, can be examined after its processes are gone.
+The bundle is a folder of files about a violation, or another end, for examination after its processes are gone.
 FOLDER/STEP/CLAUSE.json is the account, written by the lowest live rank: the ledger's record of the violation, the
 message, versions. FOLDER/STEP/CLAUSE/ has a part for each live rank, written by that rank, without a collective:
 `rank-R.json` (batch ids, stacks of all Python threads, digests by tensor), `rank-R.safetensors` (tensors),
@@ -27,22 +27,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from andon_contracts.agree import Observation, minority, real_of
+from andon_contracts.agree import Observation, real_of
 from andon_contracts.clauses import CLAUSES
 from andon_contracts.digest import hex64, tensor_digest
 from andon_contracts.fingerprint import environment
+from andon_contracts.laws.law import by_rank
 from andon_contracts.record import SCHEMA_VERSION, Broken
-from andon_contracts.violation import (
-    NOT_SEEN_REDUCED,
-    OTHER_SHAPES,
-    Cause,
-    Finding,
-    Violation,
-    explain_command,
-    first_line,
-    named_ranks,
-    row_lines,
-)
+from andon_contracts.violation import Cause, Finding, Violation, explain_command, first_line, named_ranks, row_lines
 
 LIMIT_BYTES = 1 << 26
 """The most bytes of tensors that one rank writes: the broken tensor first, then the trained state in order."""
@@ -54,6 +45,7 @@ NAMES: Mapping[torch.dtype, str] = {
 """The format's name of each dtype that it supports."""
 _HIDDEN = ("andon_contracts", "torch", "icontract", "threading", "multiprocessing")  # packages that are never shown
 _LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+LAUNCHER_FILES = set[str]()  # of the frames outside the script that `andon watch` runs, which are never shown
 _MOST_FRAMES = 64
 _ACTIVITIES = (
     ("torch.utils.data", "in the data loader"),
@@ -68,15 +60,16 @@ _ACTIVITIES = (
 class Scene:
     """The facts of a message besides the finding.
 
+    applied: the update was made. before: what was equal before the update. element: the first element that differs.
     last_equal: the last update after which all weights were equal. unwritten: why the bundle is not complete. goes_on:
-    nothing is raised, so the loop makes its update. by_command: the command `andon watch` opened the watch, so its
-    options silence a clause. also: other laws broken by the same observations, as effects.
+    nothing is raised, so the loop continues. by_command: `andon watch` opened the watch. also: effects of the finding.
     """
 
     world: int = 1
     applied: bool = False
     last_equal: int | None = None
     before: str = ""
+    rates_differ: bool = False
     element: str = ""
     tensors: int = 0
     bundle: str = ""
@@ -88,7 +81,7 @@ class Scene:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a rank can put into a bundle. folder: where bundles go; None: nowhere.
+    """What a rank can put into a bundle. folder: that of all bundles; None: none are written. ids: its current rows.
 
     tensors: the tensors to write if the named one is broken, that one first. devices: the names of the accelerators in
     use, read before a failure, because they may not answer after it.
@@ -103,7 +96,7 @@ class Evidence:
 
 
 def with_message(violation: Violation, scene: Scene) -> Violation:
-    """The same violation with the whole message."""
+    """The same violation with the whole `message`."""
     clause, finding = violation.clause, violation.finding
     return Violation(message(clause, finding, scene), clause=clause, finding=finding, bundle=scene.bundle)
 
@@ -137,8 +130,7 @@ def write_cause(cause: Cause, evidence: Evidence, at: Mapping[str, object], *, s
         failed = write_part(place, cause.clause, evidence, at, cause.tensor if state else None)
         if account:
             facts = {"cause": cause.kind, "message": cause.text, "world": evidence.world}
-            finding = cause.violation().finding
-            failed = write_account(place, cause.clause, finding, facts, evidence.devices) or failed
+            failed = write_account(place, cause.clause, cause.violation().finding, facts, evidence.devices) or failed
     except Exception as error:  # noqa: BLE001 - the error that stops all ranks must reach them, even without a bundle
         return first_line(error)
     return failed
@@ -147,7 +139,7 @@ def write_cause(cause: Cause, evidence: Evidence, at: Mapping[str, object], *, s
 def write_account(
     place: Path, clause: str, finding: Finding, facts: Mapping[str, object], devices: Sequence[str] = ()
 ) -> str:
-    """Write PLACE/CLAUSE.json. Returns why the disk refused, or "": a full disk hides no violation."""
+    """Write PLACE/CLAUSE.json. Returns why the disk refused, or "": an exception would hide the violation."""
     versions = environment(torch.get_num_threads(), devices)
     packages = versions.pop("packages")
     versions |= {**(packages if isinstance(packages, dict) else {}), "torch": torch.__version__}
@@ -166,15 +158,9 @@ def write_part(
     """
     folder, rank = place / clause, evidence.rank
     record, why = flight_record()
-    body: dict[str, object] = {
-        "rank": rank,
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "ids": list(evidence.ids()),
-        "threads": thread_stacks(),
-        "collectives": why or f"rank-{rank}.collectives.json",
-        **at,
-    }
+    process = {"rank": rank, "host": socket.gethostname(), "pid": os.getpid(), "ids": list(evidence.ids())}
+    found = {"threads": thread_stacks(), "collectives": why or f"rank-{rank}.collectives.json"}
+    body: dict[str, object] = {**process, **found, **at}
     failed = "" if record is None else _write_json(folder / f"rank-{rank}.collectives.json", record)
     if tensor is not None:
         failed = _write_state(folder, evidence, tensor, body) or failed
@@ -192,7 +178,7 @@ def _write_state(folder: Path, evidence: Evidence, named: str, body: dict[str, o
             if tensor.dtype not in NAMES or size + tensor.nbytes > LIMIT_BYTES:
                 left_out.append(name)
                 continue
-            # A copy, so that the file has what was digested even if the loop goes on.
+            # A copy, so that the file has the digested values even if the loop continues.
             written[name] = tensor.detach().cpu().clone()
             size += tensor.nbytes
         folder.mkdir(parents=True, exist_ok=True)
@@ -215,7 +201,7 @@ def _write_json(path: Path, body: Mapping[str, object]) -> str:
 
 
 def agreement(observations: Sequence[Observation], *, moments: bool) -> str:
-    """What was equal on all ranks just before an update and what was not, as one line; "" of a single rank.
+    """One line: what was equal on all ranks just before an update and what was not; "" for a single rank.
 
     moments: whether the optimizer states were equal after the update before.
     """
@@ -232,11 +218,7 @@ def agreement(observations: Sequence[Observation], *, moments: bool) -> str:
         parts.append(f"{_listed(earlier)} agreed after step {observations[0].step - 1}, not read again since")
     rates = [real_of(o.values["rate"]) for o in observations]
     if len(set(rates)) > 1:
-        odd = minority(rates)
-        shown = [f"{rates[rank]!r} on rank {rank}" for rank in odd or range(len(rates))]
-        if odd:
-            shown.append(f"{next(rate for rank, rate in enumerate(rates) if rank not in odd)!r} on the others")
-        parts.append(f"lr differs: {', '.join(shown)}")
+        parts.append(f"lr differs: {by_rank(list(map(repr, rates)))}")
     elif "layout" in same and "hyperparameters" not in same:
         parts.append("hyperparameters differ")
     return "; ".join(parts)
@@ -249,7 +231,8 @@ def _listed(words: Sequence[str]) -> str:
 def message(clause: str, finding: Finding, scene: Scene) -> str:
     """Several lines: the headline and `where` are facts, `likely` is an inference, `state` and `bundle` the scope."""
     tree = clause == "trees-agree"  # `assert_same`, which a script calls outside any update and watch
-    where, likely = finding.tensor, _likely(clause, finding, scene)
+    likely = _likely(clause, finding, scene)
+    where = "gradient of " * (clause == "gradients-agree" and bool(finding.details)) + finding.tensor
     if where and finding.details and scene.tensors:
         where += f" ({len(finding.details)} of {scene.tensors} {'leaves' if tree else 'tensors'})"
     if where and scene.element:
@@ -279,11 +262,9 @@ def message(clause: str, finding: Finding, scene: Scene) -> str:
 
 
 def _likely(clause: str, finding: Finding, scene: Scene) -> str:
-    if OTHER_SHAPES in finding.seen or NOT_SEEN_REDUCED in finding.seen:
-        return ""
-    if clause in ("replicas-agree", "optimizers-agree") and "lr differs" in scene.before:
+    if finding.likely is None and scene.rates_differ and clause in ("replicas-agree", "optimizers-agree"):
         return CLAUSES["hyperparameters-agree"].likely
-    return finding.likely or CLAUSES[clause].likely
+    return CLAUSES[clause].likely if finding.likely is None else finding.likely
 
 
 def _who(clause: str, finding: Finding, world: int) -> str:
@@ -297,7 +278,7 @@ def _who(clause: str, finding: Finding, world: int) -> str:
         return f"{shown} differ{'s' * (len(finding.ranks) == 1)} from {named_ranks(others)}"
     if world == 2:
         return "ranks 0 and 1 differ"
-    # No party of ranks that agree among themselves is the larger half.
+    # No group of agreeing ranks has the majority.
     digests = finding.details[0][1].split() if finding.details else []
     if len(digests) != world:
         return "the ranks differ, with no majority"
@@ -328,7 +309,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     """
     odd = [f"{name} ({tensor.dtype})" for name, tensor in tensors.items() if tensor.dtype not in NAMES]
     if odd:
-        raise ValueError(f"the format has no such kind of tensor: {', '.join(odd)}")
+        raise ValueError(f"the safetensors format cannot store {', '.join(odd)}")
     copies = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
@@ -374,9 +355,9 @@ def _user_line(innermost_first: Iterable[tuple[Any, int]], separator: str) -> st
     """The first frame of user code, else of a library. separator: the text before the function's name; "" omits it."""
     library = ""
     for frame, line in innermost_first:
-        if str(frame.f_globals.get("__name__", "")).partition(".")[0] in _HIDDEN:
-            continue
         file = frame.f_code.co_filename
+        if file in LAUNCHER_FILES or str(frame.f_globals.get("__name__", "")).partition(".")[0] in _HIDDEN:
+            continue
         shown = f"{file}:{line}" + (f"{separator}{frame.f_code.co_name}" if separator else "")
         if not file.startswith((*_LIBRARIES, "<frozen ")) and f"{os.sep}site-packages{os.sep}" not in file:
             return shown
@@ -399,5 +380,5 @@ def flight_record() -> tuple[Mapping[str, Any] | None, str]:
         return None, f"not available: {error}"
     entries = [entry for record in records for entry in record.get("entries", ())]
     if not entries:
-        return None, "not available: it is empty; TORCH_FR_BUFFER_SIZE=2000 lets torch keep it, for gloo too"
+        return None, "not available: the Flight Recorder is empty; set TORCH_FR_BUFFER_SIZE=2000, for gloo too"
     return {"entries": entries, "groups": [record.get("pg_config") for record in records]}, ""

@@ -1,8 +1,8 @@
-"""The only collective of ours: every rank gathers the observations of all ranks.
+"""The gather of the contracts: every rank receives the observations of all ranks.
 
-An observation is named integers of 64 bits. On the wire it is an int64 vector whose length all ranks know, after a
-header (schema, rank, step, sequence, point, digest of the names). If a rank skipped a step, its header differs, so the
-check reports the skip instead of comparing values of different steps.
+An observation is named integers of 64 bits. It is sent as an int64 vector whose length all ranks know: a header
+(schema, rank, step, sequence, point, digest of the names) and the values. If a rank skipped a step, its header differs,
+so the check reports the skip instead of comparing values of different steps.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from torch._C._distributed_c10d import PrefixStore
 
 from andon_contracts.digest import signed
 
-Gather = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]  # int64 vectors: of local replicas to those of all
-IntGather = Callable[[Sequence[int]], Sequence[Sequence[int]]]  # integers: of this rank to those of all
+Gather = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]  # from local replicas' int64 vectors to all ranks'
+IntGather = Callable[[Sequence[int]], Sequence[Sequence[int]]]  # from the integers of this rank to those of all ranks
 HEADER = 6  # the integers before the values of a message
 _POLL = datetime.timedelta(seconds=0.2)  # how often a wait calls `raise_if_halted`
 _POLL_TIMEVAL = struct.pack("ll", 0, 200_000)  # the same, as the system's seconds and microseconds
 _SCHEMA = 1
 _INT_BYTES = 8
 V = TypeVar("V", bound=Hashable)
-_WRAP = 1 << 64
+WRAP = 1 << 64
 _RANK = slice(_INT_BYTES, 2 * _INT_BYTES)  # the bytes of a message that hold its rank
 MOST_RANKS = 16  # larger groups use no sockets, because every rank sends its message to every other rank
 _ADDRESS_BYTES = 104  # the longest socket address that all systems allow
@@ -55,7 +55,7 @@ class Observation:
     point: str
     values: Mapping[str, int]
     payload: torch.Tensor | None = None  # int64, on its device until the gather; all ranks know its length
-    names_match: bool = True  # False if the sender was at another point, or sent other names, than the reader expected
+    names_match: bool = True  # False if its point or names are not those that the reader expected
 
 
 def bits_of(value: float) -> int:
@@ -67,19 +67,19 @@ def real_of(bits: int) -> float:
 
 
 def majority(values: Sequence[V]) -> V:
-    """The value that most ranks have; in a tie, that of the lowest rank. Deterministic, so all ranks agree on it."""
+    """The value that most ranks have; in a tie, the value of the lowest rank. All ranks compute the same result."""
     return Counter(values).most_common(1)[0][0]
 
 
 def minority(values: Sequence[Hashable]) -> tuple[int, ...]:
-    """The ranks that differ from the strict majority; empty if no value has one, as at 1 against 1."""
+    """The ranks that differ from the strict majority; empty if there is none, as with two different values."""
     most = majority(values)
     odd = tuple(rank for rank, value in enumerate(values) if value != most)
     return odd if 2 * len(odd) < len(values) else ()
 
 
 def gather_observations(local: Sequence[Observation], gather: Gather) -> tuple[Observation, ...]:
-    """Every rank's observation, by rank. local: of the replicas of this rank; their names are equal on all ranks."""
+    """Every replica's observation, by rank. local: those of this rank's replicas. All ranks must send equal names."""
     names, point = tuple(local[0].values), local[0].point
     end, sent = HEADER + len(names), []
     for seen in local:
@@ -90,7 +90,7 @@ def gather_observations(local: Sequence[Observation], gather: Gather) -> tuple[O
 
 
 def gather_short(mine: Observation, gather: GroupGather) -> tuple[Observation, ...]:
-    """`gather_observations` through sockets, without payloads. Decodes only messages that differ from this rank's."""
+    """`gather_observations` through sockets, without payloads. It decodes only messages that differ from its own."""
     names, sent = tuple(mine.values), _encode(mine).tobytes()
     own = decode_message(array("q", sent), mine.point, names, None)
     found = []
@@ -123,7 +123,7 @@ def decode_message(row: Sequence[int], point: str, names: Sequence[str], payload
 
 def _encode(seen: Observation) -> array[int]:
     head = header(seen.rank, seen.step, seen.sequence, seen.point, tuple(seen.values))
-    return array("Q", [*head, *(value % _WRAP for value in seen.values.values())])
+    return array("Q", [*head, *(value % WRAP for value in seen.values.values())])
 
 
 _closed_groups: list[Any] = []  # other ranks may still be receiving the last messages that these groups sent
@@ -138,8 +138,7 @@ def own_group(group: dist.ProcessGroup | None, timeout: datetime.timedelta) -> A
         return None
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     if dist.get_rank() not in ranks:
-        msg = f"andon.watch: rank {dist.get_rank()} is not one of the group, which has ranks {ranks}"
-        raise ValueError(msg)
+        raise ValueError(f"andon.watch: rank {dist.get_rank()} is not in the group, which has ranks {ranks}")
     # torch would name the group by its ranks and by the number of groups, so a group made after another was destroyed
     # would read the old addresses from the store. These names are used once. The store counts them, so that a process
     # that replaces another continues its numbers.
@@ -152,10 +151,26 @@ def own_group(group: dist.ProcessGroup | None, timeout: datetime.timedelta) -> A
     return made
 
 
+class RankSet:
+    """The ranks of a watch, by their numbers in the default group."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self._ranks = frozenset(ranks)
+        self._known: dict[str, bool] = {}
+
+    def all_in(self, group: Any) -> bool:
+        """Whether a collective over `group` (None: the default group) needs all these ranks. Cached by its name."""
+        group = group or dist.group.WORLD
+        name = getattr(group, "group_name", "")
+        if name not in self._known:
+            self._known[name] = bool(name) and self._ranks <= set(dist.get_process_group_ranks(group))
+        return self._known[name]
+
+
 class Mesh:
     """Sockets to the other ranks of one machine, for the few hundred bytes that a watch gathers twice a step.
 
-    Gloo hands a collective from thread to thread, which takes several times as long as such a message.
+    Gloo passes a collective between threads, which takes several times as long as such a message.
     """
 
     def __init__(self, peers: Mapping[int, socket.socket], timeout_s: float) -> None:
@@ -166,9 +181,9 @@ class Mesh:
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _POLL_TIMEVAL)
 
     def gather(self, message: bytes, raise_if_halted: Callable[[], None] | None = None) -> dict[int, bytes]:
-        """The message of each other rank, all as long as `message`. Collective. `raise_if_halted` may end the wait.
+        """Send `message`, and return by rank the message of each other rank, all of its length. Collective.
 
-        Raises `DistNetworkError` if another rank is gone, or sends nothing for `timeout_s`.
+        Calls `raise_if_halted` while it waits. Raises `DistNetworkError` if a rank is gone, or silent for `timeout_s`.
         """
         try:
             for peer in self._peers.values():
@@ -187,8 +202,7 @@ class Mesh:
                 part = peer.recv(size - len(received), socket.MSG_DONTWAIT if spins else 0)
             except BlockingIOError:
                 if time.monotonic() - began > self._timeout_s:
-                    msg = f"Timed out waiting {self._timeout_s:g} s for rank {rank}"
-                    raise dist.DistNetworkError(msg) from None
+                    raise dist.DistNetworkError(f"Timed out waiting {self._timeout_s:g} s for rank {rank}") from None
                 if raise_if_halted is not None and not spins:
                     raise_if_halted()
                 continue
@@ -203,7 +217,7 @@ class Mesh:
 
 
 def connect(rank: int, world: int, gather: IntGather, timeout_s: float) -> Mesh | None:
-    """Connect all ranks with each other. Returns None on every rank if any two cannot connect. Collective."""
+    """Connect 2 to `MOST_RANKS` ranks with each other. Returns None on every rank if any cannot connect. Collective."""
     if not 1 < world <= MOST_RANKS or not hasattr(socket, "AF_UNIX"):
         return None
     peers: dict[int, socket.socket] = {}
@@ -227,7 +241,7 @@ def connect(rank: int, world: int, gather: IntGather, timeout_s: float) -> Mesh 
         with ExitStack() as undo:
             listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             with suppress(OSError):
-                folder = tempfile.TemporaryDirectory(prefix="andon-", ignore_cleanup_errors=True)  # of this user alone
+                folder = tempfile.TemporaryDirectory(prefix="andon-", ignore_cleanup_errors=True)  # private
                 path = f"{undo.enter_context(folder)}/s"
                 listener.bind(path)
                 listener.listen(world)
@@ -253,11 +267,11 @@ def _all_succeed(step: Callable[[], None], gather: IntGather) -> bool:
 
 
 class GroupGather:
-    """A `Gather` over a group on the CPU: of `own_group`, or of torch. Without a group it gathers this process alone.
+    """A `Gather` over a CPU group of `own_group` or of torch. Without a group it returns this process's message.
 
     A message of up to `width` integers is padded to that width, so that a rank at another point can be decoded and
     judged: a collective of unequal lengths would end the process. A longer message must have one length on all ranks.
-    After `connect`, messages of up to `width` go through sockets if all ranks are on one machine.
+    After `connect`, messages of up to `width` integers go through sockets if all ranks are on one machine.
     """
 
     def __init__(self, group: Any, width: int) -> None:
@@ -291,7 +305,10 @@ class GroupGather:
         return (self._mesh is not None or self._alone) and HEADER + count <= self._width
 
     def messages(self, sent: bytes) -> list[bytes]:
-        """Every rank's message, by rank, all as long as `sent`, through sockets. Raises `DistNetworkError`."""
+        """Every rank's message, by rank, all as long as `sent`. Uses the sockets; a single process gets its own back.
+
+        Raises `DistNetworkError` as `Mesh.gather` does.
+        """
         if self._mesh is None:
             return [sent]
         filled = sent.ljust(_INT_BYTES * self._width, b"\0")
@@ -330,7 +347,7 @@ class GroupGather:
 
     def _through_group(self, mine: torch.Tensor) -> list[torch.Tensor]:
         if self._group is None:
-            raise ValueError("nothing is gathered any more")
+            raise ValueError("the gather is closed")
         length = mine.numel()
         sent = mine.new_zeros(max(self._width, length))
         sent[:length] = mine

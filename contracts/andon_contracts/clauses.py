@@ -15,7 +15,7 @@ class Clause:
     """One promise. Messages show `name`; `aliases` are its ids in the documents that it comes from.
 
     schedule: when it is checked. likely: the usual cause if it is broken, an inference. between_ranks: it compares
-    ranks with each other. of_the_update_before: a violation found before an update is of the state after the last one.
+    ranks with each other. of_the_update_before: a violation found before an update is about the last update's state.
     """
 
     name: str
@@ -38,7 +38,8 @@ _ALL = (
         likely="the optimizer state of one rank was restored, reset or corrupted alone", between_ranks=True),
     Clause("gradients-agree", "post", "every step", ("C-DP-001", "C-RING-001", "F-HET-001"),
         "The reduced gradient is the same on every rank, to the bit, before anything is applied.",
-        likely="the gradients were not reduced, only some of them were, or one copy was changed afterwards",
+        likely="the gradients were not reduced, only some of them were, one copy was changed afterwards, or the "
+        "ranks clipped differently",
         between_ranks=True),
     Clause("finite", "invariant", "every step, before the update, and every evaluation",
         ("F-DP-003", "FALSIFY-DDP-003"),
@@ -56,11 +57,11 @@ _ALL = (
     Clause("gradient-average", "post", "every call", ("F-DP-003", "C-DP-003"),
         "avg[j] = (1/N) * sum of g_i[j]; finite if all inputs are finite; NaN and Inf propagate."),
     Clause("clip-once", "post", "every step", ("C-CLIP-001", "FALSIFY-GA-004", "F-BATCH-003"),
-        "The gradient is clipped once, after the reduction; the norm after it is at most the limit.",
-        likely="a norm of other gradients than the applied ones"),
+        "The gradient is clipped once, after the reduction; its norm is then at most the limit.",
+        likely="the norm was computed over other gradients than those that were clipped"),
     Clause("learning-rate-planned", "pre", "every step", ("F-LOOP-005", "FALSIFY-LOOP-005"),
         "The optimizer's learning rate is the schedule's value for this update on every rank.",
-        likely="a scheduler that is stepped at a different place than the optimizer"),
+        likely="the scheduler is stepped more or less often than the optimizer"),
     Clause("one-update", "post", "every step", ("F-BATCH-005", "V32"),
         "One global batch is one optimizer update: the count of updates rises by exactly one."),
     Clause("updates-planned", "post", "before the first extra update, and at the end, if `updates` is declared",
@@ -73,7 +74,7 @@ _ALL = (
         "Names, shapes, dtypes and order of the trainable tensors are the same on every rank."),
     Clause("start-agrees", "pre", "once", ("C-DP-001",),
         "Before step 1 all ranks agree on configuration, versions, data, base, initial weights and micro-batches."),
-    Clause("audit", "invariant", "every K-th step, before the reduction; K is chosen to cost a hundredth of the work",
+    Clause("audit", "invariant", "every K-th step, before the reduction; K is chosen so that it costs 1 % of the work",
         (),
         "Another rank that recomputes the gradients of a step's micro-batches, and their partial sums, gets the same "
         "bits."),
@@ -84,7 +85,7 @@ _ALL = (
     Clause("cpu-fallback", "post", "once", ("F-DP-004", "C-DP-004"),
         "Without a usable accelerator a run that allows it trains on the CPU, says so, and has the same loss."),
     Clause("checkpoint-whole", "post", "every checkpoint", ("F-CKPT-001", "F-CKPT-009", "C-CKPT-001"),
-        "A checkpoint is the whole state, written whole or not at all; what is read back is what was saved, by name.",
+        "A checkpoint is the whole state, written whole or not at all; each value that is loaded equals the saved one.",
         likely="a part of the state that was not saved or not loaded"),
     Clause("resume-exact", "post", "every resume, every repeated step", ("F-CKPT-005", "F-DP-006"),
         "A resumed run continues from the same bits; repeated steps have the digests that they had before."),
@@ -108,7 +109,7 @@ _ALL = (
         "before updates 2, 32, 512, 8,192 and so on, and before the update after each of them", (),
         "A copy of the model that the loop updates (an average of weights, a teacher) is the same on every rank that "
         "keeps one, up to rounding.",
-        likely="it is updated on one rank only, or from weights that differ", between_ranks=True,
+        likely="the copy is updated on one rank only, or from weights that differ", between_ranks=True,
         of_the_update_before=True),
     Clause("ranks-joined", "invariant", "every watched step, and at the close", (),
         "Processes that a launcher started as ranks of one run train together.",
@@ -121,7 +122,7 @@ _ALL = (
         "The trainable parameters are those of the start or those declared. The optimizer holds all of them and no "
         "others, and none is replaced, added, retied, frozen or unfrozen.",
         likely="the model was changed after it was wrapped or after the optimizer was made"),
-    Clause("gradient-present", "pre", "every watched step, until it is seen", (),
+    Clause("gradient-present", "pre", "every watched step, until a nonzero gradient was seen", (),
         "Every trainable parameter gets a gradient that is not always zero.",
         likely="the parameter is detached from the loss, or not used"),
     Clause("gradient-fresh", "pre", "every watched step", (),
@@ -138,22 +139,21 @@ _ALL = (
         likely="the order of the collectives depends on the rank", between_ranks=True),
     Clause("gradient-law", "pre", "every K-th watched step, if `reference` is declared", ("F-DP-003",),
         "The reduced gradient before clipping is that of one process: the sum over all rows, divided once by their "
-        "number.", likely="a factor too much or too few between loss, accumulation and reduction"),
+        "number.", likely="a division is missing or made twice in the loss, the accumulation or the reduction"),
     Clause("gradient-scale", "pre", "every watched step whose losses and reduction were seen", (),
-        "In the reduced gradient the terms of the loss weigh as much as those of one mean, in a window of any length.",
-        likely="the loss is not divided by the number of micro-batches, or is divided by the world size twice "
-        "or never"),
+        "The reduced gradient is that of the mean over all loss terms of the window, for a window of any length.",
+        likely="the loss is not divided by the number of micro-batches, or its sum over ranks by the world size"),
     Clause("loss-reported", "post", "every watched step, if the loop reports a loss", (),
         "The loss that is reported is the mean over the rows of all ranks."),
     Clause("scaler-agrees", "pre", "every watched step, if `scaler` is declared", (),
         "The loss scale is the same on every rank.", likely="one rank skipped an update that the others made",
         between_ranks=True),
     Clause("randomness-declared", "pre", "every watched step, if the loop reports values", (),
-        "Values that must differ between ranks (random states) differ, and values that must agree agree.",
-        likely="one seed on all ranks, or a draw on one rank only"),
-    Clause("evaluation-once", "post", "every evaluation, in a watched loop if it reports one", ("samples-once",),
-        "An evaluation counts every row exactly once, its metrics follow from the rows' counts, two evaluations of "
-        "the same weights give the same predictions, and no batch norm is in training mode."),
+        "Values that must differ between ranks (random states) differ, and values that must agree are equal.",
+        likely="one seed on all ranks, or a random draw on one rank only"),
+    Clause("evaluation-once", "post", "every evaluation; in a watched loop, each `evaluated` call", ("samples-once",),
+        "An evaluation counts every row exactly once, its metrics are those of the rows, two evaluations of the same "
+        "weights give the same predictions, and no batch norm is in training mode."),
     Clause("trees-agree", "invariant", "every call of `assert_same`", (),
         "A tree of tensors and values is the same on every rank, to the bit.", between_ranks=True),
 )

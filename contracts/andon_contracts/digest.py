@@ -8,9 +8,9 @@ G = 0x9E3779B97F4A7C15 and mix the finalizer of splitmix64 (Steele, Lea and Floo
     tree_digest(tree)  = mix(sum over names of mix(tensor_digest + header(name)) + header(number of names))
 
 The header is the first 8 bytes, little-endian, of SHA-256 of a canonical text. The words are mixed before the sum,
-because a weighted sum of the words misses pairs of opposite sign flips, and a tensor of a million elements has
-thousands of these. mix is a bijection, so the digest shows any change of a single word. It misses another accidental
-change with probability about 2^-64.
+because in a weighted sum two opposite sign flips can cancel, and a tensor of a million elements has thousands of
+pairs where they would. mix is a bijection, so the digest shows any change of a single word. It misses another
+accidental change with probability about 2^-64.
 """
 
 from __future__ import annotations
@@ -35,20 +35,17 @@ _ACCELERATOR_WORDS = 1 << 20  # fewer, larger launches
 
 @functools.cache
 def has_triton() -> bool:
-    """True if Triton is installed, even if it is broken. Otherwise torch computes the same, with one warning."""
+    """True if Triton is installed, even if it is broken. Otherwise warns once: torch then computes the same digests."""
     installed = importlib.util.find_spec("triton") is not None
     if not installed:
-        warnings.warn(
-            "Triton is not installed: what Andon checks on GPUs is computed by more and slower operations of torch",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        what = "Andon computes digests on GPUs with slower torch operations"
+        warnings.warn(f"Triton is not installed: {what}", RuntimeWarning, stacklevel=2)
     return installed
 
 
 @functools.cache
 def kernels() -> ModuleType | None:
-    """The module `andon_contracts.kernels`, or None without Triton. The first call imports Triton for a second."""
+    """The module `andon_contracts.kernels`, or None without Triton. The first call imports Triton (about 1 s)."""
     if not has_triton():
         return None
     from andon_contracts import kernels as module
@@ -220,10 +217,8 @@ def digests_by_name(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def hex64(value: int) -> str:
-    """`value` in [0, 2^64) as 16 lower-case hexadecimal digits. Raises `ValueError` outside that range."""
-    if not 0 <= value <= _MASK:
-        raise ValueError(f"{value} is not in [0, 2^64)")
-    return f"{value:016x}"
+    """`value`, a signed or unsigned integer of 64 bits, as 16 lower-case hexadecimal digits."""
+    return f"{value & _MASK:016x}"
 
 
 def row_digests(values: Tensor, lengths: Tensor) -> Tensor:
@@ -305,7 +300,7 @@ def checksum(flat: Tensor) -> int:
 
 
 class PieceSums:
-    """The checksums of pieces of memory that are copied into one buffer in turn, while each is still in a cache.
+    """Checksums pieces of memory that a caller copies into one buffer in turn, while each piece is still in a cache.
 
     Zeros fill a piece up to whole rows and lines. All sums are folded once. sizes: bytes of the pieces. buffer: int64
     [`padded_words` of the largest piece] on a CPU.
@@ -327,7 +322,7 @@ class PieceSums:
         self._batches = [(sums[:count].view(torch.int32), _fold_weights()[: 2 * count]) for sums, count in batches]
 
     def add(self, piece: int) -> None:
-        """Sum the buffer, which begins with this piece and its zeros."""
+        """Sum the buffer, which must begin with the bytes of `piece` and the zeros after them."""
         by_row, row_sums, by_line, line_sums = self._pieces[piece]
         torch.sum(by_row, 1, out=row_sums)
         torch.sum(by_line, 0, out=line_sums)

@@ -12,12 +12,12 @@ from functools import cache, partial
 from typing import Annotated, Any, Literal, NoReturn, Self, Union, get_args, get_origin, get_type_hints
 
 _COUNTS = 1 << 63
-_HEX16 = re.compile("[0-9a-f]{16}")
-# The values of a field with such a type, as a predicate and in words.
-Hex16 = Annotated[str, (lambda value: isinstance(value, str) and _HEX16.fullmatch(value), "16 hexadecimal digits")]
+_HEX16 = re.compile("[0-9a-f]{16}").fullmatch
+# Types of fields, each with a predicate for its values and their description.
+Hex16 = Annotated[str, (lambda value: type(value) is str and _HEX16(value), "16 hexadecimal digits")]
 Count = Annotated[int, (lambda value: type(value) is int and 0 <= value < _COUNTS, "an integer from 0")]
 Seconds = Annotated[float, (lambda value: type(value) is float and 0 <= value < math.inf, "a finite float from 0")]
-_Reader = Callable[[Any, str], Any]  # of a JSON value at a place: the value of a field, or `ValueError`
+_Reader = Callable[[Any, str], Any]  # from a JSON value and its place to the field's value; raises `ValueError`
 
 
 @dataclass(frozen=True)
@@ -42,18 +42,18 @@ class Real:
 
     @classmethod
     def from_json(cls, data: object, where: str = "real") -> Self:
-        """The inverse of `to_json`. Raises `ValueError` if value and hex differ."""
         if not isinstance(data, dict) or data.keys() != {"hex", "value"} or not isinstance(data["hex"], str):
-            raise _fault(where, "{value, hex}", json_object(data, where))
+            _refuse(where, "{value, hex}", json_object(data, where))
         text, value = data["hex"], data["value"]
         try:
-            real = cls.of(float.fromhex(text))
-            finite = isinstance(value, int | float) and not isinstance(value, bool) and cls.of(value) == real
+            if type(value) in (int, float) and float(value).hex() == text and math.isfinite(value):
+                return cls(text)
+            number = float.fromhex(text)
         except (ValueError, OverflowError):
-            raise _fault(where, "a hexadecimal float", data) from None
-        if real.hex != text or not (finite if math.isfinite(real.value) else value is None):
-            raise _fault(where, "a value that is its hex", data)
-        return real
+            _refuse(where, "a hexadecimal float", data)
+        if number.hex() != text or value is not None or math.isfinite(number):
+            _refuse(where, "equal in value and hex", data)
+        return cls(text)
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Part:
     @classmethod
     def from_json(cls, data: object, where: str = "") -> Self:
         """The inverse of `to_json`. Raises `ValueError` naming a field that is missing, unknown or ill-typed."""
-        readers, required, optional = _fields(cls)  # type: ignore[arg-type] # mypy: `type[Self]` is not hashable
+        readers, required, defaults = _fields(cls)  # type: ignore[arg-type] # mypy: `type[Self]` is not hashable
         if not isinstance(data, dict) or not data.keys() <= readers.keys():
             name = where or cls.__name__.lower()
             raise ValueError(f"{name} has the unknown field {min(json_object(data, name).keys() - readers.keys())!r}")
@@ -75,8 +75,10 @@ class Part:
         for name in required:
             if name not in data:
                 raise ValueError(f"{prefix}{name} is missing")
-        values = {name: readers[name](value, prefix + name) for name, value in data.items()}
-        return cls(**{**optional, **values})
+        # A frozen dataclass's own constructor takes as long to set the fields as to read them.
+        part = object.__new__(cls)
+        part.__dict__.update(defaults | {name: readers[name](value, prefix + name) for name, value in data.items()})
+        return part
 
 
 def no_constant(name: str) -> NoReturn:
@@ -86,8 +88,8 @@ def no_constant(name: str) -> NoReturn:
 
 def json_object(data: object, where: str) -> dict[str, Any]:
     """`data` if it is a JSON object. Raises `ValueError` naming `where` otherwise."""
-    if not isinstance(data, dict) or not all(isinstance(name, str) for name in data):
-        raise _fault(where, "an object", data)
+    if not isinstance(data, dict) or not {*map(type, data)} <= {str}:
+        _refuse(where, "an object", data)
     return data
 
 
@@ -96,9 +98,9 @@ def read_field(hint: Any, value: Any, where: str) -> Any:
     return _reader(hint)(value, where)
 
 
-def _fault(where: str, wanted: str, value: object) -> ValueError:
+def _refuse(where: str, wanted: str, value: object) -> NoReturn:
     text = repr(value)
-    return ValueError(f"{where} must be {wanted}, not {text if len(text) <= 80 else text[:77] + '...'}")
+    raise ValueError(f"{where} must be {wanted}, not {text if len(text) <= 80 else text[:77] + '...'}") from None
 
 
 def _to_json(value: object) -> object:
@@ -110,13 +112,13 @@ def _to_json(value: object) -> object:
 
 
 @cache  # a ledger has millions of fields
-def _fields(part: type[Part]) -> tuple[Mapping[str, _Reader], Sequence[str], Mapping[str, None]]:
-    """The reader of each field; the fields that the JSON must have; and those without a default that may be None."""
+def _fields(part: type[Part]) -> tuple[Mapping[str, _Reader], Sequence[str], dict[str, object]]:
+    """The reader of each field; the fields that the JSON must have; and the values of those that it lacks."""
     hints, specs = get_type_hints(part, include_extras=True), dataclasses.fields(part)
-    bare = [s.name for s in specs if s.default is dataclasses.MISSING and s.default_factory is dataclasses.MISSING]
-    optional = dict.fromkeys(name for name in bare if type(None) in get_args(hints[name]))
-    required = [name for name in bare if name not in optional]
-    return {spec.name: _reader(hints[spec.name]) for spec in specs}, required, optional
+    absent = {spec.name: None for spec in specs if type(None) in get_args(hints[spec.name])}
+    made = {spec.name: spec.default_factory() for spec in specs if spec.default_factory is not dataclasses.MISSING}
+    defaults = absent | made | {s.name: s.default for s in specs if s.default is not dataclasses.MISSING}
+    return {s.name: _reader(hints[s.name]) for s in specs}, [s.name for s in specs if s.name not in defaults], defaults
 
 
 @cache
@@ -128,27 +130,25 @@ def _reader(hint: Any) -> _Reader:
         (only,) = (option for option in inner if option is not type(None))
         return _reader(only)
     if origin is Annotated:
-        return partial(_read_if, *inner[1])
+        return _reader_if(*inner[1])
     if origin is tuple:
         return _read_counts if inner[0] == Count else partial(_read_list, _reader(inner[0]))
     if origin is Literal:
-        return partial(_read_if, lambda value: type(value) is str and value in inner, f"one of {', '.join(inner)}")
+        return _reader_if(lambda value: type(value) is str and value in inner, f"one of {', '.join(inner)}")
     if origin is not None:
         return partial(_read_object, _reader(inner[1]))
     if issubclass(hint, Part | Real):
         return hint.from_json  # type: ignore[no-any-return]
-    return partial(_read_if, lambda value: type(value) is hint, f"a {hint.__name__}")
+    return _reader_if(lambda value: type(value) is hint, f"a {hint.__name__}")
 
 
-def _read_if(right: Callable[[Any], object], wanted: str, value: Any, where: str) -> Any:
-    if not right(value):
-        raise _fault(where, wanted, value)
-    return value
+def _reader_if(right: Callable[[Any], object], wanted: str) -> _Reader:
+    return lambda value, where: value if right(value) else _refuse(where, wanted, value)
 
 
 def _read_list(read: _Reader, value: Any, where: str) -> tuple[Any, ...]:
     if not isinstance(value, list):
-        raise _fault(where, "a list", value)
+        _refuse(where, "a list", value)
     return tuple(read(item, f"{where}[{i}]") for i, item in enumerate(value))
 
 

@@ -245,9 +245,9 @@ def _on_device(values: Tensor, device: torch.device) -> Tensor:  # without a wai
 
 
 class ListSums:
-    """The word sums of tensors on `device`, of sizes that never change. Several tensors may add up to one sum.
+    """The word sums of tensors on `device`, whose sizes never change. Several tensors may add up to one sum.
 
-    rows: for each tensor its bytes, the position of its first word and the place of its sum.
+    rows: for each tensor its bytes, the position of its first word and the index of its sum.
     """
 
     def __init__(self, device: torch.device, rows: Sequence[tuple[int, int, int]]) -> None:
@@ -263,7 +263,7 @@ class ListSums:
         self._table = self._rows
 
     def read(self, tensors: Sequence[Tensor]) -> Tensor:
-        """int64 [sums] on the device, of the contiguous memory of `tensors` now."""
+        """int64 [sums] on the device: the sums of the present contents of `tensors`, which are contiguous."""
         out = torch.zeros(self._count, dtype=torch.int64, device=self._device)
         if not self._programs:
             return out

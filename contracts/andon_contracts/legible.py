@@ -1,4 +1,4 @@
-"""Text from anywhere as text that every format can hold; and where a rank reports: standard error, torch's launcher."""
+"""Escapes text of unknown origin for every format, and reports to standard error and to torch's launcher."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _logged: set[str] = set()
 
 
 def legible(text: str, most: int | None = None) -> str:
-    """`text` with `\\x00`, `\\udc80`, `\\u202e` for what is invisible; what goes beyond `most` characters is counted.
+    """Escape invisible characters of `text` as `\\x00`, `\\udc80`, `\\u202e`. The rest after `most` is cut and counted.
 
     The result can be encoded as UTF-8 and stand in XML 1.0, once escaped.
     """
@@ -40,7 +40,7 @@ def legible_line(text: str) -> str:
 
 
 def text_of(path: Path) -> str:
-    """The text of a file of the system, or "" if it has none."""
+    """The contents of `path` (a /proc file), or "" if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -53,8 +53,8 @@ def counted(count: int, noun: str) -> str:
 
 
 def log(*lines: str) -> None:
-    """Write lines to standard error in one write, with invisible characters escaped."""
-    print(legible("\n".join(lines)), file=sys.stderr, flush=True)
+    """Write lines to standard error in one write, their last newline included, with invisible characters escaped."""
+    print(legible("\n".join(lines)) + "\n", end="", file=sys.stderr, flush=True)
 
 
 def log_once(topic: str, line: str) -> None:
@@ -65,7 +65,7 @@ def log_once(topic: str, line: str) -> None:
 
 
 def report_to_launcher(message: str, *, late: bool, path: str | None = None) -> None:
-    """Write torch's error file: at `path`, or where torch's launcher expects it from this process, if anywhere.
+    """Write torch's error file at `path`, or at the path that torch's launcher set for this process, if it did.
 
     The launcher prints the earliest failure, in whole seconds, as the root cause. late: another rank is the cause. The
     file then replaces an earlier one of this process and gets a later time, so that it does not look like the cause.
@@ -81,8 +81,7 @@ def write_error_file(path: Path, message: str, stack: str, when: int, **more: ob
 
     stack: torch prints it unescaped. when: seconds since the epoch, by which torch orders failures. Raises `OSError`.
     """
-    extra = {"py_callstack": legible(stack), "timestamp": str(when)}
-    body = {"message": legible(message), **more, "extraInfo": extra}
+    body = {"message": legible(message), **more, "extraInfo": {"py_callstack": legible(stack), "timestamp": str(when)}}
     part = Path(f"{path}.{os.getpid()}.{time.monotonic_ns()}")
     part.write_text(json.dumps({"message": body}), encoding="utf-8")
     part.replace(path)

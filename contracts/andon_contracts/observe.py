@@ -1,11 +1,11 @@
-"""Digests, norms, extremes and finiteness of tensors, for the trainer and for a watch. Nothing here waits for a GPU.
+"""Digests, norms, extremes and finiteness of tensors, for the trainer and for a watch.
 
-Results stay on the device until a caller reads a number. `to_cpu` brings any number of results with one wait.
+Results stay on the device until a caller reads a number. `to_cpu` copies them with one wait for each device.
 
-- `word_sums` reads flat memory, as the trainer has weights, gradient and moments.
-- An `Observer` reads a user's list of hundreds of tensors and gives one digest. On a GPU with Triton it takes one
-  launch. On a CPU it is the checksum, or the word sums if it must equal the digest of another device (`portable`).
-- `Extremes` reads gradients when they appear, on a GPU many in one launch.
+- `word_sums` reads flat memory, in which the trainer has weights, gradient and moments.
+- An `Observer` reads a list of hundreds of tensors and computes one digest, on a GPU with Triton in one launch. On a
+  CPU it is the checksum, or the word sums if it must equal the digest of another device (`portable`).
+- `Extremes` reads gradients when they arrive, on a GPU many in one launch.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def start_to_cpu(*lists: list[Tensor]) -> Callable[[], None]:
 
 
 def to_floats(scalars: Sequence[Tensor]) -> list[float]:
-    """The values of 0-dim tensors of one dtype, with one wait for each device."""
+    """The values of 0-dim tensors of one dtype. Waits once if all are on one device, else once for each of them."""
     if len(scalars) <= 1:
         return [scalar.item() for scalar in scalars]  # a stack would need one more launch
     if len({scalar.device for scalar in scalars}) > 1:
@@ -88,25 +88,28 @@ def to_floats(scalars: Sequence[Tensor]) -> list[float]:
     return values
 
 
-def _is_dense(tensor: Tensor) -> bool:
+def is_dense(tensor: Tensor) -> bool:
     strided = type(tensor) in DENSE_TYPES and tensor.layout == torch.strided
     return strided and not (tensor.is_nested or tensor.is_quantized)
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """This rank's elements as a dense tensor: the local part of a distributed tensor, the values of a sparse one."""
-    if _is_dense(tensor):  # the common case, without the list of `dense_parts`
+    """This rank's elements as a dense tensor: the local part of a distributed tensor, the values of a sparse one.
+
+    The indices of a sparse tensor are lost. A wrapper of several tensors gives their bytes as one uint8 tensor.
+    """
+    if is_dense(tensor):  # the common case, without the list of `dense_parts`
         return tensor.detach()
     parts = dense_parts(tensor)
     return parts[0] if len(parts) == 1 else torch.cat([p.contiguous().view(-1).view(torch.uint8) for p in parts])
 
 
 def dense_parts(tensor: Tensor) -> list[Tensor]:
-    """This rank's dense tensors that hold the elements of `tensor`. A quantized weight may be a wrapper of several."""
+    """This rank's dense tensors with the elements of `tensor`. A quantized weight may be a wrapper of several."""
     if hasattr(tensor, "to_local"):
         tensor = tensor.to_local()
     tensor = tensor.detach()
-    if _is_dense(tensor):
+    if is_dense(tensor):
         return [tensor]
     if type(tensor) not in DENSE_TYPES and hasattr(tensor, "__tensor_flatten__") and not tensor.is_nested:
         names, _ = tensor.__tensor_flatten__()
@@ -135,8 +138,8 @@ def _cat(parts: list[Tensor]) -> Tensor:
 def word_sums(flats: Sequence[Tensor], *, finite: bool) -> Tensor:
     """int64 [n] on the tensors' device: the word sum of each tensor of `flats`, which have one size.
 
-    finite: a number follows the first sum that is nonzero if an element of the first tensor is NaN or Inf. On a GPU,
-    one launch reads up to three fp32 vectors.
+    finite: after the first sum comes a number that is nonzero if the first tensor has a NaN or Inf. On a GPU, one
+    launch reads up to three fp32 vectors.
     """
     triton = kernels() if flats[0].is_cuda and all(map(_fits_kernel, flats)) else None
     if triton is not None:
@@ -174,7 +177,7 @@ def nonfinite(tensor: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class Look:
-    """The result of an `Observer`. `digest` and `norm` wait, unless `to_cpu` had `device_sums` and `norms` before."""
+    """The result of an `Observer`. `digest` and `norm` wait unless `to_cpu` has copied `device_sums` and `norms`."""
 
     count: int
     extra: int
@@ -198,8 +201,8 @@ class Look:
 class Observer:
     """Reads one list of tensors repeatedly, and caches the layout of its reads until the tensors change.
 
-    The digest binds bits and order, but neither names nor shapes. All CPUs give one value. All devices give one value
-    if the Observer is `portable`, which a GPU's always is.
+    The digest depends on bits and order, but not on names or shapes. It is equal on all CPUs. If the Observer is
+    `portable` it is equal on all devices; a GPU always computes the portable digest.
     """
 
     def __init__(self, *, portable: bool = False, stable: bool = False) -> None:
@@ -218,12 +221,15 @@ class Observer:
         self._last: Sequence[Tensor] = ()
 
     def look(self, tensors: Sequence[Tensor], *, norm: bool = False, extra: int = 0) -> Look:
-        """Start to read the bits of `tensors`. norm: compute their norm too. extra: a number that the digest adds."""
+        """Start reading the bits of `tensors`. norm: compute their norm too. extra: a number to add to the digest."""
         tensors = _local_parts(tensors)
         try:
             return self._look(tensors, norm, extra)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError:
-            # The devices or types changed under the same dtypes and sizes. Any other error comes up again.
+            # A sparse tensor or a wrapper has no address for `_moved`, or devices or types changed under
+            # the same dtypes and sizes. Any other error comes up again.
             self._input_layout = self._dense_layout = None
             return self._look(tensors, norm, extra, replan=True)
 
@@ -232,7 +238,7 @@ class Observer:
             layout = _layout(tensors)
             if layout != self._input_layout:
                 self._input_layout = layout
-                self._needs_plain = any(not _is_dense(t) or t.is_complex() for t in tensors)
+                self._needs_plain = any(not is_dense(t) or t.is_complex() for t in tensors)
             if self._needs_plain:
                 with torch.no_grad():  # sparse and distributed tensors need autograd's dispatch
                     tensors = [plain(tensor).resolve_conj().resolve_neg() for tensor in tensors]
@@ -327,9 +333,9 @@ def _grouped(tensors: Sequence[Tensor]) -> list[list[int]]:
 
 
 class _Group:
-    """Tensors that are read as one. Small ones of a CPU are copied into the buffer that all groups share.
+    """Tensors that are read as one. Small CPU tensors are copied into the buffer that all groups share.
 
-    flat: flatten them before the copy, which pays if the next look has the same tensors.
+    flat: flatten them before the copy, which is faster if the next look has the same tensors.
     """
 
     copied: Tensor | None = None
@@ -412,7 +418,7 @@ def _shared_buffer() -> Tensor:
 
 
 def chained(digest: int, following: Iterable[int]) -> int:
-    """One digest in [0, 2^64) of `digest` and those of `following`, in order."""
+    """Fold the integers of `following` into `digest`, in order. Returns a digest in [0, 2^64)."""
     mask = (1 << 64) - 1
     for value in following:
         # `mix_integer` inline, because a GPU's weights have hundreds of sums.
@@ -428,7 +434,7 @@ def flat_digest(tensors: Iterable[Tensor]) -> int:
 
 
 def norm_of(tensors: Iterable[Tensor]) -> float:
-    """The 2-norm of all elements. It overflows if their squares overflow fp32, because torch's clipping does so too."""
+    """The 2-norm of all elements; waits for their devices. It overflows if fp32 squares do, as in torch's clipping."""
     norms: list[Tensor] = []
     open_: list[Tensor] = []  # small neighbours of one kind, because a read of each would cost more than its elements
     last: Hashable = None
@@ -470,7 +476,7 @@ def flat_norm(flat: Tensor) -> Tensor:
 
 
 def sum_of_squares(tensor: Tensor) -> float:
-    """The sum of the squares of a CPU's `tensor` (fp32 or less, any shape), to 15 * 2^-24 of it, beyond fp32 too."""
+    """The sum of the squares of a CPU `tensor` (fp32 or less, any shape): relative error 15 * 2^-24, no overflow."""
     total = _pairwise(tensor, torch.float32)
     # In float64, squares of fp32 numbers are exact and can neither overflow nor underflow.
     return total if _LEAST < total < math.inf else _pairwise(tensor, torch.float64)
@@ -503,7 +509,7 @@ def has_list_kernels(device: torch.device) -> bool:
 
 
 def equal_each(ones: Sequence[Tensor], others: Sequence[Tensor]) -> list[bool]:
-    """True for each tensor of `ones` that equals its tensor of `others`, of the same shape, dtype and device."""
+    """For each pair of tensors of one shape, dtype and device, whether they are equal. Waits for their devices."""
     equal: dict[int, bool] = {}
     lists: dict[torch.device, list[int]] = {}
     for index, (one, other) in enumerate(zip(ones, others, strict=True)):
@@ -529,7 +535,7 @@ def extremes_of_keys(keys: Tensor) -> list[tuple[float, float]]:
 
 
 class RawGradients:
-    """The extremes of one GPU's raw gradients, which are read some at a time during the backward pass.
+    """The extremes of one GPU's raw gradients. During the backward pass, one launch reads several of them.
 
     A pending gradient is an alias, so that a parameter can still take over its memory without a copy. If torch copies
     the gradient nevertheless, at most `max_bytes` live longer.
@@ -595,9 +601,7 @@ class RawGradients:
 
 def extremes(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """The smallest and the largest element, 0-dim, on the device. Zeros for no elements; both NaN if an element is."""
-    if type(tensor) not in DENSE_TYPES or tensor.layout != torch.strided:
-        tensor = plain(tensor)
-    tensor = tensor.detach()
+    tensor = plain(tensor)
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     if not tensor.numel():
@@ -605,17 +609,22 @@ def extremes(tensor: Tensor) -> tuple[Tensor, Tensor]:
     return torch.aminmax(tensor)
 
 
-class Extremes:
-    """The `extremes` of the gradients of some parameters, of any number of backward passes.
+def has_other_hooks(parameter: torch.nn.Parameter, *, own: int) -> bool:
+    """Whether more hooks than `own` may change the gradient of `parameter`."""
+    return len(parameter._backward_hooks or ()) > own or bool(parameter._post_accumulate_grad_hooks)
 
-    They are written into tables that stay allocated: one operation for each gradient, and one wait for each table. A
-    GPU's gradients are read together at `flush`, unless another hook may change them before.
+
+class Extremes:
+    """Collects the `extremes` of the gradients of `parameters` from any number of backward passes.
+
+    One operation for each gradient writes them into tables that stay allocated. With Triton, a GPU's gradients are read
+    together at `flush`, unless another hook may change them before.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self.added: set[int] = set()  # the parameters with a gradient
         self._parameters = parameters
-        self._dense = [_is_dense(p) and p.is_floating_point() and p.numel() > 0 for p in parameters]
+        self._dense = [is_dense(p) and p.is_floating_point() and p.numel() > 0 for p in parameters]
         # For each parameter, how many of its gradients are in the tables. Each pass has another table.
         self._passes = [0] * len(parameters)
         self._places: list[dict[int, tuple[Tensor, Tensor]]] = []
@@ -630,12 +639,10 @@ class Extremes:
         self.added.add(index)
         if self._dense[index]:
             raw = self._raw.get(gradient.device) if self._raw else None
-            if raw is not None and index not in raw.changed:
-                # Another hook may write to the gradient. The gradient's version shows any other write.
-                parameter = self._parameters[index]
-                hooked = len(parameter._backward_hooks or ()) > 1 or bool(parameter._post_accumulate_grad_hooks)
-                if not hooked and raw.add(index, gradient):
-                    return
+            # Another hook may write to the gradient. The gradient's version shows any other write.
+            hooked = has_other_hooks(self._parameters[index], own=1)
+            if raw is not None and index not in raw.changed and not hooked and raw.add(index, gradient):
+                return
             number = self._passes[index]
             if number == len(self._tables):
                 # For one more pass: a table [2, parameters] for each dtype and device.
@@ -660,7 +667,7 @@ class Extremes:
         self._others.append((index, *extremes(gradient)))
 
     def add_all(self, indices: Sequence[int], gradients: Sequence[Tensor]) -> None:
-        """Add many gradients as they are now; a GPU's of one dtype in one launch."""
+        """Add many gradients with their present values. With Triton, one launch reads those of one GPU and dtype."""
         self.added.update(indices)
         lists: dict[tuple[torch.device, torch.dtype], tuple[list[int], list[Tensor]]] = {}
         for index, gradient in zip(indices, gradients, strict=True):
@@ -680,17 +687,16 @@ class Extremes:
             raw.flush()
 
     def device_results(self) -> list[list[Tensor]]:
-        """Lists for `to_cpu`, after which `read` waits for no GPU."""
+        """Lists for `to_cpu`, so that `read` waits for no GPU whose gradients Triton read."""
         self.flush()
         return [raw.keys for raw in self._raw.values()]
 
     def read(self) -> list[tuple[int, float, float]]:
-        """(parameter, smallest, largest) of each gradient, with one wait for each table in use."""
+        """(parameter index, smallest, largest) of each gradient. Waits for each table in use and for each GPU."""
         values = [each for raw in self._raw.values() for each in raw.read()]
         for number in range(max(self._passes, default=0)):
             for owners, table in self._tables[number]:
-                found = zip(owners, *table.tolist(), strict=True)
-                values += [each for each in found if self._passes[each[0]] > number]
+                values += [each for each in zip(owners, *table.tolist(), strict=True) if self._passes[each[0]] > number]
         lows, highs = to_floats([low for _, low, _ in self._others]), to_floats([high for _, _, high in self._others])
         return [*values, *zip([index for index, _, _ in self._others], lows, highs, strict=True)]
 

@@ -46,7 +46,7 @@ class Plan(Part):
 
 @dataclass(frozen=True)
 class StepDigests(Part):
-    """Of the planned content, the reduced gradient before clipping, and the state after the update."""
+    """Digests of the planned content, of the reduced gradient before clipping, and of the state after the update."""
 
     content: Hex16 | None
     gradient: Hex16 | None
@@ -163,7 +163,7 @@ class Broken(Part):
     """A violation: the clause and its finding. `applied`: it was found after the update was made.
 
     `action` of a watch: "raised", "warned", "called" (a function of the user), "suspected" (a warning about something
-    that a correct loop may do too). None: the run ended.
+    that a correct loop may do too). None: not of a watch; the violation ended the run.
     """
 
     kind: ClassVar[str] = "violation"
@@ -226,44 +226,44 @@ def encode(record: Record, seq: int, prev: str) -> bytes:
         raise ValueError(f"a {record.kind} record does not survive JSON: a field has a value of a wrong type")
     envelope = {"v": SCHEMA_VERSION, "kind": record.kind, "seq": read_field(Count, seq, "seq"), "prev": prev}
     read_field(Hex16, prev, "prev")
-    text = json.dumps(body | envelope, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    line = text.encode("ascii") + b"\n"
+    line = json.dumps(body | envelope, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii") + b"\n"
     if len(line) > MAX_LINE:
         raise LineTooLong(f"a {record.kind} record takes {len(line)} bytes, more than {MAX_LINE}")
     return line
 
 
 def decode_line(line: bytes, count: int, head: str) -> Record:
-    """The record of `line` after `count` lines, the last with digest `head`. Raises `ValueError` for another line."""
+    """The record of `line`. Raises `ValueError` unless it follows `count` lines, the last with digest `head`."""
     if len(line) > MAX_LINE:
         raise ValueError(f"the line has {len(line)} bytes, more than {MAX_LINE}")
     try:
         data = _DECODER.decode(line.decode("ascii"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not a line of JSON: {error}") from None
-    version, kind = json_object(data, "the line").get("v"), data.get("kind")
+    version, kind = json_object(data, "the line").pop("v", None), data.pop("kind", None)
     if type(version) is not int or version != SCHEMA_VERSION:
-        raise ValueError(f"version {version!r} is not {SCHEMA_VERSION}")
+        raise ValueError(f"version {version!r} of the ledger format is not supported, only {SCHEMA_VERSION}")
     if not isinstance(kind, str) or kind not in KINDS:
-        raise ValueError(f"unknown kind {kind!r}")
-    seq, prev = read_field(Count, data.get("seq"), "seq"), read_field(Hex16, data.get("prev"), "prev")
-    record = KINDS[kind].from_json({key: data[key] for key in data if key not in {"v", "kind", "seq", "prev"}})
+        raise ValueError(f"unknown kind of record {kind!r}")
+    seq, prev = read_field(Count, data.pop("seq", None), "seq"), read_field(Hex16, data.pop("prev", None), "prev")
+    record = KINDS[kind].from_json(data)
     if seq != count:
-        raise ValueError(f"sequence number {seq} where {count} belongs")
+        raise ValueError(f"the line has sequence number {seq}, expected {count}")
     if prev != head:
-        raise ValueError(f"it follows a line with digest {prev}, the line before it has {head}")
+        raise ValueError(f"`prev` is {prev}, but the line before has digest {head}")
     return record
 
 
 def chain(previous_line: bytes) -> str:
-    """`prev` of the line after `previous_line`, which may have its line feed."""
+    """The digest of `previous_line`, which the next line has as `prev`. A line feed at its end is ignored."""
     return hashlib.sha256(previous_line.removesuffix(b"\n")).hexdigest()[:16]
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     data = dict(pairs)
-    if len(data) != len(pairs):
-        raise ValueError("a key stands twice in one object")
+    if len(data) < len(pairs):
+        twice = next(key for at, (key, _) in enumerate(pairs) if key in dict(pairs[:at]))
+        raise ValueError(f"duplicate key {twice!r} in a JSON object")
     return data
 
 
@@ -272,7 +272,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=no_constan
 
 
 class LedgerError(ValueError):
-    """A ledger that was changed after it was written; the message names the file and the line."""
+    """A file is not a ledger, is damaged, or was changed by another program. The message names the file."""
 
 
 def write_all(handle: int, data: bytes | memoryview) -> None:
@@ -292,7 +292,7 @@ def fsync_folder(folder: Path) -> None:
 
 
 def outside_change(handle: int, path: Path, size: int) -> str:
-    """What another program did to the file at `path`, to which only `handle` should append; "" if nothing.
+    """Describes how another program changed the file at `path`, to which only `handle` should append; "" if none did.
 
     size: the bytes that the file should have. A write to a file that lost its name or its start (log rotation by
     `copytruncate`) succeeds, but its lines are lost.
@@ -307,16 +307,16 @@ def outside_change(handle: int, path: Path, size: int) -> str:
     if now.st_size == size:
         return ""
     done = f"was {'truncated' if now.st_size < size else 'written to'} by another program while the run wrote to it"
-    return f"{done}: it has {now.st_size} bytes, the run left {size}; exclude it from log rotation"
+    return f"{done}: it has {now.st_size} bytes, the run wrote {size}; exclude it from log rotation"
 
 
 class LedgerFile:
     """Appends records to the ledger at `path`, which is created if it does not exist.
 
     Existing lines are verified first. An unfinished last line, as a crash leaves it, is cut off; `torn` is its number
-    of bytes. Raises `LedgerError`, and changes nothing, for any other damage or kind of file, and `OSError` if the disk
-    refuses. There is one writer: `append`, `sync` and `close` raise `LedgerError` if another program truncated, wrote
-    to or replaced the file. A pipe or a device is written to and never read.
+    of bytes. Raises `LedgerError`, and changes nothing, for any other damage, and `OSError` if the disk refuses. There
+    is one writer: `append`, `sync` and `close` raise `LedgerError` if another program truncated, wrote to or replaced
+    the file. A pipe or a device is written to and never read.
     """
 
     def __init__(self, path: Path, *, exclusive: bool = False) -> None:

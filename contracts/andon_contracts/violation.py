@@ -1,4 +1,4 @@
-"""The one error for what the system, not the user, got wrong; and why all ranks stop: that, or an end without it."""
+"""`Violation`, the error for faults of the system instead of the user, and `Cause`, why all ranks stop."""
 
 from __future__ import annotations
 
@@ -16,10 +16,6 @@ Kind = Literal["violation", "failed", "out of memory", "died", "hangs", "left"]
 """What stopped the ranks. failed: a rank raised an error. died: its process ended without a report. hangs: it is
 stopped, or the others waited too long for it. left: it closed its watch while the others continued."""
 
-OTHER_SHAPES = "do not have the same shape on all ranks"
-NOT_SEEN_REDUCED = "no reduction of their gradients was seen"
-"""Findings with these words have no usual cause."""
-
 HALT = "halt-together"
 _NAME = re.compile(r"[A-Za-z0-9][\w .-]{0,99}")
 """The form of a clause's name, which becomes the name of a folder."""
@@ -35,7 +31,7 @@ class Finding:
     """What a broken clause found: plain values, equal on every rank that judged the same input.
 
     ranks: the culprits; empty: not known. tensor: the name of the tensor or value. step: the number of the update, from
-    1; 0: outside a step, as at start-up. likely: the usual cause, if it says more than the registry does.
+    1; 0: outside a step, as at start-up. likely: the usual cause, "" for none; None: the one in the registry.
     """
 
     seen: str
@@ -43,7 +39,7 @@ class Finding:
     ranks: tuple[int, ...] = ()
     tensor: str = ""
     details: tuple[tuple[str, str], ...] = ()
-    likely: str = ""
+    likely: str | None = None
 
 
 class Violation(RuntimeError):
@@ -88,7 +84,7 @@ class Halted(Violation):
     """All ranks stop because of one rank, without a broken contract. `cause` says what happened to that rank."""
 
 
-# The names under which users know them, in tracebacks too.
+# Tracebacks show the names that users import.
 Violation.__module__ = Halted.__module__ = "andon"
 
 
@@ -104,7 +100,7 @@ def explain_command(place: Path) -> str:
 
 
 def describe(clause: str, finding: Finding) -> str:
-    """One readable line: clause, step, rank, tensor, what was found."""
+    """One readable line: clause, step, ranks, tensor and finding."""
     step = f" at step {finding.step}" if finding.step else ""
     ranks = f" on {named_ranks(finding.ranks)}" if finding.ranks else ""
     tensor = f" in {finding.tensor}" if finding.tensor else ""
@@ -147,7 +143,7 @@ class Cause(Part):
         return kind(self.text, clause=self.clause, finding=finding, cause=self.kind, bundle=self.bundle)
 
     def with_rows(self, *rows: tuple[str, str]) -> Cause:
-        """The cause with these rows (name, text) added to its message."""
+        """A copy with these rows (name, text) added to its message."""
         return replace(self, text="\n".join([self.text, *row_lines(rows)]))
 
     def checked(self, world: int) -> Cause:

@@ -1,15 +1,15 @@
-"""The mean of several workers' gradients, and the look for NaN and Inf: the seed's two free functions, made true.
+"""The seed's free functions: mean of several workers' gradients, test for NaN and Inf, split of samples.
 
-`average_gradients` weighs every worker alike (seed R27). Over shards of unequal size that is not the gradient of the
-global batch (V8), so the training step does not use it: it adds sums along a fixed tree and divides once by the count
-of rows. It is for workers that hold equally many rows.
+`average_gradients` gives every worker the same weight (seed R27). Over shards of unequal size that is not the gradient
+of the global batch (V8), so the training step does not use it. It is for workers that hold equally many rows.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
-from typing import overload
+from typing import TypeVar, overload
 
 import torch
 
@@ -17,6 +17,11 @@ from andon_contracts.policy import argument, clause, ensure, require
 from andon_contracts.violation import Finding
 
 Gradient = Sequence[float] | torch.Tensor
+T = TypeVar("T")
+
+
+def _size(gradient: Gradient) -> str:
+    return f"shape {tuple(gradient.shape)}" if isinstance(gradient, torch.Tensor) else f"length {len(gradient)}"
 
 
 def _explain_lengths(grads: Sequence[Gradient]) -> str:
@@ -27,49 +32,7 @@ def _explain_lengths(grads: Sequence[Gradient]) -> str:
 
 @argument(_explain_lengths)
 def _same_lengths(grads: Sequence[Gradient]) -> bool:
-    return len({(isinstance(gradient, torch.Tensor), _size(gradient)) for gradient in grads}) <= 1
-
-
-def _size(gradient: Gradient) -> str:
-    if isinstance(gradient, torch.Tensor):
-        return f"shape {tuple(gradient.shape)}"
-    return f"length {len(gradient)}"
-
-
-def _explain_average(grads: Sequence[Gradient], result: Gradient | list[float]) -> Finding:
-    average, wanted = _fp32(result), _mean_by_scaling(grads)
-    place = int(_wrong_places(average, wanted, grads).nonzero()[0])
-    return Finding(
-        seen=f"element {place} is {float(average[place])!r}, the mean of the workers {float(wanted[place])!r}",
-        tensor=f"averaged gradient [{place}]",
-    )
-
-
-@clause("gradient-average", _explain_average)
-def _is_the_mean(grads: Sequence[Gradient], result: Gradient | list[float]) -> bool:
-    """Every element is the mean of the workers' to fp32 rounding, and is NaN or Inf only where theirs is."""
-    if not grads:
-        return len(result) == 0
-    average, wanted = _fp32(result), _mean_by_scaling(grads)
-    return average.shape == wanted.shape and not bool(_wrong_places(average, wanted, grads).any())
-
-
-def _mean_by_scaling(grads: Sequence[Gradient]) -> torch.Tensor:
-    """fp64 [n]: each worker's share, scaled before it is added; by another way than the code that is checked."""
-    mean = torch.zeros_like(_fp32(grads[0]), dtype=torch.float64)
-    for gradient in grads:
-        mean += _fp32(gradient).to(mean.device).double() / len(grads)
-    return mean
-
-
-def _wrong_places(average: torch.Tensor, wanted: torch.Tensor, grads: Sequence[Gradient]) -> torch.Tensor:
-    largest = torch.zeros_like(wanted)
-    for gradient in grads:
-        largest = torch.maximum(largest, _fp32(gradient).to(wanted.device).double().abs())
-    # Half an ulp of fp32, relative to the largest summand; 1e-45 is the smallest fp32 there is.
-    close = (average.double() - wanted).abs() <= 2.0**-23 * largest + 2e-45
-    same = (average.isnan() & wanted.isnan()) | (average == wanted)
-    return ~(same | (close & average.isfinite() & wanted.isfinite()))
+    return len(set(map(_size, grads))) <= 1
 
 
 def _fp32(values: Gradient) -> torch.Tensor:
@@ -77,9 +40,42 @@ def _fp32(values: Gradient) -> torch.Tensor:
     return tensor.detach().to(torch.float32).reshape(-1)
 
 
+def _checked_mean(grads: Sequence[Gradient], average: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """fp64 [n], the mean: each share is scaled before it is added, unlike in the code that is checked.
+
+    And bool [n]: where `average` is not this mean to fp32 rounding, or is NaN or Inf where the workers' mean is not.
+    """
+    mean = torch.zeros_like(_fp32(grads[0]), dtype=torch.float64)
+    largest = torch.zeros_like(mean)
+    for gradient in grads:
+        own = _fp32(gradient).to(mean.device).double()
+        mean += own / len(grads)
+        largest = torch.maximum(largest, own.abs())
+    # Half an ulp of fp32, relative to the largest summand; 1e-45 is the smallest fp32 there is.
+    close = (average.double() - mean).abs() <= 2.0**-23 * largest + 2e-45
+    same = (average.isnan() & mean.isnan()) | (average == mean)
+    return mean, ~(same | (close & average.isfinite() & mean.isfinite()))
+
+
+def _explain_average(grads: Sequence[Gradient], result: Gradient | list[float]) -> Finding:
+    average = _fp32(result)
+    mean, wrong = _checked_mean(grads, average)
+    place = int(wrong.nonzero()[0])
+    seen = f"element {place} is {float(average[place])!r}, the mean of the workers {float(mean[place])!r}"
+    return Finding(seen, tensor=f"averaged gradient [{place}]")
+
+
+@clause("gradient-average", _explain_average)
+def _is_the_mean(grads: Sequence[Gradient], result: Gradient | list[float]) -> bool:
+    if not grads:
+        return len(result) == 0
+    average = _fp32(result)
+    return average.shape == _fp32(grads[0]).shape and not bool(_checked_mean(grads, average)[1].any())
+
+
 @overload
 def average_gradients(grads: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Of tensors of one shape: a tensor of it."""
+    """Tensors of one shape give a tensor of that shape."""
 
 
 @overload
@@ -115,3 +111,35 @@ def has_non_finite(values: Gradient) -> bool:
     if isinstance(values, torch.Tensor):
         return not bool(torch.isfinite(values).all())
     return not all(math.isfinite(value) for value in values)
+
+
+@argument(lambda num_workers: f"num_workers must be at least 1, got {num_workers}")
+def _has_workers(num_workers: int) -> bool:
+    return num_workers >= 1
+
+
+def _explain_shards(samples: Sequence[T], num_workers: int, result: Sequence[Sequence[T]]) -> Finding:
+    sizes = [len(shard) for shard in result]
+    return Finding(seen=f"{len(samples)} samples became {len(sizes)} shards of {sizes} for {num_workers} workers")
+
+
+@clause("samples-once", _explain_shards)
+def _shards_partition(samples: Sequence[T], num_workers: int, result: Sequence[Sequence[T]]) -> bool:
+    """One shard a worker; end to end they are the samples, each object once and in order."""
+    joined = [sample for shard in result for sample in shard]
+    same = len(joined) == len(samples) and all(map(operator.is_, joined, samples))
+    return len(result) == num_workers and same
+
+
+@require(_has_workers)
+@ensure(_shards_partition)
+def shard_samples(samples: Sequence[T], num_workers: int) -> list[list[T]]:
+    """Contiguous shards, one a worker; each has floor(n / num_workers) samples and the last also the remainder.
+
+    The rule of the seed (R26, F-DP-002), with two of its edge cases mended (V13): no samples give `num_workers` empty
+    shards, and fewer than one worker is a `ValueError`. The training step itself splits evenly (`balanced_bounds`).
+    """
+    items = list(samples)
+    size = len(items) // num_workers
+    ends = [(worker + 1) * size for worker in range(num_workers - 1)] + [len(items)]
+    return [items[worker * size : end] for worker, end in enumerate(ends)]

@@ -249,7 +249,7 @@ _TWO, _THREE = Hosts(2), Hosts(3)
 _TIMEOUT = Guard("run.timeout_s", "not over", ("run.timeout_s=3600",))
 _SHORT = "nothing ends the run; longer partitions show that the bound is looked at"
 _RESTARTED = "the same partition without a restart has one"
-_BETWEEN = "all ranks give signs of life, and none got through to the others in the update of step"
+_BETWEEN = "all ranks give signs of life, but no message got through in the update of step"
 """What ranks say that all see the store, and do not all see each other."""
 _ADDRESSES = "wrong address of the network card, "
 _FIRST_REACHES = Cut(pair=(1, 2))
@@ -326,7 +326,7 @@ NEMESES = (
         10,
         "a token bucket of 24 kbit/s at one host",
         slowed("24kbit"),
-        Promise((0,), ("exchange in the update of step|slow: in the update of step",), heal_says=("is finished",)),
+        Promise((0,), ("exchange data in the update of step|slow: in the update of step",), heal_says=("is finished",)),
         _TWO,
         "nothing ends the run",
     ),

@@ -278,7 +278,7 @@ def test_who_is_itself_the_last_accuses_nobody_of_hanging() -> None:
         EndMessages(0, WORLD, HERE), DistStoreError("Timed out waiting")
     )
     assert found is not None
-    assert found.text.startswith("rank 0 of 3 waited in vain at step 4")
+    assert found.text.startswith("rank 0 of 3 timed out at step 4")
     assert "rank 2 has been at step 5" in found.text
 
 
@@ -322,7 +322,7 @@ def test_who_only_noticed_another_ends_with_an_exit_that_says_so() -> None:
         (WORKS, "rank 1 of 3 hangs in the update of step 4 for 7.0 s, train.py:7 load"),
         (replace(WORKS, state="gone"), "rank 1 of 3 is gone without a word, last seen in the update of step 4"),
         (replace(WORKS, ended="LookupError: x", exit=1), "rank 1 of 3 ended: LookupError: x"),
-        (WAITS, "all ranks give signs of life, and none got through to the others in the update of step 4"),
+        (WAITS, "all ranks give signs of life, but no message got through in the update of step 4"),
     ],
 )
 def test_a_wait_in_vain_has_one_explanation(other: PeerStatus, words: str) -> None:
@@ -359,8 +359,8 @@ CRASHED = replace(WAITS, ended="LookupError: x", exit=Exit.CRASHED)
     ("signs", "words"),
     [
         ((WAITS, WORKS, WAITS), "rank 1 of 3 is slow: in the update of step 4 for 7.0 s, train.py:7 load; 2 wait for"),
-        ((WAITS, replace(WAITS, ticks=7, since_s=5.0)), "all 2 ranks exchange in the update of step 4 for 6.0 s, 7.0"),
-        ((WAITS, WAITS), "all 2 ranks exchange in the update of step 4 for 6.0 s, 7.0 s after it began: what connects"),
+        ((WAITS, replace(WAITS, ticks=7, since_s=5.0)), "all 2 ranks exchange data in the update of step 4 for 6.0 s"),
+        ((WAITS, WAITS), "all 2 ranks exchange data in the update of step 4 for 6.0 s, 7.0 s after it began: their"),
         ((WORKS, WORKS), "all 2 ranks are slow: in the update of step 4 for 7.0 s, train.py:7 load"),
         ((WAITS, replace(WORKS, silent_s=4.0)), "rank 1 of 2 has given no sign of life for 4.0 s, last seen in"),
         ((WAITS, replace(WORKS, silent_s=4.0, state="stopped")), "rank 1 of 2 is stopped, last seen in"),
@@ -368,7 +368,7 @@ CRASHED = replace(WAITS, ended="LookupError: x", exit=Exit.CRASHED)
         ((WAITS, SLOW_ENDED, replace(WAITS, silent_s=SILENCE_S)), "rank 1 of 3 ended: rank 1 of 4 is slow: in"),
         ((WAITS, SLOW_ENDED, CRASHED), "rank 2 of 3 ended: LookupError: x; 1 waits"),
         ((WAITS, replace(WORKS, state="gone")), "rank 1 of 2 is gone without a word, last seen in the update of step"),
-        ((WAITS, FINISHED, WAITS), "ranks 0, 2 of 3 exchange in the update of step 4 for 6.0 s"),
+        ((WAITS, FINISHED, WAITS), "ranks 0, 2 of 3 exchange data in the update of step 4 for 6.0 s"),
         ((WORKS, FINISHED), "rank 0 of 2 is slow: in the update of step 4 for 7.0 s"),
         ((WORKS,), "rank 0 is slow: in the update of step 4 for 7.0 s, train.py:7 load"),
         ((WAITS,), "rank 0 is slow: in the update of step 4 for 6.0 s"),
@@ -514,7 +514,7 @@ def test_a_cause_travels_whole() -> None:
             EndMessages(0, 4, Position(9)).behind(3, Position(9, diagnosis.POINTS[0], 31.2)),
             (
                 "rank 3 of 4 hangs at step 9, before its forward pass (not a contract violation): its process runs, "
-                "but the others waited for it until their timeout; it passed no hook for 31 s."
+                "but the others waited for it until their timeout; it called no hook for 31 s."
             ),
         ),
     ],

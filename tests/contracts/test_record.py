@@ -169,10 +169,10 @@ def edited(**changes: object) -> bytes:
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        (edited(v=5), "version 5 is not 4"),
+        (edited(v=5), "version 5 of the ledger format is not supported, only 4"),
         (edited(v=3), "version 3"),
         (edited(v=True), "version True"),
-        (edited(kind="stop"), "unknown kind 'stop'"),
+        (edited(kind="stop"), "unknown kind of record 'stop'"),
         (edited(kind=["step"]), "unknown kind"),
         (edited(seq=-1), "seq must be"),
         (edited(seq=None), "seq must be"),
@@ -191,7 +191,7 @@ def edited(**changes: object) -> bytes:
         (b"", "not a line of JSON"),
         (b"\xff", "not a line of JSON"),
         (b"[]", "must be an object"),
-        (b'{"v":2,"v":2}', "twice"),
+        (b'{"v":2,"v":2}', "duplicate key 'v'"),
         (b'{"v":NaN}', "NaN is not JSON"),
         (b"[" * 100_000, "not a line of JSON"),
         (b'{"v":' + b"9" * 5000 + b"}", "not a line of JSON"),

@@ -20,7 +20,8 @@ from andon.data.conversations import (
     read_conversations,
     read_prompts,
 )
-from andon.data.tagged import read_tagged
+from andon.data.readers import read
+from andon.data.rows import Tagged
 from andon.data.tokens import byte_tokenizer
 
 ASKED = {"role": "user", "content": "why"}
@@ -317,10 +318,10 @@ def test_the_form_is_part_of_the_digest() -> None:
 
 def test_words_and_tags_are_read(tmp_path: Path) -> None:
     row = {"tokens": ["Ann", "slept"], "tags": ["B-PER", "O"]}
-    data = read_tagged(lines(tmp_path, row))
+    data = read(Tagged, lines(tmp_path, row))
     assert (data.labels, [(each.text, each.label) for each in data.rows]) == (("B-PER", "O"), [("Ann slept", (0, 1))])
     assert data.told(0) == ("B-PER, O", "Ann slept")
-    other = read_tagged(lines(tmp_path, row | {"tags": ["O", "B-PER"]}))
+    other = read(Tagged, lines(tmp_path, row | {"tags": ["O", "B-PER"]}))
     assert other.digest != data.digest
 
 
@@ -340,11 +341,11 @@ def test_words_and_tags_are_read(tmp_path: Path) -> None:
 def test_what_cannot_be_learned_is_told_with_its_line(tmp_path: Path, row: dict[str, object], fault: str) -> None:
     path = lines(tmp_path, {"tokens": ["x"], "tags": ["O"]}, row)
     with pytest.raises(InputError) as caught:
-        read_tagged(path, labels=("B-PER", "O"))
+        read(Tagged, path, labels=("B-PER", "O"))
     assert str(caught.value).startswith(f"{path}:2: {fault}")
 
 
 def test_a_word_is_where_its_first_byte_is() -> None:
-    rows, firsts = byte_tokenizer().encode_words(["a\u00e9 bc d", "x"], 6)
-    assert [len(row) for row in rows] == [6, 1]
-    assert firsts == [[0, 4, -1], [0]]
+    found = byte_tokenizer().encode(["a\u00e9 bc d", "x"], 6, words=True)
+    assert [len(row) for row in found.tokens] == [6, 1]
+    assert found.firsts == [[0, 4, -1], [0]]

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from andon.console.problems import InputError
 from andon.data.origins import RowSelection
-from andon.data.readers import read, read_label_sets, read_targets
-from andon.data.rows import DataSet
+from andon.data.readers import read
+from andon.data.rows import DataSet, LabelSets, Targets
 
 WORDS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=12).filter(
     lambda text: bool(text.strip())
@@ -30,7 +30,7 @@ def written(folder: Path, name: str, content: str | bytes) -> Path:
 
 def faults(path: Path, **how: object) -> list[str]:
     with pytest.raises(InputError) as caught:
-        read(path, **how)  # type: ignore[arg-type]
+        read(DataSet, path, **how)  # type: ignore[arg-type]
     return [line.replace(f"{path.parent}{os.sep}", "") for line in str(caught.value).split("\n")]
 
 
@@ -52,7 +52,7 @@ def test_all_formats_give_back_what_was_written(
     written(folder, "rows.jsonl", lines)
     array = json.dumps([{"text": text, "label": label, "x": ["]", {}]} for text, label in rows], indent=indent)
     written(folder, "rows.json", f"\n {array}\n")
-    found = [read(folder / name) for name in ("rows.csv", "rows.TSV", "rows.jsonl", "rows.json")]
+    found = [read(DataSet, folder / name) for name in ("rows.csv", "rows.TSV", "rows.jsonl", "rows.json")]
     for each in found:
         assert pairs(each) == rows
         assert each.labels == tuple(sorted(set(labels)))
@@ -63,30 +63,33 @@ def test_all_formats_give_back_what_was_written(
 def test_a_byte_order_mark_crlf_blank_lines_and_either_name_of_the_text_are_read(tmp_path: Path) -> None:
     table = written(tmp_path, "a.csv", b"\xef\xbb\xbftext,label\r\none,1\r\n\r\ntwo,0\r\n")
     lines = written(tmp_path, "a.json", b'\xef\xbb\xbf{"text": "one", "label": 1}\r\n\n{"input": "two", "label": 0}')
-    assert pairs(read(table)) == pairs(read(lines)) == [("one", "1"), ("two", "0")]
-    assert read(lines).labels == ("0", "1")
+    assert pairs(read(DataSet, table)) == pairs(read(DataSet, lines)) == [("one", "1"), ("two", "0")]
+    assert read(DataSet, lines).labels == ("0", "1")
 
 
 def test_semicolons_between_fields_are_found(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_text('text;label\n"one, two";yes\nthree;no\n')
-    data = read(path)
+    data = read(DataSet, path)
     assert [(row.text, row.label) for row in data.rows] == [("one, two", 1), ("three", 0)]
     assert data.origins is not None
     assert data.origins.notes == [f"note: {path}: its fields are separated by ';'"]
     path.write_text('"te;xt",label\none,yes\nthree;four,no\n')
-    assert [row.text for row in read(path, text_column="te;xt").rows] == ["one", "three;four"]
+    assert [row.text for row in read(DataSet, path, text_column="te;xt").rows] == ["one", "three;four"]
 
 
 def test_named_columns_are_used_and_others_are_left_alone(tmp_path: Path) -> None:
     path = written(tmp_path, "a.csv", "category,text,question\nx,1,who\ny,2,what\n")
-    assert pairs(read(path, text_column="question", label_column="category")) == [("who", "x"), ("what", "y")]
+    assert pairs(read(DataSet, path, text_column="question", label_column="category")) == [
+        ("who", "x"),
+        ("what", "y"),
+    ]
 
 
 def test_a_text_of_ten_megabytes_is_a_text(tmp_path: Path) -> None:
     before = csv.field_size_limit(1000)
     try:
-        data = read(written(tmp_path, "a.csv", f"text,label\n{'x' * 10**7},a\ny,b\n"))
+        data = read(DataSet, written(tmp_path, "a.csv", f"text,label\n{'x' * 10**7},a\ny,b\n"))
         after = csv.field_size_limit()
     finally:
         csv.field_size_limit(before)
@@ -203,7 +206,7 @@ SKIPPED = {
 @pytest.mark.parametrize("name", SKIPPED)
 def test_bad_rows_are_skipped_and_listed_and_the_others_are_numbered_from_0(tmp_path: Path, name: str) -> None:
     path = written(tmp_path, name, SKIPPED[name])
-    data = read(path, selection=SKIPS)
+    data = read(DataSet, path, selection=SKIPS)
     assert pairs(data) == [("a", "x"), ("b", "y"), ("d", "x")]
     assert data.ids == (0, 1, 2)
     assert data.origins is not None
@@ -213,9 +216,9 @@ def test_bad_rows_are_skipped_and_listed_and_the_others_are_numbered_from_0(tmp_
     assert {line.split(": ")[0] for line in faults(path)} == {
         where.replace(f"{tmp_path}{os.sep}", "") for where in listed
     }
-    first = read(path, selection=RowSelection(skip_bad=True, limit=2))
+    first = read(DataSet, path, selection=RowSelection(skip_bad=True, limit=2))
     assert first.rows == data.rows[:2]
-    known = read(path, selection=SKIPS, labels=("x",))
+    known = read(DataSet, path, selection=SKIPS, labels=("x",))
     assert pairs(known) == [("a", "x"), ("d", "x")]
     assert known.origins is not None
     assert known.origins.where(1) == data.origins.where(2)
@@ -230,17 +233,17 @@ def test_what_leaves_no_row_or_is_wrong_with_the_file_is_refused_even_so(tmp_pat
     for content, said in cases.items():
         path = written(tmp_path, "a.jsonl", content)
         with pytest.raises(InputError) as caught:
-            read(path, labels=("x", "y"), selection=SKIPS)
+            read(DataSet, path, labels=("x", "y"), selection=SKIPS)
         assert said.format(path=path) in str(caught.value)
     for content in (b"te\xffxt,label\na,x\nb,y\n", b"words,label\na,x\n"):
         with pytest.raises(InputError, match=r"a\.csv:1: "):
-            read(written(tmp_path, "a.csv", content), selection=SKIPS)
+            read(DataSet, written(tmp_path, "a.csv", content), selection=SKIPS)
 
 
 def test_a_limit_ends_reading_before_what_follows(tmp_path: Path) -> None:
     one = written(tmp_path, "a.jsonl", '{"text": "a", "label": "x"}\n{"text": "b", "label": "y"}\n{oops\n')
     two = written(tmp_path, "b.jsonl", "{oops\n")
-    data = read(one, two, selection=RowSelection(limit=2))
+    data = read(DataSet, one, two, selection=RowSelection(limit=2))
     assert pairs(data) == [("a", "x"), ("b", "y")]
     assert data.origins is not None
     assert data.origins.sizes == (2, 0)
@@ -273,12 +276,12 @@ def test_columns_that_are_missing_doubled_or_in_doubt_are_said_once(tmp_path: Pa
 def test_one_class_only_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path, "a.csv", "text,label\na,x\nb,x\n")
     assert faults(path) == ["a.csv: all 2 rows have the label 'x'; a classifier needs two classes at least"]
-    assert read(path, labels=("w", "x")).counts() == (0, 2)
+    assert read(DataSet, path, labels=("w", "x")).counts() == (0, 2)
 
 
 def test_labels_of_an_evaluation_file_are_those_of_training_by_name(tmp_path: Path) -> None:
     path = written(tmp_path, "a.jsonl", '{"text": "a", "label": "ham"}\n{"text": "b", "label": "spam"}\n')
-    assert [row.label for row in read(path, labels=("spam", "eggs", "ham")).rows] == [2, 0]
+    assert [row.label for row in read(DataSet, path, labels=("spam", "eggs", "ham")).rows] == [2, 0]
     assert faults(path, labels=("spam", "hams")) == [
         "a.jsonl:1: label 'ham' is unknown; there are 'spam', 'hams'; did you mean 'hams'?"
     ]
@@ -313,8 +316,8 @@ def test_parquet_is_read_like_the_others(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "a.parquet"
     parquet.write_table(arrow.table({"text": ["a", "b"], "label": [10, 9]}), path)
-    assert pairs(read(path)) == [("a", "10"), ("b", "9")]
-    assert read(path).labels == ("9", "10")
+    assert pairs(read(DataSet, path)) == [("a", "10"), ("b", "9")]
+    assert read(DataSet, path).labels == ("9", "10")
     parquet.write_table(arrow.table({"text": ["a", None], "label": [0, 1]}), path)
     assert faults(path) == ["a.parquet row 2: text must be a string, is null"]
     assert faults(written(tmp_path, "b.parquet", b"no"))[0].startswith("b.parquet: is no Parquet file")
@@ -329,9 +332,9 @@ def test_without_pyarrow_the_extra_to_install_is_named(tmp_path: Path, monkeypat
 def test_numbers_are_read_as_they_are(tmp_path: Path) -> None:
     lines = written(tmp_path, "a.jsonl", '{"text": "a", "label": 1}\n{"text": "b", "label": -0.25}')
     table = written(tmp_path, "a.csv", "text,label\na,1e0\nb, -.25\n")
-    assert [row.label for row in read_targets(lines).rows] == [row.label for row in read_targets(table).rows]
+    assert [row.label for row in read(Targets, lines).rows] == [row.label for row in read(Targets, table).rows]
     names = written(tmp_path, "names.csv", "text,label\na,one\nb,other\n")
-    assert read_targets(lines).digest == read_targets(table).digest != read(names).digest
+    assert read(Targets, lines).digest == read(Targets, table).digest != read(DataSet, names).digest
 
 
 @pytest.mark.parametrize(
@@ -358,7 +361,7 @@ def test_what_is_no_number_is_told_with_its_line(tmp_path: Path, label: str, fau
     if label.startswith("\t"):
         path = written(tmp_path, "a.tsv", f"text\tlabel\nb{label}\nc\t2.5\n")
     with pytest.raises(InputError) as caught:
-        read_targets(path)
+        read(Targets, path)
     (line,) = str(caught.value).split("\n")
     assert line.startswith(f"{path}:2: ")
     assert fault in line
@@ -378,10 +381,10 @@ def test_what_is_no_class_names_the_task_that_takes_it(tmp_path: Path, name: str
 
 def test_sets_of_labels_are_lists_or_strings_with_a_separator(tmp_path: Path) -> None:
     lines = '{"text": "a", "labels": ["x", "y"]}\n{"text": "b", "labels": []}\n{"text": "c", "labels": ["y"]}'
-    first = read_label_sets(written(tmp_path, "a.jsonl", lines))
+    first = read(LabelSets, written(tmp_path, "a.jsonl", lines))
     assert (first.labels, [row.label for row in first.rows]) == (("x", "y"), [(0, 1), (), (1,)])
     table = written(tmp_path, "a.csv", "text,label\na,y; x\nb,\nc,y\n")
-    assert read_label_sets(table, separator=";").digest == first.digest
+    assert read(LabelSets, table, label_separator=";").digest == first.digest
 
 
 @pytest.mark.parametrize(
@@ -398,17 +401,17 @@ def test_sets_of_labels_are_lists_or_strings_with_a_separator(tmp_path: Path) ->
 def test_what_is_no_set_of_labels_is_told_with_its_line(tmp_path: Path, labels: str, fault: str) -> None:
     path = written(tmp_path, "a.jsonl", f'{{"text": "a", "label": ["y"]}}\n{{"text": "b", "label": {labels}}}')
     with pytest.raises(InputError) as caught:
-        read_label_sets(path, labels=("x", "y"))
+        read(LabelSets, path, labels=("x", "y"))
     assert str(caught.value).startswith(f"{path}:2: {fault}")
     with pytest.raises(InputError, match="no row has a label"):
-        read_label_sets(written(tmp_path, "b.jsonl", '{"text": "a", "label": []}'))
+        read(LabelSets, written(tmp_path, "b.jsonl", '{"text": "a", "label": []}'))
 
 
 def test_a_quotation_over_two_rows_of_a_tsv_joins_no_rows(tmp_path: Path) -> None:
     rows = [("plain", "x"), ('"I went home .', "y"), ("it rained", "x"), ('she left ."', "y"), ('a "b" c', "x")]
     lines = "".join(f"{text}\t{label}\n" for text, label in rows)
     path = written(tmp_path, "a.tsv", "text\tlabel\n" + lines + '"said ""so"""\tx\n')
-    assert pairs(read(path)) == [*rows, ('said "so"', "x")]
+    assert pairs(read(DataSet, path)) == [*rows, ('said "so"', "x")]
 
 
 def test_quoted_fields_of_a_tsv_may_span_lines(tmp_path: Path) -> None:
@@ -416,7 +419,7 @@ def test_quoted_fields_of_a_tsv_may_span_lines(tmp_path: Path) -> None:
     for name, quoting in (("all.tsv", csv.QUOTE_ALL), ("few.tsv", csv.QUOTE_MINIMAL)):
         with (tmp_path / name).open("w", newline="") as file:
             csv.writer(file, delimiter="\t", quoting=quoting).writerows([("text", "label"), *rows])
-        assert pairs(read(tmp_path / name)) == rows
+        assert pairs(read(DataSet, tmp_path / name)) == rows
 
 
 def test_a_row_of_a_tsv_whose_fields_are_all_empty_is_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import re
 from collections import Counter
@@ -17,13 +18,12 @@ from andon.console.problems import InputError
 from andon.data import rewriting
 from andon.data.chat import EncodedRow, encode_each
 from andon.data.conversations import read_conversations
-from andon.data.labels import ClassWeights, alike, class_weights, label_names, same_kind
-from andon.data.mixing import mixed
+from andon.data.draw import frozen_split, mixed
+from andon.data.labels import ClassWeights, alike, class_weights, same_kind
 from andon.data.readers import read
 from andon.data.rewriting import EVAL_ROWS, RULES, TRAIN_ROWS
-from andon.data.rows import DataSet, Row, frozen_split, repeated_texts, shared_texts
+from andon.data.rows import DataSet, Row, Tagged, repeated_texts, shared_texts
 from andon.data.shell import SSC_LABELS, embedded, generate
-from andon.data.tagged import read_tagged
 from andon.data.tokens import byte_tokenizer
 
 LABELS = ("no", "yes", "maybe")
@@ -141,9 +141,11 @@ def test_every_class_without_rows_is_refused_by_number_or_name(kind: ClassWeight
         class_weights("uniform", [])
 
 
-def test_integers_are_ordered_by_value_and_strings_by_letters() -> None:
-    assert label_names([10, 9, 10, 0]) == ("0", "9", "10")
-    assert label_names(["10", "9", "a"]) == ("10", "9", "a")
+def test_integers_are_ordered_by_value_and_strings_by_letters(tmp_path: Path) -> None:
+    for labels, names in ([10, 9, 10, 0], ("0", "9", "10")), (["10", "9", "a"], ("10", "9", "a")):
+        lines = (json.dumps({"text": f"text {place}", "label": label}) for place, label in enumerate(labels))
+        (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+        assert read(DataSet, tmp_path / "rows.jsonl").labels == names
 
 
 def test_cells_of_a_table_are_integers_only_when_all_of_them_are_plain_ones() -> None:
@@ -213,28 +215,31 @@ def test_rows_of_several_files_have_ids_and_places_of_their_own(tmp_path: Path) 
     one = written(tmp_path / "a" / "rows.jsonl", '{"text": "p", "label": 1}', "", '{"text": "q", "label": 1}')
     two = written(tmp_path / "rows.csv", "text,label", "r,0", "s,1")
     three = written(tmp_path / "rows.jsonl", '{"text": "t", "label": 2}')
-    data = read(one, two, three)
+    data = read(DataSet, one, two, three)
     assert (data.labels, data.ids) == (("0", "1", "2"), (0, 1, 2, 3, 4))
     assert [row.label for row in data.rows] == [1, 1, 0, 1, 2]
     assert data.origins is not None
     assert [data.origins.where(id_) for id_ in (1, 2, 4)] == [f"{one}:3", f"{two}:2", f"{three}:1"]
     assert data.origins.sizes == (2, 2, 1)
     assert data.origins.names() == ("a/rows.jsonl", f"{tmp_path.name}/rows.csv", f"{tmp_path.name}/rows.jsonl")
-    assert read(one, three).digest == read(written(tmp_path / "b.jsonl", *(p.read_text() for p in (one, three)))).digest
+    assert (
+        read(DataSet, one, three).digest
+        == read(DataSet, written(tmp_path / "b.jsonl", *(p.read_text() for p in (one, three)))).digest
+    )
 
 
 def test_faults_in_any_of_the_files_are_at_their_line(tmp_path: Path) -> None:
     one = written(tmp_path / "a.jsonl", '{"text": "p", "label": "x", "id": 1}', '{"text": "", "label": "x"}')
     two = written(tmp_path / "b.jsonl", '{"text": "q", "label": "y", "id": 1}', '{"text": "r", "label": "y", "id": 1}')
     with pytest.raises(InputError) as caught:
-        read(one, two)
+        read(DataSet, one, two)
     assert [each.where for each in caught.value.problems] == [f"{one}:2", f"{two}:2"]
     empty = written(tmp_path / "c.jsonl", "")
     with pytest.raises(InputError, match="has no rows"):
-        read(written(tmp_path / "d.jsonl", '{"text": "p", "label": "x"}'), empty)
+        read(DataSet, written(tmp_path / "d.jsonl", '{"text": "p", "label": "x"}'), empty)
     (tmp_path / "x").mkdir()
     with pytest.raises(InputError, match="named twice"):
-        read(two, tmp_path / "x" / ".." / "b.jsonl")
+        read(DataSet, two, tmp_path / "x" / ".." / "b.jsonl")
 
 
 def test_a_files_conversations_have_its_name_for_a_source_where_they_name_none(tmp_path: Path) -> None:
@@ -252,10 +257,10 @@ def test_a_files_conversations_have_its_name_for_a_source_where_they_name_none(t
 def test_words_of_several_files_share_their_tags(tmp_path: Path) -> None:
     one = written(tmp_path / "a.jsonl", '{"tokens": ["p"], "tags": ["B-x"]}')
     two = written(tmp_path / "b.jsonl", '{"tokens": ["q"], "tags": ["A"]}')
-    data = read_tagged(one, two)
+    data = read(Tagged, one, two)
     assert (data.labels, [row.label for row in data.rows]) == (("A", "B-x"), [(1,), (0,)])
     with pytest.raises(InputError, match="has no rows"):
-        read_tagged(one, written(tmp_path / "c.jsonl", ""))
+        read(Tagged, one, written(tmp_path / "c.jsonl", ""))
 
 
 # The embedded data sets: functions of the seed, disjoint, ragged, with labels that follow from the text.
@@ -328,6 +333,7 @@ def test_what_is_held_out_is_never_trained_on() -> None:
 
 def test_answers_are_ragged_and_fit_the_embedded_model() -> None:
     rows: list[EncodedRow] = []
-    encode_each(byte_tokenizer(), rewriting.embedded(0)[0], 128, "assistant", rows.append)
+    data, _ = rewriting.embedded(0)
+    encode_each(byte_tokenizer(), data.form, data.rows, 128, "assistant", rows.append)
     assert {sum(map(bool, row.weights)) for row in rows} == set(range(4, 13))
     assert max(len(row.ids) for row in rows) <= 40

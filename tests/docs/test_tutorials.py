@@ -15,11 +15,7 @@ from tests.repository.sources import ROOT
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 BLOCK = re.compile(r"(?:ave (?:it )?as `(?P<file>[\w.]+)`:\n\n)?^```(?P<kind>\w+)\n(?P<text>.*?)^```$", re.M | re.S)
 """A fenced block, with the name of the file that the words before it give it."""
-COMMANDS = {
-    "andon": "-m andon",
-    "python": "",
-    "torchrun": "-m torch.distributed.run",
-}
+COMMANDS = {"andon": "-m andon", "python": "", "torchrun": "-m torch.distributed.run"}
 """What a reader has in the path, as arguments of the interpreter that runs the tests."""
 
 

@@ -62,7 +62,6 @@ def test_without_scripts_the_table_is_read_and_opened_by_keyboard(browser: Brows
     assert "1 falsified, as expected" in " ".join(subjects[2].split())
     assert ("link", "gradient-law on hf_trainer 5.23.0: falsified, as expected ratio 4.000") in told
     assert browser.value(OPEN) == []
-
     tab_to(browser, f"cell:{CELL}")
     browser.press("Enter")
     assert browser.value(OPEN) == [CELL]
@@ -103,7 +102,6 @@ def test_a_report_of_a_stranger_does_nothing(browser: Browser, tmp_path: Path) -
     assert "break" in browser.value("document.title")
     assert browser.value("[document.scripts.length, document.images.length]") == [1, 0]
     assert browser.complaints() == []
-
     path.write_text(path.read_text(encoding="utf-8").replace("</h1>", f'</h1>{NASTY[:90]}">', 1), encoding="utf-8")
     browser.open(path)
     assert browser.value("[document.scripts.length, document.images.length]") == [2, 1]

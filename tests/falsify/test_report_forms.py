@@ -262,7 +262,6 @@ def test_the_headline_says_how_many_fell() -> None:
     command = f"torchrun --nproc-per-node {{world}} -m andon watch src/ddp.py --batch {{local_batch}} {'--more ' * 9}"
     of_script = replace(campaign(), findings=(finding("samples-once", command, "holds", checked=1),))
     assert headline(of_script) == "src/ddp.py breaks none of 1 claim that could be checked"
-
     known = [each for each in only("hf_trainer").findings if each.claim != "samples-once"]
     alone = headline(replace(campaign(), findings=tuple(known)))
     assert alone == "hf_trainer 5.23.0 breaks 1 of 2 claims that could be checked, as expected"

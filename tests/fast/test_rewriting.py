@@ -139,11 +139,7 @@ def test_each_rewriting_finds_its_part() -> None:
     assert "dropout" not in found
 
 
-@given(
-    st.lists(st.integers(0, 2**31 - 2), min_size=2, max_size=2),
-    st.floats(0.01, 0.99),
-    st.integers(1, 40),
-)
+@given(st.lists(st.integers(0, 2**31 - 2), min_size=2, max_size=2), st.floats(0.01, 0.99), st.integers(1, 40))
 def test_what_is_dropped_is_a_law_of_keys_and_place(keys: list[int], rate: float, count: int) -> None:
     """The documented hash in Python's integers: masks are part of a run's result and must not change by accident."""
     dropped = hashed_dropout(torch.ones(count), torch.tensor(keys, dtype=torch.int32), rate) == 0

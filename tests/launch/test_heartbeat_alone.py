@@ -160,10 +160,7 @@ def test_a_rank_that_is_gone_has_the_last_word() -> None:
 
 @pytest.mark.parametrize(
     ("process", "cause"),
-    [
-        (Process.here(), ""),
-        (Process(1, 1, "elsewhere", "far"), "rank 1 of 2 (on far) gave no sign of life"),
-    ],
+    [(Process.here(), ""), (Process(1, 1, "elsewhere", "far"), "rank 1 of 2 (on far) gave no sign of life")],
     ids=["here", "on another machine"],
 )
 def test_only_a_rank_that_cannot_be_seen_may_be_lost_in_silence(process: Process, cause: str) -> None:
@@ -238,7 +235,7 @@ def test_what_no_rank_has_put_into_the_store_is_dropped_and_counted() -> None:
         made.wait_until_known(2, "ticks")
         assert made.ends.empty()
         assert made.said == []
-    assert made.said == ["rank 0 dropped 6 values of the ranks' store that no rank had put there"]
+    assert made.said == ["rank 0 ignored 6 values in the ranks' store that no rank of this run wrote"]
 
 
 def test_a_beat_asks_the_store_once_for_all() -> None:

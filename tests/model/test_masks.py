@@ -152,9 +152,7 @@ def test_a_mask_by_which_some_see_more_does_not_hold_in_any_precision(
     assert tried_masking(model, CPU) is UNMASKED
 
 
-def test_what_was_tried_on_a_gpu_is_used_and_nothing_is_tried_on_a_cpu(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_was_tried_on_a_gpu_is_used_and_nothing_is_tried_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     model, tried = base_of(spec("decoder")), list[nn.Module]()
 
     def trying(model: nn.Module, _: torch.device) -> Masking:
@@ -169,8 +167,7 @@ def test_what_was_tried_on_a_gpu_is_used_and_nothing_is_tried_on_a_cpu(
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [*((name, 4) for name in masks.WINDOWS), ("layer_types", ["full_attention", "linear_attention"])],
+    ("name", "value"), [*((name, 4) for name in masks.WINDOWS), ("layer_types", ["full_attention", "linear_attention"])]
 )
 @pytest.mark.parametrize("nested", [False, True])
 def test_windows_and_layers_of_another_kind_need_the_mask_of_tokens(name: str, value: object, nested: bool) -> None:

@@ -28,9 +28,9 @@ from andon.model.memory import (
     traced_bytes,
 )
 from andon.step.flat import FlatParameters
-from andon.step.keyed import keyed_randomness
 from andon.step.plan import rank_leaves
-from andon.tasks.classification import ClassificationTask
+from andon.step.task import keyed_randomness
+from andon.tasks.text import ClassificationTask
 from andon_falsify.subjects.meter import activation_bytes
 from tests.model.tiny import CAUSAL, CPU, LORA, Shape, adapted, base_of, changed, hollow_base, spec, task
 from tests.support.memory import peak_bytes

@@ -11,7 +11,7 @@ from torch import nn
 from andon.config.schema import Adapter, Model
 from andon.model.adapter import attach, trainable_parameters
 from andon.model.build import ModelInterface, build_base, seeded
-from andon.tasks.classification import ClassificationTask
+from andon.tasks.text import ClassificationTask
 
 CPU = torch.device("cpu")
 PAD = 32

@@ -15,11 +15,22 @@ from hypothesis import strategies as st
 
 from andon.config.schema import Optimizer
 from andon.step.agreement import Gathered
-from andon.step.gate import Gate, encoded, expected_row, most
-from andon.step.micro_batch import REPORT_FIELDS, padded, planned_reports, reports_of
-from andon.step.optimizer import moments_of, read_reduced, read_state, rules_for_facts, update_facts
-from andon.step.replica import REDUCED_FACTS
-from andon.step.step import COMPUTED_FACTS, RATES
+from andon.step.flat import moments_of
+from andon.step.gate import Gate, most
+from andon.step.message import (
+    COMPUTED,
+    REDUCED,
+    REPORT,
+    Field,
+    Message,
+    encoded,
+    expected_computed,
+    padded,
+    reduced_values,
+    reports_of,
+    state_values,
+    updated,
+)
 from andon_contracts.agree import bits_of, header, majority, real_of
 from andon_contracts.digest import signed
 from andon_contracts.laws import update as laws
@@ -61,7 +72,7 @@ def changed(values: list[list[int]], pools: Sequence[Sequence[int]], column: int
 # the points
 
 
-REPORTED = [*range(len(REPORT_FIELDS)), *COMPUTED_FACTS, "missing", "surplus", ""]
+REPORTED = [*range(len(REPORT.names)), *COMPUTED.names, "missing", "surplus", ""]
 
 
 @pytest.mark.parametrize("odd", REPORTED)
@@ -78,7 +89,7 @@ def test_of_what_was_computed(odd: int | str, world: int, data: st.DataObject) -
         column = odd if isinstance(odd, int) else None
         changed(reports, [[0, 9], [0, 7], bad, [0, 2], [0, 1], bad, [0, 99], [0, 5]], column, data)
     known = [[0, 0, 0, -7] for _ in range(world)]
-    column = COMPUTED_FACTS.index(odd) if isinstance(odd, str) and odd in COMPUTED_FACTS else None
+    column = COMPUTED.names.index(odd) if isinstance(odd, str) and odd in COMPUTED.names else None
     changed(known, [[1], [1], [1], [8]], column, data)
     at = data.draw(st.integers(0, world - 1))
     most_rows, values = max(counts) + 1, []
@@ -86,19 +97,18 @@ def test_of_what_was_computed(odd: int | str, world: int, data: st.DataObject) -
         own = [report for report, leaf in zip(reports, plan, strict=True) if leaf.rank == rank]
         if rank == at:
             own = own[:-1] if odd == "missing" else own + own[:1] if odd == "surplus" else own
-        table = torch.tensor(own, dtype=torch.int64).view(-1, len(REPORT_FIELDS))
+        table = torch.tensor(own, dtype=torch.int64).view(-1, len(REPORT.names))
         values.append([*known[rank], *padded(table, most_rows).flatten().tolist()])
-    said = gathered(values, COMPUTED_FACTS, data)
-    row = expected_row({"failed": 0, **rules_of(laws.PLANNED, None)}, COMPUTED_FACTS)
-    rows = [[*row, *planned_reports(plan, rank, most_rows, checked=True)] for rank in range(world)]
-    observations = said.read()
+    said = gathered(values, COMPUTED.names, data)
+    rows = expected_computed(plan, world, most_rows, checked=True)
+    observations = said.observations(said.table)
     found = Judgement((LOCKSTEP, *laws.PLANNED), Seen(observations, None)).first is not None
     found = found or any(each.values["failed"] for each in observations)
     found = found or Judgement(laws.LEAVES, Leaves(reports_of(observations), plan, STEP)).first is not None
     assert closes(said, rows) == found
 
 
-@pytest.mark.parametrize("column", [None, *range(len(RATES) + len(REDUCED_FACTS))])
+@pytest.mark.parametrize("column", [None, *range(len(REDUCED.names))])
 @given(
     world=worlds,
     limit=st.sampled_from([None, 0.0, 1e-6, 0.5, 3.0]),
@@ -109,7 +119,7 @@ def test_of_what_was_computed(odd: int | str, world: int, data: st.DataObject) -
 def test_of_what_was_reduced(
     column: int | None, world: int, limit: float | None, near: float, first: bool, data: st.DataObject
 ) -> None:
-    names, norm = (*RATES, *REDUCED_FACTS), data.draw(st.sampled_from([0.0, 1e-6, 0.3, 2.0, 3e38, math.inf]))
+    norm = data.draw(st.sampled_from([0.0, 1e-6, 0.3, 2.0, 3e38, math.inf]))
     rate, other, held = bits_of(0.1), bits_of(0.2), 7
     left = clipped_norm(norm, limit)
     values = [[rate, rate, 11, 0, held, bits_of(norm), bits_of(left)] for _ in range(world)]
@@ -117,15 +127,14 @@ def test_of_what_was_reduced(
     lefts = [left * factor for factor in (1 + 0.9 * near, 1 + 1.1 * near, 0.5, math.nan)] + [clipped_norm(4.0, limit)]
     pools = [[other], [other], [12], [1], [8], [*map(bits_of, norms)], [*map(bits_of, lefts)]]
     changed(values, pools, column, data)
-    said = gathered(values, names, data)
-    weights = read_reduced(9, {"gradient": 0, "weights": held})["weights"]
-    observations = [replace(each, values=read_reduced(9, each.values)) for each in said.read()]
+    said = gathered(values, REDUCED.names, data)
+    weights = reduced_values(9, {"gradient": 0, "weights": held})["weights"]
+    observations = [replace(each, values=reduced_values(9, each.values)) for each in said.observations(said.table)]
     judgement = Judgement(
         laws.REDUCED, Seen(observations, Reduced(Rule.SAME if first else weights, limit, norm_tolerance=near))
     )
     want = Reduced(Rule.SAME if first else Rule.PREVIOUS, limit, norm_tolerance=near)
-    row = expected_row(rules_of(laws.REDUCED, want), names)
-    assert closes(said, [row] * world, held, want) == (judgement.first is not None)
+    assert closes(said, [REDUCED.expected(want)] * world, held, want) == (judgement.first is not None)
 
 
 def _count_bits(updates: float) -> int:
@@ -144,17 +153,21 @@ def test_of_what_the_update_left(
     values = [[5, *moments, _count_bits(due)] for _ in range(world)]
     counts = [_count_bits(count) for count in (due - 1, due + 0.5, 0.0, -1.0, math.nan, math.inf)]
     changed(values, [[6], *([0, 9] for _ in moments), counts], column, data)
-    said = gathered(values, update_facts(spec), data)
-    observations = [replace(each, values=read_state(spec, 9, each.values)) for each in said.read()]
+    said = gathered(values, updated(spec).names, data)
+    observations = [replace(each, values=state_values(spec, 9, each.values)) for each in said.observations(said.table)]
     judgement = Judgement(laws.UPDATED, Seen(observations, due))
-    row = expected_row(rules_for_facts(spec, rules_of(laws.UPDATED, due)), update_facts(spec))
-    assert closes(said, [row] * world) == (judgement.first is not None)
+    assert closes(said, [updated(spec).expected(due)] * world) == (judgement.first is not None)
 
 
 def test_every_row_that_may_be_judged_late_has_a_form_for_the_device() -> None:
     assert set(rules_of(laws.REDUCED, Reduced())) == {"rate", "weights", "gradient", "nonfinite", "norm", "clipped"}
     assert rules_of(laws.UPDATED, 4) == {"updates": 4, "optimizer": Rule.SAME, "weights": Rule.SAME}
-    with pytest.raises(ValueError, match="base-frozen/base has no form for a device"):
+    fields = (*COMPUTED.fields, *REPORT.fields, *REDUCED.fields, *updated(Optimizer()).fields)
+    late = (*laws.PLANNED, *laws.LEAVES, *laws.REDUCED, *laws.UPDATED)
+    assert {field.law for field in fields} - {None} == {law for law in late if law is not LOCKSTEP}
+    with pytest.raises(ValueError, match="rate must stand beside planned"):
+        Message("here", (Field("x", "host"), Field("rate", "host", laws.RATE, beside="planned")))
+    with pytest.raises(ValueError, match="base-frozen/base cannot be checked on a device"):
         rules_of(laws.BASE, 3)
 
 
@@ -170,7 +183,7 @@ def test_one_rule_for_one_value(turned: bool) -> None:
     assert both(Rule.PREVIOUS, Rule.SAME) is Rule.PREVIOUS
     assert both(5, 5) == 5
     for pair in [(5, 6), (Rule.FINITE, Rule.SAME), (5, Rule.PREVIOUS), (Rule.SAME.value, Rule.FINITE)]:
-        with pytest.raises(ValueError, match="no one rule for x"):
+        with pytest.raises(ValueError, match="the rules for x conflict"):
             both(*pair)
 
 

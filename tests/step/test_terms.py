@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from andon.backend.inprocess import InlineBackend
+from andon.backend.base import InlineBackend
 from andon.step.plan import GlobalBatch
 from andon.step.replica import Replica
 from andon.step.step import TrainingStep
@@ -72,5 +72,5 @@ def test_the_bits_are_the_same_on_any_number_of_ranks() -> None:
 
 @pytest.mark.parametrize("more", [-1, 1])
 def test_a_rank_that_counts_otherwise_is_stopped_before_the_update(more: int) -> None:
-    with pytest.raises(Violation, match=r"content-planned .* is a sum of \d+ terms, its rows have \d+"):
+    with pytest.raises(Violation, match=r"content-planned .* sums \d+ terms, but its rows have \d+"):
         _step(RaggedTask(more), WORLD)[0](BATCH, rate(1), 1)

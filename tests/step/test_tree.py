@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from andon.step.plan import rank_leaves
-from andon.step.tree import finish, fold, subtree_roots
+from andon.step.reduce import finish, fold, subtree_roots
 
 
 def written_out(leaves: list[str]) -> str:

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from andon.console.problems import InputError
-from andon.data.readers import read, read_targets
+from andon.data.readers import read
+from andon.data.rows import DataSet, Targets
 from andon.data.tokens import byte_tokenizer
 from andon.model.batches import predictions
-from andon.tasks.classification import ClassificationTask
+from andon.tasks.text import ClassificationTask
 from tests.model.tiny import CPU, PAD, adapted, perturbed
 
 ROWS = [("is it red", "it is red", "yes"), ("is it red", "it is blue", "no"), ("it is", " rediit is red", "no")]
@@ -25,14 +26,14 @@ def written(path: Path, rows: list[tuple[str, str, str]]) -> Path:
 
 def test_both_texts_are_read_and_digested(tmp_path: Path) -> None:
     path = written(tmp_path / "rows.jsonl", ROWS)
-    data = read(path, text_column="question", text_pair_column="text")
+    data = read(DataSet, path, text_column="question", text_pair_column="text")
     assert [(row.text, row.pair) for row in data.rows] == [(a, b) for a, b, _ in ROWS]
     moved = [(a + b[:1], b[1:], c) for a, b, c in ROWS]
-    assert read(written(path, moved), text_column="question", text_pair_column="text").digest != data.digest
+    assert read(DataSet, written(path, moved), text_column="question", text_pair_column="text").digest != data.digest
     numbers = [(a, b, "1.5") for a, b, _ in ROWS]
     table = tmp_path / "rows.csv"
     table.write_text("question,text,label\n" + "".join(",".join(row) + "\n" for row in numbers))
-    assert read_targets(table, text_column="question", text_pair_column="text").rows[1].texts == numbers[1][:2]
+    assert read(Targets, table, text_column="question", text_pair_column="text").rows[1].texts == numbers[1][:2]
 
 
 @pytest.mark.parametrize(
@@ -48,23 +49,23 @@ def test_a_second_text_that_is_none_is_told_with_its_line(tmp_path: Path, row: d
     with path.open("a") as file:
         file.write(json.dumps(row) + "\n")
     with pytest.raises(InputError) as caught:
-        read(path, text_column="question", text_pair_column="text")
+        read(DataSet, path, text_column="question", text_pair_column="text")
     assert str(caught.value).startswith(f"{path}:{len(ROWS) + 1}: {fault}")
     with pytest.raises(InputError, match=r"text_pair_column: 'question' is named for something else too"):
-        read(path, text_column="question", text_pair_column="question")
+        read(DataSet, path, text_column="question", text_pair_column="question")
 
 
 def test_a_pair_is_joined_as_the_tokenizer_joins_it_and_cut_at_the_longer_text() -> None:
     tokenizer = byte_tokenizer(pairs=True)
-    (ids,), types = tokenizer.encode_pairs(["ab"], ["</s>c"], 100)
-    first, second = tokenizer.encode(["ab", "</s>c"], 100)
-    assert ids == [*first, 2, *second]
-    assert types == [[0] * len(ids)]
-    (cut,), _ = tokenizer.encode_pairs(["a" * 3], ["b" * 30], 11)
+    pair = tokenizer.encode(["ab"], 100, ["</s>c"])
+    first, second = tokenizer.encode(["ab", "</s>c"], 100).tokens
+    assert pair.tokens == [[*first, 2, *second]]
+    assert pair.columns == {}
+    (cut,) = tokenizer.encode(["a" * 3], 11, ["b" * 30]).tokens
     assert (len(cut), cut.count(2)) == (11, 1)
     assert tokenizer.truncated == 1
     with pytest.raises(InputError, match=r"model\.max_length: must be more than 2 for pairs"):
-        tokenizer.encode_pairs(["a"], ["b"], 2)
+        tokenizer.encode(["a"], 2, ["b"])
 
 
 def test_an_encoder_is_told_which_text_a_token_is_of() -> None:

@@ -27,6 +27,7 @@ import andon
 from andon.console.exits import Exit
 from andon.console.problems import InputError
 from andon.data.readers import read
+from andon.data.rows import DataSet
 from andon.run.folder import RunFolder, State
 from andon.run.provenance import read_provenance
 from andon.step.replica import Replica
@@ -90,7 +91,7 @@ def test_a_frame_with_one_label_missing_has_one_fault(tmp_path: Path) -> None:
     assert [type(row["label"]) for row in rows if row["label"] is not None] == [int] * 3
     assert {row["score"] for row in rows} == {0.5}
     with pytest.raises(InputError) as caught:
-        read(tmp_path / "rows.jsonl")
+        read(DataSet, tmp_path / "rows.jsonl")
     assert str(caught.value) == f"{tmp_path / 'rows.jsonl'}:3: label is null"
     write_rows(Frame([{"label": 1.5}, {"label": float("nan")}]), tmp_path / "numbers.jsonl", "data")
     assert (tmp_path / "numbers.jsonl").read_text() == '{"label": 1.5}\n{"label": null}\n'

@@ -129,8 +129,7 @@ def test_other_weights_than_the_best_on_one_rank_are_a_violation(
 
 
 @pytest.mark.parametrize(
-    ("late", "took", "saved"),
-    [(False, 0, [3, 6, 9, 12]), (False, 10, [3, 6, 10, 12]), (True, 0, [4, 6, 10, 12])],
+    ("late", "took", "saved"), [(False, 0, [3, 6, 9, 12]), (False, 10, [3, 6, 10, 12]), (True, 0, [4, 6, 10, 12])]
 )
 def test_a_checkpoint_by_time_is_due_after_minutes_and_nineteen_times_its_cost(
     runs: Runs, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, late: bool, took: int, saved: list[int]

@@ -9,7 +9,7 @@ import torch
 
 from andon.model.causal import generate
 from andon.run.folder import RunFolder
-from andon.training.export import export_merged
+from andon.training.export import export_run
 from andon.training.inference import load_run, predict
 from tests.model.test_causal import PROMPTS, moved
 from tests.model.tiny import causal
@@ -27,7 +27,7 @@ def test_predictions_and_a_checked_merge(tmp_path: Path) -> None:
         assert run.device.type == {"cpu": "cpu", "auto": "cuda"}[device]
         probabilities.append([one.probabilities for one in predict(run, texts)])  # type: ignore[union-attr]
     torch.testing.assert_close(*map(torch.tensor, probabilities), atol=1e-5, rtol=0.0)
-    assert export_merged(run, tmp_path / "out", "float32", "full")[0].endswith("0 rows get another label")
+    assert export_run(run, tmp_path / "out", "float32", "full")[0].endswith("0 rows get another label")
 
 
 def test_greedy_text() -> None:

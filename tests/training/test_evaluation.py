@@ -13,17 +13,17 @@ import pytest
 import torch
 from torch import nn
 
-from andon.backend.inprocess import InlineBackend
+from andon.backend.base import InlineBackend
 from andon.config.load import load_config
 from andon.console.exits import Exit
 from andon.model import batches
 from andon.model.batches import EvaluationBatching
-from andon.tasks import classification
-from andon.tasks.classification import ClassificationTask
-from andon.training.evaluation import Evaluator, evaluate
+from andon.tasks import text as text_tasks
+from andon.tasks.text import ClassificationTask
 from andon.training.forecast import evaluation_batching
 from andon.training.material import prepare
 from andon.training.preview import describe
+from andon.training.trainer import Evaluator, evaluate
 from andon_contracts.policy import evaluations, reset_evaluations
 from andon_contracts.violation import Violation
 from tests.training.runs import Runs, outcome, records, write_jsonl
@@ -81,7 +81,7 @@ def test_every_row_is_scored_once(world: int) -> None:
     assert found == evaluate(InlineBackend([CPU]), [ByFirstToken()], rows(), range(ROWS))
 
 
-NOT_FINITE = "finite broken .* no finite logits: 1 of 150 rows have none, row 133 first"
+NOT_FINITE = "finite broken .* logits is not finite for 1 of 150 rows, first for row 133"
 TWICE = r"evaluation-once .* rows \[6, 13, 20, 27, 34, 41, 48, 55\] were counted more than once"
 
 
@@ -90,7 +90,7 @@ TWICE = r"evaluation-once .* rows \[6, 13, 20, 27, 34, 41, 48, 55\] were counted
     [
         *((InlineBackend, odd, NOT_FINITE) for odd in (math.nan, math.inf, -math.inf)),
         (RepeatingBackend, 0.0, TWICE),
-        (SwappingBackend, 0.0, "evaluation-once .* not the planned ones in their order"),
+        (SwappingBackend, 0.0, "evaluation-once .* rows, but not the planned rows in the planned order"),
     ],
 )
 def test_rows_that_do_not_come_back_once_and_finite_are_not_scored(
@@ -101,9 +101,9 @@ def test_rows_that_do_not_come_back_once_and_finite_are_not_scored(
 
 
 def test_a_score_of_fewer_rows_than_planned_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    inner = classification.scores
-    monkeypatch.setattr(classification, "scores", lambda *given: replace(inner(*given), rows=ROWS - 1))
-    with pytest.raises(Violation, match=r"evaluation-once .* rank 0 reports rows as 149.0, the rows give 150.0"):
+    inner = text_tasks.scores
+    monkeypatch.setattr(text_tasks, "scores", lambda *given: replace(inner(*given), rows=ROWS - 1))
+    with pytest.raises(Violation, match=r"evaluation-once .* rank 0 reports rows as 149.0, but the rows give 150.0"):
         evaluate(InlineBackend([CPU]), [ByFirstToken()], rows(), range(ROWS))
 
 

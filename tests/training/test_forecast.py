@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from andon.backend.inprocess import InlineBackend
-from andon.backend.machine import Accelerator
+from andon.backend.base import InlineBackend
+from andon.backend.devices import Accelerator
 from andon.config.load import load_config
 from andon.config.schema import Config
 from andon.console.problems import InputError
@@ -180,8 +180,8 @@ def test_a_peak_above_the_plan_and_a_tenth_is_said(capsys: pytest.CaptureFixture
     backend = Peaked([torch.device("cpu")] * 2)
     found = hold_to_budget(backend, 7, 1000)
     assert (found["planned"], found["peak"]) == (1000, 1101)
-    said = "memory-budget broken at step 7 on rank 1: 1101 bytes at the peak, 1000 were planned and a tenth more is"
-    assert f"warning: {said} allowed" in capsys.readouterr().err
+    said = "memory-budget broken at step 7 on rank 1: the peak of GPU memory was 1101 bytes, above the 1000 planned"
+    assert f"warning: {said} + 10 %" in capsys.readouterr().err
     backend.peaks = (1100, 900)
     reset_evaluations()
     hold_to_budget(backend, 7, 1000)

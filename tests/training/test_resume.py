@@ -32,7 +32,7 @@ from andon.run.ledger import read_ledger
 from andon.training.existing import require_same_as_finished
 from andon.training.history import read_history
 from andon.training.inference import load_run
-from andon.training.outputs import resolved
+from andon.training.run import resolved
 from andon_contracts.digest import tree_digest
 from andon_contracts.fields import Real
 from andon_contracts.record import Broken, End, Evaluation, Record, Resume, Retraction, Saved, Step, StepDigests
@@ -40,7 +40,7 @@ from andon_contracts.violation import Violation
 from andon_falsify.checkers.resume_equal import disowned
 from andon_falsify.history import read_history as ledger_of
 from tests.inspection.ledgers import write
-from tests.model.tiny import LABELS, TINY, base_of
+from tests.model import tiny
 from tests.support.folders import Interrupted
 from tests.training.runs import STEPS, Runs, checkpoints, outcome, records, summary
 
@@ -222,8 +222,8 @@ def test_a_run_of_a_revision_names_it_and_is_used_with_what_the_cache_has(
     (kept / "refs").mkdir(parents=True)
     (kept / "refs" / "v1").write_text("1" * 40)
     tokenizer.save(kept / "snapshots" / ("1" * 40))
-    shape = changed(TINY, vocab_size=tokenizer.vocab_size, pad_id=tokenizer.pad_id, max_length=128)
-    save_base(base_of(shape), kept / "snapshots" / ("1" * 40), LABELS)
+    shape = tiny.changed(tiny.TINY, vocab_size=tokenizer.vocab_size, pad_id=tokenizer.pad_id, max_length=128)
+    save_base(tiny.base_of(shape), kept / "snapshots" / ("1" * 40), tiny.LABELS)
     named = ("model.base=me/tiny", "model.revision=v1", "training.max_steps=1")
     assert runs.inline(tmp_path / "run", *named) == 0
     adapter = tmp_path / "run" / "adapter"

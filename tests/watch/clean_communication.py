@@ -95,7 +95,6 @@ class Course:
 
 
 def reduced(reduce: Callable[[Sequence[Tensor]], None]) -> Course:
-
     @torch.no_grad()
     def before(model: nn.Module, *_: object) -> None:
         reduce([p.grad for p in model.parameters() if p.grad is not None])

@@ -10,6 +10,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ import andon
 from andon_contracts.act import Scene, message
 from andon_contracts.agree import Observation, bits_of
 from andon_contracts.laws.law import Judgement, Seen, enforce
+from andon_contracts.legible import log
 from andon_contracts.record import LedgerFile
 from andon_contracts.violation import Violation
 from andon_contracts.watch import Watch
@@ -102,10 +104,10 @@ CLOSED: dict[str, Callable[[Watch], object]] = {
 TOLD: dict[str, tuple[Callable[[Watch], object], str]] = {
     "evaluation, uneven on one rank": (
         lambda w: w.evaluated([0, 1, 2], [0, 1] if _last() else [0, 1, 1], [0, 1, 1]),
-        "have [3, 2, 3] rows",
+        "different lengths: [3, 2, 3]",
     ),
-    "loaded without a save": (lambda w: w.loaded(NOWHERE), "does not say what was saved"),
-    "loaded from elsewhere on one rank": (_saved_and_one_reads_another, "does not say what was saved"),
+    "loaded without a save": (lambda w: w.loaded(NOWHERE), "cannot read the digests of the checkpoint"),
+    "loaded from elsewhere on one rank": (_saved_and_one_reads_another, "cannot read the digests of the checkpoint"),
     "a value with another word": (lambda w: w.expect("seed", 1, "same"), "'agree', 'differ' or 'mean', not 'same'"),
     "content of other rows": (lambda w: w.batch([1, 2, 3], [0, 0]), "content has 2 rows, ids has 3"),
     "nested ids": (lambda w: w.batch([[1, 2]]), "flat sequence"),
@@ -118,20 +120,21 @@ OPENED: dict[str, tuple[Callable[[], object], str]] = {
     "a rate for a schedule": (lambda: _open(schedule=0.1), "schedule must be a function, not float"),
     "a number for a scaler": (lambda: _open(scaler=2.0), "scaler must have get_scale()"),
     "no update": (lambda: _open(updates=3, start=4), "updates must be at least start (4)"),
-    "a wrong limit on one rank": (lambda: _open(clip=-1.0 if _last() else None), "clip must be above 0, not -1.0"),
-    "a schedule of one": (lambda: _open(schedule=float if _last() else None), "different settings"),
+    "a wrong limit on one rank": (lambda: _open(clip=-1.0 if _last() else None), "a number above 0, not -1.0"),
+    "a limit of one": (lambda: _open(clip=1.5 if _last() else None), "settings: rank 0: clip=None, rank 1: clip=None"),
     "rows instead of their number, on one rank": (
         lambda: _open(rows=[1, 2] if _last() else None),
         "rows must be a whole number, not list",
     ),
-    "a word for a limit": (lambda: _open(clip="1"), "clip must be above 0, not '1'"),
+    "a word for a limit": (lambda: _open(clip="1"), "clip must be a number above 0, not '1'"),
+    "clauses without a reason": (lambda: _open(allow=["finite"]), "allow must map a clause to a reason, not be a list"),
     "a lazy layer on one rank": (_lazy_on_the_last, "0.bias have no shape yet"),
     "a frozen layer without values": (_on_no_device, "1.bias are on the meta device"),
     "no optimizer": (lambda: andon.watch(net(), []), "an empty list: name at least one"),
     "nothing is trained": (_nothing_is_trained, "no trainable parameter"),
     "an optimizer of another model": (lambda: andon.watch(net(), sgd(net())), "optimizer of another"),
     "watched twice": (_twice, "watched already"),
-    "a group of one of three replicas": (_alone_with_a_replica, "the model's replicas are 3"),
+    "a group of one of three replicas": (_alone_with_a_replica, "the model's DDP group has 3"),
     "a clause that is none": (lambda: _open(allow={"replicas-agre": "x"}), "did you mean 'replicas-agree'"),
     "a group without the last rank": (_without_the_last_rank, ""),
 }
@@ -157,7 +160,15 @@ def test_bad_use_is_a_clear_error_on_every_rank() -> None:
             told = rank == 2 or not name.endswith("on one rank")
             assert text.startswith("ValueError: "), f"{name}: {text}"
             assert (wanted[name] if told else "rank 2 got a wrong argument") in text, f"{name}: {text}"
-        assert ("rank 2 is not one of the group" if rank == 2 else "replicas are 3") in text
+        assert ("rank 2 is not in the group" if rank == 2 else "DDP group has 3") in text
+
+
+def test_a_line_and_its_newline_are_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks of a launcher share one standard error."""
+    written: list[str] = []
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=written.append, flush=lambda: None))
+    log("first", "second")
+    assert [each for each in written if each] == ["first\nsecond\n"]
 
 
 def test_a_disk_that_refuses_is_told_to_every_rank() -> None:
@@ -243,9 +254,6 @@ def test_a_batch_that_was_refused_is_no_new_micro_batch() -> None:
         assert w.findings == ()
 
 
-# what only one rank has
-
-
 def _lost(model: nn.Module) -> Callable[[], Mapping[str, Tensor]]:
     def read() -> Mapping[str, Tensor]:
         if dist.get_rank() == 1:
@@ -278,11 +286,8 @@ def test_what_one_rank_cannot_read_is_refused_on_all_and_a_log_is_a_ranks_own(tm
 def test_a_file_of_something_else_is_refused_in_words(tmp_path: Path, text: str) -> None:
     (tmp_path / "c.andon.json").write_text(text)
     model = net()
-    with andon.watch(model, sgd(model)) as w, pytest.raises(ValueError, match="does not say what was saved"):
+    with andon.watch(model, sgd(model)) as w, pytest.raises(ValueError, match="cannot read the digests of"):
         w.loaded(tmp_path / "c")
-
-
-# several optimizers
 
 
 def _loaded(model: nn.Module, optimizers: list[torch.optim.Optimizer], folder: Path) -> list[int]:
@@ -322,9 +327,6 @@ def test_which_optimizer_is_found_does_not_depend_on_who_was_made_first(first: b
     assert any(found is each for each in held)
 
 
-# the loop's own functions
-
-
 @pytest.mark.parametrize("late", [False, True])
 def test_a_zero_grad_of_the_loops_own_outlives_the_watch(late: bool) -> None:
     """One that was set before the watch, or over it while it was open, is there after it, and still works."""
@@ -353,9 +355,6 @@ def test_a_zero_grad_of_the_loops_own_outlives_the_watch(late: bool) -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-# the law
-
-
 def _gradient_law(*ranks: Mapping[str, float]) -> Violation:
     """What an audit raises by these errors of the ranks."""
     said = [
@@ -372,21 +371,18 @@ def test_a_gradient_that_is_no_number_is_the_worst_there_is(order: int) -> None:
     """One rank's NaN is what the message names, whichever rank has it, and not another rank's small error."""
     small = {"error": 0.5, "rest": 0.0, "ratio": 1.5, "tolerance": 1e-4}
     none = dict.fromkeys(small, math.nan) | {"tolerance": 1e-4}
-    assert "off the law by nan of its norm" in _gradient_law(*[small, none][::order]).finding.seen
+    assert "off the reference by nan of its norm" in _gradient_law(*[small, none][::order]).finding.seen
 
 
 @pytest.mark.parametrize(
     ("ratio", "rest", "likely"),
-    [(2.0, 1e-6, "a factor too much or too few"), (1.003, 0.0627, "some rows are missing or weigh more than others")],
+    [(2.0, 1e-6, "a division is missing or made twice"), (1.003, 0.0627, "some rows are missing or weigh more")],
 )
 def test_what_is_likely_follows_from_what_was_seen(ratio: float, rest: float, likely: str) -> None:
     """A gradient that no factor makes right is not said to have a wrong factor."""
     finding = _gradient_law({"error": 0.0627, "rest": rest, "ratio": ratio, "tolerance": 1e-4}).finding
-    assert ("by no factor" in finding.seen) == (rest > 1e-3)
+    assert ("no factor explains" in finding.seen) == (rest > 1e-3)
     assert f"  likely   {likely}" in message("gradient-law", finding, Scene(1))
-
-
-# evaluations
 
 
 def _normed(train: bool, dropout: bool = False, then_eval: bool = False) -> list[str]:

@@ -146,7 +146,7 @@ def test_a_reference_apart_sees_what_one_that_calls_the_model_repeats(wrong: str
     rows = named["Rows"]()
 
     def same_code(model: torch.nn.Module, ids: Sequence[int]) -> tuple[torch.Tensor, int]:
-        return cross_entropy(model(rows.tokens[list(ids)]), rows.labels[list(ids)], reduction="sum"), len(ids)
+        return cross_entropy(model(rows.tokens[ids]), rows.labels[ids], reduction="sum"), len(ids)
 
     found = {}
     for name, reference in (("apart", lambda model, ids: named["law"](model, rows, ids)), ("same", same_code)):

@@ -96,7 +96,6 @@ def test_a_step_with_a_closure_gets_all_other_arguments() -> None:
 
 
 def test_what_is_no_closure_is_not_taken_for_one() -> None:
-
     class TakesGradients(torch.optim.SGD):
         def step(self, gradients: Any = None) -> Any:  # type: ignore[override]
             self.called = gradients
@@ -212,7 +211,7 @@ def test_data_that_refuses_to_be_looked_at_ends_no_loop(name: str, capsys: pytes
                 rows = batch["x"] if isinstance(batch, dict) else batch[0] if isinstance(batch, list) else batch
                 _update(model, optimizer, rows)
     assert w.evaluations["update-applied"] == 4
-    assert capsys.readouterr().err.count("the rows of this run are not checked") <= 1
+    assert capsys.readouterr().err.count("rows are not checked in this run") <= 1
 
 
 def test_why_rows_are_not_looked_at_is_said_once(
@@ -222,10 +221,10 @@ def test_why_rows_are_not_looked_at_is_said_once(
     monkeypatch.setattr(legible, "_logged", set())
     for index in range(3):
         report_unreadable("a batch of a data loader", IndexError(f"no row {index}"))
-    report_unreadable("what the model is given", IndexError("no row 3"))
-    assert [line.partition(" if ")[0] for line in capsys.readouterr().err.splitlines()] == [
-        "andon.watch: a batch of a data loader raises IndexError: no row 0",
-        "andon.watch: what the model is given raises IndexError: no row 3",
+    report_unreadable("the model's inputs", IndexError("no row 3"))
+    assert [line.partition(";")[0] for line in capsys.readouterr().err.splitlines()] == [
+        "andon.watch: cannot read a batch of a data loader (IndexError: no row 0)",
+        "andon.watch: cannot read the model's inputs (IndexError: no row 3)",
     ]
 
 
@@ -378,6 +377,30 @@ def test_a_parameter_that_is_left_out_is_still_found_beside_a_loose_tensor() -> 
     assert [(each.clause, each.tensor) for each in w.findings] == [("parameters-kept", "2.weight")]
 
 
+def test_a_tensor_that_joins_the_optimizer_alone_has_no_name_of_the_model() -> None:
+    model = net()
+    with andon.watch(model, optimizer := sgd(model), action=lambda _: None) as w:
+        optimizer.add_param_group({"params": [torch.zeros(3, requires_grad=True)]})
+        _update(model, optimizer)
+    assert [each.tensor for each in w.findings] == [""]
+    assert "a tensor is in the optimizer but not" in str(w.findings[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [(lambda layer: nn.Linear(5, 2), [("parameters-kept", "2.weight")]), (nn.Sequential, [])],
+    ids=["another layer", "the layer in a wrapper"],
+)
+def test_a_layer_that_is_replaced_is_found_and_one_that_is_wrapped_is_none(change: Any, found: list[Any]) -> None:
+    model = net()
+    optimizer = sgd(model)
+    with andon.watch(model, optimizer, action=lambda _: None) as w:
+        _update(model, optimizer)
+        model[2] = change(model[2])
+        _update(model, optimizer)
+    assert [(each.clause, each.tensor) for each in w.findings] == found
+
+
 # tensors and values of odd kinds
 
 
@@ -507,17 +530,14 @@ def _batches(loop: str) -> Iterator[tuple[Tensor, Tensor]]:
         yield from [next(iter(loader))] if loop == "next(iter(loader))" else loader
 
 
-@pytest.mark.parametrize("loop", ["epochs", "next(iter(loader))", "rows="])
+@pytest.mark.parametrize("loop", ["epochs", "next(iter(loader))"])
 def test_a_watch_does_not_grow(loop: str) -> None:
     """It holds as much after 192 updates as after 384, both at the same place of all that comes round."""
     model = net()
     optimizer = sgd(model)
-    told = {"rows": 16} if loop == "rows=" else {}
     held: list[int] = []
-    with andon.watch(model, optimizer, allow=dict.fromkeys(("samples-once", "order-renewed"), "one loop"), **told) as w:
-        for step, (rows, ids) in enumerate(islice(_batches(loop), 384), 1):
-            if told:
-                w.batch(ids)
+    with andon.watch(model, optimizer, allow=dict.fromkeys(("samples-once", "order-renewed"), "one loop")) as w:
+        for step, (rows, _) in enumerate(islice(_batches(loop), 384), 1):
             _update(model, optimizer, rows)
             if step % 192 == 0:
                 held.append(_held(w))

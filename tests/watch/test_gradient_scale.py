@@ -20,7 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import andon
-from andon_contracts.watch.checks.scale import LossWeight, Scale, ScaleSummary, loss_parts
+from andon_contracts.act import Scene, message
+from andon_contracts.agree import Observation
+from andon_contracts.laws.law import Seen
+from andon_contracts.watch.checks.scale import SCALE, LossWeight, Scale, ScaleSummary, loss_parts
 from tests.watch.clean_loops import loss_sum
 from tests.watch.clean_models import Normed
 from tests.watch.loop import CLASSES, FEATURES, data
@@ -384,8 +387,8 @@ def right_are_silent() -> dict[str, object]:
     odd = dict[str, object]()
     for name, loop in right_loops().items():
         found, lines = loop.run()
-        known = lines[0].startswith("  gradient scale: that of a mean in 6 of 6 updates") if lines else dist.get_rank()
-        judged = any("updates, by the losses" in line for line in lines)
+        known = lines[0].startswith("  gradient scale: that of the mean loss in 6 of 6") if lines else dist.get_rank()
+        judged = any("updates, from the observed losses" in line for line in lines)
         odd[name] = found or (judged if name == NOT_SEEN else not known)
     return {name: each for name, each in odd.items() if each}
 
@@ -401,7 +404,7 @@ def wrong_are_found() -> dict[str, object]:
     for name, (loop, step, scale) in wrong_loops().items():
         found = loop.run()[0]
         clause, at, seen = found[0] if found else ("", 0, "")
-        if (clause, at) != ("gradient-scale", step) or f"{scale:.3f} times the gradient of a mean" not in seen:
+        if (clause, at) != ("gradient-scale", step) or f"{scale:.3f} times that of the mean loss" not in seen:
             odd[name] = found
     return odd
 
@@ -439,11 +442,11 @@ def test_the_closing_lines_say_what_was_seen_of_the_scale() -> None:
     by_rank = answers(2, closing)
     assert not any(by_rank[1].values())
     lines = by_rank[0]
-    seen = "by the losses and reductions that were seen"
-    assert lines["right"] == [f"  gradient scale: that of a mean in 6 of 6 updates, {seen}"]
-    assert lines["halved"] == [f"  gradient scale: 0.500 of a mean's in 6 of 6 updates, {seen}"]
+    seen = "from the observed losses and reductions"
+    assert lines["right"] == [f"  gradient scale: that of the mean loss in 6 of 6 updates, {seen}"]
+    assert lines["halved"] == [f"  gradient scale: 0.500 times that of the mean loss in 6 of 6 updates, {seen}"]
     assert lines["unknown"] == []
-    changed = "  gradient scale: not comparable in 6 of 6 updates: the gradients were changed after the backward pass"
+    changed = "  gradient scale: not comparable in 6 of 6 updates: the loop changed the gradients after backward()"
     assert lines["clipped by hand"] == [changed]
 
 
@@ -454,12 +457,12 @@ def scale(first: float, factor: float, line: int = 1) -> Scale:
 @pytest.mark.parametrize(
     ("scales", "shown"),
     [
-        ([scale(1, 0.5), scale(0.3, 0.15), scale(0.4, 0.2)], "not comparable in 2 of 3 updates: the gradients were"),
-        ([scale(-3, -1.5), scale(2600, 1300)], "not comparable in 2 of 2 updates: the gradients were changed"),
-        ([scale(2, 0.5), scale(1, 0.5), scale(4, 0.5)], "1.000 to 4.000 of a mean's in 3 of 3 updates"),  # windows
-        ([scale(2, 0.5), scale(2, 0.1)], "2.000 of a mean's in 2 of 2 updates"),  # by rows that were not all of them
-        ([scale(1, 0.5), scale(2, 1.0)], "1.000 to 2.000 of a mean's in 2 of 2 updates"),  # wrong from here on
-        ([scale(2, 1.0, 1), scale(4, 0.5, 2)], "2.000 to 4.000 of a mean's in 2 of 2 updates"),  # two losses
+        ([scale(1, 0.5), scale(0.3, 0.15), scale(0.4, 0.2)], "not comparable in 2 of 3 updates: the loop changed"),
+        ([scale(-3, -1.5), scale(2600, 1300)], "not comparable in 2 of 2 updates: the loop changed the gradients"),
+        ([scale(2, 0.5), scale(1, 0.5), scale(4, 0.5)], "1.000 to 4.000 times that of the mean loss in 3"),  # windows
+        ([scale(2, 0.5), scale(2, 0.1)], "2.000 times that of the mean loss in 2 of 2"),  # by some of the rows
+        ([scale(1, 0.5), scale(2, 1.0)], "1.000 to 2.000 times that of the mean loss in 2 of 2"),  # wrong from here on
+        ([scale(2, 1.0, 1), scale(4, 0.5, 2)], "2.000 to 4.000 times that of the mean loss in 2 of 2"),  # two losses
     ],
 )
 def test_gradients_that_were_changed_are_told_from_a_wrong_division(scales: list[Scale], shown: str) -> None:
@@ -516,7 +519,22 @@ def scaled() -> list[tuple[str, int, str]]:
 def test_a_loss_scale_is_no_scale_of_the_gradient() -> None:
     for ((clause, step, seen),) in answers(2, scaled):
         assert (clause, step) == ("gradient-scale", 2)
-        assert "2.000 times the gradient of a mean" in seen
+        assert "2.000 times that of the mean loss" in seen
+
+
+@pytest.mark.parametrize(
+    ("factor", "named", "likely"),
+    [
+        (4.0, "accumulation 4 or world size squared 4", "the loss is not"),
+        (0.5, "1 / world size 2 or 4 of 8 micro-batches", "the loss is divided"),
+    ],
+)
+def test_a_factor_is_named_with_causes_of_its_direction(factor: float, named: str, likely: str) -> None:
+    scale = Scale(factor, factor, 1, 4, 0, deliberate=False, squared=False, reduction_factor=0.5)
+    found = SCALE[1].check(Seen([Observation(rank, 2, 9, "before", {}) for rank in (0, 1)], (scale, scale)))
+    assert found is not None
+    said = message("gradient-scale", found, Scene(2))
+    assert f"times the gradient of a mean = {named}\n  likely   {likely} " in said
 
 
 def test_a_window_without_a_number_says_nothing() -> None:
@@ -671,7 +689,7 @@ Reference = Callable[[nn.Module, Sequence[int]], tuple[Tensor, int]]
 def balanced(model: nn.Module, ids: Sequence[int]) -> tuple[Tensor, int]:
     """Divided by a number that depends on all rows: no sum over rows."""
     loss, count = loss_sum(model, ids)
-    return loss * (1 + len(set(data()[1][torch.tensor(list(ids))].tolist()))), count
+    return loss * (1 + len(set(data()[1][ids].tolist()))), count
 
 
 def _audited(model: Callable[[], nn.Module], reference: Reference, factor: float) -> tuple[list[str], int]:
@@ -705,7 +723,7 @@ def test_a_right_gradient_of_random_passes_is_the_law(model: Callable[[], nn.Mod
 def test_a_wrong_gradient_of_random_passes_is_named_by_its_factor() -> None:
     for said, _ in answers(2, _audited, dropping, loss_sum, 2.0):
         assert "gradient-law broken at step 1" in said[0]
-        assert "2.000 x the law = world size 2" in said[0]
+        assert "2.000 x the reference = world size 2" in said[0]
 
 
 def test_a_loss_that_is_no_sum_over_rows_is_not_judged_by_parts() -> None:

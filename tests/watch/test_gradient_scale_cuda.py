@@ -14,10 +14,7 @@ from andon_contracts.watch.checks.scale import loss_parts
 from tests.support.ranks import run_ranks
 from tests.watch.test_gradient_scale import PARTS
 
-pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-    pytest.mark.timeout(400),
-]
+pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.timeout(400)]
 
 
 def on_gpu(part: Callable[[], dict[str, object]]) -> dict[str, object]:

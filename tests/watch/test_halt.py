@@ -543,4 +543,4 @@ def test_what_is_trained_and_its_shapes_are_compared_before_the_loop_reduces(how
     for said in answers(2, _opened_apart, how):
         assert said.startswith("parameters-kept broken at the start"), said
         assert f"where    {tensor} (" in said
-        assert "the tensors differ in name, shape, dtype, order or in which are trained" in said
+        assert "the tensors differ in name, shape, dtype, order or requires_grad" in said

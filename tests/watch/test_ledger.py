@@ -106,11 +106,14 @@ def name_of(kind: str, optimizer_of: Any, clip: bool) -> str:
 
 
 def _runs(folder: str) -> None:
+    batches = data()[1]
     for kind, optimizer_of, clip in CASES[dist.get_world_size()]:
         model = model_of(kind)
         optimizer = optimizer_of(model)
         path = Path(folder, name_of(kind, optimizer_of, clip))
-        with andon.watch(model, optimizer, action="raise", ledger=path, rows=ROWS) as w:
+        with andon.watch(
+            model, optimizer, action="raise", ledger=path, rows=ROWS, plan=lambda step: batches[step - 1]
+        ) as w:
             train(w, model, optimizer, clip=clip)
 
 
@@ -228,7 +231,7 @@ def test_a_ledger_that_is_cut_off_is_said_and_ends_no_loop(tmp_path: Path, capsy
     model, path = net(), tmp_path / "l.jsonl"
     watched(model, sgd(model), 3, lambda step: step == 2 and os.truncate(path, 0), ledger=path)
     said = capsys.readouterr().err
-    assert said.count(f"since {path}: was truncated by another program while the run wrote to it") == 2
+    assert said.count(f"written: {path}: was truncated by another program while the run wrote to it") == 2
     assert path.stat().st_size == 0
 
 
@@ -243,7 +246,7 @@ def test_an_update_of_more_rows_than_a_line_takes_ends_no_loop(
         w.batch([0, 1, 2])
         loss_of(model, data()[0]).backward()
         optimizer.step()
-    assert "ledger: it ends before its time, since a step record takes" in capsys.readouterr().err
+    assert "ledger: no further lines are written: a step record takes" in capsys.readouterr().err
 
 
 def _refusals(folder: str) -> list[str]:
@@ -301,6 +304,16 @@ def test_the_environment_names_a_ledger_and_a_keyword_wins(tmp_path: Path, monke
     assert sorted(path.name for path in tmp_path.iterdir()) == ["keyword.jsonl", "named-2.jsonl", "named.jsonl"]
 
 
+def test_a_violation_that_only_the_close_finds_ends_the_ledger(tmp_path: Path) -> None:
+    path = tmp_path / "l.jsonl"
+    w = andon.watch(model := net(), sgd(model), action="raise", updates=1, ledger=path)
+    with pytest.raises(Violation, match="updates-planned"):
+        w.close()
+    *_, end = read_ledger(path)
+    assert isinstance(end, End)
+    assert (end.reason, end.violations) == ("violation", 1)
+
+
 # what the loop tells, and what it costs
 
 
@@ -314,7 +327,7 @@ def _full_disk(path: str) -> tuple[int, int]:
             resource.setrlimit(resource.RLIMIT_FSIZE, (4000, limits[1]))
         train(w, model, optimizer, clip=False)
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)  # what a rank says may go to a file as well
-    return said.getvalue().count("andon.watch: ledger: it ends"), w.evaluations["gradients-agree"]
+    return said.getvalue().count("andon.watch: ledger: no further lines"), w.evaluations["gradients-agree"]
 
 
 def test_a_full_disk_ends_the_ledger_and_not_the_loop(tmp_path: Path) -> None:

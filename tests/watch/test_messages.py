@@ -173,9 +173,6 @@ def test_bits_of_a_real_have_its_number_beside_them(value: float, dtype: torch.d
     assert element_text((3,), (bits, bits), dtype) == f"first at [3]: {shown} on rank 0, {shown} on rank 1"
 
 
-# on standard error, behind the user's own line
-
-
 def _own_rows(model: nn.Module) -> Tensor:
     generator = torch.Generator().manual_seed(dist.get_rank())
     return model(torch.randn(5, 4, generator=generator)).square().mean()
@@ -259,8 +256,9 @@ def test_what_follows_from_a_finding_is_listed_under_it() -> None:
         # After updates 2, 3 and 4, and before 3 and 4.
         assert said.count("  replicas-agree: 5 times, first at step 2\n") == (rank == 0)
         assert said.count("andon.Violation: ") == (rank == 0)
-        assert bool(re.search(r"\n  \d violations, 0 suspicions, [\d.]+ ms per step\n", said)) == (rank == 0)
-        assert said.count("of the same cause as hyperparameters-agree: replicas-agree, step 2: ") == (rank == 0)
+        closing = r"\n  \d clauses broken, 0 suspected; the watch took [\d.]+ ms per step\n"
+        assert bool(re.search(closing, said)) == (rank == 0)
+        assert said.count("same cause as hyperparameters-agree: replicas-agree, step 2: ") == (rank == 0)
 
 
 def test_one_message_has_all_that_did_not_hold_of_an_update() -> None:
@@ -286,7 +284,7 @@ def test_a_suspicion_under_a_violation_is_counted_as_a_suspicion(capsys: pytest.
     (found,) = watch.findings
     assert (found.clause, found.step, watch.violations) == ("learning-rate-planned", 2, 1)
     assert "gradient-present" in str(found)
-    assert "  1 violation, 1 suspicion, " in capsys.readouterr().err
+    assert "  1 clause broken, 1 suspected; " in capsys.readouterr().err
 
 
 def _one_module_apart() -> list[str]:

@@ -128,8 +128,7 @@ def test_a_fault_is_found_by_its_clause_and_its_right_loop_is_silent(ranks: Pair
 
 
 @pytest.mark.parametrize(
-    "number",
-    _rows(sorted({*FIRST.values(), *map(NAMES.index, LATE)}), [NAMES.index(name) for name in LATE]),
+    "number", _rows(sorted({*FIRST.values(), *map(NAMES.index, LATE)}), [NAMES.index(name) for name in LATE])
 )
 def test_a_fault_that_is_judged_late_is_found_by_the_same_step(ranks: Pairs, number: int) -> None:
     """As with a GPU, where an update is judged before the next one; and the right loop is silent there too."""

@@ -19,10 +19,7 @@ from tests.support.ranks import run_ranks
 from tests.watch import watched
 from tests.watch.test_planted_faults import SEEN, WORLD, Found, Pair, alone, both, hold
 
-pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-    pytest.mark.timeout(600),
-]
+pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.timeout(600)]
 DEADLINE_S = 400.0
 CHUNK = 8
 

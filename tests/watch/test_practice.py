@@ -55,6 +55,9 @@ class Course:
     loss: Callable[[Tensor, Tensor], Tensor] = nn.functional.cross_entropy
 
     def run(self) -> list[tuple[str, int]]:
+        return [(each.clause, each.step) for each in self.watched().findings]
+
+    def watched(self) -> andon.Watch:
         # A rank of the tests is a daemon, which may else have no processes of its own.
         multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
         model = DistributedDataParallel(net())
@@ -68,7 +71,7 @@ class Course:
                     self.behind(model)
                     optimizer.step()
                     optimizer.zero_grad()
-        return [(each.clause, each.step) for each in watch.findings]
+        return watch
 
 
 Batches = Callable[[int], Iterator[Any]]
@@ -325,6 +328,17 @@ def test_what_has_no_index_and_no_way_back_is_suspected() -> None:
         }
 
 
+def not_dealt_out() -> str:
+    return str(Course(lambda _: iter(DataLoader(rows(), batch_size=4)), epochs=1).watched().findings[0])
+
+
+def test_ranks_that_read_the_same_rows_are_named() -> None:
+    for outcome in run_ranks(2, not_dealt_out):
+        said = outcome.get()
+        assert "  seen     ranks 0, 1 read the same rows [0, 1, 2, 3]\n" in said
+        assert "  likely   no DistributedSampler" in said
+
+
 @pytest.mark.parametrize(
     ("apart", "updates", "alike"),
     [(2.0**-24, 2, True), (2.0**-23, 3, True), (1e-5, 2, False), (3e-6, 2, False), (1e-4, 512, False)],
@@ -415,8 +429,8 @@ def closing() -> list[str]:
 
 def test_what_a_sampler_adds_or_leaves_out_is_a_closing_line() -> None:
     assert run_ranks(2, closing)[0].get() == [
-        "  rows: 1 rows more than the 45 of the data fill up a pass over them (DistributedSampler)",
-        "  rows: 1 of the 45 rows of the data are left out of a pass over them (DistributedSampler)",
+        "  rows: one pass over the data repeated 1 of its 45 rows (DistributedSampler)",
+        "  rows: one pass over the data left out 1 of its 45 rows (DistributedSampler)",
     ]
 
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import textwrap
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,8 @@ from torch import nn
 
 import andon
 from andon.run.ledger import read_ledger
-from andon_contracts.record import Broken, End, Step
+from andon_contracts.act import LAUNCHER_FILES
+from andon_contracts.record import Broken, End, LedgerFile, Step
 from andon_contracts.watch import script
 from andon_contracts.watch.opening import optimizer_of, outermost, trained_by
 from tests.support.ranks import run_ranks
@@ -32,11 +33,13 @@ pytestmark = pytest.mark.xdist_group("test_script")
 
 
 @pytest.fixture(autouse=True)
-def process_of_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
+def process_of_a_script(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """`script.main` takes the process over, as is right in one that ends with the script; here tests come after it."""
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
     for name, value in (("path", list(sys.path)), ("argv", list(sys.argv)), ("excepthook", sys.excepthook)):
         monkeypatch.setattr(sys, name, value)
+    yield
+    LAUNCHER_FILES.clear()
 
 
 HEAD = """
@@ -313,11 +316,11 @@ model = DistributedDataParallel(net(rank), process_group=groups[rank])
 train(lambda step: square(model, step), torch.optim.SGD(model.parameters(), lr=0.05))
 """
 UNWATCHED = {
-    "loose tensor": (LOOSE_TENSOR, "Adam trains only tensors that are no parameters of a module"),
-    "masters": (MASTERS, "AdamW trains only tensors that are no parameters of a module"),
-    "alike": (ALIKE, "2 modules Sequential hold what the optimizer trains, and nothing tells them apart"),
+    "loose tensor": (LOOSE_TENSOR, "Adam trains only tensors that are not parameters of a module"),
+    "masters": (MASTERS, "AdamW trains only tensors that are not parameters of a module"),
+    "alike": (ALIKE, "2 identical modules of type Sequential hold the optimizer's parameters"),
     "meta": (META, "unused.weight, unused.bias are on the meta device"),
-    "subgroup": (SUBGROUP, "the group has 2 ranks, but the model's replicas are 1"),
+    "subgroup": (SUBGROUP, "the group has 2 ranks, but the model's DDP group has 1"),
 }
 """Right scripts that cannot be watched, or not wholly, and what is said of them."""
 
@@ -345,6 +348,10 @@ def test_a_ledger_that_cannot_be_written_is_still_refused(tmp_path: Path, monkey
     code, said = _run([str(tmp_path / "loop.py")])
     assert code == ("exit", 2)
     assert "is not a ledger" in said
+    with contextlib.closing(LedgerFile(tmp_path / "run.jsonl", exclusive=True)) as file:
+        file.append(End(0, "finished", {}, None, 0))
+    monkeypatch.setenv("ANDON_LEDGER", str(tmp_path / "run.jsonl"))
+    assert _run([str(tmp_path / "loop.py")])[1].endswith("already contains a run; name another file\n")
 
 
 _WITH = "with andon.watch(model, optimizer):"
@@ -368,12 +375,16 @@ def test_nothing_was_watched_only_where_no_watch_was_opened(
 def test_ranks_of_a_launcher_that_made_no_group_are_warned(
     world: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each trains apart and is one process to its watch; the exit code is the script's all the same."""
+    """Each trains apart and is one process to its watch; the exit code is the script's all the same.
+
+    The finding at the close names no line: the script has ended, and the command that ran it is none of the user's.
+    """
     monkeypatch.setenv("WORLD_SIZE", world)
-    (tmp_path / "plain.py").write_text(_ONE + OWN_LINE)
+    (tmp_path / "plain.py").write_text(_ONE + OWN_LINE.replace("import andon\n", "").replace(_WITH, "for _ in (1, 2):"))
     code, said = _run([str(tmp_path / "plain.py")])
-    warned = "\n  warning: WORLD_SIZE is 2, but no process group was made: the ranks train apart"
-    assert (code, warned in said) == (0, world == "2")
+    warned = "\n  warning: WORLD_SIZE is 2, but no process group was made: the ranks train separately"
+    closed = "\nandon.Violation: ranks-joined broken after step 2"
+    assert (code, warned in said, closed in said) == (0, world == "2", world == "2")
 
 
 FAILING = """
@@ -412,7 +423,8 @@ def test_errors_look_as_they_would_alone(tmp_path: Path) -> None:
         ([], "name the script to run"),
         (["nothing.py"], "can't open file 'nothing.py'"),
         (["--allow", "replicas-agre=x", __file__], "did you mean 'replicas-agree'"),
-        (["--allow", "replicas-agree", __file__], "must give a reason"),
+        (["--allow", "replicas-agree", __file__], "say --allow replicas-agree=REASON"),
+        (["--clip", "1.0", __file__], "--clip needs a line in the script: andon.watch(...)"),
         (["--action", "cry", __file__], "invalid choice"),
         (["{}/empty.zip"], "can't find '__main__' module in '{}/empty.zip'\n"),
         (["{}"], "can't find '__main__' module in '{}'\n"),
@@ -485,7 +497,7 @@ def test_a_device_without_room_is_said_once_and_the_loop_goes_on(capsys: pytest.
             optimizer.zero_grad()
     told = [line for line in capsys.readouterr().err.splitlines() if ": andon.watch: ledger: " in line]
     assert len(told) == 1
-    assert "the disk refuses: No space left on device" in told[0]
+    assert "the file cannot be written: No space left on device" in told[0]
     assert w.evaluations["gradient-fresh"] == 2
 
 
@@ -526,6 +538,6 @@ def test_two_modules_that_nothing_tells_apart_are_refused_in_words(find: Callabl
     model = nn.Linear(2, 2)
     gc.collect()
     made = [Wrapped(model), Wrapped(model)]
-    with pytest.raises(ValueError, match=r"2 modules Wrapped hold what .* say which one by andon\.watch"):
+    with pytest.raises(ValueError, match=r"2 identical modules of type Wrapped .* the one to watch to andon\.watch"):
         find(model)
     assert len(made) == 2

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import andon
-from andon_contracts.agree import Observation
+from andon_contracts.agree import Observation, RankSet
 from andon_contracts.laws.law import Seen
 from andon_contracts.violation import Violation
 from andon_contracts.watch import Watch, updates
@@ -189,7 +189,7 @@ def test_ranks_are_held_to_their_own_part() -> None:
 
 def test_what_is_no_partition_is_refused() -> None:
     assert replicas_of([0, 1, 0, 1], [2, 2, 2, 2]).copies == 2
-    with pytest.raises(ValueError, match="rank 1 names 2 replicas"):
+    with pytest.raises(ValueError, match="rank 1 passed a group of 2, but 1 ranks passed one that begins at 1"):
         replicas_of([0, 1, 0, 3], [2, 2, 2, 2])
 
 
@@ -220,7 +220,7 @@ def _experts() -> list[list[str]]:
                 dist.all_reduce(p.grad, group=mesh["data"].get_group())
 
         found.append(clauses(watched(model, optimizer, 2, reduce, replicate=replicate)))
-    with pytest.raises(ValueError, match="one dimension, not of 2"):
+    with pytest.raises(ValueError, match="this mesh is 2-D"):
         andon.watch(model, optimizer, replicate=mesh)
     with pytest.raises(ValueError, match="a process group or a device mesh, not int"):
         andon.watch(model, optimizer, replicate=2)
@@ -359,3 +359,36 @@ def test_a_rank_that_closes_later_is_not_waited_for_and_nobody_is_blamed() -> No
     (said, first), (_, second) = answers(2, _one_stays, 0.3)
     assert "  the state after update 1 was not compared: not every rank closed its watch within 0.3 s\n" in said
     assert first == second == 0
+
+
+def _reduces_and_clips() -> tuple[list[str], list[str], str]:
+    """Findings of reductions in different orders, of a sparse one after a clip, and a message on different limits."""
+    group, pair = dist.new_group([0, 1]), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    sparse, model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 2)), DistributedDataParallel(net())
+    assert [RankSet([0, 1]).all_in(each) for each in (None, group, dist.new_group([0]))] == [True, True, False]
+
+    def reduce(step: int) -> None:
+        for index in (0, 1) if dist.get_rank() else (1, 0):
+            dist.all_reduce(pair[index].weight.grad, group=group)
+
+    def clip(step: int) -> None:
+        nn.utils.clip_grad_norm_(sparse[1].parameters(), 1e-3)
+        dist.all_reduce(sparse[0].weight.grad)
+
+    first = clauses(watched(pair, sgd(pair), 1, reduce, group=group))[:1]
+    right = clauses(watched(sparse, sgd(sparse), 2, clip, lambda model: model(torch.tensor([0, 3])).square().sum()))
+    limit = 0.1 + 0.1 * dist.get_rank()
+    (found,) = watched(model, sgd(model), 1, lambda _: nn.utils.clip_grad_norm_(model.parameters(), limit)).findings
+    return first, right, f"{found}{found.finding.seen}"
+
+
+def test_reductions_are_known_by_the_ranks_of_their_group_and_by_memory() -> None:
+    for first, right, message in answers(2, _reduces_and_clips):
+        assert (first, right) == (["collectives-agree"], [])
+        words = ("gradient of 0.weight (4 of 4", "or the ranks clipped differently", "passed to the optimizer differ")
+        assert all(each in message for each in words)
+
+
+def test_two_checks_cannot_send_one_name() -> None:
+    with pytest.raises(ValueError, match="the same name"):
+        updates.merged([{"norm": 1}, {"norm": 2}])

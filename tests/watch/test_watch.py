@@ -30,9 +30,6 @@ def _reduced(model: nn.Module) -> None:
         dist.all_reduce(p.grad)
 
 
-# what is said
-
-
 def _flip(folder: str) -> Violation:
     """A bit of rank 1 flips before update 2, which no counter shows: the digest after the update reads it."""
     model = net()
@@ -57,9 +54,6 @@ def test_a_flipped_bit_is_named_by_rank_tensor_and_element(tmp_path: Path) -> No
     record = json.loads((tmp_path / "2" / "replicas-agree.json").read_text())["record"]
     assert (record["clause"], record["step"], record["ranks"]) == ("replicas-agree", 2, [1])
     assert list(record["details"]) == ["2.weight"]
-
-
-# trees
 
 
 def _big(rank: int) -> torch.Tensor:
@@ -111,9 +105,6 @@ def test_trees_are_compared_leaf_by_leaf() -> None:
         assert said == (f"Violation: trees-agree broken: {who}.\n  where    tree{where}" if who else "accepted")
 
 
-# what it leaves behind
-
-
 def test_one_process_is_watched_too() -> None:
     """Without a process group what needs no other rank is looked at, and what does is said to be dark."""
     model = net()
@@ -151,7 +142,7 @@ def _open_and_close() -> list[tuple[int, int]]:
         model = net()
         with andon.watch(model, sgd(model), group=group) as w:
             w.batch([dist.get_rank()])
-        with pytest.raises(ValueError, match="clip must be above 0"):
+        with pytest.raises(ValueError, match="clip must be a number above 0"):
             andon.watch(model, sgd(model), group=group, clip=-1.0)
         andon.assert_same(model, group=group)
         gc.collect()
@@ -169,23 +160,21 @@ def test_a_watch_takes_its_threads_and_connections_with_it() -> None:
             assert max(seen) == most, counts
 
 
-def test_what_nobody_told_is_not_counted_as_evaluated(capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("losses", [0, 1])
+def test_what_nobody_told_is_not_counted_as_evaluated(losses: int, capfd: pytest.CaptureFixture[str]) -> None:
+    """The mean of losses that no rank told is nobody's fault: it is not judged, and the last lines say so."""
     model = net()
     optimizer = sgd(model)
-    for told in (False, True):
-        with andon.watch(model, optimizer) as w:
-            if told:
-                w.loss(1.0, 1)
-                w.expect("loss", 1.0, "mean")
-            loss_of(model).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        idle = next(line for line in capfd.readouterr().err.splitlines() if "  not checked: " in line)
-        assert "randomness-declared" in idle
-        assert ("loss-reported" in idle) is not told
-
-
-# clipping by the loop
+    with andon.watch(model, optimizer, action="raise") as w:
+        for _ in range(losses):
+            w.loss(1.0, 1)
+        w.expect("loss", 1.0, "mean")
+        loss_of(model).backward()
+        optimizer.step()
+    said = capfd.readouterr().err
+    idle = next(line for line in said.splitlines() if "  not checked: " in line)
+    assert "randomness-declared" in idle
+    assert ("loss-reported" in idle) == ("not judged, no w.loss(...)" in said) == (not losses)
 
 
 LIMIT = 0.5
@@ -210,7 +199,9 @@ def test_a_clip_by_a_norm_of_the_loops_own_is_held_to_the_limit(clip: Any, facto
         assert norm > LIMIT
         clip(list(model.parameters()), norm * factor)
 
-    assert clauses(watched(model, sgd(model), 1, clipped, clip=LIMIT)) == found
+    watch = watched(model, sgd(model), 1, clipped, clip=LIMIT)
+    assert clauses(watch) == found
+    assert all("clip=0.5 was declared, but the loop clips to another limit" in str(each) for each in watch.findings)
 
 
 @pytest.mark.parametrize(("factor", "found"), [(1.0, []), (4.0, ["clip-once"])])
@@ -369,7 +360,7 @@ def _told() -> list[str]:
 def test_what_a_loop_tells_is_compared_whole_or_refused() -> None:
     """In trees, contents and random states; a tree that one rank cannot compare is refused on all ranks."""
     foreign = (
-        "andon.assert_same: the tree of rank 1 holds what cannot be compared",
+        "andon.assert_same: the tree of rank 1 has a value that cannot be compared",
         "andon.assert_same: tree['a'][1] is a builtins.object",
     )
     for tree, said in zip(foreign, answers(2, _told), strict=True):
@@ -377,9 +368,6 @@ def test_what_a_loop_tells_is_compared_whole_or_refused() -> None:
         assert said[1].startswith("Violation: trees-agree broken")
         assert said[2].startswith("ValueError: content[0]['x'] is a builtins.object")
         assert said[3].startswith("ValueError: the value of 'numpy'['x'] is a builtins.object")
-
-
-# what an optimizer keeps
 
 
 class Odd(torch.optim.SGD):

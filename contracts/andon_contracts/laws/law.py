@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 
 from andon_contracts.agree import Observation, majority, minority, real_of
 from andon_contracts.clauses import CLAUSES
+from andon_contracts.digest import hex64
 from andon_contracts.policy import count, enforced
 from andon_contracts.violation import Finding, Violation
 
@@ -32,11 +33,11 @@ class Rule(IntEnum):
     """What a device may require of a value in its table, besides one known integer."""
 
     ANY = 0
-    SAME = 2  # what rank 0 has there
+    SAME = 2  # the value of rank 0
     FINITE = 3  # the bits of a finite fp64
-    PREVIOUS = 4  # what the device holds of the update before
-    CLIPPED = 5  # the bits of the fp64 norm that one clipping leaves of the majority's norm, one column earlier
-    MAJORITY = 6  # what most ranks have one column earlier
+    PREVIOUS = 4  # the value that the device kept from the update before
+    CLIPPED = 5  # the bits of an fp64 norm: the majority's norm, one column earlier, clipped once
+    MAJORITY = 6  # the value that most ranks have one column earlier
 
 
 Rules = Mapping[str, int]  # by the name of a value: the integer or the `Rule` that a device requires of it
@@ -44,10 +45,10 @@ Rules = Mapping[str, int]  # by the name of a value: the integer or the `Rule` t
 
 @dataclass(frozen=True)
 class Seen(Generic[W_co]):
-    """The observations of all ranks at one point, by rank, and what is wanted there. Equal on every rank.
+    """The observations of all ranks at one point, by rank, and the required values. Equal on every rank.
 
-    want: what the plan requires; None if ranks are only compared with each other. names: of the parameters, for values
-    that are an index. details: digests by tensor of the values that differ.
+    want: what the plan requires; None if ranks are only compared with each other. names: the parameters' names, for
+    values that are an index. details: digests by tensor of the values that differ.
     """
 
     observations: Observations
@@ -57,7 +58,7 @@ class Seen(Generic[W_co]):
 
     @cached_property
     def differing(self) -> frozenset[str]:
-        """The names of the values that are not the same on all ranks: the only place where ranks are compared."""
+        """The names of the values that are not the same on all ranks."""
         first, *others = (each.values for each in self.observations)
         return frozenset(name for other in others if other != first for name, _ in first.items() - other.items())
 
@@ -72,7 +73,7 @@ class Seen(Generic[W_co]):
         return any(self.column(name))
 
     def ranks(self, name: str) -> tuple[int, ...]:
-        """The ranks whose value `name` is not 0; empty if these are all of several."""
+        """The ranks whose value `name` is not 0; empty if these are all ranks, and there are several."""
         ranks = tuple(each.rank for each in self.observations if each.values[name])
         return ranks if len(self.observations) == 1 else self.unless_all(ranks)
 
@@ -90,9 +91,9 @@ class Law(Generic[S_contra]):
 
     reads: the names of the values that `check` reads. check: the finding, or None if the law holds; it is called again
     after `details` were added. device: from `want`, the rules by which a device decides the same for a table that the
-    host reads later; None: this law is never judged late. look: the values that the ranks compare tensor by tensor if
-    they differ, before the finding is shown. suspicion: a right loop can break this law too, so it only warns. stops:
-    if this law is broken, the laws after it in the table cannot be judged.
+    host reads later; None: this law is never judged late. by_tensor: the values that the ranks compare tensor by tensor
+    if they differ, before the finding is shown. suspicion: a right loop can break this law too, so it only warns.
+    stops: if this law is broken, the laws after it in the table cannot be judged.
 
     Raises `KeyError` for a clause that is not registered.
     """
@@ -101,7 +102,7 @@ class Law(Generic[S_contra]):
     reads: tuple[str, ...]
     check: Callable[[S_contra], Finding | None]
     device: Callable[[Any], Rules] | None = None
-    look: tuple[str, ...] = ()
+    by_tensor: tuple[str, ...] = ()
     suspicion: bool = False
     stops: bool = False
     clause: str = field(init=False)
@@ -113,8 +114,8 @@ class Law(Generic[S_contra]):
 class Judgement(Generic[S]):
     """Evaluates laws lazily and in order against one `seen`. Each law is evaluated, and counted, at most once.
 
-    A caller may replace `seen` by the same with details before it asks for a violation. tally: counts evaluations by
-    clause, in addition to the counts of the process. While contracts are suspended no law is evaluated.
+    A caller may add details to `seen` before it calls `violation`. tally: counts evaluations by clause, in addition to
+    the counts of the process. While contracts are suspended no law is evaluated.
     """
 
     def __init__(self, laws: Sequence[Law[S]], seen: S, tally: Counter[str] | None = None) -> None:
@@ -161,13 +162,13 @@ def rules_of(laws: Sequence[Law[Any]], want: object) -> dict[str, int]:
     rules: dict[str, int] = {}
     for law in laws:
         if law.device is None:
-            raise ValueError(f"{law.id} has no form for a device")
+            raise ValueError(f"{law.id} cannot be checked on a device")
         for name, rule in law.device(want).items():
             known = rules.setdefault(name, rule)
             if known is Rule.SAME and _is_one_value(rule):
                 rules[name] = rule
             elif known != rule and not (rule is Rule.SAME and _is_one_value(known)):
-                raise ValueError(f"no one rule for {name} is both {known!r} and {rule!r}")
+                raise ValueError(f"the rules for {name} conflict: {known!r} and {rule!r}")
     return rules
 
 
@@ -176,14 +177,18 @@ def _is_one_value(rule: int) -> bool:
     return not isinstance(rule, Rule) or rule in (Rule.SAME, Rule.PREVIOUS)
 
 
-def hexadecimal(value: int) -> str:
-    return f"{value % (1 << 64):016x}"
-
-
 def unless_all(ranks: Iterable[int], world: int) -> tuple[int, ...]:
     """The distinct `ranks` in order; empty if they are all ranks, because then all are equally to blame."""
     distinct = tuple(sorted(set(ranks)))
     return distinct if len(distinct) < world else ()
+
+
+def by_rank(shown: Sequence[str]) -> str:
+    """The value of each rank in words: `2 on rank 1, 3 on the others`, or rank by rank if no majority agrees."""
+    odd = minority(shown)
+    words = [f"{shown[rank]} on rank {rank}" for rank in odd or range(len(shown))]
+    others = [f"{next(text for rank, text in enumerate(shown) if rank not in odd)} on the others"] if odd else []
+    return ", ".join(words + others)
 
 
 def difference(seen: Seen[object], name: str, what: str, *, real: bool = False) -> Finding:
@@ -192,31 +197,31 @@ def difference(seen: Seen[object], name: str, what: str, *, real: bool = False) 
     The ranks of the minority are the culprits.
     """
     values, compared, tensors = seen.column(name), seen.details.get(name, {}), seen.differing_tensors(name)
-    words = [repr(real_of(value)) if real else hexadecimal(value) for value in values]
+    words = [repr(real_of(value)) if real else hex64(value) for value in values]
     what = f"{what} ({', '.join(f'rank {rank}: {word}' for rank, word in enumerate(words))})"
     if tensors:
         what = f"{what}; {len(tensors)} of {len(compared)} tensors differ"
-    details = tuple((tensor, " ".join(map(hexadecimal, compared[tensor]))) for tensor in tensors)
+    details = tuple((tensor, " ".join(map(hex64, compared[tensor]))) for tensor in tensors)
     return Finding(what, seen.step, minority(values), (*tensors, name)[0], details)
 
 
 def agreeing(
-    law: str, names: Sequence[str], what: str, *, device: bool = False, look: Sequence[str] = (), real: bool = False
+    law: str, names: Sequence[str], what: str, *, device: bool = False, by_tensor: bool = False, real: bool = False
 ) -> Law[Seen[object]]:
-    """The law that every rank has the same value under each of `names`. device: a device can decide it too."""
+    """The law that every rank has the same value under each of `names`; by_tensor: the last of them is compared so."""
 
     def check(seen: Seen[object]) -> Finding | None:
         name = next((name for name in names if name in seen.differing), None)
         return None if name is None else difference(seen, name, what, real=real)
 
     same = dict.fromkeys(names, Rule.SAME)
-    return Law(law, tuple(names), check, (lambda _: same) if device else None, tuple(look))
+    return Law(law, tuple(names), check, (lambda _: same) if device else None, (names[-1],) if by_tensor else ())
 
 
 def in_lockstep(observations: Observations) -> bool:
     """Whether all ranks sent the message of the same step, sequence number and point, and each rank its own."""
     step, sequence = observations[0].step, observations[0].sequence
-    # A loop, because every update asks this several times.
+    # A plain loop for speed, because every update calls this several times.
     for rank, each in enumerate(observations):
         if not each.names_match or each.rank != rank or each.step != step or each.sequence != sequence:
             return False
@@ -239,4 +244,4 @@ def _lockstep(seen: Seen[object]) -> Finding | None:
 
 # A device compares the whole header of each message with the header that it must have, before it applies any rule.
 LOCKSTEP: Law[Seen[object]] = Law("halt-together/any", (), _lockstep, lambda _: {}, stops=True)
-"""Stands first at every point: messages of different points are never compared."""
+"""The first law at every point, so that messages of different points are never compared."""

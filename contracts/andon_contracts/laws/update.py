@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from andon_contracts.agree import majority, real_of
-from andon_contracts.laws.law import LOCKSTEP, Law, Rule, Seen, agreeing, difference, hexadecimal, unless_all
+from andon_contracts.digest import hex64
+from andon_contracts.laws.law import LOCKSTEP, Law, Rule, Seen, agreeing, difference, unless_all
 from andon_contracts.violation import Finding
 
 
@@ -30,10 +31,10 @@ START: tuple[Law[Seen[object]], ...] = (
 
 @dataclass(frozen=True)
 class LeafReport:
-    """What one rank reports of one micro-batch. content: the digest of the rows as the model received them.
+    """One rank's report of one micro-batch. content: the digest of the rows as the model received them.
 
-    terms: how many terms its loss sums. nonfinite: whether its gradient is. gradient: the word sum of the gradient as
-    computed, 0 if no audit is due.
+    terms: how many terms its loss sums. nonfinite: its gradient has a NaN or Inf. gradient: the word sum of the
+    gradient as computed, 0 if no audit is due.
     """
 
     rank: int
@@ -74,7 +75,7 @@ def _partition(seen: Leaves) -> Finding | None:
         return None
     ranks = sorted({rank for rank, _, _ in wanted + used})
     odd = tuple(rank for rank in ranks if [u for u in used if u[0] == rank] != [w for w in wanted if w[0] == rank])
-    return Finding(f"micro-batches (rank, index, rows) were to be {wanted}, used were {used}", seen.step, odd)
+    return Finding(f"the planned micro-batches (rank, index, rows) are {wanted}, computed were {used}", seen.step, odd)
 
 
 def _ranks_of(reports: Iterable[LeafReport]) -> tuple[int, ...]:
@@ -85,8 +86,8 @@ def _content(seen: Leaves) -> Finding | None:
     odd = [(r, leaf) for r, leaf in zip(seen.reports, seen.plan, strict=True) if r.content != leaf.content]
     if not odd:
         return None
-    name, rows = f"micro-batch {odd[0][1].index}", [row for _, leaf in odd for row in leaf.ids]
-    what = f"the model was not given the planned rows ({name}, among rows {rows[:8]})"
+    name, rows = f"micro-batch {odd[0][1].index}", list(odd[0][1].ids[:8])
+    what = f"the model's inputs are not those of the planned rows (first in {name}, planned with rows {rows})"
     return Finding(what, seen.step, _ranks_of(report for report, _ in odd), name)
 
 
@@ -96,7 +97,7 @@ def _terms(seen: Leaves) -> Finding | None:
         return None
     first, leaf = odd[0]
     name = f"loss of micro-batch {leaf.index}"
-    what = f"the {name} is a sum of {first.terms} terms, its rows have {leaf.terms}"
+    what = f"the {name} sums {first.terms} terms, but its rows have {leaf.terms}"
     return Finding(what, seen.step, _ranks_of(report for report, _ in odd), name)
 
 
@@ -121,19 +122,19 @@ LEAVES: tuple[Law[Leaves], ...] = (
     Law("finite/computed", _SUMS, _leaves_finite, lambda _: dict.fromkeys(_SUMS, Rule.FINITE)),
 )
 # fmt: on
-"""Before the reduction: the owner of each micro-batch computed it once, in order. A device has rules for one report."""
+"""Before the reduction: the owner of each micro-batch computed it once, in order. Device rules are for one report."""
 
 _OTHER_ROWS = "the ranks planned different rows, or the same rows have different contents"
 PLANNED = (agreeing("content-planned/planned", ("plan",), _OTHER_ROWS, device=True),)
 
 NORM_TOLERANCE = 2.0**-19
-"""How far apart, relatively, rounding can leave the norm after clipping and the expected norm.
+"""The largest relative difference that rounding can cause between the norm after clipping and the expected norm.
 
-In units of 2^-24: `norms.flat_norm` is off by at most 8.5, before and after clipping. Torch's clip rounds the limit,
+In units of 2^-24: `observe.flat_norm` is off by at most 8.5, before and after clipping. Torch's clip rounds the limit,
 norm + 1e-6, its reciprocal, the factor and each product, by 1 each. Together that is 22; 32 are allowed.
 """
 FACTOR_STEP = 2.0**-149
-"""The spacing of the smallest fp32 numbers. A clip factor is off by up to that, so the norm by that times itself."""
+"""The spacing of the smallest fp32 numbers, by which a clip factor is off. The clipped norm is off by norm * this."""
 NORM_FLOOR = 1e-30  # the absolute error that a norm may have: two norms near zero count as equal
 
 
@@ -143,7 +144,7 @@ class Reduced:
 
     weights: the digest that the last update left; `Rule.SAME` if it is not known, so that ranks are only compared with
     each other; `Rule.PREVIOUS` if only the device knows it yet. limit: of the clipping; None: no clipping.
-    norm_tolerance: of a norm, relative.
+    norm_tolerance: the relative error that a norm may have.
     """
 
     weights: int = Rule.SAME
@@ -176,30 +177,25 @@ def _weights_unchanged(seen: Seen[Reduced]) -> Finding | None:
         same = "weights" not in seen.differing
         return None if same else difference(seen, "weights", "the weights before the update are not the same")
     odd = _ranks_with_other(seen, "weights", digest)
-    what = f"the weights are not those that the last update left (digest {hexadecimal(digest)})"
+    what = f"the weights are not those that the last update left (digest {hex64(digest)})"
     tensor = (*seen.differing_tensors("weights"), "weights")[0]
     return Finding(f"{what}; something outside the step changed them", seen.step, odd, tensor) if odd else None
 
 
 def _optimizer_unchanged(seen: Seen[int]) -> Finding | None:
     odd = _ranks_with_other(seen, "optimizer", seen.want)
-    what = f"the optimizer state is not what the last update left (digest {hexadecimal(seen.want)})"
+    what = f"the optimizer state is not what the last update left (digest {hex64(seen.want)})"
     return Finding(f"{what}; something outside the step changed it", seen.step, odd, "optimizer") if odd else None
 
 
-WEIGHTS_UNCHANGED = Law(
-    "replicas-agree/reduced",
-    ("weights",),
-    _weights_unchanged,
-    lambda want: {"weights": want.weights},
-    look=("weights",),
-)
+_BEFORE = "replicas-agree/reduced"
+WEIGHTS_UNCHANGED = Law(_BEFORE, ("weights",), _weights_unchanged, lambda w: {"weights": w.weights}, ("weights",))
 OPTIMIZER_UNCHANGED = Law("optimizers-agree/reduced", ("optimizer",), _optimizer_unchanged)
-"""Only for one rank alone. Several ranks see a lost state after the update has used it."""
-GRADIENTS = agreeing(
-    "gradients-agree/reduced", ("gradient",), "the reduced gradients are not the same", device=True, look=("gradient",)
-)
-CALLER_GRADIENT = "given"  # the point of an update with a caller's gradient, of which no part was checked before
+"""Used by a single rank only. Several ranks compare their states after the update, and find a lost one then."""
+_OTHER_GRADIENTS = "the reduced gradients are not the same"
+GRADIENTS_AGREE = agreeing("gradients-agree/reduced", ("gradient",), _OTHER_GRADIENTS, device=True, by_tensor=True)
+"""The trainer reads the gradient before clipping. A watch has another law, as it reads the gradient after clipping."""
+CALLER_GRADIENT = "given"  # the point of an update with a caller's gradient, whose parts were not checked before
 
 
 def _finite(seen: Seen[object]) -> Finding | None:
@@ -207,7 +203,7 @@ def _finite(seen: Seen[object]) -> Finding | None:
     if not odd:
         return None
     first = seen.observations[0]
-    every_part = " although every part was" * (first.point != CALLER_GRADIENT)
+    every_part = ", although the gradient of every micro-batch was" * (first.point != CALLER_GRADIENT)
     what = f"the reduced gradient or its norm ({real_of(first.values['norm'])}) is not finite{every_part}"
     return Finding(what, seen.step, seen.unless_all(odd), "reduced gradient")
 
@@ -233,14 +229,14 @@ def _clip(seen: Seen[Reduced]) -> Finding | None:
     if not odd:
         return None
     norms = [(each.rank, real_of(each.values["clipped"]), real_of(each.values["norm"])) for each in odd]
-    shown = ", ".join(f"rank {rank}: {clipped!r} from {before!r}" for rank, clipped, before in norms)
-    what = f"the norm after clipping is not what one clipping to {seen.want.limit} gives ({shown})"
+    shown = ", ".join(f"rank {rank}: {clipped!r}, before clipping {before!r}" for rank, clipped, before in norms)
+    what = f"one clip to {seen.want.limit} does not give the norm after clipping ({shown})"
     return Finding(what, seen.step, tuple(each.rank for each in odd), "clipped gradient")
 
 
 CLIP = Law("clip-once/reduced", ("norm", "clipped"), _clip, lambda _: {"clipped": Rule.CLIPPED})
 
-REDUCED: tuple[Law[Seen[Reduced]], ...] = (LOCKSTEP, RATE, WEIGHTS_UNCHANGED, GRADIENTS, FINITE, CLIP)
+REDUCED: tuple[Law[Seen[Reduced]], ...] = (LOCKSTEP, RATE, WEIGHTS_UNCHANGED, GRADIENTS_AGREE, FINITE, CLIP)
 
 
 def _one_update(seen: Seen[int]) -> Finding | None:
@@ -248,24 +244,24 @@ def _one_update(seen: Seen[int]) -> Finding | None:
     if not odd:
         return None
     shown = ", ".join(f"rank {o.rank}: {o.values['updates']}" for o in seen.observations)
-    return Finding(f"{seen.want} updates were due, taken were {shown}", seen.step, odd, "count of updates")
+    return Finding(f"{seen.want} updates were planned; made were: {shown}", seen.step, odd, "count of updates")
 
 
 ONE_UPDATE = Law("one-update/updated", ("updates",), _one_update, lambda updates: {"updates": updates})
 _STATES = "the optimizer states are not the same"
 _OTHER_WEIGHTS = "the trainable weights are not the same on every rank"
-OPTIMIZERS = agreeing("optimizers-agree/updated", ("updates", "optimizer"), _STATES, device=True, look=("optimizer",))
-REPLICAS = agreeing("replicas-agree/updated", ("weights",), _OTHER_WEIGHTS, device=True, look=("weights",))
+OPTIMIZERS = agreeing("optimizers-agree/updated", ("updates", "optimizer"), _STATES, device=True, by_tensor=True)
+REPLICAS = agreeing("replicas-agree/updated", ("weights",), _OTHER_WEIGHTS, device=True, by_tensor=True)
 
 # An update too many changes moments and weights, and wrong moments change weights: causes stand before effects.
 UPDATED: tuple[Law[Seen[int]], ...] = (LOCKSTEP, ONE_UPDATE, OPTIMIZERS, REPLICAS)
-"""After an update; wanted is the number of updates so far."""
+"""After an update; `want` is the number of updates so far."""
 
-BASE_POINT = "base"  # where the trainer reads all that is frozen, buffers too, for which the watch has another law
+BASE_POINT = "base"  # the point at which the trainer reads frozen weights and buffers (the watch: only weights)
 
 
 def frozen_tensor(seen: Seen[object], otherwise: str) -> str:
-    """The frozen tensor that changed, as far as any rank knows it; else what the ranks differ in, or `otherwise`."""
+    """The name of the frozen tensor that changed, if a rank sent it or the details show it; else `otherwise`."""
     at = next((at for each in seen.observations if (at := each.values.get("base at", 0))), 0)
     return seen.names[at - 1] if at else (*seen.differing_tensors("base"), otherwise)[0]
 
@@ -276,7 +272,7 @@ def _frozen(seen: Seen[object]) -> Finding | None:
         return None
     point = seen.observations[0].point
     what, name = ("weight or buffer", "base") if point == BASE_POINT else ("weight", "frozen weights")
-    again = ", read again at the close" * (point == "close")
+    again = ", as reading it again at the close showed" * (point == "close")
     return Finding(f"a frozen {what} changed{again}", seen.step, odd, frozen_tensor(seen, name))
 
 
@@ -297,10 +293,10 @@ def _audited(seen: Seen[object]) -> Finding | None:
         what, part = f"gradient of micro-batch {first.values['leaf']}", "leaf"
     else:
         what, part = f"partial sum from micro-batch {first.values['root']} on", "root"
-    then, now = (hexadecimal(first.values[f"{part} {when}"]) for when in ("then", "now"))
-    by = f"rank {auditor} computed again" if subject == auditor else f"rank {auditor} gets"
-    unsure = "; either of both may be wrong" * (len(culprits) > 1)
-    shown = f"the {what} has digest {then} on rank {subject}, {by} {now}{unsure}"
+    then, now = (hex64(first.values[f"{part} {when}"]) for when in ("then", "now"))
+    by = "recomputed there" if subject == auditor else f"recomputed on rank {auditor}"
+    unsure = "; either of the two ranks may be wrong" * (len(culprits) > 1)
+    shown = f"the {what} has digest {then} on rank {subject}, but {now} if {by}{unsure}"
     details = tuple((f"rank {each.values['subject']}", f"audited by rank {each.rank}") for each in odd)
     return Finding(shown, first.step, tuple(sorted(culprits)), what, details)
 
@@ -327,14 +323,14 @@ def _restored(seen: Restored) -> Finding | None:
         return Finding(seen.fault, seen.step, seen.ranks)
     for name in dict.fromkeys([*seen.saved, *seen.current]):
         if name not in seen.current:
-            return Finding(f"{name} was saved and is not there", seen.step, (), name)
+            return Finding(f"{name} was saved but is missing now", seen.step, (), name)
         if name not in seen.saved:
-            return Finding(f"{name} is there and was not saved", seen.step, (), name)
+            return Finding(f"{name} exists now but was not saved", seen.step, (), name)
         saved, current = seen.saved[name], seen.current[name]
         odd = [rank for rank, digest in enumerate(current) if digest != saved]
         if odd:
-            now = ", ".join(dict.fromkeys(hexadecimal(current[rank]) for rank in odd))
-            what = f"{name} is not what was saved (with digest {hexadecimal(saved)}, now {now})"
+            now = ", ".join(dict.fromkeys(hex64(current[rank]) for rank in odd))
+            what = f"{name} differs from the saved value (digest {hex64(saved)}, now {now})"
             return Finding(what, seen.step, unless_all(odd, len(current)), name)
     return None
 
@@ -376,12 +372,12 @@ def _evaluated(seen: Evaluation) -> Finding | None:
     if twice:
         what = f"rows {twice[:8]} were counted more than once"
     elif seen.rows is not None and len(counts) != seen.rows:
-        what = f"{len(counts)} of {seen.rows} rows were counted"
+        what = f"the evaluation counted {len(counts)} of {seen.rows} rows"
     elif seen.planned is not None and tuple(row for part in seen.ids for row in part) != seen.planned:
-        what = f"the {len(counts)} rows that were counted are not the planned ones in their order"
+        what = f"the evaluation counted {len(counts)} rows, but not the planned rows in the planned order"
     elif wrong:
         name, rank, value = wrong[0]
-        what = f"rank {rank} reports {name} as {value!r}, the rows give {seen.counted[name]!r}"
+        what = f"rank {rank} reports {name} as {value!r}, but the rows give {seen.counted[name]!r}"
     elif training:
         module = training[0][1]
         what = f"batch norm {module} was in training mode: its output for a row depends on the other rows"
@@ -409,8 +405,8 @@ class Output:
 def _output(seen: Output) -> Finding | None:
     if not seen.odd:
         return None
-    of_many = f": {len(seen.odd)} of {seen.rows} rows have none, row {seen.odd[0]} first" if seen.rows > 1 else ""
-    return Finding(f"the model gives no finite {seen.name}{of_many}", seen.step, (), seen.name)
+    of_many = f" for {len(seen.odd)} of {seen.rows} rows, first for row {seen.odd[0]}" if seen.rows > 1 else ""
+    return Finding(f"the model's {seen.name} is not finite{of_many}", seen.step, (), seen.name)
 
 
 OUTPUT: tuple[Law[Output], ...] = (Law("finite/output", (), _output),)
@@ -431,7 +427,7 @@ def _counted(seen: Count) -> Finding | None:
         return None
     step = seen.made if seen.over else seen.made + 1
     what = f"the run ended after {step} updates" if seen.over else f"update {step} is about to be made"
-    return Finding(f"{what}, {seen.planned} were planned", step, (), "count of updates")
+    return Finding(f"{what}, but {seen.planned} were planned", step, (), "count of updates")
 
 
 COUNTED: tuple[Law[Count], ...] = (Law("updates-planned/counted", (), _counted),)
@@ -448,7 +444,7 @@ class Peaks:
 
 def _peaks(seen: Peaks) -> Finding | None:
     over = tuple(rank for rank, peak in enumerate(seen.peaks) if peak > seen.planned * 1.1)
-    what = f"{max(seen.peaks)} bytes at the peak, {seen.planned} were planned and a tenth more is allowed"
+    what = f"the peak of GPU memory was {max(seen.peaks)} bytes, above the {seen.planned} planned + 10 %"
     return Finding(what, seen.step, over) if over else None
 
 

@@ -1,4 +1,4 @@
-"""From the clock of each rank and the symptoms of a peer to a conclusion and to words: slow, hung, gone.
+"""Concludes from the ranks' clocks and symptoms which are slow, hung or gone, and says so in words.
 
 `RULES` is the one table by which heartbeats, watches and launchers decide.
 """
@@ -21,8 +21,9 @@ from andon_contracts.violation import HALT, Cause, Kind, explain_command, first_
 
 UPDATE = "update"  # the phase in which steps are timed, and to which the deadline of a step applies
 NOTICED = {"lost": 71, "silent": 72}
-"""Exit codes of a rank that ends because another rank is gone, or does not answer."""
+"""Exit codes of a rank that ends because another rank is gone ("lost"), or does not answer ("silent")."""
 POINTS = ("before its forward pass", "in its forward or backward pass", "at its update")
+BEFORE_FORWARD, IN_PASS, AT_UPDATE = POINTS
 _INFERRED = "  [inference, not proof]"
 COMPILING = "compiling update"
 """The phase of the first update of a process that compiles. It has no deadline and does not count as a usual update."""
@@ -31,8 +32,8 @@ _CPU_SHARE = 0.25
 """A process that used less CPU time than this share of a gap did not run. Native code that holds the GIL uses more."""
 
 Conclusion = Literal["failed", "followed", "left", "died", "stopped", "silent", "behind", "there"]
-"""failed, followed: it reported that it ends by its own error, or because of another rank. left: it ended in order.
-behind: the others wait for it. there: nothing is wrong with it."""
+"""About a peer. failed, followed: it reported that it ends by its own error, or because of another rank. left: it ended
+in order. behind: the others wait for it. there: nothing is wrong with it."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Symptoms:
 class Patience:
     """After how many seconds a peer counts as stopped, or as silent.
 
-    unseen: only a process that the observer cannot see, as on another machine, counts as silent.
+    unseen: only a process that the observer cannot see, as on another machine, may count as silent.
     """
 
     stopped_s: float = math.inf
@@ -73,7 +74,7 @@ RULES: tuple[tuple[Conclusion, Callable[[Symptoms, Patience], bool]], ...] = (
     ("behind", lambda p, _: p.behind),
     ("there", lambda p, _: True),
 )
-"""The first rule that holds gives the conclusion. The report of a rank about its own end precedes observations."""
+"""The first rule that holds gives the conclusion. A rank's report of its own end comes before observations."""
 ENDED_BY_ITSELF: tuple[Conclusion, ...] = ("failed", "died")
 UNHEARD: tuple[Conclusion, ...] = ("stopped", "silent")
 PRESENT: frozenset[Conclusion] = frozenset({"behind", "there"})
@@ -153,7 +154,7 @@ class View:
         return conclusions
 
     def patience(self, stopped_s: float = 0.0, *, unseen: bool = False) -> Patience:
-        """The limits for other ranks: none for silence if no heartbeats arrive."""
+        """The limits for other ranks; without a limit for silence if `link_error` says why no heartbeats arrive."""
         return Patience(stopped_s, math.inf if self.link_error else self.silence_s, unseen)
 
     def fresh(self) -> dict[int, PeerStatus]:
@@ -170,12 +171,12 @@ class View:
 
 
 def known_end(view: View) -> str:
-    """The ranks whose process is gone, or that reported their own error; empty without any."""
+    """Names the ranks whose process is gone, or that reported their own error, in words; "" if there are none."""
     return _explained(view, view.patience(), ENDED_BY_ITSELF)
 
 
 def explain_timeout(view: View) -> str:
-    """Why the wait of this rank timed out: the ranks that are gone, stopped, silent or behind."""
+    """Explains why a wait of this rank timed out: names the ranks that are gone, stopped, silent or behind."""
     paused = f"this process did not run for {view.mine.paused_s:.1f} s (it was stopped, or its machine slept)"
     return (
         known_end(view)
@@ -183,12 +184,12 @@ def explain_timeout(view: View) -> str:
         or _explained(view, view.patience(), (*UNHEARD, "followed"))
         or view.link_error
         or _explained(view, view.patience(), ("left", "behind"))
-        or f"all ranks give signs of life, and none got through to the others in {view.mine.where}"
+        or f"all ranks give signs of life, but no message got through in {view.mine.where}"
     )
 
 
 def possible_loss(view: View) -> str:
-    """The ranks that may have died on another machine, or that reported their end; empty without any."""
+    """Names the ranks that may have died on another machine, or reported their end; "" if there are none."""
     patience = view.patience(math.inf, unseen=True)
     known = _explained(view, patience, ("silent", "failed", "followed"))
     return known or view.link_error or _explained(view, patience, ["left"])
@@ -244,8 +245,8 @@ def slowness(view: View, usual_s: float) -> str:
     elif waits:
         longest = max(waits, key=lambda peer: peer.since_s)
         waited = f"for {longest.since_s:.1f} s, {longest.phase_s:.1f} s after it began"
-        exchange = f"exchange{'s' * (len(fresh) == 1)} in {longest.where}"
-        return f"{everyone} {exchange} {waited}: what connects them is slow{usual}"
+        exchange = f"exchange{'s' * (len(fresh) == 1)} data in {longest.where}"
+        return f"{everyone} {exchange} {waited}: their connection is slow{usual}"
     return f"{everyone} {_is(fresh)} slow: {view.mine.doing}{usual}"
 
 
@@ -255,8 +256,7 @@ def _unheard(view: View) -> str:
     if not ranks:
         return ""
     peer, have = view.statuses[ranks[0]], "has" if len(ranks) == 1 else "have"
-    silent = f"{have} given no sign of life for {peer.silent_s:.1f} s"
-    what = f"{_is(ranks)} stopped" if found == "stopped" else silent
+    what = f"{_is(ranks)} stopped" if found == "stopped" else f"{have} given no sign of life for {peer.silent_s:.1f} s"
     return f"{view.name(ranks)} {what}, last seen in {peer.where}"
 
 
@@ -265,7 +265,7 @@ def _is(ranks: Sized) -> str:
 
 
 class Pauses:
-    """The times since `start` in which this process did not run: gaps between two samples of the clock."""
+    """Records when this process did not run since `start`: as long gaps between two samples of the clock."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -289,7 +289,7 @@ class Pauses:
                 self._gaps.append((last, now))
 
     def ran_s(self, since: float) -> tuple[float, float]:
-        """The seconds since then (`time.monotonic`) in which this process ran, and those in which it did not."""
+        """The seconds after `since` (`time.monotonic`) in which this process ran, and those in which it did not."""
         now = time.monotonic()
         self.sample()
         with self._lock:
@@ -298,7 +298,7 @@ class Pauses:
 
 
 class StepClock:
-    """The clock of one rank. Only the thread that trains calls `at`, and `wait` and `work` around a collective.
+    """The clock of one rank. The training thread alone calls `at`, and `wait` and `work` before and after a collective.
 
     compiles: the first update compiles the passes. pauses: the heartbeat of the rank starts and samples it.
     """
@@ -348,7 +348,7 @@ class StepClock:
 
 @dataclass(frozen=True)
 class Position(Part):
-    """The progress of a rank: its update (1 is the first), one of the `POINTS` within it, and for how long.
+    """The progress of a rank: its update (1 is the first), a point of `POINTS` in it, and how long it is there.
 
     last_equal: the last update after which all weights were equal.
     """
@@ -363,7 +363,7 @@ class Position(Part):
         return self.step, POINTS.index(self.point) if self.point in POINTS else 0
 
     def at_least(self, other: Position) -> Position:
-        """The position of a rank that was here before another came to `other`: all pass an update together."""
+        """The least position of a rank last seen at `self` when another is at `other`: all pass an update together."""
         return self if self.step >= other.step else replace(other, point="", since_s=0.0)
 
     def __str__(self) -> str:
@@ -385,7 +385,7 @@ class EndMessages:
         return self._end(kind, self.rank, first_line(error), self.at, ("where", line), verb=verb)
 
     def died(self, rank: int, process: Process, code: int | None, kills: int, at: Position) -> Cause:
-        """The process of `rank` is gone. kills: how many the kernel ended for memory since the watch began."""
+        """The process of `rank` is gone. kills: how many processes the kernel killed for memory since the start."""
         likely = f"memory ran out: the system ended {kills} process{'es' * (kills != 1)} for that since the watch began"
         row = ("likely", likely + _INFERRED if kills > 0 and code in (None, -9) else "")
         return self._end("died", rank, f"its process {process.pid} on {process.host} {exit_text(code)}", at, row)
@@ -399,29 +399,29 @@ class EndMessages:
 
     def behind(self, rank: int, at: Position) -> Cause:
         seen = "its process runs, but the others waited for it until their timeout"
-        return self._end("hangs", rank, f"{seen}; it passed no hook for {at.since_s:.0f} s", at)
+        return self._end("hangs", rank, f"{seen}; it called no hook for {at.since_s:.0f} s", at)
 
     def ahead(self, rank: int, at: Position) -> Cause:
         seen = (
             f"it waited in a collective until its timeout, while rank {rank} has been at {at} for {at.since_s:.0f} s: "
             "one of them left out an update or a collective that the other one made"
         )
-        return self._end("hangs", None, seen, self.at, verb="waited in vain")
+        return self._end("hangs", None, seen, self.at, verb="timed out")
 
     def passed(self, others: Mapping[int, str], waiting: int) -> Cause:
-        """This rank and `waiting` others wait in a gather for `others`, which wait for them in the calls it maps to."""
-        update = self.at.point == POINTS[2]
+        """This rank and `waiting` others wait in a gather for `others`, which maps ranks to the calls they wait in."""
+        update = self.at.point == AT_UPDATE
         place = f"update {self.at.step}" if update else f"a line of the watch at {self.at}"
         several, names = len(others) > 1, named_ranks(others)
         seen = (
             f"{'they are' if several else 'it is'} in {' and '.join(dict.fromkeys(others.values()))}, which rank "
-            f"{self.rank} would have to join, so that none of them can go on"
+            f"{self.rank} must join, so no rank can go on"
         )
         head = f"{names} of {self.world} went past {place}, at which rank {self.rank} waits: {seen}"
         # One rank against several is wrong. With two ranks, either may be.
         alone = not waiting and several
         too_much = f"rank {self.rank} makes {'an update' if update else 'a call'} that the others do not make"
-        likely = too_much if alone else f"{names} left it out, by a decision that was not one on all ranks"
+        likely = too_much if alone else f"{names} skipped it by a decision that differed between ranks"
         ranks = (self.rank,) if alone else tuple(others)
         cause = self._cause("violation", ranks[0], head, seen, self.at, ("likely", likely + _INFERRED))
         return replace(cause, ranks=ranks)
@@ -434,7 +434,7 @@ class EndMessages:
         return self._end("died", None, seen, self.at, verb="lost another rank")
 
     def unguarded(self, guard: str, error: BaseException) -> Cause:
-        """The thread `guard` ended by `error`. This rank would no longer notice the end of another."""
+        """The thread `guard` ended with `error`. This rank would no longer notice the end of another rank."""
         seen = f"its thread {guard}, which guards it, failed ({first_line(error)})"
         return self._end("failed", self.rank, seen, self.at, verb="is unguarded")
 

@@ -1,7 +1,7 @@
-"""Halt together: when one rank stops, all ranks stop for the same cause, whatever they are doing (issue 3 item 4).
+"""Halt together: when one rank stops, all ranks stop for the same cause, whatever they are doing.
 
 `HaltLink` connects the ranks through a store that is independent of every process group. `PendingCollectives` counts
-what a rank begins that needs all ranks. `PeerMonitor` finds ranks that are gone, stopped, silent or in a deadlock.
+the collectives that a rank begins. `PeerMonitor` finds ranks that are gone, stopped, silent or in a deadlock.
 `HaltSignal` makes this rank act on a cause.
 """
 
@@ -31,6 +31,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.nn.parallel import DistributedDataParallel
 
 from andon_contracts.act import Evidence, current_activity, error_line, write_cause
+from andon_contracts.agree import RankSet
 from andon_contracts.fields import Count, Part
 from andon_contracts.legible import log, report_to_launcher
 from andon_contracts.liveness import diagnosis, store_link
@@ -61,7 +62,7 @@ _interruptible: list[Callable[[], None]] = []
 
 @dataclass(frozen=True)
 class Counts(Part):
-    """The counts of a rank in its heartbeat. It is in the `number`-th reduction of `group`, if in any."""
+    """The counts of a rank in its heartbeat. The rank is in the `number`-th reduction of `group`; 0: in none."""
 
     gathers: Count
     backwards: Count
@@ -71,7 +72,7 @@ class Counts(Part):
 
 @dataclass(frozen=True)
 class Waiting:
-    """A rank in its `gather`-th gather, with its counts before: reductions by the name of their group."""
+    """A rank waits in its `gather`-th gather; `backwards` and `reductions` (by group) are its counts before it."""
 
     gather: int
     backwards: int
@@ -79,40 +80,37 @@ class Waiting:
 
 
 class PendingCollectives:
-    """Counts what one rank begins that needs all ranks, to detect two ranks that wait for each other.
+    """Counts the collectives that one rank begins, to detect two ranks that wait for each other.
 
     A rank that skips an update continues to the next backward pass of DDP, or to the next reduction, and waits there
     for the others, while they wait for it in a gather of the watch. So each rank counts the gathers, the backward
-    passes that reduce, and the reductions of its loop by group. A rank in its n-th gather can begin nothing else. If
-    another rank has, before its own n-th gather, begun one more backward pass or reduction than the first, it needs the
-    first to join that. Neither can ever continue, however slow they are. Nothing here waits, reads a tensor or
-    communicates.
+    passes that reduce, and the reductions of its loop by group. Suppose rank A waits in its n-th gather, and rank B,
+    which has not reached that gather, has begun one more backward pass or reduction than A. Then B waits for A in that
+    call and A for B in the gather: a deadlock. Nothing here waits, reads a tensor or communicates.
 
-    The thread that trains writes the counts, any thread reads. ranks: of the watched group.
+    Only the training thread writes the counts; any thread may read them. ranks: those of the watched group.
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.armed = False  # a forward pass of DDP has announced a backward pass that reduces
         self.waiting: Waiting | None = None  # the gather that this rank is in; one object as long as it lasts
-        self._ranks = frozenset(ranks)
+        self._ranks = RankSet(ranks)
         self._parameters: frozenset[int] = frozenset()
         self._gathers, self._backwards = 0, 0
         self._reductions: Counter[str] = Counter()
         self._inside: tuple[str, int] | None = None
-        self._has_all_ranks: dict[str, bool] = {}
         self._owner = threading.get_ident()
 
     def follow(self, model: nn.Module) -> list[DistributedDataParallel]:
-        """The modules in `model` whose backward passes reduce over all ranks. Each forward pass calls `forward`."""
+        """The modules in `model` whose backward passes reduce over all ranks. Their forward passes call `forward`."""
         modules = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
-        modules = [each for each in modules if self._ranks <= set(dist.get_process_group_ranks(each.process_group))]
+        modules = [each for each in modules if self._ranks.all_in(each.process_group)]
         self._parameters = frozenset(id(p) for each in modules for p in each.parameters())
         return modules
 
     def forward(self, module: DistributedDataParallel) -> None:
         # A communication hook may send the gradients to any ranks.
-        hooked = getattr(module, "_comm_hooks", ())
-        if torch.is_grad_enabled() and module.require_backward_grad_sync and not hooked:
+        if torch.is_grad_enabled() and module.require_backward_grad_sync and not getattr(module, "_comm_hooks", ()):
             self.armed = True
 
     def backward(self, parameter: nn.Parameter) -> None:
@@ -122,13 +120,8 @@ class PendingCollectives:
 
     def reducing(self, group: Any, *, waits: bool) -> None:
         """The loop begins a reduction over `group` (None: all ranks). waits: it blocks until `resumed`."""
-        if threading.get_ident() != self._owner:
-            return
-        group = group or dist.group.WORLD
-        name = getattr(group, "group_name", "")
-        if name not in self._has_all_ranks:
-            self._has_all_ranks[name] = self._ranks <= set(dist.get_process_group_ranks(group)) if name else False
-        if self._has_all_ranks[name]:
+        if threading.get_ident() == self._owner and self._ranks.all_in(group):
+            name = getattr(group or dist.group.WORLD, "group_name", "")
             self._reductions[name] += 1
             self._inside = (name, self._reductions[name]) if waits else None
 
@@ -145,7 +138,7 @@ class PendingCollectives:
         self.waiting = None
 
     def counts(self) -> Counts:
-        """For the other ranks, from any thread. Reads the gathers last, so that no other count is newer."""
+        """The counts for the heartbeat; any thread may call it. It reads gathers last, so no other count is newer."""
         backwards, inside = self._backwards, self._inside or ("", 0)
         return Counts(self._gathers, backwards, *inside)
 
@@ -240,7 +233,7 @@ class HaltLink(StoreLink):
         self.close(self._say_goodbye, 2 * _ANSWER_S)
 
     def _read_store(self) -> float | None:
-        """Read the store once. Returns the seconds until the next time, or None once no rank needs this one."""
+        """Read the store once. Returns the seconds until the next time; None if the rank that hosts the store left."""
         if not self._cause:
             self._accept(self._store.get(_CAUSE))
         if self._cause:
@@ -263,8 +256,7 @@ class HaltLink(StoreLink):
         return _POLL_S if self.processes else _HURRIED_S
 
     def _thread_failed(self, error: Exception) -> None:
-        ours = isinstance(error, RecursionError | NotImplementedError)
-        if isinstance(error, RuntimeError | OSError) and not ours:
+        if isinstance(error, RuntimeError | OSError) and not isinstance(error, RecursionError | NotImplementedError):
             self.store_lost = not self._host_left
             return
         failure = self._halt.unguarded("andon-halt-link", error)
@@ -337,7 +329,7 @@ class PeerMonitor:
         self._looks, self._kills, self._stopped = 0, memory_kills() or 0, ConditionTimer(_LOOK_S)
 
     def trouble(self, messages: EndMessages) -> Cause | None:
-        """Every `_LOOK_S`: a rank that died, is stopped or silent for too long, or in a deadlock with this one."""
+        """The cause if a rank died, is stopped or silent for too long, or deadlocks with this one. Call regularly."""
         processes = self._link.processes.items()
         stopped = self._stopped.update(rank for rank, process in processes if process.local_state() == "stopped")
         late = any(seconds >= self._patience_s for seconds in (self._link.silent_s, *stopped.values()))
@@ -345,7 +337,7 @@ class PeerMonitor:
         return self._cause(messages, observed, self._patience_s, order) or self._deadlock(messages)
 
     def missing(self, messages: EndMessages, error: BaseException) -> Cause | None:
-        """The rank for which the collective that raised `error` waited: dead, stopped, gone in order, or behind."""
+        """The cause if the collective that raised `error` waited for a rank that is dead, stopped, gone or behind."""
         timed_out = consequence(error) == "silent"
         _, report = observed = self._observe(ask=True, stopped={})
         order: tuple[Conclusion, ...] = (*diagnosis.ENDED_BY_ITSELF, *diagnosis.UNHEARD, "left")
@@ -357,9 +349,9 @@ class PeerMonitor:
         return messages.ahead(ahead, report.at[ahead]) if further else None
 
     def unaware(self) -> Mapping[int, Process]:
-        """The live ranks of this machine that have not left, and have not acknowledged the cause."""
+        """By rank, the live processes of this machine that have not left and not acknowledged the cause."""
         aware = self._link.acknowledged | self._link.left | self._left
-        # If the store does not answer, it cannot say which ranks are aware. A stopped process is unaware without it.
+        # If the store does not answer, nobody knows which ranks are aware. But a stopped process is certainly unaware.
         states = ("runs", "stopped") if self._link.answers(_ANSWER_S) else ("stopped",)
         processes = self._link.processes.items()
         return {rank: process for rank, process in processes if process.local_state() in states and rank not in aware}
@@ -383,7 +375,7 @@ class PeerMonitor:
         return messages.passed(blocked, sum(each.gathers >= waiting.gather for each in counts.values()))
 
     def _observe(self, *, ask: bool, stopped: Mapping[int, float]) -> _Observed:
-        """The symptoms of the others, and the report of the store. Reads it with `ask`, or if a process is gone."""
+        """The symptoms of the other ranks, and the store's report, read only with `ask` or if a process is gone."""
         link = self._link
         states = {rank: process.local_state() for rank, process in link.processes.items()}
         gone = {rank for rank, state in states.items() if state == "gone"} - self._left
@@ -400,8 +392,7 @@ class PeerMonitor:
             silent_s = math.inf if host_lost and rank in states else link.silent_s * (rank == link.following)
             behind = mine is not None and rank in report.at and report.at[rank].order < mine.order
             code, stopped_s = 0 if rank in left else codes.get(rank), stopped.get(rank, 0.0)
-            state = states.get(rank, "elsewhere")
-            symptoms[rank] = Symptoms(state, rank in left, code, stopped_s, silent_s, behind)
+            symptoms[rank] = Symptoms(states.get(rank, "elsewhere"), rank in left, code, stopped_s, silent_s, behind)
         return symptoms, answer
 
     def _cause(
@@ -457,7 +448,7 @@ class HaltSignal:
         hard_stop: bool, patience_s: float, warns: bool,
     ) -> None:  # fmt: skip
         """patience_s: a process that is stopped or silent for that long counts as hanging. warns: if a guarding thread
-        fails, only warn.
+        fails, warn instead of halting.
         """
         self.pending = pending
         self.cause: Cause | None = None
@@ -483,7 +474,7 @@ class HaltSignal:
         self._at, self._at_time = Position(step, point, 0.0, last_equal), time.monotonic()
 
     def meet(self) -> None:
-        """Wait until this rank knows the processes nearby, before any can die. All ranks have made their signal."""
+        """Wait at most 5 s until this rank knows the processes nearby. Called on all ranks when the watch opens."""
         self._link.met.wait(5 * _ANSWER_S)
 
     def raise_if_halted(self, *, again: bool = False) -> None:
@@ -497,12 +488,12 @@ class HaltSignal:
         raise self._pull(self._messages.pulled(reason)).violation()
 
     def lost(self, error: BaseException) -> None:
-        """A collective raised `error`: raise `Violation` instead if that only says that another rank is gone."""
+        """A collective raised `error`. Raises `Violation` instead if `error` only reports that another rank is gone."""
         if consequence(error) is not None and not self._raised.is_set():
             raise self._pull(self._cause_of(error)).violation() from error
 
     def failed(self, error: BaseException) -> None:
-        """`error` ends this rank's loop, so the others need not wait for it. Ignored in a forked child."""
+        """Publish that `error` ends this rank's loop, so that no rank waits for it. Does nothing in a forked child."""
         if not self._open:
             return
         if self.cause is not None:
@@ -600,7 +591,7 @@ class HaltSignal:
             if process.error_file:
                 report_to_launcher(cause.text, late=cause.rank != rank, path=process.error_file)
             if process.kill():
-                log(f"andon: rank {rank} of {self._world} could not end itself, and rank {self._rank} ended it")
+                log(f"andon: rank {rank} of {self._world} did not end, and rank {self._rank} killed it")
 
     def learn(self, cause: Cause) -> None:
         self.cause = self.cause or cause
@@ -616,7 +607,7 @@ class HaltSignal:
             log(f"andon: {text}")
 
     def unguarded(self, thread: str, error: Exception) -> Cause | str:
-        """`error` ended a guarding thread. Returns the cause for which all halt, or the text of a warning to them."""
+        """`error` ended a guarding thread. Returns the cause for which all halt, or a warning to send to them."""
         failure = self._messages.unguarded(thread, error)
         if not self._warns:
             return failure

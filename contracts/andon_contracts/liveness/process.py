@@ -18,7 +18,7 @@ from andon_contracts.fields import Count, Part
 from andon_contracts.legible import ERROR_FILE_VARIABLE, text_of
 
 State = Literal["runs", "stopped", "gone", "elsewhere"]  # elsewhere: on another machine, or the system does not say
-_Kills = tuple[int | None, int | None]  # for memory: in our cgroup, on the machine
+_Kills = tuple[int | None, int | None]  # kills for memory: in this process's cgroup, on this machine
 _PROC, _GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 _STATE, _STARTED, _EXIT_CODE = 0, 19, 49
 """Indices of fields 3, 22 and 52 of /proc/PID/stat (proc(5)), counted after the command's name."""
@@ -27,13 +27,13 @@ STOPPED_BY = "stopped by a signal (SIGSTOP), or a debugger"
 _HINTS = {
     signal.SIGSEGV: "a crash in native code",
     signal.SIGBUS: "a crash in native code, or a full shared-memory file system",
-    signal.SIGABRT: "native code gave up",
+    signal.SIGABRT: "native code called abort()",
 }
 
 
 @dataclass(frozen=True)
 class Process(Part):
-    """Identifies one process for good: the system reuses a pid, but not a pid with its start time (ticks since boot).
+    """Identifies one process by its pid and start time (ticks since boot), because the system reuses pids.
 
     machine: identifies a boot and a namespace of process ids. Only `local_state` and `kill` read it; the other methods
     assume this machine. error_file: the path that torch's launcher reads for this process, if any.
@@ -124,7 +124,7 @@ class ConditionTimer:
 
 
 def run_within(seconds: float, function: Callable[[], None]) -> bool:
-    """Run `function`, but wait at most `seconds` for its disk, reader or group. Returns True if it has finished."""
+    """Run `function` in a thread and wait at most `seconds` for it. Returns True if it has finished."""
     thread = threading.Thread(target=function, name="andon-end", daemon=True)
     try:
         thread.start()
@@ -174,7 +174,7 @@ def memory_kills() -> int | None:
 
 
 def group_kills() -> int | None:
-    """The same for the memory cgroup of this process. The root group has no count."""
+    """The number of kills for memory in this process's memory cgroup; None in the root group, which has no count."""
     kills = _kills_in(_memory_group() / "memory.events")
     return _kills_in(_memory_group() / "memory.oom_control") if kills is None else kills
 

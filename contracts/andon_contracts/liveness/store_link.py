@@ -41,7 +41,7 @@ _SECRET_NAMES = ("secret 0", "secret 1", "secret 2", "secret 3")
 _SECRET = struct.Struct("<4Q")
 _SIGNATURE_CHARACTERS = 64
 _NOTHING = "-"
-"""`compare_set` of this with this reads a value without waiting for it. It has no signature, so it is not a value."""
+"""`compare_set` with this as expected and new value reads a key without waiting. Unsigned, so never a valid value."""
 _TRIES = 100  # how often a forged value is replaced by comparison, before it is overwritten
 
 
@@ -70,7 +70,7 @@ class StrictReader:
     def account(self, rank: int) -> str:
         """One line about the dropped values; empty without any."""
         many = f"{self.dropped} value{'s' * (self.dropped != 1)}"
-        return f"rank {rank} dropped {many} of the ranks' store that no rank had put there" if self.dropped else ""
+        return f"rank {rank} ignored {many} in the ranks' store that no rank of this run wrote" if self.dropped else ""
 
 
 def parse_strict(form: type[Form], body: object) -> Form:
@@ -100,7 +100,7 @@ def _signature(secret: bytes, key: str, value: bytes) -> str:
 
 
 class SignedStore:
-    """The methods of torch's `Store` for values with a signature of this run; `reader` counts the others.
+    """The methods of torch's `Store` for values signed in this run. `reader` counts values without a valid signature.
 
     No call waits for a value: a deleted value is missing (`get` returns b""). A call may take long, and raises
     `RuntimeError` or `OSError` once the store is gone. store: used by no other thread, with a timeout of
@@ -128,7 +128,7 @@ class SignedStore:
         return [self._verified(key, raw) for key, raw in zip(keys, values, strict=True)]
 
     def compare_set(self, key: str, expected: Any, value: str, /) -> bytes:
-        """Set the value if the current one is `expected` ("": none, or forged). Returns the value afterwards."""
+        """Set `value` if the current one is `expected` ("": none, or a forged one). Returns the value afterwards."""
         wanted = expected.decode() if isinstance(expected, bytes) else expected
         current: Any = self._signed(key, wanted) if wanted else ""
         for _ in range(_TRIES):
@@ -239,15 +239,13 @@ class Beat(Generic[Form]):
 
 @dataclass(frozen=True)
 class _Envelope(Part):
-    """A heartbeat in a store."""
-
     number: Count
     process: Process
     status: Mapping[str, Any]
 
 
 class Heartbeats(Generic[Form]):
-    """The heartbeats of all ranks in one store. Used only in the thread of a link."""
+    """The heartbeats of all ranks in one store. Only the thread of a `StoreLink` may use it."""
 
     def __init__(self, store: SignedStore, rank: int, form: type[Form], reader: StrictReader) -> None:
         self._store, self._rank, self._form, self._reader = store, rank, form, reader
@@ -261,7 +259,7 @@ class Heartbeats(Generic[Form]):
         self._store.set(f"beat {self._rank}", json.dumps(body.to_json()))
 
     def read(self, ranks: Iterable[int]) -> dict[int, Beat[Form]]:
-        """The last heartbeat of each of these ranks that has sent any: the same object until the next one."""
+        """By rank, the last heartbeat if it has sent one. It is the same object until the next heartbeat arrives."""
         known = [rank for rank in ranks if rank in self._raw or self._store.check([f"beat {rank}"])]
         values = self._store.multi_get([f"beat {rank}" for rank in known]) if known else []
         for rank, raw in zip(known, values, strict=True):
@@ -275,7 +273,7 @@ class Heartbeats(Generic[Form]):
     def _parse(self, rank: int, body: object) -> Beat[Form]:
         envelope = parse_strict(_Envelope, body)
         if envelope.number <= (self._last[rank].number if rank in self._last else 0):
-            raise ValueError(f"number {envelope.number} was heard before")  # a client put an older one back
+            raise ValueError(f"heartbeat {envelope.number} was received before")  # a client put an older one back
         return Beat(envelope.process, parse_strict(self._form, envelope.status), envelope.number)
 
 

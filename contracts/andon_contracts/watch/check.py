@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from andon_contracts.act import Scene, agreement
 from andon_contracts.agree import Observation
 from andon_contracts.laws.law import Law, Observations, Seen, in_lockstep
+from andon_contracts.liveness.halt import HaltSignal
 from andon_contracts.observe import Observer
 from andon_contracts.violation import Finding
 from andon_contracts.watch.exchange import Exchange, Replicas
@@ -76,7 +77,7 @@ class Rows:
         self.skipped_windows: list[list[int]] = []
         """The rows of each window whose update a loss scaler skipped."""
         self.is_past = False
-        """Whether the loop has already computed later gradients than those of the update that is judged."""
+        """True while a past update is reported: parameters may already have the gradients of the next one."""
         self.discarded = 0
         """How often gradients were thrown away."""
         self.new_window()
@@ -89,10 +90,10 @@ class Rows:
         self.reported: float | None = None
         self.batches: list[Batch] = []
         self.unused = 0
-        """The rows of the latest batch, until its backward pass adds them to the gradients."""
+        """The number of rows in the latest batch; 0 after its update, or a `zero_grad` after its backward pass."""
 
     def skip_window(self) -> None:
-        """Forget the rows, but note them: the window's update is skipped, and its rows are used up all the same."""
+        """Move the rows to `skipped_windows`: the update is skipped, but the plan counts its rows as used."""
         self.skipped_windows.append(self.ids)
         self.new_window()
 
@@ -104,7 +105,7 @@ class Rows:
         self.contents.extend(contents)
 
     def discard(self) -> None:
-        """Forget the rows in the gradients, which were thrown away. A batch without its backward pass stays."""
+        """Forget the rows whose gradients the loop threw away. A batch that had no backward pass yet stays."""
         self.discarded += 1
         count = len(self.ids) - self.unused
         del self.ids[:count], self.contents[:count]
@@ -117,16 +118,17 @@ class Rows:
 
 @dataclass
 class Context:
-    """What the checks of one watch share. `verdicts` and `recorder` are set after the checks said what they cover."""
+    """What the checks of one watch share. `verdicts` and `recorder` are set after `cover` of every check was called."""
 
     subject: ModelProbe
     settings: Settings
     exchange: Exchange
     replicas: Replicas
+    halt: HaltSignal | None = None
     rows: Rows = field(default_factory=Rows)
     probes: list[OptimizerProbe] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)
-    """Those of the whole loop."""
+    """The checks that belong to the whole loop."""
     all_checks: list[Check] = field(default_factory=list)
     """Every check once: those of the whole loop first."""
     verdicts: Verdicts = field(init=False)
@@ -136,15 +138,15 @@ class Context:
     steps: int = 0
     """The updates of all optimizers since the watch began."""
     last_equal: int | None = None
-    """The last update after which several ranks had the same weights."""
+    """The last update after which all ranks had the same weights; None before that, and with one rank."""
     backward: BackwardPass | None = None
     """The loop's backward pass that runs now."""
     muted: bool = False
-    """Whether the watch itself runs the model, for an audit: its hooks then look away."""
+    """True while an audit runs the model: the hooks ignore its calls."""
     portable: bool = False
     """Whether digests must be the same on all kinds of devices, because the ranks' devices differ."""
     longest: int = 0
-    """The elements of the largest trained tensor on a CPU, of all ranks. Torch's norm of it is the least exact."""
+    """The number of elements of the largest trained CPU tensor on any rank. It bounds the error of torch's norms."""
 
     @property
     def world(self) -> int:
@@ -152,12 +154,12 @@ class Context:
 
     @property
     def ranks_have_own_rows(self) -> bool:
-        """Whether no two ranks rightly train on the same rows: they do if each holds a part of the model."""
+        """Whether every rank must train on different rows. Ranks with different parts of the model may share rows."""
         return self.world > 1 and not self.replicas.cut and self.subject.every_rank_has_rows
 
     @property
     def updates(self) -> int:
-        """The updates of the optimizer that has made most, those before the watch included."""
+        """The number of updates, with those before the watch, of the optimizer that has made most."""
         return max(probe.updates for probe in self.probes)
 
     @contextmanager
@@ -170,16 +172,17 @@ class Context:
             self.added_s += time.perf_counter() - began
 
     def check(self, kind: type[C]) -> C:
-        """The check of this kind of the whole loop."""
+        """The check of class `kind` that belongs to the whole loop."""
         return next(each for each in self.checks if isinstance(each, kind))
 
     def scene(self, *, applied: bool = False) -> Scene:
         return Scene(self.world, applied=applied)
 
     def scene_of(self, probe: OptimizerProbe, before: Observations, *, applied: bool) -> Scene:
-        """What a message says beside its finding. before: what the ranks observed before the update."""
+        """The facts around a finding that its message shows. before: the values of all ranks before the update."""
         said = agreement(before, moments=probe.states_equal) if before and in_lockstep(before) else ""
-        return Scene(self.world, applied, self.last_equal, tensors=len(probe.names), before=said)
+        rates_differ = bool(said) and "rate" in Seen(before, None).differing
+        return Scene(self.world, applied, self.last_equal, said, rates_differ, tensors=len(probe.names))
 
     def between_ranks(self) -> Cover:
         """The cover of a clause that compares ranks."""
@@ -198,7 +201,7 @@ class Context:
 class OptimizerProbe:
     """The trained parameters of one optimizer, in the order of its groups.
 
-    checks: of the whole loop and of this optimizer, in the order in which their laws are judged, causes before effects.
+    checks: those of the whole loop and of this optimizer, in the order of judging: causes before effects.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, context: Context) -> None:
@@ -216,7 +219,7 @@ class OptimizerProbe:
         self._slot = {name: index for index, name in enumerate(context.subject.names)}
         self.updates = context.settings.start
         self.skipped = 0
-        """Updates that a loss scaler skipped; the plan of rows goes on past them."""
+        """The number of updates that a loss scaler skipped. Their rows count as used in the plan."""
         self.states_equal = False
         """Whether all ranks had the same optimizer state after the last update."""
 
@@ -227,11 +230,11 @@ class OptimizerProbe:
         return [p.grad for p in self.members if p.grad is not None]
 
     def place(self, member: int) -> int:
-        """The index + 1 among all parameters of the model of a member's index + 1; 0 for 0."""
+        """Convert index + 1 of a member into index + 1 of its name in `ModelProbe.names`; 0 stays 0."""
         return member and self._slot[self.names[member - 1]] + 1
 
     def norm_share(self, tensors: Sequence[Tensor], norm: float) -> float:
-        """The part of a norm that this rank answers for; see `ModelProbe.norm_of_all`. norm: of `tensors`."""
+        """This rank's share of the 2-norm of `tensors` for `ModelProbe.norm_of_all`. norm: of this rank's `tensors`."""
         subject = self.context.subject
         return subject.norm_share(tensors, self.context.world) if subject.sharded else norm
 
@@ -260,31 +263,31 @@ class OptimizerProbe:
             check.discarded(self)
 
     def gradients_vanished(self) -> None:
-        """A gradient was set to None within a window: the loop threw all of it away by hand."""
+        """The loop set a gradient to None within a window, so it threw away all gradients of the window."""
         self.context.rows.discard()
         self.discarded()
 
 
 class Check(Listener):
-    """One concern of a watched loop: what it observes, the integers it sends, its laws, and when it forgets.
+    """One concern of a watched loop: what it observes, the integers it sends to all ranks, and its laws.
 
-    A check belongs to one optimizer, or to the whole loop; `probe` says whose update it is. The order of one update:
+    A check belongs to one optimizer or to the whole loop. `probe` is the optimizer that makes the update. The order:
 
     1. The loop calls the model, `backward`, clips and reduces: `forward`, the calls of `Listener`, `reduced`.
-    2. Just before the optimizer's step: `look` starts reading tensors, `meanwhile` gives what the host knows while
-       devices still work, `before` what they answered. All ranks exchange these values.
-    3. `align` may adjust the table of all ranks, `deferred` names clauses that this update is not held to. The laws in
-       `before_laws` of all checks are evaluated in the order of the checks; then `judge` what no table can.
+    2. Just before the optimizer's step: `look` starts reading tensors, `meanwhile` returns values that the host knows
+       while devices still work, `before` the values that were read. All ranks gather these values as a table.
+    3. `align` may adjust the table, `deferred` names clauses that do not apply to this update. `before_laws` are
+       evaluated in the order of the checks. Then `judge` does what needs further gathers or state.
     4. After the step: `look_after`, `after`, `after_laws`; `updated`, and `new_window` for the next gradients.
 
     `new_window` also follows an update that a loss scaler skipped; `discarded`, gradients that the loop threw away.
-    No method but `judge` communicates, and `judge` does so on all ranks or on none.
+    Of these methods only `judge` communicates, on all ranks or on none.
     """
 
     before_laws: Laws = ()
     after_laws: Laws = ()
     observers: Sequence[Observer] = ()
-    """Their digests must be portable if the ranks' devices differ."""
+    """`ranks_met` makes their digests portable if the ranks' devices differ."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
@@ -294,12 +297,12 @@ class Check(Listener):
         return {}
 
     def ranks_met(self) -> None:
-        """All ranks opened their watch: `context.portable` and `context.longest` hold for all of them."""
+        """Called once, when `context.portable` and `context.longest` are known from all ranks."""
         for observer in self.observers:
             observer.portable = self.context.portable
 
     def hooks(self) -> list[Callable[[], None]]:
-        """Install hooks. Returns what removes them."""
+        """Install hooks. Returns functions that remove them."""
         return []
 
     def forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -312,34 +315,34 @@ class Check(Listener):
         """The gradient is reduced and unscaled, and not clipped yet."""
 
     def look(self, probe: OptimizerProbe) -> list[list[Tensor]]:
-        """Start reading before an update. Returns lists of tensors to copy to the CPU before `before`."""
+        """Start reading before an update. Returns lists of tensors to copy to the CPU before `before` is called."""
         return []
 
     def meanwhile(self, probe: OptimizerProbe) -> Values:
-        """Values that the host knows without waiting for a device. The names never change."""
+        """Values that the host knows without waiting for a device. The names are the same in every update."""
         return {}
 
     def before(self, probe: OptimizerProbe) -> Values:
-        """Values that were read before the update. The names never change."""
+        """Values that were read before the update. The table of all checks has the same names in every update."""
         return {}
 
     def align(self, said: Observations) -> Observations:
-        """The table of all ranks, adjusted before it is judged."""
+        """Return `said`, the values of all ranks, with this check's adjusted. Must give the same on every rank."""
         return said
 
     def deferred(self, seen: Seen[object]) -> frozenset[str]:
-        """Clauses that are not evaluated before this update."""
+        """Return the clauses that are not evaluated before this update. Called only if the ranks are in lockstep."""
         return frozenset()
 
     def judge(self, probe: OptimizerProbe, said: Observations, aligned: Observations) -> None:
-        """Judge what no law of the table can, from what all ranks sent before the update."""
+        """Judge what needs further gathers or state. said: the values of all ranks; aligned: these after `align`."""
 
     def look_after(self, probe: OptimizerProbe) -> list[list[Tensor]]:
-        """Start reading after an update. Returns lists of tensors to copy to the CPU before `after`."""
+        """Start reading after an update. Returns lists of tensors to copy to the CPU for the function of `after`."""
         return []
 
     def after(self, probe: OptimizerProbe) -> Callable[[], Values]:
-        """A function that gives the values read after the update, once their tensors are on the CPU."""
+        """Return a function that gives the values after the update. It is called when their tensors are on the CPU."""
         return dict
 
     def updated(self, probe: OptimizerProbe) -> None:
@@ -352,7 +355,7 @@ class Check(Listener):
         """The gradients so far were thrown away."""
 
     def judge_close(self) -> None:
-        """Judge what only the end of the loop can tell. This rank alone."""
+        """Judge what only the end of the loop shows. Other ranks may not take part."""
 
     def judge_alone(
         self, law: Law[Seen[object]], step: int, values: Mapping[str, int], *, by_all: bool = False
@@ -363,7 +366,7 @@ class Check(Listener):
         verdicts.report_alone(judgement, self.context.scene(applied=True), on_all_ranks=by_all)
 
     def closing_lines(self) -> list[str]:
-        """What the closing message says of this check."""
+        """Lines for the closing message."""
         return []
 
 
@@ -372,7 +375,7 @@ def parameter_name(names: Sequence[str], index: int) -> str:
 
 
 def indexed(seen: Seen[object], name: str, what: str) -> Finding | None:
-    """The finding that the parameter whose index + 1 a rank sends in `name` is `what`; None if all ranks send 0."""
+    """A finding that says `what` of the parameter whose index + 1 a rank sends as `name`; None if all ranks send 0."""
     first = next((value for value in seen.column(name) if value), None)
     if first is None:
         return None
@@ -381,5 +384,5 @@ def indexed(seen: Seen[object], name: str, what: str) -> Finding | None:
 
 
 def none_has(law: str, name: str, what: str, *, suspicion: bool = False) -> Law[Seen[object]]:
-    """The law that no rank sends the index of a parameter in `name`; a message says that this parameter is `what`."""
+    """The law that all ranks send 0 as `name`. Else it is the index + 1 of a parameter; a message says `what` of it."""
     return Law(law, (name,), lambda seen: indexed(seen, name, what), suspicion=suspicion)

@@ -1,4 +1,4 @@
-"""The gathers of a watch: numbered observations, digests of tensors, the first element that differs, and replicas."""
+"""The gathers of a watch: numbered observations, digests of tensors, the first differing element, and replicas."""
 
 from __future__ import annotations
 
@@ -12,9 +12,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from andon_contracts.act import Scene, with_message
-from andon_contracts.agree import GroupGather, Observation, gather_observations, gather_short, majority, minority
+from andon_contracts.agree import (
+    WRAP,
+    GroupGather,
+    Observation,
+    RankSet,
+    gather_observations,
+    gather_short,
+    majority,
+    minority,
+)
 from andon_contracts.digest import digests_by_name, mix64
-from andon_contracts.laws.law import LOCKSTEP, Judgement, Observations, Seen
+from andon_contracts.laws.law import LOCKSTEP, Judgement, Observations, Seen, by_rank
 from andon_contracts.liveness.halt import PendingCollectives
 from andon_contracts.observe import plain
 from andon_contracts.violation import named_ranks
@@ -22,24 +31,15 @@ from andon_contracts.watch.model_probe import ModelProbe, is_sharded
 from andon_contracts.watch.values import text_digest
 
 WIDTH = 96
-"""Integers in a message: its header and its values, with room to spare."""
+"""The length of a short message in integers: header, values and padding."""
 _BLOCKS = 1024
-_WRAP = 1 << 64
 _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def by_rank(shown: Sequence[str]) -> str:
-    """The value of each rank in words: `2 on rank 1, 3 on the others`, or rank by rank if no majority agrees."""
-    odd = minority(shown)
-    words = [f"{shown[rank]} on rank {rank}" for rank in odd or range(len(shown))]
-    others = [f"{next(text for rank, text in enumerate(shown) if rank not in odd)} on the others"] if odd else []
-    return ", ".join(words + others)
 
 
 def element_text(index: Sequence[int], bits: Sequence[int], dtype: torch.dtype) -> str:
     """Describes an element that differs: its index in the tensor, and its bits on each rank.
 
-    A real number follows its bits, with the fewest digits that identify it in its dtype.
+    For a real dtype the number follows its bits, with the fewest digits that identify it.
     """
     shown = []
     for value in bits:
@@ -61,7 +61,8 @@ def element_bits(tensor: Tensor) -> Tensor:
 class Exchange:
     """Gathers observations over a separate group and numbers every message. All ranks must make the same calls."""
 
-    def __init__(self, gather: GroupGather) -> None:
+    def __init__(self, gather: GroupGather, ranks: Sequence[int] = (0,)) -> None:
+        self.has_all_ranks = RankSet(ranks).all_in  # the watched ranks, by their numbers in the default group
         self._gather = gather
         self._sequence = 0
         self._pending: PendingCollectives | None = None
@@ -70,12 +71,12 @@ class Exchange:
         self.connect = gather.connect
         self.close = gather.close
         self.comparable = True
-        """Whether every rank should hold the same tensors. If not, no element of them is compared."""
+        """Whether all ranks hold the same tensors. If not, `first_difference` compares nothing."""
 
     def set_callbacks(
         self, raise_if_halted: Callable[[], None], lost: Callable[[BaseException], None], pending: PendingCollectives
     ) -> None:
-        """A gather calls `raise_if_halted` while it waits, and `lost` if it fails. `pending` counts the gathers."""
+        """A gather calls `raise_if_halted` while it waits and `lost` if it fails; `pending` counts gathers."""
         self._gather.raise_if_halted, self._gather.on_error, self._pending = raise_if_halted, lost, pending
 
     def __call__(
@@ -119,27 +120,25 @@ class Exchange:
         return self(step, point, values, judged=True)
 
     def gather_columns(self, step: int, columns: Sequence[Sequence[int]]) -> list[list[list[int]]]:
-        """By rank, its `columns` of integers. All columns of a rank have one length. Two gathers."""
+        """Gather the `columns` of every rank, by rank. All columns of a rank must have one length. Two gathers."""
         # The lengths first: a collective takes one length of all ranks.
         counts = [o.values["count"] for o in self(step, "count", {"count": len(columns[0])})]
         table = torch.zeros(len(columns), max(counts), dtype=torch.int64, device="cpu")
         for index, column in enumerate(columns):
             table[index, : len(column)] = torch.tensor(list(column), dtype=torch.int64, device="cpu")
         tables = self._payloads(step, "rows", {}, table.flatten())
-        return [
-            [row[:count] for row in gathered.view(len(columns), max(counts)).tolist()]
-            for gathered, count in zip(tables, counts, strict=True)
-        ]
+        rows = [each.view(len(columns), max(counts)).tolist() for each in tables]
+        return [[row[:count] for row in of_rank] for of_rank, count in zip(rows, counts, strict=True)]
 
     def _payloads(self, step: int, point: str, values: Mapping[str, int], payload: Tensor) -> list[Tensor]:
         return [o.payload for o in self(step, point, values, payload) if o.payload is not None]
 
     def gather_digests(self, step: int, name: str, tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-        """The digest of each of `tensors` on each rank, by tensor; empty if the ranks do not have the same names."""
+        """By tensor, the digest on each rank; empty if the ranks have different names. Two gathers."""
         return self.gather_named(step, f"tensors of {name}", digests_by_name({n: plain(t) for n, t in tensors.items()}))
 
     def gather_named(self, step: int, point: str, values: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
-        """Each of any number of `values` on each rank, by name; empty if the ranks do not have the same names."""
+        """By name, the value on each rank, for any number of names; empty if these differ. Two gathers."""
         sizes = self(step, "sizes", {"0": len(values), "1": text_digest(list(values))})
         if any(o.values != sizes[0].values for o in sizes):
             return {}
@@ -147,7 +146,7 @@ class Exchange:
         return {name: tuple(o.values[name] for o in seen) for name in values}
 
     def gather_texts(self, step: int, text: str) -> tuple[str, ...]:
-        """Every rank's `text`, by rank. Two gathers, for use after a difference was found."""
+        """Every rank's `text`, by rank. Two gathers. Used after a difference was found."""
         columns = self.gather_columns(step, [list(text.encode("utf-8", "backslashreplace"))])
         return tuple(bytes(column).decode("utf-8") for (column,) in columns)
 
@@ -194,7 +193,7 @@ class Replicas:
     """The part of the model that each rank holds, by rank. Ranks with the same number are replicas of each other.
 
     On a mesh with a replicate dimension, ranks of different shards rightly hold different bits. So their digests are
-    aligned before they are judged: a rank that agrees with most ranks of its part gets 0, any other another number.
+    aligned before they are judged: a rank that agrees with most ranks of its part gets 0, other ranks another number.
     """
 
     parts: tuple[int, ...]
@@ -210,7 +209,7 @@ class Replicas:
         return len(set(self.parts)) > 1 and self.copies > 1
 
     def align(self, observations: Observations) -> Observations:
-        """`observations` with digests that are equal on all ranks if those of each part are."""
+        """Replace digests by their `aligned` values, which are equal on all ranks if all replicas agree."""
         if not self.cut:
             return observations
         names = [name for name in ("weights", "gradient", "optimizer") if name in observations[0].values]
@@ -230,27 +229,26 @@ class Replicas:
         offsets = [0] * len(values)
         for part in set(self.parts):
             ranks = [rank for rank, other in enumerate(self.parts) if other == part]
-            own = [values[rank] % _WRAP for rank in ranks]
+            own = [values[rank] % WRAP for rank in ranks]
             undecided = len(set(own)) > 1 and not minority(own)
             for rank, value in zip(ranks, own, strict=True):
-                offsets[rank] = (text_digest(own) or 1) if undecided else (value - majority(own)) % _WRAP
+                offsets[rank] = (text_digest(own) or 1) if undecided else (value - majority(own)) % WRAP
         return tuple(offsets)
 
 
 def part_of(subject: ModelProbe, replicate: Any, rank: int) -> tuple[int, int]:
     """The number of the part that this rank holds, and how many ranks hold it; (0, 0) for the whole model.
 
-    replicate: the user's argument; None: the mesh of the shards decides. Without replicas every rank has a part of its
-    own. Raises `ValueError` for a mesh of several dimensions.
+    replicate: the user's argument; None: the mesh of the shards decides. Without replicas every rank has its own part.
+    Raises `ValueError` for a mesh of several dimensions, and for anything but a mesh or a process group.
     """
     if replicate is not None:
         if getattr(replicate, "ndim", 1) != 1:
-            msg = f"replicate= is a group or a mesh of one dimension, not of {replicate.ndim}: pass mesh['its name']"
-            raise ValueError(msg)
+            what = f"this mesh is {replicate.ndim}-D: pass one dimension, as in mesh['dp']"
+            raise ValueError(f"replicate= must be a process group or a 1-D device mesh, and {what}")
         group = replicate.get_group() if hasattr(replicate, "get_group") else replicate
         if not isinstance(group, dist.ProcessGroup):
-            msg = f"replicate= is a process group or a device mesh, not {type(replicate).__name__}"
-            raise ValueError(msg)
+            raise ValueError(f"replicate= must be a process group or a device mesh, not {type(replicate).__name__}")
         ranks = dist.get_process_group_ranks(group)
         return min(ranks), len(ranks)
     parts = set()
@@ -269,9 +267,10 @@ def part_of(subject: ModelProbe, replicate: Any, rank: int) -> tuple[int, int]:
 
 
 def replicas_of(parts: Sequence[int], copies: Sequence[int]) -> Replicas:
-    """The replicas, from the part that every rank names. Raises `ValueError` if these do not partition the ranks."""
+    """The replicas, from the `part_of` of every rank. Raises `ValueError` if these parts do not partition the ranks."""
     for rank, (part, count) in enumerate(zip(parts, copies, strict=True)):
-        if count and list(parts).count(part) != count:
-            msg = f"replicate= must cut the ranks into groups: rank {rank} names {count} replicas, {list(parts)} say so"
-            raise ValueError(msg)
+        alike = list(parts).count(part)
+        if count and alike != count:
+            here = f"rank {rank} passed a group of {count}, but {alike} ranks passed one that begins at {part}"
+            raise ValueError(f"replicate= must put every rank into exactly one group: {here}")
     return Replicas(tuple(parts))

@@ -1,6 +1,6 @@
 """The raw gradients of a loop, read before they are averaged, clipped or repaired, and the reductions of that loop.
 
-A repair by a hook on an autograd node stays unseen, because torch does not list those hooks.
+It does not see repairs by a hook on an autograd node, because torch does not list those hooks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from andon_contracts.liveness.halt import HaltSignal
-from andon_contracts.observe import DENSE_TYPES, Extremes, extremes, to_floats
+from andon_contracts.observe import Extremes, extremes, has_other_hooks, is_dense, to_floats
 
 _INFINITE = float("inf")
 _AGREED, _RECHECK = 2, 64
@@ -25,10 +25,10 @@ _AGREED, _RECHECK = 2, 64
 
 @dataclass(frozen=True)
 class RawSummary:
-    """The raw gradients of one window. extremes: (parameter, smallest, largest element) of each gradient.
+    """The raw gradients of one window. extremes: (parameter index, smallest, largest element) of each gradient.
 
-    nonfinite, stale: index plus one of the first parameter whose gradient is not finite, or was not zero when the
-    window began; 0 for none.
+    nonfinite, stale: index + 1 of the first parameter whose gradient is not finite, or that had a nonzero gradient when
+    the window began and added to it; 0 for none.
     """
 
     nonfinite: int
@@ -37,7 +37,7 @@ class RawSummary:
 
     @property
     def fingerprint(self) -> int:
-        """An integer in [0, 2^62) that gradients of other rows do not share; 0 if all are zero."""
+        """An integer in [0, 2^62) that differs for gradients of different rows; 0 if all gradients are zero."""
         return hash(tuple(sorted(self.extremes))) % (1 << 62) if self.nonzero else 0
 
     @property
@@ -51,8 +51,8 @@ class RawSummary:
 
 @dataclass
 class _BackwardPass:
-    """addresses: of each gradient by parameter, in order of arrival. plain: each parameter had no gradient and no other
-    hook, and received a gradient that fills its storage.
+    """addresses: by parameter index, the address of its gradient, in order of arrival. plain: each parameter had no
+    gradient and no other hook before, and received a gradient that fills its storage.
     """
 
     reads_at_end: bool
@@ -76,7 +76,7 @@ class _EndReader:
         self.all: frozenset[int] = frozenset()
 
     def read(self, ended: _BackwardPass) -> None:
-        """Read `.grad` when the first pass of an update ends, in which all parameters had a hook."""
+        """Read `.grad`. Called when the first pass of an update ends, if all parameters had a hook in it."""
         if self.disabled or not ended.plain:
             return
         gradients = [gradient for index in ended.addresses if (gradient := self._parameters[index].grad) is not None]
@@ -86,7 +86,7 @@ class _EndReader:
             self.extremes.add_all(self._read, gradients)
 
     def compare(self, raw: Sequence[tuple[int, float, float]], *, one_pass: bool) -> None:
-        """Compare with the hooks of this update. one_pass: it was one pass, and the loop called for it."""
+        """Compare what `read` read with `raw`, from the hooks. one_pass: the loop called one pass in this update."""
         read, found = self._read, self.extremes.read() if self._read else []
         self.clear()
         if not (read and one_pass):
@@ -103,10 +103,10 @@ class _EndReader:
 
 
 class GradientHooks:
-    """The raw gradients of `parameters` since the last update of their optimizer.
+    """Reads the raw gradients of `parameters` since the last update of their optimizer.
 
-    A hook computes the smallest and the largest element and waits for no device. On a GPU many gradients are read in
-    one launch, at the latest when the pass ends: before a wrapper replaces them by its sum.
+    A hook computes the smallest and the largest element and waits for no device. On a GPU one launch reads many
+    gradients, at the latest when the pass ends: before a wrapper replaces them by its sum.
 
     Per-parameter hooks cost more host time than reading the gradients costs a GPU, so they are thinned out. In most
     loops an update is one backward pass over the same parameters, each of which starts it with `.grad` None, and DDP
@@ -148,7 +148,7 @@ class GradientHooks:
         self._leftover: list[tuple[int, Tensor, int, Tensor, Tensor]] = []
         """Gradients from before the window: parameter, gradient, and its version and extremes when the window began."""
         self._calls = 0
-        """The loop's calls for a backward pass that produced a gradient, or may still."""
+        """The number of the loop's `backward` calls in this window, without those over other parameters."""
         self._read_at_end: frozenset[int] = frozenset()
         self._passes: dict[int, _BackwardPass] = {}
         """The passes of this window by torch's number; one may run within another."""
@@ -183,7 +183,7 @@ class GradientHooks:
         self._calls += 1
         if self.reads_at_end:
             as_before = self._calls == 1 and all(
-                parameter.grad is None and not _is_hooked(parameter, own=int(index in self._handles))
+                parameter.grad is None and not has_other_hooks(parameter, own=int(index in self._handles))
                 for index, parameter in enumerate(self._parameters)
             )
             if not as_before:
@@ -191,7 +191,7 @@ class GradientHooks:
         self.host_seconds += time.perf_counter() - began
 
     def backward_ended(self) -> None:
-        """The pass that the loop called for is over, or failed."""
+        """The pass that the loop called is over, or failed."""
         if self._passes:
             return
         if self.reads_at_end and any(parameter.grad is not None for parameter in self._parameters):
@@ -207,12 +207,8 @@ class GradientHooks:
         def see(gradient: Tensor) -> None:
             if self._is_muted():
                 return
-            began, halt = time.perf_counter(), self.halt
-            if halt is not None:
-                if halt.cause is not None:
-                    halt.raise_if_halted()
-                if halt.pending.armed:
-                    halt.pending.backward(parameter)
+            began = time.perf_counter()
+            self._tell_halt(parameter)
             self.backward_seen = self.gradient_arrived = True
             before = parameter.grad
             if before is None and self._started[index] and not self.reads_at_end and index in self._extremes.added:
@@ -233,7 +229,8 @@ class GradientHooks:
                         self._leftover.append((index, before, before._version, *extremes(before)))
                 self._extremes.add(index, gradient)
                 if current.plain:
-                    current.plain = before is None and _is_plain(gradient) and not _is_hooked(parameter, own=1)
+                    fills = is_dense(gradient) and gradient.untyped_storage().nbytes() == gradient.nbytes
+                    current.plain = before is None and fills and not has_other_hooks(parameter, own=1)
                     current.addresses[index] = gradient.data_ptr() if current.plain else 0
             if show is not None:
                 show(gradient)
@@ -241,8 +238,16 @@ class GradientHooks:
 
         return see
 
+    def _tell_halt(self, parameter: torch.nn.Parameter) -> None:
+        """Raise if another rank halted the run. If DDP will reduce in this pass, count the pass as begun."""
+        if self.halt is not None:
+            if self.halt.cause is not None:
+                self.halt.raise_if_halted()
+            if self.halt.pending.armed:
+                self.halt.pending.backward(parameter)
+
     def _end(self, number: int, ended: _BackwardPass) -> None:
-        """A pass ends, before a wrapper reduces its gradients."""
+        """Called when a pass ends, before a wrapper reduces its gradients: finish reading them."""
         if self._passes.get(number) is not ended:
             return  # the loop discarded the window meanwhile
         began = time.perf_counter()
@@ -287,11 +292,14 @@ class GradientHooks:
         self._discarded()
 
     def waiting(self) -> list[list[Tensor]]:
-        """Results that are still on devices, in lists that may be copied to the CPU before `read`."""
+        """Lists of results on devices. Copy them to the CPU before `read`, so that it does not wait for a GPU."""
         return [*self._extremes.device_results(), *self._end_reader.extremes.device_results()]
 
     def read(self) -> RawSummary:
-        """Waits once for each device, unless the tensors of `waiting` were copied to the CPU before."""
+        """Return the raw gradients of this window, and decide whether hooks may be thinned out. Call once per update.
+
+        With Triton it waits for no GPU if the lists of `waiting` were copied to the CPU before.
+        """
         if self.reads_at_end and self._read_at_end != self._end_reader.all:
             self._end_reader.disabled = True
             self._add_present(self._read_at_end)
@@ -329,21 +337,11 @@ class GradientHooks:
         self._handles.clear()
 
 
-def _is_hooked(parameter: torch.nn.Parameter, *, own: int) -> bool:
-    """Whether more hooks than `own` may change the gradient of `parameter`."""
-    return len(parameter._backward_hooks or ()) > own or bool(parameter._post_accumulate_grad_hooks)
-
-
-def _is_plain(gradient: Tensor) -> bool:
-    plain = type(gradient) in DENSE_TYPES and gradient.layout == torch.strided
-    return plain and gradient.untyped_storage().nbytes() == gradient.nbytes
-
-
 class Reductions:
-    """The loop's reductions in one window; all ranks of a correct loop record the same.
+    """Records the loop's reductions in one window; all ranks of a correct loop record the same `calls`.
 
-    A tensor is identified by its address, compared at each call, because an allocator reuses addresses. strided: the
-    last member (index plus one) that was reduced although its gradient has holes in memory; 0 for none.
+    It compares addresses at each call to find the member of a tensor, because an allocator reuses addresses. strided:
+    index + 1 of the last member that was reduced although its gradient has holes in memory; 0 for none.
     """
 
     def __init__(self, members: Sequence[torch.nn.Parameter]) -> None:
@@ -360,11 +358,11 @@ class Reductions:
     def add(self, tensor: Tensor) -> bool:
         """The loop is about to reduce `tensor`. Returns whether it is the gradient of a member."""
         # Most loops reduce the gradients in order.
-        if self._next < len(self._members) and _same_memory(tensor, self._members[self._next].grad):
+        if self._next < len(self._members) and same_memory(tensor, self._members[self._next].grad):
             index = self._next
         else:
             candidates = self._same_form.get((tensor.numel(), tensor.dtype), ())
-            index = next((index for index in candidates if _same_memory(tensor, self._members[index].grad)), -1)
+            index = next((index for index in candidates if same_memory(tensor, self._members[index].grad)), -1)
         strided = tensor.layout == torch.strided and not tensor.is_contiguous()
         # A backend sums raw memory, which is correct for a permutation that all ranks share, and wrong for holes.
         order = tensor.stride() if strided else ()
@@ -377,7 +375,8 @@ class Reductions:
         return index >= 0
 
 
-def _same_memory(tensor: Tensor, gradient: Tensor | None) -> bool:
+def same_memory(tensor: Tensor, gradient: Tensor | None) -> bool:
+    """Whether a collective over `tensor` changes `gradient`. A sparse tensor has no address: only itself counts."""
     if gradient is None or gradient.layout != tensor.layout:
         return False
     return tensor is gradient or (tensor.layout == torch.strided and tensor.data_ptr() == gradient.data_ptr() != 0)

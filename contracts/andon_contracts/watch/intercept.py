@@ -32,20 +32,20 @@ from andon_contracts.violation import first_line
 from andon_contracts.watch.exchange import element_bits
 
 _SHUFFLERS = ("SeedableRandomSampler", "SubsetRandomSampler")
-"""Samplers, beside torch's own, whose passes are permutations that must not repeat."""
+"""Samplers, besides `RandomSampler` and `DistributedSampler`, that promise a new permutation in each pass."""
 _REPEATS = ("repetitions", "num_repeats")
-"""How samplers that repeat rows on purpose (RASampler, RepeatAugSampler) call the number of times."""
+"""The attribute with the number of repetitions, in samplers that repeat on purpose (RASampler, RepeatAugSampler)."""
 _SAMPLED, _REMEMBERED, _DEEPEST = 64, 64, 4
-"""Elements that stand for a row's content; rows of a pass whose order is stored; levels of nesting."""
+"""Elements sampled of a row's content; rows of a pass whose order is stored; levels of nesting that are searched."""
 _LONGEST, _IGNORED = 4096, -100
 """The most integers of a row that count as tokens, and the label that torch's losses ignore."""
 
 
 class Listener:
-    """Receives the loop's calls. A listener overrides what it needs."""
+    """Receives the loop's calls. A listener overrides the methods that it needs."""
 
     def clipping(self, parameters: Sequence[Tensor], norm: Tensor | None) -> None:
-        """The gradients of `parameters` are about to be clipped. norm: theirs; None: they are clipped by value."""
+        """The gradients of `parameters` are about to be clipped. norm: their norm; None: they are clipped by value."""
 
     def updates_of(self, optimizer: object) -> int | None:
         """The updates of `optimizer` so far; None: this listener does not follow it."""
@@ -76,7 +76,7 @@ class Listener:
 
 
 _listeners: list[Listener] = []
-"""Every event goes through a copy, because a listener may add or remove some."""
+"""Most events iterate over a copy, because a listener may add or remove listeners."""
 _originals: list[tuple[Any, str, Callable[..., Any]]] = []
 
 
@@ -100,7 +100,7 @@ def unlisten(*listeners: Listener) -> None:
 
 
 def _wrapped(original: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)  # a function, so that it binds as a method where it replaces one
+    @functools.wraps(original)  # a function, so that it binds as a method if it replaces one
     def call(*args: Any, **kwargs: Any) -> Any:
         return around(original, *args, **kwargs)
 
@@ -155,7 +155,7 @@ def _all_reduce(
 
 
 _backward_passes: list[object] = []
-"""Those that run now. A checkpoint starts one inside another, for a part of the same loss; listeners see the outer."""
+"""The passes that run now. An activation checkpoint starts one inside another; listeners see only the outer one."""
 
 
 def _backward(original: Any, tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -176,7 +176,7 @@ def _backward(original: Any, tensors: Any, grad_tensors: Any = None, *args: Any,
 
 def _draw_index(original: Any, iterator: Any) -> Any:
     index = original(iterator)
-    # Only an iterator with workers numbers its indices. Any other has one batch outstanding.
+    # Only an iterator with workers numbers its indices. Without workers one batch is outstanding.
     _indices.setdefault(iterator, {})[getattr(iterator, "_send_idx", 0)] = index
     return index
 
@@ -286,8 +286,8 @@ def yielded(iterator: Any, batch: object) -> Yielded:
 
 def report_unreadable(what: str, error: Exception) -> None:
     """Print once that the rows of this run are not checked, because reading `what` raised `error`."""
-    why = f"{what} raises {first_line(error)} if looked at"
-    log_once(what, f"andon.watch: {why}: the rows of this run are not checked")
+    why = f"cannot read {what} ({first_line(error)})"
+    log_once(what, f"andon.watch: {why}; rows are not checked in this run")
 
 
 def is_running(source: LoaderPass) -> bool:
@@ -315,8 +315,8 @@ def _new_pass(iterator: Any) -> LoaderPass:
         before = None
     if before is not None and not before.batches:
         before = before.before  # nothing was trained on: the loop looked at a first batch, or evaluated
-    for _ in range(_DEEPEST):  # the sampler of rows, inside those that make batches of them or deal them out
-        # Not by their truth, for which Python would ask them for a length that they may not have.
+    for _ in range(_DEEPEST):  # find the sampler of rows inside batch samplers and distributing samplers
+        # Not by `or`: the truth of a sampler is its length, which it may not have.
         inside = (getattr(inner, name, None) for name in ("batch_sampler", "sampler"))
         inner = next((each for each in inside if each is not None), inner)
     if isinstance(inner, DistributedSampler):
@@ -355,14 +355,14 @@ def tensors_in(value: object, depth: int = _DEEPEST) -> Iterator[Tensor]:
 
 
 def outside_of_transforms() -> AbstractContextManager[object]:
-    """Inside, `torch.func` transforms (`vmap`, `grad` and the like) do not apply to operations."""
+    """Context manager: `torch.func` transforms (`vmap`, `grad`) do not apply to operations in it."""
     if torch._C._functorch.peek_interpreter_stack() is None:
         return nullcontext()
     return temporarily_clear_interpreter_stack()
 
 
 def storage_ids(tensors: Sequence[Tensor]) -> frozenset[int]:
-    """Identifies the storages of `tensors`: a view shares its tensor's storage, a copy has another one."""
+    """Identifies the storages of `tensors`. A view has its tensor's storage, a copy has its own."""
     return frozenset(each.untyped_storage()._cdata for each in tensors if each.numel())
 
 

@@ -19,7 +19,7 @@ S = TypeVar("S")
 _PART = frozenset({"replicas-agree", "gradients-agree", "optimizers-agree", "hyperparameters-agree", "scaler-agrees"})
 """Clauses whose violation makes the ranks' weights differ for good."""
 _PARTED = frozenset({"replicas-agree", "gradients-agree", "optimizers-agree", "buffers-agree"})
-"""Clauses that say nothing new once the weights differ."""
+"""Clauses that are broken as a consequence once the weights differ."""
 
 
 def print_message(text: str) -> None:
@@ -32,17 +32,17 @@ def print_message(text: str) -> None:
 class _Reported:
     violation: Violation
     clauses: set[str]
-    """Its clause and those of its effects."""
+    """The clause of the violation and those of its effects."""
     until: int
-    """The last step of these."""
+    """The last step at which one of these was broken."""
 
 
 @dataclass
 class Verdicts:
     """Judges observations with the same result on every rank, counts, and warns, raises or calls by the settings.
 
-    record: receives each reported finding, what is done, and whether the update was applied. evidence: what this rank
-    can put into a bundle. first_steps: by clause, the step of its first violation or suspicion.
+    findings: the reported causes, without effects. record: receives each reported cause or effect, the action, and if
+    the update was applied. evidence: what this rank can write into a bundle. first_steps: by clause.
     """
 
     settings: Settings
@@ -76,10 +76,10 @@ class Verdicts:
         locate: Callable[[Violation], Scene] | None = None,
         facts: Mapping[str, object] | None = None,
     ) -> None:
-        """Act upon the broken laws: the first violation is the finding, and the others are its effects.
+        """Act upon the broken laws: the first violation is the cause, and the others are its effects.
 
-        locate: adds the element of a finding to `scene`, with collectives, so all ranks call it or none. facts: more
-        for the bundle. Raises `Violation` on every rank if the action is to raise.
+        locate: adds the differing element to `scene`, with collectives, so all ranks call it or none. facts: more for
+        the bundle. Raises `Violation` on every rank if the action is to raise.
         """
         broken = list(self._not_silenced(judgement))
         first = next((violation for violation, suspicion in broken if not suspicion), None)
@@ -92,9 +92,9 @@ class Verdicts:
             self._report(violation, suspicion, scene, self.evidence, self.evidence.rank == 0, locate, facts, effects)
 
     def report_alone(self, judgement: Judgement[Any], scene: Scene, *, on_all_ranks: bool = False) -> None:
-        """Act upon broken laws that this rank judges without the others, so without a bundle.
+        """Act upon broken laws that this rank judges without gathers. Writes no bundle.
 
-        on_all_ranks: every other rank finds the same, so one rank prints it.
+        on_all_ranks: every other rank finds the same, so only rank 0 prints it.
         """
         for violation, suspicion in self._not_silenced(judgement):
             self._report(violation, suspicion, scene, Evidence(), self.evidence.rank == 0 or not on_all_ranks)
@@ -117,7 +117,7 @@ class Verdicts:
         facts: Mapping[str, object] | None = None,
         effects: Sequence[tuple[Violation, bool]] = (),
     ) -> None:
-        """Count a finding; explain, bundle and act upon the first of its clause, unless it is an effect of another."""
+        """Count a finding. Report it if it is the first of its clause or `action` is "raise". Effects get one line."""
         action = self.settings.action
         # A clause that was only suspected before is reported once more if it is certain.
         is_first = not (self.counts[violation.clause] or (suspicion and self.suspected[violation.clause]))
@@ -129,7 +129,7 @@ class Verdicts:
         if cause is not None:
             self._note_effect(cause, violation, suspicion, applied)
             if prints:
-                print_message(f"andon: of the same cause as {cause.violation.clause}: {_effect(violation)}")
+                print_message(f"andon: same cause as {cause.violation.clause}: {_effect(violation)}")
             return
 
         known = self.counts + self.suspected
@@ -167,7 +167,7 @@ class Verdicts:
         self.first_steps.setdefault(violation.clause, violation.step)
 
     def _cause_of(self, violation: Violation) -> _Reported | None:
-        """The violation whose effect this is: of the same update, or one by which the ranks' weights parted."""
+        """The reported violation that caused this one: at the same step, or one that made the ranks' weights differ."""
         if self.settings.action == "raise":  # a violation ended the loop, or its caller caught it
             return None
         for cause in reversed(self._reported):

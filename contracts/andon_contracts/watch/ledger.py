@@ -18,15 +18,16 @@ from torch.optim import Optimizer
 
 from andon_contracts import record
 from andon_contracts.agree import real_of
-from andon_contracts.digest import join
+from andon_contracts.digest import hex64, join
 from andon_contracts.fields import Real
 from andon_contracts.fingerprint import environment, fingerprint
-from andon_contracts.laws.law import Observations, hexadecimal
+from andon_contracts.laws.law import Observations
 from andon_contracts.observe import flat_digest
 from andon_contracts.record import LedgerError, LedgerFile
 from andon_contracts.violation import Halted, Violation
 from andon_contracts.watch.judging import print_message
 from andon_contracts.watch.model_probe import ModelProbe
+from andon_contracts.watch.settings import Settings
 from andon_contracts.watch.values import layout_digest, text_digest
 
 _WRITER = "watch"
@@ -50,15 +51,15 @@ class UpdateRows:
         return tuple(row for part in self.ids for row in part)
 
 
-def open_ledger(given: str | os.PathLike[str] | None, writer: int, start: int) -> LedgerFile | None:
-    """Open the ledger of a watch at `given`, else at a path from the variable ANDON_LEDGER, else return None.
+def open_ledger(settings: Settings, writer: int) -> LedgerFile | None:
+    """Open the ledger of a watch at `settings.ledger`, else at a path from the variable ANDON_LEDGER, else return None.
 
     All watches of a script share the variable. Later ones of this process write to numbered names, and the name has the
     rank `writer` of the world that is rank 0 of the watch, if it is not 0. A ledger with lines is continued only after
     `start` > 0 updates or a restart by torch's launcher. Raises `ValueError` if it belongs to another run, is damaged
     or in use by another process, or if the disk refuses.
     """
-    variable = os.environ.get("ANDON_LEDGER")
+    variable, given = os.environ.get("ANDON_LEDGER"), settings.ledger
     if given is None and not variable:
         return None
     path, number = Path(variable or "" if given is None else given), 1
@@ -72,15 +73,16 @@ def open_ledger(given: str | os.PathLike[str] | None, writer: int, start: int) -
         path.parent.mkdir(parents=True, exist_ok=True)
         file = LedgerFile(path, exclusive=True)
     except LedgerError as error:
-        what = "is not a ledger, or was changed, and is left as it is; name a new file"
+        what = "is not a ledger or was changed, so the watch does not write to it; name a new file"
         raise ValueError(f"ledger: {path} {what} ({error})") from None
     except BlockingIOError:
         raise ValueError(f"ledger: {path} is being written by another process") from None
     except OSError as error:
         raise ValueError(f"ledger: {path} cannot be written: {error.strerror}") from None
-    if file.head[0] and not start and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+    if file.head[0] and not settings.start and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         file.close()
-        raise ValueError(f"ledger: {path} already contains a run; name another file, or pass start= to continue it")
+        or_start = "" if settings.by_command else ", or pass start= to continue it"
+        raise ValueError(f"ledger: {path} already contains a run; name another file{or_start}")
     return file
 
 
@@ -92,7 +94,7 @@ class Recorder:
     """
 
     def __init__(self, file: LedgerFile | None, subject: ModelProbe, replicated: Mapping[str, bool]) -> None:
-        """file: None writes nothing. replicated: if all ranks hold the same "weights", "gradient", "optimizer"."""
+        """file: None writes nothing. replicated: by "weights", "gradient", "optimizer": whether ranks hold the same."""
         self._file = file
         self._subject = subject
         self._replicated = replicated
@@ -101,33 +103,32 @@ class Recorder:
         self._last: tuple[int, dict[str, str]] = (0, {})
 
     def opened(self, world: int, optimizers: Sequence[Optimizer], rows: int | None, start: int) -> None:
-        """The watch opened after `start` updates: writes a start line, or a resume line if the file has lines."""
+        """Write a start line, or if the file has lines a resume line. start: the updates before the watch opened."""
         if self._file is None:
             return
         digests, resumed = self._weights(), bool(self._file.head[0])
         self._last = (start, dict(digests))
         if self._subject.frozen:
-            digests["base"] = hexadecimal(flat_digest(self._subject.frozen.values()))
+            digests["base"] = hex64(flat_digest(self._subject.frozen.values()))
         identity, machine = self._origin(optimizers)
         if not resumed:
             plan = record.Plan(rows, None, None, None, None, None)
             run = Path(sys.argv[0] if sys.argv else "").name or _WRITER
-            line = record.Start(run, machine, identity, plan, digests, world, _backend(), _WRITER, _ALGORITHMS)
-            self._append(line)
+            self._append(record.Start(run, machine, identity, plan, digests, world, _backend(), _WRITER, _ALGORITHMS))
         if resumed or start:
             torn = self._file.torn if resumed else 0
             self._append(record.Resume(start, identity, machine, digests, world, _backend(), "the loop's own", torn))
 
     def loaded(self, step: int, name: str, world: int, optimizers: Sequence[Optimizer]) -> None:
-        """The loop loaded checkpoint `name` and continues after `step` updates."""
+        """Write that the loop loaded checkpoint `name` and continues after `step` updates."""
         if self._file is not None:
             self._append(record.Resume(step, *self._origin(optimizers), self._weights(), world, _backend(), name))
 
     def _weights(self) -> dict[str, str]:
-        return {"weights": hexadecimal(flat_digest(self._subject.trainable.values()))}
+        return {"weights": hex64(flat_digest(self._subject.trainable.values()))}
 
     def _origin(self, optimizers: Sequence[Optimizer]) -> tuple[str, dict[str, str]]:
-        """The identity of the run, equal for any number of ranks, and the fingerprint of this machine."""
+        """The identity of the run, the same for any number of ranks, and the fingerprint of this machine."""
         layouts = [layout_digest(self._subject.trainable), layout_digest(self._subject.frozen)]
         names = [type(optimizer).__name__ for optimizer in optimizers]
         machine = fingerprint(environment(torch.get_num_threads(), self._subject.accelerators()))
@@ -154,15 +155,16 @@ class Recorder:
         parts: list[dict[str, str | None]] = [{"weights": None} for _ in after]
         for name, digests in by_rank.items():
             if self._replicated[name]:
-                whole[name] = hexadecimal(digests[0])
+                whole[name] = hex64(digests[0])
                 for part, digest in zip(parts, digests, strict=True):
-                    part[name] = hexadecimal(digest)
+                    part[name] = hex64(digest)
             else:  # the ranks hold different shards: one digest of all of them
-                whole[name] = hexadecimal(join({f"rank {i}": digest % (1 << 64) for i, digest in enumerate(digests)}))
+                whole[name] = hex64(join({f"rank {i}": digest % (1 << 64) for i, digest in enumerate(digests)}))
         self._last = (step, {"weights": whole["weights"], "optimizer": whole["optimizer"]})
         ids, loss_rows = rows.union, sum(o.values["loss rows"] for o in before)
         loss = sum(real_of(o.values["loss sum"]) for o in before)
-        content = hexadecimal(text_digest(sorted(zip(ids, rows.contents, strict=True)))) if rows.contents else None
+        own = rows.ids or ((),) * len(after)
+        content = hex64(text_digest(sorted(zip(ids, rows.contents, strict=True)))) if rows.contents else None
         self._append(
             record.Step(
                 step=step,
@@ -177,10 +179,7 @@ class Recorder:
                 world=len(after),
                 backend=_backend(),
                 digests=record.StepDigests(content, **whole),
-                ranks=tuple(
-                    record.RankPart(rank, (), rows.ids[rank] if rows.ids else (), **part)
-                    for rank, part in enumerate(parts)
-                ),
+                ranks=tuple(record.RankPart(rank, (), own[rank], **part) for rank, part in enumerate(parts)),
                 weights_norm=self._norm(after),
                 gradient_at=None if reduced else "optimizer",
                 optimizer_index=index,
@@ -200,7 +199,7 @@ class Recorder:
 
     def saved(self, step: int, name: str, digests: Mapping[str, int]) -> None:
         words = {key: value % (1 << 64) for key, value in digests.items()}
-        self._append(record.Saved(step, name, hexadecimal(join(words))))
+        self._append(record.Saved(step, name, hex64(join(words))))
 
     def evaluated(self, step: int, rows: int, scores: Mapping[str, float]) -> None:
         self._append(record.Evaluation(step, None, rows, {name: Real.of(score) for name, score in scores.items()}))
@@ -230,8 +229,8 @@ class Recorder:
 
     def _fail(self, error: OSError | ValueError) -> None:
         if not self._failure:
-            why = f"the disk refuses: {error.strerror}" if isinstance(error, OSError) else str(error)
-            self._failure = f"it ends before its time, since {why}"
+            why = f"the file cannot be written: {error.strerror}" if isinstance(error, OSError) else str(error)
+            self._failure = f"no further lines are written: {why}"
             print_message(f"andon.watch: ledger: {self._failure}")
 
 

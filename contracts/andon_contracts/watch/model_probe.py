@@ -120,7 +120,7 @@ class ModelProbe:
         return [torch.cuda.get_device_name(device) for device in used]
 
     def buffers_by_name(self) -> dict[str, torch.Tensor]:
-        """The buffers that the model has now and that are compared, by name."""
+        """By name, the buffers that the model has now and that ranks compare."""
         if not self.reducers:
             return {name: b for name, b in self.inner.named_buffers() if not b.is_meta}
         compared = {id(b) for scope in self.buffer_scopes for buffers in scope.buffers() for b in buffers}
@@ -130,7 +130,7 @@ class ModelProbe:
         return [b for module in self.modules for b in module._buffers.values() if b is not None]
 
     def foreign_optimizers(self) -> list[int]:
-        """The numbers, from 1, of the optimizers that hold parameters, but of another model than this one."""
+        """The numbers, from 1, of the optimizers that hold only parameters of another model."""
         mine, extra = set(map(id, self.parameters.values())), set(map(id, self.extra_tensors))
         held = [set(map(id, parameters_of([each]))) for each in self.optimizers]
         return [number for number, ids in enumerate(held, 1) if ids.isdisjoint(mine) and not ids <= extra]
@@ -158,7 +158,7 @@ class ModelProbe:
         return [f"{', '.join(n[:3])}{m} {what}" for (n, what), m in zip(problems, more, strict=True) if n]
 
     def norm_share(self, tensors: Iterable[torch.Tensor], world: int) -> float:
-        """The part of the 2-norm of `tensors` that this rank, one of `world`, contributes to `norm_of_all`."""
+        """This rank's share: `norm_of_all(shares)` is the 2-norm of the whole. Without shards: the norm itself."""
         if not self.sharded:
             return norm_of(tensors)
         by_pieces: dict[int, list[torch.Tensor]] = {}
@@ -195,10 +195,10 @@ class WrapperProbe:
 
     @property
     def reduces(self) -> bool:
-        """Whether DDP must have reduced the gradients. A reduction that bypasses the wrapper is a fault.
+        """Whether DDP must have reduced the gradients of this window. A loop that bypasses the wrapper is at fault.
 
-        A watch that opens just before an update did not see the forward passes of its first window; the present state
-        of the wrapper counts for that window.
+        A watch that opens just before an update did not see the forward passes of its first window. Then the present
+        state of the wrapper decides.
         """
         sync = self._sync_enabled or (not self._called and bool(self.module.require_backward_grad_sync))
         return not getattr(self.module, "_comm_hooks", ()) and sync
@@ -206,7 +206,7 @@ class WrapperProbe:
 
 @dataclass(frozen=True)
 class BufferScope:
-    """A module whose buffers are compared at each of its forward calls: it is in a wrapper, or in no wrapper at all."""
+    """A module whose buffers are compared at its forward passes: the module in a wrapper, or an unwrapped model."""
 
     hooked_module: nn.Module
     inner: nn.Module
@@ -237,12 +237,12 @@ def _buffer_scopes(
 
 
 def unknown_names(names: Iterable[str], known: Sequence[str]) -> list[str]:
-    """Those of `names` (patterns) that match no known name."""
+    """The patterns in `names` that match no known name."""
     return [name for name in names if not any(fnmatch.fnmatchcase(one, name) for one in known)]
 
 
 class ForwardHook:
-    """A hook before or after a forward pass, which calls `see`; arguments: with all that torch gives the hook.
+    """A hook before or after a forward pass that calls `see`. arguments: pass on the arguments that torch gives it.
 
     A model is copied and saved with its hooks. The hook of a copy is a function of the standard library that ignores
     its arguments: copies are not watched, and a model that was saved whole loads without this package.
@@ -260,7 +260,7 @@ class ForwardHook:
         return partial, (sub_debug,)
 
 
-# For `torch.load(weights_only=True)` of such a file. `getattr`, as for a bound method, would allow a file too much.
+# For `torch.load(weights_only=True)` of such a file. A bound method would need `getattr`, which allows a file too much.
 torch.serialization.add_safe_globals([partial, sub_debug])
 
 

@@ -27,17 +27,18 @@ from andon_contracts.liveness.store_link import SignedStore, new_secret, secret_
 from andon_contracts.violation import first_line
 from andon_contracts.watch.exchange import WIDTH, Exchange, Replicas, part_of, replicas_of
 from andon_contracts.watch.ledger import open_ledger
-from andon_contracts.watch.model_probe import ModelProbe, ModuleGroup, unwrap
+from andon_contracts.watch.model_probe import ModelProbe, ModuleGroup, parameters_of, unwrap
 from andon_contracts.watch.settings import Action, Plan, Reference, Scaler, Schedule, Settings
+from andon_contracts.watch.values import text_digest
 from andon_contracts.watch.watcher import Watch
 
 Kind = TypeVar("Kind")
 _open: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Watch]] = weakref.WeakKeyDictionary()
-"""The latest watch of each optimizer. A strong reference to the watch would keep its optimizer alive for ever."""
+"""The latest watch of each optimizer, by a weak reference: a strong one would keep the optimizer alive for ever."""
 _opened = [0]
 """How many watches this process has opened, those that are closed included."""
 _halt_signals: Counter[str] = Counter()
-"""How many halt signals each group of ranks has had in this process, which is the same number on all of its ranks."""
+"""By group of ranks, how many halt signals it has had in this process; the same number on all of its ranks."""
 
 
 def watch(
@@ -72,19 +73,19 @@ def watch(
     """Check every update of a training loop. Collective: call it on every rank, after wrapping the model.
 
     action: what a violation does: "warn", "raise", or a function of the `Violation`. A suspicion only ever warns.
-    allow: from a clause to the reason why it is silenced; its findings are only counted.
+    allow: maps a clause to the reason why it is silenced; its findings are only counted.
     log: receives a dict for each finding. group: the data-parallel ranks (default: all). folder: bundles of violations
     are written there. ledger: where rank 0 writes a line for every update (default: the file that ANDON_LEDGER names).
     trainable: name patterns of the parameters to be trained. tied: pairs of names that must be one tensor.
-    clip: the gradient norm that the loop clips to. groups: from a name pattern to hyperparameters.
-    schedule: from the number of an update, 1 being the first, to its learning rate. scaler: the loss scaler.
-    reference: from the model and the ids of a global batch to the sum and the number of their losses. With it every
-    `every`-th gradient is computed again.
-    plan: from the number of an update to the ids of its global batch. rows: the number of rows of an epoch.
-    contents: from ids to the rows that `Watch.batch` receives for them.
-    start: the updates made before. updates: how many updates there are in all at the end.
+    clip: the gradient norm that the loop clips to. groups: maps a name pattern to the hyperparameters of its group.
+    schedule: maps the number of an update, 1 being the first, to its learning rate. scaler: the loss scaler.
+    reference: computes, from the model and the ids of a global batch, the sum and the number of the losses. If given,
+    every `every`-th gradient is recomputed and compared.
+    plan: maps the number of an update to the ids of its global batch. rows: the number of rows of an epoch.
+    contents: maps ids to the rows that `Watch.batch` receives for them.
+    start: the number of updates made before. updates: the total number of updates at the end, with those before.
     replicate: the process group or one-dimensional device mesh of the ranks with the same parameters (default: all
-    ranks, or as the mesh of the shards says). hard_stop: end ranks that are blocked while no Python runs.
+    ranks, or as the mesh of the shards says). hard_stop: kill ranks that are blocked in native code when all halt.
     timeout: how long a rank waits for the others. patience: how long the process of a rank may be stopped, or a rank on
     another machine may send no heartbeat, before all ranks halt. verbose: list every clause at the opening.
 
@@ -92,25 +93,30 @@ def watch(
     at the start is a finding, and `action` applies to it.
     """
     settings = Settings(
-        action=action, allow=dict(allow or {}), log=log, group=group, folder=folder, ledger=ledger, trainable=trainable,
-        tied=tuple(tied), clip=clip, groups=dict(groups or {}), schedule=schedule, scaler=scaler, reference=reference,
-        every=every, plan=plan, rows=rows, contents=contents, start=start, updates=updates, replicate=replicate,
-        hard_stop=hard_stop, timeout=timeout, patience=patience, verbose=verbose,
+        action=action, allow=dict(allow or {}) if isinstance(allow, Mapping | None) else allow, log=log, group=group,
+        folder=folder, ledger=ledger, trainable=trainable, tied=tuple(tied), clip=clip, groups=dict(groups or {}),
+        schedule=schedule, scaler=scaler, reference=reference, every=every, plan=plan, rows=rows, contents=contents,
+        start=start, updates=updates, replicate=replicate, hard_stop=hard_stop, timeout=timeout, patience=patience,
+        verbose=verbose,
     )  # fmt: skip
     return open_watch(model, list(optimizer) if isinstance(optimizer, Sequence) else [optimizer], settings)
 
 
 class CannotWatch(ValueError):
-    """`andon watch` cannot watch the model or optimizer that it found, on any rank. The user made no mistake."""
+    """`andon watch` cannot watch the model or optimizer that it found. Raised on all ranks; not a user's mistake."""
 
 
 def open_watch(model: nn.Module, optimizers: Sequence[Any], settings: Settings) -> Watch:
     """Open a watch, as `watch` does. If any rank refuses, nothing stays open."""
     with ExitStack() as undo:
-        exchange = Exchange(GroupGather(own_group(settings.group, settings.timeout), WIDTH))
+        gather = GroupGather(own_group(settings.group, settings.timeout), WIDTH)
+        ranks = [int(os.environ.get("RANK", "0"))]  # global ranks; torchrun's number without a group
+        if dist.is_initialized():
+            ranks = dist.get_process_group_ranks(settings.group or dist.group.WORLD)
+        exchange = Exchange(gather, ranks)
         undo.callback(exchange.close)
         optimizers = [_unwrapped(each) for each in optimizers]
-        problems = [] if isinstance(model, nn.Module) else [f"model must be a module, not {type(model).__name__}"]
+        problems = [] if isinstance(model, nn.Module) else [f"model must be an nn.Module, not {type(model).__name__}"]
         if not optimizers:
             problems.append("optimizer is an empty list: name at least one")
         problems += [
@@ -123,7 +129,7 @@ def open_watch(model: nn.Module, optimizers: Sequence[Any], settings: Settings) 
             try:
                 subject = ModelProbe(model, optimizers, reducers_of(model))
             except Exception as error:  # noqa: BLE001 - modules and parameters are the user's own: they may raise anything
-                problems.append(f"the model cannot be looked through: {first_line(error)}")
+                problems.append(f"the model cannot be read: {first_line(error)}")
         if subject is not None:
             problems += settings.problems(subject)
             if any(map(is_watched, optimizers)):
@@ -131,25 +137,23 @@ def open_watch(model: nn.Module, optimizers: Sequence[Any], settings: Settings) 
             wrapped = vars(model).get("process_group")  # a module of the user's own may raise for a name that it lacks
             replicas = dist.get_world_size(wrapped) if isinstance(wrapped, dist.ProcessGroup) else exchange.world_size
             if replicas != exchange.world_size:
-                problems.append(f"the group has {exchange.world_size} ranks, but the model's replicas are {replicas}")
+                problems.append(f"the group has {exchange.world_size} ranks, but the model's DDP group has {replicas}")
             try:
                 part, copies = part_of(subject, settings.replicate, exchange.rank)
             except ValueError as error:
                 problems.append(str(error))
-        # The command has checked its own options. So only a ledger that cannot be opened is a mistake of its user.
+        # The command has checked its options. So its user's only possible mistake is a ledger that cannot be opened.
         excused = len(problems) if settings.by_command else 0
         if exchange.rank == 0 and not problems:
-            first = int(os.environ.get("RANK", "0"))  # the global rank of this rank; torchrun's number without a group
-            if dist.is_available() and dist.is_initialized():
-                first = 0 if settings.group is None else dist.get_process_group_ranks(settings.group)[0]
             try:
-                file = open_ledger(settings.ledger, first, settings.start)
+                file = open_ledger(settings, ranks[0])
             except ValueError as error:
                 problems.append(str(error))
             if file is not None:
                 undo.callback(file.close)
         # Rank 0 sends the secret that signs heartbeats in this gather, so that it never comes into the ranks' store.
-        digests = {f"told {name}": digest for name, digest in settings.digests().items()}
+        compared = settings.compared()
+        digests = {f"told {name}": text_digest(value) for name, value in compared.items()}
         values = {"records": int(file is not None), "part": part, "copies": copies, **secret_to_ints(new_secret())}
         values = {"problems": len(problems), **digests, **values, "mistakes": len(problems) - excused}
         seen = exchange(0, "settings", values)
@@ -158,37 +162,34 @@ def open_watch(model: nn.Module, optimizers: Sequence[Any], settings: Settings) 
             problems.append(f"rank {', '.join(others)} got a wrong argument; its own message says which")
         differing = [name for name in digests if len({o.values[name] for o in seen}) > 1]
         if differing and not any(o.values["problems"] for o in seen):
-            names = ", ".join(name.removeprefix("told ") for name in differing)
-            problems.append(f"the ranks watch with different settings: {names}")
+            own = "; ".join(f"{name}={compared[name]}" for name in (each.removeprefix("told ") for each in differing))
+            texts = enumerate(exchange.gather_texts(0, own))
+            problems.append(f"the ranks watch with different settings: {', '.join(f'rank {r}: {t}' for r, t in texts)}")
         if problems:
             msg = "andon.watch: " + "; ".join(problems)
-            raise ValueError(msg) if any(o.values["mistakes"] for o in seen) else CannotWatch(msg)
+            mistaken = not settings.by_command or any(o.values["mistakes"] for o in seen)
+            raise ValueError(msg) if mistaken else CannotWatch(msg)
         assert subject is not None
         try:
             parts = replicas_of([o.values["part"] for o in seen], [o.values["copies"] for o in seen])
         except ValueError:
             if settings.replicate is not None:
                 raise
-            # Pipeline stages with separate meshes, for example: the same shard cannot be recognized across stages.
+            # For example, pipeline stages have separate meshes: a shard cannot be recognized across stages.
             parts = Replicas(tuple(range(len(seen))))
         settings = replace(settings, recording=bool(seen[0].values["records"]))
         halt = None
         if exchange.world_size > 1:
             # The key of the halt signal is the same on all ranks of this watch, and unique to them.
-            ranks = dist.get_process_group_ranks(settings.group or dist.group.WORLD)
             name = "all" if settings.group is None else "-".join(map(str, ranks))
             _halt_signals[name] += 1
             store = own_store(f"{name}/{_halt_signals[name]}")
             if store is not None:
-                halt = HaltSignal(
-                    SignedStore(store, secret_from_ints(seen[0].values)),
-                    exchange.rank,
-                    exchange.world_size,
-                    PendingCollectives(ranks),
-                    hard_stop=settings.hard_stop,
-                    patience_s=settings.patience.total_seconds(),
-                    warns=settings.action == "warn",
-                )
+                signed, pending = SignedStore(store, secret_from_ints(seen[0].values)), PendingCollectives(ranks)
+                options = {"hard_stop": settings.hard_stop, "warns": settings.action == "warn"}
+                patience_s = settings.patience.total_seconds()
+                size = exchange.world_size
+                halt = HaltSignal(signed, exchange.rank, size, pending, patience_s=patience_s, **options)
                 undo.push(halt.end_with)
         opened = Watch(subject, optimizers, settings, exchange, parts, halt, file)
         undo.pop_all()
@@ -208,7 +209,7 @@ def is_watched(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _unwrapped(optimizer: Any) -> Any:
-    """The optimizer inside a wrapper that delegates: Accelerate's, Fabric's, torch's `PostLocalSGDOptimizer`."""
+    """The optimizer inside a delegating wrapper, as Accelerate's, Fabric's and torch's `PostLocalSGDOptimizer`."""
     while True:
         # A subclass that never called `Optimizer.__init__` has no hooks: it steps by another optimizer.
         delegates = isinstance(optimizer, torch.optim.Optimizer) and not hasattr(optimizer, "_optimizer_step_pre_hooks")
@@ -220,21 +221,16 @@ def _unwrapped(optimizer: Any) -> Any:
         optimizer = inner
 
 
-# what an optimizer trains, in a process that does not declare it
+# what an optimizer trains, if the script does not pass its model (`andon watch`)
 
-# The garbage collector lists the objects, once for each optimizer that makes its first update. So nothing of torch is
-# patched for it. The order in which objects are listed does not affect the result, so that ranks agree.
-
-
-def members(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The parameters of `optimizer`, in order."""
-    return [p for group in optimizer.param_groups for p in group["params"]]
+# The garbage collector lists the objects, once for each optimizer that makes its first update, so torch needs no patch.
+# The result does not depend on the order of that list, so that ranks agree.
 
 
 def optimizer_of(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer | None:
     """The living optimizer that holds the earliest of `parameters`; of several, the one with most of them.
 
-    None if two of them cannot be distinguished: the first update shows which one the loop uses.
+    None if no optimizer holds any, or if two cannot be distinguished: the first update shows which one the loop uses.
     """
     ranked = _ranked(_index(parameters))
     return ranked[0][0] if ranked and len(ranked[0]) == 1 else None
@@ -246,7 +242,7 @@ def trained_by(optimizer: torch.optim.Optimizer) -> tuple[nn.Module, list[torch.
     If no single module holds all of it, or a parameter lies in no module, the model is a `ModuleGroup`. Raises
     `ValueError` if several modules hold it and nothing that all processes see distinguishes them.
     """
-    wanted = members(optimizer)
+    wanted = parameters_of([optimizer])
     missing = _index(wanted)
     roots, chosen = _roots(missing), list[nn.Module]()
     while roots:
@@ -256,11 +252,10 @@ def trained_by(optimizer: torch.optim.Optimizer) -> tuple[nn.Module, list[torch.
         roots = [root for root in roots if any(id(parameter) in missing for parameter in root.parameters())]
     loose = [p for p in wanted if id(p) in missing and isinstance(p, nn.Parameter)]
     model = chosen[0] if len(chosen) == 1 and not loose else ModuleGroup(chosen, loose)
-
     index = _index(model.parameters())
     optimizers, taken = [optimizer], set(map(id, wanted))
     for group in _ranked(index, but=optimizer):
-        own = set(map(id, members(group[0])))
+        own = set(map(id, parameters_of(group[:1])))
         # If two cannot be distinguished, the script has dropped one of them. The first update shows which.
         if len(group) == 1 and not own & taken:
             optimizers.append(group[0])
@@ -269,7 +264,7 @@ def trained_by(optimizer: torch.optim.Optimizer) -> tuple[nn.Module, list[torch.
 
 
 def outermost(model: nn.Module) -> nn.Module:
-    """The outermost module that holds `model`, and of several modules the one that reduces its gradients.
+    """The outermost module that contains `model`. If there are several, the one that reduces its gradients.
 
     Raises `ValueError` if several remain that cannot be distinguished.
     """
@@ -279,9 +274,9 @@ def outermost(model: nn.Module) -> nn.Module:
 
 
 def reducers_of(model: nn.Module) -> list[DistributedDataParallel]:
-    """The wrappers that reduce gradients of parameters of `model`: in it in order, then those around it or its parts.
+    """The DDP wrappers of parameters of `model`: those inside it, in order, then those around it or its parts.
 
-    If a module has several wrappers, all of them: the loop may call any.
+    If a module has several wrappers, it returns all of them, because the loop may call any.
     """
     inside = [each for each in model.modules() if isinstance(each, DistributedDataParallel)]
     known, held = set(map(id, inside)), _index(model.parameters())
@@ -296,11 +291,11 @@ def _index(parameters: Iterable[torch.Tensor]) -> dict[int, int]:
 
 
 def _positions(optimizer: torch.optim.Optimizer, index: Mapping[int, int]) -> list[int]:
-    return sorted(index[id(p)] for p in members(optimizer) if id(p) in index)
+    return sorted(index[id(p)] for p in parameters_of([optimizer]) if id(p) in index)
 
 
 def _ranked(index: Mapping[int, int], but: object = None) -> list[list[torch.optim.Optimizer]]:
-    """The living optimizers of these parameters, in an order that all ranks agree on.
+    """The living optimizers that hold parameters in `index`, except `but`, in an order that all ranks agree on.
 
     Optimizers that cannot be distinguished share a list.
     """
@@ -326,8 +321,8 @@ def _living(kind: type[Kind]) -> list[Kind]:
 def _best(roots: Sequence[nn.Module], index: Mapping[int, int]) -> nn.Module:
     """The root that is most likely the model of the parameters in `index`.
 
-    It holds most of them, reduces their gradients and holds few others. Then its first parameter decides, then the
-    names and types of its modules. Raises `ValueError` if several remain that do not wrap one module.
+    It holds most of them, reduces their gradients, holds few others and has the most wrappers. Then its type's name
+    decides, its first parameter, and the names of its modules. Raises `ValueError` if several modules remain.
     """
 
     def merit(root: nn.Module) -> tuple[int, bool, int, int, str, int]:
@@ -348,14 +343,14 @@ def _best(roots: Sequence[nn.Module], index: Mapping[int, int]) -> nn.Module:
         least = min(map(shape, first))
         first = [root for root in first if shape(root) == least]
     if len({id(unwrap(root)[0]) for root in first}) > 1:
-        kinds = f"{len(first)} modules {type(first[0]).__qualname__}"
-        msg = f"{kinds} hold what the optimizer trains, and nothing tells them apart: say which one by andon.watch(...)"
+        kinds = f"{len(first)} identical modules of type {type(first[0]).__qualname__}"
+        msg = f"{kinds} hold the optimizer's parameters: pass the one to watch to andon.watch(model, optimizer)"
         raise ValueError(msg)
     return first[0]
 
 
 def _roots(wanted: Collection[int]) -> list[nn.Module]:
-    """The modules that hold a parameter of these identities, at any depth, and lie in no other module."""
+    """The modules that hold a parameter with an `id` in `wanted`, at any depth, and lie in no other module."""
     modules = [each for each in _living(nn.Module) if "_modules" in vars(each) and not isinstance(each, ModuleGroup)]
     parents: dict[int, list[nn.Module]] = {}
     for module in modules:

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from andon_contracts.act import Scene, with_message
 from andon_contracts.agree import GroupGather, minority, own_group
-from andon_contracts.digest import tensor_digest
-from andon_contracts.laws.law import Judgement, Law, Seen, hexadecimal
+from andon_contracts.digest import hex64, tensor_digest
+from andon_contracts.laws.law import Judgement, Law, Seen, by_rank
 from andon_contracts.observe import plain
 from andon_contracts.violation import Finding
-from andon_contracts.watch.exchange import WIDTH, Exchange, by_rank
+from andon_contracts.watch.exchange import WIDTH, Exchange
 from andon_contracts.watch.values import text_digest, value_digest
 
 _SHOWN, _BEFORE, _MOST = 60, 20, 1 << 16
@@ -35,7 +35,7 @@ def _tree_law(name: str, *, stops: bool = False) -> Law[Seen[object]]:
         columns = seen.details.get(name, {name: seen.column(name)})
         odd = [each for each, column in columns.items() if len(set(column)) > 1]
         what = "the trees have different leaves" if name == "places" else f"{len(odd)} of {len(columns)} leaves differ"
-        details = tuple((each, " ".join(map(hexadecimal, columns[each]))) for each in odd)
+        details = tuple((each, " ".join(map(hex64, columns[each]))) for each in odd)
         return Finding(what, seen.step, minority(columns[odd[0]]), odd[0], details)
 
     return Law(f"trees-agree/{name}", (name,), check, stops=stops)
@@ -73,7 +73,7 @@ def assert_same(
         observations = exchange(0, "tree", values)
         foreign = [str(o.rank) for o in observations if o.values["problem"]]
         if foreign:
-            other = f"the tree of rank {', '.join(foreign)} holds what cannot be compared; its own message says what"
+            other = f"the tree of rank {', '.join(foreign)} has a value that cannot be compared; its message names it"
             raise ValueError(f"andon.assert_same: {problem or other}")
         judgement = Judgement(_TREE, Seen(observations, None))
         law = judgement.first
@@ -108,7 +108,7 @@ def _flatten(tree: Any, name: str, leaves: dict[str, Any], kinds: dict[str, str]
 
 
 def _first_place(kinds: Mapping[str, str], exchange: Exchange) -> tuple[dict[str, list[int]], str]:
-    """The first place at which the trees differ ("tree": in the order of places), its digests by rank, and a text."""
+    """The first place that differs ("tree" if only the order does) with its digests by rank, and a text about it."""
     texts = exchange.gather_texts(0, json.dumps([*kinds.items()]))
     trees: list[dict[str, str]] = [dict(json.loads(text)) for text in texts]
     places = dict.fromkeys(place for tree in trees for place in tree)
@@ -125,7 +125,7 @@ def _first_place(kinds: Mapping[str, str], exchange: Exchange) -> tuple[dict[str
 
 
 def _first_element(leaf: Any, exchange: Exchange) -> str:
-    """The first element in which a tensor differs, or each rank's value; "" if their texts are equal."""
+    """How `leaf` differs: by rank its dtype and shape, or its value; else the first element that differs; else ""."""
     is_tensor = isinstance(leaf, Tensor)
     texts = exchange.gather_texts(0, f"{leaf.dtype} {tuple(leaf.shape)}" if is_tensor else repr(leaf)[:_MOST])
     if len(set(texts)) == 1:

@@ -1,7 +1,7 @@
 """`andon watch SCRIPT ARGS`: runs a training script as it is, and watches every torch optimizer that makes an update.
 
-Torch's global step hooks report the first update of an optimizer, and `intercept` the clip call just before it. Every
-rank reaches that call, so the watch opens there. The raw gradients and the buffers before it are not read.
+Torch's global step hooks report the first update of an optimizer, and `intercept` the clip call just before it. The
+watch opens there, because every rank reaches that call. It does not read the raw gradients and buffers before it.
 
 Needs torch and icontract alone; `python -m andon_contracts.watch` is the same command if nothing else is installed.
 """
@@ -31,20 +31,21 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from andon_contracts.act import current_activity
+from andon_contracts.act import LAUNCHER_FILES, current_activity
 from andon_contracts.legible import legible_line, log, report_to_launcher
 from andon_contracts.liveness.halt import own_store
 from andon_contracts.violation import Halted, Violation, first_line
 from andon_contracts.watch import opening
 from andon_contracts.watch.intercept import Listener, listen
+from andon_contracts.watch.model_probe import parameters_of
 from andon_contracts.watch.settings import Settings, allow_problems
 from andon_contracts.watch.values import text_digest
 from andon_contracts.watch.watcher import Watch
 
 _FAILED, _VIOLATION = 1, 70
 _LONGEST_S, _AGAIN_S = 120.0, 5.0
-"""How long a rank waits for all others at a first update, but at most a third of their group's timeout; and how long it
-waits the second time. After that the rank watches nothing new."""
+"""How long a rank waits for all others at a first update, but at most a third of their group's timeout; and after one
+failed wait. After two failed waits the rank opens no more watches."""
 _POLL_S, _REPORT_S = 0.1, 1.0
 """How often a waiting rank polls for the others, and how often any rank reports where its main thread is."""
 _CONFIRM_S = 3.0
@@ -69,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with standby:
             _run(options.command, is_module=options.module)
     except Violation as found:
-        # The whole message once for each machine, its first line from the other ranks.
+        # Local rank 0 prints the whole message, the other ranks only its first line.
         text = f"andon.{type(found).__name__}: {found}"
         report_to_launcher(text, late=False)
         local = os.environ.get("LOCAL_RANK", "0")
@@ -90,27 +91,31 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="andon watch",
         usage="andon watch [OPTIONS] SCRIPT [ARGS...]  |  andon watch [OPTIONS] -m MODULE [ARGS...]",
-        description="Run a training script (or a folder or archive with a __main__.py) as it is, and hold every update "
-        "of its torch optimizers to the contracts of a step. Under several ranks: torchrun ... -m andon watch SCRIPT.",
-        epilog=f"The script's exit code is passed on; {_VIOLATION} says that --action raise found a violation.",
+        description="Run a training script (or a folder or archive with a __main__.py) as it is, and check every "
+        "update of its torch optimizers by the contracts. Under several ranks: torchrun ... -m andon watch SCRIPT.",
+        epilog=f"The exit code is the script's, or {_VIOLATION} if --action raise found a violation.",
         allow_abbrev=False,
     )
     parser.add_argument("--action", choices=("warn", "raise"), default="warn", help="on a violation (default: warn)")
-    parser.add_argument("--ledger", metavar="PATH", help="write a line of every update (as ANDON_LEDGER does)")
+    parser.add_argument("--ledger", metavar="PATH", help="write a ledger with a line per update (as ANDON_LEDGER does)")
     allow_help = "silence a clause; may be repeated"
     parser.add_argument("--allow", metavar="CLAUSE=REASON", action="append", default=[], help=allow_help)
-    parser.add_argument("--folder", metavar="PATH", help="where bundles of violations are written")
+    parser.add_argument("--folder", metavar="PATH", help="write bundles of violations to this folder")
     parser.add_argument("--hard-stop", action="store_true", help="end ranks that are blocked outside of Python")
-    parser.add_argument("--verbose", action="store_true", help="list every clause at the opening")
+    parser.add_argument("--verbose", action="store_true", help="list every clause when a watch opens")
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGS...]")
-    options = parser.parse_args(arguments)
+    options, unknown = parser.parse_known_args(arguments)
     pairs = (text.partition("=") for text in options.allow)
     options.allow = {clause.strip(): reason.strip() for clause, _, reason in pairs}
-    problems = allow_problems(options.allow)
-    if not options.command:
+    problems = [f"say --allow {clause}=REASON" for clause, reason in options.allow.items() if not reason]
+    problems = problems or allow_problems(options.allow)
+    for name in unknown:
+        known = name.removeprefix("--").partition("=")[0].replace("-", "_") in Settings.__dataclass_fields__
+        problems.append(f"{name} needs a line in the script: andon.watch(...)" if known else f"no option {name}")
+    if not (options.command or unknown):
         problems.append("name the script to run")
-    elif not options.module:
+    elif not (options.module or unknown):
         name = options.command[0]
         if _is_program(name):
             if Path(name).is_dir():
@@ -152,13 +157,13 @@ def _run(command: Sequence[str], *, is_module: bool) -> None:
 
 
 def _hide_our_frames() -> None:
-    """Let tracebacks begin at the script: leave out the frames of the files that are on the stack now."""
-    hidden = {frame.f_code.co_filename for frame, _ in traceback.walk_stack(None)}
-    hidden |= {__file__, runpy.__file__, "<frozen runpy>"}
+    """Let tracebacks and messages leave out the frames of the files that are on the stack now, outside the script."""
+    LAUNCHER_FILES.update(frame.f_code.co_filename for frame, _ in traceback.walk_stack(None))
+    LAUNCHER_FILES.update((__file__, runpy.__file__, "<frozen runpy>"))
     shown = sys.excepthook
 
     def show(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-        while trace is not None and trace.tb_frame.f_code.co_filename in hidden:
+        while trace is not None and trace.tb_frame.f_code.co_filename in LAUNCHER_FILES:
             trace = trace.tb_next
         shown(kind, error.with_traceback(trace), trace)
 
@@ -201,16 +206,15 @@ class Standby(Listener):
     def report_if_idle(self) -> None:
         """Print a line if neither this object nor the script opened a watch, and no optimizer was reported."""
         if opening.opened_so_far() == self._opened_before and not self._unwatched:
-            several = os.environ.get("WORLD_SIZE", "1") != "1"
-            which = f"rank {os.environ.get('RANK', '?')}: " if several else ""
-            log(f"andon watch: {which}no optimizer of torch made an update, so nothing was watched")
+            which = f"rank {os.environ.get('RANK', '?')}: " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
+            log(f"andon watch: {which}no torch optimizer made an update, so nothing was watched")
 
     def _before(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         if optimizer in self._running:  # its last update raised, so that its post-hook never ran
             del self._running[self._running.index(optimizer) :]
         # An optimizer that shards its state over ranks makes its update by another optimizer inside.
-        own = set(map(id, opening.members(optimizer)))
-        is_inside = any(own <= set(map(id, opening.members(outer))) for outer in self._running)
+        own = set(map(id, parameters_of([optimizer])))
+        is_inside = any(own <= set(map(id, parameters_of([outer]))) for outer in self._running)
         self._running.append(optimizer)
         if not is_inside and optimizer not in self._seen:
             self._open(optimizer)
@@ -221,7 +225,7 @@ class Standby(Listener):
             pass
 
     def clipping(self, parameters: Sequence[torch.Tensor], norm: torch.Tensor | None) -> None:
-        """Open a watch here, because an optimizer of these parameters is about to make its first update."""
+        """Open a watch if an optimizer of these parameters has made no update yet: it will make its first one next."""
         if not parameters or id(parameters[0]) in self._clipped:
             return
         self._clipped.add(id(parameters[0]))
@@ -236,9 +240,9 @@ class Standby(Listener):
         self._seen.add(optimizer)
         if opening.is_watched(optimizer):
             return None
-        trained, kind = opening.members(optimizer), type(optimizer).__qualname__
+        trained, kind = parameters_of([optimizer]), type(optimizer).__qualname__
         if not any(isinstance(each, torch.nn.Parameter) for each in trained):
-            self._report_unwatched(f"{kind} trains only tensors that are no parameters of a module")
+            self._report_unwatched(f"{kind} trains only tensors that are not parameters of a module")
             return None
         why = ""
         try:
@@ -246,7 +250,7 @@ class Standby(Listener):
         except ValueError as error:
             why = str(error)
         except Exception as error:  # noqa: BLE001 - it asks objects of the script, which may raise anything
-            why = f"what {kind} trains cannot be found: {first_line(error)}"
+            why = f"cannot find the model that {kind} trains: {first_line(error)}"
         refused = self._rendezvous.meet(f"{kind} of {len(trained)} tensors", why)
         if refused is not None:
             self._report_unwatched(refused)
@@ -257,7 +261,7 @@ class Standby(Listener):
         parameters = set(map(id, model.parameters()))
         for watch in self._watches:
             if not watch.closed and not parameters.isdisjoint(map(id, watch.parameters)):
-                log("andon watch: another optimizer trains this model now, so it is watched anew")
+                log("andon watch: another optimizer trains this model now, so a new watch opens")
                 watch.close()
         self._seen.update(optimizers)
         try:
@@ -271,7 +275,7 @@ class Standby(Listener):
         return self._watches[-1]
 
     def _report_unwatched(self, why: str) -> None:
-        """Print once, on one rank, why an optimizer is not watched. An empty `why` was printed before."""
+        """Print once, on one rank, why an optimizer is not watched; nothing if `why` is empty."""
         known = why in self._unwatched
         self._unwatched.add(why)
         if why and not known:
@@ -309,9 +313,9 @@ class Rendezvous:
             self._thread.join(1.0)
 
     def meet(self, what: str, refuses: str = "") -> str | None:
-        """Meet the others at an update of `what`. Returns None if all ranks are here, else why no watch may open.
+        """Meet the others at an update of `what`. Returns None if all ranks came, else why no watch may open.
 
-        refuses: why this rank cannot open a watch; the others receive it. After the last attempt this returns "".
+        refuses: why this rank cannot open a watch. Once the attempts are used up it returns `refuses` at once.
         """
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
             return refuses or None
@@ -364,7 +368,7 @@ class Rendezvous:
             time.sleep(_POLL_S)
 
     def _report_waits(self) -> None:
-        """The thread: tell the other ranks while the main thread waits in a collective, and when the script is over."""
+        """The thread's function: report if the main thread waits in a collective, and when the script has ended."""
         reported, last, computed, since = "", None, 0.0, time.monotonic()
         clock = time.pthread_getcpuclockid(self._main)
         store: Store | None = None
@@ -384,7 +388,7 @@ class Rendezvous:
 
 
 def _agreed(store: Store, key: str, what: str, why: str) -> str:
-    """The verdict of a meeting: this one, unless another rank was faster."""
+    """Store [what, why] as the verdict of a meeting unless another rank was faster. Returns the stored verdict."""
     return bytes(store.compare_set(f"{key}/verdict", "", json.dumps([what, why]))).decode()
 
 

@@ -16,10 +16,9 @@ from torch import nn
 from andon_contracts.clauses import CLAUSES
 from andon_contracts.violation import Violation
 from andon_contracts.watch.model_probe import ModelProbe, unknown_names
-from andon_contracts.watch.values import text_digest
 
 Action = Literal["warn", "raise"] | Callable[[Violation], None]
-Reference = Callable[[nn.Module, Sequence[int]], tuple[torch.Tensor, int]]
+Reference = Callable[[nn.Module, list[int]], tuple[torch.Tensor, int]]
 Schedule = Callable[[int], float]
 Plan = Callable[[int], Sequence[int]]
 
@@ -60,37 +59,36 @@ class Settings:
     patience: datetime.timedelta = datetime.timedelta(seconds=30)
     verbose: bool = False
     recording: bool = False
-    """Whether rank 0 writes a ledger: all ranks then look at what only a ledger needs."""
+    """Whether rank 0 writes a ledger: then all ranks also read what only a ledger needs."""
     by_command: bool = False
     """Whether the command `andon watch` opened the watch, so that messages name its options."""
 
     def is_sampled(self, update: int) -> bool:
-        """Whether costly checks run: at one of the watch's first four updates, a power of two, or a multiple of 64."""
+        """Whether costly checks run: counted from `start`, `update` is 1 to 4, a power of two or a multiple of 64."""
         made = update - self.start
         return made <= 4 or made & (made - 1) == 0 or made % 64 == 0
 
-    def digests(self) -> dict[str, int]:
-        """The digests, in [0, 2^62), of the arguments that must be equal on all ranks, so that all ranks make the same
-        collectives. A function counts as given or not. `log` and `folder` may differ.
+    def compared(self) -> dict[str, object]:
+        """The arguments that must be equal on all ranks, so that all ranks make the same collectives, as plain values.
+        A function counts as given or not. `log` and `folder` may differ.
         """
         functions = ("schedule", "scaler", "reference", "plan", "contents")
         compared: dict[str, object] = {name: getattr(self, name) is not None for name in functions}
-        compared |= {
+        return compared | {
             "action": self.action if isinstance(self.action, str) else "callable",
-            "allow": sorted(self.allow),
+            "allow": sorted(self.allow) if isinstance(self.allow, Mapping) else None,
             "trainable": self.trainable and list(self.trainable),
             "tied": list(self.tied),
             "clip": self.clip,
             "groups": sorted((name, sorted(values)) for name, values in self.groups.items()),
             **{name: getattr(self, name) for name in ("every", "rows", "start", "updates")},
         }
-        return {name: text_digest(value) for name, value in compared.items()}
 
     def problems(self, subject: ModelProbe) -> list[str]:
         """All that is wrong with these settings for `subject`, in words."""
         problems: list[str] = []
         if self.action not in ("warn", "raise") and not callable(self.action):
-            problems.append(f"action must be 'warn', 'raise' or a function of a violation, not {self.action!r}")
+            problems.append(f"action must be 'warn', 'raise' or a function that takes a violation, not {self.action!r}")
         for name in ("every", "start", "rows", "updates"):
             value = getattr(self, name)
             if not _is_count(value) and not (value is None and name in ("rows", "updates")):
@@ -101,7 +99,7 @@ class Settings:
         if _is_count(self.updates) and _is_count(self.start) and self.updates < self.start:
             problems.append(f"updates must be at least start ({self.start}), not {self.updates}")
         if self.clip is not None and not (isinstance(self.clip, SupportsFloat) and float(self.clip) > 0):
-            problems.append(f"clip must be above 0, not {self.clip!r}")
+            problems.append(f"clip must be a number above 0, not {self.clip!r}")
         if self.scaler is not None and not callable(getattr(self.scaler, "get_scale", None)):
             problems.append(f"scaler must have get_scale(), as torch.amp.GradScaler has; {self.scaler!r} has not")
         for name in ("schedule", "reference", "plan", "contents", "log"):
@@ -113,18 +111,18 @@ class Settings:
         problems += [f"no parameter is named {name!r}" for name in unknown_names(names, subject.names)]
         if not subject.trainable:
             return [*problems, "the model has no trainable parameter"]
-        return problems + [
-            f"optimizer {number} holds no parameter of this model: is it the optimizer of another one?"
-            for number in subject.foreign_optimizers()
-        ]
+        what = "holds no parameter of this model: is it the optimizer of another one?"
+        return problems + [f"optimizer {number} {what}" for number in subject.foreign_optimizers()]
 
 
 def _is_count(value: object) -> TypeGuard[int]:
     return isinstance(value, SupportsIndex) and not isinstance(value, bool | torch.Tensor)
 
 
-def allow_problems(allow: Mapping[str, str]) -> list[str]:
+def allow_problems(allow: object) -> list[str]:
     """All that is wrong with `allow`, in words: unknown clauses and empty reasons."""
+    if not isinstance(allow, Mapping):
+        return [f"allow must map a clause to a reason, not be a {type(allow).__name__}"]
     problems = []
     for name in allow:
         if name not in CLAUSES:

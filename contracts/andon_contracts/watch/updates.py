@@ -1,7 +1,7 @@
 """The two exchanges of a watched update, before the optimizer's step and after it: a loop over the checks.
 
-What is read after an update is judged at once on a CPU. On a GPU the update is still queued then, and waiting for it
-would starve the device. So it is judged just before the next update, at the next collective call, or at the close.
+If all ranks train on GPUs, an update is still queued when its step returns, and waiting would starve the device. So the
+state after it is judged just before the next update, at the next collective call, or at the close; else at once.
 """
 
 from __future__ import annotations
@@ -35,14 +35,11 @@ from andon_contracts.watch.model_probe import ModelProbe
 from andon_contracts.watch.values import layout_digest, state_digest, trainable_layout_digest
 
 _AT_THE_CLOSE_S = 5.0
-"""Seconds that a rank waits at its close for what the others saw after the last update."""
+"""Seconds that a rank waits at its close for the others' values after the last update."""
 
 
 def add_checks(context: Context, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Make the checks of a watch: those of the whole loop, and those of each optimizer.
-
-    Their order is the order in which laws are judged and told of: causes before effects.
-    """
+    """Make the checks of the whole loop and of each optimizer, in the order of judging: causes before effects."""
     structure, mode, frozen, place = Structure(context), Mode(context), Frozen(context), ClipPlace(context)
     buffers, outcomes, rows, copies = Buffers(context), Outcomes(context), LoadedRows(context), ModelCopies(context)
     reports = LoopReports(context)
@@ -53,17 +50,25 @@ def add_checks(context: Context, optimizers: Sequence[torch.optim.Optimizer]) ->
         # All ranks have the same settings, so either all of them or none has these checks.
         clipping = [] if context.settings.clip is None else [Clipping(context, probe)]
         audit = [] if context.settings.reference is None else [Audit(context, probe)]
+        gradients = Gradients(context, probe, scale, next(iter(clipping), None))
         probe.checks = [
-            *(structure, mode, Optimizer(context, probe), buffers, weights, frozen, Gradients(context, probe, scale)),
+            *(structure, mode, Optimizer(context, probe), buffers, weights, frozen, gradients),
             *(*clipping, Applied(context, probe), outcomes, rows, place, copies, scale, reports, *audit),
         ]
         context.probes.append(probe)
     context.all_checks = list(dict.fromkeys([*context.checks, *(c for probe in context.probes for c in probe.checks)]))
 
 
-def _judged_late(subject: ModelProbe) -> bool:
-    """Whether an update is judged before the next one, because a device makes it that may not be waited for."""
+def _judged_late(subject: ModelProbe) -> bool:  # a name of its own, so that a test without a GPU can replace it
     return subject.gpu() is not None
+
+
+def merged(parts: Sequence[Values]) -> Values:
+    """The values of all checks. Raises `ValueError` if two checks send the same name: one value would be lost."""
+    values = dict(each for part in parts for each in part.items())
+    if len(values) < sum(map(len, parts)):
+        raise ValueError(f"two checks send the same name, of {[*map(list, parts)]}")
+    return values
 
 
 class Updates:
@@ -74,12 +79,12 @@ class Updates:
         self._said: Observations = ()
         self._aligned: Observations = ()
         self._late = False
-        """Whether updates are judged before the next one, because every rank's device makes them."""
+        """Whether an update is judged just before the next one, because every rank trains on a GPU."""
         self._unjudged: tuple[OptimizerProbe, Callable[[], Values], list[int]] | None = None
-        """The last update if it is not judged yet: its probe, what gives the values after it, and its rows."""
+        """The last update if it is not judged yet: its probe, a function that gives the values after it, its rows."""
 
     def start(self) -> None:
-        """Meet the other ranks, and compare what the loop starts from. Collective."""
+        """Connect to the other ranks, and compare parameters and data at the start. Collective."""
         context, subject = self._context, self._context.subject
         context.exchange.connect()
         kinds = {parameter.device.type for parameter in subject.parameters.values()}
@@ -109,16 +114,13 @@ class Updates:
         context.check(LoopReports).compare_data()
 
     def before(self, probe: OptimizerProbe) -> None:
-        """The optimizer of `probe` is about to make an update. Collective."""
+        """Read, gather and judge the values before an update by the optimizer of `probe`. Collective."""
         context, checks, step = self._context, probe.checks, probe.updates + 1
         with context.timed():
             arrive = start_to_cpu(*(tensors for check in checks for tensors in check.look(probe)))
-            values: Values = {}
-            for check in checks:
-                values |= check.meanwhile(probe)
+            early = [check.meanwhile(probe) for check in checks]
             arrive()
-            for check in checks:
-                values |= check.before(probe)
+            values = merged([*early, *(check.before(probe) for check in checks)])
             self._said = context.exchange(step, f"before {self._number(probe)}", values, judged=True)
             aligned = context.replicas.align(self._said)
             for check in checks:
@@ -139,7 +141,7 @@ class Updates:
                     check.judge(probe, self._said, aligned)
 
     def after(self, probe: OptimizerProbe) -> None:
-        """The optimizer of `probe` made an update."""
+        """Start reading the state after an update. Judges it now (collective); with GPUs on all ranks, later."""
         context = self._context
         with context.timed():
             probe.updates += 1
@@ -149,7 +151,7 @@ class Updates:
 
             def values() -> Values:
                 arrive()
-                return {name: value for part in parts for name, value in part().items()}
+                return merged([part() for part in parts])
 
             self._unjudged = probe, values, context.rows.ids
             probe.updated()
@@ -157,7 +159,7 @@ class Updates:
             self.judge_made()
 
     def judge_made(self) -> None:
-        """Judge the last update, if it was not yet. Collective."""
+        """Judge the last update if that was not done yet. Collective."""
         made, self._unjudged = self._unjudged, None
         if made is None:
             return
@@ -182,24 +184,19 @@ class Updates:
         """Write the values of all ranks after an update to the ledger. Returns their judgement."""
         context, synchrony = self._context, probe.check(Weights).synchrony
         if context.settings.recording and self._said and in_lockstep(self._said) and in_lockstep(said):
-            several = len(context.probes) > 1
-            context.recorder.step(
-                self._said,
-                said,
-                context.check(LoopReports).of_update,
-                step=context.settings.start + context.steps if several else probe.updates,
-                index=self._number(probe) if several else None,
-                draws=context.check(Mode).draws,
-            )
+            rows, draws = context.check(LoopReports).of_update, context.check(Mode).draws
+            index = self._number(probe) if len(context.probes) > 1 else None
+            step = probe.updates if index is None else context.settings.start + context.steps
+            context.recorder.step(self._said, said, rows, step=step, index=index, draws=draws)
         seen: Seen[object] = Seen(context.replicas.align(said), None, context.subject.names)
         waiting = synchrony.after(seen) if in_lockstep(said) else frozenset[str]()
         laws = [law for law in self._after_laws[probe] if law.clause not in waiting]
         return context.verdicts.judgement([*laws, PARTED] if synchrony.parted(seen.step) else laws, seen)
 
     def judge_last(self) -> str:
-        """At the close: judge the last update, if it was not yet, with what the others say within some seconds.
+        """At the close: judge the last update if that was not done yet. Waits `_AT_THE_CLOSE_S` for the other ranks.
 
-        Not collective. Returns a line that says so if not all ranks came.
+        Returns "", or the line that says why it was not judged.
         """
         made, self._unjudged = self._unjudged, None
         if made is None:
@@ -230,20 +227,20 @@ def _report(
     scene: Scene,
     tensors: Mapping[str, Mapping[str, Tensor]],
 ) -> None:
-    """Report the broken laws with the tensor and element that differ. Collective. tensors: compared by each clause."""
+    """Report broken laws with the tensor and element that differ. Collective. tensors: by clause, those it compares."""
     exchange, verdicts, seen = context.exchange, context.verdicts, judgement.seen
     # Ranks at different points cannot be compared.
     if in_lockstep(seen.observations):
         details: dict[str, Mapping[str, Sequence[int]]] = {}
         for law in judgement.laws:
-            for name in () if verdicts.is_reported(law.clause) else law.look:
+            for name in () if verdicts.is_reported(law.clause) else law.by_tensor:
                 if name in seen.differing:
                     details.update(_details(context, name, seen.step, probe))
         judgement.seen = replace(seen, details=details)
 
     def locate(violation: Violation) -> Scene:
         """The scene with the first element that differs in the tensor of the finding. Collective."""
-        # What only some ranks have (a gradient, an optimizer state) must not decide whether a rank takes part.
+        # Some ranks may have no such gradient or optimizer state. They must take part in the gathers nevertheless.
         named, name, key = tensors.get(violation.clause), violation.tensor, ""
         if violation.clause == "optimizers-agree" and scene.applied and probe is not None:
             named = _states_of(probe, name) if name in probe.parameters else {}
@@ -255,14 +252,13 @@ def _report(
         element = exchange.first_difference(seen.step, named.get(name), noun)
         return replace(scene, element=" ".join(filter(None, [key, element])))
 
-    facts = {} if probe is None else {"ids": list(context.rows.ids)}
-    verdicts.report_all(judgement, scene, locate, facts)
+    verdicts.report_all(judgement, scene, locate, {} if probe is None else {"ids": list(context.rows.ids)})
 
 
 def _details(context: Context, name: str, step: int, probe: OptimizerProbe | None) -> Details:
-    """The digests, by tensor and rank, of what the observed value `name` summarizes. Collective.
+    """By tensor and rank, the digests of what the value `name` summarizes. Collective.
 
-    probe: whose parameters are compared; None: those of the model.
+    probe: compare the parameters of this optimizer; None: all parameters of the model.
     """
     subject, look, spread = context.subject, context.exchange.gather_digests, context.exchange.gather_named
     parameters = subject.parameters if probe is None else probe.parameters
@@ -284,13 +280,8 @@ def _details(context: Context, name: str, step: int, probe: OptimizerProbe | Non
         shapes = {n: layout_digest({"": buffer}) for n, buffer in buffers.items()}
         details["shapes of buffers"] = spread(step, "shapes of buffers", shapes)
     elif name == "modes":
-        return {
-            name: spread(
-                step,
-                "modes of modules",
-                {name or "the model": int(module.training) for name, module in subject.inner.named_modules()},
-            )
-        }
+        modes = {n or "the model": int(module.training) for n, module in subject.inner.named_modules()}
+        return {name: spread(step, "modes of modules", modes)}
     elif name == "hyperparameters" and probe is not None:
         return {name: spread(step, name, hyperparameters_by_key(probe.optimizer))}
     align = context.replicas.aligned
@@ -298,7 +289,7 @@ def _details(context: Context, name: str, step: int, probe: OptimizerProbe | Non
 
 
 def bundle_tensors(context: Context, named: str) -> Iterator[tuple[str, Tensor]]:
-    """The weights, gradient, optimizer state or buffer called `named` on this rank, then those of all that is trained.
+    """This rank's tensors for a bundle: those of the parameter `named`, then of all trained parameters, then buffers.
 
     They are called `weights NAME`, `gradient NAME`, `optimizer NAME KEY`, `buffer NAME`. Gradients and buffers are
     left out if they belong to a later update than the finding.

@@ -54,7 +54,7 @@ def trainable_layout_digest(tensors: Mapping[str, Tensor]) -> int:
 
 
 def value_digest(value: object, name: str) -> int:
-    """A digest in [0, 2^62) of `value`, equal in every process for equal values. name: of `value` in an error.
+    """A digest in [0, 2^62) of `value`, equal in every process for equal values. name: what an error calls `value`.
 
     The order of a mapping or set does not count. A list and a tuple of the same items have the same digest; a tensor
     and an array of the same numbers do not. Raises `ValueError`, with the place in `value`, for anything but tensors,
@@ -69,7 +69,7 @@ def value_digest(value: object, name: str) -> int:
 
 
 def ids_of(ids: Sequence[int] | Tensor) -> list[int]:
-    """Row ids as integers, of anything that Python accepts as an index: numpy's integers, tensors of one element.
+    """Convert row ids into integers. Accepts what Python accepts as an index: numpy's integers, one-element tensors.
 
     Raises `ValueError` unless `ids` is a flat sequence of integers from 0.
     """
@@ -82,8 +82,7 @@ def ids_of(ids: Sequence[int] | Tensor) -> list[int]:
     # Torch and Python would count a truth value as 1 or 0.
     truths = (isinstance(each, bool) or getattr(each, "dtype", None) is torch.bool for each in listed)
     if any(row < 0 for row in rows) or any(truths):
-        msg = f"ids must be a flat sequence of integers from 0, not {str(listed)[:80]}"
-        raise ValueError(msg)
+        raise ValueError(f"ids must be a flat sequence of integers from 0, not {str(listed)[:80]}")
     return rows
 
 
@@ -93,8 +92,7 @@ def contents_of(content: Sequence[object], count: int) -> list[int]:
     Raises `ValueError` if its length is not `count`, or if a row holds a value that cannot be compared.
     """
     if len(content) != count:
-        msg = f"content has {len(content)} rows, ids has {count}"
-        raise ValueError(msg)
+        raise ValueError(f"content has {len(content)} rows, ids has {count}")
     return [value_digest(row, f"content[{index}]") for index, row in enumerate(content)]
 
 
@@ -109,7 +107,7 @@ def lenient_digest(value: object) -> int:
 class CachedDigest:
     """Caches the `text_digest` of a plain value that seldom changes, and never in place.
 
-    nested: the `lenient_digest` of a nest, which is digested again if a part of it can change in place.
+    nested: caches the `lenient_digest` of a nest; computes it at each call if a part of the nest can change in place.
     """
 
     def __init__(self, *, nested: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""An open watch: what a loop can tell it, and its hooks on the model and the optimizers."""
+"""An open watch: the methods that a loop calls, and the hooks on the model and the optimizers."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from torch import Tensor, nn
 
 from andon_contracts.act import Evidence, user_line, write_cause
 from andon_contracts.clauses import CLAUSES
-from andon_contracts.laws.update import GRADIENTS, OPTIMIZERS, REPLICAS
+from andon_contracts.laws.update import OPTIMIZERS, REPLICAS
 from andon_contracts.legible import counted, log
-from andon_contracts.liveness.diagnosis import POINTS, EndMessages, Position
+from andon_contracts.liveness.diagnosis import AT_UPDATE, BEFORE_FORWARD, IN_PASS, EndMessages, Position
 from andon_contracts.liveness.halt import HaltSignal, print_cause
 from andon_contracts.liveness.store_link import open_store
 from andon_contracts.record import LedgerFile
 from andon_contracts.violation import Violation
 from andon_contracts.watch.check import BackwardPass, Context, OptimizerProbe, declared
-from andon_contracts.watch.checks.gradients import Gradients
+from andon_contracts.watch.checks.gradients import GRADIENTS_AGREE, Gradients
 from andon_contracts.watch.checks.outcomes import Outcomes
 from andon_contracts.watch.checks.reports import LoopReports
 from andon_contracts.watch.checks.scale import loss_parts
@@ -39,14 +39,15 @@ from andon_contracts.watch.updates import Updates, add_checks, bundle_tensors
 
 
 class Watch:
-    """An open watch; made by `andon.watch`. `findings` are the violations and suspicions so far, equal on all ranks."""
+    """An open watch; made by `andon.watch`. At the close, ranks may differ in `findings` and `violations`."""
 
     # One update, as seen from here. The loop calls the model: `_forward` raises if another rank halted the run, and
-    # tells the checks. Its calls of backward, clip, all-reduce and data loaders come through `intercept`, its
-    # gradients through the hooks of `checks/gradients.py`. When it calls the optimizer's step, `_before_step` judges
-    # the last update if that is still open (on GPUs). Then `Updates.before` lets every check read, exchanges what they
-    # read with all ranks, and judges it: a law that does not hold becomes a message, or an error if `action` says so.
-    # After the step `_after_step` lets `Updates.after` read and judge what the update left, and the next window begins.
+    # notifies the checks. `intercept` reports the loop's calls of backward, clip, all-reduce and data loaders;
+    # `gradient_hooks` reads its gradients. When the loop calls the optimizer's step, `_before_step` judges the last
+    # update if that waits for it (on GPUs). Then `Updates.before` lets every check read, gathers the values of all
+    # ranks, and judges them: a broken law becomes a message, or an exception if `action` is "raise". `Check.deferred`
+    # excepts clauses that only a later update can decide (weights that the loop has yet to average). After the step
+    # `_after_step` calls `Updates.after`, which reads the new state and judges it, now or before the next update.
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class Watch:
         ledger: LedgerFile | None = None,
     ) -> None:
         self.settings, self.closed = settings, False
-        self._context = context = Context(subject, settings, exchange, replicas)
+        self._context = context = Context(subject, settings, exchange, replicas, halt)
         exchange.comparable = not replicas.cut
         add_checks(context, optimizers)
         covers = {"halt-together": context.between_ranks(), "clip-once": declared(settings.clip, "clip=")}
@@ -68,60 +69,57 @@ class Watch:
             covers |= check.cover()
         self._cover = {name: covers[name] for name in CLAUSES if name in covers}
         live = frozenset(name for name, cover in self._cover.items() if cover.live)
-        states = {name: self._cover[law.clause].state for law in (REPLICAS, GRADIENTS, OPTIMIZERS) for name in law.look}
+        compared = (REPLICAS, GRADIENTS_AGREE, OPTIMIZERS)
+        states = {name: self._cover[law.clause].state for law in compared for name in law.by_tensor}
         replicated = {name: not replicas.cut and state != "not applicable" for name, state in states.items()}
         context.recorder = Recorder(ledger, subject, replicated)
-        evidence = Evidence(
-            None if settings.folder is None else Path(settings.folder),
-            exchange.rank,
-            exchange.world_size,
-            lambda: list(context.rows.ids),
-            lambda named: bundle_tensors(context, named),
-            subject.accelerators(),
-        )
+        folder = None if settings.folder is None else Path(settings.folder)
+        ids, tensors = (lambda: list(context.rows.ids)), partial(bundle_tensors, context)
+        evidence = Evidence(folder, exchange.rank, exchange.world_size, ids, tensors, subject.accelerators())
         context.verdicts = Verdicts(settings, live, record=context.recorder.violation, evidence=evidence)
         self._halt = halt
         if halt is not None:
             halt.evidence = evidence
             exchange.set_callbacks(lambda: halt.raise_if_halted(again=True), halt.lost, halt.pending)
         self._updates = Updates(context)
+        # `_LoopCalls` is last: it clears `context.backward` after all checks have read it in `backward_over`.
         self.listeners: list[Listener] = [*context.all_checks, _LoopCalls(context, halt)]
         self._handled = sys.exc_info()[1]
-        """An error that the loop was handling when the watch opened, and that does not end it."""
+        """The exception that the loop was already handling when the watch opened. It does not count as a failure."""
         self._last_error: BaseException | None = None
         self._undo: list[Callable[[], object]] = []
         self._say_opening()
         self._begin()
 
     def batch(self, ids: Sequence[int] | Tensor, content: Sequence[object] | None = None) -> None:
-        """The rows that this rank is about to train on; once for each micro-batch.
+        """Report the rows that this rank is about to train on. Call it before each micro-batch.
 
-        ids: [rows] integers. content: [rows] what the model is given for each, tensors or values.
-        Raises `ValueError` for ids or content of a wrong form, and on a closed watch.
+        ids: [rows] integers. content: [rows] the model's input for each row, as tensors or plain values.
+        Raises `ValueError` if ids or content have a wrong form, or the watch is closed.
         """
         self._demand_open()
-        self._context.check(LoopReports).batch(ids, content)  # what it refuses is no new micro-batch
+        self._context.check(LoopReports).batch(ids, content)  # if it raises, no new micro-batch begins
         for probe in self._context.probes:
-            probe.check(Gradients).raw_hooks.backward_seen = False
+            probe.check(Gradients).new_batch()
 
     def loss(self, loss: float | Tensor, count: int) -> None:
-        """loss: the sum of the losses of `count` rows of this rank; once for each micro-batch."""
+        """Report `loss`, the sum of the losses of `count` rows of this rank. Call it for each micro-batch."""
         self._demand_open()
         self._context.check(LoopReports).loss(loss, count)
 
     def expect(self, name: str, value: object, must: Literal["agree", "differ", "mean"]) -> None:
-        """A value of this update that the ranks compare: before the update, on every rank alike.
+        """Report a value that the ranks compare before each update, until it is reported again. Call it on every rank.
 
-        value: a tensor, array, `torch.Generator` or plain values (`random.getstate()`). must: "agree": the same on all
-        ranks. "differ": another one on each, as random states before a draw. "mean": the mean loss over the rows of all
-        ranks, as told to `loss`; a number.
-        Raises `ValueError` for a fifth name to compare, another word, and a value that cannot be compared.
+        value: a tensor, array, `torch.Generator` or plain values (`random.getstate()`). must: "agree": equal on all
+        ranks. "differ": different on each, as random states before a draw. "mean": a number, the mean of the losses
+        passed to `loss` over the rows of all ranks; compared once.
+        Raises `ValueError` for a fifth name, for another `must`, and for a value that cannot be compared.
         """
         self._demand_open()
         self._context.check(LoopReports).expect(name, value, must)
 
     def reduced(self) -> None:
-        """The gradients are reduced and unscaled now, and not clipped yet; for loops that clip by hand."""
+        """For loops that clip without torch's functions: call it when gradients are reduced and unscaled, unclipped."""
         self._demand_open()
         for probe in self._context.probes:
             probe.reduced()
@@ -134,35 +132,37 @@ class Watch:
         metrics: Mapping[str, float] | None = None,
         rows: int | None = None,
     ) -> None:
-        """What this rank evaluated, and the metrics that the loop reports (`accuracy` is recounted). Collective.
+        """Report this rank's evaluated rows, and the loop's metrics (`accuracy` is recomputed). Collective.
 
-        Raises `ValueError` on every rank where any rank's ids, predictions and labels do not go together.
+        rows: the size of the evaluated data set. Raises `ValueError` on every rank if, on any rank, ids, predictions or
+        labels are not integers or differ in length.
         """
         self._together()
         self._context.check(Outcomes).evaluated(ids, predictions, labels, metrics, rows)
 
     def saved(self, path: str | Path, read: Callable[[], Mapping[str, Tensor]] | None = None) -> None:
-        """A checkpoint was saved at `path`: digests of all that is live go to `path`.andon.json. Collective.
+        """Report a checkpoint saved at `path`. Rank 0 writes `path`.andon.json: digests of the live state. Collective.
 
-        read: gives what is on the disk by parameter name, to be held to what is live.
-        Raises `OSError` on every rank where the disk refuses; where `read` raises on any rank, that on this one, and
-        `ValueError` on the others.
+        read: returns the saved tensors by parameter name, to compare with the live ones; pass it on all ranks or none.
+        Raises `OSError` on every rank if rank 0 cannot write. If `read` raises on a rank, its error is raised there,
+        and `ValueError` on the others.
         """
         self._together()
         self._context.check(Outcomes).saved(path, read)
 
     def loaded(self, path: str | Path) -> None:
-        """The checkpoint at `path` was loaded: all that is live is what was live at its save. Collective.
+        """Report that the checkpoint at `path` was loaded: compares the live state with that of its save. Collective.
 
-        Raises `ValueError` on every rank where the save was not told to a watch, or a rank cannot read what was.
+        Sets the update counts to the saved ones. Raises `ValueError` on every rank if any cannot read the digests that
+        `saved` wrote.
         """
         self._together()
         self._context.check(Outcomes).loaded(path)
 
     def pull(self, reason: str) -> NoReturn:
-        """Stop all ranks, whatever they are doing: this one raises `Violation` now, the others at their next hook.
+        """Stop all ranks: this one raises `Violation` now, the others at their next hook.
 
-        A rank that is blocked in a collective is ended with `hard_stop`, otherwise by its own timeout.
+        A rank that is blocked in a collective is killed if `hard_stop` is set, else it ends by its own timeout.
         """
         self._demand_open()
         if self._halt is not None:
@@ -176,17 +176,17 @@ class Watch:
 
     @property
     def findings(self) -> tuple[Violation, ...]:
-        """What did not hold so far: the first finding of each clause."""
+        """The violations and suspicions reported as causes, in order; their effects are in the message and ledger."""
         return tuple(self._context.verdicts.findings)
 
     @property
     def violations(self) -> int:
-        """How many findings so far are violations: neither suspicions nor silenced."""
+        """How often clauses were broken: repetitions and effects count, suspicions and silenced clauses do not."""
         return self._context.verdicts.counts.total()
 
     @property
     def evaluations(self) -> dict[str, int]:
-        """How often each clause was evaluated."""
+        """By clause, how often it was evaluated."""
         return dict(self._context.verdicts.evaluations)
 
     @property
@@ -195,10 +195,10 @@ class Watch:
         return [parameter for probe in self._context.probes for parameter in probe.members]
 
     def close(self) -> None:
-        """Take every hook off and say what was checked, how often, at what cost, and what was not. Not collective.
+        """Remove the hooks; print what was checked, how often, at what cost, and what was not. Not collective.
 
-        The frozen weights are read once more. Raises `Violation`, where the action is to raise, if one changed or fewer
-        updates were made than planned.
+        If the loop ended without an error, judges what only the end shows: the last update (on GPUs; waits at most 5 s
+        for the others), frozen weights, the number of updates. Raises `Violation` for these with `action="raise"`.
         """
         error = sys.exc_info()[1]
         self._close(self._last_error if error is None or error is self._handled else error)
@@ -213,13 +213,12 @@ class Watch:
         self._close(error)
 
     def _say_opening(self) -> None:
-        """What is watched, what is not, and which arguments would change that."""
         covers, settings, subject = self._cover, self.settings, self._context.subject
         world, beside = self._context.world, len(subject.extra_tensors)
         live = sum(cover.live for cover in covers.values())
-        table, where = "verbose=True", "these arguments would"
+        table, where = "verbose=True", "pass these arguments to check them"
         if settings.by_command:
-            table, where = "--verbose", "a line in the script can: andon.watch(model, optimizer, ...)"
+            table, where = "--verbose", "to check them, call andon.watch(model, optimizer, ...) in the script"
         missing = [f"{name} ({cover.remedy})" for name, cover in covers.items() if cover.remedy and not cover.live]
         whys = dict.fromkeys(c.why for c in covers.values() if c.state == "not observable" and not c.remedy)
         unseen = [f"{', '.join(n for n, c in covers.items() if c.why == why and not c.live)} ({why})" for why in whys]
@@ -230,36 +229,32 @@ class Watch:
         if missing or unseen:
             lines.append(f"  not watched: {', '.join([*unseen, *missing])}" + f"; {where}" * bool(missing))
         if beside:
-            tensors = counted(beside, "tensor")
-            lines.append(
-                f"  not watched: the updates of {tensors} in the optimizers that are not parameters of the model"
-            )
+            tensors = f"{counted(beside, 'tensor')} in the optimizers that are not parameters of the model"
+            lines.append(f"  not watched: the updates of {tensors}")
         if settings.verbose:
             width = max(map(len, covers))
             lines += [f"  {name:<{width}}  {cover.state:<14}  {cover.why}".rstrip() for name, cover in covers.items()]
         launched = os.environ.get("WORLD_SIZE", "")
         joined = dist.is_available() and dist.is_initialized()
         if not joined and launched.isdecimal() and int(launched) > 1:
-            apart = "but no process group was made: the ranks train apart, not compared"
+            apart = "but no process group was made: the ranks train separately and are not compared"
             lines.append(f"  warning: WORLD_SIZE is {launched}, {apart}")
         self._say(lines)
 
     # the hooks, in the order in which a step meets them
 
     def _begin(self) -> None:
-        """Meet the other ranks, look for the first time, set the hooks; an error in it leaves nothing open."""
+        """Meet the other ranks, compare the initial state, install the hooks. An error undoes all of it."""
         try:
-            self._at(0)
+            self._at(BEFORE_FORWARD)
             if self._halt is not None:
-                self._halt.meet()  # takes some ranks longer: what follows is a gather, and all leave that together
+                self._halt.meet()  # ranks leave it at different times; the gather in `start` synchronizes them
             self._updates.start()
-            self._at(0)
+            self._at(BEFORE_FORWARD)
             self._hook()
         except BaseException as error:
             for undo in reversed(self._undo):
                 undo()
-            for probe in self._context.probes:
-                probe.check(Gradients).close()
             self._context.recorder.close(reason_of(error))
             self._context.exchange.close()
             if self._halt is not None:
@@ -270,12 +265,10 @@ class Watch:
         subject, pending = self._context.subject, None if self._halt is None else self._halt.pending
         for wrapper in subject.reducers:
             self._undo.append(wrapper.module.register_forward_pre_hook(ForwardHook(wrapper.forward)).remove)
-        several = isinstance(subject.inner, ModuleGroup)
-        called = list(subject.inner.children()) if several else [subject.hooked_module]
+        called = list(subject.inner.children()) if isinstance(subject.inner, ModuleGroup) else [subject.hooked_module]
         before, after = ForwardHook(self._forward, arguments=True), ForwardHook(self._forwarded)
-        for module in {
-            id(each): each for each in (*called, *(scope.hooked_module for scope in subject.buffer_scopes))
-        }.values():
+        called += [scope.hooked_module for scope in subject.buffer_scopes]
+        for module in {id(each): each for each in called}.values():
             self._undo.append(module.register_forward_pre_hook(before, with_kwargs=True).remove)
             self._undo.append(module.register_forward_hook(after).remove)
         if pending is not None and not subject.forward_is_compiled:
@@ -286,13 +279,12 @@ class Watch:
         for probe in self._context.probes:
             self._undo.append(probe.optimizer.register_step_pre_hook(self._before_step).remove)
             self._undo.append(probe.optimizer.register_step_post_hook(self._after_step).remove)
-            probe.check(Gradients).raw_hooks.halt = self._halt
         self._undo.append(listen(*self.listeners))
         atexit.register(self._leave, os.getpid())
 
     def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._raise_if_halted()
-        self._at(1)
+        self._at(IN_PASS)
         if not self._context.muted:
             with outside_of_transforms():
                 for check in self._context.all_checks:
@@ -307,12 +299,12 @@ class Watch:
         if _within_a_step(optimizer):
             return None
         self._raise_if_halted(again=True)
-        self._at(2)
+        self._at(AT_UPDATE)
         probe = self._probe_of(optimizer)
         self._updates.judge_made()
         positional = len(args) > 1
         closure = args[1] if positional else kwargs.get("closure")
-        if not callable(closure):  # what a `step` of the loop's own takes in its place
+        if not callable(closure):  # a custom `step` may take another first argument
             self._updates.before(probe)
             return None
         probe.check(Weights).begin_step()
@@ -330,21 +322,21 @@ class Watch:
         if _within_a_step(optimizer):
             return
         self._updates.after(self._probe_of(optimizer))
-        self._at(0)
+        self._at(BEFORE_FORWARD)
 
     def _probe_of(self, optimizer: torch.optim.Optimizer) -> OptimizerProbe:
         return next(probe for probe in self._context.probes if probe.optimizer is optimizer)
 
-    def _at(self, place: int) -> None:
+    def _at(self, point: str) -> None:
         if self._halt is not None:
-            self._halt.at(self._context.updates + 1, POINTS[place], self._context.last_equal)
+            self._halt.at(self._context.updates + 1, point, self._context.last_equal)
 
     def _raise_if_halted(self, *, again: bool = False) -> None:
         if self._halt is not None:
             self._halt.raise_if_halted(again=again)
 
     def _together(self) -> None:
-        """All ranks are here: what waited for that is judged."""
+        """Called first by collective methods: judge the last update if that waits for a collective call."""
         self._demand_open()
         self._updates.judge_made()
 
@@ -359,7 +351,7 @@ class Watch:
     # the end
 
     def _close(self, error: BaseException | None) -> None:
-        """Close for `error`, which ended the loop; None: it finished."""
+        """error: the exception that ended the loop; None if it finished."""
         if self.closed:
             return
         self.closed = True
@@ -369,9 +361,12 @@ class Watch:
         try:
             if reason == "finished":
                 unread = self._updates.judge_last()
+        except BaseException as found:
+            reason = reason_of(found)
+            raise
         finally:
             if halt is not None:
-                # What stopped the loop from elsewhere is written down here, where no line is being written.
+                # The thread that found the cause of a halt must not write to the ledger. So this thread does it now.
                 cause = halt.cause
                 if cause is not None and not (cause.written or cause.clause in {each.clause for each in self.findings}):
                     context.recorder.violation(cause.violation(), "raised", False)
@@ -381,20 +376,22 @@ class Watch:
                 if reason == "finished":
                     for check in context.all_checks:
                         check.judge_close()
+            except BaseException as found:
+                reason = reason_of(found)
+                raise
             finally:
                 context.exchange.close()
                 context.recorder.close(reason)
                 self._say_closing(unread)
 
     def _say_closing(self, unread: str) -> None:
-        """What was checked, how often, at what cost, and what was not checked. unread: why an update was not judged."""
         context, covers, verdicts, steps = self._context, self._cover, self._context.verdicts, self._context.steps
-        spent = context.added_s + sum(probe.check(Gradients).raw_hooks.host_seconds for probe in context.probes)
+        spent = context.added_s + sum(probe.check(Gradients).host_seconds for probe in context.probes)
         # Clauses for which the loop passed no values count as unchecked.
         unreported = context.check(LoopReports).unreported
         evaluated = {name: count for name, count in verdicts.evaluations.items() if count and name not in unreported}
         unchecked = [name for name in covers if name not in evaluated]
-        findings = f"{counted(len(verdicts.counts), 'violation')}, {counted(len(verdicts.suspected), 'suspicion')}"
+        findings = f"{counted(len(verdicts.counts), 'clause')} broken, {len(verdicts.suspected)} suspected"
         clauses = f"{len(covers) - len(unchecked)} of {len(covers)} clauses"
         times, first = counted(sum(evaluated.values()), "time"), verdicts.first_steps
         repeated, silenced = (verdicts.counts + verdicts.suspected).items(), verdicts.silenced.items()
@@ -402,7 +399,7 @@ class Watch:
         self._say(
             [
                 f"andon.watch: {counted(steps, 'step')}, {clauses} evaluated {times}",
-                f"  {findings}, {1000 * spent / max(steps, 1):.3g} ms per step",
+                f"  {findings}; the watch took {1000 * spent / max(steps, 1):.3g} ms per step",
                 *(f"  {name}: {counted(count, 'time')}, first at step {first[name]}" for name, count in repeated),
                 *(f"  {name}: {counted(count, 'time')}, silenced by allow" for name, count in silenced),
                 f"  not checked: {', '.join(unchecked)}" * bool(unchecked),
@@ -414,19 +411,19 @@ class Watch:
         )
 
     def _leave(self, pid: int) -> None:
-        """The interpreter ends. Not in a forked child, whose parent goes on."""
+        """Called when the interpreter exits: close the watch, but not in a forked child, whose parent continues."""
         if os.getpid() != pid:
             return
         self._last_error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         try:
             self.close()
         except Violation as found:
-            # An error here would neither end the process otherwise nor be shown as what it is.
+            # Python ignores an exception of an exit handler: it would not change the exit code.
             self._say([f"andon.Violation: {found}"])
 
 
 class _LoopCalls(Listener):
-    """What the loop's calls mean for the watch beside its checks. It hears of each call after them."""
+    """Passes the loop's calls to the context and the halt signal. It is called after the checks."""
 
     def __init__(self, context: Context, halt: HaltSignal | None) -> None:
         self._context, self._halt = context, halt
@@ -458,8 +455,8 @@ class _LoopCalls(Listener):
 
 
 def _within_a_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the step at hand was called by another step of the same optimizer, as a subclass calls its parent's."""
-    # Torch wraps the `step` of every class that an optimizer was made of. The stack says it after an error too.
+    """Whether another `step` of the same optimizer called this one, as a subclass calls its parent's."""
+    # Torch wraps the `step` of each class, so the hooks may run twice. After an exception, a counter would be wrong.
     frame = sys._getframe(2)
     wrapper, outer = frame.f_code, frame.f_back
     while outer is not None:

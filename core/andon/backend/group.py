@@ -18,35 +18,26 @@ T = TypeVar("T")
 # torch 2.13 renamed the collective and warns of the old name; 2.11 has only the old one.
 _all_gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _SHORT_BYTES = 4096
-"""Messages up to this size take the sockets between ranks of one machine, where there are any, and fill them up to it:
-so that one of another length is seen on all ranks, and waited for on none.
-"""
+"""Messages up to this size take the sockets between ranks of one machine, if there are any, and are padded to it: all
+ranks see a message of another length, and none waits for it."""
 _LENGTH_BYTES = 8
 
 
 def groups_of(backend: str) -> str:
-    """The process groups that ranks of `backend` need, as torch's `init_process_group` takes them by kind of device.
-
-    Beside NCCL there is always one for CPUs: what a GPU cannot tell of itself goes through it.
-    """
+    """The process groups of `backend`, as torch's `init_process_group` takes them by kind of device."""
+    # Beside NCCL there is one for CPUs, for what a rank must send if its GPU does not work.
     return "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
 
 
 class GroupBackend:
-    """A rank of an initialised process group. It does not own the group; who initialised it destroys it.
+    """A rank of an initialised process group, which it does not own. clock: told when this rank waits for the others.
 
-    carrier: the device on which collectives run: the rank's own for gloo and NCCL, the CPU for `mixed`, where ranks
-    on CPUs and GPUs share one gloo group. Making it is collective: over gloo, ranks of one machine connect for their
-    short messages, of which a step has several. clock: of the rank; it is told when the rank waits for the others.
+    Collectives of `mixed` run on the CPU, because its ranks on CPUs and GPUs share one gloo group. Creating a backend
+    over gloo is collective: ranks of one machine connect for short messages, of which a step has several.
     """
 
     def __init__(
-        self,
-        name: str,
-        device: torch.device,
-        group: dist.ProcessGroup | None = None,
-        *,
-        clock: StepClock | None = None,
+        self, name: str, device: torch.device, group: dist.ProcessGroup | None = None, *, clock: StepClock | None = None
     ) -> None:
         if not dist.is_initialized():
             raise ValueError("the process group is not initialised")
@@ -57,17 +48,14 @@ class GroupBackend:
         self._group = group
         self._clock = clock
         self._carrier = device if name == "nccl" else torch.device("cpu")
-        self._mesh: Mesh | None = None
-        if name != "nccl":
-            self._mesh = GroupGather(group or dist.group.WORLD, 0).sockets()
+        self._mesh = None if name == "nccl" else GroupGather(group or dist.group.WORLD, 0).sockets()
 
     def map(self, work: Callable[[int], T]) -> list[T]:
-        """work(0): this process has one replica."""
         return [work(0)]
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        """Inside, the clock says that this rank waits for the others, and after an error it goes on saying so."""
+        """Context manager: the clock shows that this rank waits, also after an error."""
         if self._clock is not None:
             self._clock.wait()
         yield
@@ -75,7 +63,6 @@ class GroupBackend:
             self._clock.work()
 
     def gather(self, local: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """All-gather, by rank, on the replica's device."""
         with self._waiting():
             sent = local[0].to(self._carrier).contiguous()
             if self._mesh is not None and 0 < sent.numel() * sent.itemsize <= _SHORT_BYTES:
@@ -85,9 +72,9 @@ class GroupBackend:
             return list(received.to(self.devices[0]).view(self.world_size, *sent.shape).unbind(0))
 
     def _through(self, mesh: Mesh, sent: torch.Tensor) -> list[torch.Tensor]:
-        """`gather`, each message behind its length: bits of a shorter or longer one must never be taken for this.
+        """`gather` over sockets. Each message follows its length, so that bits of a shorter one are never misread.
 
-        Raises `RuntimeError` where another rank sends a message of another length.
+        Raises `RuntimeError` if another rank sends a message of another length.
         """
         size = sent.numel() * sent.itemsize
         message = size.to_bytes(_LENGTH_BYTES, "little") + ctypes.string_at(sent.data_ptr(), size)
@@ -104,23 +91,17 @@ class GroupBackend:
         return rows
 
     def exchange(self, local: Sequence[torch.Tensor], rows: Sequence[int]) -> list[list[torch.Tensor]]:
-        """All-to-all by one collective with uneven splits."""
         with self._waiting():
             sent = local[0].to(self._carrier).contiguous()
             width = sent.shape[-1]
-            received = sent.new_empty(sum(rows) * width)
+            sizes = [count * width for count in rows]
+            received = sent.new_empty(sum(sizes))
             # Bits are carried and nothing is added: a collective that adds has an order of its own.
-            dist.all_to_all_single(
-                received,
-                sent.view(-1),
-                output_split_sizes=[count * width for count in rows],
-                input_split_sizes=[sent.shape[1] * width] * self.world_size,
-                group=self._group,
-            )
-            parts = torch.split(received.to(self.devices[0]), [count * width for count in rows])
+            own = [sent.shape[1] * width] * self.world_size
+            dist.all_to_all_single(received, sent.view(-1), sizes, own, group=self._group)
+            parts = torch.split(received.to(self.devices[0]), sizes)
             return [[part.view(count, width) for part, count in zip(parts, rows, strict=True)]]
 
     def close(self) -> None:
-        """End the connections; the group belongs to whoever made it."""
         if self._mesh is not None:
             self._mesh.close()

@@ -1,8 +1,8 @@
-"""Conversations to token ids, each with what predicting it counts.
+"""Conversations to token ids, each with a weight in the loss.
 
-Which tokens an answer has is never guessed. It is what the template marks as the model's, or what stands behind the
-text at which the model would begin to answer; and either is held to the token ids: what precedes an answer must
-be, token for token, the beginning of the whole row, as it is when the model answers.
+The tokens of an answer are never guessed. They are what the template marks as written by the model, or what follows
+the text at which the model would begin to answer. Both are checked on token ids: the ids of the text before an answer
+must be the first ids of the whole row, as they are when the model answers.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import json
 import re
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 from itertools import islice
-from typing import Literal, Protocol
+from typing import Literal
 
 from andon.console.problems import InputError, Problem, ProblemList, shown
 from andon.data.conversations import ANSWERS, Conversation, Form, Message
@@ -29,10 +30,10 @@ _AT_ONCE = 256
 
 @dataclass(frozen=True, slots=True)
 class EncodedRow:
-    """`weights[i]`: what predicting `ids[i]` counts, 0.0 for not at all; nothing predicts the first.
+    """`weights[i]`: the weight of predicting `ids[i]` in the loss; 0.0 for an untrained token, as for the first.
 
     `cut`: tokens that were dropped at the end, `cut_trained`: how many of them would have been trained.
-    A token takes eight bytes here, "i" and "f", where lists would take some forty.
+    A token takes eight bytes here, "i" and "f"; lists would take about forty.
     """
 
     id: int
@@ -46,9 +47,9 @@ class EncodedRow:
 class Encoding:
     """How rows were encoded.
 
-    `mask_source`: what says which tokens are trained. `stops`: the ids that close an answer, ascending, at which a
-    model that is asked has finished. `notes`: what a user should know of it, a line each. `skipped`: the id, place and
-    fault of each unusable row; a single untrained token replaces its tokens.
+    `mask_source`: what determines the trained tokens. `stops`: the ids that close an answer, ascending; generation ends
+    at them. `notes`: lines for the user. `skipped`: the id, place and fault of each unusable row, whose tokens are
+    replaced by one untrained token.
     """
 
     mask_source: str
@@ -57,37 +58,28 @@ class Encoding:
     skipped: tuple[tuple[int, str, str], ...] = ()
 
 
-class Conversations(Protocol):
-    """Rows that all have one form; they may be read only once."""
-
-    @property
-    def form(self) -> Form: ...
-
-    @property
-    def rows(self) -> Iterable[Conversation]: ...
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Batch:
-    """Rows that were encoded together, each as its tokens or as (id, place, fault), and what they say of all rows.
+    """Rows that were encoded together, each as its tokens or as (id, place, fault).
 
-    stops: the ids that close answers. extended: whether an answer got a stop token that the template does not mark.
-    spelling: the rows of text that spell special tokens.
+    stops: the ids that close answers. extended: an answer got a stop token that the template does not mark. spelling:
+    the rows of text that contain special tokens.
     """
 
-    rows: list[EncodedRow | tuple[int, str, str]]
-    stops: set[int]
-    extended: bool
-    spelling: list[str]
+    rows: list[EncodedRow | tuple[int, str, str]] = field(default_factory=list)
+    stops: set[int] = field(default_factory=set)
+    extended: bool = False
+    spelling: list[str] = field(default_factory=list)
 
 
 MapBatches = Callable[[Callable[[list[Conversation]], _Batch], Iterator[list[Conversation]]], Iterable[_Batch]]
-"""Calls a function with each batch, as `map` does; may do so in other processes."""
+"""Calls a function with each batch, like `map`; may do so in other processes."""
 
 
 def encode_each(
     tokenizer: Tokenizer,
-    data: Conversations,
+    form: Form,
+    conversations: Iterable[Conversation],
     max_length: int,
     train_on: TrainOn,
     keep: Callable[[EncodedRow], None],
@@ -96,38 +88,35 @@ def encode_each(
     positions: int | None = None,
     map_batches: MapBatches = map,
 ) -> Encoding:
-    """Give `keep` every row as ids, in order, cut at its end to `max_length`, with what each token counts.
+    """Encode every row of one form in order, cut at its end to `max_length`, and pass it to `keep`.
 
-    skip_bad: a row with a fault is skipped. positions: the most tokens that the model can read; None: not known.
+    skip_bad: skip a row with a fault. positions: the most tokens that the model can read; None: unknown.
 
-    With the tokenizer's own chat template where it has one. Without one, a prompt and its completion stand one after
-    the other between begin and end token; so do messages, each after its role, for a tokenizer that reads no special
-    token out of a text, and for others they are refused. A row of text stands as it is, all of it trained.
+    Messages are written by the tokenizer's chat template. Without one, a prompt and its completion follow each other
+    between begin and end token. So do messages, each after its role, if the tokenizer reads no special token out of a
+    text; other tokenizers are refused. A row of text stays as it is, and all of it is trained.
 
-    Raises `InputError` with every fault, by file and line: a template that raises, whose answers cannot be told from
-    what precedes them, or whose answers end in no special token; special tokens in what somebody wrote; a row in which
-    no token is trained.
+    Raises `InputError` with every fault, by file and line: a template that raises, answers that cannot be separated
+    from what precedes them or that end in no special token, special tokens in the text of a message, a row without a
+    trained token.
     """
     if max_length < 2:
         raise InputError(
             [Problem("model.max_length", f"must be 2 at least, since the first token of a row is given ({max_length})")]
         )
-    scribe = _Scribe(tokenizer, data.form, train_on)
-    problems = ProblemList(skips=skip_bad)
+    encoder = _Encoder(tokenizer, form, train_on)
+    problems, all_ = ProblemList(skips=skip_bad), _Batch()
     skipped: list[tuple[int, str, str]] = []
-    stops: set[int] = set()
-    spelling: list[str] = []
-    extended = False
     cut = cut_tokens = cut_trained = 0
-    rows = iter(data.rows)
+    rows = iter(conversations)
 
     def encode(together: list[Conversation]) -> _Batch:
-        return scribe.batch(together, max_length, positions, skip_bad)
+        return encoder.batch(together, max_length, positions, skip_bad)
 
     for batch in map_batches(encode, iter(lambda: list(islice(rows, _AT_ONCE)), [])):
-        stops |= batch.stops
-        spelling += batch.spelling
-        extended = extended or batch.extended
+        all_.stops |= batch.stops
+        all_.spelling += batch.spelling
+        all_.extended |= batch.extended
         for row in batch.rows:
             if isinstance(row, EncodedRow):
                 keep(row)
@@ -137,36 +126,40 @@ def encode_each(
                 skipped.append(row)
                 keep(EncodedRow(row[0], array("i", [0]), array("f", [0.0])))
     problems.raise_if_any()
-    notes = [*scribe.notes(spelling)]
+    notes = []
+    if encoder.dated:
+        notes.append("the chat template writes today's date; it is given one day always, so that runs can be repeated")
+    if all_.spelling:
+        first = f"(first: {all_.spelling[0]})"
+        notes.append(f"{len(all_.spelling)} rows of text spell special tokens, which are read as such {first}")
     if cut:
         lost = f"{cut_tokens} tokens are dropped, {cut_trained} of them to be trained"
         notes.append(f"{cut} {'row is' if cut == 1 else 'rows are'} cut to {max_length} tokens: {lost}")
-    return Encoding(scribe.mask_source(extended=extended), tuple(sorted(stops)), tuple(notes), tuple(skipped))
+    source = encoder.mask_source(extended=all_.extended)
+    return Encoding(source, tuple(sorted(all_.stops)), tuple(notes), tuple(skipped))
 
 
 def encode_prompt(tokenizer: Tokenizer, form: Form, messages: Sequence[Message]) -> list[int]:
     """The ids at which a model trained on rows of this `form` begins to answer `messages`.
 
-    Raises `InputError` for what `encode_each` would refuse in them.
+    Raises `InputError` for faults that `encode_each` would refuse.
     """
-    scribe = _Scribe(tokenizer, form, "assistant")
-    asked = Conversation(0, tuple(messages), "the prompt")
-    fault = scribe.special_fault(asked)
+    encoder = _Encoder(tokenizer, form, "assistant")
+    prompt = Conversation(0, tuple(messages), "the prompt")
     try:
-        if fault is not None:
-            raise TemplateFault(fault)
-        ids = tokenizer.plain_ids([scribe.text(asked.messages, asks=True)])[0]
-        return [*scribe.opening_of(ids), *ids]
+        encoder.require_plain(prompt)
+        ids = tokenizer.plain_ids([encoder.text(prompt.messages, asks=True)])[0]
+        return [*encoder.opening_of(ids), *ids]
     except TemplateFault as error:
-        raise InputError([Problem(asked.where, str(error))]) from error
+        raise InputError([Problem(prompt.where, str(error))]) from error
 
 
 @dataclass(frozen=True, slots=True)
 class Asking:
-    """How transformers alone asks a model what it was trained to answer.
+    """How to prompt the model with transformers alone.
 
-    example: the text that it is given for a prompt; None: messages, which the tokenizer's own chat template writes.
-    note: in which case the model sees another prompt than it would here; empty where it never does.
+    example: the text for a prompt; None: messages, which the tokenizer's own chat template writes. note: in which case
+    the model sees another prompt than it would here; empty if it never does.
     """
 
     example: str | None
@@ -174,19 +167,19 @@ class Asking:
 
 
 def asking(tokenizer: Tokenizer, form: Form) -> Asking:
-    """How a model trained on rows of this `form` is asked. Raises `InputError` as `encode_each` does."""
-    scribe = _Scribe(tokenizer, form, "assistant")
-    if scribe.templated:
+    """How to prompt a model that was trained on rows of this `form`. Raises `InputError` as `encode_each` does."""
+    encoder = _Encoder(tokenizer, form, "assistant")
+    if encoder.templated:
         dated = "its chat template writes the date, which was one day always in training: answers may change with it"
-        return Asking(None, dated if scribe.dated else "")
-    text = scribe.text((Message("user", "a prompt"),), asks=True)
-    same = tokenizer.base(text)["input_ids"] == [*scribe.opening, *tokenizer.plain_ids([text])[0]]
+        return Asking(None, dated if encoder.dated else "")
+    text = encoder.text((Message("user", "a prompt"),), asks=True)
+    same = tokenizer.base(text)["input_ids"] == [*encoder.opening, *tokenizer.plain_ids([text])[0]]
     other = "its tokenizer puts other special tokens around a text than it was trained with: answers may be others"
     return Asking(text, "" if same else other)
 
 
 def show_row(tokenizer: Tokenizer, row: EncodedRow) -> Iterator[str]:
-    """A line for each token of a row: its place, its id, what it counts (a dot for nothing), and what it says."""
+    """A line for each token of a row: its position, its id, its weight (a dot for 0) and its text."""
     trained = sum(weight > 0 for weight in row.weights)
     yield f"row {row.id}: {len(row.ids)} tokens, {trained} of them trained"
     for place, (id_, weight) in enumerate(zip(row.ids, row.weights, strict=True)):
@@ -197,7 +190,7 @@ def show_row(tokenizer: Tokenizer, row: EncodedRow) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """A message in its row: the text before it, and the text up to its end; both begin the row's."""
+    """A message in its row. `before`: the row's text up to the message, `after`: up to its end."""
 
     place: int
     before: str
@@ -206,14 +199,8 @@ class _Turn:
     answer: bool
 
 
-@dataclass(slots=True)
-class _Weighed:
-    ids: list[int]
-    weights: list[float]
-
-
-class _Scribe:
-    """How rows of one form are written for one tokenizer, and which of their tokens count."""
+class _Encoder:
+    """Writes rows of one form for one tokenizer, and determines the weights of their tokens."""
 
     def __init__(self, tokenizer: Tokenizer, form: Form, train_on: TrainOn) -> None:
         base = tokenizer.base
@@ -229,13 +216,17 @@ class _Scribe:
             what = "the tokenizer has no chat template, which says how messages are written"
             remedy = "take a model that has one, put chat_template.jinja into its folder, or give prompt and completion"
             raise InputError([Problem("model.base", f"{what}: {remedy}")])
-        added = {id_ for id_, token in base.added_tokens_decoder.items() if token.special}
-        self._special = added | {*base.all_special_ids}
+        added = base.added_tokens_decoder
+        self._special = {id_ for id_, token in added.items() if token.special} | {*base.all_special_ids}
         self._spelled = _any_of(() if self._literal else base.convert_ids_to_tokens(sorted(self._special)))
-        self._blank: dict[int, bool] = {}
-        self._stops: set[int] = set()
-        self._extended = False
-        self._spelling: list[str] = []
+        # Between added tokens that are found to the letter, the library tokenises each part of a text by itself.
+        exact = self.templated and base.is_fast and added
+        exact = exact and not any(token.lstrip or token.rstrip or token.normalized for token in added.values())
+        self._splits: bool | None = None if exact and not any(token.single_word for token in added.values()) else False
+        self._added = re.compile(f"({_any_of(token.content for token in added.values()).pattern})")
+        self._id_of_added = {token.content: id_ for id_, token in added.items()}
+        self._is_blank = cache(lambda id_: not str(base.decode([id_])).strip())
+        self._batch = _Batch()
         self.opening: list[int] = []
         self._closing: int | None = None
         if not self.templated:
@@ -257,34 +248,23 @@ class _Scribe:
             return "prefixes of the template, verified"
         return "the template's generation marks" + (", and the stop token after each" if extended else "")
 
-    def notes(self, spelling: Sequence[str]) -> Iterator[str]:
-        if self.dated:
-            yield "the chat template writes today's date; it is given one day always, so that runs can be repeated"
-        if spelling:
-            first = spelling[0]
-            yield f"{len(spelling)} rows of text spell special tokens, which are read as such (first: {first})"
-
-    def special_fault(self, row: Conversation) -> str | None:
-        """Why a row cannot be taken for what is spelled in it, or None.
-
-        Who writes a message does not write turns: a special token in it would end the turn, or begin another, in
-        training, and as letters it would be a row that no model is ever asked. A row of text is written as a whole by
-        its author, the turns too.
-        """
+    def require_plain(self, row: Conversation) -> None:
+        """Raise `TemplateFault` for a message that spells a special token. In a row of text, whose author writes the
+        turns too, they are only noted."""
         for place, message in enumerate(row.messages):
             found = next(filter(None, map(self._spelled.search, (message.content, message.extra, message.tools))), None)
             if found is not None and self._form == "text":
-                self._spelling.append(row.where)
+                self._batch.spelling.append(row.where)
             elif found is not None:
                 what = f"{self._name(place)} spells the special token {shown(found[0])} at character {found.start()}"
-                return f"{what}, which would be read as one of the template's own; take it out, or write it otherwise"
-        return None
+                remedy = "which would be read as one of the template's own; take it out, or write it otherwise"
+                raise TemplateFault(f"{what}, {remedy}")
 
     def _name(self, place: int) -> str:
         return ("prompt", "completion")[place] if self._form == "prompt and completion" else f"message {place}"
 
     def text(self, messages: Sequence[Message], *, asks: bool = False) -> str:
-        """Messages as one text; with `asks` up to where the model begins to answer."""
+        """Messages as one text; with `asks` up to the point at which the model begins to answer."""
         if self._template is not None:
             return self._template.render(messages, asks=asks).text
         if any(each.extra or each.tools for each in messages):
@@ -295,42 +275,52 @@ class _Scribe:
         return "".join(turns) + (f"{ANSWERS}: " if asks else "")
 
     def batch(self, rows: Iterable[Conversation], most: int, positions: int | None, skips: bool) -> _Batch:
-        """`rows` encoded. most, positions, skips: as for `encode_each`."""
-        self._stops, self._extended, self._spelling = set(), False, []
-        found: list[EncodedRow | tuple[int, str, str]] = []
-        for row, weighed in self.weighed(rows):
-            fault = weighed if isinstance(weighed, str) else _untrained(weighed, most, positions, skips)
-            if isinstance(weighed, _Weighed) and not fault:
-                lost = weighed.weights[most:]
-                ids, weights = array("i", weighed.ids[:most]), array("f", weighed.weights[:most])
-                found.append(EncodedRow(row.id, ids, weights, len(lost), sum(weight > 0 for weight in lost)))
-            else:
-                found.append((row.id, row.where, fault))
-        return _Batch(found, self._stops, self._extended, self._spelling)
-
-    def weighed(self, rows: Iterable[Conversation]) -> Iterator[tuple[Conversation, _Weighed | str]]:
-        drafts: list[tuple[Conversation, tuple[str, list[_Turn]] | str]] = []
+        """Encode `rows`. most, positions, skips: as for `encode_each`."""
+        self._batch = _Batch()
+        drafts: list[tuple[Conversation, str, list[_Turn], TemplateFault | None]] = []
         for row in rows:
             try:
-                fault = self.special_fault(row)
-                drafts.append((row, self._draft(row) if fault is None else fault))
+                self.require_plain(row)
+                drafts.append((row, *self._draft(row), None))
             except TemplateFault as error:
-                drafts.append((row, str(error)))
-        written = [draft for _, draft in drafts if not isinstance(draft, str)]
-        texts = {
-            text: None
-            for whole, turns in written
-            for text in (whole, *(t for turn in turns for t in (turn.before, turn.after)))
-        }
-        ids = dict(zip(texts, self._tokenizer.plain_ids([*texts]), strict=True))
-        for row, draft in drafts:
+                drafts.append((row, "", [], error))
+        texts: dict[str, None] = {}
+        for _, whole, turns, fault in drafts:
+            if fault is None:
+                texts |= dict.fromkeys((whole, *(text for turn in turns for text in (turn.before, turn.after))))
+        ids_of = dict(zip(texts, self._ids_of([*texts]), strict=True))
+        for row, whole, turns, fault in drafts:
             try:
-                yield row, draft if isinstance(draft, str) else self._weigh(ids, *draft)
+                if fault is not None:
+                    raise fault
+                ids, weights = self._weigh(ids_of, whole, turns)
+                if not any(weights[:most]):
+                    raise TemplateFault(_untrained(weights, most, positions, skips))
+                lost, kept = weights[most:], (array("i", ids[:most]), array("f", weights[:most]))
+                self._batch.rows.append(EncodedRow(row.id, *kept, len(lost), len(lost) - lost.count(0.0)))
             except TemplateFault as error:
-                yield row, str(error)
+                self._batch.rows.append((row.id, row.where, str(error)))
+        return self._batch
+
+    def _ids_of(self, texts: list[str]) -> list[list[int]]:
+        """`plain_ids` of texts that begin each other. Each part between added tokens is tokenised once, unless the ids
+        of the first texts, which are also tokenised whole, show that the tokenizer treats a first part otherwise."""
+        if self._splits is False:
+            return self._tokenizer.plain_ids(texts)
+        split = [self._added.split(text) for text in texts]
+        parts = [*{part: None for each in split for part in each[::2] if part}]
+        ids_of = dict(zip(parts, self._tokenizer.plain_ids(parts), strict=True))
+        ids_of |= {token: [id_] for token, id_ in self._id_of_added.items()}
+        found = [[id_ for part in each if part for id_ in ids_of[part]] for each in split]
+        if self._splits is None:
+            whole = self._tokenizer.plain_ids(texts)
+            several = any(len(each) > 3 for each in split)  # tokens with text before, between and after them
+            self._splits = False if found != whole else True if several else None
+            return whole
+        return found
 
     def _draft(self, row: Conversation) -> tuple[str, list[_Turn]]:
-        """A row's text, and the messages in it that count otherwise than the rest of it."""
+        """A row's text, and the messages in it whose tokens have another weight than the rest of it."""
         messages = row.messages
         if self._form == "text":
             return messages[0].content, []
@@ -351,8 +341,11 @@ class _Scribe:
             before = self.text(messages[:place], asks=answer) if place or self._template is None else ""
             after = whole if place == len(messages) - 1 else self.text(messages[: place + 1])
             if not whole.startswith(before) or not after.startswith(before):
-                raise TemplateFault(_no_prefix(self._name(place)))
-            if not all(said in after[len(before) :] for said in _said(message)):
+                what = f"what the chat template writes up to {self._name(place)} when it asks for it"
+                remedy = "take a template with generation marks, or make a row of each answer"
+                why = "does not begin the whole row, so that nothing says which tokens are the answer"
+                raise TemplateFault(f"{what} {why}; {remedy}")
+            if not all(said in after[len(before) :] for said in _required_texts(message)):
                 raise TemplateFault(f"the chat template leaves out {self._name(place)}")
             if message.weight:
                 self._require_thinking(place, message, after[len(before) :])
@@ -360,9 +353,9 @@ class _Scribe:
         return whole, turns
 
     def _all_there(self, messages: Sequence[Message], whole: str) -> None:
-        """Raise `TemplateFault` for a message of which the template writes nothing, as one for images does of texts."""
+        """Raise `TemplateFault` for a message that the template leaves out, as templates for images do with texts."""
         for place, message in enumerate(messages):
-            for said in _said(message):
+            for said in _required_texts(message):
                 if said not in whole:
                     raise TemplateFault(f"the chat template leaves out {self._name(place)} ({shown(said)})")
             for tool in json.loads(message.tools or "[]"):
@@ -371,7 +364,7 @@ class _Scribe:
                     raise TemplateFault(f"the chat template leaves out the tool {shown(name)}")
 
     def _require_thinking(self, place: int, message: Message, written: str) -> None:
-        """Raise `TemplateFault` unless the reasoning of an answer that is trained on is in what is `written` of it."""
+        """Raise `TemplateFault` unless the template's text of a trained answer, `written`, has its reasoning."""
         parts = _THINKING.split(message.content)[:-1] if message.role == ANSWERS else []
         missing = next((part.strip() for part in parts if part.strip() not in written), None)
         if missing is not None:
@@ -380,11 +373,8 @@ class _Scribe:
             raise TemplateFault(f"{what}, so that it would not be trained; {remedy}")
 
     def _marked(self, messages: Sequence[Message], template: ChatTemplate) -> tuple[str, list[_Turn]]:
-        """A row's text, and what the template marks in it as written by the model.
-
-        The answers are looked for in the marked places in order. Other places that are marked, as an end token behind
-        the whole, count as the answers do, where these all count alike; else nothing says what they count.
-        """
+        """A row's text, and the spans that the template marks as written by the model: the answers in order, and other
+        spans, such as an end token after the whole, which get the weight that all answers must have then."""
         rendered = template.render(messages)
         self._all_there(messages, rendered.text)
         answers = [(place, message) for place, message in enumerate(messages) if message.role == ANSWERS]
@@ -394,7 +384,7 @@ class _Scribe:
         for start, end in rendered.marks:
             here = rendered.text[:start], rendered.text[:end]
             marked = rendered.text[start:end]
-            if found < len(answers) and all(said in marked for said in _said(answers[found][1])):
+            if found < len(answers) and all(said in marked for said in _required_texts(answers[found][1])):
                 place, message = answers[found]
                 if message.weight:
                     self._require_thinking(place, message, marked)
@@ -412,11 +402,11 @@ class _Scribe:
         return rendered.text, [turn for turn in turns if turn.weight > 0]
 
     def opening_of(self, ids: Sequence[int]) -> list[int]:
-        """What is put before `ids`: a text that its author wrote as a whole may begin with it already."""
+        """The begin token, unless a row of text begins with it already."""
         written = self._form == "text" and list(ids[: len(self.opening)]) == self.opening
         return [] if written else self.opening
 
-    def _weigh(self, ids_of: dict[str, list[int]], text: str, turns: list[_Turn]) -> _Weighed:
+    def _weigh(self, ids_of: dict[str, list[int]], text: str, turns: list[_Turn]) -> tuple[list[int], list[float]]:
         whole = ids_of[text]
         usual = 1.0 if self._all else 0.0
         weights = [usual] * len(whole)
@@ -425,12 +415,12 @@ class _Scribe:
             start, end = self._span(whole, ids_of[turn.before], ids_of[turn.after], turn)
             weights[start:end] = [turn.weight] * (end - start)
             if self._closing is None and turn.answer:
-                self._stops.add(whole[end - 1])
+                self._batch.stops.add(whole[end - 1])
             elif turn.answer:
                 closings.append((end, turn.weight))
         ids = list(whole)
         if self._closing is not None:
-            self._stops.add(self._closing)
+            self._batch.stops.add(self._closing)
             for end, weight in reversed(closings):
                 ids.insert(end, self._closing)
                 weights.insert(end, weight)
@@ -446,17 +436,15 @@ class _Scribe:
         if not ids:
             raise TemplateFault("the chat template writes nothing of it")
         weights[0] = 0.0
-        return _Weighed(ids, weights)
+        return ids, weights
 
     def _span(self, whole: list[int], before: list[int], after: list[int], turn: _Turn) -> tuple[int, int]:
-        """The places in `whole` of one message's tokens, with the token that closes it and nothing behind that.
-
-        Raises `TemplateFault` unless those before it are the row's first ones, and its own are the same here as where
-        it is the last message.
-        """
+        """The span of one message's tokens in `whole`, up to and with the token that closes it. The tokens before it
+        must be the first of the row, and its own tokens the same as if it were the last message."""
         start = len(before)
         if whole[:start] != before or after[:start] != before:
-            raise TemplateFault(_no_prefix(self._name(turn.place), merged=True))
+            what = f"the last token before {self._name(turn.place)} and its first one merge into another"
+            raise TemplateFault(f"{what}; let white space between them begin the second, not end the first")
         own = after[start:]
         if not own:
             raise TemplateFault(f"the chat template writes nothing of {self._name(turn.place)}")
@@ -469,7 +457,7 @@ class _Scribe:
         return start, start + len(own)
 
     def _closed(self, own: list[int], following: list[int], turn: _Turn) -> list[int]:
-        """An answer's tokens up to the one at which the model stops: the first special one of those at its end."""
+        """An answer's tokens up to its stop token: the first of the special tokens at its end."""
         stop = None
         for place in range(len(own) - 1, -1, -1):
             if own[place] in self._special:
@@ -479,21 +467,16 @@ class _Scribe:
         if stop is not None:
             return own[: stop + 1]
         if self._template is not None and self._template.marked and following and following[0] in self._special:
-            self._extended = True
+            self._batch.extended = True
             return own + following
         end = shown(self._tokenizer.base.decode(own[-8:]))
         what = f"the chat template closes {self._name(turn.place)} with no special token (it ends in {end})"
         raise TemplateFault(f"{what}: a model would not learn to stop; close answers with the end token there")
 
-    def _is_blank(self, id_: int) -> bool:
-        if id_ not in self._blank:
-            self._blank[id_] = not str(self._tokenizer.base.decode([id_])).strip()
-        return self._blank[id_]
 
-
-def _said(message: Message) -> tuple[str, ...]:
-    """What a template writes of a message at least: many trim it, and drop or move the thinking before an answer. Of a
-    tool call it writes the tool's name; how it writes the arguments differs."""
+def _required_texts(message: Message) -> tuple[str, ...]:
+    """The parts of a message that every template must write. Many trim the text, and drop or move the reasoning before
+    an answer. Tool calls are written in many ways, but with the tool's name."""
     content = message.content.rpartition("</think>")[2] if message.role == ANSWERS else message.content
     calls = json.loads(message.extra or "{}").get("tool_calls", ())
     return content.strip(), *(call["function"]["name"] for call in calls)
@@ -504,20 +487,8 @@ def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, written)) or "(?!)")
 
 
-def _no_prefix(name: str, *, merged: bool = False) -> str:
-    if merged:
-        remedy = "let white space between them begin the second, not end the first"
-        return f"the last token before {name} and its first one merge into another; {remedy}"
-    what = f"what the chat template writes up to {name} when it asks for it does not begin the whole row"
-    remedy = "take a template with generation marks, or make a row of each answer"
-    return f"{what}, so that nothing says which tokens are the answer; {remedy}"
-
-
-def _untrained(weighed: _Weighed, most: int, positions: int | None, skips: bool) -> str:
-    """What is wrong if none of a row's first `most` tokens is trained; else empty."""
-    if any(weighed.weights[:most]):
-        return ""
-    first = next((place for place, weight in enumerate(weighed.weights) if weight), None)
+def _untrained(weights: list[float], most: int, positions: int | None, skips: bool) -> str:
+    first = next((place for place, weight in enumerate(weights) if weight), None)
     if first is None:
         return "no token of it would be trained: all its answers have weight 0"
     beyond = positions is not None and first >= positions

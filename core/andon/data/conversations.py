@@ -1,4 +1,4 @@
-"""Files of conversations to rows of messages, with all of a file's faults at once."""
+"""Files of conversations to rows of messages. All faults of a file are raised at once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import hashlib
 import json
 import math
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from os import PathLike
@@ -17,16 +18,16 @@ from andon.console.problems import ProblemList, did_you_mean, shown
 from andon.data.formats import Record, Table, open_table
 from andon.data.labels import column_fault, must_be
 from andon.data.origins import ALL_ROWS, Origins, RowSelection
-from andon.data.rows import RowsById
+from andon.data.rows import Examples
 
 Form = Literal["messages", "prompt and completion", "prompt and completion as messages", "text"]
-"""How the rows of a file are written."""
+"""How the rows of a file are written; all rows of a data set have one form."""
 
 ROLES = ("system", "user", "assistant", "tool")
 ANSWERS = "assistant"
-"""The role whose messages are learned."""
+"""The role whose messages are trained."""
 SOURCE_COLUMN = "source"
-"""Where a row comes from, for scores by source; of no meaning to training."""
+"""The column with a row's source, for scores by source; training does not use it."""
 
 _COLUMNS: Mapping[str, tuple[str, ...]] = {
     "messages": ("messages",),
@@ -39,10 +40,10 @@ _SHAREGPT_ROLES = {"human": "user", "gpt": ANSWERS, "function": "tool", "observa
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """`weight`: what a token of it counts in the loss where it is trained at all, in single precision; 0 for none.
+    """`weight`: of its tokens in the loss, in single precision, if they are trained; 0: they are not trained.
 
-    `extra`: a JSON object with what else a chat template reads of it (tool calls, the name of a tool), or empty.
-    `tools`: of the first message, a JSON list of the tools that the conversation may call, or empty.
+    `extra`: a JSON object with more fields for the chat template (tool calls, the name of a tool), or empty.
+    `tools`: in the first message, a JSON list of the tools that the conversation may call, or empty.
     """
 
     role: str
@@ -54,9 +55,9 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """One row. `id` is its place in what it was read from, from 0, and never changes; `where` is its file and line.
+    """One row. `id` is its position among all rows, from 0; `where` is its file and line; `source` may be empty.
 
-    A row of the form `text` is one message of the assistant. `source` is what its column says, or empty.
+    A row of the form `text` is one message of the assistant.
     """
 
     id: int
@@ -65,25 +66,15 @@ class Conversation:
     source: str = ""
 
 
-class WithoutClasses:
-    """What sets of conversations have in common."""
-
-    @property
-    def labels(self) -> tuple[str, ...]:
-        return ()
-
-    def about(self) -> str:
-        return "task sft"
-
-
 @dataclass(frozen=True)
-class ConversationSet(WithoutClasses, RowsById):
-    """Conversations, all written in one form, and where they came from."""
+class ConversationSet(Examples):
+    """Conversations, all written in one form, held in memory."""
 
     rows: tuple[Conversation, ...]
     source: str
     form: Form
     origins: Origins | None = field(default=None, compare=False, repr=False)
+    labels = ()
 
     @cached_property
     def digest(self) -> str:
@@ -94,7 +85,7 @@ class ConversationSet(WithoutClasses, RowsById):
         return sha.hexdigest()
 
     def source_of(self, id_: int) -> str:
-        """What the column `source` says of a row; empty where nothing. Raises KeyError for an id not here."""
+        """The source of a row, or an empty string. Raises KeyError for an unknown id."""
         return str(self._by_id[id_].source)
 
     def texts(self) -> tuple[str, ...]:
@@ -102,22 +93,14 @@ class ConversationSet(WithoutClasses, RowsById):
 
     def told(self, id_: int) -> tuple[str, str] | None:
         row = self._by_id.get(id_)
-        return None if row is None else (last_answer(row), asked(self.form, row))
-
-
-def last_answer(row: Conversation) -> str:
-    """What is learned last of a row: a text, tool calls as JSON, or both."""
-    return row.messages[-1].content + row.messages[-1].extra
+        return None if row is None else (row.messages[-1].content + row.messages[-1].extra, asked(self.form, row))
 
 
 def asked(form: Form, row: Conversation) -> str:
-    """What a model is asked by a row: all before the last answer; of a row of text, the text."""
-    return row.messages[0].content if form == "text" else written(row.messages[:-1])
-
-
-def written(messages: Iterable[Message]) -> str:
-    """Messages as one text, each with its role before it."""
-    return "\n".join(f"{each.role}: {each.content}{each.extra}" for each in messages)
+    """The input text of a row: the messages before the last answer, each after its role; of a row of text, the text."""
+    if form == "text":
+        return row.messages[0].content
+    return "\n".join(f"{each.role}: {each.content}{each.extra}" for each in row.messages[:-1])
 
 
 def add_form(sha: hashlib._Hash, form: Form) -> None:
@@ -126,13 +109,13 @@ def add_form(sha: hashlib._Hash, form: Form) -> None:
 
 
 def add_row(sha: hashlib._Hash, row: Conversation) -> None:
-    """Go on with the digest of rows: every message in order, each part with its length before it."""
+    """Continue the digest of rows: every message in order, each part preceded by its length."""
     sha.update(len(row.messages).to_bytes(8, "little"))
     for message in row.messages:
         _add(sha, message.role.encode())
         _add(sha, message.content.encode())
         _add(sha, struct.pack("<d", message.weight))
-        for part in filter(None, (message.extra, message.tools)):  # JSON, which no role begins like
+        for part in filter(None, (message.extra, message.tools)):  # JSON, and no role begins like JSON
             _add(sha, part.encode())
 
 
@@ -142,16 +125,15 @@ def _add(sha: hashlib._Hash, part: bytes) -> None:
 
 
 def read_conversations(*paths: str | PathLike[str], selection: RowSelection = ALL_ROWS) -> ConversationSet:
-    """The rows of .jsonl, .json (one object a line, or an array), .parquet, .csv or .tsv files, in the one form that
-    all have.
+    """Read .jsonl, .json (one object a line, or an array), .parquet, .csv or .tsv files whose rows all have one form.
 
-    `messages` is a list of objects with a `role`, a `content` and, where wanted, a `weight` (0 or more) or `train`
-    (true or false); `prompt` and `completion` are two strings, or two lists of such messages, of which the completion
-    alone is learned; `text` is learned as a whole. The chat template gets the list in `tools`. ShareGPT's
-    `conversations` and Alpaca's `instruction`, `input` and `output` are read as messages, with their `system`.
-    Other columns are left alone, but for `source` and `id`.
-    A row's id is its place among all rows, from 0. Of several files the source of a row is its file
-    (`Origins.names`), where no row of that file names one.
+    `messages` is a list of objects with a `role`, a `content` and optionally a `weight` (0 or more) or `train` (true or
+    false). `prompt` and `completion` are two strings, or two lists of such messages; only the completion is trained.
+    `text` is trained as a whole. The chat template gets the list in `tools`. ShareGPT's `conversations` and Alpaca's
+    `instruction`, `input` and `output` are read as messages, with their `system`. Other columns but `source` and `id`
+    are ignored.
+    A row's id is its position among all rows, from 0. With several files, the source of a row is its file
+    (`Origins.names`) if no row of that file names one.
 
     Raises `InputError` with every fault found, each as file:line with the offending value.
     """
@@ -159,16 +141,9 @@ def read_conversations(*paths: str | PathLike[str], selection: RowSelection = AL
     rows = list(reading.rows(list(map(Path, paths))))
     assert reading.form is not None
     origins = reading.origins
-    return ConversationSet(tuple(_sourced(rows, origins)), origins.source, reading.form, origins)
-
-
-def _sourced(rows: Sequence[Conversation], origins: Origins) -> Iterator[Conversation]:
-    start = 0
-    for name, size in zip(origins.names(), origins.sizes, strict=True):
-        own = rows[start : start + size]
-        unnamed = len(origins.sizes) > 1 and not any(row.source for row in own)
-        yield from (replace(row, source=name) for row in own) if unnamed else own
-        start += size
+    sources = origins.with_files([row.source for row in rows])
+    named = tuple(replace(row, source=source) for row, source in zip(rows, sources, strict=True))
+    return ConversationSet(named, origins.source, reading.form, origins)
 
 
 @dataclass
@@ -184,18 +159,11 @@ class Reading:
         self.origins = Origins(self.selection.limit)
 
     def rows(self, paths: Iterable[Path]) -> Iterator[Conversation]:
-        """The rows of the files in turn, as far as nothing is wrong with them; raises `InputError` at the end with all
-        that is."""
-        for path in paths:
-            table = open_table(path, self.problems)
-            for record in self.origins.records(table, self.problems):
-                row = self._take(table, record)
-                if row is not None:
-                    self.origins.add(record.line)
-                    yield row
+        """The usable rows of the files in turn. Raises `InputError` at the end, with all faults."""
+        yield from self.origins.read(paths, self.problems, self._parsed)
         self.problems.raise_if_any()
 
-    def _take(self, table: Table, record: Record) -> Conversation | None:
+    def _parsed(self, table: Table, record: Record) -> tuple[Conversation, list[str]]:
         where = table.place(record.line)
         faults: list[str] = []
         fields = _as_messages(record.fields, faults)
@@ -206,62 +174,54 @@ class Reading:
         faults += self.origins.repeated(table, record)
         if form == "text" and fields.get("tools"):
             faults.append("column 'tools' is there, and a text is learned as it is; write tools into the text")
-        for fault in faults:
-            self.problems.add_row(where, fault)
-        if faults:
-            return None
-        if self.form is None:  # only a usable row decides the form of its file
+        if not faults and self.form is None:  # only a usable row decides the form of its file
             self.form, self.first = form, where
         source = record.fields.get(SOURCE_COLUMN)
-        return Conversation(len(self.origins), messages, where, "" if source is None else str(source))
+        return Conversation(len(self.origins), messages, where, "" if source is None else str(source)), faults
 
 
 def read_prompts(path: Path, column: str | None = None) -> tuple[tuple[Message, ...], ...]:
-    """What a model is to answer, of each row of a file: in `column`, else in `prompt`, else in `messages`.
+    """The prompt in each row of a file: in `column`, else in `prompt`, else in `messages`.
 
-    A string is one message of a user; of a list of messages the answer at its end is left out, as that of a row to be
-    learned. Raises `InputError` with every fault found, each as file:line.
+    A string is one message of a user. An answer at the end of a list of messages is dropped. Raises `InputError` with
+    every fault found, each as file:line.
     """
-    problems = ProblemList()
-    table = open_table(path, problems)
-    found: list[tuple[Message, ...]] = []
-    for record in table.records:
-        faults: list[str] = []
-        found.append(_prompt(record.fields, column, faults))
-        for fault in faults:
-            problems.add(table.place(record.line), fault)
+    problems, found = ProblemList(), list[tuple[Message, ...]]()
+    names = ("prompt", "messages") if column is None else (column,)
+    with closing(open_table(path, problems)) as table:
+        for record in table.records:
+            faults, messages = list[str](), list[Message]()
+            fields = record.fields if column is not None else _as_messages(record.fields, faults)
+            name = next((name for name in names if fields.get(name) is not None), None)
+            given = None if name is None else fields[name]
+            if name is None:
+                hint = next(
+                    filter(None, (did_you_mean(each, fields) for each in names)), "; name it with --prompt-column"
+                )
+                wanted, there = " or ".join(map(repr, names)), ", ".join(map(shown, fields)) or "none"
+                faults.append(f"has no column {wanted}; there are {there}{hint}")
+            elif isinstance(given, str):
+                faults += filter(None, [column_fault(name, given)])
+                messages = [Message("user", given)]
+            elif isinstance(given, list):
+                messages = _listed(name, given, faults)
+                if messages and messages[-1].role == ANSWERS:
+                    messages.pop()
+                if not messages and not faults:
+                    faults.append(f"{name} asks nothing: all that it holds is an answer")
+            else:
+                faults.append(f"{name} {must_be('a string or a list of messages', given)}")
+            found.append(_with_tools(tuple(messages), fields, faults))
+            for fault in faults:
+                problems.add(table.place(record.line), fault)
     if not found and not problems:
         problems.add(str(path), "has no rows")
     problems.raise_if_any()
     return tuple(found)
 
 
-def _prompt(fields: Mapping[str, object], column: str | None, faults: list[str]) -> tuple[Message, ...]:
-    fields = fields if column is not None else _as_messages(fields, faults)
-    names = ("prompt", "messages") if column is None else (column,)
-    name = next((name for name in names if fields.get(name) is not None), None)
-    if name is None:
-        hint = next(filter(None, (did_you_mean(each, fields) for each in names)), "; name it with --prompt-column")
-        wanted, there = " or ".join(map(repr, names)), ", ".join(map(shown, fields)) or "none"
-        faults.append(f"has no column {wanted}; there are {there}{hint}")
-        return ()
-    given = fields[name]
-    if isinstance(given, str):
-        faults += filter(None, [column_fault(name, given)])
-        return _with_tools((Message("user", given),), fields, faults)
-    if not isinstance(given, list):
-        faults.append(f"{name} {must_be('a string or a list of messages', given)}")
-        return ()
-    messages = _listed(name, given, faults)
-    if messages and messages[-1].role == ANSWERS:
-        messages.pop()
-    if not messages and not faults:
-        faults.append(f"{name} asks nothing: all that it holds is an answer")
-    return _with_tools(tuple(messages), fields, faults)
-
-
 def conversations_in(fields: Mapping[str, object]) -> str:
-    """What makes a row a conversation in any form but `text`, which a class may stand beside; empty if nothing does."""
+    """What identifies a row as a conversation; empty if nothing does. `text` does not: rows of classes have it too."""
     for form, columns in _COLUMNS.items():
         if form != "text" and all(fields.get(name) is not None for name in columns):
             return "conversations"
@@ -274,31 +234,27 @@ def conversations_in(fields: Mapping[str, object]) -> str:
 def _as_messages(fields: Mapping[str, object], faults: list[str]) -> Mapping[str, object]:
     source = conversations_in(fields)
     if "ShareGPT" in source:
-        given = [_of_sharegpt(each) for each in fields["conversations"]]  # type: ignore[attr-defined]
+        given: list[Any] = []
+        for each in fields["conversations"]:  # type: ignore[attr-defined]
+            if isinstance(each, dict) and "from" in each:
+                role = _SHAREGPT_ROLES.get(str(each["from"]), each["from"])
+                more = {key: value for key, value in each.items() if key not in ("from", "value")}
+                given.append(more | {"role": role, "content": each.get("value")})
+            else:
+                given.append(each)
     elif "Alpaca" in source:
-        given = _of_alpaca(fields, faults)
+        texts = {name: fields.get(name) or "" for name in ("instruction", "input", "output")}
+        faults += filter(None, (column_fault(name, text) for name, text in texts.items() if text or name != "input"))
+        if fields.get("history"):
+            faults.append("column 'history' is there, and is not read: write such rows as messages")
+        question = "\n\n".join(str(texts[name]) for name in ("instruction", "input") if texts[name])
+        given = [{"role": "user", "content": question}, {"role": ANSWERS, "content": texts["output"]}]
     else:
         return fields
     system = fields.get("system")
     if system and not any(isinstance(each, dict) and each.get("role") == "system" for each in given):
         given.insert(0, {"role": "system", "content": system})
     return {name: value for name, value in fields.items() if name != "text"} | {"messages": given}
-
-
-def _of_sharegpt(given: object) -> object:
-    if not isinstance(given, dict) or "from" not in given:
-        return given
-    more = {key: value for key, value in given.items() if key not in ("from", "value")}
-    return more | {"role": _SHAREGPT_ROLES.get(str(given["from"]), given["from"]), "content": given.get("value")}
-
-
-def _of_alpaca(fields: Mapping[str, object], faults: list[str]) -> list[object]:
-    texts = {name: fields.get(name) or "" for name in ("instruction", "input", "output")}
-    faults += filter(None, (column_fault(name, text) for name, text in texts.items() if text or name != "input"))
-    if fields.get("history"):
-        faults.append("column 'history' is there, and is not read: write such rows as messages")
-    question = "\n\n".join(str(texts[name]) for name in ("instruction", "input") if texts[name])
-    return [{"role": "user", "content": question}, {"role": ANSWERS, "content": texts["output"]}]
 
 
 def _with_tools(messages: tuple[Message, ...], fields: Mapping[str, object], faults: list[str]) -> tuple[Message, ...]:
@@ -318,7 +274,7 @@ def _function(value: Any) -> dict[str, Any] | None:
 
 
 def _decoded(value: object) -> object:
-    """What a string says as JSON, as many files write tools and arguments; anything else as it is."""
+    """A string parsed as JSON if possible, since many files write tools and arguments so; other values unchanged."""
     try:
         return json.loads(value) if isinstance(value, str) and value else value
     except (ValueError, RecursionError):
@@ -326,11 +282,11 @@ def _decoded(value: object) -> object:
 
 
 def _json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, default=str)  # Parquet has dates
+    return json.dumps(value, ensure_ascii=False, default=str)  # `str` for the dates of Parquet
 
 
 def _extra(given: Mapping[str, object], role: object, faults: list[str]) -> str:
-    """What a chat template reads of a message besides its content; faults go to `faults`."""
+    """The fields of a message besides its content that a chat template reads; faults go to `faults`."""
     found: dict[str, Any] = {}
     calls: Any = _decoded(given.get("tool_calls")) or []
     if calls and role != ANSWERS:
@@ -349,17 +305,6 @@ def _extra(given: Mapping[str, object], role: object, faults: list[str]) -> str:
             faults += filter(None, [column_fault(key, given[key])])
     faults += filter(None, [column_fault("tool_calls", _json(found))])
     return _json(found) if found else ""
-
-
-def _text_of(content: object, faults: list[str]) -> object:
-    if not isinstance(content, list) or not content:
-        return content
-    texts = [each.get("text") if isinstance(each, dict) else each for each in content]
-    for place, (part, text) in enumerate(zip(content, texts, strict=True)):
-        kind = part.get("type", "text") if isinstance(part, dict) else "text"
-        if kind != "text" or not isinstance(text, str):
-            faults.append(f"content[{place}] is of the type {shown(kind)}; only text is read ({shown(part)})")
-    return "".join(map(str, texts))
 
 
 def _form(fields: Mapping[str, object], faults: list[str]) -> Form | None:
@@ -418,7 +363,7 @@ def _messages(form: Form, fields: Mapping[str, object], faults: list[str]) -> tu
 
 
 def _listed(name: str, value: object, faults: list[str]) -> list[Message]:
-    """The messages of one list; those with a fault are left out, and their faults noted with their place."""
+    """The usable messages of one list; the faults of the others are noted with their position."""
     if not isinstance(value, list):
         faults.append(f"{name} {must_be('a list of messages', value)}")
         return []
@@ -437,7 +382,14 @@ def _message(given: object) -> tuple[Message | None, list[str]]:
     if not isinstance(given, dict):
         return None, [must_be("an object with a role and a content", given)]
     faults: list[str] = []
-    role, content = given.get("role"), _text_of(given.get("content"), faults)
+    role, content = given.get("role"), given.get("content")
+    if isinstance(content, list) and content:
+        texts = [each.get("text") if isinstance(each, dict) else each for each in content]
+        for place, (part, text) in enumerate(zip(content, texts, strict=True)):
+            kind = part.get("type", "text") if isinstance(part, dict) else "text"
+            if kind != "text" or not isinstance(text, str):
+                faults.append(f"content[{place}] is of the type {shown(kind)}; only text is read ({shown(part)})")
+        content = "".join(map(str, texts))
     extra = _extra(given, role, faults)
     content = "" if content is None and "tool_calls" in extra else content
     if role is None:
@@ -451,38 +403,24 @@ def _message(given: object) -> tuple[Message | None, list[str]]:
         faults += filter(None, [column_fault("content", content)])
     for key, value in given.items():
         if key not in _KEYS and value is not None and value != []:
-            faults.append(
-                f"has {shown(key)}, which is not read; known are {', '.join(_KEYS)}{did_you_mean(str(key), _KEYS)}"
-            )
-    weight = _weight(given, role, faults)
-    return (None, faults) if faults else (Message(str(role), str(content), weight, extra), [])
-
-
-def _weight(given: Mapping[str, object], role: object, faults: list[str]) -> float:
-    """What the message counts by its `weight` or `train`; 1 where neither is there."""
-    weight, train = given.get("weight"), given.get("train")
+            hint = did_you_mean(str(key), _KEYS)
+            faults.append(f"has {shown(key)}, which is not read; known are {', '.join(_KEYS)}{hint}")
+    # Its weight: by `weight` or `train`, else 1.
+    weight, train, number = given.get("weight"), given.get("train"), 1.0
     if train is not None and not isinstance(train, bool):
         faults.append(f"train {must_be('true or false', train)}")
-        return 0.0
-    if weight is None:
-        number = 1.0 if train is None else float(train)
-    elif isinstance(weight, bool) or not isinstance(weight, int | float):
+    elif weight is not None and (isinstance(weight, bool) or not isinstance(weight, int | float)):
         faults.append(f"weight {must_be('a number of 0 or more', weight)}")
-        return 0.0
     else:
-        number = _single(weight)
+        try:
+            (number,) = struct.unpack("<f", struct.pack("<f", (train is not False) if weight is None else weight))
+        except (OverflowError, struct.error):  # struct.error: an integer too large for a double
+            number = math.inf
         if not 0.0 <= number < math.inf:
             faults.append(f"weight must be a number from 0 to 3.4e38, is {shown(weight)}")
-        if train is not None and train != (number > 0):
+        if weight is not None and train is not None and train != (number > 0):
             faults.append(f"has train {str(train).lower()} and weight {shown(weight)}; keep one of them")
-    if role != ANSWERS and number > 0 and (weight is not None or train is not None):
-        faults.append(f"is from {shown(role)} and is to be trained; by themselves only messages from {ANSWERS!r} are")
-    return number
-
-
-def _single(weight: float) -> float:
-    try:
-        (number,) = struct.unpack("<f", struct.pack("<f", weight))
-    except (OverflowError, struct.error):  # the latter for an integer that is no float either
-        return math.inf
-    return float(number)
+        if role != ANSWERS and number > 0 and (weight is not None or train is not None):
+            own = f"by themselves only messages from {ANSWERS!r} are"
+            faults.append(f"is from {shown(role)} and is to be trained; {own}")
+    return (None, faults) if faults else (Message(str(role), str(content), number, extra), [])

@@ -1,4 +1,4 @@
-"""Label maps (what a file says to a class number) and class weights."""
+"""Labels of files: what they mean, and what is wrong with them; and class weights."""
 
 from __future__ import annotations
 
@@ -14,14 +14,10 @@ ClassWeights = Literal["uniform", "inverse", "sqrt_inverse"]
 
 _FRACTION = re.compile(r"[-+]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][-+]?\d+)?")
 _NUMBER = re.compile(r"[-+]?((\d+\.?\d*|\.\d+)([eE][-+]?\d+)?|inf|infinity|nan)", re.IGNORECASE | re.ASCII)
-_NEGATIVE = re.compile(r"-\d+")
 _AS_SETS = "; to learn several labels a row: --task multi-label"
 _AS_NUMBERS = "; to learn the numbers themselves: --task regression"
-_SEPARATOR = "--set data.label_separator=';'"
 LARGEST_TARGET = 3e38
-"""Beyond it fp32 has no numbers."""
-_LONGEST_INTEGER = 18
-"""Digits beyond which a label of a table is a name and no number."""
+"""The largest target; a model's fp32 numbers end a little above it."""
 
 
 def text_fault(text: str) -> str | None:
@@ -38,63 +34,66 @@ def text_fault(text: str) -> str | None:
 
 
 def column_fault(name: str, value: object) -> str | None:
-    """Why `value`, which stands in column `name`, cannot be a text; None: it can."""
+    """Why `value` in column `name` cannot be a text; None: it can."""
     fault = text_fault(value) if isinstance(value, str) else must_be("a string", value)
     return f"{name} {fault}" if fault else None
 
 
 def must_be(wanted: str, value: object) -> str:
-    """What is wrong with a value of another type."""
     return f"must be {wanted}, is {'null' if value is None else shown(value)}"
 
 
-def label_fault(label: object, typed: bool) -> str | None:
-    """Why one label by itself cannot be used, or None. `typed`: numbers are not strings (JSON), else all is text."""
+def class_of(label: object, typed: bool) -> tuple[object, str | None]:
+    """The label of a class, and why it is unusable, or None. `typed`: numbers and strings differ; else all is text."""
+    fault = None
+    negative = f"label {label} is negative; labels are integers from 0, or strings"
     if label is None:
-        return "label is null"
-    if isinstance(label, str):
+        fault = "label is null"
+    elif isinstance(label, str):
         fault = text_fault(label)
         if fault is not None:
-            return f"label {fault}"
-        if not typed and _FRACTION.fullmatch(label):
-            return f"label {label} is a number with a fraction; labels are integers from 0, or strings{_AS_NUMBERS}"
-        if not typed and _NEGATIVE.fullmatch(label):
-            return f"label {label} is negative; labels are integers from 0, or strings"
-        return None
-    if isinstance(label, int) and not isinstance(label, bool):
-        return None if label >= 0 else f"label {label} is negative; labels are integers from 0, or strings"
-    hint = _AS_NUMBERS if isinstance(label, float) else _AS_SETS if isinstance(label, list) else ""
-    return f"label {shown(label)} is a {type(label).__name__}; labels are integers from 0, or strings{hint}"
+            fault = f"label {fault}"
+        elif not typed and _FRACTION.fullmatch(label):
+            fault = f"label {label} is a number with a fraction; labels are integers from 0, or strings{_AS_NUMBERS}"
+        elif not typed and re.fullmatch(r"-\d+", label):
+            fault = negative
+    elif isinstance(label, int) and not isinstance(label, bool):
+        fault = None if label >= 0 else negative
+    else:
+        hint = _AS_NUMBERS if isinstance(label, float) else _AS_SETS if isinstance(label, list) else ""
+        fault = f"label {shown(label)} is a {type(label).__name__}; labels are integers from 0, or strings{hint}"
+    return label, fault
 
 
-def target_of(label: object, typed: bool) -> float | str:
-    """The number that a label says, or why it says none. `typed`: numbers are not strings (JSON), else all is text."""
+def target_of(label: object, typed: bool) -> tuple[float, str | None]:
+    """The target number, and why it is unusable, or None. `typed`: numbers and strings differ; else all is text."""
     if label is None:
-        return "label is null"
+        return 0.0, "label is null"
     if isinstance(label, bool) or not isinstance(label, int | float if typed else str):
-        return f"label {shown(label)} is a {type(label).__name__}, and a number is learned"
+        return 0.0, f"label {shown(label)} is a {type(label).__name__}, and a number is learned"
     if isinstance(label, str) and not _NUMBER.fullmatch(label.strip()):
-        return f"label {shown(label)} is no number"
+        return 0.0, f"label {shown(label)} is no number"
     try:
         number = float(label)
     except OverflowError:  # an integer of JSON has any number of digits
         number = math.inf
     if math.isnan(number):
-        return f"label {shown(label)} is not finite"
+        return 0.0, f"label {shown(label)} is not finite"
     if abs(number) > LARGEST_TARGET:
-        return f"label {shown(label)} is beyond {LARGEST_TARGET:g}, and a model gives numbers of fp32"
-    return number
+        return 0.0, f"label {shown(label)} is beyond {LARGEST_TARGET:g}, and a model gives numbers of fp32"
+    return number, None
 
 
-def label_set_of(label: object, separator: str | None) -> tuple[tuple[str, ...], str | None]:
-    """The labels that one row has, as written, and why they cannot be used; no fault: None.
+def label_set_of(separator: str | None, label: object, typed: bool) -> tuple[tuple[str, ...], str | None]:
+    """The labels of a row, and why they are unusable, or None.
 
-    A list of strings, or, where a separator is named, one string with it between labels; nothing in it is no label.
+    A list of strings, or a string with `separator` between labels; an empty string has no label.
     """
     if isinstance(label, str) and separator is not None:
         label = [part.strip() for part in label.split(separator)] if label.strip() else []
     if isinstance(label, str):
-        return (), f"label {shown(label)} is one string; write a list, or say what is between labels: {_SEPARATOR}"
+        remedy = "--set data.label_separator=';'"
+        return (), f"label {shown(label)} is one string; write a list, or say what is between labels: {remedy}"
     if not isinstance(label, list):
         return (), f"label {shown(label)} is a {type(label).__name__}, and a list of labels is learned"
     for name in label:
@@ -106,7 +105,7 @@ def label_set_of(label: object, separator: str | None) -> tuple[tuple[str, ...],
 
 
 def likely_separator(labels: Sequence[str]) -> str:
-    """What stands between words in more than half of the labels, so that each may be several; empty where nothing."""
+    """The separator that splits more than half of the labels into several; empty if there is none."""
     for separator in (";", "|", ","):
         joined = sum(len([part for part in label.split(separator) if part.strip()]) > 1 for label in labels)
         if 2 * joined > len(labels):
@@ -115,11 +114,13 @@ def likely_separator(labels: Sequence[str]) -> str:
 
 
 def same_kind(labels: Sequence[int | str], typed: bool) -> tuple[Sequence[int | str], list[tuple[int, str]]]:
-    """Labels as they are meant, and (place, fault) for each that is of another kind than most.
+    """The labels as integers or strings, and (position, fault) for each label whose type differs from the majority.
 
-    Text from a table counts as integers when every label is one and none has leading zeros.
+    Text from a table counts as integers if every label is one and none has leading zeros.
     """
-    integer = [isinstance(label, int) if typed else _is_integer(str(label)) for label in labels]
+    # A label of a table with more than 18 digits is a name.
+    number = re.compile(r"[0-9]{1,18}")
+    integer = [isinstance(label, int) if typed else number.fullmatch(str(label)) is not None for label in labels]
     integers = sum(integer)
     if integers == len(labels) and not typed:
         plain = all(str(int(label)) == label for label in labels)
@@ -127,13 +128,12 @@ def same_kind(labels: Sequence[int | str], typed: bool) -> tuple[Sequence[int | 
     if integers in (0, len(labels)):
         return labels, []
     usual = 2 * integers >= len(labels)
-    others = (
-        f"{integers} others, which are integers" if usual else f"{len(labels) - integers} others, which are strings"
-    )
+    strings = len(labels) - integers
+    others = f"{integers} others, which are integers" if usual else f"{strings} others, which are strings"
     return labels, [
         (place, f"label {shown(label)} is of another type than {others}")
-        for place, (label, number) in enumerate(zip(labels, integer, strict=True))
-        if number != usual
+        for place, (label, is_integer) in enumerate(zip(labels, integer, strict=True))
+        if is_integer != usual
     ]
 
 
@@ -145,22 +145,11 @@ def alike(names: Sequence[str]) -> list[list[str]]:
     return [group for group in groups.values() if len(group) > 1]
 
 
-def _is_integer(label: str) -> bool:
-    return label.isascii() and label.isdigit() and len(label) <= _LONGEST_INTEGER
-
-
-def label_names(labels: Sequence[int | str]) -> tuple[str, ...]:
-    """The class names in the order of their numbers: integers by value, strings sorted by code point."""
-    return tuple(str(label) for label in sorted(set(labels)))
-
-
 def class_weights(kind: ClassWeights, counts: Sequence[int], names: Sequence[str] = ()) -> tuple[float, ...]:
     """One weight a class, with sum K, for `counts` rows of each of K classes (F-TUNE-005 of the seed).
 
-    names: of the classes, for messages; without them a class has its number.
-
-    uniform: 1; inverse: proportional to n / (K * n_c); sqrt_inverse: to its square root.
-    Raises `InputError` for no classes at all, and for a class without rows where its count is divided by.
+    uniform: 1; inverse: proportional to n / (K * n_c); sqrt_inverse: to its square root. names: of the classes, for
+    messages. Raises `InputError` without classes, and for a class without rows unless `kind` is uniform.
     """
     if not counts:
         raise InputError("class weights need at least one class")

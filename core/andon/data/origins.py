@@ -1,25 +1,28 @@
-"""Where rows come from: of each the file and the line, and how each of several files is called beside the others."""
+"""Where rows come from: the file and line of each row, and short names for the files."""
 
 from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Self
+from typing import Any, Self, TypeVar
 
 from andon.config.source import require_file
 from andon.console.problems import InputError, Problem, ProblemList, shown
-from andon.data.formats import Record, Table
+from andon.data.formats import Record, Table, identity_of, open_table
+
+Parsed = TypeVar("Parsed")
 
 
 @dataclass(frozen=True)
 class RowSelection:
-    """Which rows of files are read. skip_bad: those that cannot be used are skipped instead of refused. limit: reading
-    ends after this many rows; None: at the end of the files."""
+    """Which rows of files are read. skip_bad: skip unusable rows instead of refusing them. limit: stop after this many
+    rows; None: read to the end of the files."""
 
     skip_bad: bool = False
     limit: int | None = None
@@ -27,11 +30,11 @@ class RowSelection:
 
 ALL_ROWS = RowSelection()
 ID_COLUMN = "id"
-"""A column of this name must not repeat a value; the rows' own ids are their places all the same."""
+"""A column of this name must not repeat a value in a file. The rows' own ids are their positions all the same."""
 
 
 def short_names(paths: Sequence[str | Path]) -> tuple[str, ...]:
-    """Each path in as few of its last parts as tell it from the others."""
+    """Each path, shortened to as few of its last parts as keep the names distinct."""
     parts = [Path(path).absolute().parts for path in paths]
     for depth in range(1, max(map(len, parts), default=1)):
         short = ["/".join(each[-depth:]) for each in parts]
@@ -44,20 +47,25 @@ Stamp = tuple[str | int, ...]
 
 
 def stamps(paths: Sequence[Path]) -> list[Stamp]:
-    """The place, size and times of each file: equal stamps mean equal content. Raises `InputError` for no file."""
+    """The path, size and times of each file, equal only for equal content. Raises `InputError` for a missing file."""
     found: list[Stamp] = []
     for path in paths:
         require_file(path)
-        now = path.stat()
-        found.append((str(path.absolute()), now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns))
+        found.append((str(path.absolute()), *identity_of(path.stat())))
     return found
 
 
-class Origins:
-    """The places of rows, which are added in order, one file after another; a row is known by its place among all.
+def require_unchanged(paths: Sequence[Path], *before: Sequence[Stamp]) -> None:
+    """Raise `InputError` if the stamp of a file differs from any of those `before`."""
+    if any(stamps(paths) != each for each in before):
+        raise InputError([Problem(", ".join(map(str, paths)), "has changed while it was read; start again")])
 
-    stamps: of the files as their reading began. skipped: why each row that was left out is not among them. notes:
-    lines about how the files were read.
+
+class Origins:
+    """The file and line of each row. Rows are added in order, one file after another; a row is known by its position.
+
+    stamps: of the files when their reading began. skipped: the rows that were left out, and why. notes: lines for the
+    user about how the files were read.
     """
 
     def __init__(self, limit: int | None = None) -> None:
@@ -67,62 +75,74 @@ class Origins:
         self._limit = limit
         self._files: list[tuple[Path, str]] = []
         self._starts: list[int] = []
-        self._lines: array[int] = array("q")
+        self.lines: array[int] = array("q")
         self._before = 0
         self._ids: dict[str, int] = {}
 
-    def begin(self, table: Table) -> None:
-        """The rows that are added from now on are of this file. Raises `InputError` where it was there already."""
-        if any(path.resolve() == table.path.resolve() for path, _ in self._files):
-            raise InputError([Problem(str(table.path), "is named twice; to have its rows twice give it the weight 2")])
-        self._files.append((table.path, table.unit))
-        self.stamps += stamps([table.path])
-        self.notes += [f"note: {table.path}: {table.note}"] if table.note else []
-        self._starts.append(len(self))
-
-    def records(self, table: Table, problems: ProblemList) -> Iterator[Record]:
-        """Begin with a file and give its records in order, until there are as many rows as are wanted. A file that none
-        of its records adds a row of is a problem."""
-        self.begin(table)
-        self._ids = {}
-        before, skipped = len(self), len(problems.skipped)
-        records = iter(table.records)
-        while self._limit is None or len(self) < self._limit:
-            record = next(records, None)
-            if record is None:
-                break
-            yield record
-        self.skipped = problems.skipped
-        if len(self) == before != self._limit and not problems:
-            bad = problems.skipped[skipped:]
-            why = f"none of its {len(bad)} rows can be used; {bad[0].where}: {bad[0].what}" if bad else "has no rows"
-            problems.add(str(table.path), why)
-
-    def __len__(self) -> int:
-        return self._before + len(self._lines)
-
-    def add(self, line: int) -> None:
-        """One more row, which begins at this line of its file."""
-        self._lines.append(line)
-
     @classmethod
-    def of(
-        cls,
-        paths: Sequence[Path],
-        units: Sequence[str],
-        sizes: Sequence[int],
-        lines: array[int],
-        limit: int | None = None,
-    ) -> Self:
-        """The places of rows that were read before: of each file its unit and how many it has, of each row its line."""
-        found = cls(limit)
-        found._files = list(zip(paths, units, strict=True))
-        found._starts = [0, *accumulate(sizes)][: len(sizes)]
-        found._lines = lines
+    def of(cls, paths: Sequence[Path], said: Mapping[str, Any], lines: array[int]) -> Self:
+        """The origins that were `described`. lines: of each row."""
+        found = cls()
+        found._files = list(zip(paths, said["units"], strict=True))
+        found._starts = [0, *accumulate(said["sizes"])][: len(paths)]
+        found.lines, found.notes = lines, list(said["notes"])
+        found.skipped = [Problem(where, what) for where, what in said["skipped"]]
         return found
 
+    def described(self) -> dict[str, object]:
+        """All but the lines, for JSON."""
+        return {
+            "units": [unit for _, unit in self._files],
+            "sizes": list(self.sizes),
+            "notes": self.notes,
+            "skipped": [[problem.where, problem.what] for problem in self.skipped],
+        }
+
+    def read(
+        self,
+        paths: Iterable[Path],
+        problems: ProblemList,
+        parse: Callable[[Table, Record], tuple[Parsed, list[str]]],
+        begin: Callable[[Table], None] = lambda table: None,
+    ) -> Iterator[Parsed]:
+        """The usable rows of files in order, up to the limit of rows. A file without usable rows is a problem.
+
+        parse: a record as a row, and its faults; a row without faults is added. begin: called with each open file.
+        Raises `InputError` for a file that is named twice.
+        """
+        for path in paths:
+            with closing(open_table(path, problems)) as table:
+                begin(table)
+                if any(path.resolve() == other.resolve() for other, _ in self._files):
+                    what = "is named twice; to have its rows twice give it the weight 2"
+                    raise InputError([Problem(str(path), what)])
+                self._files.append((path, table.unit))
+                self.stamps += stamps([path])
+                self.notes += [f"note: {path}: {table.note}"] if table.note else []
+                self._starts.append(len(self))
+                self._ids = {}
+                before, skipped = len(self), len(problems.skipped)
+                while self._limit is None or len(self) < self._limit:
+                    record = next(table.records, None)
+                    if record is None:
+                        break
+                    row, faults = parse(table, record)
+                    for fault in faults:
+                        problems.add_row(table.place(record.line), fault)
+                    if not faults:
+                        self.lines.append(record.line)
+                        yield row
+                self.skipped = problems.skipped
+                if len(self) == before != self._limit and not problems:
+                    bad = problems.skipped[skipped:]
+                    what = f"none of its {len(bad)} rows can be used; {bad[0]}" if bad else "has no rows"
+                    problems.add(str(path), what)
+
+    def __len__(self) -> int:
+        return self._before + len(self.lines)
+
     def repeated(self, table: Table, record: Record) -> list[str]:
-        """A fault if the column `id` of this record has a value that an earlier one of its file has."""
+        """A fault if an earlier record of the file has the same value in the column `id`."""
         given = record.fields.get(ID_COLUMN)
         if given is None or given == "":
             return []
@@ -130,28 +150,20 @@ class Origins:
         return [] if first == record.line else [f"id {shown(given)} is there already, at {table.place(first)}"]
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Forget all rows but these, ascending, which are then numbered from 0."""
+        """Drop all rows but these, ascending, and number those from 0."""
         self._starts = [bisect_left(rows, start) for start in self._starts]
-        self._lines = array("q", (self._lines[row] for row in rows))
+        self.lines = array("q", (self.lines[row] for row in rows))
 
-    @property
-    def lines(self) -> array[int]:
-        return self._lines
-
-    def taken_lines(self) -> array[int]:
-        """The lines of the rows that were added since it was last asked; who asks keeps them, and not this."""
-        lines = self._lines
+    def pop_lines(self) -> array[int]:
+        """Remove and return the lines of the rows added since the last call, so that memory stays bounded."""
+        lines = self.lines
         self._before += len(lines)
-        self._lines = array("q")
+        self.lines = array("q")
         return lines
 
     @property
-    def units(self) -> tuple[str, ...]:
-        """What stands between a file's path and a line in it."""
-        return tuple(unit for _, unit in self._files)
-
-    @property
     def sizes(self) -> tuple[int, ...]:
+        """The number of rows of each file."""
         ends = [*self._starts[1:], len(self)]
         return tuple(end - start for start, end in zip(self._starts, ends, strict=True))
 
@@ -160,13 +172,23 @@ class Origins:
         return ", ".join(str(path) for path, _ in self._files)
 
     def where(self, row: int) -> str:
-        """The file and the line of a row, as `a.jsonl:17`."""
+        """The file and line of a row, for example `a.jsonl:17`."""
         path, unit = self._files[self.file_of(row)]
-        return f"{path}{unit}{self._lines[row]}"
+        return f"{path}{unit}{self.lines[row]}"
+
+    def file_of(self, row: int) -> int:
+        """The position of a row's file among the files."""
+        return bisect_right(self._starts, row) - 1
 
     def names(self) -> tuple[str, ...]:
         return short_names([path for path, _ in self._files])
 
-    def file_of(self, row: int) -> int:
-        """The place of a row's file among the files."""
-        return bisect_right(self._starts, row) - 1
+    def with_files(self, sources: Sequence[str]) -> list[str]:
+        """The source of each row. The rows of a file get its name if there are several files and none of its rows
+        names a source."""
+        found, start = [*sources], 0
+        for name, size in zip(self.names(), self.sizes, strict=True):
+            if len(self.sizes) > 1 and not any(sources[start : start + size]):
+                found[start : start + size] = [name] * size
+            start += size
+        return found

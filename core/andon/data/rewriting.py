@@ -1,8 +1,8 @@
-"""The embedded instructions: a word of letters that all differ, to be written again by a rule.
+"""The embedded instructions: a word of distinct letters, to be rewritten by a rule.
 
-Answers have 3 to 11 letters, so that rows are ragged. Words stand in a field of one width, as in a form, so that a
-letter is as far from its copy in every row: a model of two layers that is drawn at random learns that in two hundred
-updates. To find a letter by the one before it is learned late: after five hundred it had not begun to.
+Answers have 3 to 11 letters, so rows have different lengths. Words are padded to one width, so a letter is equally far
+from its copy in every row: a randomly initialized model of two layers learns that in two hundred updates. Without the
+padding it had not begun to learn after five hundred.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from andon.data.draw import Draw
 
 TRAIN_ROWS = 3200
 EVAL_ROWS = 400
-"""Rows that are never trained on."""
+"""Rows for evaluation only."""
 
 RULES: Mapping[str, Callable[[str], str]] = {
     "copy": lambda word: word,
     "caps": str.upper,
     "next": lambda word: "".join(_LETTERS[(_LETTERS.index(letter) + 1) % len(_LETTERS)] for letter in word),
 }
-"""What is asked, and the answer to it."""
+"""The name of each rule in a prompt, and the function from the word to the answer."""
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _LONGEST = 11
 
 
 def generate(seed: int, count: int) -> ConversationSet:
-    """`count` rows with prompts that all differ, the rules and the lengths of words as even as `count` allows.
+    """`count` rows with distinct prompts, and with rules and word lengths as balanced as `count` allows.
 
-    The same `seed` gives the same rows on any machine and any version of Python. `count` is at
-    most some hundred thousand: there must be words enough.
+    The same `seed` gives the same rows on any machine and in any version of Python. `count` is at most some hundred
+    thousand, because words must be distinct.
     """
     draw = Draw(f"andon rewriting {seed}")
     lengths = [3 + place % (_LONGEST - 2) for place in range(count)]
@@ -51,7 +51,7 @@ def generate(seed: int, count: int) -> ConversationSet:
 
 
 def embedded(seed: int) -> tuple[ConversationSet, ConversationSet]:
-    """The data of a run that names none: rows to train on and rows never trained on, with no prompt in both."""
+    """The rows of a run without data files: for training and for evaluation, with no prompt in both."""
     everything = generate(seed, TRAIN_ROWS + EVAL_ROWS)
     train = everything.subset(range(TRAIN_ROWS))
     held_out = tuple(

@@ -1,16 +1,14 @@
-"""What all data sets have in common; those of texts with a class or a number; and the split of one, drawn once."""
+"""Data sets of texts with a class, a number, a set of labels or tags."""
 
 from __future__ import annotations
 
 import hashlib
-import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
-from andon.console.problems import InputError
 from andon.data.origins import Origins
 
 Label = TypeVar("Label", covariant=True)
@@ -18,9 +16,9 @@ Label = TypeVar("Label", covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class Row(Generic[Label]):
-    """One text, or a pair of them, and what is learned of it: a class as its number, a number as it is.
+    """A text or a pair of texts with its label: a class number, several of them, or a target number.
 
-    `id` is the row's place in what it was read from, from 0, and never changes.
+    `id` is the row's position among all rows that were read, from 0.
     """
 
     id: int
@@ -33,81 +31,31 @@ class Row(Generic[Label]):
         return (self.text,) if self.pair is None else (self.text, self.pair)
 
 
-class Examples(Protocol):
-    """Rows of any task: each has an id, and the fingerprint of a text."""
+class Examples:
+    """Rows of any task. This class works on `rows` held in memory; tokenised conversations override its methods."""
 
-    @property
-    def labels(self) -> tuple[str, ...]:
-        """The names of a model's outputs: of the classes, where there are any."""
-        ...
-
-    @property
-    def source(self) -> str:
-        """Where they came from."""
-        ...
-
-    @property
-    def origins(self) -> Origins | None:
-        """Where each row came from, by its id; None where that is no file."""
-        ...
+    rows: tuple[Any, ...]
+    labels: tuple[str, ...]
+    """The names of a model's outputs; empty for conversations."""
+    source: str
+    origins: Origins | None
+    """File and line of each row, by its id; None for generated rows."""
 
     @property
     def digest(self) -> str:
         """SHA-256 (hex) of all that is learned from."""
-        ...
-
-    @property
-    def ids(self) -> tuple[int, ...]:
-        """The rows' ids, in order."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def subset(self, ids: Iterable[int]) -> Self:
-        """The rows with these ids, in the order of `ids`; they keep their ids. Raises KeyError for an id not here."""
-        ...
-
-    def fingerprints(self) -> tuple[int, ...]:
-        """A number for what a model is asked of each row, in order: two rows with one text have the same."""
-        ...
-
-    def about(self) -> str:
-        """What is to be learned, in a few words: `5 classes`."""
-        ...
-
-    def told(self, id_: int) -> tuple[str, str] | None:
-        """What is to be learned of a row and what is asked, for a reader; None for an id whose text is not held."""
-        ...
-
-
-def fingerprint(text: str) -> int:
-    """64 bits of a digest of `text`: of a billion texts some two are taken for one in one case of forty."""
-    return int.from_bytes(hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest(), "little")
-
-
-def repeated_texts(rows: Examples) -> int:
-    """How many rows have a text that an earlier row has (reported, not refused)."""
-    return len(rows) - len({*rows.fingerprints()})
-
-
-def shared_texts(rows: Examples, other: Examples) -> int:
-    """How many rows of `other` have a text that occurs in `rows` (training text in an evaluation set)."""
-    texts = {*rows.fingerprints()}
-    return sum(text in texts for text in other.fingerprints())
-
-
-def _renumbered(label: Any, new: Sequence[int]) -> Any:
-    """The number of a class, or of each of several, as `new` has it by the old number."""
-    return tuple(new[number] for number in label) if isinstance(label, tuple) else new[label]
-
-
-class RowsById:
-    """What data sets that hold their rows have in common."""
-
-    rows: tuple[Any, ...]
+        raise NotImplementedError
 
     def texts(self) -> tuple[str, ...]:
-        """What a model is asked by each row, in order."""
+        """The input text of each row, in order."""
+        raise NotImplementedError
+
+    def about(self) -> str:
+        """The content in a few words, for example `5 classes`."""
+        return "task sft"
+
+    def told(self, id_: int) -> tuple[str, str] | None:
+        """What is learned of a row, and its input text; None for an unknown id or a row without its text."""
         raise NotImplementedError
 
     def __len__(self) -> int:
@@ -117,141 +65,124 @@ class RowsById:
     def _by_id(self) -> dict[int, Any]:
         return {row.id: row for row in self.rows}
 
-    def subset(self, ids: Iterable[int]) -> Self:
-        return replace(self, rows=tuple(self._by_id[id_] for id_ in ids))  # type: ignore[type-var]
-
     @property
     def ids(self) -> tuple[int, ...]:
         return tuple(row.id for row in self.rows)
 
+    def subset(self, ids: Iterable[int]) -> Self:
+        """The rows with these ids, in the order of `ids`; they keep their ids. Raises KeyError for an unknown id."""
+        return replace(self, rows=tuple(self._by_id[id_] for id_ in ids))  # type: ignore[type-var]
+
     def fingerprints(self) -> tuple[int, ...]:
+        """64 bits of a digest of each row's input text: equal texts have equal fingerprints."""
         return tuple(map(fingerprint, self.texts()))
 
 
+def fingerprint(text: str) -> int:
+    """64 bits of a digest of `text`. Among a billion texts two collide with a chance of 1 in 40."""
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest(), "little")
+
+
+def repeated_texts(rows: Examples) -> int:
+    """How many rows repeat the text of an earlier row."""
+    return len(rows) - len({*rows.fingerprints()})
+
+
+def shared_texts(rows: Examples, other: Examples) -> int:
+    """How many rows of `other` have a text that occurs in `rows`."""
+    texts = {*rows.fingerprints()}
+    return sum(text in texts for text in other.fingerprints())
+
+
 @dataclass(frozen=True)
-class TextRows(RowsById, Generic[Label]):
-    """Rows of texts, the names of a model's outputs, and where the rows came from."""
+class TextRows(Examples, Generic[Label]):
+    """Rows of texts. A subclass stands for one kind of label; `kind` enters the digest."""
 
     rows: tuple[Row[Label], ...]
     labels: tuple[str, ...]
     source: str
     origins: Origins | None = field(default=None, compare=False, repr=False)
     kind: ClassVar[str] = ""
-    """What keeps the digests of two tasks over the same texts apart."""
 
-    def said(self, row: Row[Label]) -> tuple[str, ...]:
-        raise NotImplementedError
-
-    def about(self) -> str:
-        """What is to be learned, in a few words."""
-        raise NotImplementedError
+    def label_names(self, row: Row[Any]) -> tuple[str, ...]:
+        """The names of the row's labels; a target number in its shortest exact form."""
+        if isinstance(row.label, float):
+            return (repr(row.label),)
+        return tuple(self.labels[number] for number in _numbers(row.label))
 
     def counts(self) -> tuple[int, ...]:
-        """For each of `labels` how often it is there to be learned; empty for rows without classes."""
-        return ()
+        """How often each of `labels` occurs; empty for numbers."""
+        found = Counter(number for row in self.rows for number in _numbers(row.label))
+        return tuple(found[number] for number in range(len(self.labels)))
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 (hex) of every text and what is learned of it in order, each part with its length before it."""
+        """SHA-256 (hex) of every text and its labels in order, each part preceded by its length."""
         sha = hashlib.sha256(self.kind.encode())
         for row in self.rows:
-            for part in (*row.texts, *self.said(row)):
+            names = self.label_names(row)
+            for part in (*row.texts, *((str(len(names)),) if isinstance(self, LabelSets) else ()), *names):
                 encoded = part.encode("utf-8")
                 sha.update(len(encoded).to_bytes(8, "little"))
                 sha.update(encoded)
         return sha.hexdigest()
 
     def numbered_by(self, labels: Sequence[str]) -> Self:
-        """The same rows with their classes numbered in the order of `labels`, which are the same names."""
-        new = [labels.index(name) for name in self.labels]
-        rows = (replace(row, label=_renumbered(row.label, new)) for row in self.rows)
+        """The same rows with their classes numbered in the order of `labels`, a permutation of the own labels."""
+        place = {name: number for number, name in enumerate(labels)}
+        new = [place[name] for name in self.labels]
+        rows: list[Row[Any]] = []
+        for row in self.rows:
+            label: Any = tuple(new[number] for number in _numbers(row.label))
+            rows.append(replace(row, label=label if isinstance(row.label, tuple) else label[0]))
         return replace(self, rows=tuple(rows), labels=tuple(labels))
 
     def texts(self) -> tuple[str, ...]:
-        """The rows' texts, in order; those of a pair on a line each."""
+        """The rows' texts, in order; the two of a pair on a line each."""
         return tuple("\n".join(row.texts) for row in self.rows)
 
     def told(self, id_: int) -> tuple[str, str] | None:
         row = self._by_id.get(id_)
-        return None if row is None else (", ".join(self.said(row)), "\n".join(row.texts))
+        return None if row is None else (", ".join(self.label_names(row)) or "no label", "\n".join(row.texts))
 
 
-@dataclass(frozen=True)
+def _numbers(label: Any) -> tuple[int, ...]:
+    return label if isinstance(label, tuple) else (label,)
+
+
 class DataSet(TextRows[int]):
-    """Texts with a class each: `rows[i].label` is an index into `labels`."""
-
-    def said(self, row: Row[int]) -> tuple[str, ...]:
-        return (self.labels[row.label],)
+    """Texts with one class each: `label` is an index into `labels`."""
 
     def about(self) -> str:
         return f"{len(self.labels)} classes"
 
-    def counts(self) -> tuple[int, ...]:
-        found = [0] * len(self.labels)
-        for row in self.rows:
-            found[row.label] += 1
-        return tuple(found)
 
-
-@dataclass(frozen=True)
 class LabelSets(TextRows[tuple[int, ...]]):
-    """Texts with any number of labels each, none too: indices into `labels`, in the order of the names."""
+    """Texts with any number of labels each, also none: ascending indices into `labels`."""
 
-    kind: ClassVar[str] = "multi-label"
-
-    def said(self, row: Row[tuple[int, ...]]) -> tuple[str, ...]:
-        """How many labels the row has, and their names."""
-        return (str(len(row.label)), *(self.labels[number] for number in row.label))
+    kind = "multi-label"
 
     def about(self) -> str:
         each = sum(len(row.label) for row in self.rows) / len(self.rows)
         return f"{len(self.labels)} labels, {each:.2f} of them a row"
 
-    def counts(self) -> tuple[int, ...]:
-        found = Counter(number for row in self.rows for number in row.label)
-        return tuple(found[number] for number in range(len(self.labels)))
 
-    def told(self, id_: int) -> tuple[str, str] | None:
-        """The names of a row's labels, and its text; None for an id not here."""
-        row = self._by_id.get(id_)
-        return None if row is None else (", ".join(self.said(row)[1:]) or "no label", "\n".join(row.texts))
+class Tagged(TextRows[tuple[int, ...]]):
+    """Rows of words: the text is the words joined by a space, the label is the tag number of each word."""
 
+    kind = "token-classification"
 
-VALUE = ("value",)
-"""The one output of a model of numbers."""
+    def about(self) -> str:
+        return f"{len(self.labels)} tags of {sum(len(row.label) for row in self.rows)} words"
 
 
-@dataclass(frozen=True)
 class Targets(TextRows[float]):
-    """Texts with a finite number each."""
+    """Texts with a finite number each. `labels` names the model's one output."""
 
-    kind: ClassVar[str] = "regression"
+    kind = "regression"
 
-    def said(self, row: Row[float]) -> tuple[str, ...]:
-        """The row's number, as short as it can be read back to the same."""
-        return (repr(row.label),)
+    def counts(self) -> tuple[int, ...]:
+        return ()
 
     def about(self) -> str:
         return f"numbers from {min(row.label for row in self.rows):g} to {max(row.label for row in self.rows):g}"
-
-
-def frozen_split(count: int, fraction: float, seed: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Places 0 to `count` - 1 as (train, validation), both ascending, disjoint and together complete.
-
-    The same for the same seed, so on every start of a run.
-
-    Validation holds round(count * fraction) places, but at least 1 and at most count - 1; with `fraction` 0 none.
-    Only `Random.random` is used, whose sequence Python keeps between versions.
-    Raises `InputError` for a fraction outside [0, 1), and where no row would remain to train on.
-    """
-    if not 0.0 <= fraction < 1.0:
-        raise InputError(f"the validation fraction must be at least 0 and less than 1 ({fraction})")
-    if fraction == 0.0:
-        return tuple(range(count)), ()
-    if count < 2:
-        raise InputError(f"a validation split needs at least 2 rows, there are {count}; set data.validation_fraction=0")
-    draw = random.Random(f"andon validation split {seed}").random
-    order = sorted((draw(), place) for place in range(count))
-    held = min(max(round(count * fraction), 1), count - 1)
-    validation = {place for _, place in order[:held]}
-    return tuple(place for place in range(count) if place not in validation), tuple(sorted(validation))

@@ -1,8 +1,8 @@
-"""The embedded data set: shell snippets in five classes, made from a seed and nothing else.
+"""The embedded data set: shell snippets in five classes, generated from a seed.
 
-A snippet is one to three commands. All of them are harmless, but in every class except `safe` one, at any place, has
-the fault that the class is named for. The harmless commands use the same words and signs as the faulty ones (a quoted
-`"$x"` beside an unquoted `$x`, `mkdir -p` beside `mkdir`), so that counting bytes is not enough: order matters.
+A snippet is one to three commands. In every class except `safe`, one of them has the fault that the class is named for.
+The harmless commands use the same words and signs as the faulty ones (a quoted `"$x"` beside an unquoted `$x`, `mkdir
+-p` beside `mkdir`), so counting bytes is not enough to classify: order matters.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from andon.data.draw import Draw
 from andon.data.rows import DataSet, Row
 
 SSC_LABELS = ("safe", "needs-quoting", "non-deterministic", "non-idempotent", "unsafe")
-"""The five classes in the order of their label (seed: `SSC_LABELS`)."""
+"""The classes in the order of their numbers (seed: `SSC_LABELS`)."""
 
 TRAIN_ROWS = 2225
-"""With a tenth of them held back for validation 2003 remain: 62 batches of 32 and a last one of 19."""
+"""A tenth is held out for validation, so 2003 remain: 62 batches of 32 and a last batch of 19."""
 EVAL_ROWS = 500
-"""Rows that are never trained on."""
+"""Rows for evaluation only."""
 
 _LONGEST = 110
 _NAMES = (
@@ -29,7 +29,7 @@ _SUFFIXES = ("", "", ".txt", ".log", ".csv", ".conf", ".sh", ".json", ".tar", ".
 _ROOTS = ("var", "srv", "opt", "home", "etc")
 _JOINS = (" && ", " && ", "; ", " || ")
 _COMPANIONS = (*(0,) * 14, *(1,) * 5, 2)
-"""How many harmless commands stand beside the one that gives the class; as often as it is listed."""
+"""The number of harmless commands beside the one that decides the class, listed as often as it should occur."""
 
 
 def _file(draw: Draw) -> str:
@@ -49,7 +49,7 @@ def _bare(draw: Draw) -> str:
 
 
 def _reading(draw: Draw, word: str) -> str:
-    """A command that any number of runs leaves the same, around one argument."""
+    """An idempotent command with one argument."""
     other = _word(draw)
     return draw.pick(
         (
@@ -63,14 +63,6 @@ def _reading(draw: Draw, word: str) -> str:
             f"chmod 640 {word}",
         )
     )
-
-
-def _safe(draw: Draw) -> str:
-    return _reading(draw, _word(draw))
-
-
-def _needs_quoting(draw: Draw) -> str:
-    return _reading(draw, _bare(draw))
 
 
 def _non_deterministic(draw: Draw) -> str:
@@ -105,22 +97,29 @@ def _unsafe(draw: Draw) -> str:
     )
 
 
-_FAULTY: tuple[Callable[[Draw], str], ...] = (_safe, _needs_quoting, _non_deterministic, _non_idempotent, _unsafe)
+_COMMANDS: tuple[Callable[[Draw], str], ...] = (
+    lambda draw: _reading(draw, _word(draw)),
+    lambda draw: _reading(draw, _bare(draw)),
+    _non_deterministic,
+    _non_idempotent,
+    _unsafe,
+)
+"""A command of each class."""
 
 
 def _snippet(draw: Draw, label: int) -> str:
     while True:
-        commands = [_safe(draw) for _ in range(draw.pick(_COMPANIONS))]
-        commands.insert(draw.below(len(commands) + 1), _FAULTY[label](draw))
+        commands = [_COMMANDS[0](draw) for _ in range(draw.pick(_COMPANIONS))]
+        commands.insert(draw.below(len(commands) + 1), _COMMANDS[label](draw))
         text = commands[0] + "".join(draw.pick(_JOINS) + command for command in commands[1:])
         if len(text) <= _LONGEST:
             return text
 
 
 def generate(seed: int, count: int) -> DataSet:
-    """`count` rows with texts that all differ, the five classes as even as `count` allows, in an order of the seed.
+    """`count` rows with distinct texts and with classes as balanced as `count` allows, in random order.
 
-    The same `seed` gives the same rows on any machine and any version of Python.
+    The same `seed` gives the same rows on any machine and in any version of Python.
     """
     draw = Draw(f"andon shell snippets {seed}")
     seen: set[str] = set()
@@ -135,7 +134,7 @@ def generate(seed: int, count: int) -> DataSet:
 
 
 def embedded(seed: int) -> tuple[DataSet, DataSet]:
-    """The data of a run that names none: rows to train on and rows never trained on, with no text in both."""
+    """The rows of a run without data files: for training and for evaluation, with no text in both."""
     everything = generate(seed, TRAIN_ROWS + EVAL_ROWS)
     held_out = (Row(place, row.text, row.label) for place, row in enumerate(everything.rows[TRAIN_ROWS:]))
     return (

@@ -1,8 +1,8 @@
-"""A model's chat template, as its folder brings it: rendered in the sandbox of transformers, bounded, without a clock.
+"""A model's chat template, rendered in the sandbox of transformers, with bounded length and a fixed date.
 
-A template is a program of whoever made the model (SECURITY.md). transformers renders it in jinja2's immutable sandbox,
-which reaches no file, no module and no attribute of Python's own; here its length and that of what it writes are
-bounded, and what it raises becomes a fault of the row that it was given.
+A template is a program by the model's author (SECURITY.md). transformers renders it in jinja2's immutable sandbox,
+which reaches no file, module or Python internals. Here the lengths of the template and of its output are bounded, and
+what it raises becomes a fault of the row.
 """
 
 from __future__ import annotations
@@ -19,57 +19,58 @@ from andon.data.tokens import Tokenizer
 from andon_contracts.legible import legible_line
 
 MOST_CHARACTERS = 1 << 20
-"""Of a template's source; the longest in use have some ten thousand."""
+"""The longest template source; the longest in use have about ten thousand characters."""
 MOST_WRITTEN = 1 << 26
-"""Characters that a template may make of one conversation."""
+"""The longest output for one conversation, in characters."""
 _LONGEST_REASON = 300
 _MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _CLOCK = "strftime_now"
 _UNKNOWN_CODE = "a part of the date is not known here: "
-_DATE = {
-    "%-d": "26",
-    "%-m": "7",
-    "%-H": "0",
-    "%-I": "12",
-    "%e": "26",
-    "%A": "Friday",
-    "%a": "Fri",
-    "%j": "208",
-    "%I": "12",
-    "%p": "AM",
-    "%F": "2024-07-26",
-    "%T": "00:00:00",
-    "%d": "26",
-    "%b": "Jul",
-    "%B": "July",
-    "%m": "07",
-    "%Y": "2024",
-    "%y": "24",
-    "%H": "00",
-    "%M": "00",
-    "%S": "00",
-}
-"""What a template gets that asks for today: a run that is repeated tomorrow, or resumed, has the same rows."""
+_DATE = dict(
+    each.split("=")
+    for each in [
+        "%-d=26",
+        "%-m=7",
+        "%-H=0",
+        "%-I=12",
+        "%e=26",
+        "%A=Friday",
+        "%a=Fri",
+        "%j=208",
+        "%I=12",
+        "%p=AM",
+        "%F=2024-07-26",
+        "%T=00:00:00",
+        "%d=26",
+        "%b=Jul",
+        "%B=July",
+        "%m=07",
+        "%Y=2024",
+        "%y=24",
+        "%H=00",
+        "%M=00",
+        "%S=00",
+    ]
+)
+"""The date that a template gets as today, so that a run that is repeated or resumed later has the same rows."""
 
 
 class TemplateFault(ValueError):
-    """Why a conversation cannot be written, or learned, by this template."""
+    """Why this template cannot write a conversation, or why the result cannot be trained on."""
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation as text, and the places (first character, one after the last) of what the template marks as
-    written by the model, in order."""
+    """A conversation as text, and the character spans [start, end) that the template marks as written by the model, in
+    order."""
 
     text: str
     marks: tuple[tuple[int, int], ...]
 
 
 class ChatTemplate:
-    """The template of a tokenizer. `marked`: it says itself, by `{% generation %}`, what the model writes.
-
-    `dated`: it writes the date, for which it gets the same day always.
-    """
+    """The template of a tokenizer. `marked`: it marks with `{% generation %}` what the model writes. `dated`: it writes
+    today's date, for which it always gets the same day."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._base = tokenizer.base
@@ -86,9 +87,9 @@ class ChatTemplate:
         self._source = _without_clock(source) if self.dated else source
 
     def render(self, messages: Sequence[Message], *, asks: bool = False) -> Rendered:
-        """`messages` as the model reads them; with `asks` up to where it begins to answer.
+        """`messages` as the model reads them; with `asks` up to the point at which it begins to answer.
 
-        Raises `TemplateFault` with the template's own words, and `InputError` where it is no template.
+        Raises `TemplateFault` with the template's own message, and `InputError` for a malformed template.
         """
         from jinja2 import TemplateSyntaxError
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -103,7 +104,7 @@ class ChatTemplate:
             )
         except TemplateSyntaxError as error:
             raise _refused(f"is no template: {_words(error)}") from error
-        except Exception as error:  # what a program of somebody else raises nobody can list
+        except Exception as error:  # a third-party program may raise anything
             raise TemplateFault(f"the model's chat template refuses it: {_words(error)}") from error
         (text,), marks = rendered
         if len(text) > MOST_WRITTEN:
@@ -112,8 +113,8 @@ class ChatTemplate:
 
 
 def _without_clock(source: str) -> str:
-    """The template with a clock that stands still. The line break after a block is dropped as jinja2 is set up, so
-    that nothing before the template is written and its first line is one."""
+    """The template after a macro that replaces the clock. The macro itself writes nothing, because transformers sets
+    jinja2 to drop the line break after a block."""
     written = "".join(f" | replace({code!r}, {text!r})" for code, text in _DATE.items())
     refusal = f"{{%- if '%' in text -%}}{{{{ raise_exception({_UNKNOWN_CODE!r} ~ format) }}}}{{%- endif -%}}"
     body = f"{{%- set text = format{written} -%}}{refusal}{{{{ text }}}}"

@@ -1,7 +1,7 @@
 """Confusion matrices, and their files: `confusion/DIGEST.json` in a run folder, of which the ledger quotes DIGEST.
 
-The matrix of K classes has K * K cells, too many for a line of a ledger or for a summary if K is in the thousands. No
-more cells than rows can differ from zero, so the file holds only these:
+The matrix of K classes has K * K cells, too many for a ledger line or a summary if K is in the thousands. At most as
+many cells as rows differ from zero, and only these are in the file:
 `{"cells":[[actual,predicted,rows],...],"classes":K}`, the cells in rising order, no spaces, a line feed at the end.
 DIGEST is the first 16 hexadecimal digits of SHA-256 of these bytes.
 """
@@ -32,15 +32,14 @@ _MOST_CLASSES = 1 << 20
 class Confusion:
     """How many rows of each class were predicted as each class.
 
-    classes: the number of classes. cells: (actual, predicted, rows) in rising order; cells of no row are left out, so
-    that there are never more cells than rows.
+    classes: the number of classes. cells: (actual, predicted, rows) in rising order, without cells of no rows.
     """
 
     classes: int
     cells: tuple[tuple[int, int, int], ...]
 
     def table(self) -> list[list[int]]:
-        """All counts, [actual][predicted]: classes * classes of them, so only for few classes."""
+        """All classes * classes counts, [actual][predicted]; only for few classes."""
         table = [[0] * self.classes for _ in range(self.classes)]
         for actual, predicted, rows in self.cells:
             table[actual][predicted] = rows
@@ -51,7 +50,7 @@ def confusion_of(predicted: torch.Tensor, actual: torch.Tensor, num_labels: int)
     """The confusion matrix of rows. predicted, actual: int64 [rows] class ids.
 
     Memory and time grow with the rows and not with the square of the classes. Raises `ValueError` for different shapes
-    or for an id that is not one of the classes.
+    and for unknown classes.
     """
     if predicted.shape != actual.shape or predicted.dim() != 1:
         msg = f"predictions {tuple(predicted.shape)} and labels {tuple(actual.shape)} must be two vectors of one length"
@@ -65,12 +64,12 @@ def confusion_of(predicted: torch.Tensor, actual: torch.Tensor, num_labels: int)
 
 
 def digest_of(confusion: Confusion) -> str:
-    """The digest of the matrix's file: 16 hexadecimal digits."""
+    """16 hexadecimal digits of SHA-256 of the matrix's file."""
     return _digest(_encoded(confusion))
 
 
 def write_confusion(folder: Path, confusion: Confusion) -> None:
-    """Write the file of `confusion` into `folder`, whole or not at all. Raises `InputError` for a disk that refuses."""
+    """Write the file of `confusion` into `folder` atomically. Raises `InputError` if the disk fails."""
     data = _encoded(confusion)
     with storage(folder):
         folder.mkdir(exist_ok=True)
@@ -80,7 +79,7 @@ def write_confusion(folder: Path, confusion: Confusion) -> None:
 def read_confusion(folder: Path, digest: object) -> Confusion:
     """The matrix that a ledger or a summary quotes by `digest`.
 
-    Raises `InputError` naming the file where it is missing, too long, of another digest or of another form.
+    Raises `InputError` naming the file if it is missing, too long, malformed or has another digest.
     """
     try:
         path = _path(folder, read_field(Hex16, digest, "confusion"))
@@ -99,7 +98,7 @@ def read_confusion(folder: Path, digest: object) -> Confusion:
 
 
 def most_bytes(classes: int, rows: int) -> int:
-    """The size in bytes that the file of a matrix of `classes` over `rows` rows may have at most."""
+    """The largest size in bytes of the file of a matrix of `classes` classes over `rows` rows."""
     cell = 2 * len(str(classes)) + len(str(rows)) + len("[,,],")
     return min(classes * classes, rows) * cell + 100
 

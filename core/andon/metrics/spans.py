@@ -1,10 +1,9 @@
-"""Scores of spans of tagged words, from integer counts: as CoNLL's script and seqeval, by its default, count them.
+"""Scores of spans of tagged words, from integer counts, equal to those of CoNLL's script and of seqeval's default.
 
-A tag is O, or a prefix (B begins, I or M goes on, E or L ends, S, U or W is alone) and a type: `B-PER`; without one it
-is as with I. `scheme` finds how a set of tags is written: `B-PER`, `B_PER`, `B.PER`, `PER-B`; IOB, IOBES, BILOU, BMEWO.
-A span is the longest run of words that go on: a word goes on with the span before it where its prefix is I or E, the
-word before has B or I, and both have one type. So a span may also begin with I or E, as in IOB1 or where a model errs.
-Spans are the same where both ends and the type are.
+A tag is O, or a prefix (B begins, I or M continues, E or L ends, S, U or W is alone) and a type: `B-PER`; a tag without
+prefix counts as I. `scheme` infers how a set of tags is written: `B-PER`, `B_PER`, `B.PER`, `PER-B`; IOB, IOBES, BILOU,
+BMEWO. A word continues the span before it if its prefix is I or E, the word before has B or I, and the types are equal.
+So a span may also begin with I or E, as in IOB1 or by a model's error. Two spans match if both ends and the type do.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from andon.metrics.scores import ClassScores, WithoutMatrix, class_scores
+from andon.metrics.scores import ClassScores, Scores, class_scores
 
 Span = tuple[str, int, int]
 """Type, first word, last word."""
 UNREAD = ""
-"""In the place of a predicted tag: the model did not see the word."""
+"""The predicted tag of a word that the model did not read."""
 _ROLES = {"B": "B", "I": "I", "M": "I", "E": "E", "L": "E", "S": "S", "U": "S", "W": "S"}
 _BEFORE = re.compile(r"([BIMELSUW])([-_.:/|])(.+)", re.DOTALL)
 _BEHIND = re.compile(r"(.+)([-_.:/|])([BIMELSUW])", re.DOTALL)
@@ -28,11 +27,11 @@ Parts = Callable[[str], tuple[str, str]]
 
 
 @dataclass(frozen=True)
-class SpanScores(WithoutMatrix):
+class SpanScores(Scores):
     """Scores of spans over `rows` rows.
 
-    f1, precision, recall: of all spans together; 0.0 where a denominator is zero. types: of each type by name; support
-    is its number of spans. accuracy: words with the right tag, of `words`. loss: mean over words.
+    f1, precision, recall: of all spans together; 0.0 if a denominator is zero. types: the scores of each type by name;
+    support is its number of spans. accuracy: share of `words` with the right tag. loss: mean over words.
     """
 
     rows: int
@@ -46,10 +45,10 @@ class SpanScores(WithoutMatrix):
 
 
 def scheme(names: Collection[str]) -> Parts:
-    """How the tags `names`, all that there are, are to be read.
+    """How to parse the tags `names`, which are all tags of the data.
 
-    With a hyphen B, I, E and S are prefixes always. Other letters, other separators and a role behind the type count
-    only if the set itself shows them: one type with both B and a role that goes on or ends, or no tag without a role.
+    B, I, E and S with a hyphen are always prefixes. Other letters, other separators and a role after the type count
+    only if the set shows them: one type with both B and a role that continues or ends, or no tag without a role.
     """
     shown: set[tuple[re.Pattern[str], str]] = set()
     for pattern in (_BEFORE, _BEHIND):
@@ -98,9 +97,9 @@ def span_scores(
     names: Collection[str],
     loss: float | None = None,
 ) -> SpanScores:
-    """Scores of rows of tags, one a word; `UNREAD` is predicted where the model saw no word, and is always wrong.
+    """Scores of rows of tags, one a word; a predicted `UNREAD` is always wrong.
 
-    names: all tags that there are, which say how a tag is written. Raises `ValueError` for rows of different lengths.
+    names: all tags of the data, for `scheme`. Raises `ValueError` for rows of different lengths.
     """
     parts = scheme(names)
     right: Counter[str] = Counter()

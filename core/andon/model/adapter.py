@@ -24,7 +24,7 @@ from andon.config.schema import Adapter
 from andon.config.source import is_folder, require_model_folder
 from andon.console.problems import InputError, Problem, ProblemList
 from andon.model.build import facts_of, head_names, require_finite, seeded, vocabulary_head, without_adapter
-from andon_contracts.act import NAMES
+from andon.run.checkpoint import bytes_of, safetensors_parts
 from andon_contracts.digest import tree_digest
 
 ALL_LINEAR = "all-linear"
@@ -343,10 +343,6 @@ def _changes(base: nn.Module) -> dict[str, Callable[[Tensor], Tensor]]:
     return found
 
 
-# `safetensors.torch.save` builds the whole file in memory; `save_file` makes it readable by its owner alone and hides
-# the error of a disk. So the format, a JSON header and the tensors' bytes, is written here, one tensor at a time.
-
-
 @dataclass(frozen=True)
 class Stored:
     """A tensor to write. dtype: to store it in, None: its own. change: from `tensor` in fp32 to what is stored."""
@@ -371,24 +367,14 @@ class Stored:
                 value = self.change(value.float())
             if not value.isfinite().all():
                 raise ValueError("a merged weight is not finite")
-        value = value.to("cpu", self.kind).contiguous()
-        return value.reshape(-1).view(torch.uint8).numpy().data
+        return bytes_of(value.to("cpu", self.kind))
 
 
 def write_tensors(file: Path, tensors: Mapping[str, Stored]) -> None:
     """Write `tensors` as one file of safetensors."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    first = 0
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].kind.itemsize, item[0]))  # aligns every tensor
-    for name, each in ordered:
-        offsets = [first, first := first + each.size]
-        header[name] = {"dtype": NAMES[each.kind], "shape": list(each.tensor.shape), "data_offsets": offsets}
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
+    kinds = {name: (each.kind, each.tensor.shape) for name, each in tensors.items()}
     with file.open("wb") as out:
-        out.write(len(text).to_bytes(8, "little") + text)
-        for _, each in ordered:
-            out.write(each.data())
+        out.writelines(safetensors_parts(kinds, lambda name: tensors[name].data(), {"format": "pt"}))
 
 
 def read_labels(folder: Path) -> tuple[str, ...]:

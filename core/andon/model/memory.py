@@ -30,7 +30,7 @@ from andon.model.causal import loss_of_hidden
 from andon.model.masks import Masking, masked, packed_inputs, possible_maskings
 from andon.step.flat import FlatParameters, layout_of
 from andon.step.plan import rank_leaves
-from andon.step.tree import subtree_roots
+from andon.step.reduce import subtree_roots
 
 _CPU = torch.device("cpu")
 _MULTIPROCESSORS = 132

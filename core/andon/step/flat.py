@@ -1,31 +1,29 @@
-"""Trainable parameters as views of one flat fp32 buffer, their gradients as views of another.
+"""Trainable parameters as views of one flat fp32 buffer, their gradients as views of another, and their optimizer.
 
 One buffer makes one reduction, one digest and one optimizer call, or two if some weights do not decay; these come last.
-Every tensor starts at a multiple of 16 elements (64 bytes), the gaps hold zeros for ever: zero gradient, zero moments,
-zero weights.
+Every tensor starts at a multiple of 16 elements (64 bytes). The gaps always hold zeros.
 
-An optimizer sees these buffers, or others elsewhere: kernels of a GPU divide, add up a norm and update with other
-roundings than those of a CPU. Where ranks of both kinds are in one group, all of them do this on the CPU, and those on
-GPUs are given the bits of the result.
+In a group of CPUs and GPUs (`mixed`) the optimizer sees copies of these buffers on the CPU, because a GPU divides, sums
+and updates with other roundings.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from andon.config.schema import Optimizer
+
 _ALIGNMENT = 16
+_MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 REPLACED = "weights of the model, or their gradients, were replaced by other tensors, which would not be trained"
-"""What is said of parameters that are not `FlatParameters.attached`, whoever looks."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one tensor lies in the flat buffer, in elements."""
-
     name: str
     shape: tuple[int, ...]
     start: int
@@ -33,7 +31,7 @@ class Slot:
 
 
 def layout_of(parameters: Mapping[str, nn.Parameter]) -> tuple[tuple[Slot, ...], int]:
-    """The slots in the mapping's order, and the buffer's size in elements."""
+    """The place of each parameter in the flat buffer, and the size of that buffer."""
     slots: list[Slot] = []
     start = 0
     for name, parameter in parameters.items():
@@ -54,9 +52,9 @@ def undecayed(model: nn.Module, trainable: Mapping[str, nn.Parameter]) -> frozen
 class FlatParameters:
     """Owns the storage of a model's trainable parameters and gradients.
 
-    `weights` [size] fp32 is a leaf parameter for the optimizer, `gradient` [size] fp32 is what backward adds into.
-    After construction the model's own parameters are views of these. Raises `ValueError` without parameters, for one
-    that is not fp32 (its updates would be rounded away: faults F44) or not on `device`.
+    `weights` [size] fp32 is a leaf parameter for the optimizer; backward adds into `gradient` [size] fp32. After
+    construction the model's own parameters are views of these. Raises `ValueError` without parameters, and for one that
+    is not on `device` or not fp32 (its updates would be rounded away: faults F44).
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], device: torch.device) -> None:
@@ -71,12 +69,9 @@ class FlatParameters:
         self.gradient = torch.zeros(self.size, device=device)
         self._parameters = tuple(parameters.values())
         self._gradients = tuple(self.views(self.gradient).values())
-        with torch.no_grad():
-            for slot, parameter in zip(self.slots, self._parameters, strict=True):
-                view = self.weights.data[slot.start : slot.end].view(slot.shape)
-                view.copy_(parameter)
-                # Its data alone: modules, hooks and whoever built the model keep the parameter that they hold.
-                parameter.data = view
+        for view, parameter in zip(self.weight_views().values(), self._parameters, strict=True):
+            view.copy_(parameter.detach())
+            parameter.data = view  # only its data: modules and hooks hold the parameter itself
         self.attach_gradient()
 
     def attach_gradient(self) -> None:
@@ -86,19 +81,18 @@ class FlatParameters:
                 parameter.grad = view
 
     def attached(self) -> bool:
-        """Whether every parameter and gradient is still the view that it was made; where not, they are `REPLACED`."""
-        weights = self.weights.data_ptr()
-        return all(
-            parameter.grad is view and parameter.data_ptr() == weights + 4 * slot.start
-            for slot, view, parameter in zip(self.slots, self._gradients, self._parameters, strict=True)
-        )
+        """Whether every parameter and gradient is still a view of these buffers; if not, they are `REPLACED`."""
+        pairs = zip(self._gradients, self._parameters, strict=True)
+        return all(parameter.grad is view for view, parameter in pairs) and self.weights_attached()
+
+    def weights_attached(self) -> bool:
+        start = self.weights.data_ptr()
+        return all(p.data_ptr() == start + 4 * slot.start for slot, p in zip(self.slots, self._parameters, strict=True))
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """`flat` [size] as tensors by name."""
         return {slot.name: flat[slot.start : slot.end].view(slot.shape) for slot in self.slots}
 
     def weight_views(self) -> dict[str, torch.Tensor]:
-        """The weights by name, sharing storage, without a graph."""
         return self.views(self.weights.data)
 
     @property
@@ -109,50 +103,67 @@ class FlatParameters:
 
 @dataclass(frozen=True)
 class Range:
-    """A part of the flat weights: a leaf parameter that shares their storage and has its part of their gradient."""
+    """A part of the flat weights as a leaf parameter that shares their storage and their gradient's."""
 
     weights: nn.Parameter
     span: slice
     decays: bool
 
 
-@dataclass(frozen=True)
 class Master:
-    """weights: a leaf parameter [size] fp32 on `device` whose `.grad` is gradient [size] fp32. apart: whether they are
-    not the model's own."""
+    """What the optimizer sees: `weights`, a leaf parameter [size] fp32 whose `.grad` is `gradient`.
 
-    weights: nn.Parameter
-    gradient: torch.Tensor
-    device: torch.device
-    apart: bool
+    device: where they are copies; None: they are the model's own buffers (`apart` is false). decayed: the elements
+    before this one decay. ranges: those that decay and those that do not; none is empty.
+    """
 
-    @classmethod
-    def of(cls, parameters: FlatParameters, device: torch.device | None) -> Master:
-        """Buffers of their own on `device`, or for None those of `parameters`."""
-        weights, gradient = parameters.weights, parameters.gradient
-        if device is not None:
-            weights = nn.Parameter(weights.detach().to(device, copy=True))
-            gradient = torch.zeros(parameters.size, device=device)
-        weights.grad = gradient
-        return cls(weights, gradient, gradient.device, device is not None)
-
-    def ranges(self, split: int) -> tuple[Range, ...]:
-        """The weights before element `split`, which decay, and those from it on, which do not; only those there are."""
-        size = self.weights.numel()
-        if split in (0, size):
-            return (Range(self.weights, slice(0, size), decays=split > 0),)
-        spans = slice(0, split), slice(split, size)
-        found = tuple(Range(nn.Parameter(self.weights.data[span]), span, decays=not span.start) for span in spans)
-        for each in found:
+    def __init__(self, parameters: FlatParameters, device: torch.device | None, decayed: int) -> None:
+        self.weights, self.gradient, size = parameters.weights, parameters.gradient, parameters.size
+        self.apart = device is not None
+        if self.apart:
+            self.weights = nn.Parameter(self.weights.detach().to(device, copy=True))
+            self.gradient = torch.zeros(size, device=device)
+        self.weights.grad = self.gradient
+        self.device = self.gradient.device
+        self.ranges = [Range(self.weights, slice(0, size), decays=decayed > 0)]
+        if 0 < decayed < size:
+            spans = slice(0, decayed), slice(decayed, size)
+            self.ranges = [Range(nn.Parameter(self.weights.data[s]), s, decays=not s.start) for s in spans]
+        for each in self.ranges:
             each.weights.grad = self.gradient[each.span]
-        return found
 
     def take(self, parameters: FlatParameters) -> None:
-        """Take over the weights that the model has."""
+        """Copy the model's weights to these."""
         if self.apart:
             self.weights.data.copy_(parameters.weights.data)
 
     def give(self, parameters: FlatParameters) -> None:
-        """Have the model's weights be these."""
+        """Copy these to the model's weights."""
         if self.apart:
             parameters.weights.data.copy_(self.weights.data)
+
+
+def build_optimizer(settings: Optimizer, ranges: Sequence[Range]) -> torch.optim.Optimizer:
+    """The optimizer of ranges of one flat parameter (seed S12)."""
+    groups = [{"params": [r.weights], "weight_decay": settings.weight_decay if r.decays else 0.0} for r in ranges]
+    if settings.name == "adamw":
+        return torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)
+    # On a GPU it must be fused: only then can the device skip an update (`Replica.gate`).
+    fused = True if ranges[0].weights.is_cuda else None
+    return torch.optim.SGD(groups, lr=0.0, momentum=settings.momentum, fused=fused)
+
+
+def moments_of(settings: Optimizer) -> tuple[str, ...]:
+    """The names of the flat tensors that the optimizer may keep."""
+    return _MOMENTS[settings.name]
+
+
+def state_names(settings: Optimizer) -> frozenset[str]:
+    """The names of all tensors in the optimizer's state after an update."""
+    moments = moments_of(settings) if settings.name != "sgd" or settings.momentum else ()
+    return frozenset((*moments, *(("step",) if counts_updates(settings) else ())))
+
+
+def counts_updates(settings: Optimizer) -> bool:
+    """Whether the optimizer counts its updates itself, in an fp32 `step`."""
+    return settings.name == "adamw"

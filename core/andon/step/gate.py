@@ -1,100 +1,73 @@
-"""What keeps the update from being taken while the host does not know yet that a clause is broken.
-
-The host judges a step once it has read what the ranks said of it. Where it reads a step later, the device looks first:
-the same table, held against what must stand in it. What it finds closes the gate, and a closed gate makes this update
-and all that follow do nothing, until the host has come to the table and raised what it found.
-"""
+"""Device-side veto: skips the optimizer step if the gathered table breaks a contract, before the host has read it."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from andon_contracts.digest import has_triton, signed
-from andon_contracts.laws.law import Rule, Rules
+from andon_contracts.digest import has_triton
+from andon_contracts.laws.law import Rule
 from andon_contracts.laws.update import FACTOR_STEP, NORM_FLOOR, Reduced
 
-_FIXED = 1
+FIXED = 1  # beside the codes of `Rule`: the value must be one known integer
 _EXPONENT = 0x7FF0000000000000
 
 
-Expected = Sequence[Sequence[int]]
-"""By rank, what must stand in its message: an integer, or a `Rule` where none is known."""
-
-
-def expected_row(rules: Rules, names: Sequence[str]) -> list[int]:
-    """What `rules` ask of a message with the values of `names`, in their order."""
-    return [rules.get(name, Rule.ANY) for name in names]
-
-
-def encoded(expected: Expected) -> list[int]:
-    """All integers of `expected`, then all rules; `Gate.look` takes them as int64 [2, world, width]."""
-    values = [0 if isinstance(value, Rule) else signed(value) for row in expected for value in row]
-    return values + [int(value) if isinstance(value, Rule) else _FIXED for row in expected for value in row]
-
-
 class Gate:
-    """One flag on each device: 1 once anything was found. All ranks find the same, since they look at one table."""
+    """One flag on each device: 1 after a table broke a rule. The optimizer of a closed gate changes nothing.
+
+    Invariant: the gate closes for exactly the tables in which a law would find something on the host. If it closed for
+    fewer, a GPU would apply an update that the host refuses a step later, and training could not stop before it. If it
+    closed for more, the host would find no reason for the missing update (`step._refuse_closed` raises then). So the
+    rules come from the laws themselves (`message.Field.law`), and tests compare both on random tables.
+
+    Once closed it stays closed: the updates that were launched after a broken one do nothing until the host has read
+    the table and raised. All ranks see the same table, so their gates close alike without another collective.
+    """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._closed = {device: torch.zeros((), device=device) for device in devices}
 
     def on(self, device: torch.device) -> torch.Tensor:
-        """0-dim fp32 on `device`: 0 where updates may be taken, else 1."""
+        """0-dim fp32 on `device`: 0 if updates may be applied, else 1."""
         return self._closed[device]
 
     @property
     def closed(self) -> torch.Tensor:
-        """The flag on the first device, where tables are."""
+        """The flag on the first device, where the tables are."""
         return next(iter(self._closed.values()))
 
     def open(self) -> None:
-        """Let updates be taken again."""
         for flag in self._closed.values():
             flag.zero_()
 
     def close_if(self, broken: torch.Tensor) -> None:
-        """Keep updates from being taken from here on if `broken` (0-dim bool, on the first device) is true."""
+        """Close if `broken` (0-dim bool on the first device) is true."""
         self.closed.masked_fill_(broken, 1.0)
         self._spread()
 
     def look(
-        self,
-        table: torch.Tensor,
-        expected: torch.Tensor,
-        held: torch.Tensor | None = None,
-        want: Reduced | None = None,
+        self, table: torch.Tensor, expected: torch.Tensor, held: torch.Tensor | None = None, want: Reduced | None = None
     ) -> None:
-        """Keep updates from being taken if anything in `table` (int64 [world, width]) is not as `expected` says.
+        """Close if any value in `table` (int64 [world, width]) breaks its rule in `expected` (`message.encoded`).
 
-        expected: see `encoded`. held: 0-dim int64 for `Rule.PREVIOUS`. want: what the reduced gradient is held to, if
-        a rule of any column is `Rule.MAJORITY` or `Rule.CLIPPED`; that rule then holds for all ranks.
+        held: 0-dim int64 for `Rule.PREVIOUS`. want: the clipping, for `Rule.MAJORITY` and `Rule.CLIPPED`.
         """
         wanted, rules = expected.view(2, *table.shape).unbind()
-        kernel = _kernel() if table.is_cuda else None
-        if kernel is None:
-            self.closed.masked_fill_(broken(table, wanted, rules, held, want), 1.0)
+        if table.is_cuda and has_triton():
+            from andon.step.gate_cuda import close_on_device
+
+            # A kernel takes no None; without `Rule.PREVIOUS` in `rules` it does not use what it loads instead.
+            close_on_device(table, wanted, rules, table if held is None else held, self.closed, want)
         else:
-            # A kernel takes no None; what it reads in the place of `held` no rule asks for.
-            kernel(table, wanted, rules, table if held is None else held, self.closed, want)
+            self.closed.masked_fill_(broken(table, wanted, rules, held, want), 1.0)
         self._spread()
 
     def _spread(self) -> None:
         first, *others = self._closed.values()
         for flag in others:
             flag.copy_(first, non_blocking=True)
-
-
-@functools.cache
-def _kernel() -> Callable[..., None] | None:
-    """The look in one launch; None where Triton is not installed."""
-    if not has_triton():
-        return None
-    from andon.step.gate_cuda import close_on_device
-
-    return close_on_device
 
 
 def broken(
@@ -104,10 +77,9 @@ def broken(
     held: torch.Tensor | None,
     want: Reduced | None = None,
 ) -> torch.Tensor:
-    """0-dim bool on the device: whether anything in `table` is not as wanted. The kernel's law in plain operations."""
-    first = table[:1]
-    odd = (rules == _FIXED) & (table != wanted)
-    odd |= (rules == Rule.SAME) & (table != first)
+    """0-dim bool on the device: whether any value in `table` breaks its rule. The kernel decides the same."""
+    odd = (rules == FIXED) & (table != wanted)
+    odd |= (rules == Rule.SAME) & (table != table[:1])
     odd |= (rules == Rule.FINITE) & ((table & _EXPONENT) == _EXPONENT)
     if held is not None:
         odd |= (rules == Rule.PREVIOUS) & (table != held)
@@ -116,7 +88,7 @@ def broken(
         odd |= (rules == Rule.MAJORITY) & (table != ahead)
         norm = ahead.view(torch.float64)
         left = table.contiguous().view(torch.float64)
-        # torch's own factor (`clip_grads_with_norm_`), with its 1e-6: what is expected is what that does.
+        # As `clip_grads_with_norm_`, with its 1e-6.
         right = norm if want.limit is None else norm * (want.limit / (norm + 1e-6)).clamp(max=1.0)
         close = (left - right).abs() <= want.norm_tolerance * right + FACTOR_STEP * norm + NORM_FLOOR
         odd |= (rules == Rule.CLIPPED) & close.logical_not()
@@ -124,6 +96,6 @@ def broken(
 
 
 def most(table: torch.Tensor) -> torch.Tensor:
-    """[1, width]: what most ranks have in each column; of several, that of the lowest rank (`agree.majority`)."""
+    """[1, width]: the majority of each column, as `agree.majority`; in a tie, the value of the lowest rank."""
     votes = (table.unsqueeze(1) == table).sum(1)
     return table.gather(0, votes.argmax(0, keepdim=True))

@@ -1,12 +1,12 @@
-"""One micro-batch: its plan, what it is, what it gave, and the report that its rank makes of it; also of which rows it
-was given, as digests that are bound to their places in the global batch. `laws.update` holds reports to plans.
+"""Micro-batches: their plan, what a pass over one gives, and the reports that `laws.update` holds to the plan.
+
+The rows of a micro-batch are compared as digests that depend on the rows' places in the global batch.
 """
 
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -14,19 +14,10 @@ import torch
 from torch import nn
 
 from andon.backend.devices import on_device
-from andon.step.gate import expected_row
+from andon.step.message import WIDTH
 from andon.step.task import Batch, Task
-from andon_contracts.agree import Observation, real_of
 from andon_contracts.digest import kernels, mix64
-from andon_contracts.laws.law import Rule, rules_of
-from andon_contracts.laws.update import LEAVES, LeafPlan, LeafReport
-
-_LEAST_PLACES = 256
-
-REPORT_FIELDS = ("index", "rows", "loss_bits", "correct", "terms", "total_bits", "content", "gradient")
-"""The columns of a report: int64 each. `loss_bits` are the bits of the fp64 loss sum, `total_bits` those of an fp64
-that is finite exactly where the gradient is; `gradient` is the word sum of the gradient as it was computed, 0 where no
-audit is due."""
+from andon_contracts.laws.update import LeafPlan
 
 
 @dataclass(frozen=True)
@@ -40,11 +31,10 @@ class Leaf:
 
 @dataclass(frozen=True)
 class PassResult:
-    """What one forward and backward pass gave besides its gradient: 0-dim tensors on its device.
+    """What one pass gives besides its gradient: 0-dim tensors on its device.
 
-    loss: the sum. correct: int64. terms: int64; None where each row is one. total: fp64, finite exactly where the
-    gradient is; None where nobody looked. content: int64 [rows], the digests of the rows as the pass read them; None
-    where that is still to be asked of the batch.
+    loss: the sum. terms: None if each row is one. total: fp64, finite exactly if the gradient is; None if not checked.
+    content: int64 [rows], digests of the rows as the pass read them; None if they must be computed from the batch.
     """
 
     loss: torch.Tensor
@@ -56,10 +46,7 @@ class PassResult:
 
 @dataclass
 class LeafResult:
-    """What one micro-batch gave besides its gradient, and the rows as they were given.
-
-    batch, found: None without rows. gradient: 0-dim int64, its word sum; None where no audit is due.
-    """
+    """batch, found: None without rows. gradient: 0-dim int64, its word sum; None if no audit is due."""
 
     leaf: Leaf
     batch: Batch | None = None
@@ -70,10 +57,7 @@ class LeafResult:
 def plan_leaves(
     micro_batches: Sequence[tuple[int, ...]], owners: Sequence[range], task: Task, *, checked: bool = True
 ) -> tuple[LeafPlan, ...]:
-    """The micro-batches of a global batch with their owners, the digests of their planned rows, and their terms.
-
-    checked: otherwise without the digests.
-    """
+    """Each micro-batch with its owner, the digest of its planned rows (0 if not `checked`) and its loss terms."""
     rank_of = {index: rank for rank, run in enumerate(owners) for index in run}
     sums = [0] * len(micro_batches)
     ids = [row for part in micro_batches for row in part]
@@ -89,28 +73,24 @@ def plan_leaves(
 def reports_of_leaves(
     results: Sequence[LeafResult], task: Task, device: torch.device, *, checked: bool
 ) -> torch.Tensor:
-    """int64 [len(results), len(REPORT_FIELDS)] on `device`: one report for each micro-batch, in their order.
-
-    checked: digest the rows that were given, all of them at once.
-    """
+    """int64 [len(results), WIDTH] on `device`: one report (`message.REPORT`) for each micro-batch, in their order."""
     if not results:
-        return torch.empty((0, len(REPORT_FIELDS)), dtype=torch.int64, device=device)
+        return torch.empty((0, WIDTH), dtype=torch.int64, device=device)
     found = [result.found for result in results]
-    counted = all(each is None or each.terms is None for each in found)
+    index, rows = on_device([n for r in results for n in (r.leaf.index, len(r.leaf.ids))], device).view(-1, 2).unbind(1)
 
-    def told(name: str, dtype: torch.dtype) -> torch.Tensor:
+    def column(name: str, dtype: torch.dtype) -> torch.Tensor:
         return _column([None if each is None else getattr(each, name) for each in found], dtype, device)
 
-    known = [number for result in results for number in (result.leaf.index, *(1 + counted) * [len(result.leaf.ids)])]
-    index, rows, *terms = on_device(known, device).view(len(results), -1).unbind(1)
+    one_a_row = all(each is None or each.terms is None for each in found)
     columns = (
         index,
         rows,
         # Reals as their bits: messages are integers, and are compared as such.
-        told("loss", torch.float64).view(torch.int64),
-        told("correct", torch.int64),
-        *(terms or [told("terms", torch.int64)]),
-        told("total", torch.float64).view(torch.int64),
+        column("loss", torch.float64).view(torch.int64),
+        column("correct", torch.int64),
+        rows if one_a_row else column("terms", torch.int64),
+        column("total", torch.float64).view(torch.int64),
         _contents(results, task, device, checked=checked),
         _column([result.gradient for result in results], torch.int64, device),
     )
@@ -118,7 +98,6 @@ def reports_of_leaves(
 
 
 def _column(values: Sequence[torch.Tensor | None], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Scalars as one vector; 0 for what there is none of."""
     present = [value for value in values if value is not None]
     if not present:
         return torch.zeros(len(values), dtype=dtype, device=device)
@@ -129,33 +108,24 @@ def _column(values: Sequence[torch.Tensor | None], dtype: torch.dtype, device: t
 
 
 def _contents(results: Sequence[LeafResult], task: Task, device: torch.device, *, checked: bool) -> torch.Tensor:
-    """int64 [len(results)]: the digest of the rows of each as the model was given them, bound to their places; 0
-    without rows."""
-    given = [(result, result.batch) for result in results if result.batch is not None]
+    """int64 [len(results)]: the digest of each one's rows as the model received them; 0 without rows."""
+    given = [(each.leaf, each.batch, each.found) for each in results if each.batch is not None]
     if not given or not checked:
         return torch.zeros(len(results), dtype=torch.int64, device=device)
-    known = [None if result.found is None else result.found.content for result, _ in given]
+    known = [None if found is None else found.content for _, _, found in given]
     if all(each is None for each in known):
-        rows = task.content(_together([batch for _, batch in given]))
+        rows = task.content(_together([batch for _, batch, _ in given]))
     else:
-        there = [task.content(batch) if each is None else each for each, (_, batch) in zip(known, given, strict=True)]
-        rows = torch.cat(there)
-    firsts, counts = [result.leaf.first for result, _ in given], [len(result.leaf.ids) for result, _ in given]
-    triton = kernels() if rows.is_cuda else None
-    if triton is None:
-        sums = bound_sums(rows, firsts, counts)
-    else:
-        starts = accumulate(counts, initial=0)
-        runs = [value for run in zip(starts, firsts, counts, strict=False) for value in run]
-        sums = triton.bound_sums_on_device(rows, on_device(runs, rows.device).view(-1, 3))
+        rows = torch.cat([task.content(b) if own is None else own for own, (_, b, _) in zip(known, given, strict=True)])
+    sums = bound_sums(rows, [leaf.first for leaf, _, _ in given], [len(leaf.ids) for leaf, _, _ in given])
     if len(given) == len(results):
         return sums
-    ordered: Iterator[torch.Tensor] = iter(sums)
-    return _column([None if result.batch is None else next(ordered) for result in results], torch.int64, device)
+    ordered = iter(sums)
+    return _column([None if each.batch is None else next(ordered) for each in results], torch.int64, device)
 
 
 def _together(batches: Sequence[Batch]) -> Batch:
-    """Several micro-batches as one, end to end; what is narrower than the widest is padded with zeros behind."""
+    """Several micro-batches as one, padded with zeros to the widest."""
     if len(batches) == 1:
         return batches[0]
     joined = {}
@@ -166,61 +136,33 @@ def _together(batches: Sequence[Batch]) -> Batch:
             widest = list(map(max, *sizes))
             # `pad` takes the last dimension first, and of each what goes before it and behind.
             missing = [[n for w, s in zip(widest, size, strict=True) for n in (w - s, 0)][::-1] for size in sizes]
-            tensors = [nn.functional.pad(tensor, each) for tensor, each in zip(tensors, missing, strict=True)]
+            tensors = list(map(nn.functional.pad, tensors, missing))
         joined[name] = torch.cat(tensors)
     return joined
 
 
 def bound_sums(rows: torch.Tensor, firsts: Sequence[int], counts: Sequence[int]) -> torch.Tensor:
-    """int64 [len(counts)]: of each run of `counts[i]` of the digests `rows`, the sum modulo 2^64.
+    """int64 [len(counts)]: the sum modulo 2^64 of each run of `counts[i]` of the digests `rows`.
 
-    Each digest is bound to its place in the global batch first: run i lies at `firsts[i]`, `firsts[i]` + 1, ...
+    First each digest is mixed with its place in the global batch: run i lies at `firsts[i]`, `firsts[i]` + 1, ...
     """
+    starts = list(accumulate(counts, initial=0))
+    triton = kernels() if rows.is_cuda else None
+    if triton is not None:
+        runs = on_device([n for run in zip(starts[:-1], firsts, counts, strict=True) for n in run], rows.device)
+        sums: torch.Tensor = triton.bound_sums_on_device(rows, runs.view(-1, 3))
+        return sums
     ends = [first + count for first, count in zip(firsts, counts, strict=True)]
-    runs = list(zip(firsts, ends, strict=True))
-    if all(end == first for end, first in zip(ends, firsts[1:], strict=False)):
-        runs = [(firsts[0], ends[-1])]
-    table = _mixed_places(rows.device, max(_LEAST_PLACES, 1 << max(ends).bit_length()))
-    places = [table[first:end] for first, end in runs]
-    bound = mix64(rows + (places[0] if len(places) == 1 else torch.cat(places)))
-    return torch.stack([bound[start:end].sum() for start, end in pairwise(accumulate(counts, initial=0))])
+    table = _mixed_places(rows.device, max(256, 1 << max(ends).bit_length()))
+    if ends[:-1] == list(firsts[1:]):
+        places = table[firsts[0] : ends[-1]]
+    else:
+        places = torch.cat([table[first:end] for first, end in zip(firsts, ends, strict=True)])
+    bound = mix64(rows + places)
+    return torch.stack([bound[start:end].sum() for start, end in pairwise(starts)])
 
 
 @functools.lru_cache(maxsize=8)
 def _mixed_places(device: torch.device, count: int) -> torch.Tensor:
-    """mix(place + 1) of the first `count` places; asked for in powers of two, so that few are kept."""
+    """mix(place + 1) of the first `count` places, a power of two."""
     return mix64(torch.arange(1, count + 1, device=device, dtype=torch.int64))
-
-
-def padded(reports: torch.Tensor, count: int) -> torch.Tensor:
-    """Reports [n, fields] as `count` rows, the missing ones of -1: messages of all ranks have one length.
-
-    With a `count` above what any rank is to compute, a rank that computed too many is seen to have.
-    """
-    return nn.functional.pad(reports[:count], (0, 0, 0, max(0, count - reports.shape[0])), value=-1)
-
-
-def planned_reports(plan: Sequence[LeafPlan], rank: int, count: int, *, checked: bool) -> list[int]:
-    """What `padded` reports of `rank` must hold, row by row.
-
-    checked: otherwise anything may stand there.
-    """
-    if not checked:
-        return [Rule.ANY] * (count * len(REPORT_FIELDS))
-    owned = [rules_of(LEAVES, leaf) for leaf in plan if leaf.rank == rank]
-    wanted = [value for rules in owned for value in expected_row(rules, REPORT_FIELDS)]
-    return wanted + [-1] * ((count - len(owned)) * len(REPORT_FIELDS))
-
-
-def reports_of(observations: Sequence[Observation]) -> tuple[LeafReport, ...]:
-    """Every rank's reports, in order of rank and micro-batch."""
-    found: list[LeafReport] = []
-    for observation in observations:
-        assert observation.payload is not None
-        for row in observation.payload.view(-1, len(REPORT_FIELDS)).tolist():
-            index, rows, loss, correct, terms, total, content, gradient = row
-            if index >= 0:
-                infinite = not math.isfinite(real_of(total))
-                rank = observation.rank
-                found.append(LeafReport(rank, index, rows, real_of(loss), correct, terms, infinite, content, gradient))
-    return tuple(found)

@@ -1,17 +1,42 @@
-"""Which rows step t trains on: a pure function of the seed and the position, never of the number of workers."""
+"""What each step trains on and at which rate: functions of the seed and the position, never of the worker count."""
 
 from __future__ import annotations
 
 import functools
 import itertools
+import math
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
-from andon.step.shard import balanced_bounds
+from andon.config.schema import Config
+from andon_contracts.policy import clause, ensure
+from andon_contracts.violation import Finding
 
-_BATCHES_SORTED_TOGETHER = 50
-"""Enough for rows of one length to meet, few enough for other company in another epoch (as transformers has it)."""
+
+@clause(
+    "samples-once",
+    lambda count, parts, result: Finding(f"{count} items were split into {list(result)} for {parts} parts"),
+)
+def _bounds_partition(count: int, parts: int, result: Sequence[tuple[int, int]]) -> bool:
+    """One range for each part; end to end they are range(count)."""
+    ends = [0, *(end for _, end in result)]
+    return len(result) == parts and ends == [*(start for start, _ in result), count]
+
+
+@ensure(_bounds_partition)
+def balanced_bounds(count: int, parts: int) -> tuple[tuple[int, int], ...]:
+    """F-DP-002: `parts` contiguous half-open ranges that cover range(count), with sizes that differ by at most one.
+
+    The first `count % parts` ranges are the larger ones; with count < parts the last ranges are empty.
+    Raises `ValueError` for count < 0 or parts < 1.
+    """
+    if count < 0 or parts < 1:
+        raise ValueError(f"cannot split {count} items into {parts} parts")
+    size, larger = divmod(count, parts)
+    starts = [part * size + min(part, larger) for part in range(parts + 1)]
+    return tuple(pairwise(starts))
 
 
 @dataclass(frozen=True)
@@ -24,7 +49,7 @@ class GlobalBatch:
     ids: tuple[int, ...]
 
     def micro_batches(self, count: int) -> tuple[tuple[int, ...], ...]:
-        """The rows of each of `count` micro-batches: contiguous, sizes differ by at most one, the last may be empty."""
+        """The rows of each of `count` micro-batches: contiguous and balanced; the last ones may be empty."""
         return tuple(self.ids[start:end] for start, end in balanced_bounds(len(self.ids), count))
 
 
@@ -32,11 +57,10 @@ class GlobalBatch:
 class BatchPlan:
     """The order of all rows over all epochs.
 
-    ids: the training rows. batch_size: rows an update, the last of an epoch may be short. micro_batches: M, the leaves
-    of the sum. lengths: tokens of each of `ids`; where they are given, rows of similar length share a batch. updates:
-    of an epoch; None: as many as full batches need; else at most one for each of `ids`, and batches differ by one row
-    at most, none larger than batch_size. Raises `ValueError` for no rows, a batch or a count of micro-batches below 1,
-    epochs below 1, or not one length a row.
+    ids: the training rows. batch_size: rows per update, the last of an epoch may have fewer. micro_batches: M, the
+    leaves of the sum. lengths: tokens of each row; if given, rows of similar length share a batch. updates: per epoch;
+    None: as many as full batches need. If given, at most one for each row: batches differ by at most one row, and none
+    is larger than batch_size. Raises `ValueError` for values below 1, no rows, or not one length per row.
     """
 
     ids: tuple[int, ...]
@@ -54,36 +78,28 @@ class BatchPlan:
             raise ValueError("a plan needs at least one row")
         for name in ("batch_size", "micro_batches", "epochs"):
             if getattr(self, name) < 1:
-                msg = f"{name} must be at least 1, got {getattr(self, name)}"
-                raise ValueError(msg)
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.lengths is not None and len(self.lengths) != len(self.ids):
-            msg = f"{len(self.lengths)} lengths for {len(self.ids)} rows"
-            raise ValueError(msg)
+            raise ValueError(f"{len(self.lengths)} lengths for {len(self.ids)} rows")
 
     @functools.cached_property
     def steps_per_epoch(self) -> int:
-        """Updates an epoch: every row once, a short last batch included."""
         return -(-len(self.ids) // self.batch_size) if self.updates is None else self.updates
 
     @functools.cached_property
     def total_steps(self) -> int:
-        """Updates of the whole run."""
         steps = self.steps_per_epoch * self.epochs
         return steps if self.max_steps is None else min(steps, self.max_steps)
 
     def batch(self, step: int) -> GlobalBatch:
         """The rows of update `step`, counted from 1. Raises `ValueError` outside 1 to `total_steps`."""
         if not 1 <= step <= self.total_steps:
-            msg = f"step {step} is outside 1 to {self.total_steps}"
-            raise ValueError(msg)
+            raise ValueError(f"step {step} is outside 1 to {self.total_steps}")
         epoch, index = divmod(step - 1, self.steps_per_epoch)
         position, end = index * self.batch_size, (index + 1) * self.batch_size
         if self.updates is not None:
             rows, longer = divmod(len(self.ids), self.updates)
             position, end = (place * rows + min(place, longer) for place in (index, index + 1))
-        return GlobalBatch(step, epoch, position, self._order(epoch)[position:end])
-
-    def _order(self, epoch: int) -> tuple[int, ...]:
         # A cache keyed by the rows would hash all of them at every step.
         if epoch not in self._orders:
             self._orders.clear()
@@ -92,19 +108,18 @@ class BatchPlan:
                 length_of = dict(zip(self.ids, self.lengths, strict=True))
                 order = grouped_by_length(order, length_of, self.batch_size, self.seed, epoch)
             self._orders[epoch] = order
-        return self._orders[epoch]
+        return GlobalBatch(step, epoch, position, self._orders[epoch][position:end])
 
     def epoch_of(self, step: int) -> int:
-        """The epoch, from 0, to which update `step` belongs; 0 before the first."""
+        """The epoch, from 0, of update `step`; 0 before the first."""
         return max(step - 1, 0) // self.steps_per_epoch
 
     def idle_ranks(self, world_size: int) -> int:
-        """How many of `world_size` ranks have no row in any update: too few rows, or micro-batches, for all of them."""
+        """How many of `world_size` ranks never have a row: too few rows, or micro-batches, for all of them."""
         with_rows = min(self.batch_size, len(self.ids), self.micro_batches)
         return sum(leaves.start >= with_rows for leaves in rank_leaves(self.micro_batches, world_size))
 
     def is_epoch_end(self, step: int) -> bool:
-        """Whether update `step` is the last of its epoch, or of the run."""
         return step % self.steps_per_epoch == 0 or step == self.total_steps
 
 
@@ -118,12 +133,13 @@ def epoch_order(ids: tuple[int, ...], seed: int, epoch: int) -> tuple[int, ...]:
 def grouped_by_length(
     order: tuple[int, ...], length_of: Mapping[int, int], batch_size: int, seed: int, epoch: int
 ) -> tuple[int, ...]:
-    """`order` with rows of similar length side by side: each run of 50 batches sorted, then its batches shuffled.
+    """`order` with rows of similar length side by side: each run of 50 batches sorted, then all batches shuffled.
 
-    Batches are shuffled by (seed, epoch), so that the length of an update's rows says nothing of its place, but for the
-    last one where it is short: it holds the longest rows of the last run.
+    50 are enough for rows of one length to meet, and few enough for other company in another epoch (as transformers has
+    it). The shuffle is keyed by (seed, epoch), so the lengths of an update's rows do not depend on its place, except
+    that a short last batch holds the longest rows of the last run.
     """
-    run = _BATCHES_SORTED_TOGETHER * batch_size
+    run = 50 * batch_size
     runs = (order[start : start + run] for start in range(0, len(order), run))
     rows = [row for each in runs for row in sorted(each, key=length_of.__getitem__)]
     full = len(rows) // batch_size * batch_size
@@ -138,6 +154,35 @@ def rank_leaves(micro_batches: int, world_size: int) -> tuple[range, ...]:
 
 
 def efficiency(micro_batches: int, world_size: int) -> float:
-    """The share of the ranks' time that is used when every micro-batch costs the same: 3 ranks on M = 8 give 0.889."""
+    """The share of the ranks' time that is used if every micro-batch costs the same: 0.889 for 3 ranks and M = 8."""
     busiest = len(rank_leaves(micro_batches, world_size)[0])
     return micro_batches / (busiest * world_size)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Linear warm-up over w updates, then half a cosine or a line down to `min_lr`, or a constant rate.
+
+    w is `warmup_steps`, or floor(warmup_fraction * total_steps) if that is None. Update t (from 1) of the warm-up has
+    peak * t / w; the seed's S29 starts from 0, but an update at rate 0 trains nothing. Update t > w has, with
+    p = (t - w) / (total - w), min + (peak - min) * x: x is (1 + cos(pi * p)) / 2 for a cosine and 1 - p for a line.
+    """
+
+    config: Config
+    total_steps: int
+
+    def rate(self, step: int) -> float:
+        """The learning rate of update `step`, counted from 1. Raises `ValueError` for a step outside the run."""
+        if not 1 <= step <= self.total_steps:
+            raise ValueError(f"step {step} is outside 1 to {self.total_steps}")
+        own, peak = self.config.schedule, self.config.optimizer.lr
+        fraction = math.floor(own.warmup_fraction * self.total_steps)
+        warmup = fraction if own.warmup_steps is None else own.warmup_steps
+        if step <= warmup:
+            return peak * (step / warmup)
+        if own.type == "constant":
+            return peak
+        progress = (step - warmup) / (self.total_steps - warmup)
+        floor = min(own.min_lr, peak)
+        left = 1.0 - progress if own.type == "linear" else (1.0 + math.cos(math.pi * progress)) / 2.0
+        return floor + (peak - floor) * left

@@ -1,31 +1,81 @@
-"""The exact reduction: M gradients summed along one fixed tree, whatever the number of ranks.
+"""The exact reduction: M gradients summed along one fixed binary tree, whatever the number of ranks.
 
-Each rank sums inside the largest subtrees of its own run and sends their roots, sliced: slice d of every root goes to
-rank d, which finishes the tree on its slice; then the slices are gathered. The traffic is that of an all-reduce, the
-collectives carry bits and never add.
+Floating-point addition is not associative, so the order of a sum is part of its result. Here the order depends on the
+number of micro-batches alone: a range [lo, hi) is the sum of [lo, mid) and [mid, hi) with mid = (lo + hi) // 2. A rank
+that has a contiguous run of leaves sums inside the largest subtrees of its run. It sends slice d of their roots, at
+most 2 * ceil(log2(leaves)) of them, to rank d, which finishes the tree on its slice; then the slices are gathered. The
+traffic is that of an all-reduce, but collectives only carry bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 
 from andon.backend.base import Backend
 from andon.step.plan import rank_leaves
-from andon.step.tree import Node, finish, subtree_roots
 
+Node = tuple[int, int]
 Roots = Mapping[Node, torch.Tensor]
+T = TypeVar("T")
+
+
+def subtree_roots(node: Node, start: int, end: int) -> tuple[Node, ...]:
+    """The largest subtrees of `node` whose leaves all lie in [start, end), from left to right."""
+    low, high = node
+    if start <= low and high <= end:
+        return (node,) if low < high else ()
+    if high <= start or end <= low or high - low <= 1:
+        return ()
+    middle = (low + high) // 2
+    return subtree_roots((low, middle), start, end) + subtree_roots((middle, high), start, end)
+
+
+def fold(
+    node: Node,
+    leaf: Callable[[int], T],
+    add: Callable[[T, T], T],
+    keep: Callable[[T], T],
+    seen: Callable[[Node, T], None] | None = None,
+) -> T:
+    """Sum the leaves of `node` along the tree, computing them from left to right.
+
+    `leaf(i)` may return a buffer that the next leaf overwrites: `keep(x)` saves a left summand before its right sibling
+    is computed. `add(left, right)` may overwrite `left`. At most ceil(log2(leaves)) kept values exist at once.
+    `seen(node, sum)` is called with every sum, leaves included.
+    """
+    low, high = node
+    if high - low == 1:
+        value = leaf(low)
+    else:
+        middle = (low + high) // 2
+        left = keep(fold((low, middle), leaf, add, keep, seen))
+        value = add(left, fold((middle, high), leaf, add, keep, seen))
+    if seen is not None:
+        seen(node, value)
+    return value
+
+
+def finish(node: Node, roots: Mapping[Node, T], add: Callable[[T, T], T]) -> T:
+    """Sum `node` from subtree roots, which `add` must not overwrite. Raises `KeyError` if they do not cover it."""
+    if node in roots:
+        return roots[node]
+    low, high = node
+    if high - low <= 1:
+        raise KeyError(node)
+    middle = (low + high) // 2
+    return add(finish((low, middle), roots, add), finish((middle, high), roots, add))
 
 
 class TreeReduction:
-    """Sums flat tensors [size] over `leaves` micro-batches. Usable alone: it knows no model and no optimizer."""
+    """Sums flat tensors [size] over `leaves` micro-batches. It needs no model and no optimizer."""
 
     def __init__(self, leaves: int, size: int, backend: Backend) -> None:
         """leaves: M. size: elements of the flat tensor. Raises `ValueError` if one of them is below 1."""
         if leaves < 1 or size < 1:
-            msg = f"nothing to reduce: {leaves} leaves of {size} elements"
-            raise ValueError(msg)
+            raise ValueError(f"nothing to reduce: {leaves} leaves of {size} elements")
         self.leaves = leaves
         self.size = size
         self._backend = backend

@@ -1,5 +1,7 @@
-"""One model with its optimizer: gradients of its micro-batches, the update, and its state as tensors by name, with the
-same names and values whatever the flat layout or world."""
+"""One model with its optimizer: gradients of its micro-batches, the update, and its state as tensors by name.
+
+Names and values of the state do not depend on the flat layout or on the number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -13,55 +15,37 @@ from torch import nn
 
 from andon.config.schema import Optimizer
 from andon.step.captured import CapturedPasses
-from andon.step.flat import REPLACED, FlatParameters, Master, undecayed
-from andon.step.keyed import keyed_randomness
-from andon.step.micro_batch import REPORT_FIELDS, Leaf, LeafResult, PassResult, reports_of_leaves
-from andon.step.optimizer import build_optimizer, counts_updates, moments_of, state_names
-from andon.step.task import Batch, Task
-from andon.step.tree import Node, fold
+from andon.step.flat import (
+    REPLACED,
+    FlatParameters,
+    Master,
+    build_optimizer,
+    counts_updates,
+    moments_of,
+    state_names,
+    undecayed,
+)
+from andon.step.message import WIDTH
+from andon.step.micro_batch import Leaf, LeafResult, PassResult, reports_of_leaves
+from andon.step.reduce import Node, fold
+from andon.step.task import Batch, Task, keyed_randomness
 from andon_contracts.digest import tensor_digest, tree_digest, word_sum_tensor
 from andon_contracts.observe import finite_total, flat_norm, word_sums
 
-WEIGHTS = "weights"
-OPTIMIZER = "optimizer"
-"""Under which names a state has its weights, and what the optimizer keeps."""
-REDUCED_FACTS = ("gradient", "nonfinite", "weights", "norm", "clipped")
-"""What is known on a replica's device before its update: word sums, a flag, and the bits of two fp64 norms."""
+WEIGHTS, OPTIMIZER = "weights", "optimizer"  # the names of the two parts of a state
 
 
 @dataclass(frozen=True)
 class PartialGradient:
-    """The subtree roots that one replica holds, and what each of its micro-batches gave.
-
-    reports: int64 [micro-batches, len(REPORT_FIELDS)], on the replica's device. kept: copies of the sums that an audit
-    asked for.
-    """
+    """The subtree roots of one replica, and its reports: int64 [micro-batches, WIDTH] on its device."""
 
     roots: Mapping[Node, torch.Tensor]
     reports: torch.Tensor
-    kept: Mapping[Node, torch.Tensor] = field(default_factory=dict)
-
-
-def _refuse_running_statistics(model: nn.Module) -> None:
-    # Each rank sees other micro-batches, so these buffers would differ by rank and by world size (faults F11).
-    for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
-            msg = f"{name} keeps running statistics of the micro-batches that its rank happened to see; replace it"
-            raise ValueError(msg)
-
-
-def _frozen_tensors(model: nn.Module, trainable: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-    owned = {id(parameter) for parameter in trainable.values()}
-    frozen = {name: p for name, p in [*model.named_parameters(), *model.named_buffers()] if id(p) not in owned}
-    for name, tensor in frozen.items():
-        if tensor.requires_grad:
-            msg = f"{name} requires a gradient but is not among the trainable parameters; freeze it or train it"
-            raise ValueError(msg)
-    return frozen
+    kept: Mapping[Node, torch.Tensor] = field(default_factory=dict)  # copies of the sums that an audit needs
 
 
 class Replica:
-    """A model whose trainable parameters live in one flat buffer, with the optimizer that moves it."""
+    """A model whose trainable parameters live in one flat buffer, with its optimizer."""
 
     def __init__(
         self,
@@ -73,10 +57,8 @@ class Replica:
         master_on: torch.device | None = None,
         captured: CapturedPasses | None = None,
     ) -> None:
-        """model: already on `device`. trainable: its trainable parameters in canonical order, all fp32. seed: of what
-        its passes draw. master_on: where the gradient is divided and clipped and the update is made, on buffers of
-        their own; None: on the model's.
-        captured: what makes CUDA graphs of passes, where they are to be; the bits are the same.
+        """model: already on `device`. trainable: its trainable parameters in canonical order, all fp32. seed: of the
+        randomness of its passes. master_on: see `Master`. captured: makes CUDA graphs of passes; the bits are the same.
 
         Raises `ValueError` for what `FlatParameters` refuses, for a parameter that requires a gradient and is not in
         `trainable`, and for a norm that keeps running statistics.
@@ -87,66 +69,84 @@ class Replica:
         ordered = sorted(trainable, key=exempt.__contains__)  # stable: only what does not decay comes last
         self.parameters = FlatParameters({name: trainable[name] for name in ordered}, device)
         self.settings = optimizer
-        self.master = Master.of(self.parameters, master_on)
-        last = (slot.start for slot in self.parameters.slots if slot.name in exempt)
-        self._ranges = self.master.ranges(next(last, self.parameters.size))
-        self.optimizer = build_optimizer(optimizer, self._ranges)
+        undecayed_slots = (slot.start for slot in self.parameters.slots if slot.name in exempt)
+        self.master = Master(self.parameters, master_on, next(undecayed_slots, self.parameters.size))
+        self.optimizer = build_optimizer(optimizer, self.master.ranges)
         self._state: dict[str, torch.Tensor] = {}
         self.captured = captured
         self.keeping: frozenset[Node] | None = None
-        """The sums of which the next `gradients` keeps copies, for an audit; None: none is due."""
+        """The sums that the next `gradients` copies, for an audit; None: no audit is due."""
+        self.seed = seed
         self._count = torch.zeros((), device=self.master.device)
         self._closed: torch.Tensor | None = None
-        self.seed = seed
+        # Buffers of the gradient's size, reused every step: at most one for each level of the tree and each root.
         self._spare: list[torch.Tensor] = []
-        """Buffers of the gradient's size, reused every step: at most one for each level of the tree and each root."""
-        self._frozen = _frozen_tensors(model, trainable)
-        _refuse_running_statistics(model)
+        owned = {id(parameter) for parameter in trainable.values()}
+        named = (*model.named_parameters(), *model.named_buffers())
+        self._frozen = {name: tensor for name, tensor in named if id(tensor) not in owned}
+        for name, tensor in self._frozen.items():
+            if tensor.requires_grad:
+                what = "requires a gradient but is not among the trainable parameters; freeze it or train it"
+                raise ValueError(f"{name} {what}")
+        for name, module in model.named_modules():
+            # Each rank sees other micro-batches, so these buffers would differ by rank and world size (faults F11).
+            if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
+                what = "keeps running statistics of the micro-batches that its rank happened to see; replace it"
+                raise ValueError(f"{name} {what}")
 
     def gradients(
         self, step: int, leaves: Sequence[Leaf], roots: Sequence[Node], task: Task, *, checked: bool
     ) -> PartialGradient:
         """Forward and backward of `leaves`, summed inside the subtrees `roots`, from left to right.
 
-        checked: look at each micro-batch's content and at whether its gradient is finite. Raises `RuntimeError` where
-        the model's trainable parameters or gradients are no longer the flat buffers'.
+        checked: digest each micro-batch's rows, and look for NaN and Inf in its gradient. Raises `RuntimeError` if the
+        model's trainable parameters or gradients are no longer the flat buffers'.
         """
         by_index = {leaf.index: leaf for leaf in leaves}
         results: list[LeafResult] = []
         kept: dict[Node, torch.Tensor] = {}
-        keeping = self.keeping
+        gradient, keeping = self.parameters.gradient, self.keeping
 
         def compute(index: int) -> torch.Tensor:
             results.append(self._leaf(step, by_index[index], task, checked=checked))
             if keeping is not None:
-                results[-1].gradient = word_sum_tensor(self.parameters.gradient)
-            return self.parameters.gradient
+                results[-1].gradient = word_sum_tensor(gradient)
+            return gradient
+
+        def save(value: torch.Tensor) -> torch.Tensor:
+            """`value`, or a copy of it if the next micro-batch would overwrite it."""
+            if value is not gradient:
+                return value
+            return (self._spare.pop() if self._spare else torch.empty_like(value)).copy_(value)
+
+        def add(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+            # In place, so that the tree holds at most one buffer for each level.
+            left.add_(right)
+            if right is not gradient:
+                self._spare.append(right)
+            return left
 
         def keep(node: Node, value: torch.Tensor) -> None:
             if node in (keeping or ()):
-                kept[node] = value.clone()  # seldom: a spare buffer would stay for good
+                kept[node] = value.clone()  # rare, and a spare buffer would never be freed
 
         self._prepare()
-        shown = None if keeping is None else keep
-        sums = {node: self._keep(fold(node, compute, self._add, self._keep, shown)) for node in roots}
+        sums = {node: save(fold(node, compute, add, save, keep if keeping else None)) for node in roots}
         if not self.parameters.attached():
             raise RuntimeError(REPLACED)  # with contracts off too
         return PartialGradient(sums, reports_of_leaves(results, task, self.device, checked=checked), kept)
 
-    def nothing(self) -> PartialGradient:
-        """What `gradients` gives of no micro-batch, in the place of one that failed."""
-        reports = torch.empty((0, len(REPORT_FIELDS)), dtype=torch.int64, device=self.device)
-        return PartialGradient(
-            {}, reports, dict.fromkeys(self.keeping or (), torch.zeros_like(self.parameters.gradient))
-        )
+    def completed(self, partial: PartialGradient | None, roots: Sequence[Node]) -> PartialGradient:
+        """`partial` (None: the pass raised) with zeros for the `roots` that it lacks.
 
-    def completed(self, partial: PartialGradient, roots: Sequence[Node]) -> PartialGradient:
-        """`partial` with zeros for the `roots` that it lacks, so that this rank can go through collectives in which
-        the others wait before all of them read that something is wrong with it."""
-        if all(node in partial.roots for node in roots):
-            return partial
-        held = {node: partial.roots.get(node, torch.zeros_like(self.parameters.gradient)) for node in roots}
-        return PartialGradient(held, partial.reports, partial.kept)
+        On GPUs a rank takes part in the collectives that the others enter before they have read that it is wrong.
+        """
+        if partial is None:
+            reports = torch.empty((0, WIDTH), dtype=torch.int64, device=self.device)
+            kept = dict.fromkeys(self.keeping or (), torch.zeros_like(self.parameters.gradient))
+            partial = PartialGradient({}, reports, kept)
+        missing = {node: torch.zeros_like(self.parameters.gradient) for node in roots if node not in partial.roots}
+        return PartialGradient({**partial.roots, **missing}, partial.reports, partial.kept) if missing else partial
 
     def _prepare(self) -> None:
         self.parameters.attach_gradient()
@@ -164,12 +164,11 @@ class Replica:
         if self.captured is None:
             with drawing():
                 return LeafResult(leaf, batch, self._pass(task, batch, checked=checked))
-        # What the graph reads is a copy, so it is asked there what it was.
+        # A graph reads a copy of the batch, so the content is digested there.
         compute = functools.partial(self._pass, task, checked=checked, content=checked)
         return LeafResult(leaf, batch, self.captured((task, checked), batch, drawing, compute))
 
     def _pass(self, task: Task, batch: Batch, *, checked: bool, content: bool = False) -> PassResult:
-        """Forward and backward of `batch` into the flat gradient, and what they gave besides."""
         self.parameters.gradient.zero_()
         loss = task.loss_sum(self.model, batch)
         loss.loss_sum.backward()  # type: ignore[no-untyped-call]
@@ -178,9 +177,9 @@ class Replica:
         return PassResult(loss.loss_sum.detach(), loss.correct, loss.terms, total, rows)
 
     def gradient_of(self, step: int, leaf: Leaf, task: Task) -> torch.Tensor:
-        """The gradient of one micro-batch alone, [size] fp32, as its owner computes it; changes nothing else.
+        """The gradient of one micro-batch alone, [size] fp32, as its owner computes it; for an audit.
 
-        Eagerly: where the owner's pass is a CUDA graph, this holds it to the pass that it stands for.
+        Always eager, so that the audit of a captured pass compares it with the eager one.
         """
         self._prepare()
         captured, self.captured = self.captured, None
@@ -190,130 +189,102 @@ class Replica:
             self.captured = captured
         return self.parameters.gradient.clone()
 
-    def _keep(self, value: torch.Tensor) -> torch.Tensor:
-        """`value`, or a copy of it where the next micro-batch would overwrite it."""
-        if value is not self.parameters.gradient:
-            return value
-        buffer = self._spare.pop() if self._spare else torch.empty_like(value)
-        return buffer.copy_(value)
+    def release(self, partial: PartialGradient) -> None:
+        """Reuse the roots' buffers in the next step."""
+        self._spare.extend(partial.roots.values())
 
-    def _add(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        # In place: of the tree at most one buffer a level is held at once.
-        left.add_(right)
-        if right is not self.parameters.gradient:
-            self._spare.append(right)
-        return left
-
-    def set_gradient(self, pieces: Sequence[torch.Tensor], divisor: int) -> None:
-        """Make the gradient the sum (given in pieces, end to end) divided once by the global count of terms."""
-        start = 0
-        for piece in pieces:
-            here = piece.to(self.master.device)
-            # Once, and after all sums: a mean of means would round by how the work is shared.
-            torch.div(here, divisor, out=self.master.gradient[start : start + piece.numel()])
-            start += piece.numel()
-
-    def take(
+    def finalize_gradient(
         self, pieces: Sequence[torch.Tensor], divisor: int, rate: float, limit: float | None, *, checked: bool
     ) -> torch.Tensor:
-        """Make the gradient what the optimizer gets, divided once and clipped once, and set the rate of its update.
+        """Divide the summed gradient by the number of loss terms, clip it, and set the learning rate.
 
-        pieces, divisor: see `set_gradient`. Returns int64 on the device: `REDUCED_FACTS`, or where it is not checked
-        the bits of the norm before clipping alone.
+        pieces, divisor: see `set_gradient`. Returns int64 on the device: the device's values of `message.REDUCED`, or
+        if not `checked` only the bits of the norm before clipping.
         """
         self.set_gradient(pieces, divisor)
         self.set_rate(rate)
-        # The weights too, before the update: what flipped in them since the last one is not to be built on.
+        # The weights too, before the update: a bit that flipped in them since the last one must not be built on.
         sums = word_sums([self.master.gradient, self.weights_of_model()], finite=True) if checked else None
-        norm = self.gradient_norm()
+        norm = flat_norm(self.master.gradient)
         self.clip(limit, norm)
-        norms = torch.stack([norm] if sums is None else [norm, self.gradient_norm()])
+        norms = torch.stack([norm] if sums is None else [norm, flat_norm(self.master.gradient)])
         bits = norms.double().view(torch.int64)
         return (bits if sums is None else torch.cat([sums, bits])).to(self.device)
 
-    def release(self, partial: PartialGradient) -> None:
-        """Take the roots' buffers back for the next step."""
-        self._spare.extend(partial.roots.values())
-
-    def gradient_norm(self) -> torch.Tensor:
-        """Global L2 norm of the gradient, 0-dim fp32."""
-        return flat_norm(self.master.gradient)
+    def set_gradient(self, pieces: Sequence[torch.Tensor], divisor: int) -> None:
+        """Make the gradient the sum, given in pieces end to end, divided once by the global number of loss terms."""
+        start = 0
+        for piece in pieces:
+            here = piece.to(self.master.device)
+            # Once, and after all sums: the rounding of a mean of means would depend on the number of ranks.
+            torch.div(here, divisor, out=self.master.gradient[start : start + piece.numel()])
+            start += piece.numel()
 
     def clip(self, limit: float | None, norm: torch.Tensor | float) -> None:
         """Scale the gradient to the L2 norm `limit` if `norm` (0-dim fp32) is above it (None: never)."""
         if limit is not None:
-            # By the norm that is told, and not by one that is computed anew: what is judged is what was done.
+            # By the norm that is reported, and not by one that is computed anew.
             total = torch.as_tensor(norm, dtype=torch.float32, device=self.master.device)
             nn.utils.clip_grads_with_norm_([self.master.weights], limit, total)
 
     def after_update(self) -> torch.Tensor:
-        """What the update left, int64 on the device, named by `update_facts`: word sums of the weights as the model has
-        them and of the moments, and the bits of the fp32 count of updates.
-
-        The sum of a moment that is not there yet is 0; all of them are there after the first update, or none ever is.
-        """
-        state, moments = self.optimizer_state(), moments_of(self.settings)
-        there = [state[name] for name in moments if name in state]
-        sums = word_sums([self.weights_of_model(), *there], finite=False)
-        bits = state.get("step", self._count).reshape(1).view(torch.int32).to(torch.int64)
-        missing = len(moments) - len(there)
-        return torch.cat([sums, *([sums.new_zeros(missing)] if missing else []), bits]).to(self.device)
+        """The values of `message.updated`, int64 on the device. The sum of a moment that does not exist is 0."""
+        moments = [self._state[name] for name in moments_of(self.settings) if name in self._state]
+        sums = word_sums([self.weights_of_model(), *moments], finite=False)
+        missing = sums.new_zeros(len(moments_of(self.settings)) - len(moments))
+        bits = self._state.get("step", self._count).reshape(1).view(torch.int32).to(torch.int64)
+        return torch.cat([sums, missing, bits]).to(self.device)
 
     def weights_of_model(self) -> torch.Tensor:
-        """The weights as the model has them: flat, without a graph, on the master's device."""
+        """The flat weights of the model, without a graph, on the master's device."""
         return self.parameters.weights.detach().to(self.master.device)
 
     def set_rate(self, rate: float) -> None:
-        """Give the optimizer the learning rate of the coming update."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
 
     @property
     def rate(self) -> float:
-        """The learning rate that the optimizer holds."""
         return float(self.optimizer.param_groups[0]["lr"])
 
     def gate(self, closed: torch.Tensor | None) -> None:
-        """Have `apply` do nothing while `closed` (0-dim fp32 on the device) is 1; None: it always updates.
+        """Make `apply` do nothing while `closed` (0-dim fp32 on the device) is 1; None: it always updates.
 
-        Raises `ValueError` for an optimizer that cannot be kept from updating by its device.
+        Raises `ValueError` for an optimizer whose device cannot skip an update.
         """
         if closed is not None and not self.optimizer.defaults.get("fused"):
             msg = f"{self.settings.name} on {self.device} is not fused, so its device cannot keep it from updating"
             raise ValueError(msg)
         self._closed = closed
-        # The attributes by which torch's loss scaler speaks to fused optimizers, which look at them in `step`.
+        # torch's loss scaler skips the update of a fused optimizer by these attributes.
         self.optimizer.found_inf = closed  # type: ignore[attr-defined]
         self.optimizer.grad_scale = None  # type: ignore[attr-defined]
 
     def apply(self) -> None:
-        """One optimizer update with the rate that was set, and its weights in the model."""
+        """One optimizer update with the rate that was set."""
         if not self._state:
-            names = sorted(state_names(self.settings) - {"step"})
-            moments = {name: torch.zeros_like(self.master.gradient) for name in names}
-            self._hold(moments | ({"step": torch.zeros_like(self._count)} if counts_updates(self.settings) else {}))
+            shaped = {"step": self._count}
+            names = sorted(state_names(self.settings))
+            self._hold({name: torch.zeros_like(shaped.get(name, self.master.gradient)) for name in names})
         self.optimizer.step()
         self.master.give(self.parameters)
         if not counts_updates(self.settings):
-            # On the device, since only there it is known by now whether the gate let the update pass.
+            # On the device, because only the device knows now whether the gate skipped the update.
             self._count += 1.0 if self._closed is None else 1.0 - self._closed
 
     @property
     def updates(self) -> int:
-        """Updates taken, as the optimizer counts them; SGD keeps no count, so there it is ours."""
-        return int(self.optimizer_state().get("step", self._count))
+        """Updates taken, as the optimizer counts them; for SGD, which does not count, our own count."""
+        return int(self._state.get("step", self._count))
 
     def optimizer_state(self) -> dict[str, torch.Tensor]:
-        """The optimizer's tensors by name (flat moments, its own step count); empty before the first update."""
+        """Flat moments, and the count `step`, by name. Empty before the first update."""
         return dict(self._state)
 
     def _hold(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Make these tensors the optimizer's state. Each range gets its part of the moments and its own step count.
-
-        `optimizer_state` reports the count of the first range; all counts are equal.
-        """
+        """Make these tensors the optimizer's state. Each range gets its part of the moments, and an equal count."""
         self._state = dict(state)
-        for place, each in enumerate(self._ranges):
+        for place, each in enumerate(self.master.ranges):
             held = self.optimizer.state[each.weights]
             held.clear()
             for name, value in state.items():
@@ -324,7 +295,7 @@ class Replica:
         self.parameters.weights.data.copy_(weights)
         self.master.take(self.parameters)
         self._count.fill_(updates)
-        # The optimizer writes into its state, and the caller's tensors are to stay what they are.
+        # Copies, because the optimizer writes into its state.
         self._hold({name: value.to(self.master.device, copy=True) for name, value in optimizer_state.items()})
 
     def layout_digest(self) -> int:
@@ -333,24 +304,21 @@ class Replica:
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
     def weights_digest(self) -> int:
-        """Digest of the flat trainable weights."""
         return tensor_digest(self.parameters.weights.detach())
+
+    def optimizer_digest(self) -> int:
+        return tree_digest(self.optimizer_state())
+
+    def base_digest(self) -> int:
+        return tree_digest(self.frozen())
 
     def reduced_gradient(self) -> dict[str, torch.Tensor]:
         """The gradient that the optimizer sees, by name, sharing storage."""
         return self.parameters.views(self.master.gradient)
 
-    def optimizer_digest(self) -> int:
-        """Digest of the optimizer's tensors with their names."""
-        return tree_digest(self.optimizer_state())
-
     def frozen(self) -> dict[str, torch.Tensor]:
         """Frozen weights and buffers by name, without a graph."""
         return {name: tensor.detach() for name, tensor in self._frozen.items()}
-
-    def base_digest(self) -> int:
-        """Digest of every frozen weight and buffer with its name."""
-        return tree_digest(self.frozen())
 
 
 def state_tensors(replica: Replica) -> dict[str, torch.Tensor]:
@@ -368,34 +336,27 @@ def state_tensors(replica: Replica) -> dict[str, torch.Tensor]:
 def restore_state(replica: Replica, tensors: Mapping[str, torch.Tensor], updates: int) -> None:
     """Put back what `state_tensors` gave, after `updates` updates.
 
-    Raises `ValueError` naming every tensor that is missing, unexpected, or of another shape or dtype; nothing is
-    changed then.
+    Raises `ValueError`, before anything changes, naming every tensor that is missing, unexpected, or of another form.
     """
     flat, kept = replica.parameters, state_names(replica.settings) if updates else frozenset()
     moments = kept & {*moments_of(replica.settings)}
     wanted = {f"{WEIGHTS}/{slot.name}": slot.shape for slot in flat.slots}
     wanted |= {f"{OPTIMIZER}/{kind}/{slot.name}": slot.shape for kind in moments for slot in flat.slots}
     wanted |= {f"{OPTIMIZER}/{kind}": () for kind in kept - moments}
-    _check(tensors, wanted)
-    state = {kind: _flattened(replica, tensors, f"{OPTIMIZER}/{kind}") for kind in sorted(moments)}
-    state |= {kind: tensors[f"{OPTIMIZER}/{kind}"] for kind in sorted(kept - moments)}
-    replica.restore(_flattened(replica, tensors, WEIGHTS), state, updates)
-
-
-def _check(tensors: Mapping[str, torch.Tensor], wanted: Mapping[str, tuple[int, ...]]) -> None:
     faults = [f"{name} is missing" for name in wanted if name not in tensors]
     faults += [f"{name} is not part of this model's state" for name in tensors if name not in wanted]
-    faults += [
-        f"{name} is {tensor.dtype} {tuple(tensor.shape)}, not torch.float32 {wanted[name]}"
-        for name, tensor in tensors.items()
-        if name in wanted and (tuple(tensor.shape) != wanted[name] or tensor.dtype != torch.float32)
-    ]
+    for name, found in tensors.items():
+        if name in wanted and (found.dtype, tuple(found.shape)) != (torch.float32, wanted[name]):
+            faults.append(f"{name} is {found.dtype} {tuple(found.shape)}, not torch.float32 {wanted[name]}")
     if faults:
         raise ValueError("; ".join(faults))
 
+    def flattened(prefix: str) -> torch.Tensor:
+        whole = torch.zeros_like(flat.weights.data)
+        for name, view in flat.views(whole).items():
+            view.copy_(tensors[f"{prefix}/{name}"])
+        return whole
 
-def _flattened(replica: Replica, tensors: Mapping[str, torch.Tensor], prefix: str) -> torch.Tensor:
-    flat = torch.zeros_like(replica.parameters.weights.data)
-    for name, view in replica.parameters.views(flat).items():
-        view.copy_(tensors[f"{prefix}/{name}"])
-    return flat
+    state = {kind: flattened(f"{OPTIMIZER}/{kind}") for kind in sorted(moments)}
+    state |= {kind: tensors[f"{OPTIMIZER}/{kind}"] for kind in sorted(kept - moments)}
+    replica.restore(flattened(WEIGHTS), state, updates)

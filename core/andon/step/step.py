@@ -1,48 +1,212 @@
-"""The step: plan, shard, compute, judge, reduce, judge, apply, attest. One path for every backend.
+"""The step: plan, compute, report, reduce, report, apply, report. One path for every backend.
 
-Where ranks are on CPUs everything is judged where it is seen. On GPUs nobody waits for the device: what ranks say of a
-step stays there, closes the gate of the update if anything is wrong with it, and is read and judged a step later.
+`TrainingStep.launch` is the story. Above each phase stand the rows of `andon_contracts.laws.update` that it is held to.
+
+To read a value of a GPU, the host waits until everything before it is done, and then the GPU is idle until the host has
+caught up. So if all replicas are on GPUs, values are copied into pinned memory after the work that computes them, and
+read a step later: `Pending` is such an update.
 """
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from itertools import accumulate
+from typing import Any
 
 import torch
 
 from andon.backend.base import Backend
 from andon.config.schema import Contracts
-from andon.step.agreement import Agreement, Gathered, RankFailed
+from andon.step.agreement import Agreement, Gathered, RankFailed, Tensors
 from andon.step.audit import NO_AUDIT, Audit
-from andon.step.gate import Expected, Gate, expected_row
-from andon.step.micro_batch import REPORT_FIELDS, Leaf, padded, plan_leaves, planned_reports, reports_of
-from andon.step.optimizer import read_reduced, read_state, rules_for_facts, update_facts
-from andon.step.pending import UNSIGNED, Pending, StepResult, reads_late
+from andon.step.gate import Gate
+from andon.step.message import (
+    COMPUTED,
+    EACH_ONCE,
+    PARTS_FINITE,
+    REDUCED,
+    ROWS_AGREE,
+    ROWS_PLANNED,
+    TERMS_PLANNED,
+    WIDTH,
+    Expected,
+    Message,
+    expected_computed,
+    padded,
+    reduced_values,
+    reports_of,
+    state_values,
+    updated,
+)
+from andon.step.micro_batch import Leaf, plan_leaves
 from andon.step.plan import GlobalBatch, rank_leaves
-from andon.step.reduce import TreeReduction
-from andon.step.replica import REDUCED_FACTS, PartialGradient, Replica
+from andon.step.promises import Report, ensures, requires
+from andon.step.reduce import TreeReduction, fold
+from andon.step.replica import PartialGradient, Replica
 from andon.step.task import Task
 from andon_contracts.agree import Observation, bits_of, real_of
 from andon_contracts.digest import signed
 from andon_contracts.laws import update as laws
-from andon_contracts.laws.law import LOCKSTEP, Judgement, Rule, Seen, enforce, rules_of
+from andon_contracts.laws.law import LOCKSTEP, Details, Rule, Seen, in_lockstep
+from andon_contracts.laws.update import LeafPlan, LeafReport, Leaves
 from andon_contracts.observe import word_sums
-from andon_contracts.policy import enforced
+from andon_contracts.policy import clause, enforced, ensure
+from andon_contracts.violation import Finding
 
 __all__ = ["Pending", "RankFailed", "StepResult", "TrainingStep"]
 
-_PLAIN_WIDTH = 32
-"""Integers in a message of the step besides the reports: its header and its values, with room to spare."""
-COMPUTED_FACTS = ("failed", "stop", "save", "plan")
-RATES = ("planned", "rate")
-"""What the host knows of an update before it; in this order, since a device holds a rate against the column ahead."""
+UNSIGNED = 1 << 64
+_PLAIN_WIDTH = 32  # integers in a message besides the reports: its header and its values, with room to spare
+_LOSS_TOLERANCE = 0.01  # of F-DP-005; the falsifier compares whole runs, to the bit
+_COMPARED: Mapping[str, Callable[[Replica], Tensors]] = {
+    "gradient": Replica.reduced_gradient,
+    "weights": lambda replica: replica.parameters.weight_views(),
+    "optimizer": Replica.optimizer_state,
+    "base": Replica.frozen,
+}
+"""The tensors behind a value, which ranks compare one by one to explain a violation."""
+
+
+def reads_late(backend: Backend) -> bool:
+    """Whether all replicas of `backend` are on GPUs, so that no values are needed in the middle of a step.
+
+    In `mixed` messages go through the CPU, where they are read at once.
+    """
+    return backend.name != "mixed" and all(device.type == "cuda" for device in backend.devices)
+
+
+def _plain_mean(losses: Sequence[float], terms: int) -> float:
+    """The mean loss, summed in another way than along the tree, to compare with."""
+    return math.fsum(losses) / max(terms, 1)
+
+
+def _explain_loss(losses: Sequence[float], terms: int, step: int, result: float) -> Finding:
+    what = f"the loss is {result!r}, the loss sums of all micro-batches give {_plain_mean(losses, terms)!r}"
+    return Finding(what, step, (), "loss")
+
+
+@clause("loss-equivalent", _explain_loss)
+def _loss_is_that_of_one_process(losses: Sequence[float], terms: int, step: int, result: float) -> bool:
+    off = abs(result - _plain_mean(losses, terms))
+    return off <= _LOSS_TOLERANCE * _plain_mean([abs(loss) for loss in losses], terms)
+
+
+@ensure(_loss_is_that_of_one_process)
+def mean_loss(losses: Sequence[float], terms: int, step: int) -> float:
+    """F-DP-005: the loss of the whole batch, whichever ranks computed its micro-batches, from their loss sums."""
+    # Along the same tree as the gradients.
+    total: float = fold((0, len(losses)), losses.__getitem__, operator.add, float)
+    return total / max(terms, 1)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one update did. Reals are exact: equal bits on every backend and world size.
+
+    digests: content, gradient, weights, optimizer; empty if contracts were off. ranks: the digests that each rank sent.
+    stop, save: whether any rank requests to stop, or a checkpoint, after this update; the same on all ranks.
+    """
+
+    step: int
+    rows: int
+    terms: int
+    loss: float
+    grad_norm: float
+    rate: float
+    correct: int
+    digests: Mapping[str, int]
+    leaves: tuple[LeafReport, ...]
+    ranks: tuple[Mapping[str, int], ...]
+    stop: bool = False
+    save: bool = False
+
+
+@dataclass
+class Pending:
+    """One update under way: its plan, and what the host has read of it. `result` must be called once.
+
+    late: whether everything is read in `result`. rows, terms: of the global batch and of its loss sum.
+    """
+
+    batch: GlobalBatch
+    rate: float
+    updates: int
+    checked: bool
+    late: bool
+    rows: int = 0
+    terms: int = 0
+    plan: tuple[LeafPlan, ...] = ()
+    leaves: Sequence[Leaf] = ()
+    reports: tuple[LeafReport, ...] = ()
+    stop: bool = False
+    save: bool = False
+    norm: float = 0.0
+    gradients: tuple[int, ...] = ()
+    ranks: tuple[Mapping[str, int], ...] = ()
+    _waiting: list[tuple[torch.Tensor, Callable[[torch.Tensor], None]]] = field(default_factory=list)
+    _copied: torch.cuda.Event | None = None
+
+    def read(self, tensor: torch.Tensor, then: Callable[[torch.Tensor], None]) -> None:
+        """Call `then` with the values of `tensor` on the CPU: now, or in `result`."""
+        if not self.late:
+            then(tensor.cpu())
+        elif tensor.device.type != "cuda":
+            # The next update may write into this memory before it is read.
+            self._waiting.append((tensor.clone(), then))
+        else:
+            # Any copy but one into pinned memory makes the host wait.
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            copy.copy_(tensor, non_blocking=True)
+            self._waiting.append((copy, then))
+
+    def end(self, device: torch.device) -> None:
+        """Must be called after the last `read`: record an event on `device` for which `result` waits."""
+        if device.type == "cuda":
+            self._copied = torch.cuda.Event()
+            self._copied.record(torch.cuda.current_stream(device))
+
+    def result(self) -> StepResult:
+        """Wait for the device, judge the update, and return what it did.
+
+        Raises `Violation` on every rank alike, `RankFailed` where another rank raised, and a rank's own error there.
+        """
+        if self._copied is not None:
+            self._copied.synchronize()
+            self._copied = None
+        waiting, self._waiting = self._waiting, []
+        for values, then in waiting:
+            then(values)
+        content = sum(leaf.content for leaf in self.plan) % UNSIGNED
+        return StepResult(
+            step=self.batch.step,
+            rows=self.rows,
+            terms=self.terms,
+            loss=mean_loss([report.loss_sum for report in self.reports], self.terms, self.batch.step),
+            grad_norm=self.norm,
+            rate=self.rate,
+            correct=sum(report.correct for report in self.reports),
+            digests={"content": content, **self.ranks[0]} if self.ranks else {},
+            leaves=self.reports,
+            ranks=self.ranks,
+            stop=self.stop,
+            save=self.save,
+        )
+
+
+class _Computed(Seen[Sequence[LeafPlan]]):
+    """What all ranks send after their backward passes; wanted is the plan."""
+
+    @cached_property
+    def leaves(self) -> Leaves:
+        return Leaves(reports_of(self.observations), self.want, self.step)
 
 
 class TrainingStep:
-    """Runs updates on all local replicas of a backend and holds each to its contract."""
+    """Runs updates on all local replicas of a backend, and holds each update to its contract."""
 
     def __init__(
         self,
@@ -57,34 +221,32 @@ class TrainingStep:
     ) -> None:
         """replicas: one for each local rank. micro_batches: M, the leaves of the sum; never a function of world size.
 
-        contracts: when and what is audited.
-        late: whether an update is judged when its result is asked for, and not while it is launched; None: where all
-        replicas are on GPUs.
-
-        Raises `ValueError` if the number of replicas is not the backend's, and if their optimizer cannot be kept from
-        an update that is judged late.
+        contracts: when and what is audited. late: whether an update is judged when its result is requested, and not
+        while it is launched; None: if all replicas are on GPUs. Raises `ValueError` if the number of replicas is not
+        the backend's, or if an update that is judged late could not be vetoed by its device.
         """
         if len(replicas) != len(backend.ranks):
-            msg = f"{len(replicas)} replicas for {len(backend.ranks)} local ranks"
-            raise ValueError(msg)
+            raise ValueError(f"{len(replicas)} replicas for {len(backend.ranks)} local ranks")
         self.late = reads_late(backend) if late is None else late
+        self.task = task
         self._backend = backend
         self._replicas = tuple(replicas)
-        self._task = task
         self._micro_batches = micro_batches
         self._clip_norm = clip_norm
         self._owners = rank_leaves(micro_batches, backend.world_size)
         self._reduce = TreeReduction(micro_batches, replicas[0].parameters.size, backend)
         self.audit = Audit(contracts, backend, replicas, task, self._owners, self._reduce.roots_of_rank)
-        # One more than any rank is to compute, so that a surplus is seen.
+        # One more than any rank should compute, so that a surplus is seen.
         self._report_rows = max(map(len, self._owners)) + 1
-        self._agreement = Agreement(backend, replicas, _PLAIN_WIDTH + self._report_rows * len(REPORT_FIELDS))
+        self._agreement = Agreement(backend, replicas, _PLAIN_WIDTH + self._report_rows * WIDTH)
         self._gate = Gate(backend.devices)
         for replica, device in zip(replicas, backend.devices, strict=True):
             replica.gate(self._gate.on(device) if self.late else None)
+        # What the last update left on rank 0: digests as the host read them, and on the device a word sum, with which
+        # the next update is compared before the host has read this one. None: not known.
         self._weights: int | None = None
         self._optimizer: int | None = None
-        self._weights_there: torch.Tensor | None = None
+        self._weights_sum: torch.Tensor | None = None
 
     def __call__(
         self, batch: GlobalBatch, rate: float, updates: int, *, stop: bool = False, save: bool = False
@@ -92,64 +254,57 @@ class TrainingStep:
         """One update on `batch` with learning rate `rate`; `updates` is the count of updates after it.
 
         stop: this process must stop; save: it requests a checkpoint. The result combines the requests of all ranks.
-
         Raises `Violation` on every rank alike if a clause does not hold; up to the update, nothing has changed then.
-        Raises `RankFailed` where another rank raised, and a rank's own error on that rank.
+        Raises `RankFailed` if another rank raised, and a rank's own error on that rank.
         """
         try:
             return self.launch(batch, rate, updates, stop=stop, save=save).result()
         except BaseException:
-            self._gate.open()  # nothing is under way that it would have to hold back
+            self._gate.open()  # no update is under way that it would have to veto
             raise
 
     def launch(
         self, batch: GlobalBatch, rate: float, updates: int, *, stop: bool = False, save: bool = False
     ) -> Pending:
-        """Begin the update that `__call__` describes; where it is judged late, do not wait for the device.
+        """Start the update that `__call__` describes. If it is judged late, do not wait for the device.
 
-        Results are to be asked for in order, and what one raises ends the training: the updates launched after it did
-        nothing. Raises as `__call__` does where nothing is judged late.
+        Results must be requested in order, and an error ends the training: the updates launched after it did nothing.
+        Raises as `__call__` does if nothing is judged late.
         """
         update = Pending(batch, rate, updates, checked=enforced(), late=self.late)
-        gathered, partials = self._compute(update, stop=stop, save=save)
+        # Forward and backward on every rank. The host knows the plan: rows, owners and loss terms of each micro-batch.
+        # Losses, gradients and the rows as the model received them are on the devices. Every rank reports to all
+        # others whether it raised, and one report per micro-batch.
+        partials, gathered = self._compute(update, stop=stop, save=save).result
+        # Now and then another rank computes some micro-batches again, and must get the same bits.
         if update.checked and self.audit.due(batch.step):
-            audited = self.audit(batch.step, self._agreement, update.leaves, partials, gathered.payload)
-            if self.late:
-                self._gate.close_if(audited.differs())
-            update.read(audited.gathered.table, audited.judge)
-        self._reduce_and_clip(update, partials)
-        if update.rows:
-            self._backend.map(lambda index: self._replicas[index].apply())
-        if update.checked:
-            self._attest(update)
+            self._audit_gradients(update, partials, gathered)
+        # The sum over all micro-batches along one fixed tree, divided once, clipped once. Every rank has the whole
+        # gradient now, and reports it beside the weights from which the update starts.
+        self._reduce_gradient(update, partials)
+        self._compare_moments(update)
+        # On CPUs all of that was judged before this line. On GPUs the host has read nothing yet: the gate has looked
+        # at the same tables, and if it is closed, the optimizer changes nothing.
+        self._apply_update(update)
         if self.late:
-            # After all that judges: a law that the host finds broken is to be said, and not that the gate was closed.
+            # Read last, after all that explains a closed gate.
             update.read(self._gate.closed, _refuse_closed)
             update.end(self._backend.devices[0])
         return update
 
-    def _judged(
-        self,
-        update: Pending,
-        gathered: Gathered,
-        judge: Callable[[Pending, Sequence[Observation]], None],
-        held: torch.Tensor | None = None,
-        want: laws.Reduced | None = None,
-    ) -> None:
-        """Judge what was gathered: now, or once it is read, and then the device holds it against what it must be."""
-        if gathered.expected is not None:
-            self._gate.look(gathered.said, gathered.expected, held, want)
-        update.read(gathered.table, lambda table: judge(update, gathered.observations(table)))
-
-    def _compute(self, update: Pending, *, stop: bool, save: bool) -> tuple[Gathered, list[PartialGradient]]:
-        """Forward and backward everywhere, then one gather that says for every rank what it did, or that it failed."""
-        step, roots = update.batch.step, self._reduce.roots_of_rank
+    # C-DP-002, F-DP-002 and, of the parts of the gradient, F-DP-003
+    @requires(LOCKSTEP)
+    @ensures(EACH_ONCE, ROWS_PLANNED, TERMS_PLANNED, PARTS_FINITE, of=lambda computed: computed.leaves)
+    @ensures(ROWS_AGREE)
+    def _compute(self, update: Pending, *, stop: bool, save: bool) -> Report:
+        """Each planned micro-batch is computed once, by its owner, from its planned rows, with finite results."""
+        step, roots, ranks = update.batch.step, self._reduce.roots_of_rank, self._backend.ranks
 
         def gradients(index: int) -> PartialGradient | Exception:
-            rank = self._backend.ranks[index]
+            rank = ranks[index]
             own = [update.leaves[leaf] for leaf in self._owners[rank]]
             try:
-                return self._replicas[index].gradients(step, own, roots[rank], self._task, checked=update.checked)
+                return self._replicas[index].gradients(step, own, roots[rank], self.task, checked=update.checked)
             except Exception as error:  # noqa: BLE001 - a replica's own error must not hide another's result
                 return error
 
@@ -157,167 +312,183 @@ class TrainingStep:
         try:
             self.audit.prepare(step, checked=update.checked)
             parts = update.batch.micro_batches(self._micro_batches)
-            update.plan = plan_leaves(parts, self._owners, self._task, checked=update.checked)
+            update.plan = plan_leaves(parts, self._owners, self.task, checked=update.checked)
             update.rows, update.terms = len(update.batch.ids), sum(leaf.terms for leaf in update.plan)
             firsts = accumulate(map(len, parts), initial=0)
             update.leaves = [Leaf(index, next(firsts), part) for index, part in enumerate(parts)]
             done = self._backend.map(gradients)
         except Exception as error:  # noqa: BLE001 - the other ranks must hear of it before it is raised
             done = [error] * len(self._replicas)
+        errors = [each for each in done if isinstance(each, Exception)]
         content = sum(leaf.content for leaf in update.plan)
-        none = torch.empty((0, len(REPORT_FIELDS)), dtype=torch.int64)
-        gathered = self._agreement.gather(
-            step,
-            "computed",
-            [
-                dict(zip(COMPUTED_FACTS, (isinstance(each, Exception), stop, save, content), strict=True))
-                for each in done
-            ],
-            [
-                padded(none.to(device) if isinstance(each, Exception) else each.reports, self._report_rows).flatten()
-                for each, device in zip(done, self._backend.devices, strict=True)
-            ],
-            expected=self._expect_computed(update) if self.late else None,
-        )
-        self._judged(update, gathered, partial(self._judge_computed, done))
+        known = [{"failed": isinstance(each, Exception), "stop": stop, "save": save, "plan": content} for each in done]
         partials = [
-            replica.nothing() if isinstance(each, Exception) else each
-            for replica, each in zip(self._replicas, done, strict=True)
+            replica.completed(None if isinstance(each, Exception) else each, roots[rank])
+            for replica, each, rank in zip(self._replicas, done, ranks, strict=True)
         ]
+        reports = [padded(each.reports, self._report_rows).flatten() for each in partials]
+        expected = None
         if self.late:
-            own = [roots[rank] for rank in self._backend.ranks]
-            partials = [r.completed(part, nodes) for r, part, nodes in zip(self._replicas, partials, own, strict=True)]
-        return gathered, partials
+            world = self._backend.world_size
+            expected = expected_computed(update.plan, world, self._report_rows, checked=update.checked)
+        gathered = self._gather(update, COMPUTED, known, reports, expected)
 
-    def _expect_computed(self, update: Pending) -> Expected:
-        rules = {"failed": 0, **(rules_of(laws.PLANNED, None) if update.checked else {})}
-        row = expected_row(rules, COMPUTED_FACTS)
-        return [
-            [*row, *planned_reports(update.plan, rank, self._report_rows, checked=update.checked)]
-            for rank in range(self._backend.world_size)
-        ]
+        def record(table: torch.Tensor) -> _Computed:
+            for error in errors:
+                raise error
+            computed = _Computed(gathered.observations(table), update.plan)
+            # Only in lockstep: in the message of another point these columns mean something else.
+            failed = [each.rank for each in computed.observations if each.values["failed"]]
+            if failed and in_lockstep(computed.observations):
+                raise RankFailed(f"rank {failed[0]} failed in the forward or backward pass of step {step}")
+            return computed
 
-    def _judge_computed(
-        self, done: Sequence[PartialGradient | Exception], update: Pending, observations: Sequence[Observation]
-    ) -> None:
-        for each in done:
-            if isinstance(each, Exception):
-                raise each
-        # First: in a message of another point of a step the same columns mean something else.
-        enforce(Judgement((LOCKSTEP,), Seen(observations, None)))
-        failed = [o.rank for o in observations if o.values["failed"]]
-        if failed:
-            msg = f"rank {failed[0]} failed in the forward or backward pass of step {update.batch.step}"
-            raise RankFailed(msg)
-        enforce(Judgement(laws.PLANNED, Seen(observations, None)))
-        update.reports = reports_of(observations)
-        update.stop = any(o.values["stop"] for o in observations)
-        update.save = any(o.values["save"] for o in observations)
-        if update.checked:
-            enforce(Judgement(laws.LEAVES, laws.Leaves(update.reports, update.plan, update.batch.step)))
+        def keep(computed: _Computed) -> None:
+            update.reports = tuple(computed.leaves.reports)
+            update.stop, update.save = computed.any("stop"), computed.any("save")
 
-    def _reduce_and_clip(self, update: Pending, partials: Sequence[PartialGradient]) -> None:
+        return Report(gathered.table, record, update.read, keep, checked=update.checked, result=(partials, gathered))
+
+    @ensures(*laws.AUDITED)
+    def _audit_gradients(self, update: Pending, partials: Sequence[PartialGradient], computed: Gathered) -> Report:
+        """Another rank gets the same bits for the same micro-batches."""
+        audited = self.audit(update.batch.step, self._agreement, update.leaves, partials, computed.payload)
+        if self.late:
+            self._gate.close_if(audited.differs())
+        return Report(audited.gathered.table, audited.record, update.read, audited.refuse_failed)
+
+    # C-DP-001 before the update: equal replicas. F-DP-003 of the reduced gradient.
+    @requires(LOCKSTEP, laws.RATE, laws.WEIGHTS_UNCHANGED)
+    @ensures(laws.GRADIENTS_AGREE, laws.FINITE, laws.CLIP)
+    def _reduce_gradient(self, update: Pending, partials: Sequence[PartialGradient]) -> Report | None:
+        """From equal weights, every rank gets the same finite gradient, clipped once, and the planned learning rate."""
         pieces = self._reduce([part.roots for part in partials])
 
-        def take(index: int) -> torch.Tensor:
-            # Without a term the sum is 0 as it is, and 0 / 0 would be none.
+        def finalize(index: int) -> torch.Tensor:
+            # Without a term the sum is 0 already, and 0 / 0 would be NaN.
             replica, terms, limit = self._replicas[index], max(update.terms, 1), self._clip_norm
-            facts = replica.take(pieces[index], terms, update.rate, limit, checked=update.checked)
+            facts = replica.finalize_gradient(pieces[index], terms, update.rate, limit, checked=update.checked)
             replica.release(partials[index])
             return facts
 
-        facts = self._backend.map(take)
+        def forget_state(norm: torch.Tensor) -> None:
+            update.norm = float(norm.view(torch.float64)[0])
+            self._weights = self._optimizer = None
+
+        facts = self._backend.map(finalize)
         if not update.checked:
-            self._weights_there = None
-            update.read(facts[0], partial(self._go_unchecked, update))
-            return
-        want = laws.Reduced(Rule.SAME if self._weights_there is None else Rule.PREVIOUS, self._clip_norm)
-        rates = [dict(zip(RATES, (bits_of(update.rate), bits_of(each.rate)), strict=True)) for each in self._replicas]
-        names = (*RATES, *REDUCED_FACTS)
-        expected = self._agreement.expected(rules_of(laws.REDUCED, want), names) if self.late else None
-        gathered = self._agreement.gather(update.batch.step, "reduced", rates, facts, REDUCED_FACTS, expected)
-        self._judged(update, gathered, self._judge_reduced, self._weights_there, want)
-
-    def _go_unchecked(self, update: Pending, norm: torch.Tensor) -> None:
-        update.norm = float(norm.view(torch.float64)[0])
-        self._weights = self._optimizer = None  # what is left behind without contracts, no later step can be held to
-
-    def _judge_reduced(self, update: Pending, observations: Sequence[Observation]) -> None:
+            # A later update cannot be compared with the state that an unchecked one leaves.
+            self._weights_sum = None
+            update.read(facts[0], forget_state)
+            return None
+        want = laws.Reduced(Rule.SAME if self._weights_sum is None else Rule.PREVIOUS, self._clip_norm)
+        rates = [{"planned": bits_of(update.rate), "rate": bits_of(replica.rate)} for replica in self._replicas]
+        gathered = self._gather(update, REDUCED, rates, facts, self._alike(REDUCED, want), self._weights_sum, want)
         size = self._replicas[0].parameters.size
-        said = [replace(each, values=read_reduced(size, each.values)) for each in observations]
-        want = laws.Reduced(Rule.SAME if self._weights is None else self._weights, self._clip_norm)
-        looks = {"gradient": Replica.reduced_gradient, "weights": _weights}
-        enforce(self._agreement.judgement(laws.REDUCED, Seen(said, want), looks))
-        # Several ranks compare their moments after each update; a lone one only has what it left itself.
-        if self._backend.world_size == 1 and not self.late and self._optimizer is not None:
-            kept = {"optimizer": signed(self._replicas[0].optimizer_digest())}
-            enforce(Judgement((laws.OPTIMIZER_UNCHANGED,), Seen([replace(said[0], values=kept)], self._optimizer)))
-        update.norm = real_of(said[0].values["norm"])
-        update.gradients = tuple(each.values["gradient"] for each in said)
 
-    def _attest(self, update: Pending) -> None:
-        """Digest what the update left on every rank, and agree on it."""
+        def record(table: torch.Tensor) -> Seen[Any]:
+            # Only now: on GPUs the update before was read after this one was launched.
+            weights = Rule.SAME if self._weights is None else self._weights
+            return gathered.seen(table, laws.Reduced(weights, self._clip_norm), partial(reduced_values, size))
+
+        def keep(reduced: Seen[laws.Reduced]) -> None:
+            update.norm = real_of(reduced.column("norm")[0])
+            update.gradients = tuple(reduced.column("gradient"))
+
+        return Report(gathered.table, record, update.read, keep, self._look("gradient", "weights"))
+
+    @requires(laws.OPTIMIZER_UNCHANGED)
+    def _compare_moments(self, update: Pending) -> Report | None:
+        """A lone rank still has the moments that it left. Several ranks compare theirs after each update."""
+        if self._backend.world_size > 1 or self.late or not update.checked or self._optimizer is None:
+            return None
+        digest = signed(self._replicas[0].optimizer_digest())
+        seen = Seen([Observation(0, update.batch.step, 0, REDUCED.point, {"optimizer": digest})], self._optimizer)
+        return Report(torch.empty(0), lambda _: seen)
+
+    # C-DP-001 and F-DP-001 after the update: equal replicas
+    @requires(LOCKSTEP)
+    @ensures(laws.ONE_UPDATE, laws.OPTIMIZERS, laws.REPLICAS)
+    def _apply_update(self, update: Pending) -> Report | None:
+        """One optimizer step, which leaves every rank with equal weights, moments and counts."""
+        if update.rows:
+            self._backend.map(lambda index: self._replicas[index].apply())
+        if not update.checked:
+            return None
         facts = self._backend.map(lambda index: self._replicas[index].after_update())
-        settings = self._replicas[0].settings
-        names = update_facts(settings)
-        rules = rules_for_facts(settings, rules_of(laws.UPDATED, update.updates)) if self.late else {}
-        expected = self._agreement.expected(rules, names) if self.late else None
-        gathered = self._agreement.gather(update.batch.step, "updated", [{} for _ in facts], facts, names, expected)
-        # Kept on the device: the next update is held to it there before the host has read this one.
-        self._weights_there = gathered.table[0, gathered.column("weights")] if self.late else None
-        self._judged(update, gathered, self._judge_updated)
-
-    def _judge_updated(self, update: Pending, observations: Sequence[Observation]) -> None:
         settings, size = self._replicas[0].settings, self._replicas[0].parameters.size
-        said = [replace(each, values=read_state(settings, size, each.values)) for each in observations]
-        looks = {"weights": _weights, "optimizer": Replica.optimizer_state}
-        enforce(self._agreement.judgement(laws.UPDATED, Seen(said, update.updates), looks))
-        self._weights, self._optimizer = said[0].values["weights"], said[0].values["optimizer"]
-        update.ranks = tuple(
-            {
-                "gradient": gradient % UNSIGNED,
-                "weights": each.values["weights"] % UNSIGNED,
-                "optimizer": each.values["optimizer"] % UNSIGNED,
-            }
-            for gradient, each in zip(update.gradients, said, strict=True)
-        )
+        message = updated(settings)
+        gathered = self._gather(update, message, [{} for _ in facts], facts, self._alike(message, update.updates))
+        self._weights_sum = gathered.column("weights")[0] if self.late else None
 
-    def attest_base(self, step: int, expected: int) -> None:
-        """Every rank's frozen weights are still those of the start (digest `expected`). Raises `Violation`.
+        def keep(left: Seen[int]) -> None:
+            weights, moments = left.column("weights"), left.column("optimizer")
+            self._weights, self._optimizer = weights[0], moments[0]
+            update.ranks = tuple(
+                {"gradient": gradient % UNSIGNED, "weights": own % UNSIGNED, "optimizer": optimizer % UNSIGNED}
+                for gradient, own, optimizer in zip(update.gradients, weights, moments, strict=True)
+            )
 
-        To be called with no update under way.
-        """
+        record = partial(gathered.seen, want=update.updates, values=partial(state_values, settings, size))
+        return Report(gathered.table, record, update.read, keep, self._look("weights", "optimizer"))
+
+    def _alike(self, message: Message, want: object) -> Expected | None:
+        return [message.expected(want)] * self._backend.world_size if self.late else None
+
+    def _gather(
+        self,
+        update: Pending,
+        message: Message,
+        known: Sequence[Mapping[str, int]],
+        facts: Sequence[torch.Tensor],
+        expected: Expected | None,
+        held: torch.Tensor | None = None,
+        want: laws.Reduced | None = None,
+    ) -> Gathered:
+        """Gather `message` from all ranks. If it is judged late, the gate looks at it first."""
+        names = message.on_device
+        gathered = self._agreement.gather(update.batch.step, message.point, known, facts, names, expected)
+        if gathered.expected is not None:
+            self._gate.look(gathered.sent, gathered.expected, held, want)
+        return gathered
+
+    def _look(self, *names: str) -> Callable[[Seen[object]], Details]:
+        return partial(self._agreement.compare, tensors={name: _COMPARED[name] for name in names})
+
+    @requires(LOCKSTEP)
+    @ensures(laws.FROZEN)
+    def attest_base(self, step: int, expected: int) -> Report | None:
+        """Every rank's frozen weights are still those of the start (digest `expected`). No update may be under way."""
         if not enforced():
-            return
+            return None
         digests = self._backend.map(lambda index: self._replicas[index].base_digest())
-        observed = [{"base": digest, "first base": expected} for digest in digests]
-        observations = self._agreement.observe(step, laws.BASE_POINT, observed)
-        enforce(self._agreement.judgement(laws.BASE, Seen(observations, None), {"base": Replica.frozen}))
+        known = [{"base": digest, "first base": expected} for digest in digests]
+        gathered = self._agreement.gather(step, laws.BASE_POINT, known)
+        return Report(gathered.table, gathered.seen, look=self._look("base"))
 
-    def attest_start(self, observed: Mapping[str, int]) -> None:
+    # C-DP-001 before the first update
+    @ensures(*laws.START)
+    def attest_start(self, observed: Mapping[str, int]) -> Report:
         """All ranks start from the same layout, weights, base and whatever else is `observed` (name to digest).
 
-        To be called when everything is restored: the first update is held to these weights. Raises `Violation`.
+        Must be called after everything is restored: the first update is held to these weights. Raises `Violation`.
         """
-        values = [
+        known = [
             {"layout": r.layout_digest(), "weights": r.weights_digest(), "base": r.base_digest(), **observed}
             for r in self._replicas
         ]
-        observations = self._agreement.observe(0, "start", values)
-        enforce(Judgement(laws.START, Seen(observations, None)))
-        self._weights = observations[0].values["weights"] if enforced() else None
-        self._optimizer = signed(self._replicas[0].optimizer_digest()) if enforced() else None
-        self._weights_there = None
-        if self.late and enforced():
-            # The raw sum, as ranks say it on their devices; digests are made of it by the host.
-            self._weights_there = word_sums([self._replicas[0].weights_of_model()], finite=False)[0]
+        gathered = self._agreement.gather(0, "start", known)
 
+        def keep(start: Seen[None]) -> None:
+            first, on = self._replicas[0], enforced()
+            self._weights = start.column("weights")[0] if on else None
+            self._optimizer = signed(first.optimizer_digest()) if on else None
+            # A device compares word sums; only the host makes digests of them.
+            self._weights_sum = word_sums([first.weights_of_model()], finite=False)[0] if self.late and on else None
 
-def _weights(replica: Replica) -> Mapping[str, torch.Tensor]:
-    return replica.parameters.weight_views()
+        return Report(gathered.table, gathered.seen, keep=keep)
 
 
 def _refuse_closed(closed: torch.Tensor) -> None:
-    """The last reading of an update: nothing was found by a device that the host did not find."""
     if bool(closed):
         raise RuntimeError("the device refused an update for which the host finds no reason")

@@ -1,20 +1,20 @@
-"""Instruction tuning (supervised fine-tuning, SFT): conversations, of which the tokens of the answers are learned.
+"""Instruction tuning (supervised fine-tuning, SFT): the tokens of the answers in conversations are trained.
 
 The loss is the SUM over trained tokens of weight * cross entropy in fp32; the step divides it once by the number of
-trained tokens of the global batch. A mean of means, over micro-batches or ranks, would weigh the tokens of short
-answers more. What is trained on at once is a pack: one row, or several whose tokens together fit into a row's longest
-length.
+trained tokens of the global batch. A mean of means, over micro-batches or ranks, would weight the tokens of short
+answers more. The unit of a batch is a pack: one row, or several rows that together fit into `max_length` tokens.
 """
 
 from __future__ import annotations
 
 import copy
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self, get_args
+from typing import Self, get_args
 
 import torch
 from torch import nn
@@ -22,24 +22,24 @@ from torch import nn
 from andon.console.problems import InputError, Problem
 from andon.data.chat import EncodedRow, show_row
 from andon.data.conversations import Form
-from andon.data.packing import best_fit, padded_share
 from andon.data.tokens import Tokenizer
+from andon.metrics.scores import Scores
 from andon.model.batches import placed
 from andon.model.causal import check_packing_isolation, collate_packs, content, loss_sum, row_outputs
 from andon.run.atomic import write_json
 from andon.step.task import Batch, LeafLoss
-from andon.tasks.token_rows import TokenRows, sums_of
+from andon.tasks.token_rows import PaddedRows, TokenRows, best_fit, sums_of
 from andon_contracts.digest import row_digests
 from andon_contracts.fields import Count, json_object, read_field
 from andon_contracts.untrusted import read_json
 
 ASKED = "conversations.json"
-_TABLE_PACKS = 64
+_LARGEST_EXPONENT = math.log(sys.float_info.max)
 
 
 @dataclass(frozen=True)
 class SourceScores:
-    """Of the rows of one source: their trained tokens, the loss of one, and the share predicted right."""
+    """Scores of the rows of one source. tokens: trained tokens; loss: mean over them."""
 
     rows: int
     tokens: int
@@ -48,14 +48,14 @@ class SourceScores:
 
 
 @dataclass(frozen=True)
-class LanguageScores:
+class LanguageScores(Scores):
     """Scores of `rows` conversations with `tokens` trained tokens.
 
     loss: weight * cross entropy, mean over the trained tokens that were read. perplexity: exp(loss). token_accuracy:
-    share of trained tokens that have the largest logit, given all before them as they are. exact_match: share of rows
-    of which every trained token has it, hence those that a greedy answer would repeat to the letter. cut: how many of
-    the tokens stand beyond `model.max_length`; they were not read and count as missed. sources: by the data's column
-    `source`, where there is one.
+    share of trained tokens with the largest logit, given the true tokens before them. exact_match: share of rows whose
+    trained tokens all have the largest logit, so that a greedy answer would repeat them. cut: how many of the tokens
+    are beyond `model.max_length`; the model does not read them, and they count as missed. sources: by the data's column
+    `source`.
     """
 
     rows: int
@@ -66,30 +66,24 @@ class LanguageScores:
     exact_match: float
     cut: int = 0
     sources: Mapping[str, SourceScores] = field(default_factory=dict)
-    confusion: None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        values = asdict(self)
-        del values["confusion"]
-        return values
 
 
 @dataclass(frozen=True)
 class Asked:
-    """How a model that was trained on conversations is asked: in which form, and the ids that close an answer."""
+    """How to prompt a model that was trained on conversations: the form of rows, and the ids that close an answer."""
 
     form: Form
     stops: tuple[int, ...]
 
     def write(self, folder: Path, pad_id: int) -> None:
-        """`conversations.json`, and for `generate` of transformers where an answer ends (`generation_config.json`)."""
+        """Write `conversations.json`, and `generation_config.json` for `generate` of transformers."""
         write_json(folder / ASKED, {"form": self.form, "stops": list(self.stops)})
         ends = {"eos_token_id": list(self.stops), "pad_token_id": pad_id, "do_sample": False}
         write_json(folder / "generation_config.json", ends)
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """What `write` left. Raises `InputError` naming the file for anything else."""
+        """Read what `write` wrote. Raises `InputError` naming the file for anything else."""
         file = folder / ASKED
         try:
             found = json_object(read_json(file), "the file")
@@ -101,11 +95,11 @@ class Asked:
             raise InputError([Problem(str(file), f"does not say how the model is asked: {error}")]) from error
 
 
-class SftTask:
-    """Encoded conversations, in packs; a pack's id is its place. A `ScoredTask`: its outputs are three sums a pack."""
+class SftTask(PaddedRows):
+    """Encoded conversations in packs; a pack's id is its position. The outputs are three sums for each pack."""
 
+    _limit: int
     output = "losses"
-    counts_right = True
     width = 3
 
     def __init__(
@@ -115,92 +109,67 @@ class SftTask:
         pad_id: int,
         max_length: int,
         padding_multiple: int = 8,
-        packs: Sequence[Sequence[int]] | None = None,
         sources: Sequence[str] = (),
         notes: Sequence[str] = (),
         asked: Asked = Asked("text", ()),
         skipped: Mapping[int, Problem] | None = None,
     ) -> None:
-        """packs: of each its places in `rows`, in order; None: each row is one. sources: one a row, or none at all.
-        asked: how a trained model is asked. padding_multiple: batches are padded to a multiple of this, but never
-        beyond max_length. skipped: by its place in `rows`, why a row must be left out; it has one untrained token here.
+        """Each row is a pack. sources: one a row, or empty. asked: how to prompt a trained model. padding_multiple:
+        batches are padded to a multiple of it, but never beyond max_length. skipped: by position, why a row must be
+        left out; it has one untrained token here.
         """
         self.notes, self.asked, self.skipped = tuple(notes), asked, skipped or {}
         self._rows = rows if isinstance(rows, TokenRows) else TokenRows.of(rows)
-        self._packs = [(place,) for place in range(len(rows))] if packs is None else [tuple(pack) for pack in packs]
         self._pad_id, self._limit, self._multiple = pad_id, max_length, padding_multiple
         self._sources = tuple(sources)
-        places = [place for pack in self._packs for place in pack]
-        self._terms = sums_of(self._rows.trained[places], self._packs).tolist()
-        self.lengths = sums_of(self._rows.lengths[places], self._packs)
+        self._set_packs([(place,) for place in range(len(rows))])
+
+    def _set_packs(self, packs: list[tuple[int, ...]]) -> None:
+        self._packs, places = packs, [place for pack in packs for place in pack]
+        self._terms = sums_of(self._rows.trained[places], packs).tolist()
+        self.lengths = sums_of(self._rows.lengths[places], packs)
+        self.__dict__.pop("_table", None)
 
     @cached_property
     def _table(self) -> torch.Tensor:
-        """int64 [packs]: the digest of each, from the rows as they are stored and not as batches are made of them."""
-        found = []
-        for first in range(0, len(self), _TABLE_PACKS):
-            laid, counts = self._rows.laid_out(self._packs[first : first + _TABLE_PACKS])
+        """int64 [packs]: the digest of each, computed from the stored rows and not from batches."""
+        found, few = [], 64
+        for first in range(0, len(self), few):
+            laid, counts = self._rows.laid_out(self._packs[first : first + few])
             found.append(row_digests(laid.flatten(1), laid.shape[2] * counts))
         return torch.cat(found)
 
-    def __len__(self) -> int:
-        return len(self._packs)
-
-    def padded_to(self, multiple: int, max_length: int) -> Self:
-        found = copy.copy(self)
-        found._multiple, found._limit = multiple, max_length
-        return found
-
     def in_copies(self, copies: int) -> Self:
-        """Each of the N rows several times, to be trained on: copy k of row r has the id r + k * N (`data.mixing`)."""
+        """Each of the N rows several times, for training: copy k of row r has the id r + k * N (`mixed`)."""
         found = copy.copy(self)
-        found._packs, found._terms = self._packs * copies, self._terms * copies
-        found.lengths = self.lengths.repeat(copies)
-        found.__dict__.pop("_table", None)
+        found._set_packs(self._packs * copies)
         return found
 
     def packed(self, ids: Sequence[int]) -> SftTask:
-        """The rows `ids` of this task, whose packs are rows, best-fit packed: a task of packs of `max_length` tokens.
+        """The rows `ids` of this task of single rows, best-fit packed into packs of `max_length` tokens.
 
-        The packs are a function of the rows' lengths alone. A line of its notes says how many there are.
+        The packs are a function of the rows' lengths alone. A line of the notes has their number.
         """
-        lengths = self._rows.lengths[list(ids)].tolist()
-        packs = best_fit(lengths, self._limit)
-        padding = padded_share(lengths, packs, self._limit)
-        note = f"{len(ids)} rows in {len(packs)} packs of {self._limit} tokens ({padding:.1%} padding)"
-        return SftTask(
-            self._rows,
-            pad_id=self._pad_id,
-            max_length=self._limit,
-            padding_multiple=self._multiple,
-            packs=[[ids[place] for place in pack] for pack in packs],
-            sources=self._sources,
-            notes=(*self.notes, note),
-            asked=self.asked,
-        )
+        lengths, limit = self._rows.lengths[list(ids)].tolist(), self._limit
+        packs = best_fit(lengths, limit)
+        padding = 1 - sum(lengths) / (len(packs) * limit)
+        found = copy.copy(self)
+        found._set_packs([tuple(ids[place] for place in pack) for pack in packs])
+        note = f"{len(ids)} rows in {len(packs)} packs of {limit} tokens ({padding:.1%} padding)"
+        found.notes, found.skipped = (*self.notes, note), {}
+        return found
 
     def cut_rows(self, ids: Sequence[int]) -> int:
-        """How many rows of these packs were cut at their end."""
         return int((self._rows.cut[[row for pack in ids for row in self._packs[pack]]] > 0).sum())
 
     def rows_of(self, pack: int) -> tuple[int, ...]:
         return self._packs[pack]
 
-    def _collated(self, ids: Sequence[int]) -> Batch:
-        packs = [[self._rows.tensors(place) for place in self._packs[each]] for each in ids]
-        return collate_packs(packs, self._pad_id, self._multiple, self._limit)
-
     def load(self, ids: Sequence[int], device: torch.device) -> Batch:
-        """Packs `ids`, one or more, on `device`, as `collate_packs` has them; all int64, padded on the right.
-
-        Raises `ValueError` without ids, `IndexError` for unknown ones.
-        """
-        if not ids:
-            raise ValueError("a batch needs at least one pack")
-        if min(ids) < 0 or max(ids) >= len(self):
-            msg = f"packs {min(ids)} to {max(ids)} asked of a task with {len(self)}"
-            raise IndexError(msg)
-        return placed(self._collated(ids), device)
+        """Packs `ids` on `device`, collated by `collate_packs`; all int64, padded on the right."""
+        self._require_known(ids)
+        packs = [[self._rows.tensors(place) for place in self._packs[each]] for each in ids]
+        return placed(collate_packs(packs, self._pad_id, self._multiple, self._limit), device)
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> LeafLoss:
         return loss_sum(model, batch)
@@ -208,40 +177,35 @@ class SftTask:
     def content(self, batch: Batch) -> torch.Tensor:
         return content(batch)
 
-    def planned_content(self, ids: Sequence[int]) -> torch.Tensor:
-        return self._table[list(ids)]
-
     def planned_terms(self, ids: Sequence[int]) -> Sequence[int]:
         return [self._terms[pack] for pack in ids]
 
     def shown(self, row: int, tokenizer: Tokenizer) -> Iterator[str]:
-        """A line for each token: its place, its id, what predicting it counts (a dot for nothing), what it says."""
+        """The lines of `show_row`."""
         return show_row(tokenizer, self._rows.row(row))
 
     def require_fit(self, model: nn.Module, device: torch.device) -> None:
-        """Raise `InputError` for a model that lets rows of a pack see each other, or does not see as far as a row."""
+        """Raise `InputError` for a model that lets rows of a pack attend to each other, or whose attention span is
+        shorter than a row."""
         rows = [row for pack in self._packs for row in pack]
         check_packing_isolation(model, device, int(self._rows.lengths[rows].max()))
 
     def outputs(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """fp64 [packs, 3]: sum of losses, tokens predicted right, trained tokens; in eval mode, without a graph."""
+        """fp64 [packs, 3]: sum of losses, tokens predicted right, trained tokens; in eval mode, without gradients."""
         return row_outputs(model, batch)
 
     def score(self, ids: Sequence[int], outputs: torch.Tensor) -> LanguageScores:
-        """The scores of these packs, each of one row, by their outputs."""
+        """The scores of these packs of one row each, from their outputs."""
         cut = self._rows.cut_trained[[self._packs[pack][0] for pack in ids]].tolist()
         values: list[list[float]] = [[*each, lost] for each, lost in zip(outputs.tolist(), cut, strict=True)]
         by_source: dict[str, list[list[float]]] = {}
         for pack, value in zip(ids, values, strict=True):
-            if self._sources and self._sources[self._packs[pack][0]]:
-                by_source.setdefault(self._sources[self._packs[pack][0]], []).append(value)
+            if self._sources and (source := self._sources[self._packs[pack][0]]):
+                by_source.setdefault(source, []).append(value)
         whole = _scored(values)
         return LanguageScores(
-            rows=whole.rows,
-            tokens=whole.tokens,
-            loss=whole.loss,
-            perplexity=_exp(whole.loss),
-            token_accuracy=whole.token_accuracy,
+            **vars(whole),
+            perplexity=math.inf if whole.loss > _LARGEST_EXPONENT else math.exp(whole.loss),
             exact_match=sum(right == tokens + lost for _, right, tokens, lost in values) / max(len(values), 1),
             cut=sum(cut),
             sources={name: _scored(by_source[name]) for name in sorted(by_source)},
@@ -249,17 +213,9 @@ class SftTask:
 
 
 def _scored(values: Sequence[Sequence[float]]) -> SourceScores:
-    """values: of each row its loss, tokens predicted right, tokens read, tokens cut off.
-
-    Rounded once: the sum of losses is exact (`math.fsum`), and so the same in any order of rows."""
+    """values: of each row its loss, tokens predicted right, tokens read, tokens cut off. The sum of losses is exact
+    (`math.fsum`), so it is the same in any order of rows."""
     read = sum(int(each[2]) for each in values)
     tokens = read + sum(int(each[3]) for each in values)
     loss = math.fsum(each[0] for each in values) / max(read, 1)
     return SourceScores(len(values), tokens, loss, sum(int(each[1]) for each in values) / max(tokens, 1))
-
-
-def _exp(loss: float) -> float:
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf

@@ -1,14 +1,15 @@
-"""Encoded conversations as columns: all tokens end to end, and where each row ends.
+"""Encoded rows: columns with the tokens of all rows end to end, packs of rows, and how batches are padded.
 
-Columns may be files that are mapped into memory: of rows that nobody looks at nothing is held, and processes of one
-machine share what they look at.
+Columns may be memory-mapped files: rows that are not used take no memory, and the ranks of a host share the others.
 """
 
 from __future__ import annotations
 
+import copy
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Self
+from heapq import heappop, heappush
+from typing import Any, Self
 
 import torch
 
@@ -23,18 +24,65 @@ COLUMNS: Mapping[str, str] = {
     "cut": "i",
     "cut_trained": "i",
 }
-"""The kind of each column, as `array` names it, and torch in `KINDS`."""
+"""The `array` type of each column; `KINDS` has torch's."""
 OF_TOKENS = ("tokens", "weights")
-"""The columns that have a number for each token; the others have one for each row."""
+"""The columns with a number for each token; the others have a number for each row."""
+
+
+class PaddedRows:
+    """What all tasks have in common: rows by id, in batches that are padded to a multiple of `_multiple` tokens, but
+    never beyond `_limit`. `notes`: lines for the user. `counts_right`: loss terms are predicted right or wrong, so
+    `LeafLoss.correct` has a meaning. `lengths`: int64 [rows], tokens. `_table`: int64 [rows], the planned content.
+    """
+
+    notes: tuple[str, ...] = ()
+    counts_right = True
+    lengths: torch.Tensor
+    _table: Any
+    _multiple: int
+    _limit: int | None
+
+    def __len__(self) -> int:
+        return self.lengths.numel()
+
+    def padded_to(self, multiple: int, max_length: int) -> Self:
+        """The same rows with batches padded to a multiple of `multiple`, but never beyond `max_length`."""
+        found = copy.copy(self)
+        found._multiple, found._limit = multiple, max_length
+        return found
+
+    def planned_content(self, ids: Sequence[int]) -> torch.Tensor:
+        """int64 [len(ids)] on the CPU: the `content` that these rows must have, computed from the stored rows."""
+        found: torch.Tensor = self._table[list(ids)]
+        return found
+
+    def _require_known(self, ids: Sequence[int]) -> None:
+        if not ids:
+            raise ValueError("a batch needs at least one row")
+        if min(ids) < 0 or max(ids) >= len(self):
+            raise IndexError(f"rows {min(ids)} to {max(ids)} asked of a task with {len(self)}")
+
+
+class FlatRows(Sequence[Sequence[int]]):
+    """Rows of integers end to end in one tensor, which may be a mapped file. ends: where each row ends in it."""
+
+    def __init__(self, flat: torch.Tensor, ends: Sequence[int]) -> None:
+        self.flat, self._ends = flat, [0, *ends]
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def __getitem__(self, row: Any) -> Any:
+        return self.flat[self._ends[row] : self._ends[row + 1]].tolist()
 
 
 def columns_of(rows: Iterable[EncodedRow], end: int = 0) -> dict[str, array[int] | array[float]]:
-    """The columns of some rows. end: of the tokens of the rows before them."""
+    """The columns of some rows. end: the number of tokens of the rows before them."""
     tokens, weights = array(COLUMNS["tokens"]), array("f")
     of_rows = {name: array(kind) for name, kind in COLUMNS.items() if name not in OF_TOKENS}
     for row in rows:
         end += len(row.ids)
-        trained = sum(weight != 0 for weight in row.weights[1:])
+        trained = len(row.weights) - 1 - row.weights[1:].count(0.0)
         for column, value in zip(of_rows.values(), (end, trained, row.cut, row.cut_trained), strict=True):
             column.append(value)
         tokens.extend(row.ids)
@@ -51,8 +99,8 @@ def sums_of(values: torch.Tensor, packs: Sequence[Sequence[int]]) -> torch.Tenso
 
 
 class TokenRows:
-    """Rows by their places, from 0. int64, one a row: `lengths`: tokens; `trained`: how many of them are trained;
-    `cut`: tokens that were cut off; `cut_trained`: how many of these would have been trained."""
+    """Rows by position, from 0. int64 [rows]: `lengths`: tokens; `trained`: how many of them are trained; `cut`: tokens
+    that were cut off; `cut_trained`: how many of these would have been trained."""
 
     def __init__(self, columns: Mapping[str, torch.Tensor]) -> None:
         self._columns = columns
@@ -63,9 +111,7 @@ class TokenRows:
 
     @classmethod
     def of(cls, rows: Sequence[EncodedRow]) -> Self:
-        return cls(
-            {name: torch.tensor(each, dtype=KINDS[COLUMNS[name]]) for name, each in columns_of(rows).items()},
-        )
+        return cls({name: torch.tensor(each, dtype=KINDS[COLUMNS[name]]) for name, each in columns_of(rows).items()})
 
     def __len__(self) -> int:
         return self.lengths.numel()
@@ -76,16 +122,15 @@ class TokenRows:
         return self._columns["tokens"][here].long(), self._columns["weights"][here]
 
     def row(self, row: int) -> EncodedRow:
-        """A row as it was encoded; its id is its place."""
+        """A row as it was encoded; its id is its position."""
         tokens, weights = self.tensors(row)
         cut, cut_trained = (int(self._columns[name][row]) for name in ("cut", "cut_trained"))
         return EncodedRow(row, array("i", tokens.tolist()), array("f", weights.tolist()), cut, cut_trained)
 
     def laid_out(self, packs: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """int64 [packs, length, 4]: of each token of each pack its id, its place in its row, the number of its row in
-        the pack, from 1, and the bits of its weight, 0 for a row's first; and int64 [packs]: tokens of each pack.
-
-        Behind a pack's end there is padding of no meaning.
+        """int64 [packs, length, 4]: for each token its id, its position in its row, the number of its row in the pack,
+        from 1, and the bits of its weight, 0 for a row's first. And int64 [packs]: tokens of each pack; the numbers
+        after them are padding.
         """
         rows = torch.tensor([row for pack in packs for row in pack], dtype=torch.int64)
         lengths = self.lengths[rows]
@@ -106,3 +151,39 @@ class TokenRows:
         found = torch.zeros((*real.shape, len(laid)), dtype=torch.int64)
         found[real] = torch.stack(laid, dim=1)
         return found, counts
+
+
+def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Packs of rows of at most `capacity` tokens; each row (its position in `lengths`) is in exactly one pack.
+
+    Best-fit decreasing: the longest row first (of equal rows the first), into the pack with the least room left (of
+    equal packs the oldest). So the packs are a function of the lengths alone. They are in the order of their creation,
+    and a pack's rows in the order of their placement. At most 11/9 of the fewest packs possible, plus a constant
+    (Johnson 1973).
+
+    Raises `ValueError` for a length that is not from 1 to `capacity`.
+    """
+    for place, length in enumerate(lengths):
+        if not 0 < length <= capacity:
+            msg = f"row {place} has {length} tokens, and a pack has room for 1 to {capacity}"
+            raise ValueError(msg)
+    packs: list[list[int]] = []
+    with_room: list[list[int]] = [[] for _ in range(capacity + 1)]  # by the room left: heaps of packs' numbers
+    rooms = 0  # bit r is set where some pack has room for r tokens more
+    for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
+        length = lengths[place]
+        enough = rooms >> length
+        if enough:
+            room = length + (enough & -enough).bit_length() - 1
+            pack = heappop(with_room[room])
+            if not with_room[room]:
+                rooms ^= 1 << room
+        else:
+            room, pack = capacity, len(packs)
+            packs.append([])
+        packs[pack].append(place)
+        left = room - length
+        if left:
+            heappush(with_room[left], pack)
+            rooms |= 1 << left
+    return packs

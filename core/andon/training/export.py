@@ -1,43 +1,62 @@
 """A finished run's model as a folder for others: merged into its base, or the adapter by itself.
 
-A merged model is loaded again by transformers alone, as whoever gets it does, and what it says is held against the
-run's own: a merge that is wrong, or that loses what was learned to rounding, does not go out without a word.
+The written model is loaded again by transformers (and peft) alone and compared with the run on evaluation rows: on what
+a user sees, which is probabilities and numbers, and for a model that answers the logits along the run's own answer.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from andon.config.schema import SFT, Config
-from andon.config.source import is_there
+from andon.config.schema import CLASSIFICATION, MULTI_LABEL, REGRESSION, SFT, TOKEN_CLASSIFICATION
+from andon.config.source import is_there, loading
 from andon.console.problems import InputError, Problem
-from andon.metrics.confusion import read_confusion
+from andon.data.chat import encode_prompt
+from andon.data.conversations import ConversationSet
+from andon.metrics.confusion import Confusion, read_confusion
 from andon.model.adapter import save_base
-from andon.model.build import facts_of
+from andon.model.build import LOADERS, computing, facts_of, without_adapter
+from andon.model.causal import generate
 from andon.model.masks import padding_of
 from andon.run.atomic import whole_folder
 from andon.run.folder import RunFolder
 from andon.run.ledger import LedgerError, read_ledger
-from andon.run.summary import read_summary
+from andon.run.summary import Summary, read_summary
 from andon.tasks.sft import Asked
-from andon.training.card import Form, Result
-from andon.training.drift import EXTENTS, Questions, Said, drift, questions_of, said_by_run, said_by_written
 from andon.training.existing import config_of, go_on_with
-from andon.training.inference import TrainedRun, rows_of
-from andon.training.outputs import card_note, form_of, write_card, write_model_files, write_tokenizer
+from andon.training.inference import TrainedRun, logits_of_texts, rows_of
+from andon.training.material import HEADS
+from andon.training.outputs import Form, form_of, write_card, write_model_files, write_tokenizer
 from andon_contracts.record import Start
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """What a model may be written in."""
+EXTENTS = {"rows": (8, 4, 8), "full": (256, 64, 32)}
+"""By the name of the check: the most rows that are compared, or the most prompts and tokens of each answer."""
 CHECKS = (*EXTENTS, "none")
-"""How a written model is compared with the run: on a few rows, on many (`drift.EXTENTS`), or not at all."""
+_MOST_LOGITS = 1 << 27
+"""Logits of the run's answers that are kept, half a GiB of fp32; a large vocabulary has fewer prompts."""
+_BATCH = 16
+"""Texts in one pass of the written model."""
+_MOST_DRIFT = 1e-3
+"""For a model that computes and is written in fp32, relative to the largest number; sums in another order are far
+below."""
 NOT_MEASURED = "its drift was not measured: the run's rows are gone or have changed"
-NOT_COMPARED = "it was not compared with the run (--check none)"
-NOT_ASKED = "its drift was not measured: no evaluation prompt leaves the model room to answer"
+_NO_PROMPT = "its drift was not measured: no evaluation prompt leaves the model room to answer"
+_WORDS: Mapping[str, str] = {
+    CLASSIFICATION: "probability of the run is {largest}, and {changed} rows get another label",
+    REGRESSION: "number of the run is {largest}",
+    MULTI_LABEL: "probability of the run is {largest}, and {changed} rows get other labels",
+    TOKEN_CLASSIFICATION: "probability of the run, of a word's tag, is {largest}, and {changed} words get another tag",
+    SFT: "logit of the run is {largest}, and {changed} greedy answers change",
+}
 
 
 def require_place(target: Path) -> None:
@@ -48,8 +67,11 @@ def require_place(target: Path) -> None:
         raise InputError([Problem(str(target), f"there is no folder {target.parent}")])
 
 
-def result_of(folder: RunFolder, labels: Sequence[str]) -> Result:
-    """What the finished run in `folder` came to. Raises `InputError` for one that is not finished or not readable."""
+def result_of(folder: RunFolder) -> tuple[Summary, int, Confusion | None]:
+    """Summary, number of training rows and confusion matrix of the finished run in `folder`.
+
+    Raises `InputError` for a run that is not finished or not readable.
+    """
     summary = read_summary(folder.summary)
     if not summary.finished:
         raise InputError([Problem(str(folder.path), f"is not finished; go on with it: {go_on_with(folder)}")])
@@ -60,118 +82,212 @@ def result_of(folder: RunFolder, labels: Sequence[str]) -> Result:
     if not isinstance(first, Start) or first.plan.rows is None:
         raise InputError([Problem(str(folder.ledger), "does not begin with the start of a run")])
     quoted = summary.eval.get("confusion")
-    return Result(
-        labels=tuple(labels),
-        rows=first.plan.rows,
-        steps=summary.steps,
-        kept_step=summary.kept_step,
-        scores=summary.eval,
-        evaluated_on=summary.evaluated_on,
-        weights=summary.weights_digest,
-        world_size=summary.world_size,
-        backend=summary.backend,
-        confusion=read_confusion(folder.confusion, quoted) if quoted is not None else None,
-    )
+    return summary, first.plan.rows, read_confusion(folder.confusion, quoted) if quoted is not None else None
 
 
-def export_adapter_of(run: TrainedRun, target: Path, check: str = "rows") -> tuple[str, ...]:
-    """Write what the run trained as a new folder, whole or not at all; the embedded base goes along in it.
+def export_run(run: TrainedRun, target: Path, dtype: str | None = None, check: str = "rows") -> tuple[str, ...]:
+    """Write the run's model as a new folder, whole or not at all, and compare it with the run as `check` requires.
 
-    For a run of every weight that is the whole model. The folder is loaded with stock transformers and peft and asked
-    evaluation rows, as `check` says (one of `CHECKS`). Returns what is to be said of it, a line each, of which the
-    first tells the drift. The model of `run` is of no use afterwards. Raises `InputError` as `require_place` and
-    `result_of` do, and `RuntimeError` if the folder gives other answers than the run.
+    dtype: a key of `DTYPES`; the adapter is added to the base in fp32, weight by weight, and the sums are written in
+    this type, for transformers alone. None: the adapter for peft, with the embedded base inside; for a run of every
+    weight the whole model. check: one of `CHECKS`.
+
+    Returns lines for the user, the first about the drift. Afterwards `run.model` has no weights. Raises `InputError` as
+    `require_place` and `result_of` do, and `RuntimeError` if the folder gives other answers than the run.
     """
     require_place(target)
-    result, config = result_of(run.folder, run.labels), config_of(run.folder)
-    reference, asked, form = _reference(run, config), _asked(run), form_of(config)
-    compared = _answers(run, check)
-    own_code = facts_of(run.model).own_code
+    result, config = result_of(run.folder), config_of(run.folder)
+    asked = Asked.read(run.folder.adapter) if run.config.task == SFT else None
+    compared: tuple[Questions, Answers] | str = "it was not compared with the run (--check none)"
+    if check != "none":
+        questions = _questions_of(run, check)
+        compared = questions if isinstance(questions, str) else (questions, _answers_of_run(run, questions))
+    own_code, form, base = facts_of(run.model).own_code, form_of(config), run.config.model.base
+    whole, how = form is Form.WHOLE, ""
+    if dtype is not None and not whole:
+        form = Form.MERGED
+    exact = dtype in (None, "float32") and (config.model.dtype == "float32" or (whole and dtype is not None))
     with whole_folder(target) as path:
-        write_model_files(path, run.model, config, run.tokenizer, run.labels, reference, asked)
-        if form is Form.COMPLETE:
-            save_base(run.model, path / reference, run.labels)
-        base = path / reference if form is Form.COMPLETE else None if form is Form.WHOLE else run.config.model.base
-        drift_line = _compared(run, path, compared, base, exact=config.model.dtype == "float32")
-        note = card_note(_of_checkpoint(run), own_code)
-        said = write_card(path, run.folder, config, result, form, target.name, run.tokenizer, asked, note)
-        require_place(target)
-        return drift_line, *said
+        loaded_on: Path | str | None = None
+        if dtype is not None:
+            side = padding_of(run.model, run.device).side
+            save_base(run.model, path, run.labels, merged=DTYPES[dtype])
+            write_tokenizer(path, run.tokenizer, config, run.labels, asked, side)
+        else:
+            # Where peft looks for the base: a hub id, an absolute path, or the folder of the base beside the adapter.
+            reference = config.model.base or "base"
+            if config.model.base is not None and Path(config.model.base).expanduser().is_absolute():
+                reference = str(Path(str(base)).expanduser().resolve())
+            write_model_files(path, run.model, config, run.tokenizer, run.labels, reference, asked)
+            loaded_on = None if whole else base
+            if form is Form.COMPLETE:
+                loaded_on = path / reference
+                save_base(run.model, loaded_on, run.labels)
+        drift = compared if isinstance(compared, str) else _drift(run, path, *compared, loaded_on, exact=exact)
+        if dtype is not None:
+            how = f"its weights are in {dtype}{'' if whole else ', merged in float32'}; {drift}"
+        of_checkpoint = ""
+        if run.step is not None:
+            of_checkpoint = (
+                f"these are the weights of the run's checkpoint of step {run.step}; the scores, the digest of the "
+                "trained weights and the command in this card are those of the run's result"
+            )
+        notes = (of_checkpoint, how, own_code)
+        said = write_card(path, run.folder, config, *result, form, target.name, run.tokenizer, asked, notes)
+        require_place(target)  # measuring the drift takes minutes
+        return drift, *said
 
 
-def _answers(run: TrainedRun, check: str) -> tuple[Questions, Said] | str:
-    if check == "none":
-        return NOT_COMPARED
+@dataclass(frozen=True)
+class Questions:
+    """Texts that both models predict, or prompts that both answer, out of a run's `total` rows.
+
+    pairs: the second texts, if there are any. prompts: the ids of each, and the most tokens of its answer. tokens: the
+    limit of all answers.
+    """
+
+    total: int
+    tokens: int
+    texts: Sequence[str] = ()
+    pairs: Sequence[str] = ()
+    prompts: Sequence[tuple[list[int], int]] = ()
+
+    def batches(self) -> Iterator[tuple[Sequence[str], Sequence[str] | None]]:
+        for part in (slice(first, first + _BATCH) for first in range(0, len(self.texts), _BATCH)):
+            yield self.texts[part], self.pairs[part] or None
+
+
+Answers = tuple[torch.Tensor, Sequence[object]]
+"""What a model computes, fp32 [n, k], and the decision that follows, one entry for each row."""
+
+
+def _questions_of(run: TrainedRun, check: str) -> Questions | str:
+    """Evaluation rows of the run, or their prompts, evenly spaced; if impossible, a sentence with the reason."""
     found = rows_of(run)
     if found is None:
         return NOT_MEASURED
-    questions = questions_of(run, found.evaluated_on, check)
-    return (questions, said_by_run(run, questions)) if questions else NOT_ASKED
+    data: Any = found.evaluated_on
+    (most, prompts, tokens), limit = EXTENTS[check], run.config.model.max_length
+    if isinstance(data, ConversationSet):
+        vocabulary = int(without_adapter(run.model).get_input_embeddings().weight.shape[0])  # type: ignore[operator]
+        most = min(prompts, max(1, _MOST_LOGITS // (vocabulary * tokens)))
+    total = len(data)
+    rows = [data.rows[place * total // most] for place in range(most)] if total > most else data.rows
+    if not isinstance(data, ConversationSet):
+        pairs = [row.pair for row in rows if row.pair is not None]
+        return Questions(total, tokens, [row.text for row in rows], pairs) if rows else _NO_PROMPT
+    asked, text = [], data.form == "text"
+    for row in rows:
+        try:
+            # A prompt is all before the last answer; of a row of text it is the first half.
+            ids = encode_prompt(run.tokenizer, data.form, row.messages if text else row.messages[:-1])
+        except InputError:  # a template that writes no conversation without its answer
+            continue
+        ids = ids[: -(-len(ids) // 2)] if text else ids
+        if ids and len(ids) < limit:
+            asked.append((ids, min(tokens, limit - len(ids))))
+    return Questions(total, tokens, prompts=asked) if asked else _NO_PROMPT
 
 
-def _compared(
-    run: TrainedRun, path: Path, compared: tuple[Questions, Said] | str, base: Path | str | None, *, exact: bool
+def _answers_of_run(run: TrainedRun, asked: Questions) -> Answers:
+    if run.config.task == SFT:
+        prompts, most = zip(*asked.prompts, strict=True)
+        answers = generate(run.model, prompts, Asked.read(run.folder.adapter).stops, most)
+        with computing(run.model, run.device):
+            return _logits_along(without_adapter(run.model), asked, answers), list(map(tuple, answers))
+    return _decided(run, asked, [row for batch in asked.batches() for row in logits_of_texts(run, *batch)])
+
+
+def _answers_of_written(
+    run: TrainedRun, folder: Path, asked: Questions, before: Any, base: Path | str | None
+) -> Answers:
+    """The answers of the model in `folder`, by transformers alone, or with peft for an adapter on `base`.
+
+    before: the run's own answers to prompts; the logits are those along them.
+    """
+    import transformers
+
+    task, place = run.config.task or CLASSIFICATION, str(folder)
+    local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    with loading(place, place):
+        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(place, **local)
+        loader = getattr(transformers, LOADERS[HEADS[task]])
+        if base is None:
+            model: Any = loader.from_pretrained(place, dtype="auto", **local)
+        else:
+            from peft import PeftModel
+
+            named, dtype = folder / "classifier.json", run.config.model.dtype
+            config = transformers.AutoConfig.from_pretrained(named if named.is_file() else str(base), **local)
+            model = loader.from_pretrained(str(base), config=config, dtype=dtype, ignore_mismatched_sizes=True, **local)
+            if task == SFT:
+                model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+                rows = max(run.tokenizer.ids_of(run.config.model.new_tokens), default=-1) + 1
+                if rows > model.get_input_embeddings().weight.shape[0]:
+                    model.resize_token_embeddings(rows, mean_resizing=False)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                model = PeftModel.from_pretrained(model, folder)
+    model.to(run.device).eval()
+    with torch.no_grad():
+        if task == SFT:
+            answers = []
+            for ids, most in asked.prompts:
+                given = torch.tensor([ids], device=model.device)
+                found = model.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=most)
+                answers.append(tuple(found[0, len(ids) :].tolist()))
+            return _logits_along(model, asked, before), answers
+        logits = []
+        for batch in asked.batches():
+            parts = (part for part in batch if part is not None)
+            encoded = tokenizer(*parts, padding=True, truncation=True, return_tensors="pt")
+            logits += model(**encoded.to(run.device)).logits.float().cpu()
+        return _decided(run, asked, logits)
+
+
+def _logits_along(model: Any, asked: Questions, answers: Sequence[Sequence[int]]) -> torch.Tensor:
+    """fp32 [tokens of all answers, vocabulary]: the logits by which each of these tokens is chosen, or is not."""
+    found = []
+    with torch.no_grad():
+        for (ids, _), answer in zip(asked.prompts, answers, strict=True):
+            given = torch.tensor([[*ids, *answer[:-1]]], device=model.device)
+            found.append(model(input_ids=given, use_cache=False).logits[0, len(ids) - 1 :].float().cpu())
+    return torch.cat(found)
+
+
+def _decided(run: TrainedRun, asked: Questions, logits: Sequence[torch.Tensor]) -> Answers:
+    """Probabilities or numbers from the logits of each row, and labels or tags from these."""
+    task = run.config.task or CLASSIFICATION
+    if task == REGRESSION:
+        return torch.stack([*logits]), ()
+    if task == MULTI_LABEL:
+        found = torch.stack([*logits]).sigmoid()
+        return found, (found > 0.5).tolist()
+    if task == TOKEN_CLASSIFICATION:
+        firsts = run.tokenizer.encode(asked.texts, run.config.model.max_length, words=True).firsts
+        logits = [row[place] for row, places in zip(logits, firsts, strict=True) for place in places if place >= 0]
+    found = torch.stack([*logits]).softmax(dim=1)
+    return found, found.argmax(dim=1).tolist()
+
+
+def _drift(
+    run: TrainedRun, path: Path, asked: Questions, before: Answers, base: Path | str | None, *, exact: bool
 ) -> str:
-    """What is said of the difference between the run and the folder at `path`, loaded by stock libraries.
+    """A sentence on the difference between the run and the folder at `path`, loaded by stock libraries.
 
-    base: of an adapter, where its base is. exact: whether both compute the same products, in fp32. Frees the weights
-    of the run's model, to make room for the other. Raises `RuntimeError` if they then differ by more than rounding, or
-    the folder gives no finite number.
+    base: of an adapter, where its base is. exact: whether both compute the same products, in fp32. Frees the weights of
+    the run's model, to make room for the other. Raises `RuntimeError` if they then differ by more than rounding, or the
+    folder gives no finite number.
     """
-    if isinstance(compared, str):
-        return compared
     run.model.to("meta")
-    questions, before = compared
-    apart = drift(run, questions, before, said_by_written(run, path, questions, before, base))
-    if not math.isfinite(apart.largest) or (exact and not apart.within_rounding):
-        msg = f"the written model is not the run's: {apart}"
-        raise RuntimeError(msg)
-    return str(apart)
-
-
-def _of_checkpoint(run: TrainedRun) -> str:
-    if run.step is None:
-        return ""
-    return (
-        f"these are the weights of the run's checkpoint of step {run.step}; the scores, the digest of the trained "
-        "weights and the command in this card are those of the run's result"
-    )
-
-
-def _asked(run: TrainedRun) -> Asked | None:
-    return Asked.read(run.folder.adapter) if run.config.task == SFT else None
-
-
-def _reference(run: TrainedRun, config: Config) -> str:
-    """Where stock peft finds the base: a hub id, the whole path of a folder, or the name of the one that goes along."""
-    if config.model.base is None:
-        return "base"
-    on_hub = not Path(config.model.base).expanduser().is_absolute()
-    return config.model.base if on_hub else str(Path(str(run.config.model.base)).expanduser().resolve())
-
-
-def export_merged(run: TrainedRun, target: Path, dtype: str, check: str = "rows") -> tuple[str, ...]:
-    """Write the run's model as transformers reads it, without peft, as a new folder: whole or not at all.
-
-    The adapter is added to the base in fp32, weight by weight, and each sum written in `dtype` (a key of `DTYPES`).
-    check, and what is returned: as for `export_adapter_of`. The model of `run` is of no use afterwards. Raises
-    `InputError` as `export_adapter_of` does, and `RuntimeError` for a model that was written and does not say what the
-    run's does.
-    """
-    require_place(target)
-    result, config = result_of(run.folder, run.labels), config_of(run.folder)
-    asked = _asked(run)
-    compared = _answers(run, check)
-    own_code = facts_of(run.model).own_code
-    side = padding_of(run.model, run.device).side
-    form = Form.WHOLE if form_of(config) is Form.WHOLE else Form.MERGED
-    with whole_folder(target) as path:
-        save_base(run.model, path, run.labels, merged=DTYPES[dtype])
-        write_tokenizer(path, run.tokenizer, config, run.labels, asked, side)
-        exact = dtype == "float32" and (form is Form.WHOLE or config.model.dtype == "float32")
-        said = _compared(run, path, compared, None, exact=exact)
-        how = f"its weights are in {dtype}{'' if form is Form.WHOLE else ', merged in float32'}; {said}"
-        note = card_note(_of_checkpoint(run), how, own_code)
-        written = write_card(path, run.folder, config, result, form, target.name, run.tokenizer, asked, note)
-        require_place(target)  # measuring the drift takes minutes
-        return said, *written
+    (numbers, decided), (found, after) = before, _answers_of_written(run, path, asked, before[1], base)
+    largest, size = float((numbers - found).abs().max()), float(numbers.abs().max())
+    count, task = len(asked.texts) + len(asked.prompts), run.config.task or CLASSIFICATION
+    of = f"{asked.total}" if count == asked.total else f"{count} of {asked.total}"
+    rows = f"prompts, answered with {asked.tokens} tokens at most," if task == SFT else "rows"
+    changed = sum(one != other for one, other in zip(decided, after, strict=True))
+    words = _WORDS[task].format(largest=f"{largest:.1e}", changed=changed)
+    sentence = f"on {of} evaluation {rows} the largest difference from a {words}"
+    if not math.isfinite(largest) or (exact and not largest <= _MOST_DRIFT * max(1.0, size)):
+        raise RuntimeError(f"the written model is not the run's: {sentence}")
+    return sentence

@@ -15,9 +15,8 @@ import torch
 from torch import nn
 
 from andon.backend.base import Backend
-from andon.backend.devices import placement
+from andon.backend.devices import gpus_here, in_gib, look_at, of_all_ranks, placement, refuse_unfit
 from andon.backend.host import free_ram
-from andon.backend.machine import gpus_here, in_gib, look_at, of_all_ranks, refuse_unfit
 from andon.config.schema import SFT, Config
 from andon.console.messages import say
 from andon.console.problems import InputError, Problem

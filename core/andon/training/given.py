@@ -1,7 +1,7 @@
-"""Rows that are given as values and not as a file: written as JSON Lines, so that a run reads them like any others.
+"""Rows passed to `andon.train` as values: written as JSON Lines, so that a run reads them like any other file.
 
-A row is a mapping of columns to values. Rows come from whatever yields such mappings (a list, a generator, a
-`datasets.Dataset`), or makes them (`to_dict(orient="records")` of a pandas frame); no library is imported for it.
+A row is a mapping of columns to values. Rows come from any iterable of such mappings (a list, a generator, a
+`datasets.Dataset`) or from `to_dict(orient="records")` of a pandas frame. No library is imported for it.
 """
 
 from __future__ import annotations
@@ -24,24 +24,34 @@ from andon.run.atomic import storage, write_whole
 from andon.run.folder import RunFolder
 
 _MISSING = ("NAType", "NaTType")
-"""The types of what pandas has in place of a value, beside the NaN of floats."""
+"""The types of missing values in pandas, besides NaN."""
 
 
 @dataclass(frozen=True)
 class RowFiles:
-    """Rows in files of `folder`, which is there for a while; `written`: each file by what its giver calls the rows."""
+    """Rows in files of the temporary `folder`; `written`: each file by the argument that the rows came from."""
 
     folder: Path
     written: dict[str, Path] = field(default_factory=dict)
 
     def files_of(self, data: object, name: str) -> object:
-        """What `data.train` is given for `data`: a list of files as it is, else one (`path_of`)."""
-        if isinstance(data, list | tuple) and data and all(map(_is_file, data)):
-            return [_named_file(each) for each in data]
+        """The value of `data.train` for `data`: a list of files, each perhaps with a weight like an entry of
+        `data.train`, else one file (`path_of`). A string without the ending of a data file may be a row by mistake."""
+
+        def is_file(given: object) -> bool:
+            if isinstance(given, Mapping):
+                return {"path"} <= given.keys() <= {"path", "weight"} and isinstance(given["path"], str | PathLike)
+            return isinstance(given, PathLike) or (isinstance(given, str) and Path(given).suffix.lower() in KINDS)
+
+        if isinstance(data, list | tuple) and data and all(map(is_file, data)):
+            return [
+                {**each, "path": os.fspath(each["path"])} if isinstance(each, Mapping) else os.fspath(each)
+                for each in data
+            ]
         return self.path_of(data, name)
 
     def path_of(self, data: object, name: str) -> str:
-        """The file of `data`: itself where it is a path, else one that now holds its rows (`write_rows`)."""
+        """`data` itself if it is a path, else a new file with its rows (`write_rows`)."""
         if isinstance(data, str | PathLike):
             return os.fspath(data)
         path = self.folder / f"{name}.jsonl"
@@ -50,33 +60,19 @@ class RowFiles:
         return str(path)
 
     def named(self, text: str) -> str:
-        """`text` of a message, with name[i] for a line of a file that was written, and the name for the file."""
+        """The message `text` with name[i] for a line of a written file, and the name for the file."""
         for name, path in self.written.items():
-            text = re.sub(rf"{re.escape(str(path))}:(\d+)", partial(_row_of, name), text).replace(str(path), name)
+            lines = re.compile(rf"{re.escape(str(path))}:(\d+)")
+            numbered = partial(lambda name, line: f"{name}[{int(line[1]) - 1}]", name)
+            text = lines.sub(numbered, text).replace(str(path), name)
         return text
-
-
-def _is_file(given: object) -> bool:
-    """Whether it is a path, or a path with a weight, as an entry of `data.train` is; a text with another ending than
-    files of rows have may be a row that was forgotten to be made one."""
-    if isinstance(given, Mapping):
-        return "path" in given and given.keys() <= {"path", "weight"} and isinstance(given["path"], str | PathLike)
-    return isinstance(given, PathLike) or (isinstance(given, str) and Path(given).suffix.lower() in KINDS)
-
-
-def _named_file(given: Any) -> object:
-    return {**given, "path": os.fspath(given["path"])} if isinstance(given, Mapping) else os.fspath(given)
-
-
-def _row_of(name: str, line: re.Match[str]) -> str:
-    return f"{name}[{int(line[1]) - 1}]"
 
 
 def write_rows(data: object, path: Path, name: str) -> None:
     """Write the rows in `data` to `path`, one JSON object a line, so that `name`[i] is line i + 1.
 
-    Values that JSON lacks become the nearest it has: arrays lists, dates ISO 8601, missing ones null. Raises
-    `InputError` with all that is wrong, each at `name`[i]: no rows, a row that is no mapping, values of other types.
+    Values that JSON lacks are converted: arrays to lists, dates to ISO 8601, missing values to null. Raises
+    `InputError` with all faults, each at `name`[i]: no rows, a row that is no mapping, values of other types.
     """
     problems, count = ProblemList(), 0
     with path.open("x", encoding="utf-8") as file:
@@ -92,10 +88,10 @@ def write_rows(data: object, path: Path, name: str) -> None:
 
 
 def kept(config: Config, folder: RunFolder, given: Mapping[str, Path]) -> Config:
-    """`config` with the files `given`, by key of its `data`, in the run folder: whoever resumes the run finds them.
+    """Copy the files `given`, by key of `config.data`, into the run folder for later resumes; returns the new config.
 
-    Their names have the digest of what they hold, so that none replaces another. Raises `InputError` for a folder that
-    cannot be written.
+    Their names contain a digest of their content, so no file replaces another. Raises `InputError` if the folder cannot
+    be written.
     """
     files = {}
     with folder.open_for_writing():
@@ -117,14 +113,14 @@ def _rows(data: Any, name: str) -> Iterable[object]:
         try:
             return _as_integers([*data.to_dict(orient="records")])
         except TypeError:
-            pass  # it makes something else of itself: rows are what it yields
+            pass  # another kind of `to_dict`: the rows are those that it yields
     if not isinstance(data, Iterable):
         raise InputError([Problem(name, f"must be a path, or rows, each a mapping of columns; is {shown(data)}")])
     return data
 
 
 def _as_integers(records: list[Any]) -> list[Any]:
-    """`records` of a frame, with integers where pandas made floats of them because one is missing in the column."""
+    """`records` of a frame, with integers in columns that pandas made floats because a value is missing."""
     if not all(isinstance(row, Mapping) for row in records):
         return records
     for column in {column for row in records for column in row}:
@@ -151,7 +147,7 @@ def _line(row: Mapping[Any, object], where: str, problems: ProblemList) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """The value itself, or what JSON has for it; json.dumps asks for parts of values that it does not know."""
+    """The value converted for JSON. `json.dumps` calls this also for the parts of values that it does not know."""
     if type(value).__name__ in _MISSING:
         return None
     if hasattr(value, "tolist"):  # of numpy, torch and others: an array, or a number of theirs

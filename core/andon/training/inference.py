@@ -12,37 +12,32 @@ from typing import Any
 import torch
 from torch import nn
 
+from andon.backend.base import InlineBackend
 from andon.backend.devices import named_devices
-from andon.backend.inprocess import InlineBackend
 from andon.config.schema import CLASSIFICATION, MULTI_LABEL, REGRESSION, TOKEN_CLASSIFICATION, Config
 from andon.console.messages import say
 from andon.console.problems import InputError, Problem
 from andon.data.chat import encode_prompt
 from andon.data.conversations import Message
-from andon.data.rows import DataSet, Examples
+from andon.data.rows import Examples
 from andon.data.tokens import Tokenizer, pretrained_tokenizer
 from andon.metrics.scores import ClassificationScores, Scores
 from andon.model.adapter import base_digest, load_adapter, read_labels, trainable_parameters
 from andon.model.batches import EvaluationBatching, predictions
 from andon.model.build import build_base, half_of, positions_of, without_adapter
 from andon.model.causal import generate
-from andon.run.checkpoint import load_checkpoint, saved_steps
+from andon.run.checkpoint import CheckpointError, load_checkpoint, saved_steps
 from andon.run.folder import RunFolder
 from andon.run.provenance import read_provenance
-from andon.run.sealed import CheckpointError
 from andon.run.summary import read_summary
 from andon.step.replica import WEIGHTS
-from andon.tasks.encoded import EncodedRows
 from andon.tasks.sft import Asked
-from andon.tasks.task import ScoredTask
+from andon.tasks.text import EncodedRows
 from andon.training.build import build_model
-from andon.training.evaluation import evaluate
 from andon.training.existing import config_at_hand, config_of
 from andon.training.material import (
     HEADS,
-    UNWEIGHTED,
     cut_note,
-    encoded,
     interface_of,
     loss_weights,
     skipped_of,
@@ -50,7 +45,8 @@ from andon.training.material import (
     usable_ids,
     warnings_of,
 )
-from andon.training.rows import READERS, Rows, read_rows, selection_of, skip_notes
+from andon.training.rows import Rows, read_files, read_rows, selection_of, skip_notes
+from andon.training.trainer import evaluate
 from andon_contracts.digest import hex64
 
 _WINDOW, _PROMPTS = 2048, 256
@@ -85,7 +81,7 @@ class Prediction:
     probabilities: tuple[float, ...]
 
     def record(self, labels: Sequence[str] | None, rounded: Callable[[float], float]) -> dict[str, Any]:
-        """For a file or a screen. labels: names of the probabilities, where all are to be told."""
+        """Values for a file or a screen. labels: the names of all probabilities, if all are to be shown."""
         row: dict[str, Any] = {"text": self.text, "label": self.label, "probability": rounded(self.probability)}
         if labels is not None:
             row["scores"] = dict(zip(labels, map(rounded, self.probabilities), strict=True))
@@ -100,7 +96,6 @@ class PredictedNumber:
     value: float
 
     def record(self, labels: Sequence[str] | None, rounded: Callable[[float], float]) -> dict[str, Any]:
-        """For a file or a screen."""
         return {"text": self.text, "value": rounded(self.value)}
 
 
@@ -113,7 +108,6 @@ class PredictedLabels:
     probabilities: Mapping[str, float]
 
     def record(self, labels: Sequence[str] | None, rounded: Callable[[float], float]) -> dict[str, Any]:
-        """For a file or a screen. labels: names of the probabilities, where all are to be told."""
         told = self.labels if labels is None else labels
         scores = {name: rounded(self.probabilities[name]) for name in told}
         return {"text": self.text, "labels": list(self.labels), "scores": scores}
@@ -127,7 +121,6 @@ class PredictedTags:
     tags: tuple[str | None, ...]
 
     def record(self, labels: Sequence[str] | None, rounded: Callable[[float], float]) -> dict[str, Any]:
-        """For a file or a screen."""
         return {"tokens": self.text.split(), "tags": list(self.tags)}
 
 
@@ -143,93 +136,75 @@ def device_named(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda:0" if gpus else "cpu")
     try:
-        (device,) = named_devices([name], gpus)
+        return named_devices([name], gpus)[0]
     except InputError as error:
         raise InputError([Problem("--device", f"{each.what}; or use auto") for each in error.problems]) from None
-    return device
 
 
 def load_run(
     folder: RunFolder, base: str | None = None, *, checkpoint: str | None = None, device: str = "cpu"
 ) -> TrainedRun:
-    """Build the run's base again, check that it is the same one, load what was trained, and move it to `device`.
+    """Build the run's base again, check its weights, load what was trained, and move the model to `device`.
 
-    base: the path of the base now; None: as the run names it, or the embedded one. checkpoint: `best`, `last` or a
-    step; None loads the run's result, from its adapter folder. device: as `device_named` takes it.
-    Raises `InputError` for a base whose weights are not those that the adapter was trained on, for a `base` of a run
-    that needs none, and for a checkpoint that is not there.
+    base: the path of the base now; None: as the run names it. checkpoint: `best`, `last` or a step; None: the run's
+    result, from its adapter folder. device: see `device_named`. Raises `InputError` for a base with other weights than
+    the adapter was trained on, for a `base` of a run that needs none, and for a checkpoint that does not exist.
     """
-    place = device_named(device)
-    step = None if checkpoint is None else _step_named(folder, checkpoint)
-    config = _config_of_model(folder, base)
-    head = HEADS[config.task or CLASSIFICATION]
-    labels = () if head == "causal" else read_labels(folder.adapter)
-    tokenizer = pretrained_tokenizer(str(folder.adapter), local_only=True)
-    interface = interface_of(config, head, labels, tokenizer)
-    if config.adapter.kind == "none":
-        whole = {"base": str(folder.adapter), "revision": None, "dtype": "float32"}
-        model = build_base(config.model.model_copy(update=whole), interface, config.seed)
-    else:
-        model = build_model(config, interface)
-        _require_same_base(folder, model)
-        load_adapter(model, folder.adapter)
-    if step is not None:
-        _load_step(folder.checkpoints / f"step-{step:08d}", model)
-    model = model.to(place).eval()
-    for warning in warnings_of(model, tokenizer):
-        say(warning)
-    return TrainedRun(folder, config, model, tokenizer, labels, place, step)
-
-
-def _step_named(folder: RunFolder, checkpoint: str) -> int:
-    saved = saved_steps(folder.checkpoints)
-    there = f"there are {', '.join(map(str, saved))}" if saved else "there are none"
-    if checkpoint in ("best", "last"):
-        summary = read_summary(folder.summary)
-        step = summary.best_step if checkpoint == "best" else summary.steps
-        if step is None:
-            what = "the run has no best checkpoint, since no rows were validated on; use last, or a step"
-            raise InputError([Problem("--checkpoint", f"{what}: {there}")])
-    elif checkpoint.isascii() and checkpoint.isdecimal():
-        step = int(checkpoint)
-    else:
-        raise InputError([Problem("--checkpoint", f"{checkpoint!r} is not best, last or a step; {there}")])
-    if step not in saved:
-        raise InputError([Problem("--checkpoint", f"{folder.checkpoints} has no checkpoint of step {step}; {there}")])
-    return step
-
-
-def _load_step(path: Path, model: nn.Module) -> None:
-    try:
-        tensors = load_checkpoint(path).tensors
-    except CheckpointError as error:
-        raise InputError([Problem("--checkpoint", str(error))]) from error
-    prefix = f"{WEIGHTS}/"
-    saved = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-    trained = trainable_parameters(model)
-    if {name: value.shape for name, value in saved.items()} != {name: each.shape for name, each in trained.items()}:
-        raise InputError([Problem("--checkpoint", f"{path} holds other weights than this run trains")])
-    with torch.no_grad():
-        for name, value in saved.items():
-            trained[name].copy_(value)
-
-
-def _config_of_model(folder: RunFolder, base: str | None) -> Config:
+    place, step = device_named(device), None
+    if checkpoint is not None:
+        saved = saved_steps(folder.checkpoints)
+        there = f"there are {', '.join(map(str, saved))}" if saved else "there are none"
+        if checkpoint in ("best", "last"):
+            summary = read_summary(folder.summary)
+            step = summary.best_step if checkpoint == "best" else summary.steps
+            if step is None:
+                what = "the run has no best checkpoint, since no rows were validated on; use last, or a step"
+                raise InputError([Problem("--checkpoint", f"{what}: {there}")])
+        elif checkpoint.isascii() and checkpoint.isdecimal():
+            step = int(checkpoint)
+        else:
+            raise InputError([Problem("--checkpoint", f"{checkpoint!r} is not best, last or a step; {there}")])
+        if step not in saved:
+            what = f"{folder.checkpoints} has no checkpoint of step {step}; {there}"
+            raise InputError([Problem("--checkpoint", what)])
     config = config_of(folder)
     whole = config.adapter.kind == "none"
     if base is not None and (whole or config.model.base is None):
         why = "its whole model lies in its folder" if whole else "it was trained on the embedded model"
         raise InputError([Problem("--model", f"the run in {folder.path} takes no base: {why}")])
-    return config if whole else config_at_hand(folder, (), {} if base is None else {"model.base": base})
-
-
-def _require_same_base(folder: RunFolder, model: nn.Module) -> None:
-    wanted = read_provenance(folder.provenance).digest("base")
-    found = hex64(base_digest(model))
-    if found != wanted:
-        raise InputError(
-            [Problem(str(folder.path), f"the base model has digest {found}, the adapter was trained on {wanted}")]
-        )
+    if not whole:
+        config = config_at_hand(folder, (), {} if base is None else {"model.base": base})
+    head = HEADS[config.task or CLASSIFICATION]
+    labels = () if head == "causal" else read_labels(folder.adapter)
+    tokenizer = pretrained_tokenizer(str(folder.adapter), local_only=True)
+    interface = interface_of(config, head, labels, tokenizer)
+    if whole:
+        own = {"base": str(folder.adapter), "revision": None, "dtype": "float32"}
+        model = build_base(config.model.model_copy(update=own), interface, config.seed)
+    else:
+        model = build_model(config, interface)
+        wanted, found = read_provenance(folder.provenance).digest("base"), hex64(base_digest(model))
+        if found != wanted:
+            what = f"the base model has digest {found}, the adapter was trained on {wanted}"
+            raise InputError([Problem(str(folder.path), what)])
+        load_adapter(model, folder.adapter)
+    if step is not None:
+        path = folder.checkpoints / f"step-{step:08d}"
+        try:
+            tensors = load_checkpoint(path).tensors
+        except CheckpointError as error:
+            raise InputError([Problem("--checkpoint", str(error))]) from error
+        prefix, trained = f"{WEIGHTS}/", trainable_parameters(model)
+        values = {name.removeprefix(prefix): each for name, each in tensors.items() if name.startswith(prefix)}
+        if {name: each.shape for name, each in values.items()} != {name: each.shape for name, each in trained.items()}:
+            raise InputError([Problem("--checkpoint", f"{path} holds other weights than this run trains")])
+        with torch.no_grad():
+            for name, value in values.items():
+                trained[name].copy_(value)
+    model = model.to(place).eval()
+    for warning in warnings_of(model, tokenizer):
+        say(warning)
+    return TrainedRun(folder, config, model, tokenizer, labels, place, step)
 
 
 def read_labelled(
@@ -237,16 +212,14 @@ def read_labelled(
 ) -> Examples:
     """The rows in the file `data`, whose labels must be among the run's. Raises `InputError` with all that is wrong.
 
-    text_column, label_column: where they stand in this file; None: where the run's configuration says.
+    text_column, label_column: in this file; None: as the run's configuration names them.
     """
     config = config_of(folder)
-    columns = config.data
-    if text_column or label_column:
-        named = {"text_column": text_column, "label_column": label_column}
-        columns = columns.model_copy(update={key: name for key, name in named.items() if name is not None})
+    named = {"text_column": text_column, "label_column": label_column}
+    columns = config.data.model_copy(update={key: name for key, name in named.items() if name is not None})
     task = config.task or CLASSIFICATION
     labels = () if HEADS[task] == "causal" else read_labels(folder.adapter)
-    found = READERS[task].read(columns, [data], labels, selection_of(config.data, train=False))
+    found = read_files(task, columns, [data], labels, selection_of(config.data, train=False))
     for note in skip_notes(found.origins.skipped if found.origins is not None else ()):
         say(note)
     return found
@@ -255,21 +228,20 @@ def read_labelled(
 def evaluate_run(run: TrainedRun, data: Examples) -> Scores:
     """Scores of the rows in `data` (`read_labelled`), as the run's own summary has them.
 
-    The loss is weighted as in training. Weights by frequency are those of the training rows: where these are gone or
-    have changed, there is no loss, and a line says so.
+    The loss is weighted as in training. Weights by frequency need the training rows: without these the loss is left
+    out, and a line says so.
     """
-    weights = _weights(run)
-    if isinstance(data, DataSet):
-        task: ScoredTask = task_of(run.config, data, run.tokenizer, weights or (1.0,) * len(run.labels))
-    else:
-        task = UNWEIGHTED[run.config.task or CLASSIFICATION](run.config, data, run.tokenizer)
+    kind, weights = run.config.data.class_weights, (1.0,) * len(run.labels)
+    if kind != "uniform":
+        rows = rows_of(run)
+        weights = () if rows is None else loss_weights(run.config, rows)
+    task = task_of(run.config, data, run.tokenizer, weights or (1.0,) * len(run.labels))
     ids = usable_ids(task, data.ids)
     for note in (*skip_notes([*skipped_of(task).values()]), cut_note(task, ids, run.config)):
         if note:
             say(note)
     scores = evaluate(InlineBackend([run.device]), [run.model], task, ids)
-    if weights is None:
-        kind = run.config.data.class_weights
+    if len(weights) < len(run.labels):
         say(f"note: no loss: its weights ({kind}) come from the training rows, which are gone or have changed")
         assert isinstance(scores, ClassificationScores)
         return replace(scores, loss=None)
@@ -277,20 +249,13 @@ def evaluate_run(run: TrainedRun, data: Examples) -> Scores:
 
 
 def rows_of(run: TrainedRun) -> Rows | None:
-    """The rows that the run was trained and scored on; None where they are gone or have changed."""
+    """The rows that the run was trained and scored on; None if they are gone or have changed."""
     try:
         rows = read_rows(run.config)
     except InputError:
         return None
     same = rows.digest == read_provenance(run.folder.provenance).digest("data")
     return rows.numbered_by(run.labels) if same else None
-
-
-def _weights(run: TrainedRun) -> tuple[float, ...] | None:
-    if run.config.data.class_weights == "uniform":
-        return (1.0,) * len(run.labels)
-    rows = rows_of(run)
-    return None if rows is None else loss_weights(run.config, rows)
 
 
 @dataclass(frozen=True)
@@ -309,9 +274,9 @@ class Answer:
 def answer(run: TrainedRun, prompts: Iterable[str | Sequence[Message]], max_new_tokens: int) -> Iterator[Answer]:
     """The model's answer to each prompt, in order: the likeliest token at each place (greedy).
 
-    A prompt is messages, or a text that is one message of a user, written as the conversations were that the run was
-    trained on. In fp32 the adapter is merged first, which saves most of its time and changes numbers by rounding; in
-    half precision a merge would lose part of it. Raises `InputError` for a prompt that leaves the model no room.
+    A prompt is messages, or a text that becomes one message of a user, in the format of the training conversations. In
+    fp32 the adapter is merged first, which saves most of its time and changes numbers by rounding; in half precision a
+    merge would lose part of it. Raises `InputError` for a prompt that leaves the model no room.
     """
     merged = any(getattr(each, "merged", False) for each in run.model.modules())
     if hasattr(run.model, "merge_adapter") and not (merged or half_of(run.model)):
@@ -346,10 +311,25 @@ def predict(run: TrainedRun, texts: Iterable[str], *, pairs: Iterable[str] | Non
         what = f"has learned from {'single texts' if named is None else f'pairs, with a second text in {named!r}'}"
         raise InputError([Problem(str(run.folder.path), what)])
     waiting, others = iter(texts), iter(pairs or ())
-    of_task = _PREDICTED[run.config.task or CLASSIFICATION]
+    task, labels = run.config.task or CLASSIFICATION, run.labels
     while window := list(islice(waiting, _WINDOW)):
         second = None if pairs is None else list(islice(others, len(window)))
-        yield from of_task(run, window, logits_of_texts(run, window, second))
+        logits = logits_of_texts(run, window, second)
+        if task == REGRESSION:
+            yield from (PredictedNumber(text, float(row[0])) for text, row in zip(window, logits, strict=True))
+        elif task == MULTI_LABEL:
+            for text, row in zip(window, logits, strict=True):
+                chosen = tuple(name for name, above in zip(labels, (row > 0).tolist(), strict=True) if above)
+                yield PredictedLabels(text, chosen, dict(zip(labels, row.sigmoid().tolist(), strict=True)))
+        elif task == TOKEN_CLASSIFICATION:
+            firsts = run.tokenizer.encode(window, run.config.model.max_length, words=True).firsts
+            for text, places, row in zip(window, firsts, logits, strict=True):
+                best = row.argmax(dim=1).tolist()
+                yield PredictedTags(text, tuple(labels[best[place]] if place >= 0 else None for place in places))
+        else:
+            for text, found in zip(window, torch.stack([*logits]).softmax(dim=1).tolist(), strict=True):
+                likeliest = max(range(len(found)), key=found.__getitem__)
+                yield Prediction(text, labels[likeliest], found[likeliest], tuple(found))
 
 
 def logits_of_texts(run: TrainedRun, texts: Sequence[str], pairs: Sequence[str] | None) -> list[torch.Tensor]:
@@ -357,49 +337,12 @@ def logits_of_texts(run: TrainedRun, texts: Sequence[str], pairs: Sequence[str] 
 
     Texts of like lengths are computed together, as `EvaluationBatching` says.
     """
-    limit = run.config.model.max_length
-    tokens, columns = encoded(run.tokenizer, texts, pairs, limit)
-    asked = EncodedRows(
-        tokens,
-        None,
-        pad_id=run.tokenizer.pad_id,
-        vocab_size=run.tokenizer.vocab_size,
-        max_length=limit,
-        columns=columns,
+    own, limit = run.tokenizer, run.config.model.max_length
+    found = own.encode(texts, limit, pairs)
+    rows = EncodedRows(
+        found.tokens, None, pad_id=own.pad_id, vocab_size=own.vocab_size, max_length=limit, columns=found.columns
     )
-    found: dict[int, torch.Tensor] = {}
-    for batch in EvaluationBatching(_TOKENS, limit=limit).of(asked.lengths.tolist()):
-        found |= zip(batch, predictions(run.model, asked.load(batch, run.device)).cpu(), strict=True)
-    return [found[place] for place in range(len(texts))]
-
-
-def _classes(run: TrainedRun, texts: Sequence[str], logits: Sequence[torch.Tensor]) -> Iterator[Prediction]:
-    for text, found in zip(texts, torch.stack([*logits]).softmax(dim=1).tolist(), strict=True):
-        best = max(range(len(found)), key=found.__getitem__)
-        yield Prediction(text, run.labels[best], found[best], tuple(found))
-
-
-def _numbers(run: TrainedRun, texts: Sequence[str], logits: Sequence[torch.Tensor]) -> Iterator[PredictedNumber]:
-    yield from (PredictedNumber(text, float(row[0])) for text, row in zip(texts, logits, strict=True))
-
-
-def _label_sets(run: TrainedRun, texts: Sequence[str], logits: Sequence[torch.Tensor]) -> Iterator[PredictedLabels]:
-    for text, row in zip(texts, logits, strict=True):
-        labels = tuple(name for name, there in zip(run.labels, (row > 0).tolist(), strict=True) if there)
-        yield PredictedLabels(text, labels, dict(zip(run.labels, row.sigmoid().tolist(), strict=True)))
-
-
-def _tags(run: TrainedRun, texts: Sequence[str], logits: Sequence[torch.Tensor]) -> Iterator[PredictedTags]:
-    _, firsts = run.tokenizer.encode_words(texts, run.config.model.max_length)
-    for text, places, row in zip(texts, firsts, logits, strict=True):
-        best = row.argmax(dim=1).tolist()
-        yield PredictedTags(text, tuple(run.labels[best[place]] if place >= 0 else None for place in places))
-
-
-_PREDICTED: Mapping[str, Callable[[TrainedRun, Sequence[str], Sequence[torch.Tensor]], Iterator[Predicted]]] = {
-    CLASSIFICATION: _classes,
-    REGRESSION: _numbers,
-    MULTI_LABEL: _label_sets,
-    TOKEN_CLASSIFICATION: _tags,
-}
-"""By the task's name: texts and the logits of each to the prediction of each."""
+    logits: dict[int, torch.Tensor] = {}
+    for batch in EvaluationBatching(_TOKENS, limit=limit).of(rows.lengths.tolist()):
+        logits |= zip(batch, predictions(run.model, rows.load(batch, run.device)).cpu(), strict=True)
+    return [logits[place] for place in range(len(texts))]

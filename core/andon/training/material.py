@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,33 +18,35 @@ from andon.data.conversations import ConversationSet
 from andon.data.draw import Draw
 from andon.data.labels import class_weights
 from andon.data.origins import RowSelection
-from andon.data.rows import DataSet, Examples, LabelSets, Targets, TextRows
-from andon.data.tagged import Tagged
+from andon.data.rows import DataSet, Examples, LabelSets, Tagged, Targets
 from andon.data.tokens import Tokenizer, byte_tokenizer, pretrained_tokenizer
 from andon.model.batches import length_step, padded_length
 from andon.model.build import ModelInterface, facts_of, facts_of_shape, labels_in_own_order, require_decoder
 from andon.model.masks import padding_note
 from andon.step.plan import BatchPlan
-from andon.tasks.classification import ClassificationTask
-from andon.tasks.encoded import Columns, EncodedRows
-from andon.tasks.multi_label import MultiLabelTask
-from andon.tasks.regression import RegressionTask
 from andon.tasks.sft import Asked, SftTask
-from andon.tasks.tagging import NO_TAG, TaggingTask
-from andon.tasks.task import ScoredTask
+from andon.tasks.text import (
+    NO_TAG,
+    ClassificationTask,
+    EncodedRows,
+    MultiLabelTask,
+    RegressionTask,
+    RowOptions,
+    ScoredTask,
+    TaggingTask,
+)
 from andon.tasks.token_rows import TokenRows
-from andon.training.choices import Base, capped, for_rows, with_micro_batches, with_values
-from andon.training.limits import require_records_fit
+from andon.training.choices import Base, capped, for_rows, with_micro_batches
+from andon.training.notices import require_records_fit
 from andon.training.rows import Rows, cache_of, read_rows, task_of_run
-from andon.training.token_cache import TokenisedConversations, tokenised
+from andon.training.token_cache import TokenisedConversations, encoded_texts, tokenised
 
 
 @dataclass(frozen=True)
 class Material:
     """Everything that training needs besides a backend; a function of the configuration and the files it names.
 
-    config: with all that was chosen.
-    task: trained on, by the ids of `plan`. validation_task: has the rows by their own ids, and scores those held back.
+    config: with every choice. task: trained on, by the ids of `plan`. validation_task: has the rows by their own ids.
     validation_ids, evaluation_ids: the rows that are scored, at most `training.eval_rows` of each.
     """
 
@@ -71,72 +73,121 @@ class Material:
 
 
 def prepare(config: Config, cache: Path | None = None) -> Material:
-    """Read, split, encode, choose what nobody set, and plan. Raises `InputError` for anything that the user got wrong.
+    """Read, split, encode, choose unset values, and plan. Raises `InputError` for anything that the user got wrong.
 
     cache: a folder that keeps tokens of conversations, if the configuration names none; None: they are made each time.
     """
-    task_name, base = task_of_run(config), None
-    tokenizer = _tokenizer(config, task_name)
-    if task_name == SFT:
-        if config.model.base is not None:
-            # Refused here, before the tokenizer asks for a chat template.
-            require_decoder(config.model.base, config.model.revision)
-        # Their tokens are made as they are read, for which the longest length must be known.
-        base = _base(config, SFT, (), tokenizer)
+    name, own, cache = task_of_run(config), config.model, cache_of(config, cache)
+    if own.new_tokens and name != SFT:
+        what = f"are for conversations (task sft), and this is {name} ({', '.join(map(repr, own.new_tokens))})"
+        raise InputError([Problem("model.new_tokens", what)])
+    if own.base is None:
+        tokenizer = byte_tokenizer(pairs=config.data.text_pair_column is not None, begins=name == SFT)
+    else:
+        tokenizer = pretrained_tokenizer(own.base, local_only=is_folder(Path(own.base)), revision=own.revision)
+    if own.new_tokens:
+        tokenizer = tokenizer.with_tokens(own.new_tokens)
+
+    def base_with(labels: tuple[str, ...]) -> Base | None:
+        if own.base is None:
+            return None
+        return Base(*facts_of_shape(own, interface_of(config, HEADS[name], labels, tokenizer)))
+
+    base = None
+    if name == SFT:
+        # Conversations are tokenised as they are read, so the longest length must be known before.
+        if own.base is not None:
+            require_decoder(own.base, own.revision)  # before the tokenizer asks for a chat template
+        base = base_with(())
         config = capped(config, SFT, base)
 
     def conversations(paths: Sequence[Path], selection: RowSelection) -> Examples:
-        return tokenised(
-            cache_of(config, cache),
-            paths,
-            selection,
-            tokenizer,
-            max_length=config.model.max_length,
-            train_on=config.data.train_on,
-            positions=None if base is None else base.positions,
-        )
+        limit, positions = config.model.max_length, None if base is None else base.positions
+        train_on = config.data.train_on
+        return tokenised(cache, paths, selection, tokenizer, max_length=limit, train_on=train_on, positions=positions)
 
-    rows = read_rows(config, conversations, cache_of(config, cache))
-    if task_name != SFT:
-        rows = rows.numbered_by(_order_of_labels(config, rows))
-        base = _base(config, task_name, rows.train.labels, tokenizer)
-        config = capped(config, task_name, base)
-    encode = _encoder(config, rows, tokenizer)
-    whole, scored = encode(rows.train), None if rows.evaluation is None else encode(rows.evaluation)
+    rows = read_rows(config, conversations, cache)
+    if name != SFT:
+        labels = rows.train.labels
+        if own.base is not None and name != REGRESSION:
+            # In the order in which the base names the same classes, so that a head it brings stays meaningful.
+            labels = labels_in_own_order(own.base, HEADS[name], labels, own.revision)
+        rows = rows.numbered_by(labels)
+        base = base_with(rows.train.labels)
+        config = capped(config, name, base)
+
+    # Rows become tokens; unset values are chosen from their lengths.
+    weights: tuple[float, ...] = ()
+    if name == CLASSIFICATION:
+        weights = loss_weights(config, rows)
+    elif config.data.class_weights != "uniform":
+        what = f"{config.data.class_weights} is of classes, and {name} has no weights"
+        raise InputError([Problem("data.class_weights", what)])
+    whole = task_of(config, rows.train, tokenizer, weights, cache)
+    scored = whole if rows.evaluation is None else task_of(config, rows.evaluation, tokenizer, weights, cache)
     rows = rows.without(skipped_of(whole))
     lengths = whole.lengths[[rows.row_of(id_) for id_ in rows.train_ids]].tolist()
-    longest = max(int(each.lengths.max()) for each in (whole, scored) if each is not None)
-    config = for_rows(config, rows.task, base, lengths, longest, on_gpus=device_kind(config.run) == "cuda")
-    padding = padding_multiple(config), config.model.max_length
-    whole, scored = whole.padded_to(*padding), None if scored is None else scored.padded_to(*padding)
-    task, train_ids = _in_epochs(config, rows, whole)
+    longest = max(int(each.lengths.max()) for each in (whole, scored))
+    config = for_rows(config, name, base, lengths, longest, on_gpus=device_kind(config.run) == "cuda")
+    training, padding = config.training, (padding_multiple(config), config.model.max_length)
+    whole, scored = whole.padded_to(*padding), scored.padded_to(*padding)
+
+    # Trained on are packs, or copies of rows by weight; scored are the rows themselves, or some of them.
+    task, train_ids = whole, rows.train_ids
+    if training.packing:
+        if not isinstance(whole, SftTask):
+            raise InputError(
+                [Problem("training.packing", "is for conversations (task sft); a class is that of one row")]
+            )
+        task = whole.packed([rows.row_of(id_) for id_ in train_ids])
+        train_ids = tuple(range(len(task)))
+    elif rows.copies > 1:
+        task = whole.in_copies(rows.copies)
     if rows.sources and isinstance(whole, EncodedRows):
         whole = whole.by_source(rows.sources)
-    validation_ids = _sampled(config, rows.validation_ids)
-    evaluation_task, evaluation_ids = whole, validation_ids
-    if rows.evaluation is not None and scored is not None:
-        evaluation_task, evaluation_ids = scored, _sampled(config, usable_ids(scored, rows.evaluation.ids))
-    plan = _plan(config, rows, train_ids, task)
-    config = with_values(config, {"training.micro_batches": plan.micro_batches})
-    require_records_fit(config, rows, plan, max(len(validation_ids), len(evaluation_ids)))
+    scored_ids = [rows.validation_ids]
+    if rows.evaluation is None:
+        scored = whole
+    else:
+        scored_ids.append(usable_ids(scored, rows.evaluation.ids))
+    most = training.eval_rows
+    for place, ids in enumerate(scored_ids):
+        if most is not None and most < len(ids):
+            drawn = Draw(f"evaluated rows, seed {config.seed}").shuffled(ids)[:most]
+            scored_ids[place] = tuple(sorted(drawn))
+
+    # The batches. Packs are shared out to as many updates an epoch as their rows would have unpacked.
+    if not train_ids:
+        raise InputError("data.validation_fraction: leaves no row to train on")
+    batch, updates = training.batch_size, None
+    if training.packing:
+        updates = min(-(-len(rows.train_ids) // batch), len(train_ids))
+        batch = -(-len(train_ids) // updates)
+    lengths = task.lengths[list(train_ids)].tolist()
+    config = with_micro_batches(config, min(batch, len(train_ids)), padded_length(max(lengths), *padding))
+    plan = BatchPlan(
+        ids=train_ids,
+        batch_size=batch,
+        micro_batches=config.training.micro_batches,
+        seed=config.seed,
+        epochs=training.epochs,
+        max_steps=training.max_steps,
+        lengths=tuple(lengths) if training.group_by_length else None,
+        updates=updates,
+    )
+    require_records_fit(config, rows, plan, max(map(len, scored_ids)))
     return Material(
         config=config,
         rows=rows,
         tokenizer=tokenizer,
         task=task,
         validation_task=whole,
-        evaluation_task=evaluation_task,
-        validation_ids=validation_ids,
-        evaluation_ids=evaluation_ids,
+        evaluation_task=scored,
+        validation_ids=scored_ids[0],
+        evaluation_ids=scored_ids[-1],
         plan=plan,
-        interface=interface_of(config, HEADS[rows.task], rows.train.labels, tokenizer),
+        interface=interface_of(config, HEADS[name], rows.train.labels, tokenizer),
     )
-
-
-def _base(config: Config, task: str, labels: tuple[str, ...], tokenizer: Tokenizer) -> Base | None:
-    if config.model.base is None:
-        return None
-    return Base(*facts_of_shape(config.model, interface_of(config, HEADS[task], labels, tokenizer)))
 
 
 def skipped_of(task: ScoredTask) -> Mapping[int, Problem]:
@@ -153,39 +204,12 @@ def usable_ids(task: ScoredTask, ids: Sequence[int]) -> tuple[int, ...]:
     return found
 
 
-def _sampled(config: Config, ids: tuple[int, ...]) -> tuple[int, ...]:
-    most = config.training.eval_rows
-    if most is None or most >= len(ids):
-        return ids
-    return tuple(sorted(Draw(f"evaluated rows, seed {config.seed}").shuffled(ids)[:most]))
-
-
 def eval_rows_note(material: Material) -> str:
     """How many rows are scored, if `training.eval_rows` leaves some out; else empty."""
     rows, most = material.rows, material.config.training.eval_rows
     sizes = {"validation": len(rows.validation_ids), "evaluation": len(rows.evaluation or ())}
     counts = [f"{most} of {size} {what} rows" for what, size in sizes.items() if most is not None and size > most]
     return f"note: scores are of {' and '.join(counts)} (training.eval_rows)" if counts else ""
-
-
-def _order_of_labels(config: Config, rows: Rows) -> tuple[str, ...]:
-    """The labels in the order in which the base names the same classes, so that a head it brings stays meaningful."""
-    if config.model.base is None or rows.task in (REGRESSION, SFT):
-        return rows.train.labels
-    return labels_in_own_order(config.model.base, HEADS[rows.task], rows.train.labels, config.model.revision)
-
-
-def _tokenizer(config: Config, task: str) -> Tokenizer:
-    new = config.model.new_tokens
-    if new and task != SFT:
-        what = f"are for conversations (task sft), and this is {task} ({', '.join(map(repr, new))})"
-        raise InputError([Problem("model.new_tokens", what)])
-    if config.model.base is None:
-        found = byte_tokenizer(pairs=config.data.text_pair_column is not None, begins=task == SFT)
-    else:
-        local = is_folder(Path(config.model.base))
-        found = pretrained_tokenizer(config.model.base, local_only=local, revision=config.model.revision)
-    return found.with_tokens(new) if new else found
 
 
 def loss_weights(config: Config, rows: Rows) -> tuple[float, ...]:
@@ -195,138 +219,72 @@ def loss_weights(config: Config, rows: Rows) -> tuple[float, ...]:
     return class_weights(config.data.class_weights, trained_on.counts(), trained_on.labels)
 
 
-def task_of(config: Config, data: Examples, tokenizer: Tokenizer, weights: Sequence[float]) -> ClassificationTask:
-    """The rows of `data`, a `DataSet`, as what a step or an evaluation works on. weights: one a class, of the loss."""
-    assert isinstance(data, DataSet)
-    return ClassificationTask(
-        labels=[row.label for row in data.rows],
-        num_labels=len(data.labels),
-        names=data.labels,
-        class_weights=weights,
-        **_encoded(config, data, tokenizer),
-    )
+def task_of(
+    config: Config, data: Any, tokenizer: Tokenizer, weights: Sequence[float] = (), cache: Path | None = None
+) -> ScoredTask:
+    """The rows of `data` as what a step or an evaluation works on. weights: of each class in the loss.
 
-
-def _regression(config: Config, data: Examples, tokenizer: Tokenizer) -> RegressionTask:
-    assert isinstance(data, Targets)
-    return RegressionTask(targets=[row.label for row in data.rows], **_encoded(config, data, tokenizer))
-
-
-def _multi_label(config: Config, data: Examples, tokenizer: Tokenizer) -> MultiLabelTask:
-    assert isinstance(data, LabelSets)
-    return MultiLabelTask(
-        labels=[row.label for row in data.rows],
-        num_labels=len(data.labels),
-        names=data.labels,
-        **_encoded(config, data, tokenizer),
-    )
-
-
-def _tagging(config: Config, data: Examples, tokenizer: Tokenizer) -> TaggingTask:
-    assert isinstance(data, Tagged)
-    if config.data.text_pair_column is not None:
+    cache: the folder of the token file; None: this process encodes texts and keeps no tokens.
+    """
+    if isinstance(data, TokenisedConversations | ConversationSet):
+        return _conversations(config, data, tokenizer)
+    if isinstance(data, Tagged) and config.data.text_pair_column is not None:
         raise InputError([Problem("data.text_pair_column", "is for texts; words have tags in one text")])
-    texts, limit = [row.text for row in data.rows], config.model.max_length
-    tokens, firsts = tokenizer.encode_words(texts, limit)
-    tags = [[NO_TAG] * len(ids) for ids in tokens]
-    unread: dict[int, dict[int, int]] = {}
-    for id_, (row, places, each) in enumerate(zip(data.rows, firsts, tags, strict=True)):
-        for word, (tag, place) in enumerate(zip(row.label, places, strict=True)):
-            if place >= 0:
-                each[place] = tag
-            else:
-                unread.setdefault(id_, {})[word] = tag
-    batching = _batching(config, data, tokenizer)
-    columns = _typed(tokenizer.types_of(texts, limit))
-    return TaggingTask(tokens, tags, names=data.labels, unread=unread, columns=columns, **batching)
-
-
-def _encoded(config: Config, data: TextRows[Any], tokenizer: Tokenizer) -> dict[str, Any]:
-    pairs = [row.pair for row in data.rows if row.pair is not None]
-    tokens, columns = encoded(tokenizer, [row.text for row in data.rows], pairs or None, config.model.max_length)
-    return {"tokens": tokens, "columns": columns, **_batching(config, data, tokenizer)}
-
-
-def _batching(config: Config, data: Examples, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The arguments that all text tasks share, for the rows that the tokenizer encoded last."""
-    return {
-        "cut": tokenizer.last_cut,
+    found = encoded_texts(cache, data, tokenizer, config.model.max_length)
+    tokens = found.tokens
+    several = data.origins if data.origins is not None and len(data.origins.sizes) > 1 else None
+    shared: RowOptions = {
+        "columns": found.columns,
+        "cut": found.cut,
         "vocab_size": tokenizer.vocab_size,
         "pad_id": tokenizer.pad_id,
         "padding_multiple": padding_multiple(config),
         "max_length": config.model.max_length,
-        "places": [_place(data, id_) for id_ in data.ids],
+        "places": [several.where(id_) if several else f"{data.source}: row {id_}" for id_ in data.ids],
     }
+    labels, names, count = [row.label for row in data.rows], data.labels, len(data.labels)
+    if isinstance(data, Targets):
+        return RegressionTask(tokens, labels, **shared)
+    if isinstance(data, LabelSets):
+        return MultiLabelTask(tokens, labels, num_labels=count, names=names, **shared)
+    if not isinstance(data, Tagged):
+        return ClassificationTask(tokens, labels, num_labels=count, class_weights=weights, names=names, **shared)
+    # The tag of a word is that of its first token; a word may have none.
+    tags = [[NO_TAG] * len(ids) for ids in tokens]
+    unread: dict[int, dict[int, int]] = {}
+    for id_, (row_tags, places) in enumerate(zip(labels, found.firsts, strict=True)):
+        for word, (tag, place) in enumerate(zip(row_tags, places, strict=True)):
+            if place >= 0:
+                tags[id_][place] = tag
+            else:
+                unread.setdefault(id_, {})[word] = tag
+    return TaggingTask(tokens, tags, names=names, unread=unread, **shared)
 
 
-def _place(data: Examples, id_: int) -> str:
-    several = data.origins is not None and len(data.origins.sizes) > 1
-    return data.origins.where(id_) if several and data.origins is not None else f"{data.source}: row {id_}"
-
-
-def encoded(
-    tokenizer: Tokenizer, texts: Sequence[str], pairs: Sequence[str] | None, max_length: int
-) -> tuple[list[list[int]], Columns]:
-    """The tokens of texts, or of pairs of texts, and their types, such as which text of a pair each is of, where the
-    tokenizer has any."""
-    if pairs is None:
-        tokens = tokenizer.encode(texts, max_length)
-        return tokens, _typed(tokenizer.types_of(texts, max_length))
-    tokens, types = tokenizer.encode_pairs(texts, pairs, max_length)
-    return tokens, _typed(types)
-
-
-def _typed(types: Sequence[Sequence[int]]) -> Columns:
-    return {"token_type_ids": (types, 0)} if any(map(any, types)) else {}
-
-
-def conversation_task(config: Config, data: Examples, tokenizer: Tokenizer) -> SftTask:
-    """Conversations, tokenised already or encoded here, as what is worked on, each a row of its own."""
+def _conversations(config: Config, data: TokenisedConversations | ConversationSet, tokenizer: Tokenizer) -> SftTask:
+    """Conversations, tokenised already or encoded here, one a row."""
     limit, train_on = config.model.max_length, config.data.train_on
     if isinstance(data, TokenisedConversations):
         tokens, encoding = data.tokens, data.encoding
     else:
-        assert isinstance(data, ConversationSet)
         rows: list[EncodedRow] = []
-        encoding = encode_each(tokenizer, data, limit, train_on, rows.append, skip_bad=config.data.bad_rows == "skip")
+        encoding = encode_each(
+            tokenizer, data.form, data.rows, limit, train_on, rows.append, skip_bad=config.data.bad_rows == "skip"
+        )
         tokens = TokenRows.of(rows)
+    new = config.model.new_tokens
+    ids = ", ".join(f"{token!r} {id_}" for token, id_ in zip(new, tokenizer.ids_of(new), strict=True))
+    added = (f"new tokens, by id: {ids}; each starts as the mean of all rows before them",) if new else ()
     return SftTask(
         tokens,
         pad_id=tokenizer.pad_id,
         max_length=limit,
         padding_multiple=padding_multiple(config),
         sources=[data.source_of(id_) for id_ in data.ids],
-        notes=(f"trained tokens: {encoding.mask_source}", *_new_tokens(config, tokenizer), *encoding.notes),
+        notes=(f"trained tokens: {encoding.mask_source}", *added, *encoding.notes),
         asked=Asked(data.form, encoding.stops),
         skipped={id_: Problem(where, what) for id_, where, what in encoding.skipped},
     )
-
-
-def _new_tokens(config: Config, tokenizer: Tokenizer) -> Iterator[str]:
-    new = config.model.new_tokens
-    if new:
-        said = ", ".join(f"{token!r} {id_}" for token, id_ in zip(new, tokenizer.ids_of(new), strict=True))
-        yield f"new tokens, by id: {said}; each starts as the mean of all rows before them"
-
-
-UNWEIGHTED: Mapping[str, Callable[[Config, Examples, Tokenizer], ScoredTask]] = {
-    REGRESSION: _regression,
-    MULTI_LABEL: _multi_label,
-    TOKEN_CLASSIFICATION: _tagging,
-    SFT: conversation_task,
-}
-"""By the task's name, of those without classes to be weighted: a data set by itself to what is made of it."""
-
-
-def _encoder(config: Config, rows: Rows, tokenizer: Tokenizer) -> Callable[[Examples], ScoredTask]:
-    """What makes a task of each data set of a run."""
-    if rows.task == CLASSIFICATION:
-        weights = loss_weights(config, rows)
-        return lambda data: task_of(config, data, tokenizer, weights)
-    kind = config.data.class_weights
-    if kind != "uniform":
-        raise InputError([Problem("data.class_weights", f"{kind} is of classes, and {rows.task} has no weights")])
-    return lambda data: UNWEIGHTED[rows.task](config, data, tokenizer)
 
 
 HEADS: Mapping[str, str] = {
@@ -337,15 +295,6 @@ HEADS: Mapping[str, str] = {
     SFT: "causal",
 }
 """By the task's name: the head of its model."""
-
-
-def _in_epochs(config: Config, rows: Rows, whole: ScoredTask) -> tuple[ScoredTask, tuple[int, ...]]:
-    if not config.training.packing:
-        return (whole.in_copies(rows.copies) if rows.copies > 1 else whole), rows.train_ids
-    if not isinstance(whole, SftTask):
-        raise InputError([Problem("training.packing", "is for conversations (task sft); a class is that of one row")])
-    packed = whole.packed([rows.row_of(id_) for id_ in rows.train_ids])
-    return packed, tuple(range(len(packed)))
 
 
 def padding_multiple(config: Config) -> int:
@@ -365,28 +314,6 @@ def cut_note(task: ScoredTask, ids: Sequence[int], config: Config) -> str:
     missed = config.task in (SFT, TOKEN_CLASSIFICATION)
     means = "; what was cut off counts as missed, and is not in the loss" if missed else ""
     return f"note: {cut} of {len(ids)} evaluation rows are cut to {config.model.max_length} tokens{means}"
-
-
-def _plan(config: Config, rows: Rows, train_ids: tuple[int, ...], task: ScoredTask) -> BatchPlan:
-    """The batches of a run. Packs are shared out to as many updates an epoch as their rows would have unpacked."""
-    if not train_ids:
-        raise InputError("data.validation_fraction: leaves no row to train on")
-    training, batch, updates = config.training, config.training.batch_size, None
-    if training.packing:
-        updates = min(-(-len(rows.train_ids) // batch), len(train_ids))
-        batch = -(-len(train_ids) // updates)
-    lengths = task.lengths[list(train_ids)].tolist()
-    padded = padded_length(max(lengths), padding_multiple(config), config.model.max_length)
-    return BatchPlan(
-        ids=train_ids,
-        batch_size=batch,
-        micro_batches=with_micro_batches(config, min(batch, len(train_ids)), padded).training.micro_batches,
-        seed=config.seed,
-        epochs=training.epochs,
-        max_steps=training.max_steps,
-        lengths=tuple(lengths) if training.group_by_length else None,
-        updates=updates,
-    )
 
 
 def interface_of(config: Config, head: str, labels: tuple[str, ...], tokenizer: Tokenizer) -> ModelInterface:

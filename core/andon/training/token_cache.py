@@ -1,8 +1,8 @@
-"""The token file of a run's conversations: one process reads, checks, tokenises and digests the rows, all map them.
+"""The token file of a run's conversations: one process parses, checks, tokenises and digests the rows, all map it.
 
-It is made in one pass over the data files, on all cores, and kept in a folder under the digest of all that tokens
-depend on: the files' stamps (place, size, times), the tokenizer, the settings, the libraries and the code. Ranks that
-find it open no data file.
+It is written in one pass over the data files, on all cores, into a folder named by a digest of all that the tokens
+depend on: the files' stamps (path, size, times), the tokenizer, the settings, the libraries and the code. Ranks that
+load it open no data file.
 """
 
 from __future__ import annotations
@@ -15,87 +15,80 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
-from itertools import chain
+from itertools import accumulate, chain
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Self, TypeVar, get_args
+from typing import Any, Self, TypeVar
 
 import torch
 
 import andon.data
 from andon.console.messages import say
-from andon.console.problems import Problem
 from andon.data.chat import EncodedRow, Encoding, TrainOn, encode_each
-from andon.data.conversations import Conversation, Form, Reading, WithoutClasses, add_form, add_row, asked
-from andon.data.origins import Origins, RowSelection, stamps
-from andon.data.rows import fingerprint
-from andon.data.tokens import Tokenizer
+from andon.data.conversations import Conversation, Form, Reading, add_form, add_row, asked
+from andon.data.origins import Origins, RowSelection, require_unchanged, stamps
+from andon.data.rows import Examples, Tagged, TextRows, fingerprint
+from andon.data.tokens import EncodedTexts, Tokenizer
 from andon.launch.orphan import bind_to_parent
 from andon.run.columns import Columns, Numbers, kept, key_of
 from andon.run.provenance import source_digest
 from andon.tasks.token_rows import COLUMNS as TOKEN_COLUMNS
-from andon.tasks.token_rows import KINDS, OF_TOKENS, TokenRows, columns_of
-from andon.training.row_cache import require_unchanged
-from andon_contracts.fields import Count, read_field
+from andon.tasks.token_rows import KINDS, FlatRows, TokenRows, columns_of
+from andon.training.rows import column
 
 COLUMNS: Mapping[str, str] = {"lines": "q", "sources": "i", "texts": "Q", **TOKEN_COLUMNS}
-"""The kind of each column, as `array` names it. Besides its tokens a row has its line, the place of its source among
-the names of all sources (-1 for none), and the fingerprint of the text that is asked in it."""
+"""The `array` type of each column. Besides its tokens a row has its line, the index of its source among the names of
+all sources (-1 for none), and the fingerprint of its input text."""
+TEXT_COLUMNS: Mapping[str, str] = {
+    "tokens": "i",
+    "types": "i",
+    "firsts": "i",
+    "ends": "q",
+    "ends_of_words": "q",
+    "cut": "q",
+}
+"""The `array` type of each column of texts, with what `EncodedTexts` has."""
 _LIBRARIES = ("jinja2", "tokenizers", "transformers", "pyarrow")
 _CODE = Path(andon.data.__file__).parent
 _ROWS_AT_ONCE = 4096
 _PROGRESS_S = 5.0
 _BIG = 1 << 24
-"""Bytes of data from which a line announces the pass."""
+"""From this many bytes of data on, a line announces the pass."""
 _BATCHES_ALONE = 8
-"""Batches that are encoded in this process; more of them start others."""
+"""Batches that are encoded in this process before others are forked."""
 
 Batch = TypeVar("Batch")
 Done = TypeVar("Done")
 
 
 @dataclass(frozen=True)
-class TokenisedConversations(WithoutClasses):
-    """The rows of `paths` as `Examples`, without their texts. `chosen`: the ids of a part; None: all rows.
+class TokenisedConversations(Examples):
+    """Rows without their texts. `fingerprint_of`: by row, of its input text. `chosen`: the ids of a part; None: all."""
 
-    said: form, digest, sizes, units, names (of sources), skipped, as the pass left them.
-    """
-
-    paths: tuple[Path, ...]
-    limit: int | None
-    columns: Mapping[str, array[int]]
-    said: Mapping[str, Any]
     tokens: TokenRows
     encoding: Encoding
+    form: Form
+    digest_of_all: str
+    origins: Origins
+    source: str
+    sources: Sequence[str]
+    """What the column `source` says of each row, else its file; empty strings if there is neither."""
+    fingerprint_of: Sequence[int]
     chosen: tuple[int, ...] | None = None
-
-    @cached_property
-    def origins(self) -> Origins:
-        found = Origins.of(self.paths, self.said["units"], self.said["sizes"], self.columns["lines"], self.limit)
-        found.skipped = [Problem(where, what) for where, what in self.said["skipped"]]
-        return found
-
-    @property
-    def form(self) -> Form:
-        form: Form = self.said["form"]
-        return form
+    labels = ()
 
     @property
     def digest(self) -> str:
-        return str(self.said["digest"])
-
-    @property
-    def source(self) -> str:
-        return self.origins.source
+        return self.digest_of_all
 
     @property
     def ids(self) -> tuple[int, ...]:
-        return tuple(range(len(self.columns["texts"]))) if self.chosen is None else self.chosen
+        return tuple(range(len(self.fingerprint_of))) if self.chosen is None else self.chosen
 
     def __len__(self) -> int:
-        return len(self.columns["texts"]) if self.chosen is None else len(self.chosen)
+        return len(self.fingerprint_of) if self.chosen is None else len(self.chosen)
 
     def subset(self, ids: Iterable[int]) -> Self:
         chosen, here = tuple(ids), {*self.ids}
@@ -104,27 +97,11 @@ class TokenisedConversations(WithoutClasses):
             raise KeyError(missing)
         return replace(self, chosen=chosen)
 
-    @cached_property
-    def _of_files(self) -> tuple[str, ...]:
-        """The source of the rows of each file that name none: the file, if there are several and none of its rows
-        names a source."""
-        found, start = [], 0
-        for name, size in zip(self.origins.names(), self.said["sizes"], strict=True):
-            named = any(place >= 0 for place in self.columns["sources"][start : start + size])
-            found.append("" if named or len(self.paths) == 1 else name)
-            start += size
-        return tuple(found)
-
     def source_of(self, id_: int) -> str:
-        """What the column `source` says of a row, else its file; empty where there is neither."""
-        place = self.columns["sources"][id_]
-        return str(self.said["names"][place]) if place >= 0 else self._of_files[self.origins.file_of(id_)]
+        return self.sources[id_]
 
     def fingerprints(self) -> tuple[int, ...]:
-        return tuple(self.columns["texts"][id_] for id_ in self.ids)
-
-    def told(self, id_: int) -> None:
-        """No text: none is held."""
+        return tuple(self.fingerprint_of[id_] for id_ in self.ids)
 
 
 def tokenised(
@@ -137,23 +114,12 @@ def tokenised(
     train_on: TrainOn,
     positions: int | None = None,
 ) -> TokenisedConversations:
-    """The rows of `paths`, from the token file in `folder`; if there is none, this process makes it.
+    """The rows of `paths`, from the token file in `folder`; if there is no such file, this process writes it.
 
-    folder: None: the file is made in a temporary folder and is gone with this process. max_length, train_on,
-    positions: as for `encode_each`. Waits for another process that is making the file. Raises `InputError` with all
-    that is wrong with the rows, and if a data file changes meanwhile.
+    folder: None: a temporary folder, which ends with this call; the mapped file stays. max_length, train_on, positions:
+    as for `encode_each`. Waits for another process that is writing the file. Raises `InputError` with all that is wrong
+    with the rows, and if a data file changes meanwhile.
     """
-    if folder is None:
-        with tempfile.TemporaryDirectory() as place:  # what is mapped stays
-            return tokenised(
-                Path(place),
-                paths,
-                selection,
-                tokenizer,
-                max_length=max_length,
-                train_on=train_on,
-                positions=positions,
-            )
     before = stamps(paths)
     key = key_of(
         _LIBRARIES,
@@ -166,142 +132,156 @@ def tokenised(
     )
 
     def make(append: Callable[[Numbers], None]) -> Mapping[str, object]:
+        """One pass over the files. Columns go to `append` as they are made, so that memory stays bounded."""
         size = sum(path.stat().st_size for path in paths)
         if size > _BIG:
-            say(f"reading and tokenising {size / 1e6:.0f} MB of conversations on {_cores()} cores")
-        one_pass = _Pass(paths, selection, append)
+            cores = len(os.sched_getaffinity(0))
+            say(f"reading and tokenising {size / 1e6:.0f} MB of conversations on {cores} cores")
+        reading, sha = Reading(selection), hashlib.sha256()
+        origins, rows = reading.origins, reading.rows(paths)
+        first = next(rows)  # a file without rows is an `InputError`
+        assert reading.form is not None
+        form = reading.form
+        add_form(sha, form)
+        names: dict[str, int] = {}
+        sources, texts = array("i"), array("Q")
+        encoded: list[EncodedRow] = []
+        end = 0
+
+        def noted() -> Iterator[Conversation]:
+            said = time.monotonic()
+            for number, row in enumerate(chain([first], rows), start=1):
+                add_row(sha, row)
+                sources.append(names.setdefault(row.source, len(names)) if row.source else -1)
+                texts.append(fingerprint(asked(form, row)))
+                if time.monotonic() - said > _PROGRESS_S:
+                    said = time.monotonic()
+                    say(f"{number} rows read and tokenised")
+                yield row
+
+        def flush() -> None:
+            nonlocal end, encoded, sources, texts
+            append({"lines": origins.pop_lines(), "sources": sources, "texts": texts, **columns_of(encoded, end)})
+            end += sum(len(row.ids) for row in encoded)
+            encoded, sources, texts = [], array("i"), array("Q")
+
+        def keep(row: EncodedRow) -> None:
+            encoded.append(row)
+            if len(encoded) == _ROWS_AT_ONCE:
+                flush()
+
         encoding = encode_each(
             tokenizer,
-            one_pass,
+            form,
+            noted(),
             max_length,
             train_on,
-            one_pass.keep,
+            keep,
             skip_bad=selection.skip_bad,
             positions=positions,
             map_batches=on_all_cores,
         )
-        said = one_pass.finish()
+        flush()
         require_unchanged(paths, before)
-        return said | {"encoding": asdict(encoding)}
-
-    return kept(folder, key, COLUMNS, make, lambda columns: _mapped(tuple(paths), selection, columns))
-
-
-class _Pass:
-    """One pass over the files, in which `append` gets all columns; to `encode_each` it is a set of conversations."""
-
-    def __init__(self, paths: Sequence[Path], selection: RowSelection, append: Callable[[Numbers], None]) -> None:
-        self._reading, self._sha, self._append = Reading(selection), hashlib.sha256(), append
-        self._names: dict[str, int] = {}
-        self._sources, self._texts = array("i"), array("Q")
-        self._encoded: list[EncodedRow] = []
-        self._end = 0
-        rows = self._reading.rows(paths)
-        first = next(rows, None)
-        assert first is not None, "a file without rows is an `InputError`"
-        self.rows = self._noted(chain([first], rows))
-
-    @property
-    def form(self) -> Form:
-        """The form of the first row, which all have."""
-        assert self._reading.form is not None
-        return self._reading.form
-
-    def _noted(self, rows: Iterable[Conversation]) -> Iterator[Conversation]:
-        add_form(self._sha, self.form)
-        said = time.monotonic()
-        for number, row in enumerate(rows, start=1):
-            add_row(self._sha, row)
-            self._sources.append(self._names.setdefault(row.source, len(self._names)) if row.source else -1)
-            self._texts.append(fingerprint(asked(self.form, row)))
-            if number % _ROWS_AT_ONCE == 0:
-                self._flush_rows()
-            if time.monotonic() - said > _PROGRESS_S:
-                said = time.monotonic()
-                say(f"{number} rows read and tokenised")
-            yield row
-
-    def keep(self, row: EncodedRow) -> None:
-        self._encoded.append(row)
-        if len(self._encoded) == _ROWS_AT_ONCE:
-            self._flush_tokens()
-
-    def _flush_rows(self) -> None:
-        lines = self._reading.origins.taken_lines()
-        self._append({"lines": lines, "sources": self._sources, "texts": self._texts})
-        self._sources, self._texts = array("i"), array("Q")
-
-    def _flush_tokens(self) -> None:
-        self._append(columns_of(self._encoded, self._end))
-        self._end += sum(len(row.ids) for row in self._encoded)
-        self._encoded = []
-
-    def finish(self) -> dict[str, object]:
-        """What else is known of the rows, for JSON."""
-        self._flush_rows()
-        self._flush_tokens()
-        origins = self._reading.origins
         return {
-            "form": self.form,
-            "digest": self._sha.hexdigest(),
-            "sizes": list(origins.sizes),
-            "units": list(origins.units),
-            "names": list(self._names),
-            "skipped": [[problem.where, problem.what] for problem in self._reading.problems.skipped],
+            "form": form,
+            "digest": sha.hexdigest(),
+            "names": list(names),
+            "origins": origins.described(),
+            "encoding": asdict(encoding),
         }
 
+    def load(columns: Columns) -> TokenisedConversations:
+        said, how = columns.said, columns.said["encoding"]
+        origins = Origins.of(paths, said["origins"], column(columns, "lines", "q"))
+        names = ["" if place < 0 else str(said["names"][place]) for place in column(columns, "sources", "i")]
+        skipped = tuple((int(id_), str(where), str(what)) for id_, where, what in how["skipped"])
+        return TokenisedConversations(
+            tokens=TokenRows({name: _mapped(columns, name, kind) for name, kind in TOKEN_COLUMNS.items()}),
+            encoding=Encoding(str(how["mask_source"]), tuple(how["stops"]), tuple(how["notes"]), skipped),
+            form=said["form"],
+            digest_of_all=str(said["digest"]),
+            origins=origins,
+            source=origins.source,
+            sources=origins.with_files(names),
+            fingerprint_of=column(columns, "texts", "Q"),
+        )
 
-def _mapped(paths: tuple[Path, ...], selection: RowSelection, columns: Columns) -> TokenisedConversations:
-    said, numbers = columns.said, {}
-    for name, kind in COLUMNS.items():
-        if name not in TOKEN_COLUMNS:
-            numbers[name] = array(kind)
-            numbers[name].frombytes((columns.folder / name).read_bytes())
-    if said["form"] not in get_args(Form) or not len(said["sizes"]) == len(said["units"]) == len(paths):
-        raise ValueError("its index is not of these files")
-    tensors = {
-        name: torch.from_file(str(columns.folder / name), shared=False, size=columns.counts[name], dtype=KINDS[kind])
-        for name, kind in TOKEN_COLUMNS.items()
-        if columns.counts[name]
-    }
-    rows = sum(said["sizes"])
-    wanted = {name: int(tensors["ends"][-1]) if name in OF_TOKENS else rows for name in COLUMNS}
-    if not rows or columns.counts != wanted:
-        raise ValueError(f"its columns have {columns.counts} numbers, and not {wanted}")
-    how = said["encoding"]
-    stops = tuple(read_field(Count, stop, "stops") for stop in how["stops"])
-    skipped = tuple((read_field(Count, id_, "skipped"), str(where), str(what)) for id_, where, what in how["skipped"])
-    encoding = Encoding(str(how["mask_source"]), stops, tuple(map(str, how["notes"])), skipped)
-    return TokenisedConversations(paths, selection.limit, numbers, said, TokenRows(tensors), encoding)
+    with ExitStack() as stack:
+        place = Path(stack.enter_context(tempfile.TemporaryDirectory())) if folder is None else folder
+        return kept(place, key, COLUMNS, make, load)
 
 
-# All cores of this machine
+def encoded_texts(folder: Path | None, data: TextRows[Any], tokenizer: Tokenizer, max_length: int) -> EncodedTexts:
+    """The tokens of the texts of `data`, from the token file in `folder`; if there is none, this process writes it.
+
+    folder: None: nothing is written. Waits for another process that is writing the file. Raises as `Tokenizer.encode`.
+    """
+    texts, pairs = [row.text for row in data.rows], [row.pair for row in data.rows if row.pair is not None]
+
+    def encode() -> EncodedTexts:
+        return tokenizer.encode(texts, max_length, pairs or None, words=isinstance(data, Tagged))
+
+    if folder is None:
+        return encode()
+    truncated = tokenizer.truncated
+
+    def make(append: Callable[[Numbers], None]) -> Mapping[str, object]:
+        found = encode()
+        append({name: array("i", chain.from_iterable(getattr(found, name))) for name in ("tokens", "types", "firsts")})
+        ends = {"ends": found.tokens, "ends_of_words": found.firsts}
+        append({name: array("q", accumulate(map(len, rows))) for name, rows in ends.items()})
+        append({"cut": array("q", found.cut)})
+        return {}
+
+    def load(columns: Columns) -> EncodedTexts:
+        ends, word_ends, cut = (_mapped(columns, name, "q").tolist() for name in ("ends", "ends_of_words", "cut"))
+        tokens, types, firsts = (_mapped(columns, name, "i") for name in ("tokens", "types", "firsts"))
+        of_types = FlatRows(types, ends) if types.numel() else ()
+        return EncodedTexts(FlatRows(tokens, ends), of_types, cut, FlatRows(firsts, word_ends))
+
+    key = key_of(
+        _LIBRARIES,
+        code=source_digest(_CODE),
+        rows=data.digest,
+        tokenizer=tokenizer.digest,
+        max_length=max_length,
+    )
+    found = kept(folder, key, TEXT_COLUMNS, make, load)
+    tokenizer.truncated = truncated + len(found.cut)
+    return found
+
+
+def _mapped(columns: Columns, name: str, kind: str) -> torch.Tensor:
+    """A column, mapped into memory."""
+    size, dtype = columns.counts[name], KINDS[kind]
+    if not size:  # no file of no bytes can be mapped
+        return torch.empty(0, dtype=dtype)
+    return torch.from_file(str(columns.folder / name), shared=False, size=size, dtype=dtype)
+
 
 _encode: Any = None
-"""In a process that encodes batches: what it calls with each."""
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))
+"""In a forked process: the function that encodes a batch."""
 
 
 def on_all_cores(encode: Callable[[Batch], Done], batches: Iterator[Batch]) -> Iterator[Done]:
-    """`map(encode, batches)`; after the first batches in processes forked from this one, one a core.
+    """`map(encode, batches)`; after the first batches, in processes forked from this one, one a core.
 
-    They inherit `encode` and end with this process. Results come in the order of the batches, of which few are held.
+    They inherit `encode` and end with this process. Results come in the order of the batches; few are in memory.
     """
     for _, batch in zip(range(_BATCHES_ALONE), batches, strict=False):
         yield encode(batch)
     first = next(batches, None)
     if first is None:
         return
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # of the processes; without it the library warns of forks
-    pool = ProcessPoolExecutor(_cores(), get_context("fork"), _begin, (encode, os.getpid()))
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else the library warns about the forks
+    cores = len(os.sched_getaffinity(0))
+    pool = ProcessPoolExecutor(cores, get_context("fork"), _begin, (encode, os.getpid()))
     waiting: deque[Future[Done]] = deque()
     try:
         for batch in chain([first], batches):
             waiting.append(pool.submit(_call, batch))
-            if len(waiting) > 2 * _cores():
+            if len(waiting) > 2 * cores:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()

@@ -91,9 +91,9 @@ def check_visits(history: History) -> Verdict:
 
 def _why_none(history: History) -> str:
     """Why no epoch was complete, where a watch could not tell where one ends."""
-    untold = history.plan.rows is None and all(event.epoch is None for event in history.steps)
+    untold = all(event.epoch is None for event in history.steps)
     if history.start is not None and history.start.watched and untold:
-        return "the watch was not told how many rows an epoch has (rows=), so that none is known to be complete"
+        return "the watch records no epochs without rows= and plan=, so no epoch is known to be complete"
     return "no epoch was complete"
 
 

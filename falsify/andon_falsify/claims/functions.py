@@ -16,8 +16,7 @@ import torch
 from andon.backend import devices
 from andon.console.problems import InputError
 from andon.coordinator import DataParallelCoordinator, resolve_devices
-from andon.gradients import average_gradients, has_non_finite
-from andon.step.shard import shard_samples
+from andon.gradients import average_gradients, has_non_finite, shard_samples
 from andon_contracts.violation import Violation
 from andon_falsify.claims.statements import AVERAGE, FACE, FALLBACK, NON_FINITE, SHARDS
 from andon_falsify.subjects.case import Case

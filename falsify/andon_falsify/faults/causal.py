@@ -177,7 +177,7 @@ FAULTS = (
                 _weighed(lambda weights: [*weights[:-1], 0.0])),
     CausalFault("rows of a pack see each other: a mask of ones", "start", _QWEN, _hidden(_mask_of_ones)),
     CausalFault("rows of a pack see each other: the default cache", "start", _QWEN, _hidden(_default_cache)),
-    CausalFault("padded tokens counted", "inside", r"micro-batch \d+ is a sum of \d+ terms, its rows have \d+",
+    CausalFault("padded tokens counted", "inside", r"micro-batch \d+ sums \d+ terms, but its rows have \d+",
                 _loss(lambda batch, loss: replace(loss, terms=_counted(batch, batch["rows"].numel())), None)),
     CausalFault("padded tokens counted, and planned", "law", r"step 1: .*ratio 0\.674",
                 _loss(lambda batch, loss: replace(loss, terms=_counted(batch, LONGEST * len(batch["rows"]))), LONGEST)),

@@ -14,11 +14,10 @@ import torch
 from torch import nn
 
 from andon.coordinator import DataParallelCoordinator, resolve_devices
-from andon.gradients import average_gradients, has_non_finite
+from andon.gradients import average_gradients, has_non_finite, shard_samples
 from andon.pipeline import BatchResult, ClassifyPipeline
 from andon.step.plan import GlobalBatch
 from andon.step.replica import PartialGradient
-from andon.step.shard import shard_samples
 from andon.step.step import StepResult
 from andon.step.task import LeafLoss
 from andon_falsify.faults.planting import (

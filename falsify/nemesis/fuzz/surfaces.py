@@ -18,17 +18,25 @@ from andon.config.load import load_config, to_yaml
 from andon.config.schema import Config, Model
 from andon.console.problems import InputError
 from andon.data.readers import read
+from andon.data.rows import DataSet
 from andon.data.tokens import pretrained_tokenizer
 from andon.inspection.explain import explain
 from andon.inspection.recorded import open_recorded
 from andon.inspection.show import overview
 from andon.model.adapter import read_labels
 from andon.model.build import ModelInterface, build_base
-from andon.run.checkpoint import load_checkpoint, newest_valid, save_checkpoint
+from andon.run.checkpoint import (
+    MANIFEST,
+    STATE,
+    TENSORS,
+    CheckpointError,
+    load_checkpoint,
+    newest_valid,
+    save_checkpoint,
+)
 from andon.run.folder import RunFolder
 from andon.run.ledger import LedgerError, digested_ledger
 from andon.run.provenance import read_provenance
-from andon.run.sealed import MANIFEST, STATE, TENSORS, CheckpointError
 from andon.run.summary import read_summary
 from andon.training.existing import config_at_hand, how_far
 from andon_contracts.legible import legible_line
@@ -87,7 +95,7 @@ def data(draw: random.Random, folder: Path) -> str:
     path = folder / name
     path.write_bytes(damaged(draw, content))
     try:
-        found = read(path)
+        found = read(DataSet, path)
     except InputError as error:
         return "" if str(path) in str(error) else "the message does not name the file"
     if len(found.labels) < 2 or not found.rows:

@@ -40,7 +40,7 @@ _LONGEST_WINDOW = 64
 """The most micro-batches of an update; with more, a quotient fits by chance."""
 
 
-def name_ratio(ratio: float, world: int, micro_batches: int) -> str:
+def name_ratio(ratio: float, world: int, micro_batches: int, tolerance: float = RATIO_TOLERANCE) -> str:
     """All explanations of a factor: ` = world size 2`, ` = 1 / world size 2 or 1 of 2 micro-batches`; "" for none.
 
     A window of `micro_batches` that is divided like a longer one has their quotient as its factor.
@@ -58,7 +58,7 @@ def name_ratio(ratio: float, world: int, micro_batches: int) -> str:
     full = round(micro_batches / ratio) if 0 < ratio < 1 else 0
     if micro_batches < full <= _LONGEST_WINDOW:
         explained[f"{micro_batches} of {full} micro-batches"] = micro_batches / full
-    named = [word for word, value in explained.items() if math.isclose(ratio, value, rel_tol=RATIO_TOLERANCE)]
+    named = [word for word, value in explained.items() if math.isclose(ratio, value, rel_tol=tolerance)]
     return f" = {' or '.join(named)}" if named else ""
 
 
@@ -69,22 +69,22 @@ def _gradient_law(seen: Seen[object]) -> Finding | None:
     place = max(range(len(errors)), key=lambda rank: errors[rank] if math.isfinite(errors[rank]) else math.inf)
     worst = seen.observations[place].values
     ratio, rest = real_of(worst["ratio"]), real_of(worst["rest"])
-    likely = ""
+    likely = None
     if rest <= RATIO_TOLERANCE and abs(ratio - 1) >= RATIO_TOLERANCE:
         factor = name_ratio(ratio, len(seen.observations), worst["micro-batches"])
-        what = f"the reduced gradient is {ratio:.3f} x the law{factor}"
+        what = f"the reduced gradient is {ratio:.3f} x the reference{factor}"
     else:
-        by_none = ", and by no factor" * (rest > RATIO_TOLERANCE)
-        what, likely = f"the reduced gradient is off the law by {errors[place]:.3g} of its norm{by_none}", _BY_NO_FACTOR
-    what = f"{what}: the law is the gradient of one process over all rows"
+        by_none = ", which no factor explains" * (rest > RATIO_TOLERANCE)
+        what, likely = f"the gradient is off the reference by {errors[place]:.3g} of its norm{by_none}", _BY_NO_FACTOR
+    what = f"{what}: the reference is the gradient of one process over all rows"
     return Finding(what, seen.step, (), "gradient", likely=likely)
 
 
 GRADIENT_LAW = (Law("gradient-law/audit", ("ratio", "error", "rest", "tolerance", "micro-batches"), _gradient_law),)
 
 
-_ForwardPass = tuple[Sequence[int], Tensor | None]
-"""The rows of one forward pass, and the random state before it; None for the present state."""
+_ForwardPass = tuple[list[int], Tensor | None]
+"""The rows of one forward pass, and the random state to restore before it; None: restore nothing."""
 
 
 class Audit(Check):
@@ -103,7 +103,6 @@ class Audit(Check):
         return {"gradient-law": dark if self.context.subject.sharded else LIVE}
 
     def forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """If a batch has several forward passes, the first one counts."""
         batch = self.context.rows.latest
         if self._due and torch.is_grad_enabled() and batch is not None and batch.random is None:
             batch.random = random_state(self._device)
@@ -129,7 +128,7 @@ class Audit(Check):
 
     def judge(self, probe: OptimizerProbe, said: Observations, aligned: Observations) -> None:
         reference, step = self.context.settings.reference, said[0].step
-        ids = self.context.check(LoopReports).of_update.union
+        ids = list(self.context.check(LoopReports).of_update.union)  # a tuple would index dimensions, not rows
         # Before a reduction the gradient is not that of all rows.
         if reference is None or not self._due or not ids or not probe.check(Weights).synchrony.known:
             return
@@ -144,7 +143,7 @@ class Audit(Check):
             scene = self.context.scene_of(probe, aligned, applied=False)
             self.context.verdicts.judge(GRADIENT_LAW, Seen[object](seen, None), scene)
 
-    def _forward_passes(self, step: int, ids: Sequence[int]) -> list[_ForwardPass] | None:
+    def _forward_passes(self, step: int, ids: list[int]) -> list[_ForwardPass] | None:
         """The forward passes to recompute: one of all rows, or those of the loop; None if a random state is missing."""
         batches = self.context.rows.batches
         known = [batch.random for batch in batches if batch.random is not None]
@@ -197,7 +196,7 @@ class Audit(Check):
 
     @contextmanager
     def _isolated(self) -> Iterator[None]:
-        """Run the model in the block without any check. Buffers and random state are restored."""
+        """In the block the model runs unchecked. Buffers and random state are restored after it."""
         context = self.context
         values = [buffer.clone() for buffer in context.subject.buffers()]
         context.muted = True
@@ -228,7 +227,7 @@ def _dense_gradients(probe: OptimizerProbe) -> list[Tensor]:
 
 
 def compare(reduced: Sequence[Tensor], reference: Sequence[Tensor], micro_batches: int) -> dict[str, int]:
-    """The relative error of `reduced`, the best factor of `reference`, and the relative rest after that factor."""
+    """The relative error of `reduced`, the best factor of `reference`, and the relative rest, as `bits_of` numbers."""
     found, wanted = (torch.cat([plain(t).double().reshape(-1) for t in each]) for each in (reduced, reference))
     size = max(float(torch.linalg.vector_norm(wanted)), 1e-300)
     ratio = float(found @ wanted) / size**2

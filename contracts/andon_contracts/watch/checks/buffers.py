@@ -1,7 +1,7 @@
 """The buffers with which a forward pass starts: the same on every rank that shares them.
 
 Small buffers are read at the first forward pass of each update. Large ones are read if a version counter of torch
-moved, and in parts, all of them within `ROUND` updates.
+changed, and otherwise in parts: `ROUND` updates cover all.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from andon_contracts.laws.law import Law, Seen, difference
 from andon_contracts.observe import Observer, chained
-from andon_contracts.violation import OTHER_SHAPES, Finding
+from andon_contracts.violation import Finding
 from andon_contracts.watch.check import Check, Context, Cover, OptimizerProbe, Values
 from andon_contracts.watch.checks.frozen import ROUND, parts_of
 from andon_contracts.watch.checks.gradients import Gradients
@@ -41,20 +41,20 @@ def _buffers_agree(seen: Seen[object]) -> Finding | None:
         return None
     reshaped = seen.differing_tensors("shapes of buffers")
     odd = reshaped or seen.differing_tensors("buffers")
-    what = OTHER_SHAPES if reshaped else "are not the same"
+    what = "do not have the same shape on all ranks" if reshaped else "are not the same"
     name = "buffers" if _differ(seen, "buffers") else "caches"
     found = difference(Seen(seen.observations, None), name, f"the buffers with which the forward pass began {what}")
     # A forward pass begins with the buffers that the update before it left.
-    return Finding(found.seen, max(found.step - 1, 0), found.ranks, (*odd, "buffers")[0])
+    tensor = (*odd, "buffers")[0]
+    return Finding(found.seen, max(found.step - 1, 0), found.ranks, tensor, likely="" if reshaped else None)
 
 
 class Buffers(Check):
-    before_laws = (Law("buffers-agree/before", ("buffers", "caches"), _buffers_agree, look=("buffers", "caches")),)
+    before_laws = (Law("buffers-agree/before", ("buffers", "caches"), _buffers_agree, by_tensor=("buffers", "caches")),)
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        scopes = len(context.subject.buffer_scopes)
-        self._readers = [(BufferReader(), BufferReader()) for _ in range(scopes)]
+        self._readers = [(BufferReader(), BufferReader()) for _ in range(len(context.subject.buffer_scopes))]
         """By scope: of the buffers that a checkpoint has, and of the others."""
         self.observers = [each for pair in self._readers for reader in pair for each in reader.observers]
         self._digests: dict[OptimizerProbe, list[tuple[int, int, int]]] = {}
@@ -65,13 +65,13 @@ class Buffers(Check):
         if self.context.world == 1:
             pass
         elif not subject.reducers and isinstance(subject.inner, ModuleGroup):
-            found = Cover("not observable", "several modules: there is no single forward pass to read them at")
+            found = Cover("not observable", "several modules: no single forward pass before which to read the buffers")
         elif not subject.buffer_scopes:
-            found = Cover("not applicable", "DDP(broadcast_buffers=False): each rank has its own")
+            found = Cover("not applicable", "DDP(broadcast_buffers=False): each rank has its own buffers")
         elif not subject.buffers_by_name():
             found = Cover("not applicable", "the model has no buffers")
         elif subject.forward_is_compiled:
-            found = Cover("not observable", "compiled code broadcasts them, and hooks do not run in it")
+            found = Cover("not observable", "compiled code broadcasts the buffers, and hooks do not run in it")
         return {"buffers-agree": found}
 
     def hooks(self) -> list[Callable[[], None]]:
@@ -86,7 +86,7 @@ class Buffers(Check):
         context = self.context
         if not torch.is_grad_enabled() or context.muted:
             return
-        probes = [probe for probe in context.probes if not probe.check(Gradients).raw_hooks.started]
+        probes = [probe for probe in context.probes if not probe.check(Gradients).started]
         saved, caches = context.subject.buffer_scopes[scope].buffers()
         # A transform of `torch.func` may call the model with other buffers.
         if not probes or any(map(torch._C._functorch.is_functorch_wrapped_tensor, (*saved, *caches))):
@@ -113,8 +113,8 @@ class Buffers(Check):
 class BufferReader:
     """Digests the buffers of one scope.
 
-    Only the sizes of buffers and the number of the update decide which are read. So ranks that skip an update still
-    compare the same buffers afterwards.
+    Only the sizes of buffers and the number of the update decide which part of them is read. So ranks that skip an
+    update still compare the same part afterwards.
     """
 
     def __init__(self) -> None:
@@ -123,7 +123,7 @@ class BufferReader:
         self._last_large = 0
 
     def digest(self, buffers: Sequence[Tensor], update: int) -> int:
-        """In [0, 2^64): small buffers, large ones as last read, and the part of these whose turn is at `update`."""
+        """A digest in [0, 2^64) of small buffers, of large ones as last read, and of the part read at `update`."""
         small: list[Tensor] = []
         large: list[Tensor] = []
         room = _SMALL_IN_ALL

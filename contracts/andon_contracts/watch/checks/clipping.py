@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from andon_contracts.agree import bits_of, real_of
+from andon_contracts.agree import real_of
 from andon_contracts.laws.law import Law, Observations, Seen
 from andon_contracts.laws.update import Reduced, clipped_norm, is_clipped_once
 from andon_contracts.observe import norm_of, plain
 from andon_contracts.violation import Finding
 from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values
+from andon_contracts.watch.gradient_hooks import same_memory
 
 _NORM_TOLERANCE = 1e-3
-"""Relative, of torch's norms. Ranks whose norms differ by more have different gradients."""
+"""The relative error of torch's norms. Ranks whose norms differ by more have different gradients."""
 
 
 def torch_norm_error(elements: int) -> float:
@@ -45,15 +45,17 @@ def clip_once(limit: float, longest: int) -> Law[Seen[object]]:
         if wrong:
             norm, clipped = pairs[wrong[0]]
             what = (
-                f"the gradient had norm {norm:.6g}; clipped once to {limit:g} it has {clipped_norm(norm, limit):.6g}, "
-                f"the optimizer got {clipped:.6g}"
+                f"the gradient's norm was {norm:.6g}; one clip to {limit:g} gives {clipped_norm(norm, limit):.6g}, "
+                f"but the optimizer received a gradient of norm {clipped:.6g}"
             )
-            return Finding(what, seen.step, seen.unless_all(wrong), "clipped gradient")
+            likely = f"clip={limit:g} was declared, but the loop clips to another limit or not at all, or by a norm of"
+            likely += " other gradients than the applied ones"
+            return Finding(what, seen.step, seen.unless_all(wrong), "clipped gradient", likely=likely)
         # A reduced gradient has one norm. If the gradients themselves differ, clipping is not the cause.
         if "gradient" in seen.differing or not max(norms) - min(norms) > _NORM_TOLERANCE * max(norms):
             return None
         shown = ", ".join(f"rank {rank}: {norm:.6g}" for rank, norm in enumerate(norms))
-        what = f"the ranks clipped by different norms ({shown}): each its own gradient, before the reduction"
+        what = f"the ranks clipped by different norms ({shown}): each clipped its own gradient, before the reduction"
         return Finding(what, seen.step, (), "clipped gradient")
 
     return Law("clip-once/before", ("norm", "clipped", "gradient"), check)
@@ -65,7 +67,7 @@ _CLIPPED, _SCALED, _UNREDUCED, _UNFINISHED = 1, 2, 4, 8
 
 def _not_early(seen: Seen[object]) -> Finding | None:
     scaled, unreduced = (any(each & bit for each in seen.column("clipping")) for bit in (_SCALED, _UNREDUCED))
-    when = "while a loss scaler had them multiplied" if scaled else "before they were reduced"
+    when = "before the loss scaler unscaled them" if scaled else "before they were reduced"
     what = f"the gradients were clipped {when}: the norm was not that of the applied gradient"
     return Finding(what, seen.step, (), "gradient") if scaled or unreduced else None
 
@@ -90,7 +92,7 @@ _BY_ALL_RANKS = Law("clip-placed/ranks", ("clipping",), _by_all_ranks)
 
 
 class ClipPlace(Check):
-    """Where in an update the loop clips, over all its optimizers."""
+    """At which point of an update the loop clips, over all its optimizers."""
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -117,10 +119,9 @@ class ClipPlace(Check):
             self._calls |= _CLIPPED
 
     def reducing(self, tensor: Tensor, group: object, waits: bool) -> None:
-        if self._clipped and (group is None or group is dist.group.WORLD):
-            gradients = [each.grad for each, _ in self._clipped.values() if each.grad is not None]
-            if any(tensor is each or (tensor.data_ptr() == each.data_ptr() != 0) for each in gradients):
-                self._calls |= _UNREDUCED
+        is_clipped = any(same_memory(tensor, each.grad) for each, _ in self._clipped.values())
+        if is_clipped and self.context.exchange.has_all_ranks(group):
+            self._calls |= _UNREDUCED
 
     def unscaling(self, scaler: Any, optimizer: Any) -> None:
         members = (each for group in optimizer.param_groups for each in group["params"])
@@ -143,9 +144,8 @@ class ClipPlace(Check):
 
 @dataclass(frozen=True)
 class _Call:
-    """One clip call. norm: by which it clipped, of all its parameters. own: of the `members` of this optimizer.
-
-    order: of both norms. alone: it clipped no parameters of other optimizers.
+    """One clip call. norm: the norm of all its parameters, by which it clipped. own: the norm of `members`, those of
+    this optimizer. order: the order of both norms. alone: all its parameters belong to this optimizer.
     """
 
     members: frozenset[int]
@@ -159,7 +159,7 @@ class Clipping(Check):
     """The norms of one optimizer's clip calls.
 
     The law compares the norms of the whole gradient. If the loop clips groups separately, or by a norm of another
-    order, it compares those of the call with the largest error.
+    order, the law compares the norms of the call with the largest error.
     """
 
     def __init__(self, context: Context, probe: OptimizerProbe) -> None:
@@ -188,23 +188,21 @@ class Clipping(Check):
     def _norm(self, members: frozenset[int], order: float) -> float:
         return _norm([plain(g) for i in members if (g := self._probe.members[i].grad) is not None], order)
 
-    def before(self, probe: OptimizerProbe) -> Values:
-        """The norms before and after the clip call with the largest error.
+    def norms(self) -> tuple[float, float] | None:
+        """The norms before and after the clip call with the largest error, which `Gradients` sends.
 
-        No values if a plain call clipped the whole gradient, or if the calls do not partition it: the law then judges
-        what `Gradients` sends.
+        None, for the norms of the whole gradient, if a plain call clipped it or the calls do not partition it.
         """
-        limit, calls = self._limit, self._calls
+        limit, calls, probe = self._limit, self._calls, self._probe
         if limit is None or getattr(probe.optimizer, "found_inf", None):
-            return {}
+            return None
         trained = {index for index, parameter in enumerate(probe.members) if parameter.grad is not None}
         clipped = [index for call in calls for index in call.members]
         is_plain = len(calls) == 1 and calls[0].order == 2 and calls[0].alone
         if not calls or is_plain or len(clipped) != len(trained) or set(clipped) != trained:
-            return {}
+            return None
         norms = [(c.norm, c.norm * self._norm(c.members, c.order) / c.own if c.own else 0.0) for c in calls]
-        norm, result = max(norms, key=lambda pair: abs(pair[1] - clipped_norm(pair[0], limit)))
-        return {"norm": bits_of(norm), "clipped": bits_of(result)}
+        return max(norms, key=lambda pair: abs(pair[1] - clipped_norm(pair[0], limit)))
 
     def new_window(self, probe: OptimizerProbe) -> None:
         self._calls.clear()
@@ -220,7 +218,7 @@ def _norm(tensors: Sequence[Tensor], order: float) -> float:
 
 
 def _order_of(gradients: Sequence[Tensor], norm: float) -> float:
-    """The order whose norm is `norm`: 2 if several are, or none."""
+    """The first of the orders 2, inf and 1 in which the norm of `gradients` is `norm`; 2 if it is `norm` in none."""
     longest = max((t.numel() for t in gradients if t.device.type == "cpu"), default=0)
     tolerance = max(_NORM_TOLERANCE, torch_norm_error(longest))
     orders = (2.0, math.inf, 1.0)

@@ -1,7 +1,7 @@
 """Copies of the model that the loop keeps outside the model: averages of weights, teachers, tables of shadow weights.
 
-The user does not name them, so the watch sometimes searches for them among the objects of the process. Tensors that are
-not nearer to the weights than half their norm (moments, residuals of a compression, gradients) are not a copy.
+The user does not name them, so the watch sometimes searches for them among the objects of the process. Tensors farther
+from the weights than half the weights' norm (moments, residuals of a compression, gradients) do not count as a copy.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from andon_contracts.agree import Observation
-from andon_contracts.laws.law import Law, Observations, Seen, hexadecimal
+from andon_contracts.digest import hex64
+from andon_contracts.laws.law import Law, Observations, Seen
 from andon_contracts.legible import log_once
 from andon_contracts.observe import Observer, plain
 from andon_contracts.violation import Finding, first_line
@@ -35,11 +36,11 @@ _SIGNS = 8
 _CHUNK = 1 << 16
 _EPS = torch.finfo(torch.float32).eps
 _ROUNDED = 2.0
-"""Copies are equal up to rounding within this many spacings of their dtype, times the root of the updates."""
+"""Copies that differ by at most this many spacings of their dtype, times the root of the updates, count as equal."""
 
 
 def _copies_agree(seen: Seen[object]) -> Finding | None:
-    """A rank lacks a copy that another rank with as many copies updates."""
+    """A finding if a rank lacks a copy that is updated by another rank with as many copies."""
     if "weights" in seen.differing:
         return None
     kept = [[state for i in range(MAX_COPIES) if (state := each.values[f"copy {i}"])] for each in seen.observations]
@@ -56,14 +57,14 @@ def _copies_agree(seen: Seen[object]) -> Finding | None:
     )
     if not ranks:
         return None
-    shown = ", ".join(f"rank {rank}: {' '.join(map(hexadecimal, each))}" for rank, each in enumerate(kept))
-    what = f"a copy of the model (an average, a teacher) was updated, and differs between the ranks with one ({shown})"
+    shown = ", ".join(f"rank {rank}: {' '.join(map(hex64, each))}" for rank, each in enumerate(kept))
+    what = f"an updated copy of the model (an average, a teacher) differs between the ranks that keep one ({shown})"
     culprits = ranks if 2 * len(ranks) < len(seen.observations) else ()
     return Finding(what, max(seen.step - 1, 0), culprits, "copy of the model")
 
 
 COPIES_AGREE = Law("copies-agree/before", (*(f"copy {i}" for i in range(MAX_COPIES)), "copies changed"), _copies_agree)
-"""One rank alone may keep a copy; all ranks with a copy have the same."""
+"""A single rank may keep a copy. Of ranks with equally many copies, all must have any copy that one updates."""
 
 
 class ModelCopies(Check):
@@ -83,8 +84,8 @@ class ModelCopies(Check):
             return self._copies.values(0 if self._disabled else self.context.steps + 1)
         except Exception as error:  # noqa: BLE001 - any object of the process may raise if it is asked for its class
             self._copies, self._disabled = Copies(self.context.subject), True
-            why = f"an object raises {first_line(error)}"
-            log_once("copies", f"andon.watch: copies of the model are not looked for: {why}")
+            why = f"an object of the process raised {first_line(error)}"
+            log_once("copies", f"andon.watch: copies of the model are not compared in this run: {why}")
             return self._copies.values(0)
 
     def judge(self, probe: OptimizerProbe, said: Observations, aligned: Observations) -> None:
@@ -99,7 +100,7 @@ class ModelCopies(Check):
 
     def closing_lines(self) -> list[str]:
         apart = self._copies.rounding_distance
-        what = f"  copies: those of the model that the ranks keep differ by up to {apart:.1g} of their norm"
+        what = f"  copies: the ranks' copies of the model differ by up to {apart:.1g} of their norm"
         return [f"{what}, which is rounding"] if apart else []
 
 
@@ -124,11 +125,11 @@ class Copies:
         self.rounding_distance = 0.0
 
     def values(self, update: int) -> dict[str, int]:
-        """The state of each copy before an update, 0 for none, and a bit mask of the copies that the loop updates.
+        """The digest of each copy before an update, 0 for none, and a bit mask of the copies that the loop updates.
 
-        The search takes as long as a step and runs before updates 2, 32, 512 and so on. The loop updates a copy if the
-        copy has another state before the next update and differs from the weights; a copy of the best weights equals
-        them after a change.
+        The search may take as long as a step and runs before updates 2, 32, 512 and so on. A copy counts as updated if
+        its digest differs before the next update and it differs from the weights. A copy of the best weights changes
+        too, but then equals the weights.
         """
         due = search_due(update)
         if due:
@@ -150,16 +151,16 @@ class Copies:
         return {**{f"copy {place}": padded[place] for place in range(MAX_COPIES)}, "copies changed": changed}
 
     def sketches(self) -> Tensor:
-        """The `_sketch` of each copy of the last `values`, as int64: the bits of fp64 numbers."""
+        """int64 [MAX_COPIES * (_SIGNS + 2)]: the bits of the `_sketch` of each copy that `values` returned last."""
         tensors = [*self._tensors, *[[]] * MAX_COPIES][:MAX_COPIES]
         return torch.tensor(list(map(_sketch, tensors)), dtype=torch.float64, device="cpu").view(torch.int64).flatten()
 
     def merge_rounded(self, observations: Observations, sketches: Observations, updates: int) -> Observations:
-        """`observations`, in which copies that are equal up to rounding have the state of the lowest rank.
+        """Return `observations` with the digest of the lowest rank for copies that are equal up to rounding.
 
-        An average with a first decay of 0 forgets the weights that a rank began with, and is the weights plus one
-        rounding for each update: the sum grows as the root of `updates`. If some ranks update more copies than others,
-        a rank does not update its own, which is not rounding.
+        An average whose first decay is 0 starts as the weights, and each update adds one rounding: their sum grows as
+        the root of `updates`. If some ranks update more copies than others, a copy is not updated, which is not
+        rounding: then the observations are returned unchanged.
         """
         if len({each.values["copies changed"].bit_count() for each in observations}) > 1:
             self.rounding_distance = 0.0
@@ -184,7 +185,7 @@ class Copies:
         return merged
 
     def _search(self) -> list[Any]:
-        """The objects with a tensor for each parameter, except those that hold a trained tensor or a gradient."""
+        """The objects with a tensor for each parameter, except those that hold the model's tensors or gradients."""
         tensors = self._subject.parameters
         sizes = {len(tensors), sum(each.requires_grad for each in tensors.values())}
         model = type(self._subject.inner)
@@ -206,7 +207,7 @@ class Copies:
         ]
 
     def _tensors_of(self, candidate: Any) -> list[Tensor]:
-        """The tensors of an object that has one of the same shape for each parameter, or for each trained one."""
+        """The tensors of an object with one for each parameter, or for each trained one, of equal shape; else []."""
         tensors = dict(self._subject.parameters)
         forms = [tensors, {name: p for name, p in tensors.items() if p.requires_grad}]
         named: dict[Any, Any] = {}
@@ -232,7 +233,7 @@ class Copies:
 
 @torch.no_grad()
 def _distance(tensors: Sequence[Tensor], parameters: Iterable[Tensor]) -> float:
-    """The distance of the tensors from the parameters, or from the trained ones, as a share of their norm."""
+    """The distance of `tensors` from all parameters, or from the trained ones, as a share of the parameters' norm."""
     wanted = list(parameters)
     if len(tensors) != len(wanted):
         wanted = [each for each in wanted if each.requires_grad]
@@ -262,5 +263,5 @@ def _sketch(tensors: Sequence[Tensor]) -> list[float]:
 
 
 def _has_graph(held: object) -> bool:
-    # By its type, because some modules load themselves when an attribute is read.
+    # `type` instead of `isinstance`, because lazy modules load themselves when an attribute is read.
     return issubclass(type(held), Tensor) and bool(getattr(held, "requires_grad", False))

@@ -1,7 +1,7 @@
 """The frozen weights: unchanged, on every rank.
 
-All are read at the start. Before each update a part of them is read again, all of them within `ROUND` updates, and all
-at once if a version counter of torch moved. So no update pays for reading all.
+All are read at the start. Before each update one part of them is read again, so that `ROUND` updates cover all. All are
+read at once if a version counter of torch changed.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from andon_contracts.kernels import ListSums
 
 ROUND = 64
-"""Updates within which every frozen weight is read, and every large buffer."""
+"""The number of updates in which every frozen weight and every large buffer is read once."""
 _PART_BYTES = 1 << 20
 
 
 def _changed_on_all(seen: Seen[object]) -> bool:
-    # All of several ranks changed frozen weights, and to equal values if they were equal: the loop may mean it.
+    # Several ranks all changed frozen weights, to equal values if these were equal before: the loop may intend it.
     if len(seen.observations) == 1 or any(o.values["base"] == o.values["first base"] for o in seen.observations):
         return False
     return "base" not in seen.differing or "first base" in seen.differing
@@ -86,7 +86,7 @@ class Frozen(Check):
         return verdicts.is_reported(FROZEN.clause) or verdicts.suspected[FROZEN.clause] > 0
 
     def align(self, said: Observations) -> Observations:
-        """The present base becomes the first one if all ranks merged the same trained weights into it."""
+        """If all ranks merged the same trained weights into the base, replace the first base. Also changes `_base`."""
         if not self._base.parameters or not in_lockstep(said) or not all(o.values["written"] for o in said):
             return said
         differing = Seen[object](said, None).differing
@@ -97,9 +97,9 @@ class Frozen(Check):
         return tuple(replace(o, values={**o.values, "first base": o.values["base"]}) for o in said)
 
     def judge_close(self) -> None:
-        """Read all frozen weights once more. This rank alone, because closing is not collective.
+        """Read all frozen weights once more, on this rank alone, because closing is not collective.
 
-        A merge or a load after the last update may rightly have changed them.
+        They are not read if weights were written since the last update: a merge or a load may have changed them.
         """
         context = self.context
         if FROZEN.clause not in context.verdicts.live or self._reported or not context.steps:
@@ -118,7 +118,7 @@ class Frozen(Check):
 
 
 class FrozenBase:
-    """The digest of `parameters`, which must not change. `first` is the digest at the start, in [0, 2^64)."""
+    """Digests `parameters`, which must not change. `first` is the digest of the accepted values, in [0, 2^64)."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self.parameters = parameters
@@ -126,7 +126,7 @@ class FrozenBase:
         self.accept()
 
     def accept(self) -> None:
-        """Read all parameters. Their present values become the first ones."""
+        """Read all parameters. Later reads are compared with their present values."""
         self.first = self.read_all()
         self._first_sums = list(self._sums)
         sums = iter(sums_of_parts([[tensor] for part in self._parts if len(part) > 1 for tensor in part]))
@@ -145,7 +145,7 @@ class FrozenBase:
         return self._marks == version_marks(self.parameters)
 
     def look(self) -> list[list[Tensor]]:
-        """Start reading the part whose turn it is, for `digest`. Returns lists of tensors to copy to the CPU before."""
+        """Start reading the next part. Returns lists of tensors to copy to the CPU before `digest` is called."""
         self._written = not self.untouched
         if self._written:
             return []
@@ -158,7 +158,7 @@ class FrozenBase:
         return [self._turn[1].look()]
 
     def digest(self, *, whole: bool = False) -> int:
-        """The digest of the last values read, once after each `look`. whole: read all parameters now."""
+        """The digest of all parameters as last read. Call it once after each `look`. whole: read all of them now."""
         if whole:
             return self.read_all()
         if self._written:
@@ -173,7 +173,7 @@ class FrozenBase:
         return self._now
 
     def _trained_now(self) -> bool:
-        """Whether the loop began to train some of the parameters. These leave the base, and the others start anew."""
+        """Whether the loop began to train some of the parameters. If so, drop these and accept the others anew."""
         left = [parameter for parameter in self.parameters if not parameter.requires_grad]
         if len(left) == len(self.parameters):
             return False
@@ -182,7 +182,7 @@ class FrozenBase:
         return True
 
     def changed(self) -> torch.nn.Parameter | None:
-        """The first parameter that differs from its first value; None if all are equal."""
+        """The first parameter that differs from its accepted value; None if none differs. Reads all parameters."""
         parts = zip(parts_of(self.parameters), self._first_sums, self._first_tensor_sums, strict=True)
         for part, first, of_tensors in parts:
             if sums_of_parts([part]) != [first]:
@@ -218,7 +218,7 @@ class PartReader:
         self._others = [index for index in range(len(parts)) if index not in gpu]
 
     def look(self) -> list[Tensor]:
-        """Start reading, without waiting for a GPU. Returns the list of tensors that `sums` waits for."""
+        """Start reading. Waits for a GPU only if no kernel can read a part. Returns the tensors that `sums` needs."""
         self._sums = {index: flat_digest(self._parts[index]) for index in self._others}
         self._waiting = [sums.read(tensors) for _, tensors, sums in self._on_gpu]
         return self._waiting
@@ -238,7 +238,7 @@ def sums_of_parts(parts: Sequence[Sequence[Tensor]]) -> list[int]:
 
 
 def parts_of(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """`tensors` in order as lists of views of about `_PART_BYTES`, large ones in slices."""
+    """Yields lists of views of the `tensors`, in order, of about `_PART_BYTES` each. Large tensors are sliced."""
     part: list[Tensor] = []
     size = 0
     for tensor in chain.from_iterable(map(dense_parts, tensors)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -10,16 +11,15 @@ from itertools import chain
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from andon_contracts.agree import bits_of, real_of
-from andon_contracts.laws.law import Law, Seen, difference
-from andon_contracts.laws.update import GRADIENTS
+from andon_contracts.laws.law import Law, Seen, agreeing, difference
 from andon_contracts.observe import DENSE_TYPES, Look, Observer, plain, to_cpu
 from andon_contracts.violation import Finding
 from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values, indexed, none_has
+from andon_contracts.watch.checks.clipping import Clipping
 from andon_contracts.watch.checks.scale import GradientScale
 from andon_contracts.watch.gradient_hooks import GradientHooks, RawSummary, Reductions
 from andon_contracts.watch.model_probe import ForwardHook
@@ -28,11 +28,11 @@ from andon_contracts.watch.values import CachedDigest, text_digest
 _CALLED = 2
 """A parameter without a gradient is reported after its module was called in this number of windows."""
 _PATIENCE = 16
-"""After this number of windows, a parameter is reported that never had a gradient, or only zeros."""
+"""A parameter that never had a gradient, or only zeros, is reported after this number of windows."""
 
 
 def _raw_finite(seen: Seen[object]) -> Finding | None:
-    repaired = ", and it was made finite before it was used" * seen.any("repaired")
+    repaired = ", which the loop made finite before the update" * seen.any("repaired")
     return indexed(seen, "nonfinite", f"has a raw local gradient that is not finite{repaired}")
 
 
@@ -52,6 +52,9 @@ def _collectives_agree(seen: Seen[object]) -> Finding | None:
     return None
 
 
+_OTHER = "the gradients passed to the optimizer differ"
+GRADIENTS_AGREE = agreeing("gradients-agree/before", ("gradient",), _OTHER, by_tensor=True)
+"""Unlike the trainer's law it compares the gradients after clipping, which may be where they parted."""
 _STALE = "still had the gradient of the last step when this step began"
 _MISSING = "has received no nonzero gradient since the watch opened"
 
@@ -59,7 +62,8 @@ _MISSING = "has received no nonzero gradient since the watch opened"
 class Gradients(Check):
     """The gradients of one optimizer: raw, reduced, and after clipping.
 
-    A parameter without a gradient is reported only if its module is called: a forward pass may skip a layer.
+    A forward pass may skip a layer. So a parameter without a gradient is reported after its module was called in
+    `_CALLED` windows, or after `_PATIENCE` windows.
     """
 
     before_laws = (
@@ -67,15 +71,15 @@ class Gradients(Check):
         none_has("gradient-fresh/before", "stale", _STALE, suspicion=True),
         none_has("gradient-present/before", "missing", _MISSING, suspicion=True),
         Law("collectives-agree/before", ("strided", "collectives"), _collectives_agree),
-        GRADIENTS,
+        GRADIENTS_AGREE,
         Law("finite/norm", ("norm",), _norm_finite),
     )
 
-    def __init__(self, context: Context, probe: OptimizerProbe, scale: GradientScale) -> None:
+    def __init__(self, context: Context, probe: OptimizerProbe, scale: GradientScale, clip: Clipping | None) -> None:
         super().__init__(context)
-        self._probe, self._scale = probe, scale
-        observed = scale.parameter_index, scale.gradient_hook
-        self.raw_hooks = GradientHooks(probe.members, probe.gradients_vanished, observed, lambda: context.muted)
+        self._probe, self._scale, self._clipping = probe, scale, clip
+        self._raw_hooks: GradientHooks
+        self._thread = threading.get_ident()
         self._reductions = Reductions(probe.members)
         self._observer = Observer()
         self.observers = (self._observer,)
@@ -85,7 +89,7 @@ class Gradients(Check):
         self._loop_norm: float | Tensor | None = None
         """The norm by which the loop clipped. A norm on a GPU stays there until `before`."""
         self._arriving: list[Tensor] = []
-        """That norm, on its way to the CPU."""
+        """The loop's norm if it is on a GPU, in a list that is copied to the CPU before `before`."""
         self._reduced: Look | None = None
         """The gradient before clipping."""
         self._share = 0.0
@@ -93,23 +97,18 @@ class Gradients(Check):
         self._absent = {index for index, member in enumerate(probe.members) if member.numel()}
         """The parameters that never had a gradient."""
         self._zero = set(self._absent)
-        """Those that never had a nonzero one."""
+        """The parameters that never had a nonzero gradient."""
         self._adapter = {index for index, name in enumerate(probe.names) if "lora_" in name}
         self._windows = 0
         self._called: set[int] = set()
         self._windows_called: Counter[int] = Counter()
         self._call_hooks: defaultdict[int, list[RemovableHandle]] = defaultdict(list)
-        for slot in context.subject.slots if not context.subject.compiled else ():
-            index = probe.index.get(id(slot.parameter))
-            if index is not None:
-                hook = slot.owner.register_forward_pre_hook(ForwardHook(partial(self._module_called, index)))
-                self._call_hooks[index].append(hook)
 
     def cover(self) -> Mapping[str, Cover]:
-        subject, dark = self.context.subject, "shards show no raw gradient"
+        subject, dark = self.context.subject, "sharded parameters have no raw gradient"
         by_ddp = self.context.world > 1 and subject.reducers
-        below_python = Cover("degraded", "DDP's own reductions run below Python")
-        unused = "with find_unused_parameters only an adapter without any gradient is reported"
+        below_python = Cover("degraded", "hooks do not see the reductions of DDP itself")
+        unused = "find_unused_parameters=True: checked for LoRA alone, if none of its tensors gets a gradient"
         return {
             "gradients-agree": self.context.between_replicas(),
             "collectives-agree": below_python if by_ddp else self.context.between_ranks(),
@@ -119,37 +118,60 @@ class Gradients(Check):
         }
 
     def hooks(self) -> list[Callable[[], None]]:
-        """`__init__` installed the hooks on parameters and modules; `zero_grad` throws gradients away."""
-        return [self.close, _intercept_zero(self._probe.optimizer, self._zeroed)]
+        context, probe = self.context, self._probe
+        observed = self._scale.parameter_index, self._scale.gradient_hook
+        self._raw_hooks = GradientHooks(probe.members, probe.gradients_vanished, observed, lambda: context.muted)
+        self._raw_hooks.halt = context.halt
+        for slot in context.subject.slots if not context.subject.compiled else ():
+            index = probe.index.get(id(slot.parameter))
+            if index is not None:
+                hook = slot.owner.register_forward_pre_hook(ForwardHook(partial(self._module_called, index)))
+                self._call_hooks[index].append(hook)
+        return [self._remove_hooks, _intercept_zero(probe.optimizer, self._zeroed)]
 
-    def close(self) -> None:
-        self.raw_hooks.close()
+    def _remove_hooks(self) -> None:
+        self._raw_hooks.close()
         for handle in chain.from_iterable(self._call_hooks.values()):
             handle.remove()
 
+    def new_batch(self) -> None:
+        """The loop told of a batch whose backward pass has not begun."""
+        self._raw_hooks.backward_seen = False
+
+    @property
+    def started(self) -> bool:
+        return self._raw_hooks.started
+
+    @property
+    def host_seconds(self) -> float:
+        return self._raw_hooks.host_seconds
+
     def _zeroed(self) -> None:
         rows = self.context.rows
-        if self.raw_hooks.backward_seen:
+        if self._raw_hooks.backward_seen:
             rows.unused = 0
-        if self.raw_hooks.started or rows.ids:
-            self.raw_hooks.discard()
+        if self._raw_hooks.started or rows.ids:
+            self._raw_hooks.discard()
         else:
             self._probe.discarded()
 
     def backward(self, loss: Tensor | None) -> None:
         if not self.context.muted:
-            self.raw_hooks.gradient_arrived = False
-            self.raw_hooks.backward_called()
+            self._raw_hooks.gradient_arrived = False
+            self._raw_hooks.backward_called()
 
     def backward_over(self) -> None:
+        # `_LoopCalls` is the last listener, so `context.backward` is still the pass that ends.
         if self.context.backward is not None:
-            self.raw_hooks.backward_ended()
-            if self.raw_hooks.gradient_arrived:
+            self._raw_hooks.backward_ended()
+            if self._raw_hooks.gradient_arrived:
                 self._scale.backward_reached_optimizer()
 
     def reducing(self, tensor: Tensor, group: object, waits: bool) -> None:
-        if not self.context.muted and (group is None or group is dist.group.WORLD):
-            self.raw_hooks.reducing(gradient=self._reductions.add(tensor))
+        # Another thread may reduce values of its own over a group of its own, at another time on each rank.
+        aside = threading.get_ident() != self._thread and torch._C._current_graph_task_id() == -1
+        if not (aside or self.context.muted) and self.context.exchange.has_all_ranks(group):
+            self._raw_hooks.reducing(gradient=self._reductions.add(tensor))
 
     def clipping(self, parameters: Sequence[Tensor], norm: Tensor | None) -> None:
         if self.context.muted or self._probe.held.isdisjoint(map(id, parameters)):
@@ -175,13 +197,13 @@ class Gradients(Check):
         # If the loop's clipping computed the norm, the norm after clipping is seldom needed.
         self._look = self._look_at_gradient(norm=self._loop_norm is None or self._needs_norm)
         self._arriving = [self._loop_norm] if isinstance(self._loop_norm, Tensor) else []
-        return [*self.raw_hooks.waiting(), self._look.device_sums, self._look.norms, self._arriving]
+        return [*self._raw_hooks.waiting(), self._look.device_sums, self._look.norms, self._arriving]
 
     def meanwhile(self, probe: OptimizerProbe) -> Values:
         return {"collectives": text_digest(self._reductions.calls), "strided": probe.place(self._reductions.strided)}
 
     def before(self, probe: OptimizerProbe) -> Values:
-        look, raw = self._look, self.raw_hooks.read()
+        look, raw = self._look, self._raw_hooks.read()
         unclipped = self._arriving[0] if self._arriving else self._loop_norm
         has_norm = unclipped is None or self._needs_norm
         if raw.nonfinite and not has_norm:
@@ -191,6 +213,9 @@ class Gradients(Check):
         if self.context.settings.recording and self._reduced is None:
             share = probe.norm_share(probe.gradients(), norm)
         skipped = bool(getattr(probe.optimizer, "found_inf", None))
+        norms = self._clipping.norms() if self._clipping is not None else None
+        if norms is None:
+            norms = (0.0, 0.0) if skipped else (norm if unclipped is None else float(unclipped), norm)
         bad = 0 if skipped else raw.nonfinite
         self._note_gradients(raw)
         return {
@@ -201,8 +226,8 @@ class Gradients(Check):
             "reduced": 0 if self._reduced is None else self._reduced.digest,
             "norm share": bits_of(share),
             "skipped": int(skipped),
-            "norm": bits_of(0.0 if skipped else norm if unclipped is None else float(unclipped)),
-            "clipped": bits_of(0.0 if skipped else norm),
+            "norm": bits_of(norms[0]),
+            "clipped": bits_of(norms[1]),
             "stale": probe.place(raw.stale),
             "raw": raw.fingerprint,
             "missing": probe.place(self._first_missing()),
@@ -245,7 +270,7 @@ class Gradients(Check):
         return "lora_A" in name and other is not None and not bool(plain(other).any())
 
     def new_window(self, probe: OptimizerProbe) -> None:
-        self.raw_hooks.reset()
+        self._raw_hooks.reset()
         self.discarded(probe)
 
     def discarded(self, probe: OptimizerProbe) -> None:

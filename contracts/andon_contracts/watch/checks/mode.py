@@ -47,7 +47,7 @@ def _trains_in(mode: int, since: str) -> Callable[[Seen[object]], Finding | None
         column = seen.column("evaluating")
         if mode not in column:
             return None
-        what = f"the model is trained in evaluation mode{since}: its dropout and its batch statistics are off"
+        what = f"the model is trained in evaluation mode{since}: dropout and batch statistics are off"
         ranks = [rank for rank, each in enumerate(column) if each]
         return Finding(what, seen.step, seen.unless_all(ranks), "mode of the model")
 
@@ -57,7 +57,7 @@ def _trains_in(mode: int, since: str) -> Callable[[Seen[object]], Finding | None
 def _joined(seen: Seen[object]) -> Finding | None:
     if not seen.any("alone"):
         return None
-    what = "WORLD_SIZE says that there are several processes, and this one made no process group: it trains by itself"
+    what = "WORLD_SIZE is above 1, but this process made no process group: it trains alone"
     return Finding(what, seen.step, seen.ranks("alone"), "process group")
 
 
@@ -71,7 +71,7 @@ _LOOP_LAWS = (
 
 
 class Mode(Check):
-    before_laws = (Law("modes-agree/before", ("modes", "modules"), _modes_agree, look=("modes",)),)
+    before_laws = (Law("modes-agree/before", ("modes", "modules"), _modes_agree, by_tensor=("modes",)),)
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -129,14 +129,14 @@ class Mode(Check):
         self._updates += 1
 
     def judge_close(self) -> None:
-        """Only the end can tell that a process never joined the others."""
+        """A process without a process group is reported as a violation only now: it may still make one before."""
         if self._updates > 1 and self._is_alone():
-            self.judge_alone(_JOINED_AT_CLOSE, self._updates, {"alone": 1})
+            self.judge_alone(_JOINED_AT_CLOSE, self.context.updates, {"alone": 1})
 
     def _is_alone(self) -> bool:
         """Whether a launcher started several processes and this one made no process group with the others."""
         world_size = os.environ.get("WORLD_SIZE", "")
-        # A script may take its group down before it ends.
+        # A script may destroy its process group before it ends.
         self._joined = self._joined or (dist.is_available() and dist.is_initialized())
         return not self._joined and world_size.isdecimal() and int(world_size) > 1
 

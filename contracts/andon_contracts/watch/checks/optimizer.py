@@ -1,6 +1,6 @@
-"""The optimizer: the same hyperparameters and state on all ranks, the planned rate, the declared groups, one scale.
+"""The optimizer: the same hyperparameters, state and loss scale on all ranks, the planned rate, the declared groups.
 
-After an update, also: each parameter changed, if its dtype or float32 could represent the change.
+After an update, also: each parameter changed, if float32 could represent the change.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _RATE_TOLERANCE = 1e-9
 _FEW = 8
 """One update may rightly leave a parameter of this few elements unchanged, as Rprop does if a sign turns."""
 _NOISE = 1e-5
-"""Gradients this much smaller than the largest are rounding errors of zero, as before a batch norm."""
+"""Gradients below this share of the largest are rounding errors of zero, as before a batch norm."""
 _CERTAIN = 2.0**-10
 """An optimizer of unknown arithmetic moves an element by at least this part of rate x min(gradient, 1): LARS scales by
 1e-3 of the weights' norm, Adafactor by as much of their size."""
@@ -40,7 +40,7 @@ def _hyperparameters_agree(seen: Seen[object]) -> Finding | None:
     # The groups of ranks that train different parameters have only the learning rate in common.
     if "hyperparameters" not in seen.differing or "layout" in seen.differing:
         return None
-    # The second look gives keys of groups, not tensors: the text names them, and the finding has no tensor.
+    # The details name hyperparameters of groups instead of tensors. They go into the text, not into `Finding.tensor`.
     odd = seen.differing_tensors("hyperparameters")
     what = "the hyperparameters of the optimizers are not the same" + f": {', '.join(odd[:4])}" * bool(odd)
     return difference(Seen(seen.observations, None), "hyperparameters", what)
@@ -63,8 +63,8 @@ def _applied(seen: Seen[object]) -> Finding | None:
     due, spacing = (real_of(first.values[f"unmoved {name}"]) for name in ("due", "spacing"))
     lost = due <= spacing / 2
     what = (
-        f"did not change, although its gradient and learning rate call for an update of about {due:.2g}; the values "
-        f"that its dtype holds are {spacing:.2g} apart there{', so that the update is rounded away' * lost}"
+        f"did not change, although its gradient and learning rate call for an update of about {due:.2g}; "
+        f"neighbouring values of its dtype are {spacing:.2g} apart there{', so the update is rounded away' * lost}"
     )
     applied = "the optimizer holds other parameters than the model"
     likely = "the precision is too low for this learning rate" if lost else applied
@@ -77,10 +77,10 @@ _HYPERPARAMETERS = ("hyperparameters", "rate", "layout")
 
 class Optimizer(Check):
     before_laws = (
-        Law("hyperparameters-agree/before", _HYPERPARAMETERS, _hyperparameters_agree, look=("hyperparameters",)),
+        Law("hyperparameters-agree/before", _HYPERPARAMETERS, _hyperparameters_agree, by_tensor=("hyperparameters",)),
         Law("learning-rate-planned/before", ("rate", "planned"), _rate_planned),
         none_has(
-            "groups-planned/before", "ungrouped", "does not have the hyperparameters that are declared for its name"
+            "groups-planned/before", "ungrouped", "does not have the hyperparameters that groups= declares for its name"
         ),
         agreeing("scaler-agrees/before", ("scale",), "the loss scales are not the same", real=True),
     )
@@ -167,10 +167,10 @@ def _equals(actual: object, value: Any) -> bool:
 
 
 class OptimizerState:
-    """Digests the state of `optimizer` for `members`, in the same order on all ranks: by member, then by name.
+    """Digests the state of `optimizer` for `members`, in an order that is the same on all ranks.
 
-    `_sizes`, `_names` and `_values` are the layout of the last look. `_sizes` stays unset if some value was no tensor.
-    `_values` holds the tensors, so that no new tensor can have the identity of an old one.
+    `_sizes`, `_names` and `_values` are the layout of the last look. If some value is not a tensor, `_sizes` is None
+    and each look reads the layout. `_values` holds the tensors, so that no new tensor gets the identity of an old one.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, members: Sequence[torch.nn.Parameter]) -> None:
@@ -186,7 +186,7 @@ class OptimizerState:
         self._values: list[object] = []
 
     def look(self) -> Look:
-        """Read all tensors, names and other values of the state as it is now. Waits for no device."""
+        """Start reading the tensors, names and other values of the state. Waits for no device."""
         states = list(map(self._optimizer.state.get, self._members))
         same_layout = (
             self._sizes is not None
@@ -208,13 +208,13 @@ class OptimizerState:
                 continue
             names = tuple(state)
             if names not in self._sorted:
-                # Ranks may have filled it in different orders, and names may be of several types.
+                # Ranks may have added names in different orders, and names may be of several types.
                 self._sorted[names] = tuple(sorted(names, key=repr))
             rest.append(self._sorted[names])
             for name in self._sorted[names]:
                 state_tensors(state[name], tensors, rest)
-        # Tensors of whole 8-byte words first. After a count of 4 bytes, as every parameter has one, a GPU would have to
-        # copy all moments to align them.
+        # Tensors of whole 8-byte words come first. After a step count of 4 bytes, a GPU would have to copy all moments
+        # to align them.
         tensors.sort(key=lambda each: each.numel() * each.element_size() % 8 != 0)
         self._tensors, self._digest_of_rest = tuple(tensors), self._rest.digest(rest)
         tables = [each for each in states if type(each) is dict]
@@ -226,9 +226,9 @@ class OptimizerState:
 
 @dataclass(frozen=True)
 class Unmoved:
-    """A member that kept every bit, at the element whose update was due most clearly.
+    """A member that kept every bit, at the element whose expected update is the largest in units of its spacing.
 
-    due: the update of that element, an estimate if the arithmetic of the optimizer is not known. spacing: the distance
+    due: the expected update of that element, estimated if the optimizer's arithmetic is unknown. spacing: the distance
     to the next value in the dtype of the member.
     """
 
@@ -254,7 +254,7 @@ class Applied(Check):
         self._weights: list[Tensor] = []
         """Copies from before the update; empty if the window is not sampled."""
         self._gradients: dict[int, Tensor] = {}
-        """By member, of those that have to move."""
+        """By member index, the gradients large enough that the member must change."""
         self._small_unmoved: set[int] = set()
         """Small members that kept every bit in the last window. They are reported if they do so twice in a row."""
 
@@ -267,7 +267,7 @@ class Applied(Check):
         return {}
 
     def remember(self, *, sampled: bool) -> None:
-        """Copy the members before an update."""
+        """Copy the members before an update, if it is sampled or small members did not change in the last one."""
         self._weights, self._gradients = [], {}
         if not (sampled or self._small_unmoved):
             return
@@ -305,8 +305,8 @@ class Applied(Check):
         return [each for each in found if each.member not in small or each.member in twice]
 
     def _overdue(self, index: int, gradient: Tensor) -> Unmoved | None:
-        """A member that kept every bit. None if its update may have been rounded away, if the loop removed it from the
-        optimizer meanwhile, or if its elements are not stored one by one, as those of quantized weights.
+        """Describe member `index`, which kept every bit. None if its update may have been rounded away, if the loop
+        removed it from the optimizer meanwhile, or if its elements are not stored one by one (quantized weights).
         """
         member = self._members[index]
         weight = plain(member)
@@ -336,9 +336,9 @@ def _rate(group: dict[str, Any]) -> float:
 def _due(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], member: torch.nn.Parameter, g: Tensor
 ) -> tuple[Tensor, float]:
-    """The size of each element's update, in float64, and the part of it that is certain. g: the gradient before it."""
+    """The expected size of each element's update, in fp64, and the certain part of it. g: the gradient before it."""
     kind, rate, weight = type(optimizer), _rate(group), plain(member)
-    state = optimizer.state.get(member)  # of an optimizer that torch does not have this may be anything
+    state = optimizer.state.get(member)  # may be anything in an optimizer that is not torch's
     kept = {key: plain(each) for key, each in state.items() if isinstance(each, Tensor)} if type(state) is dict else {}
     if kind is torch.optim.SGD and not weight.is_complex():
         g = (-g if group["maximize"] else g).double() + group["weight_decay"] * weight.double()
@@ -352,6 +352,6 @@ def _due(
         moved = rate * kept["exp_avg"].double().abs() / first / (squares.sqrt() + group["eps"])
         decay = group["weight_decay"] if group.get("decoupled_weight_decay", kind is torch.optim.AdamW) else 0.0
         return torch.maximum(moved, rate * decay * weight.double().abs()), 1.0
-    # A search along a line may find no better place, and rightly stays.
+    # A line search may find no better point, and rightly keeps the weights.
     certain = 0.0 if isinstance(optimizer, torch.optim.LBFGS) else _CERTAIN
     return rate * g.abs().double().clamp(max=1.0), certain

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from andon_contracts.agree import bits_of, real_of
+from andon_contracts.agree import WRAP, bits_of, real_of
 from andon_contracts.digest import digests_by_name
 from andon_contracts.laws.law import Law, Observations
 from andon_contracts.laws.update import COUNTED, EVALUATED, RESTORED, Count, Evaluation, Restored
@@ -22,12 +22,11 @@ from andon_contracts.violation import first_line
 from andon_contracts.watch.check import Check, Context, Cover, OptimizerProbe, declared
 from andon_contracts.watch.values import ids_of, lenient_digest, state_digest, text_digest
 
-_WRAP = 1 << 64
 S = TypeVar("S")
 
 
 class Outcomes(Check):
-    """`Watch.evaluated`, `saved` and `loaded`. They are collective, and refuse on all ranks or on none."""
+    """Implements `Watch.evaluated`, `saved` and `loaded`: collective calls that raise on all ranks or on none."""
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -35,15 +34,13 @@ class Outcomes(Check):
         modules = context.subject.inner.named_modules()
         self._batch_norms = [(n, m) for n, m in modules if isinstance(m, _BatchNorm) and m.track_running_stats]
         self._batch_norm_in_training = 0
-        """The number, from 1, of a batch norm in training mode in the last forward pass without gradients since an
-        update; 0 for none.
-        """
+        """The number, from 1, of a batch norm in training mode in the last forward pass without gradients; 0: none."""
 
     def cover(self) -> Mapping[str, Cover]:
         return {
             "updates-planned": declared(self.context.settings.updates, "updates="),
-            "evaluation-once": Cover("live", "if w.evaluated reports one"),
-            "checkpoint-whole": Cover("live", "if w.saved and w.loaded report one"),
+            "evaluation-once": Cover("live", "if the loop calls w.evaluated"),
+            "checkpoint-whole": Cover("live", "if the loop calls w.saved and w.loaded"),
         }
 
     def forward(self, module: object, args: object, kwargs: object) -> None:
@@ -161,9 +158,9 @@ class Outcomes(Check):
         return {f"random state of rank {rank}": (state,) * len(states) for rank, state in enumerate(states)}
 
     def _judge_restored(self, saved: Mapping[str, int], live: Mapping[str, tuple[int, ...]]) -> None:
-        wanted = {name: digest % _WRAP for name, digest in saved.items()}
+        wanted = {name: digest % WRAP for name, digest in saved.items()}
         # A checkpoint does not restore state that the optimizer created after the save.
-        found = {name: tuple(digest % _WRAP for digest in live[name]) for name in wanted if name in live}
+        found = {name: tuple(digest % WRAP for digest in live[name]) for name in wanted if name in live}
         self._judge(RESTORED, Restored(wanted, found, self._step))
 
     def _raise_on_all_ranks(self, problem: str) -> None:
@@ -184,7 +181,7 @@ def _table(
     except (TypeError, ValueError) as error:
         return [], str(error)
     lengths = [len(column) for column in table]
-    return table, f"ids, predictions and labels have {lengths} rows" if len(set(lengths)) > 1 else ""
+    return table, f"ids, predictions and labels have different lengths: {lengths}" if len(set(lengths)) > 1 else ""
 
 
 def _live_digests(probes: Sequence[OptimizerProbe]) -> dict[str, int]:
@@ -206,7 +203,7 @@ def _dense(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _gathered(value: Any) -> Any:
-    """A sharded tensor gathered from all ranks, so that its digest does not depend on the sharding, or the value."""
+    """Gather a sharded tensor, so that its digest does not depend on the sharding. Returns other values unchanged."""
     gathered = getattr(value, "full_tensor", None)
     return value if gathered is None else gathered()
 
@@ -227,6 +224,6 @@ def _read_digests(path: Path, optimizers: int) -> tuple[dict[str, int], list[int
     try:
         digests = {name: int(text, 16) for name, text in read_json(_digest_file(path)).items()}
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        return {}, [0] * optimizers, f"{_digest_file(path)} does not say what was saved: {error}"
+        return {}, [0] * optimizers, f"cannot read the digests of the checkpoint from {_digest_file(path)}: {error}"
     first = digests.get("updates", 0)
     return digests, [digests.pop(_updates_key(index), first) for index in range(optimizers)], ""

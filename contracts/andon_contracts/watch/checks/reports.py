@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from numbers import Number
 
 import torch
 from torch import Tensor
@@ -13,7 +15,7 @@ from torch import Tensor
 from andon_contracts.agree import bits_of, majority, minority, real_of
 from andon_contracts.laws.law import Law, Observations, Seen, unless_all
 from andon_contracts.observe import flat_digest
-from andon_contracts.violation import Finding
+from andon_contracts.violation import Finding, named_ranks
 from andon_contracts.watch.check import Check, Context, Cover, OptimizerProbe, Values
 from andon_contracts.watch.ledger import UpdateRows
 from andon_contracts.watch.values import contents_of, ids_of, text_digest, value_digest
@@ -39,6 +41,7 @@ class ReportedRows:
     planned: tuple[int, ...] | None = None
     rows: int | None = None
     expected: Mapping[int, int] | None = None
+    source: str = "the expected content"
 
 
 def _rows_once(batch: ReportedRows) -> Finding | None:
@@ -49,9 +52,9 @@ def _rows_once(batch: ReportedRows) -> Finding | None:
         what, rows = f"rows {repeated[:8]} were used more than once", repeated
     elif batch.planned is not None and union != Counter(batch.planned):
         rows, lacking = sorted(union - Counter(batch.planned)), sorted(Counter(batch.planned) - union)
-        what = f"rows {lacking[:8]} were planned and not used, rows {rows[:8]} used and not planned"
+        what = f"rows {lacking[:8]} were planned but not used, rows {rows[:8]} used but not planned"
     elif outside:
-        what, rows = f"rows {outside[:8]} are outside the {batch.rows} of the data", outside
+        what, rows = f"rows {outside[:8]} are beyond the {batch.rows} rows of the data set", outside
     else:
         return None
     ranks = [rank for rank, part in enumerate(batch.ids) if set(part) & set(rows)]
@@ -68,53 +71,72 @@ def _contents_planned(batch: ReportedRows) -> Finding | None:
     ]
     if not odd:
         return None
-    what = f"rows {[row for _, row in odd][:8]} had other contents than the data set has for them"
-    ranks = sorted({rank for rank, _ in odd})
-    return Finding(what, batch.step, unless_all(ranks, len(batch.ids)), f"row {odd[0][1]}")
+    what = f"the content of rows {[row for _, row in odd][:8]} differs from {batch.source}"
+    return Finding(what, batch.step, unless_all((rank for rank, _ in odd), len(batch.ids)), f"row {odd[0][1]}")
 
 
 def _same_data(seen: Seen[object]) -> Finding | None:
     if "data" not in seen.differing:
         return None
-    what = "the ranks' data sets have different contents for the rows of this batch"
+    what = "the ranks' data sets have different content for the same rows"
     return Finding(what, seen.step, minority(seen.column("data")), "data set")
 
 
 def _loss_reported(seen: Seen[object]) -> Finding | None:
-    mean = sum(map(real_of, seen.column("loss sum"))) / max(sum(seen.column("loss rows")), 1)
+    rows = sum(seen.column("loss rows"))
+    if not rows:  # no rank called `w.loss`: nothing to compare with
+        return None
+    mean = sum(map(real_of, seen.column("loss sum"))) / rows
     reported = {o.rank: real_of(o.values["reported"]) for o in seen.observations if o.values["reports"]}
     odd = [rank for rank, each in reported.items() if not math.isclose(each, mean, rel_tol=1e-4, abs_tol=1e-7)]
     if not odd:
         return None
-    what = f"the loss reported is {reported[odd[0]]!r}, the mean over the rows of all ranks is {mean!r}"
+    what = f"the reported loss is {reported[odd[0]]!r}, but the mean over the rows of all ranks is {mean!r}"
     return Finding(what, seen.step, seen.unless_all(odd), "loss")
 
 
-def _as_expected(seen: Seen[object]) -> Finding | None:
+def _as_expected(seen: Seen[Sequence[Mapping[str, str]]]) -> Finding | None:
+    """want: by rank, the text of each value by name; empty until a difference was found."""
     for index in range(EXPECTED):
-        name = f"stream {index}"
-        must, values = majority(seen.column(f"{name} must")), seen.column(name)
+        musts, values = seen.column(f"stream {index} must"), seen.column(f"stream {index}")
+        told = [rank for rank, must in enumerate(musts) if must]
+        must = majority([musts[rank] for rank in told] or [0])
+        equal = [rank for rank in told if [values[each] for each in told].count(values[rank]) > 1]
         if must == _MUST["agree"] and len(set(values)) > 1:
-            return Finding("the ranks have different values, and must agree", seen.step, minority(values), name)
-        if must == _MUST["differ"] and len(set(values)) < len(values):
-            equal = [rank for rank, value in enumerate(values) if values.count(value) > 1]
-            return Finding(f"ranks {equal} have the same value, and must differ", seen.step, (), name)
+            what, ranks = "the values differ between ranks, but must agree", minority(values)
+            likely = "each rank computes the value from its own rows, settings or random numbers"
+        elif must == _MUST["differ"] and equal:
+            what, ranks = f"the values of {named_ranks(equal)} are equal, but must differ", ()
+            likely = "the value does not depend on the rank"
+        else:
+            continue
+        name = min((sorted(texts)[index] for texts in seen.want if index < len(texts)), default=f"value {index + 1}")
+        texts = [each.get(name, "no value was reported") for each in seen.want]
+        shown = ", ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
+        what += f" ({shown})" * bool(shown)
+        named = any(each.get(name) for each in seen.want)
+        return Finding(what, seen.step, ranks, name, likely=likely if named else None)
     return None
+
+
+def _text_of(value: object) -> str:
+    """A number, a short text or a tensor of few elements as text; "" for any other value, as a random state."""
+    if isinstance(value, Tensor) and value.numel() <= EXPECTED:
+        return str(value.tolist())
+    return repr(value) if isinstance(value, Number) or (isinstance(value, str) and len(value) < 80) else ""
 
 
 _ROWS = (Law("samples-once/told", ("ids",), _rows_once),)
 _CONTENTS = (Law("content-planned/told", ("contents",), _contents_planned),)
 _DATA = (Law("content-planned/data", ("data",), _same_data),)
 _STREAMS = tuple(f"stream {index}{must}" for index in range(EXPECTED) for must in (" must", ""))
+_EXPECTED = (Law("randomness-declared/before", _STREAMS, _as_expected),)
 
 
 class LoopReports(Check):
-    """Holds the arguments of `Watch.batch`, `Watch.loss` and `Watch.expect` until the update that they belong to."""
+    """Stores and judges what `Watch.batch` and `loss` report of an update, and the last values of `Watch.expect`."""
 
-    before_laws = (
-        Law("loss-reported/before", ("reports", "reported", "loss sum", "loss rows"), _loss_reported),
-        Law("randomness-declared/before", _STREAMS, _as_expected),
-    )
+    before_laws = (Law("loss-reported/before", ("reports", "reported", "loss sum", "loss rows"), _loss_reported),)
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -123,21 +145,22 @@ class LoopReports(Check):
         """The rows of this update, for the ledger."""
         self.unreported = {"loss-reported", "randomness-declared"}
         """Clauses for which the loop has reported nothing yet."""
-        self._expected: dict[str, tuple[int, int]] = {}
+        self._expected: dict[str, tuple[int, int, str]] = {}
         self._contents: dict[int, int] = {}
-        """By row, as first reported."""
-        self._epochs = 0
+        """By row id, the digest of its content as first reported."""
+        self._epochs_known = context.settings.rows is not None and context.settings.plan is not None
+        self._epochs, self._mean_told = 0, False
         self._epoch: set[int] = set()
 
     def cover(self) -> Mapping[str, Cover]:
         planned, contents = self.context.settings.plan is not None, self.context.settings.contents
-        of_rows = "of torch's data loaders and w.batch; without plan=: no row twice" * (not planned)
-        no_contents = "needs w.batch(content=); without contents=: compared with the same row earlier"
+        of_rows = "without plan=: only that no row of a data loader or of w.batch comes twice" * (not planned)
+        no_contents = "needs w.batch(content=); without contents=: each row is compared with its earlier content"
         return {
             "samples-once": Cover("live" if planned else "degraded", of_rows),
             "content-planned": Cover("live" if contents else "degraded", "" if contents else no_contents),
-            "loss-reported": Cover("live", "if w.expect reports one"),
-            "randomness-declared": Cover("live", "if w.expect reports values"),
+            "loss-reported": Cover("live", "if the loop calls w.expect with must='mean'"),
+            "randomness-declared": Cover("live", "if the loop calls w.expect"),
         }
 
     def batch(self, ids: Sequence[int] | Tensor, content: Sequence[object] | None = None) -> None:
@@ -150,17 +173,16 @@ class LoopReports(Check):
 
     def expect(self, name: str, value: object, must: str) -> None:
         if must not in ("agree", "differ", "mean"):
-            raise ValueError(f"must is 'agree', 'differ' or 'mean', not {must!r}")
+            raise ValueError(f"must= takes 'agree', 'differ' or 'mean', not {must!r}")
         if must == "mean":
-            self.unreported.discard("loss-reported")
-            self._rows.reported = float(value)  # type: ignore[arg-type]
+            self._mean_told, self._rows.reported = True, float(value)  # type: ignore[arg-type]
             return
         if name not in self._expected and len(self._expected) == EXPECTED:
-            raise ValueError(f"{name!r} is one value more than {EXPECTED} that can be compared")
+            raise ValueError(f"at most {EXPECTED} values can be compared; {name!r} is one more")
         self.unreported.discard("randomness-declared")
         state = value.get_state() if isinstance(value, torch.Generator) else value
         digest = flat_digest([state]) if isinstance(state, Tensor) else value_digest(state, f"the value of {name!r}")
-        self._expected[name] = (_MUST[must], digest)
+        self._expected[name] = (_MUST[must], digest, _text_of(value))
 
     def compare_data(self) -> None:
         contents, rows = self.context.settings.contents, self.context.settings.rows
@@ -184,14 +206,23 @@ class LoopReports(Check):
             "reported": bits_of(rows.reported or 0.0),
         }
         expected = [self._expected[name] for name in sorted(self._expected)]
-        for index, (must, digest) in enumerate([*expected, *[(0, 0)] * EXPECTED][:EXPECTED]):
+        for index, (must, digest, _) in enumerate([*expected, *[(0, 0, "")] * EXPECTED][:EXPECTED]):
             values |= {f"stream {index} must": must, f"stream {index}": digest}
         return values
 
     def judge(self, probe: OptimizerProbe, said: Observations, aligned: Observations) -> None:
-        """Gather the rows of this update and judge them by the plan and the data."""
+        """Judge the values of this update, then gather its rows and judge them by `plan=`, `rows=` and `contents=`."""
         context, settings, step = self.context, self.context.settings, said[0].step
+        judged = context.verdicts.judgement(_EXPECTED, Seen[Sequence[Mapping[str, str]]](said, ()))
+        if judged.first is not None and not context.verdicts.is_reported("randomness-declared"):
+            texts = context.exchange.gather_texts(
+                step, json.dumps({n: text for n, (*_, text) in self._expected.items()})
+            )
+            judged.seen = replace(judged.seen, want=[json.loads(text) for text in texts])
+        context.verdicts.report_all(judged, context.scene_of(probe, aligned, applied=False))
         self.of_update = UpdateRows()
+        if any(o.values["reports"] for o in said) and any(o.values["loss rows"] for o in said):
+            self.unreported.discard("loss-reported")
         if any(o.values["windows passed"] for o in said):
             self._use_skipped_windows(step)
         if not any(o.values["rows"] for o in said):
@@ -202,27 +233,30 @@ class LoopReports(Check):
         ids, contents = (tuple(tuple(part[column]) for part in parts) for column in (0, 1))
         union = [row for part in ids for row in part]
         known = tuple(content for part in contents for content in part) if with_contents else ()
-        # The epoch of these rows, and how many of its rows were used before. Unknown without `rows=`.
+        # The epoch of these rows, and how many of its rows were used before.
         position = (self._epochs + 1, 0) if self._epoch & set(union) else (self._epochs, len(self._epoch))
-        self.of_update = UpdateRows(ids, known, *((None, None) if settings.rows is None else position))
-        expected: dict[int, int] | None = None
+        self.of_update = UpdateRows(ids, known, *(position if self._epochs_known else (None, None)))
+        expected, source = dict[int, int](), "their content when first reported (no contents=)"
         if with_contents and settings.contents is not None:
             of_data = contents_of(settings.contents(union), len(union))
             self._judge_data(step, of_data)
-            expected = dict(zip(union, of_data, strict=True))
+            expected, source = dict(zip(union, of_data, strict=True)), "what contents= returns for them"
         elif with_contents:
             expected = self._contents
         reported = contents if with_contents else ((),) * len(ids)
         # The plan goes on past updates that a loss scaler skipped.
         planned = None if settings.plan is None else tuple(settings.plan(step + probe.skipped))
-        batch = ReportedRows(step, ids, reported, planned, settings.rows, expected)
+        batch = ReportedRows(step, ids, reported, planned, settings.rows, expected, source)
         context.verdicts.judge((*_ROWS, *_CONTENTS) if with_contents else _ROWS, batch, context.scene())
         for row, content in zip(union, known, strict=False):
             self._contents.setdefault(row, content)
         self._use(union)
 
+    def closing_lines(self) -> list[str]:
+        without_losses = self._mean_told and "loss-reported" in self.unreported
+        return ["  loss-reported: not judged, no w.loss(...) for the mean of w.expect"] * without_losses
+
     def _use_skipped_windows(self, step: int) -> None:
-        """Count the rows of updates that a loss scaler skipped as used, update by update."""
         passed = self._rows.skipped_windows
         windows = [window for window, ids in enumerate(passed) for _ in ids]
         parts = self.context.exchange.gather_columns(step, [[row for ids in passed for row in ids], windows])
@@ -231,9 +265,9 @@ class LoopReports(Check):
         self._rows.skipped_windows = []
 
     def _use(self, union: Sequence[int]) -> None:
-        """Count rows as used in this epoch. The next one begins if a row comes again, or if all were used."""
+        """Count rows as used in this epoch. A new epoch begins if a row comes again, or if all were used."""
         rows = self.context.settings.rows
-        if rows is None:
+        if rows is None or not self._epochs_known:
             return
         if self._epoch & set(union):
             self._epoch, self._epochs = set(), self._epochs + 1

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from andon_contracts.digest import mix64
 from andon_contracts.laws.law import Law, Observations, Seen, unless_all
 from andon_contracts.observe import Look, Observer
-from andon_contracts.violation import Finding
+from andon_contracts.violation import Finding, named_ranks
 from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values
 from andon_contracts.watch.intercept import LoaderPass, Yielded, is_running, report_unreadable, storage_ids, tensors_in
 
@@ -32,20 +32,21 @@ _ALWAYS, _IN_A_ROW = 16, 4
 rows never does.
 """
 _LEAST = 6
-"""Fewer rows may come in the same order by chance."""
+"""Passes with fewer rows than this may have the same order by chance."""
 _MOST = 1 << 16
 """The most different rows of a pass that are counted."""
 _SURE, _LIKELY = 2, 3
-"""Updates in a row in which all ranks trained on the same rows: a fault if the rows are known, else suspicious."""
+"""After this many updates in a row with the same rows on all ranks: a fault if rows are known, else a suspicion."""
 
 
 @dataclass(frozen=True)
 class _RowsSeen:
     """What all ranks observed of their rows; the same on every rank except `rows`.
 
-    same: for how many updates in a row all ranks drew the same rows and gave them to the model. same_input: the same by
-    the inputs of the model or the raw gradients, if the rows are not known. rows: some of this rank's rows. repeated,
-    ranks: rows that came twice in one pass over their data, and the ranks that had them.
+    same: for how many updates in a row all ranks drew the same rows and gave them to the model. same_input: for how
+    many updates in a row, with unknown rows, inputs or raw gradients were equal. rows: this rank's rows of the update.
+    repeated, ranks: rows that came too often in one pass over the data, and the ranks that had them. readers: the ranks
+    that read the same rows in one update.
     """
 
     step: int
@@ -54,28 +55,30 @@ class _RowsSeen:
     rows: Sequence[int] = ()
     repeated: Sequence[int] = ()
     ranks: tuple[int, ...] = ()
+    readers: tuple[int, ...] = ()
 
 
 def _distributed(seen: _RowsSeen) -> Finding | None:
     if seen.same < _SURE:
         return None
     rows = f" (rows {list(seen.rows)[:8]})" if seen.rows else ""
-    what = f"in {seen.same} updates in a row all ranks trained on the same rows{rows}: nothing deals them out"
+    what = f"all ranks trained on the same rows{rows} in {seen.same} consecutive updates: no sampler splits the rows"
     return Finding(what, seen.step, (), "global batch")
 
 
 def _inputs_differ(seen: _RowsSeen) -> Finding | None:
     if seen.same_input < _LIKELY:
         return None
-    what = (
-        f"in {seen.same_input} updates in a row all ranks gave the model the same inputs, or had the same raw gradients"
-    )
-    return Finding(f"{what}, bit for bit: do they train on the same rows?", seen.step, (), "global batch")
+    what = f"in {seen.same_input} consecutive updates, the model's inputs or the raw gradients were equal on all ranks"
+    return Finding(f"{what}, bit for bit: do the ranks train on the same rows?", seen.step, (), "global batch")
 
 
 def _once_in_a_pass(seen: _RowsSeen) -> Finding | None:
-    what = f"rows {list(seen.repeated)[:8]} came again in one pass over the data, before its end"
-    return Finding(what, seen.step, seen.ranks, "global batch") if seen.repeated else None
+    what, likely = f"rows {list(seen.repeated)[:8]} came more than once in one pass over the data", None
+    if seen.readers:
+        likely = "no DistributedSampler, so that each rank reads all rows"
+        what = f"{named_ranks(seen.readers)} read the same rows {list(seen.repeated)[:8]}"
+    return Finding(what, seen.step, seen.ranks, "global batch", likely=likely) if seen.repeated else None
 
 
 def _order_renewed(seen: Seen[object]) -> Finding | None:
@@ -111,7 +114,7 @@ class LoadedRows(Check):
         """The number of a pass that has the order of the pass before."""
         self._counts: defaultdict[int, _PassCount] = defaultdict(_PassCount)
         self._numbers: weakref.WeakKeyDictionary[LoaderPass, int] = weakref.WeakKeyDictionary()
-        """The passes that were trained on. Their numbers are the same on all ranks."""
+        """A number for each pass that was trained on; the same on all ranks."""
         self._next_number = 0
         self._unended: list[LoaderPass] = []
         self._uneven: dict[str, None] = {}
@@ -135,11 +138,11 @@ class LoadedRows(Check):
                 self._inputs += [each[:: max(each.numel() // _SAMPLED, 1)].clone() for each in flat]
             if batch is not None:
                 if not any(each.dim() and each.shape[0] == len(batch.ids or ()) for each in tensors):
-                    # Such as a part of a batch that all ranks read: its rows are not known.
+                    # For example, each rank takes a part of a batch that all ranks read: its rows are not known.
                     batch.ids = batch.keys = None
                 self._train_on(batch)
         except Exception as error:  # noqa: BLE001 - the inputs of a model may raise anything
-            report_unreadable("what the model is given", error)
+            report_unreadable("the model's inputs", error)
 
     def _take_batch(self, places: frozenset[int]) -> Yielded | None:
         """Find the batch that a forward pass with this memory consumes. None if it was consumed before."""
@@ -188,7 +191,7 @@ class LoadedRows(Check):
         }
 
     def before(self, probe: OptimizerProbe) -> Values:
-        # [0, 2^63); 0: nothing is known of the inputs
+        # in [0, 2^63); 0: the inputs are unknown
         return {"given": 0 if self._look is None else self._look.digest >> 1}
 
     def judge(self, probe: OptimizerProbe, said: Observations, aligned: Observations) -> None:
@@ -207,7 +210,7 @@ class LoadedRows(Check):
             self._judge_passes(seen.step)
 
     def _judge_passes(self, step: int) -> None:
-        """Gather the rows since the last time. A pass must have each row once."""
+        """Gather the rows since the last call, and judge whether a pass has rows more often than it may."""
         table: list[tuple[int, ...]] = []
         for each in self._not_gathered:
             of_pass = (self._numbers[each.source], each.source.size, each.source.most_repeats, each.so_far)
@@ -224,7 +227,9 @@ class LoadedRows(Check):
             again = count.repeated()
             ranks = sorted({rank for key in again for rank in count.ranks[key]})
             repeated = sorted(count.row[key] for key in again)
-            found = _RowsSeen(step, repeated=repeated, ranks=unless_all(ranks, self.context.world))
+            own = [sorted(key for of_pass, *_, key in zip(*part, strict=True) if of_pass == number) for part in parts]
+            same = tuple(rank for rank in ranks if own[rank] and own.count(own[rank]) > 1)
+            found = _RowsSeen(step, repeated=repeated, ranks=unless_all(ranks, self.context.world), readers=same)
             self.context.verdicts.judge(_PASS, found, self.context.scene())
         for number in [each for each in self._counts if each < max(numbers, default=0) - 1]:
             del self._counts[number]
@@ -238,13 +243,12 @@ class LoadedRows(Check):
         return list(self._uneven)
 
     def _note_ended_passes(self) -> None:
-        """Note which rows the ended passes left out or had twice. Forget these passes, and those broken off."""
+        """Note how many rows the ended passes left out or repeated. Forget these passes and those broken off."""
         for each in self._unended:
             extra = self.context.world * each.rows - each.size
             if each.finished and each.most_repeats == 1 and 0 < abs(extra) < each.size:
-                what = f"{extra} rows more than the {each.size} of the data fill up" if extra > 0 else ""
-                what = what or f"{-extra} of the {each.size} rows of the data are left out of"
-                self._uneven[f"  rows: {what} a pass over them ({each.sampler})"] = None
+                what = f"repeated {extra}" if extra > 0 else f"left out {-extra}"
+                self._uneven[f"  rows: one pass over the data {what} of its {each.size} rows ({each.sampler})"] = None
         self._unended = [each for each in self._unended if is_running(each)]
 
 

@@ -5,9 +5,9 @@ weight 1/2. The graph is followed from the loss through nodes that multiply, add
 and sums over terms. With any other node the weight is unknown, and nothing is judged. The reduction factor of the loop
 is read off one parameter: its gradient before the update over the sum of the raw gradients of all ranks.
 
-The product over all passes and ranks is the weight of all terms of the global batch. It is 1 for a mean, whichever
-place divides, and 4 if two micro-batches on two ranks were added without a division. A loop may weigh its loss on
-purpose. Therefore only factors that come from the layout are judged, and they are a suspicion.
+The sum of the weights over all passes and ranks, times the reduction factor, is the weight of all terms of the global
+batch. It is 1 for a mean, and 4 if two micro-batches on two ranks were added without a division. A loop may weigh its
+loss on purpose. Therefore only factors that come from the layout are reported, as a suspicion.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ from torch import Tensor
 
 from andon_contracts.agree import bits_of, real_of
 from andon_contracts.laws.law import Law, Observations, Seen
+from andon_contracts.observe import has_other_hooks
 from andon_contracts.violation import Finding
 from andon_contracts.watch.check import LIVE, BackwardPass, Check, Context, Cover, OptimizerProbe, Values
+from andon_contracts.watch.checks.audit import name_ratio
 from andon_contracts.watch.values import text_digest
 
 _UNKNOWN_WEIGHT = -1  # sent as the number of backward passes
 _ROUNDING = 5e-3
-"""The relative rounding of a factor that is read off gradients, which may have 16 bits."""
+"""The relative rounding error of a factor computed from gradients, which may have 16 bits."""
 _CANCELLED = 1e-3
-"""A sum below this share of the magnitudes in it has lost too many digits for a factor."""
+"""A sum smaller than this share of its summands' magnitudes has lost too many digits to give a factor."""
 
 
 def _close(one: float, other: float) -> bool:
@@ -41,7 +43,7 @@ def _close(one: float, other: float) -> bool:
 class Scale:
     """The total weight of all terms of one update.
 
-    first_part: by the first part of each loss; 1 for a mean. equal_parts: by all parts with the weight of the first.
+    first_part: from the first part of each loss; 1 for a mean. equal_parts: from all parts with the first one's weight.
     line: the digest of the source line that called for the backward passes. passes: their number on each rank, or 0 if
     the ranks have different numbers. terms: in the means and sums of all ranks, or 0 if unknown. deliberate: a factor
     is not a whole number, so the user wrote it. squared: the losses are of squares. reduction_factor: the gradient that
@@ -57,13 +59,14 @@ class Scale:
     squared: bool
     reduction_factor: float
 
-    def description(self, world: int) -> str:
+    def description(self, world: int, factor: str = "") -> str:
         weight = self.first_part / self.reduction_factor / world
-        passes = f"{self.passes} backward passes have loss weight {weight / max(self.passes, 1):.3f}"
+        passes = f"{self.passes} backward passes of loss weight {weight / max(self.passes, 1):.3f} each"
         loss = passes if self.passes > 1 else f"the loss has weight {weight:.3f}"
         if world > 1:
-            loss = f"on each of {world} ranks {loss}; the reduced gradient is {self.reduction_factor:.3f} of the sum"
-        return f"{loss}: {self.first_part:.3f} times the gradient of a mean"
+            loss = f"on each of {world} ranks, {loss}; reduction factor {self.reduction_factor:.3f}"
+        equals = f" ({factor.strip()})" if factor else ""
+        return f"the gradient is {self.first_part:.3f} times that of the mean loss{equals}: {loss}"
 
     @property
     def is_mean(self) -> bool:
@@ -112,14 +115,15 @@ def _short_window(seen: Seen[Scales]) -> Finding | None:
         return None
     for what, here, full in (("micro-batches", now.passes, before.passes), ("terms", now.terms, before.terms)):
         if 0 < here < full and _close(now.first_part / before.first_part, here / full):
-            shown = f"{now.description(len(seen.observations))}, and {before.first_part:.3f} times in the window before"
-            window = f"a window of {here} of {full} {what} is divided like a full one"
-            return Finding(f"{shown}: {window}", seen.step, (), "gradient")
+            shown = f"{now.description(len(seen.observations))}. In the window before: {before.first_part:.3f} times"
+            window = f"a window of {here} {what} is divided like one of {full}"
+            likely = "the loss of a last, shorter window is divided by the numbers of a full one"
+            return Finding(f"{window}: {shown}", seen.step, (), "gradient", likely=likely)
     return None
 
 
 def _factor_of_layout(seen: Seen[Scales]) -> Finding | None:
-    """The same factor of the layout too much or too few, in this update and in the last one with a known scale."""
+    """A finding if this update and the last one with a known scale are off by the same count of ranks or passes."""
     now, before = seen.want
     if before is None or now.is_mean or now.line != before.line or not _close(now.first_part, before.first_part):
         return None
@@ -135,7 +139,8 @@ def _factor_of_layout(seen: Seen[Scales]) -> Finding | None:
     if not any(_close(now.first_part, each) or _close(now.first_part, 1 / each) for each in layout):
         return None
     twice = "the loss is divided twice, by the number of micro-batches or the world size, or it is scaled on purpose"
-    return Finding(now.description(world), seen.step, (), "gradient", likely=twice if now.first_part < 1 else "")
+    what = now.description(world, name_ratio(now.first_part, world, passes, _ROUNDING))
+    return Finding(what, seen.step, (), "gradient", likely=twice if now.first_part < 1 else None)
 
 
 _READS = (
@@ -219,7 +224,7 @@ class LossParts:
         """Raises `_Unknown` if the graph does not determine them."""
         self._nodes_left = _NODES
         self.scalars: list[Tensor] = []
-        """The scalar tensors of the graph, which may be copied to the CPU before `weight`."""
+        """Copies of the scalar tensors in the graph. They may be copied to the CPU before `weight` reads them."""
         self._parts = self._below(_node(loss.grad_fn, loss.output_nr), _ONE)
 
     def weight(self) -> LossWeight | None:
@@ -245,7 +250,7 @@ class LossParts:
         )
 
     def _below(self, node: Any, factor: _Product, *, mean: bool = False, count: int | None = None) -> list[_Part]:
-        """The parts below `node`, whose weight is `factor`. count: the elements of a reduction, None for a scalar."""
+        """The parts below `node`, of weight `factor`. count: the elements of `node` to reduce; None: it is a scalar."""
         while True:
             if count is None:
                 self._nodes_left -= 1
@@ -362,7 +367,7 @@ def _inputs(node: Any) -> list[Any]:
 
 
 def _node(node: Any, place: int) -> Any:
-    """The node that made output `place` of `node`, or DDP's own node, without a known weight, if that is unknown.
+    """Skip DDP's sink nodes: the node that computed output `place`, or the sink itself if that cannot be determined.
 
     DDP inserts a node for each output if it looks for unused parameters, as under the HF Trainer, and in the first pass
     of a static graph. That node has no input for an output that is not a tensor.
@@ -427,11 +432,11 @@ class ScaleSummary:
             return ""
         if self.gradients_changed:
             of = f"in {self.known - self.means} of {self.updates} updates"
-            others = f"; that of a mean in {self.means}" * (self.means > 0)
-            return f"  gradient scale: not comparable {of}: the gradients were changed after the backward pass{others}"
+            others = f"; that of the mean loss in {self.means}" * (self.means > 0)
+            return f"  gradient scale: not comparable {of}: the loop changed the gradients after backward(){others}"
         between = " to ".join(dict.fromkeys((f"{self.smallest:.3f}", f"{self.largest:.3f}")))
-        shown = "that of a mean" if self.means == self.known else f"{between} of a mean's"
-        of = f"in {self.known} of {self.updates} updates, by the losses and reductions that were seen"
+        shown = "that of the mean loss" if self.means == self.known else f"{between} times that of the mean loss"
+        of = f"in {self.known} of {self.updates} updates, from the observed losses and reductions"
         return f"  gradient scale: {shown} {of}"
 
 
@@ -446,7 +451,7 @@ class GradientScale(Check):
         self._raw: Tensor | None = None
         """The products of the raw gradients."""
         self._dots_sent: list[Tensor] = []
-        """These, and the products of the reduced gradient."""
+        """`_raw` and the products of the reduced gradient, once these are computed."""
         self._random: Tensor | None = None
         self._previous: Scale | None = None
         self._summary = ScaleSummary()
@@ -457,7 +462,7 @@ class GradientScale(Check):
         self._parameter = members[self.parameter_index] if self.parameter_index >= 0 else None
 
     def cover(self) -> Mapping[str, Cover]:
-        dark = Cover("not observable", "shards show no raw gradient")
+        dark = Cover("not observable", "sharded parameters have no raw gradient")
         return {"gradient-scale": dark if self.context.subject.sharded else LIVE}
 
     def gradient_hook(self, gradient: Tensor) -> None:
@@ -472,13 +477,13 @@ class GradientScale(Check):
                 self._raw = dots if self._raw is None else self._raw + dots
 
     def backward_reached_optimizer(self) -> None:
-        """A backward pass produced a gradient of the optimizer: that of the parameter must have arrived too."""
+        """A pass produced gradients of the optimizer. If the observed one is missing, the scale is unknown."""
         if not self._window or self._window[-1] is not self.context.backward:
             self._known = False
 
     def _dots(self, gradient: Tensor) -> Tensor | None:
-        """Two products with random numbers; they are linear, so a sum over ranks is the sum of theirs. Of a gradient
-        that is not contiguous None; the scale of the window is unknown then.
+        """fp32 [2]: the products of the first `_ELEMENTS` elements with two random vectors. They add up over ranks.
+        None if the gradient is not contiguous: the scale of the window is unknown then.
         """
         if type(gradient) is not Tensor or gradient.layout != torch.strided or not gradient.is_contiguous():
             self._known = False
@@ -496,7 +501,7 @@ class GradientScale(Check):
         if self._dots_sent or not self._known or self._raw is None or parameter is None or parameter.grad is None:
             return
         # A hook of the loop may change the gradient after it was read.
-        if len(parameter._backward_hooks or ()) > 1 or parameter._post_accumulate_grad_hooks:
+        if has_other_hooks(parameter, own=1):
             self._known = False
             return
         dots, scale = self._dots(parameter.grad), getattr(probe.optimizer, "grad_scale", None)

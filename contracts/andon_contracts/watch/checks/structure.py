@@ -27,14 +27,14 @@ class Change(Enum):
     """What happened to a parameter: the code in the value `change`, and the wording in a message."""
 
     REPLACED = 1, "replaced by another parameter"
-    TOGGLED = 2, "frozen or unfrozen"
-    ADDED = 3, "added, or another one was removed"
+    TOGGLED = 2, "frozen now but was trainable at the start, or the reverse"
+    ADDED = 3, "new, or another parameter was removed"
     MISSING = 4, "trainable but not in the optimizer"
     FOREIGN = 5, "in the optimizer but not a trainable parameter of the model"
-    UNDECLARED = 6, "trainable, which was not declared"
+    UNDECLARED = 6, "trainable but not declared in trainable="
     FROZEN = 7, "declared trainable but frozen"
     UNTIED = 8, "no longer tied to the tensor that it was declared to share"
-    TOGGLED_BY_THE_LOOP = 9, "frozen or unfrozen"
+    TOGGLED_BY_THE_LOOP = 9, "frozen now but was trainable at the start, or the reverse"
     """Frozen, or unfrozen and in its optimizer: if all ranks do so, the loop may intend it (gradual unfreezing)."""
 
 
@@ -49,16 +49,17 @@ def _same_toggle_on_all_ranks(seen: Seen[object]) -> bool:
 
 def _first_change(seen: Seen[object]) -> Finding:
     first = next(value for value in seen.column("change") if value)
-    tensor = parameter_name(seen.names, first & ((1 << _INDEX_BITS) - 1))
-    text = next(each.value[1] for each in Change if each.value[0] == first >> _INDEX_BITS)
-    return Finding(f"{tensor} is {text}", seen.step, seen.ranks("change"), tensor)
+    change = next(each for each in Change if each.value[0] == first >> _INDEX_BITS)
+    foreign = change is Change.FOREIGN  # its tensor is none of the model's, so it has no name
+    tensor = "" if foreign else parameter_name(seen.names, first & ((1 << _INDEX_BITS) - 1))
+    return Finding(f"{tensor or 'a tensor'} is {change.value[1]}", seen.step, seen.ranks("change"), tensor)
 
 
 def _parameters_kept(seen: Seen[object]) -> Finding | None:
     if seen.any("change") and not _same_toggle_on_all_ranks(seen):
         return _first_change(seen)
     if "layout" in seen.differing:
-        return difference(seen, "layout", "the tensors differ in name, shape, dtype, order or in which are trained")
+        return difference(seen, "layout", "the tensors differ in name, shape, dtype, order or requires_grad")
     return None
 
 
@@ -66,11 +67,11 @@ def _not_toggled(seen: Seen[object]) -> Finding | None:
     if not _same_toggle_on_all_ranks(seen):
         return None
     found = _first_change(seen)
-    what = f"{found.seen}, the same on all ranks; this watch checks what was trained when it opened, a new one the rest"
+    what = f"{found.seen} on all ranks; this watch keeps its first set of parameters: open a new watch to change it"
     return Finding(what, found.step, (), found.tensor)
 
 
-_PARAMETERS = Law("parameters-kept/before", ("change", "layout"), _parameters_kept, look=("layout",))
+_PARAMETERS = Law("parameters-kept/before", ("change", "layout"), _parameters_kept, by_tensor=("layout",))
 _TOGGLED = Law("parameters-kept/alike", ("change",), _not_toggled, suspicion=True)
 
 _IMPRECISE = "is trained in 16 bits: an update below half a unit in the last place is lost"
@@ -91,6 +92,7 @@ class Structure(Check):
         self._trainable = [slot.trainable for slot in slots]
         self._groups = self._parameter_groups()
         self._sizes = self._module_sizes()
+        self._children = self._submodules()
 
     def cover(self) -> Mapping[str, Cover]:
         why = "without trainable=: compared with the set at the start only"
@@ -113,7 +115,7 @@ class Structure(Check):
         return {"change": self._change(probe.optimizer), "layout": probe.layout}
 
     def change_since_start(self) -> str:
-        """The end of the sentence "not read, because ..." if the loop changed the model, as at the end of training."""
+        """Why frozen weights cannot be read at the close: parameters were replaced or an adapter merged; else ""."""
         subject = self.context.subject
         if self._change() or set(map(id, subject.inner.parameters())) != set(map(id, subject.parameters.values())):
             return "the model has other parameters now"
@@ -129,8 +131,23 @@ class Structure(Check):
         modules = self.context.subject.modules
         return [*map(len, map(_modules, modules)), *map(len, map(_parameters, modules))]
 
+    def _submodules(self) -> list[list[nn.Module | None]]:
+        return [list(each.values()) for each in map(_modules, self.context.subject.modules)]
+
+    def _replaced_with_module(self) -> int | None:
+        """The index of the first parameter whose module is no longer part of the model."""
+        now = self._submodules()
+        if now == self._children:
+            return None
+        # A module may be wrapped, as by `torch.compile`: its parameters are then still there.
+        present = set(map(id, self.context.subject.inner.parameters()))
+        gone = next((i for i, each in enumerate(self._at_start) if id(each) not in present), None)
+        if gone is None:
+            self._children = now
+        return gone
+
     def _fault_at_start(self) -> int:
-        """A `change_of` for the first disagreement of model, optimizers and declarations; 0 if they agree."""
+        """The first disagreement of model, optimizers and declarations, packed by `change_of`; 0 if they agree."""
         subject, declared = self.context.subject, self.context.settings.trainable
         slots = subject.slots
         if declared is not None:
@@ -154,7 +171,7 @@ class Structure(Check):
         return 0
 
     def _change(self, stepping: torch.optim.Optimizer | None = None) -> int:
-        """A `change_of` for the first difference from the start; 0 if nothing changed.
+        """The first difference from the start, packed by `change_of`; 0 if nothing changed.
 
         stepping: the optimizer that makes an update. Parameters that only other optimizers hold may be frozen
         meanwhile, as adversarial loops do.
@@ -169,6 +186,9 @@ class Structure(Check):
                     return change_of(Change.REPLACED, index)
         if self._module_sizes() != self._sizes:
             return change_of(Change.ADDED, len(subject.slots))
+        gone = self._replaced_with_module()
+        if gone is not None:
+            return change_of(Change.REPLACED, gone)
         trainable = list(map(_requires_grad, self._at_start))
         if trainable != self._trainable and stepping is not None:
             others = parameters_of(each for each in subject.optimizers if each is not stepping)
@@ -185,17 +205,16 @@ class Structure(Check):
                 if trained and not slot.trainable and fixed:
                     return change_of(Change.TOGGLED, index)
             return change_of(Change.TOGGLED_BY_THE_LOOP, list(map(eq, trainable, self._trainable)).index(False))
-        same_groups = self._parameter_groups() == self._groups
-        return 0 if same_groups else change_of(Change.FOREIGN, len(subject.slots))
+        return 0 if self._parameter_groups() == self._groups else change_of(Change.FOREIGN, len(subject.slots))
 
 
 def untrained_copies(subject: ModelProbe) -> set[int]:
     """The parameters, by `id`, of modules of the model that copy a trained module: teachers, averages of weights.
 
-    Such a module has the layout of a trained one, and no optimizer trains it. Layers of equal layout are not always
-    copies: it also has the values of that module, or half as many elements as all that is trained.
+    Such a module has the layout of a trained one, and no optimizer trains it. Because layers of equal layout are not
+    always copies, it must also have the values of that module, or at least half as many elements as all trained ones.
     """
-    # An optimizer may also hold frozen parameters, as MoCo's does, and leaves them unchanged.
+    # An optimizer may also hold frozen parameters, as MoCo's does, and leave them unchanged.
     held = set(map(id, parameters_of(subject.optimizers))) - set(map(id, subject.frozen.values()))
     trained: dict[object, list[nn.Module]] = {}
     others: list[nn.Module] = []

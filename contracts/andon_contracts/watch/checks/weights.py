@@ -5,7 +5,7 @@ must agree after it, because an optimizer may reduce inside its `step`. If nothi
 may average them later, as local SGD does: a suspicion until they agree again, and at the close a violation.
 
 The watch reads weights after each update. It reads them again before the next one if a version counter or an address
-changed, and before every 16th update.
+changed, before every 16th update, and as long as the ranks' weights are not synchronised.
 """
 
 from __future__ import annotations
@@ -14,21 +14,20 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from operator import attrgetter
 
-import torch.distributed as dist
 from torch import Tensor
 
 from andon_contracts.agree import bits_of
 from andon_contracts.laws.law import Law, Seen
 from andon_contracts.laws.update import REPLICAS
 from andon_contracts.observe import Look, Observer
-from andon_contracts.violation import NOT_SEEN_REDUCED, Finding
+from andon_contracts.violation import Finding
 from andon_contracts.watch.check import Check, Context, Cover, OptimizerProbe, Values
 
 _REREAD = 16
 _SEVERAL = 2
 """After this number of updates that left equal weights, weights that differ are a fault, even if nothing reduces."""
 _GAPS, _SLACK = 4, 16
-"""A synchronisation is overdue after four times the longest time between two, and sixteen updates."""
+"""A synchronisation is overdue after four times the most updates between two of them, plus sixteen."""
 _GRADIENTS = frozenset({"gradients-agree"})
 _STATES = frozenset({"optimizers-agree", "buffers-agree"})
 _WEIGHTS = frozenset({"replicas-agree"})
@@ -43,10 +42,10 @@ def _not_parted(seen: Seen[object]) -> Finding | None:
     if "weights" not in seen.differing:
         return None
     what = (
-        f"the trainable weights differ between ranks here, and {NOT_SEEN_REDUCED}. If the loop averages them later "
-        "(local SGD) this is right, and they must agree then; if it never does, the closing lines say so"
+        "the trainable weights differ between ranks, and no reduction of their gradients was seen. This is right if "
+        "the loop averages the weights later (local SGD). If the loop never does, the closing lines report it"
     )
-    return Finding(what, seen.step, (), (*seen.differing_tensors("weights"), "weights")[0])
+    return Finding(what, seen.step, (), (*seen.differing_tensors("weights"), "weights")[0], likely="")
 
 
 def _met(seen: Seen[object]) -> Finding | None:
@@ -55,7 +54,7 @@ def _met(seen: Seen[object]) -> Finding | None:
     return Finding(what, seen.step, (), "weights") if since else None
 
 
-PARTED = Law("replicas-agree/parted", ("weights",), _not_parted, look=("weights",), suspicion=True)
+PARTED = Law("replicas-agree/parted", ("weights",), _not_parted, by_tensor=("weights",), suspicion=True)
 """After an update for which no reducer is known: only later updates show whether the weights may differ."""
 _MET_AT_CLOSE = Law("replicas-agree/close", ("parted",), _met)
 
@@ -73,7 +72,7 @@ class Weights(Check):
         self._look: Look | None = None
         self._digest = 0
         self._at_closure: Values = {}
-        """The values when a step with a closure began, before the closure ran."""
+        """The values at the begin of a step with a closure, before the closure ran; empty in other steps."""
         self._marks: list[int] = []
         self._elements_reduced = 0
         self.written = False
@@ -83,12 +82,11 @@ class Weights(Check):
         return {"replicas-agree": self.context.between_replicas()}
 
     def reducing(self, tensor: Tensor, group: object, waits: bool) -> None:
-        world = dist.get_world_size(group) if isinstance(group, dist.ProcessGroup) else 0
-        if not self.context.muted and (group is None or world == self.context.world):
+        if not self.context.muted and self.context.exchange.has_all_ranks(group):
             self._elements_reduced += tensor.numel()
 
     def begin_step(self) -> None:
-        """A step with a closure begins. It may move the weights by the rank's own gradient before it calls that."""
+        """A step with a closure begins. It may move the weights by this rank's gradient before it calls the closure."""
         self._look_before()
         self._at_closure = self._values()
 
@@ -157,10 +155,9 @@ class Weights(Check):
         self._elements_reduced = 0
 
     def judge_close(self) -> None:
-        """Weights that differ must have agreed again. Every rank knows this of all ranks."""
+        """Weights that began to differ must have agreed again. Every rank knows the state of all ranks."""
         if self.synchrony.state is State.APART:
-            values = {"parted": self.synchrony.since}
-            self.judge_alone(_MET_AT_CLOSE, self._probe.updates, values, by_all=True)
+            self.judge_alone(_MET_AT_CLOSE, self._probe.updates, {"parted": self.synchrony.since}, by_all=True)
 
     def closing_lines(self) -> list[str]:
         return [self.synchrony.closing_line()]
@@ -171,7 +168,7 @@ class Reducer(Enum):
 
     UNKNOWN = 0
     KNOWN = 1
-    LEFT_OUT = 2  # a wrapper that reduces was told not to, or has a communication hook of the loop's
+    LEFT_OUT = 2  # a wrapper did not reduce (`no_sync`), or has a communication hook of the loop
 
 
 class State(Enum):
@@ -183,10 +180,10 @@ class State(Enum):
 
 
 class Synchrony:
-    """When the ranks of one optimizer must agree, from its updates so far. It is the same on all ranks.
+    """Decides from the updates so far when the ranks' weights of one optimizer must agree; the same on all ranks.
 
-    since: the update after which the weights last began to differ. met: how often they agreed again. longest: the most
-    updates that this took. known: in the present window the ranks must agree before the update.
+    since: the update with which the weights last began to differ. met: how often they agreed again. longest: the most
+    updates that this took. known: in the present window the ranks' gradients must agree before the update.
     """
 
     def __init__(self) -> None:
@@ -198,7 +195,7 @@ class Synchrony:
         self._weights_before: Sequence[int] = ()
 
     def before(self, seen: Seen[object]) -> frozenset[str]:
-        """The clauses that do not apply before this update."""
+        """Learn from the values before an update. Returns the clauses that do not apply to them. Call once."""
         reducers = {Reducer(value) for value in seen.column("reduces")}
         reduced = len(seen.observations) == 1 or Reducer.KNOWN in reducers
         equal_gradients = "gradient" not in seen.differing
@@ -225,7 +222,7 @@ class Synchrony:
         return _GRADIENTS | _STATES | _WEIGHTS
 
     def after(self, seen: Seen[object]) -> frozenset[str]:
-        """The clauses that do not apply after this update. If `parted`, `PARTED` applies instead."""
+        """Learn from the values after an update. Returns the clauses that do not apply; if `parted`, `PARTED` does."""
         equal = "weights" not in seen.differing
         if self.state is not State.TOGETHER:
             if equal:

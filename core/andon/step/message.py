@@ -1,0 +1,191 @@
+"""Every value that the ranks of a step send each other: its name, where it comes from, and the rule for it.
+
+At three points of an update each rank sends one message of int64 values, and one gather gives all ranks the same table.
+A message is a header (`agree.header`), the values that the host knows, the values that only the device knows, and at
+the first point one report per micro-batch. Senders, laws and the device's gate find a value by its name alone.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from andon.config.schema import Optimizer
+from andon.step.flat import counts_updates, moments_of
+from andon.step.gate import FIXED
+from andon_contracts.agree import Observation, real_of
+from andon_contracts.digest import join, mix_integer, seal, signed
+from andon_contracts.laws import update as laws
+from andon_contracts.laws.law import Law, Rule, rules_of
+from andon_contracts.laws.update import LeafPlan, LeafReport
+
+(ROWS_AGREE,) = laws.PLANNED
+EACH_ONCE, ROWS_PLANNED, TERMS_PLANNED, PARTS_FINITE = laws.LEAVES
+
+Expected = Sequence[Sequence[int]]
+"""By rank, what its message must be: an integer for each value, or a `Rule` if no integer is known."""
+_NO_COUNT = -1
+
+
+@dataclass(frozen=True)
+class Field:
+    """One value. law: its rule on a device is that of this law; None: any value is right.
+
+    judged: the name that the law has for it, if another. beside: the field of the column before, with which the rule
+    compares it. fixed: its only right value, if no law says so. code: from the law's integer to the one that is sent.
+    """
+
+    name: str
+    source: Literal["host", "device"]
+    law: Law[Any] | None = None
+    judged: str = ""
+    beside: str = ""
+    fixed: int = Rule.ANY
+    code: Callable[[int], int] = int
+
+
+@dataclass(frozen=True)
+class Message:
+    """The values at one point, in the order in which they are sent: those of the host first."""
+
+    point: str
+    fields: tuple[Field, ...]
+
+    def __post_init__(self) -> None:
+        for before, field in pairwise(self.fields):
+            if field.beside not in ("", before.name):
+                raise ValueError(f"{field.name} must stand beside {field.beside}")
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        return tuple(field.name for field in self.fields)
+
+    @cached_property
+    def on_device(self) -> tuple[str, ...]:
+        return tuple(field.name for field in self.fields if field.source == "device")
+
+    @cached_property
+    def _laws(self) -> tuple[Law[Any], ...]:
+        return tuple(dict.fromkeys(field.law for field in self.fields if field.law is not None))
+
+    def expected(self, want: object) -> list[int]:
+        """What a device requires of one rank's values. want: what the laws are held to."""
+        rules = rules_of(self._laws, want)
+        found = []
+        for field in self.fields:
+            rule = rules[field.judged or field.name] if field.law else field.fixed
+            found.append(rule if isinstance(rule, Rule) or not field.law else field.code(rule))
+        return found
+
+
+REPORT = Message(
+    "report",
+    (
+        Field("index", "device", EACH_ONCE),
+        Field("rows", "device", EACH_ONCE),
+        Field("loss_bits", "device", PARTS_FINITE),  # of the fp64 loss sum
+        Field("correct", "device"),
+        Field("terms", "device", TERMS_PLANNED),
+        Field("total_bits", "device", PARTS_FINITE),  # of an fp64 that is finite exactly if the gradient is
+        Field("content", "device", ROWS_PLANNED),
+        Field("gradient", "device"),  # the gradient's word sum; 0 if no audit is due
+    ),
+)
+"""What a rank reports of one micro-batch. A message has one report for each, see `padded`."""
+WIDTH = len(REPORT.fields)
+
+COMPUTED = Message(
+    "computed",
+    (
+        Field("failed", "host", fixed=0),  # whether the rank raised
+        Field("stop", "host"),  # whether its process is asked to stop
+        Field("save", "host"),  # whether it requests a checkpoint
+        Field("plan", "host", ROWS_AGREE),  # the digest of the rows that it planned for all ranks
+    ),
+)
+"""After the backward pass, before the reduction. The reports follow."""
+
+REDUCED = Message(
+    "reduced",
+    (
+        Field("planned", "host"),  # the bits of the schedule's learning rate
+        Field("rate", "host", laws.RATE, beside="planned"),  # the bits of the optimizer's
+        Field("gradient", "device", laws.GRADIENTS_AGREE),  # a word sum
+        Field("nonfinite", "device", laws.FINITE),
+        Field("weights", "device", laws.WEIGHTS_UNCHANGED),  # a word sum
+        Field("norm", "device", laws.FINITE),  # the bits of the norm before clipping, as fp64
+        Field("clipped", "device", laws.CLIP, beside="norm"),  # and after it
+    ),
+)
+"""After the reduction and the clipping, before the update."""
+
+
+@cache
+def updated(settings: Optimizer) -> Message:
+    """After the update: word sums of the weights and of each moment, and the bits of the fp32 count of updates."""
+    moments = (Field(name, "device", laws.OPTIMIZERS, judged="optimizer") for name in moments_of(settings))
+    count = Field(
+        "updates", "device", laws.ONE_UPDATE, code=lambda value: struct.unpack("<I", struct.pack("<f", value))[0]
+    )
+    return Message("updated", (Field("weights", "device", laws.REPLICAS), *moments, count))
+
+
+def encoded(expected: Expected) -> list[int]:
+    """All integers of `expected`, then all rules; `Gate.look` takes them as int64 [2, world, width]."""
+    values = [0 if isinstance(value, Rule) else signed(value) for row in expected for value in row]
+    return values + [int(value) if isinstance(value, Rule) else FIXED for row in expected for value in row]
+
+
+def padded(reports: torch.Tensor, count: int) -> torch.Tensor:
+    """Reports [n, WIDTH] as `count` rows, the missing ones of -1, because messages of all ranks have one length."""
+    return nn.functional.pad(reports[:count], (0, 0, 0, max(0, count - reports.shape[0])), value=-1)
+
+
+def expected_computed(plan: Sequence[LeafPlan], world: int, count: int, *, checked: bool) -> Expected:
+    """What `COMPUTED` with `count` padded reports must be, by rank. checked: otherwise only that no rank failed."""
+    if not checked:
+        return [[*(field.fixed for field in COMPUTED.fields), *[Rule.ANY] * (count * WIDTH)]] * world
+    rows = [COMPUTED.expected(None) for _ in range(world)]
+    for leaf in plan:
+        rows[leaf.rank] += REPORT.expected(leaf)
+    length = len(COMPUTED.fields) + count * WIDTH
+    return [row + [-1] * (length - len(row)) for row in rows]
+
+
+def reports_of(observations: Sequence[Observation]) -> tuple[LeafReport, ...]:
+    """Every rank's reports, in order of rank and micro-batch."""
+    found: list[LeafReport] = []
+    for each in observations:
+        assert each.payload is not None
+        for index, rows, loss, correct, terms, total, content, gradient in each.payload.view(-1, WIDTH).tolist():
+            if index >= 0:
+                bad = not math.isfinite(real_of(total))
+                found.append(LeafReport(each.rank, index, rows, real_of(loss), correct, terms, bad, content, gradient))
+    return tuple(found)
+
+
+def reduced_values(size: int, raw: Mapping[str, int]) -> dict[str, int]:
+    """The values of `REDUCED`, with digests of the flat gradient and weights [size] instead of word sums."""
+    return {**raw, **{name: signed(seal(raw[name], torch.float32, (size,))) for name in ("gradient", "weights")}}
+
+
+def state_values(settings: Optimizer, size: int, raw: Mapping[str, int]) -> dict[str, int]:
+    """From the values of `updated`: the digests `weights` and `optimizer`, and the count `updates`."""
+    bits = raw["updates"] & 0xFFFFFFFF
+    count = float(struct.unpack("<f", struct.pack("<I", bits))[0])
+    parts = {name: seal(raw[name], torch.float32, (size,)) for name in moments_of(settings) if raw[name]}
+    if counts_updates(settings) and bits:
+        parts["step"] = seal(mix_integer(bits), torch.float32, ())
+    return {
+        "weights": signed(seal(raw["weights"], torch.float32, (size,))),
+        "optimizer": signed(join(parts)),
+        "updates": int(count) if count.is_integer() else _NO_COUNT,
+    }
