@@ -1,4 +1,4 @@
-"""Rewrites of a traced graph, whose parts torch's compiler makes slow kernels of; it computes the same function.
+"""Rewrites of a traced graph for which torch's compiler generates slow kernels. The graph computes the same function.
 
 Masks of dropout and rounding differ between a compiled pass and an eager one; see `CompiledPasses` for why that never
 depends on the rank. Each rewrite was measured on an H200 with the reference job of docs/gpu.md.
@@ -342,7 +342,7 @@ def value_of(node: Node) -> Tensor:
 
 
 def known(*nodes: Any) -> bool:
-    """Whether all of `nodes` are nodes that dynamo traced as tensors, without numbers, lists and tensor subclasses."""
+    """Whether dynamo traced all of `nodes` as plain tensors: not as numbers, lists or tensor subclasses."""
     values = [node.meta.get("example_value") if isinstance(node, Node) else None for node in nodes]
     return all(isinstance(value, Tensor) and not is_traceable_wrapper_subclass(value) for value in values)
 

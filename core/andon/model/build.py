@@ -1,6 +1,6 @@
-"""A sequence classifier or a causal language model from transformers: the embedded small one, a folder's or the hub's.
+"""Load or build a classifier or a causal language model: the embedded small one, a folder's or the hub's.
 
-The same settings give the same bits in every process: weights that a checkpoint lacks (all of the embedded models, the
+The same settings give the same bits in every process. Weights that a checkpoint lacks (all of the embedded models, the
 classification head of others) are drawn from the run's seed, and the process-global generator is left alone.
 """
 
@@ -54,7 +54,7 @@ class ModelInterface:
 
 @dataclass(frozen=True)
 class BaseFacts:
-    """What is known of a base model once its checkpoint is loaded.
+    """Facts about a base model after its checkpoint was loaded.
 
     drawn: modules of its backbone that the checkpoint lacks, drawn at random. notes: lines for the user about its head.
     own_code: a sentence about code that the base names and that was not run, or empty.
@@ -184,8 +184,8 @@ def _pretrained(settings: Model, interface: ModelInterface, seed: int) -> Any:
     backbone = [name for name in inside if ".pooler." not in name]
     if backbone:
         shown = ", ".join(backbone[:5]) + (f" and {len(backbone) - 5} more" if len(backbone) > 5 else "")
-        whose = "that a causal language model needs" if causal else "of its own backbone"
-        raise InputError([Problem("model.base", f"{base!r} lacks weights {whose}: {shown}")])
+        kind = "that a causal language model needs" if causal else "of its own backbone"
+        raise InputError([Problem("model.base", f"{base!r} lacks weights {kind}: {shown}")])
     cached = source
     if not local:
         from huggingface_hub import try_to_load_from_cache
@@ -337,7 +337,7 @@ def labels_in_own_order(base: str, head: str, labels: Sequence[str], revision: s
 
 
 def _config(base: str, revision: str | None, **values: Any) -> Any:
-    """The configuration at `base`, with these values instead of its own."""
+    """The configuration at `base`. `values` replace its own."""
     from transformers import AutoConfig
 
     source, local = _source(base, revision)
@@ -424,7 +424,7 @@ def positions_of(model: Any) -> int | None:
     """How many tokens of a row have a position, by the model's configuration and its tables; None: no limit. A table of
     positions with a row for padding, as RoBERTa has it, counts from the next row on."""
     positions: int | None = getattr(model.config, "max_position_embeddings", None)
-    if positions is None or positions < 1:  # XLNet says -1 for no limit
+    if positions is None or positions < 1:  # -1 means no limit in XLNet
         return None
     words = model.get_input_embeddings()
     tables = [each for each in model.modules() if isinstance(each, nn.Embedding) and each is not words]
@@ -470,7 +470,7 @@ def backbone_of(model: nn.Module) -> nn.Module:
 
 
 def facts_of(model: nn.Module) -> BaseFacts:
-    """What is known of the base of `model`, with or without an adapter; nothing if it came from no checkpoint."""
+    """Facts about the base of `model`, with or without an adapter; empty if it came from no checkpoint."""
     found: BaseFacts = getattr(without_adapter(model), "andon_facts", BaseFacts())
     return found
 
@@ -488,8 +488,10 @@ def computing(model: nn.Module, device: torch.device) -> AbstractContextManager[
 
 
 def tried(call: Callable[[], T]) -> T | Exception:
-    """What `call`, a pass of a model, returns, or the error with which the model refuses its input, as a mask. An error
-    of the device is raised: it says nothing of the model, and on another rank the call would succeed."""
+    """The result of `call`, a pass of a model, or the error with which the model refuses its input, for example a mask.
+
+    An error of the device is raised: it says nothing about the model, and on another rank the call would succeed.
+    """
     try:
         return call()
     except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError) as error:

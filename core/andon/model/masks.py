@@ -1,8 +1,8 @@
-"""How a model is told which tokens see which, without the host waiting for a GPU.
+"""Attention masks that a GPU needs no host for, and the side on which rows are padded.
 
-Given a mask of tokens, transformers reads it on the host to see whether it is needed, so the host waits for the device.
-Padding follows the last token here, and a causal model never looks there from a token that counts: its attention needs
-no mask. Other models take a mask by pairs of tokens as it is.
+transformers reads a mask of tokens on the host to see whether it is needed, so the host waits for the device. Padding
+follows the last token here, and a causal model never looks there from a real token: its attention needs no mask. Other
+models take a mask by pairs of tokens as it is.
 
 Rows packed end to end must not see each other. A mask by pairs of tokens works for every model. On a GPU a model gets
 the place where each row begins and ends instead, and attention between rows is not computed.
@@ -38,7 +38,7 @@ from andon.model.build import (
 )
 
 WINDOWS = ("sliding_window", "local_attention", "attention_window", "attention_chunk_size", "window_size")
-"""What configurations of transformers call a limit to how far a token sees."""
+"""Settings of transformers that limit how far a token sees."""
 _UNMASKED, _SPANS = "andon_unmasked_sdpa", "andon_packed_rows"
 """Names under which transformers has its own attention a second time, without a mask, and our attention of packs."""
 _TRIED_LENGTHS = (12, 7, 1)
@@ -48,8 +48,10 @@ that is wrongly seen moves them more."""
 
 
 class Masking(Enum):
-    """How a model is told which tokens see which. A causal language model, which gets packs, takes one of the last two.
-    Each number of workers must choose the same, so the choice depends on the model and its device alone."""
+    """Ways to tell a model which tokens see which. A causal language model, which gets packs, uses one of the last two.
+
+    Each number of workers must choose the same, so the choice depends on the model and its device alone.
+    """
 
     UNMASKED = "no mask in its attention, which is causal"
     CAUSAL_PAIRS = "a mask by pairs of tokens, of those before"
@@ -147,7 +149,7 @@ def _outputs_of_pack(model: nn.Module, masking: Masking, device: torch.device) -
 def _tokens(model: Any, device: torch.device) -> tuple[Tensor, Tensor]:
     """Three rows of different tokens, one of a single token, and their mask, [rows, length]; equal on all ranks."""
     room = getattr(model.config, "max_position_embeddings", None) or 0
-    room = room if room > 0 else 2 * _TRIED_LENGTHS[0]  # XLNet says -1 for no limit
+    room = room if room > 0 else 2 * _TRIED_LENGTHS[0]  # -1 means no limit in XLNet
     pad = getattr(model.config, "pad_token_id", None) or 0
     size = model.get_input_embeddings().weight.shape[0]
     places = torch.arange(max(1, min(_TRIED_LENGTHS[0], room // 2)), device=device)
@@ -157,18 +159,18 @@ def _tokens(model: Any, device: torch.device) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Padding:
-    """Where rows are padded. change: how far padding moves a row's logits, as a share of the largest logit; 0.0 if only
-    by rounding, or if the model cannot be tried."""
+    """The side on which rows are padded. change: the largest effect of padding on a row's logits, as a share of the
+    largest logit; 0.0 if only by rounding, or if the model cannot be tried."""
 
     side: str = "right"
     change: float = 0.0
 
 
 def padding_of(model: nn.Module, device: torch.device) -> Padding:
-    """The side on which `model` needs its rows padded, so that a row's logits do not depend on the rows beside it.
+    """The side on which padding does not change a row's logits, whatever rows are beside it.
 
-    The right suits most models, but XLNet classifies by the last position, padding or not. The left is used if only
-    there three rows keep the logits that they have alone. A causal language model gets packs and is not tried.
+    The right suits most models, but XLNet classifies by the last position, padding or not. The left is used if three
+    rows keep the logits that they have alone on that side only. A causal language model gets packs and is not tried.
     """
     base: Any = without_adapter(model)
     if not hasattr(base, "config") or vocabulary_head(model) is not None:
@@ -251,8 +253,8 @@ def attending_by(model: nn.Module, name: str, attention: Callable[..., Any]) -> 
 
 @contextmanager
 def packed_inputs(model: nn.Module, masking: Masking, batch: Mapping[str, Tensor]) -> Iterator[dict[str, Any]]:
-    """Inside, the arguments of the backbone of `model` with which each token sees those of its own row up to itself,
-    and no other; computed in the precision of `model`.
+    """Inside, the arguments of the backbone of `model`, in whose precision it computes. Each token sees the tokens of
+    its own row up to itself, and no other.
 
     masking: `SPANS` or `ROW_PAIRS`. batch: int64 [packs, length] input_ids, rows (1 for a pack's first row, 2, ... and
     0 for padding at the end), and positions (from 0 in each row, and 0 for padding).
@@ -273,8 +275,8 @@ def packed_inputs(model: nn.Module, masking: Masking, batch: Mapping[str, Tensor
 
 
 def _spans(rows: Tensor, positions: Tensor) -> Tensor:
-    """int32 [packs, 1, length, 2]: for each place where its row begins and the place after its row's last. Each place
-    of padding is a row of its own."""
+    """int32 [packs, 1, length, 2]: for each place the first place of its row, and the place after the last. A place of
+    padding counts as a row of one token."""
     length = rows.shape[1]
     places = torch.arange(length, device=rows.device).expand_as(rows)
     last = torch.ones_like(rows, dtype=torch.bool)

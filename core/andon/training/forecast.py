@@ -1,4 +1,4 @@
-"""The memory that a run needs, found before it starts, and what its GPUs are held to (F-HET-002).
+"""The memory that a run needs: computed before it starts, and compared with the peak of its GPUs (F-HET-002).
 
 Nothing of the model is allocated or read but its configuration: its passes run on tensors that have no memory.
 """
@@ -78,7 +78,7 @@ class MemoryPlanner:
         return attach(base, config.adapter, config.seed, interface.new_tokens)
 
     def plan(self, config: Config, kind: str, workers: int) -> MemoryPlan:
-        """What one of `workers` replicas on a device of `kind` needs, without what lies outside of torch.
+        """Bytes of one of `workers` replicas on a device of `kind`, without memory outside of torch.
 
         Of compiled passes the plan is a bound: what eager ones need, and what captured graphs hold. Raises
         `NotPlannable` if the model's own code fails on tensors without memory.
@@ -122,7 +122,7 @@ class MemoryPlanner:
         if captures(config, kind, activations):
             graphs = activations + plan.workspace  # they are captured on a stream with a workspace of its own
         elif kind == "cuda" and training.compile == "graphs":
-            # They keep their memory while an evaluation, or an eager pass of another shape, runs beside them.
+            # Graphs keep their memory during an evaluation and during an eager pass of another shape.
             graphs = min(activations, evaluation)
         on_host = kind == "cuda" and config.run.backend == "mixed"  # its update is made on the CPU, on buffers there
         moments = 0 if on_host else plan.moments
@@ -147,7 +147,7 @@ def captures(config: Config, kind: str, activations: int | None) -> bool:
 
 def with_graphs_that_fit(plan: MemoryPlan, config: Config, free: int) -> MemoryPlan:
     """`plan`, without CUDA graphs if `free` bytes have no room for them and no setting demands them; same bits."""
-    unasked = config.run.cuda_graphs == "auto" and config.training.compile == "off"  # compiled ones are asked for
+    unasked = config.run.cuda_graphs == "auto" and config.training.compile == "off"  # `compile: graphs` demands them
     return replace(plan, graphs=0) if unasked and plan.needed > free else plan
 
 
@@ -296,7 +296,7 @@ class Forecast:
 
 
 def machine_here(gpu_bytes: int | None, workers: int) -> Machine:
-    """This machine; gpu_bytes: another one, with a GPU of so many for each of `workers`, and any amount of memory."""
+    """This machine; gpu_bytes: another one, with a GPU of this size for each of `workers`, and unknown host memory."""
     if gpu_bytes is not None:
         return Machine((gpu_bytes,) * workers, None)
     # To look at a GPU starts a context on it, which a plan counts by itself.
