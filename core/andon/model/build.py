@@ -146,14 +146,10 @@ def _embedded(settings: Model, interface: ModelInterface) -> Any:
     if kind == "Bert":
         shared |= {"hidden_dropout_prob": settings.dropout, "attention_probs_dropout_prob": settings.dropout}
     else:
-        shared |= {
-            "head_dim": settings.hidden_size // settings.num_attention_heads,
-            "num_key_value_heads": settings.num_key_value_heads,
-            "attention_dropout": settings.dropout,
-            "bos_token_id": None,
-            "eos_token_id": None,
-            "tie_word_embeddings": interface.head == "causal",
-        }
+        heads, key_value_heads = settings.num_attention_heads, settings.num_key_value_heads
+        shared |= {"head_dim": settings.hidden_size // heads, "num_key_value_heads": key_value_heads}
+        shared |= {"attention_dropout": settings.dropout, "tie_word_embeddings": interface.head == "causal"}
+        shared |= {"bos_token_id": None, "eos_token_id": None}
     loaded_as = LOADERS[interface.head].removeprefix("AutoModel")
     model: Any = getattr(transformers, kind + loaded_as)(getattr(transformers, f"{kind}Config")(**shared))
     model.config.dtype = _DTYPES[settings.dtype]

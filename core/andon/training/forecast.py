@@ -95,22 +95,13 @@ class MemoryPlanner:
     def _plan(self, config: Config, kind: str, workers: int) -> MemoryPlan:
         material, training, optimizer = self.material, config.training, config.optimizer
         model, checkpointing = self.shape(config), config.training.activation_checkpointing
-        plan = plan_bytes(
-            model,
-            trainable_parameters(model),
-            optimizer.name,
-            training.micro_batches,
-            0,  # of a micro-batch: traced below, because that leaves fake weights in the model
-            world_size=workers,
-            momentum=optimizer.momentum,
-            kind=kind,
-        )
+        options: dict[str, Any] = {"world_size": workers, "momentum": optimizer.momentum, "kind": kind}
+        # Activations are traced below, because that leaves fake weights in the model.
+        plan = plan_bytes(model, trainable_parameters(model), optimizer.name, training.micro_batches, 0, **options)
         trained = largest(material, config)
         # Packs are trained on; their rows are scored alone.
-        scored = (
-            (material.validation_task, material.validation_ids),
-            (material.evaluation_task, material.evaluation_ids),
-        )
+        scored = [(material.validation_task, material.validation_ids)]
+        scored += [(material.evaluation_task, material.evaluation_ids)]
         lengths = [task.lengths[list(ids)].clamp(max=config.model.max_length).tolist() for task, ids in scored if ids]
         batching = evaluation_batching(material, config)
         evaluated = max(map(batching.largest, lengths), key=lambda shape: (shape[0] * shape[1], shape[1]))
